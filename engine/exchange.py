@@ -1,0 +1,166 @@
+"""The meeting of the branches: one exact loss over the global batch, shared out among the tails without a root.
+
+With s = logit_scale_exp · U Vᵀ over all B images U and texts V, InfoNCE is
+
+    L = 1/2B Σᵢ (rowᵢ − sᵢᵢ) + 1/2B Σⱼ (colⱼ − sⱼⱼ),      rowᵢ = logsumexpⱼ sᵢⱼ,   colⱼ = logsumexpᵢ sᵢⱼ
+    ∂L/∂sᵢⱼ = (exp(sᵢⱼ − rowᵢ) + exp(sᵢⱼ − colⱼ) − 2·[i = j]) / 2B
+
+An image tail computes its rows of s and so rowᵢ of its images; a text tail its columns and so colⱼ of its texts. They
+exchange these B numbers, and each has the exact gradient of its own embeddings. A tail that has both branches and all
+replicas (R = 1) computes the one matrix once and uses it for both sides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Mapping, Protocol, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.communication import Communicator
+from engine.topology import BRANCHES
+
+OTHER = {"image": "text", "text": "image"}
+
+
+class ContrastiveLoss(Protocol):
+    """What the exchange asks of a loss; it knows nothing of processes. b own rows, B rows of the other side."""
+
+    parameters: tuple[str, ...]  # names of the [1]-shaped learned scalars it uses; the image head emits them
+
+    def logits(self, own: Tensor, other: Tensor, parameters: Mapping[str, Tensor]) -> Tensor: ...  # [b, B]
+
+    def statistics(self, logits: Tensor) -> Tensor: ...  # [b], what the other side needs of these rows
+
+    def share(self, logits: Tensor, own_statistics: Tensor, target: Tensor) -> Tensor: ...  # [], this side's part of the loss
+
+    def gradient(self, logits: Tensor, own_statistics: Tensor, other_statistics: Tensor, target: Tensor) -> Tensor: ...  # [b, B]
+
+    def embedding_gradient(self, d_logits: Tensor, other: Tensor, parameters: Mapping[str, Tensor]) -> Tensor: ...  # [b, D]
+
+    def parameter_gradients(self, d_logits: Tensor, logits: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Embeddings [b, D] float32 with the place of each sample in the global batch [b] and its index in the data set [b]."""
+
+    embeds: Tensor
+    position: Tensor
+    index: Tensor
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What one tail knows after the exchange: its own rows, and all rows of each branch it needs, in global order."""
+
+    own: Mapping[str, Rows]
+    everyone: Mapping[str, Tensor]  # branch -> [B, D]
+    num_misaligned: Tensor  # [] how many places of the global batch hold different samples in the two branches
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """This tail's share of the loss (the shares of all tails add up to it) and ∂L/∂ of its own embeddings and parameters."""
+
+    share: Tensor
+    embeds: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+
+
+def meet(comm: Communicator, own: Mapping[str, Rows], counts: Sequence[int]) -> Meeting:
+    """Exchange embeddings among the tails. `counts[r]`: rows of replica r of this tail; they add up to B on every tail."""
+    gathered = {
+        branch: (
+            comm.gather_replicas(rows.embeds, counts),
+            comm.gather_replicas(torch.stack([rows.position, rows.index], 1), counts),
+        )
+        for branch, rows in own.items()
+    }
+    if len(own) == 1:
+        gathered = _cross(comm, gathered)
+    everyone, indices = {}, {}
+    for branch, (embeds, labels) in gathered.items():
+        everyone[branch] = torch.zeros_like(embeds).index_copy_(0, labels[:, 0], embeds)
+        indices[branch] = torch.full_like(labels[:, 1], -1).index_copy_(0, labels[:, 0], labels[:, 1])
+    misaligned = (indices["image"] != indices["text"]) | (indices["image"] < 0)
+    return Meeting(own, everyone, misaligned.sum())
+
+
+def _cross(comm: Communicator, mine: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Tails of a fork: give what this branch gathered, get what the other did."""
+    (embeds, labels), both = next(iter(mine.values())), {}
+    for branch in BRANCHES:
+        give = mine.get(branch) or (torch.empty_like(embeds), torch.empty_like(labels))
+        both[branch] = tuple(comm.cross(branch, tensor) for tensor in give)
+    return both
+
+
+def exchange_loss(
+    comm: Communicator,
+    loss: ContrastiveLoss,
+    meeting: Meeting,
+    counts: Sequence[int],
+    parameters: Mapping[str, Tensor],
+) -> LossResult:
+    """The exact loss over the global batch and its gradients, as far as this tail needs them.
+
+    `parameters` are the loss's learned scalars where the image head is (the image tail, or a joint tail); elsewhere pass {}
+    and they arrive with the exchange. Their gradients are complete when summed over the replicas of the image head.
+    """
+    parameters = _share_parameters(comm, loss, meeting, parameters)
+    if len(meeting.own) == 2 and comm.stage.replicas == 1:
+        return _whole_matrix(loss, meeting, parameters)
+    logits = {
+        branch: loss.logits(rows.embeds, meeting.everyone[OTHER[branch]], parameters) for branch, rows in meeting.own.items()
+    }  # [b, B] per side
+    own_statistics = {branch: loss.statistics(block) for branch, block in logits.items()}
+    statistics = _share_statistics(comm, meeting, own_statistics, counts)
+    share, embeds, parameter_gradients = 0.0, {}, {}
+    for branch, rows in meeting.own.items():
+        share = share + loss.share(logits[branch], own_statistics[branch], rows.position)
+        d_logits = loss.gradient(logits[branch], own_statistics[branch], statistics[OTHER[branch]], rows.position)
+        embeds[branch] = loss.embedding_gradient(d_logits, meeting.everyone[OTHER[branch]], parameters)
+        if branch == "image":
+            parameter_gradients = loss.parameter_gradients(d_logits, logits[branch], parameters)
+    return LossResult(share, embeds, parameter_gradients)
+
+
+def _whole_matrix(loss: ContrastiveLoss, meeting: Meeting, parameters: Mapping[str, Tensor]) -> LossResult:
+    """One rank has every image and every text: one matrix serves both sides."""
+    image, text = meeting.own["image"], meeting.own["text"]
+    logits = loss.logits(meeting.everyone["image"], meeting.everyone["text"], parameters)  # [B, B], both in global order
+    rows, columns = loss.statistics(logits), loss.statistics(logits.T)
+    target = torch.arange(len(logits), device=logits.device)
+    d_logits = loss.gradient(logits, rows, columns, target)
+    return LossResult(
+        loss.share(logits, rows, target) + loss.share(logits.T, columns, target),
+        {
+            "image": loss.embedding_gradient(d_logits, meeting.everyone["text"], parameters)[image.position],
+            "text": loss.embedding_gradient(d_logits.T, meeting.everyone["image"], parameters)[text.position],
+        },
+        loss.parameter_gradients(d_logits, logits, parameters),
+    )
+
+
+def _share_parameters(comm: Communicator, loss: ContrastiveLoss, meeting: Meeting, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if len(meeting.own) == 2:
+        return dict(parameters)
+    embeds = next(iter(meeting.own.values())).embeds
+    values = torch.cat([parameters[name] for name in loss.parameters]) if parameters else embeds.new_empty(len(loss.parameters))
+    values = comm.cross("image", values)
+    return {name: values[i : i + 1] for i, name in enumerate(loss.parameters)}
+
+
+def _share_statistics(comm: Communicator, meeting: Meeting, own: Mapping[str, Tensor], counts: Sequence[int]) -> dict[str, Tensor]:
+    """branch -> [B] statistics of all its rows, in global order."""
+    everyone = {}
+    for branch, rows in meeting.own.items():
+        values = comm.gather_replicas(own[branch], counts)
+        position = comm.gather_replicas(rows.position, counts)
+        everyone[branch] = torch.zeros_like(values).index_copy_(0, position, values)
+    if len(everyone) == 1:
+        template = next(iter(everyone.values()))
+        everyone = {branch: comm.cross(branch, everyone.get(branch, torch.empty_like(template))) for branch in BRANCHES}
+    return everyone

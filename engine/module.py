@@ -1,0 +1,145 @@
+"""The stage of this rank as a DeepSpeed `PipelineModule`, and the grid that tells DeepSpeed who its replicas are.
+
+DeepSpeed's grid is Cartesian: every stage has the same number of replicas. The way out, without touching its code: it is
+built for a stand-in topology in which every rank is its own pipe coordinate, and the subclass then answers with the
+replicas of the rank's own stage when the engine asks for its data-parallel group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from typing import Any, Callable, Mapping, Protocol, Sequence
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
+from torch import Tensor, nn
+
+from engine.topology import BRANCHES, Stage, StageGraph
+
+
+class DescribesLayer(Protocol):
+    """What the engine needs to know of a layer before it exists: its name, and the names of its parameters in the run."""
+
+    name: str
+    canonical_parameters: Sequence[str]
+
+
+class StageGrid(PipelineParallelGrid):
+    """DeepSpeed's view of the world, with this rank's stage as its data-parallel group."""
+
+    def __init__(self, graph: StageGraph, rank: int, stage_group: Any, world_group: Any):
+        stage = graph.stage_of(rank)
+        self._own_stage_id, self._own_replica = stage.stage_id, graph.replica_of(rank)
+        super().__init__(topology=PipeDataParallelTopology(num_pp=graph.world_size, num_dp=1), process_group=world_group)
+        self.dp_group = list(stage.ranks)
+        self.dp_groups = [list(s.ranks) for s in graph.stages]
+        self.dp_proc_group = stage_group
+        self.data_parallel_size = stage.replicas
+        # Names the checkpoint files of a stage; the group stays the whole world, so that an overflow anywhere is seen everywhere.
+        self.ds_model_rank = stage.stage_id
+        self.ds_model_world_size = len(graph.stages)
+
+    def get_stage_id(self) -> int:
+        return self._own_stage_id
+
+    def get_data_parallel_id(self) -> int:
+        return self._own_replica
+
+
+class StageModule(PipelineModule):
+    """The layers of one stage. Builds only its own; `forward` takes and returns a dictionary of named tensors.
+
+    Each layer draws its random numbers (dropout, stochastic depth) from a seed that is a function of the layer and of the
+    micro-batch alone, so that training does not depend on how layers are split, and a resumed run draws the same again.
+    """
+
+    def __init__(
+        self,
+        graph: StageGraph,
+        rank: int,
+        layers: Mapping[str, Sequence[DescribesLayer]],
+        build_layer: Callable[[DescribesLayer], nn.Module],
+        stage_group: Any,
+        seed: int,
+    ):
+        self._graph, self._rank, self._layers, self._build_layer, self._seed = graph, rank, layers, build_layer, seed
+        self._stage: Stage = graph.stage_of(rank)
+        self._micro_batch_seed = 0
+        specs = [spec for branch in BRANCHES for spec in layers[branch]]
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its (stand-in) topology
+            super().__init__(specs, topology=PipeDataParallelTopology(num_pp=graph.world_size, num_dp=1), base_seed=seed)
+            self._grid = StageGrid(graph, rank, stage_group, self.world_group)
+        self.stage_id = self._stage.stage_id
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        offset, self._own_indices = 0, []
+        for branch in BRANCHES:
+            self._own_indices += [offset + i for i in self._stage.layers.get(branch, ())]
+            offset += len(self._layers[branch])
+        self._set_bounds(0, len(self._own_indices))
+
+    def _build(self) -> None:
+        self.canonical_parameters: dict[str, nn.Parameter] = {}
+        self.canonical_buffers: dict[str, Tensor] = {}
+        self.layer_names: list[str] = []
+        for index in self._own_indices:
+            spec = self._layer_specs[index]
+            layer = self._build_layer(spec)
+            self.forward_funcs.append(layer)
+            self.layer_names.append(spec.name)
+            self.add_module(spec.name.replace(".", "/"), layer)
+            for name, parameter in layer.named_parameters():
+                self.canonical_parameters[layer.canonical_names[name]] = parameter
+                parameter.ds_pipe_replicated = False
+            for name, buffer in layer.named_buffers():
+                self.canonical_buffers[layer.canonical_names.get(name, f"{spec.name}.{name}")] = buffer
+        self._draws = [bool(getattr(layer, "draws", True)) for layer in self.forward_funcs]
+
+    def running_statistics(self) -> list[Tensor]:
+        """Floating-point buffers that training changes: the running means and variances of batch normalisation."""
+        return [
+            buffer
+            for module in self.modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+            for buffer in module.buffers()
+            if buffer.is_floating_point()
+        ]
+
+    def seed_micro_batch(self, step: int, branch_micro_batch: int) -> None:
+        """Fix the random numbers of the next forward: step and number of the micro-batch within the global batch."""
+        self._micro_batch_seed = step * 1_000_003 + branch_micro_batch
+
+    def forward(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        micro_batch_seed = self._micro_batch_seed
+        for index, layer, draws in zip(self._own_indices, self.forward_funcs, self._draws):
+            if draws and self.training:
+                torch.manual_seed(_mix(self._seed, micro_batch_seed, index))
+            tensors = layer(tensors)
+        return tensors
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """One file per layer, named after the layer: any topology finds its own."""
+        return layer_file(ckpt_dir, self.layer_names[local_layer_idx])
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        return [self.ckpt_layer_path(ckpt_dir, local_layer_idx)]
+
+
+def layer_file(folder: str, layer_name: str) -> str:
+    """Where a checkpoint folder keeps the weights of a layer."""
+    return os.path.join(folder, f"layer-{layer_name}-model_states.pt")
+
+
+def _mix(*values: int) -> int:
+    """A 63-bit seed out of several numbers (splitmix64's finaliser, Steele et al. 2014), so that near inputs give far seeds."""
+    state = 0
+    for value in values:
+        state = (state + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 1

@@ -1,0 +1,106 @@
+"""Starting and ending the processes of a run: environment, the one C++ op DeepSpeed compiles, the process group."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Iterator
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from filelock import FileLock, Timeout
+
+COMPILE_LIMIT_S = 600
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among the others."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    ranks_on_node: int
+    device: torch.device
+    timeout: timedelta
+
+
+def start_processes(timeout_s: float = 1800.0) -> Processes:
+    """Join the process group that the launcher describes in the environment; without a launcher, a group of one.
+
+    `timeout_s` limits every wait in a collective. Raises TimeoutError when the C++ op is not compiled within ten minutes.
+    """
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    alone = "WORLD_SIZE" not in os.environ
+    if alone:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    local_rank = int(os.environ["LOCAL_RANK"])
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        _compile_shared_memory_op()
+    else:
+        accelerator.set_device(local_rank)
+    timeout = timedelta(seconds=timeout_s)
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    ranks_on_node = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return Processes(
+        dist.get_rank(), dist.get_world_size(), local_rank, ranks_on_node, torch.device(accelerator.device_name(local_rank)), timeout
+    )
+
+
+def from_first_rank(value: Any) -> Any:
+    """The first rank's `value` on every rank. Small picklable things only."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+@contextlib.contextmanager
+def first_rank_first() -> Iterator[None]:
+    """The first rank goes through the body alone, then all others do: what it leaves on disk is there for them."""
+    if dist.get_rank() > 0:
+        dist.barrier()
+    yield
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def stop_processes() -> None:
+    if dist.is_initialized():
+        deepspeed.comm.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _compile_shared_memory_op() -> None:
+    """Build DeepSpeed's shared-memory collectives once per machine, under a lock that dies with its holder.
+
+    torch guards its build folder with a plain file: a process killed while it compiles leaves that file behind and every
+    later run waits for it for ever. Under our lock nobody else of ours is compiling, so such a file is a leftover.
+    """
+    cache = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "wye" / f"torch_extensions-{torch.__version__}")))
+    cache.mkdir(parents=True, exist_ok=True)
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is None or not builder.is_compatible():
+        return
+    try:
+        with FileLock(cache / "wye.lock", timeout=COMPILE_LIMIT_S):
+            for leftover in cache.rglob(f"*{builder.name}*/lock"):
+                leftover.unlink(missing_ok=True)
+            builder.load(verbose=False)
+    except Timeout as error:
+        raise TimeoutError(
+            f"waited {COMPILE_LIMIT_S} s for another process to compile DeepSpeed's {builder.name} in {cache}; "
+            "end that process, or set TORCH_EXTENSIONS_DIR to another folder"
+        ) from error

@@ -1,0 +1,202 @@
+"""Which layers run on which ranks, fed by whom: the stage graph, decided in plain Python.
+
+    fork     image 0 ─ image 1 ─┐
+                                ├─ loss          each branch has its own stages and its own replicas
+             text 0 ────────────┘
+    chain    image 0 ─ image 1 ─ text 0 ─ loss   one line, equal replicas
+    merged   [image+text] ─ [image+text] ─ loss  every stage holds a slice of both branches
+
+Ranks are counted stage by stage, the replicas of one stage side by side (DeepSpeed's order of its pipe and data axes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Mapping, Sequence
+
+BRANCHES = ("image", "text")
+LAYOUTS = ("fork", "chain", "merged")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the pipeline: a slice of one branch's layers, or of both.
+
+    `layers` maps a branch to the half-open range of its layers that this stage holds; `ranks[r]` runs replica r.
+    `previous` and `next` are the stage ids it receives activations from and sends them to.
+    """
+
+    stage_id: int
+    name: str
+    layers: Mapping[str, range]
+    ranks: tuple[int, ...]
+    previous: int | None
+    next: int | None
+    loads: tuple[str, ...]  # branches whose micro-batches enter here
+    tail_of: tuple[str, ...]  # branches whose embeddings leave the pipeline here
+
+    @property
+    def replicas(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_tail(self) -> bool:
+        return bool(self.tail_of)
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """All stages of a run. Made by `fork`, `chain` or `merged`; checked when made."""
+
+    layout: str
+    stages: tuple[Stage, ...]
+
+    def __post_init__(self):
+        ranks = [rank for stage in self.stages for rank in stage.ranks]
+        if sorted(ranks) != list(range(len(ranks))):
+            raise ValueError(f"stage graph: ranks {ranks} do not number the world 0..{len(ranks) - 1}, each once")
+        for stage in self.stages:
+            if stage.next is not None and self.stages[stage.next].replicas != stage.replicas:
+                raise ValueError(
+                    f"stage graph: {stage.name} has {stage.replicas} replicas and feeds {self.stages[stage.next].name}, which has "
+                    f"{self.stages[stage.next].replicas}; stages along one line need equal numbers of replicas"
+                )
+
+    @property
+    def world_size(self) -> int:
+        return sum(stage.replicas for stage in self.stages)
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[Stage, int]]:
+        return {rank: (stage, replica) for stage in self.stages for replica, rank in enumerate(stage.ranks)}
+
+    def stage_of(self, rank: int) -> Stage:
+        return self._places[rank][0]
+
+    def replica_of(self, rank: int) -> int:
+        return self._places[rank][1]
+
+    def tail(self, branch: str) -> Stage:
+        """The stage where the embeddings of `branch` leave the pipeline."""
+        return next(stage for stage in self.stages if branch in stage.tail_of)
+
+    def entry(self, branch: str) -> Stage:
+        """The stage where the micro-batches of `branch` enter the pipeline."""
+        return next(stage for stage in self.stages if branch in stage.loads)
+
+    @cached_property
+    def tails(self) -> tuple[Stage, ...]:
+        return tuple(stage for stage in self.stages if stage.is_tail)
+
+    def edges(self) -> list[tuple[int, int]]:
+        """(upstream rank, downstream rank) of every pair of ranks that exchange activations."""
+        return [
+            (source, target)
+            for stage in self.stages
+            if stage.next is not None
+            for source, target in zip(stage.ranks, self.stages[stage.next].ranks)
+        ]
+
+    def record(self) -> list[dict[str, Any]]:
+        """The graph as JSON-able data, for the run's record."""
+        return [
+            {"name": s.name, "ranks": list(s.ranks), "layers": {b: [r.start, r.stop] for b, r in s.layers.items()}} for s in self.stages
+        ]
+
+    def describe(self) -> str:
+        """One line a person can read, for example `fork: image 0 ×3 ─ image 1 ×3 | text 0 ×2`."""
+        parts = []
+        for stage in self.stages:
+            joint = "" if not parts else (" ─ " if stage.previous is not None else " | ")
+            parts.append(f"{joint}{stage.name} ×{stage.replicas}")
+        return f"{self.layout}: " + "".join(parts)
+
+
+def fork(cuts: Mapping[str, Sequence[range]], replicas: Mapping[str, int]) -> StageGraph:
+    """Branches side by side. `cuts[branch]` lists the layer ranges of its stages; `replicas[branch]` may differ per branch."""
+    stages: list[Stage] = []
+    first_rank = 0
+    for branch in BRANCHES:
+        count = len(cuts[branch])
+        for position, layers in enumerate(cuts[branch]):
+            stage_id = len(stages)
+            stages.append(
+                Stage(
+                    stage_id,
+                    f"{branch} {position}",
+                    {branch: layers},
+                    tuple(range(first_rank, first_rank + replicas[branch])),
+                    previous=stage_id - 1 if position > 0 else None,
+                    next=stage_id + 1 if position < count - 1 else None,
+                    loads=(branch,) if position == 0 else (),
+                    tail_of=(branch,) if position == count - 1 else (),
+                )
+            )
+            first_rank += replicas[branch]
+    return StageGraph("fork", tuple(stages))
+
+
+def chain(cuts: Mapping[str, Sequence[range]], replicas: int) -> StageGraph:
+    """One line: the image stages, then the text stages, which pass the image embeddings along; the loss is at the end."""
+    pieces = [(branch, position, layers) for branch in BRANCHES for position, layers in enumerate(cuts[branch])]
+    return StageGraph(
+        "chain",
+        tuple(
+            _on_line(i, len(pieces), f"{branch} {position}", {branch: layers}, replicas, (branch,) if position == 0 else ())
+            for i, (branch, position, layers) in enumerate(pieces)
+        ),
+    )
+
+
+def merged(cuts: Mapping[str, Sequence[range]], replicas: int) -> StageGraph:
+    """One line in which every stage holds a slice of both branches. One stage: ordinary data-parallel training."""
+    count = len(cuts["image"])
+    return StageGraph(
+        "merged",
+        tuple(
+            _on_line(i, count, f"merged {i}", {b: cuts[b][i] for b in BRANCHES}, replicas, BRANCHES if i == 0 else ())
+            for i in range(count)
+        ),
+    )
+
+
+def _on_line(stage_id: int, count: int, name: str, layers: Mapping[str, range], replicas: int, loads: tuple[str, ...]) -> Stage:
+    return Stage(
+        stage_id,
+        name,
+        layers,
+        tuple(range(stage_id * replicas, (stage_id + 1) * replicas)),
+        previous=stage_id - 1 if stage_id > 0 else None,
+        next=stage_id + 1 if stage_id < count - 1 else None,
+        loads=loads,
+        tail_of=BRANCHES if stage_id == count - 1 else (),
+    )
+
+
+def balanced_cuts(costs: Sequence[float], parts: int) -> list[range]:
+    """Cut a line of layers into `parts` non-empty runs so that the costliest run is as cheap as possible.
+
+    Exact by dynamic programming over (layers, parts). Raises ValueError when there are more parts than layers.
+    """
+    count = len(costs)
+    if not 1 <= parts <= count:
+        raise ValueError(f"{parts} stages for {count} layers: every stage needs at least one layer; use 1 to {count} stages")
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+    # best[n] = (cost of the costliest of k runs over the first n layers, start of the last run)
+    best: list[tuple[float, int]] = [(prefix[n], 0) for n in range(count + 1)]
+    history = [best]
+    for k in range(2, parts + 1):
+        previous = best
+        best = [(float("inf"), 0)] * (count + 1)
+        for n in range(k, count + 1):
+            best[n] = min((max(previous[m][0], prefix[n] - prefix[m]), m) for m in range(k - 1, n))
+        history.append(best)
+    cuts, stop = [], count
+    for k in range(parts, 0, -1):
+        start = history[k - 1][stop][1] if k > 1 else 0
+        cuts.append(range(start, stop))
+        stop = start
+    return cuts[::-1]

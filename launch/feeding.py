@@ -1,0 +1,66 @@
+"""What a rank feeds its stage with: the micro-batches of the branches that enter there, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Iterator, Mapping
+
+import numpy as np
+from torch import Tensor
+
+from data.loader import MicroBatchDataset, micro_batches
+from data.prepare import PreparedData
+from data.sampler import GlobalOrder, evaluation_requests, training_requests
+from data.sources import Source
+from data.transforms import eval_transform, train_transform
+from engine.executor import ForkEngine
+from launch.options import Options
+from launch.report import recalls
+from models.retrieval import recall_hits
+
+# Below this many micro-batches, starting loader processes takes longer than they save.
+WORTH_WORKERS = 64
+
+
+class Feeding:
+    """Training micro-batches for `engine`, and its held-out sets."""
+
+    def __init__(self, data: PreparedData, order: GlobalOrder, engine: ForkEngine, options: Options, workers: int, pin_memory: bool):
+        self.data, self.order, self.engine, self.options = data, order, engine, options
+        self.workers, self.pin_memory = workers, pin_memory
+        self.modalities = frozenset(engine.place.loads)
+        self.batch = engine.batches[next(iter(engine.place.layers))]
+
+    def training(self, start_step: int, stop_step: int) -> Iterator[dict[str, Tensor]] | None:
+        """This rank's micro-batches for the steps start_step..stop_step-1; None where nothing enters."""
+        if not self.modalities:
+            return None
+        requests = training_requests(
+            self.order, self.data.train, self.engine.replica, self.batch.replicas, self.batch.num_micro_batches, start_step, stop_step
+        )
+        return micro_batches(self._dataset(self.data.source), requests, self.workers, self.pin_memory)
+
+    def evaluate_held_out(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """(name, recalls) of each held-out set, computed through the stages, equal on all ranks."""
+        for name, held_out in self.data.held_out.items():
+            requests = evaluation_requests(held_out.subset, self.engine.replica, self.batch.replicas, self.batch.micro_batch_size)
+            batches = None
+            if self.modalities:
+                workers = self.workers if len(requests) >= WORTH_WORKERS else 0
+                batches = micro_batches(self._dataset(held_out.source), requests, workers, self.pin_memory)
+            totals = self.engine.evaluate(batches, len(requests), recall_hits)
+            yield name, recalls({direction: hits.tolist() for direction, hits in totals.items()}, len(held_out.subset))
+
+    def held_out_sizes(self) -> Mapping[str, int]:
+        return {name: len(held_out.subset) for name, held_out in self.data.held_out.items()}
+
+    def _dataset(self, source: Source) -> MicroBatchDataset:
+        image, text = "image" in self.modalities, "text" in self.modalities
+        return MicroBatchDataset(
+            source,
+            self.modalities,
+            train_transform(self.options.image_size) if image else None,
+            eval_transform(self.options.image_size) if image else None,
+            self.data.tokenizer if text else None,
+            self.options.max_text_tokens if text else None,
+            self.options.seed,
+        )

@@ -1,0 +1,165 @@
+"""The command line of train.py, and the defaults that depend on what is trained."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything the command line decides. Field names are the flags' names."""
+
+    deepspeed_config: Path | None
+    data: str
+    val_data: str | None
+    val_fraction: float
+    image_tower: str
+    text_tower: str
+    image_weights: str | None
+    text_weights: str | None
+    tokenizer: str | None
+    embed_dim: int
+    image_size: int
+    max_text_tokens: int
+    epochs: int | None
+    steps: int | None
+    seed: int
+    workers: str
+    run_dir: Path | None
+    save_every: int | None
+    eval_every: int | None
+    resume: str
+    wandb: str
+    wandb_project: str
+
+    def num_workers(self) -> str | int:
+        return self.workers if self.workers == "auto" else int(self.workers)
+
+    def tokenizer_source(self) -> str | None:
+        """Where the tokenizer comes from: asked for, or beside the text tower's weights or configuration; None: train one."""
+        if self.tokenizer is not None:
+            return self.tokenizer
+        for where in (self.text_weights, self.text_tower):
+            if where is not None and any((Path(where) / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
+                return where
+        weights = self.text_weights
+        return weights if weights is not None and "/" in weights and not Path(weights).exists() else None
+
+    def checkpoint_to_resume(self, newest: Path | None) -> Path | None:
+        """The checkpoint that --resume asks for, given the newest of the run's folder."""
+        if self.resume in ("auto", "never"):
+            return newest if self.resume == "auto" else None
+        checkpoint = Path(self.resume)
+        if not checkpoint.is_dir():
+            raise FileNotFoundError(f"--resume {checkpoint}: no such folder; give auto, never, or a folder such as RUN_DIR/checkpoints/step-00000100")
+        return checkpoint
+
+    def record(self) -> dict[str, Any]:
+        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Started on many ranks at once, it speaks on the first only."""
+
+    def error(self, message: str) -> NoReturn:
+        if _is_first_rank():
+            self.print_usage(sys.stderr)
+            print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(2)
+
+    def print_help(self, file: Any = None) -> None:
+        if _is_first_rank():
+            super().print_help(file)
+
+
+def _is_first_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="train.py",
+        description="Train an image tower and a text tower as a forked pipeline with one exact loss over the global batch. Without any flag: "
+        "a small pair of towers on the embedded data.",
+        epilog="Learning rate, schedule, batch sizes, precision, ZeRO and the layout of the stages are in the JSON file: ds_configs/README.md.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
+    )
+    run = parser.add_argument_group("how to run")
+    run.add_argument("--deepspeed_config", type=Path, metavar="FILE", help="how to run (default: the file in ds_configs/ that suits the hardware)")
+    run.add_argument("--run-dir", type=Path, metavar="DIR", help="everything the run writes (default: runs/<time>-<data>)")
+    run.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="go on from the newest checkpoint in --run-dir, or from PATH (default: auto)")
+    run.add_argument("--workers", default="auto", metavar="auto|N", help="data loading processes per rank (default: auto)")
+    run.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of weights, order, augmentation and dropout (default: 0)")
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", default="demo", metavar="SPEC", help="demo | demo:LANG[+LANG...] | jsonl:FILE (default: demo)")
+    data.add_argument("--val-data", metavar="SPEC", help="held-out samples from elsewhere, instead of a part of --data")
+    data.add_argument("--val-fraction", type=float, default=0.1, metavar="F", help="part of --data held out, never trained on (default: 0.1)")
+    model = parser.add_argument_group("towers")
+    model.add_argument("--image-tower", metavar="NAME", help="torchvision architecture, NAME[:key=value,...] (default: resnet50; demo: resnet18)")
+    model.add_argument("--text-tower", metavar="NAME", help="architecture, Hugging Face id or local folder (default: bert-base-uncased; demo: bert-mini)")
+    model.add_argument("--image-weights", metavar="WHERE", help="pretrained: library name, Hugging Face id, folder or file (default: from scratch)")
+    model.add_argument("--text-weights", metavar="WHERE", help="pretrained: Hugging Face id, folder or file (default: from scratch)")
+    model.add_argument("--tokenizer", metavar="WHERE", help="Hugging Face id or folder (default: that of --text-weights, else WordPiece trained on the captions)")
+    model.add_argument("--embed-dim", type=_at_least(1), metavar="N", help="width of the common space (default: 512; demo: 256)")
+    model.add_argument("--image-size", type=_at_least(1), metavar="N", help="pixels a side (default: 224; demo: 64)")
+    model.add_argument("--max-text-tokens", type=_at_least(4), metavar="N", help="longer texts are cut (default: 77; demo: 32)")
+    length = parser.add_argument_group("length")
+    exclusive = length.add_mutually_exclusive_group()
+    exclusive.add_argument("--epochs", type=_at_least(1), metavar="N", help="passes over the training samples (default: 30; demo: 12)")
+    exclusive.add_argument("--steps", type=_at_least(1), metavar="N", help="optimizer steps, instead of epochs")
+    length.add_argument("--save-every", type=_at_least(1), metavar="N", help="steps between checkpoints (default: one epoch); one is always made at the end")
+    length.add_argument("--eval-every", type=_at_least(1), metavar="N", help="steps between held-out evaluations (default: one epoch); one is always made at the end")
+    tracking = parser.add_argument_group("tracking")
+    tracking.add_argument("--wandb", choices=("online", "offline", "disabled"), default="disabled", help="Weights & Biases (default: disabled)")
+    tracking.add_argument("--wandb-project", default="wye", metavar="NAME", help="(default: wye)")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by DeepSpeed's launcher, which also sets LOCAL_RANK
+    return parser
+
+
+DEMO_DEFAULTS = {
+    "image_tower": "resnet18", "text_tower": "bert-mini", "embed_dim": 256, "image_size": 64, "max_text_tokens": 32, "epochs": 12,
+}
+DEFAULTS = {
+    "image_tower": "resnet50", "text_tower": "bert-base-uncased", "embed_dim": 512, "image_size": 224, "max_text_tokens": 77, "epochs": 30,
+}
+
+
+def parse_options(arguments: list[str] | None = None) -> Options:
+    """Options of train.py; exits with status 2 and one message when they are wrong."""
+    parser = make_parser()
+    values = vars(parser.parse_args(arguments))
+    values.pop("local_rank")
+    if values["workers"] != "auto":
+        if not values["workers"].isdigit():
+            parser.error(f"argument --workers: {values['workers']!r} is neither 'auto' nor a whole number")
+    if not 0 <= values["val_fraction"] < 1:
+        parser.error(f"argument --val-fraction: {values['val_fraction']} is not in 0 <= F < 1")
+    defaults = DEMO_DEFAULTS if values["data"].split(":")[0] == "demo" else DEFAULTS
+    for key, default in defaults.items():
+        if values[key] is None and not (key == "epochs" and values["steps"] is not None):
+            values[key] = default
+    return Options(**values)
+
+
+def default_config(on_gpu: bool, bf16_supported: bool) -> Path:
+    """The JSON file that suits the hardware found."""
+    name = "cpu_fp32.json" if not on_gpu else "zero1_bf16.json" if bf16_supported else "zero1_fp16.json"
+    return ROOT / "ds_configs" / name
+
+
+def _at_least(minimum: int):
+    def number(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
+        return value
+
+    number.__name__ = "whole number"
+    return number

@@ -1,0 +1,111 @@
+"""The folder of a run: what it is (config.json), what it measured (metrics.jsonl), where it can go on (checkpoints/)."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Mapping
+
+from launch.options import ROOT, Options
+
+# Options that may differ when a run goes on: they do not change what is trained.
+FREE_TO_CHANGE = ("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "deepspeed_config")
+PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillow")
+
+
+def choose_folder(options: Options) -> Path:
+    """--run-dir, or a new folder below runs/ named after the time and the data."""
+    if options.run_dir is not None:
+        return options.run_dir
+    kind = options.data.split(":")[0]
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{kind}"
+
+
+class RunFolder:
+    """Reads on every rank, writes on the first."""
+
+    def __init__(self, path: Path, first_rank: bool):
+        self.path, self.first_rank = path, first_rank
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"--run-dir {path}: a file of this name exists; give a folder")
+        if first_rank:
+            path.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def previous(self) -> dict[str, Any] | None:
+        """The configuration of the run this folder already holds."""
+        file = self.path / "config.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    def refuse_other_run(self, options: Options, training: Mapping[str, Any]) -> None:
+        """Raise ValueError when the folder holds a run that is not this one. `training` is what decides the numbers."""
+        previous = self.previous()
+        if previous is None:
+            return
+        if options.resume == "never":
+            raise ValueError(f"--run-dir {self.path}: already holds a run, and --resume is never; give another folder, or --resume auto")
+        differences = list(_differences(previous["training"], json.loads(json.dumps(training))))
+        if differences:
+            shown = "\n".join(f"    {line}" for line in differences[:8]) + ("\n    …" if len(differences) > 8 else "")
+            raise ValueError(
+                f"--run-dir {self.path}: already holds a run with another configuration; give another folder, or the same configuration:\n{shown}"
+            )
+
+    def write_config(self, options: Options, training: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+        record = {
+            "training": training,
+            "options": options.record(),
+            "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+            "git_commit": _git_commit(),
+            **more,
+        }
+        self._replace(self.path / "config.json", json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drop the metrics of steps after `step`: the run goes on from there and measures them again."""
+        if self.first_rank and self.metrics.is_file():
+            kept = [line for line in self.metrics.read_text(encoding="utf-8").splitlines() if line.endswith("}") and json.loads(line)["step"] <= step]
+            self._replace(self.metrics, "".join(line + "\n" for line in kept))
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl."""
+        if self.first_rank:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(values) + "\n")
+
+    def _replace(self, path: Path, text: str) -> None:
+        if self.first_rank:
+            beside = path.with_name(path.name + ".writing")
+            beside.write_text(text, encoding="utf-8")
+            os.replace(beside, path)
+
+
+def training_identity(options: Options, config: Mapping[str, Any], branches: Mapping[str, Any], stages: str) -> dict[str, Any]:
+    """What decides a run's numbers: two runs with equal identities compute the same."""
+    chosen = {key: value for key, value in options.record().items() if key not in FREE_TO_CHANGE}
+    return {"options": chosen, "deepspeed_config": dict(config), "branches": dict(branches), "stages": stages}
+
+
+def _differences(before: Any, now: Any, path: str = ""):
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(set(before) | set(now)):
+            yield from _differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+    elif before != now:
+        yield f"{path}: there {json.dumps(before)}, here {json.dumps(now)}"
+
+
+def _git_commit() -> str | None:
+    result = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None

@@ -1,0 +1,47 @@
+"""Weights & Biases for the first rank. No login and no network never end a run: it goes on offline, with one line."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Mapping
+
+INIT_TIMEOUT_S = 30
+
+
+class Tracker:
+    """`log` what `metrics.jsonl` gets. A run that goes on continues the same W&B run."""
+
+    def __init__(self, mode: str, project: str, folder: Path, config: Mapping[str, Any], first_rank: bool):
+        self._run = None
+        if mode == "disabled" or not first_rank:
+            return
+        import wandb
+
+        identity = folder / "wandb_run_id"
+        run_id = identity.read_text(encoding="utf-8").strip() if identity.is_file() else wandb.util.generate_id()
+        settings = {"project": project, "name": folder.name, "id": run_id, "resume": "allow", "dir": str(folder), "config": dict(config)}
+        if mode == "online" and not wandb.api.api_key:
+            mode = _offline("no W&B login was found (run `wandb login`)")
+        quiet = wandb.Settings(init_timeout=INIT_TIMEOUT_S, silent=True)
+        try:
+            self._run = wandb.init(mode=mode, settings=quiet, **settings)
+        except Exception as error:  # whatever its client raises, training does not depend on it
+            if mode == "offline":
+                raise
+            _offline(f"W&B could not be reached ({type(error).__name__}: {error})")
+            self._run = wandb.init(mode="offline", settings=quiet, **settings)
+        identity.write_text(run_id + "\n", encoding="utf-8")
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        if self._run is not None:
+            self._run.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
+
+    def finish(self, exit_code: int = 0) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=exit_code)
+
+
+def _offline(reason: str) -> str:
+    logging.getLogger("wye").warning("%s: tracking goes on offline; `wandb sync` uploads it later", reason)
+    return "offline"

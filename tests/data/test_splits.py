@@ -1,0 +1,102 @@
+"""Held-out samples: sizes, and that nothing leaks."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.sources import open_source
+from data.splits import Splits, split_report, split_source
+
+
+@pytest.fixture(scope="module", params=[0, 7])
+def splits(demo, request):
+    return split_source(demo, 0.1, seed=request.param)
+
+
+def sides(splits):
+    return [splits.train, *splits.held_out.values()]
+
+
+def assert_no_content_on_two_sides(source, splits):
+    for keys in (lambda i: [source.content_key(i)], lambda i: [text.casefold() for text in source.captions(i)]):
+        found = [{key for i in side for key in keys(int(i))} for side in sides(splits)]
+        assert sum(map(len, found)) == len(set.union(*found))
+
+
+def test_demo_every_sample_is_on_one_side(demo, splits):
+    assert list(splits.held_out) == ["family", "composition"]
+    assert sorted(np.concatenate(sides(splits)).tolist()) == list(range(len(demo)))
+    assert all(side.dtype == np.int64 and (np.diff(side) > 0).all() for side in sides(splits))
+
+
+def test_demo_sizes_are_the_wanted_ones(demo, splits):
+    assert [len(part) for part in splits.held_out.values()] == [round(0.1 * len(demo))] * 2
+
+
+def test_demo_no_picture_and_no_caption_on_two_sides(demo, splits):
+    assert_no_content_on_two_sides(demo, splits)
+
+
+def test_demo_family_concepts_are_unseen(demo, splits):
+    trained = {demo.family(int(i)) for i in np.concatenate([splits.train, splits.held_out["composition"]])}
+    assert not trained & {demo.family(int(i)) for i in splits.held_out["family"]}
+    words = {demo.captions(int(i))[0].split(" skin tone")[0] for i in splits.held_out["family"]}
+    assert len(words) > 100  # many concepts, not one large family
+
+
+def test_demo_composition_is_mostly_another_skin_tone(demo, splits):
+    report = split_report(demo, splits)
+    assert report["composition_in_another_skin_tone"] > report["composition"] / 2
+    assert report["samples"] == len(demo) == report["train"] + report["family"] + report["composition"]
+
+
+def test_pure_function_of_the_seed(demo, splits):
+    first, again, other = (split_source(demo, 0.1, seed) for seed in (3, 3, 4))
+    assert all(np.array_equal(a, b) for a, b in zip(sides(first), sides(again)))
+    assert not np.array_equal(first.held_out["composition"], other.held_out["composition"])
+    assert not np.array_equal(first.held_out["family"], other.held_out["family"])
+
+
+def test_jsonl_keeps_equal_pictures_and_captions_together(emoji_set, tmp_path):
+    # A chain: sample 20 has the picture of 0 (other bytes) and the caption of 1; 21 has the caption of 2 in capitals.
+    file = emoji_set(20, texts=lambda caption: [caption, caption + " emoji"])
+    Image.open(file.parent / "pictures of emoji/0.png").save(file.parent / "copy.webp", lossless=True, exact=True)
+    source = open_source(f"jsonl:{file}")
+    one, two = source.captions(1)[1], source.captions(2)[0].upper()
+    with file.open("a") as lines:
+        lines.write(f'{{"image_path": "copy.webp", "text": "{one}"}}\n{{"image_path": "pictures of emoji/3.png", "text": "{two}"}}\n')
+    source = open_source(f"jsonl:{file}")
+    assert source.content_key(20) == source.content_key(0)
+    for seed in range(20):
+        splits = split_source(source, 0.3, seed)
+        side = {int(i): name for name, part in splits.held_out.items() for i in part}
+        assert side.get(20) == side.get(0) == side.get(1)
+        assert side.get(21) == side.get(2) == side.get(3)
+        assert_no_content_on_two_sides(source, splits)
+        assert list(splits.held_out) == ["validation"] and len(splits.held_out["validation"]) == 7
+
+
+def test_small_sets(emoji_set):
+    source = open_source(f"jsonl:{emoji_set(3)}")
+    assert split_report(source, split_source(source, 0.1, 0)) == {"samples": 3, "train": 2, "validation": 1}
+    assert split_report(source, split_source(source, 0.9, 0)) == {"samples": 3, "train": 1, "validation": 2}
+
+
+def test_fraction_zero_decodes_nothing(emoji_set):
+    file = emoji_set(4)
+    for picture in (file.parent / "pictures of emoji").iterdir():
+        picture.write_bytes(b"")
+    splits = split_source(open_source(f"jsonl:{file}"), 0.0, 0)
+    assert splits.train.tolist() == [0, 1, 2, 3] and splits.held_out == {}
+
+
+def test_refusals(demo, emoji_set):
+    with pytest.raises(ValueError, match=r"val_fraction 0.5 with held-out sets family, composition: 0 <= val_fraction < 0.5"):
+        split_source(demo, 0.5)
+    source = open_source(f"jsonl:{emoji_set(4, texts=lambda caption: 'a picture')}")
+    with pytest.raises(ValueError, match=r"val_fraction -0.1 .* < 1 is needed"):
+        split_source(source, -0.1)
+    with pytest.raises(ValueError, match=r"4 samples in 1 groups of equal content cannot .* train 4, validation 0; no side"):
+        split_source(source, 0.25)
+    with pytest.raises(ValueError, match="splits share samples: 4 indices, 3 different"):
+        Splits(np.array([0, 1]), {"validation": np.array([1, 2])})

@@ -1,0 +1,91 @@
+"""Tokenizers: trained, saved, loaded; padding and cutting."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from data.tokenizer import batch_tokens, load_tokenizer
+
+TRAIN = """
+import hashlib
+from data.sources import open_source
+from data.tokenizer import load_tokenizer
+demo = open_source("demo:en+ko")
+captions = [text for i in range(len(demo)) for text in demo.captions(i)]
+print(hashlib.sha256(load_tokenizer(None, captions, vocab_size=1800).backend_tokenizer.to_str().encode()).hexdigest())
+"""
+
+
+def test_training_is_the_same_in_every_process():
+    # In processes: the trainer's hash maps are seeded per process.
+    runs = [subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, check=True, timeout=60).stdout for _ in range(2)]
+    assert runs[0] == runs[1] != ""
+
+
+def test_special_tokens_and_bert_layout(tokenizer):
+    assert tokenizer.convert_tokens_to_ids(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]) == [0, 1, 2, 3, 4]
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer("Woman ARTIST").input_ids)
+    assert tokens == ["[CLS]", "woman", "artist", "[SEP]"]
+    assert len(tokenizer.all_special_tokens) == 5 and not tokenizer.get_added_vocab().keys() - set(tokenizer.all_special_tokens)
+    assert tokenizer.decode(tokenizer("åland islands").input_ids, skip_special_tokens=True) == "åland islands"
+
+
+def test_subwords_cover_words_never_seen(tokenizer):
+    tokens = tokenizer.tokenize("womanly")
+    assert "[UNK]" not in tokens and len(tokens) > 1
+
+
+def test_scripts_are_not_taken_apart():
+    tokenizer = load_tokenizer(None, ["여자 예술가", "がくせい", "زنِ هنرمند"] * 5)
+    assert tokenizer.tokenize("여자") == ["여자"]
+    assert tokenizer.tokenize("がくせい") == ["がくせい"]
+    assert "[UNK]" not in tokenizer.tokenize("زنِ هنرمند")
+    assert tokenizer.tokenize("\u304b\u3099くせい") == ["がくせい"]  # the voicing mark as a character of its own
+
+
+def test_saved_folder_loads_again(tokenizer, tmp_path, demo):
+    folder = tmp_path / "a tokenizer"
+    trained = load_tokenizer(None, [demo.captions(i)[0] for i in range(50)], save_to=folder)
+    loaded = load_tokenizer(str(folder))
+    texts = ["woman artist", "keycap 3"]
+    assert trained(texts).input_ids == loaded(texts).input_ids != tokenizer(texts).input_ids
+    assert loaded.pad_token_id == 0 and loaded.is_fast and len(loaded) == len(trained)
+
+
+def test_batch_is_padded_to_a_multiple_of_8(tokenizer):
+    batch = batch_tokens(tokenizer, ["woman artist", "woman and man holding hands light skin tone dark skin tone"], 32)
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, 16)
+    assert batch["input_ids"].dtype == batch["attention_mask"].dtype == torch.int64
+    assert batch["attention_mask"].sum(1).tolist() == [4, 13]
+    assert batch["attention_mask"][0].tolist() == [1] * 4 + [0] * 12
+    assert batch["input_ids"][0, 4:].eq(tokenizer.pad_token_id).all()
+    assert batch_tokens(tokenizer, ["woman"], 32)["input_ids"].shape == (1, 8)
+
+
+def test_batch_is_cut_at_the_limit_with_its_end_token(tokenizer):
+    batch = batch_tokens(tokenizer, ["woman and man holding hands light skin tone", "cat"], 7)
+    assert batch["input_ids"].shape == (2, 7)
+    assert batch["input_ids"][0, 0] == 2 and batch["input_ids"][0, -1] == 3 and batch["attention_mask"][0].all()
+
+
+def test_tokenizer_without_padding_uses_its_end_token(tmp_path, tokenizer):
+    from transformers import PreTrainedTokenizerFast
+
+    for name, special in (("end", {"eos_token": "[SEP]"}), ("none", {})):
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **special).save_pretrained(str(tmp_path / name))
+    assert load_tokenizer(str(tmp_path / "end")).pad_token_id == 3
+    with pytest.raises(ValueError, match="neither a padding nor an end token"):
+        load_tokenizer(str(tmp_path / "none"))
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ValueError, match="no tokenizer given"):
+        load_tokenizer(None)
+    with pytest.raises(ValueError, match="1 captions hold no word"):
+        load_tokenizer(None, [" "])
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        load_tokenizer(str(tmp_path / "no"))
+    with pytest.raises(ValueError, match="holds no tokenizer that transformers can load"):
+        load_tokenizer(str(tmp_path))

@@ -1,0 +1,144 @@
+"""Small towers of every family beside the library's own model, made by the library's own constructors."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+from torchvision.models.vision_transformer import VisionTransformer
+from transformers import (
+    BertConfig,
+    BertModel,
+    CLIPTextConfig,
+    CLIPTextModel,
+    DistilBertConfig,
+    DistilBertModel,
+    RobertaConfig,
+    RobertaModel,
+)
+
+from models.image import image_tower
+from models.layers import Layer, Tower
+from models.text import text_tower
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SIZE, VOCAB, TOKENS, EOS = 32, 120, 12, 7
+VIT = {"patch_size": 8, "num_layers": 2, "num_heads": 3, "hidden_dim": 96, "mlp_dim": 160}
+BERT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 144, "max_position_embeddings": 20}
+DISTILBERT = {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 144, "max_position_embeddings": 20}
+
+
+def spell(base: str, overrides: dict) -> str:
+    return f"{base}:{','.join(f'{key}={value}' for key, value in overrides.items())}"
+
+
+def first_token(output) -> Tensor:
+    return output.last_hidden_state[:, 0]
+
+
+def pooled(output) -> Tensor:
+    return output.pooler_output
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family: our tower with its random draws (`dropout`) or without, and the library's model for the same sizes."""
+
+    branch: str
+    name: str
+    dropout: dict[str, float]                        # the keys that make its training forward draw
+    library: Callable[[dict[str, float]], nn.Module]  # with these values for them
+    classifier: str | None = None                    # the last linear, which the tower does not have
+    classifier_prefix: str = "\0"                    # every tensor of the dropped part begins so
+    features: Callable = pooled
+    pad_token_id: int | None = 0
+
+    def tower(self, dropout: bool = False) -> Tower:
+        values = self.dropout if dropout else dict.fromkeys(self.dropout, 0.0)
+        name = self.name + (":" if ":" not in self.name else ",") + spell("", values)[1:] if values else self.name
+        if self.branch == "image":
+            return image_tower(name, SIZE)
+        return text_tower(name, VOCAB, TOKENS, self.pad_token_id, EOS)
+
+    def reference(self, layers: list[Layer], dropout: bool = False) -> nn.Module:
+        """The library's model with the weights of our layers."""
+        model = self.library(self.dropout if dropout else dict.fromkeys(self.dropout, 0.0))
+        if self.classifier:
+            model.set_submodule(self.classifier, nn.Identity())
+        state = {layer.canonical_names[local].split(".", 1)[1]: tensor
+                 for layer in layers for local, tensor in layer.state_dict().items()}
+        model.load_state_dict(state, strict=True)
+        return model
+
+    def inputs(self, seed: int = 0) -> dict[str, Tensor]:
+        draw = torch.Generator().manual_seed(seed)
+        if self.branch == "image":
+            return {"pixel_values": torch.randn(4, 3, SIZE, SIZE, generator=draw)}
+        ids = torch.randint(10, VOCAB, (4, TOKENS), generator=draw)
+        mask = torch.ones_like(ids)
+        for row, length in enumerate((TOKENS, 5, 9, 3)):                         # one row without padding
+            ids[row, length - 1] = EOS
+            ids[row, length:] = 0 if self.pad_token_id is None else self.pad_token_id
+            mask[row, length:] = 0
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def run_reference(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        return model(inputs["pixel_values"]) if self.branch == "image" else self.features(model(**inputs))
+
+
+def _text_dropout(p: float) -> dict[str, float]:
+    return {"hidden_dropout_prob": p, "attention_probs_dropout_prob": p}
+
+
+CASES = {
+    "resnet-basic": Case("image", "resnet18:layers=1-1-2-1", {}, lambda d: ResNet(BasicBlock, [1, 1, 2, 1]), "fc", "fc."),
+    "resnet-bottleneck": Case(
+        "image", "resnet50:layers=1-1-1-1,width_per_group=16,zero_init_residual=true", {},
+        lambda d: ResNet(Bottleneck, [1, 1, 1, 1], width_per_group=16, zero_init_residual=True), "fc", "fc."),
+    "vit": Case("image", spell("vit_b_16", VIT), {"dropout": 0.1, "attention_dropout": 0.2},
+                lambda d: VisionTransformer(SIZE, **VIT, **d), "heads.head", "heads."),
+    "convnext": Case(
+        "image", "convnext_tiny:dims=16-24-32-48,depths=1-1-2-1", {"stochastic_depth_prob": 0.5},
+        lambda d: ConvNeXt([CNBlockConfig(16, 24, 1), CNBlockConfig(24, 32, 1), CNBlockConfig(32, 48, 2), CNBlockConfig(48, None, 1)],
+                           layer_scale=1e-6, **d), "classifier.2", "classifier.2."),
+    "bert": Case("text", spell("bert-base-uncased", BERT), _text_dropout(0.1),
+                 lambda d: BertModel(BertConfig(vocab_size=VOCAB, pad_token_id=0, **BERT, **d))),
+    "minilm": Case("text", spell("minilm-l6", {**BERT, "num_attention_heads": 8}), _text_dropout(0.1),
+                   lambda d: BertModel(BertConfig(vocab_size=VOCAB, pad_token_id=0, **{**BERT, "num_attention_heads": 8}, **d))),
+    "roberta": Case("text", spell("roberta-base", BERT), _text_dropout(0.1),
+                    lambda d: RobertaModel(RobertaConfig(vocab_size=VOCAB, type_vocab_size=1, layer_norm_eps=1e-5, **BERT, **d)),
+                    pad_token_id=1),
+    "distilbert": Case("text", spell("distilbert-base-uncased", DISTILBERT), {"dropout": 0.1, "attention_dropout": 0.1},
+                       lambda d: DistilBertModel(DistilBertConfig(vocab_size=VOCAB, **DISTILBERT, **d)), features=first_token),
+    "clip": Case("text", spell("clip-text-base", BERT), {"attention_dropout": 0.1},
+                 lambda d: CLIPTextModel(CLIPTextConfig(vocab_size=VOCAB, eos_token_id=EOS, **BERT, **d)), pad_token_id=None),
+}
+
+
+@pytest.fixture(params=CASES, ids=list(CASES))
+def case(request: pytest.FixtureRequest) -> Case:
+    """Each family in turn."""
+    return CASES[request.param]
+
+
+@pytest.fixture
+def cases() -> dict[str, Case]:
+    """All families by name."""
+    return CASES
+
+
+@pytest.fixture
+def forward() -> Callable[[list[Layer], dict[str, Tensor]], dict[str, Tensor]]:
+    """Run layers one after the other."""
+
+    def run(layers: list[Layer], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for layer in layers:
+            tensors = layer(tensors)
+        return tensors
+
+    return run

@@ -1,0 +1,205 @@
+"""Layers: names, initial weights, what is made real, what travels, what draws."""
+
+import math
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from models.head import ImageHead, TextHead
+from models.image import ARCHITECTURES, image_tower
+from models.layers import Layer, LayerSpec, cut, stable_seed
+from models.text import PRESETS, text_tower
+from models.towers import build_towers, count_flops, meta_inputs, with_head
+
+
+def test_canonical_names_are_the_librarys(case):
+    model = case.library(dict.fromkeys(case.dropout, 0.0))
+    expected = sorted(f"{case.branch}.{name}" for name in model.state_dict() if not name.startswith(case.classifier_prefix))
+    layers = [spec.build(0) for spec in case.tower().specs]
+    assert sorted(name for layer in layers for name in layer.canonical_names.values()) == expected
+    assert all(set(layer.canonical_names) == set(layer.state_dict()) for layer in layers)
+
+
+def test_names_of_layers_and_heads():
+    image, text = build_towers("resnet18:layers=1-1-1-1", "bert-tiny", 8, 32, 50, 10, 0)
+    assert [spec.name for spec in image.specs] == [
+        "image.stem", "image.layer1.0", "image.layer2.0", "image.layer3.0", "image.layer4.0", "image.pool", "image.head"]
+    assert [spec.name for spec in text.specs] == [
+        "text.embeddings", "text.encoder.layer.0", "text.encoder.layer.1", "text.pooler", "text.head"]
+    assert image.specs[1].build(0).canonical_names["block.conv1.weight"] == "image.layer1.0.conv1.weight"
+    heads = [tower.specs[-1].build(0) for tower in (image, text)]
+    assert heads[0].canonical_names == {"image_projection.weight": "head.image_projection.weight", "logit_scale": "head.logit_scale"}
+    assert heads[1].canonical_names == {"text_projection.weight": "head.text_projection.weight"}
+    assert image.width == 512 and text.width == 128
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_image_presets_are_torchvisions(name):
+    with torch.device("meta"):
+        library = torchvision.models.get_model(name)
+    expected = {f"image.{key}": tensor.shape for key, tensor in library.state_dict().items()}
+    ours = {canonical: spec.template.state_dict()[local].shape
+            for spec in image_tower(name, 224).specs for local, canonical in spec.template.canonical_names.items()}
+    assert ours.items() <= expected.items()
+    assert {key.split(".")[1] for key in expected.keys() - ours.keys()} <= {"fc", "heads", "classifier"}
+    draws = {spec.name: spec.template.draws for spec in image_tower(name, 224).specs}
+    assert any(draws.values()) == name.startswith("convnext")                    # stochastic depth by default
+
+
+@pytest.mark.parametrize(("name", "millions"), [
+    ("bert-base-uncased", 109.48), ("bert-large-uncased", 335.14), ("distilbert-base-uncased", 66.36), ("roberta-base", 124.65),
+    ("roberta-large", 355.36), ("bert-tiny", 4.39), ("bert-mini", 11.17), ("bert-small", 28.76), ("bert-medium", 41.37),
+    ("minilm-l6", 22.71), ("minilm-l12", 33.36), ("clip-text-base", 63.17), ("clip-text-large", 123.06)])
+def test_text_presets_have_the_published_sizes(name, millions):
+    assert name in PRESETS
+    assert text_tower(name, None, 64).num_parameters / 1e6 == pytest.approx(millions, abs=0.005)
+
+
+def test_initial_weights_are_the_librarys(case):
+    """Per parameter: constants exactly, else mean, deviation and shape (4th moment) within 5 standard errors of two samples."""
+    torch.manual_seed(11)
+    library = case.library(dict.fromkeys(case.dropout, 0.0)).state_dict()
+    for layer in (spec.build(5) for spec in case.tower().specs):
+        for local, ours in layer.state_dict().items():
+            name = layer.canonical_names[local]
+            ours, theirs = ours.double().flatten(), library[name.split(".", 1)[1]].double().flatten()
+            if theirs.unique().numel() == 1:
+                assert torch.equal(ours, theirs), name
+                continue
+            deviation, n = theirs.std(), theirs.numel()
+            assert abs(ours.mean() - theirs.mean()) < 5 * deviation * math.sqrt(2 / n), name
+            assert abs(ours.std() / deviation - 1) < 5 * math.sqrt(1 / n), name
+            if n > 2000:
+                kurtosis = [(((x - x.mean()) / x.std()) ** 4).mean() for x in (ours, theirs)]
+                assert abs(kurtosis[0] - kurtosis[1]) < 5 * math.sqrt(2 * 24 / n), name
+
+
+def test_the_padding_row_starts_at_zero(cases):
+    embeddings = cases["roberta"].tower().specs[0].build(0).embeddings
+    assert not embeddings.word_embeddings.weight[1].any() and embeddings.word_embeddings.weight[0].any()
+
+
+def test_initial_weights_depend_on_seed_and_name_alone(case):
+    tower = case.tower()
+    together = [spec.build(7).state_dict() for spec in tower.specs]
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    for spec, expected in reversed(list(zip(tower.specs, together))):            # another order, another random state
+        alone = spec.build(7).state_dict()
+        assert all(torch.equal(alone[name], expected[name]) for name in expected)
+    assert torch.equal(torch.get_rng_state(), before)
+    other = tower.specs[0].build(8).state_dict()
+    assert any(not torch.equal(other[name], tensor) for name, tensor in together[0].items())
+
+
+def test_equal_layers_start_differently():
+    blocks = [spec.build(0).state_dict() for spec in text_tower("bert-tiny", 50, 10).specs[1:3]]
+    assert not torch.equal(blocks[0]["block.intermediate.dense.weight"], blocks[1]["block.intermediate.dense.weight"])
+
+
+def test_the_seed_of_a_layer_is_the_same_everywhere():
+    assert stable_seed(0, "image.stem") == 6736953771085296990 and 0 <= stable_seed(2**40, "text.pooler") < 2**63
+
+
+def test_build_makes_only_its_layer_real(case):
+    specs = with_head(case.tower(), 8).specs
+    for spec in specs:
+        layer = spec.build(0)
+        real = [*layer.parameters(), *layer.buffers()]
+        assert all(tensor.device.type == "cpu" for tensor in real)
+        assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in real)
+        assert sum(parameter.numel() for parameter in layer.parameters()) == spec.num_parameters
+        assert all(parameter.requires_grad and parameter.dim() > 0 for parameter in layer.parameters())
+        assert all(tensor.is_meta for other in specs for tensor in [*other.template.parameters(), *other.template.buffers()])
+
+
+def test_buffers_that_are_in_no_file(cases):
+    embeddings = cases["bert"].tower().specs[0].build(0).embeddings
+    assert embeddings.position_ids.tolist() == [list(range(20))]
+    assert embeddings.token_type_ids.tolist() == [[0] * 20]
+    stem = cases["resnet-basic"].tower().specs[0].build(0)
+    assert (stem.bn1.running_mean == 0).all() and (stem.bn1.running_var == 1).all() and stem.bn1.num_batches_tracked == 0
+
+
+def test_draws_only_where_random_numbers_are_drawn(case, forward):
+    for dropout in (False, True):
+        layers = [spec.build(0) for spec in with_head(case.tower(dropout), 8).specs]
+        tensors = case.inputs()
+        for layer in layers:
+            before = torch.get_rng_state()
+            tensors = layer(tensors)
+            drew = not torch.equal(torch.get_rng_state(), before)
+            assert layer.draws or not drew
+            assert not layer.draws or dropout
+        assert any(layer.draws for layer in layers) == (dropout and bool(case.dropout))
+
+
+def test_forward_passes_others_on_and_changes_nothing_given(case):
+    given = {**case.inputs(), "image_position": torch.arange(4), "text_index": torch.arange(4)}
+    tensors = given
+    for spec in with_head(case.tower(), 8).specs:
+        layer = spec.build(0)
+        before = {name: (tensor, tensor.clone()) for name, tensor in tensors.items()}
+        made = layer(tensors)
+        assert {name: id(tensor) for name, tensor in tensors.items()} == {name: id(tensor) for name, (tensor, _) in before.items()}
+        assert all(torch.equal(tensor, copy) for tensor, copy in before.values())
+        assert set(made) == (set(tensors) - set(layer.drops)) | set(layer.makes)
+        assert set(layer.drops) <= set(layer.reads)
+        tensors = made
+    expected = {"image_position", "text_index", f"{case.branch}_embeds"} | ({"logit_scale"} if case.branch == "image" else set())
+    assert set(tensors) == expected and tensors["text_index"] is given["text_index"]
+
+
+def test_layers_out_of_order_are_refused():
+    layer = text_tower("bert-tiny", 50, 10).specs[1].build(0)
+    with pytest.raises(ValueError, match="reads text_hidden, attention_mask but was not given text_hidden; given: attention_mask"):
+        layer({"attention_mask": torch.ones(1, 2, dtype=torch.int64)})
+
+
+class _Half(Layer):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+
+def test_a_wrong_cut_and_a_forgotten_rule_are_refused():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match=r"cut wrongly: \['1.bias', '1.weight'\]"):
+        cut("image", model, [("0", _Half(model[0]))], lambda layer: None)
+    with pytest.raises(RuntimeError, match="in two layers"):
+        cut("image", model, [("0", _Half(model[0])), ("1", _Half(model))], lambda layer: None)
+    with pytest.raises(RuntimeError, match="layer image.all: the initialisation left 'part.0.bias' unset"):
+        cut("image", model, [("all", _Half(model))], lambda layer: nn.init.zeros_(layer.part[0].weight))[0].build(0)
+    with pytest.raises(ValueError, match="branch 'audio' must be one of image, text"):
+        LayerSpec("audio.stem", "audio", _Half(model), print)
+
+
+def test_heads():
+    image, text = (spec.build(0) for spec in (tower.specs[-1] for tower in build_towers("resnet18", "bert-tiny", 64, 32, 50, 10, 0)))
+    assert isinstance(image, ImageHead) and isinstance(text, TextHead)
+    assert image.logit_scale.shape == (1,) and image.logit_scale.item() == pytest.approx(math.log(1 / 0.07))
+    assert image.image_projection.weight.std().item() == pytest.approx(512 ** -0.5, rel=0.02)   # 32768 draws: 0.4 % standard error
+    assert text.text_projection.weight.std().item() == pytest.approx(128 ** -0.5, rel=0.04)     # 8192 draws: 0.8 %
+    features = torch.randn(3, 512)
+    made = image({"image_features": features})
+    expected = features @ image.image_projection.weight.T
+    torch.testing.assert_close(made["image_embeds"], expected / expected.norm(dim=-1, keepdim=True))
+    assert made["logit_scale"].shape == (1,) and made["logit_scale"].requires_grad and made["logit_scale"] is not image.logit_scale
+    made["logit_scale"].sum().backward()
+    assert image.logit_scale.grad.tolist() == [1.0]
+
+
+def test_flops_are_the_published_ones():
+    """ResNet-50: 4.09, ViT-B/16: 17.56 giga-multiply-adds for one image of 224 pixels (torchvision's tables), of which the classifier
+    that towers lack has 0.002 or less; BERT-base: 12 blocks of 24 L W^2 + 4 L^2 W operations and the pooler's 2 W^2."""
+    for name, giga in (("resnet50", 4.09), ("vit_b_16", 17.56)):
+        tower = image_tower(name, 224)
+        assert sum(count_flops(tower, meta_inputs(tower, 2))) / 2 / 2e9 == pytest.approx(giga, rel=0.003)
+    tower = with_head(text_tower("bert-base-uncased", None, 64), 512)
+    flops = count_flops(tower, meta_inputs(tower, 1))
+    block = 24 * 64 * 768 ** 2 + 4 * 64 ** 2 * 768
+    assert flops == [0.0, *[block] * 12, 2 * 768 ** 2, 2 * 768 * 512]
+    assert sum(count_flops(tower, meta_inputs(tower, 1, num_tokens=32))) < sum(flops) / 2

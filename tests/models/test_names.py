@@ -1,0 +1,121 @@
+"""The name syntax and its refusals: what was given, what the rule is, what to do."""
+
+import json
+
+import pytest
+from transformers import BertConfig, CLIPConfig, GPT2Config, XLMRobertaConfig
+
+from models.image import image_tower
+from models.options import split_name
+from models.text import text_tower
+from models.towers import build_towers
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("resnet5", r"image tower 'resnet5' is not known; did you mean 'resnet50'\? Known: convnext_base"),
+    ("vit_b_16:hiden_dim=96", r"key 'hiden_dim' is not known; did you mean 'hidden_dim'\?"),
+    ("vit_b_16:num_layers=two", "num_layers=two must be an integer"),
+    ("vit_b_16:num_layers=2,num_layers=3", "num_layers is given twice"),
+    ("vit_b_16:num_layers=2,", "'' is not of the form key=value"),
+    ("vit_b_16:patch_size=7", "image_size=32 must be a multiple of patch_size=7"),
+    ("vit_b_16:num_heads=5", "hidden_dim=768 must be a multiple of num_heads=5"),
+    ("resnet18:width_per_group=128", "can differ from 1 and 64 in resnet50, 101 and 152 only"),
+    ("resnet50:layers=1-2", "layers=1-2 must be 4 positive integers"),
+    ("resnet50:layers=1-2-x-1", "layers=1-2-x-1 must be integers joined by '-'"),
+    ("resnet50:zero_init_residual=yes", "must be true or false"),
+    ("convnext_tiny:dims=8-16", "dims and depths must be equally many"),
+])
+def test_image_names_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        image_tower(name, 32)
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("bert-mimi", r"text tower 'bert-mimi' is not known; did you mean 'bert-mini'\?"),
+    ("bert-mini:hidden=4", "key 'hidden' is not known; did you mean 'hidden_"),
+    ("bert-mini:vocab_size=4", "key 'vocab_size' is not known"),  # the tokenizer's business
+    ("bert-mini:hidden_size=30", "hidden size.*30.*multiple"),
+])
+def test_text_names_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        text_tower(name, 100, 8)
+
+
+def test_sizes_refused():
+    with pytest.raises(ValueError, match="image_size=16 must be at least 32"):
+        image_tower("resnet18", 16)
+    with pytest.raises(ValueError, match="has 512 positions, so max_text_tokens=513 must be from 1 to 512; lower --max-text-tokens"):
+        text_tower("bert-mini", 100, 513)
+    with pytest.raises(ValueError, match="has 512 positions"):  # 514 less the two before the first
+        text_tower("roberta-base", 100, 513)
+    with pytest.raises(ValueError, match="has 77 positions"):
+        text_tower("clip-text-base", None, 78)
+    with pytest.raises(ValueError, match="eos_token_id=49407 must be one id below vocab_size=100"):
+        text_tower("clip-text-base", 100, 8)
+    with pytest.raises(ValueError, match="pad_token_id=100 must be below vocab_size=100"):
+        text_tower("bert-mini", 100, 8, 100)
+    with pytest.raises(ValueError, match="embed_dim=0"):
+        build_towers("resnet18", "bert-mini", 0, 32, 100, 8)
+
+
+def test_vit_refuses_images_of_another_size():
+    tower = image_tower("vit_b_16:num_layers=1,hidden_dim=24,num_heads=2,mlp_dim=8", 32)
+    import torch
+    with pytest.raises(ValueError, match=r"pixel_values are \(48, 48\) but this ViT has positions for 32x32"):
+        tower.specs[0].build(0)({"pixel_values": torch.zeros(1, 3, 48, 48)})
+
+
+def test_split_name():
+    assert split_name("a:b=1,c=x") == ("a", {"b": "1", "c": "x"})
+    assert split_name("C:/models/bert") == ("C:/models/bert", {})
+    assert split_name("/m/x:y:k=1") == ("/m/x:y", {"k": "1"})
+
+
+def test_folders(tmp_path):
+    small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 90}
+    BertConfig(**small, dtype="float16").save_pretrained(tmp_path / "bert")
+    tower = text_tower(f"{tmp_path}/bert:num_hidden_layers=1", None, 16)
+    assert [spec.name for spec in tower.specs] == ["text.embeddings", "text.encoder.layer.0", "text.pooler"]
+    layer = tower.specs[0].build(0)
+    assert layer.embeddings.word_embeddings.weight.shape == (90, 32)
+    assert layer.embeddings.word_embeddings.weight.dtype.itemsize == 4           # fp32 whatever the file says
+    XLMRobertaConfig(**small, pad_token_id=1).save_pretrained(tmp_path / "xlm")
+    assert text_tower(str(tmp_path / "xlm"), None, 16).config["architecture"] == "XLMRobertaModel"
+    CLIPConfig(text_config={**small, "eos_token_id": 5}).save_pretrained(tmp_path / "clip")
+    assert text_tower(str(tmp_path / "clip"), None, 16).specs[1].name == "text.encoder.layers.0"
+
+
+def test_folders_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is a folder without config.json"):
+        text_tower(str(tmp_path), None, 16)
+    with pytest.raises(FileNotFoundError, match="looks like a path but is no folder"):
+        text_tower(str(tmp_path / "nothing"), None, 16)
+    GPT2Config().save_pretrained(tmp_path / "gpt")
+    with pytest.raises(ValueError, match="is of type 'gpt2'; supported types: bert, clip_text_model, distilbert, roberta, xlm-roberta"):
+        text_tower(str(tmp_path / "gpt"), None, 16)
+    BertConfig(is_decoder=True).save_pretrained(tmp_path / "decoder")
+    with pytest.raises(ValueError, match="is configured as a decoder"):
+        text_tower(str(tmp_path / "decoder"), None, 16)
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert/config.json").write_text(json.dumps({"model_type": "bert", "position_embedding_type": "relative_key"}))
+    with pytest.raises(ValueError, match="position_embedding_type 'relative_key'; only 'absolute'"):
+        text_tower(str(tmp_path / "bert"), None, 16)
+
+
+def test_an_unreachable_hub_is_said(monkeypatch):
+    from transformers import AutoConfig
+
+    def unreachable(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    with pytest.raises(FileNotFoundError, match="'someone/model': its configuration could not be had from the Hugging Face hub; check"):
+        text_tower("someone/model", None, 16)
+
+
+def test_the_record_is_json(cases):
+    for case in cases.values():
+        json.dumps(case.tower().config)
+    image, text = build_towers("convnext_tiny", "clip-text-base", 512, 64, None, 77)
+    assert image.config["embed_dim"] == 512 and image.config["tower"] == "convnext_tiny" and image.config["depths"] == (3, 3, 9, 3)
+    assert text.config["config"]["hidden_size"] == 512 and text.config["hub_id"] == "openai/clip-vit-base-patch32"

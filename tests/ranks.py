@@ -1,0 +1,88 @@
+"""Run a function on several ranks, each a process of its own, and get what they return.
+
+The processes are forked from a server that has imported torch and DeepSpeed once, so a case costs a fork, not an import,
+and leaves no state behind. Each case has its own port and a time limit; whatever happens, no process outlives it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Callable
+
+PRELOAD = ["torch", "deepspeed", "torchvision", "transformers", "engine.executor", "models.towers", "data.loader"]
+ROOT = Path(__file__).resolve().parent.parent
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> list[Any]:
+    """`function(*args, **kwargs)` on ranks 0..world_size-1 of one process group; returns their results in order.
+
+    `function` must be importable (module level). Raises RuntimeError with the first failing rank's traceback, or
+    TimeoutError with the ranks that did not finish in `timeout_s`.
+    """
+    _context.set_forkserver_preload(PRELOAD)
+    from engine.processes import free_port
+
+    port = free_port()
+    pipes, workers = [], []
+    for rank in range(world_size):
+        receive, send = _context.Pipe(duplex=False)
+        environment = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_EXTENSIONS_DIR": os.environ["TORCH_EXTENSIONS_DIR"],
+        }
+        worker = _context.Process(target=_main, args=(send, environment, function, args, kwargs), daemon=True)
+        worker.start()
+        send.close()
+        pipes.append(receive)
+        workers.append(worker)
+    try:
+        return _collect(pipes, workers, time.monotonic() + timeout_s, timeout_s)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+
+def _collect(pipes: list, workers: list, deadline: float, timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} of {len(pipes)} did not finish within {timeout_s} s")
+        for pipe in ready:
+            rank = waiting[pipe]
+            try:
+                ok, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                raise RuntimeError(f"rank {rank} ended without a result (exit code {workers[rank].exitcode})") from None
+            if not ok:
+                raise RuntimeError(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _main(send: Any, environment: dict[str, str], function: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+    os.environ.update(environment)
+    import torch
+
+    from engine.processes import start_processes, stop_processes
+
+    torch.set_num_threads(1)
+    try:
+        with open(os.devnull, "w") as quiet:
+            sys.stdout = quiet
+            start_processes(timeout_s=90)
+            value = function(*args, **kwargs)
+        send.send_bytes(pickle.dumps((True, value)))
+        stop_processes()
+    except BaseException:
+        send.send_bytes(pickle.dumps((False, traceback.format_exc())))

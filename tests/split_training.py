@@ -1,0 +1,216 @@
+"""The two sides of the parity claim: training split over ranks by the engine, and the same training unsplit in plain torch.
+
+The unsplit side shares no code with the engine: it runs every micro-batch through the whole towers in one process, lets
+autograd differentiate one cross entropy over the global batch, and steps torch.optim.AdamW. Batch normalisation sees
+micro-batches on both sides, since that is what a micro-batch means to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TOWERS = {
+    "resnet+bert": ("resnet50:layers=1-1-1-1,width_per_group=8", "bert-tiny:hidden_size=48,intermediate_size=64,num_hidden_layers=3", 64),
+    "vit+clip": (
+        "vit_b_16:hidden_dim=48,num_heads=4,num_layers=3,mlp_dim=64,patch_size=8",
+        "clip-text-base:hidden_size=48,intermediate_size=64,num_hidden_layers=3,num_attention_heads=4",
+        32,
+    ),
+}
+VOCAB, MAX_TOKENS, EMBED_DIM, SEED = 128, 16, 24, 5
+LR, WEIGHT_DECAY = 1e-3, 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to split, and what to train."""
+
+    layout: str
+    stages: Any
+    replicas: Any
+    micro_batch_size: Any = "auto"
+    towers: str = "vit+clip"
+    zero_stage: int = 1
+    precision: str = "fp32"
+    global_batch_size: int = 24
+    steps: int = 1
+    dropout: float = 0.0
+    max_grad_norm: dict[str, float] = field(default_factory=lambda: {"image": 0.0, "text": 0.0, "head": 0.0})
+    seed: int = SEED
+
+    @cached_property
+    def world_size(self) -> int:
+        if self.layout == "fork":
+            return sum(self.stages[b] * self.replicas[b] for b in ("image", "text"))
+        return sum(self.stages.values()) * self.replicas
+
+    @property
+    def config(self) -> dict[str, Any]:
+        config = {
+            "train_batch_size": self.global_batch_size,
+            "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY, "torch_adam": True}},
+            "zero_optimization": {"stage": self.zero_stage, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000},
+            "branches": {
+                "layout": self.layout,
+                "stages": self.stages,
+                "replicas": self.replicas,
+                "micro_batch_size": self.micro_batch_size,
+                "gradient_clipping": self.max_grad_norm,
+            },
+        }
+        if self.precision == "bf16":
+            config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        return config
+
+    def __str__(self) -> str:
+        parts = [self.layout, self.stages, self.replicas, self.micro_batch_size, self.towers, f"zero{self.zero_stage}", self.precision]
+        return " ".join(str(p) for p in parts).replace("'", "").replace(" ", "")
+
+
+def towers_of(case: Case):
+    from models.towers import build_towers
+
+    image, text, image_size = TOWERS[case.towers]
+    if case.dropout:
+        text += f",hidden_dropout_prob={case.dropout}" if "bert" in text else f",attention_dropout={case.dropout}"
+    else:
+        text += ",hidden_dropout_prob=0,attention_probs_dropout_prob=0" if "bert" in text else ""
+    image_tower, text_tower = build_towers(
+        image, text, embed_dim=EMBED_DIM, image_size=image_size, vocab_size=VOCAB, max_text_tokens=MAX_TOKENS, pad_token_id=0, eos_token_id=2
+    )
+    return {"image": image_tower, "text": text_tower}, image_size
+
+
+def global_batch(case: Case, step: int, image_size: int) -> dict[str, Tensor]:
+    """Random images, and texts of varying length so that masks and padding matter."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    count = case.global_batch_size
+    pixel_values = torch.randn(count, 3, image_size, image_size, generator=generator)
+    input_ids = torch.randint(5, VOCAB, (count, MAX_TOKENS), generator=generator)
+    lengths = torch.randint(4, MAX_TOKENS + 1, (count,), generator=generator)
+    attention_mask = (torch.arange(MAX_TOKENS) < lengths[:, None]).long()
+    input_ids = input_ids.scatter(1, lengths[:, None] - 1, 2) * attention_mask  # 2 ends each text, 0 pads it
+    return {"pixel_values": pixel_values, "input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def micro_batch(batch: dict[str, Tensor], branch: str, position: Tensor) -> dict[str, Tensor]:
+    """The samples at `position`, texts cut to their longest: shapes differ from micro-batch to micro-batch."""
+    labels = {f"{branch}_position": position, f"{branch}_index": position + 10_000}
+    if branch == "image":
+        return {"pixel_values": batch["pixel_values"][position], **labels}
+    mask = batch["attention_mask"][position]
+    longest = int(mask.sum(1).max())
+    return {"input_ids": batch["input_ids"][position][:, :longest], "attention_mask": mask[:, :longest], **labels}
+
+
+def make_engine(case: Case):
+    import os
+
+    import torch.distributed as dist
+
+    from datetime import timedelta
+
+    from engine.build import build_engine
+    from engine.config import check_config, plan_run
+    from models.losses import InfoNCE
+    from models.towers import count_flops, meta_inputs
+
+    towers, image_size = towers_of(case)
+    config, block = check_config(case.config)
+    plan = plan_run(config, block, dist.get_world_size(), {b: count_flops(t, meta_inputs(t, 1)) for b, t in towers.items()})
+    engine = build_engine(
+        plan, config, {b: t.specs for b, t in towers.items()}, lambda spec: spec.build(case.seed), InfoNCE(), EMBED_DIM,
+        total_num_steps=10, seed=case.seed, timeout=timedelta(seconds=60),
+    )
+    return engine, plan, image_size
+
+
+def micro_batches_of_rank(case: Case, engine, step: int, image_size: int):
+    """What the loader of this rank yields: every branch that enters here, micro-batch by micro-batch."""
+    batch = global_batch(case, step, image_size)
+    branches = engine.place.loads
+    if not branches:
+        return None
+    deal = engine.batches[branches[0]]
+    positions = torch.arange(case.global_batch_size).view(deal.replicas, deal.num_micro_batches, deal.micro_batch_size)[engine.replica]
+    return iter([{k: v for b in branches for k, v in micro_batch(batch, b, p).items()} for p in positions])
+
+
+def train_split(case: Case) -> dict[str, Any]:
+    """On each rank: losses, norms, the gradients of the first step as (name, offset, flat piece), the final parameters."""
+    engine, plan, image_size = make_engine(case)
+    gradients: list[tuple[str, int, Tensor]] = []
+
+    def capture(*_):
+        if engine.global_steps == 0:
+            for name, parameter in engine.module.canonical_parameters.items():
+                gradient = engine.clipping.gradient(parameter)
+                if gradient is not None:
+                    mapping = getattr(parameter, "_hp_mapping", None)
+                    offset = mapping.lp_fragment_address.start if engine.clipping.partitioned else 0
+                    gradients.append((name, offset, gradient.flatten().float().clone()))
+
+    # after the clipping's own hook: with limits of 0 it only measures
+    engine.basic_optimizer.register_step_pre_hook(capture)
+    metrics = [engine.train_batch(micro_batches_of_rank(case, engine, step, image_size)) for step in range(case.steps)]
+    return {
+        "metrics": metrics,
+        "gradients": gradients,
+        "parameters": {n: p.detach().float().clone() for n, p in engine.module.canonical_parameters.items()},
+        "buffers": {n: b.detach().clone() for n, b in engine.module.canonical_buffers.items()},
+        "stage": engine.place.name,
+        "optimizer": type(engine.optimizer).__name__,
+    }
+
+
+def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    """The reference. `plan_batches[branch]` = (micro_batch_size, number of micro-batches of all replicas)."""
+    towers, image_size = towers_of(case)
+    layers = {branch: [spec.build(case.seed).train() for spec in tower.specs] for branch, tower in towers.items()}
+    named = {
+        layer.canonical_names[n]: p for branch in layers.values() for layer in branch for n, p in layer.named_parameters()
+    }
+    optimizer = torch.optim.AdamW(named.values(), lr=LR, weight_decay=WEIGHT_DECAY)
+    losses, norms, first_gradients = [], [], {}
+    for step in range(case.steps):
+        batch, embeds, logit_scale = global_batch(case, step, image_size), {}, None
+        for branch in ("image", "text"):
+            size, number = plan_batches[branch]
+            rows = []
+            for position in torch.arange(case.global_batch_size).view(number, size):
+                tensors = micro_batch(batch, branch, position)
+                for layer in layers[branch]:
+                    tensors = layer(tensors)
+                rows.append(tensors[f"{branch}_embeds"])
+                logit_scale = tensors.get("logit_scale", logit_scale)
+            embeds[branch] = torch.cat(rows)
+        logits = logit_scale.exp() * embeds["image"] @ embeds["text"].T
+        target = torch.arange(case.global_batch_size)
+        loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            first_gradients = {name: p.grad.detach().clone() for name, p in named.items()}
+        norms.append({})
+        for group in ("image", "text", "head"):
+            members = [p for n, p in named.items() if n.startswith(group + ".")]
+            limit = case.max_grad_norm[group]
+            norms[-1][group] = float(torch.nn.utils.clip_grad_norm_(members, limit if limit > 0 else float("inf")))
+        optimizer.step()
+        losses.append(float(loss))
+    return {"losses": losses, "norms": norms, "gradients": first_gradients, "parameters": {n: p.detach() for n, p in named.items()}}
+
+
+def assemble(results: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """Whole gradients from the ranks' pieces: every element must be given by someone."""
+    whole = {name: torch.full((shape.numel(),), float("nan")) for name, shape in shapes.items()}
+    for result in results:
+        for name, offset, piece in result["gradients"]:
+            whole[name][offset : offset + piece.numel()] = piece
+    return {name: flat.view(shapes[name]) for name, flat in whole.items()}
