@@ -18,14 +18,14 @@ from data.loader import resolve_workers
 from data.prepare import prepare_data
 from data.sampler import GlobalOrder
 from engine.build import build_engine
-from engine.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, step_of
+from engine.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, step_folder
 from engine.config import check_hardware, plan_run, read_config
 from engine.processes import first_rank_first, from_first_rank, start_processes, stop_processes
 from engine.watchdog import Watchdog
 from launch.failures import StopRequest, report_and_exit
 from launch.feeding import Feeding
 from launch.options import Options, default_config, parse_options
-from launch.report import retrieval_table, show
+from launch.report import progress_interval, retrieval_table, show
 from launch.run_folder import RunFolder, choose_folder, training_identity
 from launch.tracking import Tracker
 from models.losses import InfoNCE
@@ -89,7 +89,7 @@ def main(options: Options, run: Run) -> int:
     folder.write_config(options, training, {
         "world_size": processes.world_size, "device": processes.device.type, "stage_graph": plan.graph.record(),
         "batches": {branch: asdict(batch) for branch, batch in plan.batches.items()}, "total_steps": total_steps,
-        "data": data.summary(), "towers": {tower.branch: {**tower.config, "num_parameters": tower.num_parameters} for tower in towers},
+        "data": data.summary(), "tokenizer": options.tokenizer_source(), "towers": {tower.branch: {**tower.config, "num_parameters": tower.num_parameters} for tower in towers},
     })
     tracker = Tracker(options.wandb, options.wandb_project, folder.path, training, first)
 
@@ -113,7 +113,7 @@ def main(options: Options, run: Run) -> int:
     if saved_step == 0:
         evaluate(0)
     step = saved_step
-    with tqdm(total=total_steps, initial=step, unit="step", disable=not first, dynamic_ncols=True) as bar:
+    with tqdm(total=total_steps, initial=step, unit="step", disable=not first, dynamic_ncols=True, mininterval=progress_interval()) as bar:
         while step < total_steps:
             start = time.perf_counter()
             metrics = engine.train_batch(batches, stop_requested=bool(stop))
@@ -133,9 +133,9 @@ def main(options: Options, run: Run) -> int:
 
     done = step >= total_steps
     if done and evaluations:
-        names = {min(evaluations): "before", max(evaluations): "after"}
-        show(retrieval_table("Zero-shot retrieval on held-out samples", {names[s]: evaluations[s] for s in names}, feeding.held_out_sizes()), first)
-    show(f"{'done' if done else f'stopped by {stop.signal or chr(32)}'} at step {step} of {total_steps}; checkpoint {folder.checkpoints / 'latest'}", first)
+        before_and_after = [evaluations[s] for s in sorted({min(evaluations), max(evaluations)})]
+        show(retrieval_table("Zero-shot retrieval of held-out samples", before_and_after, feeding.held_out_sizes()), first)
+    show(f"{'done' if done else 'stopped'} at step {step} of {total_steps}   checkpoint {folder.checkpoints / step_folder(saved_step)}", first)
     tracker.finish(0 if done else 1)
     watchdog.stop()
     stop_processes()

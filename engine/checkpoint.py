@@ -75,8 +75,7 @@ def load_layer(checkpoint: Path, layer: nn.Module, layer_name: str, device: torc
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such layer in this checkpoint; it was made with other towers")
     state = torch.load(path, map_location="cpu", weights_only=True)
-    floats = [tensor.dtype for name, tensor in state.items() if name in dict(layer.named_parameters())]
-    if floats:
-        layer.to(floats[0])
+    for name, parameter in layer.named_parameters():  # buffers stay in fp32, as in training
+        parameter.data = parameter.data.to(state[name].dtype)
     layer.load_state_dict(state)
     return layer.to(device)

@@ -119,6 +119,7 @@ class ForkEngine(PipelineEngine):
         self.module.train()
         self.set_dataiterator(data_iter)
         self._reset_buffers()
+        self._lr = self.get_lr()[0]
         self._exec_schedule(self.schedule_type(self.place, self.batches[self._branch].num_micro_batches))
         self.comm.drain()
         # Replicas saw different samples; the mean of their running statistics is that of the whole batch's. After every
@@ -295,7 +296,7 @@ class ForkEngine(PipelineEngine):
             loss=loss,
             logit_scale_exp=logit_scale_exp,
             grad_norm=dict(zip(GROUPS, grad_norms)),
-            lr=self.get_lr()[0],
+            lr=self._lr,
             step_applied=self._step_applied,
             loss_scale=self._loss_scale(),
             stop_requested=stopping > 0,

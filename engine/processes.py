@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import socket
@@ -37,7 +38,7 @@ def start_processes(timeout_s: float = 1800.0) -> Processes:
 
     `timeout_s` limits every wait in a collective. Raises TimeoutError when the C++ op is not compiled within ten minutes.
     """
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     alone = "WORLD_SIZE" not in os.environ
     if alone:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
@@ -48,7 +49,8 @@ def start_processes(timeout_s: float = 1800.0) -> Processes:
     else:
         accelerator.set_device(local_rank)
     timeout = timedelta(seconds=timeout_s)
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints that its op is built, on every rank
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
     ranks_on_node = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1)))
     return Processes(
         dist.get_rank(), dist.get_world_size(), local_rank, ranks_on_node, torch.device(accelerator.device_name(local_rank)), timeout
@@ -98,7 +100,8 @@ def _compile_shared_memory_op() -> None:
         with FileLock(cache / "wye.lock", timeout=COMPILE_LIMIT_S):
             for leftover in cache.rglob(f"*{builder.name}*/lock"):
                 leftover.unlink(missing_ok=True)
-            builder.load(verbose=False)
+            with contextlib.redirect_stdout(io.StringIO()):
+                builder.load(verbose=False)
     except Timeout as error:
         raise TimeoutError(
             f"waited {COMPILE_LIMIT_S} s for another process to compile DeepSpeed's {builder.name} in {cache}; "

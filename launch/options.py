@@ -102,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     data.add_argument("--val-data", metavar="SPEC", help="held-out samples from elsewhere, instead of a part of --data")
     data.add_argument("--val-fraction", type=float, default=0.1, metavar="F", help="part of --data held out, never trained on (default: 0.1)")
     model = parser.add_argument_group("towers")
-    model.add_argument("--image-tower", metavar="NAME", help="torchvision architecture, NAME[:key=value,...] (default: resnet50; demo: resnet18)")
+    model.add_argument("--image-tower", metavar="NAME", help="torchvision architecture, NAME[:key=value,...] (default: resnet50; demo: a ResNet-10)")
     model.add_argument("--text-tower", metavar="NAME", help="architecture, Hugging Face id or local folder (default: bert-base-uncased; demo: bert-mini)")
     model.add_argument("--image-weights", metavar="WHERE", help="pretrained: library name, Hugging Face id, folder or file (default: from scratch)")
     model.add_argument("--text-weights", metavar="WHERE", help="pretrained: Hugging Face id, folder or file (default: from scratch)")
@@ -112,7 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--max-text-tokens", type=_at_least(4), metavar="N", help="longer texts are cut (default: 77; demo: 32)")
     length = parser.add_argument_group("length")
     exclusive = length.add_mutually_exclusive_group()
-    exclusive.add_argument("--epochs", type=_at_least(1), metavar="N", help="passes over the training samples (default: 30; demo: 12)")
+    exclusive.add_argument("--epochs", type=_at_least(1), metavar="N", help="passes over the training samples (default: 30; demo: 8)")
     exclusive.add_argument("--steps", type=_at_least(1), metavar="N", help="optimizer steps, instead of epochs")
     length.add_argument("--save-every", type=_at_least(1), metavar="N", help="steps between checkpoints (default: one epoch); one is always made at the end")
     length.add_argument("--eval-every", type=_at_least(1), metavar="N", help="steps between held-out evaluations (default: one epoch); one is always made at the end")
@@ -124,7 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 DEMO_DEFAULTS = {
-    "image_tower": "resnet18", "text_tower": "bert-mini", "embed_dim": 256, "image_size": 64, "max_text_tokens": 32, "epochs": 12,
+    "image_tower": "resnet18:layers=1-1-1-1", "text_tower": "bert-mini", "embed_dim": 256, "image_size": 64, "max_text_tokens": 32, "epochs": 8,
 }
 DEFAULTS = {
     "image_tower": "resnet50", "text_tower": "bert-base-uncased", "embed_dim": 512, "image_size": 224, "max_text_tokens": 77, "epochs": 30,

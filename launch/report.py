@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Mapping, Sequence
 
 from rich.console import Console
@@ -20,27 +21,30 @@ def recalls(totals: Mapping[str, Sequence[float]], num_samples: int) -> dict[str
     }
 
 
-def retrieval_table(title: str, columns: Mapping[str, Mapping[str, float]], num_samples: Mapping[str, int]) -> Table:
-    """Rows: held-out set and direction; columns: R@1, R@5, R@10 for each entry of `columns` (such as before and after)."""
+def retrieval_table(title: str, evaluations: Sequence[Mapping[str, float]], num_samples: Mapping[str, int]) -> Table:
+    """Rows: held-out set and direction; columns: R@1, R@5, R@10, each as first → last of `evaluations` (one: just that)."""
     table = Table(title=title, title_justify="left")
-    table.add_column("held-out set")
-    table.add_column("direction")
-    for name in columns:
-        for k in RECALL_AT:
-            table.add_column(f"{name} R@{k}".strip(), justify="right")
-    table.add_column("chance R@10", justify="right")
+    for name in ("held-out set", "query → answer"):
+        table.add_column(name, no_wrap=True)
+    for name in (*(f"R@{k} %" for k in RECALL_AT), f"chance R@{RECALL_AT[-1]} %"):
+        table.add_column(name, justify="right", no_wrap=True)
     for held_out, count in num_samples.items():
         for key, direction in DIRECTIONS.items():
-            cells = [f"{100 * values[f'{held_out}/{key}_R@{k}']:.1f} %" for values in columns.values() for k in RECALL_AT]
-            table.add_row(f"{held_out} ({count})", direction, *cells, f"{100 * min(1.0, RECALL_AT[-1] / count):.1f} %")
+            cells = [" → ".join(f"{100 * values[f'{held_out}/{key}_R@{k}']:.1f}" for values in evaluations) for k in RECALL_AT]
+            table.add_row(f"{held_out} ({count})", direction, *cells, f"{100 * min(1.0, RECALL_AT[-1] / count):.1f}")
     return table
+
+
+def progress_interval() -> float:
+    """Seconds between redraws of the progress bar: often for a person, seldom for a log file."""
+    return 0.2 if sys.stderr.isatty() else 20.0
 
 
 def show(thing: object, first_rank: bool = True) -> None:
     """Print above the progress bar, if there is one."""
     if not first_rank:
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=max(100, Console().width))
     with console.capture() as captured:
         console.print(thing)
     tqdm.write(captured.get().rstrip("\n"))

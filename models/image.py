@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchvision.models.convnext import CNBlock, CNBlockConfig, ConvNeXt
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.models.vision_transformer import MLPBlock, VisionTransformer
@@ -19,6 +20,22 @@ from models.layers import Layer, Tower, cut
 from models.options import parse_overrides, refuse, split_name
 
 # ---------------------------------------------------------------------------------------------- layers
+
+
+class BatchNorm2d(nn.BatchNorm2d):
+    """torchvision's, but with its statistics and affine in fp32 also where the engine keeps parameters in bf16 or fp16.
+
+    Half-precision running statistics would lose their small updates, and no kernel takes half-precision weights beside fp32
+    statistics. In fp32 it is the library's own forward.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dtype == torch.float32:
+            return super().forward(x)
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        statistics = self.running_mean, self.running_var
+        return F.batch_norm(x, *statistics, self.weight.float(), self.bias.float(), self.training, self.momentum, self.eps)
 
 
 class ResNetStem(Layer):
@@ -186,7 +203,7 @@ def library_model(sizes: Sizes, image_size: int) -> nn.Module:
     """The library's whole model, classifier included, on the ambient device."""
     if isinstance(sizes, ResNetSizes):
         return ResNet(Bottleneck if sizes.bottleneck else BasicBlock, list(sizes.layers), width_per_group=sizes.width_per_group,
-                      groups=sizes.groups, zero_init_residual=sizes.zero_init_residual)
+                      groups=sizes.groups, zero_init_residual=sizes.zero_init_residual, norm_layer=BatchNorm2d)
     if isinstance(sizes, ViTSizes):
         return VisionTransformer(image_size=image_size, **asdict(sizes))
     outputs = [*sizes.dims[1:], None]

@@ -203,7 +203,7 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
             limit = case.max_grad_norm[group]
             norms[-1][group] = float(torch.nn.utils.clip_grad_norm_(members, limit if limit > 0 else float("inf")))
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return {"losses": losses, "norms": norms, "gradients": first_gradients, "parameters": {n: p.detach() for n, p in named.items()}}
 
 

@@ -1,0 +1,109 @@
+"""Zero-shot retrieval of a checkpoint, on one device, whatever topology it was trained on.
+
+    python evaluate.py RUN_DIR                              the newest checkpoint on the held-out samples of the run
+    python evaluate.py RUN_DIR --checkpoint step-00000100   another one
+    python evaluate.py RUN_DIR --val-data jsonl:FILE        other samples
+"""
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from data.loader import MicroBatchDataset, micro_batches
+from data.prepare import HeldOut, prepare_data
+from data.sampler import evaluation_requests
+from data.sources import open_source
+from data.transforms import eval_transform
+from engine.checkpoint import load_layer, newest_checkpoint, step_of
+from launch.report import recalls, retrieval_table, show
+from models.retrieval import recall_hits
+from models.towers import build_towers
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="evaluate.py", description="Zero-shot retrieval (R@1, R@5, R@10, both directions) of a checkpoint, as a table and as JSON."
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run of train.py")
+    parser.add_argument("--checkpoint", metavar="NAME", help="folder below RUN_DIR/checkpoints (default: the newest)")
+    parser.add_argument("--val-data", metavar="SPEC", help="samples to retrieve among (default: the held-out samples of the run)")
+    parser.add_argument("--batch-size", type=int, default=128, metavar="N", help="samples at a time (default: 128)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the numbers go (default: RUN_DIR/evaluation-<checkpoint>.json)")
+    return parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    record = read_record(arguments.run_dir)
+    options, folder = record["options"], arguments.run_dir / "checkpoints"
+    checkpoint = folder / arguments.checkpoint if arguments.checkpoint else newest_checkpoint(folder)
+    if checkpoint is None or not checkpoint.is_dir():
+        there = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "none"
+        raise FileNotFoundError(f"{checkpoint or folder}: no such checkpoint; there are: {there}")
+
+    data = prepare_data(
+        options["data"], options["val_data"], options["val_fraction"], options["seed"], record["tokenizer"], arguments.run_dir
+    )
+    held_out = data.held_out
+    if arguments.val_data:
+        source = open_source(arguments.val_data)
+        held_out = {"validation": HeldOut(source, np.arange(len(source), dtype=np.int64))}
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    towers = build_towers(
+        options["image_tower"], options["text_tower"], options["embed_dim"], options["image_size"], len(data.tokenizer),
+        options["max_text_tokens"], data.tokenizer.pad_token_id, data.tokenizer.eos_token_id,
+    )
+    layers = [load_layer(checkpoint, spec.build(options["seed"]), spec.name, device).eval() for tower in towers for spec in tower.specs]
+    results = {}
+    for name, part in held_out.items():
+        dataset = MicroBatchDataset(
+            part.source, frozenset({"image", "text"}), None, eval_transform(options["image_size"]), data.tokenizer,
+            options["max_text_tokens"], options["seed"],
+        )
+        image, text = embed(layers, dataset, part, arguments.batch_size, device)
+        partner = torch.arange(len(image), device=device)
+        totals = {"image_to_text": recall_hits(image, text, partner), "text_to_image": recall_hits(text, image, partner)}
+        values = recalls({direction: hits.tolist() for direction, hits in totals.items()}, len(image))
+        results |= {f"{name}/{key}": value for key, value in values.items()}
+
+    sizes = {name: len(part.subset) for name, part in held_out.items()}
+    show(retrieval_table(f"Zero-shot retrieval, {checkpoint.name}", [results], sizes))
+    output = arguments.json or arguments.run_dir / f"evaluation-{checkpoint.name}.json"
+    output.write_text(json.dumps({"step": step_of(checkpoint), "num_samples": sizes, **results}, indent=2) + "\n", encoding="utf-8")
+    print(output)
+
+
+@torch.no_grad()
+def embed(layers: list[nn.Module], dataset: MicroBatchDataset, part: HeldOut, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Embeddings of all samples of a held-out set: image [n, D], text [n, D]."""
+    image, text = [], []
+    requests = evaluation_requests(part.subset, 0, 1, batch_size)
+    for tensors in tqdm(micro_batches(dataset, requests), total=len(requests), unit="batch", leave=False):
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        for layer in layers:
+            tensors = layer(tensors)
+        image.append(tensors["image_embeds"])
+        text.append(tensors["text_embeds"])
+    return torch.cat(image), torch.cat(text)
+
+
+def read_record(run_dir: Path) -> dict:
+    file = run_dir / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{run_dir}: holds no config.json; give the folder of a run of train.py")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    try:
+        main(parse())
+    except (ValueError, OSError) as error:
+        sys.exit(f"evaluate.py: error: {error}")

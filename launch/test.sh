@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# From a fresh machine to passing tests: the same set-up as quickstart.sh, then pytest.
+#   bash launch/test.sh [OPTIONS OF pytest]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+set_up requirements-test.txt
+cd "$root"
+exec "$PYTHON" -m pytest "$@"

@@ -1,0 +1,150 @@
+"""Split training equals unsplit training: loss, every gradient, clipping norms and parameters, for every way to split.
+
+Tolerances, fp32: the same sums are taken in another order (over replicas, rows, micro-batches), which moves the last bits of
+numbers of about the size of a gradient's largest parts. A gradient is held to 1e-5 of its own norm (embedding tables to
+1e-4: a row is the sum of few terms of both signs), but not below 1e-7 of the norm of its group: key biases have a true
+gradient of zero, since a constant added to every key does not change a softmax, and what is left of them is rounding.
+"""
+
+import math
+
+import pytest
+import torch
+from ranks import run_ranks
+from split_training import LR, Case, assemble, train_split, train_whole
+
+RELATIVE, EMBEDDING_TABLE, FLOOR = 1e-5, 1e-4, 1e-7
+
+
+def fork(image, text, micro_batch_size="auto", **kwargs):
+    """image, text: (stages, replicas)."""
+    return Case("fork", {"image": image[0], "text": text[0]}, {"image": image[1], "text": text[1]}, micro_batch_size, **kwargs)
+
+
+def chain(image, text, replicas, micro_batch_size, **kwargs):
+    return Case("chain", {"image": image, "text": text}, replicas, micro_batch_size, **kwargs)
+
+
+def merged(stages, replicas, micro_batch_size, **kwargs):
+    return Case("merged", {"merged": stages}, replicas, micro_batch_size, **kwargs)
+
+
+# 24 samples: micro-batches of 24, 8 and 3 are 1, 3 and 8 micro-batches on one replica.
+CASES = [
+    merged(1, 1, 24),
+    merged(1, 1, 8, towers="resnet+bert"),
+    merged(1, 2, 4, zero_stage=0),
+    merged(2, 1, 3),
+    merged(2, 2, 12, towers="resnet+bert"),
+    merged(4, 1, 8),
+    merged(4, 2, 4),
+    chain(1, 1, 1, 24, towers="resnet+bert"),
+    chain(1, 1, 2, 4),
+    chain(2, 1, 1, 8, zero_stage=0),
+    chain(2, 2, 1, 3),
+    chain(1, 2, 2, 12),
+    fork((1, 1), (1, 1), {"image": 8, "text": 24}, towers="resnet+bert"),
+    fork((1, 1), (1, 1), 3),
+    fork((1, 2), (1, 2), 4, zero_stage=0),
+    fork((1, 2), (1, 1), {"image": 4, "text": 8}),
+    fork((1, 2), (1, 1), {"image": 12, "text": 3}, towers="resnet+bert"),
+    fork((1, 3), (1, 1), {"image": 8, "text": 24}),
+    fork((1, 1), (1, 2), {"image": 8, "text": 6}),
+    fork((2, 1), (1, 1), {"image": 3, "text": 8}, towers="resnet+bert"),
+    fork((2, 2), (1, 3), {"image": 4, "text": 8}),
+    fork((3, 1), (4, 1), {"image": 8, "text": 3}),
+    fork((4, 1), (1, 2), {"image": 3, "text": 12}),
+]
+
+
+def whole_batches(case):
+    """(micro_batch_size, micro-batches of all replicas) per branch, as the reference runs them."""
+    size = {b: case.micro_batch_size[b] if isinstance(case.micro_batch_size, dict) else case.micro_batch_size for b in ("image", "text")}
+    return {branch: (s, case.global_batch_size // s) for branch, s in size.items()}
+
+
+def check_gradients(gradients, reference):
+    group_norm = {
+        group: math.sqrt(sum(float(g.double().square().sum()) for n, g in reference.items() if n.startswith(group)))
+        for group in ("image", "text", "head")
+    }
+    for name, expected in reference.items():
+        relative = EMBEDDING_TABLE if "embedding" in name and expected.dim() == 2 else RELATIVE
+        allowed = max(relative * float(expected.norm()), FLOOR * group_norm[name.split(".")[0]])
+        error = float((gradients[name] - expected).norm())
+        assert error <= allowed, f"{name}: gradient is off by {error:.2e}, allowed {allowed:.2e}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loss_and_every_gradient_equal_unsplit_training(case):
+    results = run_ranks(case.world_size, train_split, case)
+    reference = train_whole(case, whole_batches(case))
+    assert len({r["metrics"][0].loss for r in results}) == 1, "every rank tells the same loss"
+    assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
+    for group, norm in reference["norms"][0].items():
+        assert results[0]["metrics"][0].grad_norm[group] == pytest.approx(norm, rel=RELATIVE), group
+    check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        fork((1, 2), (1, 1), {"image": 6, "text": 8}, steps=5, max_grad_norm={"image": 0.5, "text": 1.0, "head": 0.1}),
+        fork((2, 1), (1, 2), {"image": 8, "text": 4}, steps=5, zero_stage=0, max_grad_norm={"image": 0.5, "text": 0.0, "head": 0.1}),
+        chain(2, 1, 2, 4, steps=5, max_grad_norm={"image": 0.5, "text": 1.0, "head": 0.1}),
+        merged(2, 2, 6, steps=5, max_grad_norm={"image": 0.5, "text": 1.0, "head": 0.1}),
+    ],
+    ids=str,
+)
+def test_parameters_after_five_clipped_steps_equal_unsplit_training(case):
+    """AdamW divides a gradient by its own size: where the true gradient is zero, rounding decides the step. Key biases are left out."""
+    results = run_ranks(case.world_size, train_split, case)
+    reference = train_whole(case, whole_batches(case))
+    assert [m.loss for m in results[0]["metrics"]] == pytest.approx(reference["losses"], rel=1e-4)
+    for step, norms in enumerate(reference["norms"]):
+        assert results[0]["metrics"][step].grad_norm == pytest.approx(norms, rel=1e-4)
+    seen = set()
+    for result in results:
+        for name, parameter in result["parameters"].items():
+            seen.add(name)
+            if "key.bias" not in name and "k_proj.bias" not in name and "in_proj_bias" not in name:
+                expected = reference["parameters"][name]
+                assert float((parameter - expected).norm()) <= 1e-4 * float(expected.norm()) + LR * 1e-2, name
+    assert seen == set(reference["parameters"])
+
+
+def test_replicas_hold_equal_parameters_and_running_statistics_after_training():
+    case = fork((1, 2), (1, 2), 4, towers="resnet+bert", steps=3)
+    results = run_ranks(case.world_size, train_split, case)
+    for first, second in ((results[0], results[1]), (results[2], results[3])):
+        assert first["stage"] == second["stage"]
+        for kind in ("parameters", "buffers"):
+            for name, tensor in first[kind].items():
+                assert torch.equal(tensor, second[kind][name]), name
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        fork((1, 2), (1, 1), {"image": 4, "text": 8}, precision="bf16", towers="resnet+bert"),
+        fork((1, 1), (1, 1), {"image": 8, "text": 24}, precision="bf16"),
+        chain(2, 1, 1, 8, precision="bf16"),
+        merged(1, 2, 4, precision="bf16"),
+    ],
+    ids=str,
+)
+def test_bf16_accumulates_in_fp32_and_its_loss_is_within_one_percent(case):
+    results = run_ranks(case.world_size, train_split, case)
+    reference = train_whole(case, whole_batches(case))
+    assert {r["optimizer"] for r in results} == {"BF16_Optimizer"}
+    assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=0.01)
+
+
+def test_dropout_does_not_depend_on_the_split():
+    """Each layer draws from a seed of its own for each micro-batch, so the same micro-batches see the same dropout."""
+    losses = set()
+    for case in (merged(1, 1, 8, dropout=0.3), chain(2, 2, 1, 8, dropout=0.3), fork((1, 1), (2, 1), 8, dropout=0.3)):
+        losses.add(round(run_ranks(case.world_size, train_split, case)[0]["metrics"][0].loss, 4))
+    without = run_ranks(1, train_split, merged(1, 1, 8))[0]["metrics"][0].loss
+    assert len(losses) == 1, losses
+    assert round(without, 4) not in losses
