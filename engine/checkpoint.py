@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -23,6 +24,7 @@ from engine.executor import ForkEngine
 from engine.module import layer_file
 
 LATEST = "latest"
+KEEP = 3  # newest checkpoints that stay
 
 
 def step_folder(step: int) -> str:
@@ -38,6 +40,8 @@ def save_checkpoint(engine: ForkEngine, folder: Path, state: Mapping[str, Any]) 
         pointer = folder / f"{LATEST}.writing"
         pointer.write_text(name + "\n", encoding="utf-8")
         os.replace(pointer, folder / LATEST)
+        for old in sorted(p for p in folder.glob("step-*") if p.is_dir() and p.name <= name)[:-KEEP]:
+            shutil.rmtree(old)
     dist.barrier()
     return folder / name
 

@@ -45,28 +45,36 @@ class Watchdog:
             self._thread.join(timeout=2 * BEAT_S)
 
     def claim_failure(self, message: str) -> bool:
-        """Report this rank's failure. True for the first rank to do so: it prints; the others leave quietly."""
+        """Report this rank's failure. True for the rank that is to print it; the others leave quietly."""
         try:
             return self._store.compare_set("failure", "", message or "unknown").decode() == message
-        except (RuntimeError, dist.DistError):  # the store is gone with rank 0
+        except RuntimeError:  # the store is gone with rank 0: the next rank speaks
             return self.rank == 1 or self.world_size == 1
 
-    def failure_elsewhere(self, wait_s: float) -> str | None:
-        """The failure another rank reported, waiting up to `wait_s` for one; a lost connection is often only its echo."""
-        deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline:
-            reason = self._reported()
-            if reason is not None:
-                return reason
-            gone = self._dead_on_this_node()
-            if gone is not None:
-                return None
-            time.sleep(0.1)
-        return None
+    def linger(self) -> None:
+        """Before rank 0 ends on a failure: leave the others the time to read it from the store that ends with rank 0."""
+        if self.rank == 0 and self.world_size > 1:
+            time.sleep(3 * BEAT_S)
 
-    def dead_rank(self) -> int | None:
-        """A rank of this node whose process no longer exists."""
-        return self._dead_on_this_node()
+    def cause_elsewhere(self, wait_s: float) -> tuple[str | None, bool]:
+        """Why another rank failed, as far as can be found out within `wait_s`, and whether it has said so itself.
+
+        (reason, True): a rank reported it. (description, False): a rank died without a word. (None, False): nothing found.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                reason = self._reported()
+                if reason is not None:
+                    return reason, True
+                dead = self._dead_on_this_node()
+            except RuntimeError:
+                dead = 0
+            if dead is not None:
+                return f"{self.describe(dead)} died without a message; it was killed, or the machine ran out of memory", False
+            if time.monotonic() >= deadline:
+                return None, False
+            time.sleep(0.1)
 
     def _watch(self) -> None:
         neighbour, beats = (self.rank + 1) % self.world_size, 0
@@ -78,8 +86,9 @@ class Watchdog:
                 reason = self._reported()
                 current = self._store.get(f"beat/{neighbour}") if self._store.check([f"beat/{neighbour}"]) else None
                 ended = self._store.check([f"ended/{neighbour}"])
-            except (RuntimeError, dist.DistError):
-                self._leave("the process group's store on rank 0 is gone: rank 0 ended", first=self.rank == 1)
+            except RuntimeError:
+                time.sleep(BEAT_S)  # the main thread may be about to say more
+                self._leave(f"{self.describe(0)} ended, and with it the store of the process group", first=self.rank == 1)
             if reason is not None:
                 time.sleep(BEAT_S)  # let the reporting rank print first
                 self._leave(reason, first=False)

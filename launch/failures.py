@@ -48,6 +48,8 @@ def report_and_exit(program: str, error: BaseException, watchdog: Watchdog | Non
         kept = _keep(details, run_folder, rank)
         print(f"\n{program}: error: {message}{kept}", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    if watchdog is not None:
+        watchdog.linger()
     os._exit(1)  # not sys.exit: the collectives of other ranks must not hold this one
 
 
@@ -58,11 +60,10 @@ def _explain(error: BaseException, details: str) -> str:
 def _agree(watchdog: Watchdog, error: BaseException, message: str) -> tuple[str, bool]:
     """The message to give and whether this rank gives it. A lost connection is the echo of a failure elsewhere: look for that."""
     if not isinstance(error, EXPLAINED):
-        if watchdog.failure_elsewhere(LOST_CONNECTION_WAIT_S if _from_a_collective(error) else 0.0) is not None:
+        cause, already_told = watchdog.cause_elsewhere(LOST_CONNECTION_WAIT_S if _from_a_collective(error) else 0.0)
+        if already_told:
             return message, False
-        dead = watchdog.dead_rank()
-        if dead is not None:
-            message = f"{watchdog.describe(dead)} died without a message; it was killed, or the machine ran out of memory"
+        message = cause or message
     return message, watchdog.claim_failure(message)
 
 

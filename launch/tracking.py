@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -19,9 +20,9 @@ class Tracker:
         import wandb
 
         identity = folder / "wandb_run_id"
-        run_id = identity.read_text(encoding="utf-8").strip() if identity.is_file() else wandb.util.generate_id()
+        run_id = identity.read_text(encoding="utf-8").strip() if identity.is_file() else uuid.uuid4().hex[:8]
         settings = {"project": project, "name": folder.name, "id": run_id, "resume": "allow", "dir": str(folder), "config": dict(config)}
-        if mode == "online" and not wandb.api.api_key:
+        if mode == "online" and not wandb.login(prompt=False):
             mode = _offline("no W&B login was found (run `wandb login`)")
         quiet = wandb.Settings(init_timeout=INIT_TIMEOUT_S, silent=True)
         try:

@@ -1,7 +1,7 @@
-"""Run a function on several ranks, each a process of its own, and get what they return.
+"""Run a function on several ranks of this machine, each a process of its own, and get what they return.
 
-The processes are forked from a server that has imported torch and DeepSpeed once, so a case costs a fork, not an import,
-and leaves no state behind. Each case has its own port and a time limit; whatever happens, no process outlives it.
+For tests and measurements. The processes are forked from a server that has imported torch and DeepSpeed once, so a call costs
+a fork, not an import, and leaves no state behind. Each call has its own port and a time limit; no process outlives it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import pickle
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import Any, Callable
 
 PRELOAD = ["torch", "deepspeed", "torchvision", "transformers", "engine.executor", "models.towers", "data.loader"]
-ROOT = Path(__file__).resolve().parent.parent
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -36,7 +34,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         receive, send = _context.Pipe(duplex=False)
         environment = {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_EXTENSIONS_DIR": os.environ["TORCH_EXTENSIONS_DIR"],
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            **{name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR",) if name in os.environ},
         }
         worker = _context.Process(target=_main, args=(send, environment, function, args, kwargs), daemon=True)
         worker.start()
@@ -76,7 +75,7 @@ def _main(send: Any, environment: dict[str, str], function: Callable[..., Any], 
 
     from engine.processes import start_processes, stop_processes
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # one core per rank: ranks measure each other otherwise
     try:
         with open(os.devnull, "w") as quiet:
             sys.stdout = quiet
