@@ -64,9 +64,9 @@ def main(arguments: argparse.Namespace) -> None:
     layers = [load_layer(checkpoint, spec.build(options["seed"]), spec.name, device).eval() for tower in towers for spec in tower.specs]
     results = {}
     for name, part in held_out.items():
+        as_evaluated = eval_transform(options["image_size"])
         dataset = MicroBatchDataset(
-            part.source, frozenset({"image", "text"}), None, eval_transform(options["image_size"]), data.tokenizer,
-            options["max_text_tokens"], options["seed"],
+            part.source, frozenset({"image", "text"}), as_evaluated, as_evaluated, data.tokenizer, options["max_text_tokens"], options["seed"]
         )
         image, text = embed(layers, dataset, part, arguments.batch_size, device)
         partner = torch.arange(len(image), device=device)

@@ -10,6 +10,8 @@ import sys
 import time
 from dataclasses import asdict
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is reported once, by us
+
 import torch
 from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
@@ -71,7 +73,7 @@ def main(options: Options, run: Run) -> int:
         tower.branch: open_weights(tower.branch, where, tower)
         for tower, where in zip(towers, (options.image_weights, options.text_weights)) if where
     }
-    costs = {tower.branch: count_flops(tower, meta_inputs(tower, 1)) for tower in towers}
+    costs = {tower.branch: count_flops(tower, meta_inputs(tower, 2)) for tower in towers}
     plan = plan_run(config, block, processes.world_size, costs)
     watchdog.describe = lambda rank: f"rank {rank} ({plan.graph.stage_of(rank).name}, replica {plan.graph.replica_of(rank)})"
     training = training_identity(options, config, asdict(block), plan.graph.describe())

@@ -123,7 +123,7 @@ def make_engine(case: Case):
 
     towers, image_size = towers_of(case)
     config, block = check_config(case.config)
-    plan = plan_run(config, block, dist.get_world_size(), {b: count_flops(t, meta_inputs(t, 1)) for b, t in towers.items()})
+    plan = plan_run(config, block, dist.get_world_size(), {b: count_flops(t, meta_inputs(t, 2)) for b, t in towers.items()})
     engine = build_engine(
         plan, config, {b: t.specs for b, t in towers.items()}, lambda spec: spec.build(case.seed), InfoNCE(), EMBED_DIM,
         total_num_steps=10, seed=case.seed, timeout=timedelta(seconds=60),

@@ -1,0 +1,180 @@
+"""The command line of train.py: a frozen list of flags, defaults for the demo and for real data, one message per mistake."""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from launch.options import DEFAULTS, DEMO_DEFAULTS, default_config, make_parser, parse_options
+
+# A new flag needs an edit here, and with it the question whether two recipes need it (style.md).
+FLAGS = [
+    "--deepspeed_config", "--run-dir", "--resume", "--workers", "--seed",
+    "--data", "--val-data", "--val-fraction",
+    "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--tokenizer", "--embed-dim", "--image-size", "--max-text-tokens",
+    "--epochs", "--steps", "--save-every", "--eval-every",
+    "--wandb", "--wandb-project",
+]  # fmt: skip
+# Each of them replaces what another flag gives, and is off unless it is given.
+ALTERNATIVES = {"--val-data": "instead of a part of --data", "--steps": "instead of epochs"}
+
+
+def actions() -> dict[str, argparse.Action]:
+    shown = [action for action in make_parser()._actions if action.help is not argparse.SUPPRESS]
+    return {action.option_strings[-1]: action for action in shown if action.dest != "help"}
+
+
+def refusal(capsys, *arguments: str) -> str:
+    """What goes to stderr; nothing goes to stdout, and the exit status is 2."""
+    with pytest.raises(SystemExit) as exit:
+        parse_options(list(arguments))
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and out == ""
+    return err
+
+
+def test_the_list_of_flags_is_frozen():
+    assert list(actions()) == FLAGS
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_help_says_every_flag_and_its_default(flag):
+    action, text = actions()[flag], make_parser().format_help()
+    assert flag in text and len(action.help) > 5
+    if flag in ALTERNATIVES:
+        assert ALTERNATIVES[flag] in action.help
+        return
+    assert "default" in action.help
+    if action.default is not None:
+        assert f"(default: {action.default})" in action.help
+    for defaults, prefix in ((DEFAULTS, "default: "), (DEMO_DEFAULTS, "demo: ")):
+        value = defaults.get(action.dest)
+        if isinstance(value, int):
+            assert f"{prefix}{value}" in action.help
+
+
+def test_help_points_to_the_json_and_keeps_the_launchers_flag_to_itself():
+    text = make_parser().format_help()
+    assert "ds_configs/README.md" in text and "--local_rank" not in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert parse_options(["--local_rank", "3"]) == parse_options([]) == parse_options(["--local_rank=3"])
+
+
+def test_the_demo_is_the_default():
+    options = parse_options([])
+    assert options.data == "demo" and {key: getattr(options, key) for key in DEMO_DEFAULTS} == DEMO_DEFAULTS
+    assert (options.resume, options.workers, options.num_workers(), options.seed) == ("auto", "auto", "auto", 0)
+    assert (options.wandb, options.val_fraction, options.steps, options.run_dir) == ("disabled", 0.1, None, None)
+    assert parse_options(["--data", "demo:de+ja"]).image_tower == DEMO_DEFAULTS["image_tower"]
+
+
+def test_real_data_has_real_towers():
+    options = parse_options(["--data", "jsonl:pairs.jsonl"])
+    assert {key: getattr(options, key) for key in DEFAULTS} == DEFAULTS
+
+
+def test_what_is_given_wins_over_the_defaults():
+    options = parse_options(["--image-tower", "vit_b_16", "--embed-dim", "96", "--steps", "7", "--workers", "3"])
+    assert (options.image_tower, options.embed_dim, options.steps, options.num_workers()) == ("vit_b_16", 96, 7, 3)
+    assert options.epochs is None  # --steps replaces it
+    assert options.text_tower == DEMO_DEFAULTS["text_tower"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--epoch-s", "3"], ["unrecognized arguments", "--epoch-s"]),
+        (["--epochs", "3", "--steps", "4"], ["--steps", "not allowed with", "--epochs"]),
+        (["--epochs", "0"], ["--epochs", "0 is below 1"]),
+        (["--steps", "many"], ["--steps", "whole number", "'many'"]),
+        (["--max-text-tokens", "3"], ["--max-text-tokens", "3 is below 4"]),
+        (["--seed", "-1"], ["--seed", "-1 is below 0"]),
+        (["--workers", "some"], ["--workers", "'some'", "neither 'auto' nor a whole number"]),
+        (["--workers", "-1"], ["--workers", "'-1'", "neither 'auto' nor a whole number"]),
+        (["--val-fraction", "1"], ["--val-fraction", "1.0 is not in 0 <= F < 1"]),
+        (["--val-fraction", "-0.1"], ["--val-fraction", "-0.1 is not in 0 <= F < 1"]),
+        (["--val-fraction", "nan"], ["--val-fraction", "nan is not in 0 <= F < 1"]),
+        (["--wandb", "on"], ["--wandb", "'on'", "online", "offline", "disabled"]),
+        (["--data"], ["--data", "expected one argument"]),
+    ],
+)
+def test_mistakes(capsys, arguments, words):
+    err = refusal(capsys, *arguments)
+    assert re.search("(?s)train.py: error: .*" + ".*".join(map(re.escape, words)), err)
+    assert err.rstrip().endswith("(see train.py --help)")
+
+
+def test_only_the_first_rank_speaks(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert refusal(capsys, "--epochs", "0") == ""
+    with pytest.raises(SystemExit) as exit:
+        parse_options(["--help"])
+    assert exit.value.code == 0 and capsys.readouterr() == ("", "")
+
+
+def test_the_record_is_json():
+    record = parse_options(["--run-dir", "runs/a", "--deepspeed_config", "own.json"]).record()
+    assert json.loads(json.dumps(record)) == record
+    assert (record["run_dir"], record["deepspeed_config"], record["steps"]) == ("runs/a", "own.json", None)
+
+
+@pytest.mark.parametrize(
+    "on_gpu, bf16, name", [(False, False, "cpu_fp32.json"), (False, True, "cpu_fp32.json"), (True, True, "zero1_bf16.json"), (True, False, "zero1_fp16.json")]
+)
+def test_the_default_file_suits_the_hardware(on_gpu, bf16, name):
+    assert default_config(on_gpu, bf16).name == name and default_config(on_gpu, bf16).is_file()
+
+
+# -- where the tokenizer comes from ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """with: holds a tokenizer; without: holds something else."""
+    for name, file in (("with", "tokenizer.json"), ("words", "vocab.txt"), ("without", "config.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ([], None),  # trained on the captions
+        (["--tokenizer", "someone/tokenizer", "--text-weights", "{with}"], "someone/tokenizer"),  # what is asked for wins
+        (["--text-weights", "{with}"], "{with}"),
+        (["--text-weights", "{words}"], "{words}"),
+        (["--text-weights", "{with}", "--text-tower", "{words}"], "{with}"),  # the weights' before the architecture's
+        (["--text-tower", "{with}"], "{with}"),
+        (["--text-weights", "{without}"], None),
+        (["--text-weights", "someone/model"], "someone/model"),  # a Hugging Face id brings its own
+        (["--text-weights", "DEFAULT"], None),
+    ],
+)
+def test_tokenizer_source(folders, arguments, expected):
+    names = {name: str(folders / name) for name in ("with", "words", "without")}
+    options = parse_options([argument.format(**names) for argument in arguments])
+    assert options.tokenizer_source() == (expected and expected.format(**names))
+
+
+# -- where a run goes on ---------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoint_to_resume(tmp_path):
+    newest = tmp_path / "step-00000300"
+    assert parse_options([]).checkpoint_to_resume(newest) == newest
+    assert parse_options([]).checkpoint_to_resume(None) is None
+    assert parse_options(["--resume", "never"]).checkpoint_to_resume(newest) is None
+    older = tmp_path / "step-00000100"
+    older.mkdir()
+    assert parse_options(["--resume", str(older)]).checkpoint_to_resume(newest) == older
+    with pytest.raises(FileNotFoundError, match=r"--resume .*step-00000200: no such folder; give auto, never, or a folder such as"):
+        parse_options(["--resume", str(tmp_path / "step-00000200")]).checkpoint_to_resume(newest)
+
+
+def test_flags_and_fields_have_the_same_names():
+    assert [flag.lstrip("-").replace("-", "_") for flag in FLAGS] == [action.dest for action in actions().values()]
+    assert set(parse_options([]).record()) == {action.dest for action in actions().values()}
+    assert isinstance(parse_options(["--run-dir", "x"]).run_dir, Path)

@@ -1,0 +1,177 @@
+"""train.py as a user starts it: the launcher, real processes, the embedded data."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["--image-tower", "resnet18:layers=1-1-1-1", "--image-size", "32", "--text-tower", "bert-tiny", "--embed-dim", "32"]
+LIMIT_S = 240
+
+
+def environment():
+    from engine.processes import free_port
+
+    # the launcher's default port may be in use by another run on this machine
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "DLTS_HOSTFILE": "/nonexistent", "MASTER_PORT": str(free_port())}
+
+
+def launch(world_size, *arguments, **kwargs):
+    """Start the launcher in a session of its own; `finish` ends whatever is left of it."""
+    env = environment()
+    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(world_size), "--master_port", env["MASTER_PORT"], "train.py"]
+    return subprocess.Popen(
+        [*command, *map(str, arguments)], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True, **kwargs,
+    )
+
+
+def finish(process, limit_s=LIMIT_S):
+    """(exit status, output); fails when it takes longer than the limit or leaves a process behind."""
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"not done after {limit_s} s:\n{output[-3000:]}")
+    gone, left = psutil.wait_procs([p for p in family if p.is_running()], timeout=20)
+    for p in left:
+        p.kill()
+    assert not left, f"processes left behind: {left}"
+    return process.returncode, output
+
+
+def metrics(run_dir, key="loss"):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if key in line}
+
+
+def ranks_of(process):
+    """The rank processes below the launcher."""
+    return [p for p in psutil.Process(process.pid).children(recursive=True) if "--local_rank" in " ".join(p.cmdline())]
+
+
+def wait_for(condition, process, limit_s=120):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail(f"ended or waited too long:\n{process.communicate()[0][-3000:]}")
+        time.sleep(0.1)
+
+
+def reached(run_dir, step):
+    file = run_dir / "metrics.jsonl"
+    return lambda: file.is_file() and any(f'"step": {step},' in line and '"loss"' in line for line in file.read_text().splitlines())
+
+
+def test_eight_processes_on_a_machine_without_a_gpu(tmp_path):
+    run_dir = tmp_path / "a run"  # a path with a space
+    status, output = finish(launch(8, *SMALL, "--steps", 2, "--run-dir", run_dir, "--wandb", "offline"))
+    assert status == 0, output[-3000:]
+    assert set(metrics(run_dir)) == {1, 2}
+    evaluations = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if "held_out" in line]
+    assert {(e["step"], e["held_out"]) for e in evaluations} == {(s, h) for s in (0, 2) for h in ("composition", "family")}
+    record = json.loads((run_dir / "config.json").read_text())
+    assert record["world_size"] == 8 and sum(len(s["ranks"]) for s in record["stage_graph"]) == 8
+    assert (run_dir / "checkpoints" / "latest").read_text().strip() == "step-00000002"
+    assert list((run_dir / "wandb").glob("offline-run-*"))
+    assert "Zero-shot retrieval" in output and "composition (394)" in output
+
+
+def test_a_run_stopped_by_ctrl_c_goes_on_as_if_it_had_not_been_stopped(tmp_path):
+    """Same losses and norms to the last bit, same weights; dropout, augmentation and BatchNorm are all on."""
+    arguments = [*SMALL, "--steps", 8, "--save-every", 100, "--eval-every", 100]
+    assert finish(launch(2, *arguments, "--run-dir", tmp_path / "whole"))[0] == 0
+    process = launch(2, *arguments, "--run-dir", tmp_path / "stopped")
+    wait_for(reached(tmp_path / "stopped", 3), process)
+    for rank in ranks_of(process):
+        rank.send_signal(signal.SIGINT)
+    status, output = finish(process)
+    assert status != 0 and "stopped at step" in output, output[-2000:]
+    done = max(metrics(tmp_path / "stopped"))
+    assert 3 <= done < 8
+    status, output = finish(launch(2, *arguments, "--run-dir", tmp_path / "stopped"))
+    assert status == 0, output[-2000:]
+    whole, resumed = metrics(tmp_path / "whole"), metrics(tmp_path / "stopped")
+    assert set(whole) == set(resumed) == set(range(1, 9))
+    for step in whole:
+        for key in ("loss", "lr", "logit_scale_exp", "grad_norm/image", "grad_norm/text", "grad_norm/head"):
+            assert whole[step][key] == resumed[step][key], (step, key)
+    assert evaluate(tmp_path / "whole") == evaluate(tmp_path / "stopped")
+
+
+def evaluate(run_dir):
+    result = subprocess.run(
+        [sys.executable, "evaluate.py", str(run_dir)], cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=LIMIT_S
+    )
+    assert result.returncode == 0, result.stderr
+    values = json.loads((run_dir / "evaluation-step-00000008.json").read_text())
+    in_training = {
+        f"{line['held_out']}/{key}": value
+        for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        if line.get("held_out") and line["step"] == 8
+        for key, value in line.items()
+        if "_R@" in key
+    }
+    assert in_training and {key: values[key] for key in in_training} == pytest.approx(in_training, abs=1.01 / 394)
+    return values
+
+
+def test_when_a_rank_dies_all_leave_within_a_minute_and_one_says_why(tmp_path):
+    process = launch(3, *SMALL, "--steps", 1000, "--eval-every", 1000, "--save-every", 1000, "--run-dir", tmp_path)
+    wait_for(reached(tmp_path, 2), process)
+    victim = next(p for p in ranks_of(process) if "--local_rank=2" in p.cmdline())
+    died = time.monotonic()
+    victim.kill()
+    status, output = finish(process, limit_s=60)
+    assert status != 0 and time.monotonic() - died < 60
+    assert output.count("error: rank 2 (text 0, replica 0) died without a message") == 1, output[-3000:]
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--deepspeed_config", "ds_configs/zero1_fp61.json"], "did you mean ds_configs/zero1_fp"),
+        (["--deepspeed_config", "ds_configs/zero1_fp16.json"], "does not compute in fp16"),
+        (["--image-tower", "resnet81"], "resnet18"),
+        (["--text-tower", "bert-bse-uncased"], "did you mean 'bert-base-uncased'"),
+        (["--data", "jsonl:nowhere.jsonl"], "nowhere.jsonl"),
+        (["--resume", "nowhere"], "no such folder"),
+        (["--tokenizer", "./nowhere"], "no such folder"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_bad_input_is_answered_with_one_message(tmp_path, arguments, message):
+    result = subprocess.run(
+        [sys.executable, "train.py", *SMALL, "--steps", "2", *arguments, "--run-dir", str(tmp_path)],
+        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert message in result.stderr and result.stderr.count("train.py: error:") == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_every_rank_meets_the_error_and_one_tells_it(tmp_path):
+    data = tmp_path / "pairs.jsonl"
+    data.write_text('{"image_path": "a.png", "text": "a"}\n{"image_path": "b.png", "txet": "b"}\n')
+    status, output = finish(launch(4, "--data", f"jsonl:{data}", "--run-dir", tmp_path / "run"))
+    assert status != 0 and output.count("train.py: error:") == 1, output[-3000:]
+    assert f"{data}:2" in output and "text" in output
+
+
+def test_a_folder_that_holds_another_run_is_refused(tmp_path):
+    command = [sys.executable, "train.py", *SMALL, "--steps", "1", "--eval-every", "9", "--run-dir", str(tmp_path)]
+    first = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=LIMIT_S)
+    assert first.returncode == 0, first.stderr
+    second = subprocess.run([*command, "--seed", "1"], cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=LIMIT_S)
+    assert second.returncode == 1 and "options.seed: there 0, here 1" in second.stderr
