@@ -1,8 +1,8 @@
 """Zero-shot retrieval of a checkpoint, on one device, whatever topology it was trained on.
 
-    python evaluate.py RUN_DIR                              the newest checkpoint on the held-out samples of the run
-    python evaluate.py RUN_DIR --checkpoint step-00000100   another one
-    python evaluate.py RUN_DIR --val-data jsonl:FILE        other samples
+python evaluate.py RUN_DIR                              the newest checkpoint on the held-out samples of the run
+python evaluate.py RUN_DIR --checkpoint step-00000100   another one
+python evaluate.py RUN_DIR --val-data jsonl:FILE        other samples
 """
 
 import argparse
@@ -58,15 +58,27 @@ def main(arguments: argparse.Namespace) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     towers = build_towers(
-        options["image_tower"], options["text_tower"], options["embed_dim"], options["image_size"], len(data.tokenizer),
-        options["max_text_tokens"], data.tokenizer.pad_token_id, data.tokenizer.eos_token_id,
+        options["image_tower"],
+        options["text_tower"],
+        options["embed_dim"],
+        options["image_size"],
+        len(data.tokenizer),
+        options["max_text_tokens"],
+        data.tokenizer.pad_token_id,
+        data.tokenizer.eos_token_id,
     )
     layers = [load_layer(checkpoint, spec.build(options["seed"]), spec.name, device).eval() for tower in towers for spec in tower.specs]
     results = {}
     for name, part in held_out.items():
         as_evaluated = eval_transform(options["image_size"])
         dataset = MicroBatchDataset(
-            part.source, frozenset({"image", "text"}), as_evaluated, as_evaluated, data.tokenizer, options["max_text_tokens"], options["seed"]
+            part.source,
+            frozenset({"image", "text"}),
+            as_evaluated,
+            as_evaluated,
+            data.tokenizer,
+            options["max_text_tokens"],
+            options["seed"],
         )
         image, text = embed(layers, dataset, part, arguments.batch_size, device)
         partner = torch.arange(len(image), device=device)
@@ -82,7 +94,9 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def embed(layers: list[nn.Module], dataset: MicroBatchDataset, part: HeldOut, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def embed(
+    layers: list[nn.Module], dataset: MicroBatchDataset, part: HeldOut, batch_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Embeddings of all samples of a held-out set: image [n, D], text [n, D]."""
     image, text = [], []
     requests = evaluation_requests(part.subset, 0, 1, batch_size)

@@ -1,11 +1,10 @@
-"""Train an image tower and a text tower as a forked pipeline: options -> data -> stages -> engine -> loop.
+"""Train an image tower and a text tower as a forked pipeline: options -> data -> towers -> stages -> loop.
 
-    deepspeed --num_gpus 8 train.py
-    deepspeed --num_gpus 8 train.py --deepspeed_config ds_configs/zero1_fp16.json --data jsonl:pairs.jsonl
+deepspeed --num_gpus 8 train.py
+deepspeed --num_gpus 8 train.py --deepspeed_config ds_configs/zero1_fp16.json --data jsonl:pairs.jsonl
 """
 
 import os
-import signal
 import sys
 import time
 from dataclasses import asdict
@@ -24,7 +23,7 @@ from engine.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoin
 from engine.config import check_hardware, plan_run, read_config
 from engine.processes import first_rank_first, from_first_rank, start_processes, stop_processes
 from engine.watchdog import Watchdog
-from launch.failures import StopRequest, report_and_exit
+from launch.failures import Run, StopRequest, report_and_exit
 from launch.feeding import Feeding
 from launch.options import Options, default_config, parse_options
 from launch.report import progress_interval, retrieval_table, show
@@ -35,20 +34,15 @@ from models.towers import build_towers, count_flops, meta_inputs
 from models.weights import open_weights
 
 
-class Run:
-    """What main has made so far, for whoever must report a failure."""
-
-    watchdog: Watchdog | None = None
-    folder: RunFolder | None = None
-
-
 def main(options: Options, run: Run) -> int:
+    """Train; returns the exit status. What it has made so far is left in `run` for whoever must report a failure."""
     stop = StopRequest()
     processes = start_processes()
-    run.watchdog = watchdog = Watchdog(processes.rank, processes.world_size).start()
+    run.watchdog = Watchdog(processes.rank, processes.world_size).start()
     on_gpu, first = processes.device.type != "cpu", processes.rank == 0
+    cores = len(os.sched_getaffinity(0))
     if not on_gpu:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes.ranks_on_node))
+        torch.set_num_threads(max(1, cores // processes.ranks_on_node))
 
     # How to run: the JSON file, checked against this hardware.
     accelerator = get_accelerator()
@@ -63,85 +57,90 @@ def main(options: Options, run: Run) -> int:
     order = GlobalOrder(len(data.train), config["train_batch_size"], options.seed)
     total_steps = options.steps or options.epochs * order.steps_per_epoch
 
-    # The towers, layer by layer, and which of them this rank holds.
+    # The towers as lists of layers, and which of them run where.
     towers = build_towers(
-        options.image_tower, options.text_tower, options.embed_dim, options.image_size, len(data.tokenizer), options.max_text_tokens,
-        data.tokenizer.pad_token_id, data.tokenizer.eos_token_id,
+        options.image_tower,
+        options.text_tower,
+        options.embed_dim,
+        options.image_size,
+        len(data.tokenizer),
+        options.max_text_tokens,
+        data.tokenizer.pad_token_id,
+        data.tokenizer.eos_token_id,
     )
-    layers = {tower.branch: tower.specs for tower in towers}
-    weights = {
-        tower.branch: open_weights(tower.branch, where, tower)
-        for tower, where in zip(towers, (options.image_weights, options.text_weights)) if where
-    }
+    pretrained = {"image": options.image_weights, "text": options.text_weights}
+    weights = {tower.branch: open_weights(tower.branch, pretrained[tower.branch], tower) for tower in towers if pretrained[tower.branch]}
     costs = {tower.branch: count_flops(tower, meta_inputs(tower, 2)) for tower in towers}
     plan = plan_run(config, block, processes.world_size, costs)
-    watchdog.describe = lambda rank: f"rank {rank} ({plan.graph.stage_of(rank).name}, replica {plan.graph.replica_of(rank)})"
+    run.watchdog.describe = plan.graph.describe_rank
     training = training_identity(options, config, asdict(block), plan.graph.describe())
     folder.refuse_other_run(options, training)
     show(f"{plan.graph.describe()}   {config_file.name}   {folder.path}", first)
 
-    # DeepSpeed around the stage of this rank; then, where a run goes on, its state.
+    # DeepSpeed around the stage of this rank; where a run goes on, its state.
     engine = build_engine(
-        plan, config, layers, lambda spec: spec.build(options.seed, weights.get(spec.branch)), InfoNCE(), options.embed_dim,
-        total_steps, options.seed, processes.timeout,
+        plan,
+        config,
+        {tower.branch: tower.specs for tower in towers},
+        lambda spec: spec.build(options.seed, weights.get(spec.branch)),
+        InfoNCE(),
+        options.embed_dim,
+        total_steps,
+        options.seed,
+        processes.timeout,
     )
     checkpoint = options.checkpoint_to_resume(newest_checkpoint(folder.checkpoints))
-    saved_step = load_checkpoint(engine, checkpoint)["step"] if checkpoint else 0
-    folder.forget_after(saved_step)
-    folder.write_config(options, training, {
-        "world_size": processes.world_size, "device": processes.device.type, "stage_graph": plan.graph.record(),
-        "batches": {branch: asdict(batch) for branch, batch in plan.batches.items()}, "total_steps": total_steps,
-        "data": data.summary(), "tokenizer": options.tokenizer_source(), "towers": {tower.branch: {**tower.config, "num_parameters": tower.num_parameters} for tower in towers},
-    })
+    step = saved_step = load_checkpoint(engine, checkpoint)["step"] if checkpoint else 0
+    folder.forget_after(step)
+    folder.write_config(options, training, plan, data.summary(), towers, total_steps)
     tracker = Tracker(options.wandb, options.wandb_project, folder.path, training, first)
 
     # What this rank feeds its stage with: only the modality that enters there.
-    workers = resolve_workers(options.num_workers(), processes.ranks_on_node, len(os.sched_getaffinity(0)), on_gpu)
+    workers = resolve_workers(options.num_workers(), processes.ranks_on_node, cores, on_gpu)
     feeding = Feeding(data, order, engine, options, workers, pin_memory=on_gpu)
-    batches = feeding.training(saved_step, total_steps)
+    batches = feeding.training(step, total_steps)
     evaluations = {}
 
-    def evaluate(step: int) -> None:
+    def evaluate() -> None:
         evaluations[step] = {}
         for name, values in feeding.evaluate_held_out():
             evaluations[step] |= {f"{name}/{key}": value for key, value in values.items()}
             folder.log({"step": step, "epoch": step / order.steps_per_epoch, "held_out": name, **values})
         tracker.log({"step": step, **evaluations[step]})
 
-    def save(step: int) -> None:
-        save_checkpoint(engine, folder.checkpoints, {"step": step})
-
+    # The loop.
     save_every, eval_every = options.save_every or order.steps_per_epoch, options.eval_every or order.steps_per_epoch
-    if saved_step == 0:
-        evaluate(0)
-    step = saved_step
+    if step == 0:
+        evaluate()
+    stopping = False
     with tqdm(total=total_steps, initial=step, unit="step", disable=not first, dynamic_ncols=True, mininterval=progress_interval()) as bar:
-        while step < total_steps:
+        while step < total_steps and not stopping:
             start = time.perf_counter()
             metrics = engine.train_batch(batches, stop_requested=bool(stop))
-            step, step_s = engine.global_steps, time.perf_counter() - start
+            step, step_s, stopping = engine.global_steps, time.perf_counter() - start, metrics.stop_requested
             line = metrics.record(step, step / order.steps_per_epoch, order.global_batch_size / step_s, step_s)
             folder.log(line)
             tracker.log(line)
             bar.set_postfix(loss=f"{metrics.loss:.3f}", samples_per_s=f"{line['samples_per_s']:.0f}", refresh=False)
             bar.update()
             if step % eval_every == 0 or step == total_steps:
-                evaluate(step)
-            if step % save_every == 0 or step == total_steps or metrics.stop_requested:
-                save(step)
+                evaluate()
+            if step % save_every == 0 or step == total_steps or stopping:
+                save_checkpoint(engine, folder.checkpoints, {"step": step})
                 saved_step = step
-            if metrics.stop_requested:
-                break
 
     done = step >= total_steps
     if done and evaluations:
         before_and_after = [evaluations[s] for s in sorted({min(evaluations), max(evaluations)})]
         show(retrieval_table("Zero-shot retrieval of held-out samples", before_and_after, feeding.held_out_sizes()), first)
-    show(f"{'done' if done else 'stopped'} at step {step} of {total_steps}   checkpoint {folder.checkpoints / step_folder(saved_step)}", first)
-    tracker.finish(0 if done else 1)
-    watchdog.stop()
+    show(
+        f"{'done' if done else 'stopped'} at step {step} of {total_steps}   checkpoint {folder.checkpoints / step_folder(saved_step)}",
+        first,
+    )
+    run.watchdog.stop()
     stop_processes()
-    return 0 if done else 128 + (signal.SIGTERM if stop.signal == "SIGTERM" else signal.SIGINT)
+    tracker.finish(0 if done else 1)
+    return 0 if done else stop.exit_status
 
 
 if __name__ == "__main__":
@@ -149,5 +148,5 @@ if __name__ == "__main__":
     try:
         status = main(parse_options(), run)
     except Exception as error:
-        report_and_exit("train.py", error, run.watchdog, run.folder.path if run.folder else None)
+        report_and_exit("train.py", error, run)
     sys.exit(status)

@@ -28,9 +28,9 @@ SINGLE = {"layout": "merged", "stages": {"merged": 1}, "replicas": 1}
 
 def measure(branches: dict, micro_batch_size: int, warmup: int, steps: int) -> dict[str, object]:
     """On each rank: seconds per step and seconds per kind of instruction, over `steps` steps."""
-    import torch
-
     from datetime import timedelta
+
+    import torch
 
     from engine.build import build_engine
     from engine.config import check_config, plan_run
@@ -48,8 +48,15 @@ def measure(branches: dict, micro_batch_size: int, warmup: int, steps: int) -> d
     towers = {t.branch: t for t in build_towers(IMAGE_TOWER, TEXT_TOWER, EMBED_DIM, IMAGE_SIZE, VOCAB, NUM_TOKENS, 0, 2)}
     plan = plan_run(config, block, torch.distributed.get_world_size(), {b: count_flops(t, meta_inputs(t, 2)) for b, t in towers.items()})
     engine = build_engine(
-        plan, config, {b: t.specs for b, t in towers.items()}, lambda spec: spec.build(0), InfoNCE(), EMBED_DIM,
-        total_num_steps=100, seed=0, timeout=timedelta(seconds=120),
+        plan,
+        config,
+        {b: t.specs for b, t in towers.items()},
+        lambda spec: spec.build(0),
+        InfoNCE(),
+        EMBED_DIM,
+        total_num_steps=100,
+        seed=0,
+        timeout=timedelta(seconds=120),
     )
     generator = torch.Generator().manual_seed(0)
     everything = {

@@ -31,7 +31,11 @@ class PreparedData:
     tokenizer: PreTrainedTokenizerBase
 
     def summary(self) -> dict[str, object]:
-        return {"source": self.source.spec, "train_samples": len(self.train), "held_out_samples": {n: len(h.subset) for n, h in self.held_out.items()}}
+        return {
+            "source": self.source.spec,
+            "train_samples": len(self.train),
+            "held_out_samples": {n: len(h.subset) for n, h in self.held_out.items()},
+        }
 
 
 def prepare_data(spec: str, val_spec: str | None, val_fraction: float, seed: int, tokenizer: str | None, folder: Path) -> PreparedData:

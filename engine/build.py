@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ def build_engine(
     """
     rank = dist.get_rank()
     device = torch.device(get_accelerator().current_device_name())
-    groups = {branch: [{group_of(spec.template.canonical_names[name]) for name, _ in spec.template.named_parameters()} for spec in specs] for branch, specs in layers.items()}
+    groups = {branch: [{group_of(name) for name in spec.canonical_parameters} for spec in specs] for branch, specs in layers.items()}
     comm = Communicator(plan.graph, rank, device, timeout, ranks_of_groups(plan.graph, groups))
     module = StageModule(plan.graph, rank, layers, build_layer, comm.stage_group, seed)
     branch = next(b for b in BRANCHES if b in comm.stage.layers)

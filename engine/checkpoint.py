@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,9 @@ def load_checkpoint(engine: ForkEngine, checkpoint: Path) -> dict[str, Any]:
     """Restore parameters, optimizer, schedule and counters of the same topology; returns what was saved as `state`."""
     path, client_state = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
-        raise FileNotFoundError(f"checkpoint {checkpoint}: its files are missing or of another topology; choose another one with --resume PATH")
+        raise FileNotFoundError(
+            f"checkpoint {checkpoint}: its files are missing or of another topology; choose another one with --resume PATH"
+        )
     return client_state["wye"]
 
 
@@ -62,7 +65,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
     checkpoint = folder / pointer.read_text(encoding="utf-8").strip()
     if not checkpoint.is_dir():
         others = sorted(p.name for p in folder.glob("step-*") if p.is_dir())
-        raise FileNotFoundError(f"{pointer} names {checkpoint.name}, which is not there; there are: {', '.join(others) or 'none'}; give one with --resume")
+        raise FileNotFoundError(
+            f"{pointer} names {checkpoint.name}, which is not there; there are: {', '.join(others) or 'none'}; give one with --resume"
+        )
     return checkpoint
 
 

@@ -9,7 +9,7 @@ and in the optimizer's precision, whatever the wrapper (none, ZeRO-1, BF16_Optim
 
 from __future__ import annotations
 
-from typing import Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn

@@ -15,8 +15,8 @@ The tails of a fork meet in two moves, both without padding to a common size acr
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,17 @@ HEADER_BYTES = 1024
 # NCCL has no bool; everything else keeps its dtype on the wire.
 _DTYPES = {
     str(dtype): dtype
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+    )
 }
 
 
@@ -75,7 +85,9 @@ def pack_header(tensors: Mapping[str, Tensor]) -> Tensor:
             raise TypeError(f"tensor {name!r} has dtype {tensor.dtype}, which does not travel between stages; use one of {sorted(_DTYPES)}")
     text = json.dumps([[name, str(t.dtype), list(t.shape)] for name, t in tensors.items()], separators=(",", ":")).encode()
     if len(text) > HEADER_BYTES:
-        raise ValueError(f"a message of {len(tensors)} tensors needs a header of {len(text)} bytes; at most {HEADER_BYTES} fit: send fewer tensors")
+        raise ValueError(
+            f"a message of {len(tensors)} tensors needs a header of {len(text)} bytes; at most {HEADER_BYTES} fit: send fewer tensors"
+        )
     header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
     header[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return header

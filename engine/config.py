@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from engine.clipping import GROUPS
 from engine.schedule import SCHEDULES
@@ -21,22 +22,39 @@ from engine.topology import BRANCHES, LAYOUTS, StageGraph, balanced_cuts, chain,
 
 AUTO = "auto"
 # DeepSpeed's keys that mean something under this engine; it accepts unknown ones silently, we do not.
-DEEPSPEED_KEYS = (
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler fp16 bf16 data_types "
-    "zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer gradient_clipping steps_per_print "
-    "communication_data_type prescale_gradients gradient_predivide_factor wall_clock_breakdown memory_breakdown "
-    "comms_logger tensorboard csv_monitor"
-).split()
+DEEPSPEED_KEYS = [
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "data_types",
+    "zero_optimization",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "gradient_clipping",
+    "steps_per_print",
+    "communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "comms_logger",
+    "tensorboard",
+    "csv_monitor",
+]
 NOT_WITH_A_PIPELINE = {
     "flops_profiler": "DeepSpeed's profiler does not run under its pipeline engine; remove it",
     "autotuning": "DeepSpeed's autotuner does not run under its pipeline engine; remove it",
     "elasticity": "DeepSpeed removed this key; remove it",
     "curriculum_learning": "DeepSpeed removed this key; remove it",
-    "amp": "use \"fp16\" or \"bf16\"",
-    "torch_autocast": "use \"fp16\" or \"bf16\"",
+    "amp": 'use "fp16" or "bf16"',
+    "torch_autocast": 'use "fp16" or "bf16"',
     "wandb": "W&B is an option of train.py: --wandb online|offline|disabled",
     "activation_checkpointing": "not available yet; remove it",
-    "pipeline": "the pipeline is described in the \"branches\" block; remove it",
+    "pipeline": 'the pipeline is described in the "branches" block; remove it',
 }
 
 
@@ -150,7 +168,7 @@ def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
     if fp16 and bf16:
         raise ValueError("fp16 and bf16 are both enabled; enable one of them, or none for fp32")
     if fp16 and stage == 0:
-        raise ValueError("fp16 with zero_optimization.stage 0: the loss would not be scaled; use \"zero_optimization\": {\"stage\": 1}")
+        raise ValueError('fp16 with zero_optimization.stage 0: the loss would not be scaled; use "zero_optimization": {"stage": 1}')
     if bf16 and config.get("data_types", {}).get("grad_accum_dtype") != "fp32":
         raise ValueError('bf16 without "data_types": {"grad_accum_dtype": "fp32"} would add up gradients in bf16; add that block')
 

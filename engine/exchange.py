@@ -12,8 +12,9 @@ replicas (R = 1) computes the one matrix once and uses it for both sides.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Mapping, Protocol, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor

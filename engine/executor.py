@@ -11,8 +11,9 @@ import contextlib
 import io
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -202,7 +203,9 @@ class ForkEngine(PipelineEngine):
         received = {name: t for name, t in self._inputs.pop(buffer_id).items() if t.is_leaf and t.requires_grad}
         missing = [name for name, tensor in received.items() if tensor.grad is None]
         if missing:
-            raise RuntimeError(f"{self.place.name}: received {missing} but its layers made no gradient for them; drop tensors no layer uses")
+            raise RuntimeError(
+                f"{self.place.name}: received {missing} but its layers made no gradient for them; drop tensors no layer uses"
+            )
         self.comm.gradients_out.send({name: tensor.grad for name, tensor in received.items()})
 
     def _exec_compute_loss(self) -> None:
@@ -250,7 +253,9 @@ class ForkEngine(PipelineEngine):
     # -- held-out sets -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, data_iter: Iterator[dict[str, Tensor]] | None, num_micro_batches: int, measure: Callable[..., Tensor]) -> dict[str, Tensor]:
+    def evaluate(
+        self, data_iter: Iterator[dict[str, Tensor]] | None, num_micro_batches: int, measure: Callable[..., Tensor]
+    ) -> dict[str, Tensor]:
         """Run a held-out set through the stages and measure both directions at the tails.
 
         `num_micro_batches` is the number on this replica (it may differ between replicas, and be 0); `measure(own, other,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from typing import Any, Callable, Mapping, Protocol, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from torch import Tensor, nn

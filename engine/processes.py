@@ -7,10 +7,11 @@ import io
 import logging
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import deepspeed
 import torch
@@ -75,7 +76,9 @@ def first_rank_first() -> Iterator[None]:
 
 
 def stop_processes() -> None:
+    """Leave together: the first rank holds the store that the others still use."""
     if dist.is_initialized():
+        dist.barrier()
         deepspeed.comm.destroy_process_group()
 
 
@@ -91,7 +94,9 @@ def _compile_shared_memory_op() -> None:
     torch guards its build folder with a plain file: a process killed while it compiles leaves that file behind and every
     later run waits for it for ever. Under our lock nobody else of ours is compiling, so such a file is a leftover.
     """
-    cache = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "wye" / f"torch_extensions-{torch.__version__}")))
+    cache = Path(
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "wye" / f"torch_extensions-{torch.__version__}"))
+    )
     cache.mkdir(parents=True, exist_ok=True)
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is None or not builder.is_compatible():

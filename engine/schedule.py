@@ -10,7 +10,7 @@ The instructions are DeepSpeed's own; `buffer_id` is the number of the micro-bat
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 from deepspeed.runtime.pipe.schedule import (
     BackwardPass,

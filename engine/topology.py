@@ -11,9 +11,10 @@ Ranks are counted stage by stage, the replicas of one stage side by side (DeepSp
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 BRANCHES = ("image", "text")
 LAYOUTS = ("fork", "chain", "merged")
@@ -104,6 +105,10 @@ class StageGraph:
             {"name": s.name, "ranks": list(s.ranks), "layers": {b: [r.start, r.stop] for b, r in s.layers.items()}} for s in self.stages
         ]
 
+    def describe_rank(self, rank: int) -> str:
+        """Such as `rank 5 (image 1, replica 2)`."""
+        return f"rank {rank} ({self.stage_of(rank).name}, replica {self.replica_of(rank)})"
+
     def describe(self) -> str:
         """One line a person can read, for example `fork: image 0 ×3 ─ image 1 ×3 | text 0 ×2`."""
         parts = []
@@ -155,8 +160,7 @@ def merged(cuts: Mapping[str, Sequence[range]], replicas: int) -> StageGraph:
     return StageGraph(
         "merged",
         tuple(
-            _on_line(i, count, f"merged {i}", {b: cuts[b][i] for b in BRANCHES}, replicas, BRANCHES if i == 0 else ())
-            for i in range(count)
+            _on_line(i, count, f"merged {i}", {b: cuts[b][i] for b in BRANCHES}, replicas, BRANCHES if i == 0 else ()) for i in range(count)
         ),
     )
 

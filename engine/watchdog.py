@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -24,7 +25,7 @@ EXIT_STATUS = 1
 class Watchdog:
     """Watches over the other ranks from `start` to `stop`. `describe(rank)` says what a rank is, for the message."""
 
-    def __init__(self, rank: int, world_size: int, describe=lambda rank: f"rank {rank}"):
+    def __init__(self, rank: int, world_size: int, describe: Callable[[int], str] = "rank {}".format):
         self.rank, self.world_size, self.describe = rank, world_size, describe
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -32,7 +33,7 @@ class Watchdog:
         # A connection of our own to the store of the process group: its own client may be busy in a blocking call.
         self._store = dist.PrefixStore("wye", dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30)))
 
-    def start(self) -> "Watchdog":
+    def start(self) -> Watchdog:
         self._store.set(f"place/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
         if self.world_size > 1:
             self._thread = threading.Thread(target=self._watch, name="wye-watchdog", daemon=True)
@@ -85,14 +86,13 @@ class Watchdog:
                 self._store.set(f"beat/{self.rank}", str(beats))
                 reason = self._reported()
                 current = self._store.get(f"beat/{neighbour}") if self._store.check([f"beat/{neighbour}"]) else None
-                ended = self._store.check([f"ended/{neighbour}"])
             except RuntimeError:
                 time.sleep(BEAT_S)  # the main thread may be about to say more
                 self._leave(f"{self.describe(0)} ended, and with it the store of the process group", first=self.rank == 1)
             if reason is not None:
                 time.sleep(BEAT_S)  # let the reporting rank print first
                 self._leave(reason, first=False)
-            if current != last or ended:
+            if current != last:
                 last, seen = current, time.monotonic()
             elif time.monotonic() - seen > SILENCE_LIMIT_S:
                 message = f"{self.describe(neighbour)} gave no sign of life for {SILENCE_LIMIT_S:.0f} s; it was killed or hangs"

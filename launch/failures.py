@@ -7,14 +7,24 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
+from typing import NoReturn
 
 from engine.watchdog import Watchdog
+from launch.run_folder import RunFolder
 
 # What a user can mend and a message explains. Anything else is a fault of ours, and shows its traceback.
 EXPLAINED = (ValueError, OSError)
 LOST_CONNECTION_WAIT_S = 10.0
+
+
+@dataclass
+class Run:
+    """What main has made so far, for whoever must report a failure."""
+
+    watchdog: Watchdog | None = None
+    folder: RunFolder | None = None
 
 
 class StopRequest:
@@ -33,23 +43,28 @@ class StopRequest:
     def _note(self, number: int, frame) -> None:
         self.signal = signal.Signals(number).name
 
+    @property
+    def exit_status(self) -> int:
+        """What a shell expects of a process that ended on this signal; of a rank that followed another one's, Ctrl-C's."""
+        return 128 + (signal.SIGTERM if self.signal == "SIGTERM" else signal.SIGINT)
+
     def __bool__(self) -> bool:
         return self.signal is not None
 
 
-def report_and_exit(program: str, error: BaseException, watchdog: Watchdog | None, run_folder: Path | None) -> None:
+def report_and_exit(program: str, error: BaseException, run: Run) -> NoReturn:
     """Say once what went wrong, keep the traceback in the run's folder, and end this process."""
     rank = int(os.environ.get("RANK", "0"))
     details = "".join(traceback.format_exception(error))
     message, first = _explain(error, details), rank == 0
-    if watchdog is not None:
-        message, first = _agree(watchdog, error, message)
+    if run.watchdog is not None:
+        message, first = _agree(run.watchdog, error, message)
     if first:
-        kept = _keep(details, run_folder, rank)
+        kept = _keep(details, run.folder.path if run.folder else None, rank)
         print(f"\n{program}: error: {message}{kept}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    if watchdog is not None:
-        watchdog.linger()
+    if run.watchdog is not None:
+        run.watchdog.linger()
     os._exit(1)  # not sys.exit: the collectives of other ranks must not hold this one
 
 

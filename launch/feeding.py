@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-import numpy as np
 from torch import Tensor
 
 from data.loader import MicroBatchDataset, micro_batches

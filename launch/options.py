@@ -58,7 +58,9 @@ class Options:
             return newest if self.resume == "auto" else None
         checkpoint = Path(self.resume)
         if not checkpoint.is_dir():
-            raise FileNotFoundError(f"--resume {checkpoint}: no such folder; give auto, never, or a folder such as RUN_DIR/checkpoints/step-00000100")
+            raise FileNotFoundError(
+                f"--resume {checkpoint}: no such folder; give auto, never, or a folder such as RUN_DIR/checkpoints/step-00000100"
+            )
         return checkpoint
 
     def record(self) -> dict[str, Any]:
@@ -92,21 +94,40 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
     )
     run = parser.add_argument_group("how to run")
-    run.add_argument("--deepspeed_config", type=Path, metavar="FILE", help="how to run (default: the file in ds_configs/ that suits the hardware)")
+    run.add_argument(
+        "--deepspeed_config", type=Path, metavar="FILE", help="how to run (default: the file in ds_configs/ that suits the hardware)"
+    )
     run.add_argument("--run-dir", type=Path, metavar="DIR", help="everything the run writes (default: runs/<time>-<data>)")
-    run.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="go on from the newest checkpoint in --run-dir, or from PATH (default: auto)")
+    run.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|PATH",
+        help="go on from the newest checkpoint in --run-dir, or from PATH (default: auto)",
+    )
     run.add_argument("--workers", default="auto", metavar="auto|N", help="data loading processes per rank (default: auto)")
     run.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of weights, order, augmentation and dropout (default: 0)")
     data = parser.add_argument_group("data")
     data.add_argument("--data", default="demo", metavar="SPEC", help="demo | demo:LANG[+LANG...] | jsonl:FILE (default: demo)")
     data.add_argument("--val-data", metavar="SPEC", help="held-out samples from elsewhere, instead of a part of --data")
-    data.add_argument("--val-fraction", type=float, default=0.1, metavar="F", help="part of --data held out, never trained on (default: 0.1)")
+    data.add_argument(
+        "--val-fraction", type=float, default=0.1, metavar="F", help="part of --data held out, never trained on (default: 0.1)"
+    )
     model = parser.add_argument_group("towers")
-    model.add_argument("--image-tower", metavar="NAME", help="torchvision architecture, NAME[:key=value,...] (default: resnet50; demo: a ResNet-10)")
-    model.add_argument("--text-tower", metavar="NAME", help="architecture, Hugging Face id or local folder (default: bert-base-uncased; demo: bert-mini)")
-    model.add_argument("--image-weights", metavar="WHERE", help="pretrained: library name, Hugging Face id, folder or file (default: from scratch)")
+    model.add_argument(
+        "--image-tower", metavar="NAME", help="torchvision architecture, NAME[:key=value,...] (default: resnet50; demo: a ResNet-10)"
+    )
+    model.add_argument(
+        "--text-tower", metavar="NAME", help="architecture, Hugging Face id or local folder (default: bert-base-uncased; demo: bert-mini)"
+    )
+    model.add_argument(
+        "--image-weights", metavar="WHERE", help="pretrained: library name, Hugging Face id, folder or file (default: from scratch)"
+    )
     model.add_argument("--text-weights", metavar="WHERE", help="pretrained: Hugging Face id, folder or file (default: from scratch)")
-    model.add_argument("--tokenizer", metavar="WHERE", help="Hugging Face id or folder (default: that of --text-weights, else WordPiece trained on the captions)")
+    model.add_argument(
+        "--tokenizer",
+        metavar="WHERE",
+        help="Hugging Face id or folder (default: that of --text-weights, else WordPiece trained on the captions)",
+    )
     model.add_argument("--embed-dim", type=_at_least(1), metavar="N", help="width of the common space (default: 512; demo: 256)")
     model.add_argument("--image-size", type=_at_least(1), metavar="N", help="pixels a side (default: 224; demo: 64)")
     model.add_argument("--max-text-tokens", type=_at_least(4), metavar="N", help="longer texts are cut (default: 77; demo: 32)")
@@ -114,20 +135,39 @@ def make_parser() -> argparse.ArgumentParser:
     exclusive = length.add_mutually_exclusive_group()
     exclusive.add_argument("--epochs", type=_at_least(1), metavar="N", help="passes over the training samples (default: 30; demo: 8)")
     exclusive.add_argument("--steps", type=_at_least(1), metavar="N", help="optimizer steps, instead of epochs")
-    length.add_argument("--save-every", type=_at_least(1), metavar="N", help="steps between checkpoints (default: one epoch); one is always made at the end")
-    length.add_argument("--eval-every", type=_at_least(1), metavar="N", help="steps between held-out evaluations (default: one epoch); one is always made at the end")
+    length.add_argument(
+        "--save-every", type=_at_least(1), metavar="N", help="steps between checkpoints (default: one epoch); one is always made at the end"
+    )
+    length.add_argument(
+        "--eval-every",
+        type=_at_least(1),
+        metavar="N",
+        help="steps between held-out evaluations (default: one epoch); one is always made at the end",
+    )
     tracking = parser.add_argument_group("tracking")
-    tracking.add_argument("--wandb", choices=("online", "offline", "disabled"), default="disabled", help="Weights & Biases (default: disabled)")
+    tracking.add_argument(
+        "--wandb", choices=("online", "offline", "disabled"), default="disabled", help="Weights & Biases (default: disabled)"
+    )
     tracking.add_argument("--wandb-project", default="wye", metavar="NAME", help="(default: wye)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by DeepSpeed's launcher, which also sets LOCAL_RANK
     return parser
 
 
 DEMO_DEFAULTS = {
-    "image_tower": "resnet18:layers=1-1-1-1", "text_tower": "bert-mini", "embed_dim": 256, "image_size": 64, "max_text_tokens": 32, "epochs": 8,
+    "image_tower": "resnet18:layers=1-1-1-1",
+    "text_tower": "bert-mini",
+    "embed_dim": 256,
+    "image_size": 64,
+    "max_text_tokens": 32,
+    "epochs": 8,
 }
 DEFAULTS = {
-    "image_tower": "resnet50", "text_tower": "bert-base-uncased", "embed_dim": 512, "image_size": 224, "max_text_tokens": 77, "epochs": 30,
+    "image_tower": "resnet50",
+    "text_tower": "bert-base-uncased",
+    "embed_dim": 512,
+    "image_size": 224,
+    "max_text_tokens": 77,
+    "epochs": 30,
 }
 
 
@@ -136,9 +176,8 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     parser = make_parser()
     values = vars(parser.parse_args(arguments))
     values.pop("local_rank")
-    if values["workers"] != "auto":
-        if not values["workers"].isdigit():
-            parser.error(f"argument --workers: {values['workers']!r} is neither 'auto' nor a whole number")
+    if values["workers"] != "auto" and not values["workers"].isdigit():
+        parser.error(f"argument --workers: {values['workers']!r} is neither 'auto' nor a whole number")
     if not 0 <= values["val_fraction"] < 1:
         parser.error(f"argument --val-fraction: {values['val_fraction']} is not in 0 <= F < 1")
     defaults = DEMO_DEFAULTS if values["data"].split(":")[0] == "demo" else DEFAULTS

@@ -12,7 +12,8 @@ import pickle
 import sys
 import time
 import traceback
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 PRELOAD = ["torch", "deepspeed", "torchvision", "transformers", "engine.executor", "models.towers", "data.loader"]
 
@@ -33,8 +34,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     for rank in range(world_size):
         receive, send = _context.Pipe(duplex=False)
         environment = {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
             **{name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR",) if name in os.environ},
         }
         worker = _context.Process(target=_main, args=(send, environment, function, args, kwargs), daemon=True)

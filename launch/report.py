@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -16,9 +16,7 @@ DIRECTIONS = {"image_to_text": "image → text", "text_to_image": "text → imag
 
 def recalls(totals: Mapping[str, Sequence[float]], num_samples: int) -> dict[str, float]:
     """{"image_to_text_R@1": …} in 0..1 from the hits per direction."""
-    return {
-        f"{direction}_R@{k}": float(hits) / num_samples for direction, counts in totals.items() for k, hits in zip(RECALL_AT, counts)
-    }
+    return {f"{direction}_R@{k}": float(hits) / num_samples for direction, counts in totals.items() for k, hits in zip(RECALL_AT, counts)}
 
 
 def retrieval_table(title: str, evaluations: Sequence[Mapping[str, float]], num_samples: Mapping[str, int]) -> Table:

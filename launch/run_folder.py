@@ -7,11 +7,15 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
+from engine.config import RunPlan
 from launch.options import ROOT, Options
+from models.towers import Tower
 
 # Options that may differ when a run goes on: they do not change what is trained.
 FREE_TO_CHANGE = ("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "deepspeed_config")
@@ -63,20 +67,39 @@ class RunFolder:
                 f"--run-dir {self.path}: already holds a run with another configuration; give another folder, or the same configuration:\n{shown}"
             )
 
-    def write_config(self, options: Options, training: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    def write_config(
+        self,
+        options: Options,
+        training: Mapping[str, Any],
+        plan: RunPlan,
+        data: Mapping[str, Any],
+        towers: Sequence[Tower],
+        total_steps: int,
+    ) -> None:
+        """Everything that was decided. `training` is what `refuse_other_run` compares."""
         record = {
             "training": training,
             "options": options.record(),
+            "tokenizer": options.tokenizer_source(),
+            "total_steps": total_steps,
+            "world_size": plan.graph.world_size,
+            "stage_graph": plan.graph.record(),
+            "batches": {branch: asdict(batch) for branch, batch in plan.batches.items()},
+            "data": data,
+            "towers": {tower.branch: {**tower.config, "num_parameters": tower.num_parameters} for tower in towers},
             "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
             "git_commit": _git_commit(),
-            **more,
         }
         self._replace(self.path / "config.json", json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
     def forget_after(self, step: int) -> None:
         """Drop the metrics of steps after `step`: the run goes on from there and measures them again."""
         if self.first_rank and self.metrics.is_file():
-            kept = [line for line in self.metrics.read_text(encoding="utf-8").splitlines() if line.endswith("}") and json.loads(line)["step"] <= step]
+            kept = [
+                line
+                for line in self.metrics.read_text(encoding="utf-8").splitlines()
+                if line.endswith("}") and json.loads(line)["step"] <= step
+            ]
             self._replace(self.metrics, "".join(line + "\n" for line in kept))
 
     def log(self, values: Mapping[str, Any]) -> None:

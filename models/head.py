@@ -70,6 +70,6 @@ def _initialise(head: Layer) -> None:
     """CLIP's rules (Radford et al. 2021): normal with standard deviation width**-0.5; temperature 0.07."""
     for module in head.modules():
         if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=module.in_features ** -0.5)
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
     if isinstance(head, ImageHead):
         nn.init.constant_(head.logit_scale, INITIAL_LOGIT_SCALE)

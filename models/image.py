@@ -65,12 +65,14 @@ class ViTStem(Layer):
 
     def compute(self, pixel_values: Tensor) -> Tensor:
         if pixel_values.shape[-2:] != (self.image_size, self.image_size):
-            raise ValueError(f"pixel_values are {tuple(pixel_values.shape[-2:])} but this ViT has positions for "
-                             f"{self.image_size}x{self.image_size}; set --image-size to the size of the images")
-        patches = self.conv_proj(pixel_values.to(self.conv_proj.weight.dtype))   # [B, D, S/patch, S/patch]
-        patches = patches.flatten(2).permute(0, 2, 1)                            # [B, N-1, D]
+            raise ValueError(
+                f"pixel_values are {tuple(pixel_values.shape[-2:])} but this ViT has positions for "
+                f"{self.image_size}x{self.image_size}; set --image-size to the size of the images"
+            )
+        patches = self.conv_proj(pixel_values.to(self.conv_proj.weight.dtype))  # [B, D, S/patch, S/patch]
+        patches = patches.flatten(2).permute(0, 2, 1)  # [B, N-1, D]
         tokens = torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1)
-        return self.dropout(tokens + self.pos_embedding)                         # [B, N, D]
+        return self.dropout(tokens + self.pos_embedding)  # [B, N, D]
 
 
 class ConvNeXtStem(Layer):
@@ -202,8 +204,14 @@ def image_tower(name: str, image_size: int) -> Tower:
 def library_model(sizes: Sizes, image_size: int) -> nn.Module:
     """The library's whole model, classifier included, on the ambient device."""
     if isinstance(sizes, ResNetSizes):
-        return ResNet(Bottleneck if sizes.bottleneck else BasicBlock, list(sizes.layers), width_per_group=sizes.width_per_group,
-                      groups=sizes.groups, zero_init_residual=sizes.zero_init_residual, norm_layer=BatchNorm2d)
+        return ResNet(
+            Bottleneck if sizes.bottleneck else BasicBlock,
+            list(sizes.layers),
+            width_per_group=sizes.width_per_group,
+            groups=sizes.groups,
+            zero_init_residual=sizes.zero_init_residual,
+            norm_layer=BatchNorm2d,
+        )
     if isinstance(sizes, ViTSizes):
         return VisionTransformer(image_size=image_size, **asdict(sizes))
     outputs = [*sizes.dims[1:], None]
@@ -226,8 +234,10 @@ def _check(name: str, sizes: Sizes, image_size: int) -> None:
         if not sizes.bottleneck and (sizes.groups, sizes.width_per_group) != (1, 64):
             raise ValueError(f"tower {name!r}: groups and width_per_group can differ from 1 and 64 in resnet50, 101 and 152 only")
     elif len(sizes.dims) != len(sizes.depths) or min(sizes.dims + sizes.depths) < 1 or sum(sizes.depths) < 2:
-        raise ValueError(f"tower {name!r}: dims and depths must be equally many positive integers, with two blocks or more, "
-                         f"not {sizes.dims} and {sizes.depths}")
+        raise ValueError(
+            f"tower {name!r}: dims and depths must be equally many positive integers, with two blocks or more, "
+            f"not {sizes.dims} and {sizes.depths}"
+        )
 
 
 # --------------------------------------------------------------------------------- where each library model is cut
@@ -256,7 +266,7 @@ def _cut_convnext(model: ConvNeXt, sizes: ConvNeXtSizes) -> Cut:
         if isinstance(part[0], CNBlock):
             layers += [(f"features.{i}.{j}", ImageBlock(block)) for j, block in enumerate(part)]
         else:
-            layers.append((f"features.{i}", ImageBlock(part)))                   # between groups: norm and downsampling
+            layers.append((f"features.{i}", ImageBlock(part)))  # between groups: norm and downsampling
     layers.append(("pool", ConvPool(model.avgpool, model.classifier[0])))
     return layers, ("classifier.2.",), partial(_initialise_convnext, sizes=sizes), sizes.dims[-1]
 

@@ -40,8 +40,10 @@ class Layer(nn.Module):
         """Returns a new dict; the given one and the tensors in it stay as they are."""
         missing = [name for name in self.reads if name not in tensors]
         if missing:
-            raise ValueError(f"{type(self).__name__} reads {', '.join(self.reads)} but was not given {', '.join(missing)}; "
-                             f"given: {', '.join(sorted(tensors)) or 'nothing'}. Feed the layers of a tower in their order")
+            raise ValueError(
+                f"{type(self).__name__} reads {', '.join(self.reads)} but was not given {', '.join(missing)}; "
+                f"given: {', '.join(sorted(tensors)) or 'nothing'}. Feed the layers of a tower in their order"
+            )
         made = self.compute(*(tensors[name] for name in self.reads))
         made = (made,) if isinstance(made, Tensor) else made
         passed = {name: tensor for name, tensor in tensors.items() if name not in self.drops}
@@ -54,8 +56,9 @@ class Layer(nn.Module):
         Conservative: any module that holds a positive `p` or a positive number named like a dropout counts, also when
         that number would not be used.
         """
-        return any(_is_positive(value) and (key == "p" or "drop" in key)
-                   for module in self.modules() for key, value in vars(module).items())
+        return any(
+            _is_positive(value) and (key == "p" or "drop" in key) for module in self.modules() for key, value in vars(module).items()
+        )
 
 
 def _is_positive(value: object) -> bool:
@@ -76,8 +79,8 @@ class LayerSpec:
     `initialise(layer)` applies the library's own initialisation to a layer with unset tensors, drawing from torch's CPU generator.
     """
 
-    name: str                                                                    # such as image.layer1.0
-    branch: str                                                                  # image or text
+    name: str  # such as image.layer1.0
+    branch: str  # image or text
     template: Layer = field(repr=False, compare=False)
     initialise: Callable[[Layer], None] = field(repr=False, compare=False)
 
@@ -89,6 +92,11 @@ class LayerSpec:
     def num_parameters(self) -> int:
         """Elements in all parameters (buffers not counted), without building."""
         return sum(parameter.numel() for parameter in self.template.parameters())
+
+    @property
+    def canonical_parameters(self) -> tuple[str, ...]:
+        """The names that its parameters have in the run, without building."""
+        return tuple(self.template.canonical_names[local] for local, _ in self.template.named_parameters())
 
     def build(self, seed: int, weights: Weights | None = None) -> Layer:
         """Make this layer, and no other, real: on the CPU, in fp32.
@@ -130,8 +138,9 @@ def stable_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def cut(branch: str, model: nn.Module, layers: list[tuple[str, Layer]], initialise: Callable[[Layer], None],
-        dropped: tuple[str, ...] = ()) -> tuple[LayerSpec, ...]:
+def cut(
+    branch: str, model: nn.Module, layers: list[tuple[str, Layer]], initialise: Callable[[Layer], None], dropped: tuple[str, ...] = ()
+) -> tuple[LayerSpec, ...]:
     """Name the layers' tensors after the library model they share them with, and make their recipes.
 
     Every tensor of `model.state_dict()` must be in exactly one layer, but for those whose names start with a prefix in `dropped`.
@@ -139,8 +148,9 @@ def cut(branch: str, model: nn.Module, layers: list[tuple[str, Layer]], initiali
     library_names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
     expected = sorted(name for name in library_names.values() if not name.startswith(dropped or ("\0",)))
     for _, layer in layers:
-        layer.canonical_names = {local: f"{branch}.{library_names[id(tensor)]}"
-                                 for local, tensor in layer.state_dict(keep_vars=True).items()}
+        layer.canonical_names = {
+            local: f"{branch}.{library_names[id(tensor)]}" for local, tensor in layer.state_dict(keep_vars=True).items()
+        }
     owned = sorted(name.split(".", 1)[1] for _, layer in layers for name in layer.canonical_names.values())
     if owned != expected:
         raise RuntimeError(f"{type(model).__name__} was cut wrongly: {sorted(set(owned) ^ set(expected)) or 'a tensor is in two layers'}")
@@ -164,9 +174,9 @@ def _remake_buffers(layer: Layer, name: str) -> None:
             continue
         kind = local.rpartition(".")[2]
         if kind == "position_ids":
-            buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))       # [1, positions]
+            buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))  # [1, positions]
         elif kind == "token_type_ids":
-            buffer.zero_()                                                       # [1, positions]
+            buffer.zero_()  # [1, positions]
         else:
             raise RuntimeError(f"layer {name}: no rule says how to fill the buffer {local!r}; add one in models/layers.py")
 

@@ -7,7 +7,7 @@ What a side must know of the other is one number per row (`statistics`). B: glob
 from __future__ import annotations
 
 import math
-from typing import Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor

@@ -61,7 +61,7 @@ class EotEmbeddings(TextEmbeddings):
 
     def compute(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         marks = input_ids if self.eos_token_id is None else (input_ids == self.eos_token_id).int()
-        return super().compute(input_ids), marks.argmax(dim=-1)                  # [B, L, W], [B]
+        return super().compute(input_ids), marks.argmax(dim=-1)  # [B, L, W], [B]
 
 
 class TextBlock(Layer):
@@ -124,27 +124,52 @@ def _cut_distilbert(model: nn.Module, eos_token_id: int | None) -> list[tuple[st
 
 
 def _cut_clip(model: nn.Module, eos_token_id: int | None) -> list[tuple[str, Layer]]:
-    if eos_token_id is None and model.config.eos_token_id != 2:                  # 2: see EotEmbeddings
+    if eos_token_id is None and model.config.eos_token_id != 2:  # 2: see EotEmbeddings
         eos_token_id = model.config.eos_token_id
     if eos_token_id is not None and not (isinstance(eos_token_id, int) and eos_token_id < model.config.vocab_size):
-        raise ValueError(f"eos_token_id={eos_token_id} must be one id below vocab_size={model.config.vocab_size}, for CLIP pools "
-                         "there; give the tokenizer's own")
+        raise ValueError(
+            f"eos_token_id={eos_token_id} must be one id below vocab_size={model.config.vocab_size}, for CLIP pools "
+            "there; give the tokenizer's own"
+        )
     blocks = [(f"encoder.layers.{i}", TextBlock(block, model.config, causal=True)) for i, block in enumerate(model.encoder.layers)]
     return [("embeddings", EotEmbeddings(model.embeddings, eos_token_id)), *blocks, ("pooler", EotPool(model.final_layer_norm))]
 
 
 _BERT_KEYS = {
-    "hidden_size": int, "num_hidden_layers": int, "num_attention_heads": int, "intermediate_size": int, "hidden_act": str,
-    "hidden_dropout_prob": float, "attention_probs_dropout_prob": float, "max_position_embeddings": int, "type_vocab_size": int,
-    "initializer_range": float, "layer_norm_eps": float,
+    "hidden_size": int,
+    "num_hidden_layers": int,
+    "num_attention_heads": int,
+    "intermediate_size": int,
+    "hidden_act": str,
+    "hidden_dropout_prob": float,
+    "attention_probs_dropout_prob": float,
+    "max_position_embeddings": int,
+    "type_vocab_size": int,
+    "initializer_range": float,
+    "layer_norm_eps": float,
 }
 _DISTILBERT_KEYS = {
-    "dim": int, "n_layers": int, "n_heads": int, "hidden_dim": int, "activation": str, "dropout": float, "attention_dropout": float,
-    "max_position_embeddings": int, "sinusoidal_pos_embds": bool, "initializer_range": float,
+    "dim": int,
+    "n_layers": int,
+    "n_heads": int,
+    "hidden_dim": int,
+    "activation": str,
+    "dropout": float,
+    "attention_dropout": float,
+    "max_position_embeddings": int,
+    "sinusoidal_pos_embds": bool,
+    "initializer_range": float,
 }
 _CLIP_KEYS = {
-    "hidden_size": int, "num_hidden_layers": int, "num_attention_heads": int, "intermediate_size": int, "hidden_act": str,
-    "attention_dropout": float, "max_position_embeddings": int, "initializer_range": float, "initializer_factor": float,
+    "hidden_size": int,
+    "num_hidden_layers": int,
+    "num_attention_heads": int,
+    "intermediate_size": int,
+    "hidden_act": str,
+    "attention_dropout": float,
+    "max_position_embeddings": int,
+    "initializer_range": float,
+    "initializer_factor": float,
     "layer_norm_eps": float,
 }
 
@@ -178,8 +203,13 @@ class Preset:
 
 def _bert(layers: int, width: int, heads: int, vocab_size: int = 30522) -> dict[str, int]:
     """A BERT-shaped encoder; the inner layer of its blocks is four times as wide."""
-    return {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "intermediate_size": 4 * width,
-            "vocab_size": vocab_size}
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+        "vocab_size": vocab_size,
+    }
 
 
 _ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}  # 514: positions begin after the pad id, 1
@@ -197,15 +227,17 @@ PRESETS = {
     "minilm-l6": Preset("nreimers/MiniLM-L6-H384-uncased", BertConfig, _bert(6, 384, 12)),
     "minilm-l12": Preset("microsoft/MiniLM-L12-H384-uncased", BertConfig, _bert(12, 384, 12)),
     "clip-text-base": Preset("openai/clip-vit-base-patch32", CLIPTextConfig),
-    "clip-text-large": Preset("openai/clip-vit-large-patch14", CLIPTextConfig,
-                              {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}),
+    "clip-text-large": Preset(
+        "openai/clip-vit-large-patch14", CLIPTextConfig, {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+    ),
 }
 
 # --------------------------------------------------------------------------------------------- the tower
 
 
-def text_tower(name: str, vocab_size: int | None, max_text_tokens: int, pad_token_id: int | None = None,
-               eos_token_id: int | None = None) -> Tower:
+def text_tower(
+    name: str, vocab_size: int | None, max_text_tokens: int, pad_token_id: int | None = None, eos_token_id: int | None = None
+) -> Tower:
     """The tower of `name` = PRESET, local folder with a config.json, or Hugging Face id, each with [:key=value,...]; without a head.
 
     `vocab_size`, `pad_token_id`, `eos_token_id` are the tokenizer's; None keeps the configuration's. `eos_token_id` is read
@@ -226,8 +258,14 @@ def text_tower(name: str, vocab_size: int | None, max_text_tokens: int, pad_toke
     initialise = partial(_initialise, model=model)
     specs = cut("text", model, family.cut(model, eos_token_id), initialise)
     width = model.config.hidden_size  # DistilBERT maps it to dim
-    record = {"library": "transformers", "architecture": family.model.__name__, "max_text_tokens": max_text_tokens, "hub_id": hub_id,
-              "eos_token_id": eos_token_id, "config": config.to_dict()}
+    record = {
+        "library": "transformers",
+        "architecture": family.model.__name__,
+        "max_text_tokens": max_text_tokens,
+        "hub_id": hub_id,
+        "eos_token_id": eos_token_id,
+        "config": config.to_dict(),
+    }
     return Tower("text", name, width, specs, record)
 
 
@@ -241,15 +279,19 @@ def _find_config(base: str) -> tuple[PreTrainedConfig, str | None]:
             raise FileNotFoundError(f"text tower {base!r} is a folder without config.json; give a Hugging Face model folder")
         return _auto_config(str(folder)), None
     if "/" not in base:
-        raise ValueError(f"text tower {base!r} is not known; did you mean {nearest(base, PRESETS)!r}? Known: {', '.join(PRESETS)}, "
-                         "a local folder with a config.json, or a Hugging Face id such as google-bert/bert-base-uncased")
+        raise ValueError(
+            f"text tower {base!r} is not known; did you mean {nearest(base, PRESETS)!r}? Known: {', '.join(PRESETS)}, "
+            "a local folder with a config.json, or a Hugging Face id such as google-bert/bert-base-uncased"
+        )
     if base.count("/") > 1 or base.startswith((".", "/", "~")):
         raise FileNotFoundError(f"text tower {base!r} looks like a path but is no folder; give an existing one, or ORGANISATION/MODEL")
     try:
         return _auto_config(base), base
     except OSError as error:
-        raise FileNotFoundError(f"text tower {base!r}: its configuration could not be had from the Hugging Face hub; check the id and "
-                                "the network, or download the model and give its folder") from error
+        raise FileNotFoundError(
+            f"text tower {base!r}: its configuration could not be had from the Hugging Face hub; check the id and "
+            "the network, or download the model and give its folder"
+        ) from error
 
 
 def _auto_config(where: str) -> PreTrainedConfig:
@@ -275,11 +317,13 @@ def _check(name: str, config: PreTrainedConfig, max_text_tokens: int) -> None:
         raise ValueError(f"text tower {name!r}: pad_token_id={pad} must be below vocab_size={config.vocab_size}; give the tokenizer's own")
     positions = config.max_position_embeddings
     if config.model_type in ("roberta", "xlm-roberta"):
-        positions -= pad + 1                                                     # they count positions from pad + 1
+        positions -= pad + 1  # they count positions from pad + 1
     if not 1 <= max_text_tokens <= positions:
-        raise ValueError(f"text tower {name!r} has {positions} positions, so max_text_tokens={max_text_tokens} must be from 1 to "
-                         f"{positions}; lower --max-text-tokens" + ("" if "max_position_embeddings" in name else
-                                                                    ", or override max_position_embeddings and train from scratch"))
+        raise ValueError(
+            f"text tower {name!r} has {positions} positions, so max_text_tokens={max_text_tokens} must be from 1 to "
+            f"{positions}; lower --max-text-tokens"
+            + ("" if "max_position_embeddings" in name else ", or override max_position_embeddings and train from scratch")
+        )
 
 
 def _initialise(layer: Layer, model: Any) -> None:

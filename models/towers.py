@@ -16,12 +16,23 @@ __all__ = ["Tower", "build_towers", "count_flops", "meta_inputs", "with_head"]
 
 def with_head(tower: Tower, embed_dim: int) -> Tower:
     """The tower with the head of its branch as last layer."""
-    return replace(tower, specs=(*tower.specs, head_spec(tower.branch, tower.width, embed_dim)),
-                   config={**tower.config, "tower": tower.name, "width": tower.width, "embed_dim": embed_dim})
+    return replace(
+        tower,
+        specs=(*tower.specs, head_spec(tower.branch, tower.width, embed_dim)),
+        config={**tower.config, "tower": tower.name, "width": tower.width, "embed_dim": embed_dim},
+    )
 
 
-def build_towers(image_name: str, text_name: str, embed_dim: int, image_size: int, vocab_size: int | None, max_text_tokens: int,
-                 pad_token_id: int | None = None, eos_token_id: int | None = None) -> tuple[Tower, Tower]:
+def build_towers(
+    image_name: str,
+    text_name: str,
+    embed_dim: int,
+    image_size: int,
+    vocab_size: int | None,
+    max_text_tokens: int,
+    pad_token_id: int | None = None,
+    eos_token_id: int | None = None,
+) -> tuple[Tower, Tower]:
     """The image tower and the text tower, heads included; no layer is built yet. Syntax of the names: `models/README.md`."""
     image = image_tower(image_name, image_size)
     text = text_tower(text_name, vocab_size, max_text_tokens, pad_token_id, eos_token_id)

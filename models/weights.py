@@ -52,8 +52,9 @@ class WeightReader:
     def fill(self, layer: Layer) -> None:
         """Copy this layer's tensors into it, in place, in its dtype. Heads and tensors the library can do without stay as they are."""
         targets = layer.state_dict()
-        wanted = {canonical: targets[local] for local, canonical in layer.canonical_names.items()
-                  if canonical.startswith(f"{self.branch}.")}
+        wanted = {
+            canonical: targets[local] for local, canonical in layer.canonical_names.items() if canonical.startswith(f"{self.branch}.")
+        }
         self.check({canonical: tuple(tensor.shape) for canonical, tensor in wanted.items()})
         for canonical, target in wanted.items():
             if canonical in self.names:
@@ -75,14 +76,17 @@ class WeightReader:
                 raise ValueError(f"{self.source} has no tensor for {canonical}; {near}. Give weights of the same architecture and size")
             found_shape = self.shape_of(self.names[canonical])
             if found_shape != shape:
-                raise ValueError(f"{self.source}: {canonical} has shape {found_shape} there but {shape} in the tower; "
-                                 + _remedy(canonical))
+                raise ValueError(
+                    f"{self.source}: {canonical} has shape {found_shape} there but {shape} in the tower; " + _remedy(canonical)
+                )
 
 
 def _remedy(canonical: str) -> str:
     if re.search(r"position_embedding|pos_embedding", canonical):
-        return ("position embeddings are not interpolated: use the image size, or the max_position_embeddings, that the weights were "
-                "trained with")
+        return (
+            "position embeddings are not interpolated: use the image size, or the max_position_embeddings, that the weights were "
+            "trained with"
+        )
     if re.search(r"word_embeddings|token_embedding\.", canonical):
         return "the vocabularies differ: use the tokenizer that the weights were trained with"
     return "give weights of the same architecture and size, or change the tower's"
@@ -132,8 +136,11 @@ def _shapes(tower: Tower) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for spec in tower.specs:
         tensors = spec.template.state_dict()
-        shapes |= {canonical: tuple(tensors[local].shape) for local, canonical in spec.template.canonical_names.items()
-                   if canonical.startswith(f"{tower.branch}.")}
+        shapes |= {
+            canonical: tuple(tensors[local].shape)
+            for local, canonical in spec.template.canonical_names.items()
+            if canonical.startswith(f"{tower.branch}.")
+        }
     return shapes
 
 
@@ -150,8 +157,10 @@ def _open_path(path: Path) -> Source:
             return _open_file(path / name)
         if (path / f"{name}.index.json").is_file():
             return _open_sharded(path / f"{name}.index.json")
-    raise FileNotFoundError(f"weights: folder {path} has none of {', '.join(SAFETENSORS + TORCH)} nor an index of shards; give a Hugging "
-                            "Face model folder or a single file")
+    raise FileNotFoundError(
+        f"weights: folder {path} has none of {', '.join(SAFETENSORS + TORCH)} nor an index of shards; give a Hugging "
+        "Face model folder or a single file"
+    )
 
 
 def _open_file(path: Path) -> Source:
@@ -169,7 +178,7 @@ def _open_torch(path: Path) -> Source:
 
 
 def _in_memory(state: dict[str, Any]) -> Source:
-    for wrapper in ("state_dict", "model"):                                      # training scripts save more than the weights
+    for wrapper in ("state_dict", "model"):  # training scripts save more than the weights
         if isinstance(state.get(wrapper), dict):
             state = state[wrapper]
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -204,9 +213,11 @@ def _open_library(branch: str, where: str, tower: Tower) -> Source:
         raise refuse(f"image weights for tower {tower.name!r}:", where, known.__members__)
     try:
         return _in_memory(known[where].get_state_dict(progress=True, check_hash=True, weights_only=True))
-    except OSError as error:                                                     # URLError is one
-        raise FileNotFoundError(f"weights {where!r} of {tower.config['architecture']} could not be downloaded; check the network, or "
-                                "download the file and give its path") from error
+    except OSError as error:  # URLError is one
+        raise FileNotFoundError(
+            f"weights {where!r} of {tower.config['architecture']} could not be downloaded; check the network, or "
+            "download the file and give its path"
+        ) from error
 
 
 def _download(hub_id: str) -> Path:
@@ -217,9 +228,11 @@ def _download(hub_id: str) -> Path:
             folder = Path(snapshot_download(hub_id, allow_patterns=patterns))
             if any(file.name.startswith(names) or file.name.endswith(".index.json") for file in folder.iterdir()):
                 return folder
-    except (HfHubHTTPError, OSError, ValueError) as error:                       # LocalEntryNotFoundError, offline, bad id
-        raise FileNotFoundError(f"weights {hub_id!r} could not be had from the Hugging Face hub; check the id and the network, or "
-                                "download the model and give its folder") from error
+    except (HfHubHTTPError, OSError, ValueError) as error:  # LocalEntryNotFoundError, offline, bad id
+        raise FileNotFoundError(
+            f"weights {hub_id!r} could not be had from the Hugging Face hub; check the id and the network, or "
+            "download the model and give its folder"
+        ) from error
     raise FileNotFoundError(f"weights {hub_id!r}: the model on the hub has none of {', '.join(SAFETENSORS + TORCH)}; give a local file")
 
 

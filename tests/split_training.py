@@ -82,7 +82,14 @@ def towers_of(case: Case):
     else:
         text += ",hidden_dropout_prob=0,attention_probs_dropout_prob=0" if "bert" in text else ""
     image_tower, text_tower = build_towers(
-        image, text, embed_dim=EMBED_DIM, image_size=image_size, vocab_size=VOCAB, max_text_tokens=MAX_TOKENS, pad_token_id=0, eos_token_id=2
+        image,
+        text,
+        embed_dim=EMBED_DIM,
+        image_size=image_size,
+        vocab_size=VOCAB,
+        max_text_tokens=MAX_TOKENS,
+        pad_token_id=0,
+        eos_token_id=2,
     )
     return {"image": image_tower, "text": text_tower}, image_size
 
@@ -110,11 +117,10 @@ def micro_batch(batch: dict[str, Tensor], branch: str, position: Tensor) -> dict
 
 
 def make_engine(case: Case):
-    import os
-
-    import torch.distributed as dist
 
     from datetime import timedelta
+
+    import torch.distributed as dist
 
     from engine.build import build_engine
     from engine.config import check_config, plan_run
@@ -125,8 +131,15 @@ def make_engine(case: Case):
     config, block = check_config(case.config)
     plan = plan_run(config, block, dist.get_world_size(), {b: count_flops(t, meta_inputs(t, 2)) for b, t in towers.items()})
     engine = build_engine(
-        plan, config, {b: t.specs for b, t in towers.items()}, lambda spec: spec.build(case.seed), InfoNCE(), EMBED_DIM,
-        total_num_steps=10, seed=case.seed, timeout=timedelta(seconds=60),
+        plan,
+        config,
+        {b: t.specs for b, t in towers.items()},
+        lambda spec: spec.build(case.seed),
+        InfoNCE(),
+        EMBED_DIM,
+        total_num_steps=10,
+        seed=case.seed,
+        timeout=timedelta(seconds=60),
     )
     return engine, plan, image_size
 
@@ -173,9 +186,7 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
     """The reference. `plan_batches[branch]` = (micro_batch_size, number of micro-batches of all replicas)."""
     towers, image_size = towers_of(case)
     layers = {branch: [spec.build(case.seed).train() for spec in tower.specs] for branch, tower in towers.items()}
-    named = {
-        layer.canonical_names[n]: p for branch in layers.values() for layer in branch for n, p in layer.named_parameters()
-    }
+    named = {layer.canonical_names[n]: p for branch in layers.values() for layer in branch for n, p in layer.named_parameters()}
     optimizer = torch.optim.AdamW(named.values(), lr=LR, weight_decay=WEIGHT_DECAY)
     losses, norms, first_gradients = [], [], {}
     for step in range(case.steps):

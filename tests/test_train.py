@@ -26,10 +26,23 @@ def environment():
 def launch(world_size, *arguments, **kwargs):
     """Start the launcher in a session of its own; `finish` ends whatever is left of it."""
     env = environment()
-    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(world_size), "--master_port", env["MASTER_PORT"], "train.py"]
+    command = [
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--num_gpus",
+        str(world_size),
+        "--master_port",
+        env["MASTER_PORT"],
+        "train.py",
+    ]
     return subprocess.Popen(
-        [*command, *map(str, arguments)], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True, **kwargs,
+        [*command, *map(str, arguments)],
+        cwd=ROOT,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        **kwargs,
     )
 
 
@@ -175,3 +188,38 @@ def test_a_folder_that_holds_another_run_is_refused(tmp_path):
     assert first.returncode == 0, first.stderr
     second = subprocess.run([*command, "--seed", "1"], cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=LIMIT_S)
     assert second.returncode == 1 and "options.seed: there 0, here 1" in second.stderr
+
+
+def test_own_data_and_pretrained_text_weights(tmp_path):
+    """A JSONL file, a Hugging Face folder with weights and tokenizer, two branches with replicas of their own."""
+    from transformers import BertConfig, BertModel
+
+    from data.sources import open_source
+    from data.tokenizer import load_tokenizer
+
+    demo = open_source("demo")
+    (tmp_path / "pictures").mkdir()
+    lines = []
+    for i in range(0, 3000, 50):
+        demo.image(i).save(tmp_path / "pictures" / f"{i}.png")
+        lines.append(json.dumps({"image_path": f"pictures/{i}.png", "text": demo.captions(i), "id": demo.identity(i)}))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    folder = tmp_path / "text tower"
+    load_tokenizer(None, [demo.captions(i)[0] for i in range(0, 3000, 50)], folder)
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    small = BertConfig(vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    BertModel(small).save_pretrained(folder)
+    config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
+    config |= {"train_batch_size": 12}
+    config["branches"] |= {"replicas": {"image": 2, "text": 1}, "micro_batch_size": {"image": 3, "text": 4}}
+    (tmp_path / "how.json").write_text(json.dumps(config))
+    run_dir = tmp_path / "run"
+    process = launch(
+        3, "--deepspeed_config", tmp_path / "how.json", "--data", f"jsonl:{tmp_path / 'pairs.jsonl'}", "--image-tower",
+        "resnet18:layers=1-1-1-1", "--image-size", "64", "--text-tower", folder, "--text-weights", folder, "--max-text-tokens", "16",
+        "--embed-dim", "16", "--epochs", "2", "--run-dir", run_dir,
+    )  # fmt: skip
+    status, output = finish(process)
+    assert status == 0, output[-3000:]
+    assert "fork: image 0 ×2 | text 0 ×1" in output and "validation (6)" in output
+    assert set(metrics(run_dir)) == set(range(1, 9))  # 54 of 60 samples train: 4 whole batches of 12 an epoch

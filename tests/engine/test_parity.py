@@ -10,8 +10,9 @@ import math
 
 import pytest
 import torch
-from launch.ranks import run_ranks
 from split_training import LR, Case, assemble, train_split, train_whole
+
+from launch.ranks import run_ranks
 
 RELATIVE, EMBEDDING_TABLE, FLOOR = 1e-5, 1e-4, 1e-7
 

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections import Counter
-from typing import Iterator
+from collections.abc import Iterator
 
 import pytest
 from deepspeed.runtime.pipe.schedule import (

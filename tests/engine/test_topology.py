@@ -116,6 +116,10 @@ def test_describe_reads_as_a_line():
     assert merged({"image": [range(0, 2)], "text": [range(0, 3)]}, 4).describe() == "merged: merged 0 ×4"
 
 
+def test_describe_rank_names_its_place():
+    assert fork(DEEP, {"image": 3, "text": 2}).describe_rank(5) == "rank 5 (image 1, replica 2)"
+
+
 def test_record_is_json_and_says_which_layers_are_where():
     record = fork(DEEP, {"image": 1, "text": 2}).record()
     assert json.loads(json.dumps(record)) == record == [

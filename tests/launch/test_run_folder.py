@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from engine.config import check_config, plan_run
 from launch.options import parse_options
 from launch.run_folder import FREE_TO_CHANGE, RunFolder, choose_folder, training_identity
+from models.towers import build_towers
 
 CONFIG = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
 BLOCK = {"layout": "auto", "gradient_clipping": {"image": 1.0}}
@@ -17,11 +19,23 @@ def identity(*arguments, config=CONFIG, block=BLOCK, stages=STAGES):
     return options, training_identity(options, config, block, stages)
 
 
+@pytest.fixture(scope="module")
+def towers():
+    return build_towers("resnet18:layers=1-1-1-1", "bert-tiny", embed_dim=8, image_size=32, vocab_size=50, max_text_tokens=8, pad_token_id=0)
+
+
 @pytest.fixture
-def folder(tmp_path):
+def decided(towers):
+    """What write_config takes beside the options: a plan for two ranks, the data's summary, the towers, the steps."""
+    plan = plan_run(*check_config(CONFIG), 2, {"image": [1.0], "text": [1.0]})
+    return plan, {"source": "demo", "train_samples": 96}, towers, 700
+
+
+@pytest.fixture
+def folder(tmp_path, decided):
     """A folder that already holds a run with all defaults."""
     folder = RunFolder(tmp_path / "a run", first_rank=True)
-    folder.write_config(*identity(), {"world_size": 2})
+    folder.write_config(*identity(), *decided)
     return folder
 
 
@@ -36,7 +50,10 @@ def test_config_json_is_json_and_holds_what_was_decided(folder):
     assert record["training"]["deepspeed_config"] == CONFIG and record["training"]["stages"] == STAGES
     assert record["options"]["image_tower"] == "resnet18:layers=1-1-1-1" and record["options"]["run_dir"] is None
     assert {"python", "torch", "deepspeed", "transformers", "torchvision"} <= set(record["versions"])
-    assert record["world_size"] == 2 and "git_commit" in record
+    assert (record["world_size"], record["total_steps"], record["data"]["train_samples"]) == (2, 700, 96) and "git_commit" in record
+    assert [stage["ranks"] for stage in record["stage_graph"]] == [[0], [1]]
+    assert record["batches"]["text"] == {"replicas": 1, "micro_batch_size": 48, "num_micro_batches": 1}
+    assert record["towers"]["image"]["num_parameters"] > record["towers"]["text"]["num_parameters"] / 10 > 0
     assert [file.name for file in folder.path.iterdir()] == ["config.json"]  # nothing half-written beside it
 
 
@@ -57,7 +74,7 @@ def test_another_run_is_refused_with_every_difference(folder):
     message, *lines = str(refusal.value).splitlines()
     assert str(folder.path) in message and "already holds a run with another configuration" in message and "give another folder" in message
     assert [line.strip() for line in lines] == [
-        'deepspeed_config.optimizer.params.lr: there 0.001, here 0.002',
+        "deepspeed_config.optimizer.params.lr: there 0.001, here 0.002",
         "deepspeed_config.train_batch_size: there 48, here 64",
         'deepspeed_config.zero_optimization: there null, here {"stage": 1}',
         "options.image_size: there 64, here 32",
@@ -107,13 +124,13 @@ def test_forget_after_without_metrics(folder):
     assert not folder.metrics.exists()
 
 
-def test_only_the_first_rank_writes(tmp_path):
+def test_only_the_first_rank_writes(tmp_path, decided):
     folder = RunFolder(tmp_path / "a run", first_rank=False)
     assert not folder.path.exists()
     first = RunFolder(tmp_path / "a run", first_rank=True)
     first.log({"step": 1})
     folder.log({"step": 2})
-    folder.write_config(*identity(), {})
+    folder.write_config(*identity(), *decided)
     folder.forget_after(0)
     assert first.metrics.read_text() == '{"step": 1}\n' and folder.previous() is None
 

@@ -1,0 +1,84 @@
+"""What each rank does in the communication tests; a module of its own, because ranks import it by name."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from engine.communication import Communicator
+from engine.topology import BRANCHES, StageGraph, chain, fork
+
+TIMEOUT = timedelta(seconds=30)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def communicator(graph: StageGraph, groups_of: dict[str, list[int]] | None = None) -> Communicator:
+    return Communicator(graph, dist.get_rank(), torch.device("cpu"), TIMEOUT, groups_of or {})
+
+
+def message(number: int, replica: int) -> dict[str, torch.Tensor]:
+    """Every dtype; shapes, number of tensors and even the rank of a tensor change from message to message."""
+    generator = torch.Generator().manual_seed(1000 * replica + number)
+    shapes = [(number + 1, 3), (2, number + 1, 2), (5,), (), (0,), (number % 2, 4), (3, 0)]
+    tensors = {}
+    for i, dtype in enumerate(DTYPES):
+        shape = shapes[(i + number) % len(shapes)]
+        tensors[f"tensor {i}"] = torch.randint(0, 100, shape, generator=generator).to(dtype)
+    tensors["turned"] = torch.randn(4, 3 + number, generator=generator).T  # not contiguous
+    return dict(list(tensors.items())[: 10 - number % 3])
+
+
+def equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return list(got) == list(expected) and all(
+        got[name].dtype == tensor.dtype and got[name].shape == tensor.shape and got[name].equal(tensor) for name, tensor in expected.items()
+    )
+
+
+def both_directions_at_once(number: int) -> bool:
+    """A chain of 2 stages × 2 replicas: each end first sends all it has, then receives all: no send may wait for its receive."""
+    comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 2))
+    upstream = comm.stage.next is not None
+    out, back = (comm.activations_out, comm.gradients_in) if upstream else (comm.gradients_out, comm.activations_in)
+    mine, theirs = (0, 500) if upstream else (500, 0)
+    for m in range(number):
+        out.send(message(mine + m, comm.replica))
+    received = [back.receive() for _ in range(number)]
+    comm.drain()
+    nothing_else = {comm.activations_in, comm.activations_out, comm.gradients_in, comm.gradients_out} == {out, back, None}
+    return nothing_else and all(equal(got, message(theirs + m, comm.replica)) for m, got in enumerate(received))
+
+
+def empty_messages() -> list[list[str]]:
+    """No tensors at all, between two messages with some."""
+    comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 1))
+    sent = [{"a": torch.ones(2)}, {}, {"b": torch.zeros(0, 7)}]
+    if comm.activations_out is not None:
+        for tensors in sent:
+            comm.activations_out.send(tensors)
+        comm.drain()
+        return []
+    return [[f"{name} {list(tensor.shape)}" for name, tensor in comm.activations_in.receive().items()] for _ in sent]
+
+
+def gathering_and_crossing(replicas: dict[str, int], rows: dict[str, list[int]]) -> dict:
+    """A fork of one stage per branch: replicas gather their rows, then the wholes cross over."""
+    comm = communicator(fork({branch: [range(0, 1)] for branch in BRANCHES}, replicas), {"both": list(range(sum(replicas.values())))})
+    (branch,) = comm.stage.layers
+    counts = comm.gather_counts(rows[branch][comm.replica])
+    first = sum(rows[branch][: comm.replica])
+    own = torch.arange(first, first + rows[branch][comm.replica])[:, None] * torch.tensor([1, 10]) + (1000 if branch == "text" else 0)
+    whole = comm.gather_replicas(own, counts)
+    crossed = {b: comm.cross(b, whole if b == branch else torch.empty_like(whole)) for b in BRANCHES}
+    buffers = [torch.full((2,), float(comm.replica)), torch.tensor(10.0 * comm.replica, dtype=torch.float64)]
+    comm.average_over_replicas(buffers)
+    return {
+        "branch": branch,
+        "counts": counts,
+        "whole": whole.tolist(),
+        "crossed": {b: tensor.tolist() for b, tensor in crossed.items()},
+        "sum": comm.sum_over(torch.ones(1), comm.named_groups["both"]).item(),
+        "averages": [buffer.tolist() for buffer in buffers],
+        "dtypes": [str(buffer.dtype) for buffer in buffers],
+    }
