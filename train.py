@@ -20,7 +20,8 @@ from data.prepare import prepare_data
 from data.sampler import GlobalOrder
 from engine.build import build_engine
 from engine.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, step_folder
-from engine.config import check_hardware, plan_run, read_config
+from engine.config import check_hardware, read_config
+from engine.planner import plan_run
 from engine.processes import first_rank_first, from_first_rank, start_processes, stop_processes
 from engine.watchdog import Watchdog
 from launch.failures import Run, StopRequest, report_and_exit

@@ -33,7 +33,8 @@ def measure(branches: dict, micro_batch_size: int, warmup: int, steps: int) -> d
     import torch
 
     from engine.build import build_engine
-    from engine.config import check_config, plan_run
+    from engine.config import check_config
+    from engine.planner import plan_run
     from models.losses import InfoNCE
     from models.towers import build_towers, count_flops, meta_inputs
 

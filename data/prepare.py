@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from data.sources import Source, open_source
 from data.splits import Splits, split_source
 from data.tokenizer import load_tokenizer
+
+
+HELD_OUT = "held_out/"
 
 
 @dataclass(frozen=True)
@@ -60,16 +64,22 @@ def prepare_data(spec: str, val_spec: str | None, val_fraction: float, seed: int
 
 
 def _kept_splits(file: Path, source: Source, val_fraction: float, seed: int) -> Splits:
+    made_of = json.dumps({"data": source.spec, "val_fraction": val_fraction, "seed": seed})
     if file.is_file():
         with np.load(file) as arrays:
-            splits = Splits(arrays["train"], {name.removeprefix("held_out/"): arrays[name] for name in arrays.files if name != "train"})
-        held = sum(len(subset) for subset in splits.held_out.values())
-        if len(splits.train) + held != len(source):
+            kept_of = str(arrays["made_of"])
+            splits = Splits(
+                arrays["train"], {name.removeprefix(HELD_OUT): arrays[name] for name in arrays.files if name.startswith(HELD_OUT)}
+            )
+        if kept_of != made_of:
+            raise ValueError(f"{file}: divides other samples ({kept_of}) than are asked for ({made_of}); give another --run-dir")
+        kept = len(splits.train) + sum(len(subset) for subset in splits.held_out.values())
+        if kept != len(source):
             raise ValueError(
-                f"{file}: divides {len(splits.train) + held} samples, but {source.spec} now has {len(source)}; the data changed under "
+                f"{file}: divides {kept} samples, but {source.spec} now has {len(source)}; the data changed under "
                 "the run: give another --run-dir, or the data of before"
             )
         return splits
     splits = split_source(source, val_fraction, seed, progress=True)
-    np.savez(file, train=splits.train, **{f"held_out/{name}": subset for name, subset in splits.held_out.items()})
+    np.savez(file, made_of=made_of, train=splits.train, **{HELD_OUT + name: subset for name, subset in splits.held_out.items()})
     return splits

@@ -13,10 +13,10 @@ from torch import nn
 
 from engine.clipping import group_of, ranks_of_groups
 from engine.communication import Communicator
-from engine.config import RunPlan, deepspeed_config
 from engine.exchange import ContrastiveLoss
 from engine.executor import ForkEngine
 from engine.module import DescribesLayer, StageModule
+from engine.planner import RunPlan, deepspeed_config
 from engine.topology import BRANCHES
 
 

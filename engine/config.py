@@ -1,9 +1,7 @@
 """The JSON that says how to run: DeepSpeed's own keys plus one strict block, `branches`. Plain Python, no process group.
 
-`read_config` checks the file, `plan_run` fills in what is "auto" for a world size and the costs of the layers, and
-`deepspeed_config` gives each rank the dictionary DeepSpeed reads. The arithmetic of a batch, per branch:
-
-    train_batch_size = micro_batch_size × num_micro_batches × replicas
+`read_config` reads a file and refuses what is unknown, misspelt or impossible under a pipeline; what is "auto" in it is
+decided by `engine/planner.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any
 
 from engine.clipping import GROUPS
 from engine.schedule import SCHEDULES
-from engine.topology import BRANCHES, LAYOUTS, StageGraph, balanced_cuts, chain, fork, merged
+from engine.topology import BRANCHES, LAYOUTS
 
 AUTO = "auto"
 # DeepSpeed's keys that mean something under this engine; it accepts unknown ones silently, we do not.
@@ -59,19 +57,6 @@ NOT_WITH_A_PIPELINE = {
 
 
 @dataclass(frozen=True)
-class BranchBatch:
-    """How the global batch is dealt to one branch: every replica runs `num_micro_batches` of `micro_batch_size` samples."""
-
-    replicas: int
-    micro_batch_size: int
-    num_micro_batches: int
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.replicas * self.micro_batch_size * self.num_micro_batches
-
-
-@dataclass(frozen=True)
 class BranchesBlock:
     """The `branches` block as written. Checked when made."""
 
@@ -88,6 +73,11 @@ class BranchesBlock:
         _counts("stages", self.stages, (*BRANCHES, "merged"), plain_number=False)
         _counts("replicas", self.replicas, BRANCHES)
         _counts("micro_batch_size", self.micro_batch_size, BRANCHES, auto_inside=True)
+        if not isinstance(self.gradient_clipping, (dict, type(None))):
+            raise ValueError(
+                f"branches.gradient_clipping: got {self.gradient_clipping!r}; give each group its limit: "
+                '{"image": 1.0, "text": 1.0, "head": 1.0}'
+            )
         for group, limit in (self.gradient_clipping or {}).items():
             _choice("gradient_clipping: group", group, GROUPS)
             if isinstance(limit, bool) or not isinstance(limit, (int, float)) or limit < 0:
@@ -97,16 +87,6 @@ class BranchesBlock:
     def max_grad_norm(self) -> dict[str, float]:
         limits = dict.fromkeys(GROUPS, 1.0) if self.gradient_clipping is None else self.gradient_clipping
         return {group: float(limits.get(group, 0.0)) for group in GROUPS}
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """What was decided for this world: the stage graph, the deal of the batch, the schedule and the clipping limits."""
-
-    graph: StageGraph
-    batches: Mapping[str, BranchBatch]
-    schedule: str
-    max_grad_norm: Mapping[str, float]
 
 
 def read_config(path: str | Path) -> tuple[dict[str, Any], BranchesBlock]:
@@ -142,6 +122,7 @@ def check_config(config: dict[str, Any]) -> tuple[dict[str, Any], BranchesBlock]
     for key in block:
         if key not in _keys(BranchesBlock):
             raise ValueError(f"unknown key 'branches.{key}'{_nearest(key, _keys(BranchesBlock))}")
+    _check_values(config, block)
     _check_precision_and_zero(config)
     if config.get("gradient_clipping", 0):
         limit = config["gradient_clipping"]
@@ -156,6 +137,23 @@ def check_config(config: dict[str, Any]) -> tuple[dict[str, Any], BranchesBlock]
     if "optimizer" not in config:
         raise ValueError('no "optimizer"; for example "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": true}}')
     return config, BranchesBlock(**block)
+
+
+def _check_values(config: Mapping[str, Any], block: Mapping[str, Any]) -> None:
+    for key in ("optimizer", "scheduler", "fp16", "bf16", "data_types", "zero_optimization"):
+        if not isinstance(config.get(key, {}), dict):
+            raise ValueError(f"{key}: got {config[key]!r}; it is an object, as in DeepSpeed's documentation")
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for key in sizes:
+        value = config.get(key, AUTO)
+        if value != AUTO and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f'{key}: got {value!r}; it is "auto" or a whole number of at least 1')
+    given = [key for key in sizes if config.get(key, AUTO) != AUTO]
+    given += ["branches.micro_batch_size"] if block.get("micro_batch_size", AUTO) != AUTO else []
+    if len(given) > 1 and "gradient_accumulation_steps" in given:
+        raise ValueError(
+            f"{' and '.join(given)}: the number of micro-batches follows from their size and train_batch_size; give one of them"
+        )
 
 
 def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
@@ -179,162 +177,6 @@ def check_hardware(config: Mapping[str, Any], fp16_supported: bool, bf16_support
         if config.get(key, {}).get("enabled", False) and not supported:
             other = "ds_configs/cpu_fp32.json" if device == "cpu" else "ds_configs/zero1_fp32.json"
             raise ValueError(f"{key} is enabled, but this hardware ({device}) does not compute in {key}; use --deepspeed_config {other}")
-
-
-def plan_run(config: Mapping[str, Any], block: BranchesBlock, world_size: int, layer_costs: Mapping[str, Sequence[float]]) -> RunPlan:
-    """Decide layout, stages, replicas and micro-batches for `world_size` ranks.
-
-    `layer_costs[branch][i]` is the cost of layer i per sample, in any unit common to both branches (counted FLOPs).
-    "auto": one rank is merged, more are a fork of one stage per branch, whose ranks are divided so that the slower branch
-    is as fast as possible among the divisions that the global batch allows.
-    """
-    layout = ("merged" if world_size == 1 else "fork") if block.layout == AUTO else block.layout
-    stages = _resolve_stages(block, layout, layer_costs)
-    per_sample = {branch: sum(layer_costs[branch]) for branch in BRANCHES}
-    global_batch_size = config["train_batch_size"]
-    if layout == "fork":
-        replicas = _fork_replicas(block, stages, world_size, per_sample, global_batch_size)
-        cuts = {branch: balanced_cuts(layer_costs[branch], stages[branch]) for branch in BRANCHES}
-        graph = fork(cuts, replicas)
-    else:
-        line = stages["merged"] if layout == "merged" else stages["image"] + stages["text"]
-        count = _line_replicas(block, layout, line, world_size)
-        replicas = dict.fromkeys(BRANCHES, count)
-        parts = dict.fromkeys(BRANCHES, line) if layout == "merged" else stages
-        cuts = {branch: balanced_cuts(layer_costs[branch], parts[branch]) for branch in BRANCHES}
-        graph = (merged if layout == "merged" else chain)(cuts, count)
-    batches = {branch: _deal(config, block, branch, replicas[branch], graph, global_batch_size) for branch in BRANCHES}
-    if layout != "fork" and batches["image"] != batches["text"]:
-        raise ValueError(
-            f"branches.micro_batch_size: {block.micro_batch_size} differs between the branches, which only a fork allows; give one number"
-        )
-    return RunPlan(graph, batches, block.schedule, block.max_grad_norm)
-
-
-def deepspeed_config(config: Mapping[str, Any], batch: BranchBatch, total_num_steps: int) -> dict[str, Any]:
-    """The dictionary DeepSpeed reads on a rank of this branch: the file's keys with the branch's batch filled in."""
-    resolved = copy.deepcopy(dict(config))
-    resolved["train_batch_size"] = batch.global_batch_size
-    resolved["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
-    resolved["gradient_accumulation_steps"] = batch.num_micro_batches
-    resolved["gradient_clipping"] = 0.0  # DeepSpeed's default is 1.0, over all parameters of a stage; engine/clipping.py clips by group
-    resolved.setdefault("steps_per_print", None)
-    scheduler = resolved.get("scheduler", {}).get("params", {})
-    for key, value in scheduler.items():
-        if value == AUTO:
-            if key != "total_num_steps":
-                raise ValueError(f'scheduler.params.{key}: "auto" is only known for total_num_steps; give a number')
-            scheduler[key] = total_num_steps
-    return resolved
-
-
-def _resolve_stages(block: BranchesBlock, layout: str, layer_costs: Mapping[str, Sequence[float]]) -> dict[str, int]:
-    names = ("merged",) if layout == "merged" else BRANCHES
-    stages = dict.fromkeys(names, 1) if block.stages == AUTO else dict(block.stages)
-    if set(stages) != set(names):
-        example = '{"merged": 2}' if layout == "merged" else '{"image": 2, "text": 1}'
-        raise ValueError(f"branches.stages: {stages} does not fit layout {layout!r}; write for example {example}")
-    for name, count in stages.items():
-        for branch in BRANCHES if name == "merged" else (name,):
-            if count > len(layer_costs[branch]):
-                raise ValueError(
-                    f"branches.stages: {count} {name} stages, but the {branch} tower has {len(layer_costs[branch])} layers and every "
-                    f"stage needs one; use at most {len(layer_costs[branch])}"
-                )
-    return stages
-
-
-def _fork_replicas(
-    block: BranchesBlock, stages: Mapping[str, int], world_size: int, per_sample: Mapping[str, float], global_batch_size: int
-) -> dict[str, int]:
-    if isinstance(block.replicas, int):
-        raise ValueError(f'branches.replicas: {block.replicas} for a fork; give both branches theirs: {{"image": …, "text": …}}')
-    if block.replicas != AUTO:
-        replicas = dict(block.replicas)
-        if set(replicas) != set(BRANCHES):
-            raise ValueError(f'branches.replicas: {replicas}; give both branches theirs: {{"image": …, "text": …}}')
-        need = sum(stages[b] * replicas[b] for b in BRANCHES)
-        if need != world_size:
-            terms = " + ".join(f"{b} {stages[b]}×{replicas[b]}" for b in BRANCHES)
-            raise ValueError(
-                f"stages × replicas ({terms}) fill {need} ranks, but there are {world_size}; start {need} ranks or change branches.replicas"
-            )
-        return replicas
-    fits = [
-        {"image": i, "text": t}
-        for i in range(1, world_size)
-        for t in range(1, world_size)
-        if stages["image"] * i + stages["text"] * t == world_size
-    ]
-    if not fits:
-        raise ValueError(
-            f"stages image={stages['image']} text={stages['text']} cannot fill {world_size} ranks with whole replicas; use "
-            f"{stages['image'] + stages['text']} ranks, or fewer stages"
-        )
-    divides = [r for r in fits if all(global_batch_size % r[b] == 0 for b in BRANCHES)]
-    if not divides:
-        raise ValueError(
-            f"train_batch_size {global_batch_size} is divisible by none of the ways to divide {world_size} ranks between image and text "
-            f"({', '.join('{image}+{text}'.format(**r) for r in fits)}); choose a multiple of one of them, for example {_lcm(fits[0])}"
-        )
-    return min(divides, key=lambda r: max(per_sample[b] / (stages[b] * r[b]) for b in BRANCHES))
-
-
-def _line_replicas(block: BranchesBlock, layout: str, line: int, world_size: int) -> int:
-    if isinstance(block.replicas, dict):
-        raise ValueError(f"branches.replicas: {block.replicas}, but all stages of a {layout} have equally many; give one number")
-    replicas = world_size // line if block.replicas == AUTO else block.replicas
-    if replicas * line != world_size or replicas == 0:
-        asked = "" if block.replicas == AUTO else f" and {block.replicas} replicas"
-        raise ValueError(
-            f"{layout} of {line} stages{asked} does not fill {world_size} ranks; use {max(replicas, 1) * line} ranks or change branches.stages"
-        )
-    return replicas
-
-
-def _deal(
-    config: Mapping[str, Any], block: BranchesBlock, branch: str, replicas: int, graph: StageGraph, global_batch_size: int
-) -> BranchBatch:
-    share, rest = divmod(global_batch_size, replicas)
-    if rest:
-        raise ValueError(
-            f"train_batch_size {global_batch_size} cannot be dealt to {replicas} {branch} replicas in equal shares; "
-            f"use {global_batch_size - rest} or {global_batch_size - rest + replicas}"
-        )
-    size = block.micro_batch_size
-    if isinstance(size, dict):
-        size = size.get(branch, AUTO)
-    if size == AUTO:
-        size = config.get("train_micro_batch_size_per_gpu", AUTO)
-    if size == AUTO:
-        number = config.get("gradient_accumulation_steps", AUTO)
-        if number == AUTO:
-            # One micro-batch keeps a single stage busy; a pipeline of S stages is idle (S−1)/(M+S−1) of its time.
-            depth = sum(branch in stage.layers or graph.layout != "fork" for stage in graph.stages)
-            wish = 1 if depth == 1 else 4 * depth
-            number = max(n for n in range(1, min(wish, share) + 1) if share % n == 0)
-        size, rest = divmod(share, number)
-        if rest or size == 0:
-            raise ValueError(
-                f"gradient_accumulation_steps {number} does not divide the {share} samples of a {branch} replica "
-                f"({global_batch_size} over {replicas}); use a divisor of {share}"
-            )
-    if share % size:
-        raise ValueError(
-            f"{branch}: micro_batch_size {size} × num_micro_batches × {replicas} replicas cannot give train_batch_size {global_batch_size}: "
-            f"{share} samples per replica are not a multiple of {size}; use {_near_divisor(share, size)}"
-        )
-    return BranchBatch(replicas, size, share // size)
-
-
-def _near_divisor(share: int, size: int) -> int:
-    return min((d for d in range(1, share + 1) if share % d == 0), key=lambda d: (abs(d - size), d))
-
-
-def _lcm(replicas: Mapping[str, int]) -> int:
-    from math import lcm
-
-    return lcm(*replicas.values())
 
 
 def _keys(cls: type) -> list[str]:

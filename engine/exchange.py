@@ -42,6 +42,8 @@ class ContrastiveLoss(Protocol):
 
     def parameter_gradients(self, d_logits: Tensor, logits: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
 
+    def constrained(self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -108,7 +110,8 @@ def exchange_loss(
     """The exact loss over the global batch and its gradients, as far as this tail needs them.
 
     `parameters` are the loss's learned scalars where the image head is (the image tail, or a joint tail); elsewhere pass {}
-    and they arrive with the exchange. Their gradients are complete when summed over the replicas of the image head.
+    and they arrive with the exchange. Each replica of the image head returns an equal part of their gradients: the whole is
+    constrained by the loss first, which the parts could not be.
     """
     parameters = _share_parameters(comm, loss, meeting, parameters)
     if len(meeting.own) == 2 and comm.stage.replicas == 1:
@@ -124,7 +127,9 @@ def exchange_loss(
         d_logits = loss.gradient(logits[branch], own_statistics[branch], statistics[OTHER[branch]], rows.position)
         embeds[branch] = loss.embedding_gradient(d_logits, meeting.everyone[OTHER[branch]], parameters)
         if branch == "image":
-            parameter_gradients = loss.parameter_gradients(d_logits, logits[branch], parameters)
+            parts = loss.parameter_gradients(d_logits, logits[branch], parameters)
+            whole = {name: comm.sum_over(part, comm.stage_group) for name, part in parts.items()}
+            parameter_gradients = {name: g / comm.stage.replicas for name, g in loss.constrained(whole, parameters).items()}
     return LossResult(share, embeds, parameter_gradients)
 
 
@@ -141,7 +146,7 @@ def _whole_matrix(loss: ContrastiveLoss, meeting: Meeting, parameters: Mapping[s
             "image": loss.embedding_gradient(d_logits, meeting.everyone["text"], parameters)[image.position],
             "text": loss.embedding_gradient(d_logits.T, meeting.everyone["image"], parameters)[text.position],
         },
-        loss.parameter_gradients(d_logits, logits, parameters),
+        loss.constrained(loss.parameter_gradients(d_logits, logits, parameters), parameters),
     )
 
 

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from engine.clipping import GROUPS, GroupedClipping
 from engine.communication import Communicator
-from engine.config import BranchBatch
 from engine.exchange import OTHER, ContrastiveLoss, Rows, exchange_loss, meet
 from engine.module import StageModule
+from engine.planner import BranchBatch
 from engine.schedule import SCHEDULES, ComputeLoss, ForwardOnly
 from engine.topology import BRANCHES, StageGraph
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -13,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from engine.config import RunPlan
+from engine.planner import RunPlan
 from launch.options import ROOT, Options
 from models.towers import Tower
 
@@ -103,8 +104,9 @@ class RunFolder:
             self._replace(self.metrics, "".join(line + "\n" for line in kept))
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl."""
+        """Append one line to metrics.jsonl; not-a-number and infinity, which JSON does not have, become null."""
         if self.first_rank:
+            values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
 

@@ -22,17 +22,19 @@ class Tracker:
 
         identity = folder / "wandb_run_id"
         run_id = identity.read_text(encoding="utf-8").strip() if identity.is_file() else uuid.uuid4().hex[:8]
-        settings = {"project": project, "name": folder.name, "id": run_id, "resume": "allow", "dir": str(folder), "config": dict(config)}
-        if mode == "online" and not wandb.login(prompt=False):
-            mode = _offline("no W&B login was found (run `wandb login`)")
-        quiet = wandb.Settings(init_timeout=INIT_TIMEOUT_S, silent=True)
-        try:
-            self._run = wandb.init(mode=mode, settings=quiet, **settings)
-        except Exception as error:  # whatever its client raises, training does not depend on it
-            if mode == "offline":
-                raise
-            _offline(f"W&B could not be reached ({type(error).__name__}: {error})")
-            self._run = wandb.init(mode="offline", settings=quiet, **settings)
+        common = {"project": project, "name": folder.name, "resume": "allow", "dir": str(folder), "config": dict(config)}
+        quiet = wandb.Settings(init_timeout=INIT_TIMEOUT_S, login_timeout=INIT_TIMEOUT_S, silent=True)
+        if mode == "online":
+            try:
+                if wandb.login(prompt=False):
+                    self._run = wandb.init(mode="online", id=run_id, settings=quiet, **common)
+                else:
+                    _say_offline("no W&B login was found (run `wandb login`)")
+            except Exception as error:  # whatever its client raises, training does not depend on it
+                _say_offline(f"W&B could not be reached ({type(error).__name__}: {error})")
+                run_id = uuid.uuid4().hex[:8]  # the failed start may have taken the old one
+        if self._run is None:
+            self._run = wandb.init(mode="offline", id=run_id, settings=quiet, **common)
         identity.write_text(run_id + "\n", encoding="utf-8")
 
     def log(self, values: Mapping[str, Any]) -> None:
@@ -44,6 +46,5 @@ class Tracker:
             self._run.finish(exit_code=exit_code)
 
 
-def _offline(reason: str) -> str:
+def _say_offline(reason: str) -> None:
     logging.getLogger("wye").warning("%s: tracking goes on offline; `wandb sync` uploads it later", reason)
-    return "offline"

@@ -50,13 +50,16 @@ class InfoNCE:
         return logit_scale_exp(parameters["logit_scale"]) * (d_logits @ other)
 
     def parameter_gradients(self, d_logits: Tensor, logits: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """∂L/∂logit_scale [1] from these rows; the rows of one side together give the whole.
+        """∂L/∂logit_scale [1] from these rows; the rows of one side together give the whole."""
+        return {"logit_scale": (d_logits * logits).sum().reshape(1)}
+
+    def constrained(self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole gradients, of all rows, as the optimizer is to see them.
 
         At the limit only a gradient that leads back below it passes: the clamp is a projection, and the scale cannot get stuck.
         """
-        gradient = (d_logits * logits).sum().reshape(1)
-        outward = (parameters["logit_scale"] >= LOGIT_SCALE_LIMIT) & (gradient < 0)
-        return {"logit_scale": gradient.masked_fill(outward, 0.0)}
+        outward = (parameters["logit_scale"] >= LOGIT_SCALE_LIMIT) & (gradients["logit_scale"] < 0)
+        return {"logit_scale": gradients["logit_scale"].masked_fill(outward, 0.0)}
 
 
 def logit_scale_exp(logit_scale: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def positive_ranks(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
     for start in range(0, len(own), BLOCK_ROWS):
         similarity = own[start : start + BLOCK_ROWS] @ other.T  # [block, B]
         partner = similarity.gather(1, target[start : start + BLOCK_ROWS, None])
-        ranks.append((similarity >= partner).sum(1) - 1)
+        ranks.append((~(similarity < partner)).sum(1) - 1)  # not-a-number counts as ranked before, too
     return torch.cat(ranks) if ranks else target.new_zeros(0)
 
 

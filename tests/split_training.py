@@ -123,7 +123,8 @@ def make_engine(case: Case):
     import torch.distributed as dist
 
     from engine.build import build_engine
-    from engine.config import check_config, plan_run
+    from engine.config import check_config
+    from engine.planner import plan_run
     from models.losses import InfoNCE
     from models.towers import count_flops, meta_inputs
 

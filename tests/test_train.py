@@ -59,6 +59,8 @@ def finish(process, limit_s=LIMIT_S):
     for p in left:
         p.kill()
     assert not left, f"processes left behind: {left}"
+    port = process.args[process.args.index("--master_port") + 1]
+    assert not list(Path("/dev/shm").glob(f"*_{port}_*")), "shared memory left behind"
     return process.returncode, output
 
 

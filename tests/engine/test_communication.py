@@ -1,9 +1,8 @@
 """What ranks say to each other, over gloo: named tensors along an edge, rows among unequal numbers of replicas."""
 
+import communication_cases
 import pytest
 import torch
-
-import communication_cases
 
 from engine.communication import HEADER_BYTES, pack_header, unpack_header
 from launch.ranks import run_ranks

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import BranchBatch, BranchesBlock, RunPlan, check_config, check_hardware, deepspeed_config, plan_run, read_config
+from engine.config import BranchesBlock, check_config, check_hardware, read_config
+from engine.planner import BranchBatch, RunPlan, deepspeed_config, plan_run
 from engine.topology import BRANCHES
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
@@ -179,26 +180,24 @@ def test_refusals_of_a_plan(world_size, branches, keys, words):
         plan(world_size, branches, **keys)
 
 
-KNOWN_FAULTS = [  # reported; each turns red here when it is mended, and then belongs in the lists above
-    (2, {"gradient_clipping": 1.0}, {}, ["branches.gradient_clipping", "1.0"]),  # AttributeError
-    (2, None, {"fp16": True}, ["fp16"]),  # AttributeError; as zero_optimization, bf16, data_types
-    (2, None, {"train_micro_batch_size_per_gpu": 0}, ["train_micro_batch_size_per_gpu", "0"]),  # ZeroDivisionError
-    (2, None, {"train_micro_batch_size_per_gpu": -4}, ["train_micro_batch_size_per_gpu", "-4"]),  # accepted: −12 micro-batches
-    (2, None, {"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps", "0"]),  # ZeroDivisionError
-    (2, None, {"gradient_accumulation_steps": "four"}, ["gradient_accumulation_steps", "four"]),  # TypeError
-    (2, None, {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}, ["gradient_accumulation_steps"]),  # the 2 is ignored
-    (2, {"micro_batch_size": 8}, {"gradient_accumulation_steps": 2}, ["gradient_accumulation_steps"]),  # the 2 is ignored
+WRONG_VALUES = [
+    (2, {"gradient_clipping": 1.0}, {}, ["branches.gradient_clipping", "1.0"]),
+    (2, None, {"fp16": True}, ["fp16"]),
+    (2, None, {"train_micro_batch_size_per_gpu": 0}, ["train_micro_batch_size_per_gpu", "0"]),
+    (2, None, {"train_micro_batch_size_per_gpu": -4}, ["train_micro_batch_size_per_gpu", "-4"]),
+    (2, None, {"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps", "0"]),
+    (2, None, {"gradient_accumulation_steps": "four"}, ["gradient_accumulation_steps", "four"]),
+    (2, None, {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}, ["gradient_accumulation_steps"]),
+    (2, {"micro_batch_size": 8}, {"gradient_accumulation_steps": 2}, ["gradient_accumulation_steps"]),
 ]
 
 
-@pytest.mark.xfail(strict=True, reason="reported: these values are not checked")
-@pytest.mark.parametrize("world_size, branches, keys, words", KNOWN_FAULTS)
-def test_refusals_still_missing(world_size, branches, keys, words):
+@pytest.mark.parametrize("world_size, branches, keys, words", WRONG_VALUES)
+def test_refusals_of_values(world_size, branches, keys, words):
     with refused(*words):
         plan(world_size, branches, **keys)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="reported: the division of the ranks looks at train_batch_size only")
 def test_auto_replicas_fit_a_given_micro_batch_size():
     decided = plan(8, {"micro_batch_size": 64}, train_batch_size=960)  # 6+2 is faster but 960/6 = 160 is no multiple of 64; 5+3 is
     assert decided.graph.describe() == "fork: image 0 ×5 | text 0 ×3"
@@ -249,6 +248,12 @@ def test_auto_replicas_around_given_stages():
     assert decided.graph.describe() == "fork: image 0 ×3 ─ image 1 ×3 | text 0 ×2"
     first, second, text = (next(iter(stage.layers.values())) for stage in decided.graph.stages)
     assert sorted(sum(COSTS["image"][i] for i in cut) for cut in (first, second)) == [3.0, 5.0] and text == range(0, 4)
+
+
+def test_a_deeper_branch_has_its_cost_spread_over_its_stages():
+    """Per stage 5/(2·2) = 1.25 beside 3/4 beats 5/(2·3) beside 3/2."""
+    decided = plan(8, {"stages": {"image": 2, "text": 1}}, costs={"image": [2.5, 2.5], "text": [3.0]}, train_batch_size=960)
+    assert decided.graph.describe() == "fork: image 0 ×2 ─ image 1 ×2 | text 0 ×4"
 
 
 def test_auto_passes_over_divisions_the_batch_does_not_allow():

@@ -127,7 +127,7 @@ def test_a_replica_without_held_out_samples_does_nothing():
 
 
 def test_the_names_of_the_configuration():
-    assert SCHEDULES == {"batch_sync": BatchSync}
+    assert list(SCHEDULES.items()) == [("batch_sync", BatchSync)]
 
 
 def test_the_picture_in_the_documentation():
