@@ -92,7 +92,7 @@ def main(options: Options, run: Run) -> int:
     )
     checkpoint = options.checkpoint_to_resume(newest_checkpoint(folder.checkpoints))
     step = saved_step = load_checkpoint(engine, checkpoint)["step"] if checkpoint else 0
-    folder.forget_after(step)
+    folder.forget_after(step if checkpoint else -1)  # from the start: also the evaluation before it
     folder.write_config(options, training, plan, data.summary(), towers, total_steps)
     tracker = Tracker(options.wandb, options.wandb_project, folder.path, training, first)
 

@@ -20,8 +20,8 @@ OUT = ROOT / "bench" / "out"
 
 # About equal seconds per sample on one core: that is what "balanced" means here; the measured share of both is printed.
 IMAGE_TOWER, IMAGE_SIZE = "vit_b_16:hidden_dim=192,num_layers=4,num_heads=3,mlp_dim=768,patch_size=8", 64
-TEXT_TOWER, NUM_TOKENS = "bert-mini:hidden_size=192,num_attention_heads=3,intermediate_size=768,num_hidden_layers=4", 64
-EMBED_DIM, VOCAB, GLOBAL_BATCH_SIZE = 128, 4096, 64
+TEXT_TOWER, NUM_TOKENS = "bert-mini:hidden_size=192,num_attention_heads=3,intermediate_size=768,num_hidden_layers=4", 60
+EMBED_DIM, VOCAB, GLOBAL_BATCH_SIZE = 128, 2048, 64
 FORK = {"layout": "fork", "stages": {"image": 1, "text": 1}, "replicas": {"image": 1, "text": 1}}
 SINGLE = {"layout": "merged", "stages": {"merged": 1}, "replicas": 1}
 

@@ -13,7 +13,6 @@ from data.sources import Source, open_source
 from data.splits import Splits, split_source
 from data.tokenizer import load_tokenizer
 
-
 HELD_OUT = "held_out/"
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from engine.topology import BRANCHES, StageGraph
 
 HEADER_BYTES = 1024
-# NCCL has no bool; everything else keeps its dtype on the wire.
+# What both gloo and NCCL move. Masks travel as integers.
 _DTYPES = {
     str(dtype): dtype
     for dtype in (
@@ -35,7 +35,6 @@ _DTYPES = {
         torch.bfloat16,
         torch.int64,
         torch.int32,
-        torch.int16,
         torch.int8,
         torch.uint8,
     )

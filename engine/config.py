@@ -37,7 +37,6 @@ DEEPSPEED_KEYS = [
     "communication_data_type",
     "prescale_gradients",
     "gradient_predivide_factor",
-    "wall_clock_breakdown",
     "memory_breakdown",
     "comms_logger",
     "tensorboard",
@@ -51,6 +50,7 @@ NOT_WITH_A_PIPELINE = {
     "amp": 'use "fp16" or "bf16"',
     "torch_autocast": 'use "fp16" or "bf16"',
     "wandb": "W&B is an option of train.py: --wandb online|offline|disabled",
+    "wall_clock_breakdown": "DeepSpeed's timers do not run under this schedule; remove it, metrics.jsonl has step_s",
     "activation_checkpointing": "not available yet; remove it",
     "pipeline": 'the pipeline is described in the "branches" block; remove it',
 }
@@ -134,9 +134,22 @@ def check_config(config: dict[str, Any]) -> tuple[dict[str, Any], BranchesBlock]
         raise ValueError(
             f"train_batch_size: got {config.get('train_batch_size')!r}; the global batch of a contrastive loss is a whole number of at least 2"
         )
-    if "optimizer" not in config:
-        raise ValueError('no "optimizer"; for example "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": true}}')
+    _check_optimizer(config)
     return config, BranchesBlock(**block)
+
+
+def _check_optimizer(config: Mapping[str, Any]) -> None:
+    example = '"optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": true}}'
+    optimizer = config.get("optimizer", {})
+    if "optimizer" not in config:
+        raise ValueError(f'no "optimizer"; for example {example}')
+    if not isinstance(optimizer.get("type"), str):
+        raise ValueError(f"optimizer: {json.dumps(optimizer)} names no type; for example {example}")
+    if optimizer["type"].lower() == "muon":
+        raise ValueError("optimizer.type: Muon needs parameters marked for it, which these towers are not; use AdamW, SGD, Lamb or Lion")
+    for key, value in optimizer.get("params", {}).items():
+        if value == AUTO:
+            raise ValueError(f'optimizer.params.{key}: "auto" is filled in by Hugging Face\'s Trainer, not here; give a number')
 
 
 def _check_values(config: Mapping[str, Any], block: Mapping[str, Any]) -> None:
@@ -162,7 +175,10 @@ def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"zero_optimization.stage: {stage} shards gradients or parameters, which a pipeline needs whole between its micro-batches; use 0 or 1"
         )
-    fp16, bf16 = (bool(config.get(key, {}).get("enabled", False)) for key in ("fp16", "bf16"))
+    for key in ("fp16", "bf16"):
+        if not isinstance(config.get(key, {}).get("enabled", False), bool):
+            raise ValueError(f"{key}.enabled: got {config[key]['enabled']!r}; it is true or false")
+    fp16, bf16 = (config.get(key, {}).get("enabled", False) for key in ("fp16", "bf16"))
     if fp16 and bf16:
         raise ValueError("fp16 and bf16 are both enabled; enable one of them, or none for fp32")
     if fp16 and stage == 0:

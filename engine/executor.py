@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -121,6 +122,7 @@ class ForkEngine(PipelineEngine):
         self.set_dataiterator(data_iter)
         self._reset_buffers()
         self._lr = self.get_lr()[0]
+        self.clipping.norms.clear()
         self._exec_schedule(self.schedule_type(self.place, self.batches[self._branch].num_micro_batches))
         self.comm.drain()
         # Replicas saw different samples; the mean of their running statistics is that of the whole batch's. After every
@@ -216,7 +218,9 @@ class ForkEngine(PipelineEngine):
         with torch.no_grad():
             meeting = meet(self.comm, self._own_rows(), counts)
             result = exchange_loss(self.comm, self.loss_function, meeting, counts, parameters)
-        self._loss_share, self._num_misaligned = result.share, meeting.num_misaligned.float()
+        self._loss_share = result.share
+        if self.comm.rank == self.graph.tail("image").ranks[0]:  # every tail sees the same; one counts
+            self._num_misaligned = meeting.num_misaligned.float()
         if parameters and self.replica == 0:
             self._logit_scale_exp = parameters["logit_scale"].exp().clamp(max=100.0).reshape(())
         # ∂L/∂ of the own rows, L over the global batch. The reduction over replicas averages what each accumulated: times
@@ -300,7 +304,7 @@ class ForkEngine(PipelineEngine):
         return StepMetrics(
             loss=loss,
             logit_scale_exp=logit_scale_exp,
-            grad_norm=dict(zip(GROUPS, grad_norms)),
+            grad_norm=dict(zip(GROUPS, grad_norms)) if self._step_applied else dict.fromkeys(GROUPS, math.nan),
             lr=self._lr,
             step_applied=self._step_applied,
             loss_scale=self._loss_scale(),

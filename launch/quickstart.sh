@@ -23,7 +23,7 @@ if [ "$gpus" -eq 0 ]; then
     echo "no GPU found: two processes on CPU, one for images and one for texts"
     export DS_ACCELERATOR=cpu
 fi
-deepspeed --num_gpus "$((gpus > 0 ? gpus : 2))" train.py ${run[@]+"${run[@]}"} "$@"
+deepspeed --quiet --num_gpus "$((gpus > 0 ? gpus : 2))" train.py ${run[@]+"${run[@]}"} "$@"
 
 folder="${run[1]:-}"
 if [ -n "$folder" ]; then

@@ -32,7 +32,7 @@ class Tracker:
                     _say_offline("no W&B login was found (run `wandb login`)")
             except Exception as error:  # whatever its client raises, training does not depend on it
                 _say_offline(f"W&B could not be reached ({type(error).__name__}: {error})")
-                run_id = uuid.uuid4().hex[:8]  # the failed start may have taken the old one
+                wandb.teardown()  # forget the failed start, so that the same run id can go on offline
         if self._run is None:
             self._run = wandb.init(mode="offline", id=run_id, settings=quiet, **common)
         identity.write_text(run_id + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from engine.communication import Communicator
 from engine.topology import BRANCHES, StageGraph, chain, fork
 
 TIMEOUT = timedelta(seconds=30)
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
 
 
 def communicator(graph: StageGraph, groups_of: dict[str, list[int]] | None = None) -> Communicator:

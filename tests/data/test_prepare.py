@@ -68,7 +68,9 @@ def test_every_rank_that_prepares_by_itself_gets_the_same(spec, tmp_path):
 def test_data_of_another_size_is_refused(spec, emoji_set, folder):
     prepare_data(spec, None, 0.25, seed=3, tokenizer=None, folder=folder)
     emoji_set(20)  # the same file, shorter
-    with pytest.raises(ValueError, match=r"splits\.npz: divides 24 samples, but jsonl:.* now has 20; the data changed .* give another --run-dir"):
+    with pytest.raises(
+        ValueError, match=r"splits\.npz: divides 24 samples, but jsonl:.* now has 20; the data changed .* give another --run-dir"
+    ):
         prepare_data(spec, None, 0.25, seed=3, tokenizer=None, folder=folder)
 
 

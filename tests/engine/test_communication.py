@@ -60,10 +60,14 @@ def test_the_tensors_of_a_stage_fit_a_header_with_room_to_spare():
 
 
 def test_a_dtype_that_does_not_travel():
-    with pytest.raises(TypeError, match="tensor 'mask' has dtype torch.bool, which does not travel between stages; use one of .*torch.int64"):
+    with pytest.raises(
+        TypeError, match="tensor 'mask' has dtype torch.bool, which does not travel between stages; use one of .*torch.int64"
+    ):
         pack_header({"mask": torch.zeros(2, dtype=torch.bool)})
 
 
 def test_too_many_tensors_for_a_header():
-    with pytest.raises(ValueError, match=rf"a message of 100 tensors needs a header of \d+ bytes; at most {HEADER_BYTES} fit: send fewer tensors"):
+    with pytest.raises(
+        ValueError, match=rf"a message of 100 tensors needs a header of \d+ bytes; at most {HEADER_BYTES} fit: send fewer tensors"
+    ):
         pack_header({f"tensor {i}": torch.zeros(1) for i in range(100)})

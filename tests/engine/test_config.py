@@ -124,7 +124,10 @@ REFUSED_VALUES = [
     (config(fp16={"enabled": True}), ["fp16 with zero_optimization.stage 0", "not be scaled", '"zero_optimization": {"stage": 1}']),
     (config(bf16={"enabled": True}), ["bf16 without", '"data_types": {"grad_accum_dtype": "fp32"}', "add that block"]),
     (config(bf16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}), ["bf16 without", '"grad_accum_dtype": "fp32"']),
-    (config(gradient_clipping=0.5), ["gradient_clipping: 0.5", '"branches": {"gradient_clipping": {"image": 0.5, "text": 0.5, "head": 0.5}}']),
+    (
+        config(gradient_clipping=0.5),
+        ["gradient_clipping: 0.5", '"branches": {"gradient_clipping": {"image": 0.5, "text": 0.5, "head": 0.5}}'],
+    ),
     (config(train_batch_size=1), ["train_batch_size: got 1", "at least 2"]),
     (config(train_batch_size="auto"), ["train_batch_size: got 'auto'", "whole number"]),
     (config(train_batch_size=48.0), ["train_batch_size: got 48.0", "whole number"]),
@@ -153,12 +156,27 @@ def test_what_is_off_is_allowed():
         (4, {"layout": "fork", "stages": {"merged": 2}}, {}, ["branches.stages", "does not fit layout 'fork'", '{"image": 2, "text": 1}']),
         (4, {"layout": "fork", "stages": {"image": 2}}, {}, ["branches.stages", "does not fit layout 'fork'", '{"image": 2, "text": 1}']),
         (4, {"layout": "merged", "stages": {"image": 2, "text": 2}}, {}, ["does not fit layout 'merged'", '{"merged": 2}']),
-        (3, {"layout": "fork", "stages": {"image": 2, "text": 2}}, {}, ["image=2 text=2 cannot fill 3 ranks", "use 4 ranks, or fewer stages"]),
+        (
+            3,
+            {"layout": "fork", "stages": {"image": 2, "text": 2}},
+            {},
+            ["image=2 text=2 cannot fill 3 ranks", "use 4 ranks, or fewer stages"],
+        ),
         # replicas
         (8, {"layout": "fork", "replicas": 4}, {}, ["branches.replicas: 4 for a fork", "give both branches theirs"]),
         (8, {"layout": "fork", "replicas": {"image": 4}}, {}, ["branches.replicas", "give both branches theirs"]),
-        (8, {"replicas": {"image": 3, "text": 2}}, {}, ["image 1×3 + text 1×2", "fill 5 ranks, but there are 8", "start 5 ranks or change"]),
-        (7, {"stages": {"image": 2, "text": 1}, "replicas": {"image": 2, "text": 2}}, {}, ["image 2×2 + text 1×2", "fill 6 ranks, but there are 7"]),
+        (
+            8,
+            {"replicas": {"image": 3, "text": 2}},
+            {},
+            ["image 1×3 + text 1×2", "fill 5 ranks, but there are 8", "start 5 ranks or change"],
+        ),
+        (
+            7,
+            {"stages": {"image": 2, "text": 1}, "replicas": {"image": 2, "text": 2}},
+            {},
+            ["image 2×2 + text 1×2", "fill 6 ranks, but there are 7"],
+        ),
         (4, {"layout": "chain", "replicas": {"image": 2, "text": 2}}, {}, ["all stages of a chain have equally many; give one number"]),
         (5, {"layout": "chain"}, {}, ["chain of 2 stages does not fill 5 ranks", "use 4 ranks or change branches.stages"]),
         (1, {"layout": "chain"}, {}, ["chain of 2 stages does not fill 1 ranks", "use 2 ranks"]),
@@ -169,9 +187,24 @@ def test_what_is_off_is_allowed():
         (2, {"micro_batch_size": 32}, {}, ["image: micro_batch_size 32", "48 samples per replica are not a multiple of 32", "use 24"]),
         (2, {"micro_batch_size": {"image": 16, "text": 5}}, {}, ["text: micro_batch_size 5", "not a multiple of 5", "use 4"]),
         (2, {}, {"train_micro_batch_size_per_gpu": 10}, ["image: micro_batch_size 10", "not a multiple of 10", "use 8"]),
-        (2, {}, {"gradient_accumulation_steps": 5}, ["gradient_accumulation_steps 5 does not divide the 48 samples", "use a divisor of 48"]),
-        (2, {}, {"gradient_accumulation_steps": 96}, ["gradient_accumulation_steps 96 does not divide the 48 samples", "use a divisor of 48"]),
-        (2, {"layout": "chain", "micro_batch_size": {"image": 8, "text": 16}}, {}, ["branches.micro_batch_size", "only a fork allows", "give one number"]),
+        (
+            2,
+            {},
+            {"gradient_accumulation_steps": 5},
+            ["gradient_accumulation_steps 5 does not divide the 48 samples", "use a divisor of 48"],
+        ),
+        (
+            2,
+            {},
+            {"gradient_accumulation_steps": 96},
+            ["gradient_accumulation_steps 96 does not divide the 48 samples", "use a divisor of 48"],
+        ),
+        (
+            2,
+            {"layout": "chain", "micro_batch_size": {"image": 8, "text": 16}},
+            {},
+            ["branches.micro_batch_size", "only a fork allows", "give one number"],
+        ),
         (1, {"micro_batch_size": {"image": 8, "text": 16}}, {}, ["branches.micro_batch_size", "only a fork allows", "give one number"]),
     ],
 )
@@ -196,6 +229,20 @@ WRONG_VALUES = [
 def test_refusals_of_values(world_size, branches, keys, words):
     with refused(*words):
         plan(world_size, branches, **keys)
+
+
+LATE = [  # accepted by DeepSpeed, which fails later and less clearly
+    ({"wall_clock_breakdown": True}, ["wall_clock_breakdown"]),
+    ({"optimizer": {}}, ["optimizer", "type"]),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, ["optimizer.params.lr", "auto"]),
+    ({"bf16": {"enabled": "auto"}, "data_types": {"grad_accum_dtype": "fp32"}}, ["bf16.enabled", "auto"]),
+]
+
+
+@pytest.mark.parametrize("keys, words", LATE)
+def test_refusals_of_what_would_fail_later(keys, words):
+    with refused(*words):
+        check_config(config(**keys))
 
 
 def test_auto_replicas_fit_a_given_micro_batch_size():
@@ -308,7 +355,9 @@ def test_auto_counts_only_the_branchs_own_stages_in_a_fork():
 
 
 def test_every_small_fork_adds_up():
-    for stages, replicas, size in itertools.product(itertools.product((1, 2), repeat=2), itertools.product((1, 2, 3), repeat=2), ("auto", 1, 2, 4)):
+    for stages, replicas, size in itertools.product(
+        itertools.product((1, 2), repeat=2), itertools.product((1, 2, 3), repeat=2), ("auto", 1, 2, 4)
+    ):
         stages, replicas = dict(zip(BRANCHES, stages)), dict(zip(BRANCHES, replicas))
         world_size = sum(stages[b] * replicas[b] for b in BRANCHES)
         decided = plan(world_size, {"stages": stages, "replicas": replicas, "micro_batch_size": size})
@@ -324,7 +373,9 @@ def test_every_small_fork_adds_up():
 
 def test_deepspeed_config_per_branch():
     scheduler = {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 20}}
-    written, block = check_config(config({"replicas": {"image": 3, "text": 2}, "micro_batch_size": {"image": 8, "text": 12}}, scheduler=scheduler))
+    written, block = check_config(
+        config({"replicas": {"image": 3, "text": 2}, "micro_batch_size": {"image": 8, "text": 12}}, scheduler=scheduler)
+    )
     decided = plan_run(written, block, 5, COSTS)
     before = copy.deepcopy(written)
     image, text = (deepspeed_config(written, decided.batches[branch], total_num_steps=700) for branch in BRANCHES)

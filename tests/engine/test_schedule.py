@@ -76,7 +76,9 @@ def test_every_micro_batch_once_and_in_order(case):
             inputs = [at(program, kind, m) for kind in (LoadMicroBatch, RecvActivation) if m in of(program, kind)]
             assert inputs and max(inputs) < at(program, ForwardPass, m) < at(program, BackwardPass, m)
             if stage.next is not None:
-                assert at(program, ForwardPass, m) < at(program, SendActivation, m) < at(program, RecvGrad, m) < at(program, BackwardPass, m)
+                assert (
+                    at(program, ForwardPass, m) < at(program, SendActivation, m) < at(program, RecvGrad, m) < at(program, BackwardPass, m)
+                )
             if stage.previous is not None:
                 assert at(program, BackwardPass, m) < at(program, SendGrad, m)
 
@@ -118,7 +120,9 @@ def test_forward_only_is_the_forward_half(case):
     training, evaluation = lists(graph, numbers), lists(graph, numbers, ForwardOnly)
     forward = (LoadMicroBatch, RecvActivation, ForwardPass, SendActivation)
     for rank in training:
-        assert [(type(i), i.buffer_id) for i in evaluation[rank]] == [(type(i), i.buffer_id) for i in training[rank] if isinstance(i, forward)]
+        assert [(type(i), i.buffer_id) for i in evaluation[rank]] == [
+            (type(i), i.buffer_id) for i in training[rank] if isinstance(i, forward)
+        ]
 
 
 def test_a_replica_without_held_out_samples_does_nothing():
@@ -169,7 +173,10 @@ def test_the_model_sees_what_it_is_there_to_see():
     graph = merged({branch: [range(0, 1), range(1, 2)] for branch in BRANCHES}, 1)
     numbers = {"image": 3, "text": 3}
     assert blocked(graph, lists(graph, numbers, GradientsFirst)) == {0: "SendActivation 0", 1: "RecvActivation 2"}
-    assert blocked(graph, {0: lists(graph, numbers, WaitsForBoth)[0], 1: lists(graph, numbers)[1]}) == {0: "RecvGrad 0", 1: "RecvActivation 1"}
+    assert blocked(graph, {0: lists(graph, numbers, WaitsForBoth)[0], 1: lists(graph, numbers)[1]}) == {
+        0: "RecvGrad 0",
+        1: "RecvActivation 1",
+    }
     unequal = lists(graph, numbers) | {1: lists(graph, {"image": 2, "text": 2})[1]}
     assert blocked(graph, unequal) == {0: "SendActivation 2", 1: "SendGrad 0"}
 
@@ -208,4 +215,6 @@ def blocked(graph: StageGraph, programs: dict[int, list[PipeInstruction]]) -> di
             for member in together or ():
                 place[member] += 1
                 moved = True
-    return {rank: f"{type(i).__name__} {i.buffer_id}" if hasattr(i, "buffer_id") else type(i).__name__ for rank in programs if (i := now(rank))}
+    return {
+        rank: f"{type(i).__name__} {i.buffer_id}" if hasattr(i, "buffer_id") else type(i).__name__ for rank in programs if (i := now(rank))
+    }

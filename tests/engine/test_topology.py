@@ -122,11 +122,15 @@ def test_describe_rank_names_its_place():
 
 def test_record_is_json_and_says_which_layers_are_where():
     record = fork(DEEP, {"image": 1, "text": 2}).record()
-    assert json.loads(json.dumps(record)) == record == [
-        {"name": "image 0", "ranks": [0], "layers": {"image": [0, 3]}},
-        {"name": "image 1", "ranks": [1], "layers": {"image": [3, 5]}},
-        {"name": "text 0", "ranks": [2, 3], "layers": {"text": [0, 4]}},
-    ]
+    assert (
+        json.loads(json.dumps(record))
+        == record
+        == [
+            {"name": "image 0", "ranks": [0], "layers": {"image": [0, 3]}},
+            {"name": "image 1", "ranks": [1], "layers": {"image": [3, 5]}},
+            {"name": "text 0", "ranks": [2, 3], "layers": {"text": [0, 4]}},
+        ]
+    )
 
 
 def best_of_all(costs: list[float], parts: int) -> float:

@@ -121,7 +121,8 @@ def test_the_record_is_json():
 
 
 @pytest.mark.parametrize(
-    "on_gpu, bf16, name", [(False, False, "cpu_fp32.json"), (False, True, "cpu_fp32.json"), (True, True, "zero1_bf16.json"), (True, False, "zero1_fp16.json")]
+    "on_gpu, bf16, name",
+    [(False, False, "cpu_fp32.json"), (False, True, "cpu_fp32.json"), (True, True, "zero1_bf16.json"), (True, False, "zero1_fp16.json")],
 )
 def test_the_default_file_suits_the_hardware(on_gpu, bf16, name):
     assert default_config(on_gpu, bf16).name == name and default_config(on_gpu, bf16).is_file()

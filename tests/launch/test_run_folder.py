@@ -22,7 +22,9 @@ def identity(*arguments, config=CONFIG, block=BLOCK, stages=STAGES):
 
 @pytest.fixture(scope="module")
 def towers():
-    return build_towers("resnet18:layers=1-1-1-1", "bert-tiny", embed_dim=8, image_size=32, vocab_size=50, max_text_tokens=8, pad_token_id=0)
+    return build_towers(
+        "resnet18:layers=1-1-1-1", "bert-tiny", embed_dim=8, image_size=32, vocab_size=50, max_text_tokens=8, pad_token_id=0
+    )
 
 
 @pytest.fixture
@@ -91,7 +93,9 @@ def test_a_difference_in_the_branches_block_counts(folder):
 
 def test_long_lists_are_cut(folder):
     with pytest.raises(ValueError) as refusal:
-        folder.refuse_other_run(*identity("--data", "jsonl:pairs.jsonl", "--seed", "1", "--val-fraction", "0.2", "--text-weights", "x", "--tokenizer", "y"))
+        folder.refuse_other_run(
+            *identity("--data", "jsonl:pairs.jsonl", "--seed", "1", "--val-fraction", "0.2", "--text-weights", "x", "--tokenizer", "y")
+        )
     assert len(str(refusal.value).splitlines()) == 1 + 8 + 1 and str(refusal.value).endswith("…")
 
 

@@ -35,12 +35,25 @@ def start(tmp_path):
 
     def start(mode: str, first_rank: bool = True, **environment: str):
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "NETRC"))}
-        kept |= {"HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "WANDB_BASE_URL": NOWHERE, "WANDB_ERROR_REPORTING": "false", **environment}
+        kept |= {
+            "HOME": str(tmp_path / "home"),
+            "PYTHONPATH": str(ROOT),
+            "WANDB_BASE_URL": NOWHERE,
+            "WANDB_ERROR_REPORTING": "false",
+            **environment,
+        }
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, mode, str(folder), str(first_rank)], env=kept, cwd=tmp_path, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", SCRIPT, mode, str(folder), str(first_rank)],
+            env=kept,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1]), [line for line in done.stderr.splitlines() if line and not line.startswith("wandb:")]
+        return json.loads(done.stdout.splitlines()[-1]), [
+            line for line in done.stderr.splitlines() if line and not line.startswith("wandb:")
+        ]
 
     start.folder = folder
     start.elsewhere = lambda: [p for p in tmp_path.iterdir() if p.name not in ("run", "home")]
@@ -86,3 +99,9 @@ def test_online_without_a_network_goes_on_offline(start):
 def test_a_broken_login_goes_on_offline(start):
     _, errors = start("online", WANDB_API_KEY="short")
     assert "API key" in errors[0] and "tracking goes on offline" in errors[-1] and len(runs(start.folder)) == 1
+
+
+def test_a_start_without_a_network_does_not_forget_which_run_it_is(start):
+    (start.folder / "wandb_run_id").write_text("abcd1234\n")
+    start("online", WANDB_API_KEY="short")
+    assert (start.folder / "wandb_run_id").read_text() == "abcd1234\n"

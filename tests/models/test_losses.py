@@ -32,7 +32,9 @@ def reference(images: Tensor, texts: Tensor, logit_scale: Tensor) -> tuple[Tenso
     return loss.detach(), images.grad, texts.grad, logit_scale.grad
 
 
-def side(own: Tensor, other: Tensor, other_statistics: Tensor, target: Tensor, logit_scale: Tensor, rows: tuple[int, ...]) -> dict[str, Tensor]:
+def side(
+    own: Tensor, other: Tensor, other_statistics: Tensor, target: Tensor, logit_scale: Tensor, rows: tuple[int, ...]
+) -> dict[str, Tensor]:
     """What the replicas of one side compute, each from its own rows: shares and scalar gradients added, rows in order."""
     loss, parameters = InfoNCE(), {"logit_scale": logit_scale}
     share, scalar, grads, statistics = 0.0, 0.0, [], []
@@ -103,7 +105,9 @@ def test_large_logits_do_not_overflow():
 # -- the limit of the scale ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("log_scale, expected", [(0.0, 1.0), (math.log(99.0), 99.0), (LOGIT_SCALE_LIMIT, 100.0), (5.0, 100.0), (80.0, 100.0)])
+@pytest.mark.parametrize(
+    "log_scale, expected", [(0.0, 1.0), (math.log(99.0), 99.0), (LOGIT_SCALE_LIMIT, 100.0), (5.0, 100.0), (80.0, 100.0)]
+)
 def test_the_scale_is_at_most_100(log_scale, expected):
     assert float(logit_scale_exp(torch.tensor([log_scale], dtype=torch.float64))) == pytest.approx(expected, rel=1e-12)
 
@@ -127,7 +131,9 @@ def test_an_outward_gradient_is_stopped_and_an_inward_one_passes(log_scale):
     mismatched = matched.roll(1, 0)  # partners are far apart: a larger scale would raise the loss
     assert float(reference(images, matched, at_limit)[3]) < -1e-6 and float(reference(images, mismatched, at_limit)[3]) > 1.0
     assert float(both_sides(images, matched, logit_scale)[0]["logit_scale"]) == 0.0
-    torch.testing.assert_close(both_sides(images, mismatched, logit_scale)[0]["logit_scale"], reference(images, mismatched, at_limit)[3], **CLOSE)
+    torch.testing.assert_close(
+        both_sides(images, mismatched, logit_scale)[0]["logit_scale"], reference(images, mismatched, at_limit)[3], **CLOSE
+    )
 
 
 def test_below_the_limit_an_outward_gradient_passes():
