@@ -53,6 +53,7 @@ def main(options: Options, run: Run) -> int:
 
     # What to train on. The first rank prepares what takes long; the others find it in the run's folder.
     run.folder = folder = RunFolder(from_first_rank(choose_folder(options)), first)
+    folder.refuse_other_run(options, training_identity(options, config, asdict(block)))
     with first_rank_first():
         data = prepare_data(options.data, options.val_data, options.val_fraction, options.seed, options.tokenizer_source(), folder.path)
     order = GlobalOrder(len(data.train), config["train_batch_size"], options.seed)

@@ -47,8 +47,9 @@ class Watchdog:
 
     def claim_failure(self, message: str) -> bool:
         """Report this rank's failure. True for the rank that is to print it; the others leave quietly."""
+        claim = f"{self.rank} {message}"  # two ranks may have found out the same
         try:
-            return self._store.compare_set("failure", "", message or "unknown").decode() == message
+            return self._store.compare_set("failure", "", claim).decode() == claim
         except RuntimeError:  # the store is gone with rank 0: the next rank speaks
             return self.rank == 1 or self.world_size == 1
 
@@ -108,7 +109,7 @@ class Watchdog:
     def _reported(self) -> str | None:
         if not self._store.check(["failure"]):
             return None
-        return self._store.get("failure").decode() or None
+        return self._store.get("failure").decode().partition(" ")[2] or None
 
     def _dead_on_this_node(self) -> int | None:
         for rank in range(self.world_size):

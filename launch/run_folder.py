@@ -55,13 +55,14 @@ class RunFolder:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
     def refuse_other_run(self, options: Options, training: Mapping[str, Any]) -> None:
-        """Raise ValueError when the folder holds a run that is not this one. `training` is what decides the numbers."""
+        """Raise ValueError when the folder holds a run that is not this one. `training`: what is known so far of what decides the numbers."""
         previous = self.previous()
         if previous is None:
             return
         if options.resume == "never":
             raise ValueError(f"--run-dir {self.path}: already holds a run, and --resume is never; give another folder, or --resume auto")
-        differences = list(_differences(previous["training"], json.loads(json.dumps(training))))
+        before = {key: previous["training"].get(key) for key in training}
+        differences = list(_differences(before, json.loads(json.dumps(training))))
         if differences:
             shown = "\n".join(f"    {line}" for line in differences[:8]) + ("\n    …" if len(differences) > 8 else "")
             raise ValueError(
@@ -117,10 +118,13 @@ class RunFolder:
             os.replace(beside, path)
 
 
-def training_identity(options: Options, config: Mapping[str, Any], branches: Mapping[str, Any], stages: str) -> dict[str, Any]:
-    """What decides a run's numbers: two runs with equal identities compute the same."""
+def training_identity(
+    options: Options, config: Mapping[str, Any], branches: Mapping[str, Any], stages: str | None = None
+) -> dict[str, Any]:
+    """What decides a run's numbers: two runs with equal identities compute the same. The stages are known later than the rest."""
     chosen = {key: value for key, value in options.record().items() if key not in FREE_TO_CHANGE}
-    return {"options": chosen, "deepspeed_config": dict(config), "branches": dict(branches), "stages": stages}
+    known = {"options": chosen, "deepspeed_config": dict(config), "branches": dict(branches)}
+    return known if stages is None else {**known, "stages": stages}
 
 
 def _differences(before: Any, now: Any, path: str = ""):
