@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +29,9 @@ class Tracker:
         quiet = wandb.Settings(init_timeout=INIT_TIMEOUT_S, login_timeout=INIT_TIMEOUT_S, silent=True)
         if mode == "online":
             try:
-                if wandb.login(prompt=False):
+                client = wandb.setup(quiet)  # unless it is quiet and verifies nothing, login asks the server, again and again
+                if wandb.login(prompt=False, verify=False):
+                    _reach(client.settings.base_url, INIT_TIMEOUT_S)
                     self._run = wandb.init(mode="online", id=run_id, settings=quiet, **common)
                 else:
                     _say_offline("no W&B login was found (run `wandb login`)")
@@ -44,6 +49,32 @@ class Tracker:
     def finish(self, exit_code: int = 0) -> None:
         if self._run is not None:
             self._run.finish(exit_code=exit_code)
+
+
+def _reach(url: str, timeout_s: float) -> None:
+    """Raise ConnectionError unless something answers at `url` within `timeout_s` seconds, whatever it answers.
+
+    Asked before W&B's client, which tries again for minutes; in a thread, because looking up a name has no time limit.
+    """
+    outcome: list[BaseException | None] = []
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(url, timeout=timeout_s).close()
+        except urllib.error.HTTPError:
+            outcome.append(None)  # a refusal is an answer
+        except Exception as error:
+            outcome.append(error)
+        else:
+            outcome.append(None)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(timeout_s)
+    if not outcome:
+        raise ConnectionError(f"no answer from {url} within {timeout_s:g} s")
+    if outcome[0] is not None:
+        raise ConnectionError(f"no answer from {url}: {outcome[0]}")
 
 
 def _say_offline(reason: str) -> None:

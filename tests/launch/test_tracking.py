@@ -1,12 +1,17 @@
 """Weights & Biases without a network: each case is a process of its own with a home of its own, as W&B keeps state per process."""
 
+import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from launch import tracking
 
 ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: refuses at once, so nothing leaves this machine and nothing waits
@@ -94,6 +99,37 @@ def test_online_without_a_network_goes_on_offline(start):
     assert "W&B could not be reached" in errors[0] and "tracking goes on offline" in errors[-1]
     assert len(runs(start.folder)) == 1
     assert (start.folder / "wandb_run_id").read_text().strip() in runs(start.folder)[0].name
+
+
+@pytest.fixture
+def broken_server():
+    """The address of a server that answers everything with 500, which makes W&B's client try again and again."""
+
+    class Broken(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(500)
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Broken) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_online_with_a_broken_server_goes_on_offline(start, broken_server):
+    _, errors = start("online", WANDB_API_KEY="0" * 40, WANDB_BASE_URL=broken_server)
+    assert "W&B could not be reached" in errors[0] and "tracking goes on offline" in errors[-1]
+    assert len(runs(start.folder)) == 1
+
+
+def test_any_answer_counts_and_silence_has_a_limit(broken_server):
+    tracking._reach(broken_server, 10)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConnectionError, match=r"no answer from http://127"):
+        tracking._reach(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.2)
 
 
 def test_a_broken_login_goes_on_offline(start):

@@ -51,10 +51,10 @@ class Case:
 
     branch: str
     name: str
-    dropout: dict[str, float]                        # the keys that make its training forward draw
+    dropout: dict[str, float]  # the keys that make its training forward draw
     library: Callable[[dict[str, float]], nn.Module]  # with these values for them
-    classifier: str | None = None                    # the last linear, which the tower does not have
-    classifier_prefix: str = "\0"                    # every tensor of the dropped part begins so
+    classifier: str | None = None  # the last linear, which the tower does not have
+    classifier_prefix: str = "\0"  # every tensor of the dropped part begins so
     features: Callable = pooled
     pad_token_id: int | None = 0
 
@@ -70,8 +70,7 @@ class Case:
         model = self.library(self.dropout if dropout else dict.fromkeys(self.dropout, 0.0))
         if self.classifier:
             model.set_submodule(self.classifier, nn.Identity())
-        state = {layer.canonical_names[local].split(".", 1)[1]: tensor
-                 for layer in layers for local, tensor in layer.state_dict().items()}
+        state = {layer.canonical_names[local].split(".", 1)[1]: tensor for layer in layers for local, tensor in layer.state_dict().items()}
         model.load_state_dict(state, strict=True)
         return model
 
@@ -81,7 +80,7 @@ class Case:
             return {"pixel_values": torch.randn(4, 3, SIZE, SIZE, generator=draw)}
         ids = torch.randint(10, VOCAB, (4, TOKENS), generator=draw)
         mask = torch.ones_like(ids)
-        for row, length in enumerate((TOKENS, 5, 9, 3)):                         # one row without padding
+        for row, length in enumerate((TOKENS, 5, 9, 3)):  # one row without padding
             ids[row, length - 1] = EOS
             ids[row, length:] = 0 if self.pad_token_id is None else self.pad_token_id
             mask[row, length:] = 0
@@ -98,25 +97,66 @@ def _text_dropout(p: float) -> dict[str, float]:
 CASES = {
     "resnet-basic": Case("image", "resnet18:layers=1-1-2-1", {}, lambda d: ResNet(BasicBlock, [1, 1, 2, 1]), "fc", "fc."),
     "resnet-bottleneck": Case(
-        "image", "resnet50:layers=1-1-1-1,width_per_group=16,zero_init_residual=true", {},
-        lambda d: ResNet(Bottleneck, [1, 1, 1, 1], width_per_group=16, zero_init_residual=True), "fc", "fc."),
-    "vit": Case("image", spell("vit_b_16", VIT), {"dropout": 0.1, "attention_dropout": 0.2},
-                lambda d: VisionTransformer(SIZE, **VIT, **d), "heads.head", "heads."),
+        "image",
+        "resnet50:layers=1-1-1-1,width_per_group=16,zero_init_residual=true",
+        {},
+        lambda d: ResNet(Bottleneck, [1, 1, 1, 1], width_per_group=16, zero_init_residual=True),
+        "fc",
+        "fc.",
+    ),
+    "vit": Case(
+        "image",
+        spell("vit_b_16", VIT),
+        {"dropout": 0.1, "attention_dropout": 0.2},
+        lambda d: VisionTransformer(SIZE, **VIT, **d),
+        "heads.head",
+        "heads.",
+    ),
     "convnext": Case(
-        "image", "convnext_tiny:dims=16-24-32-48,depths=1-1-2-1", {"stochastic_depth_prob": 0.5},
-        lambda d: ConvNeXt([CNBlockConfig(16, 24, 1), CNBlockConfig(24, 32, 1), CNBlockConfig(32, 48, 2), CNBlockConfig(48, None, 1)],
-                           layer_scale=1e-6, **d), "classifier.2", "classifier.2."),
-    "bert": Case("text", spell("bert-base-uncased", BERT), _text_dropout(0.1),
-                 lambda d: BertModel(BertConfig(vocab_size=VOCAB, pad_token_id=0, **BERT, **d))),
-    "minilm": Case("text", spell("minilm-l6", {**BERT, "num_attention_heads": 8}), _text_dropout(0.1),
-                   lambda d: BertModel(BertConfig(vocab_size=VOCAB, pad_token_id=0, **{**BERT, "num_attention_heads": 8}, **d))),
-    "roberta": Case("text", spell("roberta-base", BERT), _text_dropout(0.1),
-                    lambda d: RobertaModel(RobertaConfig(vocab_size=VOCAB, type_vocab_size=1, layer_norm_eps=1e-5, **BERT, **d)),
-                    pad_token_id=1),
-    "distilbert": Case("text", spell("distilbert-base-uncased", DISTILBERT), {"dropout": 0.1, "attention_dropout": 0.1},
-                       lambda d: DistilBertModel(DistilBertConfig(vocab_size=VOCAB, **DISTILBERT, **d)), features=first_token),
-    "clip": Case("text", spell("clip-text-base", BERT), {"attention_dropout": 0.1},
-                 lambda d: CLIPTextModel(CLIPTextConfig(vocab_size=VOCAB, eos_token_id=EOS, **BERT, **d)), pad_token_id=None),
+        "image",
+        "convnext_tiny:dims=16-24-32-48,depths=1-1-2-1",
+        {"stochastic_depth_prob": 0.5},
+        lambda d: ConvNeXt(
+            [CNBlockConfig(16, 24, 1), CNBlockConfig(24, 32, 1), CNBlockConfig(32, 48, 2), CNBlockConfig(48, None, 1)],
+            layer_scale=1e-6,
+            **d,
+        ),
+        "classifier.2",
+        "classifier.2.",
+    ),
+    "bert": Case(
+        "text",
+        spell("bert-base-uncased", BERT),
+        _text_dropout(0.1),
+        lambda d: BertModel(BertConfig(vocab_size=VOCAB, pad_token_id=0, **BERT, **d)),
+    ),
+    "minilm": Case(
+        "text",
+        spell("minilm-l6", {**BERT, "num_attention_heads": 8}),
+        _text_dropout(0.1),
+        lambda d: BertModel(BertConfig(vocab_size=VOCAB, pad_token_id=0, **{**BERT, "num_attention_heads": 8}, **d)),
+    ),
+    "roberta": Case(
+        "text",
+        spell("roberta-base", BERT),
+        _text_dropout(0.1),
+        lambda d: RobertaModel(RobertaConfig(vocab_size=VOCAB, type_vocab_size=1, layer_norm_eps=1e-5, **BERT, **d)),
+        pad_token_id=1,
+    ),
+    "distilbert": Case(
+        "text",
+        spell("distilbert-base-uncased", DISTILBERT),
+        {"dropout": 0.1, "attention_dropout": 0.1},
+        lambda d: DistilBertModel(DistilBertConfig(vocab_size=VOCAB, **DISTILBERT, **d)),
+        features=first_token,
+    ),
+    "clip": Case(
+        "text",
+        spell("clip-text-base", BERT),
+        {"attention_dropout": 0.1},
+        lambda d: CLIPTextModel(CLIPTextConfig(vocab_size=VOCAB, eos_token_id=EOS, **BERT, **d)),
+        pad_token_id=None,
+    ),
 }
 
 

@@ -25,9 +25,21 @@ def test_canonical_names_are_the_librarys(case):
 def test_names_of_layers_and_heads():
     image, text = build_towers("resnet18:layers=1-1-1-1", "bert-tiny", 8, 32, 50, 10, 0)
     assert [spec.name for spec in image.specs] == [
-        "image.stem", "image.layer1.0", "image.layer2.0", "image.layer3.0", "image.layer4.0", "image.pool", "image.head"]
+        "image.stem",
+        "image.layer1.0",
+        "image.layer2.0",
+        "image.layer3.0",
+        "image.layer4.0",
+        "image.pool",
+        "image.head",
+    ]
     assert [spec.name for spec in text.specs] == [
-        "text.embeddings", "text.encoder.layer.0", "text.encoder.layer.1", "text.pooler", "text.head"]
+        "text.embeddings",
+        "text.encoder.layer.0",
+        "text.encoder.layer.1",
+        "text.pooler",
+        "text.head",
+    ]
     assert image.specs[1].build(0).canonical_names["block.conv1.weight"] == "image.layer1.0.conv1.weight"
     heads = [tower.specs[-1].build(0) for tower in (image, text)]
     assert heads[0].canonical_names == {"image_projection.weight": "head.image_projection.weight", "logit_scale": "head.logit_scale"}
@@ -40,18 +52,35 @@ def test_image_presets_are_torchvisions(name):
     with torch.device("meta"):
         library = torchvision.models.get_model(name)
     expected = {f"image.{key}": tensor.shape for key, tensor in library.state_dict().items()}
-    ours = {canonical: spec.template.state_dict()[local].shape
-            for spec in image_tower(name, 224).specs for local, canonical in spec.template.canonical_names.items()}
+    ours = {
+        canonical: spec.template.state_dict()[local].shape
+        for spec in image_tower(name, 224).specs
+        for local, canonical in spec.template.canonical_names.items()
+    }
     assert ours.items() <= expected.items()
     assert {key.split(".")[1] for key in expected.keys() - ours.keys()} <= {"fc", "heads", "classifier"}
     draws = {spec.name: spec.template.draws for spec in image_tower(name, 224).specs}
-    assert any(draws.values()) == name.startswith("convnext")                    # stochastic depth by default
+    assert any(draws.values()) == name.startswith("convnext")  # stochastic depth by default
 
 
-@pytest.mark.parametrize(("name", "millions"), [
-    ("bert-base-uncased", 109.48), ("bert-large-uncased", 335.14), ("distilbert-base-uncased", 66.36), ("roberta-base", 124.65),
-    ("roberta-large", 355.36), ("bert-tiny", 4.39), ("bert-mini", 11.17), ("bert-small", 28.76), ("bert-medium", 41.37),
-    ("minilm-l6", 22.71), ("minilm-l12", 33.36), ("clip-text-base", 63.17), ("clip-text-large", 123.06)])
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("bert-base-uncased", 109.48),
+        ("bert-large-uncased", 335.14),
+        ("distilbert-base-uncased", 66.36),
+        ("roberta-base", 124.65),
+        ("roberta-large", 355.36),
+        ("bert-tiny", 4.39),
+        ("bert-mini", 11.17),
+        ("bert-small", 28.76),
+        ("bert-medium", 41.37),
+        ("minilm-l6", 22.71),
+        ("minilm-l12", 33.36),
+        ("clip-text-base", 63.17),
+        ("clip-text-large", 123.06),
+    ],
+)
 def test_text_presets_have_the_published_sizes(name, millions):
     assert name in PRESETS
     assert text_tower(name, None, 64).num_parameters / 1e6 == pytest.approx(millions, abs=0.005)
@@ -86,7 +115,7 @@ def test_initial_weights_depend_on_seed_and_name_alone(case):
     together = [spec.build(7).state_dict() for spec in tower.specs]
     torch.manual_seed(123)
     before = torch.get_rng_state()
-    for spec, expected in reversed(list(zip(tower.specs, together))):            # another order, another random state
+    for spec, expected in reversed(list(zip(tower.specs, together))):  # another order, another random state
         alone = spec.build(7).state_dict()
         assert all(torch.equal(alone[name], expected[name]) for name in expected)
     assert torch.equal(torch.get_rng_state(), before)
@@ -181,8 +210,8 @@ def test_heads():
     image, text = (spec.build(0) for spec in (tower.specs[-1] for tower in build_towers("resnet18", "bert-tiny", 64, 32, 50, 10, 0)))
     assert isinstance(image, ImageHead) and isinstance(text, TextHead)
     assert image.logit_scale.shape == (1,) and image.logit_scale.item() == pytest.approx(math.log(1 / 0.07))
-    assert image.image_projection.weight.std().item() == pytest.approx(512 ** -0.5, rel=0.02)   # 32768 draws: 0.4 % standard error
-    assert text.text_projection.weight.std().item() == pytest.approx(128 ** -0.5, rel=0.04)     # 8192 draws: 0.8 %
+    assert image.image_projection.weight.std().item() == pytest.approx(512**-0.5, rel=0.02)  # 32768 draws: 0.4 % standard error
+    assert text.text_projection.weight.std().item() == pytest.approx(128**-0.5, rel=0.04)  # 8192 draws: 0.8 %
     features = torch.randn(3, 512)
     made = image({"image_features": features})
     expected = features @ image.image_projection.weight.T
@@ -200,6 +229,6 @@ def test_flops_are_the_published_ones():
         assert sum(count_flops(tower, meta_inputs(tower, 2))) / 2 / 2e9 == pytest.approx(giga, rel=0.003)
     tower = with_head(text_tower("bert-base-uncased", None, 64), 512)
     flops = count_flops(tower, meta_inputs(tower, 1))
-    block = 24 * 64 * 768 ** 2 + 4 * 64 ** 2 * 768
-    assert flops == [0.0, *[block] * 12, 2 * 768 ** 2, 2 * 768 * 512]
+    block = 24 * 64 * 768**2 + 4 * 64**2 * 768
+    assert flops == [0.0, *[block] * 12, 2 * 768**2, 2 * 768 * 512]
     assert sum(count_flops(tower, meta_inputs(tower, 1, num_tokens=32))) < sum(flops) / 2

@@ -11,31 +11,37 @@ from models.text import text_tower
 from models.towers import build_towers
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("resnet5", r"image tower 'resnet5' is not known; did you mean 'resnet50'\? Known: convnext_base"),
-    ("vit_b_16:hiden_dim=96", r"key 'hiden_dim' is not known; did you mean 'hidden_dim'\?"),
-    ("vit_b_16:num_layers=two", "num_layers=two must be an integer"),
-    ("vit_b_16:num_layers=2,num_layers=3", "num_layers is given twice"),
-    ("vit_b_16:num_layers=2,", "'' is not of the form key=value"),
-    ("vit_b_16:patch_size=7", "image_size=32 must be a multiple of patch_size=7"),
-    ("vit_b_16:num_heads=5", "hidden_dim=768 must be a multiple of num_heads=5"),
-    ("resnet18:width_per_group=128", "can differ from 1 and 64 in resnet50, 101 and 152 only"),
-    ("resnet50:layers=1-2", "layers=1-2 must be 4 positive integers"),
-    ("resnet50:layers=1-2-x-1", "layers=1-2-x-1 must be integers joined by '-'"),
-    ("resnet50:zero_init_residual=yes", "must be true or false"),
-    ("convnext_tiny:dims=8-16", "dims and depths must be equally many"),
-])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet5", r"image tower 'resnet5' is not known; did you mean 'resnet50'\? Known: convnext_base"),
+        ("vit_b_16:hiden_dim=96", r"key 'hiden_dim' is not known; did you mean 'hidden_dim'\?"),
+        ("vit_b_16:num_layers=two", "num_layers=two must be an integer"),
+        ("vit_b_16:num_layers=2,num_layers=3", "num_layers is given twice"),
+        ("vit_b_16:num_layers=2,", "'' is not of the form key=value"),
+        ("vit_b_16:patch_size=7", "image_size=32 must be a multiple of patch_size=7"),
+        ("vit_b_16:num_heads=5", "hidden_dim=768 must be a multiple of num_heads=5"),
+        ("resnet18:width_per_group=128", "can differ from 1 and 64 in resnet50, 101 and 152 only"),
+        ("resnet50:layers=1-2", "layers=1-2 must be 4 positive integers"),
+        ("resnet50:layers=1-2-x-1", "layers=1-2-x-1 must be integers joined by '-'"),
+        ("resnet50:zero_init_residual=yes", "must be true or false"),
+        ("convnext_tiny:dims=8-16", "dims and depths must be equally many"),
+    ],
+)
 def test_image_names_refused(name, message):
     with pytest.raises(ValueError, match=message):
         image_tower(name, 32)
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("bert-mimi", r"text tower 'bert-mimi' is not known; did you mean 'bert-mini'\?"),
-    ("bert-mini:hidden=4", "key 'hidden' is not known; did you mean 'hidden_"),
-    ("bert-mini:vocab_size=4", "key 'vocab_size' is not known"),  # the tokenizer's business
-    ("bert-mini:hidden_size=30", "hidden size.*30.*multiple"),
-])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bert-mimi", r"text tower 'bert-mimi' is not known; did you mean 'bert-mini'\?"),
+        ("bert-mini:hidden=4", "key 'hidden' is not known; did you mean 'hidden_"),
+        ("bert-mini:vocab_size=4", "key 'vocab_size' is not known"),  # the tokenizer's business
+        ("bert-mini:hidden_size=30", "hidden size.*30.*multiple"),
+    ],
+)
 def test_text_names_refused(name, message):
     with pytest.raises(ValueError, match=message):
         text_tower(name, 100, 8)
@@ -61,6 +67,7 @@ def test_sizes_refused():
 def test_vit_refuses_images_of_another_size():
     tower = image_tower("vit_b_16:num_layers=1,hidden_dim=24,num_heads=2,mlp_dim=8", 32)
     import torch
+
     with pytest.raises(ValueError, match=r"pixel_values are \(48, 48\) but this ViT has positions for 32x32"):
         tower.specs[0].build(0)({"pixel_values": torch.zeros(1, 3, 48, 48)})
 
@@ -78,7 +85,7 @@ def test_folders(tmp_path):
     assert [spec.name for spec in tower.specs] == ["text.embeddings", "text.encoder.layer.0", "text.pooler"]
     layer = tower.specs[0].build(0)
     assert layer.embeddings.word_embeddings.weight.shape == (90, 32)
-    assert layer.embeddings.word_embeddings.weight.dtype.itemsize == 4           # fp32 whatever the file says
+    assert layer.embeddings.word_embeddings.weight.dtype.itemsize == 4  # fp32 whatever the file says
     XLMRobertaConfig(**small, pad_token_id=1).save_pretrained(tmp_path / "xlm")
     assert text_tower(str(tmp_path / "xlm"), None, 16).config["architecture"] == "XLMRobertaModel"
     CLIPConfig(text_config={**small, "eos_token_id": 5}).save_pretrained(tmp_path / "clip")

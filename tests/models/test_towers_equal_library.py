@@ -19,7 +19,7 @@ def test_training_forward_and_gradients(case, forward, dropout):
     reference = case.reference(layers, dropout).train()
     inputs = case.inputs()
 
-    torch.manual_seed(1)                                # with dropout both sides draw the same numbers in the same order
+    torch.manual_seed(1)  # with dropout both sides draw the same numbers in the same order
     features = forward(layers, inputs)[f"{case.branch}_features"]
     torch.manual_seed(1)
     expected = case.run_reference(reference, inputs)
@@ -29,7 +29,7 @@ def test_training_forward_and_gradients(case, forward, dropout):
     (features * weight).sum().backward()
     (expected * weight).sum().backward()
     expected_gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    expected_state = reference.state_dict()             # after the forward: BatchNorm has counted
+    expected_state = reference.state_dict()  # after the forward: BatchNorm has counted
     for layer in layers:
         for local, parameter in layer.named_parameters():
             name = layer.canonical_names[local].split(".", 1)[1]
@@ -73,6 +73,7 @@ def test_padding_is_not_seen(cases, forward):
 
 def test_clip_pools_at_the_end_of_text_or_at_the_highest_id(cases, forward):
     from models.text import text_tower
+
     case = cases["clip"]
     tower = case.tower()
     inputs = case.inputs()
@@ -85,7 +86,7 @@ def test_clip_pools_at_the_end_of_text_or_at_the_highest_id(cases, forward):
 
 def test_bf16(case, forward):
     layers = [spec.build(0) for spec in with_head(case.tower(), 16).specs]
-    for parameter in (p for layer in layers for p in layer.parameters()):                # as DeepSpeed casts: buffers stay in fp32
+    for parameter in (p for layer in layers for p in layer.parameters()):  # as DeepSpeed casts: buffers stay in fp32
         parameter.data = parameter.data.to(torch.bfloat16)
     inputs = {name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor for name, tensor in case.inputs().items()}
     tensors = forward(layers[:-2], inputs)

@@ -37,8 +37,11 @@ def write(folder: Path, state: dict, form: str) -> str:
     elif form == "bin":
         torch.save(state, folder / "pytorch_model.bin")
     elif form == "legacy file":
-        torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}}, folder / "old.pth",
-                   _use_new_zipfile_serialization=False)
+        torch.save(
+            {"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}},
+            folder / "old.pth",
+            _use_new_zipfile_serialization=False,
+        )
         return str(folder / "old.pth")
     elif form == "sharded":
         shard_of = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(state)}
@@ -65,13 +68,24 @@ def test_forms(cases, tmp_path, form):
     assert not torch.equal(loaded[-1].text_projection.weight, saved[-1].text_projection.weight)  # heads are never in these files
 
 
-@pytest.mark.parametrize(("name", "prefix"), [("bert", "bert."), ("roberta", "roberta."), ("distilbert", "distilbert."),
-                                              ("clip", "text_model."), ("resnet-basic", "module."), ("bert", "module.bert.")])
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("bert", "bert."),
+        ("roberta", "roberta."),
+        ("distilbert", "distilbert."),
+        ("clip", "text_model."),
+        ("resnet-basic", "module."),
+        ("bert", "module.bert."),
+    ],
+)
 def test_prefixes_and_old_names(cases, tmp_path, name, prefix):
     tower = with_head(cases[name].tower(), 8)
     saved = built(tower, seed=1)
-    state = {prefix + key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
-             for key, tensor in library_state(saved[:-1]).items()}
+    state = {
+        prefix + key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for key, tensor in library_state(saved[:-1]).items()
+    }
     where = write(tmp_path, {**state, "cls.predictions.bias": torch.zeros(3)}, "safetensors")
     assert_equal_but_heads(built(tower, 2, open_weights(tower.branch, where, tower)), saved)
 
@@ -79,8 +93,10 @@ def test_prefixes_and_old_names(cases, tmp_path, name, prefix):
 def test_torchvisions_first_vit_files(cases, tmp_path):
     tower = with_head(cases["vit"].tower(), 8)
     saved = built(tower, seed=1)
-    state = {key.replace(".mlp.0.", ".mlp.linear_1.").replace(".mlp.3.", ".mlp.linear_2."): tensor
-             for key, tensor in library_state(saved[:-1]).items()}
+    state = {
+        key.replace(".mlp.0.", ".mlp.linear_1.").replace(".mlp.3.", ".mlp.linear_2."): tensor
+        for key, tensor in library_state(saved[:-1]).items()
+    }
     assert any("linear_2" in key for key in state)
     assert_equal_but_heads(built(tower, 2, open_weights("image", write(tmp_path, state, "safetensors"), tower)), saved)
 
@@ -110,14 +126,17 @@ def test_hub_names(cases, tmp_path, monkeypatch):
 
     def download(hub_id, allow_patterns):
         asked.append(hub_id)
-        if "model.safetensors" in allow_patterns:                                # this one has torch files only
+        if "model.safetensors" in allow_patterns:  # this one has torch files only
             (tmp_path / "empty").mkdir(exist_ok=True)
             return str(tmp_path / "empty")
         return write(tmp_path / "bin", library_state(saved[:-1]), "bin")
 
     monkeypatch.setattr(models.weights, "snapshot_download", download)
-    for where, hub_id in (("someone/model", "someone/model"), ("DEFAULT", "google-bert/bert-base-uncased"),
-                          ("bert-mini", "google/bert_uncased_L-4_H-256_A-4")):
+    for where, hub_id in (
+        ("someone/model", "someone/model"),
+        ("DEFAULT", "google-bert/bert-base-uncased"),
+        ("bert-mini", "google/bert_uncased_L-4_H-256_A-4"),
+    ):
         assert_equal_but_heads(built(tower, 2, open_weights("text", where, tower)), saved)
         assert asked[-2:] == [hub_id, hub_id]
 
@@ -148,7 +167,7 @@ def test_only_what_a_layer_needs_is_read(cases, tmp_path, monkeypatch):
 
     monkeypatch.setattr(models.weights, "safe_open", Watched)
     reader = open_weights("text", where, tower)
-    assert read == []                                                            # opening checks headers only
+    assert read == []  # opening checks headers only
     layer = tower.specs[2].build(0, reader)
     assert sorted(read) == sorted(reader.read_names) == sorted(name.split(".", 1)[1] for name in layer.canonical_names.values())
     assert all(name.startswith("encoder.layer.1.") for name in read)
@@ -162,7 +181,8 @@ def test_masked_language_models_have_no_pooler(cases, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         layers = built(tower, 4, reader)
     assert [record.getMessage() for record in caplog.records] == [
-        f"weights '{tmp_path}' has no text.pooler.dense.weight, text.pooler.dense.bias: trained from scratch"]
+        f"weights '{tmp_path}' has no text.pooler.dense.weight, text.pooler.dense.bias: trained from scratch"
+    ]
     assert torch.equal(layers[-1].pooler.dense.weight, tower.specs[-1].build(4).pooler.dense.weight)
     with torch.no_grad():
         expected = BertModel.from_pretrained(tmp_path).state_dict()["encoder.layer.1.output.dense.weight"]
@@ -179,6 +199,7 @@ def test_half_precision_files_are_read_into_fp32(cases, tmp_path):
 
 def test_refusals(cases, tmp_path):
     from models.image import image_tower
+
     tower = cases["bert"].tower()
     state = library_state(built(tower, 1))
     name = "encoder.layer.1.output.dense.bias"
