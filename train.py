@@ -15,7 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
-from data.loader import resolve_workers
+from data.loader import CONSTANT_SHAPES, resolve_workers
 from data.prepare import prepare_data
 from data.sampler import GlobalOrder
 from engine.build import build_engine
@@ -29,6 +29,7 @@ from launch.feeding import Feeding
 from launch.options import Options, default_config, parse_options
 from launch.report import progress_interval, retrieval_table, show
 from launch.run_folder import RunFolder, choose_folder, training_identity
+from launch.trace_file import TraceFile, is_sampled
 from launch.tracking import Tracker
 from models.losses import InfoNCE
 from models.towers import build_towers, count_flops, meta_inputs
@@ -90,11 +91,13 @@ def main(options: Options, run: Run) -> int:
         total_steps,
         options.seed,
         processes.timeout,
+        CONSTANT_SHAPES,
     )
     checkpoint = options.checkpoint_to_resume(newest_checkpoint(folder.checkpoints))
     step = saved_step = load_checkpoint(engine, checkpoint)["step"] if checkpoint else 0
     folder.forget_after(step if checkpoint else -1)  # from the start: also the evaluation before it
     folder.write_config(options, training, plan, data.summary(), towers, total_steps)
+    trace = TraceFile(folder.path / "trace.json")
     tracker = Tracker(options.wandb, options.wandb_project, folder.path, training, first)
 
     # What this rank feeds its stage with: only the modality that enters there.
@@ -123,6 +126,10 @@ def main(options: Options, run: Run) -> int:
             line = metrics.record(step, step / order.steps_per_epoch, order.global_batch_size / step_s, step_s)
             folder.log(line)
             tracker.log(line)
+            if is_sampled(step, options.trace_every):
+                ranks = engine.gather_trace()
+                if first:
+                    trace.add(step, engine.recorder.started_at_s, ranks)
             bar.set_postfix(loss=f"{metrics.loss:.3f}", samples_per_s=f"{line['samples_per_s']:.0f}", refresh=False)
             bar.update()
             if step % eval_every == 0 or step == total_steps:

@@ -58,6 +58,7 @@ def measure(branches: dict, micro_batch_size: int, warmup: int, steps: int) -> d
         total_num_steps=100,
         seed=0,
         timeout=timedelta(seconds=120),
+        constant_shapes={"image": True, "text": True},
     )
     generator = torch.Generator().manual_seed(0)
     everything = {

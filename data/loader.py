@@ -24,6 +24,8 @@ from data.tokenizer import batch_tokens
 from data.transforms import ImageTransform
 
 MODALITIES = ("image", "text")
+# Are the shapes of a modality's training micro-batches all equal? Images have one size; texts are as long as their longest.
+CONSTANT_SHAPES = {"image": True, "text": False}
 # Last word of the seeds: the streams of the two draws differ, and differ from that of GlobalOrder, which ends in 0
 # (numpy reads [seed, epoch] as [seed, epoch, 0, 0]).
 AUGMENTATION, CAPTION = 1, 2

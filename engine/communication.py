@@ -2,9 +2,9 @@
 
 Nothing outside `engine/` calls a collective, and inside it the pipeline's own traffic goes through this module.
 
-An edge carries a message per micro-batch: a header of fixed size (names, dtypes, shapes) and then the tensors in their
-true dtypes, so that token ids and masks travel beside activations and shapes may differ from message to message. Each
-direction of an edge has a process group of its own, so that a blocking receive never stands behind the other direction.
+An edge carries a message per micro-batch: the tensors in their true dtypes, so that token ids and masks travel beside
+activations, and before them a header (names, dtypes, shapes) where the receiver cannot know them. Each direction of an edge has
+a process group of its own, so that a receive never stands behind the other direction.
 
 The tails of a fork meet in two moves, both without padding to a common size across branches:
 
@@ -15,16 +15,22 @@ The tails of a fork meet in two moves, both without padding to a common size acr
 from __future__ import annotations
 
 import json
+import queue
+import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engine.topology import BRANCHES, StageGraph
+from engine.trace import WAIT, Recorder
 
 HEADER_BYTES = 1024
+Signature = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]  # name, dtype, shape of each tensor of a message
 # What both gloo and NCCL move. Masks travel as integers.
 _DTYPES = {
     str(dtype): dtype
@@ -42,59 +48,133 @@ _DTYPES = {
 
 
 class Channel:
-    """One direction between two ranks. `send` returns at once and keeps its tensors until `drain`; `receive` waits."""
+    """One direction between two ranks. `send` returns at once; `expect` posts a receive, `receive` waits for what was posted.
+
+    Both ends may know a message's signature beforehand: a gradient has that of its activation, a replayed activation that of
+    the first time. Then no header travels. A posted receive is served by a thread, so that a message whose header comes first
+    travels while this rank computes.
+    """
+
+    SENDS_IN_FLIGHT = 2  # messages; a third waits until the first has left, so that a fast stage does not fill the memory
 
     def __init__(self, peer: int, group: dist.ProcessGroup, header_group: dist.ProcessGroup, device: torch.device):
         self.peer, self.group, self.header_group, self.device = peer, group, header_group, device
         # gloo moves host memory only; with it, tensors of a GPU are staged through the host.
         self.wire = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-        self._in_flight: list[tuple[dist.Work, Tensor]] = []
+        self.sent_bytes = 0
+        self.num_headers = 0
+        self._in_flight: deque[list[tuple[dist.Work, Tensor]]] = deque()
+        self._asked: queue.SimpleQueue[Signature | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
-    def send(self, tensors: Mapping[str, Tensor]) -> None:
-        self._post(pack_header(tensors), self.header_group)
+    def send(self, tensors: Mapping[str, Tensor], known: Signature | None = None) -> Signature:
+        """Send a message; `known` is the signature that the receiver expects, None where it must be told."""
+        signature = signature_of(tensors)
+        message = []
+        if known is None:
+            header = pack_header(signature)
+            message.append((dist.isend(header, self.peer, group=self.header_group), header))
+            self.sent_bytes += HEADER_BYTES
+            self.num_headers += 1
+        elif signature != known:
+            raise RuntimeError(f"rank {self.peer} expects a message of {_in_words(known)}, but this stage made {_in_words(signature)}")
         for tensor in tensors.values():
             if tensor.numel():
-                self._post(tensor.detach().to(self.wire).contiguous(), self.group)
+                tensor = tensor.detach().to(self.wire).contiguous()
+                message.append((dist.isend(tensor, self.peer, group=self.group), tensor))
+                self.sent_bytes += _bytes(tensor)
+        self._in_flight.append(message)
+        while len(self._in_flight) > self.SENDS_IN_FLIGHT:
+            self._wait_for_oldest()
+        return signature
+
+    def expect(self, known: Signature | None = None) -> None:
+        """Post the receive of the next message. Messages arrive in the order of their posting."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, daemon=True, name=f"receive from rank {self.peer}")
+            self._thread.start()
+        self._asked.put(known)
 
     def receive(self) -> dict[str, Tensor]:
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        dist.recv(header, self.peer, group=self.header_group)
-        tensors = {}
-        for name, (dtype, shape) in unpack_header(header).items():
-            tensor = torch.empty(shape, dtype=dtype, device=self.wire)
-            if tensor.numel():
-                dist.recv(tensor, self.peer, group=self.group)
-            tensors[name] = tensor.to(self.device)
-        return tensors
+        """The message posted first. Raises what went wrong with it."""
+        result = self._arrived.get()
+        if isinstance(result, BaseException):
+            raise result
+        tensors, works = result
+        for work in works:
+            work.wait()  # NCCL: the present stream waits, not the host; gloo: has arrived
+        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def drain(self) -> None:
         """Wait until every send has left; only then may their memory be reused."""
-        for work, _ in self._in_flight:
+        while self._in_flight:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        for work, _ in self._in_flight.popleft():
             work.wait()
-        self._in_flight.clear()
 
-    def _post(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        self._in_flight.append((dist.isend(tensor, self.peer, group=group), tensor))
+    def _serve(self) -> None:
+        if self.wire.type == "cuda":
+            torch.cuda.set_device(self.wire)  # the current device is a thread's own
+        while True:
+            known = self._asked.get()
+            try:
+                self._arrived.put(self._take(known))
+            except BaseException as error:  # belongs to the thread that waits for the message
+                self._arrived.put(error)
+                return
+
+    def _take(self, known: Signature | None) -> tuple[dict[str, Tensor], list[dist.Work]]:
+        if known is None:
+            header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+            dist.recv(header, self.peer, group=self.header_group)
+            known = unpack_header(header)
+        tensors, works = {}, []
+        for name, dtype, shape in known:
+            tensors[name] = tensor = torch.empty(shape, dtype=dtype, device=self.wire)
+            if tensor.numel():
+                works.append(dist.irecv(tensor, self.peer, group=self.group))
+        if self.wire.type == "cpu":
+            for work in works:
+                work.wait()
+            works = []
+        return tensors, works
 
 
-def pack_header(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Names, dtypes and shapes as uint8 [HEADER_BYTES], zero-padded JSON."""
+def signature_of(tensors: Mapping[str, Tensor]) -> Signature:
+    """Names, dtypes and shapes of a message, in its order. Raises TypeError for a dtype that does not travel."""
     for name, tensor in tensors.items():
         if str(tensor.dtype) not in _DTYPES:
             raise TypeError(f"tensor {name!r} has dtype {tensor.dtype}, which does not travel between stages; use one of {sorted(_DTYPES)}")
-    text = json.dumps([[name, str(t.dtype), list(t.shape)] for name, t in tensors.items()], separators=(",", ":")).encode()
+    return tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+
+
+def gradients_of(signature: Signature) -> Signature:
+    """What comes back for a message: its floating-point tensors."""
+    return tuple(entry for entry in signature if entry[1].is_floating_point)
+
+
+def _in_words(signature: Signature) -> str:
+    return ", ".join(f"{name} {str(dtype).removeprefix('torch.')} {list(shape)}" for name, dtype, shape in signature) or "nothing"
+
+
+def pack_header(signature: Signature) -> Tensor:
+    """A signature as uint8 [HEADER_BYTES], zero-padded JSON."""
+    text = json.dumps([[name, str(dtype), shape] for name, dtype, shape in signature], separators=(",", ":")).encode()
     if len(text) > HEADER_BYTES:
         raise ValueError(
-            f"a message of {len(tensors)} tensors needs a header of {len(text)} bytes; at most {HEADER_BYTES} fit: send fewer tensors"
+            f"a message of {len(signature)} tensors needs a header of {len(text)} bytes; at most {HEADER_BYTES} fit: send fewer tensors"
         )
     header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
     header[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return header
 
 
-def unpack_header(header: Tensor) -> dict[str, tuple[torch.dtype, list[int]]]:
+def unpack_header(header: Tensor) -> Signature:
     text = bytes(header.tolist()).rstrip(b"\0").decode()
-    return {name: (_DTYPES[dtype], shape) for name, dtype, shape in json.loads(text)}
+    return tuple((name, _DTYPES[dtype], tuple(shape)) for name, dtype, shape in json.loads(text))
 
 
 class Communicator:
@@ -105,6 +185,8 @@ class Communicator:
 
     def __init__(self, graph: StageGraph, rank: int, device: torch.device, timeout: timedelta, groups_of: Mapping[str, Sequence[int]]):
         self.graph, self.rank, self.device = graph, rank, device
+        self.recorder = Recorder(device)
+        self._sent_bytes = 0.0
         self._timeout = timeout
         self.stage, self.replica = graph.stage_of(rank), graph.replica_of(rank)
         self._stage_groups = {stage.stage_id: self._group(stage.ranks) for stage in graph.stages}
@@ -153,6 +235,17 @@ class Communicator:
             if channel is not None:
                 channel.drain()
 
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes this rank has sent so far: its messages, and its part of the collectives, counted as rings."""
+        return self._sent_bytes + sum(c.sent_bytes for c in (self.activations_out, self.gradients_out) if c is not None)
+
+    def gather_objects(self, value: Any) -> list[Any] | None:
+        """The values of all ranks, in order, on rank 0; None elsewhere. For small records, now and then."""
+        gathered = [None] * self.graph.world_size if self.rank == 0 else None
+        dist.gather_object(value, gathered, dst=0)
+        return gathered
+
     def _wire(self, group: dist.ProcessGroup) -> torch.device:
         return torch.device("cpu") if dist.get_backend(group) == "gloo" else self.device
 
@@ -163,7 +256,9 @@ class Communicator:
         padded = tensor.new_zeros((max(rows), *tensor.shape[1:]), device=self._wire(self.stage_group))
         padded[: tensor.shape[0]] = tensor
         gathered = [torch.empty_like(padded) for _ in rows]
-        dist.all_gather(gathered, padded, group=self.stage_group)
+        with self.recorder.span(WAIT):
+            dist.all_gather(gathered, padded, group=self.stage_group)
+        self._sent_bytes += _bytes(padded) * (self.stage.replicas - 1)
         return torch.cat([block[:count] for block, count in zip(gathered, rows)]).to(self.device)
 
     def gather_counts(self, count: int) -> list[int]:
@@ -176,13 +271,18 @@ class Communicator:
             return tensor
         source, group = self._crossings[branch]
         wired = tensor.to(self._wire(group)).contiguous()
-        dist.broadcast(wired, source, group=group)
+        with self.recorder.span(WAIT):
+            dist.broadcast(wired, source, group=group)
+        self._sent_bytes += _bytes(wired) * (dist.get_world_size(group) - 1) if source == self.rank else 0
         return wired.to(self.device)
 
     def sum_over(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         """Sum over a group (default: all ranks)."""
         wired = tensor.to(self._wire(group if group is not None else dist.group.WORLD))
-        dist.all_reduce(wired, group=group)
+        with self.recorder.span(WAIT):
+            dist.all_reduce(wired, group=group)
+        members = dist.get_world_size(group)
+        self._sent_bytes += 2 * (members - 1) / members * _bytes(wired)  # a ring: reduce-scatter, then all-gather
         return wired.to(self.device)
 
     def average_over_replicas(self, tensors: Sequence[Tensor]) -> None:
@@ -193,3 +293,7 @@ class Communicator:
         flat = self.sum_over(flat, self.stage_group) / self.stage.replicas
         for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors])):
             tensor.copy_(piece.view_as(tensor))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -34,6 +34,7 @@ DEEPSPEED_KEYS = [
     "zero_force_ds_cpu_optimizer",
     "gradient_clipping",
     "steps_per_print",
+    "pipeline",
     "communication_data_type",
     "prescale_gradients",
     "gradient_predivide_factor",
@@ -51,8 +52,8 @@ NOT_WITH_A_PIPELINE = {
     "torch_autocast": 'use "fp16" or "bf16"',
     "wandb": "W&B is an option of train.py: --wandb online|offline|disabled",
     "wall_clock_breakdown": "DeepSpeed's timers do not run under this schedule; remove it, metrics.jsonl has step_s",
-    "activation_checkpointing": "not available yet; remove it",
-    "pipeline": 'the pipeline is described in the "branches" block; remove it',
+    "activation_checkpointing": "DeepSpeed's pipeline reads it elsewhere; write "
+    '"pipeline": {"activation_checkpoint_interval": 1}, the number of layers between checkpoints',
 }
 
 
@@ -153,9 +154,16 @@ def _check_optimizer(config: Mapping[str, Any]) -> None:
 
 
 def _check_values(config: Mapping[str, Any], block: Mapping[str, Any]) -> None:
-    for key in ("optimizer", "scheduler", "fp16", "bf16", "data_types", "zero_optimization"):
+    for key in ("optimizer", "scheduler", "fp16", "bf16", "data_types", "zero_optimization", "pipeline"):
         if not isinstance(config.get(key, {}), dict):
             raise ValueError(f"{key}: got {config[key]!r}; it is an object, as in DeepSpeed's documentation")
+    for key, value in config.get("pipeline", {}).items():
+        if key != "activation_checkpoint_interval":
+            raise ValueError(
+                f"unknown key 'pipeline.{key}'; stages are described in \"branches\", here stands activation_checkpoint_interval"
+            )
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"pipeline.{key}: got {value!r}; it is a number of layers, and 0 means no activation checkpoints")
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     for key in sizes:
         value = config.get(key, AUTO)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import time
-from collections import defaultdict
+import resource
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,17 +24,22 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from engine.clipping import GROUPS, GroupedClipping
-from engine.communication import Communicator
+from engine.communication import Channel, Communicator, Signature, gradients_of, signature_of
 from engine.exchange import OTHER, ContrastiveLoss, Rows, exchange_loss, meet
 from engine.module import StageModule
 from engine.planner import BranchBatch
-from engine.schedule import SCHEDULES, ComputeLoss, ForwardOnly
-from engine.topology import BRANCHES, StageGraph
+from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ForwardOnly, ReloadMicroBatch, ReplayPass
+from engine.topology import BRANCHES, Stage, StageGraph
+from engine.trace import Span
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one step tells, equal on all ranks. Norms are taken before clipping; `loss` is over the global batch."""
+    """What one step tells, equal on all ranks. Norms are taken before clipping; `loss` is over the global batch.
+
+    `idle`: by stage, the part of the step in which its ranks did not compute. `sent_bytes`: by all ranks together, collectives
+    counted as rings. `peak_memory_bytes`: of the rank that held most so far; on a CPU the whole process.
+    """
 
     loss: float
     logit_scale_exp: float
@@ -43,6 +48,9 @@ class StepMetrics:
     step_applied: bool
     loss_scale: float
     stop_requested: bool  # by any rank
+    idle: Mapping[str, float]
+    sent_bytes: int
+    peak_memory_bytes: int
 
     def record(self, step: int, epoch: float, samples_per_s: float, step_s: float) -> dict[str, float]:
         """The line of metrics.jsonl."""
@@ -55,6 +63,9 @@ class StepMetrics:
             **{f"grad_norm/{group}": norm for group, norm in self.grad_norm.items()},
             "samples_per_s": round(samples_per_s, 2),
             "step_s": round(step_s, 5),
+            **{f"idle/{stage}": round(fraction, 4) for stage, fraction in self.idle.items()},
+            "sent_bytes": self.sent_bytes,
+            "peak_memory_bytes": self.peak_memory_bytes,
             **({} if self.loss_scale == 1.0 else {"loss_scale": self.loss_scale}),
             **({} if self.step_applied else {"step_applied": False}),
         }
@@ -75,6 +86,7 @@ class ForkEngine(PipelineEngine):
         schedule: str,
         max_grad_norm: Mapping[str, float],
         embed_dim: int,
+        constant_shapes: Mapping[str, bool],
     ):
         grid = module.mpu()
         parameters = [p for p in module.parameters() if p.requires_grad]
@@ -91,7 +103,14 @@ class ForkEngine(PipelineEngine):
         self.embed_dim = embed_dim
         self.loss_function, self.batches, self.schedule_type = loss, dict(batches), SCHEDULES[schedule]
         self.clipping = GroupedClipping(module.canonical_parameters, max_grad_norm, comm, self.basic_optimizer)
-        self.instruction_seconds: dict[str, float] = defaultdict(float)
+        self.recorder = comm.recorder
+        self.instruction_seconds: dict[str, float] = defaultdict(float)  # by instruction, over all steps so far
+        self._sent_bytes_before = 0.0
+        self._constant = {
+            "in": self.place.previous is not None and _constant(self.graph, self.graph.stages[self.place.previous], constant_shapes),
+            "out": _constant(self.graph, self.place, constant_shapes),
+        }
+        self._training_shapes: dict[str, dict[int, Signature]] = {"in": {}, "out": {}}
         self._reset_buffers()
         self._ready = True
 
@@ -121,27 +140,57 @@ class ForkEngine(PipelineEngine):
         self.module.train()
         self.set_dataiterator(data_iter)
         self._reset_buffers()
+        # Messages whose shapes never change are announced in the first step only.
+        self._shapes = {end: kept if self._constant[end] else {} for end, kept in self._training_shapes.items()}
         self._lr = self.get_lr()[0]
         self.clipping.norms.clear()
+        self.recorder.start()
         self._exec_schedule(self.schedule_type(self.place, self.batches[self._branch].num_micro_batches))
         self.comm.drain()
         # Replicas saw different samples; the mean of their running statistics is that of the whole batch's. After every
         # step, so that what is evaluated and saved does not depend on when it is.
         self.comm.average_over_replicas(self.module.running_statistics())
+        self.recorder.finish()
+        for name, seconds in self.recorder.seconds().items():
+            self.instruction_seconds[name] += seconds
         return self._step_metrics(stop_requested)
 
     def _exec_schedule(self, pipe_schedule) -> None:
-        for instructions in pipe_schedule:
-            for instruction in instructions:
-                start = time.perf_counter()
+        program = [instruction for instructions in pipe_schedule for instruction in instructions]
+        self._awaited = {
+            kind: deque(i.buffer_id for i in program if type(i) is kind) for kind in (ds_schedule.RecvActivation, ds_schedule.RecvGrad)
+        }
+        self._posted = dict.fromkeys(self._awaited, False)
+        for instruction in program:
+            self._post_receives()
+            with self.recorder.span(instruction.name, instruction.kwargs.get("buffer_id")):
                 self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
-                self.instruction_seconds[instruction.name] += time.perf_counter() - start
+
+    def _post_receives(self) -> None:
+        """Keep one receive posted per channel, so that the next message travels while this rank computes."""
+        for kind, awaited in self._awaited.items():
+            if awaited and not self._posted[kind]:
+                known = self._shapes["in" if kind is ds_schedule.RecvActivation else "out"].get(awaited[0])
+                if kind is ds_schedule.RecvActivation:
+                    self.comm.activations_in.expect(known)
+                elif known is None:
+                    continue  # nothing was sent yet that a gradient could come back for
+                else:
+                    self.comm.gradients_in.expect(gradients_of(known))
+                self._posted[kind] = True
+
+    def _receive(self, kind: type, channel: Channel) -> dict[str, Tensor]:
+        self._awaited[kind].popleft()
+        self._posted[kind] = False
+        return channel.receive()
 
     def _reset_buffers(self) -> None:
         """Buffers by micro-batch: named tensors that came in, that go out, and the gradients of what went out."""
         self._inputs: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        self._loaded: dict[int, dict[str, Tensor]] = {}
         self._outputs: dict[int, dict[str, Tensor]] = {}
         self._output_grads: dict[int, dict[str, Tensor]] = {}
+        self._shapes: dict[str, dict[int, Signature]] = {"in": {}, "out": {}}  # of the messages along both edges
         self._loss_share = torch.zeros((), device=self.device)
         self._num_misaligned = torch.zeros((), device=self.device)
         self._logit_scale_exp = torch.zeros((), device=self.device)
@@ -152,31 +201,50 @@ class ForkEngine(PipelineEngine):
 
     # -- instructions ------------------------------------------------------------------------------------------------
 
-    def _exec_load_micro_batch(self, buffer_id: int) -> None:
+    def _exec_load_micro_batch(self, buffer_id: int, keep: bool = False) -> None:
+        loaded = next(self.data_iterator)
+        if keep:
+            self._loaded[buffer_id] = loaded  # where the loader left it: in host memory
+        self._take_in(buffer_id, loaded)
+
+    def _exec_reload_micro_batch(self, buffer_id: int) -> None:
+        self._take_in(buffer_id, self._loaded.pop(buffer_id))
+
+    def _take_in(self, buffer_id: int, loaded: Mapping[str, Tensor]) -> None:
         dtype = self.get_data_types()[0]
-        for name, tensor in next(self.data_iterator).items():
+        for name, tensor in loaded.items():
             tensor = tensor.to(self.device, non_blocking=True)
             self._inputs[buffer_id][name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
-        for name, tensor in self.comm.activations_in.receive().items():
+        received = self._receive(ds_schedule.RecvActivation, self.comm.activations_in)
+        self._shapes["in"][buffer_id] = signature_of(received)
+        for name, tensor in received.items():
             self._inputs[buffer_id][name] = tensor.requires_grad_(tensor.is_floating_point() and torch.is_grad_enabled())
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         number = self.replica * self.batches[self._branch].num_micro_batches + buffer_id
         self.module.seed_micro_batch(self.global_steps, number)
-        outputs = super(PipelineEngine, self).forward(dict(self._inputs[buffer_id]))
-        self._outputs[buffer_id] = outputs
+        self._outputs[buffer_id] = super(PipelineEngine, self).forward(dict(self._inputs[buffer_id]))
         if not torch.is_grad_enabled():
             del self._inputs[buffer_id]
 
+    @torch.no_grad()
+    def _exec_embed_pass(self, buffer_id: int) -> None:
+        self._exec_forward_pass(buffer_id)
+
+    def _exec_replay_pass(self, buffer_id: int) -> None:
+        with self.module.statistics_untouched():  # the first forward has updated them
+            self._exec_forward_pass(buffer_id)
+
     def _exec_send_activations(self, buffer_id: int) -> None:
-        self.comm.activations_out.send(self._outputs[buffer_id])
-        if not torch.is_grad_enabled():
-            del self._outputs[buffer_id]
+        outputs, shapes = self._outputs[buffer_id], self._shapes["out"]
+        shapes[buffer_id] = self.comm.activations_out.send(outputs, shapes.get(buffer_id))
+        if not any(tensor.requires_grad for tensor in outputs.values()):
+            del self._outputs[buffer_id]  # no backward will ask for them
 
     def _exec_recv_grads(self, buffer_id: int) -> None:
-        self._output_grads[buffer_id] = self.comm.gradients_in.receive()
+        self._output_grads[buffer_id] = self._receive(ds_schedule.RecvGrad, self.comm.gradients_in)
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
         outputs, grads = self._outputs.pop(buffer_id), self._output_grads.pop(buffer_id)
@@ -208,32 +276,41 @@ class ForkEngine(PipelineEngine):
             raise RuntimeError(
                 f"{self.place.name}: received {missing} but its layers made no gradient for them; drop tensors no layer uses"
             )
-        self.comm.gradients_out.send({name: tensor.grad for name, tensor in received.items()})
+        # in the order and the dtype of the activations: that is what the other side expects
+        known = gradients_of(self._shapes["in"][buffer_id])
+        self.comm.gradients_out.send({name: received[name].grad for name, _, _ in known}, known)
 
-    def _exec_compute_loss(self) -> None:
+    def _exec_compute_loss(self, buffer_id: int | None = None) -> None:
+        """One loss over everything that is waiting here: the global batch, or, with `buffer_id`, a micro-batch of each replica."""
         batch = self.batches[self._branch]
-        counts = [batch.micro_batch_size * batch.num_micro_batches] * batch.replicas
         outputs = [self._outputs[m] for m in sorted(self._outputs)]
+        counts = [batch.micro_batch_size * len(outputs)] * batch.replicas
+        weight = 1.0 if buffer_id is None else 1.0 / batch.num_micro_batches
+        own = self._own_rows()
+        if buffer_id is not None:  # a batch of its own: its rows are numbered from 0, replica by replica
+            own = {
+                b: replace(rows, position=torch.arange(counts[0], device=self.device) + self.replica * counts[0]) for b, rows in own.items()
+            }
         parameters = {name: outputs[0][name].detach() for name in self.loss_function.parameters if name in outputs[0]}
         with torch.no_grad():
-            meeting = meet(self.comm, self._own_rows(), counts)
+            meeting = meet(self.comm, own, counts)
             result = exchange_loss(self.comm, self.loss_function, meeting, counts, parameters)
-        self._loss_share = result.share
+        self._loss_share += result.share * weight
         if self.comm.rank == self.graph.tail("image").ranks[0]:  # every tail sees the same; one counts
-            self._num_misaligned = meeting.num_misaligned.float()
+            self._num_misaligned += meeting.num_misaligned
         if parameters and self.replica == 0:
             self._logit_scale_exp = parameters["logit_scale"].exp().clamp(max=100.0).reshape(())
-        # ∂L/∂ of the own rows, L over the global batch. The reduction over replicas averages what each accumulated: times
-        # the number of replicas makes that the sum. fp16: times the loss scale, which the optimizer takes out again.
-        scale = self.place.replicas * self._loss_scale()
+        # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each accumulated: times the
+        # number of replicas makes that the sum. fp16: times the loss scale, which the optimizer takes out again.
+        scale = self.place.replicas * self._loss_scale() * weight
         sizes = [self._num_rows(output) for output in outputs]
         pieces = {branch: (grad * scale).split(sizes) for branch, grad in result.embeds.items()}
-        for m, output in enumerate(outputs):
-            grads = {f"{branch}_embeds": pieces[branch][m] for branch in pieces}
+        for i, m in enumerate(sorted(self._outputs)):
+            grads = {f"{branch}_embeds": pieces[branch][i] for branch in pieces}
             for name in parameters:  # the whole gradient goes with the first micro-batch
-                grads[name] = result.parameters[name] * scale if m == 0 else torch.zeros_like(parameters[name])
+                grads[name] = result.parameters[name] * scale if i == 0 else torch.zeros_like(parameters[name])
             self._output_grads[m] = grads
-            self._outputs[m] = {name: tensor for name, tensor in output.items() if tensor.requires_grad}
+            self._outputs[m] = {name: tensor for name, tensor in outputs[i].items() if tensor.requires_grad}
 
     def _loss_scale(self) -> float:
         return float(self.optimizer.loss_scale) if self.fp16_enabled() and hasattr(self.optimizer, "loss_scale") else 1.0
@@ -293,14 +370,19 @@ class ForkEngine(PipelineEngine):
         norms = [
             self.clipping.norms[group].reshape(()) if self._speaks_for(group) else torch.zeros((), device=self.device) for group in GROUPS
         ]
-        stop = torch.tensor(float(stop_requested), device=self.device)
-        values = torch.stack([self._loss_share, self._num_misaligned, self._logit_scale_exp, stop, *norms]).float()
-        loss, misaligned, logit_scale_exp, stopping, *grad_norms = self.comm.sum_over(values).tolist()
+        sent_bytes = self.comm.sent_bytes + self._reduced_bytes()
+        host = [float(stop_requested), sent_bytes - self._sent_bytes_before, *self._own_slots()]
+        self._sent_bytes_before = sent_bytes
+        mine = [self._loss_share, self._num_misaligned, self._logit_scale_exp, *norms]
+        values = torch.cat([torch.stack(mine).float(), torch.tensor(host, device=self.device)])
+        loss, misaligned, logit_scale_exp, *rest = self.comm.sum_over(values).tolist()
+        grad_norms, (stopping, sent), slots = rest[: len(GROUPS)], rest[len(GROUPS) : len(GROUPS) + 2], rest[len(GROUPS) + 2 :]
         if misaligned:
             raise RuntimeError(
                 f"the image and text branches disagree about {int(misaligned)} samples of this batch; both must be given the same "
                 "samples at the same positions (data order, seed and number of samples must be equal on all ranks)"
             )
+        busy_s, step_s, peak_bytes = (slots[i :: self._NUM_SLOTS] for i in range(self._NUM_SLOTS))
         return StepMetrics(
             loss=loss,
             logit_scale_exp=logit_scale_exp,
@@ -309,7 +391,29 @@ class ForkEngine(PipelineEngine):
             step_applied=self._step_applied,
             loss_scale=self._loss_scale(),
             stop_requested=stopping > 0,
+            idle={s.name: max(0.0, 1 - sum(busy_s[r] for r in s.ranks) / s.replicas / max(step_s)) for s in self.graph.stages},
+            sent_bytes=int(sent),
+            peak_memory_bytes=int(max(peak_bytes)),
         )
+
+    _NUM_SLOTS = 3
+
+    def _own_slots(self) -> list[float]:
+        """What this rank alone tells, between the zeros of the others: seconds computed, seconds of the step, most bytes held."""
+        before, after = self.comm.rank, self.graph.world_size - self.comm.rank - 1
+        mine = [self.recorder.busy_s(), self.recorder.step_s, float(peak_memory_bytes(self.device))]
+        return [0.0] * (before * self._NUM_SLOTS) + mine + [0.0] * (after * self._NUM_SLOTS)
+
+    def _reduced_bytes(self) -> float:
+        """What DeepSpeed has sent so far to average this stage's gradients and, under ZeRO-1, to hand the new weights round."""
+        replicas = self.place.replicas
+        weights = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
+        gradients = 2 * weights if isinstance(self.optimizer, BF16_Optimizer) else weights  # those are fp32
+        return self.global_steps * (replicas - 1) / replicas * (2 * gradients + (weights if self.clipping.partitioned else 0))
+
+    def gather_trace(self) -> list[tuple[str, list[Span]]] | None:
+        """On rank 0: (who, spans of the last step) of every rank. All ranks call it together."""
+        return self.comm.gather_objects((self.graph.describe_rank(self.comm.rank), self.recorder.spans))
 
     def _speaks_for(self, group: str) -> bool:
         return group in self.clipping.norms and self.comm.group_members[group][0] == self.comm.rank
@@ -317,7 +421,10 @@ class ForkEngine(PipelineEngine):
     _INSTRUCTION_MAP = {
         ds_schedule.LoadMicroBatch: _exec_load_micro_batch,
         ds_schedule.RecvActivation: _exec_recv_activations,
+        ReloadMicroBatch: _exec_reload_micro_batch,
+        EmbedPass: _exec_embed_pass,
         ds_schedule.ForwardPass: _exec_forward_pass,
+        ReplayPass: _exec_replay_pass,
         ds_schedule.SendActivation: _exec_send_activations,
         ComputeLoss: _exec_compute_loss,
         ds_schedule.RecvGrad: _exec_recv_grads,
@@ -326,3 +433,20 @@ class ForkEngine(PipelineEngine):
         ds_schedule.ReduceGrads: PipelineEngine._exec_reduce_grads,
         ds_schedule.OptimizerStep: PipelineEngine._exec_optimizer_step,
     }
+
+
+def _constant(graph: StageGraph, stage: Stage, constant_shapes: Mapping[str, bool]) -> bool:
+    """Does every message that leaves this stage have the same shapes? Where nothing that varies has entered at it or before it."""
+    while True:
+        if not all(constant_shapes[branch] for branch in stage.loads):
+            return False
+        if stage.previous is None:
+            return True
+        stage = graph.stages[stage.previous]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most this rank has held so far: tensors on its GPU; on a CPU all of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from engine.topology import BRANCHES, Stage, StageGraph
 
@@ -68,7 +69,7 @@ class StageModule(PipelineModule):
     ):
         self._graph, self._rank, self._layers, self._build_layer, self._seed = graph, rank, layers, build_layer, seed
         self._stage: Stage = graph.stage_of(rank)
-        self._micro_batch_seed = 0
+        self._micro_batch = 0, 0
         specs = [spec for branch in BRANCHES for spec in layers[branch]]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its (stand-in) topology
             super().__init__(specs, topology=PipeDataParallelTopology(num_pp=graph.world_size, num_dp=1), base_seed=seed)
@@ -111,15 +112,46 @@ class StageModule(PipelineModule):
 
     def seed_micro_batch(self, step: int, branch_micro_batch: int) -> None:
         """Fix the random numbers of the next forward: step and number of the micro-batch within the global batch."""
-        self._micro_batch_seed = step * 1_000_003 + branch_micro_batch
+        self._micro_batch = step, branch_micro_batch
 
     def forward(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        micro_batch_seed = self._micro_batch_seed
-        for index, layer, draws in zip(self._own_indices, self.forward_funcs, self._draws):
-            if draws and self.training:
-                torch.manual_seed(_mix(self._seed, micro_batch_seed, index))
-            tensors = layer(tensors)
+        """Run the layers; with `activation_checkpoint_interval` k, k at a time keep their inputs only and run again in the backward."""
+        micro_batch, number = self._micro_batch, len(self.forward_funcs)
+        if not (self.activation_checkpoint_interval and self.training and torch.is_grad_enabled()):
+            return self._run(range(number), micro_batch, tensors)
+        for start in range(0, number, self.activation_checkpoint_interval):
+            part = range(start, min(start + self.activation_checkpoint_interval, number))
+            # Not reentrant: exact for inputs without gradient too. The seeds make random state equal, nothing needs to be saved.
+            tensors = checkpoint(
+                self._run,
+                part,
+                micro_batch,
+                tensors,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=lambda part=part: (contextlib.nullcontext(), self.statistics_untouched(part)),
+            )
         return tensors
+
+    def _run(self, part: range, micro_batch: tuple[int, int], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for i in part:
+            if self._draws[i] and self.training:
+                torch.manual_seed(layer_seed(self._seed, *micro_batch, self._own_indices[i]))
+            tensors = self.forward_funcs[i](tensors)
+        return tensors
+
+    @contextlib.contextmanager
+    def statistics_untouched(self, part: range | None = None) -> Iterator[None]:
+        """A forward in here is the same function as one outside, but leaves the buffers (running means) of the layers as they were."""
+        layers = self.forward_funcs if part is None else self.forward_funcs[part.start : part.stop]
+        buffers = [buffer for layer in layers for buffer in layer.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            yield
+        finally:
+            for buffer, value in zip(buffers, before):
+                # .data: batch normalisation updates its buffers behind autograd's back as well, other backwards still refer to them
+                buffer.data.copy_(value)
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """One file per layer, named after the layer: any topology finds its own."""
@@ -132,6 +164,11 @@ class StageModule(PipelineModule):
 def layer_file(folder: str, layer_name: str) -> str:
     """Where a checkpoint folder keeps the weights of a layer."""
     return os.path.join(folder, f"layer-{layer_name}-model_states.pt")
+
+
+def layer_seed(seed: int, step: int, micro_batch: int, layer: int) -> int:
+    """What a layer draws from: `micro_batch` counts within the global batch of a branch, `layer` over the layers of both branches."""
+    return _mix(seed, step * 1_000_003 + micro_batch, layer)
 
 
 def _mix(*values: int) -> int:

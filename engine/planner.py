@@ -67,6 +67,12 @@ def plan_run(config: Mapping[str, Any], block: BranchesBlock, world_size: int, l
         raise ValueError(
             f"branches.micro_batch_size: {block.micro_batch_size} differs between the branches, which only a fork allows; give one number"
         )
+    if block.schedule == "per_micro_batch" and batches["image"] != batches["text"]:
+        deals = ", ".join(f"{b} {d.micro_batch_size} × {d.num_micro_batches} × {d.replicas}" for b, d in batches.items())
+        raise ValueError(
+            f'branches.schedule: "per_micro_batch" compares the samples of one micro-batch, so both branches need the same micro-batches, '
+            f"but micro × num × replicas are {deals}; give equal replicas and micro_batch_size, or use batch_sync"
+        )
     return RunPlan(graph, batches, block.schedule, block.max_grad_norm)
 
 
@@ -78,6 +84,8 @@ def deepspeed_config(config: Mapping[str, Any], batch: BranchBatch, total_num_st
     resolved["gradient_accumulation_steps"] = batch.num_micro_batches
     resolved["gradient_clipping"] = 0.0  # DeepSpeed's default is 1.0, over all parameters of a stage; engine/clipping.py clips by group
     resolved.setdefault("steps_per_print", None)
+    if "pipeline" in resolved:
+        resolved["pipeline"]["use_reentrant"] = False
     scheduler = resolved.get("scheduler", {}).get("params", {})
     for key, value in scheduler.items():
         if value == AUTO:

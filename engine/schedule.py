@@ -1,19 +1,32 @@
 """What each stage does, in which order: lists of instructions, made without a process group.
 
-The instructions are DeepSpeed's own; `buffer_id` is the number of the micro-batch. The executor runs them, tests read them.
+The instructions are DeepSpeed's own and four of ours; `buffer_id` is the number of the micro-batch. The executor runs them, the
+simulator times them, tests read them. Two stages, four micro-batches:
 
-`batch_sync`: all forwards, one loss over the global batch, all backwards:
+`batch_sync`: all forwards, one loss over the global batch, all backwards. Keeps the activations of all micro-batches.
 
     stage 0   F0 F1 F2 F3 ............... B0 B1 B2 B3  R S
     stage 1      F0 F1 F2 F3  L  B0 B1 B2 B3           R S      F forward, L loss, B backward, R reduce, S optimizer step
+
+`replay`: forwards that keep nothing, one loss, then forwards again, each followed by a backward as soon as it can be. Keeps the
+activations of `num_downstream` + 1 micro-batches at most.
+
+    stage 0   E0 E1 E2 E3    F0 F1 .. B0 F2 B1 F3 B2 .. B3  R S
+    stage 1      E0 E1 E2 E3  L F0 B0 F1 B1 F2 B2 F3 B3     R S      E forward without gradient, for the embeddings only
+
+`per_micro_batch`: a loss for each micro-batch by itself. Another objective, with fewer negatives; for ablation only.
+
+    stage 0   F0 F1 .... B0 F2 .... B1 F3 .. B2 .. B3  R S
+    stage 1      F0 L0 B0 F1 L1 B1 F2 L2 B2 F3 L3 B3  R S
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from deepspeed.runtime.pipe.schedule import (
     BackwardPass,
+    BufferOpInstruction,
     ForwardPass,
     LoadMicroBatch,
     OptimizerStep,
@@ -29,8 +42,23 @@ from deepspeed.runtime.pipe.schedule import (
 from engine.topology import Stage
 
 
+class EmbedPass(BufferOpInstruction):
+    """A forward without gradient. Its inputs that were loaded here stay, in host memory, for the second forward."""
+
+
+class ReloadMicroBatch(BufferOpInstruction):
+    """Bring back what was loaded for the micro-batch's EmbedPass."""
+
+
+class ReplayPass(BufferOpInstruction):
+    """The forward again, the same function of the same input, now with gradient."""
+
+
 class ComputeLoss(PipeInstruction):
-    """Tails: exchange the embeddings of the global batch, compute the loss and the gradients of the own embeddings."""
+    """Tails: exchange the embeddings of the global batch, compute the loss and the gradients of the own embeddings.
+
+    With a `buffer_id` the batch is one micro-batch of each replica, and the loss counts 1/num_micro_batches.
+    """
 
 
 class StageSchedule(PipeSchedule):
@@ -40,13 +68,15 @@ class StageSchedule(PipeSchedule):
         super().__init__(micro_batches=num_micro_batches, stages=1, stage_id=stage.stage_id)
         self.place = stage
 
-    def forward(self, m: int) -> list[PipeInstruction]:
+    def forward(
+        self, m: int, run: Callable[[int], PipeInstruction] = ForwardPass, load: Callable[[int], PipeInstruction] = LoadMicroBatch
+    ) -> list[PipeInstruction]:
         """Take in micro-batch m, run it, hand it on."""
         stage = self.place
         return [
             *([RecvActivation(m)] if stage.previous is not None else []),
-            *([LoadMicroBatch(m)] if stage.loads else []),
-            ForwardPass(m),
+            *([load(m)] if stage.loads else []),
+            run(m),
             *([SendActivation(m)] if stage.next is not None else []),
         ]
 
@@ -58,9 +88,22 @@ class StageSchedule(PipeSchedule):
             *([SendGrad(m)] if stage.previous is not None else []),
         ]
 
+    def one_forward_one_backward(self, forward) -> Iterator[list[PipeInstruction]]:
+        """Fill the pipeline, then a backward after each `forward(m)`, then empty it (PipeDream-Flush, Narayanan et al. 2021).
+
+        A stage with d stages behind it runs d forwards ahead, so it holds the activations of at most d + 1 micro-batches.
+        """
+        ahead = min(self.place.num_downstream, self.micro_batches)
+        for m in range(ahead):
+            yield forward(m)
+        for m in range(self.micro_batches):
+            if m + ahead < self.micro_batches:
+                yield forward(m + ahead)
+            yield self.backward(m)
+
 
 class BatchSync(StageSchedule):
-    """All forwards, one loss, all backwards. Keeps the activations of every micro-batch until its backward."""
+    """All forwards, one loss, all backwards."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for m in range(self.micro_batches):
@@ -72,6 +115,27 @@ class BatchSync(StageSchedule):
         yield [ReduceGrads(), OptimizerStep()]
 
 
+class Replay(StageSchedule):
+    """Forwards for the embeddings, one loss, then one forward, one backward with the embeddings' gradients (Gao et al. 2021, GradCache)."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        for m in range(self.micro_batches):
+            yield self.forward(m, EmbedPass, lambda m: LoadMicroBatch(m, keep=True))
+        if self.place.is_tail:
+            yield [ComputeLoss()]
+        yield from self.one_forward_one_backward(lambda m: self.forward(m, ReplayPass, ReloadMicroBatch))
+        yield [ReduceGrads(), OptimizerStep()]
+
+
+class PerMicroBatch(StageSchedule):
+    """One forward, one loss, one backward: what DeepSpeed's own schedule computes. Not the loss over the global batch."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        tail = self.place.is_tail
+        yield from self.one_forward_one_backward(lambda m: [*self.forward(m), *([ComputeLoss(buffer_id=m)] if tail else [])])
+        yield [ReduceGrads(), OptimizerStep()]
+
+
 class ForwardOnly(StageSchedule):
     """Embeddings of a held-out set: forwards, nothing else."""
 
@@ -80,4 +144,4 @@ class ForwardOnly(StageSchedule):
             yield self.forward(m)
 
 
-SCHEDULES = {"batch_sync": BatchSync}
+SCHEDULES = {"batch_sync": BatchSync, "replay": Replay, "per_micro_batch": PerMicroBatch}

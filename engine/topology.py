@@ -25,7 +25,8 @@ class Stage:
     """One stage of the pipeline: a slice of one branch's layers, or of both.
 
     `layers` maps a branch to the half-open range of its layers that this stage holds; `ranks[r]` runs replica r.
-    `previous` and `next` are the stage ids it receives activations from and sends them to.
+    `previous` and `next` are the stage ids it receives activations from and sends them to; `num_downstream` stages lie
+    between it and the loss.
     """
 
     stage_id: int
@@ -36,6 +37,7 @@ class Stage:
     next: int | None
     loads: tuple[str, ...]  # branches whose micro-batches enter here
     tail_of: tuple[str, ...]  # branches whose embeddings leave the pipeline here
+    num_downstream: int = 0
 
     @property
     def replicas(self) -> int:
@@ -136,6 +138,7 @@ def fork(cuts: Mapping[str, Sequence[range]], replicas: Mapping[str, int]) -> St
                     next=stage_id + 1 if position < count - 1 else None,
                     loads=(branch,) if position == 0 else (),
                     tail_of=(branch,) if position == count - 1 else (),
+                    num_downstream=count - 1 - position,
                 )
             )
             first_rank += replicas[branch]
@@ -175,6 +178,7 @@ def _on_line(stage_id: int, count: int, name: str, layers: Mapping[str, range], 
         next=stage_id + 1 if stage_id < count - 1 else None,
         loads=loads,
         tail_of=BRANCHES if stage_id == count - 1 else (),
+        num_downstream=count - 1 - stage_id,
     )
 
 

@@ -35,6 +35,7 @@ class Options:
     run_dir: Path | None
     save_every: int | None
     eval_every: int | None
+    trace_every: int
     resume: str
     wandb: str
     wandb_project: str
@@ -147,6 +148,13 @@ def make_parser() -> argparse.ArgumentParser:
     tracking = parser.add_argument_group("tracking")
     tracking.add_argument(
         "--wandb", choices=("online", "offline", "disabled"), default="disabled", help="Weights & Biases (default: disabled)"
+    )
+    tracking.add_argument(
+        "--trace-every",
+        type=_at_least(0),
+        default=100,
+        metavar="N",
+        help="steps between those written to trace.json; 0: none (default: 100)",
     )
     tracking.add_argument("--wandb-project", default="wye", metavar="NAME", help="(default: wye)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by DeepSpeed's launcher, which also sets LOCAL_RANK

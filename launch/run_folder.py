@@ -19,7 +19,7 @@ from launch.options import ROOT, Options
 from models.towers import Tower
 
 # Options that may differ when a run goes on: they do not change what is trained.
-FREE_TO_CHANGE = ("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "deepspeed_config")
+FREE_TO_CHANGE = ("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "trace_every", "deepspeed_config")
 PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillow")
 
 

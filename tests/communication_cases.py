@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from engine.communication import Communicator
+from engine.communication import Channel, Communicator, signature_of
 from engine.topology import BRANCHES, StageGraph, chain, fork
 
 TIMEOUT = timedelta(seconds=30)
@@ -37,14 +38,19 @@ def equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bo
 
 
 def both_directions_at_once(number: int) -> bool:
-    """A chain of 2 stages × 2 replicas: each end first sends all it has, then receives all: no send may wait for its receive."""
+    """A chain of 2 stages × 2 replicas: each end sends as much as may be on its way, then receives; no send waits for a receive."""
     comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 2))
     upstream = comm.stage.next is not None
     out, back = (comm.activations_out, comm.gradients_in) if upstream else (comm.gradients_out, comm.activations_in)
     mine, theirs = (0, 500) if upstream else (500, 0)
-    for m in range(number):
-        out.send(message(mine + m, comm.replica))
-    received = [back.receive() for _ in range(number)]
+    received = []
+    for start in range(0, number, Channel.SENDS_IN_FLIGHT):
+        batch = range(start, min(start + Channel.SENDS_IN_FLIGHT, number))
+        for m in batch:
+            out.send(message(mine + m, comm.replica))
+        for _ in batch:
+            back.expect()
+            received.append(back.receive())
     comm.drain()
     nothing_else = {comm.activations_in, comm.activations_out, comm.gradients_in, comm.gradients_out} == {out, back, None}
     return nothing_else and all(equal(got, message(theirs + m, comm.replica)) for m, got in enumerate(received))
@@ -59,7 +65,47 @@ def empty_messages() -> list[list[str]]:
             comm.activations_out.send(tensors)
         comm.drain()
         return []
+    for _ in sent:
+        comm.activations_in.expect()
     return [[f"{name} {list(tensor.shape)}" for name, tensor in comm.activations_in.receive().items()] for _ in sent]
+
+
+def known_shapes(last_width: int) -> dict:
+    """Three messages: the first is announced, the others have a signature that both ends know. `last_width` 3 keeps the promise."""
+    comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 1))
+    first = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.int64)}
+    if comm.activations_out is not None:
+        channel = comm.activations_out
+        known = channel.send(first)
+        channel.send({name: tensor + 1 for name, tensor in first.items()}, known)
+        failed = None
+        try:
+            channel.send({"a": torch.zeros(2, last_width), "b": first["b"]}, known)
+        except RuntimeError as error:
+            failed = str(error)
+            channel.send(first, known)  # so that the other end gets what it waits for
+        comm.drain()
+        return {"headers": channel.num_headers, "bytes": channel.sent_bytes, "failed": failed}
+    comm.activations_in.expect()
+    got = [comm.activations_in.receive()]
+    for _ in range(2):
+        comm.activations_in.expect(signature_of(got[0]))
+        got.append(comm.activations_in.receive())
+    return {"equal": equal(got[0], first) and equal(got[1], {name: tensor + 1 for name, tensor in first.items()})}
+
+
+def posted_receives_overlap(seconds: float) -> float:
+    """The receiver posts, then is busy; returns how long it still waits for a message that came meanwhile."""
+    comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 1))
+    if comm.activations_out is not None:
+        comm.activations_out.send({"a": torch.zeros(1_000_000)})
+        start = time.perf_counter()
+        comm.drain()
+        return time.perf_counter() - start
+    comm.activations_in.expect()
+    time.sleep(seconds)
+    comm.activations_in.receive()
+    return 0.0
 
 
 def gathering_and_crossing(replicas: dict[str, int], rows: dict[str, list[int]]) -> dict:

@@ -41,6 +41,8 @@ class Case:
     global_batch_size: int = 24
     steps: int = 1
     dropout: float = 0.0
+    schedule: str = "batch_sync"
+    checkpoint_interval: int = 0
     max_grad_norm: dict[str, float] = field(default_factory=lambda: {"image": 0.0, "text": 0.0, "head": 0.0})
     seed: int = SEED
 
@@ -62,14 +64,20 @@ class Case:
                 "replicas": self.replicas,
                 "micro_batch_size": self.micro_batch_size,
                 "gradient_clipping": self.max_grad_norm,
+                "schedule": self.schedule,
             },
         }
+        if self.checkpoint_interval:
+            config["pipeline"] = {"activation_checkpoint_interval": self.checkpoint_interval}
         if self.precision == "bf16":
             config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         return config
 
     def __str__(self) -> str:
         parts = [self.layout, self.stages, self.replicas, self.micro_batch_size, self.towers, f"zero{self.zero_stage}", self.precision]
+        parts += [self.schedule] if self.schedule != "batch_sync" else []
+        parts += [f"checkpoint{self.checkpoint_interval}"] if self.checkpoint_interval else []
+        parts += [f"dropout{self.dropout}"] if self.dropout else []
         return " ".join(str(p) for p in parts).replace("'", "").replace(" ", "")
 
 
@@ -141,6 +149,7 @@ def make_engine(case: Case):
         total_num_steps=10,
         seed=case.seed,
         timeout=timedelta(seconds=60),
+        constant_shapes={"image": True, "text": False},
     )
     return engine, plan, image_size
 
@@ -183,8 +192,25 @@ def train_split(case: Case) -> dict[str, Any]:
     }
 
 
+def compared(case: Case, micro_batch_size: int) -> list[Tensor]:
+    """Which samples are each other's negatives: all, or, per micro-batch, the m-th micro-batches of the replicas."""
+    everyone = torch.arange(case.global_batch_size)
+    if case.schedule != "per_micro_batch":
+        return [everyone]
+    replicas = case.replicas["image"] if case.layout == "fork" else case.replicas
+    return [part.flatten() for part in everyone.view(replicas, -1, micro_batch_size).transpose(0, 1)]
+
+
+def info_nce(embeds: dict[str, Tensor], logit_scale: Tensor, rows: Tensor) -> Tensor:
+    logits = logit_scale.exp() * embeds["image"][rows] @ embeds["text"][rows].T
+    target = torch.arange(len(rows))
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
 def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[str, Any]:
     """The reference. `plan_batches[branch]` = (micro_batch_size, number of micro-batches of all replicas)."""
+    from engine.module import layer_seed
+
     towers, image_size = towers_of(case)
     layers = {branch: [spec.build(case.seed).train() for spec in tower.specs] for branch, tower in towers.items()}
     named = {layer.canonical_names[n]: p for branch in layers.values() for layer in branch for n, p in layer.named_parameters()}
@@ -195,16 +221,16 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
         for branch in ("image", "text"):
             size, number = plan_batches[branch]
             rows = []
-            for position in torch.arange(case.global_batch_size).view(number, size):
+            for number_of, position in enumerate(torch.arange(case.global_batch_size).view(number, size)):
                 tensors = micro_batch(batch, branch, position)
-                for layer in layers[branch]:
+                for i, layer in enumerate(layers[branch]):
+                    # the same random numbers as the split side, by its documented rule
+                    torch.manual_seed(layer_seed(case.seed, step, number_of, i + (len(layers["image"]) if branch == "text" else 0)))
                     tensors = layer(tensors)
                 rows.append(tensors[f"{branch}_embeds"])
                 logit_scale = tensors.get("logit_scale", logit_scale)
             embeds[branch] = torch.cat(rows)
-        logits = logit_scale.exp() * embeds["image"] @ embeds["text"].T
-        target = torch.arange(case.global_batch_size)
-        loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+        loss = torch.stack([info_nce(embeds, logit_scale, rows) for rows in compared(case, plan_batches["image"][0])]).mean()
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
@@ -216,7 +242,19 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
             norms[-1][group] = float(torch.nn.utils.clip_grad_norm_(members, limit if limit > 0 else float("inf")))
         optimizer.step()
         losses.append(loss.item())
-    return {"losses": losses, "norms": norms, "gradients": first_gradients, "parameters": {n: p.detach() for n, p in named.items()}}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "gradients": first_gradients,
+        "parameters": {n: p.detach() for n, p in named.items()},
+        "buffers": {
+            layer.canonical_names[n]: b
+            for branch in layers.values()
+            for layer in branch
+            for n, b in layer.named_buffers()
+            if n in layer.canonical_names
+        },
+    }
 
 
 def assemble(results: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ import communication_cases
 import pytest
 import torch
 
-from engine.communication import HEADER_BYTES, pack_header, unpack_header
+from engine.communication import HEADER_BYTES, gradients_of, pack_header, signature_of, unpack_header
 from launch.ranks import run_ranks
 
 
@@ -14,6 +14,25 @@ def test_every_dtype_and_changing_shapes_in_both_directions_at_once():
 
 def test_messages_of_nothing():
     assert run_ranks(2, communication_cases.empty_messages) == [[], [["a [2]"], [], ["b [0, 7]"]]]
+
+
+def test_a_signature_that_both_ends_know_is_not_announced():
+    sender, receiver = run_ranks(2, communication_cases.known_shapes, 3)
+    assert sender == {"headers": 1, "bytes": HEADER_BYTES + 3 * (6 * 4 + 2 * 8), "failed": None}
+    assert receiver == {"equal": True}
+
+
+def test_a_message_that_is_not_what_the_receiver_expects_is_refused_before_it_leaves():
+    sender, _ = run_ranks(2, communication_cases.known_shapes, 4)
+    assert (
+        sender["failed"] == "rank 1 expects a message of a float32 [2, 3], b int64 [2], but this stage made a float32 [2, 4], b int64 [2]"
+    )
+
+
+def test_a_posted_receive_takes_the_message_while_its_rank_is_busy():
+    """Without a posted receive gloo holds the message back: the sender would drain only after the receiver's two seconds."""
+    drained_after_s, _ = run_ranks(2, communication_cases.posted_receives_overlap, 2.0)
+    assert drained_after_s < 1.5
 
 
 @pytest.mark.parametrize(
@@ -45,10 +64,11 @@ def test_replicas_gather_and_branches_cross(replicas, rows):
 
 def test_the_header_keeps_names_dtypes_shapes_and_order():
     tensors = {"β": torch.zeros(2, 0, 3, dtype=torch.bfloat16), "a": torch.zeros((), dtype=torch.int64), "image_hidden": torch.zeros(4)}
-    header = pack_header(tensors)
+    header = pack_header(signature_of(tensors))
     assert header.dtype == torch.uint8 and header.shape == (HEADER_BYTES,)
     read = unpack_header(header)
-    assert list(read.items()) == [("β", (torch.bfloat16, [2, 0, 3])), ("a", (torch.int64, [])), ("image_hidden", (torch.float32, [4]))]
+    assert read == (("β", torch.bfloat16, (2, 0, 3)), ("a", torch.int64, ()), ("image_hidden", torch.float32, (4,)))
+    assert gradients_of(read) == (read[0], read[2])
 
 
 def test_the_tensors_of_a_stage_fit_a_header_with_room_to_spare():
@@ -56,18 +76,18 @@ def test_the_tensors_of_a_stage_fit_a_header_with_room_to_spare():
     names = [f"{branch}_{part}" for branch in ("image", "text") for part in ("hidden", "features", "embeds", "position", "index")]
     tensors = {name: torch.zeros(1, 1, 1, 1) for name in (*names, "attention_mask", "text_pool_position", "logit_scale")}
     tensors = {name: tensor.expand(4096, 512, 99, 99) for name, tensor in tensors.items()}
-    pack_header(tensors)
+    pack_header(signature_of(tensors))
 
 
 def test_a_dtype_that_does_not_travel():
     with pytest.raises(
         TypeError, match="tensor 'mask' has dtype torch.bool, which does not travel between stages; use one of .*torch.int64"
     ):
-        pack_header({"mask": torch.zeros(2, dtype=torch.bool)})
+        signature_of({"mask": torch.zeros(2, dtype=torch.bool)})
 
 
 def test_too_many_tensors_for_a_header():
     with pytest.raises(
         ValueError, match=rf"a message of 100 tensors needs a header of \d+ bytes; at most {HEADER_BYTES} fit: send fewer tensors"
     ):
-        pack_header({f"tensor {i}": torch.zeros(1) for i in range(100)})
+        pack_header(signature_of({f"tensor {i}": torch.zeros(1) for i in range(100)}))

@@ -86,7 +86,6 @@ REFUSED_KEYS = [
     (config(zero_optimisation={"stage": 1}), ["unknown key 'zero_optimisation'", "did you mean 'zero_optimization'?"]),
     (config(branch={}), ["unknown key 'branch'", "did you mean 'branches'?"]),
     (config(xyzzy=1), ["unknown key 'xyzzy'", "valid keys: train_batch_size"]),
-    (config(pipeline={}), ["'pipeline'", '"branches"', "remove it"]),
     (config(wandb={"enabled": True}), ["'wandb'", "--wandb online|offline|disabled"]),
     (config(amp={"enabled": True}), ["'amp'", 'use "fp16" or "bf16"']),
     (config(torch_autocast={}), ["'torch_autocast'", 'use "fp16" or "bf16"']),
@@ -94,7 +93,10 @@ REFUSED_KEYS = [
     (config(autotuning={}), ["'autotuning'", "remove it"]),
     (config(elasticity={}), ["'elasticity'", "remove it"]),
     (config(curriculum_learning={}), ["'curriculum_learning'", "remove it"]),
-    (config(activation_checkpointing={}), ["'activation_checkpointing'", "not available yet", "remove it"]),
+    (config(activation_checkpointing={}), ["'activation_checkpointing'", '"pipeline": {"activation_checkpoint_interval": 1}']),
+    (config(pipeline={"stages": 2}), ["'pipeline.stages'", '"branches"', "activation_checkpoint_interval"]),
+    (config(pipeline={"activation_checkpoint_interval": -1}), ["pipeline.activation_checkpoint_interval", "-1", "number of layers"]),
+    (config(pipeline={"activation_checkpoint_interval": True}), ["pipeline.activation_checkpoint_interval", "True"]),
 ]
 REFUSED_BRANCHES = [
     ([], ["branches: got []", "an object with the keys", "layout"]),

@@ -7,6 +7,7 @@ gradient of zero, since a constant added to every key does not change a softmax,
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,70 @@ def test_loss_and_every_gradient_equal_unsplit_training(case):
     check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
 
 
+DRAWING = {"dropout": 0.1, "towers": "resnet+bert"}  # dropout and batch normalisation
+
+
+@pytest.mark.parametrize("schedule", ["batch_sync", "replay"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        merged(1, 1, 3, **DRAWING),
+        merged(3, 1, 3, **DRAWING),
+        chain(2, 2, 1, 3, **DRAWING, zero_stage=0),
+        fork((1, 1), (1, 1), {"image": 6, "text": 3}, **DRAWING),
+        fork((2, 1), (1, 2), {"image": 3, "text": 4}, **DRAWING),
+        merged(2, 1, 3, **DRAWING, checkpoint_interval=1),
+        fork((2, 1), (2, 1), {"image": 3, "text": 8}, **DRAWING, checkpoint_interval=2),
+    ],
+    ids=str,
+)
+def test_both_schedules_equal_unsplit_training_with_dropout_and_running_statistics(case, schedule):
+    case = replace(case, schedule=schedule)
+    results = run_ranks(case.world_size, train_split, case)
+    reference = train_whole(case, whole_batches(case))
+    assert [m.loss for m in results[0]["metrics"]] == pytest.approx(reference["losses"], rel=RELATIVE)
+    check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+    compared = 0
+    for result in results:
+        for name, buffer in result["buffers"].items():
+            if name in reference["buffers"]:  # num_batches_tracked too: each micro-batch counts once
+                torch.testing.assert_close(buffer, reference["buffers"][name], rtol=RELATIVE, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+                compared += "running_mean" in name
+    assert compared > 10
+
+
+@pytest.mark.parametrize("case", [merged(1, 2, 4), chain(2, 1, 1, 8), fork((2, 2), (1, 2), 4)], ids=str)
+def test_per_micro_batch_is_the_mean_of_the_losses_of_the_micro_batches(case):
+    """Another objective: the same samples with fewer negatives each have a smaller loss."""
+    case = replace(case, schedule="per_micro_batch", dropout=0.1)
+    results = run_ranks(case.world_size, train_split, case)
+    reference = train_whole(case, whole_batches(case))
+    assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
+    check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+    assert reference["losses"][0] < train_whole(replace(case, schedule="batch_sync"), whole_batches(case))["losses"][0] - 0.3
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        merged(1, 2, 4),
+        fork((1, 2), (1, 1), {"image": 4, "text": 8}),
+        fork((2, 2), (1, 3), {"image": 4, "text": 8}),
+        chain(1, 1, 2, 4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_replay_with_replicas_equals_batch_sync(case, precision):
+    """The same numbers, not nearly: the second forward is the first again, and gradients are added up in the same order."""
+    case = replace(case, precision=precision)
+    both = [run_ranks(case.world_size, train_split, replace(case, schedule=name)) for name in ("batch_sync", "replay")]
+    for batch_sync, replay in zip(*both):
+        assert batch_sync["metrics"][0].loss == replay["metrics"][0].loss
+        for (name, _, expected), (_, _, gradient) in zip(batch_sync["gradients"], replay["gradients"], strict=True):
+            assert torch.equal(gradient, expected), name
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -94,6 +159,7 @@ def test_loss_and_every_gradient_equal_unsplit_training(case):
         fork((2, 1), (1, 2), {"image": 8, "text": 4}, steps=5, zero_stage=0, max_grad_norm={"image": 0.5, "text": 0.0, "head": 0.1}),
         chain(2, 1, 2, 4, steps=5, max_grad_norm={"image": 0.5, "text": 1.0, "head": 0.1}),
         merged(2, 2, 6, steps=5, max_grad_norm={"image": 0.5, "text": 1.0, "head": 0.1}),
+        fork((1, 1), (2, 1), 6, steps=5, schedule="replay", dropout=0.1, max_grad_norm={"image": 0.5, "text": 1.0, "head": 0.1}),
     ],
     ids=str,
 )

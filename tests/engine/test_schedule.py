@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -19,7 +20,20 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-from engine.schedule import SCHEDULES, BatchSync, ComputeLoss, ForwardOnly, StageSchedule
+import engine.schedule
+from engine.communication import Channel
+from engine.schedule import (
+    SCHEDULES,
+    BatchSync,
+    ComputeLoss,
+    EmbedPass,
+    ForwardOnly,
+    PerMicroBatch,
+    ReloadMicroBatch,
+    Replay,
+    ReplayPass,
+    StageSchedule,
+)
 from engine.topology import BRANCHES, StageGraph, chain, fork, merged
 
 MATCH = {SendActivation: RecvActivation, SendGrad: RecvGrad}
@@ -37,6 +51,22 @@ def cases() -> list[tuple[StageGraph, dict[str, int]]]:
         cuts = {branch: [range(i, i + 1) for i in range(draw.randint(1, 3))] for branch in BRANCHES}
         replicas = {branch: draw.randint(1, 3) for branch in BRANCHES}
         found.append((fork(cuts, replicas), dict(zip(BRANCHES, numbers))))
+    return found
+
+
+def random_cases(count: int) -> list[tuple[StageGraph, dict[str, int]]]:
+    """Lines and forks of up to 8 stages a branch, up to 4 replicas, up to 20 micro-batches."""
+    draw, found = random.Random(1), []
+    for _ in range(count):
+        layout = draw.choice(("fork", "fork", "chain", "merged"))
+        depth = {branch: draw.randint(1, 8) for branch in BRANCHES}
+        cuts = {branch: [range(i, i + 1) for i in range(depth["image"] if layout == "merged" else depth[branch])] for branch in BRANCHES}
+        if layout == "fork":
+            graph = fork(cuts, {branch: draw.randint(1, 4) for branch in BRANCHES})
+            found.append((graph, {branch: draw.randint(1, 20) for branch in BRANCHES}))
+        else:
+            graph = (merged if layout == "merged" else chain)(cuts, draw.randint(1, 4))
+            found.append((graph, dict.fromkeys(BRANCHES, draw.randint(1, 20))))
     return found
 
 
@@ -62,56 +92,124 @@ def at(program: list[PipeInstruction], kind: type, m: int | None = None) -> int:
     return place
 
 
+def in_flight(program: list[PipeInstruction]) -> int:
+    """The most micro-batches between their forward with gradient and their backward."""
+    alive = most = 0
+    for instruction in program:
+        alive += (type(instruction) in (ForwardPass, ReplayPass)) - (type(instruction) is BackwardPass)
+        most = max(most, alive)
+    return most
+
+
+def every_micro_batch(graph: StageGraph, numbers: dict[str, int], rank: int) -> list[int]:
+    return list(range(numbers[next(iter(graph.stage_of(rank).layers))]))
+
+
+FORWARD = {BatchSync: ForwardPass, Replay: ReplayPass, PerMicroBatch: ForwardPass}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values())
 @pytest.mark.parametrize("case", cases(), ids=name)
-def test_every_micro_batch_once_and_in_order(case):
+def test_every_micro_batch_once_and_in_order(case, schedule):
     graph, numbers = case
-    for rank, program in lists(graph, numbers).items():
-        stage = graph.stage_of(rank)
-        every = list(range(numbers[next(iter(stage.layers))]))
-        assert of(program, ForwardPass) == of(program, BackwardPass) == every
+    for rank, program in lists(graph, numbers, schedule).items():
+        stage, every = graph.stage_of(rank), every_micro_batch(graph, numbers, rank)
+        times = 2 if schedule is Replay else 1  # activations travel again
+        assert of(program, FORWARD[schedule]) == of(program, BackwardPass) == every
+        assert of(program, EmbedPass) == (every if schedule is Replay else [])
         assert of(program, LoadMicroBatch) == (every if stage.loads else [])
-        assert of(program, RecvActivation) == of(program, SendGrad) == (every if stage.previous is not None else [])
-        assert of(program, SendActivation) == of(program, RecvGrad) == (every if stage.next is not None else [])
+        assert of(program, ReloadMicroBatch) == (every if stage.loads and schedule is Replay else [])
+        assert of(program, RecvActivation) == (every * times if stage.previous is not None else [])
+        assert of(program, SendActivation) == (every * times if stage.next is not None else [])
+        assert of(program, SendGrad) == (every if stage.previous is not None else [])
+        assert of(program, RecvGrad) == (every if stage.next is not None else [])
         for m in every:
-            inputs = [at(program, kind, m) for kind in (LoadMicroBatch, RecvActivation) if m in of(program, kind)]
-            assert inputs and max(inputs) < at(program, ForwardPass, m) < at(program, BackwardPass, m)
+            needs = [n for n, i in enumerate(program) if type(i) in INPUTS and i.buffer_id == m]
+            forwards = [n for n, i in enumerate(program) if type(i) in (EmbedPass, ForwardPass, ReplayPass) and i.buffer_id == m]
+            each = len(needs) // len(forwards)
+            assert each >= 1 and len(forwards) == times
+            for k, forward in enumerate(forwards):
+                assert max(needs[k * each : (k + 1) * each]) < forward
+            backward = at(program, BackwardPass, m)
+            assert forwards[-1] < backward
             if stage.next is not None:
-                assert (
-                    at(program, ForwardPass, m) < at(program, SendActivation, m) < at(program, RecvGrad, m) < at(program, BackwardPass, m)
-                )
+                sent = [n for n, i in enumerate(program) if type(i) is SendActivation and i.buffer_id == m]
+                assert all(forward < send for forward, send in zip(forwards, sent, strict=True))
+                assert sent[-1] < at(program, RecvGrad, m) < backward
             if stage.previous is not None:
-                assert at(program, BackwardPass, m) < at(program, SendGrad, m)
+                assert backward < at(program, SendGrad, m)
 
 
+INPUTS = (LoadMicroBatch, ReloadMicroBatch, RecvActivation)
+
+
+@pytest.mark.parametrize("schedule", [BatchSync, Replay])
 @pytest.mark.parametrize("case", cases(), ids=name)
-def test_one_loss_between_the_last_forward_and_the_first_backward(case):
+def test_one_loss_after_all_forwards_and_before_every_backward(case, schedule):
     graph, numbers = case
-    for rank, program in lists(graph, numbers).items():
+    for rank, program in lists(graph, numbers, schedule).items():
         kinds = Counter(type(i) for i in program)
         assert kinds[ComputeLoss] == (1 if graph.stage_of(rank).is_tail else 0)
         if graph.stage_of(rank).is_tail:
-            last = max(n for n, i in enumerate(program) if type(i) is ForwardPass)
-            first = min(n for n, i in enumerate(program) if type(i) is BackwardPass)
-            assert last < at(program, ComputeLoss) < first
-        assert [type(i) for i in program[-2:]] == [ReduceGrads, OptimizerStep]
-        assert kinds[ReduceGrads] == kinds[OptimizerStep] == 1
+            before = program[: at(program, ComputeLoss)]
+            assert of(before, EmbedPass if schedule is Replay else ForwardPass) == every_micro_batch(graph, numbers, rank)
+            assert of(before, BackwardPass) == of(before, ReplayPass) == []
 
 
 @pytest.mark.parametrize("case", cases(), ids=name)
-def test_sends_match_receives_along_every_edge(case):
+def test_per_micro_batch_has_a_loss_between_each_forward_and_its_backward(case):
     graph, numbers = case
-    programs = lists(graph, numbers)
+    for rank, program in lists(graph, numbers, PerMicroBatch).items():
+        every = every_micro_batch(graph, numbers, rank)
+        assert of(program, ComputeLoss) == (every if graph.stage_of(rank).is_tail else [])
+        for m in of(program, ComputeLoss):
+            assert at(program, ForwardPass, m) < at(program, ComputeLoss, m) < at(program, BackwardPass, m)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values())
+def test_a_step_ends_with_reduction_and_optimizer(schedule):
+    for graph, numbers in cases():
+        for program in lists(graph, numbers, schedule).values():
+            kinds = Counter(type(i) for i in program)
+            assert [type(i) for i in program[-2:]] == [ReduceGrads, OptimizerStep]
+            assert kinds[ReduceGrads] == kinds[OptimizerStep] == 1
+
+
+@pytest.mark.parametrize("case", cases() + random_cases(100), ids=name)
+def test_activations_in_flight(case):
+    """batch_sync holds all micro-batches; the others one more than there are stages behind, however many there are."""
+    graph, numbers = case
+    for rank in range(graph.world_size):
+        stage, number = graph.stage_of(rank), len(every_micro_batch(graph, numbers, rank))
+        assert in_flight(lists(graph, numbers, BatchSync)[rank]) == number
+        for schedule in (Replay, PerMicroBatch):
+            assert in_flight(lists(graph, numbers, schedule)[rank]) == min(stage.num_downstream + 1, number)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values())
+@pytest.mark.parametrize("case", cases(), ids=name)
+def test_sends_match_receives_along_every_edge(case, schedule):
+    graph, numbers = case
+    programs = lists(graph, numbers, schedule)
     for source, target in graph.edges():
         assert of(programs[source], SendActivation) == of(programs[target], RecvActivation) != []
         assert of(programs[target], SendGrad) == of(programs[source], RecvGrad) != []
 
 
-@pytest.mark.parametrize("case", cases(), ids=name)
-def test_nothing_waits_for_ever_with_rendezvous_sends(case):
-    """Stricter than the executor, whose sends return at once: here a send waits until its receiver has come."""
+@pytest.mark.parametrize("case", cases() + random_cases(300), ids=name)
+def test_nothing_waits_for_ever(case):
+    """Stricter than the executor, which lets two messages of a channel be on their way: here a send waits for its receive
+    (batch_sync, evaluation), or for the receive of the message before (the others)."""
     graph, numbers = case
-    assert blocked(graph, lists(graph, numbers)) == {}
-    assert blocked(graph, lists(graph, numbers, ForwardOnly)) == {}
+    assert blocked(graph, lists(graph, numbers, BatchSync), on_their_way=0) == {}
+    assert blocked(graph, lists(graph, numbers, ForwardOnly), on_their_way=0) == {}
+    assert blocked(graph, lists(graph, numbers, Replay), on_their_way=1) == {}
+    if numbers["image"] == numbers["text"]:
+        assert blocked(graph, lists(graph, numbers, PerMicroBatch), on_their_way=1) == {}
+
+
+def test_the_executor_allows_what_the_model_needs():
+    assert Channel.SENDS_IN_FLIGHT >= 1
 
 
 @pytest.mark.parametrize("case", cases(), ids=name)
@@ -131,19 +229,19 @@ def test_a_replica_without_held_out_samples_does_nothing():
 
 
 def test_the_names_of_the_configuration():
-    assert list(SCHEDULES.items()) == [("batch_sync", BatchSync)]
+    assert list(SCHEDULES.items()) == [("batch_sync", BatchSync), ("replay", Replay), ("per_micro_batch", PerMicroBatch)]
 
 
-def test_the_picture_in_the_documentation():
+@pytest.mark.parametrize("word, schedule", SCHEDULES.items())
+def test_the_pictures_in_the_documentation(word, schedule):
     graph = merged({branch: [range(0, 1), range(1, 2)] for branch in BRANCHES}, 1)
-    letters = {ForwardPass: "F{}", BackwardPass: "B{}", ComputeLoss: "L", ReduceGrads: "R", OptimizerStep: "S"}
-
-    def line(rank: int) -> str:
-        return " ".join(letters[type(i)].format(getattr(i, "buffer_id", "")) for i in programs[rank] if type(i) in letters)
-
-    programs = lists(graph, {"image": 4, "text": 4})
-    assert line(0) == "F0 F1 F2 F3 B0 B1 B2 B3 R S"
-    assert line(1) == "F0 F1 F2 F3 L B0 B1 B2 B3 R S"
+    letters = {EmbedPass: "E", ForwardPass: "F", ReplayPass: "F", BackwardPass: "B", ComputeLoss: "L", ReduceGrads: "R", OptimizerStep: "S"}
+    programs = lists(graph, {"image": 4, "text": 4}, schedule)
+    picture = re.findall(rf"^`{word}`:.*?\n\n(.*?)\n(?:\n|$)", engine.schedule.__doc__, flags=re.DOTALL | re.MULTILINE)[0]
+    for rank, line in enumerate(picture.splitlines()):
+        drawn = re.findall(r"\b([A-Z]\d*)\b", re.sub(r" F forward.*| E forward.*", "", line))
+        kinds = [(letters[type(i)], getattr(i, "buffer_id", None)) for i in programs[rank] if type(i) in letters]
+        assert drawn == [letter + ("" if m is None else str(m)) for letter, m in kinds]
 
 
 # -- the model of blocking ranks ---------------------------------------------------------------------------------------
@@ -172,49 +270,64 @@ class GradientsFirst(BatchSync):
 def test_the_model_sees_what_it_is_there_to_see():
     graph = merged({branch: [range(0, 1), range(1, 2)] for branch in BRANCHES}, 1)
     numbers = {"image": 3, "text": 3}
-    assert blocked(graph, lists(graph, numbers, GradientsFirst)) == {0: "SendActivation 0", 1: "RecvActivation 2"}
-    assert blocked(graph, {0: lists(graph, numbers, WaitsForBoth)[0], 1: lists(graph, numbers)[1]}) == {
+    assert blocked(graph, lists(graph, numbers, GradientsFirst), 0) == {0: "SendActivation 0", 1: "RecvActivation 2"}
+    assert blocked(graph, lists(graph, numbers, Replay), 0) == {0: "SendActivation 1", 1: "SendGrad 0"}  # 1F1B needs one on its way
+    assert blocked(graph, lists(graph, numbers, Replay), 1) == {}
+    assert blocked(graph, {0: lists(graph, numbers, WaitsForBoth)[0], 1: lists(graph, numbers)[1]}, 0) == {
         0: "RecvGrad 0",
         1: "RecvActivation 1",
     }
     unequal = lists(graph, numbers) | {1: lists(graph, {"image": 2, "text": 2})[1]}
-    assert blocked(graph, unequal) == {0: "SendActivation 2", 1: "SendGrad 0"}
+    assert blocked(graph, unequal, 0) == {0: "SendActivation 2", 1: "SendGrad 0"}
 
 
-def blocked(graph: StageGraph, programs: dict[int, list[PipeInstruction]]) -> dict[int, str]:
-    """Run all ranks' lists under rendezvous; returns rank -> the instruction it waits in for ever ({}: all ended).
+def blocked(graph: StageGraph, programs: dict[int, list[PipeInstruction]], on_their_way: int) -> dict[int, str]:
+    """Run all ranks' lists; returns rank -> the instruction it waits in for ever ({}: all ended).
 
-    A send and its receive happen together. The loss waits for all tails, the reduction for the replicas of the stage,
-    the optimizer step (overflow check, clipping) for the world.
+    A send ends when its message is received or at most `on_their_way` messages of its channel are not; 0 is rendezvous. The
+    loss waits for all tails, the reduction for the replicas of the stage, the optimizer step for the world.
     """
     place = dict.fromkeys(programs, 0)
     downstream, upstream = dict(graph.edges()), {target: source for source, target in graph.edges()}
     tails = [rank for stage in graph.tails for rank in stage.ranks]
+    channels: dict[tuple[int, int], list[int]] = {}  # (from, to) -> messages sent and not received
 
     def now(rank: int) -> PipeInstruction | None:
         return programs[rank][place[rank]] if place[rank] < len(programs[rank]) else None
 
-    def partners(rank: int, instruction: PipeInstruction) -> list[int] | None:
-        """Everyone who moves on together with `rank`, or None when somebody is not there yet."""
-        kind = type(instruction)
+    def move(rank: int) -> bool:
+        instruction = now(rank)
+        kind, m = type(instruction), getattr(instruction, "buffer_id", None)
+        if instruction is None:
+            return False
         if kind in MATCH:
             other = downstream[rank] if kind is SendActivation else upstream[rank]
-            theirs = now(other)
-            return [rank, other] if type(theirs) is MATCH[kind] and theirs.buffer_id == instruction.buffer_id else None
+            sent, theirs = channels.setdefault((rank, other), []), now(other)
+            if len(sent) < on_their_way:
+                sent.append(m)
+                place[rank] += 1
+                return True
+            if not sent and type(theirs) is MATCH[kind] and theirs.buffer_id == m:  # together
+                place[rank] += 1
+                place[other] += 1
+                return True
+            return False
         if kind in MATCH.values():
-            return None  # moved on by its sender
-        together = {ComputeLoss: tails, ReduceGrads: graph.stage_of(rank).ranks, OptimizerStep: programs}.get(kind, [rank])
-        return list(together) if all(type(now(other)) is kind for other in together) else None
+            sent = channels.get((upstream[rank] if kind is RecvActivation else downstream[rank], rank), [])
+            if not sent or sent[0] != m:
+                return False
+            sent.pop(0)
+            place[rank] += 1
+            return True
+        together = {ComputeLoss: tails, ReduceGrads: graph.stage_of(rank).ranks, OptimizerStep: list(programs)}.get(kind, [rank])
+        if any(type(now(other)) is not kind or getattr(now(other), "buffer_id", None) != m for other in together if other != rank):
+            return False
+        for other in together:
+            place[other] += 1
+        return True
 
-    moved = True
-    while moved:
-        moved = False
-        for rank in programs:
-            instruction = now(rank)
-            together = partners(rank, instruction) if instruction is not None else None
-            for member in together or ():
-                place[member] += 1
-                moved = True
+    while any([move(rank) for rank in programs]):
+        pass
     return {
         rank: f"{type(i).__name__} {i.buffer_id}" if hasattr(i, "buffer_id") else type(i).__name__ for rank in programs if (i := now(rank))
     }

@@ -15,7 +15,7 @@ FLAGS = [
     "--data", "--val-data", "--val-fraction",
     "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--tokenizer", "--embed-dim", "--image-size", "--max-text-tokens",
     "--epochs", "--steps", "--save-every", "--eval-every",
-    "--wandb", "--wandb-project",
+    "--wandb", "--trace-every", "--wandb-project",
 ]  # fmt: skip
 # Each of them replaces what another flag gives, and is off unless it is given.
 ALTERNATIVES = {"--val-data": "instead of a part of --data", "--steps": "instead of epochs"}

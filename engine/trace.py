@@ -1,0 +1,89 @@
+"""What a rank did in a step, and when: every instruction, and the waiting inside it.
+
+On a GPU the times are those of the device, by events that are recorded without waiting for them; on a CPU those of the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Instructions in which a rank computes. In all others it waits: for input, for another stage, for a message to leave.
+COMPUTE = ("EmbedPass", "ForwardPass", "ReplayPass", "BackwardPass", "ComputeLoss", "ReduceGrads", "OptimizerStep")
+WAIT = "wait"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Seconds since the step began. `WAIT` spans lie inside instructions: the rank stands in a collective."""
+
+    name: str
+    micro_batch: int | None
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+class Recorder:
+    """Records the spans of one step at a time. Between `finish` and `start` it records nothing."""
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, int | None, Any, Any]] | None = None
+        self._origin: Any = None
+        self.started_at_s = 0.0  # host clock (time.time) of the start of the recorded step
+        self.spans: list[Span] = []
+        self.step_s = 0.0
+
+    def start(self) -> None:
+        self._marks, self.started_at_s, self._origin = [], time.time(), self._now()
+
+    @contextmanager
+    def span(self, name: str, micro_batch: int | None = None) -> Iterator[None]:
+        if self._marks is None:
+            yield
+            return
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._marks.append((name, micro_batch, start, self._now()))
+
+    def finish(self) -> None:
+        """Read the times. Waits for the device to reach the end of the step, which the step's metrics do anyway."""
+        end = self._now()
+        if self._on_gpu:
+            end.synchronize()
+        self.spans = [Span(name, m, self._since(start), self._since(stop)) for name, m, start, stop in self._marks or ()]
+        self.step_s, self._marks = self._since(end), None
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of the step by instruction, and by `WAIT`, which is part of them."""
+        total: dict[str, float] = defaultdict(float)
+        for span in self.spans:
+            total[span.name] += span.seconds
+        return dict(total)
+
+    def busy_s(self) -> float:
+        """Seconds in which the rank computed."""
+        seconds = self.seconds()
+        return sum(seconds.get(name, 0.0) for name in COMPUTE) - seconds.get(WAIT, 0.0)
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _since(self, moment: Any) -> float:
+        return self._origin.elapsed_time(moment) / 1e3 if self._on_gpu else moment - self._origin

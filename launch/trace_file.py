@@ -1,0 +1,69 @@
+"""`trace.json` in the run's folder: sampled steps, one track per rank, for https://ui.perfetto.dev or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.trace import WAIT, Span
+
+MAX_SAMPLES = 20  # the newest are kept
+FIRST_STEP = 3  # before it, kernels are chosen and memory is claimed
+
+
+def is_sampled(step: int, every: int) -> bool:
+    """Is step number `step`, counted from 1, to be traced? `every` 0: none."""
+    return every > 0 and (step == FIRST_STEP or step % every == 0)
+
+
+class TraceFile:
+    """Collects sampled steps; the file is complete after each `add`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._samples: dict[int, list[dict[str, Any]]] = {}
+        if path.is_file():  # a run that goes on
+            for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
+                if event["ph"] == "X":
+                    self._samples.setdefault(event["args"]["step"], []).append(event)
+
+    def add(self, step: int, started_at_s: float, ranks: Sequence[tuple[str, Sequence[Span]]]) -> None:
+        """`ranks[r]`: its name and its spans of the step, which began at `started_at_s` (seconds, any clock that goes on)."""
+        self._samples[step] = [
+            {
+                "name": span.name if span.micro_batch is None else f"{span.name} {span.micro_batch}",
+                "cat": "wait" if span.name == WAIT else "instruction",
+                "ph": "X",
+                "ts": round(1e6 * (started_at_s + span.start_s), 3),
+                "dur": round(1e6 * span.seconds, 3),
+                "pid": 0,
+                "tid": rank,
+                "args": {"step": step, "instruction": span.name, "micro_batch": span.micro_batch},
+            }
+            for rank, (_, spans) in enumerate(ranks)
+            for span in spans
+        ]
+        for old in sorted(self._samples)[:-MAX_SAMPLES]:
+            del self._samples[old]
+        tracks = [{"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": name}} for rank, (name, _) in enumerate(ranks)]
+        text = json.dumps({"displayTimeUnit": "ms", "traceEvents": tracks + [e for s in sorted(self._samples) for e in self._samples[s]]})
+        beside = self.path.with_name(self.path.name + ".writing")
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, self.path)
+
+
+def read_trace(path: Path) -> dict[int, dict[int, list[Span]]]:
+    """step -> rank -> spans, with seconds from the beginning of the step."""
+    events = [event for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if event["ph"] == "X"]
+    steps: dict[int, dict[int, list[Span]]] = {}
+    for step in sorted({event["args"]["step"] for event in events}):
+        own = [event for event in events if event["args"]["step"] == step]
+        origin = min(event["ts"] for event in own)
+        for event in own:
+            start_s = (event["ts"] - origin) / 1e6
+            span = Span(event["args"]["instruction"], event["args"]["micro_batch"], start_s, start_s + event["dur"] / 1e6)
+            steps.setdefault(step, {}).setdefault(event["tid"], []).append(span)
+    return steps
