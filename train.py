@@ -24,6 +24,7 @@ from engine.config import check_hardware, read_config
 from engine.planner import plan_run
 from engine.processes import first_rank_first, from_first_rank, start_processes, stop_processes
 from engine.watchdog import Watchdog
+from launch.costing import run_costs
 from launch.failures import Run, StopRequest, report_and_exit
 from launch.feeding import Feeding
 from launch.options import Options, default_config, parse_options
@@ -32,7 +33,7 @@ from launch.run_folder import RunFolder, choose_folder, training_identity
 from launch.trace_file import TraceFile, is_sampled
 from launch.tracking import Tracker
 from models.losses import InfoNCE
-from models.towers import build_towers, count_flops, meta_inputs
+from models.towers import build_towers
 from models.weights import open_weights
 
 
@@ -73,19 +74,24 @@ def main(options: Options, run: Run) -> int:
     )
     pretrained = {"image": options.image_weights, "text": options.text_weights}
     weights = {tower.branch: open_weights(tower.branch, pretrained[tower.branch], tower) for tower in towers if pretrained[tower.branch]}
-    costs = {tower.branch: count_flops(tower, meta_inputs(tower, 2)) for tower in towers}
+
+    def build_layer(spec):
+        return spec.build(options.seed, weights.get(spec.branch))
+
+    costs = run_costs(towers, build_layer, config, block, data, options, processes, folder)
     plan = plan_run(config, block, processes.world_size, costs)
     run.watchdog.describe = plan.graph.describe_rank
-    training = training_identity(options, config, asdict(block), plan.graph.describe())
+    training = training_identity(options, config, asdict(block), plan.describe())
     folder.refuse_other_run(options, training)
-    show(f"{plan.graph.describe()}   {config_file.name}   {folder.path}", first)
+    show(plan.reasons, first and bool(plan.reasons))
+    show(f"{plan.describe()}   {config_file.name}   {folder.path}", first)
 
     # DeepSpeed around the stage of this rank; where a run goes on, its state.
     engine = build_engine(
         plan,
         config,
         {tower.branch: tower.specs for tower in towers},
-        lambda spec: spec.build(options.seed, weights.get(spec.branch)),
+        build_layer,
         InfoNCE(),
         options.embed_dim,
         total_steps,

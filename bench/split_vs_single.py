@@ -12,75 +12,43 @@ import argparse
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 OUT = ROOT / "bench" / "out"
 
+from bench.common import Setup, make_engine, micro_batches
+
 # About equal seconds per sample on one core: that is what "balanced" means here; the measured share of both is printed.
-IMAGE_TOWER, IMAGE_SIZE = "vit_b_16:hidden_dim=192,num_layers=4,num_heads=3,mlp_dim=768,patch_size=8", 64
-TEXT_TOWER, NUM_TOKENS = "bert-mini:hidden_size=192,num_attention_heads=3,intermediate_size=768,num_hidden_layers=4", 60
-EMBED_DIM, VOCAB, GLOBAL_BATCH_SIZE = 128, 2048, 64
+SETUP = Setup(
+    image_tower="vit_b_16:hidden_dim=192,num_layers=4,num_heads=3,mlp_dim=768,patch_size=8",
+    image_size=64,
+    text_tower="bert-mini:hidden_size=192,num_attention_heads=3,intermediate_size=768,num_hidden_layers=4",
+    num_tokens=60,
+    vocab_size=2048,
+    embed_dim=128,
+    global_batch_size=64,
+    micro_batch_size=32,
+    max_grad_norm=0.0,
+    num_batches=1,
+)
 FORK = {"layout": "fork", "stages": {"image": 1, "text": 1}, "replicas": {"image": 1, "text": 1}}
 SINGLE = {"layout": "merged", "stages": {"merged": 1}, "replicas": 1}
 
 
 def measure(branches: dict, micro_batch_size: int, warmup: int, steps: int) -> dict[str, object]:
     """On each rank: seconds per step and seconds per kind of instruction, over `steps` steps."""
-    from datetime import timedelta
-
-    import torch
-
-    from engine.build import build_engine
-    from engine.config import check_config
-    from engine.planner import plan_run
-    from models.losses import InfoNCE
-    from models.towers import build_towers, count_flops, meta_inputs
-
-    config, block = check_config(
-        {
-            "train_batch_size": GLOBAL_BATCH_SIZE,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-            "zero_optimization": {"stage": 1, "reduce_bucket_size": 4000000, "allgather_bucket_size": 4000000},
-            "branches": {**branches, "micro_batch_size": micro_batch_size},
-        }
-    )
-    towers = {t.branch: t for t in build_towers(IMAGE_TOWER, TEXT_TOWER, EMBED_DIM, IMAGE_SIZE, VOCAB, NUM_TOKENS, 0, 2)}
-    plan = plan_run(config, block, torch.distributed.get_world_size(), {b: count_flops(t, meta_inputs(t, 2)) for b, t in towers.items()})
-    engine = build_engine(
-        plan,
-        config,
-        {b: t.specs for b, t in towers.items()},
-        lambda spec: spec.build(0),
-        InfoNCE(),
-        EMBED_DIM,
-        total_num_steps=100,
-        seed=0,
-        timeout=timedelta(seconds=120),
-        constant_shapes={"image": True, "text": True},
-    )
-    generator = torch.Generator().manual_seed(0)
-    everything = {
-        "image": {"pixel_values": torch.randn(GLOBAL_BATCH_SIZE, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)},
-        "text": {
-            "input_ids": torch.randint(5, VOCAB, (GLOBAL_BATCH_SIZE, NUM_TOKENS), generator=generator),
-            "attention_mask": torch.ones(GLOBAL_BATCH_SIZE, NUM_TOKENS, dtype=torch.int64),
-        },
-    }
-    place = torch.arange(GLOBAL_BATCH_SIZE)
-    batch = {
-        name: tensor
-        for branch in engine.place.loads
-        for name, tensor in {**everything[branch], f"{branch}_position": place, f"{branch}_index": place}.items()
-    }
-    micro_batches = [dict(zip(batch, parts)) for parts in zip(*(t.split(micro_batch_size) for t in batch.values()))]
+    setup = replace(SETUP, micro_batch_size=micro_batch_size)
+    engine = make_engine(setup, branches)
+    batch = list(micro_batches(setup, engine, 0))
     for _ in range(warmup):
-        engine.train_batch(iter(micro_batches))
+        engine.train_batch(iter(batch))
     engine.instruction_seconds.clear()
     start = time.perf_counter()
     for _ in range(steps):
-        engine.train_batch(iter(micro_batches))
+        engine.train_batch(iter(batch))
     step_s = (time.perf_counter() - start) / steps
     return {"name": engine.place.name, "step_s": step_s, "instructions_s": {k: v / steps for k, v in engine.instruction_seconds.items()}}
 
@@ -91,8 +59,7 @@ def report(rounds: list[tuple[list, list]]) -> str:
     lines = [
         "# Two ranks, a tower each, against one rank with both towers",
         "",
-        f"`{IMAGE_TOWER}` at {IMAGE_SIZE} pixels, `{TEXT_TOWER}` at {NUM_TOKENS} tokens, global batch {GLOBAL_BATCH_SIZE}, one thread per rank, "
-        f"{len(rounds)} rounds in turn.",
+        f"{SETUP.describe()}; {len(rounds)} rounds in turn.",
         "",
         f"**samples/s of the fork ÷ samples/s of the single rank: median {statistics.median(ratios):.2f}** "
         f"(least {min(ratios):.2f}, most {max(ratios):.2f}; by round: {', '.join(f'{r:.2f}' for r in ratios)}). Perfect is 2.",

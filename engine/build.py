@@ -49,7 +49,7 @@ def build_engine(
         comm,
         loss,
         plan.batches,
-        deepspeed_config(config, plan.batches[branch], total_num_steps),
+        deepspeed_config(config, plan.batches[branch], total_num_steps, max(stage.replicas for stage in plan.graph.stages)),
         plan.schedule,
         plan.max_grad_norm,
         embed_dim,

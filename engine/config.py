@@ -65,12 +65,12 @@ class BranchesBlock:
     stages: Any = AUTO
     replicas: Any = AUTO
     micro_batch_size: Any = AUTO
-    schedule: str = "batch_sync"
+    schedule: str = AUTO
     gradient_clipping: Any = None
 
     def __post_init__(self):
         _choice("layout", self.layout, (AUTO, *LAYOUTS))
-        _choice("schedule", self.schedule, tuple(SCHEDULES))
+        _choice("schedule", self.schedule, (AUTO, *SCHEDULES))
         _counts("stages", self.stages, (*BRANCHES, "merged"), plain_number=False)
         _counts("replicas", self.replicas, BRANCHES)
         _counts("micro_batch_size", self.micro_batch_size, BRANCHES, auto_inside=True)

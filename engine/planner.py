@@ -1,20 +1,30 @@
-"""From a configuration and a world size to a plan: layout, stages, replicas, micro-batches. Plain Python, no process group.
+"""From a configuration, a world size and a cost model to a plan: layout, stages, replicas, micro-batches, schedule. Plain Python.
 
 The arithmetic of a batch, per branch:
 
     train_batch_size = micro_batch_size × num_micro_batches × replicas
+
+Whatever the `branches` block leaves "auto" is searched: every candidate that the block and the batch allow is timed by the
+simulator, those that do not fit the memory are put aside, and the fastest is taken.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import lcm
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from engine.config import AUTO, BranchesBlock
-from engine.topology import BRANCHES, StageGraph, balanced_cuts, chain, fork, merged
+from engine.costs import CostModel, precision_of
+from engine.simulator import Simulation, bounds, simulate
+from engine.topology import BRANCHES, LAYOUTS, StageGraph, balanced_cuts, chain, fork, merged
+
+MAX_STAGES = 16  # per line, where "auto" chooses: deeper lines idle more than they save
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)  # per replica, where "auto" chooses: as near below as the batch allows
+AS_GOOD = 1.02  # predictions this near the best are taken as equal; the one that needs the least memory wins
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -31,54 +41,116 @@ class BranchBatch:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One way to run, and what the simulator says of it."""
+
+    graph: StageGraph
+    batches: Mapping[str, BranchBatch]
+    schedule: str
+    simulation: Simulation
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(stage.peak_bytes for stage in self.simulation.stages)
+
+    def describe(self) -> str:
+        return _describe(self.graph, self.batches, self.schedule)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What the search saw: the candidates that fit, fastest first, and how many there were."""
+
+    ranked: tuple[Candidate, ...]
+    num_candidates: int
+    num_too_large: int
+
+    @property
+    def best(self) -> Candidate:
+        """The one that needs the least memory among those as fast as the fastest; then the simplest."""
+        limit = self.ranked[0].simulation.step_s * AS_GOOD
+        near = [c for c in self.ranked if c.simulation.step_s <= limit]
+        return min(near, key=lambda c: (round(c.peak_bytes / self.ranked[0].peak_bytes, 2), len(c.graph.stages), c.simulation.step_s))
+
+    def why(self) -> str:
+        """A few lines that a person can read: what was chosen, and what the best of each other kind would cost."""
+        best = self.best
+        lines = [
+            f"auto: {best.describe()}",
+            f"  predicted {_seconds(best.simulation.step_s)} a step, {best.simulation.bubble_fraction:.0%} idle, "
+            f"at most {best.peak_bytes / GIB:.2f} GiB a rank; {self.num_candidates} ways compared"
+            + (f", {self.num_too_large} too large for the memory" if self.num_too_large else ""),
+        ]
+        seen = {(best.graph.layout, best.schedule)}
+        for other in self.ranked:
+            if (other.graph.layout, other.schedule) not in seen:
+                seen.add((other.graph.layout, other.schedule))
+                ratio = other.simulation.step_s / best.simulation.step_s
+                lines.append(f"  {ratio:.2f} × the time, {other.peak_bytes / best.peak_bytes:.2f} × the memory: {other.describe()}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
 class RunPlan:
-    """What was decided for this world: the stage graph, the deal of the batch, the schedule and the clipping limits."""
+    """What was decided for this world: the stage graph, the deal of the batch, the schedule and the clipping limits.
+
+    `reasons`: lines to show at the start.
+    """
 
     graph: StageGraph
     batches: Mapping[str, BranchBatch]
     schedule: str
     max_grad_norm: Mapping[str, float]
+    reasons: str = ""
+
+    def describe(self) -> str:
+        """Everything that decides the numbers of a run, in one line."""
+        return _describe(self.graph, self.batches, self.schedule)
 
 
-def plan_run(config: Mapping[str, Any], block: BranchesBlock, world_size: int, layer_costs: Mapping[str, Sequence[float]]) -> RunPlan:
-    """Decide layout, stages, replicas and micro-batches for `world_size` ranks.
+def plan_run(config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel) -> RunPlan:
+    """Decide everything for `world_size` ranks. Raises ValueError when the block, the batch and the world do not go together,
+    or when nothing fits the memory."""
+    search = search_plans(config, block, world_size, costs)
+    best = search.best
+    reasons = search.why() if search.num_candidates > 1 and block.layout == AUTO else ""
+    if best.schedule == "per_micro_batch":
+        reasons = (
+            'schedule "per_micro_batch": a loss per micro-batch, with fewer negatives. This is another objective than the loss over the '
+            "global batch; for ablation only"
+        )
+    return RunPlan(best.graph, best.batches, best.schedule, block.max_grad_norm, reasons)
 
-    `layer_costs[branch][i]` is the cost of layer i per sample, in any unit common to both branches (counted FLOPs).
-    "auto": one rank is merged, more are a fork of one stage per branch, whose ranks are divided so that the slower branch
-    is as fast as possible among the divisions that the global batch allows.
+
+def search_plans(config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel) -> Search:
+    """Time all candidates. Those whose bound says that they cannot be as good as the best of their layout and schedule are not
+    simulated."""
+    candidates = list(_candidates(config, block, world_size, costs))
+    outlines = [bounds(graph, batches, schedule, costs) for graph, batches, schedule in candidates]
+    fitting = sorted((seconds, i) for i, (seconds, peak_bytes) in enumerate(outlines) if peak_bytes <= costs.machine.memory_bytes)
+    if not fitting:
+        smallest = min(range(len(candidates)), key=lambda i: outlines[i][1])
+        raise ValueError(_nothing_fits(config, block, world_size, costs, *candidates[smallest]))
+    best: dict[tuple[str, str], float] = {}
+    simulated = []
+    for seconds, i in fitting:
+        graph, batches, schedule = candidates[i]
+        known = best.get((graph.layout, schedule), float("inf"))
+        if seconds <= AS_GOOD * known:
+            simulated.append(Candidate(graph, batches, schedule, simulate(graph, batches, schedule, costs)))
+            best[graph.layout, schedule] = min(known, simulated[-1].simulation.step_s)
+    return Search(tuple(sorted(simulated, key=lambda c: c.simulation.step_s)), len(candidates), len(candidates) - len(fitting))
+
+
+def deepspeed_config(config: Mapping[str, Any], batch: BranchBatch, total_num_steps: int, most_replicas: int = 2) -> dict[str, Any]:
+    """The dictionary DeepSpeed reads on a rank of this branch: the file's keys with the branch's batch filled in.
+
+    `most_replicas`: of any stage. Where no stage has two, ZeRO-1 has nothing to shard, and under fp32 it would only add copies of the
+    weights and gradients; fp16 and bf16 need its wrapper.
     """
-    layout = ("merged" if world_size == 1 else "fork") if block.layout == AUTO else block.layout
-    stages = _resolve_stages(block, layout, layer_costs)
-    per_sample = {branch: sum(layer_costs[branch]) for branch in BRANCHES}
-    if layout == "fork":
-        replicas = _fork_replicas(config, block, stages, world_size, per_sample)
-        cuts = {branch: balanced_cuts(layer_costs[branch], stages[branch]) for branch in BRANCHES}
-        graph = fork(cuts, replicas)
-    else:
-        line = stages["merged"] if layout == "merged" else stages["image"] + stages["text"]
-        count = _line_replicas(block, layout, line, world_size)
-        replicas = dict.fromkeys(BRANCHES, count)
-        parts = dict.fromkeys(BRANCHES, line) if layout == "merged" else stages
-        cuts = {branch: balanced_cuts(layer_costs[branch], parts[branch]) for branch in BRANCHES}
-        graph = (merged if layout == "merged" else chain)(cuts, count)
-    depth = stages if layout == "fork" else dict.fromkeys(BRANCHES, line)
-    batches = {branch: _deal(config, block, branch, replicas[branch], depth[branch]) for branch in BRANCHES}
-    if layout != "fork" and batches["image"] != batches["text"]:
-        raise ValueError(
-            f"branches.micro_batch_size: {block.micro_batch_size} differs between the branches, which only a fork allows; give one number"
-        )
-    if block.schedule == "per_micro_batch" and batches["image"] != batches["text"]:
-        deals = ", ".join(f"{b} {d.micro_batch_size} × {d.num_micro_batches} × {d.replicas}" for b, d in batches.items())
-        raise ValueError(
-            f'branches.schedule: "per_micro_batch" compares the samples of one micro-batch, so both branches need the same micro-batches, '
-            f"but micro × num × replicas are {deals}; give equal replicas and micro_batch_size, or use batch_sync"
-        )
-    return RunPlan(graph, batches, block.schedule, block.max_grad_norm)
-
-
-def deepspeed_config(config: Mapping[str, Any], batch: BranchBatch, total_num_steps: int) -> dict[str, Any]:
-    """The dictionary DeepSpeed reads on a rank of this branch: the file's keys with the branch's batch filled in."""
     resolved = copy.deepcopy(dict(config))
+    if most_replicas == 1 and precision_of(config) == "fp32" and "zero_optimization" in resolved:
+        resolved["zero_optimization"]["stage"] = 0
     resolved["train_batch_size"] = batch.global_batch_size
     resolved["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
     resolved["gradient_accumulation_steps"] = batch.num_micro_batches
@@ -95,25 +167,113 @@ def deepspeed_config(config: Mapping[str, Any], batch: BranchBatch, total_num_st
     return resolved
 
 
-def _resolve_stages(block: BranchesBlock, layout: str, layer_costs: Mapping[str, Sequence[float]]) -> dict[str, int]:
+# -- candidates ------------------------------------------------------------------------------------------------------------
+
+
+Deal = dict[str, BranchBatch]
+
+
+def _candidates(
+    config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel
+) -> Iterator[tuple[StageGraph, Deal, str]]:
+    """Every (graph, deal, schedule) that the block allows. Raises ValueError, with the reason, when there is none."""
+    layouts = [block.layout] if block.layout != AUTO else ["merged"] if world_size == 1 else LAYOUTS
+    schedules = [block.schedule] if block.schedule != AUTO else ["batch_sync", "replay"]
+    found, reasons = False, []
+    for layout in layouts:
+        try:
+            for graph in _graphs(config, block, layout, world_size, costs):
+                for deal in _deals(config, block, graph, reasons):
+                    for schedule in schedules:
+                        reason = _refuse_schedule(schedule, deal)
+                        if reason:
+                            reasons.append(reason)
+                            continue
+                        found = True
+                        yield graph, deal, schedule
+        except ValueError as error:
+            if block.layout != AUTO:
+                raise
+            reasons.append(str(error))
+    if not found:
+        raise ValueError(reasons[0] if reasons else f"nothing runs on {world_size} ranks with branches {block}")
+
+
+def _graphs(config: Mapping[str, Any], block: BranchesBlock, layout: str, world_size: int, costs: CostModel) -> Iterator[StageGraph]:
+    """Every stage graph of a layout: stages, cut so that the costliest is as cheap as possible, and replicas that fill the world."""
+    seconds = {branch: tuple(_seconds_per_sample(layer) for layer in costs.layers[branch]) for branch in BRANCHES}
+    filled, reason = False, None
+    for stages in _stage_counts(block, layout, world_size, {b: len(s) for b, s in seconds.items()}):
+        try:
+            choices = _replicas(block, layout, stages, world_size)
+            filled = True
+            whole = [r for r in choices if all(config["train_batch_size"] % r[b] == 0 for b in BRANCHES)]
+            for replicas in whole or choices[:1]:  # where the batch comes out even with none, the deal says so
+                if layout == "fork":
+                    yield fork({b: _cut(seconds[b], stages[b]) for b in BRANCHES}, replicas)
+                else:
+                    parts = dict.fromkeys(BRANCHES, stages["merged"]) if layout == "merged" else stages
+                    yield (merged if layout == "merged" else chain)({b: _cut(seconds[b], parts[b]) for b in BRANCHES}, replicas["image"])
+        except ValueError as error:
+            reason = reason or error
+    if not filled:
+        raise reason or ValueError(f"{layout}: no number of stages fills {world_size} ranks")
+
+
+def _seconds_per_sample(layer: Any, size: int = 8) -> float:
+    return (layer.forward_s.at(size) + layer.backward_s.at(size)) / size
+
+
+@lru_cache(maxsize=4096)
+def _cut(seconds: tuple[float, ...], parts: int) -> list[range]:
+    return balanced_cuts(seconds, parts)
+
+
+def _stage_counts(block: BranchesBlock, layout: str, world_size: int, num_layers: Mapping[str, int]) -> Iterator[dict[str, int]]:
     names = ("merged",) if layout == "merged" else BRANCHES
-    stages = dict.fromkeys(names, 1) if block.stages == AUTO else dict(block.stages)
+    if block.stages == AUTO:
+        most = min(world_size, MAX_STAGES)
+        if layout == "merged":
+            yield from ({"merged": s} for s in range(1, min(most, *num_layers.values()) + 1))
+        else:
+            yield from (
+                {"image": i, "text": t}
+                for i in range(1, min(most, num_layers["image"]) + 1)
+                for t in range(1, min(most, num_layers["text"]) + 1)
+                if i + t <= max(world_size, 2)
+            )
+        return
+    stages = dict(block.stages)
     if set(stages) != set(names):
         example = '{"merged": 2}' if layout == "merged" else '{"image": 2, "text": 1}'
         raise ValueError(f"branches.stages: {stages} does not fit layout {layout!r}; write for example {example}")
     for name, count in stages.items():
         for branch in BRANCHES if name == "merged" else (name,):
-            if count > len(layer_costs[branch]):
+            if count > num_layers[branch]:
                 raise ValueError(
-                    f"branches.stages: {count} {name} stages, but the {branch} tower has {len(layer_costs[branch])} layers and every "
-                    f"stage needs one; use at most {len(layer_costs[branch])}"
+                    f"branches.stages: {count} {name} stages, but the {branch} tower has {num_layers[branch]} layers and every "
+                    f"stage needs one; use at most {num_layers[branch]}"
                 )
-    return stages
+    yield stages
 
 
-def _fork_replicas(
-    config: Mapping[str, Any], block: BranchesBlock, stages: Mapping[str, int], world_size: int, per_sample: Mapping[str, float]
-) -> dict[str, int]:
+def _replicas(block: BranchesBlock, layout: str, stages: Mapping[str, int], world_size: int) -> list[dict[str, int]]:
+    """The numbers of replicas, by branch, with which these stages fill the world; there is at least one."""
+    if layout == "fork":
+        return _fork_replicas(block, stages, world_size)
+    line = sum(stages.values())
+    if isinstance(block.replicas, dict):
+        raise ValueError(f"branches.replicas: {block.replicas}, but all stages of a {layout} have equally many; give one number")
+    replicas = world_size // line if block.replicas == AUTO else block.replicas
+    if replicas * line != world_size or replicas == 0:
+        asked = "" if block.replicas == AUTO else f" and {block.replicas} replicas"
+        raise ValueError(
+            f"{layout} of {line} stages{asked} does not fill {world_size} ranks; use {max(replicas, 1) * line} ranks or change branches.stages"
+        )
+    return [dict.fromkeys(BRANCHES, replicas)]
+
+
+def _fork_replicas(block: BranchesBlock, stages: Mapping[str, int], world_size: int) -> list[dict[str, int]]:
     if isinstance(block.replicas, int):
         raise ValueError(f'branches.replicas: {block.replicas} for a fork; give both branches theirs: {{"image": …, "text": …}}')
     if block.replicas != AUTO:
@@ -126,7 +286,7 @@ def _fork_replicas(
             raise ValueError(
                 f"stages × replicas ({terms}) fill {need} ranks, but there are {world_size}; start {need} ranks or change branches.replicas"
             )
-        return replicas
+        return [replicas]
     fits = [
         {"image": i, "text": (world_size - stages["image"] * i) // stages["text"]}
         for i in range(1, world_size // stages["image"] + 1)
@@ -137,45 +297,38 @@ def _fork_replicas(
             f"stages image={stages['image']} text={stages['text']} cannot fill {world_size} ranks with whole replicas; use "
             f"{stages['image'] + stages['text']} ranks, or fewer stages"
         )
-    possible = [r for r in fits if all(_can_deal(config, block, b, r[b], stages[b]) for b in BRANCHES)]
-    if not possible and len(fits) == 1:
-        return fits[0]  # the deal will say what does not fit
-    if not possible:
-        raise ValueError(
-            f"train_batch_size {config['train_batch_size']} is divisible by none of the ways to divide {world_size} ranks between image and "
-            f"text ({', '.join('{image}+{text}'.format(**r) for r in fits)}) and the micro-batch sizes given; choose a multiple of both, for "
-            f"example {lcm(*fits[0].values())}"
-        )
-    return min(possible, key=lambda r: max(per_sample[b] / (stages[b] * r[b]) for b in BRANCHES))
+    return fits
 
 
-def _can_deal(config: Mapping[str, Any], block: BranchesBlock, branch: str, replicas: int, depth: int) -> bool:
-    try:
-        return bool(_deal(config, block, branch, replicas, depth))
-    except ValueError:
-        return False
+def _deals(config: Mapping[str, Any], block: BranchesBlock, graph: StageGraph, reasons: list[str]) -> list[Deal]:
+    """The ways to deal the batch to this graph; why there are none is added to `reasons`."""
+    replicas = {branch: graph.tail(branch).replicas for branch in BRANCHES}
+    found: list[Deal] = []
+    for wish in MICRO_BATCHES:
+        try:
+            deal = {branch: _deal(config, block, branch, replicas[branch], wish) for branch in BRANCHES}
+            if graph.layout != "fork" and deal["image"] != deal["text"]:
+                raise ValueError(
+                    f"branches.micro_batch_size: {block.micro_batch_size} differs between the branches, which only a fork allows; "
+                    "give one number"
+                )
+        except ValueError as error:
+            reasons.append(str(error))
+            break
+        if deal not in found:
+            found.append(deal)
+    return found
 
 
-def _line_replicas(block: BranchesBlock, layout: str, line: int, world_size: int) -> int:
-    if isinstance(block.replicas, dict):
-        raise ValueError(f"branches.replicas: {block.replicas}, but all stages of a {layout} have equally many; give one number")
-    replicas = world_size // line if block.replicas == AUTO else block.replicas
-    if replicas * line != world_size or replicas == 0:
-        asked = "" if block.replicas == AUTO else f" and {block.replicas} replicas"
-        raise ValueError(
-            f"{layout} of {line} stages{asked} does not fill {world_size} ranks; use {max(replicas, 1) * line} ranks or change branches.stages"
-        )
-    return replicas
-
-
-def _deal(config: Mapping[str, Any], block: BranchesBlock, branch: str, replicas: int, depth: int) -> BranchBatch:
-    """The batch of one branch; `depth` stages lie between its entry and the loss."""
+def _deal(config: Mapping[str, Any], block: BranchesBlock, branch: str, replicas: int, wish: int) -> BranchBatch:
+    """The batch of one branch; where nothing is said, in the largest number of micro-batches up to `wish`."""
     global_batch_size = config["train_batch_size"]
     share, rest = divmod(global_batch_size, replicas)
-    if rest:
+    if rest or not share:
+        near = max(global_batch_size - rest, replicas)
         raise ValueError(
             f"train_batch_size {global_batch_size} cannot be dealt to {replicas} {branch} replicas in equal shares; "
-            f"use {global_batch_size - rest} or {global_batch_size - rest + replicas}"
+            f"use {near} or {near + replicas}"
         )
     size = block.micro_batch_size
     if isinstance(size, dict):
@@ -185,8 +338,6 @@ def _deal(config: Mapping[str, Any], block: BranchesBlock, branch: str, replicas
     if size == AUTO:
         number = config.get("gradient_accumulation_steps", AUTO)
         if number == AUTO:
-            # One micro-batch keeps a single stage busy; a pipeline of S stages is idle (S−1)/(M+S−1) of its time.
-            wish = 1 if depth == 1 else 4 * depth
             number = max(n for n in range(1, min(wish, share) + 1) if share % n == 0)
         size, rest = divmod(share, number)
         if rest or size == 0:
@@ -204,3 +355,71 @@ def _deal(config: Mapping[str, Any], block: BranchesBlock, branch: str, replicas
 
 def _near_divisor(share: int, size: int) -> int:
     return min((d for d in range(1, share + 1) if share % d == 0), key=lambda d: (abs(d - size), d))
+
+
+def _refuse_schedule(schedule: str, deal: Deal) -> str | None:
+    """Why this deal cannot run under the schedule, if it cannot."""
+    if schedule != "per_micro_batch" or deal["image"] == deal["text"]:
+        return None
+    deals = ", ".join(f"{b} {d.micro_batch_size} × {d.num_micro_batches} × {d.replicas}" for b, d in deal.items())
+    return (
+        f'branches.schedule: "per_micro_batch" compares the samples of one micro-batch, so both branches need the same micro-batches, '
+        f"but micro × num × replicas are {deals}; give equal replicas and micro_batch_size, or use batch_sync"
+    )
+
+
+# -- when nothing fits -------------------------------------------------------------------------------------------------------
+
+
+def _nothing_fits(
+    config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel, graph: StageGraph, batches: Deal, schedule: str
+) -> str:
+    """By how much the smallest candidate does not fit, and what would."""
+    smallest = Candidate(graph, batches, schedule, simulate(graph, batches, schedule, costs))
+    limit = costs.machine.memory_bytes
+    stage = max(smallest.simulation.stages, key=lambda s: s.peak_bytes)
+    text = (
+        f"nothing fits {world_size} ranks of {limit / GIB:.1f} GiB ({costs.machine.name}): what needs least, {smallest.describe()}, needs "
+        f"{stage.peak_bytes / GIB:.1f} GiB in {stage.name}, {(stage.peak_bytes - limit) / GIB:.1f} GiB too much "
+        f"({stage.state_bytes / GIB:.1f} GiB of it weights, gradients and optimizer state, {stage.activation_bytes / GIB:.1f} GiB activations)"
+    )
+    free = replace(block, schedule="replay" if block.schedule != "per_micro_batch" else block.schedule, micro_batch_size=AUTO)
+    checkpointed = replace(costs, checkpoint_interval=1)
+    remedies = [
+        ('"schedule": "replay" and "micro_batch_size": "auto"', free, world_size, costs),
+        ('these and "pipeline": {"activation_checkpoint_interval": 1}', free, world_size, checkpointed),
+    ]
+    remedies += [
+        (f"{n * world_size} ranks with replay, small micro-batches and activation checkpoints", free, n * world_size, checkpointed)
+        for n in (2, 4, 8, 16)
+    ]
+    for words, changed, ranks, model in remedies:
+        peak = _least_peak(config, changed, ranks, model)
+        if peak <= limit:
+            return f"{text}. This would fit: {words} ({peak / GIB:.1f} GiB)"
+    return f"{text}. No number of ranks up to {16 * world_size} would fit: use smaller towers, or ranks with more memory"
+
+
+def _least_peak(config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel) -> float:
+    """The bytes of the fullest rank in the smallest candidate, found among the smallest micro-batches of each graph."""
+    layouts = LAYOUTS if block.layout == AUTO else [block.layout]
+    peaks = [float("inf")]
+    for layout in layouts:
+        try:
+            for graph in _graphs(config, block, layout, world_size, costs):
+                for deal in _deals(config, block, graph, [])[-1:]:
+                    peaks.append(bounds(graph, deal, block.schedule, costs)[1])
+        except ValueError:
+            continue  # this block does not go with that many ranks
+    return min(peaks)
+
+
+def _describe(graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: str) -> str:
+    """Such as `fork: image 0 ×6 | text 0 ×2, replay, micro-batches image 32×5, text 480×1` (samples × number of them)."""
+    deals = {b: f"{d.micro_batch_size}×{d.num_micro_batches}" for b, d in batches.items()}
+    deal = deals["image"] if deals["image"] == deals["text"] else f"image {deals['image']}, text {deals['text']}"
+    return f"{graph.describe()}, {schedule}, micro-batches {deal}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.3g} ms"

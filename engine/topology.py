@@ -102,22 +102,56 @@ class StageGraph:
         ]
 
     def record(self) -> list[dict[str, Any]]:
-        """The graph as JSON-able data, for the run's record."""
+        """The graph as JSON-able data, a dictionary per stage, for the run's record."""
         return [
-            {"name": s.name, "ranks": list(s.ranks), "layers": {b: [r.start, r.stop] for b, r in s.layers.items()}} for s in self.stages
+            {
+                "layout": self.layout,
+                "name": stage.name,
+                "ranks": list(stage.ranks),
+                "layers": {branch: [layers.start, layers.stop] for branch, layers in stage.layers.items()},
+                "previous": stage.previous,
+                "next": stage.next,
+                "loads": list(stage.loads),
+                "tail_of": list(stage.tail_of),
+                "num_downstream": stage.num_downstream,
+            }
+            for stage in self.stages
         ]
+
+    @classmethod
+    def from_record(cls, record: Sequence[Mapping[str, Any]]) -> StageGraph:
+        """The graph that `record` describes. Raises ValueError when a stage lacks something."""
+        try:
+            stages = tuple(
+                Stage(
+                    stage_id,
+                    own["name"],
+                    {branch: range(*layers) for branch, layers in own["layers"].items()},
+                    tuple(own["ranks"]),
+                    previous=own["previous"],
+                    next=own["next"],
+                    loads=tuple(own["loads"]),
+                    tail_of=tuple(own["tail_of"]),
+                    num_downstream=own["num_downstream"],
+                )
+                for stage_id, own in enumerate(record)
+            )
+            return cls(record[0]["layout"], stages)
+        except KeyError as error:
+            raise ValueError(f"stage graph: the record has no {error}; an older version wrote it") from error
 
     def describe_rank(self, rank: int) -> str:
         """Such as `rank 5 (image 1, replica 2)`."""
         return f"rank {rank} ({self.stage_of(rank).name}, replica {self.replica_of(rank)})"
 
     def describe(self) -> str:
-        """One line a person can read, for example `fork: image 0 ×3 ─ image 1 ×3 | text 0 ×2`."""
-        parts = []
+        """One line a person can read, for example `fork: image 0 ×3 ─ image 1 ×3 | text 0 ×2`; long lines are shortened."""
+        lines: list[list[str]] = []
         for stage in self.stages:
-            joint = "" if not parts else (" ─ " if stage.previous is not None else " | ")
-            parts.append(f"{joint}{stage.name} ×{stage.replicas}")
-        return f"{self.layout}: " + "".join(parts)
+            if stage.previous is None:
+                lines.append([])
+            lines[-1].append(f"{stage.name} ×{stage.replicas}")
+        return f"{self.layout}: " + " | ".join(" ─ ".join(line if len(line) <= 4 else [line[0], "…", line[-1]]) for line in lines)
 
 
 def fork(cuts: Mapping[str, Sequence[range]], replicas: Mapping[str, int]) -> StageGraph:

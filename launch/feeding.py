@@ -53,13 +53,18 @@ class Feeding:
         return {name: len(held_out.subset) for name, held_out in self.data.held_out.items()}
 
     def _dataset(self, source: Source) -> MicroBatchDataset:
-        image, text = "image" in self.modalities, "text" in self.modalities
-        return MicroBatchDataset(
-            source,
-            self.modalities,
-            train_transform(self.options.image_size) if image else None,
-            eval_transform(self.options.image_size) if image else None,
-            self.data.tokenizer if text else None,
-            self.options.max_text_tokens if text else None,
-            self.options.seed,
-        )
+        return micro_batch_dataset(self.data, source, self.options, self.modalities)
+
+
+def micro_batch_dataset(data: PreparedData, source: Source, options: Options, modalities: frozenset[str]) -> MicroBatchDataset:
+    """Micro-batches of `source` as the run sees them, with what `modalities` need and nothing else."""
+    image, text = "image" in modalities, "text" in modalities
+    return MicroBatchDataset(
+        source,
+        modalities,
+        train_transform(options.image_size) if image else None,
+        eval_transform(options.image_size) if image else None,
+        data.tokenizer if text else None,
+        options.max_text_tokens if text else None,
+        options.seed,
+    )

@@ -49,6 +49,10 @@ class RunFolder:
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
+    @property
+    def costs(self) -> Path:
+        return self.path / "costs.json"
+
     def previous(self) -> dict[str, Any] | None:
         """The configuration of the run this folder already holds."""
         file = self.path / "config.json"
@@ -86,6 +90,8 @@ class RunFolder:
             "total_steps": total_steps,
             "world_size": plan.graph.world_size,
             "stage_graph": plan.graph.record(),
+            "layout": plan.graph.layout,
+            "schedule": plan.schedule,
             "batches": {branch: asdict(batch) for branch, batch in plan.batches.items()},
             "data": data,
             "towers": {tower.branch: {**tower.config, "num_parameters": tower.num_parameters} for tower in towers},
@@ -93,6 +99,14 @@ class RunFolder:
             "git_commit": _git_commit(),
         }
         self._replace(self.path / "config.json", json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+
+    def read_costs(self) -> dict[str, Any] | None:
+        """What this run was planned by, if it was measured."""
+        return json.loads(self.costs.read_text(encoding="utf-8")) if self.costs.is_file() else None
+
+    def write_costs(self, costs: Mapping[str, Any]) -> None:
+        """What the plan was made by: a run that goes on is planned by the same."""
+        self._replace(self.costs, json.dumps(costs) + "\n")
 
     def forget_after(self, step: int) -> None:
         """Drop the metrics of steps after `step`: the run goes on from there and measures them again."""

@@ -1,9 +1,16 @@
 """Both towers with their heads, and what each of their layers costs."""
 
-from dataclasses import replace
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from types import FunctionType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.head import head_spec
@@ -11,7 +18,7 @@ from models.image import image_tower
 from models.layers import Tower
 from models.text import text_tower
 
-__all__ = ["Tower", "build_towers", "count_flops", "meta_inputs", "with_head"]
+__all__ = ["LayerCounts", "Tower", "build_towers", "count_flops", "describe_layers", "meta_inputs", "with_head"]
 
 
 def with_head(tower: Tower, embed_dim: int) -> Tower:
@@ -62,3 +69,137 @@ def count_flops(tower: Tower, inputs: dict[str, Tensor]) -> list[float]:
             tensors = spec.template(tensors)
         counts.append(float(counter.get_total_flops()))
     return counts
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """What one layer does for one sample in a training forward, counted. Bytes of `activation_bytes` and `output_bytes` as in `LayerCost`."""
+
+    name: str
+    num_parameters: int
+    flops: float  # as `count_flops`
+    convolution_flops: float  # of these, in convolutions: under fp32 they may run at another rate
+    activation_bytes: float  # kept for the backward: what the layer made and its graph saved, and its output; the input is its maker's
+    output_bytes: float  # of all named tensors behind the layer
+    moved_bytes: float  # read and written by its kernels, one by one, as eager torch runs them; without the parameters
+    num_kernels: int  # per micro-batch, whatever its size
+
+
+def describe_layers(tower: Tower, precision_bytes: int, num_tokens: int | None = None) -> list[LayerCounts]:
+    """The counts of every layer, in order, on the meta device: no memory, no arithmetic, any tower in seconds.
+
+    `precision_bytes`: of a weight, 4 (fp32) or 2 (bf16; fp16 is the same). Counted at two samples, because batch normalisation
+    refuses one where nothing but the sample is left to average over. `num_tokens` as in `meta_inputs`.
+    """
+    if precision_bytes not in _DTYPES:
+        raise ValueError(f"precision_bytes={precision_bytes} must be one of {', '.join(map(str, _DTYPES))}: bytes of a weight")
+    dtype, samples = _DTYPES[precision_bytes], 2
+    tensors = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in meta_inputs(tower, samples, num_tokens).items()
+    }
+    described = []
+    for position, spec in enumerate(tower.specs):
+        layer = copy.deepcopy(spec.template)
+        for parameter in layer.parameters():  # DeepSpeed casts parameters and leaves buffers in fp32
+            parameter.data = parameter.data.to(dtype)
+        given = {name: t.detach().requires_grad_(position > 0 and t.is_floating_point()) for name, t in tensors.items()}
+        saved = _Saved()
+        # templates are in training mode and gradients are on: in inference ViT would take a fused path that is not counted
+        with torch.enable_grad(), _FusedAttention(), saved, FlopCounterMode(display=False) as flops, _Traffic(layer) as traffic:
+            tensors = layer(given)
+        described.append(
+            LayerCounts(
+                spec.name,
+                spec.num_parameters,
+                flops.get_total_flops() / samples,
+                flops.get_flop_counts()["Global"].get(torch.ops.aten.convolution, 0) / samples,
+                saved.num_bytes(
+                    tensors.values(), not_counted=(*layer.parameters(), *layer.buffers(), *(given.values() if position else ()))
+                )
+                / samples,
+                sum(t.numel() * t.element_size() for t in tensors.values()) / samples,
+                traffic.moved_bytes / samples,
+                traffic.num_kernels,
+            )
+        )
+    return described
+
+
+_DTYPES = {4: torch.float32, 2: torch.bfloat16}
+
+
+class _Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Notes every storage that the graph built inside keeps for its backward."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        super().__init__(self._note, lambda tensor: tensor)
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        self._add(tensor)
+        return tensor.detach()
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = storage  # by identity, which meta tensors have too; several tensors may share one
+
+    def num_bytes(self, outputs: Iterable[Tensor], not_counted: Iterable[Tensor]) -> int:
+        """Bytes of the storages noted and those of `outputs`, but for those of `not_counted`."""
+        for tensor in outputs:
+            self._add(tensor)
+        for tensor in not_counted:
+            self._storages.pop(tensor.untyped_storage()._cdata, None)
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention in one kernel that keeps no probabilities, as GPUs run it. By itself torch takes the unfused way on the meta device."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return _FUSED.get(func, func)(*args, **(kwargs or {}))
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, **_: object) -> Tensor:
+    """The fused kernel that exists on every machine. It saves what those of a GPU save (theirs draw dropout again in the backward)."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)[0]
+
+
+def _with_fused_attention(function: FunctionType) -> FunctionType:
+    """A copy of one of torch's functions that finds `_attend` under the name of torch's attention: a mode does not reach inside it."""
+    names = {**function.__globals__, "scaled_dot_product_attention": _attend}
+    changed = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    changed.__kwdefaults__ = function.__kwdefaults__
+    return changed
+
+
+_FUSED = {
+    F.scaled_dot_product_attention: _attend,
+    F.multi_head_attention_forward: _with_fused_attention(F.multi_head_attention_forward),
+}
+
+
+class _Traffic(TorchDispatchMode):
+    """Adds up what kernels read and write. Views move nothing; a look-up in a table reads what it writes, not the table."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._parameters = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
+        self.moved_bytes = self.num_kernels = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        read, written = self._tensors((args, kwargs)), self._tensors(result)
+        if not self._moves_nothing(func, read, written):
+            self.num_kernels += 1
+            reads = written if func is torch.ops.aten.embedding.default else read
+            self.moved_bytes += sum(t.numel() * t.element_size() for t in (*reads, *written))
+        return result
+
+    def _moves_nothing(self, func, read: list[Tensor], written: list[Tensor]) -> bool:
+        if func in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default):
+            return True
+        given = {tensor.untyped_storage()._cdata for tensor in read} | self._parameters
+        return not func._schema.is_mutable and all(tensor.untyped_storage()._cdata in given for tensor in written)
+
+    def _tensors(self, tree: object) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._parameters]

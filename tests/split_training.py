@@ -129,6 +129,7 @@ def make_engine(case: Case):
     from datetime import timedelta
 
     import torch.distributed as dist
+    from cost_models import proportional
 
     from engine.build import build_engine
     from engine.config import check_config
@@ -138,7 +139,7 @@ def make_engine(case: Case):
 
     towers, image_size = towers_of(case)
     config, block = check_config(case.config)
-    plan = plan_run(config, block, dist.get_world_size(), {b: count_flops(t, meta_inputs(t, 2)) for b, t in towers.items()})
+    plan = plan_run(config, block, dist.get_world_size(), proportional({b: count_flops(t, meta_inputs(t, 2)) for b, t in towers.items()}))
     engine = build_engine(
         plan,
         config,

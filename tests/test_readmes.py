@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from cost_models import proportional
 
 from engine.config import DEEPSPEED_KEYS, NOT_WITH_A_PIPELINE, BranchesBlock, check_config
 from engine.planner import deepspeed_config, plan_run
@@ -12,7 +13,7 @@ from engine.planner import deepspeed_config, plan_run
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "ds_configs" / "README.md").read_text(encoding="utf-8")
 MINIMAL = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}}
-COSTS = {"image": [3.0] * 4, "text": [1.0] * 4}  # "an image costs three times a text"
+COSTS = proportional({"image": [3.0] * 4, "text": [1.0] * 4})  # "an image costs three times a text"
 
 # A snippet, and the line of four spaces below it that says what comes out, if there is one.
 SNIPPETS = re.findall(r"```json\n(.*?)```\n(?:\n    ((?:fork|chain|merged): [^\n]*)\n)?", PAGE, flags=re.DOTALL)

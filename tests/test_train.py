@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +12,21 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.trace_file import read_trace
+
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--image-tower", "resnet18:layers=1-1-1-1", "--image-size", "32", "--text-tower", "bert-tiny", "--embed-dim", "32"]
 LIMIT_S = 240
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory):
+    """A configuration that measures nothing and chooses nothing: for tests that compare runs or look for a stage by its rank."""
+    config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
+    config["branches"] |= {"layout": "fork", "stages": {"image": 1, "text": 1}, "schedule": "batch_sync"}
+    file = tmp_path_factory.mktemp("config") / "fork.json"
+    file.write_text(json.dumps(config))
+    return ["--deepspeed_config", file]
 
 
 def environment():
@@ -102,10 +115,16 @@ def test_eight_processes_on_a_machine_without_a_gpu(tmp_path):
     assert "Zero-shot retrieval" in output and "composition (394)" in output
 
 
-def test_a_run_stopped_by_ctrl_c_goes_on_as_if_it_had_not_been_stopped(tmp_path):
-    """Same losses and norms to the last bit, same weights; dropout, augmentation and BatchNorm are all on."""
-    arguments = [*SMALL, "--steps", 8, "--save-every", 100, "--eval-every", 100]
-    assert finish(launch(2, *arguments, "--run-dir", tmp_path / "whole"))[0] == 0
+@pytest.mark.parametrize("layout", ["fork", "auto"])
+def test_a_run_stopped_by_ctrl_c_goes_on_as_if_it_had_not_been_stopped(tmp_path, fork, layout):
+    """Same losses and norms to the last bit, same weights; dropout, augmentation and BatchNorm are all on. With "auto", what was
+    measured at the first start decides again, whatever a new measurement would say."""
+    arguments = [*SMALL, *(fork if layout == "fork" else []), "--trace-every", 4, "--steps", 8, "--save-every", 100, "--eval-every", 100]
+    (tmp_path / "stopped").mkdir()
+    status, output = finish(launch(2, *arguments, "--run-dir", tmp_path / "whole"))
+    assert status == 0 and ("auto: " in output) == (layout == "auto"), output[-3000:]
+    if layout == "auto":  # the two are to run the same way
+        shutil.copy(tmp_path / "whole" / "costs.json", tmp_path / "stopped")
     process = launch(2, *arguments, "--run-dir", tmp_path / "stopped")
     wait_for(reached(tmp_path / "stopped", 3), process)
     for rank in ranks_of(process):
@@ -122,6 +141,17 @@ def test_a_run_stopped_by_ctrl_c_goes_on_as_if_it_had_not_been_stopped(tmp_path)
         for key in ("loss", "lr", "logit_scale_exp", "grad_norm/image", "grad_norm/text", "grad_norm/head"):
             assert whole[step][key] == resumed[step][key], (step, key)
     assert evaluate(tmp_path / "whole") == evaluate(tmp_path / "stopped")
+    assert list(read_trace(tmp_path / "stopped" / "trace.json")) == [3, 4, 8]
+    timeline = subprocess.run(
+        [sys.executable, "-m", "launch.timeline", tmp_path / "stopped"],
+        cwd=ROOT,
+        env=environment(),
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+    assert timeline.returncode == 0 and (tmp_path / "stopped" / "timeline.png").stat().st_size > 10_000, timeline.stderr
+    assert (tmp_path / "stopped" / "costs.json").is_file() == (layout == "auto")
 
 
 def evaluate(run_dir):
@@ -141,8 +171,8 @@ def evaluate(run_dir):
     return values
 
 
-def test_when_a_rank_dies_all_leave_within_a_minute_and_one_says_why(tmp_path):
-    process = launch(3, *SMALL, "--steps", 1000, "--eval-every", 1000, "--save-every", 1000, "--run-dir", tmp_path)
+def test_when_a_rank_dies_all_leave_within_a_minute_and_one_says_why(tmp_path, fork):
+    process = launch(3, *SMALL, *fork, "--steps", 1000, "--eval-every", 1000, "--save-every", 1000, "--run-dir", tmp_path)
     wait_for(reached(tmp_path, 2), process)
     victim = next(p for p in ranks_of(process) if "--local_rank=2" in p.cmdline())
     died = time.monotonic()
@@ -213,7 +243,12 @@ def test_own_data_and_pretrained_text_weights(tmp_path):
     BertModel(small).save_pretrained(folder)
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
     config |= {"train_batch_size": 12}
-    config["branches"] |= {"replicas": {"image": 2, "text": 1}, "micro_batch_size": {"image": 3, "text": 4}}
+    config["branches"] |= {
+        "layout": "fork",
+        "replicas": {"image": 2, "text": 1},
+        "schedule": "replay",
+        "micro_batch_size": {"image": 3, "text": 4},
+    }
     (tmp_path / "how.json").write_text(json.dumps(config))
     run_dir = tmp_path / "run"
     process = launch(

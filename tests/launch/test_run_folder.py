@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cost_models import proportional
 
 from engine.config import check_config
 from engine.planner import plan_run
@@ -30,7 +31,7 @@ def towers():
 @pytest.fixture
 def decided(towers):
     """What write_config takes beside the options: a plan for two ranks, the data's summary, the towers, the steps."""
-    plan = plan_run(*check_config(CONFIG), 2, {"image": [1.0], "text": [1.0]})
+    plan = plan_run(*check_config(CONFIG), 2, proportional({"image": [1.0], "text": [1.0]}))
     return plan, {"source": "demo", "train_samples": 96}, towers, 700
 
 

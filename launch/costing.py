@@ -1,0 +1,101 @@
+"""What the layers of a run cost: what the planner decides by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from data.prepare import PreparedData
+from data.sampler import MicroBatchRequest
+from engine.config import AUTO, BranchesBlock
+from engine.costs import CostModel, cost_model_from_json, cost_model_to_json, precision_of
+from engine.devices import BYTES, Device, estimated_layers, estimated_machine, find_device
+from engine.processes import Processes, from_first_rank
+from engine.profile import profile_together
+from launch.feeding import micro_batch_dataset
+from launch.options import Options
+from launch.run_folder import RunFolder
+from models.layers import Tower
+from models.towers import describe_layers
+
+NOMINAL = "A100"  # where the layout is given nothing is measured: stages are cut by the ratios of estimates for this device
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BUDGET_S = 15.0  # for repeats; each layer is run at least twice
+MEASURED_SIZES = {"cpu": (4, 16, 64), "cuda": (8, 32, 128)}  # samples per micro-batch; straight lines between
+
+
+def run_costs(
+    towers: Sequence[Tower],
+    build_layer: Callable[[Any], nn.Module],
+    config: Mapping[str, Any],
+    block: BranchesBlock,
+    data: PreparedData,
+    options: Options,
+    processes: Processes,
+    folder: RunFolder,
+) -> CostModel:
+    """Measured on all ranks together where the layout is "auto", else estimated. A run that goes on keeps what it was planned by.
+
+    All ranks call it together and get the same.
+    """
+    known = from_first_rank(folder.read_costs() if processes.rank == 0 else None)
+    if known is not None:
+        return cost_model_from_json(known)
+    if block.layout != AUTO:
+        device = find_device(NOMINAL)
+        return estimated_costs(towers, config, options.embed_dim, device, memory_bytes=float("inf"))
+    sizes = _sizes(config, block, processes.device.type)
+    with tqdm(total=0, desc="measuring what each layer costs", disable=processes.rank != 0, leave=False, bar_format="{desc}"):
+        profile = profile_together(
+            {tower.branch: tower.specs for tower in towers},
+            build_layer,
+            {tower.branch: partial(_example, data, options, tower.branch) for tower in towers},
+            DTYPES[precision_of(config)],
+            processes.device,
+            sizes,
+            config["train_batch_size"],
+            options.embed_dim,
+            processes.ranks_on_node,
+            BUDGET_S,
+        )
+    costs = CostModel.of(profile.layers, profile.machine, config, options.embed_dim)
+    folder.write_costs(cost_model_to_json(costs))
+    return costs
+
+
+def estimated_costs(
+    towers: Sequence[Tower], config: Mapping[str, Any], embed_dim: int, device: Device, memory_bytes: float | None = None
+) -> CostModel:
+    """Counted operations of both towers against the device's data sheet; `memory_bytes` instead of the device's own."""
+    precision = precision_of(config)
+    layers = {tower.branch: estimated_layers(describe_layers(tower, BYTES[precision]), device, precision) for tower in towers}
+    machine = estimated_machine(device, precision)
+    if memory_bytes is not None:
+        machine = replace(machine, memory_bytes=memory_bytes)
+    return CostModel.of(layers, machine, config, embed_dim)
+
+
+def _sizes(config: Mapping[str, Any], block: BranchesBlock, device_type: str) -> dict[str, tuple[int, ...]]:
+    """The micro-batch sizes to measure per branch: the one that is given, or a few that the global batch has room for."""
+    given = block.micro_batch_size if isinstance(block.micro_batch_size, dict) else dict.fromkeys(("image", "text"), block.micro_batch_size)
+    few = tuple(size for size in MEASURED_SIZES[device_type] if size <= config["train_batch_size"]) or (config["train_batch_size"],)
+    sizes = {}
+    for branch in ("image", "text"):
+        size = given.get(branch, AUTO)
+        size = config.get("train_micro_batch_size_per_gpu", AUTO) if size == AUTO else size
+        sizes[branch] = few if size == AUTO else (size,)
+    return sizes
+
+
+def _example(data: PreparedData, options: Options, branch: str, size: int) -> dict[str, Tensor]:
+    """A micro-batch as the run will see them, from the first training samples: texts have their true lengths."""
+    dataset = micro_batch_dataset(data, data.source, options, frozenset({branch}))
+    index = data.train[np.arange(size) % len(data.train)]
+    return dataset[MicroBatchRequest(0, 0, index, np.arange(size), training=True)]

@@ -1,0 +1,372 @@
+"""From a configuration and a world to a plan: what is said is kept, what is "auto" is searched, and every refusal says what to do."""
+
+import copy
+import itertools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cost_models import proportional
+
+from engine.config import check_config, read_config
+from engine.planner import BranchBatch, RunPlan, Search, deepspeed_config, plan_run, search_plans
+from engine.simulator import simulate
+from engine.topology import BRANCHES
+
+FILES = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+MINIMAL = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}}
+COSTS = {"image": [1.0, 2.0, 2.0, 2.0, 1.0], "text": [0.5, 0.5, 0.5, 0.5]}  # images cost 4 times a text
+FORK = {"layout": "fork", "stages": {"image": 1, "text": 1}}
+
+
+def search(world_size: int, branches: dict | None = None, costs=COSTS, memory_bytes=1e15, machine=None, **keys) -> Search:
+    model = proportional(costs, memory_bytes, **(machine or {}))
+    return search_plans(*check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches or {}}), world_size, model)
+
+
+def plan(world_size: int, branches: dict | None = None, costs=COSTS, **keys) -> RunPlan:
+    return plan_run(*check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches or {}}), world_size, proportional(costs))
+
+
+def refused(*words: str):
+    """Every one of `words` in one message, in this order."""
+    return pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, words)))
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "world_size, branches, keys, words",
+    [
+        # stages
+        (4, {"layout": "fork", "stages": {"image": 6, "text": 1}}, {}, ["6 image stages", "the image tower has 5 layers", "at most 5"]),
+        (5, {"layout": "chain", "stages": {"image": 1, "text": 5}}, {}, ["5 text stages", "the text tower has 4 layers", "at most 4"]),
+        (5, {"layout": "merged", "stages": {"merged": 5}}, {}, ["5 merged stages", "the text tower has 4 layers", "at most 4"]),
+        (4, {"layout": "fork", "stages": {"merged": 2}}, {}, ["branches.stages", "does not fit layout 'fork'", '{"image": 2, "text": 1}']),
+        (4, {"layout": "fork", "stages": {"image": 2}}, {}, ["branches.stages", "does not fit layout 'fork'", '{"image": 2, "text": 1}']),
+        (4, {"layout": "merged", "stages": {"image": 2, "text": 2}}, {}, ["does not fit layout 'merged'", '{"merged": 2}']),
+        (
+            3,
+            {"layout": "fork", "stages": {"image": 2, "text": 2}},
+            {},
+            ["image=2 text=2 cannot fill 3 ranks", "use 4 ranks, or fewer stages"],
+        ),
+        # replicas
+        (8, {"layout": "fork", "replicas": 4}, {}, ["branches.replicas: 4 for a fork", "give both branches theirs"]),
+        (8, {"layout": "fork", "replicas": {"image": 4}}, {}, ["branches.replicas", "give both branches theirs"]),
+        (
+            8,
+            {**FORK, "replicas": {"image": 3, "text": 2}},
+            {},
+            ["image 1×3 + text 1×2", "fill 5 ranks, but there are 8", "start 5 ranks or change"],
+        ),
+        (
+            7,
+            {"stages": {"image": 2, "text": 1}, "replicas": {"image": 2, "text": 2}},
+            {},
+            ["image 2×2 + text 1×2", "fill 6 ranks, but there are 7"],
+        ),
+        (4, {"layout": "chain", "replicas": {"image": 2, "text": 2}}, {}, ["all stages of a chain have equally many; give one number"]),
+        (
+            5,
+            {"layout": "chain", "stages": {"image": 1, "text": 1}},
+            {},
+            ["chain of 2 stages does not fill 5 ranks", "use 4 ranks or change branches.stages"],
+        ),
+        (1, {"layout": "chain"}, {}, ["chain of 2 stages does not fill 1 ranks", "use 2 ranks"]),
+        (1, {"layout": "fork"}, {}, ["image=1 text=1 cannot fill 1 ranks", "use 2 ranks"]),
+        (
+            4,
+            {"layout": "merged", "stages": {"merged": 1}, "replicas": 3},
+            {},
+            ["merged of 1 stages and 3 replicas does not fill 4 ranks", "use 3 ranks"],
+        ),
+        # the batch
+        (7, {**FORK, "replicas": {"image": 5, "text": 2}}, {}, ["train_batch_size 48 cannot be dealt to 5 image replicas", "use 45 or 50"]),
+        (3, FORK, {"train_batch_size": 7}, ["train_batch_size 7 cannot be dealt to 2 text replicas", "use 6 or 8"]),
+        (5, FORK, {"train_batch_size": 2}, ["train_batch_size 2 cannot be dealt to 4 text replicas", "use 4 or 8"]),
+        (
+            2,
+            {**FORK, "micro_batch_size": 32},
+            {},
+            ["image: micro_batch_size 32", "48 samples per replica are not a multiple of 32", "use 24"],
+        ),
+        (2, {**FORK, "micro_batch_size": {"image": 16, "text": 5}}, {}, ["text: micro_batch_size 5", "not a multiple of 5", "use 4"]),
+        (2, FORK, {"train_micro_batch_size_per_gpu": 10}, ["image: micro_batch_size 10", "not a multiple of 10", "use 8"]),
+        (
+            2,
+            FORK,
+            {"gradient_accumulation_steps": 5},
+            ["gradient_accumulation_steps 5 does not divide the 48 samples", "use a divisor of 48"],
+        ),
+        (
+            2,
+            FORK,
+            {"gradient_accumulation_steps": 96},
+            ["gradient_accumulation_steps 96 does not divide the 48 samples", "use a divisor of 48"],
+        ),
+        (
+            2,
+            {"layout": "chain", "micro_batch_size": {"image": 8, "text": 16}},
+            {},
+            ["branches.micro_batch_size", "only a fork allows", "give one number"],
+        ),
+        (1, {"micro_batch_size": {"image": 8, "text": 16}}, {}, ["branches.micro_batch_size", "only a fork allows", "give one number"]),
+        # the schedule
+        (
+            3,
+            {**FORK, "schedule": "per_micro_batch", "replicas": {"image": 2, "text": 1}},
+            {},
+            ['"per_micro_batch"', "both branches need the same micro-batches", "image 24 × 1 × 2, text 48 × 1 × 1", "batch_sync"],
+        ),
+    ],
+)
+def test_refusals_of_a_plan(world_size, branches, keys, words):
+    with refused(*words):
+        plan(world_size, branches, **keys)
+
+
+# -- the arithmetic of a plan -----------------------------------------------------------------------------------------------
+
+
+def slowest(costs: dict[str, list[float]], stages: dict[str, int], replicas: dict[str, int]) -> float:
+    return max(sum(costs[b]) / (stages[b] * replicas[b]) for b in BRANCHES)
+
+
+def test_one_rank_is_merged():
+    decided = plan(1)
+    assert decided.graph.describe() == "merged: merged 0 ×1" and decided.schedule == "batch_sync"
+    assert decided.batches == dict.fromkeys(BRANCHES, BranchBatch(replicas=1, micro_batch_size=48, num_micro_batches=1))
+
+
+@pytest.mark.parametrize("image_cost", [0.1, 1.0, 3.0, 12.0])
+@pytest.mark.parametrize("world_size", range(2, 17))
+def test_a_fork_divides_the_ranks_by_cost(world_size, image_cost):
+    costs = {"image": [image_cost], "text": [1.0]}
+    decided = plan(world_size, FORK, costs=costs, train_batch_size=960)
+    replicas = {branch: batch.replicas for branch, batch in decided.batches.items()}
+    assert decided.graph.layout == "fork" and decided.graph.world_size == sum(replicas.values()) == world_size
+    assert all(batch.global_batch_size == 960 for batch in decided.batches.values())
+    possible = [{"image": i, "text": world_size - i} for i in range(1, world_size) if 960 % i == 960 % (world_size - i) == 0]
+    best = min(slowest(costs, {"image": 1, "text": 1}, r) for r in possible)
+    assert slowest(costs, {"image": 1, "text": 1}, replicas) <= best * 1.02
+
+
+def test_replicas_around_given_stages():
+    decided = plan(8, {"layout": "fork", "stages": {"image": 2, "text": 1}}, train_batch_size=960)
+    assert decided.graph.describe() == "fork: image 0 ×3 ─ image 1 ×3 | text 0 ×2"
+    first, second, text = (next(iter(stage.layers.values())) for stage in decided.graph.stages)
+    assert sorted(sum(COSTS["image"][i] for i in cut) for cut in (first, second)) == [3.0, 5.0] and text == range(0, 4)
+
+
+def test_divisions_the_batch_does_not_allow_are_passed_over():
+    costs = {"image": [5.0], "text": [1.0]}
+    assert plan(6, FORK, costs=costs, train_batch_size=40).graph.describe() == "fork: image 0 ×5 | text 0 ×1"
+    assert plan(6, FORK, costs=costs, train_batch_size=48).graph.describe() == "fork: image 0 ×4 | text 0 ×2"
+
+
+def test_replicas_fit_a_given_micro_batch_size():
+    # 6+2 is faster but 960/6 = 160 is no multiple of 64; 5+3 is
+    decided = plan(8, {**FORK, "micro_batch_size": 64}, train_batch_size=960)
+    assert decided.graph.describe() == "fork: image 0 ×5 | text 0 ×3"
+
+
+@pytest.mark.parametrize("layout", ["chain", "merged"])
+@pytest.mark.parametrize("world_size", range(1, 17))
+def test_lines_fill_the_world(layout, world_size):
+    for length in (length for length in range(2, 5) if world_size % length == 0):
+        stages = {"merged": length} if layout == "merged" else {"image": length - 1, "text": 1}
+        decided = plan(world_size, {"layout": layout, "stages": stages}, train_batch_size=960 * 7 * 11 * 13)
+        assert decided.graph.world_size == world_size and len(decided.graph.stages) == length
+        assert decided.batches["image"] == decided.batches["text"]
+        assert decided.batches["image"].replicas == world_size // length
+        assert decided.batches["image"].global_batch_size == 960 * 7 * 11 * 13
+
+
+def test_stages_are_cut_by_cost():
+    decided = plan(3, {"layout": "chain", "stages": {"image": 2, "text": 1}}, costs={"image": [9.0, 1.0, 1.0], "text": [1.0]})
+    assert [dict(stage.layers) for stage in decided.graph.stages] == [{"image": range(0, 1)}, {"image": range(1, 3)}, {"text": range(0, 1)}]
+
+
+def test_micro_batches_per_branch_of_a_fork():
+    branches = {**FORK, "replicas": {"image": 3, "text": 2}, "micro_batch_size": {"image": 8, "text": 24}}
+    decided = plan(5, branches)
+    assert decided.batches == {"image": BranchBatch(3, 8, 2), "text": BranchBatch(2, 24, 1)}
+    for unsaid in ({"image": 4, "text": "auto"}, {"image": 4}):
+        decided = plan(5, {**branches, "micro_batch_size": unsaid})
+        assert decided.batches["image"] == BranchBatch(3, 4, 4) and decided.batches["text"].global_batch_size == 48
+
+
+def test_deepspeeds_own_keys_for_micro_batches():
+    assert plan(2, FORK, train_micro_batch_size_per_gpu=12).batches["text"] == BranchBatch(1, 12, 4)
+    assert plan(2, FORK, gradient_accumulation_steps=3).batches["text"] == BranchBatch(1, 16, 3)
+    unsaid = plan(2, FORK, train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto")
+    assert unsaid.batches["text"].global_batch_size == 48
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_a_pipeline_is_kept_busy(depth):
+    """Equal layers and no overhead: with M micro-batches S stages idle (S − 1)/(M + S − 1), so many are taken."""
+    equal = {branch: [1.0] * depth for branch in BRANCHES}
+    batch = plan(depth, {"layout": "merged", "stages": {"merged": depth}}, costs=equal, train_batch_size=960).batches["image"]
+    assert (depth - 1) / (batch.num_micro_batches + depth - 1) < 0.05
+
+
+def test_every_small_fork_adds_up():
+    for stages, replicas, size in itertools.product(
+        itertools.product((1, 2), repeat=2), itertools.product((1, 2, 3), repeat=2), ("auto", 1, 2, 4)
+    ):
+        stages, replicas = dict(zip(BRANCHES, stages)), dict(zip(BRANCHES, replicas))
+        world_size = sum(stages[b] * replicas[b] for b in BRANCHES)
+        decided = plan(world_size, {"layout": "fork", "stages": stages, "replicas": replicas, "micro_batch_size": size})
+        assert decided.graph.world_size == world_size
+        for branch in BRANCHES:
+            assert decided.batches[branch].global_batch_size == 48 and decided.batches[branch].replicas == replicas[branch]
+            assert decided.graph.tail(branch).replicas == replicas[branch]
+            assert size == "auto" or decided.batches[branch].micro_batch_size == size
+
+
+# -- the search -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6])
+def test_the_best_is_as_good_as_trying_everything(world_size):
+    """Every graph that the block allows, written out by hand, and simulated."""
+    costs = {"image": [1.0, 2.0, 2.0], "text": [0.5, 0.5]}
+    machine = {"link_bytes_per_s": 1e6, "link_latency_s": 1e-3, "instruction_s": 1e-2, "gradient_s_per_parameter": 1e-6}
+    found = search(world_size, costs=costs, machine=machine)
+    model = proportional(costs, **machine)
+    explicit = []
+    for i, t in itertools.product((1, 2, 3), (1, 2)):
+        for r in range(1, world_size):
+            if (world_size - i * r) > 0 and (world_size - i * r) % t == 0:
+                replicas = {"image": r, "text": (world_size - i * r) // t}
+                explicit.append({"layout": "fork", "stages": {"image": i, "text": t}, "replicas": replicas})
+        if world_size % (i + t) == 0:
+            explicit.append({"layout": "chain", "stages": {"image": i, "text": t}})
+        if world_size % i == 0 and i <= 2:
+            explicit.append({"layout": "merged", "stages": {"merged": i}})
+    best = float("inf")
+    for branches, schedule, size in itertools.product(explicit, ("batch_sync", "replay"), (1, 2, 3, 4, 6, 8, 12, 16, 24, 48)):
+        try:
+            one = plan(world_size, {**branches, "schedule": schedule, "micro_batch_size": size}, costs=costs)
+        except ValueError:
+            continue
+        best = min(best, simulate(one.graph, one.batches, one.schedule, model).step_s)
+    assert found.ranked[0].simulation.step_s <= best * (1 + 1e-9)
+
+
+def test_among_equals_the_least_memory_wins():
+    """Images and texts cost the same: a fork is as fast as data parallel training, and each rank holds one tower."""
+    costs = {"image": [1.0, 1.0], "text": [1.0, 1.0]}
+    best = search(2, costs=costs).best
+    assert best.graph.describe() == "fork: image 0 ×1 | text 0 ×1"
+    merged = search(2, {"layout": "merged", "stages": {"merged": 1}}, costs=costs).best
+    assert best.simulation.step_s <= merged.simulation.step_s * 1.02 and best.peak_bytes < merged.peak_bytes
+
+
+def test_replay_is_chosen_where_batch_sync_does_not_fit():
+    roomy, tight = search(2, FORK), search(2, FORK, memory_bytes=250e6)
+    assert roomy.best.schedule == "batch_sync" and tight.best.schedule == "replay"
+    assert tight.best.peak_bytes <= 250e6 < roomy.best.peak_bytes and tight.num_too_large > 0
+    assert "too large for the memory" in tight.why()
+
+
+def test_slow_links_keep_gradients_within_a_branch():
+    """With replicas of everything each gradient crosses the slow link; in a fork of one rank per branch none does."""
+    costs = {"image": [1e-3] * 2, "text": [1e-3] * 2}
+    assert search(2, costs=costs, machine={"link_bytes_per_s": 1e7}).best.graph.layout == "fork"
+
+
+def test_why_names_the_best_and_what_the_others_would_cost():
+    lines = search(4).why().splitlines()
+    assert lines[0].startswith("auto: ") and re.search(
+        r"predicted [\d.]+ m?s a step, \d+% idle, at most [\d.]+ GiB a rank; \d+ ways", lines[1]
+    )
+    kinds = {re.search(r": (fork|chain|merged): .*, (batch_sync|replay),", line).groups() for line in lines[2:]}
+    assert len(kinds) == len(lines) - 2 >= 4
+    assert all(float(re.match(r"  ([\d.]+) × the time", line).group(1)) >= 0.98 for line in lines[2:])
+
+
+def test_the_plan_tells_why_only_where_it_chose():
+    assert plan(4).reasons.startswith("auto: ") and plan(4, FORK).reasons == ""
+
+
+def test_per_micro_batch_says_that_it_is_another_objective():
+    assert "another objective" in plan(2, {**FORK, "schedule": "per_micro_batch"}).reasons
+
+
+def test_when_nothing_fits_it_says_by_how_much_and_what_would():
+    with refused(
+        "nothing fits 2 ranks of 0.1 GiB (test)", "GiB too much", "weights, gradients and optimizer state", "This would fit", "ranks"
+    ):
+        search(2, memory_bytes=0.1e9)
+    with refused("nothing fits", "This would fit", '"schedule": "replay"'):
+        search(2, {**FORK, "schedule": "batch_sync"}, memory_bytes=250e6)
+    with refused("nothing fits", "No number of ranks up to 32 would fit"):
+        search(2, memory_bytes=1e6)
+
+
+def test_what_is_said_would_fit_fits():
+    fits = search(2, {**FORK, "schedule": "replay"}, memory_bytes=250e6)
+    assert fits.best.peak_bytes <= 250e6
+
+
+# -- what DeepSpeed reads -----------------------------------------------------------------------------------------------------
+
+
+def test_deepspeed_config_per_branch():
+    scheduler = {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 20}}
+    branches = {**FORK, "replicas": {"image": 3, "text": 2}, "micro_batch_size": {"image": 8, "text": 12}}
+    written, block = check_config(
+        MINIMAL | {"branches": branches, "scheduler": scheduler, "pipeline": {"activation_checkpoint_interval": 2}}
+    )
+    decided = plan_run(written, block, 5, proportional(COSTS))
+    before = copy.deepcopy(written)
+    image, text = (deepspeed_config(written, decided.batches[branch], total_num_steps=700) for branch in BRANCHES)
+    assert written == before
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [image[key] for key in keys] == [48, 8, 2]
+    assert [text[key] for key in keys] == [48, 12, 2]
+    for resolved in (image, text):
+        assert resolved["scheduler"]["params"] == {"total_num_steps": 700, "warmup_num_steps": 20}
+        assert resolved["gradient_clipping"] == 0.0  # DeepSpeed's default would be 1.0
+        assert resolved["pipeline"] == {"activation_checkpoint_interval": 2, "use_reentrant": False}
+        assert "branches" not in resolved and resolved["optimizer"] == MINIMAL["optimizer"]
+
+
+@pytest.mark.parametrize("keys, most_replicas, stage", [({}, 1, 0), ({}, 2, 1), ({"fp16": {"enabled": True}}, 1, 1)])
+def test_zero_1_is_left_out_where_it_has_nothing_to_shard(keys, most_replicas, stage):
+    written = MINIMAL | {"zero_optimization": {"stage": 1, "reduce_bucket_size": 100}} | keys
+    resolved = deepspeed_config(written, BranchBatch(1, 48, 1), 10, most_replicas)
+    assert resolved["zero_optimization"] == {"stage": stage, "reduce_bucket_size": 100}
+    assert written["zero_optimization"]["stage"] == 1
+
+
+def test_auto_in_the_scheduler_is_only_known_for_the_length():
+    scheduler = {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
+    with refused("scheduler.params.warmup_num_steps", '"auto" is only known for total_num_steps', "give a number"):
+        deepspeed_config(MINIMAL | {"scheduler": scheduler}, BranchBatch(1, 48, 1), 10)
+
+
+# -- the files we ship ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+@pytest.mark.parametrize("image_cost", [0.3, 1.0, 4.0, 20.0])
+def test_every_file_runs_on_1_2_4_8_ranks(file, image_cost):
+    read, block = read_config(file)
+    costs = proportional({"image": [image_cost, image_cost], "text": [1.0, 1.0]})
+    for world_size, layout in itertools.product((1, 2, 4, 8), ("auto", "fork", "merged")):
+        if world_size == 1 and layout == "fork":
+            continue
+        decided = plan_run(read, replace(block, layout=layout), world_size, costs)
+        assert decided.graph.world_size == world_size
+        assert {rank for stage in decided.graph.stages for rank in stage.ranks} == set(range(world_size))
+        for batch in decided.batches.values():
+            assert batch.global_batch_size == read["train_batch_size"]
+            resolved = deepspeed_config(read, batch, total_num_steps=100)
+            assert "auto" not in json.dumps(resolved)

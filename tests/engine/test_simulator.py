@@ -1,0 +1,660 @@
+"""The simulator against sums done by hand, and against its own rules on graphs drawn at random.
+
+Most costs here are whole numbers of seconds on a machine whose other parts are free (`FREE`), so that a test reads as a sum.
+"""
+
+import gc
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, SendActivation
+
+from engine import simulator
+from engine.costs import CostModel, Curve, LayerCost, Machine, StateBytes
+from engine.planner import BranchBatch
+from engine.schedule import SCHEDULES, BatchSync, ComputeLoss
+from engine.simulator import Simulation, Span, StageResult, bounds, simulate
+from engine.topology import BRANCHES, StageGraph, chain, fork, merged
+
+INF = float("inf")
+FREE = Machine("free", INF, INF, 0.0, INF, 0.0, 0.0, 0.0)
+WEIGHTLESS = StateBytes(0, 0, 0)
+
+
+def layer(forward_s=0.0, backward_s=0.0, activation_bytes=0.0, output_bytes=0.0, num_parameters=0) -> LayerCost:
+    """Costs of one sample, all in proportion to the micro-batch size."""
+    curves = (Curve((1,), (value,)) for value in (forward_s, backward_s, activation_bytes, output_bytes))
+    return LayerCost("layer", num_parameters, *curves)
+
+
+def model(image: list[LayerCost], text: list[LayerCost], machine=FREE, state=WEIGHTLESS, embed_dim=0, **options) -> CostModel:
+    return CostModel({"image": image, "text": text}, machine, state, embed_dim, **options)
+
+
+def line(stages: int, replicas: int = 1) -> StageGraph:
+    """merged, one layer of each branch per stage"""
+    return merged({branch: one_each(stages) for branch in BRANCHES}, replicas)
+
+
+def one_each(stages: int) -> list[range]:
+    return [range(i, i + 1) for i in range(stages)]
+
+
+def equal_stages(stages: int, machine=FREE, forward_s=1.0, backward_s=2.0, **layer_costs) -> CostModel:
+    """For `line`: every stage costs what is given, all of it in its image layer."""
+    return model([layer(forward_s, backward_s, **layer_costs)] * stages, [layer()] * stages, machine)
+
+
+def both(replicas: int, size: int, number: int) -> dict[str, BranchBatch]:
+    return dict.fromkeys(BRANCHES, BranchBatch(replicas, size, number))
+
+
+def by_name(simulation: Simulation) -> dict[str, StageResult]:
+    return {stage.name: stage for stage in simulation.stages}
+
+
+def of(simulation: Simulation, stage_id: int, name: str) -> list[Span]:
+    return [span for span in simulation.spans if span.stage_id == stage_id and span.name == name]
+
+
+# -- seconds of a pipeline ---------------------------------------------------------------------------------------------
+
+
+def test_one_stage_is_a_sum():
+    machine = replace(FREE, gradient_s_per_parameter=0.5, optimizer_s_per_parameter=0.25, instruction_s=0.125)
+    costs = model([layer(1, 2, num_parameters=3), layer(4, 5)], [layer(7, 11, num_parameters=5)], machine)
+    graph = merged({"image": [range(2)], "text": [range(1)]}, 1)
+    result = simulate(graph, both(1, 2, 3), "batch_sync", costs, timeline=True)
+    passes = 3 * 2 * (1 + 4 + 7 + 2 + 5 + 11)  # micro-batches, samples, layers
+    step = passes + 8 * 0.5 + 8 * 0.25
+    host = 0.125 * (3 * 3 + 3)  # load, forward, backward of each; loss, reduce, step
+    assert result.step_s == pytest.approx(step + host)
+    assert result.stages[0].busy_s == pytest.approx(step + host - 3 * 0.125)  # loading is no work
+    assert [result.stages[0].idle_fraction, result.bubble_fraction] == pytest.approx([3 * 0.125 / (step + host)] * 2)
+    assert [(span.name, span.micro_batch, span.start_s, span.end_s) for span in result.spans[:3]] == [
+        ("LoadMicroBatch", 0, 0.0, 0.125),
+        ("ForwardPass", 0, 0.125, 0.25 + 24.0),
+        ("LoadMicroBatch", 1, 24.25, 24.375),
+    ]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("number", [1, 2, 4, 9])
+def test_batch_sync_of_equal_stages(stages, number):
+    """Fill and empty the pipeline once forwards, once backwards."""
+    result = simulate(line(stages), both(1, 1, number), "batch_sync", equal_stages(stages))
+    filled = number + stages - 1
+    assert result.step_s == pytest.approx(filled * 1 + filled * 2)
+    assert result.bubble_fraction == pytest.approx((stages - 1) / filled)
+    assert [stage.idle_fraction for stage in result.stages] == pytest.approx([(stages - 1) / filled] * stages)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("extra", [0, 1, 4])
+def test_replay_of_equal_stages(stages, extra):
+    """M + S − 1 forwards to the loss; then the tail runs forward and backward in turn, and the last gradient goes S − 1 stages up."""
+    number = stages + extra
+    result = simulate(line(stages), both(1, 1, number), "replay", equal_stages(stages))
+    assert result.step_s == pytest.approx((number + stages - 1) * 1 + number * (1 + 2) + (stages - 1) * 2)
+    assert result.stages[0].busy_s == pytest.approx(number * (1 + 1 + 2))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_loss_per_micro_batch_fills_and_empties_once(stages):
+    """1F1B (Narayanan et al. 2021): (M + S − 1)(f + b)."""
+    result = simulate(line(stages), both(1, 1, 6), "per_micro_batch", equal_stages(stages))
+    assert result.step_s == pytest.approx((6 + stages - 1) * 3)
+
+
+def test_the_slowest_stage_sets_the_pace():
+    costs = model([layer(1, 2), layer(3, 4), layer(1, 2)], [layer()] * 3)
+    result = simulate(line(3), both(1, 1, 5), "batch_sync", costs)
+    assert result.step_s == pytest.approx((1 + 5 * 3 + 1) + (2 + 5 * 4 + 2))
+    assert [stage.busy_s for stage in result.stages] == pytest.approx([15, 35, 15])
+
+
+def test_the_faster_branch_of_a_fork_waits():
+    graph = fork({"image": [range(1)], "text": [range(1)]}, {"image": 3, "text": 1})
+    batches = {"image": BranchBatch(3, 2, 2), "text": BranchBatch(1, 4, 3)}
+    result = simulate(graph, batches, "batch_sync", model([layer(4, 8)], [layer(1, 2)]), timeline=True)
+    image, text = 2 * 2 * (4 + 8), 4 * 3 * (1 + 2)
+    assert result.step_s == pytest.approx(2 * 2 * 4 + 2 * 2 * 8) == image
+    assert by_name(result)["text 0"].idle_fraction == pytest.approx(1 - text / image)
+    assert by_name(result)["image 0"].idle_fraction == 0
+    assert result.bubble_fraction == pytest.approx((3 * 0 + 1 * (image - text)) / (4 * image))  # three image ranks, one text rank
+    (loss,) = of(result, 1, "ComputeLoss")
+    assert (loss.start_s, loss.end_s) == pytest.approx((12, 16))  # comes after 12 samples, goes on when the images are there
+
+
+def test_forwards_are_waited_for_at_the_loss_and_backwards_at_the_optimizer_step():
+    """Image is slow forwards, text backwards: the step is the sum of both, not the slower branch."""
+    graph = fork({"image": [range(1)], "text": [range(1)]}, {"image": 1, "text": 1})
+    costs = model([layer(5, 1, num_parameters=2)], [layer(1, 5, num_parameters=8)], replace(FREE, optimizer_s_per_parameter=1))
+    assert simulate(graph, both(1, 1, 2), "batch_sync", costs).step_s == pytest.approx(2 * 5 + 2 * 5 + 8)
+
+
+def test_costs_follow_the_curve():
+    """From 1 to 4 samples 2 s, so no sample is free and none costs the average."""
+    costs = model([replace(layer(), forward_s=Curve((1, 4), (1.0, 3.0)))], [layer()])
+    assert simulate(line(1), both(1, 1, 1), "batch_sync", costs).step_s == 1.0
+    assert simulate(line(1), both(1, 4, 1), "batch_sync", costs).step_s == 3.0
+    assert simulate(line(1), both(1, 7, 1), "batch_sync", costs).step_s == pytest.approx(5.0)
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_takes_latency_and_its_bytes():
+    machine = replace(FREE, link_bytes_per_s=10.0, link_latency_s=0.5)
+    costs = model([layer(1, 2, output_bytes=30)] * 2, [layer(output_bytes=10)] * 2, machine)
+    result = simulate(line(2), both(1, 2, 1), "batch_sync", costs)
+    message = 0.5 + 2 * (30 + 10) / 10
+    assert result.step_s == pytest.approx(2 + message + 2 + 4 + message + 4)
+    assert [stage.sent_bytes for stage in result.stages] == [80, 80]
+
+
+def test_messages_of_one_direction_travel_one_after_the_other():
+    machine = replace(FREE, link_bytes_per_s=10.0, link_latency_s=0.5)
+    result = simulate(line(2), both(1, 1, 3), "batch_sync", equal_stages(2, machine, output_bytes=30), timeline=True)
+    # made at 1, 2, 3; each holds the link for 3 s; half a second later it is there
+    assert [span.end_s for span in of(result, 1, "RecvActivation")] == pytest.approx([4.5, 7.5, 10.5])
+    assert [span.end_s for span in of(result, 0, "SendActivation")] == pytest.approx([1, 2, 3])  # a send returns at once
+
+
+def test_the_two_directions_do_not_share_a_link():
+    """Gradients go up while activations come down: 1F1B with messages as long as a pass takes what it does with no other traffic."""
+    machine = replace(FREE, link_bytes_per_s=10.0)
+    result = simulate(line(2), both(1, 1, 4), "per_micro_batch", equal_stages(2, machine, 1.0, 1.0, output_bytes=10), timeline=True)
+    # stage 0: F0 F1 at 1, 2; stage 1: F0 from 2 to 3, B0 to 4; its gradient is there at 5
+    assert of(result, 0, "RecvGrad")[0].end_s == pytest.approx(5)
+    # F1 came at 3, so stage 1 goes on with it at 4, with B1 at 5; B1's gradient is there at 7, F2 was made at 7 (after B0) and comes at 8
+    assert of(result, 0, "RecvGrad")[1].end_s == pytest.approx(7)
+    assert of(result, 1, "RecvActivation")[2].end_s == pytest.approx(8)
+
+
+def test_image_embeddings_pass_through_the_text_stages_of_a_chain():
+    graph = chain({"image": one_each(2), "text": one_each(2)}, 1)
+    layers = [layer(output_bytes=100), layer(output_bytes=10)]
+    result = simulate(graph, both(1, 2, 3), "batch_sync", model(layers, layers, embed_dim=16))
+    down = [2 * 100, 2 * 10, 2 * (100 + 16 * 4), 0]
+    up = [0, *down[:3]]
+    assert [stage.sent_bytes for stage in result.stages] == [3 * (d + u) for d, u in zip(down, up)]
+    # replay sends activations twice, gradients once
+    result = simulate(graph, both(1, 2, 3), "replay", model(layers, layers, embed_dim=16))
+    assert [stage.sent_bytes for stage in result.stages] == [3 * (2 * d + u) for d, u in zip(down, up)]
+
+
+@pytest.mark.parametrize(("replicas", "ranks_per_node", "across"), [(1, 2, False), (1, 1, True), (2, 4, False), (2, 2, True), (3, 4, True)])
+def test_between_nodes_the_nodes_link_counts(replicas, ranks_per_node, across):
+    """3 replicas, 4 ranks per node: the pair 0–3 is within a node, 1–4 is not, and the slowest counts."""
+    machine = replace(FREE, link_bytes_per_s=10.0, node_bytes_per_s=1.0, node_latency_s=0.25, ranks_per_node=ranks_per_node)
+    result = simulate(line(2, replicas), both(replicas, 1, 1), "batch_sync", equal_stages(2, machine, output_bytes=10), timeline=True)
+    for sender, sends, receiver, receives in ((0, "SendActivation", 1, "RecvActivation"), (1, "SendGrad", 0, "RecvGrad")):
+        way = of(result, receiver, receives)[0].end_s - of(result, sender, sends)[0].end_s
+        assert way == pytest.approx(0.25 + 10 if across else 1)
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+def loss_span(graph, batches, machine, schedule="batch_sync", embed_dim=8, stage_id=0) -> Span:
+    costs = model([layer()], [layer()], machine, embed_dim=embed_dim)
+    return of(simulate(graph, batches, schedule, costs, timeline=True), stage_id, "ComputeLoss")[0]
+
+
+ONE_STAGE = {branch: [range(1)] for branch in BRANCHES}
+ONE_EACH = dict.fromkeys(BRANCHES, 1)
+
+
+@pytest.mark.parametrize(
+    ("graph", "flops_per_logit"),
+    [
+        (merged(ONE_STAGE, 1), 6 * 8 + 10),  # one matrix, two gradients
+        (merged(ONE_STAGE, 3), 2 * (4 * 8 + 10)),  # two blocks of its own rows
+        (fork(ONE_STAGE, {"image": 3, "text": 1}), 4 * 8 + 10),
+    ],
+    ids=lambda value: value.describe() if isinstance(value, StageGraph) else "",
+)
+def test_the_arithmetic_of_the_loss(graph, flops_per_logit):
+    replicas = graph.stages[0].replicas
+    batches = {"image": BranchBatch(replicas, 2, 4), "text": BranchBatch(graph.stages[-1].replicas, 2, 12 // graph.stages[-1].replicas)}
+    whole = loss_span(graph, batches, replace(FREE, flops_per_s=100.0))
+    assert whole.end_s == pytest.approx(flops_per_logit * 8 * (8 * replicas) / 100)
+    assert loss_span(graph, both(replicas, 2, 4), replace(FREE, flops_per_s=100.0), "per_micro_batch").end_s == pytest.approx(
+        flops_per_logit * 2 * (2 * replicas) / 100
+    )
+
+
+def test_every_tail_computes_its_own_rows():
+    graph, batches = fork(ONE_STAGE, {"image": 3, "text": 1}), {"image": BranchBatch(3, 2, 4), "text": BranchBatch(1, 6, 4)}
+    image, text = (loss_span(graph, batches, replace(FREE, flops_per_s=100.0), stage_id=stage_id) for stage_id in (0, 1))
+    assert text.end_s == pytest.approx(3 * image.end_s)
+
+
+def test_the_exchange_of_a_fork():
+    """3 image replicas gather, then both wholes cross over, rows and log-sum-exps, and `logit_scale`."""
+    graph, batches = fork(ONE_STAGE, {"image": 3, "text": 1}), {"image": BranchBatch(3, 2, 4), "text": BranchBatch(1, 6, 4)}
+    rows, statistics = 24 * (4 * 8 + 16), 24 * 4
+    gathers = 2 * (rows / 3 / 10 + 0.5) + 2 * (statistics / 3 / 10 + 0.5)
+    crossings = 2 * (rows / 10 + 0.5) + 2 * (statistics / 10 + 0.5) + 0.5
+    machine = replace(FREE, link_bytes_per_s=10.0, link_latency_s=0.5)
+    assert loss_span(graph, batches, machine).end_s == pytest.approx(gathers + crossings)
+    costs = model([layer()], [layer()], machine, embed_dim=8)
+    result = simulate(graph, batches, "batch_sync", costs)
+    assert [stage.busy_s for stage in result.stages] == [2 * 2 * 0.5, 0]  # the images' reduction; nobody works while rows travel
+    sent = {name: stage.sent_bytes for name, stage in by_name(result).items()}
+    assert sent["text 0"] == pytest.approx(3 * (rows + statistics))  # one to each image tail
+    assert 3 * sent["image 0"] == pytest.approx(3 * 2 / 3 * (rows + statistics) + (rows + statistics))  # their gathering, one crossing
+    assert loss_span(graph, batches, replace(machine, ranks_per_node=3, node_latency_s=9.0)).end_s == pytest.approx(
+        gathers + 5 * 9  # the images share a node, the text tail is in another
+    )
+
+
+def test_the_branches_of_a_fork_gather_at_the_same_time():
+    """Of 5 and 2 replicas, the 5 take longer: 2 gathers of 4 rounds, then 5 crossings."""
+    graph, batches = fork(ONE_STAGE, {"image": 2, "text": 5}), {"image": BranchBatch(2, 5, 1), "text": BranchBatch(5, 2, 1)}
+    assert loss_span(graph, batches, replace(FREE, link_latency_s=1.0)).end_s == 2 * 4 + 5
+
+
+def test_the_exchange_among_the_replicas_of_a_line():
+    machine = replace(FREE, link_bytes_per_s=10.0, link_latency_s=0.5)
+    both_branches = 2 * (2 * (24 * (4 * 8 + 16) / 3 / 10 + 0.5) + 2 * (24 * 4 / 3 / 10 + 0.5))
+    assert loss_span(line(1, 3), both(3, 2, 4), machine).end_s == pytest.approx(both_branches)
+    assert loss_span(line(1, 1), both(1, 6, 4), machine).end_s == 0  # nobody to exchange with
+
+
+# -- replicas and the optimizer ----------------------------------------------------------------------------------------
+
+
+def last_two(machine: Machine, replicas: int, sharded: bool, gradient_bytes: int = 4) -> tuple[float, float]:
+    """Seconds of ReduceGrads and OptimizerStep of a stage of 12 parameters."""
+    costs = model([layer(num_parameters=12)], [layer()], machine, StateBytes(8, 12, gradient_bytes), sharded_optimizer=sharded)
+    result = simulate(line(1, replicas), both(replicas, 1, 1), "batch_sync", costs, timeline=True)
+    (reduce,), (step,) = of(result, 0, "ReduceGrads"), of(result, 0, "OptimizerStep")
+    return pytest.approx(reduce.end_s - reduce.start_s), pytest.approx(step.end_s - step.start_s)
+
+
+def test_reduction_and_step():
+    machine = replace(FREE, gradient_s_per_parameter=0.5, optimizer_s_per_parameter=3.0, link_bytes_per_s=10.0, link_latency_s=0.25)
+    assert last_two(machine, 1, True) == (12 * 0.5, 12 * 3.0)
+    ring = 3 * (12 * 4 / 4 / 10 + 0.25)  # 4 replicas, 4 bytes per gradient
+    assert last_two(machine, 4, False) == (12 * 0.5 + 2 * ring, 12 * 3.0)
+    assert last_two(machine, 4, True) == (12 * 0.5 + 2 * ring, 12 / 4 * 3.0 + ring)
+    assert last_two(machine, 4, True, gradient_bytes=2) == (12 * 0.5 + ring + 3 * 0.25, 9.0 + ring)
+
+
+def test_bytes_sent_over_the_replicas():
+    """A ring of 4 replicas: gradients twice, under ZeRO-1 the new weights once."""
+    for sharded, sent in ((False, 2 * 12 * 4 * 3 / 4), (True, 3 * 12 * 4 * 3 / 4)):
+        costs = model([layer(num_parameters=12)], [layer()], FREE, StateBytes(8, 12, 4), sharded_optimizer=sharded)
+        exchanged = 2 * 3 * (16 + 4)  # both branches: 3 × the own row's labels and log-sum-exp
+        assert run(line(1, 4), 1, "batch_sync", costs)[0].sent_bytes == pytest.approx(sent + exchanged)
+
+
+@pytest.mark.parametrize(("replicas", "across"), [(2, False), (4, False), (5, True), (8, True)])
+def test_replicas_in_one_node_use_its_links(replicas, across):
+    machine = replace(FREE, link_latency_s=1.0, node_latency_s=100.0, ranks_per_node=4)
+    assert last_two(machine, replicas, False) == (2 * (replicas - 1) * (100.0 if across else 1.0), 0)
+
+
+def test_a_stage_may_lie_across_nodes_where_another_does_not():
+    """3 + 3 ranks, 4 per node: ranks 0–2 share a node, 3–5 do not."""
+    machine = replace(FREE, node_latency_s=1.0, ranks_per_node=4)
+    result = simulate(line(2, 3), both(3, 1, 1), "batch_sync", equal_stages(2, machine), timeline=True)
+    seconds = [span.end_s - span.start_s for stage_id in (0, 1) for span in of(result, stage_id, "ReduceGrads")]
+    assert seconds == pytest.approx([0, 2 * 2 * 1.0])
+
+
+def test_replicas_are_simulated_once():
+    """1,024 ranks are the same program as 4, and with free links the same seconds; only the batch is larger."""
+    few, many = (simulate(line(4, r), both(r, 1, 6), "replay", equal_stages(4), timeline=True) for r in (1, 256))
+    assert few.spans == many.spans
+    assert simulator._shape(line(4, 1), both(1, 1, 6)) == simulator._shape(line(4, 256), both(256, 1, 6))
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def in_flight(graph: StageGraph, number: int, schedule: str) -> list[float]:
+    costs = model([layer(activation_bytes=1)] * 9, [layer(activation_bytes=1)] * 9)
+    return [
+        stage.activation_bytes / sum(map(len, s.layers.values())) for stage, s in zip(run(graph, number, schedule, costs), graph.stages)
+    ]
+
+
+def run(graph: StageGraph, number: int, schedule: str, costs: CostModel) -> tuple[StageResult, ...]:
+    return simulate(graph, {b: BranchBatch(graph.tail(b).replicas, 1, number) for b in BRANCHES}, schedule, costs).stages
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+def test_micro_batches_in_flight(number):
+    cuts = {"image": one_each(3), "text": one_each(1)}
+    for graph in (line(4), chain(cuts, 1), fork(cuts, ONE_EACH)):
+        downstream = [stage.num_downstream for stage in graph.stages]
+        assert in_flight(graph, number, "batch_sync") == [number] * len(downstream)
+        assert in_flight(graph, number, "replay") == [min(d + 1, number) for d in downstream]
+        assert in_flight(graph, number, "per_micro_batch") == [min(d + 1, number) for d in downstream]
+
+
+class TwoThenOne(BatchSync):
+    """Not one of ours: two micro-batches, then one, so that the most is not held at the end."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        for pair in ((0, 1), (2,)):
+            for part in (self.forward, self.backward):
+                for m in pair:
+                    yield part(m)
+
+
+def test_the_peak_is_the_most_at_any_time(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "two, then one", TwoThenOne)
+    assert in_flight(line(1), 3, "two, then one") == [2]
+
+
+def test_the_memory_of_replay_does_not_grow_with_the_number_of_micro_batches():
+    """Only the loss does, on the tail: it is over more samples."""
+    costs = model([layer(activation_bytes=100, output_bytes=10, num_parameters=7)] * 3, [layer()] * 3, FREE, StateBytes(8, 12, 4), 4)
+    few, many = (run(line(3), number, "replay", costs) for number in (4, 400))
+    assert [s.activation_bytes for s in few] == [s.activation_bytes for s in many] == [300, 200, 100]
+    assert [s.peak_bytes for s in few[:2]] == [s.peak_bytes for s in many[:2]] == [140 + 300 + 40, 140 + 200 + 80]
+    assert many[2].peak_bytes == 140 + 40 + 400 * 4 * 4 * 2 + 3 * 400 * 400 * 4
+    few, many = (run(line(3), number, "batch_sync", costs) for number in (4, 400))
+    assert [s.activation_bytes for s in few] == [400] * 3
+    assert [s.activation_bytes for s in many] == [40000] * 3
+
+
+def test_everything_a_rank_holds():
+    """State, two messages of each direction of each edge, activations, and on the tail embeddings and logits."""
+    layers = [layer(activation_bytes=100, output_bytes=10, num_parameters=30)] * 3
+    costs = model(layers, [layer()] * 3, FREE, StateBytes(8, 12, 4), embed_dim=16)
+    first, middle, tail = simulate(line(3, 2), both(2, 4, 5), "batch_sync", costs).stages
+    state, activations, message = 30 * (8 + 12 / 2), 5 * 4 * 100, 4 * 10
+    assert first.state_bytes == middle.state_bytes == tail.state_bytes == state
+    assert first.peak_bytes == state + activations + 4 * message
+    assert middle.peak_bytes == state + activations + 8 * message
+    own, everyone = 20, 40
+    assert tail.peak_bytes == state + activations + 4 * message + everyone * 16 * 4 * 2 + 2 * 3 * own * everyone * 4  # two blocks
+
+
+def test_logits_and_activations_need_not_be_there_together():
+    """batch_sync holds all activations while it computes the loss; replay holds none, so the larger of both counts."""
+    layers, embeds, logits = [layer(activation_bytes=1000)], 2 * 10 * 8 * 4, 3 * 10 * 10 * 4
+    costs = model(layers, [layer()], embed_dim=8)
+    assert run(line(1), 10, "batch_sync", costs)[0].peak_bytes == 10 * 1000 + embeds + logits
+    assert run(line(1), 10, "replay", costs)[0].peak_bytes == embeds + max(1000, logits)
+    per_micro_batch = run(line(1), 10, "per_micro_batch", costs)[0]
+    assert per_micro_batch.peak_bytes == 1000 + (2 * 8 + 3) * 4  # one sample is its own batch
+
+
+def test_checkpoints_keep_the_ends_of_groups_and_work_one_group_out_again():
+    layers = [layer(2**i, 2 * 2**i, activation_bytes=100 * 2**i, output_bytes=10**i) for i in range(5)]
+    graph = merged({"image": [range(5)], "text": [range(1)]}, 1)
+    for interval, kept, working in ((1, 11111 + 7, 1600), (2, 10 + 1000 + 7, 1600), (3, 100 + 7, 800 + 1600), (9, 7, 3100)):
+        costs = model(layers, [layer(output_bytes=7)], checkpoint_interval=interval)
+        result = simulate(graph, both(1, 1, 4), "batch_sync", costs)
+        assert result.stages[0].activation_bytes == 4 * kept + working, interval
+        assert result.step_s == pytest.approx(4 * (31 + 62 + 31))
+        assert bounds(graph, both(1, 1, 4), "batch_sync", costs)[0] == result.step_s
+    whole = simulate(graph, both(1, 1, 4), "batch_sync", model(layers, [layer(output_bytes=7)]))
+    assert whole.stages[0].activation_bytes == 4 * 3100
+    assert whole.step_s == pytest.approx(4 * (31 + 62))
+
+
+# -- what cannot end ---------------------------------------------------------------------------------------------------
+
+
+class BackToFront(BatchSync):
+    """Wrong on purpose: the last stage asks for its inputs in another order than they are sent."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        groups = list(super().steps())
+        yield from reversed(groups[: self.micro_batches]) if self.place.is_tail else groups[: self.micro_batches]
+        yield from groups[self.micro_batches :]
+
+
+class SendsTwice(BatchSync):
+    """Wrong on purpose: a message too many."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        yield from super().steps()
+        if self.place.stage_id == 0:
+            yield [SendActivation(2)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "says"),
+    [
+        (
+            BackToFront,
+            "BackToFront: .*: merged 0 in RecvGrad of micro-batch 0; merged 1 in RecvActivation of micro-batch 2; merged 0 sends",
+        ),
+        (SendsTwice, "SendsTwice: .*: merged 0 sends micro-batch 2 and nobody receives it$"),
+    ],
+)
+def test_what_waits_for_ever_is_named(schedule, says):
+    with pytest.raises(RuntimeError, match=says):
+        simulator._compile(simulator._shape(line(2), both(1, 1, 3)), schedule)
+
+
+class GradientsFirst(BatchSync):
+    """Wrong on purpose: waits for gradients before it has sent activations."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        for m in range(self.micro_batches):
+            yield self.forward(m) + self.backward(m) if self.place.is_tail else self.backward(m) + self.forward(m)
+
+
+def test_a_cycle_is_named_by_simulate(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "wrong", GradientsFirst)
+    with pytest.raises(RuntimeError, match="merged 0 in RecvGrad of micro-batch 0; merged 1 in RecvActivation of micro-batch 0"):
+        simulate(line(2), both(1, 1, 3), "wrong", equal_stages(2))
+
+
+class NothingBetween(BatchSync):
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        yield [*([ComputeLoss(), ComputeLoss()] if self.place.is_tail else []), OptimizerStep()]
+
+
+def test_collectives_may_follow_each_other(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "nothing between", NothingBetween)
+    costs = equal_stages(2, replace(FREE, instruction_s=1.0))
+    assert simulate(line(2), both(1, 1, 1), "nothing between", costs).step_s == 3
+
+
+def test_branches_that_do_not_meet_are_named():
+    graph = fork(ONE_STAGE, ONE_EACH)
+    batches = {"image": BranchBatch(1, 3, 2), "text": BranchBatch(1, 2, 3)}
+    with pytest.raises(RuntimeError, match="PerMicroBatch: .*: image 0 in OptimizerStep; text 0 in ComputeLoss of micro-batch 2"):
+        simulate(graph, batches, "per_micro_batch", model([layer()], [layer()]))
+
+
+# -- rules that hold everywhere ----------------------------------------------------------------------------------------
+
+
+def drawn(draw: random.Random) -> tuple[StageGraph, dict[str, BranchBatch], CostModel]:
+    """Any layout, up to 4 stages a line, unequal layers, up to 3 replicas, 1 to 3 ranks per node."""
+    layers = {
+        branch: [
+            layer(*(draw.choice((0.0, draw.random(), draw.randint(1, 9))) for _ in range(4)), num_parameters=draw.randint(0, 9))
+            for _ in range(draw.randint(4, 7))
+        ]
+        for branch in BRANCHES
+    }
+    machine = Machine(
+        "drawn",
+        0.0,
+        draw.choice((INF, draw.uniform(0.5, 20))),
+        draw.random(),
+        draw.choice((INF, 1e4)),
+        draw.random(),
+        draw.random(),
+        draw.choice((0.0, draw.random())),
+        draw.randint(1, 8),
+        draw.uniform(0.5, 5),
+        draw.random(),
+    )
+    costs = CostModel(layers, machine, StateBytes(8, 12, 4), draw.randint(1, 9), draw.choice((0, 1, 2)), draw.random() < 0.5)
+    layout, replicas = draw.choice(("fork", "chain", "merged")), {branch: draw.randint(1, 3) for branch in BRANCHES}
+    batch = BranchBatch(replicas["image"], draw.randint(1, 3), draw.randint(1, 6))
+    if layout == "merged":
+        stages = draw.randint(1, 4)
+        graph = merged({branch: cut(draw, len(layers[branch]), stages) for branch in BRANCHES}, replicas["image"])
+        return graph, dict.fromkeys(BRANCHES, batch), costs
+    cuts = {branch: cut(draw, len(layers[branch]), draw.randint(1, 3)) for branch in BRANCHES}
+    if layout == "chain":
+        return chain(cuts, replicas["image"]), dict.fromkeys(BRANCHES, batch), costs
+    return fork(cuts, replicas), {"image": batch, "text": BranchBatch(replicas["text"], draw.randint(1, 3), draw.randint(1, 6))}, costs
+
+
+def cut(draw: random.Random, layers: int, parts: int) -> list[range]:
+    ends = [0, *sorted(draw.sample(range(1, layers), parts - 1)), layers]
+    return [range(start, stop) for start, stop in zip(ends, ends[1:])]
+
+
+def draws(number: int, schedules=tuple(SCHEDULES)) -> Iterator[tuple[StageGraph, dict[str, BranchBatch], str, CostModel]]:
+    draw = random.Random(0)
+    for _ in range(number):
+        graph, batches, costs = drawn(draw)
+        for schedule in schedules:
+            if schedule == "per_micro_batch":  # the branches meet after each micro-batch
+                batches = {
+                    branch: replace(batch, num_micro_batches=batches["image"].num_micro_batches) for branch, batch in batches.items()
+                }
+            yield graph, batches, schedule, costs
+
+
+def test_the_timeline_keeps_the_rules():
+    """Every instruction once, in its list's order, one after the other, each ending when the simulator's docstring says."""
+    for graph, batches, schedule, costs in draws(150):
+        result = simulate(graph, batches, schedule, costs, timeline=True)
+        timelines = [[span for span in result.spans if span.stage_id == stage.stage_id] for stage in graph.stages]
+        for stage, spans in zip(graph.stages, timelines):
+            listed = [i for group in SCHEDULES[schedule](stage, batches[next(iter(stage.layers))].num_micro_batches) for i in group]
+            assert [(s.name, s.micro_batch) for s in spans] == [(i.name, i.kwargs.get("buffer_id")) for i in listed]
+            assert spans[0].start_s == 0
+            assert all(earlier.end_s == later.start_s for earlier, later in zip(spans, spans[1:]))
+            assert [span.end_s for span in spans] == pytest.approx(expected_ends(graph, batches, costs, timelines, stage))
+        assert result.step_s == max(span.end_s for span in result.spans)
+
+
+def expected_ends(graph, batches, costs, timelines, stage) -> list[float]:
+    """When each instruction of a stage ends, given when those before it do. Collectives and reduction: their seconds have their own tests."""
+    host = costs.machine.instruction_s
+    layers = [(each, batches[b].micro_batch_size) for b, part in stage.layers.items() for each in costs.layers[b][part.start : part.stop]]
+    forward = sum(each.forward_s.at(size) for each, size in layers)
+    backward = sum(each.backward_s.at(size) for each, size in layers) + (forward if costs.checkpoint_interval else 0)
+    works = {"ForwardPass": forward, "EmbedPass": forward, "ReplayPass": forward, "BackwardPass": backward}
+    arrivals = {
+        "RecvActivation": arriving(graph, batches, costs, timelines, stage.previous, stage.stage_id, "SendActivation"),
+        "RecvGrad": arriving(graph, batches, costs, timelines, stage.next, stage.stage_id, "SendGrad"),
+    }
+    ends = []
+    for span in timelines[stage.stage_id]:
+        if span.name in arrivals:
+            ends.append(max(span.start_s, arrivals[span.name].popleft()) + host)
+        elif span.name in ("ComputeLoss", "ReduceGrads", "OptimizerStep"):
+            ends.append(span.end_s)
+        else:
+            ends.append(span.start_s + host + works.get(span.name, 0))
+    return ends
+
+
+def arriving(graph, batches, costs, timelines, source: int | None, target: int, sends: str) -> deque[float]:
+    """When the messages that `source` sends to `target` are there: first come, first on the link."""
+    if source is None:
+        return deque()
+    upper = graph.stages[min(source, target)]
+    node = costs.machine.ranks_per_node
+    across = any(a // node != b // node for a, b in zip(graph.stages[source].ranks, graph.stages[target].ranks))
+    speed = costs.machine.node_bytes_per_s if across else costs.machine.link_bytes_per_s
+    latency = costs.machine.node_latency_s if across else costs.machine.link_latency_s
+    num_bytes = sum(costs.layers[b][part.stop - 1].output_bytes.at(batches[b].micro_batch_size) for b, part in upper.layers.items())
+    if graph.layout == "chain" and "text" in upper.layers:
+        num_bytes += costs.embed_dim * 4 * batches["image"].micro_batch_size
+    arrivals, free = deque(), 0.0
+    for span in timelines[source]:
+        if span.name == sends:
+            free = max(free, span.end_s) + num_bytes / speed
+            arrivals.append(free + latency)
+    return arrivals
+
+
+def test_collectives_begin_when_the_last_has_come():
+    """And then take each member equally long every time."""
+    for graph, batches, schedule, costs in draws(100):
+        result = simulate(graph, batches, schedule, costs, timeline=True)
+        for name, members in (("ComputeLoss", graph.tails), ("OptimizerStep", graph.stages)):
+            spans = [of(result, stage.stage_id, name) for stage in members]
+            begins = [max(span.start_s for span in together) for together in zip(*spans)]
+            for own in spans:
+                assert len(own) == len(begins)
+                seconds = [span.end_s - begin for span, begin in zip(own, begins)]
+                assert min(seconds) >= costs.machine.instruction_s * (1 - 1e-9)
+                assert seconds == pytest.approx([seconds[0]] * len(seconds))
+
+
+def test_a_step_is_never_shorter_than_its_lower_bound():
+    tight = 0
+    for graph, batches, schedule, costs in draws(300):
+        result, (bound, peak_bytes) = simulate(graph, batches, schedule, costs), bounds(graph, batches, schedule, costs)
+        assert peak_bytes == pytest.approx(max(stage.peak_bytes for stage in result.stages))
+        step = result.step_s
+        assert 0 < bound <= step * (1 + 1e-9)
+        tight += bound > 0.8 * step
+    assert tight > 300  # of 900: it is worth asking
+
+
+def test_the_lower_bound_is_exact_where_nothing_travels_and_stages_are_equal():
+    for stages, number in ((1, 3), (3, 1), (4, 7)):
+        costs = equal_stages(stages, replace(FREE, instruction_s=0.0, optimizer_s_per_parameter=1.0), num_parameters=5)
+        for schedule in ("batch_sync", "per_micro_batch"):
+            step = simulate(line(stages), both(1, 1, number), schedule, costs).step_s
+            assert bounds(line(stages), both(1, 1, number), schedule, costs)[0] == pytest.approx(step)
+            assert step == pytest.approx((number + stages - 1) * 3 + 5)
+
+
+def test_more_micro_batches_never_take_less_time():
+    for graph, batches, schedule, costs in draws(100):
+        more = {branch: replace(batch, num_micro_batches=batch.num_micro_batches + 1) for branch, batch in batches.items()}
+        fewer, longer = (simulate(graph, each, schedule, costs).step_s for each in (batches, more))
+        assert fewer <= longer * (1 + 1e-9)
+
+
+def test_idle_and_busy_make_the_step():
+    for graph, batches, schedule, costs in draws(100):
+        result = simulate(graph, batches, schedule, costs)
+        for stage in result.stages:
+            assert 0 <= stage.busy_s <= result.step_s * (1 + 1e-9)
+            assert stage.idle_fraction * result.step_s == pytest.approx(result.step_s - stage.busy_s, abs=1e-6)
+            assert stage.peak_bytes >= stage.state_bytes + stage.activation_bytes
+        idle = sum(s.idle_fraction * place.replicas for s, place in zip(result.stages, graph.stages))
+        assert result.bubble_fraction == pytest.approx(idle / graph.world_size, abs=1e-9)
+
+
+def test_the_same_question_has_the_same_answer():
+    """Also after the compiled programs were thrown away, and whether or not spans are asked for."""
+    for graph, batches, schedule, costs in draws(20):
+        first = simulate(graph, batches, schedule, costs, timeline=True)
+        simulator._compile.cache_clear()
+        assert simulate(graph, batches, schedule, costs, timeline=True) == first
+        assert simulate(graph, batches, schedule, costs) == replace(first, spans=())
+
+
+def test_cost_models_are_told_apart_and_forgotten():
+    gc.collect()
+    before = len(simulator._REMEMBERED)
+    models = [equal_stages(2, forward_s=seconds) for seconds in (1.0, 2.0)]
+    steps = [simulate(line(2), both(1, 1, 3), "batch_sync", each).step_s for each in models]
+    assert steps == pytest.approx([4 * (1 + 2), 4 * (2 + 2)])
+    assert len(simulator._REMEMBERED) == before + 2
+    models.clear()
+    gc.collect()
+    assert len(simulator._REMEMBERED) == before
+
+
+def test_nothing_costs_nothing():
+    result = simulate(line(2), both(1, 1, 3), "batch_sync", equal_stages(2, forward_s=0.0, backward_s=0.0))
+    assert (result.step_s, result.bubble_fraction, [stage.idle_fraction for stage in result.stages]) == (0, 0, [0, 0])
