@@ -29,6 +29,17 @@ class Block(nn.Module):
         return {**tensors, "hidden": torch.relu(self.linear(self.dropout(tensors["hidden"])))}
 
 
+class Embedding(nn.Module):
+    """`ids` [B] -> `hidden` [B, WIDTH]."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH)
+
+    def forward(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"hidden": self.table(tensors["ids"])}
+
+
 @dataclass
 class Spec:
     """Describes a layer as `models/layers.py: LayerSpec` does."""
@@ -36,10 +47,23 @@ class Spec:
     name: str
     layer: dict = field(default_factory=dict)
 
+    def make(self) -> nn.Module:
+        return Block(**self.layer)
+
     @property
     def template(self) -> nn.Module:
         with torch.device("meta"):
-            return Block(**self.layer)
+            return self.make()
+
+
+class Lookup(Spec):
+    """Describes an `Embedding`."""
+
+    def __init__(self):
+        super().__init__("text.embeddings")
+
+    def make(self) -> nn.Module:
+        return Embedding()
 
 
 @dataclass
@@ -51,7 +75,7 @@ class Builder:
 
     def __call__(self, spec: Spec) -> nn.Module:
         self.built.append(spec.name)
-        self.layers.append(Block(**spec.layer))
+        self.layers.append(spec.make())
         return self.layers[-1]
 
 
