@@ -13,9 +13,6 @@ with the most memory and the longest optimizer step. DDP averages the gradients 
 the fork has one tower and averages nothing. How much that matters depends on the tokens per rank and step: here some 2,000, few beside
 what a GPU is given, and that is kind to the fork. `--global-batch` changes it.
 
-ZeRO-1 (the engine's default, `ds_configs/cpu_fp32.json`) keeps an fp32 copy of the weights and of the gradients even under fp32. Shared among
-replicas that pays; with one replica per stage it only costs, so a fork of 1 + 1 is measured without it too (`-zero0`).
-
 Strategies are measured in turn, each time in fresh processes, so that what else the machine does hits all alike. Ratios are taken within a
 round. Tensor bytes come from a run of their own (`bench/memory_probe.py`), since recording them slows a step down.
 """
@@ -60,7 +57,6 @@ class Strategy:
     name: str
     branches: Mapping[str, Any] | None = None
     skip: str = ""
-    zero_stage: int = SETUP.zero_stage  # of the engine; DDP has none
 
     @property
     def note(self) -> str:
@@ -89,10 +85,6 @@ def strategies(ranks: int) -> list[Strategy]:
             for name, block in layouts.items()
             for schedule in ("batch_sync", "replay")
         ),
-        *(
-            Strategy(f"fork-equal-{schedule}-zero0", {**layouts["fork-equal"], "schedule": schedule}, skips["fork-equal"], zero_stage=0)
-            for schedule in ("batch_sync", "replay")
-        ),
         Strategy("merged-replicas-per_micro_batch", {**layouts["merged-replicas"], "schedule": "per_micro_batch"}),
     ]
 
@@ -113,7 +105,7 @@ class Run:
         self.bubbles: list[float] = []
         self.engine = self.baseline = None
         if strategy.branches is not None:
-            self.engine = make_engine(replace(setup, zero_stage=strategy.zero_stage), strategy.branches)
+            self.engine = make_engine(setup, strategy.branches)
             return
         towers = setup.towers
         self.positions = torch.arange(setup.global_batch_size).view(self.world_size, -1)[dist.get_rank()]
@@ -218,8 +210,8 @@ def report(setup: Setup, ranks: int, num_rounds: int, steps: int, results: Seque
     lines = [
         "# Every way to split the same training",
         "",
-        f"{setup.describe()}; {ranks} ranks, {num_rounds} rounds in turn of {WARMUP_STEPS} + {steps} steps; ZeRO stage {setup.zero_stage} in the "
-        f"engine but where the name says zero0; gradients clipped at {setup.max_grad_norm} by group in all.",
+        f"{setup.describe()}; {ranks} ranks, {num_rounds} rounds in turn of {WARMUP_STEPS} + {steps} steps; ZeRO-{setup.zero_stage} in the "
+        f"engine where a stage has replicas; gradients clipped at {setup.max_grad_norm} by group in all.",
         "",
         "| strategy | samples/s | ÷ ddp: median (least – most) | step, ms | bubble | peak tensor MiB per rank | ÷ ddp | process growth MiB per rank | "
         f"÷ ddp | sent MiB per step and rank | loss after {WARMUP_STEPS + steps} steps |",

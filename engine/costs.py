@@ -62,6 +62,7 @@ class Machine:
     ranks_per_node: int = 1_000_000
     node_bytes_per_s: float = float("inf")  # between two ranks of different nodes
     node_latency_s: float = 0.0
+    collective_s_per_byte: float = 0.0  # of a tensor that goes round a ring, besides its messages: copies and sums
 
 
 def precision_of(config: Mapping[str, Any]) -> str:

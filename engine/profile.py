@@ -563,6 +563,7 @@ def _memory_bytes(device: torch.device, ranks_on_node: int) -> int:
 
 # -- links -------------------------------------------------------------------------------------------------------------
 
+BUCKET_BYTES = 2**24  # 4 M gradients in fp32, as in ds_configs/cpu_fp32.json
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22
 
 
@@ -574,6 +575,7 @@ class Links:
     link_latency_s: float
     node_bytes_per_s: float = float("inf")
     node_latency_s: float = 0.0
+    collective_s_per_byte: float = 0.0  # as in `Machine`
 
 
 def measure_links(device: torch.device, ranks: Together) -> Links:
@@ -590,7 +592,21 @@ def measure_links(device: torch.device, ranks: Together) -> Links:
     if world > size:
         found["node"] = _link((rank + size) % world, (rank - size) % world, wire, ranks)
     within, across = found.get("link", found.get("node")), found.get("node", (float("inf"), 0.0))
-    return Links(*within, *across)
+    messages_s = (world - 1) * (within[1] + BUCKET_BYTES / world / min(within[0], across[0]))
+    passes_s = ranks.mean([_step_of_replicas_s(wire, world)])[0] / 3  # there and back, and there once more
+    return Links(*within, *across, collective_s_per_byte=max(0.0, passes_s - messages_s) / BUCKET_BYTES)
+
+
+def _step_of_replicas_s(wire: torch.device, world: int) -> float:
+    """An all-reduce of a bucket of gradients, then an all-gather of as many weights, as ZeRO-1 does."""
+    bucket = torch.zeros(BUCKET_BYTES // 4 // world * world, device=wire)
+    parts = list(bucket.chunk(world))
+
+    def step() -> None:
+        dist.all_reduce(bucket)
+        dist.all_gather(parts, parts[dist.get_rank()])
+
+    return _seconds(step, wire)
 
 
 def _link(to: int, source: int, wire: torch.device, ranks: Together) -> tuple[float, float]:

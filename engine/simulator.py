@@ -413,13 +413,14 @@ class _Bill:
 class _Link(NamedTuple):
     bytes_per_s: float
     latency_s: float
+    collective_s_per_byte: float
 
     def message_s(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s
 
     def ring_s(self, replicas: int, num_bytes: float) -> float:
         """Around a ring until all have the `num_bytes` that each had a part of: an all-gather, or either half of an all-reduce."""
-        return (replicas - 1) * self.message_s(num_bytes / replicas)
+        return (replicas - 1) * self.message_s(num_bytes / replicas) + (num_bytes * self.collective_s_per_byte if replicas > 1 else 0.0)
 
 
 class _Loss(NamedTuple):
@@ -534,7 +535,8 @@ def _link(machine: Machine, ranks: Collection[int]) -> _Link:
     """The slowest link among these ranks, each named once."""
     size = machine.ranks_per_node
     across = len(ranks) > size or min(ranks) // size != max(ranks) // size
-    return _Link(machine.node_bytes_per_s, machine.node_latency_s) if across else _Link(machine.link_bytes_per_s, machine.link_latency_s)
+    speed = (machine.node_bytes_per_s, machine.node_latency_s) if across else (machine.link_bytes_per_s, machine.link_latency_s)
+    return _Link(*speed, machine.collective_s_per_byte)
 
 
 def _edges(graph: StageGraph, machine: Machine, message_bytes: Sequence[float]) -> list[tuple[float, float]]:

@@ -24,15 +24,16 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from engine.config import AUTO, BranchesBlock, read_config
-from engine.costs import CostModel, StateBytes
-from engine.devices import BYTES, DEVICES, Device, estimated_layers, estimated_machine, find_device
+from engine.costs import CostModel
+from engine.devices import DEVICES, Device, find_device
 from engine.planner import GIB, Candidate, Search, search_plans
 from engine.schedule import SCHEDULES
 from engine.topology import BRANCHES, LAYOUTS
+from launch.costing import estimated_costs
 from launch.drawing import FORMATS, save_plan_png, seconds
 from launch.options import DEFAULTS, ROOT
 from launch.report import show
-from models.towers import build_towers, describe_layers
+from models.towers import build_towers
 
 SAMPLES_PER_GPU, MOST_SAMPLES = 1024, 32768  # of the default global batch
 
@@ -191,23 +192,12 @@ def configuration(options: PlanOptions) -> tuple[dict[str, Any], BranchesBlock]:
 
 def cost_model(options: PlanOptions, config: Mapping[str, Any]) -> CostModel:
     """Estimated: counted operations of both towers against the device's data sheet."""
-    precision = next((key for key in ("bf16", "fp16") if config.get(key, {}).get("enabled")), "fp32")
     towers = build_towers(
         options.image_tower, options.text_tower, options.embed_dim, options.image_size, options.vocab_size, options.max_text_tokens
     )
-    machine = estimated_machine(options.device, precision)
-    return CostModel(
-        {tower.branch: estimated_layers(describe_layers(tower, BYTES[precision]), options.device, precision) for tower in towers},
-        replace(
-            machine,
-            memory_bytes=machine.memory_bytes if options.memory is None else options.memory * GIB,
-            ranks_per_node=options.gpus_per_node or machine.ranks_per_node,
-        ),
-        StateBytes.of(config),
-        options.embed_dim,
-        config.get("pipeline", {}).get("activation_checkpoint_interval", 0),
-        config.get("zero_optimization", {}).get("stage", 0) == 1,
-    )
+    memory_bytes = None if options.memory is None else options.memory * GIB
+    costs = estimated_costs(towers, config, options.embed_dim, options.device, memory_bytes)
+    return replace(costs, machine=replace(costs.machine, ranks_per_node=options.gpus_per_node or costs.machine.ranks_per_node))
 
 
 # -- what a person sees ------------------------------------------------------------------------------------------------
