@@ -123,8 +123,8 @@ def configuration(setup: Setup, branches: Mapping[str, Any]) -> tuple[dict[str, 
     )
 
 
-def make_engine(setup: Setup, branches: Mapping[str, Any], costs: CostModel | None = None) -> ForkEngine:
-    """This rank's engine. The towers are cut by `costs`, or by counted operations."""
+def make_engine(setup: Setup, branches: Mapping[str, Any], costs: CostModel | None = None, constant_texts: bool = True) -> ForkEngine:
+    """This rank's engine. The towers are cut by `costs`, or by counted operations. `constant_texts`: all texts have equal lengths."""
     import torch.distributed as dist
 
     from engine.build import build_engine
@@ -143,7 +143,7 @@ def make_engine(setup: Setup, branches: Mapping[str, Any], costs: CostModel | No
         total_num_steps=1000,
         seed=setup.seed,
         timeout=TIMEOUT,
-        constant_shapes={"image": True, "text": True},
+        constant_shapes={"image": True, "text": constant_texts},
     )
 
 
