@@ -22,7 +22,7 @@ from engine.simulator import Simulation, bounds, simulate
 from engine.topology import BRANCHES, LAYOUTS, StageGraph, balanced_cuts, chain, fork, merged
 
 MAX_STAGES = 16  # per line, where "auto" chooses: deeper lines idle more than they save
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)  # per replica, where "auto" chooses: as near below as the batch allows
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # per replica, where "auto" chooses: as near below as the batch allows
 AS_GOOD = 1.02  # predictions this near the best are taken as equal; the one that needs the least memory wins
 GIB = 2**30
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,14 +15,14 @@ from data.prepare import PreparedData
 from data.sampler import MicroBatchRequest
 from engine.config import AUTO, BranchesBlock
 from engine.costs import CostModel, cost_model_from_json, cost_model_to_json, precision_of
-from engine.devices import BYTES, Device, estimated_layers, estimated_machine, find_device
+from engine.devices import find_device
 from engine.processes import Processes, from_first_rank
 from engine.profile import profile_together
+from launch.estimates import estimated_costs
 from launch.feeding import micro_batch_dataset
 from launch.options import Options
 from launch.run_folder import RunFolder
 from models.layers import Tower
-from models.towers import describe_layers
 
 NOMINAL = "A100"  # where the layout is given nothing is measured: stages are cut by the ratios of estimates for this device
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -68,18 +67,6 @@ def run_costs(
     costs = CostModel.of(profile.layers, profile.machine, config, options.embed_dim)
     folder.write_costs(cost_model_to_json(costs))
     return costs
-
-
-def estimated_costs(
-    towers: Sequence[Tower], config: Mapping[str, Any], embed_dim: int, device: Device, memory_bytes: float | None = None
-) -> CostModel:
-    """Counted operations of both towers against the device's data sheet; `memory_bytes` instead of the device's own."""
-    precision = precision_of(config)
-    layers = {tower.branch: estimated_layers(describe_layers(tower, BYTES[precision]), device, precision) for tower in towers}
-    machine = estimated_machine(device, precision)
-    if memory_bytes is not None:
-        machine = replace(machine, memory_bytes=memory_bytes)
-    return CostModel.of(layers, machine, config, embed_dim)
 
 
 def _sizes(config: Mapping[str, Any], block: BranchesBlock, device_type: str) -> dict[str, tuple[int, ...]]:

@@ -29,8 +29,8 @@ from engine.devices import DEVICES, Device, find_device
 from engine.planner import GIB, Candidate, Search, search_plans
 from engine.schedule import SCHEDULES
 from engine.topology import BRANCHES, LAYOUTS
-from launch.costing import estimated_costs
 from launch.drawing import FORMATS, save_plan_png, seconds
+from launch.estimates import estimated_costs
 from launch.options import DEFAULTS, ROOT
 from launch.report import show
 from models.towers import build_towers

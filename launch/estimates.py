@@ -1,0 +1,24 @@
+"""What the layers of two towers would cost on hardware that is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.costs import CostModel, precision_of
+from engine.devices import BYTES, Device, estimated_layers, estimated_machine
+from models.layers import Tower
+from models.towers import describe_layers
+
+
+def estimated_costs(
+    towers: Sequence[Tower], config: Mapping[str, Any], embed_dim: int, device: Device, memory_bytes: float | None = None
+) -> CostModel:
+    """Counted operations of both towers against the device's data sheet; `memory_bytes` instead of the device's own."""
+    precision = precision_of(config)
+    layers = {tower.branch: estimated_layers(describe_layers(tower, BYTES[precision]), device, precision) for tower in towers}
+    machine = estimated_machine(device, precision)
+    if memory_bytes is not None:
+        machine = replace(machine, memory_bytes=memory_bytes)
+    return CostModel.of(layers, machine, config, embed_dim)
