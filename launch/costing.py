@@ -45,8 +45,8 @@ def run_costs(
     All ranks call it together and get the same.
     """
     known = from_first_rank(folder.read_costs() if processes.rank == 0 else None)
-    if known is not None:
-        return cost_model_from_json(known)
+    if known is not None and are_of(costs := cost_model_from_json(known), towers):
+        return costs
     if block.layout != AUTO:
         device = find_device(NOMINAL)
         return estimated_costs(towers, config, options.embed_dim, device, memory_bytes=float("inf"))
@@ -67,6 +67,13 @@ def run_costs(
     costs = CostModel.of(profile.layers, profile.machine, config, options.embed_dim)
     folder.write_costs(cost_model_to_json(costs))
     return costs
+
+
+def are_of(costs: CostModel, towers: Sequence[Tower]) -> bool:
+    """Are these the costs of these towers? Those of others are left when a first start failed before it wrote config.json."""
+    return {tower.branch: [(s.name, s.num_parameters) for s in tower.specs] for tower in towers} == {
+        branch: [(layer.name, layer.num_parameters) for layer in layers] for branch, layers in costs.layers.items()
+    }
 
 
 def _sizes(config: Mapping[str, Any], block: BranchesBlock, device_type: str) -> dict[str, tuple[int, ...]]:
