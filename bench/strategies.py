@@ -63,8 +63,9 @@ class Strategy:
         return " (another objective)" if "per_micro_batch" in self.name else ""
 
 
-def strategies(ranks: int) -> list[Strategy]:
+def strategies(setup: Setup, ranks: int) -> list[Strategy]:
     """All of them, in the order of the table."""
+    num_micro_batches = setup.global_batch_size // setup.micro_batch_size // (ranks // 2)  # of the fork with equal replicas
     half, uneven = ranks // 2, {"image": ranks - ranks // 2, "text": ranks // 2}
     layouts = {
         "chain": {"layout": "chain", "stages": uneven, "replicas": 1},
@@ -84,6 +85,14 @@ def strategies(ranks: int) -> list[Strategy]:
             Strategy(f"{name}-{schedule}", {**block, "schedule": schedule}, skips.get(name, ""))
             for name, block in layouts.items()
             for schedule in ("batch_sync", "replay")
+        ),
+        *(
+            Strategy(
+                f"fork-equal-replay-{word}",
+                {**layouts["fork-equal"], "schedule": "replay", "kept_micro_batches": kept},
+                skips["fork-equal"],
+            )
+            for word, kept in (("half-kept", num_micro_batches // 2), ("most-kept", num_micro_batches - 1))
         ),
         Strategy("merged-replicas-per_micro_batch", {**layouts["merged-replicas"], "schedule": "per_micro_batch"}),
     ]
@@ -298,7 +307,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="NAME[,NAME]", help="these strategies only; ratios need ddp among them")
     arguments = parser.parse_args()
     setup = replace(SETUP, micro_batch_size=arguments.micro_batch_size, global_batch_size=arguments.global_batch)
-    asked = strategies(max(2, arguments.ranks))
+    asked = strategies(setup, max(2, arguments.ranks))
     known = [s.name for s in asked]
     if arguments.ranks < 2 or arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--ranks must be at least 2, --rounds and --steps at least 1")
@@ -327,7 +336,7 @@ def run_all(
     import bench.strategies as this  # so that the ranks find the functions by name
     from launch.ranks import run_ranks
 
-    there = {s.name: s for s in this.strategies(ranks)}  # theirs, not __main__'s
+    there = {s.name: s for s in this.strategies(setup, ranks)}  # theirs, not __main__'s
     rounds, tensor_bytes = [], {}
     with tqdm(total=len(runnable) * (num_rounds + 1), unit="run") as bar:
         for number in range(num_rounds + 1):

@@ -66,6 +66,7 @@ class BranchesBlock:
     replicas: Any = AUTO
     micro_batch_size: Any = AUTO
     schedule: str = AUTO
+    kept_micro_batches: Any = None
     gradient_clipping: Any = None
 
     def __post_init__(self):
@@ -74,6 +75,13 @@ class BranchesBlock:
         _counts("stages", self.stages, (*BRANCHES, "merged"), plain_number=False)
         _counts("replicas", self.replicas, BRANCHES)
         _counts("micro_batch_size", self.micro_batch_size, BRANCHES, auto_inside=True)
+        if self.kept_micro_batches is not None:
+            _counts("kept_micro_batches", self.kept_micro_batches, BRANCHES, auto_inside=True, least=0)
+            if self.schedule not in (AUTO, "replay"):
+                raise ValueError(
+                    f'branches.kept_micro_batches: {self.kept_micro_batches!r} with schedule "{self.schedule}"; only "replay" leaves a choice '
+                    "which activations to keep; remove the key, or use replay"
+                )
         if not isinstance(self.gradient_clipping, (dict, type(None))):
             raise ValueError(
                 f"branches.gradient_clipping: got {self.gradient_clipping!r}; give each group its limit: "
@@ -83,6 +91,14 @@ class BranchesBlock:
             _choice("gradient_clipping: group", group, GROUPS)
             if isinstance(limit, bool) or not isinstance(limit, (int, float)) or limit < 0:
                 raise ValueError(f"branches.gradient_clipping.{group}: got {limit!r}; a limit is a number ≥ 0, and 0 means no clipping")
+
+    def num_kept(self, branch: str) -> int | str:
+        """How many micro-batches keep their activations under replay. Where nothing is said: as many as fit, where also the schedule
+        is the planner's choice; none where replay is asked for."""
+        kept = self.kept_micro_batches
+        if isinstance(kept, dict):
+            kept = kept.get(branch)
+        return kept if kept is not None else AUTO if self.schedule == AUTO else 0
 
     @property
     def max_grad_norm(self) -> dict[str, float]:
@@ -217,8 +233,8 @@ def _choice(name: str, value: Any, valid: Sequence[str]) -> None:
         raise ValueError(f"branches.{name}: unknown value {value!r}{_nearest(str(value), valid)}")
 
 
-def _counts(name: str, value: Any, keys: Sequence[str], plain_number: bool = True, auto_inside: bool = False) -> None:
-    """`value` is "auto", a positive whole number, or an object of those by branch."""
+def _counts(name: str, value: Any, keys: Sequence[str], plain_number: bool = True, auto_inside: bool = False, least: int = 1) -> None:
+    """`value` is "auto", a whole number of at least `least`, or an object of those by branch."""
     if value == AUTO:
         return
     entries = value if isinstance(value, dict) else {"": value}
@@ -229,8 +245,8 @@ def _counts(name: str, value: Any, keys: Sequence[str], plain_number: bool = Tru
             _choice(f"{name}: key", key, keys)
         if auto_inside and count == AUTO:
             continue
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"branches.{name}{'.' + key if key else ''}: got {count!r}; it takes whole numbers of at least 1")
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise ValueError(f"branches.{name}{'.' + key if key else ''}: got {count!r}; it takes whole numbers of at least {least}")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -145,7 +145,8 @@ class ForkEngine(PipelineEngine):
         self._lr = self.get_lr()[0]
         self.clipping.norms.clear()
         self.recorder.start()
-        self._exec_schedule(self.schedule_type(self.place, self.batches[self._branch].num_micro_batches))
+        batch = self.batches[self._branch]
+        self._exec_schedule(self.schedule_type(self.place, batch.num_micro_batches, batch.num_kept))
         self.comm.drain()
         # Replicas saw different samples; the mean of their running statistics is that of the whole batch's. After every
         # step, so that what is evaluated and saved does not depend on when it is.

@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.config import AUTO, BranchesBlock
 from engine.costs import CostModel, precision_of
-from engine.simulator import Simulation, bounds, simulate
+from engine.simulator import Simulation, bounds, most_kept, simulate
 from engine.topology import BRANCHES, LAYOUTS, StageGraph, balanced_cuts, chain, fork, merged
 
 MAX_STAGES = 16  # per line, where "auto" chooses: deeper lines idle more than they save
@@ -29,11 +29,15 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class BranchBatch:
-    """How the global batch is dealt to one branch: every replica runs `num_micro_batches` of `micro_batch_size` samples."""
+    """How the global batch is dealt to one branch: every replica runs `num_micro_batches` of `micro_batch_size` samples.
+
+    Under `replay` the first `num_kept` of them keep their activations.
+    """
 
     replicas: int
     micro_batch_size: int
     num_micro_batches: int
+    num_kept: int = 0
 
     @property
     def global_batch_size(self) -> int:
@@ -190,7 +194,7 @@ def _candidates(
                             reasons.append(reason)
                             continue
                         found = True
-                        yield graph, deal, schedule
+                        yield graph, _keeping(block, graph, deal, costs) if schedule == "replay" else deal, schedule
         except ValueError as error:
             if block.layout != AUTO:
                 raise
@@ -353,6 +357,25 @@ def _deal(config: Mapping[str, Any], block: BranchesBlock, branch: str, replicas
     return BranchBatch(replicas, size, share // size)
 
 
+def _keeping(block: BranchesBlock, graph: StageGraph, deal: Deal, costs: CostModel) -> Deal:
+    """The deal with the number of micro-batches that keep their activations: as asked for, or, where that is "auto", as many as fit."""
+    asked = {branch: block.num_kept(branch) for branch in BRANCHES}
+    if graph.layout != "fork" and asked["image"] != asked["text"]:
+        raise ValueError(
+            f"branches.kept_micro_batches: {block.kept_micro_batches} differs between the branches, which only a fork allows; give one number"
+        )
+    fits = most_kept(graph, deal, costs) if AUTO in asked.values() else {}
+    found = {}
+    for branch, batch in deal.items():
+        number = batch.num_micro_batches
+        # in eighths: many graphs then share one order of instructions, which is what a search spends its time on
+        kept = fits[branch] - fits[branch] % max(1, number // 8) if asked[branch] == AUTO else min(asked[branch], number)
+        found[branch] = replace(batch, num_kept=kept)
+    if block.schedule == AUTO and all(batch.num_kept == batch.num_micro_batches for batch in found.values()):
+        return deal  # everything fits: that is batch_sync, beside which stands what replay would save
+    return found
+
+
 def _near_divisor(share: int, size: int) -> int:
     return min((d for d in range(1, share + 1) if share % d == 0), key=lambda d: (abs(d - size), d))
 
@@ -383,7 +406,8 @@ def _nothing_fits(
         f"{stage.peak_bytes / GIB:.1f} GiB in {stage.name}, {(stage.peak_bytes - limit) / GIB:.1f} GiB too much "
         f"({stage.state_bytes / GIB:.1f} GiB of it weights, gradients and optimizer state, {stage.activation_bytes / GIB:.1f} GiB activations)"
     )
-    free = replace(block, schedule="replay" if block.schedule != "per_micro_batch" else block.schedule, micro_batch_size=AUTO)
+    schedule = "replay" if block.schedule != "per_micro_batch" else block.schedule
+    free = replace(block, schedule=schedule, kept_micro_batches=None, micro_batch_size=AUTO)
     checkpointed = replace(costs, checkpoint_interval=1)
     remedies = [
         ('"schedule": "replay" and "micro_batch_size": "auto"', free, world_size, costs),
@@ -417,8 +441,18 @@ def _least_peak(config: Mapping[str, Any], block: BranchesBlock, world_size: int
 def _describe(graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: str) -> str:
     """Such as `fork: image 0 ×6 | text 0 ×2, replay, micro-batches image 32×5, text 480×1` (samples × number of them)."""
     deals = {b: f"{d.micro_batch_size}×{d.num_micro_batches}" for b, d in batches.items()}
-    deal = deals["image"] if deals["image"] == deals["text"] else f"image {deals['image']}, text {deals['text']}"
-    return f"{graph.describe()}, {schedule}, micro-batches {deal}"
+    return f"{graph.describe()}, {describe_schedule(schedule, batches)}, micro-batches {_by_branch(deals)}"
+
+
+def describe_schedule(schedule: str, batches: Mapping[str, BranchBatch]) -> str:
+    """Such as `replay keeping image 3, text 2`: of how many micro-batches the activations stay."""
+    kept = {b: d.num_kept for b, d in batches.items()}
+    return f"{schedule} keeping {_by_branch(kept)}" if any(kept.values()) else schedule
+
+
+def _by_branch(values: Mapping[str, Any]) -> str:
+    """One value where the branches agree, else each with its name."""
+    return str(values["image"]) if values["image"] == values["text"] else ", ".join(f"{b} {value}" for b, value in values.items())
 
 
 def _seconds(value: float) -> str:

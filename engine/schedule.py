@@ -14,6 +14,11 @@ activations of `num_downstream` + 1 micro-batches at most.
     stage 0   E0 E1 E2 E3    F0 F1 .. B0 F2 B1 F3 B2 .. B3  R S
     stage 1      E0 E1 E2 E3  L F0 B0 F1 B1 F2 B2 F3 B3     R S      E forward without gradient, for the embeddings only
 
+Where memory is left, the first `num_kept` micro-batches keep their activations and need no second forward. Here 2 do:
+
+    stage 0   F0 F1 E2 E3    .. B0 F2 B1 F3 B2 .. B3  R S
+    stage 1      F0 F1 E2 E3  L B0 B1 F2 B2 F3 B3     R S
+
 `per_micro_batch`: a loss for each micro-batch by itself. Another objective, with fewer negatives; for ablation only.
 
     stage 0   F0 F1 .... B0 F2 .... B1 F3 .. B2 .. B3  R S
@@ -62,11 +67,14 @@ class ComputeLoss(PipeInstruction):
 
 
 class StageSchedule(PipeSchedule):
-    """The instructions of one stage for one global batch of `num_micro_batches` micro-batches."""
+    """The instructions of one stage for one global batch of `num_micro_batches` micro-batches.
 
-    def __init__(self, stage: Stage, num_micro_batches: int):
+    `num_kept` matters to `Replay` only: how many micro-batches, the first ones, keep their activations.
+    """
+
+    def __init__(self, stage: Stage, num_micro_batches: int, num_kept: int = 0):
         super().__init__(micro_batches=num_micro_batches, stages=1, stage_id=stage.stage_id)
-        self.place = stage
+        self.place, self.num_kept = stage, num_kept
 
     def forward(
         self, m: int, run: Callable[[int], PipeInstruction] = ForwardPass, load: Callable[[int], PipeInstruction] = LoadMicroBatch
@@ -88,16 +96,17 @@ class StageSchedule(PipeSchedule):
             *([SendGrad(m)] if stage.previous is not None else []),
         ]
 
-    def one_forward_one_backward(self, forward) -> Iterator[list[PipeInstruction]]:
+    def one_forward_one_backward(self, forward, num_done: int = 0) -> Iterator[list[PipeInstruction]]:
         """Fill the pipeline, then a backward after each `forward(m)`, then empty it (PipeDream-Flush, Narayanan et al. 2021).
 
-        A stage with d stages behind it runs d forwards ahead, so it holds the activations of at most d + 1 micro-batches.
+        A stage with d stages behind it runs d forwards ahead, so it holds the activations of at most d + 1 micro-batches. The
+        first `num_done` micro-batches have had their forward: their places in the order stay empty.
         """
         ahead = min(self.place.num_downstream, self.micro_batches)
-        for m in range(ahead):
+        for m in range(num_done, ahead):
             yield forward(m)
         for m in range(self.micro_batches):
-            if m + ahead < self.micro_batches:
+            if num_done <= m + ahead < self.micro_batches:
                 yield forward(m + ahead)
             yield self.backward(m)
 
@@ -119,11 +128,13 @@ class Replay(StageSchedule):
     """Forwards for the embeddings, one loss, then one forward, one backward with the embeddings' gradients (Gao et al. 2021, GradCache)."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        for m in range(self.micro_batches):
+        for m in range(self.num_kept):
+            yield self.forward(m)
+        for m in range(self.num_kept, self.micro_batches):
             yield self.forward(m, EmbedPass, lambda m: LoadMicroBatch(m, keep=True))
         if self.place.is_tail:
             yield [ComputeLoss()]
-        yield from self.one_forward_one_backward(lambda m: self.forward(m, ReplayPass, ReloadMicroBatch))
+        yield from self.one_forward_one_backward(lambda m: self.forward(m, ReplayPass, ReloadMicroBatch), num_done=self.num_kept)
         yield [ReduceGrads(), OptimizerStep()]
 
 

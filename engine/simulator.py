@@ -130,6 +130,19 @@ def bounds(graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: str,
     )
 
 
+def most_kept(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: CostModel) -> dict[str, int]:
+    """Of how many micro-batches `replay` can keep the activations within the memory of the ranks, by branch; 0 where nothing fits."""
+    bill = _bill(graph, batches, costs, per_micro_batch=False)
+    most = {branch: batch.num_micro_batches for branch, batch in batches.items()}
+    for stage, layers, loss in zip(graph.stages, bill.layers, bill.losses):
+        free_bytes = costs.machine.memory_bytes - _fixed_bytes(stage, bill, costs) - (loss.rows_bytes if loss else 0.0)
+        free_bytes -= max(layers.working_bytes, loss.logits_bytes if loss else 0.0)
+        room = int(max(0.0, free_bytes) // layers.kept_bytes) if layers.kept_bytes else max(most.values())
+        for branch in stage.layers if graph.layout == "fork" else batches:
+            most[branch] = min(most[branch], room)
+    return most
+
+
 # -- from instruction lists to one flat list ---------------------------------------------------------------------------
 
 _NOTHING, _FORWARD, _BACKWARD, _LOSS, _REDUCE, _STEP = range(6)  # kinds of work; the order of `_Times`
@@ -158,6 +171,7 @@ class _Place(NamedTuple):
     tail_of: tuple[str, ...]
     num_downstream: int
     num_micro_batches: int
+    num_kept: int
 
 
 class _Counts(NamedTuple):
@@ -195,48 +209,76 @@ class _Program:
 
 def _shape(graph: StageGraph, batches: Mapping[str, BranchBatch]) -> tuple[_Place, ...]:
     return tuple(
-        _Place(s.name, s.previous, s.next, s.loads, s.tail_of, s.num_downstream, batches[next(iter(s.layers))].num_micro_batches)
+        _Place(s.name, s.previous, s.next, s.loads, s.tail_of, s.num_downstream, batch.num_micro_batches, batch.num_kept)
         for s in graph.stages
+        for batch in (batches[next(iter(s.layers))],)
     )
 
 
 @lru_cache(maxsize=512)  # some 0.1 MB each
 def _compile(shape: tuple[_Place, ...], schedule: type[StageSchedule]) -> _Program:
     """Order the instructions of all stages. Raises RuntimeError that names where each stage is stuck, if it cannot be done."""
-    lists = [_instructions(stage_id, place, schedule) for stage_id, place in enumerate(shape)]
-    linker = _Linker(shape, [_operations(instructions) for instructions in lists])
+    lists = [_listed(_nameless(place), schedule) for place in shape]
+    linker = _Linker(shape, [operations for operations, _ in lists])
     stuck = linker.link()
     if stuck:
         raise RuntimeError(f"{schedule.__name__}: these instructions wait for ever: " + "; ".join(stuck))
-    per_micro_batch = any(type(i) is ComputeLoss and "buffer_id" in i.kwargs for instructions in lists for i in instructions)
     return _Program(
         tuple(linker.segments),
         tuple(linker.durations),
         tuple(linker.labels),
-        tuple(_count(instructions) for instructions in lists),
+        tuple(counts for _, counts in lists),
         linker.num_messages,
-        per_micro_batch,
+        any(o.meets and o.meets[0] is ComputeLoss and o.meets[1] is not None for operations, _ in lists for o in operations),
     )
 
 
-def _instructions(stage_id: int, place: _Place, schedule: type[StageSchedule]) -> list[PipeInstruction]:
-    stage = Stage(stage_id, place.name, {}, (stage_id,), place.previous, place.next, place.loads, place.tail_of, place.num_downstream)
-    return [instruction for group in schedule(stage, place.num_micro_batches) for instruction in group]
+class _Operation(NamedTuple):
+    """A run of instructions as long as it can be timed as one: a receive only at the start, one piece of work, a send only at the end."""
+
+    receives: tuple[bool, int] | None  # (is it an activation?, micro-batch)
+    sends: tuple[int, int] | None  # (direction, micro-batch)
+    meets: tuple[type[PipeInstruction], int | None] | None  # the collective that it is, and of which micro-batch
+    work: int
+    instructions: tuple[tuple[str, int | None, int], ...]  # (name, micro-batch, kind of work)
 
 
-def _operations(instructions: Sequence[PipeInstruction]) -> list[list[PipeInstruction]]:
-    """Runs of instructions as long as they can be timed as one: a receive only at the start, one piece of work, a send only at the end."""
-    operations: list[list[PipeInstruction]] = []
+def _nameless(place: _Place) -> _Place:
+    """All that decides the instructions of a stage: stages alike in this have equal lists."""
+    return place._replace(name="", previous=place.previous and 0, next=place.next and 0)
+
+
+@lru_cache(maxsize=4096)
+def _listed(place: _Place, schedule: type[StageSchedule]) -> tuple[list[_Operation], _Counts]:
+    instructions = _instructions(place, schedule)
+    runs: list[list[PipeInstruction]] = []
     ended, worked = True, False
     for instruction in instructions:
         kind = type(instruction)
         if ended or kind in _RECEIVES or kind in _COLLECTIVES or (worked and kind in _WORK):
-            operations.append([])
+            runs.append([])
             worked = False
-        operations[-1].append(instruction)
+        runs[-1].append(instruction)
         worked = worked or kind in _WORK
         ended = kind in _SENDS or kind in _COLLECTIVES
-    return operations
+    return [_operation(run) for run in runs], _count(instructions)
+
+
+def _operation(run: Sequence[PipeInstruction]) -> _Operation:
+    first, last = type(run[0]), type(run[-1])
+    works = [_WORK.get(type(instruction), _NOTHING) for instruction in run]
+    return _Operation(
+        (first is RecvActivation, _micro_batch(run[0])) if first in _RECEIVES else None,
+        (_SENDS[last], _micro_batch(run[-1])) if last in _SENDS else None,
+        (first, _micro_batch(run[0])) if first in _COLLECTIVES else None,
+        max(works),
+        tuple((i.name, _micro_batch(i), work) for i, work in zip(run, works)),
+    )
+
+
+def _instructions(place: _Place, schedule: type[StageSchedule]) -> list[PipeInstruction]:
+    stage = Stage(0, place.name, {}, (0,), place.previous, place.next, place.loads, place.tail_of, place.num_downstream)
+    return [instruction for group in schedule(stage, place.num_micro_batches, place.num_kept) for instruction in group]
 
 
 def _count(instructions: Sequence[PipeInstruction]) -> _Counts:
@@ -265,8 +307,8 @@ def _count(instructions: Sequence[PipeInstruction]) -> _Counts:
 
 def _counts_of(place: _Place, schedule: type[StageSchedule]) -> _Counts:
     """The counts of a stage, without writing down long lists: beyond what fills the pipeline each micro-batch adds the same."""
-    filled = place.num_downstream + 3
-    place = place._replace(name="", previous=place.previous and 0, next=place.next and 0)
+    filled = max(place.num_downstream, place.num_kept) + 3
+    place = _nameless(place)
     if place.num_micro_batches <= filled:
         return _few_counts(place, schedule)
     last, before = (_few_counts(place._replace(num_micro_batches=number), schedule) for number in (filled, filled - 1))
@@ -275,7 +317,7 @@ def _counts_of(place: _Place, schedule: type[StageSchedule]) -> _Counts:
 
 @lru_cache(maxsize=4096)
 def _few_counts(place: _Place, schedule: type[StageSchedule]) -> _Counts:
-    return _count(_instructions(0, place, schedule))
+    return _count(_instructions(place, schedule))
 
 
 def _micro_batch(instruction: PipeInstruction) -> int | None:
@@ -285,7 +327,7 @@ def _micro_batch(instruction: PipeInstruction) -> int | None:
 class _Linker:
     """Walks all stages forward together and writes down what they do, in the order it becomes possible."""
 
-    def __init__(self, shape: Sequence[_Place], operations: Sequence[list[list[PipeInstruction]]]):
+    def __init__(self, shape: Sequence[_Place], operations: Sequence[Sequence[_Operation]]):
         self.shape, self.operations = shape, operations
         self.position = [0] * len(shape)
         self.links: dict[int, deque[tuple[int | None, int]]] = defaultdict(deque)  # (micro-batch, message) on their way
@@ -302,45 +344,46 @@ class _Linker:
             moved = any([self._advance(stage) for stage in range(len(self.shape))])
             moved = self._meet() or moved
         self._close(())
-        return [self._describe(stage, self._now(stage)[0]) for stage in range(len(self.shape)) if self._now(stage)] + [
+        return [self._describe(stage, operation) for stage in range(len(self.shape)) if (operation := self._now(stage))] + [
             f"{self.shape[link // 2].name} sends micro-batch {m} and nobody receives it"
             for link, queue in self.links.items()
             for m, _ in queue
         ]
 
-    def _now(self, stage: int) -> list[PipeInstruction]:
+    def _now(self, stage: int) -> _Operation | None:
         position = self.position[stage]
-        return self.operations[stage][position] if position < len(self.operations[stage]) else []
+        return self.operations[stage][position] if position < len(self.operations[stage]) else None
 
-    def _describe(self, stage: int, instruction: PipeInstruction) -> str:
-        m = _micro_batch(instruction)
-        return f"{self.shape[stage].name} in {instruction.name}" + ("" if m is None else f" of micro-batch {m}")
+    def _describe(self, stage: int, operation: _Operation) -> str:
+        name, m, _ = operation.instructions[0]
+        return f"{self.shape[stage].name} in {name}" + ("" if m is None else f" of micro-batch {m}")
 
     def _advance(self, stage: int) -> bool:
         """One stage as far as it comes. False: not at all."""
         start = self.position[stage]
-        while (operation := self._now(stage)) and type(operation[0]) not in _COLLECTIVES:
-            message_in = self._take(stage, operation[0])
+        while (operation := self._now(stage)) and not operation.meets:
+            message_in = self._take(stage, operation.receives)
             if message_in is None:
                 break
-            link, message_out = self._give(stage, operation[-1])
+            link, message_out = self._give(stage, operation.sends)
             self._open.append((stage, message_in, self._write_down(stage, operation), link, message_out))
         return self.position[stage] > start
 
-    def _take(self, stage: int, instruction: PipeInstruction) -> int | None:
+    def _take(self, stage: int, receives: tuple[bool, int] | None) -> int | None:
         """The message an operation starts with; 0: it needs none; None: it is not there yet, or another comes before it."""
-        if type(instruction) not in _RECEIVES:
+        if receives is None:
             return 0
+        activation, m = receives
         place = self.shape[stage]
-        link = 2 * place.previous + _DOWNSTREAM if type(instruction) is RecvActivation else 2 * place.next + _UPSTREAM
-        queue = self.links[link]
-        return queue.popleft()[1] if queue and queue[0][0] == _micro_batch(instruction) else None
+        queue = self.links[2 * place.previous + _DOWNSTREAM if activation else 2 * place.next + _UPSTREAM]
+        return queue.popleft()[1] if queue and queue[0][0] == m else None
 
-    def _give(self, stage: int, instruction: PipeInstruction) -> tuple[int, int]:
-        if type(instruction) not in _SENDS:
+    def _give(self, stage: int, sends: tuple[int, int] | None) -> tuple[int, int]:
+        if sends is None:
             return -1, 0
-        link, message = 2 * stage + _SENDS[type(instruction)], self.num_messages
-        self.links[link].append((_micro_batch(instruction), message))
+        direction, m = sends
+        link, message = 2 * stage + direction, self.num_messages
+        self.links[link].append((m, message))
         self.num_messages += 1
         return link, message
 
@@ -357,18 +400,16 @@ class _Linker:
     def _collective(self, stage: int) -> tuple[type[PipeInstruction], int | None] | None:
         """What this stage has come to, if that is a collective."""
         operation = self._now(stage)
-        return (type(operation[0]), _micro_batch(operation[0])) if operation and type(operation[0]) in _COLLECTIVES else None
+        return operation.meets if operation else None
 
     def _close(self, members: Sequence[int]) -> None:
         operations, self._open = self._open, []
         self.segments.append((tuple(operations), tuple((stage, self._write_down(stage, self._now(stage))) for stage in members)))
 
-    def _write_down(self, stage: int, operation: list[PipeInstruction]) -> int:
+    def _write_down(self, stage: int, operation: _Operation) -> int:
         """Label the operation, leave it behind, and return the index of its duration."""
-        works = [_WORK.get(type(instruction), _NOTHING) for instruction in operation]
-        duration = self.durations.setdefault((stage, max(works), len(operation)), len(self.durations))
-        label = tuple((i.name, _micro_batch(i), work) for i, work in zip(operation, works))
-        self.labels.append((stage, duration, label))
+        duration = self.durations.setdefault((stage, operation.work, len(operation.instructions)), len(self.durations))
+        self.labels.append((stage, duration, operation.instructions))
         self.position[stage] += 1
         return duration
 
@@ -652,10 +693,13 @@ def _stage_result(stage: Stage, bill: _Bill, counts: _Counts, busy_s: float, ste
 
 
 def _peak_bytes(stage: Stage, bill: _Bill, counts: _Counts, costs: CostModel) -> float:
-    layers = bill.layers[stage.stage_id]
-    # Two messages of each direction of an edge: one travels while the other is made or used.
-    messages = 4 * sum(_bytes_in_and_out(stage, bill))
-    return _state_bytes(stage, layers, costs) + messages + _activations_and_loss_bytes(layers, bill.losses[stage.stage_id], counts)
+    loss = bill.losses[stage.stage_id]
+    return _fixed_bytes(stage, bill, costs) + _activations_and_loss_bytes(bill.layers[stage.stage_id], loss, counts)
+
+
+def _fixed_bytes(stage: Stage, bill: _Bill, costs: CostModel) -> float:
+    """State, and two messages of each direction of an edge: one travels while the other is made or used."""
+    return _state_bytes(stage, bill.layers[stage.stage_id], costs) + 4 * sum(_bytes_in_and_out(stage, bill))
 
 
 def _state_bytes(stage: Stage, layers: _LayersCost, costs: CostModel) -> float:

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from engine.costs import CostModel
-from engine.planner import Candidate
+from engine.planner import Candidate, describe_schedule
 from engine.simulator import Simulation, simulate
 from engine.topology import StageGraph
 from engine.trace import COMPUTE, WAIT, Span
@@ -111,7 +111,8 @@ def _mark_exchange(spans: list[Span], exchange_s: float) -> None:
 def save_plan_png(path: Path, candidate: Candidate, costs: CostModel) -> None:
     """The timeline of one step of a candidate. Raises OSError when the file cannot be written."""
     simulation = simulate(candidate.graph, candidate.batches, candidate.schedule, costs, timeline=True)
-    title = f"{shape(candidate.graph)}, {candidate.schedule}, {candidate.graph.world_size} ranks, {costs.machine.name}"
+    schedule = describe_schedule(candidate.schedule, candidate.batches)
+    title = f"{shape(candidate.graph)}, {schedule}, {candidate.graph.world_size} ranks, {costs.machine.name}"
     _save(path, [predicted_timeline(f"Predicted: {title}", candidate.graph, simulation)])
 
 

@@ -211,8 +211,8 @@ def plan_table(search: Search, batch_size: int, top: int) -> Table:
         box=SIMPLE_HEAD,
         padding=0,
         pad_edge=False,
-        caption="stages, replicas, micro-batches (samples × number): image + text, or the same for both; idle: part of all rank-time; GiB: of the "
-        "rank with most",
+        caption="stages, replicas, micro-batches (samples × number): image + text, or the same for both; keeps: micro-batches that "
+        "need no second forward; idle: part of all rank-time; GiB: of the rank with most",
         caption_justify="left",
     )
     for name in ("", "layout", "stages", "replicas", "micro-batches", "schedule"):
@@ -231,12 +231,13 @@ def cells(candidate: Candidate, batch_size: int) -> list[str]:
     graph, simulation = candidate.graph, candidate.simulation
     lines = [[stage for stage in graph.stages if branch in stage.layers] for branch in BRANCHES]
     deals = [f"{batch.micro_batch_size}×{batch.num_micro_batches}" for batch in (candidate.batches[branch] for branch in BRANCHES)]
+    kept = [str(candidate.batches[branch].num_kept) for branch in BRANCHES]
     return [
         graph.layout,
         str(len(graph.stages)) if graph.layout == "merged" else " + ".join(str(len(line)) for line in lines),
         _once([str(line[0].replicas) for line in lines]) if graph.layout != "fork" else " + ".join(str(line[0].replicas) for line in lines),
         _once(deals),
-        candidate.schedule,
+        candidate.schedule + (f", keeps {_once(kept)}" if any(map(int, kept)) else ""),
         seconds(simulation.step_s),
         f"{batch_size / simulation.step_s:,.0f}",
         f"{simulation.bubble_fraction:.0%}",

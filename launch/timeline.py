@@ -22,7 +22,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from engine.costs import cost_model_from_json
-from engine.planner import BranchBatch
+from engine.planner import BranchBatch, describe_schedule
 from engine.simulator import simulate
 from engine.topology import StageGraph
 from engine.trace import Span
@@ -95,7 +95,7 @@ def prediction(run_dir: Path, record: Mapping[str, Any]) -> tuple[Timeline | Non
     costs = cost_model_from_json(_read(run_dir / "costs.json", "train again"))
     graph = StageGraph.from_record(record["stage_graph"])
     batches = {branch: BranchBatch(**batch) for branch, batch in record["batches"].items()}
-    title = f"Predicted: {shape(graph)}, {record['schedule']}, {costs.machine.name}"
+    title = f"Predicted: {shape(graph)}, {describe_schedule(record['schedule'], batches)}, {costs.machine.name}"
     return predicted_timeline(title, graph, simulate(graph, batches, record["schedule"], costs, timeline=True)), None
 
 

@@ -42,6 +42,7 @@ class Case:
     steps: int = 1
     dropout: float = 0.0
     schedule: str = "batch_sync"
+    kept_micro_batches: Any = None  # under replay
     checkpoint_interval: int = 0
     max_grad_norm: dict[str, float] = field(default_factory=lambda: {"image": 0.0, "text": 0.0, "head": 0.0})
     seed: int = SEED
@@ -65,6 +66,7 @@ class Case:
                 "micro_batch_size": self.micro_batch_size,
                 "gradient_clipping": self.max_grad_norm,
                 "schedule": self.schedule,
+                "kept_micro_batches": self.kept_micro_batches,
             },
         }
         if self.checkpoint_interval:
@@ -76,6 +78,7 @@ class Case:
     def __str__(self) -> str:
         parts = [self.layout, self.stages, self.replicas, self.micro_batch_size, self.towers, f"zero{self.zero_stage}", self.precision]
         parts += [self.schedule] if self.schedule != "batch_sync" else []
+        parts += [f"keep{self.kept_micro_batches}"] if self.kept_micro_batches is not None else []
         parts += [f"checkpoint{self.checkpoint_interval}"] if self.checkpoint_interval else []
         parts += [f"dropout{self.dropout}"] if self.dropout else []
         return " ".join(str(p) for p in parts).replace("'", "").replace(" ", "")

@@ -106,7 +106,24 @@ DRAWING = {"dropout": 0.1, "towers": "resnet+bert"}  # dropout and batch normali
     ids=str,
 )
 def test_both_schedules_equal_unsplit_training_with_dropout_and_running_statistics(case, schedule):
-    case = replace(case, schedule=schedule)
+    check_with_running_statistics(replace(case, schedule=schedule))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        merged(2, 1, 3, **DRAWING, kept_micro_batches=3),
+        chain(2, 1, 1, 3, **DRAWING, kept_micro_batches=1),
+        fork((1, 1), (1, 1), {"image": 6, "text": 3}, **DRAWING, kept_micro_batches={"image": 2, "text": 8}),
+        fork((2, 1), (1, 2), {"image": 3, "text": 4}, **DRAWING, kept_micro_batches={"image": 5, "text": 1}),
+    ],
+    ids=str,
+)
+def test_replay_that_keeps_some_activations_equals_unsplit_training(case):
+    check_with_running_statistics(replace(case, schedule="replay"))
+
+
+def check_with_running_statistics(case):
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, whole_batches(case))
     assert [m.loss for m in results[0]["metrics"]] == pytest.approx(reference["losses"], rel=RELATIVE)

@@ -275,6 +275,37 @@ def test_replay_is_chosen_where_batch_sync_does_not_fit():
     assert "too large for the memory" in tight.why()
 
 
+def test_where_replay_is_chosen_it_keeps_what_fits():
+    every, tight = search(2, FORK), search(2, FORK, memory_bytes=330e6)
+    best = tight.best
+    assert best.schedule == "replay" and all(0 < b.num_kept <= b.num_micro_batches for b in best.batches.values())
+    assert best.peak_bytes <= 330e6 < every.best.peak_bytes
+    plain = search(2, {**FORK, "schedule": "replay"}, memory_bytes=330e6).best
+    assert all(b.num_kept == 0 for b in plain.batches.values())  # asked for by name: as little memory as can be
+    assert best.simulation.step_s < plain.simulation.step_s
+    assert "replay keeping image " in best.describe()
+
+
+@pytest.mark.parametrize(
+    "kept, expected",
+    [(0, (0, 0)), (3, (3, 2)), (99, (6, 2)), ({"image": 5}, (5, 0)), ({"image": "auto", "text": 1}, (6, 1)), ("auto", (6, 2))],
+)
+def test_kept_micro_batches_as_asked_for(kept, expected):
+    sizes = {"micro_batch_size": {"image": 8, "text": 24}}
+    batches = plan(2, {**FORK, **sizes, "schedule": "replay", "kept_micro_batches": kept}).batches
+    assert (batches["image"].num_kept, batches["text"].num_kept) == expected
+
+
+def test_kept_micro_batches_are_refused_where_they_mean_nothing():
+    with refused("branches.kept_micro_batches", 'schedule "batch_sync"', "remove the key"):
+        plan(2, {**FORK, "schedule": "batch_sync", "kept_micro_batches": 1})
+    with refused("branches.kept_micro_batches", "only a fork"):
+        plan(2, {"layout": "merged", "schedule": "replay", "kept_micro_batches": {"image": 1, "text": 2}})
+    for wrong in (-1, 1.5, True, "some"):
+        with refused("branches.kept_micro_batches", "whole numbers of at least 0"):
+            plan(2, {**FORK, "schedule": "replay", "kept_micro_batches": wrong})
+
+
 def test_slow_links_keep_gradients_within_a_branch():
     """With replicas of everything each gradient crosses the slow link; in a fork of one rank per branch none does."""
     costs = {"image": [1e-3] * 2, "text": [1e-3] * 2}

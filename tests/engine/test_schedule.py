@@ -175,6 +175,45 @@ def test_a_step_ends_with_reduction_and_optimizer(schedule):
             assert kinds[ReduceGrads] == kinds[OptimizerStep] == 1
 
 
+def keeping(kept: int):
+    """Replay in which the first `kept` micro-batches, at most all, keep their activations."""
+    return lambda stage, number: Replay(stage, number, num_kept=min(kept, number))
+
+
+@pytest.mark.parametrize("kept", [1, 2, 5])
+@pytest.mark.parametrize("case", cases(), ids=name)
+def test_replay_runs_the_micro_batches_it_keeps_once_and_the_others_twice(case, kept):
+    graph, numbers = case
+    programs, loss = lists(graph, numbers, keeping(kept)), ComputeLoss
+    for rank, program in programs.items():
+        stage, every = graph.stage_of(rank), every_micro_batch(graph, numbers, rank)
+        first, others = every[:kept], every[kept:]
+        assert of(program, ForwardPass) == first
+        assert of(program, EmbedPass) == of(program, ReplayPass) == others
+        assert of(program, BackwardPass) == every
+        assert of(program, LoadMicroBatch) == (every if stage.loads else [])
+        assert of(program, ReloadMicroBatch) == (others if stage.loads else [])
+        assert [i.kwargs.get("keep", False) for i in program if type(i) is LoadMicroBatch] == (
+            [m in others for m in every] if stage.loads else []
+        )
+        assert in_flight(program) == max(len(first), min(stage.num_downstream + 1, len(every)))
+        for m in others:
+            assert at(program, ReplayPass, m) < at(program, BackwardPass, m)
+        if stage.is_tail:
+            assert of(program[: at(program, loss)], ForwardPass) + of(program[: at(program, loss)], EmbedPass) == every
+    for source, target in graph.edges():
+        assert of(programs[source], SendActivation) == of(programs[target], RecvActivation) != []
+        assert of(programs[target], SendGrad) == of(programs[source], RecvGrad) != []
+
+
+@pytest.mark.parametrize("case", cases(), ids=name)
+def test_replay_that_keeps_everything_is_batch_sync(case):
+    graph, numbers = case
+    ways = [lists(graph, numbers, schedule) for schedule in (BatchSync, keeping(20))]
+    every, other = ([[(type(i), i.kwargs) for i in program] for program in way.values()] for way in ways)
+    assert every == other
+
+
 @pytest.mark.parametrize("case", cases() + random_cases(100), ids=name)
 def test_activations_in_flight(case):
     """batch_sync holds all micro-batches; the others one more than there are stages behind, however many there are."""
@@ -203,7 +242,8 @@ def test_nothing_waits_for_ever(case):
     graph, numbers = case
     assert blocked(graph, lists(graph, numbers, BatchSync), on_their_way=0) == {}
     assert blocked(graph, lists(graph, numbers, ForwardOnly), on_their_way=0) == {}
-    assert blocked(graph, lists(graph, numbers, Replay), on_their_way=1) == {}
+    for kept in (0, 1, 3, 9):
+        assert blocked(graph, lists(graph, numbers, keeping(kept)), on_their_way=1) == {}
     if numbers["image"] == numbers["text"]:
         assert blocked(graph, lists(graph, numbers, PerMicroBatch), on_their_way=1) == {}
 
@@ -232,12 +272,14 @@ def test_the_names_of_the_configuration():
     assert list(SCHEDULES.items()) == [("batch_sync", BatchSync), ("replay", Replay), ("per_micro_batch", PerMicroBatch)]
 
 
-@pytest.mark.parametrize("word, schedule", SCHEDULES.items())
+@pytest.mark.parametrize("word, schedule", [*SCHEDULES.items(), ("num_kept", keeping(2))])
 def test_the_pictures_in_the_documentation(word, schedule):
     graph = merged({branch: [range(0, 1), range(1, 2)] for branch in BRANCHES}, 1)
     letters = {EmbedPass: "E", ForwardPass: "F", ReplayPass: "F", BackwardPass: "B", ComputeLoss: "L", ReduceGrads: "R", OptimizerStep: "S"}
     programs = lists(graph, {"image": 4, "text": 4}, schedule)
-    picture = re.findall(rf"^`{word}`:.*?\n\n(.*?)\n(?:\n|$)", engine.schedule.__doc__, flags=re.DOTALL | re.MULTILINE)[0]
+    picture = re.findall(
+        rf"^(?:`{word}`:|[^\n]*`{word}` micro-batches).*?\n\n(.*?)\n(?:\n|$)", engine.schedule.__doc__, flags=re.DOTALL | re.MULTILINE
+    )[0]
     for rank, line in enumerate(picture.splitlines()):
         drawn = re.findall(r"\b([A-Z]\d*)\b", re.sub(r" F forward.*| E forward.*", "", line))
         kinds = [(letters[type(i)], getattr(i, "buffer_id", None)) for i in programs[rank] if type(i) in letters]

@@ -16,7 +16,7 @@ from engine import simulator
 from engine.costs import CostModel, Curve, LayerCost, Machine, StateBytes
 from engine.planner import BranchBatch
 from engine.schedule import SCHEDULES, BatchSync, ComputeLoss
-from engine.simulator import Simulation, Span, StageResult, bounds, simulate
+from engine.simulator import Simulation, Span, StageResult, bounds, most_kept, simulate
 from engine.topology import BRANCHES, StageGraph, chain, fork, merged
 
 INF = float("inf")
@@ -366,6 +366,40 @@ def test_the_memory_of_replay_does_not_grow_with_the_number_of_micro_batches():
     assert [s.activation_bytes for s in many] == [40000] * 3
 
 
+@pytest.mark.parametrize("kept", range(7))
+def test_what_replay_keeps_costs_memory_and_spares_forwards(kept):
+    costs = model([layer(1, 2, activation_bytes=100)] * 2, [layer()] * 2, FREE, embed_dim=4)
+    first, tail = simulate(line(2), kept_batches(6, kept), "replay", costs).stages
+    assert (first.activation_bytes, tail.activation_bytes) == (100 * max(kept, 2), 100 * max(kept, 1))
+    assert first.busy_s == tail.busy_s == 6 * (1 + 2) + (6 - kept)
+    embeds, logits = 2 * 6 * 4 * 4, 3 * 6 * 6 * 4
+    assert tail.peak_bytes == embeds + max(100 * max(kept, 1), 100 * kept + logits)
+
+
+def kept_batches(number: int, kept: int) -> dict[str, BranchBatch]:
+    return dict.fromkeys(BRANCHES, BranchBatch(1, 1, number, kept))
+
+
+def test_most_kept_fits_and_one_more_does_not():
+    """In random graphs, between the memory that replay needs at least and that of batch_sync."""
+    partly = 0
+    for graph, batches, _, costs in draws(200, ("batch_sync",)):
+        least, most = (bounds(graph, batches, schedule, costs)[1] for schedule in ("replay", "batch_sync"))
+        if least == most:
+            continue  # all micro-batches are in flight either way
+        costs = replace(costs, machine=replace(costs.machine, memory_bytes=least + 0.47 * (most - least)))
+        kept = most_kept(graph, batches, costs)
+        assert graph.layout == "fork" or kept["image"] == kept["text"]
+        everyone = {branch: replace(batch, num_kept=kept[branch]) for branch, batch in batches.items()}
+        assert bounds(graph, everyone, "replay", costs)[1] <= costs.machine.memory_bytes
+        for branches in (("image",), ("text",)) if graph.layout == "fork" else (BRANCHES,):
+            if all(kept[branch] < batches[branch].num_micro_batches for branch in branches):
+                partly += 1
+                more = {b: replace(batch, num_kept=kept[b] + (b in branches)) for b, batch in everyone.items()}
+                assert bounds(graph, more, "replay", costs)[1] > costs.machine.memory_bytes
+    assert partly > 20
+
+
 def test_everything_a_rank_holds():
     """State, two messages of each direction of each edge, activations, and on the tail embeddings and logits."""
     layers = [layer(activation_bytes=100, output_bytes=10, num_parameters=30)] * 3
@@ -420,7 +454,7 @@ class SendsTwice(BatchSync):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         yield from super().steps()
-        if self.place.stage_id == 0:
+        if self.place.previous is None:
             yield [SendActivation(2)]
 
 
@@ -523,7 +557,13 @@ def draws(number: int, schedules=tuple(SCHEDULES)) -> Iterator[tuple[StageGraph,
                 batches = {
                     branch: replace(batch, num_micro_batches=batches["image"].num_micro_batches) for branch, batch in batches.items()
                 }
-            yield graph, batches, schedule, costs
+            yield graph, keep(draw, graph, batches) if schedule == "replay" else batches, schedule, costs
+
+
+def keep(draw: random.Random, graph: StageGraph, batches: dict[str, BranchBatch]) -> dict[str, BranchBatch]:
+    """Every other time some micro-batches keep their activations."""
+    kept = {branch: draw.choice((0, draw.randint(0, batch.num_micro_batches))) for branch, batch in batches.items()}
+    return {branch: replace(batch, num_kept=kept[branch if graph.layout == "fork" else "image"]) for branch, batch in batches.items()}
 
 
 def test_the_timeline_keeps_the_rules():
@@ -532,7 +572,8 @@ def test_the_timeline_keeps_the_rules():
         result = simulate(graph, batches, schedule, costs, timeline=True)
         timelines = [[span for span in result.spans if span.stage_id == stage.stage_id] for stage in graph.stages]
         for stage, spans in zip(graph.stages, timelines):
-            listed = [i for group in SCHEDULES[schedule](stage, batches[next(iter(stage.layers))].num_micro_batches) for i in group]
+            batch = batches[next(iter(stage.layers))]
+            listed = [i for group in SCHEDULES[schedule](stage, batch.num_micro_batches, batch.num_kept) for i in group]
             assert [(s.name, s.micro_batch) for s in spans] == [(i.name, i.kwargs.get("buffer_id")) for i in listed]
             assert spans[0].start_s == 0
             assert all(earlier.end_s == later.start_s for earlier, later in zip(spans, spans[1:]))

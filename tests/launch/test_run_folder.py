@@ -56,7 +56,7 @@ def test_config_json_is_json_and_holds_what_was_decided(folder):
     assert {"python", "torch", "deepspeed", "transformers", "torchvision"} <= set(record["versions"])
     assert (record["world_size"], record["total_steps"], record["data"]["train_samples"]) == (2, 700, 96) and "git_commit" in record
     assert [stage["ranks"] for stage in record["stage_graph"]] == [[0], [1]]
-    assert record["batches"]["text"] == {"replicas": 1, "micro_batch_size": 48, "num_micro_batches": 1}
+    assert record["batches"]["text"] == {"replicas": 1, "micro_batch_size": 48, "num_micro_batches": 1, "num_kept": 0}
     assert record["towers"]["image"]["num_parameters"] > record["towers"]["text"]["num_parameters"] / 10 > 0
     assert [file.name for file in folder.path.iterdir()] == ["config.json"]  # nothing half-written beside it
 
