@@ -12,34 +12,19 @@ The replicas of a stage are alike, so one rank per stage is simulated: 1,024 ran
 Where replicas differ (one pair of ranks within a node, another across), the slowest counts for all. Not modelled: links that
 several pairs of ranks share, a send that waits because too many are under way, the memory of the loaded inputs.
 
-Two phases. `_compile` puts the instructions of a shape of graph into one flat list in which everything comes after what it waits
-for; it knows no costs and is remembered. `_run` is one pass over that list, which is all that a planner pays for each of
-thousands of candidates.
+The instructions come in an order that `engine/ordering.py` has found; here is what they cost, and one pass over them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from deepspeed.runtime.pipe.schedule import (
-    BackwardPass,
-    ForwardPass,
-    OptimizerStep,
-    PipeInstruction,
-    RecvActivation,
-    RecvGrad,
-    ReduceGrads,
-    SendActivation,
-    SendGrad,
-)
-
 from engine.costs import CostModel, Machine
-from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ReplayPass, StageSchedule
+from engine.ordering import DOWNSTREAM, UPSTREAM, Counts, Program, counts_of, put_in_order, shape_of
+from engine.schedule import SCHEDULES
 from engine.topology import Stage, StageGraph
 
 if TYPE_CHECKING:
@@ -96,7 +81,7 @@ def simulate(graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: st
     Raises RuntimeError when instructions wait for each other for ever (`per_micro_batch` with numbers of micro-batches that differ
     between the branches). `costs` must not be changed after its first use: sums over its layers are remembered.
     """
-    program = _compile(_shape(graph, batches), SCHEDULES[schedule])
+    program = put_in_order(shape_of(graph, batches), SCHEDULES[schedule])
     bill = _bill(graph, batches, costs, program.loss_per_micro_batch)
     seconds = _durations(program, bill.times)
     ends = _run(program, seconds, bill.links)
@@ -117,7 +102,7 @@ def bounds(graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: str,
     At least what the busiest stage works, and one micro-batch's way to it and back: before a stage's first forward every stage
     above it ran one; after its last backward every stage above it runs one more. Then comes the optimizer step of the slowest.
     """
-    every = [_counts_of(place, SCHEDULES[schedule]) for place in _shape(graph, batches)]
+    every = [counts_of(place, SCHEDULES[schedule]) for place in shape_of(graph, batches)]
     bill = _bill(graph, batches, costs, any(counts.losses > 1 for counts in every))
     longest, above = 0.0, []  # by stage: a forward and a backward of all stages above it, the reduction of the first of them
     for stage, own, counts in zip(graph.stages, bill.times, every):
@@ -141,277 +126,6 @@ def most_kept(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: Cost
         for branch in stage.layers if graph.layout == "fork" else batches:
             most[branch] = min(most[branch], room)
     return most
-
-
-# -- from instruction lists to one flat list ---------------------------------------------------------------------------
-
-_NOTHING, _FORWARD, _BACKWARD, _LOSS, _REDUCE, _STEP = range(6)  # kinds of work; the order of `_Times`
-_WORK = {
-    ForwardPass: _FORWARD,
-    EmbedPass: _FORWARD,
-    ReplayPass: _FORWARD,
-    BackwardPass: _BACKWARD,
-    ComputeLoss: _LOSS,
-    ReduceGrads: _REDUCE,
-    OptimizerStep: _STEP,
-}
-_COLLECTIVES = (ComputeLoss, OptimizerStep)  # between stages; the replicas of one stage are alike and wait for nobody
-_DOWNSTREAM, _UPSTREAM = 0, 1  # the two links that leave stage s have the numbers 2 s and 2 s + 1
-_SENDS = {SendActivation: _DOWNSTREAM, SendGrad: _UPSTREAM}
-_RECEIVES = (RecvActivation, RecvGrad)
-
-
-class _Place(NamedTuple):
-    """What the instructions of a stage depend on. A graph's shape is the tuple of its places."""
-
-    name: str
-    previous: int | None
-    next: int | None
-    loads: tuple[str, ...]
-    tail_of: tuple[str, ...]
-    num_downstream: int
-    num_micro_batches: int
-    num_kept: int
-
-
-class _Counts(NamedTuple):
-    """What a stage's list holds, and how many micro-batches have activations: at most, and when the loss is computed."""
-
-    forwards: int
-    backwards: int
-    losses: int
-    reductions: int
-    steps: int
-    activations_sent: int
-    gradients_sent: int
-    in_flight: int
-    in_flight_at_loss: int
-
-
-@dataclass(frozen=True)
-class _Program:
-    """The instructions of all stages in one order in which everything comes after what it waits for.
-
-    An operation is a run of instructions that waits only at its start and sends only at its end. As tuples of integers, for speed:
-    (stage, message it waits for, its duration's index, link it sends on or −1, message it sends). Message 0 is there from the start.
-    A segment is a run of operations and then one collective: (stage, its duration's index) of its members.
-    `durations` says what an index stands for: (stage, kind of work, number of instructions).
-    `labels` names the instructions, (name, micro-batch, kind of work), of every operation and member in the order of the segments.
-    """
-
-    segments: tuple[tuple[tuple[tuple[int, int, int, int, int], ...], tuple[tuple[int, int], ...]], ...]
-    durations: tuple[tuple[int, int, int], ...]
-    labels: tuple[tuple[int, int, tuple[tuple[str, int | None, int], ...]], ...]
-    counts: tuple[_Counts, ...]
-    num_messages: int
-    loss_per_micro_batch: bool
-
-
-def _shape(graph: StageGraph, batches: Mapping[str, BranchBatch]) -> tuple[_Place, ...]:
-    return tuple(
-        _Place(s.name, s.previous, s.next, s.loads, s.tail_of, s.num_downstream, batch.num_micro_batches, batch.num_kept)
-        for s in graph.stages
-        for batch in (batches[next(iter(s.layers))],)
-    )
-
-
-@lru_cache(maxsize=512)  # some 0.1 MB each
-def _compile(shape: tuple[_Place, ...], schedule: type[StageSchedule]) -> _Program:
-    """Order the instructions of all stages. Raises RuntimeError that names where each stage is stuck, if it cannot be done."""
-    lists = [_listed(_nameless(place), schedule) for place in shape]
-    linker = _Linker(shape, [operations for operations, _ in lists])
-    stuck = linker.link()
-    if stuck:
-        raise RuntimeError(f"{schedule.__name__}: these instructions wait for ever: " + "; ".join(stuck))
-    return _Program(
-        tuple(linker.segments),
-        tuple(linker.durations),
-        tuple(linker.labels),
-        tuple(counts for _, counts in lists),
-        linker.num_messages,
-        any(o.meets and o.meets[0] is ComputeLoss and o.meets[1] is not None for operations, _ in lists for o in operations),
-    )
-
-
-class _Operation(NamedTuple):
-    """A run of instructions as long as it can be timed as one: a receive only at the start, one piece of work, a send only at the end."""
-
-    receives: tuple[bool, int] | None  # (is it an activation?, micro-batch)
-    sends: tuple[int, int] | None  # (direction, micro-batch)
-    meets: tuple[type[PipeInstruction], int | None] | None  # the collective that it is, and of which micro-batch
-    work: int
-    instructions: tuple[tuple[str, int | None, int], ...]  # (name, micro-batch, kind of work)
-
-
-def _nameless(place: _Place) -> _Place:
-    """All that decides the instructions of a stage: stages alike in this have equal lists."""
-    return place._replace(name="", previous=place.previous and 0, next=place.next and 0)
-
-
-@lru_cache(maxsize=4096)
-def _listed(place: _Place, schedule: type[StageSchedule]) -> tuple[list[_Operation], _Counts]:
-    instructions = _instructions(place, schedule)
-    runs: list[list[PipeInstruction]] = []
-    ended, worked = True, False
-    for instruction in instructions:
-        kind = type(instruction)
-        if ended or kind in _RECEIVES or kind in _COLLECTIVES or (worked and kind in _WORK):
-            runs.append([])
-            worked = False
-        runs[-1].append(instruction)
-        worked = worked or kind in _WORK
-        ended = kind in _SENDS or kind in _COLLECTIVES
-    return [_operation(run) for run in runs], _count(instructions)
-
-
-def _operation(run: Sequence[PipeInstruction]) -> _Operation:
-    first, last = type(run[0]), type(run[-1])
-    works = [_WORK.get(type(instruction), _NOTHING) for instruction in run]
-    return _Operation(
-        (first is RecvActivation, _micro_batch(run[0])) if first in _RECEIVES else None,
-        (_SENDS[last], _micro_batch(run[-1])) if last in _SENDS else None,
-        (first, _micro_batch(run[0])) if first in _COLLECTIVES else None,
-        max(works),
-        tuple((i.name, _micro_batch(i), work) for i, work in zip(run, works)),
-    )
-
-
-def _instructions(place: _Place, schedule: type[StageSchedule]) -> list[PipeInstruction]:
-    stage = Stage(0, place.name, {}, (0,), place.previous, place.next, place.loads, place.tail_of, place.num_downstream)
-    return [instruction for group in schedule(stage, place.num_micro_batches, place.num_kept) for instruction in group]
-
-
-def _count(instructions: Sequence[PipeInstruction]) -> _Counts:
-    kinds = Counter(type(instruction) for instruction in instructions)
-    held = peak = at_loss = 0
-    for kind in map(type, instructions):
-        if kind is ForwardPass or kind is ReplayPass:
-            held += 1
-            peak = max(peak, held)
-        elif kind is BackwardPass:
-            held -= 1
-        elif kind is ComputeLoss:
-            at_loss = max(at_loss, held)
-    return _Counts(
-        kinds[ForwardPass] + kinds[EmbedPass] + kinds[ReplayPass],
-        kinds[BackwardPass],
-        kinds[ComputeLoss],
-        kinds[ReduceGrads],
-        kinds[OptimizerStep],
-        kinds[SendActivation],
-        kinds[SendGrad],
-        peak,
-        at_loss,
-    )
-
-
-def _counts_of(place: _Place, schedule: type[StageSchedule]) -> _Counts:
-    """The counts of a stage, without writing down long lists: beyond what fills the pipeline each micro-batch adds the same."""
-    filled = max(place.num_downstream, place.num_kept) + 3
-    place = _nameless(place)
-    if place.num_micro_batches <= filled:
-        return _few_counts(place, schedule)
-    last, before = (_few_counts(place._replace(num_micro_batches=number), schedule) for number in (filled, filled - 1))
-    return _Counts(*(end + (place.num_micro_batches - filled) * (end - start) for end, start in zip(last, before)))
-
-
-@lru_cache(maxsize=4096)
-def _few_counts(place: _Place, schedule: type[StageSchedule]) -> _Counts:
-    return _count(_instructions(place, schedule))
-
-
-def _micro_batch(instruction: PipeInstruction) -> int | None:
-    return instruction.kwargs.get("buffer_id")
-
-
-class _Linker:
-    """Walks all stages forward together and writes down what they do, in the order it becomes possible."""
-
-    def __init__(self, shape: Sequence[_Place], operations: Sequence[Sequence[_Operation]]):
-        self.shape, self.operations = shape, operations
-        self.position = [0] * len(shape)
-        self.links: dict[int, deque[tuple[int | None, int]]] = defaultdict(deque)  # (micro-batch, message) on their way
-        self.num_messages = 1
-        self.durations: dict[tuple[int, int, int], int] = {}
-        self.segments: list = []
-        self.labels: list = []
-        self._open: list = []  # the segment being written
-
-    def link(self) -> list[str]:
-        """Everything, in order. Returns what is left over, in words: [] when all stages came to their end."""
-        moved = True
-        while moved:
-            moved = any([self._advance(stage) for stage in range(len(self.shape))])
-            moved = self._meet() or moved
-        self._close(())
-        return [self._describe(stage, operation) for stage in range(len(self.shape)) if (operation := self._now(stage))] + [
-            f"{self.shape[link // 2].name} sends micro-batch {m} and nobody receives it"
-            for link, queue in self.links.items()
-            for m, _ in queue
-        ]
-
-    def _now(self, stage: int) -> _Operation | None:
-        position = self.position[stage]
-        return self.operations[stage][position] if position < len(self.operations[stage]) else None
-
-    def _describe(self, stage: int, operation: _Operation) -> str:
-        name, m, _ = operation.instructions[0]
-        return f"{self.shape[stage].name} in {name}" + ("" if m is None else f" of micro-batch {m}")
-
-    def _advance(self, stage: int) -> bool:
-        """One stage as far as it comes. False: not at all."""
-        start = self.position[stage]
-        while (operation := self._now(stage)) and not operation.meets:
-            message_in = self._take(stage, operation.receives)
-            if message_in is None:
-                break
-            link, message_out = self._give(stage, operation.sends)
-            self._open.append((stage, message_in, self._write_down(stage, operation), link, message_out))
-        return self.position[stage] > start
-
-    def _take(self, stage: int, receives: tuple[bool, int] | None) -> int | None:
-        """The message an operation starts with; 0: it needs none; None: it is not there yet, or another comes before it."""
-        if receives is None:
-            return 0
-        activation, m = receives
-        place = self.shape[stage]
-        queue = self.links[2 * place.previous + _DOWNSTREAM if activation else 2 * place.next + _UPSTREAM]
-        return queue.popleft()[1] if queue and queue[0][0] == m else None
-
-    def _give(self, stage: int, sends: tuple[int, int] | None) -> tuple[int, int]:
-        if sends is None:
-            return -1, 0
-        direction, m = sends
-        link, message = 2 * stage + direction, self.num_messages
-        self.links[link].append((m, message))
-        self.num_messages += 1
-        return link, message
-
-    def _meet(self) -> bool:
-        """One collective whose members have all come to it. False: there is none."""
-        collectives = [self._collective(stage) for stage in range(len(self.shape))]
-        for collective in filter(None, collectives):
-            members = [stage for stage, place in enumerate(self.shape) if place.tail_of or collective[0] is OptimizerStep]
-            if all(collectives[stage] == collective for stage in members):
-                self._close(members)
-                return True
-        return False
-
-    def _collective(self, stage: int) -> tuple[type[PipeInstruction], int | None] | None:
-        """What this stage has come to, if that is a collective."""
-        operation = self._now(stage)
-        return operation.meets if operation else None
-
-    def _close(self, members: Sequence[int]) -> None:
-        operations, self._open = self._open, []
-        self.segments.append((tuple(operations), tuple((stage, self._write_down(stage, self._now(stage))) for stage in members)))
-
-    def _write_down(self, stage: int, operation: _Operation) -> int:
-        """Label the operation, leave it behind, and return the index of its duration."""
-        duration = self.durations.setdefault((stage, operation.work, len(operation.instructions)), len(self.durations))
-        self.labels.append((stage, duration, operation.instructions))
-        self.position[stage] += 1
-        return duration
 
 
 # -- what a graph costs ------------------------------------------------------------------------------------------------
@@ -590,7 +304,7 @@ def _edges(graph: StageGraph, machine: Machine, message_bytes: Sequence[float]) 
         pairs = () if one_node else zip(stage.ranks, graph.stages[stage.next].ranks)
         link = _link(machine, next((pair for pair in pairs if pair[0] // size != pair[1] // size), stage.ranks[:1]))
         both = (message_bytes[stage.stage_id] / link.bytes_per_s, link.latency_s)
-        links[2 * stage.stage_id + _DOWNSTREAM] = links[2 * stage.next + _UPSTREAM] = both
+        links[2 * stage.stage_id + DOWNSTREAM] = links[2 * stage.next + UPSTREAM] = both
     return links
 
 
@@ -632,13 +346,13 @@ def _reduced_bytes(stage: Stage, costs: CostModel, layers: _LayersCost) -> tuple
 # -- one pass ----------------------------------------------------------------------------------------------------------
 
 
-def _durations(program: _Program, times: Sequence[_Times]) -> list[float]:
+def _durations(program: Program, times: Sequence[_Times]) -> list[float]:
     """Seconds of every kind of operation of every stage, waiting not counted."""
     host_s = times[0].instruction_s
     return [times[stage][work] + host_s * (number - 1) for stage, work, number in program.durations]
 
 
-def _run(program: _Program, seconds: Sequence[float], links: Sequence[tuple[float, float]]) -> list[float]:
+def _run(program: Program, seconds: Sequence[float], links: Sequence[tuple[float, float]]) -> list[float]:
     """When each operation ends, in seconds from the start of the step, in the program's order."""
     clock = [0.0] * len(program.counts)
     free = [0.0] * len(links)
@@ -664,7 +378,7 @@ def _run(program: _Program, seconds: Sequence[float], links: Sequence[tuple[floa
     return ends
 
 
-def _busy_s(times: _Times, counts: _Counts) -> float:
+def _busy_s(times: _Times, counts: Counts) -> float:
     return (
         counts.forwards * times.forward_s
         + counts.backwards * times.backward_s
@@ -674,7 +388,7 @@ def _busy_s(times: _Times, counts: _Counts) -> float:
     )
 
 
-def _stage_result(stage: Stage, bill: _Bill, counts: _Counts, busy_s: float, step_s: float, costs: CostModel) -> StageResult:
+def _stage_result(stage: Stage, bill: _Bill, counts: Counts, busy_s: float, step_s: float, costs: CostModel) -> StageResult:
     layers = bill.layers[stage.stage_id]
     gradients, weights = _reduced_bytes(stage, costs, layers)
     bytes_in, bytes_out = _bytes_in_and_out(stage, bill)
@@ -692,7 +406,7 @@ def _stage_result(stage: Stage, bill: _Bill, counts: _Counts, busy_s: float, ste
     )
 
 
-def _peak_bytes(stage: Stage, bill: _Bill, counts: _Counts, costs: CostModel) -> float:
+def _peak_bytes(stage: Stage, bill: _Bill, counts: Counts, costs: CostModel) -> float:
     loss = bill.losses[stage.stage_id]
     return _fixed_bytes(stage, bill, costs) + _activations_and_loss_bytes(bill.layers[stage.stage_id], loss, counts)
 
@@ -710,7 +424,7 @@ def _bytes_in_and_out(stage: Stage, bill: _Bill) -> tuple[float, float]:
     return bill.message_bytes[stage.previous] if stage.previous is not None else 0.0, bill.message_bytes[stage.stage_id]
 
 
-def _activations_and_loss_bytes(layers: _LayersCost, loss: _Loss | None, counts: _Counts) -> float:
+def _activations_and_loss_bytes(layers: _LayersCost, loss: _Loss | None, counts: Counts) -> float:
     """Activations and, on a tail, the loss's embeddings throughout; logits are gone before the first backward."""
     activation_bytes = counts.in_flight * layers.kept_bytes + layers.working_bytes
     if loss is None:
@@ -727,7 +441,7 @@ def _exchanged_bytes(stage: Stage, losses: Sequence[_Loss | None]) -> float:
     return sum(loss.messages) * (loss.branches * (loss.replicas - 1) + receivers) / loss.replicas
 
 
-def _spans(program: _Program, seconds: Sequence[float], ends: Sequence[float], times: Sequence[_Times]) -> tuple[Span, ...]:
+def _spans(program: Program, seconds: Sequence[float], ends: Sequence[float], times: Sequence[_Times]) -> tuple[Span, ...]:
     """Take the operations apart again. An operation waits before its own seconds, in its first instruction."""
     clock, spans = [0.0] * len(times), []
     for (stage, duration, instructions), end in zip(program.labels, ends):

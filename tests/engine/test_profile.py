@@ -9,7 +9,8 @@ import pytest
 import torch
 from profile_cases import WIDTH, Builder, Lookup, inputs, tower
 
-from engine.profile import NUM_PARAMETERS, Alone, Cache, Effort, _sample, layer_key, profile_layers, profile_machine
+from engine.measured import Cache, layer_key
+from engine.profile import NUM_PARAMETERS, Alone, Effort, _sample, profile_layers, profile_machine
 from launch.ranks import run_ranks
 from models.layers import Tower
 from models.towers import build_towers, describe_layers, meta_inputs

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, SendActivation
 
-from engine import simulator
+from engine import ordering, simulator
 from engine.costs import CostModel, Curve, LayerCost, Machine, StateBytes
 from engine.planner import BranchBatch
 from engine.schedule import SCHEDULES, BatchSync, ComputeLoss
@@ -312,7 +312,7 @@ def test_replicas_are_simulated_once():
     """1,024 ranks are the same program as 4, and with free links the same seconds; only the batch is larger."""
     few, many = (simulate(line(4, r), both(r, 1, 6), "replay", equal_stages(4), timeline=True) for r in (1, 256))
     assert few.spans == many.spans
-    assert simulator._shape(line(4, 1), both(1, 1, 6)) == simulator._shape(line(4, 256), both(256, 1, 6))
+    assert ordering.shape_of(line(4, 1), both(1, 1, 6)) == ordering.shape_of(line(4, 256), both(256, 1, 6))
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -470,7 +470,7 @@ class SendsTwice(BatchSync):
 )
 def test_what_waits_for_ever_is_named(schedule, says):
     with pytest.raises(RuntimeError, match=says):
-        simulator._compile(simulator._shape(line(2), both(1, 1, 3)), schedule)
+        ordering.put_in_order(ordering.shape_of(line(2), both(1, 1, 3)), schedule)
 
 
 class GradientsFirst(BatchSync):
@@ -679,7 +679,7 @@ def test_the_same_question_has_the_same_answer():
     """Also after the compiled programs were thrown away, and whether or not spans are asked for."""
     for graph, batches, schedule, costs in draws(20):
         first = simulate(graph, batches, schedule, costs, timeline=True)
-        simulator._compile.cache_clear()
+        ordering.put_in_order.cache_clear()
         assert simulate(graph, batches, schedule, costs, timeline=True) == first
         assert simulate(graph, batches, schedule, costs) == replace(first, spans=())
 
