@@ -8,6 +8,9 @@ With s = logit_scale_exp · U Vᵀ over all B images U and texts V, InfoNCE is
 An image tail computes its rows of s and so rowᵢ of its images; a text tail its columns and so colⱼ of its texts. They
 exchange these B numbers, and each has the exact gradient of its own embeddings. A tail that has both branches and all
 replicas (R = 1) computes the one matrix once and uses it for both sides.
+
+A pair of which one half could not be loaded is left out: the loss is that of the pairs that remain. Its index i comes as −1 − i, in
+either branch; both learn of it in the exchange, so that nobody need ask.
 """
 
 from __future__ import annotations
@@ -45,9 +48,15 @@ class ContrastiveLoss(Protocol):
     def constrained(self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
 
 
+NOBODY = torch.iinfo(torch.int64).min  # at a place that no row claims
+
+
 @dataclass(frozen=True)
 class Rows:
-    """Embeddings [b, D] float32 with the place of each sample in the global batch [b] and its index in the data set [b]."""
+    """Embeddings [b, D] float32 with the place of each sample in the global batch [b] and its index in the data set [b].
+
+    An index below 0 stands for −1 − index, a sample that could not be loaded.
+    """
 
     embeds: Tensor
     position: Tensor
@@ -56,11 +65,24 @@ class Rows:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What one tail knows after the exchange: its own rows, and all rows of each branch it needs, in global order."""
+    """What one tail knows after the exchange: its own rows, and all rows of each branch it needs, in global order.
+
+    Pairs that could not be loaded are in neither: B and b count the others, and places are numbered anew.
+    """
 
     own: Mapping[str, Rows]
     everyone: Mapping[str, Tensor]  # branch -> [B, D]
+    counts: Sequence[int]  # rows of each replica of this tail; they add up to B
+    present: Mapping[str, Tensor]  # branch -> bool, which of the rows that this tail brought are in `own`
     num_misaligned: Tensor  # [] how many places of the global batch hold different samples in the two branches
+    num_left_out: int
+
+    def restored(self, branch: str, values: Tensor) -> Tensor:
+        """[b, D] of the own rows -> of all rows that this tail brought, zero where they were left out."""
+        if self.num_left_out == 0:
+            return values
+        present = self.present[branch]
+        return values.new_zeros(len(present), *values.shape[1:]).masked_scatter_(present[:, None], values)
 
 
 @dataclass(frozen=True)
@@ -86,9 +108,24 @@ def meet(comm: Communicator, own: Mapping[str, Rows], counts: Sequence[int]) -> 
     everyone, indices = {}, {}
     for branch, (embeds, labels) in gathered.items():
         everyone[branch] = torch.zeros_like(embeds).index_copy_(0, labels[:, 0], embeds)
-        indices[branch] = torch.full_like(labels[:, 1], -1).index_copy_(0, labels[:, 0], labels[:, 1])
-    misaligned = (indices["image"] != indices["text"]) | (indices["image"] < 0)
-    return Meeting(own, everyone, misaligned.sum())
+        indices[branch] = torch.full_like(labels[:, 1], NOBODY).index_copy_(0, labels[:, 0], labels[:, 1])
+    samples = {branch: torch.where(index < 0, -1 - index, index) for branch, index in indices.items()}
+    misaligned = ((samples["image"] != samples["text"]) | (indices["image"] == NOBODY)).sum()
+    left_out = (indices["image"] < 0) | (indices["text"] < 0)  # [B]
+    num_left_out = int(left_out.sum())  # the host waits for the device here, where the tail waits for the others anyway
+    present = {branch: ~left_out[rows.position] for branch, rows in own.items()}
+    if num_left_out == 0:
+        return Meeting(own, everyone, counts, present, misaligned, 0)
+    place = (~left_out).cumsum(0) - 1
+    own_labels = gathered[next(iter(own))][1]
+    return Meeting(
+        {b: Rows(r.embeds[present[b]], place[r.position[present[b]]], r.index[present[b]]) for b, r in own.items()},
+        {branch: embeds[~left_out] for branch, embeds in everyone.items()},
+        [int((~left_out[positions]).sum()) for positions in own_labels[:, 0].split(list(counts))],
+        present,
+        misaligned,
+        num_left_out,
+    )
 
 
 def _cross(comm: Communicator, mine: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -104,7 +141,6 @@ def exchange_loss(
     comm: Communicator,
     loss: ContrastiveLoss,
     meeting: Meeting,
-    counts: Sequence[int],
     parameters: Mapping[str, Tensor],
 ) -> LossResult:
     """The exact loss over the global batch and its gradients, as far as this tail needs them.
@@ -113,6 +149,8 @@ def exchange_loss(
     and they arrive with the exchange. Each replica of the image head returns an equal part of their gradients: the whole is
     constrained by the loss first, which the parts could not be.
     """
+    if not len(meeting.everyone["image"]):
+        raise RuntimeError("not one pair of this batch could be loaded; see bad_samples.jsonl in the folder of the run")
     parameters = _share_parameters(comm, loss, meeting, parameters)
     if len(meeting.own) == 2 and comm.stage.replicas == 1:
         return _whole_matrix(loss, meeting, parameters)
@@ -120,12 +158,12 @@ def exchange_loss(
         branch: loss.logits(rows.embeds, meeting.everyone[OTHER[branch]], parameters) for branch, rows in meeting.own.items()
     }  # [b, B] per side
     own_statistics = {branch: loss.statistics(block) for branch, block in logits.items()}
-    statistics = _share_statistics(comm, meeting, own_statistics, counts)
+    statistics = _share_statistics(comm, meeting, own_statistics)
     share, embeds, parameter_gradients = 0.0, {}, {}
     for branch, rows in meeting.own.items():
         share = share + loss.share(logits[branch], own_statistics[branch], rows.position)
         d_logits = loss.gradient(logits[branch], own_statistics[branch], statistics[OTHER[branch]], rows.position)
-        embeds[branch] = loss.embedding_gradient(d_logits, meeting.everyone[OTHER[branch]], parameters)
+        embeds[branch] = meeting.restored(branch, loss.embedding_gradient(d_logits, meeting.everyone[OTHER[branch]], parameters))
         if branch == "image":
             parts = loss.parameter_gradients(d_logits, logits[branch], parameters)
             whole = {name: comm.sum_over(part, comm.stage_group) for name, part in parts.items()}
@@ -143,8 +181,8 @@ def _whole_matrix(loss: ContrastiveLoss, meeting: Meeting, parameters: Mapping[s
     return LossResult(
         loss.share(logits, rows, target) + loss.share(logits.T, columns, target),
         {
-            "image": loss.embedding_gradient(d_logits, meeting.everyone["text"], parameters)[image.position],
-            "text": loss.embedding_gradient(d_logits.T, meeting.everyone["image"], parameters)[text.position],
+            "image": meeting.restored("image", loss.embedding_gradient(d_logits, meeting.everyone["text"], parameters)[image.position]),
+            "text": meeting.restored("text", loss.embedding_gradient(d_logits.T, meeting.everyone["image"], parameters)[text.position]),
         },
         loss.constrained(loss.parameter_gradients(d_logits, logits, parameters), parameters),
     )
@@ -159,12 +197,12 @@ def _share_parameters(comm: Communicator, loss: ContrastiveLoss, meeting: Meetin
     return {name: values[i : i + 1] for i, name in enumerate(loss.parameters)}
 
 
-def _share_statistics(comm: Communicator, meeting: Meeting, own: Mapping[str, Tensor], counts: Sequence[int]) -> dict[str, Tensor]:
+def _share_statistics(comm: Communicator, meeting: Meeting, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """branch -> [B] statistics of all its rows, in global order."""
     everyone = {}
     for branch, rows in meeting.own.items():
-        values = comm.gather_replicas(own[branch], counts)
-        position = comm.gather_replicas(rows.position, counts)
+        values = comm.gather_replicas(own[branch], meeting.counts)
+        position = comm.gather_replicas(rows.position, meeting.counts)
         everyone[branch] = torch.zeros_like(values).index_copy_(0, position, values)
     if len(everyone) == 1:
         template = next(iter(everyone.values()))

@@ -11,6 +11,7 @@ import contextlib
 import io
 import math
 import resource
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -37,7 +38,8 @@ from engine.trace import Span
 class StepMetrics:
     """What one step tells, equal on all ranks. Norms are taken before clipping; `loss` is over the global batch.
 
-    `idle`: by stage, the part of the step in which its ranks did not compute. `sent_bytes`: by all ranks together, collectives
+    `idle`: by stage, the part of the step in which its ranks did not compute; `data_wait_s`: by stage that loads, the mean over its
+    replicas of the seconds waited for micro-batches. `num_left_out`: pairs that could not be loaded. `sent_bytes`: by all ranks together, collectives
     counted as rings. `peak_memory_bytes`: of the rank that held most so far; on a CPU the whole process.
     """
 
@@ -49,8 +51,10 @@ class StepMetrics:
     loss_scale: float
     stop_requested: bool  # by any rank
     idle: Mapping[str, float]
+    data_wait_s: Mapping[str, float]
     sent_bytes: int
     peak_memory_bytes: int
+    num_left_out: int
 
     def record(self, step: int, epoch: float, samples_per_s: float, step_s: float) -> dict[str, float]:
         """The line of metrics.jsonl."""
@@ -64,8 +68,10 @@ class StepMetrics:
             "samples_per_s": round(samples_per_s, 2),
             "step_s": round(step_s, 5),
             **{f"idle/{stage}": round(fraction, 4) for stage, fraction in self.idle.items()},
+            **{f"data_wait_s/{stage}": round(seconds, 5) for stage, seconds in self.data_wait_s.items()},
             "sent_bytes": self.sent_bytes,
             "peak_memory_bytes": self.peak_memory_bytes,
+            **({} if not self.num_left_out else {"left_out_samples": self.num_left_out}),
             **({} if self.loss_scale == 1.0 else {"loss_scale": self.loss_scale}),
             **({} if self.step_applied else {"step_applied": False}),
         }
@@ -194,6 +200,8 @@ class ForkEngine(PipelineEngine):
         self._shapes: dict[str, dict[int, Signature]] = {"in": {}, "out": {}}  # of the messages along both edges
         self._loss_share = torch.zeros((), device=self.device)
         self._num_misaligned = torch.zeros((), device=self.device)
+        self._num_left_out = 0
+        self._data_wait_s = 0.0
         self._logit_scale_exp = torch.zeros((), device=self.device)
 
     @property
@@ -203,7 +211,9 @@ class ForkEngine(PipelineEngine):
     # -- instructions ------------------------------------------------------------------------------------------------
 
     def _exec_load_micro_batch(self, buffer_id: int, keep: bool = False) -> None:
+        asked = time.perf_counter()
         loaded = next(self.data_iterator)
+        self._data_wait_s += time.perf_counter() - asked
         if keep:
             self._loaded[buffer_id] = loaded  # where the loader left it: in host memory
         self._take_in(buffer_id, loaded)
@@ -295,10 +305,11 @@ class ForkEngine(PipelineEngine):
         parameters = {name: outputs[0][name].detach() for name in self.loss_function.parameters if name in outputs[0]}
         with torch.no_grad():
             meeting = meet(self.comm, own, counts)
-            result = exchange_loss(self.comm, self.loss_function, meeting, counts, parameters)
+            result = exchange_loss(self.comm, self.loss_function, meeting, parameters)
         self._loss_share += result.share * weight
         if self.comm.rank == self.graph.tail("image").ranks[0]:  # every tail sees the same; one counts
             self._num_misaligned += meeting.num_misaligned
+            self._num_left_out += meeting.num_left_out
         if parameters and self.replica == 0:
             self._logit_scale_exp = parameters["logit_scale"].exp().clamp(max=100.0).reshape(())
         # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each accumulated: times the
@@ -341,7 +352,8 @@ class ForkEngine(PipelineEngine):
         """Run a held-out set through the stages and measure both directions at the tails.
 
         `num_micro_batches` is the number on this replica (it may differ between replicas, and be 0); `measure(own, other,
-        target)` returns a vector that is summed over all own rows. Returns {"image_to_text": …, "text_to_image": …} on every rank.
+        target)` returns a vector that is summed over all own rows. Returns {"image_to_text": …, "text_to_image": …, "num_pairs": []} on
+        every rank; pairs that could not be loaded are left out.
         """
         self.module.eval()
         self.set_dataiterator(data_iter)
@@ -361,6 +373,9 @@ class ForkEngine(PipelineEngine):
                 blank = torch.zeros(0, self.embed_dim, device=self.device)
                 part = measure(blank, blank, torch.zeros(0, dtype=torch.int64, device=self.device))
             totals[f"{branch}_to_{OTHER[branch]}"] = self.comm.sum_over(part)
+        speaks = meeting is not None and self.comm.rank == self.graph.tail("image").ranks[0]
+        num_pairs = len(meeting.everyone["image"]) if speaks else 0
+        totals["num_pairs"] = self.comm.sum_over(torch.tensor(float(num_pairs), device=self.device))
         self._reset_buffers()
         return totals
 
@@ -372,18 +387,18 @@ class ForkEngine(PipelineEngine):
             self.clipping.norms[group].reshape(()) if self._speaks_for(group) else torch.zeros((), device=self.device) for group in GROUPS
         ]
         sent_bytes = self.comm.sent_bytes + self._reduced_bytes()
-        host = [float(stop_requested), sent_bytes - self._sent_bytes_before, *self._own_slots()]
+        host = [float(stop_requested), sent_bytes - self._sent_bytes_before, float(self._num_left_out), *self._own_slots()]
         self._sent_bytes_before = sent_bytes
         mine = [self._loss_share, self._num_misaligned, self._logit_scale_exp, *norms]
         values = torch.cat([torch.stack(mine).float(), torch.tensor(host, device=self.device)])
         loss, misaligned, logit_scale_exp, *rest = self.comm.sum_over(values).tolist()
-        grad_norms, (stopping, sent), slots = rest[: len(GROUPS)], rest[len(GROUPS) : len(GROUPS) + 2], rest[len(GROUPS) + 2 :]
+        grad_norms, (stopping, sent, left_out), slots = rest[: len(GROUPS)], rest[len(GROUPS) : len(GROUPS) + 3], rest[len(GROUPS) + 3 :]
         if misaligned:
             raise RuntimeError(
                 f"the image and text branches disagree about {int(misaligned)} samples of this batch; both must be given the same "
                 "samples at the same positions (data order, seed and number of samples must be equal on all ranks)"
             )
-        busy_s, step_s, peak_bytes = (slots[i :: self._NUM_SLOTS] for i in range(self._NUM_SLOTS))
+        busy_s, step_s, peak_bytes, data_wait_s = (slots[i :: self._NUM_SLOTS] for i in range(self._NUM_SLOTS))
         return StepMetrics(
             loss=loss,
             logit_scale_exp=logit_scale_exp,
@@ -393,16 +408,19 @@ class ForkEngine(PipelineEngine):
             loss_scale=self._loss_scale(),
             stop_requested=stopping > 0,
             idle={s.name: max(0.0, 1 - sum(busy_s[r] for r in s.ranks) / s.replicas / max(step_s)) for s in self.graph.stages},
+            data_wait_s={s.name: sum(data_wait_s[r] for r in s.ranks) / s.replicas for s in self.graph.stages if s.loads},
             sent_bytes=int(sent),
             peak_memory_bytes=int(max(peak_bytes)),
+            num_left_out=int(left_out),
         )
 
-    _NUM_SLOTS = 3
+    _NUM_SLOTS = 4
 
     def _own_slots(self) -> list[float]:
-        """What this rank alone tells, between the zeros of the others: seconds computed, seconds of the step, most bytes held."""
+        """What this rank alone tells, between the zeros of the others: seconds computed, seconds of the step, most bytes held,
+        seconds waited for data."""
         before, after = self.comm.rank, self.graph.world_size - self.comm.rank - 1
-        mine = [self.recorder.busy_s(), self.recorder.step_s, float(peak_memory_bytes(self.device))]
+        mine = [self.recorder.busy_s(), self.recorder.step_s, float(peak_memory_bytes(self.device)), self._data_wait_s]
         return [0.0] * (before * self._NUM_SLOTS) + mine + [0.0] * (after * self._NUM_SLOTS)
 
     def _reduced_bytes(self) -> float:

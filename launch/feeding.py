@@ -47,7 +47,8 @@ class Feeding:
                 workers = self.workers if len(requests) >= WORTH_WORKERS else 0
                 batches = micro_batches(self._dataset(held_out.source), requests, workers, self.pin_memory)
             totals = self.engine.evaluate(batches, len(requests), recall_hits)
-            yield name, recalls({direction: hits.tolist() for direction, hits in totals.items()}, len(held_out.subset))
+            num_pairs = max(1, int(totals.pop("num_pairs")))
+            yield name, recalls({direction: hits.tolist() for direction, hits in totals.items()}, num_pairs)
 
     def held_out_sizes(self) -> Mapping[str, int]:
         return {name: len(held_out.subset) for name, held_out in self.data.held_out.items()}

@@ -44,6 +44,7 @@ class Case:
     schedule: str = "batch_sync"
     kept_micro_batches: Any = None  # under replay
     checkpoint_interval: int = 0
+    not_loaded: dict[str, tuple[int, ...]] = field(default_factory=dict)  # branch -> places of the global batch
     max_grad_norm: dict[str, float] = field(default_factory=lambda: {"image": 0.0, "text": 0.0, "head": 0.0})
     seed: int = SEED
 
@@ -81,6 +82,7 @@ class Case:
         parts += [f"keep{self.kept_micro_batches}"] if self.kept_micro_batches is not None else []
         parts += [f"checkpoint{self.checkpoint_interval}"] if self.checkpoint_interval else []
         parts += [f"dropout{self.dropout}"] if self.dropout else []
+        parts += ["not_loaded"] if self.not_loaded else []
         return " ".join(str(p) for p in parts).replace("'", "").replace(" ", "")
 
 
@@ -117,9 +119,11 @@ def global_batch(case: Case, step: int, image_size: int) -> dict[str, Tensor]:
     return {"pixel_values": pixel_values, "input_ids": input_ids, "attention_mask": attention_mask}
 
 
-def micro_batch(batch: dict[str, Tensor], branch: str, position: Tensor) -> dict[str, Tensor]:
+def micro_batch(case: Case, batch: dict[str, Tensor], branch: str, position: Tensor) -> dict[str, Tensor]:
     """The samples at `position`, texts cut to their longest: shapes differ from micro-batch to micro-batch."""
-    labels = {f"{branch}_position": position, f"{branch}_index": position + 10_000}
+    index = position + 10_000
+    broken = torch.isin(position, torch.tensor(case.not_loaded.get(branch, ()), dtype=torch.int64))
+    labels = {f"{branch}_position": position, f"{branch}_index": torch.where(broken, -1 - index, index)}
     if branch == "image":
         return {"pixel_values": batch["pixel_values"][position], **labels}
     mask = batch["attention_mask"][position]
@@ -166,7 +170,7 @@ def micro_batches_of_rank(case: Case, engine, step: int, image_size: int):
         return None
     deal = engine.batches[branches[0]]
     positions = torch.arange(case.global_batch_size).view(deal.replicas, deal.num_micro_batches, deal.micro_batch_size)[engine.replica]
-    return iter([{k: v for b in branches for k, v in micro_batch(batch, b, p).items()} for p in positions])
+    return iter([{k: v for b in branches for k, v in micro_batch(case, batch, b, p).items()} for p in positions])
 
 
 def train_split(case: Case) -> dict[str, Any]:
@@ -198,7 +202,8 @@ def train_split(case: Case) -> dict[str, Any]:
 
 def compared(case: Case, micro_batch_size: int) -> list[Tensor]:
     """Which samples are each other's negatives: all, or, per micro-batch, the m-th micro-batches of the replicas."""
-    everyone = torch.arange(case.global_batch_size)
+    missing = [place for places in case.not_loaded.values() for place in places]
+    everyone = torch.tensor([place for place in range(case.global_batch_size) if place not in missing])
     if case.schedule != "per_micro_batch":
         return [everyone]
     replicas = case.replicas["image"] if case.layout == "fork" else case.replicas
@@ -226,7 +231,7 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
             size, number = plan_batches[branch]
             rows = []
             for number_of, position in enumerate(torch.arange(case.global_batch_size).view(number, size)):
-                tensors = micro_batch(batch, branch, position)
+                tensors = micro_batch(case, batch, branch, position)
                 for i, layer in enumerate(layers[branch]):
                     # the same random numbers as the split side, by its documented rule
                     torch.manual_seed(layer_seed(case.seed, step, number_of, i + (len(layers["image"]) if branch == "text" else 0)))

@@ -123,6 +123,28 @@ def test_replay_that_keeps_some_activations_equals_unsplit_training(case):
     check_with_running_statistics(replace(case, schedule="replay"))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        merged(1, 1, 8),
+        merged(2, 2, 4),
+        chain(1, 1, 2, 6, schedule="replay"),
+        fork((1, 1), (1, 1), {"image": 8, "text": 24}),
+        fork((1, 2), (2, 1), 4, schedule="replay", dropout=0.1),
+        fork((1, 2), (1, 3), 4),
+    ],
+    ids=str,
+)
+def test_pairs_that_could_not_be_loaded_are_left_out(case):
+    """Their pixels or tokens run through the tower, but neither half is anyone's partner or negative. A whole micro-batch may be missing."""
+    case = replace(case, not_loaded={"image": (3, 4, 5, 6, 7, 23), "text": (0, 5, 12)}, steps=1)
+    results = run_ranks(case.world_size, train_split, case)
+    reference = train_whole(case, whole_batches(case))
+    assert {r["metrics"][0].num_left_out for r in results} == {8}
+    assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
+    check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+
+
 def check_with_running_statistics(case):
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, whole_batches(case))
