@@ -10,30 +10,44 @@ from functools import lru_cache
 import numpy as np
 
 
+PARTS = 3  # last word of a seed; see AUGMENTATION in data/loader.py
+
+
 @dataclass(frozen=True)
 class GlobalOrder:
     """The order of all training samples, the same for every branch, replica and world size.
 
     Epoch e visits the permutation of `np.random.default_rng([seed, e])`, G samples a step; a last partial global batch
     is dropped, so a sample comes at most once per epoch. Any step can be asked for, in any order; nothing is stored.
+
+    `parts`, (number of samples, weight) each, divide the samples in their order: those of a part with weight w come w times an
+    epoch. Of a weight's fraction f every epoch has another share, and 1/f epochs in a row have each sample once more.
     """
 
     num_samples: int
     global_batch_size: int
     seed: int
+    parts: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1 or self.seed < 0:
             raise ValueError(f"global_batch_size {self.global_batch_size}, seed {self.seed}: >= 1 and >= 0 are needed")
-        if self.num_samples < self.global_batch_size:
+        if self.parts and (sum(count for count, _ in self.parts) != self.num_samples or any(weight < 0 for _, weight in self.parts)):
+            raise ValueError(f"parts {self.parts} of {self.num_samples} samples: they must add up, and weights must be >= 0")
+        if self.epoch_samples < self.global_batch_size:
             raise ValueError(
-                f"{self.num_samples} training samples do not fill one global batch of {self.global_batch_size}; "
-                f"give more data, or set train_batch_size to at most {self.num_samples}"
+                f"{self.epoch_samples} training samples do not fill one global batch of {self.global_batch_size}; "
+                f"give more data, or set train_batch_size to at most {self.epoch_samples}"
             )
 
     @property
+    def epoch_samples(self) -> int:
+        """How many are visited in an epoch, repetitions counted."""
+        return sum(round(weight * count) for count, weight in self.parts) if self.parts else self.num_samples
+
+    @property
     def steps_per_epoch(self) -> int:
-        return self.num_samples // self.global_batch_size
+        return self.epoch_samples // self.global_batch_size
 
     def epoch(self, step: int) -> int:
         return step // self.steps_per_epoch
@@ -43,7 +57,10 @@ class GlobalOrder:
         if step < 0:
             raise ValueError(f"step {step}: steps count from 0")
         start = (step % self.steps_per_epoch) * self.global_batch_size
-        return _permutation(self.num_samples, self.seed, self.epoch(step))[start : start + self.global_batch_size]
+        visited = _visits(self.num_samples, self.seed, self.parts, self.epoch(step))[start : start + self.global_batch_size]
+        visited = visited.astype(np.int64)
+        visited.flags.writeable = False
+        return visited
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +132,24 @@ def _check_replica(replica: int, replicas: int) -> None:
 
 
 @lru_cache(maxsize=2)  # this epoch and, while workers load ahead, the next
-def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    permutation = np.random.default_rng([seed, epoch]).permutation(num_samples).astype(np.int64, copy=False)
-    permutation.flags.writeable = False  # shared by all callers
-    return permutation
+def _visits(num_samples: int, seed: int, parts: tuple[tuple[int, float], ...], epoch: int) -> np.ndarray:
+    """All samples of an epoch in the order of their visits; 4 bytes each where that does."""
+    kind = np.int32 if num_samples <= np.iinfo(np.int32).max else np.int64
+    samples = np.arange(num_samples, dtype=kind) if not parts else _weighted(seed, parts, epoch).astype(kind)
+    np.random.default_rng([seed, epoch]).shuffle(samples)
+    return samples
+
+
+def _weighted(seed: int, parts: tuple[tuple[int, float], ...], epoch: int) -> np.ndarray:
+    chosen, start = [], 0
+    for number, (count, weight) in enumerate(parts):
+        whole = int(weight)
+        share = round(weight * count) - whole * count  # of this epoch, of the weight's fraction
+        chosen += [np.arange(start, start + count)] * whole
+        # shares are consecutive pieces of one endless row of permutations, so that none comes again before all have come
+        first = epoch * share
+        for lap in range(first // count, (first + share - 1) // count + 1) if share else ():
+            permutation = np.random.default_rng([seed, lap, number, PARTS]).permutation(count)
+            chosen.append(start + permutation[max(0, first - lap * count) : first + share - lap * count])
+        start += count
+    return np.concatenate(chosen)

@@ -34,6 +34,23 @@ def test_any_step_can_be_asked_for_and_callers_cannot_harm_the_order():
         ORDER.batch(0)[0] = 7
 
 
+def test_weights_say_how_often_the_samples_of_a_part_come():
+    order = GlobalOrder(num_samples=40, global_batch_size=1, seed=3, parts=((10, 2.0), (20, 0.3), (4, 1.5), (6, 0.0)))
+    assert order.steps_per_epoch == order.epoch_samples == 20 + 6 + 6
+    counts = np.zeros((20, 40), int)
+    for epoch in range(20):
+        for step in range(epoch * 32, epoch * 32 + 32):
+            counts[epoch, order.batch(step)] += 1
+    assert (counts[:, :10] == 2).all() and not counts[:, 34:].any()
+    assert (counts[:, 10:30].sum(1) == 6).all() and counts[:10, 10:30].sum(0).tolist() == [3] * 20  # 10 epochs x 6 = 3 laps of 20
+    assert (counts[:, 30:34].sum(1) == 6).all() and counts[:2, 30:34].sum(0).tolist() == [3] * 4
+    assert GlobalOrder(40, 1, 3, ((10, 1.0), (30, 1.0))).batch(7).tolist() == GlobalOrder(40, 1, 3).batch(7).tolist()
+    with pytest.raises(ValueError, match="they must add up"):
+        GlobalOrder(40, 1, 3, ((10, 1.0),))
+    with pytest.raises(ValueError, match="8 training samples do not fill one global batch of 12"):
+        GlobalOrder(40, 12, 3, ((40, 0.2),))
+
+
 def test_order_does_not_depend_on_how_it_is_dealt():
     by_position = []
     for replicas, num_micro_batches in ((1, 1), (3, 2), (2, 3), (1, 12), (12, 1)):
