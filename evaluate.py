@@ -11,12 +11,12 @@ import logging
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from data.loader import MicroBatchDataset, micro_batches
+from data.options import DataOptions
 from data.prepare import HeldOut, prepare_data
 from data.sampler import evaluation_requests
 from data.sources import open_source
@@ -48,13 +48,11 @@ def main(arguments: argparse.Namespace) -> None:
         there = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "none"
         raise FileNotFoundError(f"{checkpoint or folder}: no such checkpoint; there are: {there}")
 
-    data = prepare_data(
-        options["data"], options["val_data"], options["val_fraction"], options["seed"], record["tokenizer"], arguments.run_dir
-    )
+    data = prepare_data(DataOptions.from_record(options), record["tokenizer"], arguments.run_dir, progress=True)
     held_out = data.held_out
     if arguments.val_data:
-        source = open_source(arguments.val_data)
-        held_out = {"validation": HeldOut(source, np.arange(len(source), dtype=np.int64))}
+        source = open_source(arguments.val_data, progress=True)
+        held_out = {"validation": HeldOut(source, source.usable())}
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     towers = build_towers(
@@ -97,15 +95,16 @@ def main(arguments: argparse.Namespace) -> None:
 def embed(
     layers: list[nn.Module], dataset: MicroBatchDataset, part: HeldOut, batch_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Embeddings of all samples of a held-out set: image [n, D], text [n, D]."""
+    """Embeddings of all samples of a held-out set whose pictures can be read: image [n, D], text [n, D]."""
     image, text = [], []
     requests = evaluation_requests(part.subset, 0, 1, batch_size)
     for tensors in tqdm(micro_batches(dataset, requests), total=len(requests), unit="batch", leave=False):
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         for layer in layers:
             tensors = layer(tensors)
-        image.append(tensors["image_embeds"])
-        text.append(tensors["text_embeds"])
+        loaded = tensors["image_index"] >= 0  # below: could not be read
+        image.append(tensors["image_embeds"][loaded])
+        text.append(tensors["text_embeds"][loaded])
     return torch.cat(image), torch.cat(text)
 
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from data.loader import CONSTANT_SHAPES, resolve_workers
 from data.prepare import prepare_data
+from data.processes import start_early
 from data.sampler import GlobalOrder
 from engine.build import build_engine
 from engine.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, step_folder
@@ -47,6 +48,10 @@ def main(options: Options, run: Run) -> int:
     if not on_gpu:
         torch.set_num_threads(max(1, cores // processes.ranks_on_node))
 
+    workers = resolve_workers(options.num_workers(), processes.ranks_on_node, cores, on_gpu)
+    if workers:
+        start_early()
+
     # How to run: the JSON file, checked against this hardware.
     accelerator = get_accelerator()
     config_file = options.deepspeed_config or default_config(on_gpu, accelerator.is_bf16_supported())
@@ -57,8 +62,8 @@ def main(options: Options, run: Run) -> int:
     run.folder = folder = RunFolder(from_first_rank(choose_folder(options)), first)
     folder.refuse_other_run(options, training_identity(options, config, asdict(block)))
     with first_rank_first():
-        data = prepare_data(options.data, options.val_data, options.val_fraction, options.seed, options.tokenizer_source(), folder.path)
-    order = GlobalOrder(len(data.train), config["train_batch_size"], options.seed)
+        data = prepare_data(options.data_options(), options.tokenizer_source(), folder.path, progress=first)
+    order = GlobalOrder(len(data.train), config["train_batch_size"], options.seed, data.parts)
     total_steps = options.steps or options.epochs * order.steps_per_epoch
 
     # The towers as lists of layers, and which of them run where.
@@ -107,8 +112,7 @@ def main(options: Options, run: Run) -> int:
     tracker = Tracker(options.wandb, options.wandb_project, folder.path, training, first)
 
     # What this rank feeds its stage with: only the modality that enters there.
-    workers = resolve_workers(options.num_workers(), processes.ranks_on_node, cores, on_gpu)
-    feeding = Feeding(data, order, engine, options, workers, pin_memory=on_gpu)
+    feeding = Feeding(data, order, engine, options, workers, on_gpu, folder)
     batches = feeding.training(step, total_steps)
     evaluations = {}
 
@@ -127,7 +131,7 @@ def main(options: Options, run: Run) -> int:
     with tqdm(total=total_steps, initial=step, unit="step", disable=not first, dynamic_ncols=True, mininterval=progress_interval()) as bar:
         while step < total_steps and not stopping:
             start = time.perf_counter()
-            metrics = engine.train_batch(batches, stop_requested=bool(stop))
+            metrics = engine.train_batch(batches, bool(stop), feeding.counts)
             step, step_s, stopping = engine.global_steps, time.perf_counter() - start, metrics.stop_requested
             line = metrics.record(step, step / order.steps_per_epoch, order.global_batch_size / step_s, step_s)
             folder.log(line)

@@ -1,15 +1,19 @@
 """From requests to tensors: a data set whose items are whole micro-batches, and the workers that make them.
 
-b: samples of the micro-batch, L: tokens, H = W: image_size.
+b: samples of the micro-batch, L: tokens, H, W: the tower's input in pixels.
 """
 
 import multiprocessing
-import multiprocessing.context
+import multiprocessing.process
 import os
+import re
+import signal
+import time
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +22,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
+from data import shared_pixels
+from data.bad_samples import BadSample
+from data.cache import PictureCache
+from data.processes import start_method
 from data.sampler import MicroBatchRequest
 from data.sources import Source
-from data.tokenizer import batch_tokens
-from data.transforms import ImageTransform
+from data.tokenizer import batch_tokens_counted
+from data.transforms import ImageTransform, normalised
 
 MODALITIES = ("image", "text")
 # Are the shapes of a modality's training micro-batches all equal? Images have one size; texts are as long as their longest.
@@ -30,14 +38,29 @@ CONSTANT_SHAPES = {"image": True, "text": False}
 # (numpy reads [seed, epoch] as [seed, epoch, 0, 0]).
 AUGMENTATION, CAPTION = 1, 2
 MAX_WORKERS_GPU, MAX_WORKERS_CPU = 8, 2
+GREY = 128  # where a micro-batch has no readable picture at all
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What there is to say about one micro-batch."""
+
+    bad: list[tuple[int, str, str]] = field(default_factory=list)  # (index, reason, detail) of pictures that cannot be read
+    num_pictures: int = 0  # with the bad ones
+    num_texts: int = 0
+    num_truncated: int = 0  # of these texts, cut at the tower's limit
+    wait_s: float = 0.0  # how long the caller of `micro_batches` waited for it
 
 
 class MicroBatchDataset(Dataset):
     """`dataset[request]` is one whole micro-batch, a pure function of the source, the request and `seed`.
 
-    With "image": pixel_values float32 [b, 3, H, W], image_position and image_index int64 [b].
+    With "image": pixel_values float32 [b, 3, H, W], channels-last, image_position and image_index int64 [b].
     With "text": input_ids and attention_mask int64 [b, L], text_position and text_index int64 [b].
     Only what the modalities ask for is done: without "image" nothing is decoded, without "text" nothing is tokenized.
+
+    A picture that cannot be read shows the next readable one of the micro-batch (grey if there is none), and its image_index
+    is -1 - index, so that the loss can leave the pair out. `cache` changes no value.
     """
 
     def __init__(
@@ -49,6 +72,7 @@ class MicroBatchDataset(Dataset):
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_text_tokens: int | None = None,
         seed: int = 0,
+        cache: PictureCache | None = None,
     ) -> None:
         if not modalities or not set(modalities) <= set(MODALITIES):
             raise ValueError(f"modalities {sorted(modalities)}: one or both of {', '.join(MODALITIES)} are needed")
@@ -65,29 +89,57 @@ class MicroBatchDataset(Dataset):
         self.tokenizer = tokenizer
         self.max_text_tokens = max_text_tokens
         self.seed = seed
+        self.cache = cache
 
     def __getitem__(self, request: MicroBatchRequest) -> dict[str, Tensor]:
+        return self.load(request)[0]
+
+    def load(self, request: MicroBatchRequest, memory: Callable[[int], Tensor] | None = None) -> tuple[dict[str, Tensor], LoadReport]:
+        """The micro-batch and its report. `memory`: gives flat float32 memory for so many pixel values."""
         indices = request.index.tolist()
         if min(indices) < 0 or max(indices) >= len(self.source):
             raise ValueError(f"samples {min(indices)}..{max(indices)} asked for; {self.source.spec} has 0..{len(self.source) - 1}")
         micro_batch: dict[str, Tensor] = {}
+        bad: list[tuple[int, str, str]] = []
+        num_pictures = num_texts = num_truncated = 0
         if "image" in self.modalities:
-            pixel_values = torch.stack([self._picture(request, i) for i in indices])  # [b, 3, H, W]
-            # Convolutions follow the memory format of their input, and are faster on channels-last on CPU and GPU alike.
-            micro_batch["pixel_values"] = pixel_values.contiguous(memory_format=torch.channels_last)
+            pictures, bad = self._pictures(request, indices)
+            num_pictures = len(pictures)
+            micro_batch["pixel_values"] = normalised(pictures, memory and memory(sum(picture.size for picture in pictures)))
         if "text" in self.modalities:
             texts = [self._caption(request, i) for i in indices]
-            micro_batch |= batch_tokens(self.tokenizer, texts, self.max_text_tokens)  # [b, L]
+            tokens, num_truncated = batch_tokens_counted(self.tokenizer, texts, self.max_text_tokens)  # [b, L]
+            micro_batch, num_texts = micro_batch | tokens, len(texts)
         for modality in sorted(self.modalities):
             micro_batch[f"{modality}_position"] = torch.from_numpy(request.position.copy())  # [b]
             micro_batch[f"{modality}_index"] = torch.from_numpy(request.index.copy())  # [b]
-        return micro_batch
+        if bad:
+            index, unreadable = micro_batch["image_index"], torch.tensor([i for i, _, _ in bad])
+            micro_batch["image_index"] = torch.where(torch.isin(index, unreadable), -1 - index, index)
+        return micro_batch, LoadReport(bad, num_pictures, num_texts, num_truncated)
 
-    def _picture(self, request: MicroBatchRequest, i: int) -> Tensor:
-        if not request.training:
-            return self.transform_eval(self.source.image(i))
-        with seeded_torch(self.seed, request.epoch, i, AUGMENTATION):
-            return self.transform_train(self.source.image(i))
+    def _pictures(self, request: MicroBatchRequest, indices: list[int]) -> tuple[list[np.ndarray], list[tuple[int, str, str]]]:
+        """[H, W, 3] uint8 for each index, and which of them could not be read."""
+        transform = self.transform_train if request.training else self.transform_eval
+        pictures: list[np.ndarray | None] = []
+        bad = []
+        for i in indices:
+            try:
+                generator = np.random.default_rng([self.seed, request.epoch, i, AUGMENTATION]) if request.training else None
+                pictures.append(transform(self._stored(transform, i), generator))
+            except BadSample as error:
+                pictures.append(None)
+                bad.append((i, error.reason, f"{self.source.where(i)}: {error.detail}"))
+        if bad:
+            readable = [picture for picture in pictures if picture is not None] or [np.full((*transform.size, 3), GREY, np.uint8)]
+            before = np.cumsum([picture is not None for picture in pictures])  # readable ones up to here
+            pictures = [readable[n % len(readable)] if picture is None else picture for picture, n in zip(pictures, before)]
+        return pictures, bad
+
+    def _stored(self, transform: ImageTransform, i: int) -> np.ndarray:
+        if self.cache is None:
+            return transform.stored(self.source.image_bytes(i))
+        return self.cache.picture(self.source.content_hash(i), transform.stored, lambda: self.source.image_bytes(i))
 
     def _caption(self, request: MicroBatchRequest, i: int) -> str:
         captions = self.source.captions(i)
@@ -96,28 +148,25 @@ class MicroBatchDataset(Dataset):
         return captions[np.random.default_rng([self.seed, request.epoch, i, CAPTION]).integers(len(captions))]
 
 
-@contextmanager
-def seeded_torch(*words: int) -> Iterator[None]:
-    """torch's CPU randomness is a pure function of `words` inside, and goes on as if nothing had happened after.
-
-    `torch.manual_seed` is avoided: it would also seed the GPU, on which the model draws its dropout.
-    """
-    seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
-    with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(seed)
-        yield
-
-
 def micro_batches(
-    dataset: MicroBatchDataset, requests: Iterable[MicroBatchRequest], workers: int = 0, pin_memory: bool = False, prefetch: int = 2
+    dataset: MicroBatchDataset,
+    requests: Iterable[MicroBatchRequest],
+    workers: int = 0,
+    pin_memory: bool = False,
+    prefetch: int = 2,
+    on_load: Callable[[LoadReport], None] | None = None,
+    name: str = "",
 ) -> Iterator[dict[str, Tensor]]:
     """The micro-batches of `requests`, in their order, made in this process (workers 0) or ahead of time in others.
 
-    `prefetch`: micro-batches that each worker keeps ready. What a worker raises is raised here, with the same type and
-    message, when its micro-batch is due. Errors: ValueError, OSError.
+    `prefetch`: micro-batches that each worker keeps ready. `on_load` is called here, before a micro-batch is handed out.
+    `name`: whose loader this is, for messages, for example "rank 3". What a worker raises is raised here, with the same type
+    and message, when its micro-batch is due. Errors: ValueError, OSError; ChildProcessError when a worker was killed, at most a few
+    seconds later.
     """
+    token = uuid.uuid4().hex
     loader = DataLoader(
-        _Carrier(dataset) if workers > 0 else dataset,
+        _Carrier(dataset, token if workers > 0 else None),
         sampler=requests,
         batch_size=None,  # a request is a whole micro-batch
         num_workers=workers,
@@ -125,10 +174,20 @@ def micro_batches(
         prefetch_factor=prefetch if workers > 0 else None,
         persistent_workers=workers > 0,
         worker_init_fn=_start_worker if workers > 0 else None,
-        multiprocessing_context=_start_method() if workers > 0 else None,
+        multiprocessing_context=start_method() if workers > 0 else None,
         generator=torch.Generator(),  # its own: making a loader must not move the model's random state
     )
-    return _unpacked(loader)
+    return _unpacked(loader, token, on_load, name)
+
+
+def host_bytes(workers: int, prefetch: int, micro_batch_bytes: int, pin_memory: bool = False) -> int:
+    """Most memory of this machine that one loader's micro-batches take: `prefetch` of each worker, and the one handed out.
+
+    Pinning holds one more, while it is copied. What the caller keeps beyond the newest is the caller's, and comes on top.
+    """
+    if min(workers, prefetch, micro_batch_bytes) < 0:
+        raise ValueError(f"workers {workers}, prefetch {prefetch}, micro_batch_bytes {micro_batch_bytes}: none may be below 0")
+    return (workers * prefetch + 1 + int(pin_memory)) * micro_batch_bytes
 
 
 def resolve_workers(asked: str | int, ranks_on_node: int, cpu_count: int, on_gpu: bool) -> int:
@@ -157,39 +216,98 @@ class _WorkerTraceback(Exception):
     """Shown as the cause of an error that a worker raised."""
 
 
-class _Carrier(Dataset):
-    """Hands errors over as items: DataLoader would wrap the message in a traceback of the worker."""
+class _ByValue:
+    """A small tensor that travels inside the message; each other one costs a connection to the worker, to hand over its memory."""
 
-    def __init__(self, dataset: MicroBatchDataset) -> None:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self):
+        return torch.from_numpy, (self.tensor.numpy(),)
+
+
+class _Carrier(Dataset):
+    """Hands over micro-batches with their reports, and errors as items: DataLoader would wrap the message in a traceback of the worker."""
+
+    def __init__(self, dataset: MicroBatchDataset, token: str | None) -> None:
         self.dataset = dataset
+        self.token = token  # of a loader with workers
+        self.blocks: shared_pixels.Blocks | None = None  # of this worker
 
     def __getitem__(self, request: MicroBatchRequest) -> Any:
         try:
-            return self.dataset[request]
+            return self.dataset.load(request) if self.token is None else self._packed(request)
         except (ValueError, OSError) as error:  # what data/ raises; these survive the way between processes
             return _Failure(error, traceback.format_exc())
 
+    def _packed(self, request: MicroBatchRequest) -> tuple[dict[str, Any], LoadReport]:
+        if self.blocks is None:
+            self.blocks = shared_pixels.Blocks(self.token)
+        taken: list[shared_pixels.SharedPixels] = []
 
-def _unpacked(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
-    for item in loader:
-        if isinstance(item, _Failure):
-            raise item.error from _WorkerTraceback(item.where)
-        yield item
+        def memory(num_values: int) -> Tensor:
+            taken.append(self.blocks.take(num_values))
+            return taken[0].out
+
+        micro_batch, report = self.dataset.load(request, memory)
+        packed: dict[str, Any] = {name: _ByValue(tensor) for name, tensor in micro_batch.items() if name != "pixel_values"}
+        if taken:
+            b, _, height, width = micro_batch["pixel_values"].shape
+            packed["pixel_values"] = replace(taken[0], shape=(b, height, width))
+        return packed, report
 
 
-def _start_method() -> multiprocessing.context.BaseContext:
-    """Workers start from a fork server, or where there is none afresh; not by forking this process.
+def _unpacked(loader: DataLoader, token: str, on_load: Callable[[LoadReport], None] | None, name: str) -> Iterator[dict[str, Tensor]]:
+    others = multiprocessing.active_children()
+    iterator = iter(loader)
+    workers = [child for child in multiprocessing.active_children() if child not in others]
+    try:
+        while True:
+            start = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            except (RuntimeError, EOFError, OSError) as error:  # of the way between the processes: others come as _Failure
+                dead = _dead(workers, str(error)) if loader.num_workers else []
+                if not dead:
+                    raise
+                raise ChildProcessError(_obituary(dead, len(workers), name)) from error
+            if isinstance(item, _Failure):
+                raise item.error from _WorkerTraceback(item.where)
+            micro_batch, report = item
+            if on_load is not None:
+                on_load(replace(report, wait_s=time.perf_counter() - start))
+            del item  # or it would keep the micro-batch before alive while the next one is made
+            yield micro_batch
+            del micro_batch
+    finally:
+        del iterator
+        shared_pixels.forget(token)
 
-    In a rank run the threads of CUDA, NCCL and the tokenizer; a lock that one of them holds stays shut for ever in a fork.
-    """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    # Imported once by the server instead of once by each worker; "__main__" is Python's own default.
-    context.set_forkserver_preload(["__main__", "data.loader"])
-    return context
+
+def _dead(workers: list[multiprocessing.process.BaseProcess], message: str) -> list[tuple[int, int, int | None]]:
+    """(number, process id, exit code) of the workers that are gone, and of those that `message` says are."""
+    named = {int(pid) for pids in re.findall(r"DataLoader worker \(pids?(?:\(s\))? ([\d, ]+)\)", message) for pid in pids.split(",")}
+    return [(n, worker.pid, worker.exitcode) for n, worker in enumerate(workers) if worker.pid in named or worker.exitcode is not None]
+
+
+def _obituary(dead: list[tuple[int, int, int | None]], workers: int, name: str) -> str:
+    of = f" of {name}" if name else ""
+    fates = ", ".join(f"worker {number} of {workers} (process {pid}) {_fate(code)}" for number, pid, code in dead)
+    return (
+        f"the loader{of} lost {fates}. Most often the machine ran out of memory and the system killed it: see dmesg, and in a container its "
+        "memory limit and the size of /dev/shm. Give fewer --workers, smaller micro-batches, or the machine more memory"
+    )
+
+
+def _fate(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"to {signal.Signals(-code).name}" if -code in iter(signal.Signals) else f"to signal {-code}"
+    return "without a word" if code is None else f"to its own exit with status {code}"
 
 
 def _start_worker(worker: int) -> None:
+    warnings.filterwarnings("ignore", module="PIL")  # remarks on odd files: what cannot be read is reported as such
     torch.set_num_threads(1)  # the cores are shared out by resolve_workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

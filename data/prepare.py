@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from data.sources import Source, open_source
-from data.splits import Splits, split_source
+from data.bad_samples import REASON_OF_CODE, REASONS
+from data.leaks import count_leaks, describe_leaks, find_leaks
+from data.mixture import Mixture, open_sources
+from data.options import DataOptions
+from data.sources import Source
+from data.splits import split_source
 from data.tokenizer import load_tokenizer
 
-HELD_OUT = "held_out/"
+LIMIT = 4  # last word of a seed; see AUGMENTATION in data/loader.py
+TRAIN = "train"
 
 
 @dataclass(frozen=True)
@@ -26,59 +35,175 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The training samples `train` [N] of `source`, the held-out sets, and the tokenizer of both."""
+    """The training samples `train` [N] of `source`, the held-out sets, and the tokenizer of both.
+
+    `parts`: (samples, weight) of each data set in `train`, none where there is one. `leaks`: what was found and dropped.
+    """
 
     source: Source
     train: np.ndarray
     held_out: dict[str, HeldOut]
     tokenizer: PreTrainedTokenizerBase
+    parts: tuple[tuple[int, float], ...] = ()
+    leaks: Mapping[str, int] = field(default_factory=dict)
 
     def summary(self) -> dict[str, object]:
         return {
             "source": self.source.spec,
+            "samples": len(self.source),
+            "bad_samples": count_bad(self.source),
+            "dropped_leaks": dict(self.leaks),
             "train_samples": len(self.train),
             "held_out_samples": {n: len(h.subset) for n, h in self.held_out.items()},
         }
 
 
-def prepare_data(spec: str, val_spec: str | None, val_fraction: float, seed: int, tokenizer: str | None, folder: Path) -> PreparedData:
-    """Open, divide and tokenize; what takes long is kept in `folder` and found there the next time.
+def prepare_data(
+    options: DataOptions, tokenizer: str | None, folder: Path, workers: int | None = None, progress: bool = False
+) -> PreparedData:
+    """Open, check, divide and tokenize; what takes long is kept in `folder`, or in the cache, and found there the next time.
 
-    Held-out samples come from `val_spec` when given, else are `val_fraction` of `spec`. `tokenizer` is a folder or a
-    Hugging Face id; None trains a WordPiece on the training captions. Errors: ValueError, OSError.
+    Held-out samples come from `val_data` when given, else are `val_fraction` of `data`. `tokenizer` is a folder or a
+    Hugging Face id; None trains a WordPiece on the training captions. Bad samples are listed in `folder`/bad_samples.jsonl.
+    Where processes share `folder`, one goes first and the others find what it made. Errors: ValueError, OSError.
     """
-    source = open_source(spec)
-    if val_spec is not None:
-        validation = open_source(val_spec)
-        train = np.arange(len(source), dtype=np.int64)
-        held_out = {"validation": HeldOut(validation, np.arange(len(validation), dtype=np.int64))}
+    building = {"workers": workers, "progress": progress, "check": options.index_check}
+    source = open_sources(options.data, **building)
+    refuse_too_many_bad(source, options.max_bad_fraction)
+    validation = open_sources([options.val_data], **building) if options.val_data is not None else None
+    kept = _Kept(folder / "samples", options, source, validation)
+    found = kept.read()
+    if found is None:
+        write_bad_samples(folder / "bad_samples.jsonl", [source, *([validation] if validation else [])])
+        found = kept.write(_divide(options, source, validation))
+    held_out = {name: HeldOut(source if validation is None else validation, subset) for name, subset in found.held_out.items()}
+    parts = source.parts(found.train, options.data_weights or (1.0,) * len(options.data)) if isinstance(source, Mixture) else ()
+    words = folder / "tokenizer"
+    if tokenizer is None and words.is_dir():
+        made = load_tokenizer(str(words))
     else:
-        splits = _kept_splits(folder / "splits.npz", source, val_fraction, seed)
-        train, held_out = splits.train, {name: HeldOut(source, subset) for name, subset in splits.held_out.items()}
-    kept = folder / "tokenizer"
-    if tokenizer is None and kept.is_dir():
-        return PreparedData(source, train, held_out, load_tokenizer(str(kept)))
-    captions = (caption for i in train for caption in source.captions(int(i))) if tokenizer is None else None
-    return PreparedData(source, train, held_out, load_tokenizer(tokenizer, captions, kept if tokenizer is None else None))
+        captions = (caption for i in found.train for caption in source.captions(int(i))) if tokenizer is None else None
+        made = load_tokenizer(tokenizer, captions, words if tokenizer is None else None)
+    return PreparedData(source, found.train, held_out, made, parts, found.leaks)
 
 
-def _kept_splits(file: Path, source: Source, val_fraction: float, seed: int) -> Splits:
-    made_of = json.dumps({"data": source.spec, "val_fraction": val_fraction, "seed": seed})
-    if file.is_file():
-        with np.load(file) as arrays:
-            kept_of = str(arrays["made_of"])
-            splits = Splits(
-                arrays["train"], {name.removeprefix(HELD_OUT): arrays[name] for name in arrays.files if name.startswith(HELD_OUT)}
-            )
-        if kept_of != made_of:
-            raise ValueError(f"{file}: divides other samples ({kept_of}) than are asked for ({made_of}); give another --run-dir")
-        kept = len(splits.train) + sum(len(subset) for subset in splits.held_out.values())
-        if kept != len(source):
+@dataclass(frozen=True, eq=False)
+class Division:
+    """Which samples are trained on, which are held out, and how many were left out of training because they would be both."""
+
+    train: np.ndarray
+    held_out: Mapping[str, np.ndarray]
+    leaks: Mapping[str, int]
+
+
+def _divide(options: DataOptions, source: Source, validation: Source | None) -> Division:
+    leaks: Mapping[str, int] = {}
+    if validation is None:
+        splits = split_source(source, options.val_fraction, options.seed, progress=True)
+        train, held_out = splits.train, splits.held_out
+    else:
+        train, held_out = source.usable(), {"validation": validation.usable()}
+        found = find_leaks(source, train, validation, held_out["validation"], options.leak_bits)
+        if found and options.on_leak == "refuse":
+            told = describe_leaks(source, validation, validation.spec, found)
             raise ValueError(
-                f"{file}: divides {kept} samples, but {source.spec} now has {len(source)}; the data changed under "
-                "the run: give another --run-dir, or the data of before"
+                f"{told}\nmeasured on them, retrieval would look better than it is: remove them, or leave them out with --on-leak drop"
             )
-        return splits
-    splits = split_source(source, val_fraction, seed, progress=True)
-    np.savez(file, made_of=made_of, train=splits.train, **{HELD_OUT + name: subset for name, subset in splits.held_out.items()})
-    return splits
+        leaks = count_leaks(found)
+        if found:
+            train = np.setdiff1d(train, np.concatenate([leak.train for leak in found]), assume_unique=True)
+    if options.limit_samples is not None and options.limit_samples < len(train):
+        train = np.sort(np.random.default_rng([options.seed, LIMIT]).choice(train, options.limit_samples, replace=False))
+    return Division(train, held_out, leaks)
+
+
+# -- bad samples -----------------------------------------------------------------------------------------------------------
+
+
+def count_bad(source: Source) -> dict[str, int]:
+    """Bad samples by reason."""
+    codes, counts = np.unique(source.column("bad"), return_counts=True)
+    return {REASON_OF_CODE[int(code)]: int(count) for code, count in zip(codes, counts) if code}
+
+
+def refuse_too_many_bad(source: Source, max_bad_fraction: float) -> None:
+    """Raises ValueError with the table of reasons when more than this part of the samples is bad."""
+    counts = count_bad(source)
+    if sum(counts.values()) > max_bad_fraction * len(source):
+        raise ValueError(bad_table(source.spec, Counter(counts), len(source), max_bad_fraction, first_bad(source)))
+
+
+def first_bad(source: Source, most: int = 5) -> Iterator[str]:
+    for (_, where, reason, detail), _ in zip(source.bad_samples(), range(most)):
+        yield f"    {where}: {reason}: {detail}"
+
+
+def bad_table(spec: str, counts: Counter, total: int, max_bad_fraction: float, examples: Iterator[str]) -> str:
+    number = sum(counts.values())
+    rows = [f"    {count:>8,}  {reason:<16} {REASONS[reason]}" for reason, count in counts.most_common()]
+    return "\n".join(
+        [
+            f"{spec}: {number:,} of {total:,} samples cannot be used, {number / total:.1%}, more than the {max_bad_fraction:.1%} of "
+            "--max-bad-fraction; mend them, or raise it:",
+            *rows,
+            "the first:",
+            *examples,
+        ]
+    )
+
+
+def write_bad_samples(file: Path, sources: Sequence[Source]) -> None:
+    """A line for each: {"data", "id", "where", "reason", "detail"}. No file where there are none."""
+    if not any(source.column("bad").any() for source in sources):
+        file.unlink(missing_ok=True)
+        return
+    with file.open("w", encoding="utf-8") as lines:
+        for source in sources:
+            for identity, where, reason, detail in source.bad_samples():
+                record = {"data": source.spec, "id": identity, "where": where, "reason": reason, "detail": detail}
+                lines.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+# -- what is kept in the run's folder --------------------------------------------------------------------------------------
+
+
+class _Kept:
+    """Who is trained on and who held out, as arrays that every process maps: a folder that appears whole."""
+
+    def __init__(self, folder: Path, options: DataOptions, source: Source, validation: Source | None) -> None:
+        self.folder = folder
+        asked = {name: value for name, value in vars(options).items() if name not in ("data_weights", "max_bad_fraction")}
+        self.made_of = json.loads(json.dumps(asked))
+        self.sizes = [[len(s), len(s.usable())] for s in (source, validation) if s is not None]
+
+    def read(self) -> Division | None:
+        try:
+            record = json.loads((self.folder / "made_of.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        if record["options"] != self.made_of:
+            changed = [name for name, value in self.made_of.items() if record["options"].get(name) != value]
+            raise ValueError(
+                f"{self.folder}: holds other samples than are asked for ({', '.join(changed)} changed: there "
+                f"{ {name: record['options'].get(name) for name in changed} }); give another --run-dir"
+            )
+        if record["sizes"] != self.sizes:
+            raise ValueError(
+                f"{self.folder}: made of {record['sizes']} samples (all, usable), but now there are {self.sizes}; the data changed under the "
+                "run: give another --run-dir, or the data of before"
+            )
+        arrays = {name: np.load(self.folder / f"{name}.npy", mmap_mode="r") for name in (TRAIN, *record["held_out"])}
+        train = arrays.pop(TRAIN)
+        return Division(train, arrays, record["leaks"])
+
+    def write(self, division: Division) -> Division:
+        beside = self.folder.with_name(f"{self.folder.name}.{os.getpid()}.writing")
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        for name, subset in {TRAIN: division.train, **division.held_out}.items():
+            np.save(beside / f"{name}.npy", subset)
+        record = {"options": self.made_of, "sizes": self.sizes, "held_out": list(division.held_out), "leaks": dict(division.leaks)}
+        (beside / "made_of.json").write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.replace(beside, self.folder)
+        return self.read()

@@ -9,7 +9,6 @@ from functools import lru_cache
 
 import numpy as np
 
-
 PARTS = 3  # last word of a seed; see AUGMENTATION in data/loader.py
 
 

@@ -4,11 +4,13 @@ B: texts in the micro-batch, L: tokens of its longest text, rounded up.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in this order: [PAD] is 0
 CONTINUES = "##"
@@ -41,15 +43,28 @@ def batch_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_t
     Texts are cut at `max_text_tokens` tokens, the special ones included. L is the longest of them, rounded up to a
     multiple of 8, but at most `max_text_tokens`. Padding is on the right.
     """
-    encoded = tokenizer(list(texts), truncation=True, max_length=max_text_tokens, padding=False, return_attention_mask=False)["input_ids"]
-    longest = max(map(len, encoded))
-    length = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, max_text_tokens)
-    input_ids = torch.full((len(encoded), length), tokenizer.pad_token_id, dtype=torch.int64)  # [B, L]
-    attention_mask = torch.zeros_like(input_ids)  # [B, L]
-    for row, tokens in enumerate(encoded):
-        input_ids[row, : len(tokens)] = torch.tensor(tokens)
-        attention_mask[row, : len(tokens)] = 1
-    return {"input_ids": input_ids, "attention_mask": attention_mask}
+    return batch_tokens_counted(tokenizer, texts, max_text_tokens)[0]
+
+
+def batch_tokens_counted(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_text_tokens: int
+) -> tuple[dict[str, torch.Tensor], int]:
+    """(`batch_tokens`, how many of the texts were cut)."""
+    encoded = tokenizer(list(texts), truncation=True, max_length=max_text_tokens, padding=False, return_attention_mask=False)
+    lengths = np.fromiter(map(len, encoded["input_ids"]), np.int64, len(texts))  # [B]
+    length = min(-(-int(lengths.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, max_text_tokens)
+    kept = np.arange(length) < lengths[:, None]  # [B, L]
+    input_ids = np.full(kept.shape, tokenizer.pad_token_id, np.int64)
+    input_ids[kept] = np.fromiter(chain.from_iterable(encoded["input_ids"]), np.int64, int(lengths.sum()))  # row by row, as `kept` counts
+    tensors = {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(kept.astype(np.int64))}
+    full = np.flatnonzero(lengths == max_text_tokens)  # only these can have been cut
+    return tensors, sum(_is_cut(tokenizer, encoded, int(row), texts) for row in full)
+
+
+def _is_cut(tokenizer: PreTrainedTokenizerBase, encoded: BatchEncoding, row: int, texts: Sequence[str]) -> bool:
+    if encoded.encodings is not None:  # a fast tokenizer keeps what it cut off
+        return bool(encoded.encodings[row].overflowing)
+    return len(tokenizer(texts[row])["input_ids"]) > len(encoded["input_ids"][row])
 
 
 def _loaded(where: str) -> PreTrainedTokenizerBase:

@@ -1,66 +1,188 @@
-"""From a decoded picture to the tensor that an image tower reads: float32 [3, H, W], CLIP's normalisation.
+"""From encoded pictures to what an image tower reads: float32 [b, 3, H, W], channels-last, CLIP's normalisation.
 
-H = W = image_size. Randomness comes from torch's default CPU generator, which the data set seeds for each sample.
+Two phases, so that a cache can stand between them and change nothing:
+
+    A  `Stored`: bytes -> uint8 picture [h, w, 3 or 4], deterministic: decoded at a reduced scale, upright, RGB or RGBA, and shrunk
+       if it is much larger than the tower needs
+    B  `TrainTransform`, `EvalTransform`: that picture -> uint8 [H, W, 3], at random in training, always the same in evaluation
+
+`normalised` then turns the pictures of a whole micro-batch into one tensor. H, W: the tower's input; h, w: a stored picture.
+Chance comes from a numpy Generator that the caller seeds for each sample.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from PIL import Image
-from torchvision.transforms import InterpolationMode, v2
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional
 
-from data.pictures import upright_8bit
+from data.pictures import decode_bytes, upright_8bit
 
+VERSION = "1"  # of phase A: raise it whenever `Stored` gives other pixels, so that caches do not answer with old ones
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP, clip/clip.py
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 WHITE = 255
 LIGHTEST_DARK = 176  # random backgrounds have channels of 176..255: light enough for the outlines of emoji
+CROP_AREA, CROP_RATIO = (0.8, 1.0), (0.9, 1.1)
+# Pictures more than KEPT times as large as needed are shrunk to SHRUNK times: the smallest crop, sqrt(0.8) of a side, is then
+# still 1.03 times as large as what it becomes, so no detail that the tower could see is lost.
+KEPT, SHRUNK = 1.25, 1.15
 
-ImageTransform = Callable[[Image.Image], torch.Tensor]
-
-
-class OnBackground:
-    """A picture of any mode -> RGB; transparent parts show white, or in training a random light colour."""
-
-    def __init__(self, random_colour: bool) -> None:
-        self.random_colour = random_colour
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        image = upright_8bit(image)
-        if image.mode == "RGB":
-            return image
-        colour = (WHITE, WHITE, WHITE)
-        if self.random_colour:
-            colour = tuple(torch.randint(LIGHTEST_DARK, WHITE + 1, (3,)).tolist())
-        background = Image.new("RGB", image.size, colour)
-        background.paste(image, mask=image.getchannel("A"))
-        return background
+Size = tuple[int, int]  # H, W
 
 
-def train_transform(image_size: int, colour_jitter: float = 0.0) -> ImageTransform:
-    """A random crop of 80 to 100 % of the area, resized; PIL in any mode -> float32 [3, H, W].
+@dataclass(frozen=True)
+class Stored:
+    """Phase A for towers that read `size` = (H, W): bytes -> uint8 [h, w, 3], or [h, w, 4] where something is transparent.
 
-    No flip: captions say left and right. `colour_jitter` is the relative change of brightness and contrast; it is off
-    because captions name colours and skin tones. Errors: ValueError for a size below 1 pixel.
+    h >= H and w >= W wherever the file has as much; a smaller picture stays as it is.
     """
-    crop = v2.RandomResizedCrop(
-        _checked(image_size), scale=(0.8, 1.0), ratio=(0.9, 1.1), interpolation=InterpolationMode.BICUBIC, antialias=True
-    )
-    jitter = [v2.ColorJitter(brightness=colour_jitter, contrast=colour_jitter)] if colour_jitter else []
-    return v2.Compose([OnBackground(random_colour=True), crop, *jitter, *_to_tensor()])
+
+    size: Size
+
+    def __call__(self, data: bytes) -> np.ndarray:
+        """Errors: BadSample."""
+        return self.of(decode_bytes(data, at_least=self.size))
+
+    def of(self, image: Image.Image) -> np.ndarray:
+        """The same of a decoded picture, of any mode."""
+        image = upright_8bit(image)
+        if image.mode == "RGBA" and image.getextrema()[3][0] == 255:
+            image = image.convert("RGB")
+        larger = min(image.height / self.size[0], image.width / self.size[1])
+        if larger <= KEPT:
+            return np.array(image)
+        size = round(image.height * SHRUNK / larger), round(image.width * SHRUNK / larger)
+        if image.mode == "RGBA":  # Pillow weighs colours by their opacity
+            return np.array(image.resize(size[::-1], Image.Resampling.BICUBIC))
+        return _resized(np.array(image), size)
+
+    @property
+    def name(self) -> str:
+        """Equal for two that give the same pixels for the same bytes."""
+        return f"{VERSION}:{self.size[0]}x{self.size[1]}"
 
 
-def eval_transform(image_size: int) -> ImageTransform:
-    """Shorter side to `image_size` pixels, then the centre; PIL in any mode -> float32 [3, H, W]; no randomness."""
-    resize = v2.Resize(_checked(image_size), interpolation=InterpolationMode.BICUBIC, antialias=True)
-    return v2.Compose([OnBackground(random_colour=False), resize, v2.CenterCrop(image_size), *_to_tensor()])
+@dataclass(frozen=True)
+class TrainTransform:
+    """Phase B of training: uint8 [h, w, 3 or 4] -> uint8 [H, W, 3]; all chance is drawn from `generator`.
+
+    The crop has 80 to 100 % of the area of the largest box of the target's shape, changed in shape by up to 10 %, anywhere in the picture.
+    Transparent parts show a random light colour. `flip` (the probability of mirroring) is off because captions say left
+    and right; `colour_jitter` (relative change of brightness and contrast) because captions name colours and skin tones.
+    """
+
+    size: Size
+    colour_jitter: float = 0.0
+    flip: float = 0.0
+
+    @property
+    def stored(self) -> Stored:
+        return Stored(self.size)
+
+    def __call__(self, picture: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+        drawn = generator.random(10)  # all at once, and always all: what one option draws never shifts another
+        colour = tuple(LIGHTEST_DARK + int(part * (WHITE + 1 - LIGHTEST_DARK)) for part in drawn[:3])
+        picture = _on_background(picture, colour)
+        top, left, height, width = _crop_box(picture.shape[:2], self.size, *drawn[3:7])
+        picture = _resized(np.array(picture[top : top + height, left : left + width]), self.size)
+        if drawn[7] < self.flip:
+            picture = np.ascontiguousarray(picture[:, ::-1])
+        if self.colour_jitter:
+            brightness, contrast = (1 + self.colour_jitter * (2 * part - 1) for part in drawn[8:10])
+            channels_first = torch.from_numpy(picture).permute(2, 0, 1)  # [3, H, W]
+            channels_first = functional.adjust_contrast(functional.adjust_brightness(channels_first, brightness), contrast)
+            picture = np.ascontiguousarray(channels_first.permute(1, 2, 0).numpy())
+        return picture
 
 
-def _to_tensor() -> list:
-    return [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(CLIP_MEAN, CLIP_STD)]
+@dataclass(frozen=True)
+class EvalTransform:
+    """Phase B of evaluation: uint8 [h, w, 3 or 4] -> uint8 [H, W, 3]: on white, shrunk until it just covers the target, its centre."""
+
+    size: Size
+
+    @property
+    def stored(self) -> Stored:
+        return Stored(self.size)
+
+    def __call__(self, picture: np.ndarray, generator: np.random.Generator | None = None) -> np.ndarray:
+        picture = _on_background(picture, (WHITE, WHITE, WHITE))
+        (height, width), (h, w) = self.size, picture.shape[:2]
+        scale = max(height / h, width / w)
+        picture = _resized(picture, (max(height, round(h * scale)), max(width, round(w * scale))))
+        top, left = (picture.shape[0] - height) // 2, (picture.shape[1] - width) // 2
+        return np.ascontiguousarray(picture[top : top + height, left : left + width])
 
 
-def _checked(image_size: int) -> int:
-    if image_size < 1:
-        raise ValueError(f"image_size {image_size}: a whole number of pixels >= 1 is needed")
-    return image_size
+ImageTransform = TrainTransform | EvalTransform
+
+
+def train_transform(image_size: int | Size, colour_jitter: float = 0.0, flip: float = 0.0) -> TrainTransform:
+    """For square towers or a size (H, W), pixels. Errors: ValueError for a size below 1 pixel."""
+    return TrainTransform(_checked(image_size), colour_jitter, flip)
+
+
+def eval_transform(image_size: int | Size) -> EvalTransform:
+    """For square towers or a size (H, W), pixels. Errors: ValueError for a size below 1 pixel."""
+    return EvalTransform(_checked(image_size))
+
+
+def normalised(pictures: Sequence[np.ndarray], out: Tensor | None = None) -> Tensor:
+    """uint8 [H, W, 3] each -> float32 [b, 3, H, W], channels-last: (value / 255 - mean) / std of each channel.
+
+    `out`: memory to write to, float32, flat, of as many values; else it is allocated. Convolutions follow the memory
+    format of their input, and are faster on channels-last on CPU and GPU alike.
+    """
+    height, width = pictures[0].shape[:2]
+    out = torch.empty(len(pictures) * height * width * 3) if out is None else out
+    rows = out.view(len(pictures), height, width * 3)
+    # One row of the picture at a time: a broadcast over 3 channels would be a loop of 3 steps.
+    scale = torch.tensor([1 / (255 * std) for std in CLIP_STD]).repeat(width)  # [3 W]
+    shift = torch.tensor([-mean / std for mean, std in zip(CLIP_MEAN, CLIP_STD)]).repeat(width)
+    for row, picture in zip(rows, pictures):  # picture by picture: in between, the values stay in the processor's cache
+        torch.addcmul(shift, torch.from_numpy(picture).view(height, width * 3).float(), scale, out=row)
+    return out.view(len(pictures), height, width, 3).permute(0, 3, 1, 2)
+
+
+def _crop_box(picture: Size, target: Size, area: float, ratio: float, down: float, right: float) -> tuple[int, int, int, int]:
+    """(top, left, height, width) of a random crop; `area` .. `right` are drawn evenly from 0..1.
+
+    torchvision's RandomResizedCrop measures the area of the whole picture; a square of 80 % of a 4:3 photo does not fit, and
+    it falls back to the same centre nearly every time. Here the area is that of the largest box that fits.
+    """
+    (h, w), shape = picture, target[1] / target[0]
+    largest = min(h, w / shape) * min(w, h * shape)
+    pixels = largest * (CROP_AREA[0] + area * (CROP_AREA[1] - CROP_AREA[0]))
+    low, high = np.log(CROP_RATIO)
+    shape *= float(np.exp(low + ratio * (high - low)))
+    height = min(h, max(1, round((pixels / shape) ** 0.5)))
+    width = min(w, max(1, round((pixels * shape) ** 0.5)))
+    return int(down * (h - height + 1)), int(right * (w - width + 1)), height, width
+
+
+def _on_background(picture: np.ndarray, colour: tuple[int, ...]) -> np.ndarray:
+    if picture.shape[2] == 3:
+        return picture
+    image = Image.fromarray(picture)  # RGBA
+    background = Image.new("RGB", image.size, colour)
+    background.paste(image, mask=image.getchannel("A"))
+    return np.array(background)
+
+
+def _resized(picture: np.ndarray, size: Size) -> np.ndarray:
+    """uint8 [h, w, 3], contiguous -> uint8 [H, W, 3], contiguous; bicubic, antialiased."""
+    channels_first = torch.from_numpy(picture).permute(2, 0, 1)  # [3, h, w], channels-last in memory: its fast path
+    resized = functional.resize(channels_first, list(size), InterpolationMode.BICUBIC, antialias=True)
+    return np.ascontiguousarray(resized.permute(1, 2, 0).numpy())
+
+
+def _checked(image_size: int | Size) -> Size:
+    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    if min(height, width) < 1:
+        raise ValueError(f"image_size {image_size}: a whole number of pixels >= 1 is needed, or two of them, height and width")
+    return height, width

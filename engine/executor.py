@@ -55,6 +55,7 @@ class StepMetrics:
     sent_bytes: int
     peak_memory_bytes: int
     num_left_out: int
+    counts: Mapping[str, float]  # what the caller of `train_batch` counted, over all ranks
 
     def record(self, step: int, epoch: float, samples_per_s: float, step_s: float) -> dict[str, float]:
         """The line of metrics.jsonl."""
@@ -71,6 +72,7 @@ class StepMetrics:
             **{f"data_wait_s/{stage}": round(seconds, 5) for stage, seconds in self.data_wait_s.items()},
             "sent_bytes": self.sent_bytes,
             "peak_memory_bytes": self.peak_memory_bytes,
+            **{name: round(value, 5) for name, value in self.counts.items()},
             **({} if not self.num_left_out else {"left_out_samples": self.num_left_out}),
             **({} if self.loss_scale == 1.0 else {"loss_scale": self.loss_scale}),
             **({} if self.step_applied else {"step_applied": False}),
@@ -138,10 +140,16 @@ class ForkEngine(PipelineEngine):
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def train_batch(self, data_iter: Iterator[dict[str, Tensor]] | None, stop_requested: bool = False) -> StepMetrics:
+    def train_batch(
+        self,
+        data_iter: Iterator[dict[str, Tensor]] | None,
+        stop_requested: bool = False,
+        counts: Callable[[], Mapping[str, float]] = dict,
+    ) -> StepMetrics:
         """One optimizer step over one global batch. Stages that load input take their micro-batches from `data_iter`.
 
-        `stop_requested` travels with the metrics, so that all ranks learn in the same step that one of them was asked to end.
+        `stop_requested` travels with the metrics, so that all ranks learn in the same step that one of them was asked to end. So do
+        the numbers that `counts` returns at the end of the step, with the same names on all ranks: they are added up.
         """
         self.module.train()
         self.set_dataiterator(data_iter)
@@ -160,7 +168,7 @@ class ForkEngine(PipelineEngine):
         self.recorder.finish()
         for name, seconds in self.recorder.seconds().items():
             self.instruction_seconds[name] += seconds
-        return self._step_metrics(stop_requested)
+        return self._step_metrics(stop_requested, counts())
 
     def _exec_schedule(self, pipe_schedule) -> None:
         program = [instruction for instructions in pipe_schedule for instruction in instructions]
@@ -381,18 +389,21 @@ class ForkEngine(PipelineEngine):
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 
-    def _step_metrics(self, stop_requested: bool) -> StepMetrics:
+    def _step_metrics(self, stop_requested: bool, counts: Mapping[str, float]) -> StepMetrics:
         """Gather the numbers of one step from the ranks that have them: each is given by one rank, zeros by the others."""
         norms = [
             self.clipping.norms[group].reshape(()) if self._speaks_for(group) else torch.zeros((), device=self.device) for group in GROUPS
         ]
         sent_bytes = self.comm.sent_bytes + self._reduced_bytes()
-        host = [float(stop_requested), sent_bytes - self._sent_bytes_before, float(self._num_left_out), *self._own_slots()]
+        host = [float(stop_requested), sent_bytes - self._sent_bytes_before, float(self._num_left_out), *counts.values()]
+        num_sums = len(host)
+        host += self._own_slots()
         self._sent_bytes_before = sent_bytes
         mine = [self._loss_share, self._num_misaligned, self._logit_scale_exp, *norms]
         values = torch.cat([torch.stack(mine).float(), torch.tensor(host, device=self.device)])
         loss, misaligned, logit_scale_exp, *rest = self.comm.sum_over(values).tolist()
-        grad_norms, (stopping, sent, left_out), slots = rest[: len(GROUPS)], rest[len(GROUPS) : len(GROUPS) + 3], rest[len(GROUPS) + 3 :]
+        grad_norms, (stopping, sent, left_out, *counted) = rest[: len(GROUPS)], rest[len(GROUPS) : len(GROUPS) + num_sums]
+        slots = rest[len(GROUPS) + num_sums :]
         if misaligned:
             raise RuntimeError(
                 f"the image and text branches disagree about {int(misaligned)} samples of this batch; both must be given the same "
@@ -412,6 +423,7 @@ class ForkEngine(PipelineEngine):
             sent_bytes=int(sent),
             peak_memory_bytes=int(max(peak_bytes)),
             num_left_out=int(left_out),
+            counts=dict(zip(counts, counted)),
         )
 
     _NUM_SLOTS = 4

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
-from data.loader import MicroBatchDataset, micro_batches
-from data.prepare import PreparedData
+from data.cache import GIB, PictureCache, default_folder, open_cache
+from data.loader import LoadReport, MicroBatchDataset, micro_batches
+from data.prepare import PreparedData, bad_table
 from data.sampler import GlobalOrder, evaluation_requests, training_requests
 from data.sources import Source
 from data.transforms import eval_transform, train_transform
 from engine.executor import ForkEngine
 from launch.options import Options
 from launch.report import recalls
+from launch.run_folder import RunFolder
 from models.retrieval import recall_hits
 
+BAD_TO_JUDGE = 100  # a few pictures that break are no fraction yet
 # Below this many micro-batches, starting loader processes takes longer than they save.
 WORTH_WORKERS = 64
 
@@ -23,11 +29,25 @@ WORTH_WORKERS = 64
 class Feeding:
     """Training micro-batches for `engine`, and its held-out sets."""
 
-    def __init__(self, data: PreparedData, order: GlobalOrder, engine: ForkEngine, options: Options, workers: int, pin_memory: bool):
-        self.data, self.order, self.engine, self.options = data, order, engine, options
+    def __init__(
+        self,
+        data: PreparedData,
+        order: GlobalOrder,
+        engine: ForkEngine,
+        options: Options,
+        workers: int,
+        pin_memory: bool,
+        folder: RunFolder,
+    ):
+        self.data, self.order, self.engine, self.options, self.folder = data, order, engine, options, folder
         self.workers, self.pin_memory = workers, pin_memory
         self.modalities = frozenset(engine.place.loads)
         self.batch = engine.batches[next(iter(engine.place.layers))]
+        self.cache = picture_cache(options) if "image" in self.modalities else None
+        self.name = engine.graph.describe_rank(engine.comm.rank)
+        self._counts = dict.fromkeys(("unreadable_pictures", "truncated_texts"), 0.0)
+        self._unreadable: Counter[str] = Counter()
+        self._loaded = 0
 
     def training(self, start_step: int, stop_step: int) -> Iterator[dict[str, Tensor]] | None:
         """This rank's micro-batches for the steps start_step..stop_step-1; None where nothing enters."""
@@ -36,7 +56,13 @@ class Feeding:
         requests = training_requests(
             self.order, self.data.train, self.engine.replica, self.batch.replicas, self.batch.num_micro_batches, start_step, stop_step
         )
-        return micro_batches(self._dataset(self.data.source), requests, self.workers, self.pin_memory)
+        on_load = partial(self._note, self.data.source)
+        return micro_batches(self._dataset(self.data.source), requests, self.workers, self.pin_memory, on_load=on_load, name=self.name)
+
+    def counts(self) -> dict[str, float]:
+        """What was counted since the last call; the same names on every rank."""
+        counts, self._counts = self._counts, dict.fromkeys(self._counts, 0.0)
+        return counts
 
     def evaluate_held_out(self) -> Iterator[tuple[str, dict[str, float]]]:
         """(name, recalls) of each held-out set, computed through the stages, equal on all ranks."""
@@ -45,7 +71,8 @@ class Feeding:
             batches = None
             if self.modalities:
                 workers = self.workers if len(requests) >= WORTH_WORKERS else 0
-                batches = micro_batches(self._dataset(held_out.source), requests, workers, self.pin_memory)
+                on_load = partial(self._note, held_out.source)
+                batches = micro_batches(self._dataset(held_out.source), requests, workers, self.pin_memory, on_load=on_load, name=self.name)
             totals = self.engine.evaluate(batches, len(requests), recall_hits)
             num_pairs = max(1, int(totals.pop("num_pairs")))
             yield name, recalls({direction: hits.tolist() for direction, hits in totals.items()}, num_pairs)
@@ -54,10 +81,32 @@ class Feeding:
         return {name: len(held_out.subset) for name, held_out in self.data.held_out.items()}
 
     def _dataset(self, source: Source) -> MicroBatchDataset:
-        return micro_batch_dataset(self.data, source, self.options, self.modalities)
+        return micro_batch_dataset(self.data, source, self.options, self.modalities, self.cache)
+
+    def _note(self, source: Source, report: LoadReport) -> None:
+        """Count, list what could not be read, and stop when that is too much of what was loaded."""
+        self._counts["unreadable_pictures"] += len(report.bad)
+        self._counts["truncated_texts"] += report.num_truncated
+        self._loaded += report.num_pictures
+        for i, reason, detail in report.bad:
+            self._unreadable[reason] += 1
+            self.folder.note_bad_sample(source.spec, source.identity(i), reason, detail)
+        number, limit = sum(self._unreadable.values()), self.options.max_bad_fraction
+        if number >= BAD_TO_JUDGE and number > limit * self._loaded:
+            examples = (f"    {detail}" for _, _, detail in report.bad)
+            raise ValueError(bad_table(source.spec, self._unreadable, self._loaded, limit, examples))
 
 
-def micro_batch_dataset(data: PreparedData, source: Source, options: Options, modalities: frozenset[str]) -> MicroBatchDataset:
+def picture_cache(options: Options) -> PictureCache | None:
+    """Where --cache says; None when it is off or cannot be used, which is warned of."""
+    if options.cache == "off":
+        return None
+    return open_cache(default_folder() if options.cache == "auto" else Path(options.cache), int(options.cache_limit * GIB))
+
+
+def micro_batch_dataset(
+    data: PreparedData, source: Source, options: Options, modalities: frozenset[str], cache: PictureCache | None = None
+) -> MicroBatchDataset:
     """Micro-batches of `source` as the run sees them, with what `modalities` need and nothing else."""
     image, text = "image" in modalities, "text" in modalities
     return MicroBatchDataset(
@@ -68,4 +117,5 @@ def micro_batch_dataset(data: PreparedData, source: Source, options: Options, mo
         data.tokenizer if text else None,
         options.max_text_tokens if text else None,
         options.seed,
+        cache,
     )

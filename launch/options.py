@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from data.options import DataOptions
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -17,9 +19,17 @@ class Options:
     """Everything the command line decides. Field names are the flags' names."""
 
     deepspeed_config: Path | None
-    data: str
+    data: tuple[str, ...]
+    data_weights: tuple[float, ...] | None
     val_data: str | None
     val_fraction: float
+    limit_samples: int | None
+    max_bad_fraction: float
+    on_leak: str
+    leak_bits: int | None
+    index_check: str
+    cache: str
+    cache_limit: float
     image_tower: str
     text_tower: str
     image_weights: str | None
@@ -39,6 +49,9 @@ class Options:
     resume: str
     wandb: str
     wandb_project: str
+
+    def data_options(self) -> DataOptions:
+        return DataOptions.from_record(vars(self))
 
     def num_workers(self) -> str | int:
         return self.workers if self.workers == "auto" else int(self.workers)
@@ -65,7 +78,10 @@ class Options:
         return checkpoint
 
     def record(self) -> dict[str, Any]:
-        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+        plain = {Path: str, tuple: list}
+        return {
+            key: next((to(value) for kind, to in plain.items() if isinstance(value, kind)), value) for key, value in asdict(self).items()
+        }
 
 
 class _Parser(argparse.ArgumentParser):
@@ -108,11 +124,41 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--workers", default="auto", metavar="auto|N", help="data loading processes per rank (default: auto)")
     run.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of weights, order, augmentation and dropout (default: 0)")
     data = parser.add_argument_group("data")
-    data.add_argument("--data", default="demo", metavar="SPEC", help="demo | demo:LANG[+LANG...] | jsonl:FILE (default: demo)")
+    data.add_argument(
+        "--data",
+        action="append",
+        metavar="SPEC",
+        help="demo | demo:LANG[+LANG...] | jsonl:FILE | csv:FILE | tsv:FILE | parquet:FILES | coco:IMAGES:CAPTIONS.json | imagefolder:DIR | "
+        "webdataset:SHARDS; repeat it to mix several (data/README.md; default: demo)",
+    )
+    data.add_argument("--data-weights", metavar="W,W,...", help="how often the samples of each --data come in an epoch (default: once)")
     data.add_argument("--val-data", metavar="SPEC", help="held-out samples from elsewhere, instead of a part of --data")
     data.add_argument(
-        "--val-fraction", type=float, default=0.1, metavar="F", help="part of --data held out, never trained on (default: 0.1)"
+        "--val-fraction", type=_fraction, default=0.1, metavar="F", help="part of --data held out, never trained on (default: 0.1)"
     )
+    data.add_argument("--limit-samples", type=_at_least(2), metavar="N", help="train on N samples only, to try a pipeline")
+    data.add_argument(
+        "--on-leak", choices=("refuse", "drop"), default="refuse", help="training samples that are also in --val-data (default: refuse)"
+    )
+    data.add_argument(
+        "--leak-bits",
+        type=_at_least(0),
+        metavar="N",
+        help="pictures count as equal when their perceptual hashes differ in up to N of 64 bits (default: only equal files do)",
+    )
+    data.add_argument(
+        "--max-bad-fraction", type=_fraction, default=0.01, metavar="F", help="stop when more of the samples cannot be used (default: 0.01)"
+    )
+    data.add_argument(
+        "--index-check",
+        choices=("decode", "header"),
+        default="decode",
+        help="how pictures are looked at when a data set is first opened; header: faster, truncated ones are found in training (default: decode)",
+    )
+    data.add_argument(
+        "--cache", default="off", metavar="off|auto|DIR", help="keep decoded and resized pictures; auto: in WYE_CACHE (default: off)"
+    )
+    data.add_argument("--cache-limit", type=float, default=50, metavar="GB", help="size limit of --cache (default: 50)")
     model = parser.add_argument_group("towers")
     model.add_argument(
         "--image-tower", metavar="NAME", help="torchvision architecture, NAME[:key=value,...] (default: resnet50; demo: a ResNet-10)"
@@ -186,9 +232,9 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     values.pop("local_rank")
     if values["workers"] != "auto" and not values["workers"].isdigit():
         parser.error(f"argument --workers: {values['workers']!r} is neither 'auto' nor a whole number")
-    if not 0 <= values["val_fraction"] < 1:
-        parser.error(f"argument --val-fraction: {values['val_fraction']} is not in 0 <= F < 1")
-    defaults = DEMO_DEFAULTS if values["data"].split(":")[0] == "demo" else DEFAULTS
+    values["data"] = tuple(values["data"] or ["demo"])
+    values["data_weights"] = _weights(parser, values["data_weights"], values["data"])
+    defaults = DEMO_DEFAULTS if all(spec.split(":")[0] == "demo" for spec in values["data"]) else DEFAULTS
     for key, default in defaults.items():
         if values[key] is None and not (key == "epochs" and values["steps"] is not None):
             values[key] = default
@@ -199,6 +245,28 @@ def default_config(on_gpu: bool, bf16_supported: bool) -> Path:
     """The JSON file that suits the hardware found."""
     name = "cpu_fp32.json" if not on_gpu else "zero1_bf16.json" if bf16_supported else "zero1_fp16.json"
     return ROOT / "ds_configs" / name
+
+
+def _weights(parser: argparse.ArgumentParser, given: str | None, data: tuple[str, ...]) -> tuple[float, ...] | None:
+    if given is None:
+        return None
+    try:
+        weights = tuple(float(weight) for weight in given.split(","))
+    except ValueError:
+        weights = ()
+    if len(weights) != len(data) or not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+        parser.error(f"argument --data-weights: {given!r}; {len(data)} --data need {len(data)} numbers >= 0, not all 0, such as 1,0.5")
+    return weights
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not in 0 <= F < 1")
+    return value
+
+
+_fraction.__name__ = "number"
 
 
 def _at_least(minimum: int):

@@ -19,7 +19,10 @@ from launch.options import ROOT, Options
 from models.towers import Tower
 
 # Options that may differ when a run goes on: they do not change what is trained.
-FREE_TO_CHANGE = ("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "trace_every", "deepspeed_config")
+FREE_TO_CHANGE = (
+    *("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "trace_every", "deepspeed_config"),
+    *("cache", "cache_limit", "max_bad_fraction"),
+)
 PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillow")
 
 
@@ -27,7 +30,7 @@ def choose_folder(options: Options) -> Path:
     """--run-dir, or a new folder below runs/ named after the time and the data."""
     if options.run_dir is not None:
         return options.run_dir
-    kind = options.data.split(":")[0]
+    kind = "+".join(spec.split(":")[0] for spec in options.data)
     return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{kind}"
 
 
@@ -124,6 +127,12 @@ class RunFolder:
             values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
+
+    def note_bad_sample(self, data: str, identity: str, reason: str, detail: str) -> None:
+        """Append a line to bad_samples.jsonl, on whichever rank found it: short enough to be written in one piece."""
+        record = {"data": data, "id": identity, "reason": reason, "detail": detail[:500]}
+        with (self.path / "bad_samples.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
     def _replace(self, path: Path, text: str) -> None:
         if self.first_rank:

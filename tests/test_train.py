@@ -233,7 +233,7 @@ def test_own_data_and_pretrained_text_weights(tmp_path):
     (tmp_path / "pictures").mkdir()
     lines = []
     for i in range(0, 3000, 50):
-        demo.image(i).save(tmp_path / "pictures" / f"{i}.png")
+        (tmp_path / "pictures" / f"{i}.png").write_bytes(demo.image_bytes(i))
         lines.append(json.dumps({"image_path": f"pictures/{i}.png", "text": demo.captions(i), "id": demo.identity(i)}))
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
     folder = tmp_path / "text tower"

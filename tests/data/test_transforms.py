@@ -1,17 +1,37 @@
 """Pictures of every mode become the same kind of tensor."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import InterpolationMode, v2
 
-from data.pictures import pixel_key, upright_8bit
-from data.transforms import CLIP_MEAN, CLIP_STD, eval_transform, train_transform
+from data.pictures import decode_bytes
+from data.transforms import CLIP_MEAN, CLIP_STD, KEPT, SHRUNK, Stored, eval_transform, normalised, train_transform
 
 
 def to_rgb(tensor):
     """[3, H, W] normalised -> uint8-like 0..255"""
     return (tensor * torch.tensor(CLIP_STD)[:, None, None] + torch.tensor(CLIP_MEAN)[:, None, None]) * 255
+
+
+def made(transform, image, seed=0):
+    """Both phases, and the normalisation: float32 [3, H, W]."""
+    return normalised([transform(transform.stored.of(image), np.random.default_rng(seed))])[0]
+
+
+def encoded(image, kind, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def smooth(width, height):
+    """A picture without fine detail, as scales can be compared on it."""
+    corners = np.random.default_rng(3).integers(0, 256, (4, 4, 3)).astype(np.uint8)
+    return Image.fromarray(corners).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def grey_16bit():
@@ -44,58 +64,133 @@ MODES = [
 
 @pytest.mark.parametrize(("image", "colour"), [mode[1:] for mode in MODES], ids=[mode[0] for mode in MODES])
 def test_every_mode_becomes_normalised_rgb(image, colour):
-    tensor = eval_transform(4)(image)
+    tensor = made(eval_transform(4), image)
     assert tensor.shape == (3, 4, 4) and tensor.dtype == torch.float32
     expected = torch.tensor(colour, dtype=torch.float32)[:, None, None].expand(3, 4, 4)
     assert torch.allclose(to_rgb(tensor), expected, atol=2.0)  # 8 bits and colour spaces round
-    tensor = train_transform(4)(image)
+    tensor = made(train_transform(4), image)
     assert tensor.shape == (3, 4, 4) and tensor.dtype == torch.float32 and tensor.isfinite().all()
 
 
-def test_exif_rotation_is_applied(tmp_path):
-    image = Image.new("RGB", (20, 10))
-    image.paste((255, 255, 255), (0, 0, 10, 10))  # left half white
-    exif = Image.Exif()
-    exif[0x0112] = 6  # shown turned by 90 degrees clockwise: the left half is then on top
-    image.save(tmp_path / "turned.png", exif=exif)
-    shown = upright_8bit(Image.open(tmp_path / "turned.png"))
-    assert shown.size == (10, 20) and shown.getpixel((5, 2)) == (255, 255, 255) and shown.getpixel((5, 17)) == (0, 0, 0)
-
-
-def test_pixel_key_sees_what_the_eye_sees():
-    red = Image.new("RGB", (4, 4), (255, 0, 0))
-    assert pixel_key(red) == pixel_key(red.convert("RGBA")) == pixel_key(red.convert("P", palette=Image.Palette.ADAPTIVE))
-    assert pixel_key(Image.new("RGBA", (4, 4), (255, 0, 0, 0))) == pixel_key(Image.new("RGBA", (4, 4), (0, 9, 0, 0)))
-    assert pixel_key(Image.new("RGB", (2, 8))) != pixel_key(Image.new("RGB", (4, 4))) != pixel_key(red)
+def test_normalised_is_torchvision_s_arithmetic():
+    pictures = [np.random.default_rng(n).integers(0, 256, (5, 7, 3)).astype(np.uint8) for n in range(3)]
+    given = torch.full((3 * 5 * 7 * 3,), torch.nan)
+    values = normalised(pictures, given)
+    assert values.shape == (3, 3, 5, 7) and values.is_contiguous(memory_format=torch.channels_last)
+    assert values.data_ptr() == given.data_ptr()
+    expected = [v2.functional.normalize(torch.from_numpy(p).permute(2, 0, 1) / 255, list(CLIP_MEAN), list(CLIP_STD)) for p in pictures]
+    assert torch.allclose(values, torch.stack(expected), atol=1e-5)  # one multiplication and one addition instead of four steps
+    assert torch.equal(values, normalised(pictures))
 
 
 def test_not_square_is_cropped_in_the_middle():
     image = Image.new("RGB", (30, 10))
     image.paste((255, 255, 255), (10, 0, 20, 10))
-    assert torch.allclose(to_rgb(eval_transform(10)(image)), torch.tensor(255.0), atol=1.0)
+    assert torch.allclose(to_rgb(made(eval_transform(10), image)), torch.tensor(255.0), atol=1.0)
+
+
+def test_evaluation_is_torchvision_s_resize_and_centre_crop():
+    image = smooth(90, 60)
+    usual = v2.Compose([v2.Resize(40, InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(40), v2.PILToTensor()])
+    transform = eval_transform(40)
+    ours = transform(np.array(image))
+    assert np.abs(ours.transpose(2, 0, 1).astype(int) - usual(image).numpy()).max() <= 2  # 8 bits round
+
+
+@pytest.mark.parametrize("size", [(24, 48), (48, 24), (33, 32)])
+@pytest.mark.parametrize("shape", [(100, 30), (30, 100), (20, 20), (1, 90), (64, 64)])
+def test_any_picture_fills_any_target(shape, size):
+    image = smooth(*shape)
+    for transform in (train_transform(size), eval_transform(size)):
+        assert made(transform, image).shape == (3, *size)
+
+
+def test_training_crops_80_to_100_percent_anywhere_in_the_picture():
+    ramp = np.zeros((120, 160, 3), np.uint8)
+    ramp[..., 0], ramp[..., 1] = np.arange(160)[None, :], np.arange(120)[:, None]  # a pixel's colour says where it was
+    transform, lefts, areas, shapes = train_transform(60), [], [], []
+    for seed in range(300):
+        crop = transform(ramp, np.random.default_rng(seed)).astype(float)
+        inner = crop[5:-5, 5:-5]
+        width, height = (60 / 50 * (50 / 49) * (inner[..., c].max() - inner[..., c].min()) for c in (0, 1))
+        lefts.append(crop[30, 30, 0] - width / 2)
+        areas.append(width * height / 120**2)
+        shapes.append(width / height)
+    assert 0.75 < min(areas) < 0.84 and 0.93 < max(areas) < 1.05  # of the largest square; colours round
+    assert 0.86 < min(shapes) < 0.93 and 1.07 < max(shapes) < 1.14
+    assert min(lefts) < 5 and max(lefts) > 40  # a 4:3 picture is not always cropped in its middle
 
 
 def test_training_background_is_light_and_random_and_evaluation_is_white(demo):
-    corner = [to_rgb(train_transform(32)(demo.image(100)))[:, 0, 0] for _ in range(20)]
+    corner = [to_rgb(made(train_transform(32), decode_bytes(demo.image_bytes(100)), seed))[:, 0, 0] for seed in range(20)]
     assert torch.stack(corner).min() > 170 and torch.stack(corner).std() > 5
-    assert torch.allclose(to_rgb(eval_transform(32)(demo.image(100)))[:, 0, 0], torch.tensor(255.0), atol=1.0)
+    assert torch.allclose(to_rgb(made(eval_transform(32), decode_bytes(demo.image_bytes(100))))[:, 0, 0], torch.tensor(255.0), atol=1.0)
 
 
-def test_no_flip():
+def left_is_brighter(tensor):
+    return bool(tensor[:, :, 0].mean() > tensor[:, :, -1].mean())
+
+
+def test_no_flip_unless_asked_for():
     image = Image.new("RGB", (40, 40))
     image.paste((255, 255, 255), (0, 0, 20, 40))
-    for _ in range(30):
-        tensor = train_transform(8)(image)
-        assert tensor[:, :, 0].mean() > tensor[:, :, -1].mean()
+    assert all(left_is_brighter(made(train_transform(8), image, seed)) for seed in range(30))
+    flipped = [left_is_brighter(made(train_transform(8, flip=0.5), image, seed)) for seed in range(60)]
+    assert 15 < sum(flipped) < 45
 
 
 def test_jitter_changes_brightness_when_asked():
     image = Image.new("RGB", (16, 16), (100, 100, 100))
-    assert len({round(train_transform(8, colour_jitter=0.3)(image).mean().item(), 2) for _ in range(10)}) > 3
-    assert len({round(train_transform(8)(image).mean().item(), 2) for _ in range(10)}) == 1
+    assert len({round(made(train_transform(8, colour_jitter=0.3), image, seed).mean().item(), 2) for seed in range(10)}) > 3
+    assert len({round(made(train_transform(8), image, seed).mean().item(), 2) for seed in range(10)}) == 1
+
+
+def test_an_option_does_not_shift_the_draws_of_another():
+    image = smooth(50, 40)
+    plain, flipped = (
+        transform(np.array(image), np.random.default_rng(5)) for transform in (train_transform(16), train_transform(16, flip=1.0))
+    )
+    assert np.array_equal(plain, flipped[:, ::-1])
+
+
+@pytest.mark.parametrize(
+    ("file", "target", "stored"),
+    [
+        ((640, 480), 224, (240, 320)),  # half, by the JPEG decoder
+        ((500, 375), 224, (258, 343)),  # 375 is more than 1.25 x 224, and half of it is less than 224: 1.15 x
+        ((280, 280), 224, (280, 280)),  # just 1.25 x
+        ((100, 60), 224, (60, 100)),  # smaller than needed: as it is
+        ((640, 480), (192, 256), (240, 320)),  # height is what limits
+        ((480, 640), (192, 256), (393, 294)),  # the width is what limits: 1.15 x 256
+    ],
+)
+def test_what_is_stored_is_a_little_larger_than_what_is_read(file, target, stored):
+    size = (target, target) if isinstance(target, int) else target
+    array = Stored(size)(encoded(smooth(*file), "JPEG", quality=95))
+    assert array.shape[:2] == stored and array.dtype == np.uint8
+    reference = np.asarray(smooth(*file).resize(array.shape[1::-1], Image.Resampling.BOX)).astype(int)
+    assert np.abs(array - reference).mean() < 3  # the same picture, whatever way it was shrunk
+
+
+def test_stored_has_four_channels_only_where_something_is_transparent():
+    clear = Image.new("RGBA", (300, 300), (10, 200, 30, 255))
+    assert Stored((64, 64))(encoded(clear, "PNG")).shape == (round(64 * SHRUNK), round(64 * SHRUNK), 3)
+    clear.paste((255, 0, 0, 0), (0, 0, 150, 300))
+    stored = Stored((64, 64))(encoded(clear, "PNG"))
+    assert stored.shape[2] == 4
+    assert stored[stored[..., 3] > 0][:, 0].max() < 20  # the invisible red does not seep into the green
+    assert KEPT * 64 < 300
+
+
+def test_stored_is_the_same_for_the_same_bytes_and_named_by_its_size(demo):
+    data = demo.image_bytes(7)
+    assert np.array_equal(Stored((32, 32))(data), Stored((32, 32))(data))
+    assert Stored((32, 32)).name == train_transform(32).stored.name == eval_transform(32).stored.name != Stored((32, 64)).name
 
 
 @pytest.mark.parametrize("transform", [train_transform, eval_transform])
 def test_size_refused(transform):
     with pytest.raises(ValueError, match="image_size 0: a whole number of pixels >= 1"):
         transform(0)
+    with pytest.raises(ValueError, match="a whole number of pixels >= 1"):
+        transform((32, -1))

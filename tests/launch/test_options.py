@@ -7,18 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from data.options import DataOptions
 from launch.options import DEFAULTS, DEMO_DEFAULTS, default_config, make_parser, parse_options
 
 # A new flag needs an edit here, and with it the question whether two recipes need it (style.md).
 FLAGS = [
     "--deepspeed_config", "--run-dir", "--resume", "--workers", "--seed",
-    "--data", "--val-data", "--val-fraction",
+    "--data", "--data-weights", "--val-data", "--val-fraction", "--limit-samples",
+    "--on-leak", "--leak-bits", "--max-bad-fraction", "--index-check", "--cache", "--cache-limit",
     "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--tokenizer", "--embed-dim", "--image-size", "--max-text-tokens",
     "--epochs", "--steps", "--save-every", "--eval-every",
     "--wandb", "--trace-every", "--wandb-project",
 ]  # fmt: skip
 # Each of them replaces what another flag gives, and is off unless it is given.
-ALTERNATIVES = {"--val-data": "instead of a part of --data", "--steps": "instead of epochs"}
+ALTERNATIVES = {
+    "--val-data": "instead of a part of --data",
+    "--steps": "instead of epochs",
+    "--limit-samples": "train on N samples only",
+}
 
 
 def actions() -> dict[str, argparse.Action]:
@@ -64,15 +70,28 @@ def test_help_points_to_the_json_and_keeps_the_launchers_flag_to_itself():
 
 def test_the_demo_is_the_default():
     options = parse_options([])
-    assert options.data == "demo" and {key: getattr(options, key) for key in DEMO_DEFAULTS} == DEMO_DEFAULTS
+    assert options.data == ("demo",) and {key: getattr(options, key) for key in DEMO_DEFAULTS} == DEMO_DEFAULTS
     assert (options.resume, options.workers, options.num_workers(), options.seed) == ("auto", "auto", "auto", 0)
     assert (options.wandb, options.val_fraction, options.steps, options.run_dir) == ("disabled", 0.1, None, None)
     assert parse_options(["--data", "demo:de+ja"]).image_tower == DEMO_DEFAULTS["image_tower"]
+    assert options.data_options() == DataOptions(("demo",))
 
 
 def test_real_data_has_real_towers():
     options = parse_options(["--data", "jsonl:pairs.jsonl"])
     assert {key: getattr(options, key) for key in DEFAULTS} == DEFAULTS
+
+
+def test_several_data_sets():
+    options = parse_options(
+        ["--data", "demo", "--data", "coco:a:b.json", "--data-weights", "1,0.5", "--val-data", "csv:v.csv", "--on-leak", "drop"]
+    )
+    assert (
+        options.data == ("demo", "coco:a:b.json") and options.data_weights == (1.0, 0.5) and options.image_tower == DEFAULTS["image_tower"]
+    )
+    made = options.data_options()
+    assert (made.data, made.data_weights, made.val_data, made.on_leak) == (options.data, (1.0, 0.5), "csv:v.csv", "drop")
+    assert DataOptions.from_record(json.loads(json.dumps(options.record()))) == made  # as config.json gives it back
 
 
 def test_what_is_given_wins_over_the_defaults():
@@ -96,6 +115,11 @@ def test_what_is_given_wins_over_the_defaults():
         (["--val-fraction", "1"], ["--val-fraction", "1.0 is not in 0 <= F < 1"]),
         (["--val-fraction", "-0.1"], ["--val-fraction", "-0.1 is not in 0 <= F < 1"]),
         (["--val-fraction", "nan"], ["--val-fraction", "nan is not in 0 <= F < 1"]),
+        (["--max-bad-fraction", "2"], ["--max-bad-fraction", "2.0 is not in 0 <= F < 1"]),
+        (["--data-weights", "1,2"], ["--data-weights", "'1,2'", "1 --data need 1 numbers"]),
+        (["--data", "demo", "--data", "demo:de", "--data-weights", "1,-2"], ["--data-weights", "2 --data need 2 numbers >= 0"]),
+        (["--data", "demo", "--data", "demo:de", "--data-weights", "0,0"], ["--data-weights", "not all 0"]),
+        (["--on-leak", "keep"], ["--on-leak", "'keep'", "refuse", "drop"]),
         (["--wandb", "on"], ["--wandb", "'on'", "online", "offline", "disabled"]),
         (["--data"], ["--data", "expected one argument"]),
     ],

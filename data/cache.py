@@ -1,0 +1,465 @@
+"""Decoded pictures, kept on disk: what phase A of the transforms gives, in LMDB, shared by all processes of a machine.
+
+    python -m data.cache SPEC --image-size N --workers N [--cache DIR] [--limit GB]      fill it beforehand; can be broken off and called again
+
+Without that it fills in the first epoch: a miss is decoded as ever and handed to a thread that writes by the batch. The key is the hash of
+the encoded picture with the name of phase A, so a changed picture, another size or another version of the code never finds old pixels.
+A value is a header of 16 bytes (magic, height, width, channels, CRC-32) and the raw pixels; one that does not fit its header is a miss.
+
+A cache never stops a run: whatever fails here is told once, and pictures are decoded. Nor does it keep one waiting: writers take turns by a
+lock file, and one that does not get its turn in time drops what it has. Nothing is flushed to disk after a write (LMDB's sync is off):
+a process may die at any moment without harm, but after a power failure the file may be broken; then delete the folder. The folder must
+lie on a local disk, as LMDB's locks do not work over a network.
+
+Only pictures are kept. Captions are tokenized faster than they could be fetched.
+"""
+
+import argparse
+import hashlib
+import os
+import queue
+import struct
+import sys
+import threading
+import time
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from functools import lru_cache
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+import lmdb
+import numpy as np
+from filelock import FileLock, Timeout
+
+from data.bad_samples import BadSample
+from data.processes import start_method
+from data.sources import Source, open_source
+from data.transforms import Stored, train_transform
+
+HEADER = struct.Struct("<4sHHB3xI")  # magic, height, width, channels, CRC-32 of the header before it and of the pixels
+MAGIC = b"WyeA"
+GIB = 1 << 30
+DEFAULT_LIMIT = 50 * GIB
+ADDRESSES = 1 << 40  # of address space, neither of memory nor of disk: large, so that processes with different limits agree
+MAX_READERS = 4096
+QUEUE_BYTES = 64 << 20  # waiting to be written, per process
+BATCH_BYTES = 16 << 20  # written in one transaction
+BATCH_S = 0.5  # how long a batch waits to grow
+TURN_S = 5.0  # how long a writer waits for its turn
+CLOSE_S = 2.0  # how long a process that ends waits for what is still to be written
+CHUNK = 32  # pictures that a filling worker decodes at a time
+
+
+def default_folder() -> Path:
+    return Path(os.environ.get("WYE_CACHE") or Path.home() / ".cache" / "wye") / "pictures"
+
+
+@dataclass(frozen=True)
+class PictureCache:
+    """Pictures by key, in `folder`, up to `limit_bytes`. Small to pickle; each process opens the file when it first needs it."""
+
+    folder: Path
+    limit_bytes: int = DEFAULT_LIMIT
+
+    def __post_init__(self) -> None:
+        if self.limit_bytes < 1:
+            raise ValueError(f"limit of the picture cache: {self.limit_bytes} bytes; at least 1 is needed")
+
+    def picture(self, content_hash: bytes, stored: Stored, read: Callable[[], bytes]) -> np.ndarray:
+        """What `stored` makes of the bytes that `read` gives; from the cache if it is there. Errors: those of `read` and BadSample."""
+        key = key_of(content_hash, stored)
+        picture = self.get(key)
+        if picture is None:
+            data = read()
+            picture = stored(data)
+            # The source's hash may be of an older state of the file.
+            if hashlib.blake2b(data, digest_size=len(content_hash)).digest() == content_hash:
+                self.put(key, picture)
+        return picture
+
+    def get(self, key: bytes) -> np.ndarray | None:
+        """uint8 [h, w, 3 or 4], the caller's own; None where there is none, or none that is whole."""
+        return _file(self).get(key)
+
+    def put(self, key: bytes, picture: np.ndarray) -> None:
+        """Soon, in the background; dropped when too much is waiting or the limit is reached. `picture` must not be changed afterwards."""
+        _file(self).put(key, picture)
+
+    def write(self, pictures: Sequence[tuple[bytes, np.ndarray]], turn_s: float = TURN_S) -> bool:
+        """At once, in one transaction. False if they could not be written: full, broken, or no turn within `turn_s`."""
+        return _file(self).write(pictures, turn_s)
+
+    def has(self, key: bytes) -> bool:
+        return _file(self).get(key, only_check=True) is not None
+
+    def is_open(self) -> bool:
+        """Opens it. False, with a warning, if it cannot be used."""
+        return _file(self).is_open()
+
+    def is_full(self) -> bool:
+        return _file(self).refuses_writes
+
+    def used_bytes(self) -> int:
+        return _file(self).used_bytes()
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Write what is waiting, for as long as `timeout_s`, and close the file in this process; the next use opens it again."""
+        file = _FILES.pop(_place(self), None)
+        if file is not None:
+            file.close(timeout_s)
+
+
+def key_of(content_hash: bytes, stored: Stored) -> bytes:
+    return content_hash + stored.name.encode()
+
+
+def open_cache(folder: Path | None = None, limit_bytes: int = DEFAULT_LIMIT) -> PictureCache | None:
+    """The cache in `folder` (default: below WYE_CACHE, else ~/.cache/wye), or None, with a warning, if it cannot be used."""
+    cache = PictureCache(folder or default_folder(), limit_bytes)
+    return cache if cache.is_open() else None
+
+
+class _File:
+    """The open file of one process. All errors end in `_give_up`, which warns once."""
+
+    def __init__(self, cache: PictureCache) -> None:
+        self.folder, self.limit_bytes = cache.folder, cache.limit_bytes
+        self.environment: lmdb.Environment | None = None
+        self.is_broken = self.refuses_writes = False
+        self._opening, self._counting = threading.Lock(), threading.Lock()
+        self._waiting: queue.SimpleQueue[tuple[bytes, np.ndarray] | None] = queue.SimpleQueue()
+        self._waiting_bytes = 0
+        self._writer: threading.Thread | None = None
+
+    def is_open(self) -> bool:
+        return self._opened() is not None
+
+    def get(self, key: bytes, only_check: bool = False) -> np.ndarray | None:
+        environment = self._opened()
+        if environment is None:
+            return None
+        try:
+            with environment.begin(buffers=True) as transaction:
+                value = transaction.get(key)
+                return None if value is None else unpacked(value, copy=not only_check)
+        except (lmdb.Error, OSError) as error:
+            self._give_up(error)
+            return None
+
+    def put(self, key: bytes, picture: np.ndarray) -> None:
+        if self.refuses_writes or self.is_broken or self._waiting_bytes + picture.nbytes > QUEUE_BYTES:
+            return
+        with self._counting:
+            self._waiting_bytes += picture.nbytes
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write_what_waits, name="picture-cache", daemon=True)
+                self._writer.start()
+        self._waiting.put((key, picture))
+
+    def write(self, pictures: Sequence[tuple[bytes, np.ndarray]], turn_s: float) -> bool:
+        environment = self._opened()
+        if environment is None or self.refuses_writes:
+            return False
+        try:
+            # A lock of our own before LMDB's, which can only be waited for without limit.
+            with FileLock(self.folder / "writer.lock", timeout=turn_s, thread_local=False):
+                if self.used_bytes() + sum(map(_bytes_on_disk, pictures)) > self.limit_bytes:
+                    self._stop_writing(
+                        f"holds {self.used_bytes() / GIB:.1f} GiB and would pass its limit of {self.limit_bytes / GIB:.1f} GiB"
+                    )
+                    return False
+                with environment.begin(write=True) as transaction:
+                    for key, picture in pictures:
+                        value = packed(picture)
+                        if transaction.get(key) != value:  # another process was quicker
+                            transaction.put(key, value)
+            return True
+        except Timeout:
+            return False
+        except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.PanicError) as error:
+            self._give_up(error)
+        except (lmdb.Error, OSError) as error:  # full disk, no permission
+            self._stop_writing(f"cannot be written ({error})")
+        return False
+
+    def used_bytes(self) -> int:
+        environment = self._opened()
+        return _extent(environment) if environment is not None else 0
+
+    def close(self, timeout_s: float) -> None:
+        if self._writer is not None:
+            self._waiting.put(None)
+            self._writer.join(timeout_s)
+            if self._writer.is_alive():  # it holds the environment; the end of the process ends both
+                return
+        if self.environment is not None:
+            self.environment.close()
+        self.environment, self.is_broken = None, True
+
+    def _write_what_waits(self) -> None:
+        ended = False
+        while not ended:
+            batch, size, deadline = [], 0, None
+            while size < BATCH_BYTES:
+                try:
+                    item = self._waiting.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+                except queue.Empty:
+                    break
+                if item is None:
+                    ended = True
+                    break
+                batch.append(item)
+                size += item[1].nbytes
+                deadline = deadline or time.monotonic() + BATCH_S
+            if batch:
+                self.write(batch, TURN_S)
+                with self._counting:
+                    self._waiting_bytes -= size
+
+    def _opened(self) -> lmdb.Environment | None:
+        if self.environment is not None or self.is_broken:
+            return self.environment
+        with self._opening:
+            if self.environment is None and not self.is_broken:
+                try:
+                    self.environment = _open(self.folder, self.limit_bytes)
+                except (lmdb.Error, OSError) as error:
+                    self._give_up(error)
+        return self.environment
+
+    def _give_up(self, error: Exception) -> None:
+        if not self.is_broken:
+            self._warn(f"cannot be used ({error}); pictures are decoded instead. If the file is broken, delete the folder")
+        self.is_broken, self.environment = True, None  # not closed: another thread may be reading
+
+    def _stop_writing(self, why: str) -> None:
+        if not self.refuses_writes:
+            self._warn(f"{why}; what it lacks is decoded each time. Give it more room, or another folder")
+        self.refuses_writes = True
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"picture cache {self.folder}: {what}", RuntimeWarning, stacklevel=2)
+
+
+_FILES: dict[tuple[int, str], _File] = {}  # LMDB allows a process to open a file once
+_OPENING = threading.Lock()
+
+
+def _place(cache: PictureCache) -> tuple[int, str]:
+    return os.getpid(), _real_path(cache.folder)
+
+
+@lru_cache  # looked up for every picture
+def _real_path(folder: Path) -> str:
+    return os.path.realpath(folder)
+
+
+def _file(cache: PictureCache) -> _File:
+    place = _place(cache)
+    file = _FILES.get(place)
+    if file is None:
+        with _OPENING:
+            if not _FILES:
+                # Loader workers run multiprocessing's finalizers when they end, but not those of atexit; a main process runs both.
+                Finalize(None, _close_all, exitpriority=10)
+            file = _FILES.setdefault(place, _File(cache))
+    return file
+
+
+def _close_all() -> None:
+    deadline = time.monotonic() + CLOSE_S
+    for place in [place for place in _FILES if place[0] == os.getpid()]:
+        _FILES.pop(place).close(max(0.0, deadline - time.monotonic()))
+
+
+def _open(folder: Path, limit_bytes: int) -> lmdb.Environment:
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = lmdb.open(
+        str(folder),
+        map_size=max(ADDRESSES, limit_bytes),
+        sync=False,
+        metasync=False,
+        writemap=False,  # with it, a full disk would kill the process that writes
+        meminit=True,  # no stray memory of this process in the file
+        readahead=True,  # a value is read whole, and spans many pages
+        max_readers=MAX_READERS,
+        max_spare_txns=1,
+    )
+    environment.reader_check()  # gives back the places of readers that were killed
+    extent = _extent(environment)  # before the size: a writer extends the file before it says so
+    size = (folder / "data.mdb").stat().st_size
+    if size < extent:
+        environment.close()
+        raise OSError(f"data.mdb has {size:,} bytes of {extent:,}")  # to read what is missing would kill the process
+    return environment
+
+
+def _extent(environment: lmdb.Environment) -> int:
+    return (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+
+
+def packed(picture: np.ndarray) -> bytes:
+    """uint8 [h, w, 3 or 4] -> header and pixels."""
+    pixels = np.ascontiguousarray(picture).data.cast("B")
+    size = (MAGIC, *picture.shape)
+    checksum = zlib.crc32(pixels, zlib.crc32(HEADER.pack(*size, 0)))
+    return HEADER.pack(*size, checksum) + pixels
+
+
+def unpacked(value: memoryview | bytes, copy: bool = True) -> np.ndarray | None:
+    """The picture, writable if copied; None if the value is not whole."""
+    if len(value) < HEADER.size:
+        return None
+    magic, height, width, channels, checksum = HEADER.unpack_from(value)
+    pixels = memoryview(value)[HEADER.size :]
+    if magic != MAGIC or channels not in (3, 4) or len(pixels) != height * width * channels:
+        return None
+    if zlib.crc32(pixels, zlib.crc32(HEADER.pack(magic, height, width, channels, 0))) != checksum:
+        return None
+    picture = np.frombuffer(pixels, np.uint8).reshape(height, width, channels)
+    return picture.copy() if copy else picture
+
+
+def _bytes_on_disk(item: tuple[bytes, np.ndarray]) -> int:
+    return -(-(item[1].nbytes + HEADER.size + 64) // 4096) * 4096  # 64: its entry in the tree
+
+
+# Filling it beforehand
+
+
+@dataclass
+class Filled:
+    """What filling did, in pictures."""
+
+    stored: int = 0
+    present: int = 0
+    refused: int = 0
+    bad: Counter[str] = field(default_factory=Counter)  # by reason
+    examples: list[str] = field(default_factory=list)  # of bad ones, a few
+
+    def __iadd__(self, other: "Filled") -> "Filled":
+        self.stored, self.present, self.refused = self.stored + other.stored, self.present + other.present, self.refused + other.refused
+        self.bad += other.bad
+        self.examples = (self.examples + other.examples)[:5]
+        return self
+
+
+def fill(source: Source, stored: Stored, cache: PictureCache, workers: int = 0, progress: bool = False) -> Filled:
+    """Put every usable picture of `source` into `cache`, in `workers` processes (0: here); those that are there are skipped.
+
+    Stops at the limit. Errors: ValueError, ChildProcessError when a worker dies.
+    """
+    from tqdm import tqdm
+
+    indices = source.usable()
+    chunks = [indices[start : start + CHUNK] for start in range(0, len(indices), CHUNK)]
+    total = Filled()
+    with tqdm(total=len(indices), unit="picture", disable=not progress) as bar:
+        for done, size in _filled_chunks(chunks, source, stored, cache, workers):
+            total += done
+            bar.update(size)
+    return total
+
+
+def _filled_chunks(
+    chunks: Sequence[np.ndarray], source: Source, stored: Stored, cache: PictureCache, workers: int
+) -> Iterator[tuple[Filled, int]]:
+    if workers == 0:
+        yield from ((_fill(source, stored, cache, chunk), len(chunk)) for chunk in chunks)
+        return
+    with ProcessPoolExecutor(workers, start_method(), _start_filling, (source, stored, cache)) as pool:
+        pending: dict[Future, int] = {}
+        left = iter(chunks)
+        try:
+            while True:
+                for chunk in _up_to(left, 4 * workers - len(pending)):
+                    pending[pool.submit(_fill_here, chunk)] = len(chunk)
+                if not pending:
+                    return
+                for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                    yield future.result(), pending.pop(future)
+        except BrokenProcessPool as error:
+            raise ChildProcessError(
+                "a process that fills the picture cache was killed, most often because memory ran out; give fewer --workers. What is stored stays"
+            ) from error
+
+
+def _up_to(items: Iterator, number: int) -> Iterable:
+    return [item for _, item in zip(range(number), items)]
+
+
+_FILLING: tuple | None = None
+
+
+def _start_filling(*what) -> None:
+    global _FILLING
+    _FILLING = what
+
+
+def _fill_here(chunk: np.ndarray) -> Filled:
+    return _fill(*_FILLING, chunk)
+
+
+def _fill(source: Source, stored: Stored, cache: PictureCache, chunk: np.ndarray) -> Filled:
+    done, pictures = Filled(), []
+    if cache.is_full() or not cache.is_open():
+        done.refused = len(chunk)
+        return done
+    for i in chunk.tolist():
+        try:
+            key = key_of(source.content_hash(i), stored)
+            if cache.has(key):
+                done.present += 1
+                continue
+            data = source.image_bytes(i)
+            pictures.append((key_of(hashlib.blake2b(data, digest_size=16).digest(), stored), stored(data)))
+        except BadSample as error:
+            done.bad[error.reason] += 1
+            done.examples.append(f"{source.where(i)}: {error}")
+    if pictures:
+        written = cache.write(pictures, turn_s=60.0)
+        done.stored, done.refused = (len(pictures), 0) if written else (0, len(pictures))
+    return done
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m data.cache", description="Fill the cache of decoded pictures before training.")
+    parser.add_argument("spec", metavar="SPEC", help="the data set, as --data of train.py")
+    parser.add_argument("--image-size", type=int, required=True, metavar="N", help="pixels, as --image-size of train.py")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes; 0: none beside this (default: %(default)s)"
+    )
+    parser.add_argument("--cache", type=Path, metavar="DIR", help=f"where it is (default: {default_folder()})")
+    parser.add_argument("--limit", type=float, default=DEFAULT_LIMIT / GIB, metavar="GB", help="most GiB on disk (default: %(default).0f)")
+    arguments = parser.parse_args(words)
+    if arguments.workers < 0 or arguments.limit <= 0:
+        parser.error("--workers must be >= 0 and --limit > 0")
+    start = time.monotonic()
+    source = open_source(arguments.spec)
+    cache = open_cache(arguments.cache, int(arguments.limit * GIB))
+    if cache is None:
+        return 1
+    done = fill(source, train_transform(arguments.image_size).stored, cache, arguments.workers, progress=True)
+    print(
+        f"{cache.folder}: {done.stored:,} pictures stored, {done.present:,} were there, {sum(done.bad.values()):,} unreadable, "
+        f"{done.refused:,} not stored; {cache.used_bytes() / GIB:.2f} GiB of {arguments.limit:g}, {time.monotonic() - start:.1f} s"
+    )
+    for reason, number in done.bad.most_common():
+        print(f"  {reason}: {number:,}")
+    for example in done.examples:
+        print(f"  for example {example}")
+    cache.close(60.0)
+    return 0 if not done.refused else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as error:
+        sys.exit(f"data.cache: error: {error}")

@@ -1,0 +1,79 @@
+"""A folder of pictures and a JSON file of captions, as COCO has them."""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+
+from data.bad_samples import BadSample
+from data.formats.rows import Format, Part, Row, Stamp, checked_captions, checked_id, in_parts, place, stamp
+from data.formats.specs import local_file, local_folder
+
+USAGE = "coco:IMAGES:CAPTIONS.json"
+
+
+class CocoFormat(Format):
+    """One sample per entry of "images", with all its captions; then one faulty row per caption whose image is not listed.
+
+    The JSON file is one value and is read as a whole (COCO's largest has 91 MB).
+    """
+
+    def __init__(self, where: str) -> None:
+        """`where`: `IMAGES:CAPTIONS.json`. Errors: ValueError, FileNotFoundError."""
+        folder, colon, file = where.rpartition(":")
+        if not colon or not folder or not file:
+            raise ValueError(f"data spec 'coco:{where}': a folder and a file are needed: {USAGE}")
+        self.folder = local_folder("coco", folder, USAGE)
+        self.file = local_file("coco", file, USAGE, 'captions {"images": [...], "annotations": [...]}')
+        self.spec = f"coco:{self.folder}:{self.file}"
+        self.root = os.path.realpath(self.folder)
+
+    def fingerprint(self) -> list[Stamp]:
+        return [stamp(self.file)]
+
+    def parts(self) -> Iterator[Part]:
+        return in_parts(self.file, (((number, image, texts), 1, 1) for number, (image, texts) in enumerate(self._samples())))
+
+    def _samples(self) -> Iterator[tuple[object, list]]:
+        try:
+            with open(self.file, encoding="utf-8-sig", errors="surrogateescape") as file:
+                content = json.load(file)
+            images, annotations = content["images"], content["annotations"]
+            if not isinstance(images, list) or not isinstance(annotations, list):
+                raise TypeError('"images" and "annotations" must be lists')
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            what = f"no key {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f'{self.file}: no COCO captions ({what}); {{"images": [...], "annotations": [...]}} is needed') from error
+        texts, faulty = defaultdict(list), []
+        for annotation in annotations:
+            if isinstance(annotation, dict) and isinstance(annotation.get("image_id"), (int, str)):
+                texts[annotation["image_id"]].append(annotation.get("caption"))
+            else:
+                faulty.append(annotation)
+        known = set()
+        for image in images:
+            name = image.get("id") if isinstance(image, dict) else None
+            known.add(name if isinstance(name, (int, str)) else None)
+            yield image, texts.get(name, []) if isinstance(name, (int, str)) else []
+        for annotation in faulty:
+            yield annotation, []
+        for name in [name for name in texts if name not in known]:
+            yield {"id": name}, texts[name]
+
+    def rows(self, part: Part) -> Iterator[Row]:
+        for number, image, texts in part.content:
+            row = Row(id=f"images[{number}]", number=number)
+            try:
+                if not isinstance(image, dict) or image.get("id") is None:
+                    raise BadSample("invalid-row", f"{image!r:.100} is given; an image has an id and a file_name, a caption an image_id")
+                row.id = checked_id(image["id"], row.id)
+                if "file_name" not in image:
+                    raise BadSample("invalid-row", f"image {row.id} is not listed with a file_name")
+                row.captions = checked_captions(texts)
+                place(row, self.root, image["file_name"])
+            except BadSample as problem:
+                row.problem = problem
+            yield row
+
+    def where(self, file: str, path: str, number: int) -> str:
+        return f"{file}#images[{number}]" + (f" {path}" if path else "")

@@ -1,0 +1,134 @@
+"""A folder per class, as ImageNet has them: `DIR/class/name.jpg`; captions are the class's name in some sentences."""
+
+import json
+import os
+from collections.abc import Iterator
+
+from data.bad_samples import BadSample
+from data.formats.rows import PICTURE_ENDINGS, Format, Part, Row, Stamp, check_characters, checked_captions, is_inside, near, place, stamp
+from data.formats.specs import local_file, local_folder, split_options
+
+USAGE = "imagefolder:DIR or imagefolder:DIR?names=FILE&templates=FILE"
+OPTIONS = ("names", "templates")
+NAMES_FILE = "classnames.txt"  # taken from DIR where it is there and no other is named
+TEMPLATES = (
+    "a photo of a {}",
+    "a picture that shows a {}",
+    "one {}, seen from near",
+    "a {} among other things",
+    "a drawing or a photo of a {}",
+)
+
+
+class ImageFolderFormat(Format):
+    """The pictures of all classes, sorted by class and path; an id is the path below DIR. Other files are passed over."""
+
+    unit = "class"
+
+    def __init__(self, where: str) -> None:
+        """`where`: `DIR[?names=FILE&templates=FILE]`. Errors: ValueError, FileNotFoundError."""
+        name, options = split_options("imagefolder", where, OPTIONS)
+        self.folder = local_folder("imagefolder", name, USAGE)
+        self.root = os.path.realpath(self.folder)
+        self.classes = sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
+        if not self.classes:
+            raise ValueError(f"data spec 'imagefolder:{where}': {self.folder} has no folder in it; a folder per class is needed")
+        own = os.path.join(self.root, NAMES_FILE)
+        names = options.get("names", own if os.path.isfile(own) and is_inside(self.root, os.path.realpath(own)) else None)
+        templates = options.get("templates")
+        self.names_file = local_file("imagefolder", names, USAGE, "class names") if names else None
+        self.templates_file = local_file("imagefolder", templates, USAGE, "sentences with {}") if templates else None
+        self.names = _read_names(self.names_file, self.classes) if self.names_file else {}
+        self.templates = _read_templates(self.templates_file) if self.templates_file else TEMPLATES
+        self.spec = f"imagefolder:{self.folder}?{self.names_file}&{self.templates_file}"
+
+    def fingerprint(self) -> list[Stamp]:
+        folders = [(name, os.path.join(self.root, name)) for name in self.classes]
+        inside = [path for _, path in folders if is_inside(self.root, os.path.realpath(path))]
+        below = [folder for path in inside for folder in _folders(path)]
+        return [stamp(path) for path in (self.root, *below, self.names_file, self.templates_file) if path] + [(str(self.templates), 0, 0)]
+
+    def total(self) -> int:
+        return len(self.classes)
+
+    def parts(self) -> Iterator[Part]:
+        return (Part(self.root, name, 1) for name in self.classes)
+
+    def rows(self, part: Part) -> Iterator[Row]:
+        name = self.names.get(part.content, part.content.replace("_", " "))
+        captions = [template.replace("{}", name) for template in self.templates]
+        for number, path in enumerate(_pictures(self.root, part.content)):
+            row = Row(id=path, number=number, path=path)
+            try:
+                check_characters(path, "the name of the file")
+                place(row, self.root, path)
+                row.captions = checked_captions(captions)
+            except BadSample as problem:
+                row.problem = problem
+            yield row
+
+    def where(self, file: str, path: str, number: int) -> str:
+        return os.path.join(file, path)
+
+
+def _pictures(root: str, relative: str) -> Iterator[str]:
+    """Paths below `root`, sorted. A folder that leads out of the root comes as its own path, and is not entered."""
+    folder = os.path.join(root, relative)
+    if not is_inside(root, os.path.realpath(folder)):
+        yield relative
+        return
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        path = f"{relative}/{entry.name}"
+        if entry.is_symlink() and entry.is_dir():  # inside it is listed where it is; else a link to its own parent would never end
+            if not is_inside(root, os.path.realpath(entry.path)):
+                yield path
+        elif entry.is_dir():
+            yield from _pictures(root, path)
+        elif entry.name.rpartition(".")[2].lower() in PICTURE_ENDINGS:
+            yield path
+
+
+def _folders(folder: str) -> Iterator[str]:
+    """The folder and all below it, links apart."""
+    yield folder
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            yield from _folders(entry.path)
+
+
+def _read_text(file: str) -> str:
+    try:
+        with open(file, encoding="utf-8-sig") as opened:
+            return opened.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+
+
+def _read_names(file: str, classes: list[str]) -> dict[str, str]:
+    text = _read_text(file)
+    if file.endswith(".json"):
+        try:
+            names = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{file}: invalid JSON: {error}") from None
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ValueError(f'{file}: an object {{"folder": "name of the class", ...}} is needed')
+    else:
+        lines = [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
+        short = [line[0] for line in lines if len(line) < 2]
+        if short:
+            raise ValueError(f"{file}: '{short[0]}' has no name; a line is a folder, a space, and the name of its class")
+        names = {folder: name.strip() for folder, name in lines}
+    missing = [folder for folder in classes if not names.get(folder, "").strip()]
+    if missing:
+        hint = near(missing[0], list(names))
+        raise ValueError(f"{file}: no name for {len(missing)} of {len(classes)} folders, the first is '{missing[0]}'{hint}")
+    return {folder: names[folder] for folder in classes}
+
+
+def _read_templates(file: str) -> tuple[str, ...]:
+    templates = tuple(line.strip() for line in _read_text(file).splitlines() if line.strip())
+    wrong = [template for template in templates if template.count("{}") != 1]
+    if wrong or not templates:
+        raise ValueError(f"{file}: {wrong[0] if wrong else 'no line'!r}; each line is a sentence with one {{}}, for the class")
+    return templates

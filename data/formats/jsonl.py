@@ -1,0 +1,87 @@
+"""A data set as a file of JSON lines: `{"image_path": "a/b.png", "text": "a red apple", "id": "b"}`."""
+
+import difflib
+import json
+import os
+from collections.abc import Iterator
+
+from data.bad_samples import BadSample
+from data.formats.rows import Format, Part, Row, Stamp, checked_captions, checked_id, in_parts, place, stamp
+from data.formats.specs import local_file
+
+USAGE = "jsonl:FILE"
+FORMAT = '{"image_path": "relative/path.png", "text": "a caption" or ["several", "captions"], "id": "optional name"}'
+LINE_LIMIT = 16 << 20  # bytes
+
+
+class JsonlFormat(Format):
+    """The samples of one JSON-lines file, in file order. Paths count from the file's folder and may not leave it."""
+
+    unit = "B"
+
+    def __init__(self, where: str) -> None:
+        """`where`: the file. Errors: ValueError, FileNotFoundError."""
+        self.file = local_file("jsonl", where, USAGE, f"JSON lines {FORMAT}")
+        self.spec = f"jsonl:{self.file}"
+        self.root = os.path.realpath(os.path.dirname(self.file))
+
+    def fingerprint(self) -> list[Stamp]:
+        return [stamp(self.file)]
+
+    def total(self) -> int:
+        return os.path.getsize(self.file)
+
+    def parts(self) -> Iterator[Part]:
+        return in_parts(self.file, self._lines())
+
+    def _lines(self) -> Iterator[tuple[tuple[int, bytes], int, int]]:
+        number = 0
+        with open(self.file, "rb") as file:
+            while line := file.readline(LINE_LIMIT):
+                number += 1
+                size = len(line)
+                while len(line) == LINE_LIMIT and not line.endswith(b"\n"):  # far too long: what is left is passed over
+                    rest = file.readline(LINE_LIMIT)
+                    size += len(rest)
+                    if len(rest) < LINE_LIMIT or rest.endswith(b"\n"):
+                        line = b""
+                if line.strip() or size >= LINE_LIMIT:
+                    yield (number, line), len(line), size
+
+    def rows(self, part: Part) -> Iterator[Row]:
+        for number, line in part.content:
+            row = Row(id=str(number), number=number)
+            try:
+                _fill(row, line, self.root)
+            except BadSample as problem:
+                row.problem = problem
+            yield row
+
+
+def _fill(row: Row, line: bytes, root: str) -> None:
+    fields = _fields(line)
+    row.id = checked_id(fields.get("id"), row.id)
+    for key in ("image_path", "text"):
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, n=1, cutoff=0.4)
+            hint = f"; rename '{close[0]}'?" if close else ""
+            raise BadSample("invalid-row", f"no key '{key}'; given: {', '.join(fields) or 'none'}{hint}")
+    row.captions = checked_captions(fields["text"])
+    place(row, root, fields["image_path"])
+
+
+def _fields(line: bytes) -> dict:
+    if not line:
+        raise BadSample("invalid-row", f"the line has more than {LINE_LIMIT:,} bytes")
+    try:
+        fields = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        detail = f"not UTF-8: byte {line[error.start]:#04x} at position {error.start}; save the file as UTF-8"
+        raise BadSample("invalid-utf8", detail) from None
+    except json.JSONDecodeError as error:
+        raise BadSample("invalid-row", f"invalid JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise BadSample("invalid-row", f"invalid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise BadSample("invalid-row", f"a {type(fields).__name__} is given, an object {{...}} is needed")
+    return fields

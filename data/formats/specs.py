@@ -1,0 +1,154 @@
+"""What stands after the kind in a data spec: files, patterns of files, options; and files that are elsewhere."""
+
+import glob
+import hashlib
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import unquote
+
+from braceexpand import braceexpand
+from filelock import FileLock
+from tqdm import tqdm
+
+from data.formats.rows import near
+
+COPIES_AT_ONCE = 8
+MAX_SHOWN = 5
+
+
+def cache_folder() -> Path:
+    """Where indexes and copies are kept: WYE_CACHE, or ~/.cache/wye."""
+    return Path(os.environ.get("WYE_CACHE") or Path.home() / ".cache" / "wye").absolute()
+
+
+def split_options(kind: str, where: str, known: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+    """`FILE?key=value&key=value` -> the file and its options; %26 stands for `&`, and so on. A file that exists under the whole name wins.
+
+    Errors: ValueError for an unknown option, with the nearest name, for one without a value and one that comes twice.
+    """
+    file, mark, words = where.rpartition("?")
+    if not mark or os.path.exists(where):
+        return where, {}
+    options: dict[str, str] = {}
+    for word in words.split("&"):
+        key, equals, value = word.partition("=")
+        if key not in known:
+            raise ValueError(f"data spec '{kind}:{where}': unknown option '{key}'; known: {', '.join(known)}{near(key, known)}")
+        if not equals or not value or key in options:
+            what = "is given twice; give it once" if key in options else f"has no value; write {key}=VALUE"
+            raise ValueError(f"data spec '{kind}:{where}': option '{key}' {what}")
+        options[key] = unquote(value)
+    return file, options
+
+
+def is_remote(path: str) -> bool:
+    return "://" in path and not path.startswith("file://")
+
+
+def local_path(path: str) -> str:
+    """Absolute, of a path or a file:// address."""
+    return os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+
+
+def local_file(kind: str, where: str, usage: str, content: str) -> str:
+    """The absolute path of the one file that a spec names. Errors: ValueError, FileNotFoundError."""
+    if not where:
+        raise ValueError(f"data spec '{kind}:' names no file; write {usage}")
+    if is_remote(where):
+        raise ValueError(
+            f"data spec '{kind}:{where}': its pictures would have to be fetched one by one; give a local file, "
+            "or remote shards that hold the pictures: webdataset:URL or parquet:URL"
+        )
+    path = local_path(where)
+    if not os.path.isfile(path):
+        what = "is a folder" if os.path.isdir(path) else "does not exist"
+        raise FileNotFoundError(f"data spec '{kind}:{where}': {what}; give a file of {content}")
+    return path
+
+
+def local_folder(kind: str, where: str, usage: str) -> str:
+    """The absolute path of the folder that a spec names. Errors: ValueError, FileNotFoundError."""
+    if not where:
+        raise ValueError(f"data spec '{kind}:' names no folder; write {usage}")
+    if is_remote(where):
+        raise ValueError(f"data spec '{kind}:{where}': a remote folder cannot be read; copy it, or give remote shards: webdataset:URL")
+    path = local_path(where)
+    if not os.path.isdir(path):
+        what = "is a file" if os.path.exists(path) else "does not exist"
+        raise FileNotFoundError(f"data spec '{kind}:{where}': {path} {what}; a folder is needed: {usage}")
+    return path
+
+
+def expand(kind: str, pattern: str, usage: str) -> list[str]:
+    """`a/{000..012}.tar::b/*.tar` -> names of files, in order: braces as the shell has them, `*` and `?` sorted, `::` between patterns.
+
+    Local names come back absolute, remote ones as they are. Errors: ValueError, FileNotFoundError.
+    """
+    if not pattern:
+        raise ValueError(f"data spec '{kind}:' names no file; write {usage}")
+    names: list[str] = []
+    try:
+        every = [name for part in pattern.split("::") for name in braceexpand(part)]
+    except ValueError as error:  # of braceexpand: UnbalancedBracesError
+        raise ValueError(f"data spec '{kind}:{pattern}': {error}") from error
+    for name in every:
+        if is_remote(name):
+            names.append(name)
+            continue
+        path = local_path(name)
+        found = [path] if os.path.exists(path) or not glob.has_magic(path) else sorted(glob.glob(path, recursive=True))
+        if not found:
+            raise FileNotFoundError(f"data spec '{kind}:{pattern}': no file is named like {path}")
+        names.extend(found)
+    missing = [name for name in names if not is_remote(name) and not os.path.isfile(name)]
+    if missing:
+        more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
+        raise FileNotFoundError(f"data spec '{kind}:{pattern}': no such file: {', '.join(missing[:MAX_SHOWN])}{more}")
+    twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+    if twice:
+        raise ValueError(f"data spec '{kind}:{pattern}' names {sorted(twice)[0]} twice; name each file once")
+    return names
+
+
+def absolute_pattern(pattern: str) -> str:
+    """The pattern from any folder: what an index of it is filed under, whichever files it names by now."""
+    return "::".join(part if is_remote(part) else local_path(part) for part in pattern.split("::"))
+
+
+def local_copies(names: list[str], progress: bool = False) -> list[str]:
+    """The same files on this machine: a remote one is copied once, into the cache folder, and is not asked for again.
+
+    Several at a time; processes that start together copy each file once. Errors: OSError that names the address.
+    """
+    remote = [name for name in names if is_remote(name)]
+    with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:
+        bar = tqdm(pool.map(_local_copy, remote), total=len(remote), desc="copying", unit="file", delay=2, disable=not progress)
+        copies = dict(zip(remote, bar))
+    return [copies.get(name, name) for name in names]
+
+
+def _local_copy(url: str) -> str:
+    import fsspec
+
+    folder = cache_folder() / "copies" / hashlib.blake2b(url.encode(), digest_size=16).hexdigest()
+    copy = folder / (os.path.basename(url.partition("?")[0]) or "file")
+    if copy.is_file():
+        return str(copy)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        if copy.is_file():
+            return str(copy)
+        handle, unfinished = tempfile.mkstemp(dir=folder)
+        os.close(handle)
+        try:
+            files, path = fsspec.core.url_to_fs(url)
+            files.get_file(path, unfinished)
+            os.replace(unfinished, copy)  # others see the whole file or none
+        except Exception as error:  # each kind of address raises its own
+            os.unlink(unfinished)
+            raise OSError(
+                f"cannot copy {url} to {folder}: {type(error).__name__}: {error}; check the address and its credentials"
+            ) from error
+    return str(copy)

@@ -1,0 +1,214 @@
+"""A data set as tar shards, as webdataset writes them: members of one sample share the name up to its first dot.
+
+Shards are not unpacked: the index knows where in its shard each picture lies, and any sample is one read. Names of
+members are names only, they are never opened as paths.
+"""
+
+import json
+import os
+import re
+import tarfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from data.bad_samples import FILE_LIMIT, BadSample
+from data.formats.parquet import short_names
+from data.formats.rows import PICTURE_ENDINGS, Format, Part, Row, Stamp, check_characters, checked_captions, checked_id, stamp
+from data.formats.specs import absolute_pattern, expand, local_copies
+
+USAGE = "webdataset:PATTERN, for example webdataset:shards/{000..012}.tar"
+TEXT_ENDINGS = ("txt", "json")
+JSON_KEYS = ("caption", "text")
+# As in webdataset's tariterators, which cannot be imported without torch, nor tell where a member lies.
+KEY_AND_ENDING = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
+OF_THE_ARCHIVE = re.compile(r"__[^/]*__($|/)")
+TEXT_LIMIT = 1 << 20  # bytes of a text member
+OPEN_SHARDS = 64  # per process
+BLOCK = 512  # bytes; tar's unit
+
+
+class WebdatasetFormat(Format):
+    """The samples of all shards, in order. An id is SHARD/KEY, where the key is the members' common name."""
+
+    pictures_are_files = False
+    unit = "B"
+
+    def __init__(self, where: str, progress: bool = False) -> None:
+        """`where`: patterns of shards, joined by `::`. Errors: ValueError, OSError."""
+        names = expand("webdataset", where, USAGE)
+        packed = [name for name in names if name.partition("?")[0].lower().endswith((".gz", ".tgz", ".bz2", ".xz", ".zst"))]
+        if packed:
+            raise ValueError(_refusal(packed[0]))
+        self.files = local_copies(names, progress)
+        self.name_of_file = dict(zip(self.files, names))
+        self.short_names = short_names(names)
+        self.spec = f"webdataset:{absolute_pattern(where)}"
+
+    @cached_property
+    def _shards(self) -> "_OpenShards":
+        return _OpenShards()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_shards"}
+
+    def fingerprint(self) -> list[Stamp]:
+        return [stamp(file) for file in self.files]
+
+    def total(self) -> int:
+        return sum(map(os.path.getsize, self.files))
+
+    def parts(self) -> Iterator[Part]:
+        for file in self.files:
+            found = stamp(file)
+            yield Part(file, None, found[1], "\0".join(map(str, found)))
+
+    def rows(self, part: Part) -> Iterator[Row]:
+        name = self.name_of_file[part.file]
+        short, (_, size, mtime_ns) = self.short_names[name], stamp(part.file)
+        if size == 0:
+            yield Row(short, 0, problem=BadSample("empty-file", f"{name} has no byte"))
+            return
+        with open(part.file, "rb") as file:
+            if file.read(2) == b"\x1f\x8b":
+                raise ValueError(_refusal(name))
+            shard = _Shard(file, size)
+            number = 0
+            waiting = None  # the last sample, until it is known whether the shard goes on
+            for key, members in shard.groups():
+                if waiting is not None:
+                    yield waiting
+                    number += 1
+                waiting = self._row(shard, short, key, members, number, mtime_ns)
+            if waiting is not None and not (shard.fault and waiting.problem and waiting.problem.reason == "orphan-member"):
+                yield waiting  # else the other half of the sample is lost with the end
+                number += 1
+            if shard.fault:
+                yield Row(f"{short}/end of shard", number, problem=BadSample("truncated-archive", shard.fault))
+
+    def _row(self, shard: "_Shard", short: str, key: str, members: dict[str, tarfile.TarInfo], number: int, mtime_ns: int) -> Row:
+        row = Row(f"{short}/{key}", number, path=key, mtime_ns=mtime_ns)
+        try:
+            check_characters(key, "the name of the member")
+            checked_id(row.id, row.id)
+            picture = next((member for ending, member in members.items() if ending in PICTURE_ENDINGS), None)
+            if picture is None:
+                raise BadSample("orphan-member", f"a text without a picture: {', '.join(members)}")
+            row.path, row.offset, row.size = picture.name, picture.offset_data, picture.size
+            check_characters(row.path, "the name of the member")
+            if not any(ending in members for ending in TEXT_ENDINGS):
+                raise BadSample("orphan-member", f"a picture without a text: {', '.join(members)}")
+            row.captions = checked_captions(shard.text(members))
+            if picture.size > FILE_LIMIT:
+                raise BadSample("unreadable", f"the picture has {picture.size:,} bytes; at most {FILE_LIMIT:,} are read")
+        except BadSample as problem:
+            row.problem = problem
+        return row
+
+    def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
+        try:
+            found = self._shards.read(file, offset, size)
+        except OSError as error:
+            raise BadSample("unreadable", f"{self.name_of_file[file]}: {error.strerror}") from error
+        if len(found) < size:
+            raise BadSample("unreadable", f"{self.name_of_file[file]} ends before byte {offset + size}; it changed under the run")
+        return found
+
+    def where(self, file: str, path: str, number: int) -> str:
+        return f"{self.name_of_file.get(file, file)}#{path}" if path else self.name_of_file.get(file, file)
+
+
+class _Shard:
+    """The members of one tar file, read front to back. `fault` says at the end what is wrong with the file, if anything."""
+
+    def __init__(self, file, size: int) -> None:
+        self._file = file
+        self._size = size
+        self.fault = ""
+
+    def groups(self) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
+        """Neighbouring members with one key: the key, and ending -> member. Groups without pictures and texts are passed over."""
+        key, members = None, {}
+        for member in self._members():
+            found = None if OF_THE_ARCHIVE.match(member.name) else KEY_AND_ENDING.match(member.name)
+            if not found:
+                continue
+            name, ending = found[1], found[2].lower()
+            if name != key:
+                if members:
+                    yield key, members
+                key, members = name, {}
+            if (ending in PICTURE_ENDINGS or ending in TEXT_ENDINGS) and ending not in members:
+                members[ending] = member
+        if members:
+            yield key, members
+
+    def _members(self) -> Iterator[tarfile.TarInfo]:
+        self._file.seek(0)
+        try:
+            tar = tarfile.TarFile(fileobj=self._file, errorlevel=1, encoding="utf-8", errors="surrogateescape")
+            while (member := tar.next()) is not None:
+                tar.members.clear()  # it keeps them all, for access by name
+                if member.isreg() and not member.issparse():
+                    if member.offset_data + member.size > self._size:
+                        self.fault = (
+                            f"cut off at byte {self._size} within '{_shown(member.name)}', which needs {member.offset_data + member.size}"
+                        )
+                        return
+                    yield member
+            end = tar.offset
+        except (tarfile.TarError, ValueError, IndexError) as error:  # headers from a damaged file may raise the last two
+            self.fault = f"damaged or cut off: {error}"
+            return
+        self._file.seek(end)
+        block = self._file.read(BLOCK)
+        if len(block) < BLOCK or any(block):  # tarfile takes garbage and a missing end for the end
+            self.fault = f"{'damaged' if any(block) else 'cut off'} at byte {end}: an empty block must end a tar file"
+
+    def text(self, members: dict[str, tarfile.TarInfo]) -> Any:
+        """The captions as given. Raises BadSample."""
+        ending = next(ending for ending in TEXT_ENDINGS if ending in members)
+        member = members[ending]
+        if member.size > TEXT_LIMIT:
+            raise BadSample("huge-caption", f"{member.name} has {member.size:,} bytes; at most {TEXT_LIMIT:,} are read")
+        position = self._file.tell()
+        self._file.seek(member.offset_data)
+        content = self._file.read(member.size)
+        self._file.seek(position)
+        try:
+            text = content.decode("utf-8-sig")
+            if ending == "txt":
+                return text.strip("\r\n")
+            fields = json.loads(text)
+        except UnicodeDecodeError as error:
+            detail = f"{member.name} is not UTF-8: byte {content[error.start]:#04x} at position {error.start}"
+            raise BadSample("invalid-utf8", detail) from None
+        except (ValueError, RecursionError) as error:
+            raise BadSample("invalid-row", f"{member.name}: invalid JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise BadSample("invalid-row", f"{member.name}: a {type(fields).__name__} is given, an object {{...}} is needed")
+        return next((fields[key] for key in JSON_KEYS if key in fields), None)
+
+
+class _OpenShards:
+    """Files kept open by one process, the longest unused of which is closed for the next."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[str, Any] = OrderedDict()
+
+    def read(self, path: str, offset: int, size: int) -> bytes:
+        if path not in self._files:
+            if len(self._files) == OPEN_SHARDS:
+                self._files.popitem(last=False)[1].close()
+            self._files[path] = open(path, "rb", buffering=0)
+        self._files.move_to_end(path)
+        return os.pread(self._files[path].fileno(), size, offset)
+
+
+def _shown(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def _refusal(name: str) -> str:
+    return f"{name} is compressed, and samples are read from any place of a shard; decompress it first (gunzip) and name the .tar"

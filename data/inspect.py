@@ -1,0 +1,165 @@
+"""What is in a data set: counts, sizes, lengths, bad samples, and a sheet of pictures with their captions.
+
+python -m data.inspect demo
+python -m data.inspect webdataset:/data/cc3m/{00000..00331}.tar --sheet cc3m.png --count 48
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+from rich.console import Console
+from rich.table import Table
+
+from data.bad_samples import REASONS, BadSample
+from data.pictures import decode_bytes, upright_8bit
+from data.prepare import count_bad
+from data.sources import Source, open_source
+
+TILE, CAPTION_LINES, LINE, GAP = 160, 3, 15, 10  # pixels
+BAR = 30  # characters
+COLUMNS = (
+    ("width", "width, pixels"),
+    ("height", "height, pixels"),
+    ("num_captions", "captions per sample"),
+    ("num_characters", "characters of the longest caption"),
+    ("complexity", "complexity, encoded bytes per pixel"),
+)
+
+
+def histogram(values: np.ndarray, bins: int = 8) -> list[tuple[float, float, int]]:
+    """(from, up to, count) of `bins` equal classes between the 1st and the 99th percentile; what lies outside is in the outer ones."""
+    low, high = np.percentile(values, (1, 99))
+    if low == high:
+        return [(float(values.min()), float(values.max()), len(values))]
+    if np.issubdtype(values.dtype, np.integer):
+        bins = min(bins, int(high - low) + 1)
+    edges = np.linspace(low, high, bins + 1)
+    counts = np.bincount(np.clip(np.searchsorted(edges, values, side="right") - 1, 0, bins - 1), minlength=bins)
+    edges[0], edges[-1] = values.min(), values.max()
+    return [(float(a), float(b), int(n)) for a, b, n in zip(edges, edges[1:], counts)]
+
+
+def report(source: Source, most_bad: int = 10) -> list[Table]:
+    """Tables to print."""
+    usable, bad = source.usable(), count_bad(source)
+    counts = Table(title=source.spec, title_justify="left", show_header=False)
+    counts.add_row("samples", f"{len(source):,}")
+    counts.add_row("usable", f"{len(usable):,}")
+    counts.add_row("different pictures", f"{len(np.unique(source.keys('content')[usable])):,}")
+    for reason, number in sorted(bad.items(), key=lambda item: -item[1]):
+        counts.add_row(f"[red]{reason}[/red]", f"{number:,}   {REASONS[reason]}")
+    tables = [counts]
+    shapes = Table(title="What they are like", title_justify="left")
+    for name in ("", "from", "up to", "samples", ""):
+        shapes.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for column, words in COLUMNS:
+        classes = histogram(source.column(column)[usable])
+        most = max(count for _, _, count in classes)
+        for n, (low, high, count) in enumerate(classes):
+            shapes.add_row(
+                words if n == 0 else "",
+                _number(low),
+                _number(high),
+                f"{count:,}",
+                "█" * round(BAR * count / most),
+                end_section=n + 1 == len(classes),
+            )
+    tables.append(shapes)
+    if bad:
+        listed = Table(title=f"Bad samples, the first {min(most_bad, sum(bad.values()))}", title_justify="left")
+        for name in ("where", "reason", "what was found"):
+            listed.add_column(name, overflow="fold")
+        for (_, where, reason, detail), _ in zip(source.bad_samples(), range(most_bad)):
+            listed.add_row(where, reason, detail)
+        tables.append(listed)
+    return tables
+
+
+def contact_sheet(source: Source, count: int = 24, seed: int = 0, columns: int = 6) -> Image.Image:
+    """`count` usable samples drawn at random, each with its first caption below, cut after three lines."""
+    usable = source.usable()
+    drawn = np.sort(np.random.default_rng(seed).choice(usable, min(count, len(usable)), replace=False))
+    rows = -(-len(drawn) // columns)
+    height = TILE + CAPTION_LINES * LINE + GAP
+    sheet = Image.new("RGB", (columns * (TILE + GAP) + GAP, rows * (height + GAP) + GAP), "white")
+    draw, font = ImageDraw.Draw(sheet), _font()
+    for place, i in enumerate(drawn.tolist()):
+        left, top = GAP + place % columns * (TILE + GAP), GAP + place // columns * (height + GAP)
+        draw.rectangle((left - 1, top - 1, left + TILE, top + TILE), outline="lightgrey")
+        try:
+            picture = upright_8bit(decode_bytes(source.image_bytes(i), at_least=(TILE, TILE))).convert("RGBA")
+            picture = ImageOps.contain(picture, (TILE, TILE))
+            sheet.paste(picture, (left + (TILE - picture.width) // 2, top + (TILE - picture.height) // 2), picture)
+        except BadSample as problem:  # of what only a full decoding shows
+            draw.text((left + 4, top + 4), problem.reason, fill="red", font=font)
+        for number, line in enumerate(_lines(source.captions(i)[0], draw, font)):
+            draw.text((left, top + TILE + 2 + number * LINE), line, fill="black", font=font)
+    return sheet
+
+
+def _lines(caption: str, draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont) -> list[str]:
+    """The caption in lines that fit below a picture."""
+    lines, left = [], " ".join(caption.split())
+    while left and len(lines) < CAPTION_LINES:
+        fits = next((n for n in range(len(left), 0, -1) if draw.textlength(left[:n], font=font) <= TILE), 1)
+        if fits < len(left) and " " in left[:fits]:
+            fits = left[:fits].rindex(" ")
+        lines.append(left[:fits].rstrip())
+        left = left[fits:].lstrip()
+    if left and lines:
+        lines[-1] = lines[-1][:-1] + "…"
+    return lines
+
+
+def _font() -> ImageFont.ImageFont:
+    """A font with most scripts, if matplotlib's is there; else Pillow's own."""
+    try:
+        from matplotlib import font_manager
+
+        return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), 11)
+    except (ImportError, OSError):
+        return ImageFont.load_default()
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.2f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m data.inspect", description="What is in a data set: counts, histograms, bad samples, a sheet of pictures."
+    )
+    parser.add_argument("spec", metavar="SPEC", help="as --data of train.py")
+    parser.add_argument(
+        "--sheet", type=Path, default=Path("inspect.png"), metavar="FILE", help="where the pictures go (default: inspect.png)"
+    )
+    parser.add_argument("--count", type=int, default=24, metavar="N", help="pictures on the sheet; 0: none (default: 24)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which ones (default: 0)")
+    parser.add_argument("--bad", type=int, default=10, metavar="N", help="bad samples to list (default: 10)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that look at pictures (default: one per core)")
+    options = parser.parse_args(arguments)
+    try:
+        source = open_source(options.spec, workers=options.workers, progress=True)
+        console = Console(highlight=False, width=max(100, Console().width))
+        for table in report(source, options.bad):
+            console.print(table)
+        if options.count > 0:
+            contact_sheet(source, options.count, options.seed).save(options.sheet)
+            print(options.sheet)
+    except (ValueError, OSError) as error:
+        print(f"python -m data.inspect: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # … | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

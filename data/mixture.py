@@ -1,0 +1,84 @@
+"""Several data sets as one: their samples in a row, each set with a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from data.sources import Source, open_source
+
+
+class Mixture:
+    """The samples of `sources` one after the other. How often those of each come in an epoch is the order's affair."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = tuple(sources)
+        self.spec = " + ".join(source.spec for source in sources)
+        self._starts = np.cumsum([0, *map(len, sources)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def identity(self, i: int) -> str:
+        number, source, own = self._of(i)
+        return f"{number}/{source.identity(own)}"
+
+    def captions(self, i: int) -> list[str]:
+        _, source, own = self._of(i)
+        return source.captions(own)
+
+    def image_bytes(self, i: int) -> bytes:
+        _, source, own = self._of(i)
+        return source.image_bytes(own)
+
+    def content_hash(self, i: int) -> bytes:
+        _, source, own = self._of(i)
+        return source.content_hash(own)
+
+    def where(self, i: int) -> str:
+        _, source, own = self._of(i)
+        return source.where(own)
+
+    def column(self, name: str) -> np.ndarray:
+        """[N], put together when first asked for: a copy, unlike that of a single source."""
+        if name not in self._columns:
+            self._columns[name] = np.concatenate([source.column(name) for source in self.sources])
+        return self._columns[name]
+
+    def keys(self, kind: str) -> np.ndarray:
+        """[N] uint64; ids of different sets are equal when their own are."""
+        return np.concatenate([source.keys(kind) for source in self.sources])
+
+    def usable(self) -> np.ndarray:
+        return np.concatenate([start + source.usable() for start, source in zip(self._starts, self.sources)])
+
+    def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
+        for number, source in enumerate(self.sources):
+            for identity, *rest in source.bad_samples():
+                yield f"{number}/{identity}", *rest
+
+    def parts(self, subset: np.ndarray, weights: Sequence[float]) -> tuple[tuple[int, float], ...]:
+        """Of an ascending subset [n]: how many samples are of each source, and its weight."""
+        ends = np.searchsorted(subset, self._starts)
+        return tuple((int(count), float(weight)) for count, weight in zip(np.diff(ends), weights, strict=True))
+
+    @cached_property
+    def _columns(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def __reduce__(self):
+        return Mixture, (self.sources,)  # without the columns
+
+    def _of(self, i: int) -> tuple[int, Source, int]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {self.spec}: there are 0..{len(self) - 1}")
+        number = int(np.searchsorted(self._starts, i, side="right")) - 1
+        return number, self.sources[number], int(i - self._starts[number])
+
+
+def open_sources(specs: Sequence[str], **building) -> Source:
+    """One data set as it is, several as a `Mixture`. Errors: ValueError, OSError; see `open_source`."""
+    sources = [open_source(spec, **building) for spec in specs]
+    return sources[0] if len(sources) == 1 else Mixture(sources)

@@ -1,0 +1,315 @@
+"""What each format reads beyond what all have in common, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data.bad_samples import BadSample
+from data.formats import parquet as parquet_format
+from data.sources import open_source
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bad_sets import add, picture  # noqa: E402
+
+
+def identities(source) -> list[str]:
+    return [source.identity(i) for i in range(len(source))]
+
+
+def write_shard(file: Path, keys: list[str], form: int = tarfile.PAX_FORMAT) -> Path:
+    with tarfile.open(file, "w", format=form) as tar:
+        for number, key in enumerate(keys):
+            add(tar, f"{key}.png", picture(number))
+            add(tar, f"{key}.txt", f"words of {key}\n".encode())
+    return file
+
+
+# -- csv and tsv
+
+
+def test_csv_with_other_columns_and_separator(tmp_path):
+    (tmp_path / "a.png").write_bytes(picture())
+    file = tmp_path / "set.csv"
+    file.write_text('\ufefftext;nr;picture\n"one; two\nthree";7;a.png\n', encoding="utf-8")  # with a byte order mark
+    source = open_source(f"csv:{file}?image=picture&text=text&id=nr&separator=;")
+    assert identities(source) == ["7"] and source.captions(0) == ["one; two\nthree"] and source.where(0) == f"{file}:2"
+    with pytest.raises(ValueError, match="no column 'pictur'; the first line names: text, nr, picture; did you mean 'picture'"):
+        open_source(f"csv:{file}?image=pictur&separator=;")
+    with pytest.raises(ValueError, match="no column 'filepath'; the first line names: text;nr;picture"):
+        open_source(f"csv:{file}")
+    with pytest.raises(ValueError, match="separator 'ab': one character is needed"):
+        open_source(f"csv:{file}?separator=ab")
+
+
+def test_a_quote_that_is_never_closed_costs_no_other_row(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.formats.table.FIELD_LIMIT", 1000)
+    (tmp_path / "a.png").write_bytes(picture())
+    rows = ["a.png,fine"] * 3 + ['a.png,"open'] + ["a.png,fine"] * 300
+    (tmp_path / "set.csv").write_text("filepath,title\n" + "\n".join(rows) + "\n")
+    source = open_source(f"csv:{tmp_path}/set.csv")
+    ((_, where, reason, detail),) = source.bad_samples()
+    assert where == f"{tmp_path}/set.csv:5" and reason == "huge-caption" and "is a quote not closed?" in detail
+    assert len(source.usable()) > 200 and source.column("row")[source.usable()[-1]] == 305
+
+
+def test_a_file_whose_name_looks_like_options(tmp_path):
+    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "what?.csv").write_text("filepath,title\na.png,fine\n")
+    assert len(open_source(f"csv:{tmp_path}/what?.csv")) == 1
+
+
+# -- coco
+
+
+def test_coco_keeps_all_captions_of_an_image(tmp_path):
+    (tmp_path / "val").mkdir()
+    (tmp_path / "val" / "1.jpg").write_bytes(picture(kind="JPEG"))
+    content = {
+        "info": {},
+        "images": [{"id": 42, "file_name": "1.jpg"}],
+        "annotations": [{"id": n, "image_id": 42, "caption": f"caption {n}"} for n in range(5)],
+    }
+    (tmp_path / "captions.json").write_text(json.dumps(content))
+    source = open_source(f"coco:{tmp_path / 'val'}:{tmp_path / 'captions.json'}")
+    assert identities(source) == ["42"] and source.captions(0) == [f"caption {n}" for n in range(5)]
+    assert source.image_bytes(0) == (tmp_path / "val" / "1.jpg").read_bytes()
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"images": []}', '{"images": {}, "annotations": []}'])
+def test_coco_refuses_another_json(content, tmp_path):
+    (tmp_path / "captions.json").write_text(content)
+    with pytest.raises(ValueError, match=r'captions.json: no COCO captions .*"annotations": \[...\]} is needed'):
+        open_source(f"coco:{tmp_path}:{tmp_path / 'captions.json'}")
+
+
+# -- imagefolder
+
+
+@pytest.fixture
+def classes(tmp_path):
+    for name in ("n01", "n02_big_cat"):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        (tmp_path / "set" / name / "1.JPEG").write_bytes(picture(kind="JPEG"))
+    return tmp_path / "set"
+
+
+def test_imagefolder_makes_captions_of_the_folders_names(classes):
+    source = open_source(f"imagefolder:{classes}")
+    assert identities(source) == ["n01/1.JPEG", "n02_big_cat/1.JPEG"]
+    assert source.captions(1)[0] == "a photo of a n02 big cat" and len(source.captions(1)) == 5
+    assert source.where(1) == str(classes.resolve() / "n02_big_cat/1.JPEG")
+
+
+@pytest.mark.parametrize("kind", ["txt", "json", "inside"])
+def test_imagefolder_with_names_and_templates(classes, tmp_path, kind):
+    names = {"n01": "tench, Tinca tinca", "n02_big_cat": "tiger", "n03": "not here"}
+    file = {"txt": tmp_path / "names.txt", "json": tmp_path / "names.json", "inside": classes / "classnames.txt"}[kind]
+    file.write_text(json.dumps(names) if kind == "json" else "\n".join(f"{key} {value}" for key, value in names.items()))
+    templates = tmp_path / "templates.txt"
+    templates.write_text("look: {}!\n\n{} is it\n")
+    options = f"templates={templates}" + ("" if kind == "inside" else f"&names={file}")
+    source = open_source(f"imagefolder:{classes}?{options}")
+    assert source.captions(0) == ["look: tench, Tinca tinca!", "tench, Tinca tinca is it"] and source.captions(1)[0] == "look: tiger!"
+
+
+def test_imagefolder_refusals(classes, tmp_path):
+    names, templates = tmp_path / "names.txt", tmp_path / "templates.txt"
+    names.write_text("n01 tench\nn02_bigcat tiger\n")
+    with pytest.raises(ValueError, match="no name for 1 of 2 folders, the first is 'n02_big_cat'; did you mean 'n02_bigcat'"):
+        open_source(f"imagefolder:{classes}?names={names}")
+    templates.write_text("a photo\n")
+    with pytest.raises(ValueError, match=r"'a photo'; each line is a sentence with one \{\}"):
+        open_source(f"imagefolder:{classes}?templates={templates}")
+    with pytest.raises(ValueError, match="has no folder in it; a folder per class is needed"):
+        open_source(f"imagefolder:{classes / 'n01'}")
+    with pytest.raises(FileNotFoundError, match="does not exist; a folder is needed"):
+        open_source(f"imagefolder:{tmp_path / 'none'}")
+
+
+# -- parquet
+
+
+def test_parquet_reads_any_row_in_any_order(tmp_path):
+    images = [picture(n) for n in range(23)]
+    rows = pa.table({"image": [{"bytes": image, "path": None} for image in images], "caption": [[f"text {n}", "more"] for n in range(23)]})
+    for number, part in enumerate((rows.slice(0, 10), rows.slice(10))):
+        pq.write_table(part, tmp_path / f"{number}.parquet", row_group_size=4)
+    source = open_source(f"parquet:{tmp_path}/*.parquet")
+    assert identities(source)[9:12] == ["0.parquet/9", "1.parquet/0", "1.parquet/1"]
+    assert source.captions(22) == ["text 22", "more"] and source.where(22) == f"{tmp_path}/1.parquet#row 12"
+    for i in np.random.default_rng(0).permutation(23).tolist():
+        assert source.image_bytes(i) == images[i]
+
+
+def test_parquet_large_row_groups_are_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet_format, "KEPT_LIMIT", 1000)
+    monkeypatch.setattr(parquet_format, "ROWS_AT_ONCE", 4)
+    images = [picture(n) for n in range(11)]
+    pq.write_table(pa.table({"image": images, "text": ["words"] * 11}), tmp_path / "a.parquet")
+    source = open_source(f"parquet:{tmp_path}/a.parquet")
+    assert [source.image_bytes(i) for i in (10, 0, 5)] == [images[10], images[0], images[5]]
+    assert source.format._opened._group is None
+
+
+def test_parquet_refusals(tmp_path):
+    pq.write_table(pa.table({"img": [b""], "txt": ["a"]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="no column image or image_path or filepath; there are: img, txt.*name it: .image=COLUMN"):
+        open_source(f"parquet:{tmp_path}/a.parquet")
+    pq.write_table(pa.table({"image": [1.5], "text": ["a"]}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match="column 'image' is double; bytes, {bytes, path} or a path is needed"):
+        open_source(f"parquet:{tmp_path}/b.parquet")
+    (tmp_path / "c.parquet").write_bytes(b"hello")
+    with pytest.raises(ValueError, match="no file of it is a parquet file"):
+        open_source(f"parquet:{tmp_path}/c.parquet")
+
+
+# -- webdataset
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_webdataset_reads_every_tar_format(form, tmp_path):
+    keys = ["a", "b/" + "long" * 30, "c"] if form != tarfile.USTAR_FORMAT else ["a", "b", "c"]
+    write_shard(tmp_path / "a.tar", keys, form)
+    source = open_source(f"webdataset:{tmp_path}/a.tar")
+    assert identities(source) == [f"a.tar/{key}" for key in keys]
+    assert [source.image_bytes(i) for i in (2, 0, 1)] == [picture(2), picture(0), picture(1)]
+    assert source.captions(1) == [f"words of {keys[1]}"] and source.where(0) == f"{tmp_path}/a.tar#a.png"
+
+
+def test_webdataset_finds_what_webdataset_finds(tmp_path):
+    """The library reads the same samples, in the same order."""
+    import webdataset
+
+    write_shard(tmp_path / "000.tar", ["x/1", "x.y/2", "x/.hidden", "__meta__/a", "__meta__", "./4"])
+    write_shard(tmp_path / "001.tar", ["3", "x__/__y", "with space", "\u00fc/\U0001f34e"])
+    every = webdataset.WebDataset(f"{tmp_path}/{{000..001}}.tar", shardshuffle=False)
+    theirs = [sample for sample in every if "png" in sample]  # it also gives what has neither picture nor text
+    ours = open_source(f"webdataset:{tmp_path}/{{000..001}}.tar")
+    assert [identity.split("/", 1)[1] for identity in identities(ours)] == [sample["__key__"] for sample in theirs]
+    assert len(ours) == len(ours.usable()) == 8
+    assert [ours.image_bytes(i) for i in range(8)] == [sample["png"] for sample in theirs]
+
+
+def test_webdataset_key_ends_at_the_first_dot(tmp_path):
+    """As in webdataset: `a.large.png` has the ending `large.png`, which is no picture's; `A.TXT` is a text."""
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, content in (("a.large.png", b"?"), ("a.PNG", picture()), ("a.TXT", b"words"), ("b.large.png", b"?"), ("b.txt", b"words")):
+            add(tar, name, content)
+    source = open_source(f"webdataset:{tmp_path}/a.tar")
+    assert source.image_bytes(0) == picture() and [row[0] for row in source.bad_samples()] == ["a.tar/b"]
+
+
+def test_webdataset_shards_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_shard(tmp_path / name / "0.tar", ["k"])
+    source = open_source(f"webdataset:{tmp_path}/a/0.tar::{tmp_path}/b/0.tar")
+    assert identities(source) == ["a/0.tar/k", "b/0.tar/k"] and len(source.usable()) == 2
+
+
+def test_webdataset_shards_cut_off_anywhere(tmp_path):
+    """What comes before the cut remains, and one row tells of it, not two."""
+    whole = write_shard(tmp_path / "whole.tar", ["a", "b"]).read_bytes()
+    with tarfile.open(tmp_path / "whole.tar") as tar:
+        starts = [member.offset for member in tar] + [tar.offset]
+    for cut in range(512, len(whole), 256):
+        (tmp_path / "cut.tar").write_bytes(whole[:cut])
+        complete = (cut >= starts[1] + 512 + len("words of a\n")) + (cut >= starts[3] + 512 + len("words of b\n"))
+        bad = ["cut.tar/end of shard"] if cut < starts[4] + 512 else []
+        if complete:
+            source = open_source(f"webdataset:{tmp_path}/cut.tar")
+            assert identities(source) == [f"cut.tar/{key}" for key in "ab"[:complete]] + bad, cut
+        else:
+            with pytest.raises(ValueError, match=r"none of 1 samples can be used \(truncated-archive 1\)"):
+                open_source(f"webdataset:{tmp_path}/cut.tar")
+
+
+def test_webdataset_refusals(tmp_path):
+    (tmp_path / "a.tar.gz").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"a.tar.gz is compressed.*decompress it first"):
+        open_source(f"webdataset:{tmp_path}/a.tar.gz")
+    with tarfile.open(tmp_path / "b.tar", "w:gz") as tar:
+        add(tar, "a.txt", b"")
+    with pytest.raises(ValueError, match=r"b.tar is compressed.*decompress it first"):
+        open_source(f"webdataset:{tmp_path}/b.tar")
+    with pytest.raises(FileNotFoundError, match=r"no such file: .*/1.tar, .*/2.tar$"):
+        write_shard(tmp_path / "0.tar", ["a"])
+        open_source(f"webdataset:{tmp_path}/{{0..2}}.tar")
+    with pytest.raises(FileNotFoundError, match=r"no file is named like .*/x\*.tar"):
+        open_source(f"webdataset:{tmp_path}/x*.tar")
+    with pytest.raises(ValueError, match="names .*0.tar twice; name each file once"):
+        open_source(f"webdataset:{tmp_path}/0.tar::{tmp_path}/0.tar")
+
+
+# -- files elsewhere
+
+
+def test_remote_shards_are_copied_once(tmp_path, cache_folder):
+    memory = fsspec.filesystem("memory")
+    shards = [write_shard(tmp_path / f"{n}.tar", [f"key{n}"]).read_bytes() for n in range(2)]
+    for n, content in enumerate(shards):
+        memory.pipe(f"/{tmp_path.name}/{n}.tar", content)
+    spec = f"webdataset:memory://{tmp_path.name}/{{0..1}}.tar"
+    source = open_source(spec)
+    assert identities(source) == ["0.tar/key0", "1.tar/key1"] and source.image_bytes(1) == picture(0)
+    assert source.where(0) == f"memory://{tmp_path.name}/0.tar#key0.png"
+    memory.rm(f"/{tmp_path.name}", recursive=True)
+    assert identities(open_source(spec)) == identities(source)  # what is here is not asked for again
+    with pytest.raises(OSError, match="cannot copy memory://.*/2.tar to .*check the address"):
+        open_source(f"webdataset:memory://{tmp_path.name}/2.tar")
+    left = [path.name for path in (cache_folder / "copies").rglob("*") if path.is_file() and path.name.startswith("tmp")]
+    assert left == []
+
+
+def test_remote_parquet_and_file_addresses(tmp_path):
+    pq.write_table(pa.table({"image": [picture()], "text": ["words"]}), tmp_path / "a.parquet")
+    fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/a.parquet", (tmp_path / "a.parquet").read_bytes())
+    for where in (f"memory://{tmp_path.name}/a.parquet", f"file://{tmp_path}/a.parquet"):
+        source = open_source(f"parquet:{where}")
+        assert identities(source) == ["a.parquet/0"] and source.image_bytes(0) == picture()
+    pq.write_table(pa.table({"image_path": ["a.png"], "text": ["words"]}), tmp_path / "b.parquet")
+    fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/b.parquet", (tmp_path / "b.parquet").read_bytes())
+    with pytest.raises(ValueError, match="holds paths that count from the file's folder, but memory://.* is remote"):
+        open_source(f"parquet:memory://{tmp_path.name}/b.parquet")
+
+
+# -- all
+
+
+def test_a_path_is_looked_at_again_when_it_is_read(tmp_path):
+    """A file that became a link after it was listed is not followed."""
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.png").write_bytes(picture())
+    (tmp_path / "secret.png").write_bytes(picture())
+    (tmp_path / "set" / "set.jsonl").write_text('{"image_path": "a.png", "text": "a"}\n')
+    source = open_source(f"jsonl:{tmp_path}/set/set.jsonl")
+    os.replace(tmp_path / "set" / "a.png", tmp_path / "set" / "b.png")
+    (tmp_path / "set" / "a.png").symlink_to(tmp_path / "secret.png")
+    with pytest.raises(BadSample) as error:
+        source.image_bytes(0)
+    assert error.value.reason == "outside-root"
+
+
+def test_a_picture_that_changed_under_the_run_is_not_given_out(tmp_path):
+    (tmp_path / "a.png").write_bytes(picture(0))
+    (tmp_path / "set.jsonl").write_text('{"image_path": "a.png", "text": "a"}\n')
+    source = open_source(f"jsonl:{tmp_path}/set.jsonl")
+    (tmp_path / "a.png").write_bytes(picture(1))
+    with pytest.raises(BadSample, match="has changed since it was checked; start again"):
+        source.image_bytes(0)
+    assert open_source(f"jsonl:{tmp_path}/set.jsonl").image_bytes(0) == picture(1)
+
+
+def test_listing_loads_neither_torch_nor_models():
+    """Formats that need no shards stay light: many processes list them."""
+    code = "import sys, data.sources; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,212 @@
+"""Pictures come out of bytes as a viewer shows them, or with the reason why not."""
+
+import io
+import struct
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image, ImageSequence
+
+from data.bad_samples import BadSample
+from data.pictures import decode_bytes, pixel_key, upright_8bit
+
+RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (120, 200, 3)).astype(np.uint8))
+
+
+def encoded(image, kind, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def reason(data, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's, of broken TIFF
+        with pytest.raises(BadSample) as error:
+            decode_bytes(data, **options)
+    assert error.value.detail
+    return error.value.reason
+
+
+def shown(data):
+    return upright_8bit(decode_bytes(data))
+
+
+def halves(left=(255, 255, 255), right=(0, 0, 0)):
+    image = Image.new("RGB", (40, 20), right)
+    image.paste(left, (0, 0, 20, 20))
+    return image
+
+
+def png_header(width, height):
+    """A PNG that claims a size and has nearly no pixels."""
+
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 64)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO"])
+def test_formats_that_are_read(kind):
+    assert shown(encoded(NOISE, kind)).size == NOISE.size
+    assert decode_bytes(encoded(NOISE, kind)).load() is not None
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PDF", "ICO", "TGA", "PCX", "SGI", "ICNS", "DDS", "JPEG2000"])
+def test_formats_that_are_not_opened_at_all(kind):
+    assert reason(encoded(NOISE.resize((32, 32)), kind)) == "not-an-image"
+
+
+@pytest.mark.parametrize("data", [b"<html>not found</html>", b"\0" * 100, b"G", b"%!PS-Adobe-3.0 EPSF-3.0\n", "caf\u00e9".encode()])
+def test_not_an_image(data):
+    assert reason(data) == "not-an-image"
+
+
+def test_empty_file():
+    assert reason(b"") == "empty-file"
+
+
+@pytest.mark.parametrize("part", [0.02, 0.3, 0.9, 0.99])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+def test_truncated(kind, part):
+    data = encoded(NOISE, kind)
+    assert reason(data[: int(len(data) * part)]) == "truncated-image"
+
+
+def test_a_broken_inside_is_unreadable():
+    data = bytearray(encoded(NOISE, "PNG"))
+    data[20_000:20_100] = bytes(100)
+    assert reason(bytes(data)) == "unreadable"
+    webp = bytearray(encoded(NOISE, "WEBP"))
+    webp[16:40] = bytes(24)
+    assert reason(bytes(webp)) == "unreadable"
+
+
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [
+        ((30_000, 30_000), "too-many-pixels"),
+        ((10_001, 10_000), "too-many-pixels"),
+        ((70_000, 1_000), "impossible-size"),
+        ((1_010, 10), "impossible-size"),
+        ((10, 1_010), "impossible-size"),
+    ],
+)
+def test_size_is_refused_from_the_header_alone(size, why):
+    """The data holds no such picture: decoding would have said truncated."""
+    assert reason(png_header(*size)) == why
+
+
+def test_the_limit_of_pixels_is_our_own_and_pillow_s_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)  # Pillow alone would warn above 50 pixels and refuse above 100
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decode_bytes(encoded(NOISE, "JPEG")).size == NOISE.size
+    assert Image.MAX_IMAGE_PIXELS == 50
+    assert reason(encoded(NOISE, "PNG"), pixel_limit=NOISE.width * NOISE.height - 1) == "too-many-pixels"
+    assert decode_bytes(encoded(NOISE, "PNG"), pixel_limit=NOISE.width * NOISE.height).size == NOISE.size
+
+
+@pytest.mark.parametrize(
+    "at_least, size", [(None, (200, 120)), (121, (200, 120)), (61, (200, 120)), (60, (100, 60)), (30, (50, 30)), (2, (25, 15))]
+)
+def test_jpeg_is_decoded_at_the_smallest_scale_that_is_large_enough(at_least, size):
+    smooth = NOISE.resize((10, 6)).resize(NOISE.size, Image.Resampling.BICUBIC)
+    data = encoded(smooth, "JPEG", quality=95)
+    picture = decode_bytes(data, at_least=at_least)
+    assert picture.size == size
+    shrunk = decode_bytes(data).resize(size, Image.Resampling.BOX)
+    assert np.abs(np.asarray(picture).astype(int) - np.asarray(shrunk)).mean() < 2
+    assert decode_bytes(encoded(NOISE, "PNG"), at_least=at_least).size == (200, 120)
+
+
+def test_a_pair_of_sizes_is_that_of_the_upright_picture():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    lying, upright = encoded(NOISE, "JPEG", exif=exif), encoded(NOISE, "JPEG")
+    assert decode_bytes(lying, at_least=(100, 60)).size == (100, 60)  # shown, 60 wide and 100 high
+    assert decode_bytes(lying, at_least=(60, 100)).size == (200, 120)
+    assert decode_bytes(upright, at_least=(60, 100)).size == (100, 60)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize(
+    ("orientation", "white"), [(1, "left"), (2, "right"), (3, "right"), (4, "left"), (5, "top"), (6, "top"), (7, "bottom"), (8, "bottom")]
+)
+def test_exif_orientation_is_applied_once(kind, orientation, white):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = shown(encoded(halves(), kind, exif=exif))
+    assert image.size == ((20, 40) if orientation >= 5 else (40, 20))
+    at = {"left": (0.2, 0.5), "right": (0.8, 0.5), "top": (0.5, 0.2), "bottom": (0.5, 0.8)}
+    for side, (x, y) in at.items():
+        if (side in ("left", "right")) == (white in ("left", "right")):
+            pixel = image.getpixel((int(x * image.width), int(y * image.height)))
+            assert (min(pixel) > 240) == (side == white), side
+    again = upright_8bit(image)
+    assert again.size == image.size and again.tobytes() == image.tobytes()
+
+
+def test_exif_that_cannot_be_read_counts_as_none():
+    assert shown(encoded(halves(), "JPEG", exif=b"Exif\0\0II*\0garbage")).size == (40, 20)
+
+
+def test_cmyk_jpeg_as_adobe_stores_it():
+    """Photoshop stores CMYK inverted, as Pillow does when it writes one."""
+    for colour, ink in ((RED, (0, 255, 255, 0)), (BLUE, (255, 255, 0, 0))):
+        data = encoded(Image.new("CMYK", (16, 16), ink), "JPEG", quality=95)
+        assert b"Adobe" in data
+        assert np.abs(np.array(shown(data).getpixel((8, 8))) - colour).max() < 6
+
+
+def test_grey_of_16_bits_keeps_its_upper_half():
+    ramp = np.linspace(0, 65535, 256, dtype=np.uint16).reshape(16, 16)
+    for kind in ("PNG", "TIFF"):
+        image = shown(encoded(Image.fromarray(ramp), kind))
+        assert np.abs(np.asarray(image)[..., 0].astype(int) - ramp // 256).max() == 0
+
+
+def test_grey_of_16_bits_with_a_transparent_value():
+    values = np.full((4, 4), 60_000, np.uint16)
+    values[0, 0] = 1_000
+    image = upright_8bit(with_transparency(Image.fromarray(values), 1_000))
+    assert image.mode == "RGBA" and image.getpixel((0, 0))[3] == 0 and image.getpixel((3, 3)) == (234, 234, 234, 255)
+
+
+def with_transparency(image, value):
+    image.info["transparency"] = value
+    return image
+
+
+def test_transparency_of_a_palette_and_of_grey():
+    palette = Image.new("P", (8, 8), 0)
+    palette.putpalette([200, 0, 0, 0, 0, 200])
+    palette.putpixel((5, 5), 1)
+    for data in (encoded(palette, "PNG", transparency=0), encoded(palette, "GIF", transparency=0)):
+        image = shown(data)
+        assert image.mode == "RGBA" and image.getpixel((0, 0))[3] == 0 and image.getpixel((5, 5)) == (0, 0, 200, 255)
+    image = shown(encoded(palette, "PNG", transparency=bytes([128, 255])))  # one opacity per colour
+    assert image.getpixel((0, 0)) == (200, 0, 0, 128)
+    grey = shown(encoded(Image.new("LA", (8, 8), (90, 40)), "PNG"))
+    assert grey.mode == "RGBA" and grey.getpixel((0, 0)) == (90, 90, 90, 40)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_an_animation_shows_its_first_frame(kind):
+    frames = [Image.new("RGB", (12, 12), colour) for colour in (RED, GREEN, BLUE)]
+    options = {"lossless": True} if kind == "WEBP" else {}
+    data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], duration=50, **options)
+    assert len(list(ImageSequence.Iterator(Image.open(io.BytesIO(data))))) == 3
+    assert shown(data).convert("RGB").getpixel((6, 6)) == RED
+
+
+def test_pixel_key_sees_what_the_eye_sees():
+    red = Image.new("RGB", (4, 4), (255, 0, 0))
+    assert pixel_key(red) == pixel_key(red.convert("RGBA")) == pixel_key(red.convert("P", palette=Image.Palette.ADAPTIVE))
+    assert pixel_key(Image.new("RGBA", (4, 4), (255, 0, 0, 0))) == pixel_key(Image.new("RGBA", (4, 4), (0, 9, 0, 0)))
+    assert pixel_key(Image.new("RGB", (2, 8))) != pixel_key(Image.new("RGB", (4, 4))) != pixel_key(red)
