@@ -15,7 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
-from data.loader import CONSTANT_SHAPES, resolve_workers
+from data.loader import resolve_workers
 from data.prepare import prepare_data
 from data.processes import start_early
 from data.sampler import GlobalOrder
@@ -27,7 +27,7 @@ from engine.processes import first_rank_first, from_first_rank, start_processes,
 from engine.watchdog import Watchdog
 from launch.costing import run_costs
 from launch.failures import Run, StopRequest, report_and_exit
-from launch.feeding import Feeding
+from launch.feeding import Feeding, image_buckets
 from launch.options import Options, default_config, parse_options
 from launch.report import progress_interval, retrieval_table, show
 from launch.run_folder import RunFolder, choose_folder, training_identity
@@ -77,6 +77,7 @@ def main(options: Options, run: Run) -> int:
         data.tokenizer.pad_token_id,
         data.tokenizer.eos_token_id,
     )
+    buckets = image_buckets(data, options, towers[0].config.get("patch_size"))
     pretrained = {"image": options.image_weights, "text": options.text_weights}
     weights = {tower.branch: open_weights(tower.branch, pretrained[tower.branch], tower) for tower in towers if pretrained[tower.branch]}
 
@@ -90,6 +91,8 @@ def main(options: Options, run: Run) -> int:
     folder.refuse_other_run(options, training)
     show(plan.reasons, first and bool(plan.reasons))
     show(f"{plan.describe()}   {config_file.name}   {folder.path}", first)
+    if buckets is not None:
+        show(f"pictures of {', '.join(f'{h}×{w}' for h, w in buckets.sizes)} pixels (height × width)", first)
 
     # DeepSpeed around the stage of this rank; where a run goes on, its state.
     engine = build_engine(
@@ -102,7 +105,7 @@ def main(options: Options, run: Run) -> int:
         total_steps,
         options.seed,
         processes.timeout,
-        CONSTANT_SHAPES,
+        {"image": buckets is None, "text": False},
     )
     checkpoint = options.checkpoint_to_resume(newest_checkpoint(folder.checkpoints))
     step = saved_step = load_checkpoint(engine, checkpoint)["step"] if checkpoint else 0
@@ -112,7 +115,7 @@ def main(options: Options, run: Run) -> int:
     tracker = Tracker(options.wandb, options.wandb_project, folder.path, training, first)
 
     # What this rank feeds its stage with: only the modality that enters there.
-    feeding = Feeding(data, order, engine, options, workers, on_gpu, folder)
+    feeding = Feeding(data, order, engine, options, workers, on_gpu, folder, buckets)
     batches = feeding.training(step, total_steps)
     evaluations = {}
 

@@ -28,6 +28,20 @@ class Buckets:
         return np.argmax(kept_area(width / height, np.array(self.sizes)), axis=1).astype(np.int8)
 
 
+@dataclass(frozen=True, eq=False)
+class BucketedSamples:
+    """The bucket of each training sample: `number` [N] int8 into `sizes`, (H, W) each."""
+
+    sizes: tuple[tuple[int, int], ...]
+    number: np.ndarray
+
+    @classmethod
+    def choose(cls, width: np.ndarray, height: np.ndarray, image_size: int, multiple: int, max_buckets: int) -> "BucketedSamples":
+        """Of the samples' widths and heights [N], as the index has them. Errors: ValueError."""
+        chosen = choose_buckets(width, height, image_size, multiple, max_buckets)
+        return cls(chosen.sizes, chosen.assign(width, height))
+
+
 def choose_buckets(width: np.ndarray, height: np.ndarray, image_size: int, multiple: int = 32, max_buckets: int = 5) -> Buckets:
     """At most `max_buckets` sizes for the pictures `width`, `height` [N] (pixels, as shown), a pure function of them.
 

@@ -32,8 +32,6 @@ from data.tokenizer import batch_tokens_counted
 from data.transforms import ImageTransform, normalised
 
 MODALITIES = ("image", "text")
-# Are the shapes of a modality's training micro-batches all equal? Images have one size; texts are as long as their longest.
-CONSTANT_SHAPES = {"image": True, "text": False}
 # Last word of the seeds: the streams of the two draws differ, and differ from that of GlobalOrder, which ends in 0
 # (numpy reads [seed, epoch] as [seed, epoch, 0, 0]).
 AUGMENTATION, CAPTION = 1, 2
@@ -121,6 +119,8 @@ class MicroBatchDataset(Dataset):
     def _pictures(self, request: MicroBatchRequest, indices: list[int]) -> tuple[list[np.ndarray], list[tuple[int, str, str]]]:
         """[H, W, 3] uint8 for each index, and which of them could not be read."""
         transform = self.transform_train if request.training else self.transform_eval
+        if request.size is not None:
+            transform = replace(transform, size=request.size)
         pictures: list[np.ndarray | None] = []
         bad = []
         for i in indices:

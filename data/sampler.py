@@ -9,6 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from data.buckets import BucketedSamples, deal_by_bucket
+
 PARTS = 3  # last word of a seed; see AUGMENTATION in data/loader.py
 
 
@@ -71,6 +73,7 @@ class MicroBatchRequest:
     index: np.ndarray  # [b] int64, samples of the source
     position: np.ndarray  # [b] int64, where they stand in the global batch; evaluation: in the subset
     training: bool
+    size: tuple[int, int] | None = None  # H, W of its pictures, pixels; None: that of the transform
 
 
 def deal(global_batch_size: int, replicas: int, num_micro_batches: int) -> list[list[np.ndarray]]:
@@ -89,27 +92,47 @@ def deal(global_batch_size: int, replicas: int, num_micro_batches: int) -> list[
 
 
 def training_requests(
-    order: GlobalOrder, subset: np.ndarray, replica: int, replicas: int, num_micro_batches: int, start_step: int, stop_step: int
+    order: GlobalOrder,
+    subset: np.ndarray,
+    replica: int,
+    replicas: int,
+    num_micro_batches: int,
+    start_step: int,
+    stop_step: int,
+    buckets: BucketedSamples | None = None,
 ) -> Iterator[MicroBatchRequest]:
     """The micro-batches of one replica of one branch, for steps start_step..stop_step-1, in the order they are run.
 
-    `subset` [N]: the source's indices of the training samples.
+    `subset` [N]: the source's indices of the training samples. With `buckets` the positions of a global batch are dealt so that a
+    micro-batch holds pictures of one bucket, as far as that is possible.
     """
     _check_replica(replica, replicas)
     if len(subset) != order.num_samples:
         raise ValueError(f"the training subset has {len(subset)} samples, the order is made for {order.num_samples}; they must be equal")
     shares = deal(order.global_batch_size, replicas, num_micro_batches)[replica]
-    return _training_requests(order, subset, shares, start_step, stop_step)
+    num_shares, first = replicas * num_micro_batches, replica * num_micro_batches
+    return _training_requests(order, subset, shares, start_step, stop_step, buckets, num_shares, first)
 
 
 def _training_requests(
-    order: GlobalOrder, subset: np.ndarray, shares: list[np.ndarray], start_step: int, stop_step: int
+    order: GlobalOrder,
+    subset: np.ndarray,
+    shares: list[np.ndarray],
+    start_step: int,
+    stop_step: int,
+    buckets: BucketedSamples | None,
+    num_shares: int,
+    first: int,
 ) -> Iterator[MicroBatchRequest]:
     # Apart, so that the checks above speak when the function is called and not at the first `next`.
     for step in range(start_step, stop_step):
-        indices = subset[order.batch(step)]  # [G]
-        for position in shares:
-            yield MicroBatchRequest(step, order.epoch(step), indices[position], position, training=True)
+        visited = order.batch(step)  # [G]
+        indices = subset[visited]
+        dealt, of_share = (None, None) if buckets is None else deal_by_bucket(buckets.number[visited], num_shares)
+        for m, share in enumerate(shares):
+            position = share if dealt is None else dealt[share]
+            size = None if buckets is None else buckets.sizes[of_share[first + m]]
+            yield MicroBatchRequest(step, order.epoch(step), indices[position], position, training=True, size=size)
 
 
 def evaluation_requests(subset: np.ndarray, replica: int, replicas: int, micro_batch_size: int) -> list[MicroBatchRequest]:

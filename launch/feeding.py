@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from data.buckets import BucketedSamples
 from data.cache import GIB, PictureCache, default_folder, open_cache
 from data.loader import LoadReport, MicroBatchDataset, micro_batches
 from data.prepare import PreparedData, bad_table
@@ -21,6 +22,7 @@ from launch.report import recalls
 from launch.run_folder import RunFolder
 from models.retrieval import recall_hits
 
+CONV_STRIDE = 32  # of ResNets and ConvNeXts, in pixels
 BAD_TO_JUDGE = 100  # a few pictures that break are no fraction yet
 # Below this many micro-batches, starting loader processes takes longer than they save.
 WORTH_WORKERS = 64
@@ -38,9 +40,10 @@ class Feeding:
         workers: int,
         pin_memory: bool,
         folder: RunFolder,
+        buckets: BucketedSamples | None = None,
     ):
         self.data, self.order, self.engine, self.options, self.folder = data, order, engine, options, folder
-        self.workers, self.pin_memory = workers, pin_memory
+        self.workers, self.pin_memory, self.buckets = workers, pin_memory, buckets
         self.modalities = frozenset(engine.place.loads)
         self.batch = engine.batches[next(iter(engine.place.layers))]
         self.cache = picture_cache(options) if "image" in self.modalities else None
@@ -54,7 +57,14 @@ class Feeding:
         if not self.modalities:
             return None
         requests = training_requests(
-            self.order, self.data.train, self.engine.replica, self.batch.replicas, self.batch.num_micro_batches, start_step, stop_step
+            self.order,
+            self.data.train,
+            self.engine.replica,
+            self.batch.replicas,
+            self.batch.num_micro_batches,
+            start_step,
+            stop_step,
+            self.buckets,
         )
         on_load = partial(self._note, self.data.source)
         return micro_batches(self._dataset(self.data.source), requests, self.workers, self.pin_memory, on_load=on_load, name=self.name)
@@ -95,6 +105,14 @@ class Feeding:
         if number >= BAD_TO_JUDGE and number > limit * self._loaded:
             examples = (f"    {detail}" for _, _, detail in report.bad)
             raise ValueError(bad_table(source.spec, self._unreadable, self._loaded, limit, examples))
+
+
+def image_buckets(data: PreparedData, options: Options, patch_size: int | None) -> BucketedSamples | None:
+    """The input sizes that --image-buckets asks for, chosen from the sizes of the training pictures; None: one square."""
+    if options.image_buckets == 1:
+        return None
+    sides = (data.source.column(name)[data.train] for name in ("width", "height"))
+    return BucketedSamples.choose(*sides, options.image_size, patch_size or CONV_STRIDE, options.image_buckets)
 
 
 def picture_cache(options: Options) -> PictureCache | None:

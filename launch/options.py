@@ -37,6 +37,7 @@ class Options:
     tokenizer: str | None
     embed_dim: int
     image_size: int
+    image_buckets: int
     max_text_tokens: int
     epochs: int | None
     steps: int | None
@@ -177,6 +178,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     model.add_argument("--embed-dim", type=_at_least(1), metavar="N", help="width of the common space (default: 512; demo: 256)")
     model.add_argument("--image-size", type=_at_least(1), metavar="N", help="pixels a side (default: 224; demo: 64)")
+    model.add_argument(
+        "--image-buckets",
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help="input shapes of about that area, chosen to suit the pictures; a micro-batch has one of them; 1: square (default: 1)",
+    )
     model.add_argument("--max-text-tokens", type=_at_least(4), metavar="N", help="longer texts are cut (default: 77; demo: 32)")
     length = parser.add_argument_group("length")
     exclusive = length.add_mutually_exclusive_group()

@@ -53,26 +53,41 @@ class ResNetStem(Layer):
 
 
 class ViTStem(Layer):
-    """`pixel_values` [B, 3, S, S] -> `image_hidden` [B, N, D]: patches, class token, positions, dropout."""
+    """`pixel_values` [B, 3, H, W] -> `image_hidden` [B, N, D]: patches, class token, positions, dropout.
+
+    Pictures of another size than the one it was made for get positions interpolated between the learned ones (bicubic, as
+    Dosovitskiy et al. 2021, section 3.2, propose for higher resolutions).
+    """
 
     reads, makes, drops = ("pixel_values",), ("image_hidden",), ("pixel_values",)
 
     def __init__(self, model: VisionTransformer) -> None:
         super().__init__()
-        self.image_size = model.image_size
+        self.image_size, self.patch_size = model.image_size, model.patch_size
         self.conv_proj, self.class_token = model.conv_proj, model.class_token
         self.pos_embedding, self.dropout = model.encoder.pos_embedding, model.encoder.dropout
 
     def compute(self, pixel_values: Tensor) -> Tensor:
-        if pixel_values.shape[-2:] != (self.image_size, self.image_size):
+        if any(side % self.patch_size for side in pixel_values.shape[-2:]):
             raise ValueError(
-                f"pixel_values are {tuple(pixel_values.shape[-2:])} but this ViT has positions for "
-                f"{self.image_size}x{self.image_size}; set --image-size to the size of the images"
+                f"pixel_values are {tuple(pixel_values.shape[-2:])} but this ViT reads patches of {self.patch_size}x{self.patch_size}; "
+                "both sides must be multiples of that"
             )
-        patches = self.conv_proj(pixel_values.to(self.conv_proj.weight.dtype))  # [B, D, S/patch, S/patch]
+        patches = self.conv_proj(pixel_values.to(self.conv_proj.weight.dtype))  # [B, D, H/patch, W/patch]
+        positions = self.positions(*patches.shape[-2:])
         patches = patches.flatten(2).permute(0, 2, 1)  # [B, N-1, D]
         tokens = torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1)
-        return self.dropout(tokens + self.pos_embedding)  # [B, N, D]
+        return self.dropout(tokens + positions)  # [B, N, D]
+
+    def positions(self, rows: int, columns: int) -> Tensor:
+        """[1, 1 + rows * columns, D]."""
+        side = self.image_size // self.patch_size
+        if (rows, columns) == (side, side):
+            return self.pos_embedding
+        of_class, of_patches = self.pos_embedding[:, :1], self.pos_embedding[:, 1:]
+        grid = of_patches.unflatten(1, (side, side)).permute(0, 3, 1, 2)  # [1, D, side, side]
+        grid = F.interpolate(grid.float(), (rows, columns), mode="bicubic", antialias=True).to(of_patches.dtype)
+        return torch.cat([of_class, grid.flatten(2).permute(0, 2, 1)], dim=1)
 
 
 class ConvNeXtStem(Layer):

@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -309,3 +310,11 @@ def test_refusals(demo, tokenizer):
     for index in (-1, len(demo)):
         with pytest.raises(ValueError, match=f"asked for; demo has 0..{len(demo) - 1}"):
             make(demo, {"image"})[request(index)]
+
+
+def test_the_size_of_a_request_is_that_of_its_pictures(demo, tokenizer):
+    dataset = make(demo, BOTH, tokenizer)
+    plain, wide = request(3, 8), replace(request(3, 8), size=(32, 64))
+    assert dataset[wide]["pixel_values"].shape == (2, 3, 32, 64)
+    assert dataset[plain]["pixel_values"].shape[2] == dataset[plain]["pixel_values"].shape[3]
+    assert torch.equal(dataset[wide]["input_ids"], dataset[plain]["input_ids"])

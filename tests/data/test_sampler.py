@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from data.buckets import BucketedSamples
 from data.sampler import GlobalOrder, deal, evaluation_requests, training_requests
 
 ORDER = GlobalOrder(num_samples=103, global_batch_size=12, seed=5)
@@ -66,6 +67,30 @@ def test_order_does_not_depend_on_how_it_is_dealt():
         by_position.append(seen)
     assert all(seen == by_position[0] for seen in by_position)
     assert by_position[0][(9, 4)] == 1000 + ORDER.batch(9)[4]
+
+
+def test_with_buckets_a_micro_batch_has_pictures_of_one_shape():
+    draw = np.random.default_rng(0)
+    number = draw.choice(3, 103, p=(0.5, 0.3, 0.2)).astype(np.int8)
+    buckets = BucketedSamples(((32, 64), (48, 48), (64, 32)), number)
+    for replicas, num_micro_batches in ((1, 4), (2, 2), (2, 3)):
+        own = total = 0
+        for step in range(16):
+            requests = [
+                request
+                for replica in range(replicas)
+                for request in training_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, step, step + 1, buckets)
+            ]
+            positions = np.concatenate([request.position for request in requests])
+            assert sorted(positions.tolist()) == list(range(12))
+            for request in requests:
+                assert request.index.tolist() == SUBSET[ORDER.batch(step)[request.position]].tolist()
+                shape = buckets.sizes.index(request.size)
+                mine = number[request.index - 1000]
+                assert (mine == shape).sum() == np.bincount(mine, minlength=3).max()  # the most common one
+                own, total = own + (mine == shape).sum(), total + len(mine)
+        assert own / total > 0.75
+    assert all(request.size is None for request in training_requests(ORDER, SUBSET, 0, 1, 1, 0, 2))
 
 
 def test_requests_come_in_the_order_they_are_run():

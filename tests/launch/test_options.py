@@ -15,7 +15,8 @@ FLAGS = [
     "--deepspeed_config", "--run-dir", "--resume", "--workers", "--seed",
     "--data", "--data-weights", "--val-data", "--val-fraction", "--limit-samples",
     "--on-leak", "--leak-bits", "--max-bad-fraction", "--index-check", "--cache", "--cache-limit",
-    "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--tokenizer", "--embed-dim", "--image-size", "--max-text-tokens",
+    "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--tokenizer", "--embed-dim", "--image-size",
+    "--image-buckets", "--max-text-tokens",
     "--epochs", "--steps", "--save-every", "--eval-every",
     "--wandb", "--trace-every", "--wandb-project",
 ]  # fmt: skip

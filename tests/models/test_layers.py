@@ -22,6 +22,24 @@ def test_canonical_names_are_the_librarys(case):
     assert all(set(layer.canonical_names) == set(layer.state_dict()) for layer in layers)
 
 
+def test_vit_positions_of_other_sizes_lie_between_the_learned_ones():
+    stem = image_tower("vit_b_16:num_layers=1,hidden_dim=24,num_heads=2,mlp_dim=8,patch_size=8", 32).specs[0].build(0)
+    side = torch.linspace(-1, 1, 4)
+    with torch.no_grad():  # what is learned: the row, the column, and a constant
+        stem.pos_embedding[0, 1:, 0] = side.repeat_interleave(4)
+        stem.pos_embedding[0, 1:, 1] = side.repeat(4)
+        stem.pos_embedding[0, 1:, 2] = 5.0
+    assert stem.positions(4, 4) is stem.pos_embedding
+    wide = stem.positions(2, 6)
+    assert wide.shape == (1, 13, 24) and torch.equal(wide[:, 0], stem.pos_embedding[:, 0])
+    grid = wide[0, 1:].unflatten(0, (2, 6))
+    assert torch.allclose(grid[..., 2], torch.tensor(5.0))
+    assert (grid[:, 1:, 1] > grid[:, :-1, 1]).all() and (grid[1, :, 0] > grid[0, :, 0]).all()
+    assert torch.allclose(grid[0, :, 1], -grid[0, :, 1].flip(0), atol=1e-5)  # symmetric
+    stem({"pixel_values": torch.randn(2, 3, 16, 48)})["image_hidden"].sum().backward()
+    assert stem.pos_embedding.grad.abs().sum() > 0
+
+
 def test_names_of_layers_and_heads():
     image, text = build_towers("resnet18:layers=1-1-1-1", "bert-tiny", 8, 32, 50, 10, 0)
     assert [spec.name for spec in image.specs] == [

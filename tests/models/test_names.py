@@ -64,12 +64,12 @@ def test_sizes_refused():
         build_towers("resnet18", "bert-mini", 0, 32, 100, 8)
 
 
-def test_vit_refuses_images_of_another_size():
+def test_vit_refuses_images_that_are_not_whole_patches():
     tower = image_tower("vit_b_16:num_layers=1,hidden_dim=24,num_heads=2,mlp_dim=8", 32)
     import torch
 
-    with pytest.raises(ValueError, match=r"pixel_values are \(48, 48\) but this ViT has positions for 32x32"):
-        tower.specs[0].build(0)({"pixel_values": torch.zeros(1, 3, 48, 48)})
+    with pytest.raises(ValueError, match=r"pixel_values are \(48, 40\) but this ViT reads patches of 16x16; both sides"):
+        tower.specs[0].build(0)({"pixel_values": torch.zeros(1, 3, 48, 40)})
 
 
 def test_split_name():
