@@ -31,12 +31,14 @@ def build_engine(
     seed: int,
     timeout: timedelta,
     constant_shapes: Mapping[str, bool],
+    equal_shares: bool = True,
 ) -> ForkEngine:
     """The engine of this rank. All ranks call it together, after the process group is up.
 
     `layers[branch]` describes every layer of a branch in order; `build_layer` makes one of them, and is called for this
     rank's own only. `total_num_steps` resolves an "auto" in the learning-rate schedule. `constant_shapes[branch]` promises that all
-    training micro-batches of a branch have equal shapes, so that they need to be announced only once.
+    training micro-batches of a branch have equal shapes, so that they need to be announced only once; `equal_shares` that each
+    replica of a stage has equally many samples of every global batch.
     """
     rank = dist.get_rank()
     device = torch.device(get_accelerator().current_device_name())
@@ -54,4 +56,5 @@ def build_engine(
         plan.max_grad_norm,
         embed_dim,
         constant_shapes,
+        equal_shares,
     )

@@ -95,6 +95,7 @@ class ForkEngine(PipelineEngine):
         max_grad_norm: Mapping[str, float],
         embed_dim: int,
         constant_shapes: Mapping[str, bool],
+        equal_shares: bool = True,
     ):
         grid = module.mpu()
         parameters = [p for p in module.parameters() if p.requires_grad]
@@ -112,6 +113,7 @@ class ForkEngine(PipelineEngine):
         self.loss_function, self.batches, self.schedule_type = loss, dict(batches), SCHEDULES[schedule]
         self.clipping = GroupedClipping(module.canonical_parameters, max_grad_norm, comm, self.basic_optimizer)
         self.recorder = comm.recorder
+        self._equal_shares = equal_shares
         self.instruction_seconds: dict[str, float] = defaultdict(float)  # by instruction, over all steps so far
         self._sent_bytes_before = 0.0
         self._constant = {
@@ -303,12 +305,14 @@ class ForkEngine(PipelineEngine):
         """One loss over everything that is waiting here: the global batch, or, with `buffer_id`, a micro-batch of each replica."""
         batch = self.batches[self._branch]
         outputs = [self._outputs[m] for m in sorted(self._outputs)]
-        counts = [batch.micro_batch_size * len(outputs)] * batch.replicas
+        sizes = [self._num_rows(output) for output in outputs]
+        counts = [sum(sizes)] * batch.replicas if self._equal_shares else self.comm.gather_counts(sum(sizes))
         weight = 1.0 if buffer_id is None else 1.0 / batch.num_micro_batches
         own = self._own_rows()
         if buffer_id is not None:  # a batch of its own: its rows are numbered from 0, replica by replica
             own = {
-                b: replace(rows, position=torch.arange(counts[0], device=self.device) + self.replica * counts[0]) for b, rows in own.items()
+                b: replace(rows, position=torch.arange(sum(sizes), device=self.device) + sum(counts[: self.replica]))
+                for b, rows in own.items()
             }
         parameters = {name: outputs[0][name].detach() for name in self.loss_function.parameters if name in outputs[0]}
         with torch.no_grad():
@@ -323,7 +327,6 @@ class ForkEngine(PipelineEngine):
         # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each accumulated: times the
         # number of replicas makes that the sum. fp16: times the loss scale, which the optimizer takes out again.
         scale = self.place.replicas * self._loss_scale() * weight
-        sizes = [self._num_rows(output) for output in outputs]
         pieces = {branch: (grad * scale).split(sizes) for branch, grad in result.embeds.items()}
         for i, m in enumerate(sorted(self._outputs)):
             grads = {f"{branch}_embeds": pieces[branch][i] for branch in pieces}

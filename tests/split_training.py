@@ -44,6 +44,7 @@ class Case:
     schedule: str = "batch_sync"
     kept_micro_batches: Any = None  # under replay
     checkpoint_interval: int = 0
+    deals: dict[str, tuple] = field(default_factory=dict)  # branch -> [replica][micro-batch] -> places; not given: equal, in order
     not_loaded: dict[str, tuple[int, ...]] = field(default_factory=dict)  # branch -> places of the global batch
     max_grad_norm: dict[str, float] = field(default_factory=lambda: {"image": 0.0, "text": 0.0, "head": 0.0})
     seed: int = SEED
@@ -82,6 +83,7 @@ class Case:
         parts += [f"keep{self.kept_micro_batches}"] if self.kept_micro_batches is not None else []
         parts += [f"checkpoint{self.checkpoint_interval}"] if self.checkpoint_interval else []
         parts += [f"dropout{self.dropout}"] if self.dropout else []
+        parts += ["dealt"] if self.deals else []
         parts += ["not_loaded"] if self.not_loaded else []
         return " ".join(str(p) for p in parts).replace("'", "").replace(" ", "")
 
@@ -157,7 +159,8 @@ def make_engine(case: Case):
         total_num_steps=10,
         seed=case.seed,
         timeout=timedelta(seconds=60),
-        constant_shapes={"image": True, "text": False},
+        constant_shapes={"image": not case.deals, "text": False},
+        equal_shares=not case.deals,
     )
     return engine, plan, image_size
 
@@ -168,9 +171,18 @@ def micro_batches_of_rank(case: Case, engine, step: int, image_size: int):
     branches = engine.place.loads
     if not branches:
         return None
-    deal = engine.batches[branches[0]]
-    positions = torch.arange(case.global_batch_size).view(deal.replicas, deal.num_micro_batches, deal.micro_batch_size)[engine.replica]
+    batch_of_branch = engine.batches[branches[0]]
+    mine = dealt(case, branches[0], batch_of_branch.micro_batch_size)
+    first = engine.replica * batch_of_branch.num_micro_batches
+    positions = mine[first : first + batch_of_branch.num_micro_batches]
     return iter([{k: v for b in branches for k, v in micro_batch(case, batch, b, p).items()} for p in positions])
+
+
+def dealt(case: Case, branch: str, micro_batch_size: int) -> list[Tensor]:
+    """The places of each micro-batch, replica by replica."""
+    if branch in case.deals:
+        return [torch.tensor(places) for replica in case.deals[branch] for places in replica]
+    return list(torch.arange(case.global_batch_size).split(micro_batch_size))
 
 
 def train_split(case: Case) -> dict[str, Any]:
@@ -228,17 +240,16 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
     for step in range(case.steps):
         batch, embeds, logit_scale = global_batch(case, step, image_size), {}, None
         for branch in ("image", "text"):
-            size, number = plan_batches[branch]
-            rows = []
-            for number_of, position in enumerate(torch.arange(case.global_batch_size).view(number, size)):
+            rows = torch.zeros(case.global_batch_size, EMBED_DIM)
+            for number_of, position in enumerate(dealt(case, branch, plan_batches[branch][0])):
                 tensors = micro_batch(case, batch, branch, position)
                 for i, layer in enumerate(layers[branch]):
                     # the same random numbers as the split side, by its documented rule
                     torch.manual_seed(layer_seed(case.seed, step, number_of, i + (len(layers["image"]) if branch == "text" else 0)))
                     tensors = layer(tensors)
-                rows.append(tensors[f"{branch}_embeds"])
+                rows = rows.index_copy(0, position, tensors[f"{branch}_embeds"])
                 logit_scale = tensors.get("logit_scale", logit_scale)
-            embeds[branch] = torch.cat(rows)
+            embeds[branch] = rows
         loss = torch.stack([info_nce(embeds, logit_scale, rows) for rows in compared(case, plan_batches["image"][0])]).mean()
         optimizer.zero_grad()
         loss.backward()

@@ -7,6 +7,7 @@ gradient of zero, since a constant added to every key does not change a softmax,
 """
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -121,6 +122,40 @@ def test_both_schedules_equal_unsplit_training_with_dropout_and_running_statisti
 )
 def test_replay_that_keeps_some_activations_equals_unsplit_training(case):
     check_with_running_statistics(replace(case, schedule="replay"))
+
+
+def random_deal(seed, replicas, num_micro_batches):
+    """[replica][micro-batch] -> places of 24 samples, of all sizes from 1."""
+    draw = random.Random(seed)
+    places = draw.sample(range(24), 24)
+    ends = sorted(draw.sample(range(1, 24), replicas * num_micro_batches - 1))
+    parts = [tuple(places[a:b]) for a, b in zip([0, *ends], [*ends, 24])]
+    return tuple(tuple(parts[r * num_micro_batches : (r + 1) * num_micro_batches]) for r in range(replicas))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        merged(1, 1, 6, deals=dict.fromkeys(("image", "text"), random_deal(0, 1, 4))),
+        merged(2, 2, 4, deals=dict.fromkeys(("image", "text"), random_deal(1, 2, 3)), schedule="replay"),
+        chain(1, 2, 1, 6, deals=dict.fromkeys(("image", "text"), random_deal(2, 1, 4))),
+        fork((1, 1), (1, 1), {"image": 6, "text": 8}, deals={"image": random_deal(3, 1, 4), "text": random_deal(4, 1, 3)}),
+        fork(
+            (1, 2), (1, 1), {"image": 4, "text": 24}, deals={"image": random_deal(5, 2, 3), "text": random_deal(6, 1, 1)}, schedule="replay"
+        ),
+        fork((2, 1), (1, 2), {"image": 3, "text": 4}, deals={"image": random_deal(7, 1, 8), "text": random_deal(8, 2, 3)}, dropout=0.1),
+        fork((1, 2), (2, 1), {"image": 4, "text": 6}, deals={"image": random_deal(9, 2, 3)}),
+    ],
+    ids=str,
+)
+def test_how_samples_are_dealt_changes_nothing(case):
+    """Micro-batches of any samples and sizes, another deal for each branch of a fork; and the same loss and gradients as without any."""
+    results = run_ranks(case.world_size, train_split, case)
+    for reference in [train_whole(case, whole_batches(case))] + (
+        [] if case.dropout else [train_whole(replace(case, deals={}), whole_batches(case))]
+    ):
+        assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
+        check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
 
 
 @pytest.mark.parametrize(
