@@ -25,6 +25,7 @@ from engine.config import check_hardware, read_config
 from engine.planner import plan_run
 from engine.processes import first_rank_first, from_first_rank, start_processes, stop_processes
 from engine.watchdog import Watchdog
+from launch.balancing import constant_shapes, equal_shares, make_dealers
 from launch.costing import run_costs
 from launch.failures import Run, StopRequest, report_and_exit
 from launch.feeding import Feeding, image_buckets
@@ -94,7 +95,9 @@ def main(options: Options, run: Run) -> int:
     if buckets is not None:
         show(f"pictures of {', '.join(f'{h}×{w}' for h, w in buckets.sizes)} pixels (height × width)", first)
 
-    # DeepSpeed around the stage of this rank; where a run goes on, its state.
+    # Which samples of a global batch make which micro-batch, and DeepSpeed around the stage of this rank.
+    with first_rank_first():
+        dealers = make_dealers(block.dealing(), plan, costs, data, buckets, options, folder.path, progress=first)
     engine = build_engine(
         plan,
         config,
@@ -105,8 +108,11 @@ def main(options: Options, run: Run) -> int:
         total_steps,
         options.seed,
         processes.timeout,
-        {"image": buckets is None, "text": False},
+        constant_shapes(dealers),
+        equal_shares(dealers),
     )
+
+    # Where a run goes on: its state.
     checkpoint = options.checkpoint_to_resume(newest_checkpoint(folder.checkpoints))
     step = saved_step = load_checkpoint(engine, checkpoint)["step"] if checkpoint else 0
     folder.forget_after(step if checkpoint else -1)  # from the start: also the evaluation before it
@@ -115,7 +121,7 @@ def main(options: Options, run: Run) -> int:
     tracker = Tracker(options.wandb, options.wandb_project, folder.path, training, first)
 
     # What this rank feeds its stage with: only the modality that enters there.
-    feeding = Feeding(data, order, engine, options, workers, on_gpu, folder, buckets)
+    feeding = Feeding(data, order, engine, options, workers, on_gpu, folder, dealers)
     batches = feeding.training(step, total_steps)
     evaluations = {}
 

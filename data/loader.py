@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from data import shared_pixels
 from data.bad_samples import BadSample
 from data.cache import PictureCache
+from data.draws import AUGMENTATION, caption_number
 from data.processes import start_method
 from data.sampler import MicroBatchRequest
 from data.sources import Source
@@ -32,9 +33,6 @@ from data.tokenizer import batch_tokens_counted
 from data.transforms import ImageTransform, normalised
 
 MODALITIES = ("image", "text")
-# Last word of the seeds: the streams of the two draws differ, and differ from that of GlobalOrder, which ends in 0
-# (numpy reads [seed, epoch] as [seed, epoch, 0, 0]).
-AUGMENTATION, CAPTION = 1, 2
 MAX_WORKERS_GPU, MAX_WORKERS_CPU = 8, 2
 GREY = 128  # where a micro-batch has no readable picture at all
 
@@ -47,6 +45,8 @@ class LoadReport:
     num_pictures: int = 0  # with the bad ones
     num_texts: int = 0
     num_truncated: int = 0  # of these texts, cut at the tower's limit
+    num_tokens: int = 0
+    num_padded_tokens: int = 0  # of the whole rectangle
     wait_s: float = 0.0  # how long the caller of `micro_batches` waited for it
 
 
@@ -99,7 +99,7 @@ class MicroBatchDataset(Dataset):
             raise ValueError(f"samples {min(indices)}..{max(indices)} asked for; {self.source.spec} has 0..{len(self.source) - 1}")
         micro_batch: dict[str, Tensor] = {}
         bad: list[tuple[int, str, str]] = []
-        num_pictures = num_texts = num_truncated = 0
+        num_pictures = num_texts = num_truncated = num_tokens = num_padded = 0
         if "image" in self.modalities:
             pictures, bad = self._pictures(request, indices)
             num_pictures = len(pictures)
@@ -108,13 +108,14 @@ class MicroBatchDataset(Dataset):
             texts = [self._caption(request, i) for i in indices]
             tokens, num_truncated = batch_tokens_counted(self.tokenizer, texts, self.max_text_tokens)  # [b, L]
             micro_batch, num_texts = micro_batch | tokens, len(texts)
+            num_tokens, num_padded = int(tokens["attention_mask"].sum()), tokens["attention_mask"].numel()
         for modality in sorted(self.modalities):
             micro_batch[f"{modality}_position"] = torch.from_numpy(request.position.copy())  # [b]
             micro_batch[f"{modality}_index"] = torch.from_numpy(request.index.copy())  # [b]
         if bad:
             index, unreadable = micro_batch["image_index"], torch.tensor([i for i, _, _ in bad])
             micro_batch["image_index"] = torch.where(torch.isin(index, unreadable), -1 - index, index)
-        return micro_batch, LoadReport(bad, num_pictures, num_texts, num_truncated)
+        return micro_batch, LoadReport(bad, num_pictures, num_texts, num_truncated, num_tokens, num_padded)
 
     def _pictures(self, request: MicroBatchRequest, indices: list[int]) -> tuple[list[np.ndarray], list[tuple[int, str, str]]]:
         """[H, W, 3] uint8 for each index, and which of them could not be read."""
@@ -143,9 +144,7 @@ class MicroBatchDataset(Dataset):
 
     def _caption(self, request: MicroBatchRequest, i: int) -> str:
         captions = self.source.captions(i)
-        if not request.training or len(captions) == 1:
-            return captions[0]
-        return captions[np.random.default_rng([self.seed, request.epoch, i, CAPTION]).integers(len(captions))]
+        return captions[caption_number(self.seed, request.epoch, i, len(captions)) if request.training else 0]
 
 
 def micro_batches(

@@ -14,6 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from data.bad_samples import REASON_OF_CODE, REASONS
+from data.draws import LIMIT
 from data.leaks import count_leaks, describe_leaks, find_leaks
 from data.mixture import Mixture, open_sources
 from data.options import DataOptions
@@ -21,7 +22,6 @@ from data.sources import Source
 from data.splits import split_source
 from data.tokenizer import load_tokenizer
 
-LIMIT = 4  # last word of a seed; see AUGMENTATION in data/loader.py
 TRAIN = "train"
 
 

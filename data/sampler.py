@@ -9,9 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from data.buckets import BucketedSamples, deal_by_bucket
-
-PARTS = 3  # last word of a seed; see AUGMENTATION in data/loader.py
+from data.balance import Dealer, GlobalBatch, InOrder
+from data.draws import PARTS
 
 
 @dataclass(frozen=True)
@@ -99,40 +98,29 @@ def training_requests(
     num_micro_batches: int,
     start_step: int,
     stop_step: int,
-    buckets: BucketedSamples | None = None,
+    dealer: Dealer | None = None,
 ) -> Iterator[MicroBatchRequest]:
     """The micro-batches of one replica of one branch, for steps start_step..stop_step-1, in the order they are run.
 
-    `subset` [N]: the source's indices of the training samples. With `buckets` the positions of a global batch are dealt so that a
-    micro-batch holds pictures of one bucket, as far as that is possible.
+    `subset` [N]: the source's indices of the training samples. `dealer`: which positions of a global batch come together; None: in order.
     """
     _check_replica(replica, replicas)
     if len(subset) != order.num_samples:
         raise ValueError(f"the training subset has {len(subset)} samples, the order is made for {order.num_samples}; they must be equal")
-    shares = deal(order.global_batch_size, replicas, num_micro_batches)[replica]
-    num_shares, first = replicas * num_micro_batches, replica * num_micro_batches
-    return _training_requests(order, subset, shares, start_step, stop_step, buckets, num_shares, first)
+    deal(order.global_batch_size, replicas, num_micro_batches)  # raises where that is impossible
+    return _training_requests(order, subset, replica, replicas, num_micro_batches, range(start_step, stop_step), dealer or InOrder())
 
 
 def _training_requests(
-    order: GlobalOrder,
-    subset: np.ndarray,
-    shares: list[np.ndarray],
-    start_step: int,
-    stop_step: int,
-    buckets: BucketedSamples | None,
-    num_shares: int,
-    first: int,
+    order: GlobalOrder, subset: np.ndarray, replica: int, replicas: int, num_micro_batches: int, steps: range, dealer: Dealer
 ) -> Iterator[MicroBatchRequest]:
     # Apart, so that the checks above speak when the function is called and not at the first `next`.
-    for step in range(start_step, stop_step):
+    mine = slice(replica * num_micro_batches, (replica + 1) * num_micro_batches)
+    for step in steps:
         visited = order.batch(step)  # [G]
-        indices = subset[visited]
-        dealt, of_share = (None, None) if buckets is None else deal_by_bucket(buckets.number[visited], num_shares)
-        for m, share in enumerate(shares):
-            position = share if dealt is None else dealt[share]
-            size = None if buckets is None else buckets.sizes[of_share[first + m]]
-            yield MicroBatchRequest(step, order.epoch(step), indices[position], position, training=True, size=size)
+        batch = GlobalBatch(step, order.epoch(step), visited, np.asarray(subset[visited]))
+        for position, size in dealer.shares(batch, replicas, num_micro_batches)[mine]:
+            yield MicroBatchRequest(step, batch.epoch, batch.indices[position], position, training=True, size=size)
 
 
 def evaluation_requests(subset: np.ndarray, replica: int, replicas: int, micro_batch_size: int) -> list[MicroBatchRequest]:

@@ -58,6 +58,27 @@ NOT_WITH_A_PIPELINE = {
 
 
 @dataclass(frozen=True)
+class BalanceBlock:
+    """The `balance` block inside `branches`: how global batches are dealt to micro-batches. Checked when made.
+
+    "deal": by cost, sizes from `min_size` to `max_size` (None: whatever the memory of the planned micro-batches holds); "off": in order.
+    """
+
+    strategy: str = "off"
+    min_size: int = 1
+    max_size: int | None = None
+
+    def __post_init__(self):
+        _choice("balance.strategy", self.strategy, ("off", "deal"))
+        for name in ("min_size", "max_size"):
+            value = getattr(self, name)
+            if value is not None or name == "min_size":
+                _counts(f"balance.{name}", value, ())
+        if self.max_size is not None and self.max_size < self.min_size:
+            raise ValueError(f"branches.balance: min_size {self.min_size} is above max_size {self.max_size}; exchange them")
+
+
+@dataclass(frozen=True)
 class BranchesBlock:
     """The `branches` block as written. Checked when made."""
 
@@ -68,6 +89,7 @@ class BranchesBlock:
     schedule: str = AUTO
     kept_micro_batches: Any = None
     gradient_clipping: Any = None
+    balance: Any = None
 
     def __post_init__(self):
         _choice("layout", self.layout, (AUTO, *LAYOUTS))
@@ -82,6 +104,7 @@ class BranchesBlock:
                     f'branches.kept_micro_batches: {self.kept_micro_batches!r} with schedule "{self.schedule}"; only "replay" leaves a choice '
                     "which activations to keep; remove the key, or use replay"
                 )
+        self.dealing()
         if not isinstance(self.gradient_clipping, (dict, type(None))):
             raise ValueError(
                 f"branches.gradient_clipping: got {self.gradient_clipping!r}; give each group its limit: "
@@ -99,6 +122,15 @@ class BranchesBlock:
         if isinstance(kept, dict):
             kept = kept.get(branch)
         return kept if kept is not None else AUTO if self.schedule == AUTO else 0
+
+    def dealing(self) -> BalanceBlock:
+        """The `balance` block. Raises ValueError for what is wrong in it."""
+        if not isinstance(self.balance, (dict, type(None))):
+            raise ValueError(f'branches.balance: got {self.balance!r}; it is an object such as {{"strategy": "deal"}}')
+        for key in self.balance or {}:
+            if key not in _keys(BalanceBlock):
+                raise ValueError(f"unknown key 'branches.balance.{key}'{_nearest(key, _keys(BalanceBlock))}")
+        return BalanceBlock(**(self.balance or {}))
 
     @property
     def max_grad_norm(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from data.balance import Dealer
 from data.buckets import BucketedSamples
 from data.cache import GIB, PictureCache, default_folder, open_cache
 from data.loader import LoadReport, MicroBatchDataset, micro_batches
@@ -40,15 +41,16 @@ class Feeding:
         workers: int,
         pin_memory: bool,
         folder: RunFolder,
-        buckets: BucketedSamples | None = None,
+        dealers: Mapping[str, Dealer],
     ):
         self.data, self.order, self.engine, self.options, self.folder = data, order, engine, options, folder
-        self.workers, self.pin_memory, self.buckets = workers, pin_memory, buckets
+        self.workers, self.pin_memory = workers, pin_memory
+        self.dealer = dealers[next(iter(engine.place.layers))]
         self.modalities = frozenset(engine.place.loads)
         self.batch = engine.batches[next(iter(engine.place.layers))]
         self.cache = picture_cache(options) if "image" in self.modalities else None
         self.name = engine.graph.describe_rank(engine.comm.rank)
-        self._counts = dict.fromkeys(("unreadable_pictures", "truncated_texts"), 0.0)
+        self._counts = dict.fromkeys(("unreadable_pictures", "truncated_texts", "text_tokens", "padded_text_tokens"), 0.0)
         self._unreadable: Counter[str] = Counter()
         self._loaded = 0
 
@@ -64,7 +66,7 @@ class Feeding:
             self.batch.num_micro_batches,
             start_step,
             stop_step,
-            self.buckets,
+            self.dealer,
         )
         on_load = partial(self._note, self.data.source)
         return micro_batches(self._dataset(self.data.source), requests, self.workers, self.pin_memory, on_load=on_load, name=self.name)
@@ -97,6 +99,8 @@ class Feeding:
         """Count, list what could not be read, and stop when that is too much of what was loaded."""
         self._counts["unreadable_pictures"] += len(report.bad)
         self._counts["truncated_texts"] += report.num_truncated
+        self._counts["text_tokens"] += report.num_tokens
+        self._counts["padded_text_tokens"] += report.num_padded_tokens
         self._loaded += report.num_pictures
         for i, reason, detail in report.bad:
             self._unreadable[reason] += 1

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from data.balance import ByShape
 from data.buckets import BucketedSamples
 from data.sampler import GlobalOrder, deal, evaluation_requests, training_requests
 
@@ -79,7 +80,7 @@ def test_with_buckets_a_micro_batch_has_pictures_of_one_shape():
             requests = [
                 request
                 for replica in range(replicas)
-                for request in training_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, step, step + 1, buckets)
+                for request in training_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, step, step + 1, ByShape(buckets))
             ]
             positions = np.concatenate([request.position for request in requests])
             assert sorted(positions.tolist()) == list(range(12))
