@@ -26,6 +26,7 @@ from data.dealing_search import Ladder, Task, best_deal
 Deal = list[list[np.ndarray]]  # [replica][micro-batch] -> int64 positions 0..G-1, each position once
 
 LENGTH_MULTIPLE = 8  # to which the tokenizer rounds a micro-batch's longest text up
+MOST_STEPS = 64  # different lengths that are looked at one by one; more are taken together
 COST_BITS = 20  # the costliest sample is a whole number of this many bits
 
 
@@ -187,7 +188,7 @@ def _kept_apart(works: Sequence[BranchWork], bounds: DealBounds) -> Iterator[tup
     lengths = np.stack([work.lengths for work in works])
     lengths, kinds = _enough_of_each(works, lengths, _numbered(works, lengths), bounds.min_size)
     yield lengths, kinds
-    ways = []
+    ways = [_in_full_micro_batches(works, lengths, kinds, bounds)] if kinds.any() else []
     while kinds.any():
         lengths, kinds = _fewer_kinds(works, lengths, kinds)
         ways.append((lengths, kinds))
@@ -309,7 +310,20 @@ def _task(
         step_of[own] = np.arange(own.size)
         members = np.flatnonzero(kinds == kind)
         order = members[np.argsort(step_of[number[members]], kind="stable")]
-        ladders.append(Ladder(order, counts[own], most[own], costs[:, own]))
+        first_of, last_of = _steps(counts[own] * costs[:, own].max(axis=0))
+        ladders.append(Ladder(order, np.add.reduceat(counts[own], first_of), most[own[last_of]], costs[:, own[last_of]]))
     whole_fixed = np.rint(fixed * unit).astype(np.int64)
     limits = bounds.min_micro_batches, bounds.max_micro_batches
     return Task(ladders, whole_fixed, bounds.min_size, replicas, num_stages, *limits)
+
+
+def _steps(work: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the last class of each step: a class is a step, unless they are too many to look at; then neighbours share one.
+
+    Such a step costs what its longest costs. Its samples are dealt in the order of their lengths all the same.
+    """
+    if work.size <= MOST_STEPS:
+        return np.arange(work.size), np.arange(work.size)
+    number = (np.cumsum(work) - work) * MOST_STEPS // work.sum()  # equal shares of the work
+    first_of = np.flatnonzero(np.diff(number, prepend=-1))
+    return first_of, np.append(first_of[1:], work.size) - 1

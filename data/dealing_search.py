@@ -214,7 +214,7 @@ def _fewest(ladder: Ladder, capacity: np.ndarray) -> np.ndarray:
 
 
 def _lowest_limits(task: Task, numbers: np.ndarray) -> np.ndarray:
-    """For each number of micro-batches the lowest limit on the cost of one, within 0.02 %."""
+    """For each number of micro-batches the lowest limit on the cost of one, within 0.01 %."""
     groups = numbers * task.replicas
     longest = max(int((task.fixed + ladder.costs[:, -1]).max()) for ladder in task.ladders)
     low = np.maximum(task.work // groups + int(task.fixed.min()), longest) - 1  # never enough, or just so
@@ -226,9 +226,9 @@ def _lowest_limits(task: Task, numbers: np.ndarray) -> np.ndarray:
         if enough.all():
             break
         width = np.where(enough, width, 2 * width)
-    parts = np.arange(33, dtype=np.int64)
-    for _ in range(3):
-        limits = low[:, None] + width[:, None] * parts // 32  # [numbers, 33]
+    parts = np.arange(65, dtype=np.int64)
+    for _ in range(2):
+        limits = low[:, None] + width[:, None] * parts // 64  # [numbers, 65]
         few = sum(_fewest(ladder, _capacity(ladder, task.fixed, limits)) for ladder in task.ladders)
         first = np.maximum(np.argmax(few <= groups[:, None], axis=1), 1)
         rows = np.arange(groups.size)

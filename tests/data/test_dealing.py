@@ -192,6 +192,14 @@ def test_few_micro_batches_do_where_no_line_waits_for_the_longest(work, replicas
     assert step_s <= (1 + over) * lower_bound_s([work], replicas, number)
 
 
+def test_more_lengths_than_are_looked_at_one_by_one():
+    work = BranchWork(np.random.default_rng(0).integers(1, 2000, 3000), TEXT)
+    dealt = deal_balanced([work], 4, exactly(32), 2)
+    assert predicted_s(dealt, [work], 2) <= 1.05 * lower_bound_s([work], 4, 32, 2)
+    ranges = sorted((work.lengths[part].min(), work.lengths[part].max()) for line in dealt for part in line)
+    assert all(before[1] <= after[0] for before, after in zip(ranges, ranges[1:]))  # cut from the sorted samples, as ever
+
+
 def test_micro_batches_of_one_sample_are_swapped_until_the_replicas_are_even():
     work = BranchWork(np.array([9, 7, 6, 5, 4, 1]), BranchCost(0.0, 0.0, 1.0))
     assert predicted_s(deal_balanced([work], 2, exactly(3, 1, 1)), [work]) == 16  # of 32; the costliest first to whom has least gives 17
@@ -229,12 +237,12 @@ def test_images_too_few_for_a_micro_batch_join_the_next_larger_and_the_largest_g
     assert sum(own[:3] == [16] * 3 and set(own[3:]) == {26} for own in inside) == 1
 
 
-def test_with_one_size_of_micro_batches_at_most_one_is_mixed_per_resolution():
-    work = images()
-    dealt = deal_balanced([work], 4, exactly(32, 32, 32), 4)
-    assert (sizes(dealt) == 32).all()
-    assert sum(len(set(work.lengths[part].tolist())) > 1 for line in dealt for part in line) <= len(KILOPIXELS) - 1
-    assert np.ptp(micro_batch_seconds(dealt, [work]).sum(axis=1)) < 0.03 * micro_batch_seconds(dealt, [work]).sum(axis=1).mean()
+@pytest.mark.parametrize("works", [[images()], [images(), texts()]], ids=["alone", "shared"])
+def test_with_one_size_of_micro_batches_less_than_one_per_resolution_is_resized(works):
+    dealt = deal_balanced(works, 8, exactly(32, 16, 16))
+    assert (sizes(dealt) == 16).all()
+    assert mixed(dealt, works[0]) <= 15 * (len(KILOPIXELS) - 1)
+    assert predicted_s(dealt, works) <= 1.01 * lower_bound_s(works, 8, 32)
 
 
 def test_of_more_resolutions_than_micro_batches_neighbours_come_together():
