@@ -38,7 +38,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from data.bad_samples import BadSample
-from data.processes import start_method
+from data.processes import end_with_parent, start_method
 from data.sources import Source, open_source
 from data.transforms import Stored, train_transform
 
@@ -399,6 +399,7 @@ _FILLING: tuple | None = None
 
 def _start_filling(*what) -> None:
     global _FILLING
+    end_with_parent()
     _FILLING = what
 
 

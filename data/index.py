@@ -13,6 +13,7 @@ On disk, in `index/<hash of the spec>/` of the cache folder:
 import contextlib
 import hashlib
 import json
+import mmap
 import multiprocessing
 import os
 import shutil
@@ -37,6 +38,7 @@ from data.bad_samples import CODES, REASON_OF_CODE, BadSample
 from data.formats.rows import Format, Part, Row
 from data.formats.specs import cache_folder
 from data.pictures import decode_bytes, picture_size, upright_8bit
+from data.processes import end_with_parent
 
 VERSION = 1
 CHECKS = ("decode", "header")
@@ -47,6 +49,7 @@ MAX_WORKERS = 16
 PARTS_AHEAD = 4  # per worker
 KEPT_BUILDS = 2  # the newest one and that of runs which started before it was made
 CHECKSUM_BLOCK, CHECKSUM_BLOCKS = 1 << 16, 256
+READS_KEPT = 32  # after so many reads of single rows, this process lets go of the pages that it has mapped
 DETAIL_LIMIT = 500  # characters
 HASH_BYTES = 16
 DECODED_SIDE = 64  # pixels, for the perceptual hash
@@ -95,7 +98,8 @@ class Index:
 
     def __init__(self, file: str | Path, meta: dict[str, Any]) -> None:
         self.file, self.meta = Path(file), meta
-        self._batch = _mapped(self.file, meta)
+        self._map, self._batch = _mapped(self.file, meta)
+        self._reads = 0
         self._captions, self._ids = self._batch.column("captions"), self._batch.column("id")
         self._columns = {name: self._batch.column(name).to_numpy(zero_copy_only=True) for name in NUMBERS}
 
@@ -110,16 +114,26 @@ class Index:
         return self._columns[name]
 
     def id(self, i: int) -> str:
-        return self._ids[i].as_py()
+        return self._read(self._ids, i)
 
     def captions(self, i: int) -> list[str]:
-        return self._captions[i].as_py()
+        return self._read(self._captions, i)
 
     def text(self, name: str, i: int) -> str:
-        return self._batch.column(name)[i].as_py()
+        return self._read(self._batch.column(name), i)
 
     def content_hash(self, i: int) -> bytes:
-        return self._batch.column("content_hash")[i].as_py()
+        return self._read(self._batch.column("content_hash"), i)
+
+    def _read(self, column: pa.Array, i: int) -> Any:
+        """Rows are read in any order, and each maps far more than itself: without letting go, in an epoch all of the file.
+
+        What is let go of stays in the system's memory, where every process finds it again without reading the disk.
+        """
+        self._reads += 1
+        if self._reads % READS_KEPT == 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+        return column[i].as_py()
 
     def content_keys(self) -> np.ndarray:
         """[N] uint64: the first half of each content hash, not copied."""
@@ -139,14 +153,18 @@ class Index:
         return np.flatnonzero(self._columns["bad"] == 0).astype(np.int64, copy=False)
 
 
-def _mapped(file: Path, meta: dict[str, Any]) -> pa.RecordBatch:
+def _mapped(file: Path, meta: dict[str, Any]) -> tuple[mmap.mmap, pa.RecordBatch]:
     try:
         if os.path.getsize(file) != meta["bytes"] or _checksum(file) != meta["checksum"]:
             raise IndexDamaged(f"{file} is not the file that was written")
-        reader = pa.ipc.open_file(pa.memory_map(str(file)))
+        with open(file, "rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            mapped.madvise(mmap.MADV_NOHUGEPAGE)
+        reader = pa.ipc.open_file(pa.py_buffer(mapped))
         if reader.num_record_batches != 1 or not reader.schema.equals(SCHEMA):
             raise IndexDamaged(f"{file} has other columns")
-        return reader.get_batch(0)
+        return mapped, reader.get_batch(0)
     except FileNotFoundError:
         raise FileNotFoundError(f"{file}: this index was replaced, because the data changed; start the run again") from None
     except (pa.ArrowException, KeyError, TypeError) as error:
@@ -405,6 +423,7 @@ _work: _Work | None = None  # of a worker process
 
 def _start_worker(work: _Work) -> None:
     global _work
+    end_with_parent()
     _work = work
 
 

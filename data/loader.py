@@ -26,7 +26,7 @@ from data import shared_pixels
 from data.bad_samples import BadSample
 from data.cache import PictureCache
 from data.draws import AUGMENTATION, caption_number
-from data.processes import start_method
+from data.processes import end_with_parent, start_method
 from data.sampler import MicroBatchRequest
 from data.sources import Source
 from data.tokenizer import batch_tokens_counted
@@ -307,6 +307,7 @@ def _fate(code: int | None) -> str:
 
 
 def _start_worker(worker: int) -> None:
+    end_with_parent()
     warnings.filterwarnings("ignore", module="PIL")  # remarks on odd files: what cannot be read is reported as such
     torch.set_num_threads(1)  # the cores are shared out by resolve_workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

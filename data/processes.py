@@ -1,8 +1,11 @@
-"""How the processes of data/ start: those that load and those that fill the cache share one fork server."""
+"""How the processes of data/ start and end: those that load and those that fill the cache share one fork server."""
 
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.context
 import multiprocessing.forkserver
+import os
+import threading
 
 
 def start_method() -> multiprocessing.context.BaseContext:
@@ -22,3 +25,18 @@ def start_early() -> None:
     """Start the fork server, without waiting for it: what workers import takes some seconds, in which this process can do other things."""
     if start_method().get_start_method() == "forkserver":
         multiprocessing.forkserver.ensure_running()
+
+
+def end_with_parent() -> None:
+    """In a worker, once: from now on it ends at once when the process that asked for it is gone, however that ended.
+
+    Else it would stay for ever: its parent by number is the fork server, and that waits for the last of its workers.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_wait_and_end, args=(parent.sentinel,), name="end-with-parent", daemon=True).start()
+
+
+def _wait_and_end(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)

@@ -53,6 +53,7 @@ class Feeding:
         self._counts = dict.fromkeys(("unreadable_pictures", "truncated_texts", "text_tokens", "padded_text_tokens"), 0.0)
         self._unreadable: Counter[str] = Counter()
         self._loaded = 0
+        self._listed: set[tuple[str, int]] = set()
 
     def training(self, start_step: int, stop_step: int) -> Iterator[dict[str, Tensor]] | None:
         """This rank's micro-batches for the steps start_step..stop_step-1; None where nothing enters."""
@@ -104,7 +105,10 @@ class Feeding:
         self._loaded += report.num_pictures
         for i, reason, detail in report.bad:
             self._unreadable[reason] += 1
-            self.folder.note_bad_sample(source.spec, source.identity(i), reason, detail)
+            if (source.spec, i) not in self._listed:  # it comes again in every epoch
+                self._listed.add((source.spec, i))
+                where = source.where(i)
+                self.folder.note_bad_sample(source.spec, source.identity(i), where, reason, detail.removeprefix(f"{where}: "))
         number, limit = sum(self._unreadable.values()), self.options.max_bad_fraction
         if number >= BAD_TO_JUDGE and number > limit * self._loaded:
             examples = (f"    {detail}" for _, _, detail in report.bad)

@@ -128,9 +128,9 @@ class RunFolder:
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
 
-    def note_bad_sample(self, data: str, identity: str, reason: str, detail: str) -> None:
+    def note_bad_sample(self, data: str, identity: str, where: str, reason: str, detail: str) -> None:
         """Append a line to bad_samples.jsonl, on whichever rank found it: short enough to be written in one piece."""
-        record = {"data": data, "id": identity, "reason": reason, "detail": detail[:500]}
+        record = {"data": data, "id": identity, "where": where, "reason": reason, "detail": detail[:500]}
         with (self.path / "bad_samples.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 

@@ -279,6 +279,7 @@ def test_a_large_index_is_read_without_being_loaded(tmp_path):
     for i in np.random.default_rng(0).integers(rows, size=2000).tolist():
         assert source.identity(i) == f"{i:09}" and source.captions(i) == [CAPTIONS[i % len(CAPTIONS)]]
     assert resident_bytes()["RssAnon"] - before["RssAnon"] < 8 << 20
+    assert resident_bytes()["RssFile"] - before["RssFile"] < 32 << 20  # what was read is let go of; the whole file would be 64 MB
     usable = source.usable()
     assert usable.dtype == np.int64 and len(usable) == rows - rows // 1000 and 999 not in usable[:1001]
     assert next(source.bad_samples()) == ("000000999", f"{tmp_path}/large.jsonl:1000", "missing-file", "made up")

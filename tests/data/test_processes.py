@@ -1,0 +1,44 @@
+"""No worker outlives the process that asked for it, even one that is killed and cannot clean up."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+# Workers of a loader, of the cache's filling and of the index's building, all with nothing to do.
+SCRIPT = """
+if __name__ == "__main__":
+    import itertools, os, time
+    from concurrent.futures import ProcessPoolExecutor
+    import numpy as np
+    from data import cache, index, processes
+    from data.loader import MicroBatchDataset, micro_batches
+    from data.sampler import MicroBatchRequest
+    from data.sources import open_source
+    from data.transforms import eval_transform, train_transform
+
+    dataset = MicroBatchDataset(open_source("demo"), frozenset({"image"}), train_transform(16), eval_transform(16))
+    batches = micro_batches(dataset, (MicroBatchRequest(n, 0, np.array([n]), np.array([0]), True) for n in itertools.count()), 2)
+    next(batches)
+    for method, initializer in ((processes.start_method, cache._start_filling), (index._start_method, index._start_worker)):
+        pool = ProcessPoolExecutor(1, method(), initializer, (None,))
+        pool.submit(os.getpid).result()
+    print("ready", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_workers_end_when_the_process_that_asked_for_them_is_killed():
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 5  # the fork server, and four workers
+    finally:
+        process.kill()
+    _, left = psutil.wait_procs(family, timeout=15)
+    for other in left:
+        other.kill()
+    assert not left, [" ".join(other.cmdline())[:100] for other in left]
