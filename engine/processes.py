@@ -21,6 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from filelock import FileLock, Timeout
 
 COMPILE_LIMIT_S = 600
+PREPARATION_LIMIT = timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,16 @@ def from_first_rank(value: Any) -> Any:
 
 @contextlib.contextmanager
 def first_rank_first() -> Iterator[None]:
-    """The first rank goes through the body alone, then all others do: what it leaves on disk is there for them."""
+    """The first rank goes through the body alone, then all others do: what it leaves on disk is there for them.
+
+    They wait for up to a day, since looking at millions of pictures takes hours. That the first rank lives, the watchdog sees.
+    """
+    group = dist.new_group(backend="gloo", timeout=PREPARATION_LIMIT)
     if dist.get_rank() > 0:
-        dist.barrier()
+        dist.barrier(group)
     yield
     if dist.get_rank() == 0:
-        dist.barrier()
+        dist.barrier(group)
 
 
 def stop_processes() -> None:
