@@ -25,7 +25,7 @@ from engine.config import check_hardware, read_config
 from engine.planner import plan_run
 from engine.processes import first_rank_first, from_first_rank, start_processes, stop_processes
 from engine.watchdog import Watchdog
-from launch.balancing import constant_shapes, equal_shares, make_dealers
+from launch.balancing import constant_shapes, equal_shares, explain_dealing, make_dealers
 from launch.costing import run_costs
 from launch.failures import Run, StopRequest, report_and_exit
 from launch.feeding import Feeding, image_buckets
@@ -119,6 +119,10 @@ def main(options: Options, run: Run) -> int:
     folder.write_config(options, training, plan, data.summary(), towers, total_steps)
     trace = TraceFile(folder.path / "trace.json")
     tracker = Tracker(options.wandb, options.wandb_project, folder.path, training, first)
+
+    if options.explain_balance:
+        steps = range(step, min(step + options.explain_balance, total_steps))
+        show(explain_dealing(dealers, order, data.train, plan, steps), first)
 
     # What this rank feeds its stage with: only the modality that enters there.
     feeding = Feeding(data, order, engine, options, workers, on_gpu, folder, dealers)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from data.balance import ByCost, ByShape, Dealer, InOrder
+import numpy as np
+
+from data.balance import ByCost, ByShape, Dealer, GlobalBatch, InOrder
 from data.branch_cost import BranchCost
 from data.buckets import BucketedSamples
-from data.dealing import DealBounds, padded_lengths
+from data.dealing import DealBounds, explain, padded_lengths
 from data.lengths import token_counts
 from data.prepare import PreparedData
+from data.sampler import GlobalOrder
 from engine.config import BalanceBlock
 from engine.costs import CostModel
 from engine.planner import RunPlan
@@ -63,6 +66,24 @@ def branch_cost(costs: CostModel, plan: RunPlan, branch: str, typical_length: fl
             found.append((max(0.0, few - slope * sizes[0]), slope))
     fixed_s, per_sample_s = max(found, key=lambda line: line[0] + plan.batches[branch].micro_batch_size * line[1])
     return BranchCost(fixed_s, per_sample_s) if branch == "image" else BranchCost(fixed_s, 0.0, per_sample_s / typical_length)
+
+
+def explain_dealing(dealers: Mapping[str, Dealer], order: GlobalOrder, train: np.ndarray, plan: RunPlan, steps: range) -> str:
+    """Tables of what those who deal by cost make of these steps; for the others one line."""
+    lines = []
+    for branch, dealer in dealers.items():
+        if not isinstance(dealer, ByCost):
+            words = "by shape" if isinstance(dealer, ByShape) else "in order"
+            lines.append(f"{branch}: {words}, {plan.batches[branch].micro_batch_size} samples in every micro-batch")
+        elif dealer is not dealers["image"] or branch == "image":  # a shared deal once
+            replicas, number = plan.batches[branch].replicas, plan.batches[branch].num_micro_batches
+            for step in steps:
+                visited = order.batch(step)
+                batch = GlobalBatch(step, order.epoch(step), visited, np.asarray(train[visited]))
+                deal, works = dealer.deal(batch, replicas, number), dealer.works(batch)
+                who = branch if plan.graph.layout == "fork" else plan.graph.layout
+                lines.append(f"{who}, step {step + 1}: {explain(deal, works, dealer.num_stages, dealer.same_stages)}")
+    return "\n".join(lines)
 
 
 def equal_shares(dealers: Mapping[str, Dealer]) -> bool:

@@ -47,6 +47,7 @@ class Options:
     save_every: int | None
     eval_every: int | None
     trace_every: int
+    explain_balance: int
     resume: str
     wandb: str
     wandb_project: str
@@ -209,6 +210,13 @@ def make_parser() -> argparse.ArgumentParser:
         default=100,
         metavar="N",
         help="steps between those written to trace.json; 0: none (default: 100)",
+    )
+    tracking.add_argument(
+        "--explain-balance",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="print how N global batches are dealt before training starts (default: 0)",
     )
     tracking.add_argument("--wandb-project", default="wye", metavar="NAME", help="(default: wye)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by DeepSpeed's launcher, which also sets LOCAL_RANK

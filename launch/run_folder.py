@@ -21,7 +21,7 @@ from models.towers import Tower
 # Options that may differ when a run goes on: they do not change what is trained.
 FREE_TO_CHANGE = (
     *("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "trace_every", "deepspeed_config"),
-    *("cache", "cache_limit", "max_bad_fraction"),
+    *("cache", "cache_limit", "max_bad_fraction", "explain_balance"),
 )
 PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillow")
 

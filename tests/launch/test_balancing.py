@@ -11,10 +11,11 @@ from data.buckets import BucketedSamples
 from data.dealing import padding_share
 from data.options import DataOptions
 from data.prepare import prepare_data
+from data.sampler import GlobalOrder
 from engine.config import check_config
 from engine.planner import plan_run
 from engine.topology import BRANCHES
-from launch.balancing import branch_cost, constant_shapes, equal_shares, make_dealers
+from launch.balancing import branch_cost, constant_shapes, equal_shares, explain_dealing, make_dealers
 from launch.options import parse_options
 
 COSTS = proportional({"image": [1.0, 2.0], "text": [0.5, 1.5]})
@@ -93,6 +94,19 @@ def test_costs_are_those_of_the_slowest_stage(data, tmp_path):
 
     assert image.at(batch, 1) == pytest.approx(seconds("image", batch)) and text.at(batch, 16) == pytest.approx(seconds("text", batch))
     assert text.at(batch, 32) == pytest.approx(2 * text.at(batch, 16) - text.fixed_s) and image.at(batch, 99) == image.at(batch, 1)
+
+
+def test_the_explanation_is_of_the_deals_that_are_made(data, tmp_path):
+    order = GlobalOrder(len(data.train), 48, seed=0)
+    dealers, plan = made(data, tmp_path, "fork", {"strategy": "deal"})
+    text = explain_dealing(dealers, order, data.train, plan, range(3, 5))
+    assert text.startswith("image: in order, 12 samples in every micro-batch\ntext, step 4: 48 samples, 1 replicas × 4 micro-batches")
+    visited = order.batch(4)
+    deal = dealers["text"].deal(GlobalBatch(4, 0, visited, data.train[visited]), 1, 4)
+    sizes = [int(line.split()[2]) for line in text.partition("text, step 5")[2].splitlines() if line.split()[:1] == ["0"]]
+    assert sizes == [len(part) for part in deal[0]] + [48]
+    shared, plan = made(data, tmp_path, "merged", {"strategy": "deal"})
+    assert explain_dealing(shared, order, data.train, plan, range(1)).count("merged, step 1") == 1
 
 
 def test_refusals(data, tmp_path):

@@ -18,7 +18,7 @@ FLAGS = [
     "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--tokenizer", "--embed-dim", "--image-size",
     "--image-buckets", "--max-text-tokens",
     "--epochs", "--steps", "--save-every", "--eval-every",
-    "--wandb", "--trace-every", "--wandb-project",
+    "--wandb", "--trace-every", "--explain-balance", "--wandb-project",
 ]  # fmt: skip
 # Each of them replaces what another flag gives, and is off unless it is given.
 ALTERNATIVES = {
