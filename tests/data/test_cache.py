@@ -11,7 +11,8 @@ import pytest
 from cache_writers import items, picture, write_for_ever, write_items
 from filelock import FileLock
 
-from data.cache import MAGIC, PictureCache, _bytes_on_disk, fill, key_of, main, open_cache, packed, unpacked
+from data.cache import MAGIC, PictureCache, _bytes_on_disk, fill, key_of, open_cache, packed, unpacked
+from data.cache.__main__ import main
 from data.processes import start_method
 from data.sources import open_source
 from data.transforms import Stored, train_transform

@@ -14,12 +14,10 @@ lie on a local disk, as LMDB's locks do not work over a network.
 Only pictures are kept. Captions are tokenized faster than they could be fetched.
 """
 
-import argparse
 import hashlib
 import os
 import queue
 import struct
-import sys
 import threading
 import time
 import warnings
@@ -39,8 +37,8 @@ from filelock import FileLock, Timeout
 
 from data.bad_samples import BadSample
 from data.processes import end_with_parent, start_method
-from data.sources import Source, open_source
-from data.transforms import Stored, train_transform
+from data.sources import Source
+from data.transforms import Stored
 
 HEADER = struct.Struct("<4sHHB3xI")  # magic, height, width, channels, CRC-32 of the header before it and of the pixels
 MAGIC = b"WyeA"
@@ -427,40 +425,3 @@ def _fill(source: Source, stored: Stored, cache: PictureCache, chunk: np.ndarray
         written = cache.write(pictures, turn_s=60.0)
         done.stored, done.refused = (len(pictures), 0) if written else (0, len(pictures))
     return done
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m data.cache", description="Fill the cache of decoded pictures before training.")
-    parser.add_argument("spec", metavar="SPEC", help="the data set, as --data of train.py")
-    parser.add_argument("--image-size", type=int, required=True, metavar="N", help="pixels, as --image-size of train.py")
-    parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes; 0: none beside this (default: %(default)s)"
-    )
-    parser.add_argument("--cache", type=Path, metavar="DIR", help=f"where it is (default: {default_folder()})")
-    parser.add_argument("--limit", type=float, default=DEFAULT_LIMIT / GIB, metavar="GB", help="most GiB on disk (default: %(default).0f)")
-    arguments = parser.parse_args(words)
-    if arguments.workers < 0 or arguments.limit <= 0:
-        parser.error("--workers must be >= 0 and --limit > 0")
-    start = time.monotonic()
-    source = open_source(arguments.spec)
-    cache = open_cache(arguments.cache, int(arguments.limit * GIB))
-    if cache is None:
-        return 1
-    done = fill(source, train_transform(arguments.image_size).stored, cache, arguments.workers, progress=True)
-    print(
-        f"{cache.folder}: {done.stored:,} pictures stored, {done.present:,} were there, {sum(done.bad.values()):,} unreadable, "
-        f"{done.refused:,} not stored; {cache.used_bytes() / GIB:.2f} GiB of {arguments.limit:g}, {time.monotonic() - start:.1f} s"
-    )
-    for reason, number in done.bad.most_common():
-        print(f"  {reason}: {number:,}")
-    for example in done.examples:
-        print(f"  for example {example}")
-    cache.close(60.0)
-    return 0 if not done.refused else 1
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (ValueError, OSError) as error:
-        sys.exit(f"data.cache: error: {error}")

@@ -1,0 +1,49 @@
+"""Fill the cache of decoded pictures before training: python -m data.cache SPEC --image-size N."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.cache import DEFAULT_LIMIT, GIB, default_folder, fill, open_cache
+from data.sources import open_source
+from data.transforms import train_transform
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m data.cache", description="Fill the cache of decoded pictures before training.")
+    parser.add_argument("spec", metavar="SPEC", help="the data set, as --data of train.py")
+    parser.add_argument("--image-size", type=int, required=True, metavar="N", help="pixels, as --image-size of train.py")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes; 0: none beside this (default: %(default)s)"
+    )
+    parser.add_argument("--cache", type=Path, metavar="DIR", help=f"where it is (default: {default_folder()})")
+    parser.add_argument("--limit", type=float, default=DEFAULT_LIMIT / GIB, metavar="GB", help="most GiB on disk (default: %(default).0f)")
+    arguments = parser.parse_args(words)
+    if arguments.workers < 0 or arguments.limit <= 0:
+        parser.error("--workers must be >= 0 and --limit > 0")
+    start = time.monotonic()
+    source = open_source(arguments.spec, progress=True)
+    cache = open_cache(arguments.cache, int(arguments.limit * GIB))
+    if cache is None:
+        return 1
+    done = fill(source, train_transform(arguments.image_size).stored, cache, arguments.workers, progress=True)
+    print(
+        f"{cache.folder}: {done.stored:,} pictures stored, {done.present:,} were there, {sum(done.bad.values()):,} unreadable, "
+        f"{done.refused:,} not stored; {cache.used_bytes() / GIB:.2f} GiB of {arguments.limit:g}, {time.monotonic() - start:.1f} s"
+    )
+    for reason, number in done.bad.most_common():
+        print(f"  {reason}: {number:,}")
+    for example in done.examples:
+        print(f"  for example {example}")
+    cache.close(60.0)
+    return 0 if not done.refused else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as error:
+        sys.exit(f"python -m data.cache: error: {error}")
