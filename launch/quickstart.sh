@@ -20,7 +20,7 @@ gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
 "$PYTHON" -m data.formats.demo
 run=(); case " $* " in *" --run-dir"*) ;; *) run=(--run-dir "runs/quickstart-$(date +%Y%m%d-%H%M%S)") ;; esac
 if [ "$gpus" -eq 0 ]; then
-    echo "no GPU found: two processes on CPU, one for images and one for texts"
+    echo "no GPU found: two processes on CPU"
     export DS_ACCELERATOR=cpu
 fi
 deepspeed --quiet --num_gpus "$((gpus > 0 ? gpus : 2))" train.py ${run[@]+"${run[@]}"} "$@"
