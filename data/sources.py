@@ -17,7 +17,8 @@ from data.formats.parquet import ParquetFormat
 from data.formats.rows import Format
 from data.formats.table import open_csv, open_tsv
 from data.formats.webdataset import WebdatasetFormat
-from data.index import Index, content_hash, load_index
+from data.index import Index
+from data.index_build import content_hash, load_index
 
 MAX_SHOWN = 5
 
@@ -162,7 +163,7 @@ def open_format(spec: str) -> Format:
 def open_source(spec: str, **building: Any) -> IndexedSource:
     """Open a data set by its spec, `KIND` or `KIND:WHERE`; see `KINDS`. The first time its index is made, which looks at every picture.
 
-    `building`: workers, progress, check, refresh, folder of `data.index.build_index`. Processes may call this together.
+    `building`: workers, progress, check, refresh, folder of `data.index_build.build_index`. Processes may call this together.
     Errors: ValueError for a spec that breaks a rule or data without a usable sample, OSError (FileNotFoundError) for files.
     """
     format = open_format(spec)

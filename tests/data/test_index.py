@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from data.bad_samples import CODES
-from data.index import build_index, index_folder, perceptual_hash
+from data.index import index_folder
+from data.index_build import build_index, perceptual_hash
 from data.sources import open_format, open_source
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -35,10 +36,10 @@ print(json.dumps([len(source), sorted(set(found))]))
 # Waits for the file argv[2], so that several start together; prints what it then has.
 TOGETHER = """
 import os, sys, time
-import data.index
+import data.index_build
 from data.sources import open_source
-build = data.index._build
-data.index._build = lambda *given: (print("built"), build(*given))
+build = data.index_build._build
+data.index_build._build = lambda *given: (print("built"), build(*given))
 while not os.path.exists(sys.argv[2]):
     time.sleep(0.001)
 source = open_source(sys.argv[1], workers=1)
@@ -160,7 +161,7 @@ def test_processes_that_start_together_build_once(tmp_path):
 
 
 def test_several_workers_make_the_same_index(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.index.POOL_AFTER_S", -1.0)
+    monkeypatch.setattr("data.index_build.POOL_AFTER_S", -1.0)
     monkeypatch.setattr("data.formats.rows.ROWS_OF_A_PART", 7)
     spec = write_set(tmp_path, 40)
     one, two = (open_source(spec, workers=n, folder=tmp_path / f"index {n}") for n in (1, 2))
