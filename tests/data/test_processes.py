@@ -13,7 +13,7 @@ if __name__ == "__main__":
     import itertools, os, time
     from concurrent.futures import ProcessPoolExecutor
     import numpy as np
-    from data import cache, index, processes
+    from data import cache, index_build, processes
     from data.loader import MicroBatchDataset, micro_batches
     from data.sampler import MicroBatchRequest
     from data.sources import open_source
@@ -22,7 +22,7 @@ if __name__ == "__main__":
     dataset = MicroBatchDataset(open_source("demo"), frozenset({"image"}), train_transform(16), eval_transform(16))
     batches = micro_batches(dataset, (MicroBatchRequest(n, 0, np.array([n]), np.array([0]), True) for n in itertools.count()), 2)
     next(batches)
-    for method, initializer in ((processes.start_method, cache._start_filling), (index._start_method, index._start_worker)):
+    for method, initializer in ((processes.start_method, cache._start_filling), (index_build._start_method, index_build._start_worker)):
         pool = ProcessPoolExecutor(1, method(), initializer, (None,))
         pool.submit(os.getpid).result()
     print("ready", flush=True)
