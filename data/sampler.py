@@ -75,19 +75,14 @@ class MicroBatchRequest:
     size: tuple[int, int] | None = None  # H, W of its pictures, pixels; None: that of the transform
 
 
-def deal(global_batch_size: int, replicas: int, num_micro_batches: int) -> list[list[np.ndarray]]:
-    """[replica][micro-batch] -> [b] int64 positions 0..G-1: contiguous, equal shares, each position once.
-
-    Errors: ValueError when G is not replicas * num_micro_batches * b for a whole b >= 1.
-    """
+def _check_shares(global_batch_size: int, replicas: int, num_micro_batches: int) -> None:
+    """Raises ValueError when G is not replicas * num_micro_batches * b for a whole b >= 1: what the plan made it."""
     shares = replicas * num_micro_batches
     if replicas < 1 or num_micro_batches < 1 or global_batch_size < 1 or global_batch_size % shares:
         raise ValueError(
             f"global_batch_size {global_batch_size} cannot be dealt to {replicas} replicas x {num_micro_batches} micro-batches; "
             f"it must be a multiple of their product, {shares}, and all must be >= 1"
         )
-    micro_batches = np.arange(global_batch_size, dtype=np.int64).reshape(replicas, num_micro_batches, -1)  # [R, M, b]
-    return [list(one_replica) for one_replica in micro_batches]
 
 
 def training_requests(
@@ -103,11 +98,12 @@ def training_requests(
     """The micro-batches of one replica of one branch, for steps start_step..stop_step-1, in the order they are run.
 
     `subset` [N]: the source's indices of the training samples. `dealer`: which positions of a global batch come together; None: in order.
+    Errors: ValueError.
     """
     _check_replica(replica, replicas)
     if len(subset) != order.num_samples:
         raise ValueError(f"the training subset has {len(subset)} samples, the order is made for {order.num_samples}; they must be equal")
-    deal(order.global_batch_size, replicas, num_micro_batches)  # raises where that is impossible
+    _check_shares(order.global_batch_size, replicas, num_micro_batches)
     return _training_requests(order, subset, replica, replicas, num_micro_batches, range(start_step, stop_step), dealer or InOrder())
 
 

@@ -36,6 +36,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from data.bad_samples import BadSample
+from data.formats.specs import cache_folder
 from data.processes import end_with_parent, start_method
 from data.sources import Source
 from data.transforms import Stored
@@ -55,7 +56,7 @@ CHUNK = 32  # pictures that a filling worker decodes at a time
 
 
 def default_folder() -> Path:
-    return Path(os.environ.get("WYE_CACHE") or Path.home() / ".cache" / "wye") / "pictures"
+    return cache_folder() / "pictures"
 
 
 @dataclass(frozen=True)

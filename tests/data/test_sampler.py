@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from data.balance import ByShape
+from data.balance import ByShape, GlobalBatch, InOrder
 from data.buckets import BucketedSamples
-from data.sampler import GlobalOrder, deal, evaluation_requests, training_requests
+from data.sampler import GlobalOrder, evaluation_requests, training_requests
 
 ORDER = GlobalOrder(num_samples=103, global_batch_size=12, seed=5)
 SUBSET = np.arange(1000, 1103)
@@ -106,9 +106,10 @@ def test_starting_in_the_middle_gives_the_rest():
 
 
 def test_deal_is_contiguous_equal_and_complete():
-    shares = deal(24, 2, 3)
-    assert [[part.tolist() for part in replica] for replica in shares][1][0] == [12, 13, 14, 15]
-    assert np.concatenate([part for replica in shares for part in replica]).tolist() == list(range(24))
+    everyone = np.arange(24)
+    shares = InOrder().shares(GlobalBatch(0, 0, everyone, everyone), 2, 3)
+    assert shares[3][0].tolist() == [12, 13, 14, 15]  # replica 1, micro-batch 0
+    assert np.concatenate([part for part, _ in shares]).tolist() == list(range(24)) and {size for _, size in shares} == {None}
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5, 20])
@@ -135,9 +136,9 @@ def test_refusals():
     with pytest.raises(ValueError, match="steps count from 0"):
         ORDER.batch(-1)
     with pytest.raises(ValueError, match="12 cannot be dealt to 5 replicas x 1 micro-batches; it must be a multiple of their product, 5"):
-        deal(12, 5, 1)
+        training_requests(ORDER, SUBSET, 0, 5, 1, 0, 1)
     with pytest.raises(ValueError, match="must be >= 1|all must be"):
-        deal(12, 0, 1)
+        training_requests(ORDER, SUBSET, 0, 1, 0, 0, 1)
     with pytest.raises(ValueError, match="replica 3 of 3: .* 0..2"):
         training_requests(ORDER, SUBSET, 3, 3, 2, 0, 1)
     with pytest.raises(ValueError, match="subset has 100 samples, the order is made for 103"):
