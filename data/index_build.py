@@ -42,24 +42,6 @@ UNNAMED = (CODES["invalid-row"], CODES["invalid-utf8"], CODES["nul-character"]) 
 MAY_PASS = (CODES["missing-file"], CODES["unreadable"])  # looked at again by every build
 
 
-def build_index(
-    format: Format,
-    folder: Path | None = None,
-    workers: int | None = None,
-    progress: bool = False,
-    check: str = "decode",
-    refresh: bool = False,
-) -> Path:
-    """The folder of the data set's index (see `index_folder`), which is made, or made anew where the data changed.
-
-    workers: processes that look at pictures; None: a core each, at most 16. check: "decode" decodes every picture, so that
-    all who open the index agree on which are bad; "header" reads sizes only, and leaves the rest to be found in training.
-    refresh: compare every file, however many there are. Errors: ValueError, OSError.
-    """
-    load_index(format, folder, workers, progress, check, refresh)
-    return index_folder(format, check, folder)
-
-
 def load_index(
     format: Format,
     folder: Path | None = None,
@@ -68,7 +50,12 @@ def load_index(
     check: str = "decode",
     refresh: bool = False,
 ) -> Index:
-    """`build_index`, and open it."""
+    """The data set's index, open; made first, or made anew where the data changed, in its folder (see `index_folder`).
+
+    workers: processes that look at pictures; None: a core each, at most 16. check: "decode" decodes every picture, so that
+    all who open the index agree on which are bad; "header" reads sizes only, and leaves the rest to be found in training.
+    refresh: compare every file, however many there are. Errors: ValueError, OSError.
+    """
     if check not in CHECKS:
         raise ValueError(f"check '{check}': one of {', '.join(CHECKS)} is needed")
     target = index_folder(format, check, folder)

@@ -163,7 +163,7 @@ def open_format(spec: str) -> Format:
 def open_source(spec: str, **building: Any) -> IndexedSource:
     """Open a data set by its spec, `KIND` or `KIND:WHERE`; see `KINDS`. The first time its index is made, which looks at every picture.
 
-    `building`: workers, progress, check, refresh, folder of `data.index_build.build_index`. Processes may call this together.
+    `building`: workers, progress, check, refresh, folder of `data.index_build.load_index`. Processes may call this together.
     Errors: ValueError for a spec that breaks a rule or data without a usable sample, OSError (FileNotFoundError) for files.
     """
     format = open_format(spec)
