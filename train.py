@@ -25,10 +25,11 @@ from engine.config import check_hardware, read_config
 from engine.planner import plan_run
 from engine.processes import first_rank_first, from_first_rank, start_processes, stop_processes
 from engine.watchdog import Watchdog
-from launch.balancing import constant_shapes, equal_shares, explain_dealing, make_dealers
+from launch.balancer import Balancer
+from launch.balancing import explain_dealing, image_buckets, make_balance
 from launch.costing import run_costs
 from launch.failures import Run, StopRequest, report_and_exit
-from launch.feeding import Feeding, image_buckets
+from launch.feeding import Feeding
 from launch.options import Options, default_config, parse_options
 from launch.report import progress_interval, retrieval_table, show
 from launch.run_folder import RunFolder, choose_folder, training_identity
@@ -78,7 +79,8 @@ def main(options: Options, run: Run) -> int:
         data.tokenizer.pad_token_id,
         data.tokenizer.eos_token_id,
     )
-    buckets = image_buckets(data, options, towers[0].config.get("patch_size"))
+    patch_size = towers[0].config.get("patch_size")
+    buckets = image_buckets(data, options, patch_size)
     pretrained = {"image": options.image_weights, "text": options.text_weights}
     weights = {tower.branch: open_weights(tower.branch, pretrained[tower.branch], tower) for tower in towers if pretrained[tower.branch]}
 
@@ -97,7 +99,7 @@ def main(options: Options, run: Run) -> int:
 
     # Which samples of a global batch make which micro-batch, and DeepSpeed around the stage of this rank.
     with first_rank_first():
-        dealers = make_dealers(block.dealing(), plan, costs, data, buckets, options, folder.path, progress=first)
+        balance = make_balance(block.dealing(), plan, costs, data, order, buckets, patch_size, options, folder.path, progress=first)
     engine = build_engine(
         plan,
         config,
@@ -108,13 +110,18 @@ def main(options: Options, run: Run) -> int:
         total_steps,
         options.seed,
         processes.timeout,
-        constant_shapes(dealers),
-        equal_shares(dealers),
+        balance.constant_shapes,
+        balance.equal_shares,
     )
 
     # Where a run goes on: its state.
     checkpoint = options.checkpoint_to_resume(newest_checkpoint(folder.checkpoints))
-    step = saved_step = load_checkpoint(engine, checkpoint)["step"] if checkpoint else 0
+    balancer = Balancer(balance, engine.replica, engine.place.name, workers)
+    step = saved_step = 0
+    if checkpoint:
+        state = load_checkpoint(engine, checkpoint)
+        step = saved_step = state["step"]
+        balancer.go_on_from(state["balance"])
     folder.forget_after(step if checkpoint else -1)  # from the start: also the evaluation before it
     folder.write_config(options, training, plan, data.summary(), towers, total_steps)
     trace = TraceFile(folder.path / "trace.json")
@@ -122,10 +129,10 @@ def main(options: Options, run: Run) -> int:
 
     if options.explain_balance:
         steps = range(step, min(step + options.explain_balance, total_steps))
-        show(explain_dealing(dealers, order, data.train, plan, steps), first)
+        show(explain_dealing(balance, balancer.settings, steps), first)
 
     # What this rank feeds its stage with: only the modality that enters there.
-    feeding = Feeding(data, order, engine, options, workers, on_gpu, folder, dealers)
+    feeding = Feeding(data, engine, options, workers, on_gpu, folder, balancer, patch_size)
     batches = feeding.training(step, total_steps)
     evaluations = {}
 
@@ -144,11 +151,15 @@ def main(options: Options, run: Run) -> int:
     with tqdm(total=total_steps, initial=step, unit="step", disable=not first, dynamic_ncols=True, mininterval=progress_interval()) as bar:
         while step < total_steps and not stopping:
             start = time.perf_counter()
-            metrics = engine.train_batch(batches, bool(stop), feeding.counts)
+            metrics = engine.train_batch(batches, bool(stop), feeding.counts, **balancer.shape(step))
             step, step_s, stopping = engine.global_steps, time.perf_counter() - start, metrics.stop_requested
             line = metrics.record(step, step / order.steps_per_epoch, order.global_batch_size / step_s, step_s)
             folder.log(line)
             tracker.log(line)
+            seen = balancer.after_step(engine, metrics)
+            if seen:
+                folder.log_look(seen)
+                show(f"step {step}: {seen['reason']}", first and bool(seen["reason"]))
             if is_sampled(step, options.trace_every):
                 ranks = engine.gather_trace()
                 if first:
@@ -158,7 +169,7 @@ def main(options: Options, run: Run) -> int:
             if step % eval_every == 0 or step == total_steps:
                 evaluate()
             if step % save_every == 0 or step == total_steps or stopping:
-                save_checkpoint(engine, folder.checkpoints, {"step": step})
+                save_checkpoint(engine, folder.checkpoints, {"step": step, "balance": balancer.state()})
                 saved_step = step
 
     done = step >= total_steps

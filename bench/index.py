@@ -62,7 +62,10 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
         stages["torch"] = memory()
         import data.loader  # noqa: F401  transformers, torchvision
     from data.sampler import GlobalOrder, training_requests
+    from data.settings import Setting, Settings
     from data.sources import open_source
+
+    settings = Settings([Setting(0, {"image": NUM_MICRO_BATCHES})])
 
     stages["imported"] = memory()
 
@@ -77,21 +80,21 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
     subset_start = time.perf_counter()
     subset = np.load(folder / "train.npy", mmap_mode="r")
     order = GlobalOrder(len(subset), GLOBAL_BATCH, SEED)
-    request = next(training_requests(order, subset, 0, REPLICAS, NUM_MICRO_BATCHES, 0, order.steps_per_epoch))
+    request = next(training_requests(order, subset, 0, REPLICAS, "image", settings, 0, order.steps_per_epoch))
     read = [(source.captions(i), source.content_hash(i), source.where(i)) for i in request.index.tolist()]
     first = time.perf_counter()
     stages["first requests"] = memory()
 
     step = int((RESUME_EPOCH + RESUME_FRACTION) * order.steps_per_epoch)
     resume_start = time.perf_counter()
-    request = next(training_requests(order, subset, 3, REPLICAS, NUM_MICRO_BATCHES, step, step + 1))
+    request = next(training_requests(order, subset, 3, REPLICAS, "image", settings, step, step + 1))
     read += [(source.captions(i), source.content_hash(i), source.where(i)) for i in request.index.tolist()]
     resumed = time.perf_counter()
     stages["resumed"] = memory()
 
     # Once more in the same epoch: what any later step costs.
     step_start = time.perf_counter()
-    later = list(training_requests(order, subset, 3, REPLICAS, NUM_MICRO_BATCHES, step + 1, step + 101))
+    later = list(training_requests(order, subset, 3, REPLICAS, "image", settings, step + 1, step + 101))
     step_ms = (time.perf_counter() - step_start) * 10
     return {
         "stages": stages,

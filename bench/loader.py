@@ -162,6 +162,7 @@ def ours(spec: str, workers: int, pin: bool, cache=None) -> Iterator:
 
     from data.loader import MicroBatchDataset, micro_batches
     from data.sampler import GlobalOrder, training_requests
+    from data.settings import Setting, Settings
     from data.sources import open_source
     from data.transforms import eval_transform, train_transform
 
@@ -171,7 +172,9 @@ def ours(spec: str, workers: int, pin: bool, cache=None) -> Iterator:
     if cache is not None:
         for i in range(len(source)):
             source.content_hash(i)  # what the index of a data set holds, made beforehand
-    requests = training_requests(order, np.arange(len(source)), 0, 1, 1, 0, EPOCHS * order.steps_per_epoch)
+    requests = training_requests(
+        order, np.arange(len(source)), 0, 1, "image", Settings([Setting(0, {"image": 1})]), 0, EPOCHS * order.steps_per_epoch
+    )
     for micro_batch in micro_batches(dataset, requests, workers, pin):
         yield micro_batch["pixel_values"]
 

@@ -8,16 +8,15 @@ G: samples of a global batch, R: replicas of the branch, M: micro-batches of eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
-from data.branch_cost import BranchCost
 from data.buckets import BucketedSamples, deal_by_bucket
 from data.dealing import BranchWork, Deal, DealBounds, deal_balanced, padded_lengths
 from data.lengths import TokenCounts
+from data.settings import Setting
 
 Size = tuple[int, int]  # H, W in pixels
 Share = tuple[np.ndarray, Size | None]  # positions [b] int64, size of their pictures (None: the transform's)
@@ -25,23 +24,32 @@ Share = tuple[np.ndarray, Size | None]  # positions [b] int64, size of their pic
 
 @dataclass(frozen=True, eq=False)
 class GlobalBatch:
-    """`visited` [G]: numbers in the training subset; `indices` [G]: the same samples in the source."""
+    """`visited` [G]: numbers in the training subset; `indices` [G]: the same samples in the source; `setting`: what holds in this step."""
 
     step: int
     epoch: int
     visited: np.ndarray
     indices: np.ndarray
+    setting: Setting = field(default_factory=lambda: Setting(0, {}))
 
 
 class Dealer(Protocol):
-    """Deals global batches to the micro-batches of one branch, or of branches that share a line."""
+    """Deals global batches to the micro-batches of one branch, or of branches that share a line.
+
+    `deals_texts`: it deals texts, c · G of them where an image has c captions in the setting, and not samples; those of the image at p have the
+    positions c · p .. c · p + c − 1.
+    """
+
+    deals_texts: bool
 
     def shares(self, batch: GlobalBatch, replicas: int, num_micro_batches: int) -> list[Share]:
-        """R · M of them, those of replica 0 first; every position 0..G-1 once."""
+        """R · M of them, those of replica 0 first; every position once."""
 
 
 class InOrder:
     """Contiguous and equal."""
+
+    deals_texts = False
 
     def shares(self, batch: GlobalBatch, replicas: int, num_micro_batches: int) -> list[Share]:
         parts = np.arange(len(batch.visited), dtype=np.int64).reshape(replicas * num_micro_batches, -1)
@@ -53,6 +61,7 @@ class ByShape:
     """Equal sizes, one bucket each as far as that is possible."""
 
     buckets: BucketedSamples
+    deals_texts = False
 
     def shares(self, batch: GlobalBatch, replicas: int, num_micro_batches: int) -> list[Share]:
         number = replicas * num_micro_batches
@@ -62,31 +71,50 @@ class ByShape:
 
 @dataclass(frozen=True, eq=False)
 class ByCost:
-    """Sizes by what the samples cost, texts of similar lengths together: equal work, little padding.
+    """Sizes by what the samples cost, texts of similar lengths together: equal work, little padding. Costs are those of the setting.
 
-    `costs`: of the branches that share the deal: the text's in a fork, both in a line. `num_stages` of the line; `same_stages`: each stage
-    has both branches (merged). `largest`: samples times the text's limit that a micro-batch may be padded to at most.
+    `shared`: branches share the line and the deal, of samples; else texts are dealt. `num_stages` of the line; `same_stages`: each stage has
+    both branches (merged). `largest`: texts times the length they are padded to, at most, in one micro-batch; a batch that does not fit
+    exceeds it by as little as goes.
     """
 
     tokens: TokenCounts
     max_text_tokens: int
     seed: int
-    costs: Mapping[str, BranchCost]
     bounds: DealBounds
     largest: int | None = None
+    shared: bool = False
     num_stages: int = 1
     same_stages: bool = False
 
+    @property
+    def deals_texts(self) -> bool:
+        return not self.shared
+
     def shares(self, batch: GlobalBatch, replicas: int, num_micro_batches: int) -> list[Share]:
-        deal = self.deal(batch, replicas, num_micro_batches)
+        deal = self.deal(batch, replicas, num_micro_batches, num_micro_batches)
         return [(part, None) for line in deal for part in line]
 
-    def deal(self, batch: GlobalBatch, replicas: int, num_micro_batches: int) -> Deal:
-        bounds = DealBounds(self.bounds.min_size, self.bounds.max_size, num_micro_batches, num_micro_batches)
-        return deal_balanced(self.works(batch), replicas, bounds, self.num_stages, self.same_stages)
+    def deal(self, batch: GlobalBatch, replicas: int, least: int, most: int) -> Deal:
+        """With as many micro-batches from `least` to `most` as take least time."""
+        works = self.works(batch)
+        bounds = DealBounds(self.bounds.min_size, self.bounds.max_size, least, most)
+        while True:
+            try:
+                return deal_balanced(works, replicas, bounds, self.num_stages, self.same_stages)
+            except ValueError:
+                limits = [work.most_padded for work in works if work.most_padded]
+                if not limits or min(limits) > works[-1].lengths.max() * works[-1].lengths.size:
+                    raise  # not for want of memory
+                works = [replace(work, most_padded=work.most_padded and work.most_padded * 9 // 8 + 1) for work in works]
 
     def works(self, batch: GlobalBatch) -> list[BranchWork]:
-        counts = self.tokens.of(batch.visited, batch.indices, self.seed, batch.epoch)
+        captions, costs = batch.setting.knobs.captions_per_image, batch.setting.costs
+        counts = self.tokens.of(batch.visited, batch.indices, self.seed, batch.epoch, captions)  # [G, captions]
         texts = padded_lengths(counts, self.max_text_tokens)
-        works = [BranchWork(texts, self.costs["text"], self.largest)]
-        return [BranchWork(np.ones_like(texts), self.costs["image"]), *works] if "image" in self.costs else works
+        if not self.shared:
+            return [BranchWork(texts.ravel(), costs["text"], self.largest)]
+        # a sample brings all its captions, padded to the longest of the micro-batch
+        of_sample = texts.max(axis=1)
+        image = BranchWork(np.ones_like(of_sample), costs["image"])
+        return [image, BranchWork(of_sample, costs["text"].times(captions), self.largest and self.largest // captions)]

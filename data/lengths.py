@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from data.draws import caption_number
+from data.draws import caption_numbers
 from data.sources import Source
 
 TEXTS_AT_ONCE = 1000
@@ -29,13 +29,15 @@ class TokenCounts:
     counts: np.ndarray
     starts: np.ndarray
 
-    def of(self, visited: np.ndarray, indices: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-        """[G] int64: tokens of the caption that each sample shows in this epoch. `visited` [G]: numbers in the subset, `indices` [G] in the source."""
+    def of(self, visited: np.ndarray, indices: np.ndarray, seed: int, epoch: int, captions_per_image: int = 1) -> np.ndarray:
+        """[G, c] int64: tokens of the c captions that each sample shows in this epoch. `visited` [G]: numbers in the subset, `indices` [G] in
+        the source."""
         first = self.starts[visited]
         number = self.starts[visited + 1] - first
+        shown = np.zeros((len(visited), captions_per_image), np.int64)
         for k in np.flatnonzero(number > 1).tolist():
-            first[k] += caption_number(seed, epoch, int(indices[k]), int(number[k]))
-        return self.counts[first].astype(np.int64)
+            shown[k] = caption_numbers(seed, epoch, int(indices[k]), int(number[k]), captions_per_image)
+        return self.counts[first[:, None] + shown].astype(np.int64)
 
 
 def token_counts(

@@ -1,6 +1,6 @@
 """From requests to tensors: a data set whose items are whole micro-batches, and the workers that make them.
 
-b: samples of the micro-batch, L: tokens, H, W: the tower's input in pixels.
+b: samples of the micro-batch, t: its texts, c: captions that each sample shows, L: tokens, K: patches kept, H, W: the tower's input in pixels.
 """
 
 import multiprocessing
@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerBase
 from data import shared_pixels
 from data.bad_samples import BadSample
 from data.cache import PictureCache
-from data.draws import AUGMENTATION, caption_number
+from data.draws import AUGMENTATION, caption_numbers, patch_numbers
+from data.feed import kept_number, scaled_size
 from data.processes import end_with_parent, start_method
 from data.sampler import MicroBatchRequest
 from data.sources import Source
@@ -54,7 +55,8 @@ class MicroBatchDataset(Dataset):
     """`dataset[request]` is one whole micro-batch, a pure function of the source, the request and `seed`.
 
     With "image": pixel_values float32 [b, 3, H, W], channels-last, image_position and image_index int64 [b].
-    With "text": input_ids and attention_mask int64 [b, L], text_position and text_index int64 [b].
+    With "text": input_ids and attention_mask int64 [t, L], text_position and text_index int64 [t], t texts: c of each sample, or b of those.
+    With `patch_size` (ViT) and fewer patches asked for: kept_patches int64 [b, K], ascending. `side_multiple`: of the sides that the tower takes.
     Only what the modalities ask for is done: without "image" nothing is decoded, without "text" nothing is tokenized.
 
     A picture that cannot be read shows the next readable one of the micro-batch (grey if there is none), and its image_index
@@ -71,6 +73,8 @@ class MicroBatchDataset(Dataset):
         max_text_tokens: int | None = None,
         seed: int = 0,
         cache: PictureCache | None = None,
+        side_multiple: int = 1,
+        patch_size: int | None = None,
     ) -> None:
         if not modalities or not set(modalities) <= set(MODALITIES):
             raise ValueError(f"modalities {sorted(modalities)}: one or both of {', '.join(MODALITIES)} are needed")
@@ -88,6 +92,8 @@ class MicroBatchDataset(Dataset):
         self.max_text_tokens = max_text_tokens
         self.seed = seed
         self.cache = cache
+        self.side_multiple = side_multiple
+        self.patch_size = patch_size
 
     def __getitem__(self, request: MicroBatchRequest) -> dict[str, Tensor]:
         return self.load(request)[0]
@@ -104,14 +110,19 @@ class MicroBatchDataset(Dataset):
             pictures, bad = self._pictures(request, indices)
             num_pictures = len(pictures)
             micro_batch["pixel_values"] = normalised(pictures, memory and memory(sum(picture.size for picture in pictures)))
+            if request.knobs.kept_patches < 1 and self.patch_size:
+                micro_batch["kept_patches"] = torch.from_numpy(self._kept_patches(request, indices, pictures[0].shape[:2]))  # [b, K]
         if "text" in self.modalities:
-            texts = [self._caption(request, i) for i in indices]
+            text_index, text_position, number = request.texts()
+            texts = [self._caption(request, i, k) for i, k in zip(text_index.tolist(), number.tolist())]
             tokens, num_truncated = batch_tokens_counted(self.tokenizer, texts, self.max_text_tokens)  # [b, L]
             micro_batch, num_texts = micro_batch | tokens, len(texts)
             num_tokens, num_padded = int(tokens["attention_mask"].sum()), tokens["attention_mask"].numel()
-        for modality in sorted(self.modalities):
-            micro_batch[f"{modality}_position"] = torch.from_numpy(request.position.copy())  # [b]
-            micro_batch[f"{modality}_index"] = torch.from_numpy(request.index.copy())  # [b]
+            micro_batch["text_position"] = torch.from_numpy(text_position.copy())  # [t]
+            micro_batch["text_index"] = torch.from_numpy(text_index.copy())  # [t]
+        if "image" in self.modalities:
+            micro_batch["image_position"] = torch.from_numpy(request.position.copy())  # [b]
+            micro_batch["image_index"] = torch.from_numpy(request.index.copy())  # [b]
         if bad:
             index, unreadable = micro_batch["image_index"], torch.tensor([i for i, _, _ in bad])
             micro_batch["image_index"] = torch.where(torch.isin(index, unreadable), -1 - index, index)
@@ -120,8 +131,10 @@ class MicroBatchDataset(Dataset):
     def _pictures(self, request: MicroBatchRequest, indices: list[int]) -> tuple[list[np.ndarray], list[tuple[int, str, str]]]:
         """[H, W, 3] uint8 for each index, and which of them could not be read."""
         transform = self.transform_train if request.training else self.transform_eval
-        if request.size is not None:
-            transform = replace(transform, size=request.size)
+        size = request.size or transform.size
+        if request.training and request.knobs.image_size:
+            size = scaled_size(size, request.knobs.image_size, max(transform.size), self.side_multiple)
+        transform = replace(transform, size=size)
         pictures: list[np.ndarray | None] = []
         bad = []
         for i in indices:
@@ -142,9 +155,14 @@ class MicroBatchDataset(Dataset):
             return transform.stored(self.source.image_bytes(i))
         return self.cache.picture(self.source.content_hash(i), transform.stored, lambda: self.source.image_bytes(i))
 
-    def _caption(self, request: MicroBatchRequest, i: int) -> str:
+    def _caption(self, request: MicroBatchRequest, i: int, number: int) -> str:
         captions = self.source.captions(i)
-        return captions[caption_number(self.seed, request.epoch, i, len(captions)) if request.training else 0]
+        return captions[caption_numbers(self.seed, request.epoch, i, len(captions), number + 1)[number] if request.training else 0]
+
+    def _kept_patches(self, request: MicroBatchRequest, indices: list[int], size: tuple[int, int]) -> np.ndarray:
+        patches = (size[0] // self.patch_size) * (size[1] // self.patch_size)
+        kept = kept_number(patches, request.knobs.kept_patches)
+        return np.stack([patch_numbers(self.seed, request.epoch, i, patches, kept) for i in indices])
 
 
 def micro_batches(

@@ -3,14 +3,18 @@
 G: global_batch_size, N: samples of the training subset, b: samples of one micro-batch.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
 from data.balance import Dealer, GlobalBatch, InOrder
+from data.dealing import deal_window
 from data.draws import PARTS
+from data.feed import Knobs
+from data.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,17 @@ class GlobalOrder:
 
     `parts`, (number of samples, weight) each, divide the samples in their order: those of a part with weight w come w times an
     epoch. Of a weight's fraction f every epoch has another share, and 1/f epochs in a row have each sample once more.
+
+    `window` > 1: the samples of so many global batches in a row are sorted into batches of similar lengths, `lengths_of(visited [n], epoch)` ->
+    [n]; a sample comes at most window − 1 steps earlier or later than it would. The last window of an epoch may be shorter.
     """
 
     num_samples: int
     global_batch_size: int
     seed: int
     parts: tuple[tuple[int, float], ...] = ()
+    window: int = 1
+    lengths_of: Callable[[np.ndarray, int], np.ndarray] | None = None
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1 or self.seed < 0:
@@ -56,9 +65,14 @@ class GlobalOrder:
         """[G] int64: numbers 0..N-1 into the training subset, in the order of their positions in the global batch."""
         if step < 0:
             raise ValueError(f"step {step}: steps count from 0")
-        start = (step % self.steps_per_epoch) * self.global_batch_size
-        visited = _visits(self.num_samples, self.seed, self.parts, self.epoch(step))[start : start + self.global_batch_size]
-        visited = visited.astype(np.int64)
+        within, epoch, size = step % self.steps_per_epoch, self.epoch(step), self.global_batch_size
+        first = within - within % self.window
+        last = min(first + self.window, self.steps_per_epoch)
+        visited = _visits(self.num_samples, self.seed, self.parts, epoch)[first * size : last * size].astype(np.int64)
+        if self.window > 1 and self.lengths_of is not None:
+            lengths = self.lengths_of(visited, epoch).reshape(last - first, size)
+            visited = visited[deal_window(lengths, (self.seed, epoch, first))].ravel()
+        visited = visited[(within - first) * size :][:size]
         visited.flags.writeable = False
         return visited
 
@@ -72,7 +86,15 @@ class MicroBatchRequest:
     index: np.ndarray  # [b] int64, samples of the source
     position: np.ndarray  # [b] int64, where they stand in the global batch; evaluation: in the subset
     training: bool
-    size: tuple[int, int] | None = None  # H, W of its pictures, pixels; None: that of the transform
+    size: tuple[int, int] | None = None  # H, W of its pictures, pixels, before the knobs; None: that of the transform
+    knobs: Knobs = field(default_factory=Knobs)
+    of_texts: bool = False  # b texts at their positions 0..c·G-1, not samples
+
+    def texts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of its texts [t]: the sample, the position 0..c·G-1, the number 0..c-1 among the c captions that the sample shows."""
+        c = self.knobs.captions_per_image
+        position = self.position if self.of_texts else (self.position[:, None] * c + np.arange(c)).ravel()
+        return (self.index if self.of_texts else np.repeat(self.index, c)), position, position % c
 
 
 def _check_shares(global_batch_size: int, replicas: int, num_micro_batches: int) -> None:
@@ -90,33 +112,52 @@ def training_requests(
     subset: np.ndarray,
     replica: int,
     replicas: int,
-    num_micro_batches: int,
+    branch: str,
+    settings: Settings,
     start_step: int,
     stop_step: int,
     dealer: Dealer | None = None,
 ) -> Iterator[MicroBatchRequest]:
     """The micro-batches of one replica of one branch, for steps start_step..stop_step-1, in the order they are run.
 
-    `subset` [N]: the source's indices of the training samples. `dealer`: which positions of a global batch come together; None: in order.
+    `subset` [N]: the source's indices of the training samples. `settings`: how many micro-batches, and the knobs. `dealer`: which positions
+    of a global batch come together; None: in order. The step after the one that is asked for is dealt in a thread of its own, so the settings
+    of a step must be there when the micro-batches of the step before are asked for.
     Errors: ValueError.
     """
     _check_replica(replica, replicas)
     if len(subset) != order.num_samples:
         raise ValueError(f"the training subset has {len(subset)} samples, the order is made for {order.num_samples}; they must be equal")
-    _check_shares(order.global_batch_size, replicas, num_micro_batches)
-    return _training_requests(order, subset, replica, replicas, num_micro_batches, range(start_step, stop_step), dealer or InOrder())
+    dealer = dealer or InOrder()
+    if not dealer.deals_texts:
+        _check_shares(order.global_batch_size, replicas, settings.at(start_step).num_micro_batches[branch])
+
+    def requests_of(step: int) -> list[MicroBatchRequest]:
+        batch = global_batch(order, subset, settings, step)
+        number = batch.setting.num_micro_batches[branch]
+        images = batch.setting.knobs.captions_per_image if dealer.deals_texts else 1  # positions of an image
+        return [
+            MicroBatchRequest(
+                step, batch.epoch, batch.indices[position // images], position, True, size, batch.setting.knobs, dealer.deals_texts
+            )
+            for position, size in dealer.shares(batch, replicas, number)[replica * number : (replica + 1) * number]
+        ]
+
+    return _one_ahead(requests_of, range(start_step, stop_step))
 
 
-def _training_requests(
-    order: GlobalOrder, subset: np.ndarray, replica: int, replicas: int, num_micro_batches: int, steps: range, dealer: Dealer
-) -> Iterator[MicroBatchRequest]:
-    # Apart, so that the checks above speak when the function is called and not at the first `next`.
-    mine = slice(replica * num_micro_batches, (replica + 1) * num_micro_batches)
-    for step in steps:
-        visited = order.batch(step)  # [G]
-        batch = GlobalBatch(step, order.epoch(step), visited, np.asarray(subset[visited]))
-        for position, size in dealer.shares(batch, replicas, num_micro_batches)[mine]:
-            yield MicroBatchRequest(step, batch.epoch, batch.indices[position], position, training=True, size=size)
+def global_batch(order: GlobalOrder, subset: np.ndarray, settings: Settings, step: int) -> GlobalBatch:
+    visited = order.batch(step)  # [G]
+    return GlobalBatch(step, order.epoch(step), visited, np.asarray(subset[visited]), settings.at(step))
+
+
+def _one_ahead(requests_of: Callable[[int], list[MicroBatchRequest]], steps: range) -> Iterator[MicroBatchRequest]:
+    with ThreadPoolExecutor(1, thread_name_prefix="deal") as pool:
+        coming = None
+        for step in steps:
+            requests = coming.result() if coming else requests_of(step)
+            coming = pool.submit(requests_of, step + 1) if step + 1 in steps else None
+            yield from requests
 
 
 def evaluation_requests(subset: np.ndarray, replica: int, replicas: int, micro_batch_size: int) -> list[MicroBatchRequest]:

@@ -19,6 +19,7 @@ from engine.schedule import SCHEDULES
 from engine.topology import BRANCHES, LAYOUTS
 
 AUTO = "auto"
+KNOBS = ("captions_per_image", "kept_patches", "image_size")  # of the `balance` block: feed rates
 # DeepSpeed's keys that mean something under this engine; it accepts unknown ones silently, we do not.
 DEEPSPEED_KEYS = [
     "train_batch_size",
@@ -59,23 +60,49 @@ NOT_WITH_A_PIPELINE = {
 
 @dataclass(frozen=True)
 class BalanceBlock:
-    """The `balance` block inside `branches`: how global batches are dealt to micro-batches. Checked when made.
+    """The `balance` block inside `branches`: how global batches are dealt to micro-batches, and how much of each modality a step takes in.
+    Checked when made.
 
-    "deal": by cost, sizes from `min_size` to `max_size` (None: whatever the memory of the planned micro-batches holds); "off": in order.
+    "deal": by cost, sizes from `min_size` to `max_size` (None: whatever the memory of the planned micro-batches holds); "off": in order;
+    "feed": dealt, and feed rates within bounds [least, most], moved when a branch waits more than `dead_band` of a step, by a load of at
+    most `max_change` times. Measured times are looked at every `interval` steps (0: never). `window`: global batches dealt together.
     """
 
     strategy: str = "off"
     min_size: int = 1
     max_size: int | None = None
+    window: int = 1
+    interval: int = 20
+    captions_per_image: Any = None
+    kept_patches: Any = None
+    image_size: Any = None
+    dead_band: float = 0.1
+    max_change: float = 2.0
 
     def __post_init__(self):
-        _choice("balance.strategy", self.strategy, ("off", "deal"))
-        for name in ("min_size", "max_size"):
+        _choice("balance.strategy", self.strategy, ("off", "deal", "feed"))
+        for name, least in (("min_size", 1), ("window", 1), ("interval", 0)):
+            _counts(f"balance.{name}", getattr(self, name), (), least=least)
+        if self.max_size is not None:
+            _counts("balance.max_size", self.max_size, ())
+            if self.max_size < self.min_size:
+                raise ValueError(f"branches.balance: min_size {self.min_size} is above max_size {self.max_size}; exchange them")
+        for name, kind, least, most in (("captions_per_image", int, 1, 64), ("image_size", int, 8, 4096), ("kept_patches", float, 0.05, 1)):
+            _bounds(f"balance.{name}", getattr(self, name), kind, least, most)
+        for name, least, most in (("dead_band", 0.0, 1.0), ("max_change", 1.0, 16.0)):
             value = getattr(self, name)
-            if value is not None or name == "min_size":
-                _counts(f"balance.{name}", value, ())
-        if self.max_size is not None and self.max_size < self.min_size:
-            raise ValueError(f"branches.balance: min_size {self.min_size} is above max_size {self.max_size}; exchange them")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < most:
+                raise ValueError(f"branches.balance.{name}: got {value!r}; it takes a number between {least:g} and {most:g}")
+        moved = [name for name in KNOBS if getattr(self, name) is not None]
+        if self.strategy == "feed" and (not moved or self.interval == 0):
+            raise ValueError(
+                f'branches.balance: strategy "feed" needs bounds of one of {", ".join(KNOBS)}, such as "captions_per_image": [1, 4], and '
+                "an interval of at least 1"
+            )
+        if self.strategy != "feed" and moved:
+            raise ValueError(f'branches.balance.{moved[0]}: only "strategy": "feed" moves it, this one is "{self.strategy}"')
+        if self.strategy == "off" and self.window > 1:
+            raise ValueError('branches.balance.window: "strategy": "off" deals nothing; use "deal" or "feed"')
 
 
 @dataclass(frozen=True)
@@ -104,7 +131,11 @@ class BranchesBlock:
                     f'branches.kept_micro_batches: {self.kept_micro_batches!r} with schedule "{self.schedule}"; only "replay" leaves a choice '
                     "which activations to keep; remove the key, or use replay"
                 )
-        self.dealing()
+        if self.dealing().strategy == "feed" and (self.layout == "merged" or self.schedule == "per_micro_batch"):
+            raise ValueError(
+                'branches.balance: "feed" moves work between branches that run on different GPUs and meet at one loss, which '
+                f'"{"merged" if self.layout == "merged" else self.schedule}" does not have; use "deal"'
+            )
         if not isinstance(self.gradient_clipping, (dict, type(None))):
             raise ValueError(
                 f"branches.gradient_clipping: got {self.gradient_clipping!r}; give each group its limit: "
@@ -279,6 +310,17 @@ def _counts(name: str, value: Any, keys: Sequence[str], plain_number: bool = Tru
             continue
         if isinstance(count, bool) or not isinstance(count, int) or count < least:
             raise ValueError(f"branches.{name}{'.' + key if key else ''}: got {count!r}; it takes whole numbers of at least {least}")
+
+
+def _bounds(name: str, value: Any, kind: type, least: float, most: float) -> None:
+    """`value` is None or [low, high] with least <= low <= high <= most; `kind` int: whole numbers."""
+    if value is None:
+        return
+    kinds = (int,) if kind is int else (int, float)
+    pair = isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(v, kinds) and not isinstance(v, bool) for v in value)
+    if not pair or not least <= value[0] <= value[1] <= most:
+        words = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"branches.{name}: got {value!r}; it takes [least, most], two {words} from {least:g} to {most:g}")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from engine.trace import Span
 class StepMetrics:
     """What one step tells, equal on all ranks. Norms are taken before clipping; `loss` is over the global batch.
 
-    `idle`: by stage, the part of the step in which its ranks did not compute; `data_wait_s`: by stage that loads, the mean over its
+    `idle`: by stage, the part of the step in which its ranks did not compute; `busy_s`: in which they did, seconds, mean of the replicas; `data_wait_s`: by stage that loads, the mean over its
     replicas of the seconds waited for micro-batches. `num_left_out`: pairs that could not be loaded. `sent_bytes`: by all ranks together, collectives
     counted as rings. `peak_memory_bytes`: of the rank that held most so far; on a CPU the whole process.
     """
@@ -51,6 +51,7 @@ class StepMetrics:
     loss_scale: float
     stop_requested: bool  # by any rank
     idle: Mapping[str, float]
+    busy_s: Mapping[str, float]
     data_wait_s: Mapping[str, float]
     sent_bytes: int
     peak_memory_bytes: int
@@ -69,6 +70,7 @@ class StepMetrics:
             "samples_per_s": round(samples_per_s, 2),
             "step_s": round(step_s, 5),
             **{f"idle/{stage}": round(fraction, 4) for stage, fraction in self.idle.items()},
+            **{f"busy_s/{stage}": round(seconds, 5) for stage, seconds in self.busy_s.items()},
             **{f"data_wait_s/{stage}": round(seconds, 5) for stage, seconds in self.data_wait_s.items()},
             "sent_bytes": self.sent_bytes,
             "peak_memory_bytes": self.peak_memory_bytes,
@@ -114,6 +116,7 @@ class ForkEngine(PipelineEngine):
         self.clipping = GroupedClipping(module.canonical_parameters, max_grad_norm, comm, self.basic_optimizer)
         self.recorder = comm.recorder
         self._equal_shares = equal_shares
+        self._num_micro_batches = batches[self._branch].num_micro_batches  # of the present step
         self.instruction_seconds: dict[str, float] = defaultdict(float)  # by instruction, over all steps so far
         self._sent_bytes_before = 0.0
         self._constant = {
@@ -147,11 +150,14 @@ class ForkEngine(PipelineEngine):
         data_iter: Iterator[dict[str, Tensor]] | None,
         stop_requested: bool = False,
         counts: Callable[[], Mapping[str, float]] = dict,
+        num_micro_batches: int | None = None,
+        texts_per_image: int = 1,
     ) -> StepMetrics:
         """One optimizer step over one global batch. Stages that load input take their micro-batches from `data_iter`.
 
         `stop_requested` travels with the metrics, so that all ranks learn in the same step that one of them was asked to end. So do
         the numbers that `counts` returns at the end of the step, with the same names on all ranks: they are added up.
+        `num_micro_batches`: of each replica of this line in this step, where it is not the number that was planned.
         """
         self.module.train()
         self.set_dataiterator(data_iter)
@@ -161,8 +167,9 @@ class ForkEngine(PipelineEngine):
         self._lr = self.get_lr()[0]
         self.clipping.norms.clear()
         self.recorder.start()
-        batch = self.batches[self._branch]
-        self._exec_schedule(self.schedule_type(self.place, batch.num_micro_batches, batch.num_kept))
+        self._num_micro_batches = num_micro_batches or self.batches[self._branch].num_micro_batches
+        kept = min(self.batches[self._branch].num_kept, self._num_micro_batches)
+        self._exec_schedule(self.schedule_type(self.place, self._num_micro_batches, kept))
         self.comm.drain()
         # Replicas saw different samples; the mean of their running statistics is that of the whole batch's. After every
         # step, so that what is evaluated and saved does not depend on when it is.
@@ -244,7 +251,7 @@ class ForkEngine(PipelineEngine):
             self._inputs[buffer_id][name] = tensor.requires_grad_(tensor.is_floating_point() and torch.is_grad_enabled())
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        number = self.replica * self.batches[self._branch].num_micro_batches + buffer_id
+        number = self.replica * self._num_micro_batches + buffer_id
         self.module.seed_micro_batch(self.global_steps, number)
         self._outputs[buffer_id] = super(PipelineEngine, self).forward(dict(self._inputs[buffer_id]))
         if not torch.is_grad_enabled():
@@ -307,7 +314,7 @@ class ForkEngine(PipelineEngine):
         outputs = [self._outputs[m] for m in sorted(self._outputs)]
         sizes = [self._num_rows(output) for output in outputs]
         counts = [sum(sizes)] * batch.replicas if self._equal_shares else self.comm.gather_counts(sum(sizes))
-        weight = 1.0 if buffer_id is None else 1.0 / batch.num_micro_batches
+        weight = 1.0 if buffer_id is None else 1.0 / self._num_micro_batches
         own = self._own_rows()
         if buffer_id is not None:  # a batch of its own: its rows are numbered from 0, replica by replica
             own = {
@@ -413,6 +420,7 @@ class ForkEngine(PipelineEngine):
                 "samples at the same positions (data order, seed and number of samples must be equal on all ranks)"
             )
         busy_s, step_s, peak_bytes, data_wait_s = (slots[i :: self._NUM_SLOTS] for i in range(self._NUM_SLOTS))
+        stage_busy_s = {s.name: sum(busy_s[r] for r in s.ranks) / s.replicas for s in self.graph.stages}
         return StepMetrics(
             loss=loss,
             logit_scale_exp=logit_scale_exp,
@@ -421,7 +429,8 @@ class ForkEngine(PipelineEngine):
             step_applied=self._step_applied,
             loss_scale=self._loss_scale(),
             stop_requested=stopping > 0,
-            idle={s.name: max(0.0, 1 - sum(busy_s[r] for r in s.ranks) / s.replicas / max(step_s)) for s in self.graph.stages},
+            idle={name: max(0.0, 1 - seconds / max(step_s)) for name, seconds in stage_busy_s.items()},
+            busy_s=stage_busy_s,
             data_wait_s={s.name: sum(data_wait_s[r] for r in s.ranks) / s.replicas for s in self.graph.stages if s.loads},
             sent_bytes=int(sent),
             peak_memory_bytes=int(max(peak_bytes)),

@@ -182,6 +182,12 @@ def _candidates(
 ) -> Iterator[tuple[StageGraph, Deal, str]]:
     """Every (graph, deal, schedule) that the block allows. Raises ValueError, with the reason, when there is none."""
     layouts = [block.layout] if block.layout != AUTO else ["merged"] if world_size == 1 else LAYOUTS
+    if block.dealing().strategy == "feed":
+        layouts = [layout for layout in layouts if layout != "merged"]
+        if not layouts:
+            raise ValueError(
+                'branches.balance: "feed" moves work between branches on different ranks, and there is one; use "deal" or more ranks'
+            )
     schedules = [block.schedule] if block.schedule != AUTO else ["batch_sync", "replay"]
     found, reasons = False, []
     for layout in layouts:

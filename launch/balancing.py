@@ -1,8 +1,9 @@
-"""Who deals the global batches of a run: from the `balance` block, the plan and the costs to a dealer per branch."""
+"""How the global batches of a run are dealt, and fed: from the `balance` block, a plan and costs to dealers and their first setting."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,46 +12,156 @@ from data.balance import ByCost, ByShape, Dealer, GlobalBatch, InOrder
 from data.branch_cost import BranchCost
 from data.buckets import BucketedSamples
 from data.dealing import DealBounds, explain, padded_lengths
+from data.feed import FeedRules, Ladders, patch_ladder, size_ladder
 from data.lengths import token_counts
 from data.prepare import PreparedData
-from data.sampler import GlobalOrder
+from data.sampler import GlobalOrder, global_batch
+from data.settings import Setting, Settings
 from engine.config import BalanceBlock
 from engine.costs import CostModel
 from engine.planner import RunPlan
 from engine.topology import BRANCHES
 from launch.options import Options
 
+LOOKED_AT = 4  # global batches that decide how many micro-batches there are
+CONV_STRIDE = 32  # of ResNets and ConvNeXts, in pixels
+MARGIN = 0.9  # of the memory of a micro-batch: other global batches may have longer texts
+TYPICAL_TEXTS = 1 << 16
 
-def make_dealers(
-    balance: BalanceBlock,
+
+@dataclass(frozen=True, eq=False)
+class Balance:
+    """What a run is dealt and fed by. `dealers` by branch: those that share a line share theirs. `ladders`: where feed rates may go."""
+
+    block: BalanceBlock
+    plan: RunPlan
+    dealers: Mapping[str, Dealer]
+    order: GlobalOrder
+    train: np.ndarray  # [N], indices of the training samples
+    ladders: Ladders
+    rules: FeedRules
+    first: Setting
+
+    @property
+    def equal_shares(self) -> bool:
+        """Does every replica of a branch get equally many samples?"""
+        return not any(isinstance(dealer, ByCost) for dealer in self.dealers.values())
+
+    @property
+    def constant_shapes(self) -> dict[str, bool]:
+        """By branch: do all micro-batches have equal shapes?"""
+        still = len(self.ladders.image_size) == len(self.ladders.kept_patches) == 1
+        return {"image": isinstance(self.dealers["image"], InOrder) and still, "text": False}
+
+    def batch(self, step: int, setting: Setting) -> GlobalBatch:
+        return replace(global_batch(self.order, self.train, Settings([self.first]), step), setting=setting)
+
+    def num_micro_batches(self, setting: Setting, step: int) -> dict[str, int]:
+        """As many as take least time for the global batches from `step` on, by the costs and with the knobs of `setting`."""
+        return {branch: self._num_micro_batches(branch, setting, step) for branch in BRANCHES}
+
+    def _num_micro_batches(self, branch: str, setting: Setting, step: int) -> int:
+        dealer, planned = self.dealers[branch], self.plan.batches[branch]
+        # texts of several captions are so many more; with one each, the memory of the plan is enough for as many micro-batches as it has
+        captions = setting.knobs.captions_per_image if branch == "text" or self.plan.graph.layout != "fork" else 1
+        if not isinstance(dealer, ByCost):
+            share = self.order.global_batch_size // planned.replicas
+            return next((m for m in range(planned.num_micro_batches * captions, share) if share % m == 0), share)
+        positions = self.order.global_batch_size * (captions if dealer.deals_texts else 1)
+        most = max(1, min(planned.num_micro_batches * captions, positions // (planned.replicas * self.block.min_size)))
+        careful = replace(dealer, largest=dealer.largest and max(1, int(MARGIN * dealer.largest)))
+        return max(len(careful.deal(self.batch(s, setting), planned.replicas, 1, most)[0]) for s in range(step, step + LOOKED_AT))
+
+
+def make_balance(
+    block: BalanceBlock,
     plan: RunPlan,
     costs: CostModel,
     data: PreparedData,
+    order: GlobalOrder,
     buckets: BucketedSamples | None,
+    patch_size: int | None,
     options: Options,
     folder: Path,
     progress: bool = False,
-) -> dict[str, Dealer]:
-    """A dealer for each branch; branches that share a line share theirs. The first rank that comes counts tokens and keeps them in `folder`."""
+) -> Balance:
+    """The first rank that comes counts tokens and keeps them in `folder`. `patch_size` of a ViT. Errors: ValueError for bounds that these towers or data do not have."""
     by_shape = InOrder() if buckets is None else ByShape(buckets)
-    if balance.strategy == "off" or plan.schedule == "per_micro_batch":
-        return dict.fromkeys(BRANCHES, by_shape)
+    planned = {branch: plan.batches[branch].num_micro_batches for branch in BRANCHES}
+    if block.strategy == "off" or plan.schedule == "per_micro_batch":
+        dealers = dict.fromkeys(BRANCHES, by_shape)
+        return Balance(block, plan, dealers, order, data.train, Ladders(), FeedRules(), Setting(0, planned))
     tokens = token_counts(data.source, data.train, data.tokenizer, options.max_text_tokens, folder / "token_counts", progress)
-    typical = float(padded_lengths(tokens.counts[: 1 << 16], options.max_text_tokens).mean())
+    typical = float(padded_lengths(tokens.counts[:TYPICAL_TEXTS], options.max_text_tokens).mean())
     shared = plan.graph.layout != "fork"
     by_cost = ByCost(
         tokens,
         options.max_text_tokens,
         options.seed,
-        {branch: branch_cost(costs, plan, branch, typical) for branch in (BRANCHES if shared else ("text",))},
-        DealBounds(balance.min_size, balance.max_size or 1 << 30),
+        DealBounds(block.min_size, block.max_size or 1 << 30),
         plan.batches["text"].micro_batch_size * options.max_text_tokens,
+        shared,
         sum("text" in stage.layers for stage in plan.graph.stages) if not shared else len(plan.graph.stages),
         plan.graph.layout == "merged",
     )
     if shared:  # a micro-batch can be of one shape or of one length, not both
-        return dict.fromkeys(BRANCHES, by_cost if buckets is None else by_shape)
-    return {"image": by_shape, "text": by_cost}
+        dealers: dict[str, Dealer] = dict.fromkeys(BRANCHES, by_cost if buckets is None else by_shape)
+    else:
+        dealers = {"image": by_shape, "text": by_cost}
+    if block.window > 1:
+
+        def lengths_of(visited: np.ndarray, epoch: int) -> np.ndarray:
+            return tokens.of(visited, np.asarray(data.train[visited]), options.seed, epoch)[:, 0]
+
+        order = replace(order, window=block.window, lengths_of=lengths_of)
+    ladders, rules = Ladders(), FeedRules()
+    if block.strategy == "feed":
+        ladders = _ladders(block, plan, data, options, patch_size, typical)
+        rules = FeedRules(block.dead_band, block.max_change)
+    dealt = [branch for branch in BRANCHES if by_cost is dealers[branch]]
+    first = Setting(0, planned, {branch: branch_cost(costs, plan, branch, typical) for branch in dealt}, ladders.start())
+    balance = Balance(block, plan, dealers, order, data.train, ladders, rules, first)
+    return replace(balance, first=replace(first, num_micro_batches=balance.num_micro_batches(first, 0)))
+
+
+def image_buckets(data: PreparedData, options: Options, patch_size: int | None) -> BucketedSamples | None:
+    """The input sizes that --image-buckets asks for, chosen from the sizes of the training pictures; None: one square."""
+    if options.image_buckets == 1:
+        return None
+    sides = (data.source.column(name)[data.train] for name in ("width", "height"))
+    return BucketedSamples.choose(*sides, options.image_size, side_multiple(patch_size), options.image_buckets)
+
+
+def side_multiple(patch_size: int | None) -> int:
+    """Pixels that the sides of a picture are multiples of. `patch_size` of a ViT; None: convolutions."""
+    return patch_size or CONV_STRIDE
+
+
+def _ladders(block: BalanceBlock, plan: RunPlan, data: PreparedData, options: Options, patch_size: int | None, typical: float) -> Ladders:
+    """The values that the bounds leave for these towers and data."""
+    captions, patches, sizes = (1,), (1.0,), (0,)
+    if block.captions_per_image is not None:
+        least, most = block.captions_per_image
+        have = int(data.source.column("num_captions")[data.train].max())
+        if least > have:
+            raise ValueError(
+                f"branches.balance.captions_per_image: [{least}, {most}], but no picture of this data has more than {have} captions"
+            )
+        # under batch_sync the activations of all texts wait for the loss: no more padded tokens than the plan had at their longest
+        room = most if plan.schedule == "replay" else max(1, int(MARGIN * options.max_text_tokens / typical))
+        captions = tuple(range(least, max(least, min(most, have, room)) + 1))
+    if block.kept_patches is not None:
+        if patch_size is None:
+            raise ValueError(
+                f"branches.balance.kept_patches: {options.image_tower} has no patches to leave out; use a ViT, or remove the key"
+            )
+        patches = patch_ladder(*map(float, block.kept_patches))
+    if block.image_size is not None:
+        least, most = block.image_size
+        if most > options.image_size:
+            raise ValueError(f"branches.balance.image_size: [{least}, {most}] goes beyond --image-size {options.image_size}")
+        sizes = size_ladder(least, most, side_multiple(patch_size))
+    return Ladders(captions, patches, sizes)
 
 
 def branch_cost(costs: CostModel, plan: RunPlan, branch: str, typical_length: float) -> BranchCost:
@@ -68,29 +179,18 @@ def branch_cost(costs: CostModel, plan: RunPlan, branch: str, typical_length: fl
     return BranchCost(fixed_s, per_sample_s) if branch == "image" else BranchCost(fixed_s, 0.0, per_sample_s / typical_length)
 
 
-def explain_dealing(dealers: Mapping[str, Dealer], order: GlobalOrder, train: np.ndarray, plan: RunPlan, steps: range) -> str:
+def explain_dealing(balance: Balance, settings: Settings, steps: range) -> str:
     """Tables of what those who deal by cost make of these steps; for the others one line."""
-    lines = []
-    for branch, dealer in dealers.items():
+    lines, plan = [], balance.plan
+    for branch, dealer in balance.dealers.items():
         if not isinstance(dealer, ByCost):
             words = "by shape" if isinstance(dealer, ByShape) else "in order"
             lines.append(f"{branch}: {words}, {plan.batches[branch].micro_batch_size} samples in every micro-batch")
-        elif dealer is not dealers["image"] or branch == "image":  # a shared deal once
-            replicas, number = plan.batches[branch].replicas, plan.batches[branch].num_micro_batches
+        elif dealer is not balance.dealers["image"] or branch == "image":  # a shared deal once
             for step in steps:
-                visited = order.batch(step)
-                batch = GlobalBatch(step, order.epoch(step), visited, np.asarray(train[visited]))
-                deal, works = dealer.deal(batch, replicas, number), dealer.works(batch)
+                batch = balance.batch(step, settings.at(step))
+                number = batch.setting.num_micro_batches[branch]
+                deal, works = dealer.deal(batch, plan.batches[branch].replicas, number, number), dealer.works(batch)
                 who = branch if plan.graph.layout == "fork" else plan.graph.layout
                 lines.append(f"{who}, step {step + 1}: {explain(deal, works, dealer.num_stages, dealer.same_stages)}")
     return "\n".join(lines)
-
-
-def equal_shares(dealers: Mapping[str, Dealer]) -> bool:
-    """Does every replica of a branch get equally many samples?"""
-    return not any(isinstance(dealer, ByCost) for dealer in dealers.values())
-
-
-def constant_shapes(dealers: Mapping[str, Dealer]) -> dict[str, bool]:
-    """By branch: do all micro-batches have equal shapes?"""
-    return {"image": isinstance(dealers["image"], InOrder), "text": False}

@@ -9,21 +9,20 @@ from pathlib import Path
 
 from torch import Tensor
 
-from data.balance import Dealer
-from data.buckets import BucketedSamples
 from data.cache import GIB, PictureCache, default_folder, open_cache
 from data.loader import LoadReport, MicroBatchDataset, micro_batches
 from data.prepare import PreparedData, bad_table
-from data.sampler import GlobalOrder, evaluation_requests, training_requests
+from data.sampler import evaluation_requests, training_requests
 from data.sources import Source
 from data.transforms import eval_transform, train_transform
 from engine.executor import ForkEngine
+from launch.balancer import Balancer
+from launch.balancing import side_multiple
 from launch.options import Options
 from launch.report import recalls
 from launch.run_folder import RunFolder
 from models.retrieval import recall_hits
 
-CONV_STRIDE = 32  # of ResNets and ConvNeXts, in pixels
 BAD_TO_JUDGE = 100  # a few pictures that break are no fraction yet
 # Below this many micro-batches, starting loader processes takes longer than they save.
 WORTH_WORKERS = 64
@@ -35,19 +34,19 @@ class Feeding:
     def __init__(
         self,
         data: PreparedData,
-        order: GlobalOrder,
         engine: ForkEngine,
         options: Options,
         workers: int,
         pin_memory: bool,
         folder: RunFolder,
-        dealers: Mapping[str, Dealer],
+        balancer: Balancer,
+        patch_size: int | None,
     ):
-        self.data, self.order, self.engine, self.options, self.folder = data, order, engine, options, folder
-        self.workers, self.pin_memory = workers, pin_memory
-        self.dealer = dealers[next(iter(engine.place.layers))]
+        self.data, self.engine, self.options, self.folder, self.balancer = data, engine, options, folder, balancer
+        self.workers, self.pin_memory, self.patch_size = workers, pin_memory, patch_size
+        self.branch = next(iter(engine.place.layers))
         self.modalities = frozenset(engine.place.loads)
-        self.batch = engine.batches[next(iter(engine.place.layers))]
+        self.batch = engine.batches[self.branch]
         self.cache = picture_cache(options) if "image" in self.modalities else None
         self.name = engine.graph.describe_rank(engine.comm.rank)
         self._counts = dict.fromkeys(("unreadable_pictures", "truncated_texts", "text_tokens", "padded_text_tokens"), 0.0)
@@ -60,14 +59,15 @@ class Feeding:
         if not self.modalities:
             return None
         requests = training_requests(
-            self.order,
+            self.balancer.balance.order,
             self.data.train,
             self.engine.replica,
             self.batch.replicas,
-            self.batch.num_micro_batches,
+            self.branch,
+            self.balancer.settings,
             start_step,
             stop_step,
-            self.dealer,
+            self.balancer.balance.dealers[self.branch],
         )
         on_load = partial(self._note, self.data.source)
         return micro_batches(self._dataset(self.data.source), requests, self.workers, self.pin_memory, on_load=on_load, name=self.name)
@@ -94,7 +94,7 @@ class Feeding:
         return {name: len(held_out.subset) for name, held_out in self.data.held_out.items()}
 
     def _dataset(self, source: Source) -> MicroBatchDataset:
-        return micro_batch_dataset(self.data, source, self.options, self.modalities, self.cache)
+        return micro_batch_dataset(self.data, source, self.options, self.modalities, self.cache, self.patch_size)
 
     def _note(self, source: Source, report: LoadReport) -> None:
         """Count, list what could not be read, and stop when that is too much of what was loaded."""
@@ -115,14 +115,6 @@ class Feeding:
             raise ValueError(bad_table(source.spec, self._unreadable, self._loaded, limit, examples))
 
 
-def image_buckets(data: PreparedData, options: Options, patch_size: int | None) -> BucketedSamples | None:
-    """The input sizes that --image-buckets asks for, chosen from the sizes of the training pictures; None: one square."""
-    if options.image_buckets == 1:
-        return None
-    sides = (data.source.column(name)[data.train] for name in ("width", "height"))
-    return BucketedSamples.choose(*sides, options.image_size, patch_size or CONV_STRIDE, options.image_buckets)
-
-
 def picture_cache(options: Options) -> PictureCache | None:
     """Where --cache says; None when it is off or cannot be used, which is warned of."""
     if options.cache == "off":
@@ -131,7 +123,12 @@ def picture_cache(options: Options) -> PictureCache | None:
 
 
 def micro_batch_dataset(
-    data: PreparedData, source: Source, options: Options, modalities: frozenset[str], cache: PictureCache | None = None
+    data: PreparedData,
+    source: Source,
+    options: Options,
+    modalities: frozenset[str],
+    cache: PictureCache | None = None,
+    patch_size: int | None = None,
 ) -> MicroBatchDataset:
     """Micro-batches of `source` as the run sees them, with what `modalities` need and nothing else."""
     image, text = "image" in modalities, "text" in modalities
@@ -144,4 +141,6 @@ def micro_batch_dataset(
         options.max_text_tokens if text else None,
         options.seed,
         cache,
+        side_multiple(patch_size),
+        patch_size,
     )

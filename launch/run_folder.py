@@ -53,6 +53,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def looks(self) -> Path:
+        """What the balance of the run was seen to do, a line per look."""
+        return self.path / "balance.jsonl"
+
+    @property
     def costs(self) -> Path:
         return self.path / "costs.json"
 
@@ -112,20 +117,25 @@ class RunFolder:
         self._replace(self.costs, json.dumps(costs) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drop the metrics of steps after `step`: the run goes on from there and measures them again."""
-        if self.first_rank and self.metrics.is_file():
-            kept = [
-                line
-                for line in self.metrics.read_text(encoding="utf-8").splitlines()
-                if line.endswith("}") and json.loads(line)["step"] <= step
-            ]
-            self._replace(self.metrics, "".join(line + "\n" for line in kept))
+        """Drop what was logged of steps after `step`: the run goes on from there and measures them again."""
+        for file in (self.metrics, self.looks):
+            if self.first_rank and file.is_file():
+                lines = file.read_text(encoding="utf-8").splitlines()
+                kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+                self._replace(file, "".join(line + "\n" for line in kept))
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl; not-a-number and infinity, which JSON does not have, become null."""
+        values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
+        self._append(self.metrics, values)
+
+    def log_look(self, values: Mapping[str, Any]) -> None:
+        """Append one line to balance.jsonl."""
+        self._append(self.looks, values)
+
+    def _append(self, path: Path, values: Mapping[str, Any]) -> None:
         if self.first_rank:
-            values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
-            with self.metrics.open("a", encoding="utf-8") as file:
+            with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
 
     def note_bad_sample(self, data: str, identity: str, where: str, reason: str, detail: str) -> None:

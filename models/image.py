@@ -56,10 +56,11 @@ class ViTStem(Layer):
     """`pixel_values` [B, 3, H, W] -> `image_hidden` [B, N, D]: patches, class token, positions, dropout.
 
     Pictures of another size than the one it was made for get positions interpolated between the learned ones (bicubic, as
-    Dosovitskiy et al. 2021, section 3.2, propose for higher resolutions).
+    Dosovitskiy et al. 2021, section 3.2, propose for higher resolutions). Where `kept_patches` [B, K] numbers some of a picture's
+    patches, row by row from 0, the others are left out (FLIP: Li et al. 2023): N = K + 1.
     """
 
-    reads, makes, drops = ("pixel_values",), ("image_hidden",), ("pixel_values",)
+    reads, makes, drops, reads_if_given = ("pixel_values",), ("image_hidden",), ("pixel_values", "kept_patches"), ("kept_patches",)
 
     def __init__(self, model: VisionTransformer) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class ViTStem(Layer):
         self.conv_proj, self.class_token = model.conv_proj, model.class_token
         self.pos_embedding, self.dropout = model.encoder.pos_embedding, model.encoder.dropout
 
-    def compute(self, pixel_values: Tensor) -> Tensor:
+    def compute(self, pixel_values: Tensor, kept_patches: Tensor | None = None) -> Tensor:
         if any(side % self.patch_size for side in pixel_values.shape[-2:]):
             raise ValueError(
                 f"pixel_values are {tuple(pixel_values.shape[-2:])} but this ViT reads patches of {self.patch_size}x{self.patch_size}; "
@@ -76,8 +77,11 @@ class ViTStem(Layer):
         patches = self.conv_proj(pixel_values.to(self.conv_proj.weight.dtype))  # [B, D, H/patch, W/patch]
         positions = self.positions(*patches.shape[-2:])
         patches = patches.flatten(2).permute(0, 2, 1)  # [B, N-1, D]
-        tokens = torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1)
-        return self.dropout(tokens + positions)  # [B, N, D]
+        tokens = torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1) + positions
+        if kept_patches is not None:
+            kept = F.pad(kept_patches + 1, (1, 0))  # [B, N], the class token first
+            tokens = tokens.gather(1, kept[:, :, None].expand(-1, -1, tokens.shape[2]))
+        return self.dropout(tokens)  # [B, N, D]
 
     def positions(self, rows: int, columns: int) -> Tensor:
         """[1, 1 + rows * columns, D]."""

@@ -19,7 +19,8 @@ BRANCHES = ("image", "text")
 class Layer(nn.Module):
     """A step of a tower: reads some named tensors, makes some, passes all others on untouched.
 
-    `reads`, `makes`, `drops` name tensors (the words of `models/README.md`); `drops` are those read here for the last time.
+    `reads`, `makes`, `drops` name tensors (the words of `models/README.md`); `drops` are those read here for the last time. `reads_if_given` are
+    passed to `compute` by name, where there are any.
     `canonical_names` maps each local state-dict name to its name in the run: `image.` or `text.` + the library's name, or
     `head.` + ours. The first component is the group whose gradient norm is clipped together.
     """
@@ -27,12 +28,13 @@ class Layer(nn.Module):
     reads: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
+    reads_if_given: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         super().__init__()
         self.canonical_names: dict[str, str] = {}
 
-    def compute(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def compute(self, *tensors: Tensor, **given: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The tensors of `reads`, in that order, to those of `makes`, in that order."""
         raise NotImplementedError
 
@@ -44,7 +46,8 @@ class Layer(nn.Module):
                 f"{type(self).__name__} reads {', '.join(self.reads)} but was not given {', '.join(missing)}; "
                 f"given: {', '.join(sorted(tensors)) or 'nothing'}. Feed the layers of a tower in their order"
             )
-        made = self.compute(*(tensors[name] for name in self.reads))
+        given = {name: tensors[name] for name in self.reads_if_given if name in tensors}
+        made = self.compute(*(tensors[name] for name in self.reads), **given)
         made = (made,) if isinstance(made, Tensor) else made
         passed = {name: tensor for name, tensor in tensors.items() if name not in self.drops}
         return {**passed, **dict(zip(self.makes, made, strict=True))}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cost_models import proportional
 
-from engine.config import DEEPSPEED_KEYS, NOT_WITH_A_PIPELINE, BranchesBlock, check_config
+from engine.config import DEEPSPEED_KEYS, NOT_WITH_A_PIPELINE, BalanceBlock, BranchesBlock, check_config
 from engine.planner import deepspeed_config, plan_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,13 +43,14 @@ def test_examples_come_out_as_the_page_says(text, result):
 
 
 def rows(section: str) -> str:
-    """The first cells of the tables of a section."""
-    (body,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", PAGE, flags=re.DOTALL | re.MULTILINE)
+    """The first cells of the tables of a section, those of its subsections left out."""
+    (body,) = re.findall(rf"^###? {re.escape(section)}\n(.*?)(?=^###? |\Z)", PAGE, flags=re.DOTALL | re.MULTILINE)
     return "\n".join(line.split("|")[1] for line in body.splitlines() if line.startswith("|"))
 
 
 def test_the_tables_have_every_key_and_no_other():
     assert re.findall(r"`(\w+)`", rows("`branches`")) == list(BranchesBlock.__dataclass_fields__)
+    assert re.findall(r"`(\w+)`", rows("`balance`")) == list(BalanceBlock.__dataclass_fields__)
     assert set(re.findall(r"`(\w+)`", rows("DeepSpeed's keys"))) == set(DEEPSPEED_KEYS)
     assert all(f"`{key}`" in PAGE for key in NOT_WITH_A_PIPELINE)
 

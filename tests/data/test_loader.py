@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from dying_source import NamesItsReaders
+from plain_requests import plain_requests
 
 from data.cache import PictureCache, key_of
+from data.feed import Knobs
 from data.loader import MicroBatchDataset, host_bytes, micro_batches, resolve_workers
-from data.sampler import GlobalOrder, MicroBatchRequest, evaluation_requests, training_requests
+from data.sampler import GlobalOrder, MicroBatchRequest, evaluation_requests
 from data.sources import open_source
 from data.transforms import eval_transform, train_transform
 
@@ -119,7 +121,7 @@ def test_caption_is_drawn_in_training_and_the_first_in_evaluation(tokenizer):
     assert drawn(dataset, 0) != drawn(dataset, 1)
     assert drawn(dataset, 0) != drawn(make(source, {"text"}, tokenizer, seed=1), 0)
     assert drawn(dataset, 0, training=False) == drawn(make(open_source("demo"), {"text"}, tokenizer), 0)
-    choices = [dataset._caption(request(3, epoch=e), 3) for e in range(40)]
+    choices = [dataset._caption(request(3, epoch=e), 3, 0) for e in range(40)]
     assert set(choices) == set(source.captions(3))
 
 
@@ -127,7 +129,7 @@ def test_unequal_replicas_see_the_same_samples_at_the_same_positions(demo, token
     def run(modality, replicas, num_micro_batches):
         dataset, seen = make(demo, {modality}, tokenizer), {}
         for replica in range(replicas):
-            requests = list(training_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, 2, 5))
+            requests = list(plain_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, 2, 5))
             for asked, batch in zip(requests, micro_batches(dataset, requests)):
                 for position, index in zip(batch[f"{modality}_position"].tolist(), batch[f"{modality}_index"].tolist()):
                     assert (asked.step, position) not in seen
@@ -141,7 +143,7 @@ def test_unequal_replicas_see_the_same_samples_at_the_same_positions(demo, token
 
 def test_workers_change_nothing(demo, tokenizer):
     dataset = make(demo, BOTH, tokenizer)
-    requests = [*training_requests(ORDER, SUBSET, 1, 2, 2, 0, 4), *evaluation_requests(SUBSET, 0, 1, 16)]
+    requests = [*plain_requests(ORDER, SUBSET, 1, 2, 2, 0, 4), *evaluation_requests(SUBSET, 0, 1, 16)]
     here, there = (list(micro_batches(dataset, iter(requests), workers)) for workers in (0, 2))
     assert len(here) == len(there) == len(requests) == 11
     for a, b in zip(here, there):
@@ -202,7 +204,7 @@ def test_truncated_texts_are_counted(demo, tokenizer):
 
 def test_micro_batches_that_are_kept_are_never_written_to_again(demo):
     dataset = make(demo, {"image"})
-    requests = list(training_requests(ORDER, SUBSET, 0, 1, 6, 0, 4))
+    requests = list(plain_requests(ORDER, SUBSET, 0, 1, 6, 0, 4))
     kept = list(micro_batches(dataset, iter(requests), 2))  # all 24 at once
     fleeting = micro_batches(dataset, iter(requests), 2)
     rows = [next(fleeting)["pixel_values"][1] for _ in requests]  # a view of each is all that stays
@@ -318,3 +320,46 @@ def test_the_size_of_a_request_is_that_of_its_pictures(demo, tokenizer):
     assert dataset[wide]["pixel_values"].shape == (2, 3, 32, 64)
     assert dataset[plain]["pixel_values"].shape[2] == dataset[plain]["pixel_values"].shape[3]
     assert torch.equal(dataset[wide]["input_ids"], dataset[plain]["input_ids"])
+
+
+# -- feed rates -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_several_captions_of_a_sample_are_different_ones_while_it_has_them(tokenizer):
+    source = open_source("demo:en+de+es+it")
+    dataset = make(source, {"text"}, tokenizer)
+
+    def shown(c, of_texts=False):
+        position = np.arange(2 * c if of_texts else 2)
+        index = np.array([7, 9])[position // c] if of_texts else np.array([7, 9])
+        asked = MicroBatchRequest(0, 3, index, position, True, knobs=Knobs(captions_per_image=c), of_texts=of_texts)
+        loaded = dataset[asked]
+        assert loaded["text_position"].tolist() == list(range(2 * c)) and loaded["text_index"].tolist() == [7] * c + [9] * c
+        return [tuple(row[row != 0].tolist()) for row in loaded["input_ids"]]
+
+    first, four, six = shown(1), shown(4), shown(6)
+    assert four[0] == first[0] and four[4] == first[1] and len(set(four[:4])) == len(set(four[4:])) == 4
+    assert six[:6] == [*four[:4], *four[:2]]  # then from the beginning
+    assert shown(4, of_texts=True) == four
+
+
+def test_kept_patches_are_a_share_of_the_grid_drawn_for_each_sample_and_epoch(demo):
+    dataset = MicroBatchDataset(demo, {"image"}, train_transform(32), eval_transform(32), side_multiple=8, patch_size=8)
+
+    def kept(share, epoch, size=0, training=True):
+        knobs = Knobs(kept_patches=share, image_size=size)
+        return dataset[MicroBatchRequest(0, epoch, np.arange(5), np.arange(5), training, knobs=knobs)]
+
+    drawn = kept(0.5, 1)["kept_patches"]
+    assert drawn.shape == (5, 8) and (drawn.diff(dim=1) > 0).all() and drawn.min() >= 0 and drawn.max() <= 15
+    assert torch.equal(drawn, kept(0.5, 1)["kept_patches"]) and not torch.equal(drawn, kept(0.5, 2)["kept_patches"])
+    assert not torch.equal(drawn[0], drawn[1]) and "kept_patches" not in kept(1.0, 1)
+    smaller = kept(0.5, 1, size=24)
+    assert smaller["pixel_values"].shape == (5, 3, 24, 24) and smaller["kept_patches"].shape == (5, 4)  # of 9
+    assert kept(0.5, 1, size=24, training=False)["pixel_values"].shape == (5, 3, 32, 32)
+
+
+def test_buckets_shrink_with_the_image_size(demo):
+    dataset = MicroBatchDataset(demo, {"image"}, train_transform(64), eval_transform(64), side_multiple=16)
+    asked = MicroBatchRequest(0, 0, np.arange(2), np.arange(2), True, size=(48, 96), knobs=Knobs(image_size=32))
+    assert dataset[asked]["pixel_values"].shape == (2, 3, 32, 48)

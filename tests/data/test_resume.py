@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from plain_requests import plain_requests
 
 from data.loader import MicroBatchDataset, micro_batches
-from data.sampler import GlobalOrder, training_requests
+from data.sampler import GlobalOrder
 from data.sources import open_source
 from data.transforms import eval_transform, train_transform
 
@@ -71,7 +72,7 @@ def values(branch: str, batch) -> Iterator[tuple[int, int, str]]:
 def load(dataset, branch, replicas, num_micro_batches, start, killed, stop=STEPS, workers=0) -> Iterator[tuple[int, int, int, str]]:
     """(step, position, index, hash) of all replicas until the kill. Loaders are asked for everything up to `stop`, and left in the middle."""
     for replica in range(replicas):
-        requests = training_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, start, stop)
+        requests = plain_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, start, stop)
         batches = micro_batches(dataset, requests, workers)
         for step in range(start, killed):
             for _ in range(num_micro_batches):
@@ -108,7 +109,7 @@ def test_both_branches_load_the_same_samples_at_the_same_positions_whatever_thei
             for branch, seen in of.items():
                 replicas, number = a.replicas[branch], a.num_micro_batches[branch]
                 for replica in range(replicas):
-                    for request in training_requests(ORDER, SUBSET, replica, replicas, number, a.start, a.killed):
+                    for request in plain_requests(ORDER, SUBSET, replica, replicas, number, a.start, a.killed):
                         assert len(request.index) * replicas * number == G
                         seen |= {(request.step, p): i for p, i in zip(request.position.tolist(), request.index.tolist())}
             assert of["image"] == of["text"] and len(of["image"]) == (a.killed - a.start) * G
@@ -124,7 +125,7 @@ def test_weights_keep_their_promise_over_kills():
     for start, stop in zip(saved, saved[1:]):
         replicas, number = int(rng.choice(REPLICAS)), int(rng.choice(NUM_MICRO_BATCHES))
         for replica in range(replicas):
-            for request in training_requests(order, subset, replica, replicas, number, start, stop):
+            for request in plain_requests(order, subset, replica, replicas, number, start, stop):
                 np.add.at(counts[request.epoch], request.index - 1000, 1)
     assert (counts[:, :60] == 1).all() and (counts[:, 60:72] == 2).all()
     assert (counts[:, 72:].sum(1) == 12).all() and (counts[0::2, 72:] + counts[1::2, 72:] == 1).all()

@@ -1,13 +1,19 @@
 """The order of samples and how it is dealt."""
 
+import json
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from plain_requests import plain_requests
 
 from data.balance import ByShape, GlobalBatch, InOrder
+from data.branch_cost import BranchCost
 from data.buckets import BucketedSamples
+from data.feed import Knobs
 from data.sampler import GlobalOrder, evaluation_requests, training_requests
+from data.settings import Setting, Settings
 
 ORDER = GlobalOrder(num_samples=103, global_batch_size=12, seed=5)
 SUBSET = np.arange(1000, 1103)
@@ -58,7 +64,7 @@ def test_order_does_not_depend_on_how_it_is_dealt():
     for replicas, num_micro_batches in ((1, 1), (3, 2), (2, 3), (1, 12), (12, 1)):
         seen = {}
         for replica in range(replicas):
-            for request in training_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, 6, 11):
+            for request in plain_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, 6, 11):
                 assert request.training and request.epoch == ORDER.epoch(request.step)
                 assert len(request.index) == 12 // (replicas * num_micro_batches)
                 assert request.index.dtype == request.position.dtype == np.int64
@@ -80,7 +86,7 @@ def test_with_buckets_a_micro_batch_has_pictures_of_one_shape():
             requests = [
                 request
                 for replica in range(replicas)
-                for request in training_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, step, step + 1, ByShape(buckets))
+                for request in plain_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, step, step + 1, ByShape(buckets))
             ]
             positions = np.concatenate([request.position for request in requests])
             assert sorted(positions.tolist()) == list(range(12))
@@ -91,17 +97,17 @@ def test_with_buckets_a_micro_batch_has_pictures_of_one_shape():
                 assert (mine == shape).sum() == np.bincount(mine, minlength=3).max()  # the most common one
                 own, total = own + (mine == shape).sum(), total + len(mine)
         assert own / total > 0.75
-    assert all(request.size is None for request in training_requests(ORDER, SUBSET, 0, 1, 1, 0, 2))
+    assert all(request.size is None for request in plain_requests(ORDER, SUBSET, 0, 1, 1, 0, 2))
 
 
 def test_requests_come_in_the_order_they_are_run():
-    requests = list(training_requests(ORDER, SUBSET, 1, 3, 2, 4, 6))
+    requests = list(plain_requests(ORDER, SUBSET, 1, 3, 2, 4, 6))
     assert [(r.step, r.position.tolist()) for r in requests] == [(4, [4, 5]), (4, [6, 7]), (5, [4, 5]), (5, [6, 7])]
 
 
 def test_starting_in_the_middle_gives_the_rest():
-    whole = list(training_requests(ORDER, SUBSET, 0, 2, 3, 0, 20))
-    rest = list(training_requests(ORDER, SUBSET, 0, 2, 3, 13, 20))
+    whole = list(plain_requests(ORDER, SUBSET, 0, 2, 3, 0, 20))
+    rest = list(plain_requests(ORDER, SUBSET, 0, 2, 3, 13, 20))
     assert [r.index.tolist() for r in rest] == [r.index.tolist() for r in whole[13 * 3 :]]
 
 
@@ -136,14 +142,83 @@ def test_refusals():
     with pytest.raises(ValueError, match="steps count from 0"):
         ORDER.batch(-1)
     with pytest.raises(ValueError, match="12 cannot be dealt to 5 replicas x 1 micro-batches; it must be a multiple of their product, 5"):
-        training_requests(ORDER, SUBSET, 0, 5, 1, 0, 1)
+        plain_requests(ORDER, SUBSET, 0, 5, 1, 0, 1)
     with pytest.raises(ValueError, match="must be >= 1|all must be"):
-        training_requests(ORDER, SUBSET, 0, 1, 0, 0, 1)
+        plain_requests(ORDER, SUBSET, 0, 1, 0, 0, 1)
     with pytest.raises(ValueError, match="replica 3 of 3: .* 0..2"):
-        training_requests(ORDER, SUBSET, 3, 3, 2, 0, 1)
+        plain_requests(ORDER, SUBSET, 3, 3, 2, 0, 1)
     with pytest.raises(ValueError, match="subset has 100 samples, the order is made for 103"):
-        training_requests(ORDER, SUBSET[:100], 0, 3, 2, 0, 1)
+        plain_requests(ORDER, SUBSET[:100], 0, 3, 2, 0, 1)
     with pytest.raises(ValueError, match="micro_batch_size 0"):
         evaluation_requests(SUBSET, 0, 1, 0)
     with pytest.raises(ValueError, match="replica -1 of 2"):
         evaluation_requests(SUBSET, -1, 2, 4)
+
+
+# -- settings, knobs and windows ----------------------------------------------------------------------------------------------------
+
+
+class Whole:
+    """Deals texts in contiguous parts."""
+
+    deals_texts = True
+
+    def shares(self, batch, replicas, num_micro_batches):
+        texts = np.arange(len(batch.visited) * batch.setting.knobs.captions_per_image)
+        return [(part, None) for part in np.array_split(texts, replicas * num_micro_batches)]
+
+
+def test_a_setting_holds_from_its_step_on_for_every_replica():
+    settings = Settings([Setting(0, {"image": 2}), Setting(3, {"image": 3}, knobs=Knobs(image_size=32))])
+    for replica in (0, 1):
+        found = list(training_requests(ORDER, SUBSET, replica, 2, "image", settings, 1, 5))
+        assert [(r.step, len(r.index), r.knobs.image_size) for r in found] == [(1, 3, 0)] * 2 + [(2, 3, 0)] * 2 + [(3, 2, 32)] * 3 + [
+            (4, 2, 32)
+        ] * 3
+
+
+def test_a_setting_may_come_while_the_requests_of_the_step_before_are_asked_for():
+    settings = Settings([Setting(0, {"image": 1})])
+    found = training_requests(ORDER, SUBSET, 0, 1, "image", settings, 0, 4)
+    assert len(next(found).index) == 12  # step 0; step 1 is being dealt
+    settings.add(Setting(2, {"image": 2}))
+    assert [(r.step, len(r.index)) for r in found] == [(1, 12), (2, 6), (2, 6), (3, 6), (3, 6)]
+
+
+def test_several_captions_are_texts_of_their_own_or_come_with_their_samples():
+    settings = Settings([Setting(0, {"text": 5}, knobs=Knobs(captions_per_image=3))])
+    of_texts = [r.texts() for r in training_requests(ORDER, SUBSET, 0, 1, "text", settings, 0, 1, Whole())]
+    of_samples = [
+        r.texts() for r in training_requests(ORDER, SUBSET, 0, 1, "text", Settings([Setting(0, {"text": 4}, knobs=Knobs(3))]), 0, 1)
+    ]
+    samples = SUBSET[ORDER.batch(0)]
+    for found in (of_texts, of_samples):
+        index, position, number = (np.concatenate(column) for column in zip(*found))
+        assert position.tolist() == list(range(36)) and number.tolist() == [0, 1, 2] * 12
+        assert index.tolist() == np.repeat(samples, 3).tolist()
+    assert len({len(index) for index, _, _ in of_texts}) > 1 and {len(index) for index, _, _ in of_samples} == {9}
+
+
+def test_settings_follow_each_other_and_come_back_from_their_records():
+    settings = Settings([Setting(0, {"text": 4}, {"text": BranchCost(0.5, 0.25, 0.125, version=3)})])
+    settings.add(Setting(7, {"text": 2}, knobs=Knobs(2, 0.5, 96), reason="it waited"))
+    again = Settings.from_records(json.loads(json.dumps(settings.records())))
+    assert [again.at(step) for step in range(12)] == [settings.at(step) for step in range(12)]
+    assert again.at(6).costs["text"].version == 3 and again.at(7).knobs.image_size == 96
+    for from_step in (0, 7):
+        with pytest.raises(ValueError, match="cannot follow those from"):
+            settings.add(Setting(from_step, {}))
+    with pytest.raises(ValueError, match="from step 2"):
+        Settings([Setting(2, {})])
+
+
+def test_a_window_sorts_the_samples_of_its_global_batches_and_no_others():
+    length = np.random.default_rng(3).integers(4, 78, 103)
+    order = replace(ORDER, window=3, lengths_of=lambda visited, epoch: length[visited] + epoch)
+    assert ORDER.steps_per_epoch == 8
+    for first, last in ((0, 3), (3, 6), (6, 8), (8, 11)):  # the last of an epoch is shorter
+        plain, sorted_ = ([o.batch(step) for step in range(first, last)] for o in (ORDER, order))
+        assert sorted(np.concatenate(plain).tolist()) == sorted(np.concatenate(sorted_).tolist())
+        ends = sorted((length[batch].min(), length[batch].max()) for batch in sorted_)
+        assert all(before[1] <= after[0] for before, after in zip(ends, ends[1:]))
+    assert all(np.array_equal(replace(order, window=1).batch(step), ORDER.batch(step)) for step in range(9))

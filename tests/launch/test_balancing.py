@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 from cost_models import proportional
 
-from data.balance import ByCost, ByShape, GlobalBatch, InOrder
+from data.balance import ByCost, ByShape, InOrder
 from data.buckets import BucketedSamples
 from data.dealing import padding_share
+from data.feed import Knobs
 from data.options import DataOptions
 from data.prepare import prepare_data
 from data.sampler import GlobalOrder
+from data.settings import Settings
 from engine.config import check_config
 from engine.planner import plan_run
 from engine.topology import BRANCHES
-from launch.balancing import branch_cost, constant_shapes, equal_shares, explain_dealing, make_dealers
+from launch.balancing import branch_cost, explain_dealing, make_balance
 from launch.options import parse_options
 
 COSTS = proportional({"image": [1.0, 2.0], "text": [0.5, 1.5]})
@@ -24,19 +26,20 @@ BUCKETS = BucketedSamples(((32, 64), (64, 32)), np.zeros(4000, np.int8))
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return prepare_data(DataOptions(("demo",)), None, tmp_path_factory.mktemp("run"))
+    return prepare_data(DataOptions(("demo:en+de+es+fr+it",)), None, tmp_path_factory.mktemp("run"))
 
 
-def made(data, folder, layout, balance, buckets=None, schedule="batch_sync", **keys):
+def made(data, folder, layout, balance, buckets=None, schedule="batch_sync", patch_size=None, options=(), **keys):
     stages = {"merged": 2} if layout == "merged" else {"image": 1, "text": 1}
     block = {"layout": layout, "stages": stages, "micro_batch_size": 12, "balance": balance, "schedule": schedule, **keys}
     config, block = check_config({"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "branches": block})
     plan = plan_run(config, block, 2, COSTS)
-    return make_dealers(block.dealing(), plan, COSTS, data, buckets, parse_options([]), folder), plan
+    order = GlobalOrder(len(data.train), 48, seed=0)
+    return make_balance(block.dealing(), plan, COSTS, data, order, buckets, patch_size, parse_options(list(options)), folder)
 
 
-def kinds(dealers):
-    return tuple(type(dealers[branch]) for branch in BRANCHES)
+def kinds(balance):
+    return tuple(type(balance.dealers[branch]) for branch in BRANCHES)
 
 
 @pytest.mark.parametrize(
@@ -52,37 +55,35 @@ def kinds(dealers):
     ],
 )
 def test_who_deals(data, tmp_path, layout, balance, buckets, expected):
-    dealers, plan = made(data, tmp_path, layout, balance, buckets)
-    assert kinds(dealers) == expected
-    assert equal_shares(dealers) == (ByCost not in expected)
-    assert constant_shapes(dealers) == {"image": expected[0] is InOrder, "text": False}
+    balance = made(data, tmp_path, layout, balance, buckets)
+    assert kinds(balance) == expected
+    assert balance.equal_shares == (ByCost not in expected)
+    assert balance.constant_shapes == {"image": expected[0] is InOrder, "text": False}
     if layout != "fork":
-        assert dealers["image"] is dealers["text"]  # branches that share a line share the deal
+        assert balance.dealers["image"] is balance.dealers["text"]  # branches that share a line share the deal
 
 
 def test_another_objective_is_not_dealt(data, tmp_path):
-    assert kinds(made(data, tmp_path, "merged", {"strategy": "deal"}, schedule="per_micro_batch")[0]) == (InOrder, InOrder)
+    assert kinds(made(data, tmp_path, "merged", {"strategy": "deal"}, schedule="per_micro_batch")) == (InOrder, InOrder)
 
 
 @pytest.mark.parametrize("layout", ["fork", "merged"])
 def test_a_deal_of_the_demo_has_little_padding_and_keeps_its_bounds(data, tmp_path, layout):
-    dealers, plan = made(data, tmp_path, layout, {"strategy": "deal", "min_size": 5, "max_size": 30})
-    visited = np.random.default_rng(1).permutation(len(data.train))[:48]
-    batch = GlobalBatch(0, 0, visited, data.train[visited])
-    text = plan.batches["text"]
-    shares = dealers["text"].shares(batch, text.replicas, text.num_micro_batches)
+    balance = made(data, tmp_path, layout, {"strategy": "deal", "min_size": 5, "max_size": 30})
+    batch, text = balance.batch(3, balance.first), balance.plan.batches["text"]
+    dealer, number = balance.dealers["text"], balance.first.num_micro_batches["text"]
+    shares = dealer.shares(batch, text.replicas, number)
     sizes = [len(positions) for positions, _ in shares]
-    assert len(shares) == text.replicas * text.num_micro_batches and sorted(np.concatenate([p for p, _ in shares]).tolist()) == list(
-        range(48)
-    )
+    assert len(shares) == text.replicas * number and number <= text.num_micro_batches
+    assert sorted(np.concatenate([p for p, _ in shares]).tolist()) == list(range(48))
     assert min(sizes) >= 5 and max(sizes) <= 30
-    lengths = dealers["text"].works(batch)[-1].lengths
-    in_order = [[np.arange(48)[m * 12 : m * 12 + 12] for m in range(4)]]
-    assert padding_share([[p for p, _ in shares]], lengths) < padding_share(in_order, lengths) / 2
+    lengths = dealer.works(batch)[-1].lengths
+    in_order = np.arange(48).reshape(1, number, -1)
+    assert padding_share([[p for p, _ in shares]], lengths) < padding_share(in_order, lengths)
 
 
 def test_costs_are_those_of_the_slowest_stage(data, tmp_path):
-    _, plan = made(data, tmp_path, "merged", None)
+    plan = made(data, tmp_path, "merged", None).plan
     image, text = (branch_cost(COSTS, plan, branch, typical_length=16.0) for branch in BRANCHES)
     batch = plan.batches["text"].micro_batch_size
 
@@ -97,16 +98,15 @@ def test_costs_are_those_of_the_slowest_stage(data, tmp_path):
 
 
 def test_the_explanation_is_of_the_deals_that_are_made(data, tmp_path):
-    order = GlobalOrder(len(data.train), 48, seed=0)
-    dealers, plan = made(data, tmp_path, "fork", {"strategy": "deal"})
-    text = explain_dealing(dealers, order, data.train, plan, range(3, 5))
+    balance = made(data, tmp_path, "fork", {"strategy": "deal"})
+    settings = Settings([replace(balance.first, num_micro_batches={"image": 4, "text": 4})])
+    text = explain_dealing(balance, settings, range(3, 5))
     assert text.startswith("image: in order, 12 samples in every micro-batch\ntext, step 4: 48 samples, 1 replicas × 4 micro-batches")
-    visited = order.batch(4)
-    deal = dealers["text"].deal(GlobalBatch(4, 0, visited, data.train[visited]), 1, 4)
+    deal = balance.dealers["text"].deal(balance.batch(4, settings.at(4)), 1, 4, 4)
     sizes = [int(line.split()[2]) for line in text.partition("text, step 5")[2].splitlines() if line.split()[:1] == ["0"]]
     assert sizes == [len(part) for part in deal[0]] + [48]
-    shared, plan = made(data, tmp_path, "merged", {"strategy": "deal"})
-    assert explain_dealing(shared, order, data.train, plan, range(1)).count("merged, step 1") == 1
+    shared = made(data, tmp_path, "merged", {"strategy": "deal"})
+    assert explain_dealing(shared, Settings([shared.first]), range(1)).count("merged, step 1") == 1
 
 
 def test_refusals(data, tmp_path):
@@ -122,9 +122,63 @@ def test_refusals(data, tmp_path):
 
 
 def test_a_run_that_goes_on_deals_the_same(data, tmp_path):
-    first, again = (made(data, tmp_path, "fork", {"strategy": "deal"})[0]["text"] for _ in range(2))
-    visited = np.arange(100, 148)
-    batch = GlobalBatch(7, 2, visited, data.train[visited])
-    assert [p.tolist() for p, _ in first.shares(batch, 1, 4)] == [p.tolist() for p, _ in again.shares(batch, 1, 4)]
-    other = replace(batch, visited=visited + 500, indices=data.train[visited + 500])
-    assert [p.tolist() for p, _ in first.shares(batch, 1, 4)] != [p.tolist() for p, _ in first.shares(other, 1, 4)]
+    first, again = (made(data, tmp_path, "fork", {"strategy": "deal"}) for _ in range(2))
+    assert first.first == again.first
+    for step in (0, 7):
+        deals = [[p.tolist() for p, _ in b.dealers["text"].shares(b.batch(step, b.first), 1, 3)] for b in (first, again)]
+        assert deals[0] == deals[1] != [p.tolist() for p, _ in first.dealers["text"].shares(first.batch(step + 1, first.first), 1, 3)]
+
+
+# -- feed rates ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_ladders_are_what_bounds_towers_and_data_leave(data, tmp_path):
+    feed = {"strategy": "feed", "captions_per_image": [1, 40], "kept_patches": [0.5, 1], "image_size": [30, 64]}
+    ladders = made(data, tmp_path, "fork", feed, schedule="replay", patch_size=8).ladders
+    assert ladders.captions_per_image == (1, 2, 3, 4, 5)  # there are no more
+    assert ladders.kept_patches == tuple(n / 16 for n in range(8, 17)) and ladders.image_size == (32, 40, 48, 56, 64)
+    at_once = made(data, tmp_path, "fork", feed, patch_size=8).ladders  # all activations wait for the loss: memory is a bound
+    assert 1 <= max(at_once.captions_per_image) < 5
+
+
+def test_several_captions_get_micro_batches_of_their_own_in_a_fork_and_come_along_in_a_line(data, tmp_path):
+    for layout in ("fork", "chain"):
+        balance = made(data, tmp_path, layout, {"strategy": "feed", "captions_per_image": [1, 5]}, schedule="replay")
+        setting = replace(balance.first, knobs=Knobs(captions_per_image=5))
+        setting = replace(setting, num_micro_batches=balance.num_micro_batches(setting, 8))
+        batch, text = balance.batch(8, setting), balance.plan.batches["text"]
+        number = setting.num_micro_batches["text"]
+        dealer = balance.dealers["text"]
+        shares = dealer.shares(batch, text.replicas, number)
+        positions = np.concatenate([p for p, _ in shares])
+        assert sorted(positions.tolist()) == list(range(48 * (5 if layout == "fork" else 1)))
+        lengths = dealer.works(batch)[-1].lengths
+        captions = 1 if layout == "fork" else 5
+        assert max(captions * len(p) * lengths[p].max() for p, _ in shares) <= text.micro_batch_size * 32  # no more than was planned
+        assert setting.num_micro_batches["image"] == (4 if layout == "fork" else number)
+
+
+def test_a_batch_that_does_not_fit_takes_as_little_more_as_goes(data, tmp_path):
+    balance = made(data, tmp_path, "fork", {"strategy": "deal"})
+    tight = replace(balance.dealers["text"], largest=100)
+    shares = tight.shares(balance.batch(0, balance.first), 1, 4)
+    lengths = tight.works(balance.batch(0, balance.first))[0].lengths
+    assert sorted(np.concatenate([p for p, _ in shares]).tolist()) == list(range(48))
+    assert 100 < max(len(p) * lengths[p].max() for p, _ in shares) <= 1.3 * lengths.sum() / 4
+
+
+def test_bounds_that_do_not_go_together_with_the_rest_are_refused(data, tmp_path):
+    for balance, layout, words in (
+        ({"strategy": "feed"}, "fork", "needs bounds of one of captions_per_image, kept_patches, image_size"),
+        ({"strategy": "feed", "captions_per_image": [1, 4], "interval": 0}, "fork", "an interval of at least 1"),
+        ({"strategy": "deal", "captions_per_image": [1, 4]}, "fork", 'only "strategy": "feed" moves it'),
+        ({"strategy": "feed", "captions_per_image": [1, 4]}, "merged", "different GPUs"),
+        ({"strategy": "feed", "captions_per_image": [4, 1]}, "fork", r"takes \[least, most\], two whole numbers from 1 to 64"),
+        ({"strategy": "feed", "captions_per_image": [6, 20]}, "fork", "no picture of this data has more than 5 captions"),
+        ({"strategy": "feed", "kept_patches": [0.5, 1]}, "fork", "has no patches to leave out; use a ViT"),
+        ({"strategy": "feed", "image_size": [32, 128]}, "fork", r"goes beyond --image-size 64"),
+        ({"strategy": "off", "window": 4}, "fork", "deals nothing"),
+        ({"strategy": "deal", "dead_band": 1.5}, "fork", "a number between 0 and 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            made(data, tmp_path, layout, balance)

@@ -193,7 +193,7 @@ def test_forward_passes_others_on_and_changes_nothing_given(case):
         assert {name: id(tensor) for name, tensor in tensors.items()} == {name: id(tensor) for name, (tensor, _) in before.items()}
         assert all(torch.equal(tensor, copy) for tensor, copy in before.values())
         assert set(made) == (set(tensors) - set(layer.drops)) | set(layer.makes)
-        assert set(layer.drops) <= set(layer.reads)
+        assert set(layer.drops) <= {*layer.reads, *layer.reads_if_given}
         tensors = made
     expected = {"image_position", "text_index", f"{case.branch}_embeds"} | ({"logit_scale"} if case.branch == "image" else set())
     assert set(tensors) == expected and tensors["text_index"] is given["text_index"]

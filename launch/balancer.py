@@ -1,0 +1,228 @@
+"""From measured times to the next setting of the balance. The first rank decides, for a step that no loader has begun with; all take it over."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from data.balance import ByCost
+from data.branch_cost import BranchCost, fit_branch_cost, smoothed
+from data.feed import Looks, look, typical
+from data.settings import Setting, Settings
+from engine.executor import ForkEngine, StepMetrics
+from engine.processes import from_first_rank
+from engine.topology import BRANCHES, StageGraph
+from engine.trace import Span
+from launch.balancing import Balance
+
+OBSERVED = 3  # steps of every interval whose micro-batches are looked at one by one, the last ones
+DRIFT = 0.05  # costs that predict what was seen as nearly as this stay
+SMOOTHING = 0.3  # least weight of a new fit
+PASSES = ("EmbedPass", "ForwardPass", "ReplayPass", "BackwardPass")
+
+Decision = tuple[Setting | None, Looks, dict[str, Any]]
+Point = tuple[int, int, float]  # samples or texts of a micro-batch, what they are padded to, seconds
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank tells at a look: seconds of its micro-batches, and how many steps its loader may be ahead."""
+
+    stage: str
+    points: list[Point]
+    ahead: int
+
+
+class Balancer:
+    """Holds the settings of a run, and adds to them every `interval` steps."""
+
+    def __init__(self, balance: Balance, replica: int, stage_name: str, workers: int):
+        self.balance = balance
+        self.settings = Settings([balance.first])
+        self._looks, self._replica, self._stage_name = Looks(), replica, stage_name
+        self._graph: StageGraph = balance.plan.graph
+        self._branch = next(iter(next(s for s in self._graph.stages if s.name == stage_name).layers))
+        # two micro-batches per worker are made ahead, at worst each of another step, and the step after them is being dealt
+        self._ahead = 2 * workers + 2
+        self._busy_s: list[dict[str, float]] = []  # of the steps since the last look, by branch
+        self._spans: list[tuple[int, Sequence[Span]]] = []  # of the last steps
+
+    @property
+    def looks_every(self) -> int:
+        """Steps between looks; 0: there is nothing to learn."""
+        dealt = any(isinstance(dealer, ByCost) for dealer in self.balance.dealers.values())
+        return self.balance.block.interval if dealt else 0
+
+    def shape(self, step: int) -> dict[str, int]:
+        """What the engine must know of a step."""
+        setting = self.settings.at(step)
+        return {"num_micro_batches": setting.num_micro_batches[self._branch], "texts_per_image": setting.knobs.captions_per_image}
+
+    def after_step(self, engine: ForkEngine, metrics: StepMetrics) -> dict[str, Any] | None:
+        """All ranks call it together, after each step. At a look: what was seen and what follows, on every rank."""
+        step = engine.global_steps  # done so far; the next one has this number
+        if not self.note(step, metrics.busy_s, engine.recorder.spans):
+            return None
+        reports = engine.comm.gather_objects(self.report())
+        return self.take_over(from_first_rank(None if reports is None else self.decide(step, reports)))
+
+    def note(self, step: int, busy_s: Mapping[str, float], spans: Sequence[Span]) -> bool:
+        """Keep what a step took, the `step`-th from 1. Is it time for a look?"""
+        if not self.looks_every:
+            return False
+        self._busy_s.append(branch_seconds(self._graph, busy_s))
+        self._spans = [*self._spans[1 - OBSERVED :], (step - 1, spans)]
+        return step % self.looks_every == 0
+
+    def take_over(self, decided: Decision) -> dict[str, Any]:
+        setting, self._looks, record = decided
+        self._busy_s = []
+        if setting is not None:
+            self.settings.add(setting)
+        return record
+
+    # -- what the first rank decides ------------------------------------------------------------------------------------
+
+    def decide(self, step: int, reports: Sequence[Report]) -> Decision:
+        """After `step` steps, from what all ranks report: the next setting, if any, what is known of the feed rates, and the line to log."""
+        now = self.settings.newest
+        busy_s = {branch: typical([one[branch] for one in self._busy_s]) for branch in BRANCHES}
+        # where the newest setting does not hold yet, nothing is changed a second time
+        holds = now.from_step <= step - len(self._busy_s)
+        points = slowest_points(self._graph, reports)
+        costs = refitted(now.costs, points, self.balance.plan.graph.layout == "merged") if holds else now.costs
+        looks, knobs, reason = look(self._looks, now.knobs, self.balance.ladders, self.balance.rules, busy_s, step - len(self._busy_s))
+        if "image" in costs and knobs != now.knobs:
+            costs = {**costs, "image": _scaled(costs["image"], knobs.load("image") / now.knobs.load("image"))}
+        setting = None
+        if knobs != now.knobs or costs != now.costs:
+            words = [reason] if knobs != now.knobs else []
+            words += ["costs refitted"] if any(costs[b].version != now.costs[b].version for b in costs) else []
+            from_step = max(step + max(report.ahead for report in reports), now.from_step + 1)
+            setting = replace(now, from_step=from_step, knobs=knobs, costs=costs, reason="; ".join(filter(None, words)))
+            setting = replace(setting, num_micro_batches=self.balance.num_micro_batches(setting, from_step))
+            if knobs != now.knobs:
+                looks = replace(looks, from_step=from_step)
+        return setting, looks, self._record(step, busy_s, points, reason, setting)
+
+    def _record(
+        self, step: int, busy_s: Mapping[str, float], points: Mapping[str, list[Point]], reason: str | None, setting: Setting | None
+    ) -> dict[str, Any]:
+        """The line of balance.jsonl."""
+        now = self.settings.at(step - 1)
+        measured, predicted = {}, {}
+        for branch, seen in points.items():
+            measured[branch] = sum(s for _, _, s in seen)
+            predicted[branch] = float(sum(_cost_of(now.costs, branch).at(n, length) for n, length, _ in seen))
+        return {
+            "step": step,
+            "busy_s": busy_s,
+            "measured_s": measured,
+            "predicted_s": predicted,
+            "knobs": asdict(now.knobs),
+            "num_micro_batches": dict(now.num_micro_batches),
+            "reason": reason,
+            "next": setting and setting.record(),
+        }
+
+    # -- what each rank saw ---------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        return Report(self._stage_name, self._points(), self._ahead)
+
+    def _points(self) -> list[Point]:
+        dealer = self.balance.dealers[self._branch]
+        if not isinstance(dealer, ByCost):
+            return []
+        points = []
+        for step, spans in self._spans:
+            batch = self.balance.batch(step, self.settings.at(step))
+            number = batch.setting.num_micro_batches[self._branch]
+            lengths = dealer.works(batch)[-1].lengths
+            own = dealer.shares(batch, self.balance.plan.batches[self._branch].replicas, number)
+            own = own[self._replica * number : (self._replica + 1) * number]
+            texts = 1 if dealer.deals_texts or self._branch == "image" else batch.setting.knobs.captions_per_image
+            seconds = seconds_of_micro_batches(spans)
+            points += [
+                (texts * len(part), int(lengths[part].max()), seconds[m]) for m, (part, _) in enumerate(own) if seconds.get(m, 0) > 0
+            ]
+        return points
+
+    # -- the state ------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """JSON-like. Seconds of single micro-batches, of the last steps before a look, are not part of it."""
+        return {"settings": self.settings.records(), "looks": asdict(self._looks), "busy_s": self._busy_s}
+
+    def go_on_from(self, state: Mapping[str, Any]) -> None:
+        self.settings = Settings.from_records(state["settings"])
+        self._looks = Looks(**state["looks"])
+        self._busy_s = list(state["busy_s"])
+
+
+def branch_seconds(graph: StageGraph, busy_s: Mapping[str, float]) -> dict[str, float]:
+    """Of each branch's slowest stage, from the seconds of the stages."""
+    return {branch: max(busy_s[s.name] for s in graph.stages if branch in s.layers) for branch in BRANCHES}
+
+
+def seconds_of_micro_batches(spans: Sequence[Span]) -> dict[int, float]:
+    """By number: forward and backward, and the second forward of a replay."""
+    seconds: dict[int, float] = defaultdict(float)
+    for span in spans:
+        if span.name in PASSES and span.micro_batch is not None:
+            seconds[span.micro_batch] += span.seconds
+    return dict(seconds)
+
+
+def slowest_points(graph: StageGraph, reports: Sequence[Report]) -> dict[str, list[Point]]:
+    """Those of all replicas of each branch's slowest stage; of merged stages, which have both branches, under "image+text"."""
+    by_stage: dict[str, list[Point]] = defaultdict(list)
+    for report in reports:
+        by_stage[report.stage] += report.points
+    found: dict[str, list[Point]] = {}
+    for stage in graph.stages:
+        branch, points = "+".join(stage.layers), by_stage[stage.name]
+        if points and sum(s for _, _, s in points) > sum(s for _, _, s in found.get(branch, ())):
+            found[branch] = points
+    return found
+
+
+def refitted(costs: Mapping[str, BranchCost], points: Mapping[str, Sequence[Point]], merged: bool) -> dict[str, BranchCost]:
+    """Costs moved towards those that the points speak for, where they predict them badly; else as they are."""
+    new = dict(costs)
+    for branch, seen in points.items():
+        if branch not in costs and not merged:
+            continue
+        n, length, seconds = map(np.array, zip(*seen))
+        old = _cost_of(costs, branch)
+        where = np.ones_like(length) if branch == "image" else length
+        found = fit_branch_cost(n, where, seconds)
+        if np.abs(found.at(n, where) / old.at(n, where) - 1).max() <= DRIFT:
+            continue
+        # the mean of all fits, later of the last few; the profile was a guess
+        fit = smoothed(old, found, max(SMOOTHING, 1 / (1 + old.version)))
+        if not merged:
+            new[branch] = fit
+        elif fit.per_token_s + fit.per_token_squared_s > 0 and fit.fixed_s + fit.per_sample_s > 0:
+            # of a stage that has both, what grows with the length is the text's, the rest the image's
+            new = {
+                "image": BranchCost(fit.fixed_s, fit.per_sample_s, version=fit.version),
+                "text": BranchCost(0.0, 0.0, fit.per_token_s, fit.per_token_squared_s, fit.version),
+            }
+    return new
+
+
+def _cost_of(costs: Mapping[str, BranchCost], branch: str) -> BranchCost:
+    """Of one branch, or of both where a stage has both."""
+    if branch in costs:
+        return costs[branch]
+    parts = [costs[b].coefficients for b in BRANCHES]
+    return BranchCost(*map(sum, zip(*parts)), version=max(costs[b].version for b in BRANCHES))
+
+
+def _scaled(cost: BranchCost, factor: float) -> BranchCost:
+    return BranchCost(*(factor * c for c in cost.coefficients), version=cost.version)

@@ -1,0 +1,169 @@
+"""From measured times to settings: costs refitted, feed rates moved, the same after a resume as without one."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cost_models import proportional
+
+from data.branch_cost import BranchCost
+from data.options import DataOptions
+from data.prepare import prepare_data
+from data.sampler import GlobalOrder, training_requests
+from engine.config import check_config
+from engine.planner import plan_run
+from engine.trace import Span
+from launch.balancer import Balancer, refitted, seconds_of_micro_batches, slowest_points
+from launch.balancing import make_balance
+from launch.options import parse_options
+
+COSTS = proportional({"image": [1.0, 2.0], "text": [0.5, 1.5]})
+TRUE = BranchCost(2e-3, 0.0, 3e-5)  # what texts really cost
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return prepare_data(DataOptions(("demo:en+de+es+fr+it",)), None, tmp_path_factory.mktemp("run"))
+
+
+class World:
+    """The ranks of a run whose times are made up: `image_s(step)` for all images, texts by `TRUE`."""
+
+    def __init__(self, data, folder, balance, layout="fork", image_s=lambda step: 0.1, workers=1):
+        stages = {"merged": 2} if layout == "merged" else {"image": 1, "text": 1}
+        block = {"layout": layout, "stages": stages, "micro_batch_size": 12, "balance": balance, "schedule": "replay"}
+        config, block = check_config({"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "branches": block})
+        plan = plan_run(config, block, 2, COSTS)
+        order = GlobalOrder(len(data.train), 48, seed=0)
+        self.data, self.image_s = data, image_s
+        self.balance = make_balance(block.dealing(), plan, COSTS, data, order, None, None, parse_options([]), folder)
+        self.ranks = [Balancer(self.balance, 0, stage.name, workers) for stage in plan.graph.stages]
+        self.records = []
+
+    def deal(self, branch, step):
+        """What the first replica of a branch loads in a step."""
+        settings, order = self.ranks[0].settings, self.balance.order
+        requests = training_requests(order, self.data.train, 0, 1, branch, settings, step, step + 1, self.balance.dealers[branch])
+        return [(r.index.tolist(), r.position.tolist(), r.knobs) for r in requests]
+
+    def seconds(self, step):
+        """By stage, of each micro-batch of the step."""
+        of = {}
+        for stage in self.balance.plan.graph.stages:
+            dealer = self.balance.dealers["text"]
+            batch = self.balance.batch(step, self.ranks[0].settings.at(step))
+            number = batch.setting.num_micro_batches
+            lengths, shares = dealer.works(batch)[-1].lengths, dealer.shares(batch, 1, number["text"])
+            slower = 1.0 if step < 20 else 1.3  # something else runs on this machine
+            texts = [slower * float(TRUE.at(len(part), lengths[part].max())) for part, _ in shares]
+            images = [self.image_s(step) / number["image"]] * number["image"]
+            of[stage.name] = {"image": images, "text": texts, "image+text": np.add(images, texts) if len(images) == len(texts) else None}[
+                "+".join(stage.layers)
+            ]
+        return of
+
+    def run(self, start, stop):
+        for step in range(start, stop):
+            seconds = self.seconds(step)
+            busy_s = {name: float(sum(times)) for name, times in seconds.items()}
+            looks = [
+                rank.note(step + 1, busy_s, [Span("ForwardPass", m, 0.0, s) for m, s in enumerate(seconds[rank._stage_name])])
+                for rank in self.ranks
+            ]
+            assert len(set(looks)) == 1
+            if looks[0]:
+                decided = self.ranks[0].decide(step + 1, [rank.report() for rank in self.ranks])
+                self.records.append([rank.take_over(decided) for rank in self.ranks][0])
+
+    def settings(self):
+        return [rank.settings.records() for rank in self.ranks]
+
+
+def test_costs_come_to_predict_what_is_measured(data, tmp_path):
+    world = World(data, tmp_path, {"strategy": "deal", "interval": 5})
+    world.run(0, 80)
+    first, last = (record["predicted_s"]["text"] / record["measured_s"]["text"] for record in (world.records[0], world.records[-1]))
+    assert abs(first - 1) > 0.5 and abs(last - 1) < 0.06
+    settings = [setting for setting in world.settings()[0]]
+    assert settings[-1]["costs"]["text"]["version"] == len(settings) - 1 >= 3 and settings[1]["reason"] == "costs refitted"
+    assert len(settings) < 15  # once they do, they stay
+
+
+def test_of_stages_that_hold_both_branches_what_grows_with_the_length_is_the_texts(data, tmp_path):
+    world = World(data, tmp_path, {"strategy": "deal", "interval": 5}, layout="merged")
+    world.run(0, 80)
+    costs, last = world.ranks[0].settings.newest.costs, world.records[-1]
+    assert costs["text"].per_sample_s == costs["text"].fixed_s == costs["image"].per_token_s == 0 < costs["text"].per_token_s
+    assert last["predicted_s"]["image+text"] == pytest.approx(last["measured_s"]["image+text"], rel=0.1)
+
+
+def test_a_setting_holds_for_no_step_that_a_loader_has_begun_with(data, tmp_path):
+    for workers, ahead in ((0, 2), (1, 4), (8, 18)):
+        world = World(data, tmp_path, {"strategy": "deal", "interval": 5}, workers=workers)
+        world.run(0, 40)
+        for setting in world.settings()[0][1:]:
+            assert setting["from_step"] >= 5 + ahead
+        made = {record["step"]: record["next"]["from_step"] for record in world.records if record["next"]}
+        assert made and all(from_step >= step + ahead for step, from_step in made.items())
+
+
+def test_idle_texts_get_more_captions_and_the_log_says_why(data, tmp_path):
+    world = World(data, tmp_path, {"strategy": "feed", "captions_per_image": [1, 4], "interval": 5}, image_s=lambda step: 0.3)
+    world.run(0, 100)
+    knobs = [setting["knobs"]["captions_per_image"] for setting in world.settings()[0]]
+    assert knobs[0] == 1 and max(knobs) > 1
+    said = [record["reason"] for record in world.records if record["reason"]]
+    assert said[0].startswith("captions_per_image 1 -> 2: the text branch waits")
+    changed = next(setting for setting in world.settings()[0] if setting["knobs"]["captions_per_image"] == 2)
+    assert said[0] in changed["reason"]
+    before, after = (world.deal("text", changed["from_step"] + d) for d in (-1, 0))
+    assert sum(len(positions) for _, positions, _ in after) == 2 * sum(len(positions) for _, positions, _ in before) == 96
+
+
+@pytest.mark.parametrize("killed", [37, 43])
+def test_a_run_that_goes_on_deals_as_one_that_never_stopped(data, tmp_path, killed):
+    """In the middle of an epoch, with knobs that have moved, costs refitted, and a setting that is still to come."""
+
+    def world():
+        balance = {"strategy": "feed", "captions_per_image": [1, 4], "interval": 5}
+        return World(data, tmp_path, balance, image_s=lambda step: 0.25 if step < 30 else 0.5)
+
+    whole, stopped, again = world(), world(), world()
+    whole.run(0, 80)
+    stopped.run(0, killed)
+    state = json.loads(json.dumps(stopped.ranks[0].state()))
+    assert state["settings"][-1]["knobs"]["captions_per_image"] > 1 and state["settings"][-1]["costs"]["text"]["version"] > 1
+    for rank in again.ranks:
+        rank.go_on_from(state)
+        rank._spans = stopped.ranks[again.ranks.index(rank)]._spans  # micro-batches of the last steps are not saved
+    again.run(killed, 80)
+    assert again.settings() == whole.settings()
+    for step in range(killed, 80):
+        for branch in ("image", "text"):
+            assert again.deal(branch, step) == whole.deal(branch, step)
+
+
+def test_points_are_those_of_the_slowest_stage_and_waiting_is_not_in_them(data, tmp_path):
+    world = World(data, tmp_path, {"strategy": "deal"})
+    graph = world.balance.plan.graph
+    reports = [replace(rank.report(), points=[(4, 8, s)]) for rank, s in zip(world.ranks, (1.0, 2.0))]
+    assert slowest_points(graph, [*reports, reports[1]]) == {"image": [(4, 8, 1.0)], "text": [(4, 8, 2.0)] * 2}
+    spans = [
+        Span("EmbedPass", 0, 0.0, 1.0),
+        Span("ReplayPass", 0, 4.0, 5.5),
+        Span("BackwardPass", 0, 6.0, 8.0),
+        Span("RecvGrad", 0, 5.5, 6.0),
+    ]
+    assert seconds_of_micro_batches([*spans, Span("ForwardPass", 1, 1.0, 2.0), Span("OptimizerStep", None, 8.0, 9.0)]) == {0: 4.5, 1: 1.0}
+
+
+def test_costs_that_predict_well_stay_as_they_are():
+    sizes, lengths = np.array([4, 8, 16, 32]), np.array([32, 16, 8, 24])
+    seen = [(int(n), int(length), float(TRUE.at(n, length)) * factor) for n, length, factor in zip(sizes, lengths, (1.01, 0.99, 1.02, 1.0))]
+    assert refitted({"text": TRUE}, {"text": seen}, merged=False) == {"text": TRUE}
+    slower = [(n, length, 2 * s) for n, length, s in seen]
+    moved = refitted({"text": TRUE}, {"text": slower, "image": slower}, merged=False)
+    assert set(moved) == {"text"} and moved["text"].version == 1 and moved["text"].at(16, 8) == pytest.approx(2 * TRUE.at(16, 8), rel=0.05)
+    again = refitted(moved, {"text": seen}, merged=False)  # half way back
+    assert again["text"].at(16, 8) == pytest.approx(1.5 * TRUE.at(16, 8), rel=0.05)
