@@ -23,6 +23,7 @@ from data.sources import open_source
 from data.transforms import eval_transform
 from engine.checkpoint import load_layer, newest_checkpoint, step_of
 from launch.report import recalls, retrieval_table, show
+from models.losses import build_loss
 from models.retrieval import recall_hits
 from models.towers import build_towers
 
@@ -64,6 +65,7 @@ def main(arguments: argparse.Namespace) -> None:
         options["max_text_tokens"],
         data.tokenizer.pad_token_id,
         data.tokenizer.eos_token_id,
+        build_loss(options["loss"]).parameters,
     )
     layers = [load_layer(checkpoint, spec.build(options["seed"]), spec.name, device).eval() for tower in towers for spec in tower.specs]
     results = {}

@@ -35,7 +35,7 @@ from launch.report import progress_interval, retrieval_table, show
 from launch.run_folder import RunFolder, choose_folder, training_identity
 from launch.trace_file import TraceFile, is_sampled
 from launch.tracking import Tracker
-from models.losses import InfoNCE
+from models.losses import build_loss
 from models.towers import build_towers
 from models.weights import open_weights
 
@@ -68,7 +68,8 @@ def main(options: Options, run: Run) -> int:
     order = GlobalOrder(len(data.train), config["train_batch_size"], options.seed, data.parts)
     total_steps = options.steps or options.epochs * order.steps_per_epoch
 
-    # The towers as lists of layers, and which of them run where.
+    # The objective, the towers as lists of layers, and which of them run where.
+    loss = build_loss(options.loss, options.label_smoothing)
     towers = build_towers(
         options.image_tower,
         options.text_tower,
@@ -78,6 +79,7 @@ def main(options: Options, run: Run) -> int:
         options.max_text_tokens,
         data.tokenizer.pad_token_id,
         data.tokenizer.eos_token_id,
+        loss.parameters,
     )
     patch_size = towers[0].config.get("patch_size")
     buckets = image_buckets(data, options, patch_size)
@@ -105,7 +107,7 @@ def main(options: Options, run: Run) -> int:
         config,
         {tower.branch: tower.specs for tower in towers},
         build_layer,
-        InfoNCE(),
+        loss,
         options.embed_dim,
         total_steps,
         options.seed,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import resource
 import time
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from engine.clipping import GROUPS, GroupedClipping
 from engine.communication import Channel, Communicator, Signature, gradients_of, signature_of
-from engine.exchange import OTHER, ContrastiveLoss, Rows, exchange_loss, meet
+from engine.exchange import MAX_WEIGHT, NO_WEIGHT, OTHER, ContrastiveLoss, Rows, exchange_loss, meet
 from engine.module import StageModule
 from engine.planner import BranchBatch
 from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ForwardOnly, ReloadMicroBatch, ReplayPass
@@ -38,13 +39,13 @@ from engine.trace import Span
 class StepMetrics:
     """What one step tells, equal on all ranks. Norms are taken before clipping; `loss` is over the global batch.
 
-    `idle`: by stage, the part of the step in which its ranks did not compute; `busy_s`: in which they did, seconds, mean of the replicas; `data_wait_s`: by stage that loads, the mean over its
-    replicas of the seconds waited for micro-batches. `num_left_out`: pairs that could not be loaded. `sent_bytes`: by all ranks together, collectives
-    counted as rings. `peak_memory_bytes`: of the rank that held most so far; on a CPU the whole process.
+    `idle`: by stage, the part of the step in which its ranks did not compute; `busy_s`: the seconds in which they did, mean of the
+    replicas; `data_wait_s`: by stage that loads, the seconds waited for micro-batches, mean of the replicas. `num_left_out`: samples of which a half could not be loaded. `sent_bytes`: by all
+    ranks together, collectives counted as rings. `peak_memory_bytes`: of the rank that held most so far; on a CPU the whole process.
     """
 
     loss: float
-    logit_scale_exp: float
+    scalars: Mapping[str, float]  # what the loss learns, before the step; the scale as its exponential
     grad_norm: Mapping[str, float]
     lr: float
     step_applied: bool
@@ -65,7 +66,7 @@ class StepMetrics:
             "epoch": round(epoch, 4),
             "loss": self.loss,
             "lr": self.lr,
-            "logit_scale_exp": self.logit_scale_exp,
+            **self.scalars,
             **{f"grad_norm/{group}": norm for group, norm in self.grad_norm.items()},
             "samples_per_s": round(samples_per_s, 2),
             "step_s": round(step_s, 5),
@@ -123,7 +124,7 @@ class ForkEngine(PipelineEngine):
             "in": self.place.previous is not None and _constant(self.graph, self.graph.stages[self.place.previous], constant_shapes),
             "out": _constant(self.graph, self.place, constant_shapes),
         }
-        self._training_shapes: dict[str, dict[int, Signature]] = {"in": {}, "out": {}}
+        self._training_shapes: dict[int, dict[str, dict[int, Signature]]] = {}  # by texts per image
         self._reset_buffers()
         self._ready = True
 
@@ -155,6 +156,11 @@ class ForkEngine(PipelineEngine):
     ) -> StepMetrics:
         """One optimizer step over one global batch. Stages that load input take their micro-batches from `data_iter`.
 
+        A micro-batch may bring `image_weight` and `text_weight`, int64 [b], whole millionths: the weight of each row in the loss. All
+        micro-batches of all ranks bring them, or none. `texts_per_image` says how many texts each image of this batch has, the same
+        on all ranks; the text at place p of 0..cG−1 (`text_position`) belongs to the image at p // c and carries its index. Under
+        `per_micro_batch` the texts of a micro-batch stand image by image.
+
         `stop_requested` travels with the metrics, so that all ranks learn in the same step that one of them was asked to end. So do
         the numbers that `counts` returns at the end of the step, with the same names on all ranks: they are added up.
         `num_micro_batches`: of each replica of this line in this step, where it is not the number that was planned.
@@ -162,8 +168,10 @@ class ForkEngine(PipelineEngine):
         self.module.train()
         self.set_dataiterator(data_iter)
         self._reset_buffers()
-        # Messages whose shapes never change are announced in the first step only.
-        self._shapes = {end: kept if self._constant[end] else {} for end, kept in self._training_shapes.items()}
+        self._texts_per_image = texts_per_image
+        # Messages whose shapes never change are announced in the first step only, for each number of texts per image.
+        known = self._training_shapes.setdefault(texts_per_image, {"in": {}, "out": {}})
+        self._shapes = {end: kept if self._constant[end] else {} for end, kept in known.items()}
         self._lr = self.get_lr()[0]
         self.clipping.norms.clear()
         self.recorder.start()
@@ -219,7 +227,7 @@ class ForkEngine(PipelineEngine):
         self._num_misaligned = torch.zeros((), device=self.device)
         self._num_left_out = 0
         self._data_wait_s = 0.0
-        self._logit_scale_exp = torch.zeros((), device=self.device)
+        self._scalars = torch.zeros(len(self.loss_function.parameters), device=self.device)
 
     @property
     def _branch(self) -> str:
@@ -231,6 +239,7 @@ class ForkEngine(PipelineEngine):
         asked = time.perf_counter()
         loaded = next(self.data_iterator)
         self._data_wait_s += time.perf_counter() - asked
+        _check_weights(loaded)
         if keep:
             self._loaded[buffer_id] = loaded  # where the loader left it: in host memory
         self._take_in(buffer_id, loaded)
@@ -312,29 +321,29 @@ class ForkEngine(PipelineEngine):
         """One loss over everything that is waiting here: the global batch, or, with `buffer_id`, a micro-batch of each replica."""
         batch = self.batches[self._branch]
         outputs = [self._outputs[m] for m in sorted(self._outputs)]
-        sizes = [self._num_rows(output) for output in outputs]
-        counts = [sum(sizes)] * batch.replicas if self._equal_shares else self.comm.gather_counts(sum(sizes))
+        sizes = {branch: [len(output[f"{branch}_embeds"]) for output in outputs] for branch in self.place.tail_of}
+        counts = self._counts(sizes, batch.global_batch_size // (1 if buffer_id is None else self._num_micro_batches))
         weight = 1.0 if buffer_id is None else 1.0 / self._num_micro_batches
         own = self._own_rows()
         if buffer_id is not None:  # a batch of its own: its rows are numbered from 0, replica by replica
             own = {
-                b: replace(rows, position=torch.arange(sum(sizes), device=self.device) + sum(counts[: self.replica]))
+                b: replace(rows, position=torch.arange(len(rows.position), device=self.device) + sum(counts[b][: self.replica]))
                 for b, rows in own.items()
             }
         parameters = {name: outputs[0][name].detach() for name in self.loss_function.parameters if name in outputs[0]}
         with torch.no_grad():
-            meeting = meet(self.comm, own, counts)
+            meeting = meet(self.comm, own, counts, self._texts_per_image)
             result = exchange_loss(self.comm, self.loss_function, meeting, parameters)
         self._loss_share += result.share * weight
         if self.comm.rank == self.graph.tail("image").ranks[0]:  # every tail sees the same; one counts
             self._num_misaligned += meeting.num_misaligned
             self._num_left_out += meeting.num_left_out
         if parameters and self.replica == 0:
-            self._logit_scale_exp = parameters["logit_scale"].exp().clamp(max=100.0).reshape(())
+            self._scalars = torch.cat([parameters[name] for name in self.loss_function.parameters])
         # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each accumulated: times the
         # number of replicas makes that the sum. fp16: times the loss scale, which the optimizer takes out again.
         scale = self.place.replicas * self._loss_scale() * weight
-        pieces = {branch: (grad * scale).split(sizes) for branch, grad in result.embeds.items()}
+        pieces = {branch: (grad * scale).split(sizes[branch]) for branch, grad in result.embeds.items()}
         for i, m in enumerate(sorted(self._outputs)):
             grads = {f"{branch}_embeds": pieces[branch][i] for branch in pieces}
             for name in parameters:  # the whole gradient goes with the first micro-batch
@@ -345,20 +354,32 @@ class ForkEngine(PipelineEngine):
     def _loss_scale(self) -> float:
         return float(self.optimizer.loss_scale) if self.fp16_enabled() and hasattr(self.optimizer, "loss_scale") else 1.0
 
-    def _num_rows(self, outputs: Mapping[str, Tensor]) -> int:
-        return len(outputs[f"{self.place.tail_of[0]}_embeds"])
+    def _counts(self, sizes: Mapping[str, list[int]], num_samples: int) -> dict[str, list[int]]:
+        """Rows of each replica of this tail, for each branch that ends in it. `sizes`: rows of each of its own micro-batches."""
+        counts = {branch: [sum(each)] * self.place.replicas for branch, each in sizes.items()}
+        if not self._equal_shares:
+            counts = {branch: self.comm.gather_counts(sum(each)) for branch, each in sizes.items()}
+        for branch, each in counts.items():
+            expected = num_samples * (self._texts_per_image if branch == "text" else 1)
+            if sum(each) != expected:
+                raise RuntimeError(
+                    f"{self.place.name}: {sum(each)} rows of {branch} came for a batch of {num_samples} samples with "
+                    f"{self._texts_per_image} texts per image, which needs {expected}; load as many as train_batch was told"
+                )
+        return counts
 
     def _own_rows(self) -> dict[str, Rows]:
         """The embeddings of all micro-batches of this tail, in the order they ran."""
         outputs = [self._outputs[m] for m in sorted(self._outputs)]
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        blank = torch.zeros(0, self.embed_dim, device=self.device)
         rows = {}
         for branch in self.place.tail_of:
             embeds, position, index = (
                 [output[f"{branch}_{part}"].detach() for output in outputs] for part in ("embeds", "position", "index")
             )
-            none = torch.zeros(0, dtype=torch.int64, device=self.device)
-            blank = torch.zeros(0, self.embed_dim, device=self.device)
-            rows[branch] = Rows(torch.cat([blank, *embeds]), torch.cat([none, *position]), torch.cat([none, *index]))
+            weight = [o.get(f"{branch}_weight", torch.full_like(p, NO_WEIGHT)) for o, p in zip(outputs, position)]
+            rows[branch] = Rows(torch.cat([blank, *embeds]), *(torch.cat([none, *part]) for part in (position, index, weight)))
         return rows
 
     # -- held-out sets -----------------------------------------------------------------------------------------------
@@ -381,18 +402,18 @@ class ForkEngine(PipelineEngine):
         meeting = None
         if self.place.is_tail:
             own = self._own_rows()
-            meeting = meet(self.comm, own, self.comm.gather_counts(len(next(iter(own.values())).position)))
+            meeting = meet(self.comm, own, {branch: self.comm.gather_counts(len(rows.position)) for branch, rows in own.items()})
         totals = {}
         for branch in BRANCHES:
             if meeting is not None and branch in meeting.own:
                 rows = meeting.own[branch]
-                part = measure(rows.embeds, meeting.everyone[OTHER[branch]], rows.position)
+                part = measure(rows.embeds, meeting.everyone[OTHER[branch]].embeds, rows.position)
             else:
                 blank = torch.zeros(0, self.embed_dim, device=self.device)
                 part = measure(blank, blank, torch.zeros(0, dtype=torch.int64, device=self.device))
             totals[f"{branch}_to_{OTHER[branch]}"] = self.comm.sum_over(part)
         speaks = meeting is not None and self.comm.rank == self.graph.tail("image").ranks[0]
-        num_pairs = len(meeting.everyone["image"]) if speaks else 0
+        num_pairs = len(meeting.everyone["image"].label) if speaks else 0
         totals["num_pairs"] = self.comm.sum_over(torch.tensor(float(num_pairs), device=self.device))
         self._reset_buffers()
         return totals
@@ -409,11 +430,13 @@ class ForkEngine(PipelineEngine):
         num_sums = len(host)
         host += self._own_slots()
         self._sent_bytes_before = sent_bytes
-        mine = [self._loss_share, self._num_misaligned, self._logit_scale_exp, *norms]
+        mine = [self._loss_share, self._num_misaligned, *norms, *self._scalars]
         values = torch.cat([torch.stack(mine).float(), torch.tensor(host, device=self.device)])
-        loss, misaligned, logit_scale_exp, *rest = self.comm.sum_over(values).tolist()
-        grad_norms, (stopping, sent, left_out, *counted) = rest[: len(GROUPS)], rest[len(GROUPS) : len(GROUPS) + num_sums]
-        slots = rest[len(GROUPS) + num_sums :]
+        told = iter(self.comm.sum_over(values).tolist())
+        loss, misaligned, *grad_norms = itertools.islice(told, 2 + len(GROUPS))
+        scalars = dict(zip(self.loss_function.parameters, told))
+        stopping, sent, left_out, *counted = itertools.islice(told, num_sums)
+        slots = list(told)
         if misaligned:
             raise RuntimeError(
                 f"the image and text branches disagree about {int(misaligned)} samples of this batch; both must be given the same "
@@ -423,7 +446,7 @@ class ForkEngine(PipelineEngine):
         stage_busy_s = {s.name: sum(busy_s[r] for r in s.ranks) / s.replicas for s in self.graph.stages}
         return StepMetrics(
             loss=loss,
-            logit_scale_exp=logit_scale_exp,
+            scalars={"logit_scale_exp": math.exp(min(scalars.pop("logit_scale"), math.log(100.0))), **scalars},
             grad_norm=dict(zip(GROUPS, grad_norms)) if self._step_applied else dict.fromkeys(GROUPS, math.nan),
             lr=self._lr,
             step_applied=self._step_applied,
@@ -486,6 +509,17 @@ def _constant(graph: StageGraph, stage: Stage, constant_shapes: Mapping[str, boo
         if stage.previous is None:
             return True
         stage = graph.stages[stage.previous]
+
+
+def _check_weights(loaded: Mapping[str, Tensor]) -> None:
+    """Of a micro-batch as the loader left it: in host memory."""
+    for name in loaded.keys() & {f"{branch}_weight" for branch in BRANCHES}:
+        weight = loaded[name]
+        if weight.dtype != torch.int64 or not bool(((weight >= 0) & (weight <= MAX_WEIGHT)).all()):
+            raise ValueError(
+                f"{name} has dtype {weight.dtype} and values from {weight.min()} to {weight.max()}; weights are int64 from 0 to "
+                f"{MAX_WEIGHT}: millionths, so give 1,000,000 for a weight of 1"
+            )
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 FLOAT_BYTES = 4  # embeddings and logits are fp32
 ELEMENTWISE_FLOPS = 10  # of the loss per logit: two exponentials, their sums and differences
 LABEL_BYTES = 16  # place in the batch and index in the data, int64 each
-LOGITS_COPIES = 3  # of a block of logits that exist at once: itself, its gradient, a temporary
+LOGITS_COPIES = 4  # of a block of logits that exist at once: itself, which are positives, what is made of them
+LOGITS_BYTES = 64 * 2**20  # what they take at most: the loss makes larger ones in blocks of rows
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,10 @@ class _Link(NamedTuple):
 
 
 class _Loss(NamedTuple):
-    """One ComputeLoss of one tail: b own rows and the B rows of its batch, width D. The cases are those of `engine/exchange.py`."""
+    """One ComputeLoss of one tail: b own rows and the B rows of its batch, width D. The cases are those of `engine/exchange.py`.
+
+    Priced as InfoNCE with one text per image; the sigmoid loss makes each matrix once and exchanges no statistics.
+    """
 
     branches: int  # that end in this tail
     replicas: int
@@ -189,18 +193,18 @@ class _Loss(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many blocks of logits [b, B]; where one rank has everything, one matrix serves both sides."""
+        """How many matrices of logits [b, B]; where one rank has everything, one serves both sides."""
         return 1 if self.replicas == 1 else self.branches
 
     @property
     def flops(self) -> float:
-        """Of each block, and of the gradient of the own rows of each branch."""
-        products = 2 * self.width * (self.blocks + self.branches)
+        """Of each matrix, which is made twice, for the log-sum-exps and for the gradient; and of the gradient of the own rows of each branch."""
+        products = 2 * self.width * (2 * self.blocks + self.branches)
         return (products + ELEMENTWISE_FLOPS * self.blocks) * self.own * self.everyone
 
     @property
     def logits_bytes(self) -> float:
-        return LOGITS_COPIES * FLOAT_BYTES * self.blocks * self.own * self.everyone
+        return min(LOGITS_BYTES, LOGITS_COPIES * FLOAT_BYTES * self.own * self.everyone)
 
     @property
     def rows_bytes(self) -> float:

@@ -39,6 +39,8 @@ class Options:
     image_size: int
     image_buckets: int
     max_text_tokens: int
+    loss: str
+    label_smoothing: float
     epochs: int | None
     steps: int | None
     seed: int
@@ -187,6 +189,16 @@ def make_parser() -> argparse.ArgumentParser:
         help="input shapes of about that area, chosen to suit the pictures; a micro-batch has one of them; 1: square (default: 1)",
     )
     model.add_argument("--max-text-tokens", type=_at_least(4), metavar="N", help="longer texts are cut (default: 77; demo: 32)")
+    objective = parser.add_argument_group("objective")
+    objective.add_argument(
+        "--loss",
+        choices=("infonce", "sigmoid"),
+        default="infonce",
+        help="over all pairs of the global batch: CLIP's cross entropy, or each pair by itself, as SigLIP does (default: infonce)",
+    )
+    objective.add_argument(
+        "--label-smoothing", type=_fraction, default=0.0, metavar="F", help="part of each target that all share, in infonce (default: 0.0)"
+    )
     length = parser.add_argument_group("length")
     exclusive = length.add_mutually_exclusive_group()
     exclusive.add_argument("--epochs", type=_at_least(1), metavar="N", help="passes over the training samples (default: 30; demo: 8)")
@@ -248,6 +260,11 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     values.pop("local_rank")
     if values["workers"] != "auto" and not values["workers"].isdigit():
         parser.error(f"argument --workers: {values['workers']!r} is neither 'auto' nor a whole number")
+    if values["label_smoothing"] and values["loss"] != "infonce":
+        parser.error(
+            f"argument --label-smoothing: {values['label_smoothing']} is for --loss infonce; {values['loss']} judges each pair by itself, "
+            "so leave it out"
+        )
     values["data"] = tuple(values["data"] or ["demo"])
     values["data_weights"] = _weights(parser, values["data_weights"], values["data"])
     defaults = DEMO_DEFAULTS if all(spec.split(":")[0] == "demo" for spec in values["data"]) else DEFAULTS

@@ -1,7 +1,7 @@
 """Both towers with their heads, and what each of their layers costs."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import FunctionType
 
@@ -16,16 +16,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.head import head_spec
 from models.image import image_tower
 from models.layers import Tower
+from models.losses import InfoNCE
 from models.text import text_tower
 
 __all__ = ["LayerCounts", "Tower", "build_towers", "count_flops", "describe_layers", "meta_inputs", "with_head"]
 
 
-def with_head(tower: Tower, embed_dim: int) -> Tower:
+def with_head(tower: Tower, embed_dim: int, scalars: Mapping[str, float] = InfoNCE.parameters) -> Tower:
     """The tower with the head of its branch as last layer."""
     return replace(
         tower,
-        specs=(*tower.specs, head_spec(tower.branch, tower.width, embed_dim)),
+        specs=(*tower.specs, head_spec(tower.branch, tower.width, embed_dim, scalars)),
         config={**tower.config, "tower": tower.name, "width": tower.width, "embed_dim": embed_dim},
     )
 
@@ -39,11 +40,15 @@ def build_towers(
     max_text_tokens: int,
     pad_token_id: int | None = None,
     eos_token_id: int | None = None,
+    scalars: Mapping[str, float] = InfoNCE.parameters,
 ) -> tuple[Tower, Tower]:
-    """The image tower and the text tower, heads included; no layer is built yet. Syntax of the names: `models/README.md`."""
+    """The image tower and the text tower, heads included; no layer is built yet. Syntax of the names: `models/README.md`.
+
+    `scalars`: what the loss learns, by name with first values (its `parameters`); the image head owns them.
+    """
     image = image_tower(image_name, image_size)
     text = text_tower(text_name, vocab_size, max_text_tokens, pad_token_id, eos_token_id)
-    return with_head(image, embed_dim), with_head(text, embed_dim)
+    return with_head(image, embed_dim, scalars), with_head(text, embed_dim, scalars)
 
 
 def meta_inputs(tower: Tower, micro_batch_size: int, num_tokens: int | None = None) -> dict[str, Tensor]:

@@ -1,8 +1,10 @@
 """The two sides of the parity claim: training split over ranks by the engine, and the same training unsplit in plain torch.
 
 The unsplit side shares no code with the engine: it runs every micro-batch through the whole towers in one process, lets
-autograd differentiate one cross entropy over the global batch, and steps torch.optim.AdamW. Batch normalisation sees
+autograd differentiate one loss over the global batch, and steps torch.optim.AdamW. Batch normalisation sees
 micro-batches on both sides, since that is what a micro-batch means to it.
+
+A batch has G samples: G images and c·G texts, those of image p at the places c·p to c·p + c − 1.
 """
 
 from __future__ import annotations
@@ -44,8 +46,13 @@ class Case:
     schedule: str = "batch_sync"
     kept_micro_batches: Any = None  # under replay
     checkpoint_interval: int = 0
-    deals: dict[str, tuple] = field(default_factory=dict)  # branch -> [replica][micro-batch] -> places; not given: equal, in order
-    not_loaded: dict[str, tuple[int, ...]] = field(default_factory=dict)  # branch -> places of the global batch
+    deals: dict[str, tuple] = field(default_factory=dict)  # branch -> [replica][micro-batch] -> samples; not given: equal, in order
+    not_loaded: dict[str, tuple[int, ...]] = field(default_factory=dict)  # branch -> places of its rows in the global batch
+    loss: str = "infonce"
+    label_smoothing: float = 0.0
+    texts_per_image: tuple[int, ...] = (1,)  # step by step, then from the first again
+    full_texts: bool = False  # as long as they can be: all micro-batches of a branch have equal shapes
+    weighted: tuple[str, ...] = ()  # branches whose micro-batches bring weights
     max_grad_norm: dict[str, float] = field(default_factory=lambda: {"image": 0.0, "text": 0.0, "head": 0.0})
     seed: int = SEED
 
@@ -77,6 +84,20 @@ class Case:
             config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         return config
 
+    def texts_of(self, step: int) -> int:
+        return self.texts_per_image[step % len(self.texts_per_image)]
+
+    def rows_of(self, branch: str, samples: Tensor, step: int) -> Tensor:
+        """The places of their images, or of their texts: all first ones before all second ones, unless each micro-batch is its own batch."""
+        if branch == "image":
+            return samples
+        places = samples * self.texts_of(step) + torch.arange(self.texts_of(step))[:, None]  # [c, b]
+        return (places.T if self.schedule == "per_micro_batch" else places).flatten()
+
+    def weights(self, samples: Tensor) -> Tensor:
+        """[len(samples)] int64, millionths; some are 0."""
+        return samples * 7 % 5 * 250_000
+
     def __str__(self) -> str:
         parts = [self.layout, self.stages, self.replicas, self.micro_batch_size, self.towers, f"zero{self.zero_stage}", self.precision]
         parts += [self.schedule] if self.schedule != "batch_sync" else []
@@ -85,10 +106,15 @@ class Case:
         parts += [f"dropout{self.dropout}"] if self.dropout else []
         parts += ["dealt"] if self.deals else []
         parts += ["not_loaded"] if self.not_loaded else []
+        parts += [self.loss] if self.loss != "infonce" else []
+        parts += [f"smoothing{self.label_smoothing}"] if self.label_smoothing else []
+        parts += ["texts", *self.texts_per_image] if self.texts_per_image != (1,) else []
+        parts += ["weighted"] if self.weighted else []
         return " ".join(str(p) for p in parts).replace("'", "").replace(" ", "")
 
 
 def towers_of(case: Case):
+    from models.losses import build_loss
     from models.towers import build_towers
 
     image, text, image_size = TOWERS[case.towers]
@@ -105,6 +131,7 @@ def towers_of(case: Case):
         max_text_tokens=MAX_TOKENS,
         pad_token_id=0,
         eos_token_id=2,
+        scalars=build_loss(case.loss).parameters,
     )
     return {"image": image_tower, "text": text_tower}, image_size
 
@@ -112,20 +139,23 @@ def towers_of(case: Case):
 def global_batch(case: Case, step: int, image_size: int) -> dict[str, Tensor]:
     """Random images, and texts of varying length so that masks and padding matter."""
     generator = torch.Generator().manual_seed(1000 + step)
-    count = case.global_batch_size
-    pixel_values = torch.randn(count, 3, image_size, image_size, generator=generator)
+    pixel_values = torch.randn(case.global_batch_size, 3, image_size, image_size, generator=generator)
+    count = case.global_batch_size * case.texts_of(step)
     input_ids = torch.randint(5, VOCAB, (count, MAX_TOKENS), generator=generator)
-    lengths = torch.randint(4, MAX_TOKENS + 1, (count,), generator=generator)
+    lengths = torch.randint(MAX_TOKENS if case.full_texts else 4, MAX_TOKENS + 1, (count,), generator=generator)
     attention_mask = (torch.arange(MAX_TOKENS) < lengths[:, None]).long()
     input_ids = input_ids.scatter(1, lengths[:, None] - 1, 2) * attention_mask  # 2 ends each text, 0 pads it
     return {"pixel_values": pixel_values, "input_ids": input_ids, "attention_mask": attention_mask}
 
 
 def micro_batch(case: Case, batch: dict[str, Tensor], branch: str, position: Tensor) -> dict[str, Tensor]:
-    """The samples at `position`, texts cut to their longest: shapes differ from micro-batch to micro-batch."""
-    index = position + 10_000
+    """The images or texts at `position`, texts cut to their longest: shapes differ from micro-batch to micro-batch."""
+    sample = position if branch == "image" else position // (len(batch["input_ids"]) // case.global_batch_size)
+    index = sample + 10_000
     broken = torch.isin(position, torch.tensor(case.not_loaded.get(branch, ()), dtype=torch.int64))
     labels = {f"{branch}_position": position, f"{branch}_index": torch.where(broken, -1 - index, index)}
+    if branch in case.weighted:
+        labels[f"{branch}_weight"] = case.weights(sample)
     if branch == "image":
         return {"pixel_values": batch["pixel_values"][position], **labels}
     mask = batch["attention_mask"][position]
@@ -143,7 +173,7 @@ def make_engine(case: Case):
     from engine.build import build_engine
     from engine.config import check_config
     from engine.planner import plan_run
-    from models.losses import InfoNCE
+    from models.losses import build_loss
     from models.towers import count_flops, meta_inputs
 
     towers, image_size = towers_of(case)
@@ -154,12 +184,12 @@ def make_engine(case: Case):
         config,
         {b: t.specs for b, t in towers.items()},
         lambda spec: spec.build(case.seed),
-        InfoNCE(),
+        build_loss(case.loss, case.label_smoothing),
         EMBED_DIM,
         total_num_steps=10,
         seed=case.seed,
         timeout=timedelta(seconds=60),
-        constant_shapes={"image": not case.deals, "text": False},
+        constant_shapes={"image": not case.deals, "text": case.full_texts},
         equal_shares=not case.deals,
     )
     return engine, plan, image_size
@@ -174,12 +204,12 @@ def micro_batches_of_rank(case: Case, engine, step: int, image_size: int):
     batch_of_branch = engine.batches[branches[0]]
     mine = dealt(case, branches[0], batch_of_branch.micro_batch_size)
     first = engine.replica * batch_of_branch.num_micro_batches
-    positions = mine[first : first + batch_of_branch.num_micro_batches]
-    return iter([{k: v for b in branches for k, v in micro_batch(case, batch, b, p).items()} for p in positions])
+    shares = mine[first : first + batch_of_branch.num_micro_batches]
+    return iter([{k: v for b in branches for k, v in micro_batch(case, batch, b, case.rows_of(b, s, step)).items()} for s in shares])
 
 
 def dealt(case: Case, branch: str, micro_batch_size: int) -> list[Tensor]:
-    """The places of each micro-batch, replica by replica."""
+    """The samples of each micro-batch, replica by replica."""
     if branch in case.deals:
         return [torch.tensor(places) for replica in case.deals[branch] for places in replica]
     return list(torch.arange(case.global_batch_size).split(micro_batch_size))
@@ -201,7 +231,10 @@ def train_split(case: Case) -> dict[str, Any]:
 
     # after the clipping's own hook: with limits of 0 it only measures
     engine.basic_optimizer.register_step_pre_hook(capture)
-    metrics = [engine.train_batch(micro_batches_of_rank(case, engine, step, image_size)) for step in range(case.steps)]
+    metrics = [
+        engine.train_batch(micro_batches_of_rank(case, engine, step, image_size), texts_per_image=case.texts_of(step))
+        for step in range(case.steps)
+    ]
     return {
         "metrics": metrics,
         "gradients": gradients,
@@ -212,9 +245,20 @@ def train_split(case: Case) -> dict[str, Any]:
     }
 
 
+def refusal(case: Case) -> str:
+    """What each rank says when it is asked for the first step."""
+    engine, _, image_size = make_engine(case)
+    try:
+        engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size), texts_per_image=case.texts_of(1))
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
 def compared(case: Case, micro_batch_size: int) -> list[Tensor]:
     """Which samples are each other's negatives: all, or, per micro-batch, the m-th micro-batches of the replicas."""
-    missing = [place for places in case.not_loaded.values() for place in places]
+    texts = case.texts_of(0)
+    missing = [place // (texts if branch == "text" else 1) for branch, places in case.not_loaded.items() for place in places]
     everyone = torch.tensor([place for place in range(case.global_batch_size) if place not in missing])
     if case.schedule != "per_micro_batch":
         return [everyone]
@@ -222,10 +266,23 @@ def compared(case: Case, micro_batch_size: int) -> list[Tensor]:
     return [part.flatten() for part in everyone.view(replicas, -1, micro_batch_size).transpose(0, 1)]
 
 
-def info_nce(embeds: dict[str, Tensor], logit_scale: Tensor, rows: Tensor) -> Tensor:
-    logits = logit_scale.exp() * embeds["image"][rows] @ embeds["text"][rows].T
-    target = torch.arange(len(rows))
-    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+def contrastive(case: Case, embeds: dict[str, Tensor], scalars: dict[str, Tensor], samples: Tensor, step: int) -> Tensor:
+    """The loss of some samples, each image against each text."""
+    rows = {branch: case.rows_of(branch, samples, step) for branch in embeds}
+    logits = scalars["logit_scale"].exp() * embeds["image"][rows["image"]] @ embeds["text"][rows["text"]].T
+    positive = (samples[:, None] == rows["text"] // case.texts_of(step)).float()
+    by_image = case.weights(samples).float() if case.weighted else torch.ones(len(samples))
+    by_text = by_image[positive.argmax(0)]
+    if case.loss == "sigmoid":
+        by_pair = (by_image[:, None] / by_image.mean() + by_text / by_text.mean()) / 2
+        return -(by_pair * F.logsigmoid((2 * positive - 1) * (logits + scalars["logit_bias"]))).sum() / len(samples)
+
+    def direction(logits: Tensor, positive: Tensor, weight: Tensor) -> Tensor:
+        target = positive / positive.sum(1, keepdim=True)
+        rows = F.cross_entropy(logits, target, reduction="none", label_smoothing=case.label_smoothing)
+        return (weight * rows).sum() / weight.sum()
+
+    return (direction(logits, positive, by_image) + direction(logits.T, positive.T, by_text)) / 2
 
 
 def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[str, Any]:
@@ -238,19 +295,20 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
     optimizer = torch.optim.AdamW(named.values(), lr=LR, weight_decay=WEIGHT_DECAY)
     losses, norms, first_gradients = [], [], {}
     for step in range(case.steps):
-        batch, embeds, logit_scale = global_batch(case, step, image_size), {}, None
+        batch, embeds, scalars = global_batch(case, step, image_size), {}, {}
         for branch in ("image", "text"):
-            rows = torch.zeros(case.global_batch_size, EMBED_DIM)
-            for number_of, position in enumerate(dealt(case, branch, plan_batches[branch][0])):
+            rows = torch.zeros(len(batch["pixel_values" if branch == "image" else "input_ids"]), EMBED_DIM)
+            for number_of, samples in enumerate(dealt(case, branch, plan_batches[branch][0])):
+                position = case.rows_of(branch, samples, step)
                 tensors = micro_batch(case, batch, branch, position)
                 for i, layer in enumerate(layers[branch]):
                     # the same random numbers as the split side, by its documented rule
                     torch.manual_seed(layer_seed(case.seed, step, number_of, i + (len(layers["image"]) if branch == "text" else 0)))
                     tensors = layer(tensors)
                 rows = rows.index_copy(0, position, tensors[f"{branch}_embeds"])
-                logit_scale = tensors.get("logit_scale", logit_scale)
+                scalars |= {name: tensors[name] for name in ("logit_scale", "logit_bias") if name in tensors}
             embeds[branch] = rows
-        loss = torch.stack([info_nce(embeds, logit_scale, rows) for rows in compared(case, plan_batches["image"][0])]).mean()
+        loss = torch.stack([contrastive(case, embeds, scalars, group, step) for group in compared(case, plan_batches["image"][0])]).mean()
         optimizer.zero_grad()
         loss.backward()
         if step == 0:

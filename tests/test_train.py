@@ -118,8 +118,8 @@ def test_eight_processes_on_a_machine_without_a_gpu(tmp_path):
 @pytest.mark.parametrize("layout", ["fork", "auto"])
 def test_a_run_stopped_by_ctrl_c_goes_on_as_if_it_had_not_been_stopped(tmp_path, fork, layout):
     """Same losses and norms to the last bit, same weights; dropout, augmentation and BatchNorm are all on. With "auto", what was
-    measured at the first start decides again, whatever a new measurement would say."""
-    arguments = [*SMALL, *(fork if layout == "fork" else []), "--trace-every", 4, "--steps", 8, "--save-every", 100, "--eval-every", 100]
+    measured at the first start decides again, whatever a new measurement would say. One of the two has the other loss."""
+    arguments = [*SMALL, *(fork if layout == "fork" else ["--loss", "sigmoid"]), "--trace-every", 4, "--steps", 8, "--save-every", 100, "--eval-every", 100]
     (tmp_path / "stopped").mkdir()
     status, output = finish(launch(2, *arguments, "--run-dir", tmp_path / "whole"))
     assert status == 0 and ("auto: " in output) == (layout == "auto"), output[-3000:]
@@ -140,6 +140,7 @@ def test_a_run_stopped_by_ctrl_c_goes_on_as_if_it_had_not_been_stopped(tmp_path,
     for step in whole:
         for key in ("loss", "lr", "logit_scale_exp", "grad_norm/image", "grad_norm/text", "grad_norm/head"):
             assert whole[step][key] == resumed[step][key], (step, key)
+        assert whole[step].get("logit_bias") == resumed[step].get("logit_bias") == pytest.approx(None if layout == "fork" else -10.0, abs=0.1)
     assert evaluate(tmp_path / "whole") == evaluate(tmp_path / "stopped")
     assert list(read_trace(tmp_path / "stopped" / "trace.json")) == [3, 4, 8]
     timeline = subprocess.run(

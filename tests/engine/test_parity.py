@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from split_training import LR, Case, assemble, train_split, train_whole
+from split_training import LR, Case, assemble, refusal, train_split, train_whole
 
 from launch.ranks import run_ranks
 
@@ -178,6 +178,62 @@ def test_pairs_that_could_not_be_loaded_are_left_out(case):
     assert {r["metrics"][0].num_left_out for r in results} == {8}
     assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
     check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+
+
+BOTH = ("image", "text")
+THREE_TEXTS = {"texts_per_image": (3,), "weighted": BOTH}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        merged(1, 1, 6, **THREE_TEXTS, label_smoothing=0.1),
+        merged(2, 2, 4, **THREE_TEXTS, loss="sigmoid", deals=dict.fromkeys(BOTH, random_deal(1, 2, 3)), schedule="replay"),
+        merged(1, 2, 4, texts_per_image=(3,), schedule="per_micro_batch"),
+        chain(1, 1, 2, 4, **THREE_TEXTS, not_loaded={"image": (3, 4, 23), "text": (0, 36)}),
+        chain(2, 1, 1, 8, loss="sigmoid"),
+        fork((1, 2), (1, 1), {"image": 4, "text": 8}, **THREE_TEXTS, label_smoothing=0.1, schedule="replay"),
+        fork(
+            *((1, 2), (1, 2), {"image": 4, "text": 6}),
+            **THREE_TEXTS,
+            deals={"image": random_deal(5, 2, 3), "text": random_deal(8, 2, 2)},
+            not_loaded={"image": (3, 4, 23), "text": (0, 36)},
+        ),
+        fork((2, 1), (1, 2), {"image": 3, "text": 6}, **THREE_TEXTS, loss="sigmoid", not_loaded={"image": (3, 4, 23), "text": (0, 36)}),
+    ],
+    ids=str,
+)
+def test_several_texts_per_image_weights_and_the_sigmoid_loss(case):
+    """A text may be dealt to another micro-batch than its image; a sample is left out whole, with all its texts."""
+    results = run_ranks(case.world_size, train_split, case)
+    reference = train_whole(case, whole_batches(case))
+    metrics = results[0]["metrics"][0]
+    assert metrics.num_left_out == (5 if case.not_loaded else 0)
+    scalars = {"logit_scale_exp": 10.0, "logit_bias": -10.0} if case.loss == "sigmoid" else {"logit_scale_exp": 1 / 0.07}
+    assert metrics.scalars == pytest.approx(scalars)
+    assert metrics.loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
+    check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+
+
+def test_the_number_of_texts_may_change_from_step_to_step():
+    """Also where messages have had the same shapes so far, and need not have been announced."""
+    case = merged(2, 1, 8, full_texts=True, texts_per_image=(2, 1, 2, 3), steps=4)
+    results = run_ranks(case.world_size, train_split, case)
+    reference = train_whole(case, whole_batches(case))
+    assert [m.loss for m in results[0]["metrics"]] == pytest.approx(reference["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        (fork((1, 2), (1, 1), {"image": 4, "text": 8}, weighted=("text",)), "24 of 48 images and texts of this batch came without a weight, the others with one"),
+        (merged(1, 2, 4, texts_per_image=(1, 3)), "24 rows of text came for a batch of 24 samples with 3 texts per image, which needs 72"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_together_is_refused_on_all_ranks(case, words):
+    said = run_ranks(case.world_size, refusal, case)
+    assert all(words in each for each in said), said
 
 
 def check_with_running_statistics(case):

@@ -212,9 +212,9 @@ ONE_EACH = dict.fromkeys(BRANCHES, 1)
 @pytest.mark.parametrize(
     ("graph", "flops_per_logit"),
     [
-        (merged(ONE_STAGE, 1), 6 * 8 + 10),  # one matrix, two gradients
-        (merged(ONE_STAGE, 3), 2 * (4 * 8 + 10)),  # two blocks of its own rows
-        (fork(ONE_STAGE, {"image": 3, "text": 1}), 4 * 8 + 10),
+        (merged(ONE_STAGE, 1), 8 * 8 + 10),  # one matrix, made twice, and two gradients
+        (merged(ONE_STAGE, 3), 2 * (6 * 8 + 10)),  # two of its own rows
+        (fork(ONE_STAGE, {"image": 3, "text": 1}), 6 * 8 + 10),
     ],
     ids=lambda value: value.describe() if isinstance(value, StageGraph) else "",
 )
@@ -360,7 +360,7 @@ def test_the_memory_of_replay_does_not_grow_with_the_number_of_micro_batches():
     few, many = (run(line(3), number, "replay", costs) for number in (4, 400))
     assert [s.activation_bytes for s in few] == [s.activation_bytes for s in many] == [300, 200, 100]
     assert [s.peak_bytes for s in few[:2]] == [s.peak_bytes for s in many[:2]] == [140 + 300 + 40, 140 + 200 + 80]
-    assert many[2].peak_bytes == 140 + 40 + 400 * 4 * 4 * 2 + 3 * 400 * 400 * 4
+    assert many[2].peak_bytes == 140 + 40 + 400 * 4 * 4 * 2 + 4 * 400 * 400 * 4
     few, many = (run(line(3), number, "batch_sync", costs) for number in (4, 400))
     assert [s.activation_bytes for s in few] == [400] * 3
     assert [s.activation_bytes for s in many] == [40000] * 3
@@ -372,7 +372,7 @@ def test_what_replay_keeps_costs_memory_and_spares_forwards(kept):
     first, tail = simulate(line(2), kept_batches(6, kept), "replay", costs).stages
     assert (first.activation_bytes, tail.activation_bytes) == (100 * max(kept, 2), 100 * max(kept, 1))
     assert first.busy_s == tail.busy_s == 6 * (1 + 2) + (6 - kept)
-    embeds, logits = 2 * 6 * 4 * 4, 3 * 6 * 6 * 4
+    embeds, logits = 2 * 6 * 4 * 4, 4 * 6 * 6 * 4
     assert tail.peak_bytes == embeds + max(100 * max(kept, 1), 100 * kept + logits)
 
 
@@ -410,17 +410,22 @@ def test_everything_a_rank_holds():
     assert first.peak_bytes == state + activations + 4 * message
     assert middle.peak_bytes == state + activations + 8 * message
     own, everyone = 20, 40
-    assert tail.peak_bytes == state + activations + 4 * message + everyone * 16 * 4 * 2 + 2 * 3 * own * everyone * 4  # two blocks
+    assert tail.peak_bytes == state + activations + 4 * message + everyone * 16 * 4 * 2 + 4 * own * everyone * 4
+
+
+def test_logits_of_a_large_batch_come_in_blocks():
+    costs = model([layer()], [layer()], embed_dim=8)
+    assert run(line(1), 4096, "replay", costs)[0].peak_bytes == pytest.approx(2 * 4096 * 8 * 4 + 64 * 2**20)
 
 
 def test_logits_and_activations_need_not_be_there_together():
     """batch_sync holds all activations while it computes the loss; replay holds none, so the larger of both counts."""
-    layers, embeds, logits = [layer(activation_bytes=1000)], 2 * 10 * 8 * 4, 3 * 10 * 10 * 4
+    layers, embeds, logits = [layer(activation_bytes=1000)], 2 * 10 * 8 * 4, 4 * 10 * 10 * 4
     costs = model(layers, [layer()], embed_dim=8)
     assert run(line(1), 10, "batch_sync", costs)[0].peak_bytes == 10 * 1000 + embeds + logits
     assert run(line(1), 10, "replay", costs)[0].peak_bytes == embeds + max(1000, logits)
     per_micro_batch = run(line(1), 10, "per_micro_batch", costs)[0]
-    assert per_micro_batch.peak_bytes == 1000 + (2 * 8 + 3) * 4  # one sample is its own batch
+    assert per_micro_batch.peak_bytes == 1000 + (2 * 8 + 4) * 4  # one sample is its own batch
 
 
 def test_checkpoints_keep_the_ends_of_groups_and_work_one_group_out_again():

@@ -17,6 +17,7 @@ FLAGS = [
     "--on-leak", "--leak-bits", "--max-bad-fraction", "--index-check", "--cache", "--cache-limit",
     "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--tokenizer", "--embed-dim", "--image-size",
     "--image-buckets", "--max-text-tokens",
+    "--loss", "--label-smoothing",
     "--epochs", "--steps", "--save-every", "--eval-every",
     "--wandb", "--trace-every", "--explain-balance", "--wandb-project",
 ]  # fmt: skip
@@ -120,6 +121,9 @@ def test_what_is_given_wins_over_the_defaults():
         (["--data-weights", "1,2"], ["--data-weights", "'1,2'", "1 --data need 1 numbers"]),
         (["--data", "demo", "--data", "demo:de", "--data-weights", "1,-2"], ["--data-weights", "2 --data need 2 numbers >= 0"]),
         (["--data", "demo", "--data", "demo:de", "--data-weights", "0,0"], ["--data-weights", "not all 0"]),
+        (["--loss", "siglip"], ["--loss", "'siglip'", "infonce", "sigmoid"]),
+        (["--label-smoothing", "1"], ["--label-smoothing", "1.0 is not in 0 <= F < 1"]),
+        (["--loss", "sigmoid", "--label-smoothing", "0.1"], ["--label-smoothing", "0.1 is for --loss infonce", "leave it out"]),
         (["--on-leak", "keep"], ["--on-leak", "'keep'", "refuse", "drop"]),
         (["--wandb", "on"], ["--wandb", "'on'", "online", "offline", "disabled"]),
         (["--data"], ["--data", "expected one argument"]),

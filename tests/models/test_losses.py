@@ -1,105 +1,272 @@
-"""InfoNCE in pieces against autograd through the plain cross entropy of the whole matrix, in float64.
+"""The losses in pieces against autograd through the plain formula on the whole matrix, in float64.
 
 Tolerance 1e-10 relative: float64 keeps about 16 digits, and a log-sum-exp over some tens of logits of up to 100 loses a few.
 """
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from models.losses import LOGIT_SCALE_LIMIT, InfoNCE, logit_scale_exp
+from models.losses import LOGIT_SCALE_LIMIT, InfoNCE, Sigmoid, build_loss, logit_scale_exp
+from models.losses.blocks import COPIES
 
 B, D = 13, 6  # samples in the global batch, width of the embeddings
-BLOCKS = ((13,), (1, 12), (5, 1, 7), (2, 3, 7, 1))  # rows per replica of one side
+REPLICAS = ((13,), (1, 12), (5, 1, 7), (2, 3, 7, 1))  # rows of each
 CLOSE = {"rtol": 1e-10, "atol": 1e-13}
+FOUR_ROWS = COPIES * 8 * B * 4  # bytes for blocks of 4 of 13 rows against 13
+
+
+class Rows(NamedTuple):
+    embeds: Tensor
+    label: Tensor
+    weight: Tensor | None = None
+
+
+def unit(*shape: int, seed: int) -> Tensor:
+    return F.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), dim=1)
 
 
 def embeddings(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(F.normalize(torch.randn(B, D, generator=generator, dtype=torch.float64), dim=1) for _ in range(2))
+    return unit(B, D, seed=2 * seed), unit(B, D, seed=2 * seed + 1)
 
 
-def reference(images: Tensor, texts: Tensor, logit_scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss and ∂L/∂ images, texts, logit_scale: one cross entropy per direction, differentiated by autograd."""
-    images, texts, logit_scale = (tensor.clone().requires_grad_() for tensor in (images, texts, logit_scale))
-    logits = logit_scale.exp() * images @ texts.T
-    target = torch.arange(len(images))
-    loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-    loss.backward()
-    return loss.detach(), images.grad, texts.grad, logit_scale.grad
+def pairs(images: Tensor, texts: Tensor) -> dict[str, Rows]:
+    """Row i of either side is the one positive of row i of the other."""
+    return {"image": Rows(images, torch.arange(len(images))), "text": Rows(texts, torch.arange(len(texts)))}
 
 
-def side(
-    own: Tensor, other: Tensor, other_statistics: Tensor, target: Tensor, logit_scale: Tensor, rows: tuple[int, ...]
-) -> dict[str, Tensor]:
-    """What the replicas of one side compute, each from its own rows: shares and scalar gradients added, rows in order."""
-    loss, parameters = InfoNCE(), {"logit_scale": logit_scale}
-    share, scalar, grads, statistics = 0.0, 0.0, [], []
-    for mine, partner in zip(own.split(rows), target.split(rows)):
-        logits = loss.logits(mine, other, parameters)  # [b, B]
-        log_sum_exp = loss.statistics(logits)
-        d_logits = loss.gradient(logits, log_sum_exp, other_statistics, partner)
-        share = share + loss.share(logits, log_sum_exp, partner)
-        scalar = scalar + loss.parameter_gradients(d_logits, logits, parameters)["logit_scale"]
-        grads.append(loss.embedding_gradient(d_logits, other, parameters))
-        statistics.append(log_sum_exp)
-    scalar = loss.constrained({"logit_scale": scalar}, parameters)["logit_scale"]
-    return {"share": share, "logit_scale": scalar, "embeds": torch.cat(grads), "statistics": torch.cat(statistics)}
+def scalars(loss, log_scale: float, bias: float = -10.0) -> dict[str, Tensor]:
+    values = {"logit_scale": log_scale, "logit_bias": bias}
+    return {name: torch.tensor([values[name]], dtype=torch.float64) for name in loss.parameters}
 
 
-def both_sides(images: Tensor, texts: Tensor, logit_scale: Tensor, image_rows=(B,), text_rows=(B,)) -> tuple[dict, dict]:
-    """Image side and text side, which exchange nothing but embeddings, the logit scale and one number per row."""
-    target, loss, parameters = torch.arange(B), InfoNCE(), {"logit_scale": logit_scale}
-    rows, columns = (loss.statistics(loss.logits(a, b, parameters)) for a, b in ((images, texts), (texts, images)))
-    return (
-        side(images, texts, columns, target, logit_scale, image_rows),
-        side(texts, images, rows, target, logit_scale, text_rows),
-    )
+# -- the formulas, plainly -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("image_rows", BLOCKS, ids=str)
-@pytest.mark.parametrize("text_rows", BLOCKS, ids=str)
-@pytest.mark.parametrize("scale", [1.0, 14.3, 90.0])
-def test_pieces_add_up_to_the_whole(image_rows, text_rows, scale):
-    images, texts = embeddings(seed=1)
-    logit_scale = torch.tensor([math.log(scale)], dtype=torch.float64)
-    loss, d_images, d_texts, d_scale = reference(images, texts, logit_scale)
-    image, text = both_sides(images, texts, logit_scale, image_rows, text_rows)
-    torch.testing.assert_close((image["share"] + text["share"]).reshape(()), loss, **CLOSE)
-    torch.testing.assert_close(image["embeds"], d_images, **CLOSE)
-    torch.testing.assert_close(text["embeds"], d_texts, **CLOSE)
-    # either side's rows hold the whole gradient of the scale: ∂L/∂s is the same matrix, seen by rows or by columns
-    torch.testing.assert_close(image["logit_scale"], d_scale, **CLOSE)
-    torch.testing.assert_close(text["logit_scale"], d_scale, **CLOSE)
+def infonce(logits: Tensor, positive: Tensor, image_weight: Tensor, text_weight: Tensor, smoothing: float) -> Tensor:
+    def direction(logits: Tensor, positive: Tensor, weight: Tensor) -> Tensor:
+        target = (1 - smoothing) * positive / positive.sum(1, keepdim=True) + smoothing / logits.shape[1]
+        return (weight * -(target * logits.log_softmax(1)).sum(1)).sum() / weight.sum()
+
+    return (direction(logits, positive, image_weight) + direction(logits.T, positive.T, text_weight)) / 2
 
 
-def test_rows_may_stand_in_any_order():
-    """A replica's rows are not a contiguous piece of the global batch: `target` says where the partners are."""
-    images, texts = embeddings(seed=2)
-    logit_scale = torch.tensor([2.0], dtype=torch.float64)
-    _, d_images, _, d_scale = reference(images, texts, logit_scale)
-    order = torch.randperm(B, generator=torch.Generator().manual_seed(3))
-    columns = InfoNCE().statistics(InfoNCE().logits(texts, images, {"logit_scale": logit_scale}))
-    image = side(images[order], texts, columns, order, logit_scale, (6, 7))
-    torch.testing.assert_close(image["embeds"], d_images[order], **CLOSE)
-    torch.testing.assert_close(image["logit_scale"], d_scale, **CLOSE)
+def sigmoid(logits: Tensor, positive: Tensor, image_weight: Tensor, text_weight: Tensor, smoothing: float) -> Tensor:
+    pair_weight = (image_weight[:, None] / image_weight.mean() + text_weight / text_weight.mean()) / 2
+    return -(pair_weight * F.logsigmoid((2 * positive - 1) * logits)).sum() / len(logits)
+
+
+def reference(loss, sides: dict[str, Rows], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The loss and its gradients: one formula on the whole matrix, differentiated by autograd, in float64."""
+    leaves = {branch: rows.embeds.double().clone().requires_grad_() for branch, rows in sides.items()}
+    leaves |= {name: value.double().clone().requires_grad_() for name, value in parameters.items()}
+    logits = leaves["logit_scale"].exp() * leaves["image"] @ leaves["text"].T + leaves.get("logit_bias", 0.0)
+    positive = (sides["image"].label[:, None] == sides["text"].label).double()
+    weights = (torch.ones(len(r.label)).double() if r.weight is None else r.weight.double() for r in sides.values())
+    formula = infonce if isinstance(loss, InfoNCE) else sigmoid
+    value = formula(logits, positive, *weights, getattr(loss, "label_smoothing", 0.0))
+    return {"loss": value.detach(), **dict(zip(leaves, torch.autograd.grad(value, list(leaves.values()))))}
+
+
+# -- the same in pieces ----------------------------------------------------------------------------------------------------
+
+
+def side_by_side(loss, sides, parameters, rows: dict[str, tuple[int, ...]], order: dict[str, Tensor] | None = None) -> dict:
+    """What the replicas of both sides find, each from its own rows; they exchange nothing but rows, scalars and one number per row.
+
+    `rows[branch]`: how many each replica has, of the places in `order` (from the first to the last if it is not given).
+    """
+    order = order or {branch: torch.arange(len(side.label)) for branch, side in sides.items()}
+    mine = {branch: order[branch].split(rows[branch]) for branch in sides}
+    statistics = {
+        branch: torch.cat(
+            [own for m in mine[branch] if (own := loss.statistics(sides, branch, m, parameters)) is not None] or [torch.empty(0)]
+        )
+        for branch in sides
+    }
+    in_order = {branch: torch.empty_like(s).index_copy_(0, order[branch], s) if len(s) else None for branch, s in statistics.items()}
+    found = {"loss": 0.0}
+    for branch, side in sides.items():
+        parts = [loss.part(sides, branch, m, in_order, parameters) for m in mine[branch]]
+        found["loss"] = found["loss"] + sum(part.share for part in parts)
+        found[branch] = torch.empty_like(side.embeds).index_copy_(0, order[branch], torch.cat([part.embeds[branch] for part in parts]))
+        whole = {name: sum(part.parameters[name] for part in parts) for name in parameters}
+        found[f"scalars of {branch}"] = loss.constrained(whole, parameters)
+    return found
+
+
+def at_once(loss, sides, parameters) -> dict:
+    part = loss.whole(sides, parameters)
+    return {"loss": part.share, **part.embeds, "scalars of image": loss.constrained(part.parameters, parameters)}
+
+
+def check(found: dict, expected: dict[str, Tensor], **tolerance: float) -> None:
+    tolerance = tolerance or CLOSE
+    for name in ("loss", "image", "text"):
+        torch.testing.assert_close(found[name].double(), expected[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    for side in ("scalars of image", "scalars of text"):  # either side's rows hold the whole gradient of the scalars
+        for name, value in found.get(side, {}).items():
+            torch.testing.assert_close(value.double(), expected[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("text_rows", REPLICAS, ids=str)
+@pytest.mark.parametrize("image_rows", REPLICAS, ids=str)
+@pytest.mark.parametrize("loss", [InfoNCE(), InfoNCE(work_bytes=FOUR_ROWS), Sigmoid(), Sigmoid(FOUR_ROWS)], ids=str)
+def test_pieces_add_up_to_the_whole(loss, image_rows, text_rows):
+    sides = pairs(*embeddings(seed=1))
+    for scale in (1.0, 14.3, 90.0):
+        parameters = scalars(loss, math.log(scale))
+        expected = reference(loss, sides, parameters)
+        check(side_by_side(loss, sides, parameters, {"image": image_rows, "text": text_rows}), expected)
+    check(at_once(loss, sides, parameters), expected)
+
+
+LABELS = {
+    "several texts per image": (torch.arange(5), torch.arange(5).repeat_interleave(3)),
+    "several images per text": (torch.arange(5).repeat(3), torch.arange(5)),
+    "classes of all sizes": (torch.tensor([7, 7, 7, -2, 9, 7, 9]), torch.tensor([9, -2, 7, -2, 9, 9, -2, 7, 9, 9, 9])),
+}
+
+
+@pytest.mark.parametrize("labels", LABELS.values(), ids=list(LABELS))
+@pytest.mark.parametrize("weighted", [False, True], ids=["equal", "weighted"])
+@pytest.mark.parametrize(
+    "loss",
+    [InfoNCE(), InfoNCE(0.1), InfoNCE(0.1, work_bytes=1), InfoNCE(0.3, work_bytes=FOUR_ROWS), Sigmoid(), Sigmoid(1), Sigmoid(FOUR_ROWS)],
+    ids=str,
+)
+def test_positives_weights_and_smoothing(loss, weighted, labels):
+    """Rows without weight ask nothing, but are candidates of the others. The numbers of rows differ between the sides."""
+    generator = torch.Generator().manual_seed(3)
+    sides = {
+        branch: Rows(
+            unit(len(label), D, seed=len(label)), label, torch.randint(0, 4, label.shape, generator=generator) * 10**6 if weighted else None
+        )
+        for branch, label in zip(("image", "text"), labels)
+    }
+    parameters = scalars(loss, 1.3, bias=-2.0)
+    expected = reference(loss, sides, parameters)
+    rows = {branch: (2, len(label) - 3, 1) for branch, label in zip(("image", "text"), labels)}
+    order = {branch: torch.randperm(len(label), generator=generator) for branch, label in zip(("image", "text"), labels)}
+    check(side_by_side(loss, sides, parameters, rows, order), expected)
+    check(at_once(loss, sides, parameters), expected)
+
+
+@pytest.mark.parametrize("loss", [InfoNCE(0.1), Sigmoid()], ids=str)
+def test_equal_weights_are_none(loss):
+    sides = pairs(*embeddings(seed=8))
+    weighted = {branch: rows._replace(weight=torch.full((B,), 250_000)) for branch, rows in sides.items()}
+    check(at_once(loss, weighted, scalars(loss, 2.0)), reference(loss, sides, scalars(loss, 2.0)))
+
+
+@pytest.mark.parametrize("loss", [InfoNCE(), Sigmoid()], ids=str)
+def test_rows_may_stand_in_any_order(loss):
+    """A replica's rows are not a contiguous piece of the global batch: `mine` says which they are."""
+    sides, parameters = pairs(*embeddings(seed=2)), scalars(loss, 2.0)
+    order = {branch: torch.randperm(B, generator=torch.Generator().manual_seed(s)) for s, branch in enumerate(sides)}
+    check(side_by_side(loss, sides, parameters, {"image": (6, 7), "text": (13,)}, order), reference(loss, sides, parameters))
+
+
+@pytest.mark.parametrize("loss", [InfoNCE(0.1), Sigmoid()], ids=str)
+def test_a_replica_may_have_no_rows(loss):
+    sides, parameters = pairs(*embeddings(seed=2)), scalars(loss, 2.0)
+    check(side_by_side(loss, sides, parameters, {"image": (0, 13), "text": (13, 0)}), reference(loss, sides, parameters))
+
+
+@pytest.mark.parametrize("loss", [InfoNCE(0.1), Sigmoid()], ids=str)
+def test_in_fp32_it_is_within_1e_6_of_float64(loss):
+    """Of the gradients' norm; bias 0, where the sigmoid loss is largest."""
+    sides = {
+        "image": Rows(unit(40, 64, seed=1).float(), torch.arange(40)),
+        "text": Rows(unit(120, 64, seed=2).float(), torch.arange(40).repeat_interleave(3)),
+    }
+    parameters = {name: value.float() for name, value in scalars(loss, math.log(14.3), bias=0.0).items()}
+    expected = reference(loss, sides, parameters)
+    for found in (at_once(loss, sides, parameters), side_by_side(loss, sides, parameters, {"image": (9, 31), "text": (120,)})):
+        assert found["loss"].dtype == found["image"].dtype == torch.float32
+        for name in ("loss", "image", "text"):
+            assert float((found[name] - expected[name]).norm()) <= 1e-6 * float(expected[name].norm()), name
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor made here has."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor))])
+        return made
+
+
+@pytest.mark.parametrize("loss", [InfoNCE(0.1, COPIES * 4 * 8 * 300), Sigmoid(COPIES * 4 * 8 * 300)], ids=str)
+def test_the_whole_matrix_is_never_there(loss):
+    """Blocks of 8 rows of 300, embeddings of 300 × 6: of either side's gradient as much, of the matrix nothing larger than a block."""
+    sides = pairs(*(unit(300, D, seed=seed).float() for seed in (1, 2)))
+    parameters = {name: value.float() for name, value in scalars(loss, 2.0).items()}
+    for compute in (at_once, lambda *given: side_by_side(*given, {"image": (300,), "text": (300,)})):
+        with Largest() as largest:
+            compute(loss, sides, parameters)
+        assert largest.numel == 8 * 300
 
 
 def test_value_of_a_model_that_knows_nothing():
     """All embeddings equal: every candidate is as likely, the loss is log B and no embedding can do better alone."""
     same = F.normalize(torch.ones(B, D, dtype=torch.float64), dim=1)
-    image, text = both_sides(same, same, torch.zeros(1, dtype=torch.float64))
-    assert float(image["share"] + text["share"]) == pytest.approx(math.log(B), rel=1e-12)
-    assert float(image["embeds"].abs().max()) < 1e-15
+    found = at_once(InfoNCE(), pairs(same, same), scalars(InfoNCE(), 0.0))
+    assert float(found["loss"]) == pytest.approx(math.log(B), rel=1e-12)
+    assert float(found["image"].abs().max()) < 1e-15
 
 
-def test_large_logits_do_not_overflow():
-    images, texts = (tensor.float() for tensor in embeddings(seed=4))
-    image, text = both_sides(images, texts, torch.tensor([LOGIT_SCALE_LIMIT]))
-    assert all(bool(tensor.isfinite().all()) for part in (image, text) for tensor in part.values())
+@pytest.mark.parametrize("loss", [InfoNCE(), Sigmoid()], ids=str)
+def test_large_logits_do_not_overflow(loss):
+    sides = pairs(*(tensor.float() for tensor in embeddings(seed=4)))
+    parameters = {name: value.float() for name, value in scalars(loss, LOGIT_SCALE_LIMIT).items()}
+    for found in (at_once(loss, sides, parameters), side_by_side(loss, sides, parameters, {"image": (13,), "text": (13,)})):
+        assert all(bool(leaf.isfinite().all()) for leaf in tree_leaves(found))
+
+
+def test_a_row_without_a_positive_is_not_overlooked():
+    sides = pairs(*embeddings(seed=1))
+    alone = {**sides, "text": sides["text"]._replace(label=torch.arange(B) + 1)}
+    assert at_once(InfoNCE(), alone, scalars(InfoNCE(), 1.0))["loss"].isnan()
+
+
+def test_equals_open_clip():
+    """Their losses on the same embeddings, in float64, at the initial scale and bias of each."""
+    open_clip = pytest.importorskip("open_clip.loss", reason="open_clip_torch is not installed")
+    for loss, theirs in ((InfoNCE(), open_clip.ClipLoss()), (Sigmoid(), open_clip.SigLipLoss())):
+        sides, parameters = pairs(*embeddings(seed=9)), scalars(loss, loss.parameters["logit_scale"])
+        leaves = [tensor.clone().requires_grad_() for tensor in (sides["image"].embeds, sides["text"].embeds, *parameters.values())]
+        value = theirs(leaves[0], leaves[1], leaves[2].exp(), *leaves[3:])
+        expected = {"loss": value.detach().reshape(()), **dict(zip((*sides, *parameters), torch.autograd.grad(value, leaves)))}
+        for found in (at_once(loss, sides, parameters), side_by_side(loss, sides, parameters, {"image": (5, 8), "text": (13,)})):
+            check(found, expected, rtol=1e-6, atol=1e-9)
+
+
+# -- what is asked for -----------------------------------------------------------------------------------------------------
+
+
+def test_losses_by_name():
+    assert build_loss("infonce", 0.1) == InfoNCE(0.1) and build_loss("sigmoid") == Sigmoid()
+    assert InfoNCE.parameters == {"logit_scale": math.log(1 / 0.07)}
+    assert Sigmoid.parameters == {"logit_scale": math.log(10), "logit_bias": -10.0}
+    with pytest.raises(ValueError, match="'siglip' is not known; give one of infonce, sigmoid"):
+        build_loss("siglip")
+    with pytest.raises(ValueError, match="smoothing 0.1 is for loss 'infonce'"):
+        build_loss("sigmoid", 0.1)
+    with pytest.raises(ValueError, match="smoothing 1.0 is not in 0 <= F < 1"):
+        build_loss("infonce", 1.0)
+
+
+def test_pairs_judged_alone_have_no_statistics():
+    assert Sigmoid().statistics(pairs(*embeddings(seed=1)), "image", torch.arange(B), {}) is None
 
 
 # -- the limit of the scale ------------------------------------------------------------------------------------------------
@@ -112,37 +279,38 @@ def test_the_scale_is_at_most_100(log_scale, expected):
     assert float(logit_scale_exp(torch.tensor([log_scale], dtype=torch.float64))) == pytest.approx(expected, rel=1e-12)
 
 
-def test_beyond_the_limit_the_loss_is_that_at_100():
-    images, texts = embeddings(seed=5)
-    at_limit, beyond = (torch.tensor([value], dtype=torch.float64) for value in (math.log(100.0), 6.0))
-    loss, d_images, d_texts, _ = reference(images, texts, at_limit)
-    image, text = both_sides(images, texts, beyond)
-    torch.testing.assert_close((image["share"] + text["share"]).reshape(()), loss, **CLOSE)
-    torch.testing.assert_close(image["embeds"], d_images, **CLOSE)
-    torch.testing.assert_close(text["embeds"], d_texts, **CLOSE)
+def scale_gradient(sides: dict[str, Rows], log_scale: float) -> Tensor:
+    return at_once(InfoNCE(), sides, scalars(InfoNCE(), log_scale))["scalars of image"]["logit_scale"]
+
+
+def plain_scale_gradient(sides: dict[str, Rows], log_scale: float) -> Tensor:
+    return reference(InfoNCE(), sides, scalars(InfoNCE(), log_scale))["logit_scale"]
+
+
+@pytest.mark.parametrize("loss", [InfoNCE(), Sigmoid()], ids=str)
+def test_beyond_the_limit_the_loss_is_that_at_100(loss):
+    sides = pairs(*embeddings(seed=5))
+    expected, found = reference(loss, sides, scalars(loss, math.log(100.0))), at_once(loss, sides, scalars(loss, 6.0))
+    check({name: found[name] for name in ("loss", "image", "text")}, expected)
 
 
 @pytest.mark.parametrize("log_scale", [LOGIT_SCALE_LIMIT, 6.0])
 def test_an_outward_gradient_is_stopped_and_an_inward_one_passes(log_scale):
-    logit_scale, at_limit = (torch.tensor([value], dtype=torch.float64) for value in (log_scale, LOGIT_SCALE_LIMIT))
     images, _ = embeddings(seed=6)
     noise = 0.02 * torch.randn(B, D, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     matched = F.normalize(images + noise, dim=1)  # partners are each other's nearest: a larger scale would lower the loss
     mismatched = matched.roll(1, 0)  # partners are far apart: a larger scale would raise the loss
-    assert float(reference(images, matched, at_limit)[3]) < -1e-6 and float(reference(images, mismatched, at_limit)[3]) > 1.0
-    assert float(both_sides(images, matched, logit_scale)[0]["logit_scale"]) == 0.0
-    torch.testing.assert_close(
-        both_sides(images, mismatched, logit_scale)[0]["logit_scale"], reference(images, mismatched, at_limit)[3], **CLOSE
-    )
+    inward = plain_scale_gradient(pairs(images, mismatched), LOGIT_SCALE_LIMIT)
+    assert float(plain_scale_gradient(pairs(images, matched), LOGIT_SCALE_LIMIT)) < -1e-6 and float(inward) > 1.0
+    assert float(scale_gradient(pairs(images, matched), log_scale)) == 0.0
+    torch.testing.assert_close(scale_gradient(pairs(images, mismatched), log_scale), inward, **CLOSE)
 
 
 def test_below_the_limit_an_outward_gradient_passes():
     images, _ = embeddings(seed=6)
-    logit_scale = torch.tensor([math.log(99.9)], dtype=torch.float64)
-    image, _ = both_sides(images, images.clone(), logit_scale)
-    expected = reference(images, images, logit_scale)[3]
+    expected = plain_scale_gradient(pairs(images, images.clone()), math.log(99.9))
     assert float(expected) < 0
-    torch.testing.assert_close(image["logit_scale"], expected, **CLOSE)
+    torch.testing.assert_close(scale_gradient(pairs(images, images.clone()), math.log(99.9)), expected, **CLOSE)
 
 
 def test_at_the_limit_the_rule_does_not_depend_on_the_blocks():
@@ -150,8 +318,9 @@ def test_at_the_limit_the_rule_does_not_depend_on_the_blocks():
     images, _ = embeddings(seed=6)
     texts = images.clone()
     texts[[0, 1]] = texts[[1, 0]]
-    logit_scale = torch.tensor([LOGIT_SCALE_LIMIT], dtype=torch.float64)
+    parameters = scalars(InfoNCE(), LOGIT_SCALE_LIMIT)
     for others in (images, texts):
-        whole = both_sides(images, others, logit_scale)[0]["logit_scale"]
+        sides = pairs(images, others)
         for rows in ((1, 12), (2, 11), (5, 1, 7)):
-            torch.testing.assert_close(both_sides(images, others, logit_scale, image_rows=rows)[0]["logit_scale"], whole, **CLOSE)
+            found = side_by_side(InfoNCE(), sides, parameters, {"image": rows, "text": (13,)})
+            torch.testing.assert_close(found["scalars of image"]["logit_scale"], scale_gradient(sides, LOGIT_SCALE_LIMIT), **CLOSE)

@@ -1,0 +1,138 @@
+"""InfoNCE: which of all texts belongs to this image, and the other way round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.losses.blocks import (
+    OTHER,
+    WORK_BYTES,
+    Part,
+    Side,
+    logit_scale_exp,
+    mean_weights,
+    num_positives,
+    positives,
+    similarity_blocks,
+    stop_outward,
+)
+
+
+class _Terms(NamedTuple):
+    """What each row of a side puts into ∂L/∂s, s the scaled similarities: softmax · half − [positive] · positive − anyone."""
+
+    log_sum_exp: Tensor
+    half: Tensor  # half of the row's weight in its side's mean: each side is half of the loss
+    positive: Tensor
+    anyone: Tensor
+
+
+@dataclass(frozen=True)
+class InfoNCE:
+    """Symmetric cross entropy over similarities, the mean of both directions (CLIP: Radford et al. 2021, section 2.3).
+
+    L = ½ (weighted mean over images of −Σⱼ tᵢⱼ log softmaxⱼ(sᵢⱼ) + the same over texts). The target t of a row is even over its positives
+    (SupCon: Khosla et al. 2020, their L_out) with 1 − `label_smoothing` of its mass, and even over all with the rest.
+
+    `logit_scale` [1] is in log space; the scale used is its exponential, at most 100 as in CLIP, at first 1 / 0.07 (section 2.5).
+    `work_bytes`: what a block of similarities takes at most, with all that is made of it.
+    """
+
+    label_smoothing: float = 0.0
+    work_bytes: int = WORK_BYTES
+    parameters: ClassVar[Mapping[str, float]] = {"logit_scale": math.log(1 / 0.07)}
+    constrained = staticmethod(stop_outward)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label smoothing {self.label_smoothing} is not in 0 <= F < 1")
+
+    def statistics(self, sides: Mapping[str, Side], branch: str, mine: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Log-sum-exp of each of the rows `mine` [b] of a side: [b]."""
+        log_sum_exp = sides[branch].embeds.new_empty(len(mine))
+        for rows, _, logits in similarity_blocks(sides, branch, mine, logit_scale_exp(parameters["logit_scale"]), self.work_bytes):
+            log_sum_exp[rows] = logits.logsumexp(1)
+        return log_sum_exp
+
+    def part(
+        self, sides: Mapping[str, Side], branch: str, mine: Tensor, statistics: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+    ) -> Part:
+        """What the rows `mine` [b] of a side contribute. `statistics`: of all rows of both sides."""
+        return self._part(sides, branch, mine, statistics, parameters)
+
+    def whole(self, sides: Mapping[str, Side], parameters: Mapping[str, Tensor]) -> Part:
+        """The whole loss and all gradients: each block serves both sides."""
+        everyone = torch.arange(len(sides["image"].label), device=sides["image"].label.device)
+        return self._part(sides, "image", everyone, self._both_statistics(sides, everyone, parameters), parameters, both=True)
+
+    def _both_statistics(self, sides: Mapping[str, Side], everyone: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of the rows as in `statistics`, and online of the columns."""
+        rows_log_sum_exp = sides["image"].embeds.new_empty(len(everyone))
+        columns_log_sum_exp = sides["text"].embeds.new_full((len(sides["text"].label),), -math.inf)
+        for rows, _, logits in similarity_blocks(sides, "image", everyone, logit_scale_exp(parameters["logit_scale"]), self.work_bytes):
+            rows_log_sum_exp[rows] = logits.logsumexp(1)
+            columns_log_sum_exp = torch.logaddexp(columns_log_sum_exp, logits.logsumexp(0))
+        return {"image": rows_log_sum_exp, "text": columns_log_sum_exp}
+
+    def _part(
+        self,
+        sides: Mapping[str, Side],
+        branch: str,
+        mine: Tensor,
+        statistics: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor],
+        both: bool = False,
+    ) -> Part:
+        """`both`: `mine` are all rows of the side, and the other side's part is wanted, too."""
+        own, other, scale = sides[branch], sides[OTHER[branch]], logit_scale_exp(parameters["logit_scale"])
+        across = self._terms(sides, OTHER[branch], statistics)
+        along = _Terms(*(values[mine] for values in self._terms(sides, branch, statistics)))
+        embeds = own.embeds[mine]
+        d_own, matched_own = torch.empty_like(embeds), embeds.new_empty(len(mine))  # matched: sum over the positives of a row of s
+        if both:
+            d_other, matched_other = torch.zeros_like(other.embeds), torch.zeros_like(across.half)
+        for rows, scaled, logits in similarity_blocks(sides, branch, mine, scale, self.work_bytes):
+            positive = positives(sides, branch, mine[rows])
+            matched = torch.where(positive, logits, 0)
+            matched_own[rows] = matched.sum(1)
+            if both:
+                matched_other += matched.sum(0)
+            d_logits = torch.sub(-along.positive[rows, None], across.positive, out=matched).mul_(positive)
+            d_logits.addcmul_(torch.sub(logits, across.log_sum_exp).exp_(), across.half)
+            d_logits.addcmul_(logits.sub_(along.log_sum_exp[rows, None]).exp_(), along.half[rows, None])
+            torch.mm(d_logits, other.embeds, out=d_own[rows])
+            if both:
+                d_other.addmm_(d_logits.T, scaled)
+        d_own = scale * (d_own - _toward_all(along, across, other.embeds))
+        gradients = {branch: d_own}
+        share = self._share(along, matched_own, scale * (embeds @ other.embeds.mean(0)))
+        if both:
+            gradients[OTHER[branch]] = d_other.sub_(scale * _toward_all(across, along, embeds))
+            share = share + self._share(across, matched_other, scale * (other.embeds @ embeds.mean(0)))
+        return Part(share, gradients, {"logit_scale": (embeds * d_own).sum().reshape(1)})  # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ
+
+    def _terms(self, sides: Mapping[str, Side], branch: str, statistics: Mapping[str, Tensor]) -> _Terms:
+        own, other = sides[branch], sides[OTHER[branch]]
+        half = mean_weights(own) / 2
+        return _Terms(
+            statistics[branch],
+            half,
+            half * (1 - self.label_smoothing) / num_positives(own, other),
+            half * self.label_smoothing / len(other.label),
+        )
+
+    def _share(self, terms: _Terms, matched: Tensor, mean_similarity: Tensor) -> Tensor:
+        """Half of the weighted mean of log-sum-exp − Σⱼ tᵢⱼ sᵢⱼ."""
+        target = terms.positive * matched + terms.half * self.label_smoothing * mean_similarity
+        return (terms.half * terms.log_sum_exp - target).sum()
+
+
+def _toward_all(own: _Terms, other: _Terms, other_embeds: Tensor) -> Tensor:
+    """Σⱼ (anyoneᵢ + anyoneⱼ) · otherⱼ, for each own row: [b, D]."""
+    return torch.outer(own.anyone, other_embeds.sum(0)) + other.anyone @ other_embeds

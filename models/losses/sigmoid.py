@@ -1,0 +1,77 @@
+"""The sigmoid loss: does this text belong to this image? Each pair alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.losses.blocks import OTHER, WORK_BYTES, Part, Side, logit_scale_exp, mean_weights, positives, similarity_blocks, stop_outward
+
+EXACT_BELOW = 40.0  # log(1 + exp(x)) is x above it, to the last bit of float64
+
+
+@dataclass(frozen=True)
+class Sigmoid:
+    """Binary cross entropy over all pairs of an image and a text (SigLIP: Zhai et al. 2023, section 3.2).
+
+    L = −1/M Σᵢⱼ ωᵢⱼ log σ(zᵢⱼ (scale · uᵢ·vⱼ + bias)), z = 1 for positives and −1 for all others, M images. ωᵢⱼ is the mean of the two
+    rows' weights, each divided by the mean weight of its side: 1 where weights are equal. As in InfoNCE, a row without weight is still
+    compared with the others: it asks nothing, but answers.
+
+    `logit_scale` [1] is in log space; the scale is its exponential, at most 100 as in InfoNCE. A pair needs nothing of any other, so there are
+    no statistics to exchange. `work_bytes` as in InfoNCE.
+    """
+
+    work_bytes: int = WORK_BYTES
+    parameters: ClassVar[Mapping[str, float]] = {"logit_scale": math.log(10.0), "logit_bias": -10.0}
+    constrained = staticmethod(stop_outward)
+
+    def statistics(self, sides: Mapping[str, Side], branch: str, mine: Tensor, parameters: Mapping[str, Tensor]) -> None:
+        return None
+
+    def part(self, sides: Mapping[str, Side], branch: str, mine: Tensor, statistics: None, parameters: Mapping[str, Tensor]) -> Part:
+        """What the rows `mine` [b] of a side contribute."""
+        return self._part(sides, branch, mine, parameters)
+
+    def whole(self, sides: Mapping[str, Side], parameters: Mapping[str, Tensor]) -> Part:
+        """The whole loss and all gradients: each block serves both sides."""
+        everyone = torch.arange(len(sides["image"].label), device=sides["image"].label.device)
+        return self._part(sides, "image", everyone, parameters, both=True)
+
+    def _part(self, sides: Mapping[str, Side], branch: str, mine: Tensor, parameters: Mapping[str, Tensor], both: bool = False) -> Part:
+        """`both`: `mine` are all rows of the side, and the other side's part is wanted, too."""
+        other, scale = sides[OTHER[branch]].embeds, logit_scale_exp(parameters["logit_scale"])
+        along, across = _half_weights(sides, branch)[mine], _half_weights(sides, OTHER[branch])  # [b], [B]; their sums: ω / M
+        embeds = sides[branch].embeds[mine]
+        d_own = torch.empty_like(embeds)
+        d_other = torch.zeros_like(other) if both else None
+        d_bias, share = embeds.new_zeros(1), embeds.new_zeros(())
+        for rows, scaled, logits in similarity_blocks(sides, branch, mine, scale, self.work_bytes):
+            positive = positives(sides, branch, mine[rows])
+            logits += parameters["logit_bias"]
+            wrong = torch.where(positive, -logits, logits)  # −z · logit
+            losses = F.softplus(wrong, threshold=EXACT_BELOW)
+            share += along[rows] @ losses.sum(1)
+            if both:
+                share += across @ losses.sum(0)
+            wrong.sigmoid_().mul_(torch.add(along[rows, None], across, out=losses))
+            d_logits = torch.where(positive, torch.neg(wrong, out=losses), wrong, out=logits)
+            d_bias += d_logits.sum()
+            torch.mm(d_logits, other, out=d_own[rows])
+            if both:
+                d_other.addmm_(d_logits.T, scaled)
+        d_own *= scale
+        gradients = {branch: d_own, **({OTHER[branch]: d_other} if both else {})}
+        scalars = {"logit_scale": (embeds * d_own).sum().reshape(1), "logit_bias": d_bias}  # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ, without bias
+        return Part(share, gradients, scalars)
+
+
+def _half_weights(sides: Mapping[str, Side], branch: str) -> Tensor:
+    """Half of each row's weight over the mean weight of its side, divided by the number of images: [B]."""
+    return mean_weights(sides[branch]) * len(sides[branch].label) / (2 * len(sides["image"].label))
