@@ -158,6 +158,9 @@ def main(options: Options, run: Run) -> int:
             line = metrics.record(step, step / order.steps_per_epoch, order.global_batch_size / step_s, step_s)
             folder.log(line)
             tracker.log(line)
+            if metrics.bad_step is not None:
+                folder.note_bad_step(step, metrics.loss, metrics.bad_step, data.source.identity)
+                folder.refuse_more_bad_steps(metrics.bad_steps_in_a_row, block.max_bad_steps)
             seen = balancer.after_step(engine, metrics)
             if seen:
                 folder.log_look(seen)

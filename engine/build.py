@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from engine.clipping import group_of, ranks_of_groups
+from engine.clipping_rules import group_of, rank_sets, refuse_idle_patterns
 from engine.communication import Communicator
 from engine.exchange import ContrastiveLoss
 from engine.executor import ForkEngine
@@ -38,22 +38,26 @@ def build_engine(
     `layers[branch]` describes every layer of a branch in order; `build_layer` makes one of them, and is called for this
     rank's own only. `total_num_steps` resolves an "auto" in the learning-rate schedule. `constant_shapes[branch]` promises that all
     training micro-batches of a branch have equal shapes, so that they need to be announced only once; `equal_shares` that each
-    replica of a stage has equally many samples of every global batch.
+    replica of a stage has equally many samples of every global batch. Raises ValueError for a clipping pattern that matches no parameter.
     """
     rank = dist.get_rank()
     device = torch.device(get_accelerator().current_device_name())
-    groups = {branch: [{group_of(name) for name in spec.canonical_parameters} for spec in specs] for branch, specs in layers.items()}
-    comm = Communicator(plan.graph, rank, device, timeout, ranks_of_groups(plan.graph, groups))
+    refuse_idle_patterns(plan.clipping, [name for specs in layers.values() for spec in specs for name in spec.canonical_parameters])
+    branch = next(b for b in BRANCHES if b in plan.graph.stage_of(rank).layers)
+    resolved = deepspeed_config(config, plan.batches[branch], total_num_steps, max(stage.replicas for stage in plan.graph.stages))
+    groups = {b: [{group_of(name, plan.clipping) for name in spec.canonical_parameters} for spec in specs] for b, specs in layers.items()}
+    sets_of_groups = rank_sets(plan.graph, groups, sharded=resolved.get("zero_optimization", {}).get("stage", 0) > 0)
+    comm = Communicator(plan.graph, rank, device, timeout, [ranks for sets in sets_of_groups.values() for ranks in sets])
     module = StageModule(plan.graph, rank, layers, build_layer, comm.stage_group, seed)
-    branch = next(b for b in BRANCHES if b in comm.stage.layers)
     return ForkEngine(
         module,
         comm,
         loss,
         plan.batches,
-        deepspeed_config(config, plan.batches[branch], total_num_steps, max(stage.replicas for stage in plan.graph.stages)),
+        resolved,
         plan.schedule,
-        plan.max_grad_norm,
+        plan.clipping,
+        sets_of_groups,
         embed_dim,
         constant_shapes,
         equal_shares,

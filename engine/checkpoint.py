@@ -35,7 +35,8 @@ def step_folder(step: int) -> str:
 def save_checkpoint(engine: ForkEngine, folder: Path, state: Mapping[str, Any]) -> Path:
     """Save after the current step; returns the checkpoint's folder. `state` is small, JSON-like and equal on all ranks."""
     name = step_folder(engine.global_steps)
-    engine.save_checkpoint(str(folder), tag=name, client_state={"wye": dict(state)}, save_latest=False)
+    own = {"wye": dict(state), "engine": engine.progress()}
+    engine.save_checkpoint(str(folder), tag=name, client_state=own, save_latest=False)
     dist.barrier()  # every rank's files are complete
     if engine.global_rank == 0:
         pointer = folder / f"{LATEST}.writing"
@@ -48,12 +49,13 @@ def save_checkpoint(engine: ForkEngine, folder: Path, state: Mapping[str, Any]) 
 
 
 def load_checkpoint(engine: ForkEngine, checkpoint: Path) -> dict[str, Any]:
-    """Restore parameters, optimizer, schedule and counters of the same topology; returns what was saved as `state`."""
+    """Restore parameters, optimizer, schedule, clipping and counters of the same topology; returns what was saved as `state`."""
     path, client_state = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
         raise FileNotFoundError(
             f"checkpoint {checkpoint}: its files are missing or of another topology; choose another one with --resume PATH"
         )
+    engine.load_progress(client_state["engine"])
     return client_state["wye"]
 
 

@@ -1,79 +1,148 @@
-"""Gradient clipping by group: image, text and head each have their own norm and their own limit.
+"""Gradient clipping by group: every group has its own norm and its own rule (`engine/clipping_rules.py`).
 
-    ‖g‖ = sqrt(Σ over the group's parameters of Σ g²)        reduced over the ranks that hold a part of the group, no others
-    g  ← g · min(1, max_grad_norm / (‖g‖ + 1e-6))            as torch.nn.utils.clip_grad_norm_
+    ‖g‖ = sqrt(Σ over the group's parameters of Σ g²)       added up over the ranks that hold a part of the group, no others
 
-It runs as a step hook of the optimizer that DeepSpeed wraps: there the gradients are reduced over the replicas, unscaled
-and in the optimizer's precision, whatever the wrapper (none, ZeRO-1, BF16_Optimizer).
+All groups with the same ranks are added up in one message. An adaptive limit follows the norms that it has let through, as AdaGC's
+(Wang et al. 2025) does for single parameters; t counts applied steps from 1, c is the clip coefficient:
+
+    limit_t = factor · m_(t−1)                                                         for t > warmup_steps; before: `limit` or none
+    m_t = m_(t−1) + (1 − decay) / (1 − decay^t) · (c_t · ‖g_t‖ − m_(t−1))              the exponential mean, corrected for its start as in Adam
+
+so that a spike moves the mean by no more than (factor − 1) · (1 − decay) / (1 − decay^t) of itself. A mean of zero sets no limit.
+
+`clip` runs as a step hook of the optimizer that DeepSpeed wraps: there the gradients are reduced over the replicas, unscaled
+and in the optimizer's precision, whatever the wrapper (none, ZeRO-1, BF16_Optimizer). A step that is skipped does not come here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.clipping_rules import ClippingRule, group_of
 from engine.communication import Communicator
-from engine.topology import StageGraph
 
-GROUPS = ("image", "text", "head")
-
-
-def group_of(canonical_name: str) -> str:
-    """The clipping group of a parameter: the first part of its canonical name."""
-    group = canonical_name.split(".", 1)[0]
-    if group not in GROUPS:
-        raise ValueError(f"parameter {canonical_name!r} belongs to no clipping group; names start with one of {GROUPS}")
-    return group
-
-
-def ranks_of_groups(graph: StageGraph, groups_of_layers: Mapping[str, list[set[str]]]) -> dict[str, list[int]]:
-    """group -> ranks that hold a part of it. `groups_of_layers[branch][i]`: the groups found in layer i of that branch."""
-    ranks: dict[str, set[int]] = {group: set() for group in GROUPS}
-    for stage in graph.stages:
-        for branch, layers in stage.layers.items():
-            for i in layers:
-                for group in groups_of_layers[branch][i]:
-                    ranks[group].update(stage.ranks)
-    return {group: sorted(members) for group, members in ranks.items() if members}
+EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
 class GroupedClipping:
-    """Measures and clips the gradients of this rank's parameters, group by group."""
+    """Measures and clips the gradients of this rank's parameters, group by group.
+
+    Of the step at hand, for the groups that this rank holds, [] float64: `norms` before clipping, and `coefficients`, the norm behind the
+    clipping in parts of the norm before it; of all applied steps, `clipped_share`.
+    """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        max_grad_norm: Mapping[str, float],
+        rules: Mapping[str, ClippingRule],
+        sets_of_groups: Mapping[str, Sequence[tuple[int, ...]]],
         comm: Communicator,
         optimizer: torch.optim.Optimizer,
     ):
-        self.comm, self.max_grad_norm, self.optimizer = comm, dict(max_grad_norm), optimizer
-        self.members = {group: [p for n, p in parameters.items() if group_of(n) == group and p.requires_grad] for group in GROUPS}
-        self.norms: dict[str, Tensor] = {}
+        self.comm, self.rules, self.optimizer = comm, dict(rules), optimizer
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         # ZeRO-1 and BF16_Optimizer give the optimizer one flat slice of the stage's parameters instead of the parameters.
         self.partitioned = not any(id(p) in held for p in parameters.values())
-        optimizer.register_step_pre_hook(lambda *_: self._clip())
+        self.speakers = {group: min(map(min, sets)) for group, sets in sets_of_groups.items()}  # who tells a group's numbers
+        # Set of ranks -> groups, in an order that all ranks share: no rank waits for one that waits for it.
+        own = [(ranks, group) for group, sets in sets_of_groups.items() for ranks in sets if comm.rank in ranks]
+        self._groups_of_set = {ranks: [g for r, g in own if r == ranks] for ranks in sorted({ranks for ranks, _ in own})}
+        self.members = {group: _members(parameters, rules, group) for _, group in own}
+        self._steps = 0
+        self._clipped_steps = {group: self._number(0) for group in self.members}
+        self._mean_norm = {group: self._number(0) for group in self.members if self.rules[group].kind == "adaptive"}
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Forget the numbers of the step before."""
+        self.norms: dict[str, Tensor] = {}
+        self.coefficients: dict[str, Tensor] = {}
+        self._within: dict[str, Tensor] = {}  # of groups clipped by value: the norm of what the limit leaves
+
+    @property
+    def clipped_share(self) -> dict[str, Tensor]:
+        """Of each group: clipped steps in parts of all applied steps so far, [] float64; 0 before the first."""
+        return {group: number / max(1, self._steps) for group, number in self._clipped_steps.items()}
 
     @torch.no_grad()
-    def _clip(self) -> None:
-        for group, members in self.comm.group_members.items():
-            if self.comm.rank not in members:
-                continue
-            gradients = [g for g in map(self.gradient, self.members[group]) if g is not None]
-            square = torch.zeros(1, device=self.comm.device)
-            for gradient in gradients:
-                square += gradient.float().square().sum().to(self.comm.device)
-            if not self.partitioned:
-                square /= self.comm.stage.replicas  # every replica holds the whole gradient: count it once
-            norm = self.comm.sum_over(square, self.comm.named_groups[group]).sqrt()
-            self.norms[group] = norm
-            if self.max_grad_norm.get(group, 0.0) > 0:
-                coefficient = (self.max_grad_norm[group] / (norm + 1e-6)).clamp(max=1.0)
+    def measure(self) -> None:
+        """Fill `norms`: one collective for each set of ranks that this rank is in, all groups of that set in one vector."""
+        for ranks, groups in self._groups_of_set.items():
+            norms = self.comm.sum_in_order(torch.cat([self._squares(group, ranks) for group in groups]), ranks).sqrt()
+            for group, (norm, within) in zip(groups, norms.view(-1, 2)):
+                self.norms[group], self._within[group] = norm, within
+
+    def _squares(self, group: str, ranks: Sequence[int]) -> Tensor:
+        """[2] float64: this rank's part of Σ g², and of the same behind a limit of the elements."""
+        gradients, rule = self._gradients(group), self.rules[group]
+        if rule.kind == "value":  # tensor by tensor, so that one limited copy is there at a time
+            squares = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
+            for g in gradients:
+                squares += torch.stack([_square([g]), _square([g.clamp(-rule.limit, rule.limit)])]).to(squares.device)
+        else:
+            squares = _square(gradients).expand(2)
+        if not self.partitioned:
+            squares = squares / len(set(ranks) & set(self.comm.stage.ranks))  # these replicas hold the whole gradient: count it once
+        return squares.to(self.comm.device)
+
+    @torch.no_grad()
+    def clip(self) -> None:
+        """Clip the gradients in place, measured before or now, and count the step."""
+        if not self.norms:
+            self.measure()
+        self._steps += 1
+        for group, norm in self.norms.items():
+            rule, gradients = self.rules[group], self._gradients(group)
+            self.coefficients[group] = coefficient = self._coefficient(group)
+            self._clipped_steps[group] += coefficient < 1
+            if rule.kind == "value":
+                for gradient in gradients:
+                    gradient.clamp_(-rule.limit, rule.limit)
+            elif rule.kind != "none":
                 for gradient in gradients:
                     gradient.mul_(coefficient.to(gradient.device))
+            if rule.kind == "adaptive":
+                weight = (1 - rule.decay) / (1 - rule.decay**self._steps)
+                self._mean_norm[group] += weight * (coefficient * norm - self._mean_norm[group])
+
+    def _coefficient(self, group: str) -> Tensor:
+        rule, norm = self.rules[group], self.norms[group]
+        if rule.kind == "value":
+            return torch.where(norm > 0, self._within[group] / norm, 1.0)
+        if rule.kind == "adaptive" and self._steps > rule.warmup_steps:
+            mean = self._mean_norm[group]
+            return torch.where(mean > 0, (rule.factor * mean / (norm + EPSILON)).clamp(max=1.0), 1.0)
+        if rule.limit is None:
+            return torch.ones_like(norm)
+        return (rule.limit / (norm + EPSILON)).clamp(max=1.0)
+
+    def finite_everywhere(self) -> bool:
+        """Measure, and learn whether the norm of every group is finite: one sum over the world. All ranks call it together."""
+        self.measure()
+        number = sum(~norm.isfinite() for norm in self.norms.values())
+        return bool(self.comm.sum_over(torch.as_tensor(number, dtype=torch.float32, device=self.comm.device)) == 0)
+
+    def told(self, step_applied: bool) -> list[Tensor]:
+        """Norm, coefficient and clipped share of every group, one after the other, as the metrics have them: zero where another rank tells
+        them; norm and coefficient not-a-number in a step that was skipped. A group without parameters has norm 0."""
+        zero, nan = self._number(0), self._number(math.nan)
+        shares, numbers = self.clipped_share, []
+        for group in self.rules:
+            if self.speakers.get(group, 0) != self.comm.rank:
+                numbers += [zero, zero, zero]
+            elif not step_applied:
+                numbers += [nan, nan, shares.get(group, zero)]
+            else:
+                numbers += [self.norms.get(group, zero), self.coefficients.get(group, zero + 1), shares.get(group, zero)]
+        return [number.float() for number in numbers]
+
+    def _gradients(self, group: str) -> list[Tensor]:
+        return [gradient for gradient in map(self.gradient, self.members[group]) if gradient is not None]
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient the optimizer is about to use, or this rank's slice of it."""
@@ -85,3 +154,36 @@ class GroupedClipping:
         flat = self.optimizer.param_groups[mapping.param_group_index]["params"][0].grad
         address = mapping.get_hp_fragment_address()
         return flat.narrow(0, address.start, address.numel)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later steps depend on, of the groups of this rank; equal on all ranks that hold a group."""
+        return {
+            "steps": self._steps,
+            "clipped_steps": {group: int(number) for group, number in self._clipped_steps.items()},
+            "mean_norm": {group: float(mean) for group, mean in self._mean_norm.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for key, own in (("clipped_steps", self._clipped_steps), ("mean_norm", self._mean_norm)):
+            if set(state[key]) != set(own):
+                raise ValueError(
+                    f"clipping state: {key} is of the groups {sorted(state[key])}, and this stage has {sorted(own)}; "
+                    "go on with the gradient_clipping and the stages that the checkpoint was made with"
+                )
+        self._steps = state["steps"]
+        self._clipped_steps = {group: self._number(number) for group, number in state["clipped_steps"].items()}
+        self._mean_norm = {group: self._number(mean) for group, mean in state["mean_norm"].items()}
+
+    def _number(self, value: float) -> Tensor:
+        return torch.tensor(float(value), dtype=torch.float64, device=self.comm.device)
+
+
+def _square(gradients: Sequence[Tensor]) -> Tensor:
+    """Σ g² over some tensors, [] float64."""
+    return torch.nn.utils.get_total_norm(gradients).double().square()
+
+
+def _members(parameters: Mapping[str, nn.Parameter], rules: Mapping[str, ClippingRule], group: str) -> list[nn.Parameter]:
+    """The trainable parameters of a group, each once: one with two names belongs to the group of the first."""
+    first_names = {id(p): name for name, p in reversed(parameters.items())}
+    return [p for name, p in parameters.items() if p.requires_grad and first_names[id(p)] == name and group_of(name, rules) == group]

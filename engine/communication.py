@@ -14,11 +14,12 @@ The tails of a fork meet in two moves, both without padding to a common size acr
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -180,10 +181,11 @@ def unpack_header(header: Tensor) -> Signature:
 class Communicator:
     """The groups and channels of one rank. Every rank makes its own, at the same time, from the same graph.
 
-    `groups_of` names further groups of ranks (the clipping groups); a rank outside a group never calls on it.
+    `rank_sets`: further sets of ranks, ascending, that add numbers up (the clipping groups'); a rank outside a set never calls on it.
+    `num_sums`: how often each of them was called on.
     """
 
-    def __init__(self, graph: StageGraph, rank: int, device: torch.device, timeout: timedelta, groups_of: Mapping[str, Sequence[int]]):
+    def __init__(self, graph: StageGraph, rank: int, device: torch.device, timeout: timedelta, rank_sets: Iterable[tuple[int, ...]] = ()):
         self.graph, self.rank, self.device = graph, rank, device
         self.recorder = Recorder(device)
         self._sent_bytes = 0.0
@@ -191,8 +193,11 @@ class Communicator:
         self.stage, self.replica = graph.stage_of(rank), graph.replica_of(rank)
         self._stage_groups = {stage.stage_id: self._group(stage.ranks) for stage in graph.stages}
         self.stage_group = self._stage_groups[self.stage.stage_id]
-        self.group_members = {name: tuple(ranks) for name, ranks in groups_of.items()}
-        self.named_groups = {name: self._group(ranks) for name, ranks in groups_of.items()}
+        self._rank_sets = {stage.ranks: self._stage_groups[stage.stage_id] for stage in graph.stages}
+        for ranks in sorted(set(rank_sets)):
+            if len(ranks) > 1 and ranks not in self._rank_sets:
+                self._rank_sets[ranks] = self._group(ranks)
+        self.num_sums: Counter[tuple[int, ...]] = Counter()
         self._make_channels()
         self._crossings = self._make_crossings() if graph.layout == "fork" else {}
 
@@ -240,6 +245,12 @@ class Communicator:
         """Bytes this rank has sent so far: its messages, and its part of the collectives, counted as rings."""
         return self._sent_bytes + sum(c.sent_bytes for c in (self.activations_out, self.gradients_out) if c is not None)
 
+    def share_objects(self, value: Any) -> list[Any]:
+        """The values of all ranks, in order, on every rank. For small records, now and then."""
+        shared = [None] * self.graph.world_size
+        dist.all_gather_object(shared, value)
+        return shared
+
     def gather_objects(self, value: Any) -> list[Any] | None:
         """The values of all ranks, in order, on rank 0; None elsewhere. For small records, now and then."""
         gathered = [None] * self.graph.world_size if self.rank == 0 else None
@@ -284,6 +295,32 @@ class Communicator:
         members = dist.get_world_size(group)
         self._sent_bytes += 2 * (members - 1) / members * _bytes(wired)  # a ring: reduce-scatter, then all-gather
         return wired.to(self.device)
+
+    def sum_parts(self, parts: Mapping[str, Tensor | Sequence[Tensor | float]]) -> dict[str, list[float]]:
+        """Several vectors, of the same lengths on all ranks, each summed over all ranks: one message, in float64."""
+        vectors = [self._vector(part) for part in parts.values()]
+        told = iter(self.sum_over(torch.cat(vectors)).tolist())
+        return {name: list(itertools.islice(told, len(vector))) for name, vector in zip(parts, vectors)}
+
+    def _vector(self, part: Tensor | Sequence[Tensor | float]) -> Tensor:
+        if isinstance(part, Tensor):
+            return part.double().flatten()
+        numbers = [torch.as_tensor(number, dtype=torch.float64, device=self.device).reshape(()) for number in part]
+        return torch.stack(numbers) if numbers else torch.zeros(0, dtype=torch.float64, device=self.device)
+
+    def sum_in_order(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """Sum of a small tensor over one of the `rank_sets`. Added up in the order of the ranks, whatever the backend would do: the same
+        bits on all of them, and in every set that adds up the same numbers."""
+        if len(ranks) == 1:
+            return tensor
+        group = self._rank_sets[ranks]
+        wired = tensor.to(self._wire(group)).contiguous()
+        parts = [torch.empty_like(wired) for _ in ranks]
+        with self.recorder.span(WAIT):
+            dist.all_gather(parts, wired, group=group)
+        self.num_sums[ranks] += 1
+        self._sent_bytes += _bytes(wired) * (len(ranks) - 1)
+        return torch.stack(parts).sum(0).to(self.device)
 
     def average_over_replicas(self, tensors: Sequence[Tensor]) -> None:
         """Mean of each floating-point tensor over the replicas of this stage, in place, in one message."""

@@ -12,10 +12,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from engine.clipping import GROUPS
+from engine.clipping_rules import DEFAULT_GROUPS, ClippingRule, clipping_rules
 from engine.schedule import SCHEDULES
+from engine.spelling import nearest
 from engine.topology import BRANCHES, LAYOUTS
 
 AUTO = "auto"
@@ -116,6 +117,7 @@ class BranchesBlock:
     schedule: str = AUTO
     kept_micro_batches: Any = None
     gradient_clipping: Any = None
+    max_bad_steps: int = 10
     balance: Any = None
 
     def __post_init__(self):
@@ -136,15 +138,9 @@ class BranchesBlock:
                 'branches.balance: "feed" moves work between branches that run on different GPUs and meet at one loss, which '
                 f'"{"merged" if self.layout == "merged" else self.schedule}" does not have; use "deal"'
             )
-        if not isinstance(self.gradient_clipping, (dict, type(None))):
-            raise ValueError(
-                f"branches.gradient_clipping: got {self.gradient_clipping!r}; give each group its limit: "
-                '{"image": 1.0, "text": 1.0, "head": 1.0}'
-            )
-        for group, limit in (self.gradient_clipping or {}).items():
-            _choice("gradient_clipping: group", group, GROUPS)
-            if isinstance(limit, bool) or not isinstance(limit, (int, float)) or limit < 0:
-                raise ValueError(f"branches.gradient_clipping.{group}: got {limit!r}; a limit is a number ≥ 0, and 0 means no clipping")
+        self.clipping()
+        if isinstance(self.max_bad_steps, bool) or not isinstance(self.max_bad_steps, int) or self.max_bad_steps < 1:
+            raise ValueError(f"branches.max_bad_steps: got {self.max_bad_steps!r}; it is a whole number of at least 1")
 
     def num_kept(self, branch: str) -> int | str:
         """How many micro-batches keep their activations under replay. Where nothing is said: as many as fit, where also the schedule
@@ -160,13 +156,12 @@ class BranchesBlock:
             raise ValueError(f'branches.balance: got {self.balance!r}; it is an object such as {{"strategy": "deal"}}')
         for key in self.balance or {}:
             if key not in _keys(BalanceBlock):
-                raise ValueError(f"unknown key 'branches.balance.{key}'{_nearest(key, _keys(BalanceBlock))}")
+                raise ValueError(f"unknown key 'branches.balance.{key}'{nearest(key, _keys(BalanceBlock))}")
         return BalanceBlock(**(self.balance or {}))
 
-    @property
-    def max_grad_norm(self) -> dict[str, float]:
-        limits = dict.fromkeys(GROUPS, 1.0) if self.gradient_clipping is None else self.gradient_clipping
-        return {group: float(limits.get(group, 0.0)) for group in GROUPS}
+    def clipping(self) -> dict[str, ClippingRule]:
+        """group -> rule. Raises ValueError for what is wrong in the `gradient_clipping` block."""
+        return clipping_rules(self.gradient_clipping)
 
 
 def read_config(path: str | Path) -> tuple[dict[str, Any], BranchesBlock]:
@@ -196,26 +191,33 @@ def check_config(config: dict[str, Any]) -> tuple[dict[str, Any], BranchesBlock]
         if key in NOT_WITH_A_PIPELINE:
             raise ValueError(f"key {key!r}: {NOT_WITH_A_PIPELINE[key]}")
         if key not in DEEPSPEED_KEYS:
-            raise ValueError(f"unknown key {key!r}{_nearest(key, [*DEEPSPEED_KEYS, 'branches'])}")
+            raise ValueError(f"unknown key {key!r}{nearest(key, [*DEEPSPEED_KEYS, 'branches'])}")
     if not isinstance(block, dict):
         raise ValueError(f"branches: got {block!r}; it is an object with the keys {_keys(BranchesBlock)}")
     for key in block:
         if key not in _keys(BranchesBlock):
-            raise ValueError(f"unknown key 'branches.{key}'{_nearest(key, _keys(BranchesBlock))}")
+            raise ValueError(f"unknown key 'branches.{key}'{nearest(key, _keys(BranchesBlock))}")
     _check_values(config, block)
     _check_precision_and_zero(config)
     if config.get("gradient_clipping", 0):
-        limit = config["gradient_clipping"]
-        raise ValueError(
-            f"gradient_clipping: {limit} clips all parameters as one; say it in groups: "
-            f'"branches": {{"gradient_clipping": {{"image": {limit}, "text": {limit}, "head": {limit}}}}}'
-        )
+        _refuse_global_clipping(config["gradient_clipping"], block.get("gradient_clipping"))
     if not isinstance(config.get("train_batch_size"), int) or config["train_batch_size"] < 2:
         raise ValueError(
             f"train_batch_size: got {config.get('train_batch_size')!r}; the global batch of a contrastive loss is a whole number of at least 2"
         )
     _check_optimizer(config)
     return config, BranchesBlock(**block)
+
+
+def _refuse_global_clipping(limit: Any, written: Any) -> NoReturn:
+    """`written`: the block's own clipping, whose groups are named in the message."""
+    own = {group: rule for group, rule in (written if isinstance(written, dict) else {}).items() if group not in DEFAULT_GROUPS}
+    groups = dict.fromkeys(DEFAULT_GROUPS, limit)
+    groups |= {group: {"match": rule["match"], "kind": "norm", "limit": limit} for group, rule in own.items() if "match" in rule}
+    raise ValueError(
+        f"gradient_clipping: {limit} clips all parameters as one; say it in groups: "
+        f'"branches": {{"gradient_clipping": {json.dumps(groups)}}}'
+    )
 
 
 def _check_optimizer(config: Mapping[str, Any]) -> None:
@@ -272,6 +274,10 @@ def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
         raise ValueError('fp16 with zero_optimization.stage 0: the loss would not be scaled; use "zero_optimization": {"stage": 1}')
     if bf16 and config.get("data_types", {}).get("grad_accum_dtype") != "fp32":
         raise ValueError('bf16 without "data_types": {"grad_accum_dtype": "fp32"} would add up gradients in bf16; add that block')
+    if config.get("zero_optimization", {}).get("compute_grad_norm", True) is not True:
+        raise ValueError(
+            "zero_optimization.compute_grad_norm: by the norm DeepSpeed sees that a step must be skipped, on all ranks alike; remove the key"
+        )
 
 
 def check_hardware(config: Mapping[str, Any], fp16_supported: bool, bf16_supported: bool, device: str) -> None:
@@ -286,14 +292,9 @@ def _keys(cls: type) -> list[str]:
     return [field.name for field in fields(cls)]
 
 
-def _nearest(key: str, valid: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, valid, 1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; valid keys: {', '.join(valid)}"
-
-
 def _choice(name: str, value: Any, valid: Sequence[str]) -> None:
     if value not in valid:
-        raise ValueError(f"branches.{name}: unknown value {value!r}{_nearest(str(value), valid)}")
+        raise ValueError(f"branches.{name}: unknown value {value!r}{nearest(str(value), valid)}")
 
 
 def _counts(name: str, value: Any, keys: Sequence[str], plain_number: bool = True, auto_inside: bool = False, least: int = 1) -> None:

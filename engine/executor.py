@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import math
 import resource
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,61 +24,17 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from engine.clipping import GROUPS, GroupedClipping
+from engine.bad_steps import bad_step, is_loss_scale_search, seen_by
+from engine.clipping import GroupedClipping
+from engine.clipping_rules import ClippingRule
 from engine.communication import Channel, Communicator, Signature, gradients_of, signature_of
 from engine.exchange import MAX_WEIGHT, NO_WEIGHT, OTHER, ContrastiveLoss, Rows, exchange_loss, meet
 from engine.module import StageModule
 from engine.planner import BranchBatch
 from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ForwardOnly, ReloadMicroBatch, ReplayPass
+from engine.step_metrics import StepMetrics
 from engine.topology import BRANCHES, Stage, StageGraph
 from engine.trace import Span
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """What one step tells, equal on all ranks. Norms are taken before clipping; `loss` is over the global batch.
-
-    `idle`: by stage, the part of the step in which its ranks did not compute; `busy_s`: the seconds in which they did, mean of the
-    replicas; `data_wait_s`: by stage that loads, the seconds waited for micro-batches, mean of the replicas. `num_left_out`: samples of which a half could not be loaded. `sent_bytes`: by all
-    ranks together, collectives counted as rings. `peak_memory_bytes`: of the rank that held most so far; on a CPU the whole process.
-    """
-
-    loss: float
-    scalars: Mapping[str, float]  # what the loss learns, before the step; the scale as its exponential
-    grad_norm: Mapping[str, float]
-    lr: float
-    step_applied: bool
-    loss_scale: float
-    stop_requested: bool  # by any rank
-    idle: Mapping[str, float]
-    busy_s: Mapping[str, float]
-    data_wait_s: Mapping[str, float]
-    sent_bytes: int
-    peak_memory_bytes: int
-    num_left_out: int
-    counts: Mapping[str, float]  # what the caller of `train_batch` counted, over all ranks
-
-    def record(self, step: int, epoch: float, samples_per_s: float, step_s: float) -> dict[str, float]:
-        """The line of metrics.jsonl."""
-        return {
-            "step": step,
-            "epoch": round(epoch, 4),
-            "loss": self.loss,
-            "lr": self.lr,
-            **self.scalars,
-            **{f"grad_norm/{group}": norm for group, norm in self.grad_norm.items()},
-            "samples_per_s": round(samples_per_s, 2),
-            "step_s": round(step_s, 5),
-            **{f"idle/{stage}": round(fraction, 4) for stage, fraction in self.idle.items()},
-            **{f"busy_s/{stage}": round(seconds, 5) for stage, seconds in self.busy_s.items()},
-            **{f"data_wait_s/{stage}": round(seconds, 5) for stage, seconds in self.data_wait_s.items()},
-            "sent_bytes": self.sent_bytes,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            **{name: round(value, 5) for name, value in self.counts.items()},
-            **({} if not self.num_left_out else {"left_out_samples": self.num_left_out}),
-            **({} if self.loss_scale == 1.0 else {"loss_scale": self.loss_scale}),
-            **({} if self.step_applied else {"step_applied": False}),
-        }
 
 
 class ForkEngine(PipelineEngine):
@@ -95,7 +50,8 @@ class ForkEngine(PipelineEngine):
         batches: Mapping[str, BranchBatch],
         config: dict[str, Any],
         schedule: str,
-        max_grad_norm: Mapping[str, float],
+        clipping: Mapping[str, ClippingRule],
+        sets_of_groups: Mapping[str, Sequence[tuple[int, ...]]],
         embed_dim: int,
         constant_shapes: Mapping[str, bool],
         equal_shares: bool = True,
@@ -114,7 +70,9 @@ class ForkEngine(PipelineEngine):
         self.comm, self.place, self.replica = comm, comm.stage, comm.replica
         self.embed_dim = embed_dim
         self.loss_function, self.batches, self.schedule_type = loss, dict(batches), SCHEDULES[schedule]
-        self.clipping = GroupedClipping(module.canonical_parameters, max_grad_norm, comm, self.basic_optimizer)
+        self.clipping = GroupedClipping(module.canonical_parameters, clipping, sets_of_groups, comm, self.basic_optimizer)
+        self.basic_optimizer.register_step_pre_hook(lambda *_: self.clipping.clip())
+        self.bad_steps_in_a_row = 0
         self.recorder = comm.recorder
         self._equal_shares = equal_shares
         self._num_micro_batches = batches[self._branch].num_micro_batches  # of the present step
@@ -173,19 +131,48 @@ class ForkEngine(PipelineEngine):
         known = self._training_shapes.setdefault(texts_per_image, {"in": {}, "out": {}})
         self._shapes = {end: kept if self._constant[end] else {} for end, kept in known.items()}
         self._lr = self.get_lr()[0]
-        self.clipping.norms.clear()
+        self.clipping.start_step()
+        buffers = self.module.changing_buffers()
+        before = [buffer.clone() for buffer in buffers]
         self.recorder.start()
         self._num_micro_batches = num_micro_batches or self.batches[self._branch].num_micro_batches
         kept = min(self.batches[self._branch].num_kept, self._num_micro_batches)
         self._exec_schedule(self.schedule_type(self.place, self._num_micro_batches, kept))
         self.comm.drain()
-        # Replicas saw different samples; the mean of their running statistics is that of the whole batch's. After every
-        # step, so that what is evaluated and saved does not depend on when it is.
-        self.comm.average_over_replicas(self.module.running_statistics())
+        if self._step_applied:
+            # Replicas saw different samples; the mean of their running statistics is that of the whole batch's. After every
+            # step, so that what is evaluated and saved does not depend on when it is.
+            self.comm.average_over_replicas(self.module.running_statistics())
+        else:  # the forwards have put what is not finite into them
+            for buffer, value in zip(buffers, before):
+                buffer.copy_(value)
         self.recorder.finish()
         for name, seconds in self.recorder.seconds().items():
             self.instruction_seconds[name] += seconds
         return self._step_metrics(stop_requested, counts())
+
+    def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
+        """The optimizer's step, or none where a gradient of any rank is not finite.
+
+        DeepSpeed's own optimizers look for themselves (`engine/bad_steps.py`); fp32 without ZeRO has none of them. There the step is skipped
+        here, as they do it: counted, gradients dropped, and no step of the learning-rate schedule.
+        """
+        if self.clipping.partitioned or self.clipping.finite_everywhere():
+            super()._take_model_step(lr_kwargs)
+            return
+        self.zero_grad()
+        self._step_applied = False
+        self.skipped_steps += 1
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+
+    def progress(self) -> dict[str, Any]:
+        """What a run needs to go on as it would have, besides what DeepSpeed saves. Small; equal on all replicas of a stage."""
+        return {"clipping": self.clipping.state_dict(), "bad_steps_in_a_row": self.bad_steps_in_a_row}
+
+    def load_progress(self, state: Mapping[str, Any]) -> None:
+        self.clipping.load_state_dict(state["clipping"])
+        self.bad_steps_in_a_row = state["bad_steps_in_a_row"]
 
     def _exec_schedule(self, pipe_schedule) -> None:
         program = [instruction for instructions in pipe_schedule for instruction in instructions]
@@ -224,6 +211,7 @@ class ForkEngine(PipelineEngine):
         self._output_grads: dict[int, dict[str, Tensor]] = {}
         self._shapes: dict[str, dict[int, Signature]] = {"in": {}, "out": {}}  # of the messages along both edges
         self._loss_share = torch.zeros((), device=self.device)
+        self._given_to_loss: list[dict[str, Rows]] = []
         self._num_misaligned = torch.zeros((), device=self.device)
         self._num_left_out = 0
         self._data_wait_s = 0.0
@@ -325,6 +313,7 @@ class ForkEngine(PipelineEngine):
         counts = self._counts(sizes, batch.global_batch_size // (1 if buffer_id is None else self._num_micro_batches))
         weight = 1.0 if buffer_id is None else 1.0 / self._num_micro_batches
         own = self._own_rows()
+        self._given_to_loss.append(own)
         if buffer_id is not None:  # a batch of its own: its rows are numbered from 0, replica by replica
             own = {
                 b: replace(rows, position=torch.arange(len(rows.position), device=self.device) + sum(counts[b][: self.replica]))
@@ -343,6 +332,7 @@ class ForkEngine(PipelineEngine):
         # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each accumulated: times the
         # number of replicas makes that the sum. fp16: times the loss scale, which the optimizer takes out again.
         scale = self.place.replicas * self._loss_scale() * weight
+        scale = scale + (result.share - result.share)  # a share that is not finite: not-a-number, so that the step is skipped
         pieces = {branch: (grad * scale).split(sizes[branch]) for branch, grad in result.embeds.items()}
         for i, m in enumerate(sorted(self._outputs)):
             grads = {f"{branch}_embeds": pieces[branch][i] for branch in pieces}
@@ -422,34 +412,44 @@ class ForkEngine(PipelineEngine):
 
     def _step_metrics(self, stop_requested: bool, counts: Mapping[str, float]) -> StepMetrics:
         """Gather the numbers of one step from the ranks that have them: each is given by one rank, zeros by the others."""
-        norms = [
-            self.clipping.norms[group].reshape(()) if self._speaks_for(group) else torch.zeros((), device=self.device) for group in GROUPS
-        ]
         sent_bytes = self.comm.sent_bytes + self._reduced_bytes()
-        host = [float(stop_requested), sent_bytes - self._sent_bytes_before, float(self._num_left_out), *counts.values()]
-        num_sums = len(host)
-        host += self._own_slots()
+        told = self.comm.sum_parts(
+            {
+                "loss": [self._loss_share],
+                "misaligned": [self._num_misaligned],
+                "scalars": self._scalars,
+                "groups": self.clipping.told(self._step_applied),
+                "sums": [float(stop_requested), sent_bytes - self._sent_bytes_before, float(self._num_left_out)],
+                "counts": list(counts.values()),
+                "ranks": self._own_slots(),
+            }
+        )
         self._sent_bytes_before = sent_bytes
-        mine = [self._loss_share, self._num_misaligned, *norms, *self._scalars]
-        values = torch.cat([torch.stack(mine).float(), torch.tensor(host, device=self.device)])
-        told = iter(self.comm.sum_over(values).tolist())
-        loss, misaligned, *grad_norms = itertools.islice(told, 2 + len(GROUPS))
-        scalars = dict(zip(self.loss_function.parameters, told))
-        stopping, sent, left_out, *counted = itertools.islice(told, num_sums)
-        slots = list(told)
+        (loss,), (misaligned,), (stopping, sent, left_out) = told["loss"], told["misaligned"], told["sums"]
         if misaligned:
             raise RuntimeError(
                 f"the image and text branches disagree about {int(misaligned)} samples of this batch; both must be given the same "
                 "samples at the same positions (data order, seed and number of samples must be equal on all ranks)"
             )
-        busy_s, step_s, peak_bytes, data_wait_s = (slots[i :: self._NUM_SLOTS] for i in range(self._NUM_SLOTS))
+        bad = None
+        if not self._step_applied and not is_loss_scale_search(self.optimizer, loss):
+            bad = bad_step(self.comm.share_objects(seen_by(self._given_to_loss)))
+        self.bad_steps_in_a_row = 0 if self._step_applied else self.bad_steps_in_a_row + (bad is not None)
+        scalars = dict(zip(self.loss_function.parameters, told["scalars"]))
+        norms, coefficients, shares = (dict(zip(self.clipping.rules, told["groups"][i::3])) for i in range(3))
+        busy_s, step_s, peak_bytes, data_wait_s = (told["ranks"][i :: self._NUM_SLOTS] for i in range(self._NUM_SLOTS))
         stage_busy_s = {s.name: sum(busy_s[r] for r in s.ranks) / s.replicas for s in self.graph.stages}
         return StepMetrics(
             loss=loss,
             scalars={"logit_scale_exp": math.exp(min(scalars.pop("logit_scale"), math.log(100.0))), **scalars},
-            grad_norm=dict(zip(GROUPS, grad_norms)) if self._step_applied else dict.fromkeys(GROUPS, math.nan),
+            grad_norm=norms,
+            clip_coefficient=coefficients,
+            clipped_share=shares,
             lr=self._lr,
             step_applied=self._step_applied,
+            skipped_steps=self.skipped_steps,
+            bad_step=bad,
+            bad_steps_in_a_row=self.bad_steps_in_a_row,
             loss_scale=self._loss_scale(),
             stop_requested=stopping > 0,
             idle={name: max(0.0, 1 - seconds / max(step_s)) for name, seconds in stage_busy_s.items()},
@@ -458,7 +458,7 @@ class ForkEngine(PipelineEngine):
             sent_bytes=int(sent),
             peak_memory_bytes=int(max(peak_bytes)),
             num_left_out=int(left_out),
-            counts=dict(zip(counts, counted)),
+            counts=dict(zip(counts, told["counts"])),
         )
 
     _NUM_SLOTS = 4
@@ -480,9 +480,6 @@ class ForkEngine(PipelineEngine):
     def gather_trace(self) -> list[tuple[str, list[Span]]] | None:
         """On rank 0: (who, spans of the last step) of every rank. All ranks call it together."""
         return self.comm.gather_objects((self.graph.describe_rank(self.comm.rank), self.recorder.spans))
-
-    def _speaks_for(self, group: str) -> bool:
-        return group in self.clipping.norms and self.comm.group_members[group][0] == self.comm.rank
 
     _INSTRUCTION_MAP = {
         ds_schedule.LoadMicroBatch: _exec_load_micro_batch,

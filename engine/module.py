@@ -100,15 +100,13 @@ class StageModule(PipelineModule):
                 self.canonical_buffers[layer.canonical_names.get(name, f"{spec.name}.{name}")] = buffer
         self._draws = [bool(getattr(layer, "draws", True)) for layer in self.forward_funcs]
 
+    def changing_buffers(self) -> list[Tensor]:
+        """Buffers that training changes: batch normalisation's running means and variances, and its count of micro-batches."""
+        return [buffer for module in self.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) for buffer in module.buffers()]
+
     def running_statistics(self) -> list[Tensor]:
-        """Floating-point buffers that training changes: the running means and variances of batch normalisation."""
-        return [
-            buffer
-            for module in self.modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm)
-            for buffer in module.buffers()
-            if buffer.is_floating_point()
-        ]
+        """Of these the means and variances."""
+        return [buffer for buffer in self.changing_buffers() if buffer.is_floating_point()]
 
     def seed_micro_batch(self, step: int, branch_micro_batch: int) -> None:
         """Fix the random numbers of the next forward: step and number of the micro-batch within the global batch."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from engine.clipping_rules import ClippingRule
 from engine.config import AUTO, BranchesBlock
 from engine.costs import CostModel, precision_of
 from engine.simulator import Simulation, bounds, most_kept, simulate
@@ -96,7 +97,7 @@ class Search:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What was decided for this world: the stage graph, the deal of the batch, the schedule and the clipping limits.
+    """What was decided for this world: the stage graph, the deal of the batch, the schedule and how gradients are clipped.
 
     `reasons`: lines to show at the start.
     """
@@ -104,7 +105,7 @@ class RunPlan:
     graph: StageGraph
     batches: Mapping[str, BranchBatch]
     schedule: str
-    max_grad_norm: Mapping[str, float]
+    clipping: Mapping[str, ClippingRule]
     reasons: str = ""
 
     def describe(self) -> str:
@@ -123,7 +124,7 @@ def plan_run(config: Mapping[str, Any], block: BranchesBlock, world_size: int, c
             'schedule "per_micro_batch": a loss per micro-batch, with fewer negatives. This is another objective than the loss over the '
             "global batch; for ablation only"
         )
-    return RunPlan(best.graph, best.batches, best.schedule, block.max_grad_norm, reasons)
+    return RunPlan(best.graph, best.batches, best.schedule, block.clipping(), reasons)
 
 
 def search_plans(config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel) -> Search:

@@ -13,8 +13,9 @@ from data.balance import ByCost
 from data.branch_cost import BranchCost, fit_branch_cost, smoothed
 from data.feed import Looks, look, typical
 from data.settings import Setting, Settings
-from engine.executor import ForkEngine, StepMetrics
+from engine.executor import ForkEngine
 from engine.processes import from_first_rank
+from engine.step_metrics import StepMetrics
 from engine.topology import BRANCHES, StageGraph
 from engine.trace import Span
 from launch.balancing import Balance

@@ -8,12 +8,14 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from engine.bad_steps import BadStep
+from engine.checkpoint import newest_checkpoint
 from engine.planner import RunPlan
 from launch.options import ROOT, Options
 from models.towers import Tower
@@ -23,6 +25,8 @@ FREE_TO_CHANGE = (
     *("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "trace_every", "deepspeed_config"),
     *("cache", "cache_limit", "max_bad_fraction", "explain_balance"),
 )
+# Of the `branches` block.
+BRANCHES_FREE_TO_CHANGE = ("max_bad_steps",)
 PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillow")
 
 
@@ -56,6 +60,10 @@ class RunFolder:
     def looks(self) -> Path:
         """What the balance of the run was seen to do, a line per look."""
         return self.path / "balance.jsonl"
+
+    @property
+    def bad_steps(self) -> Path:
+        return self.path / "bad_steps.jsonl"
 
     @property
     def costs(self) -> Path:
@@ -118,7 +126,7 @@ class RunFolder:
 
     def forget_after(self, step: int) -> None:
         """Drop what was logged of steps after `step`: the run goes on from there and measures them again."""
-        for file in (self.metrics, self.looks):
+        for file in (self.metrics, self.looks, self.bad_steps):
             if self.first_rank and file.is_file():
                 lines = file.read_text(encoding="utf-8").splitlines()
                 kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
@@ -144,6 +152,28 @@ class RunFolder:
         with (self.path / "bad_samples.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
+    def note_bad_step(self, step: int, loss: float, bad: BadStep, identity: Callable[[int], str]) -> None:
+        """Append a line to bad_steps.jsonl: the ids of the samples of a skipped step. `identity`: of a sample, by its index."""
+        if self.first_rank:
+            record = {
+                "step": step,
+                "loss": loss if math.isfinite(loss) else None,
+                "not_finite": {branch: [identity(i) for i in indices] for branch, indices in bad.not_finite.items()},
+                "samples": [identity(i) for i in bad.samples],
+            }
+            with self.bad_steps.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def refuse_more_bad_steps(self, in_a_row: int, most: int) -> None:
+        """Raise ValueError when `most` or more steps in a row were skipped because they were not finite."""
+        if in_a_row >= most:
+            checkpoint = newest_checkpoint(self.checkpoints)
+            raise ValueError(
+                f'{in_a_row} steps in a row had a loss or gradients that are not finite, and "max_bad_steps" is {most}; '
+                f"the last good checkpoint is {checkpoint or 'not there, none was saved'}. Lower the learning rate, or mend the samples that "
+                f'{self.bad_steps} lists; to go on as it is, raise "max_bad_steps"'
+            )
+
     def _replace(self, path: Path, text: str) -> None:
         if self.first_rank:
             beside = path.with_name(path.name + ".writing")
@@ -156,7 +186,8 @@ def training_identity(
 ) -> dict[str, Any]:
     """What decides a run's numbers: two runs with equal identities compute the same. The stages are known later than the rest."""
     chosen = {key: value for key, value in options.record().items() if key not in FREE_TO_CHANGE}
-    known = {"options": chosen, "deepspeed_config": dict(config), "branches": dict(branches)}
+    block = {key: value for key, value in branches.items() if key not in BRANCHES_FREE_TO_CHANGE}
+    known = {"options": chosen, "deepspeed_config": dict(config), "branches": block}
     return known if stages is None else {**known, "stages": stages}
 
 

@@ -15,8 +15,8 @@ TIMEOUT = timedelta(seconds=30)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
 
 
-def communicator(graph: StageGraph, groups_of: dict[str, list[int]] | None = None) -> Communicator:
-    return Communicator(graph, dist.get_rank(), torch.device("cpu"), TIMEOUT, groups_of or {})
+def communicator(graph: StageGraph, rank_sets: list[tuple[int, ...]] | None = None) -> Communicator:
+    return Communicator(graph, dist.get_rank(), torch.device("cpu"), TIMEOUT, rank_sets or [])
 
 
 def message(number: int, replica: int) -> dict[str, torch.Tensor]:
@@ -110,7 +110,8 @@ def posted_receives_overlap(seconds: float) -> float:
 
 def gathering_and_crossing(replicas: dict[str, int], rows: dict[str, list[int]]) -> dict:
     """A fork of one stage per branch: replicas gather their rows, then the wholes cross over."""
-    comm = communicator(fork({branch: [range(0, 1)] for branch in BRANCHES}, replicas), {"both": list(range(sum(replicas.values())))})
+    everyone = tuple(range(sum(replicas.values())))
+    comm = communicator(fork({branch: [range(0, 1)] for branch in BRANCHES}, replicas), [everyone])
     (branch,) = comm.stage.layers
     counts = comm.gather_counts(rows[branch][comm.replica])
     first = sum(rows[branch][: comm.replica])
@@ -124,7 +125,7 @@ def gathering_and_crossing(replicas: dict[str, int], rows: dict[str, list[int]])
         "counts": counts,
         "whole": whole.tolist(),
         "crossed": {b: tensor.tolist() for b, tensor in crossed.items()},
-        "sum": comm.sum_over(torch.ones(1), comm.named_groups["both"]).item(),
+        "sum": comm.sum_in_order(torch.ones(1), everyone).item(),
         "averages": [buffer.tolist() for buffer in buffers],
         "dtypes": [str(buffer.dtype) for buffer in buffers],
     }

@@ -9,6 +9,7 @@ A batch has G samples: G images and c·G texts, those of image p at the places c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -47,13 +48,16 @@ class Case:
     kept_micro_batches: Any = None  # under replay
     checkpoint_interval: int = 0
     deals: dict[str, tuple] = field(default_factory=dict)  # branch -> [replica][micro-batch] -> samples; not given: equal, in order
+    deals_texts: bool = False  # the deal of the text branch is of texts, not of samples
     not_loaded: dict[str, tuple[int, ...]] = field(default_factory=dict)  # branch -> places of its rows in the global batch
     loss: str = "infonce"
     label_smoothing: float = 0.0
     texts_per_image: tuple[int, ...] = (1,)  # step by step, then from the first again
     full_texts: bool = False  # as long as they can be: all micro-batches of a branch have equal shapes
     weighted: tuple[str, ...] = ()  # branches whose micro-batches bring weights
-    max_grad_norm: dict[str, float] = field(default_factory=lambda: {"image": 0.0, "text": 0.0, "head": 0.0})
+    clipping: dict[str, Any] = field(default_factory=dict)  # the gradient_clipping block; limits of norms only, for the unsplit side
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    skipped: tuple[int, ...] = ()  # steps whose update the unsplit side leaves out
     seed: int = SEED
 
     @cached_property
@@ -73,13 +77,17 @@ class Case:
                 "stages": self.stages,
                 "replicas": self.replicas,
                 "micro_batch_size": self.micro_batch_size,
-                "gradient_clipping": self.max_grad_norm,
+                "gradient_clipping": self.clipping,
                 "schedule": self.schedule,
                 "kept_micro_batches": self.kept_micro_batches,
             },
         }
         if self.checkpoint_interval:
             config["pipeline"] = {"activation_checkpoint_interval": self.checkpoint_interval}
+        if self.scheduler:
+            config["scheduler"] = self.scheduler
+        if self.precision == "fp16":
+            config |= {"fp16": {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}}
         if self.precision == "bf16":
             config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         return config
@@ -94,6 +102,10 @@ class Case:
         places = samples * self.texts_of(step) + torch.arange(self.texts_of(step))[:, None]  # [c, b]
         return (places.T if self.schedule == "per_micro_batch" else places).flatten()
 
+    def rows_of_share(self, branch: str, share: Tensor, step: int) -> Tensor:
+        """The places of the rows of a micro-batch."""
+        return share if self.deals_texts and branch in self.deals else self.rows_of(branch, share, step)
+
     def weights(self, samples: Tensor) -> Tensor:
         """[len(samples)] int64, millionths; some are 0."""
         return samples * 7 % 5 * 250_000
@@ -104,7 +116,7 @@ class Case:
         parts += [f"keep{self.kept_micro_batches}"] if self.kept_micro_batches is not None else []
         parts += [f"checkpoint{self.checkpoint_interval}"] if self.checkpoint_interval else []
         parts += [f"dropout{self.dropout}"] if self.dropout else []
-        parts += ["dealt"] if self.deals else []
+        parts += [f"dealt{'texts' * self.deals_texts}"] if self.deals else []
         parts += ["not_loaded"] if self.not_loaded else []
         parts += [self.loss] if self.loss != "infonce" else []
         parts += [f"smoothing{self.label_smoothing}"] if self.label_smoothing else []
@@ -163,8 +175,8 @@ def micro_batch(case: Case, batch: dict[str, Tensor], branch: str, position: Ten
     return {"input_ids": batch["input_ids"][position][:, :longest], "attention_mask": mask[:, :longest], **labels}
 
 
-def make_engine(case: Case):
-
+def make_engine(case: Case, build_layer: Callable | None = None):
+    """The engine of this rank, its plan and the pictures' size. `build_layer`: default, the layers as they come."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -183,7 +195,7 @@ def make_engine(case: Case):
         plan,
         config,
         {b: t.specs for b, t in towers.items()},
-        lambda spec: spec.build(case.seed),
+        build_layer or (lambda spec: spec.build(case.seed)),
         build_loss(case.loss, case.label_smoothing),
         EMBED_DIM,
         total_num_steps=10,
@@ -203,9 +215,15 @@ def micro_batches_of_rank(case: Case, engine, step: int, image_size: int):
         return None
     batch_of_branch = engine.batches[branches[0]]
     mine = dealt(case, branches[0], batch_of_branch.micro_batch_size)
-    first = engine.replica * batch_of_branch.num_micro_batches
-    shares = mine[first : first + batch_of_branch.num_micro_batches]
-    return iter([{k: v for b in branches for k, v in micro_batch(case, batch, b, case.rows_of(b, s, step)).items()} for s in shares])
+    number = num_micro_batches(case, engine)
+    shares = mine[engine.replica * number : (engine.replica + 1) * number]
+    return iter([{k: v for b in branches for k, v in micro_batch(case, batch, b, case.rows_of_share(b, s, step)).items()} for s in shares])
+
+
+def num_micro_batches(case: Case, engine) -> int:
+    """Of each replica of this line: a deal may have another number than was planned."""
+    branch = next(iter(engine.place.layers))
+    return len(case.deals[branch][0]) if branch in case.deals else engine.batches[branch].num_micro_batches
 
 
 def dealt(case: Case, branch: str, micro_batch_size: int) -> list[Tensor]:
@@ -222,17 +240,16 @@ def train_split(case: Case) -> dict[str, Any]:
 
     def capture(*_):
         if engine.global_steps == 0:
-            for name, parameter in engine.module.canonical_parameters.items():
-                gradient = engine.clipping.gradient(parameter)
-                if gradient is not None:
-                    mapping = getattr(parameter, "_hp_mapping", None)
-                    offset = mapping.lp_fragment_address.start if engine.clipping.partitioned else 0
-                    gradients.append((name, offset, gradient.flatten().float().clone()))
+            gradients.extend(gradient_pieces(engine))
 
-    # after the clipping's own hook: with limits of 0 it only measures
+    # after the clipping's own hook: without limits it only measures
     engine.basic_optimizer.register_step_pre_hook(capture)
     metrics = [
-        engine.train_batch(micro_batches_of_rank(case, engine, step, image_size), texts_per_image=case.texts_of(step))
+        engine.train_batch(
+            micro_batches_of_rank(case, engine, step, image_size),
+            num_micro_batches=num_micro_batches(case, engine),
+            texts_per_image=case.texts_of(step),
+        )
         for step in range(case.steps)
     ]
     return {
@@ -253,6 +270,18 @@ def refusal(case: Case) -> str:
     except (RuntimeError, ValueError) as error:
         return str(error)
     return "nothing"
+
+
+def gradient_pieces(engine) -> list[tuple[str, int, Tensor]]:
+    """Inside the optimizer's step: (name, offset, flat piece) of what this rank has of each gradient."""
+    pieces = []
+    for name, parameter in engine.module.canonical_parameters.items():
+        gradient = engine.clipping.gradient(parameter) if parameter.requires_grad else None
+        if gradient is not None:
+            mapping = getattr(parameter, "_hp_mapping", None)
+            offset = mapping.lp_fragment_address.start if engine.clipping.partitioned else 0
+            pieces.append((name, offset, gradient.flatten().float().clone()))
+    return pieces
 
 
 def compared(case: Case, micro_batch_size: int) -> list[Tensor]:
@@ -299,7 +328,7 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
         for branch in ("image", "text"):
             rows = torch.zeros(len(batch["pixel_values" if branch == "image" else "input_ids"]), EMBED_DIM)
             for number_of, samples in enumerate(dealt(case, branch, plan_batches[branch][0])):
-                position = case.rows_of(branch, samples, step)
+                position = case.rows_of_share(branch, samples, step)
                 tensors = micro_batch(case, batch, branch, position)
                 for i, layer in enumerate(layers[branch]):
                     # the same random numbers as the split side, by its documented rule
@@ -316,9 +345,9 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
         norms.append({})
         for group in ("image", "text", "head"):
             members = [p for n, p in named.items() if n.startswith(group + ".")]
-            limit = case.max_grad_norm[group]
-            norms[-1][group] = float(torch.nn.utils.clip_grad_norm_(members, limit if limit > 0 else float("inf")))
-        optimizer.step()
+            norms[-1][group] = float(torch.nn.utils.clip_grad_norm_(members, case.clipping.get(group, float("inf"))))
+        if step not in case.skipped:
+            optimizer.step()
         losses.append(loss.item())
     return {
         "losses": losses,

@@ -24,6 +24,7 @@ def fork(tmp_path_factory):
     """A configuration that measures nothing and chooses nothing: for tests that compare runs or look for a stage by its rank."""
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
     config["branches"] |= {"layout": "fork", "stages": {"image": 1, "text": 1}, "schedule": "batch_sync"}
+    config["branches"]["gradient_clipping"]["text"] = {"kind": "adaptive", "factor": 1.01, "decay": 0.9, "warmup_steps": 2}
     file = tmp_path_factory.mktemp("config") / "fork.json"
     file.write_text(json.dumps(config))
     return ["--deepspeed_config", file]
@@ -119,7 +120,8 @@ def test_eight_processes_on_a_machine_without_a_gpu(tmp_path):
 def test_a_run_stopped_by_ctrl_c_goes_on_as_if_it_had_not_been_stopped(tmp_path, fork, layout):
     """Same losses and norms to the last bit, same weights; dropout, augmentation and BatchNorm are all on. With "auto", what was
     measured at the first start decides again, whatever a new measurement would say. One of the two has the other loss."""
-    arguments = [*SMALL, *(fork if layout == "fork" else ["--loss", "sigmoid"]), "--trace-every", 4, "--steps", 8, "--save-every", 100, "--eval-every", 100]
+    chosen = fork if layout == "fork" else ["--loss", "sigmoid"]
+    arguments = [*SMALL, *chosen, "--trace-every", 4, "--steps", 8, "--save-every", 100, "--eval-every", 100]
     (tmp_path / "stopped").mkdir()
     status, output = finish(launch(2, *arguments, "--run-dir", tmp_path / "whole"))
     assert status == 0 and ("auto: " in output) == (layout == "auto"), output[-3000:]
@@ -138,9 +140,11 @@ def test_a_run_stopped_by_ctrl_c_goes_on_as_if_it_had_not_been_stopped(tmp_path,
     whole, resumed = metrics(tmp_path / "whole"), metrics(tmp_path / "stopped")
     assert set(whole) == set(resumed) == set(range(1, 9))
     for step in whole:
-        for key in ("loss", "lr", "logit_scale_exp", "grad_norm/image", "grad_norm/text", "grad_norm/head"):
+        of_groups = (f"{kind}/{g}" for kind in ("grad_norm", "clip_coefficient", "clipped_share") for g in ("image", "text", "head"))
+        for key in ("loss", "lr", "logit_scale_exp", *of_groups):
             assert whole[step][key] == resumed[step][key], (step, key)
-        assert whole[step].get("logit_bias") == resumed[step].get("logit_bias") == pytest.approx(None if layout == "fork" else -10.0, abs=0.1)
+        assert whole[step].get("logit_bias") == resumed[step].get("logit_bias")
+        assert ("logit_bias" in whole[step]) == (layout == "auto")
     assert evaluate(tmp_path / "whole") == evaluate(tmp_path / "stopped")
     assert list(read_trace(tmp_path / "stopped" / "trace.json")) == [3, 4, 8]
     timeline = subprocess.run(
@@ -153,6 +157,27 @@ def test_a_run_stopped_by_ctrl_c_goes_on_as_if_it_had_not_been_stopped(tmp_path,
     )
     assert timeline.returncode == 0 and (tmp_path / "stopped" / "timeline.png").stat().st_size > 10_000, timeline.stderr
     assert (tmp_path / "stopped" / "costs.json").is_file() == (layout == "auto")
+
+
+def test_a_run_whose_losses_stay_not_finite_stops_and_names_the_last_good_checkpoint(tmp_path):
+    """A learning rate that no model survives: the first step is taken, the others are not finite and change nothing."""
+    config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text()) | {"train_batch_size": 16}
+    config["optimizer"]["params"]["lr"] = 1e30
+    del config["scheduler"]
+    config["branches"] |= {"max_bad_steps": 3, "layout": "merged", "schedule": "batch_sync"}
+    (tmp_path / "how.json").write_text(json.dumps(config))
+    run_dir = tmp_path / "run"
+    arguments = [*SMALL, "--deepspeed_config", tmp_path / "how.json", "--steps", "9", "--save-every", "1", "--eval-every", "9"]
+    command = [sys.executable, "train.py", *map(str, arguments), "--run-dir", str(run_dir)]
+    result = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=LIMIT_S)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    bad = [json.loads(line) for line in (run_dir / "bad_steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in bad] == [2, 3, 4] and {len(line["samples"]) for line in bad} == {16}
+    assert bad[0]["loss"] is None and set(bad[0]["not_finite"]["image"]) <= set(bad[0]["samples"])
+    assert [line["skipped_steps"] for line in metrics(run_dir).values()] == [0, 1, 2, 3]
+    checkpoint = run_dir / "checkpoints" / "step-00000003"
+    assert checkpoint.is_dir() and "3 steps in a row had a loss or gradients that are not finite" in result.stderr
+    assert f"the last good checkpoint is {checkpoint}." in result.stderr
 
 
 def evaluate(run_dir):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.clipping_rules import ClippingRule
 from engine.config import BranchesBlock, check_config, check_hardware, read_config
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
@@ -33,12 +34,15 @@ def test_read_config_splits_off_the_branches_block(tmp_path):
     read, block = read_config(file)
     assert read == MINIMAL
     assert block == BranchesBlock(layout="chain", gradient_clipping={"image": 2})
-    assert block.max_grad_norm == {"image": 2.0, "text": 0.0, "head": 0.0}  # a group that is not named is not clipped
+    none = ClippingRule("none")  # a group that is not named is not clipped
+    assert block.clipping() == {"image": ClippingRule("norm", 2.0), "text": none, "head": none}
 
 
 def test_clipping_is_on_unless_the_file_says_otherwise():
-    assert check_config(config())[1].max_grad_norm == {"image": 1.0, "text": 1.0, "head": 1.0}
-    assert check_config(config({"gradient_clipping": {}}))[1].max_grad_norm == {"image": 0.0, "text": 0.0, "head": 0.0}
+    groups = ("image", "text", "head")
+    assert check_config(config())[1].clipping() == dict.fromkeys(groups, ClippingRule("norm", 1.0))
+    for nothing in ({}, {"image": 0, "text": 0.0, "head": {"kind": "none"}}):
+        assert check_config(config({"gradient_clipping": nothing}))[1].clipping() == dict.fromkeys(groups, ClippingRule("none"))
 
 
 def test_the_given_dictionary_stays_as_it_is():
@@ -110,6 +114,8 @@ REFUSED_BRANCHES = [
     ({"gradient_clipping": {"images": 1}}, ["branches.gradient_clipping", "'images'", "did you mean 'image'?"]),
     ({"gradient_clipping": {"head": -1}}, ["branches.gradient_clipping.head", "got -1", "number ≥ 0", "0 means no clipping"]),
     ({"gradient_clipping": {"text": True}}, ["branches.gradient_clipping.text", "got True", "number ≥ 0"]),
+    ({"max_bad_steps": 0}, ["branches.max_bad_steps", "got 0", "whole number of at least 1"]),
+    ({"max_bad_steps": True}, ["branches.max_bad_steps", "got True"]),
 ]
 REFUSED_VALUES = [
     (config(zero_optimization={"stage": 2}), ["zero_optimization.stage: 2", "use 0 or 1"]),
@@ -122,6 +128,11 @@ REFUSED_VALUES = [
         config(gradient_clipping=0.5),
         ["gradient_clipping: 0.5", '"branches": {"gradient_clipping": {"image": 0.5, "text": 0.5, "head": 0.5}}'],
     ),
+    (
+        config({"gradient_clipping": {"embeddings": {"match": ["text.embeddings.*"], "kind": "none"}}}, gradient_clipping=0.5),
+        ['"head": 0.5, "embeddings": {"match": ["text.embeddings.*"], "kind": "norm", "limit": 0.5}}}'],
+    ),
+    (config(zero_optimization={"stage": 1, "compute_grad_norm": False}), ["zero_optimization.compute_grad_norm", "remove the key"]),
     (config(train_batch_size=1), ["train_batch_size: got 1", "at least 2"]),
     (config(train_batch_size="auto"), ["train_batch_size: got 'auto'", "whole number"]),
     (config(train_batch_size=48.0), ["train_batch_size: got 48.0", "whole number"]),
@@ -196,4 +207,4 @@ def test_file_names_tell_the_truth(file):
     precision = next((key for key in ("fp16", "bf16") if read.get(key, {}).get("enabled")), "fp32")
     assert file.stem.endswith(precision)
     assert read["zero_optimization"]["stage"] == 1 and (file.stem.startswith("zero1_") or file.stem == "cpu_fp32")
-    assert set(block.max_grad_norm.values()) == {1.0}
+    assert set(block.clipping().values()) == {ClippingRule("norm", 1.0)}

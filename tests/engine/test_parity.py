@@ -124,12 +124,12 @@ def test_replay_that_keeps_some_activations_equals_unsplit_training(case):
     check_with_running_statistics(replace(case, schedule="replay"))
 
 
-def random_deal(seed, replicas, num_micro_batches):
-    """[replica][micro-batch] -> places of 24 samples, of all sizes from 1."""
+def random_deal(seed, replicas, num_micro_batches, num_places=24):
+    """[replica][micro-batch] -> places of samples, of all sizes from 1."""
     draw = random.Random(seed)
-    places = draw.sample(range(24), 24)
-    ends = sorted(draw.sample(range(1, 24), replicas * num_micro_batches - 1))
-    parts = [tuple(places[a:b]) for a, b in zip([0, *ends], [*ends, 24])]
+    places = draw.sample(range(num_places), num_places)
+    ends = sorted(draw.sample(range(1, num_places), replicas * num_micro_batches - 1))
+    parts = [tuple(places[a:b]) for a, b in zip([0, *ends], [*ends, num_places])]
     return tuple(tuple(parts[r * num_micro_batches : (r + 1) * num_micro_batches]) for r in range(replicas))
 
 
@@ -138,7 +138,7 @@ def random_deal(seed, replicas, num_micro_batches):
     [
         merged(1, 1, 6, deals=dict.fromkeys(("image", "text"), random_deal(0, 1, 4))),
         merged(2, 2, 4, deals=dict.fromkeys(("image", "text"), random_deal(1, 2, 3)), schedule="replay"),
-        chain(1, 2, 1, 6, deals=dict.fromkeys(("image", "text"), random_deal(2, 1, 4))),
+        chain(1, 2, 1, 6, deals=dict.fromkeys(("image", "text"), random_deal(2, 1, 7))),  # 4 were planned
         fork((1, 1), (1, 1), {"image": 6, "text": 8}, deals={"image": random_deal(3, 1, 4), "text": random_deal(4, 1, 3)}),
         fork(
             (1, 2), (1, 1), {"image": 4, "text": 24}, deals={"image": random_deal(5, 2, 3), "text": random_deal(6, 1, 1)}, schedule="replay"
@@ -199,6 +199,8 @@ THREE_TEXTS = {"texts_per_image": (3,), "weighted": BOTH}
             deals={"image": random_deal(5, 2, 3), "text": random_deal(8, 2, 2)},
             not_loaded={"image": (3, 4, 23), "text": (0, 36)},
         ),
+        # as feed rates ask for it: texts dealt one by one, in more micro-batches than were planned
+        fork((1, 1), (1, 1), {"image": 6, "text": 8}, texts_per_image=(3,), deals_texts=True, deals={"text": random_deal(10, 1, 8, 72)}),
         fork((2, 1), (1, 2), {"image": 3, "text": 6}, **THREE_TEXTS, loss="sigmoid", not_loaded={"image": (3, 4, 23), "text": (0, 36)}),
     ],
     ids=str,
@@ -226,7 +228,10 @@ def test_the_number_of_texts_may_change_from_step_to_step():
 @pytest.mark.parametrize(
     "case, words",
     [
-        (fork((1, 2), (1, 1), {"image": 4, "text": 8}, weighted=("text",)), "24 of 48 images and texts of this batch came without a weight, the others with one"),
+        (
+            fork((1, 2), (1, 1), {"image": 4, "text": 8}, weighted=("text",)),
+            "24 of 48 images and texts of this batch came without a weight, the others with one",
+        ),
         (merged(1, 2, 4, texts_per_image=(1, 3)), "24 rows of text came for a batch of 24 samples with 3 texts per image, which needs 72"),
     ],
     ids=str,
@@ -287,11 +292,11 @@ def test_replay_with_replicas_equals_batch_sync(case, precision):
 @pytest.mark.parametrize(
     "case",
     [
-        fork((1, 2), (1, 1), {"image": 6, "text": 8}, steps=5, max_grad_norm={"image": 0.5, "text": 1.0, "head": 0.1}),
-        fork((2, 1), (1, 2), {"image": 8, "text": 4}, steps=5, zero_stage=0, max_grad_norm={"image": 0.5, "text": 0.0, "head": 0.1}),
-        chain(2, 1, 2, 4, steps=5, max_grad_norm={"image": 0.5, "text": 1.0, "head": 0.1}),
-        merged(2, 2, 6, steps=5, max_grad_norm={"image": 0.5, "text": 1.0, "head": 0.1}),
-        fork((1, 1), (2, 1), 6, steps=5, schedule="replay", dropout=0.1, max_grad_norm={"image": 0.5, "text": 1.0, "head": 0.1}),
+        fork((1, 2), (1, 1), {"image": 6, "text": 8}, steps=5, clipping={"image": 0.5, "text": 1.0, "head": 0.1}),
+        fork((2, 1), (1, 2), {"image": 8, "text": 4}, steps=5, zero_stage=0, clipping={"image": 0.5, "head": 0.1}),
+        chain(2, 1, 2, 4, steps=5, clipping={"image": 0.5, "text": 1.0, "head": 0.1}),
+        merged(2, 2, 6, steps=5, clipping={"image": 0.5, "text": 1.0, "head": 0.1}),
+        fork((1, 1), (2, 1), 6, steps=5, schedule="replay", dropout=0.1, clipping={"image": 0.5, "text": 1.0, "head": 0.1}),
     ],
     ids=str,
 )

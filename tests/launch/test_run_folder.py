@@ -5,6 +5,7 @@ import json
 import pytest
 from cost_models import proportional
 
+from engine.bad_steps import BadStep
 from engine.config import check_config
 from engine.planner import plan_run
 from launch.options import parse_options
@@ -12,7 +13,7 @@ from launch.run_folder import FREE_TO_CHANGE, RunFolder, choose_folder, training
 from models.towers import build_towers
 
 CONFIG = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
-BLOCK = {"layout": "auto", "gradient_clipping": {"image": 1.0}}
+BLOCK = {"layout": "auto", "gradient_clipping": {"image": 1.0}, "max_bad_steps": 10}
 STAGES = "fork: image 0 ×1 | text 0 ×1"
 
 
@@ -92,6 +93,10 @@ def test_a_difference_in_the_branches_block_counts(folder):
         folder.refuse_other_run(*identity(block={"layout": "auto", "gradient_clipping": {"image": 2.0}}))
 
 
+def test_how_many_bad_steps_may_follow_each_other_is_free_to_change(folder):
+    folder.refuse_other_run(*identity(block={**BLOCK, "max_bad_steps": 50}))
+
+
 def test_long_lists_are_cut(folder):
     with pytest.raises(ValueError) as refusal:
         folder.refuse_other_run(
@@ -123,6 +128,27 @@ def test_forget_after_drops_later_and_torn_lines(folder):
     assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [0, 1, 2, 2, 3]
     folder.forget_after(-1)
     assert folder.metrics.read_text() == ""
+
+
+def test_bad_steps_are_listed_with_the_ids_of_their_samples(folder):
+    for step in (3, 7):
+        folder.note_bad_step(step, float("nan"), BadStep((5, 6), {"image": (6,), "text": ()}), lambda i: f"id {i}")
+    folder.forget_after(3)
+    assert json.loads(folder.bad_steps.read_text()) == {
+        "step": 3,
+        "loss": None,
+        "not_finite": {"image": ["id 6"], "text": []},
+        "samples": ["id 5", "id 6"],
+    }
+    folder.refuse_more_bad_steps(2, 3)
+    with pytest.raises(
+        ValueError, match='3 steps in a row .* "max_bad_steps" is 3; the last good checkpoint is not there, none was saved.'
+    ):
+        folder.refuse_more_bad_steps(3, 3)
+    (folder.checkpoints / "step-00000002").mkdir(parents=True)
+    (folder.checkpoints / "latest").write_text("step-00000002\n")
+    with pytest.raises(ValueError, match="the last good checkpoint is .*step-00000002. Lower the learning rate.*bad_steps.jsonl"):
+        folder.refuse_more_bad_steps(4, 3)
 
 
 def test_forget_after_without_metrics(folder):

@@ -1,0 +1,67 @@
+"""What a step tells, and the line of metrics.jsonl that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.bad_steps import BadStep
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one step tells, equal on all ranks. `loss` is over the global batch.
+
+    By clipping group: `grad_norm` before clipping, `clip_coefficient` the norm behind the clipping in parts of that (both not-a-number where the
+    step was skipped), `clipped_share` of all applied steps so far. `skipped_steps` so far; `bad_step`: what a step was made of that was
+    skipped for its loss or gradients; `bad_steps_in_a_row`: with this one.
+    `idle`: by stage, the part of the step in which its ranks did not compute; `busy_s`: the seconds in which they did, mean of the
+    replicas; `data_wait_s`: by stage that loads, the seconds waited for micro-batches, mean of the replicas. `num_left_out`: samples of
+    which a half could not be loaded. `sent_bytes`: by all ranks together, collectives counted as rings. `peak_memory_bytes`: of the rank that
+    held most so far; on a CPU the whole process.
+    """
+
+    loss: float
+    scalars: Mapping[str, float]  # what the loss learns, before the step; the scale as its exponential
+    grad_norm: Mapping[str, float]
+    clip_coefficient: Mapping[str, float]
+    clipped_share: Mapping[str, float]
+    lr: float
+    step_applied: bool
+    skipped_steps: int
+    bad_step: BadStep | None
+    bad_steps_in_a_row: int
+    loss_scale: float
+    stop_requested: bool  # by any rank
+    idle: Mapping[str, float]
+    busy_s: Mapping[str, float]
+    data_wait_s: Mapping[str, float]
+    sent_bytes: int
+    peak_memory_bytes: int
+    num_left_out: int
+    counts: Mapping[str, float]  # what the caller of `train_batch` counted, over all ranks
+
+    def record(self, step: int, epoch: float, samples_per_s: float, step_s: float) -> dict[str, float]:
+        """The line of metrics.jsonl."""
+        return {
+            "step": step,
+            "epoch": round(epoch, 4),
+            "loss": self.loss,
+            "lr": self.lr,
+            **self.scalars,
+            **{f"grad_norm/{group}": norm for group, norm in self.grad_norm.items()},
+            **{f"clip_coefficient/{group}": coefficient for group, coefficient in self.clip_coefficient.items()},
+            **{f"clipped_share/{group}": round(share, 6) for group, share in self.clipped_share.items()},
+            "skipped_steps": self.skipped_steps,
+            "samples_per_s": round(samples_per_s, 2),
+            "step_s": round(step_s, 5),
+            **{f"idle/{stage}": round(fraction, 4) for stage, fraction in self.idle.items()},
+            **{f"busy_s/{stage}": round(seconds, 5) for stage, seconds in self.busy_s.items()},
+            **{f"data_wait_s/{stage}": round(seconds, 5) for stage, seconds in self.data_wait_s.items()},
+            "sent_bytes": self.sent_bytes,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            **{name: round(value, 5) for name, value in self.counts.items()},
+            **({} if not self.num_left_out else {"left_out_samples": self.num_left_out}),
+            **({} if self.loss_scale == 1.0 else {"loss_scale": self.loss_scale}),
+            **({} if self.step_applied else {"step_applied": False}),
+        }

@@ -1,0 +1,174 @@
+"""What each rank does in the tests of clipping and of skipped steps; a module of its own, because ranks import it by name."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from split_training import Case, gradient_pieces, make_engine, micro_batches_of_rank, towers_of
+
+from engine.clipping import GroupedClipping
+from engine.clipping_rules import clipping_rules, group_of, rank_sets
+from engine.communication import Communicator
+from models.losses import InfoNCE
+
+TIED = ("text.encoder.layers.0.mlp.fc2.weight", "text.encoder.layers.1.mlp.fc2.weight")  # on ranks that have both
+FROZEN = "image.encoder.layers.encoder_layer_1.mlp.0.bias"
+SPIKE = 50.0
+FACTORS = (1.0, 1.2, 0.8, SPIKE, 1.0, SPIKE, 1.5, 0.9)  # by which the adaptive group's gradients are multiplied, step by step
+
+
+class Layers:
+    """Builds layers; one parameter is frozen and, if `tied`, two are one."""
+
+    def __init__(self, case: Case, tied: bool):
+        self.case, self.tied, self.first = case, tied, None
+
+    def __call__(self, spec):
+        layer = spec.build(self.case.seed)
+        local = {canonical: name for name, canonical in layer.canonical_names.items()}
+        if FROZEN in local:
+            layer.get_parameter(local[FROZEN]).requires_grad_(False)
+        if self.tied and TIED[0] in local:
+            self.first = layer.get_parameter(local[TIED[0]])
+        if self.first is not None and TIED[1] in local:
+            owner, _, name = local[TIED[1]].rpartition(".")
+            setattr(layer.get_submodule(owner), name, self.first)
+        return layer
+
+
+def clip_under_rules(case: Case, blocks: dict[str, Any], adaptive: dict[str, Any], tied: bool) -> dict[str, Any]:
+    """In the first optimizer step of a run: the gradients, and what each of the `gradient_clipping` blocks makes of them."""
+    engine, plan, image_size = make_engine(case, Layers(case, tied))
+    towers, _ = towers_of(case)
+    rules = {name: clipping_rules(block) for name, block in {**blocks, "adaptive": adaptive}.items()}
+    sets = {
+        name: rank_sets(
+            plan.graph,
+            {b: [{group_of(n, rule) for n in spec.canonical_parameters} for spec in tower.specs] for b, tower in towers.items()},
+            sharded=engine.clipping.partitioned,
+        )
+        for name, rule in rules.items()
+    }
+    everything = [ranks for of_groups in sets.values() for one in of_groups.values() for ranks in one]
+    comm = Communicator(plan.graph, engine.comm.rank, engine.device, timedelta(seconds=60), everything)
+    result: dict[str, Any] = {}
+
+    def clipping(name: str) -> GroupedClipping:
+        return GroupedClipping(engine.module.canonical_parameters, rules[name], sets[name], comm, engine.basic_optimizer)
+
+    def try_all(*_) -> None:
+        parameters = {id(p): p for p in engine.module.canonical_parameters.values() if p.requires_grad}.values()
+        gradients = [g for g in map(engine.clipping.gradient, parameters) if g is not None]
+        original = [g.clone() for g in gradients]
+        result["gradients"] = gradient_pieces(engine)
+        for name in blocks:
+            own, calls = clipping(name), comm.num_sums.copy()
+            own.clip()
+            result[name] = {"clipped": gradient_pieces(engine), "sums": dict(comm.num_sums - calls), **numbers(own)}
+            torch._foreach_copy_(gradients, original)
+        result["adaptive"], own = [], clipping("adaptive")
+        for number, factor in enumerate(FACTORS):
+            torch._foreach_copy_(gradients, torch._foreach_mul(original, factor))
+            if number == len(FACTORS) // 2:  # go on from what was saved
+                state, own = own.state_dict(), clipping("adaptive")
+                own.load_state_dict(copy.deepcopy(state))
+            own.start_step()
+            own.clip()
+            result["adaptive"].append(numbers(own))
+        result["state"] = own.state_dict()
+        torch._foreach_copy_(gradients, original)
+
+    engine.basic_optimizer.register_step_pre_hook(try_all)
+    metrics = engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size))
+    return {**result, "measured": metrics.grad_norm, "optimizer": type(engine.optimizer).__name__}
+
+
+def numbers(clipping: GroupedClipping) -> dict[str, dict[str, float]]:
+    return {
+        "norms": {group: float(norm) for group, norm in clipping.norms.items()},
+        "coefficients": {group: float(coefficient) for group, coefficient in clipping.coefficients.items()},
+        "shares": {group: float(share) for group, share in clipping.clipped_share.items()},
+    }
+
+
+# -- steps that are skipped ------------------------------------------------------------------------------------------------
+
+BAD_PLACE = 5  # in the global batch: the sample whose picture or text is spoilt
+
+
+def train_with_bad_steps(case: Case, picture: int, gradients: dict[int, tuple[int, float]], loss: int = -1) -> dict[str, Any]:
+    """Train; in step `picture` one picture is not-a-number, in the steps of `gradients` = {step: (rank, value)} one gradient is `value`, and in
+    step `loss` the loss is infinite, but none of its gradients.
+
+    Returns the metrics, the final parameters and buffers, and of each step whether it left parameters, buffers, optimizer state and learning
+    rate as they were, to the last bit.
+    """
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):  # slow on most CPUs, but right
+        engine, _, image_size = make_engine(case)
+    step = 0
+
+    class Spoilt(InfoNCE):
+        def _part(self, *given, **more):
+            part = super()._part(*given, **more)
+            return part._replace(share=part.share + (float("inf") if step == loss else 0.0))
+
+    engine.loss_function = Spoilt()
+
+    def spoil(gradient):
+        rank, value = gradients.get(step, (None, 0.0))
+        return torch.full_like(gradient, value) if engine.comm.rank == rank else gradient
+
+    next(p for p in engine.module.parameters() if p.requires_grad).register_hook(spoil)
+    metrics, untouched, scales = [], [], []
+    for step in range(case.steps):
+        before = everything(engine)
+        batches = micro_batches_of_rank(case, engine, step, image_size)
+        metrics.append(engine.train_batch(spoilt(batches) if step == picture and batches is not None else batches))
+        untouched.append(equal(before, everything(engine)))
+        scales.append(metrics[-1].loss_scale)
+    return {
+        "metrics": metrics,
+        "untouched": untouched,
+        "loss_scales": scales,
+        "learning_rates": engine.get_lr(),
+        "parameters": {n: p.detach().float().clone() for n, p in engine.module.canonical_parameters.items()},
+        "buffers": {n: b.detach().clone() for n, b in engine.module.canonical_buffers.items()},
+        "optimizer": type(engine.optimizer).__name__,
+        "stage": engine.place.name,
+        "record": metrics[-1].record(case.steps, 0.0, 1.0, 1.0),
+    }
+
+
+def spoilt(batches):
+    for tensors in batches:
+        if "pixel_values" in tensors:
+            tensors["pixel_values"][tensors["image_position"] == BAD_PLACE] = float("nan")
+        yield tensors
+
+
+def everything(engine) -> Any:
+    return copy.deepcopy(
+        {
+            "parameters": [p.detach() for p in engine.module.parameters()],
+            "buffers": list(engine.module.buffers()),
+            "optimizer": engine.basic_optimizer.state_dict()["state"],
+            "master weights": [p.detach() for group in engine.basic_optimizer.param_groups for p in group["params"]],
+            "learning rate": engine.get_lr(),
+            "clipping": engine.clipping.state_dict(),
+        }
+    )
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
