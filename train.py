@@ -16,9 +16,9 @@ from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
 from data.loader import resolve_workers
+from data.mixture import source_names
 from data.prepare import prepare_data
 from data.processes import start_early
-from data.sampler import GlobalOrder
 from engine.build import build_engine
 from engine.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, step_folder
 from engine.config import check_hardware, read_config
@@ -33,8 +33,10 @@ from launch.feeding import Feeding
 from launch.options import Options, default_config, parse_options
 from launch.report import progress_interval, retrieval_table, show
 from launch.run_folder import RunFolder, choose_folder, training_identity
+from launch.step_line import step_line
 from launch.trace_file import TraceFile, is_sampled
 from launch.tracking import Tracker
+from launch.weighting import loss_weights_of, training_order
 from models.losses import build_loss
 from models.towers import build_towers
 from models.weights import open_weights
@@ -65,7 +67,7 @@ def main(options: Options, run: Run) -> int:
     folder.refuse_other_run(options, training_identity(options, config, asdict(block)))
     with first_rank_first():
         data = prepare_data(options.data_options(), options.tokenizer_source(), folder.path, progress=first)
-    order = GlobalOrder(len(data.train), config["train_batch_size"], options.seed, data.parts)
+    order = training_order(data, config["train_batch_size"], options.seed, block.weighting())
     total_steps = options.steps or options.epochs * order.steps_per_epoch
 
     # The objective, the towers as lists of layers, and which of them run where.
@@ -134,7 +136,7 @@ def main(options: Options, run: Run) -> int:
         show(explain_dealing(balance, balancer.settings, steps), first)
 
     # What this rank feeds its stage with: only the modality that enters there.
-    feeding = Feeding(data, engine, options, workers, on_gpu, folder, balancer, patch_size)
+    feeding = Feeding(data, engine, options, workers, on_gpu, folder, balancer, patch_size, loss_weights_of(data, block.weighting()))
     batches = feeding.training(step, total_steps)
     evaluations = {}
 
@@ -149,13 +151,13 @@ def main(options: Options, run: Run) -> int:
     save_every, eval_every = options.save_every or order.steps_per_epoch, options.eval_every or order.steps_per_epoch
     if step == 0:
         evaluate()
-    stopping = False
+    sources, stopping = source_names(options.data), False
     with tqdm(total=total_steps, initial=step, unit="step", disable=not first, dynamic_ncols=True, mininterval=progress_interval()) as bar:
         while step < total_steps and not stopping:
             start = time.perf_counter()
             metrics = engine.train_batch(batches, bool(stop), feeding.counts, **balancer.shape(step))
             step, step_s, stopping = engine.global_steps, time.perf_counter() - start, metrics.stop_requested
-            line = metrics.record(step, step / order.steps_per_epoch, order.global_batch_size / step_s, step_s)
+            line = step_line(metrics, step, step_s, balance, balancer.settings, sources)
             folder.log(line)
             tracker.log(line)
             if metrics.bad_step is not None:

@@ -56,6 +56,7 @@ class MicroBatchDataset(Dataset):
 
     With "image": pixel_values float32 [b, 3, H, W], channels-last, image_position and image_index int64 [b].
     With "text": input_ids and attention_mask int64 [t, L], text_position and text_index int64 [t], t texts: c of each sample, or b of those.
+    Where the request has weights also image_weight [b] and text_weight [t], int64 millionths: what each row counts in the loss.
     With `patch_size` (ViT) and fewer patches asked for: kept_patches int64 [b, K], ascending. `side_multiple`: of the sides that the tower takes.
     Only what the modalities ask for is done: without "image" nothing is decoded, without "text" nothing is tokenized.
 
@@ -120,9 +121,13 @@ class MicroBatchDataset(Dataset):
             num_tokens, num_padded = int(tokens["attention_mask"].sum()), tokens["attention_mask"].numel()
             micro_batch["text_position"] = torch.from_numpy(text_position.copy())  # [t]
             micro_batch["text_index"] = torch.from_numpy(text_index.copy())  # [t]
+            if request.weight is not None:
+                micro_batch["text_weight"] = torch.from_numpy(request.text_weight().copy())  # [t]
         if "image" in self.modalities:
             micro_batch["image_position"] = torch.from_numpy(request.position.copy())  # [b]
             micro_batch["image_index"] = torch.from_numpy(request.index.copy())  # [b]
+            if request.weight is not None:
+                micro_batch["image_weight"] = torch.from_numpy(request.weight.copy())  # [b]
         if bad:
             index, unreadable = micro_batch["image_index"], torch.tensor([i for i, _, _ in bad])
             micro_batch["image_index"] = torch.where(torch.isin(index, unreadable), -1 - index, index)

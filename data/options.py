@@ -11,6 +11,8 @@ class DataOptions:
 
     data: tuple[str, ...]  # specs
     data_weights: tuple[float, ...] | None = None  # of each; None: 1
+    data_temperature: float = 1.0  # of their shares in an epoch; 1: as the weights say
+    data_floors: tuple[float, ...] | None = None  # smallest share of each; None: 0
     val_data: str | None = None
     val_fraction: float = 0.1
     limit_samples: int | None = None  # train on so many, drawn at random

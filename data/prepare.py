@@ -16,13 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from data.bad_samples import REASON_OF_CODE, REASONS
 from data.draws import LIMIT
 from data.leaks import count_leaks, describe_leaks, find_leaks
-from data.mixture import Mixture, open_sources
+from data.mixture import Mixture, Parts, mixed, open_sources
 from data.options import DataOptions
 from data.sources import Source
 from data.splits import split_source
 from data.tokenizer import load_tokenizer
 
 TRAIN = "train"
+OF_THE_ORDER = ("data_weights", "data_temperature", "data_floors")  # say how often a sample comes, not which ones there are
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class PreparedData:
     train: np.ndarray
     held_out: dict[str, HeldOut]
     tokenizer: PreTrainedTokenizerBase
-    parts: tuple[tuple[int, float], ...] = ()
+    parts: Parts = ()
     leaks: Mapping[str, int] = field(default_factory=dict)
 
     def summary(self) -> dict[str, object]:
@@ -77,7 +78,10 @@ def prepare_data(
         write_bad_samples(folder / "bad_samples.jsonl", [source, *([validation] if validation else [])])
         found = kept.write(_divide(options, source, validation))
     held_out = {name: HeldOut(source if validation is None else validation, subset) for name, subset in found.held_out.items()}
-    parts = source.parts(found.train, options.data_weights or (1.0,) * len(options.data)) if isinstance(source, Mixture) else ()
+    parts: Parts = ()
+    if isinstance(source, Mixture):
+        asked = source.parts(found.train, options.data_weights or (1.0,) * len(options.data))
+        parts = mixed(asked, options.data_temperature, options.data_floors)
     words = folder / "tokenizer"
     if tokenizer is None and words.is_dir():
         made = load_tokenizer(str(words))
@@ -172,7 +176,7 @@ class _Kept:
 
     def __init__(self, folder: Path, options: DataOptions, source: Source, validation: Source | None) -> None:
         self.folder = folder
-        asked = {name: value for name, value in vars(options).items() if name not in ("data_weights", "max_bad_fraction")}
+        asked = {name: value for name, value in vars(options).items() if name not in (*OF_THE_ORDER, "max_bad_fraction")}
         self.made_of = json.loads(json.dumps(asked))
         self.sizes = [[len(s), len(s.usable())] for s in (source, validation) if s is not None]
 

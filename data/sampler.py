@@ -3,6 +3,7 @@
 G: global_batch_size, N: samples of the training subset, b: samples of one micro-batch.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from data.balance import Dealer, GlobalBatch, InOrder
 from data.dealing import deal_window
 from data.draws import PARTS
 from data.feed import Knobs
+from data.mixture import Parts
 from data.settings import Settings
+from data.weights import Curriculum
 
 
 @dataclass(frozen=True)
@@ -29,20 +32,27 @@ class GlobalOrder:
 
     `window` > 1: the samples of so many global batches in a row are sorted into batches of similar lengths, `lengths_of(visited [n], epoch)` ->
     [n]; a sample comes at most window − 1 steps earlier or later than it would. The last window of an epoch may be shorter.
+
+    `curriculum`: its epochs visit the same samples as they would without it, in another order, from easy to hard.
     """
 
     num_samples: int
     global_batch_size: int
     seed: int
-    parts: tuple[tuple[int, float], ...] = ()
+    parts: Parts = ()
     window: int = 1
     lengths_of: Callable[[np.ndarray, int], np.ndarray] | None = None
+    curriculum: Curriculum | None = None
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1 or self.seed < 0:
             raise ValueError(f"global_batch_size {self.global_batch_size}, seed {self.seed}: >= 1 and >= 0 are needed")
         if self.parts and (sum(count for count, _ in self.parts) != self.num_samples or any(weight < 0 for _, weight in self.parts)):
             raise ValueError(f"parts {self.parts} of {self.num_samples} samples: they must add up, and weights must be >= 0")
+        if self.curriculum is not None and len(self.curriculum.difficulty) != self.num_samples:
+            raise ValueError(
+                f"a curriculum of {len(self.curriculum.difficulty)} samples for an order of {self.num_samples}; they must be equal"
+            )
         if self.epoch_samples < self.global_batch_size:
             raise ValueError(
                 f"{self.epoch_samples} training samples do not fill one global batch of {self.global_batch_size}; "
@@ -52,7 +62,13 @@ class GlobalOrder:
     @property
     def epoch_samples(self) -> int:
         """How many are visited in an epoch, repetitions counted."""
-        return sum(round(weight * count) for count, weight in self.parts) if self.parts else self.num_samples
+        return _length(self.parts) if self.parts else self.num_samples
+
+    def visits(self, step: int) -> tuple[float, ...]:
+        """By part: how often each of its samples has come before `step`, on average. Within an epoch as shuffles do on average, which is what
+        a curriculum comes to by the epoch's end; nan for a part without samples."""
+        epochs = step * self.global_batch_size / self.epoch_samples  # the last few samples of an epoch wait for another one
+        return tuple(epochs * round(weight * count) / count if count else math.nan for count, weight in self.parts)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -68,7 +84,8 @@ class GlobalOrder:
         within, epoch, size = step % self.steps_per_epoch, self.epoch(step), self.global_batch_size
         first = within - within % self.window
         last = min(first + self.window, self.steps_per_epoch)
-        visited = _visits(self.num_samples, self.seed, self.parts, epoch)[first * size : last * size].astype(np.int64)
+        visits = _visits(self.num_samples, self.seed, self.parts, epoch, self.steps_per_epoch * size, self.curriculum)
+        visited = visits[first * size : last * size].astype(np.int64)
         if self.window > 1 and self.lengths_of is not None:
             lengths = self.lengths_of(visited, epoch).reshape(last - first, size)
             visited = visited[deal_window(lengths, (self.seed, epoch, first))].ravel()
@@ -89,12 +106,17 @@ class MicroBatchRequest:
     size: tuple[int, int] | None = None  # H, W of its pictures, pixels, before the knobs; None: that of the transform
     knobs: Knobs = field(default_factory=Knobs)
     of_texts: bool = False  # b texts at their positions 0..c·G-1, not samples
+    weight: np.ndarray | None = None  # [b] int64, millionths: what each counts in the loss; None: all the same
 
     def texts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of its texts [t]: the sample, the position 0..c·G-1, the number 0..c-1 among the c captions that the sample shows."""
         c = self.knobs.captions_per_image
         position = self.position if self.of_texts else (self.position[:, None] * c + np.arange(c)).ravel()
         return (self.index if self.of_texts else np.repeat(self.index, c)), position, position % c
+
+    def text_weight(self) -> np.ndarray | None:
+        """Of its texts [t]: the weight of the sample."""
+        return self.weight if self.weight is None or self.of_texts else np.repeat(self.weight, self.knobs.captions_per_image)
 
 
 def _check_shares(global_batch_size: int, replicas: int, num_micro_batches: int) -> None:
@@ -117,12 +139,14 @@ def training_requests(
     start_step: int,
     stop_step: int,
     dealer: Dealer | None = None,
+    weights_of: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Iterator[MicroBatchRequest]:
     """The micro-batches of one replica of one branch, for steps start_step..stop_step-1, in the order they are run.
 
     `subset` [N]: the source's indices of the training samples. `settings`: how many micro-batches, and the knobs. `dealer`: which positions
-    of a global batch come together; None: in order. The step after the one that is asked for is dealt in a thread of its own, so the settings
-    of a step must be there when the micro-batches of the step before are asked for.
+    of a global batch come together; None: in order. `weights_of`: the samples of a global batch [G] -> what they count in its loss [G] int64.
+    The step after the one that is asked for is dealt in a thread of its own, so the settings of a step must be there when the micro-batches
+    of the step before are asked for.
     Errors: ValueError.
     """
     _check_replica(replica, replicas)
@@ -136,12 +160,17 @@ def training_requests(
         batch = global_batch(order, subset, settings, step)
         number = batch.setting.num_micro_batches[branch]
         images = batch.setting.knobs.captions_per_image if dealer.deals_texts else 1  # positions of an image
-        return [
-            MicroBatchRequest(
-                step, batch.epoch, batch.indices[position // images], position, True, size, batch.setting.knobs, dealer.deals_texts
+        weights = None if weights_of is None else weights_of(batch.indices)  # [G]
+        requests = []
+        for position, size in dealer.shares(batch, replicas, number)[replica * number : (replica + 1) * number]:
+            sample = position // images
+            weight = None if weights is None else weights[sample]
+            requests.append(
+                MicroBatchRequest(
+                    step, batch.epoch, batch.indices[sample], position, True, size, batch.setting.knobs, dealer.deals_texts, weight
+                )
             )
-            for position, size in dealer.shares(batch, replicas, number)[replica * number : (replica + 1) * number]
-        ]
+        return requests
 
     return _one_ahead(requests_of, range(start_step, stop_step))
 
@@ -179,15 +208,15 @@ def _check_replica(replica: int, replicas: int) -> None:
 
 
 @lru_cache(maxsize=2)  # this epoch and, while workers load ahead, the next
-def _visits(num_samples: int, seed: int, parts: tuple[tuple[int, float], ...], epoch: int) -> np.ndarray:
-    """All samples of an epoch in the order of their visits; 4 bytes each where that does."""
+def _visits(num_samples: int, seed: int, parts: Parts, epoch: int, number: int, curriculum: Curriculum | None) -> np.ndarray:
+    """[number], the samples of an epoch in the order of their visits; 4 bytes each where that does."""
     kind = np.int32 if num_samples <= np.iinfo(np.int32).max else np.int64
-    samples = np.arange(num_samples, dtype=kind) if not parts else _weighted(seed, parts, epoch).astype(kind)
+    samples = _weighted(seed, parts, epoch).astype(kind) if parts else np.arange(num_samples, dtype=kind)
     np.random.default_rng([seed, epoch]).shuffle(samples)
-    return samples
+    return samples[:number] if curriculum is None else curriculum.arranged(samples[:number], epoch)
 
 
-def _weighted(seed: int, parts: tuple[tuple[int, float], ...], epoch: int) -> np.ndarray:
+def _weighted(seed: int, parts: Parts, epoch: int) -> np.ndarray:
     chosen, start = [], 0
     for number, (count, weight) in enumerate(parts):
         whole = int(weight)
@@ -200,3 +229,7 @@ def _weighted(seed: int, parts: tuple[tuple[int, float], ...], epoch: int) -> np
             chosen.append(start + permutation[max(0, first - lap * count) : first + share - lap * count])
         start += count
     return np.concatenate(chosen)
+
+
+def _length(parts: Parts) -> int:
+    return sum(round(weight * count) for count, weight in parts)

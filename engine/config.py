@@ -107,6 +107,38 @@ class BalanceBlock:
 
 
 @dataclass(frozen=True)
+class SampleWeightsBlock:
+    """The `sample_weights` block inside `branches`: samples weighed by what there is to see and to read in them. Checked when made.
+
+    `use`: "loss", each counts by its weight, or "curriculum", from light to heavy in the first `epochs` epochs. `image`, `text`: how much the
+    complexity of the picture and the length of the text count.
+    """
+
+    use: str | None = None
+    image: float = 0.3
+    text: float = 0.7
+    epochs: int | None = None
+
+    def __post_init__(self):
+        if self.use is None:
+            raise ValueError('branches.sample_weights: no "use"; it takes "loss" or "curriculum"')
+        _choice("sample_weights.use", self.use, ("loss", "curriculum"))
+        for name in BRANCHES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+                raise ValueError(f"branches.sample_weights.{name}: got {value!r}; it takes a number of at least 0")
+        if not self.image and not self.text:
+            raise ValueError("branches.sample_weights: image and text are both 0, so nothing is weighed; raise one, or remove the block")
+        if self.use == "loss" and self.epochs is not None:
+            raise ValueError('branches.sample_weights.epochs: only "use": "curriculum" ends; remove the key')
+        if self.use == "curriculum" and (isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1):
+            raise ValueError(
+                f'branches.sample_weights.epochs: got {self.epochs!r}; "use": "curriculum" needs the number of epochs after which the order is the '
+                "plain shuffle, a whole number of at least 1"
+            )
+
+
+@dataclass(frozen=True)
 class BranchesBlock:
     """The `branches` block as written. Checked when made."""
 
@@ -119,6 +151,7 @@ class BranchesBlock:
     gradient_clipping: Any = None
     max_bad_steps: int = 10
     balance: Any = None
+    sample_weights: Any = None
 
     def __post_init__(self):
         _choice("layout", self.layout, (AUTO, *LAYOUTS))
@@ -139,6 +172,7 @@ class BranchesBlock:
                 f'"{"merged" if self.layout == "merged" else self.schedule}" does not have; use "deal"'
             )
         self.clipping()
+        self.weighting()
         if isinstance(self.max_bad_steps, bool) or not isinstance(self.max_bad_steps, int) or self.max_bad_steps < 1:
             raise ValueError(f"branches.max_bad_steps: got {self.max_bad_steps!r}; it is a whole number of at least 1")
 
@@ -152,12 +186,13 @@ class BranchesBlock:
 
     def dealing(self) -> BalanceBlock:
         """The `balance` block. Raises ValueError for what is wrong in it."""
-        if not isinstance(self.balance, (dict, type(None))):
-            raise ValueError(f'branches.balance: got {self.balance!r}; it is an object such as {{"strategy": "deal"}}')
-        for key in self.balance or {}:
-            if key not in _keys(BalanceBlock):
-                raise ValueError(f"unknown key 'branches.balance.{key}'{nearest(key, _keys(BalanceBlock))}")
-        return BalanceBlock(**(self.balance or {}))
+        return BalanceBlock(**_object("balance", {} if self.balance is None else self.balance, BalanceBlock, '{"strategy": "deal"}'))
+
+    def weighting(self) -> SampleWeightsBlock | None:
+        """The `sample_weights` block; None: all samples count the same. Raises ValueError for what is wrong in it."""
+        if self.sample_weights is None:
+            return None
+        return SampleWeightsBlock(**_object("sample_weights", self.sample_weights, SampleWeightsBlock, '{"use": "loss"}'))
 
     def clipping(self) -> dict[str, ClippingRule]:
         """group -> rule. Raises ValueError for what is wrong in the `gradient_clipping` block."""
@@ -290,6 +325,16 @@ def check_hardware(config: Mapping[str, Any], fp16_supported: bool, bf16_support
 
 def _keys(cls: type) -> list[str]:
     return [field.name for field in fields(cls)]
+
+
+def _object(name: str, value: Any, cls: type, example: str) -> dict[str, Any]:
+    """`value` if it is an object with keys of `cls` only."""
+    if not isinstance(value, dict):
+        raise ValueError(f"branches.{name}: got {value!r}; it is an object such as {example}")
+    for key in value:
+        if key not in _keys(cls):
+            raise ValueError(f"unknown key 'branches.{name}.{key}'{nearest(key, _keys(cls))}")
+    return value
 
 
 def _choice(name: str, value: Any, valid: Sequence[str]) -> None:

@@ -70,7 +70,15 @@ class Balance:
         positions = self.order.global_batch_size * (captions if dealer.deals_texts else 1)
         most = max(1, min(planned.num_micro_batches * captions, positions // (planned.replicas * self.block.min_size)))
         careful = replace(dealer, largest=dealer.largest and max(1, int(MARGIN * dealer.largest)))
-        return max(len(careful.deal(self.batch(s, setting), planned.replicas, 1, most)[0]) for s in range(step, step + LOOKED_AT))
+        return max(len(careful.deal(self.batch(s, setting), planned.replicas, 1, most)[0]) for s in self._looked_at(step))
+
+    def _looked_at(self, step: int) -> list[int]:
+        """Steps whose global batches decide: those from `step` on, and under a curriculum the hardest, which end the epoch."""
+        steps = range(step, step + LOOKED_AT)
+        if self.order.curriculum is None:
+            return [*steps]
+        end = (self.order.epoch(step) + 1) * self.order.steps_per_epoch
+        return sorted({*steps, *range(max(step, end - LOOKED_AT), end)})
 
 
 def make_balance(

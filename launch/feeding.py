@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from data.cache import GIB, PictureCache, default_folder, open_cache
@@ -41,9 +42,11 @@ class Feeding:
         folder: RunFolder,
         balancer: Balancer,
         patch_size: int | None,
+        weights_of: Callable[[np.ndarray], np.ndarray] | None,
     ):
+        """`weights_of`: what the samples of a global batch count in its loss; None: all the same."""
         self.data, self.engine, self.options, self.folder, self.balancer = data, engine, options, folder, balancer
-        self.workers, self.pin_memory, self.patch_size = workers, pin_memory, patch_size
+        self.workers, self.pin_memory, self.patch_size, self.weights_of = workers, pin_memory, patch_size, weights_of
         self.branch = next(iter(engine.place.layers))
         self.modalities = frozenset(engine.place.loads)
         self.batch = engine.batches[self.branch]
@@ -68,8 +71,9 @@ class Feeding:
             start_step,
             stop_step,
             self.balancer.balance.dealers[self.branch],
+            self.weights_of,
         )
-        on_load = partial(self._note, self.data.source)
+        on_load = partial(self._note, self.data.source, True)
         return micro_batches(self._dataset(self.data.source), requests, self.workers, self.pin_memory, on_load=on_load, name=self.name)
 
     def counts(self) -> dict[str, float]:
@@ -84,7 +88,7 @@ class Feeding:
             batches = None
             if self.modalities:
                 workers = self.workers if len(requests) >= WORTH_WORKERS else 0
-                on_load = partial(self._note, held_out.source)
+                on_load = partial(self._note, held_out.source, False)
                 batches = micro_batches(self._dataset(held_out.source), requests, workers, self.pin_memory, on_load=on_load, name=self.name)
             totals = self.engine.evaluate(batches, len(requests), recall_hits)
             num_pairs = max(1, int(totals.pop("num_pairs")))
@@ -96,12 +100,13 @@ class Feeding:
     def _dataset(self, source: Source) -> MicroBatchDataset:
         return micro_batch_dataset(self.data, source, self.options, self.modalities, self.cache, self.patch_size)
 
-    def _note(self, source: Source, report: LoadReport) -> None:
-        """Count, list what could not be read, and stop when that is too much of what was loaded."""
+    def _note(self, source: Source, training: bool, report: LoadReport) -> None:
+        """Count, list what could not be read, and stop when that is too much of what was loaded. Texts of held-out samples are no step's."""
         self._counts["unreadable_pictures"] += len(report.bad)
-        self._counts["truncated_texts"] += report.num_truncated
-        self._counts["text_tokens"] += report.num_tokens
-        self._counts["padded_text_tokens"] += report.num_padded_tokens
+        if training:
+            self._counts["truncated_texts"] += report.num_truncated
+            self._counts["text_tokens"] += report.num_tokens
+            self._counts["padded_text_tokens"] += report.num_padded_tokens
         self._loaded += report.num_pictures
         for i, reason, detail in report.bad:
             self._unreadable[reason] += 1

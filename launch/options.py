@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ class Options:
     deepspeed_config: Path | None
     data: tuple[str, ...]
     data_weights: tuple[float, ...] | None
+    data_temperature: float
+    data_floors: tuple[float, ...] | None
     val_data: str | None
     val_fraction: float
     limit_samples: int | None
@@ -136,6 +139,14 @@ def make_parser() -> argparse.ArgumentParser:
         "webdataset:SHARDS; repeat it to mix several (data/README.md; default: demo)",
     )
     data.add_argument("--data-weights", metavar="W,W,...", help="how often the samples of each --data come in an epoch (default: once)")
+    data.add_argument(
+        "--data-temperature",
+        type=_positive,
+        default=1.0,
+        metavar="T",
+        help="the share of a --data in an epoch goes with (samples * weight)^(1/T); large: all the same (default: 1.0)",
+    )
+    data.add_argument("--data-floors", metavar="F,F,...", help="smallest share of each --data in an epoch, together at most 1 (default: 0)")
     data.add_argument("--val-data", metavar="SPEC", help="held-out samples from elsewhere, instead of a part of --data")
     data.add_argument(
         "--val-fraction", type=_fraction, default=0.1, metavar="F", help="part of --data held out, never trained on (default: 0.1)"
@@ -267,6 +278,9 @@ def parse_options(arguments: list[str] | None = None) -> Options:
         )
     values["data"] = tuple(values["data"] or ["demo"])
     values["data_weights"] = _weights(parser, values["data_weights"], values["data"])
+    values["data_floors"] = _floors(parser, values["data_floors"], values["data"])
+    if len(values["data"]) == 1 and values["data_temperature"] != 1:
+        parser.error(f"argument --data-temperature: {values['data_temperature']:g}; one --data has nothing to share, give several")
     defaults = DEMO_DEFAULTS if all(spec.split(":")[0] == "demo" for spec in values["data"]) else DEFAULTS
     for key, default in defaults.items():
         if values[key] is None and not (key == "epochs" and values["steps"] is not None):
@@ -283,13 +297,41 @@ def default_config(on_gpu: bool, bf16_supported: bool) -> Path:
 def _weights(parser: argparse.ArgumentParser, given: str | None, data: tuple[str, ...]) -> tuple[float, ...] | None:
     if given is None:
         return None
-    try:
-        weights = tuple(float(weight) for weight in given.split(","))
-    except ValueError:
-        weights = ()
-    if len(weights) != len(data) or not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+    weights = _numbers(given)
+    if len(weights) != len(data) or not all(0 <= weight < math.inf for weight in weights) or not any(weights):
         parser.error(f"argument --data-weights: {given!r}; {len(data)} --data need {len(data)} numbers >= 0, not all 0, such as 1,0.5")
     return weights
+
+
+def _floors(parser: argparse.ArgumentParser, given: str | None, data: tuple[str, ...]) -> tuple[float, ...] | None:
+    if given is None:
+        return None
+    if len(data) == 1:
+        parser.error(f"argument --data-floors: {given!r}; one --data has nothing to share, give several")
+    floors = _numbers(given)
+    if len(floors) != len(data) or not all(0 <= floor <= 1 for floor in floors) or math.fsum(floors) > 1 + 1e-9:
+        parser.error(
+            f"argument --data-floors: {given!r}; {len(data)} --data need {len(data)} numbers from 0 to 1, together at most 1, such as 0.2,0"
+        )
+    return floors
+
+
+def _numbers(given: str) -> tuple[float, ...]:
+    """Nothing where one of them is no number."""
+    try:
+        return tuple(float(number) for number in given.split(","))
+    except ValueError:
+        return ()
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{value:g} is not above 0")
+    return value
+
+
+_positive.__name__ = "number"
 
 
 def _fraction(text: str) -> float:

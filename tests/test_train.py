@@ -145,6 +145,7 @@ def test_a_run_stopped_by_ctrl_c_goes_on_as_if_it_had_not_been_stopped(tmp_path,
             assert whole[step][key] == resumed[step][key], (step, key)
         assert whole[step].get("logit_bias") == resumed[step].get("logit_bias")
         assert ("logit_bias" in whole[step]) == (layout == "auto")
+        assert 0 < whole[step]["padded_text_tokens"] <= 120 * 32  # of the texts of the step, not of an evaluation before it
     assert evaluate(tmp_path / "whole") == evaluate(tmp_path / "stopped")
     assert list(read_trace(tmp_path / "stopped" / "trace.json")) == [3, 4, 8]
     timeline = subprocess.run(

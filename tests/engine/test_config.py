@@ -45,6 +45,14 @@ def test_clipping_is_on_unless_the_file_says_otherwise():
         assert check_config(config({"gradient_clipping": nothing}))[1].clipping() == dict.fromkeys(groups, ClippingRule("none"))
 
 
+def test_sample_weights_are_off_unless_the_file_says_otherwise():
+    assert check_config(config())[1].weighting() is None
+    block = check_config(config({"sample_weights": {"use": "loss"}}))[1].weighting()
+    assert (block.use, block.image, block.text, block.epochs) == ("loss", 0.3, 0.7, None)
+    block = check_config(config({"sample_weights": {"use": "curriculum", "image": 1, "text": 0, "epochs": 4}}))[1].weighting()
+    assert (block.use, block.image, block.text, block.epochs) == ("curriculum", 1, 0, 4)
+
+
 def test_the_given_dictionary_stays_as_it_is():
     written = config({"layout": "fork"})
     before = copy.deepcopy(written)
@@ -117,6 +125,23 @@ REFUSED_BRANCHES = [
     ({"max_bad_steps": 0}, ["branches.max_bad_steps", "got 0", "whole number of at least 1"]),
     ({"max_bad_steps": True}, ["branches.max_bad_steps", "got True"]),
 ]
+REFUSED_WEIGHTS = [
+    ("loss", ["branches.sample_weights: got 'loss'", 'an object such as {"use": "loss"}']),
+    ([], ["branches.sample_weights: got []", "an object"]),
+    ({}, ["branches.sample_weights", 'no "use"', '"loss" or "curriculum"']),
+    ({"use": "los"}, ["branches.sample_weights.use", "'los'", "did you mean 'loss'?"]),
+    ({"use": "loss", "imgae": 1}, ["unknown key 'branches.sample_weights.imgae'", "did you mean 'image'?"]),
+    ({"use": "loss", "image": -1}, ["branches.sample_weights.image", "got -1", "a number of at least 0"]),
+    ({"use": "loss", "text": "much"}, ["branches.sample_weights.text", "got 'much'", "a number of at least 0"]),
+    ({"use": "loss", "text": True}, ["branches.sample_weights.text", "got True"]),
+    ({"use": "loss", "text": float("inf")}, ["branches.sample_weights.text", "got inf"]),
+    ({"use": "loss", "image": 0, "text": 0}, ["image and text are both 0", "remove the block"]),
+    ({"use": "loss", "epochs": 3}, ["branches.sample_weights.epochs", 'only "use": "curriculum"', "remove the key"]),
+    ({"use": "curriculum"}, ["branches.sample_weights.epochs", "got None", "whole number of at least 1"]),
+    ({"use": "curriculum", "epochs": 0}, ["branches.sample_weights.epochs", "got 0", "whole number of at least 1"]),
+    ({"use": "curriculum", "epochs": 2.0}, ["branches.sample_weights.epochs", "got 2.0"]),
+]
+REFUSED_BRANCHES += [({"sample_weights": written}, words) for written, words in REFUSED_WEIGHTS]
 REFUSED_VALUES = [
     (config(zero_optimization={"stage": 2}), ["zero_optimization.stage: 2", "use 0 or 1"]),
     (config(zero_optimization={"stage": 3}), ["zero_optimization.stage: 3", "use 0 or 1"]),

@@ -14,6 +14,7 @@ from data.options import DataOptions
 from data.prepare import prepare_data
 from data.sampler import GlobalOrder
 from data.settings import Settings
+from data.weights import Curriculum
 from engine.config import check_config
 from engine.planner import plan_run
 from engine.topology import BRANCHES
@@ -119,6 +120,23 @@ def test_refusals(data, tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             made(data, tmp_path, "fork", balance)
+
+
+def test_under_a_curriculum_the_hardest_global_batches_decide_how_many_micro_batches_there_are(data, tmp_path):
+    balance = made(data, tmp_path, "fork", {"strategy": "deal"})
+    lengths = balance.dealers["text"].tokens.of(np.arange(len(data.train)), data.train, 0, 0)[:, 0]
+    taught = replace(balance, order=replace(balance.order, curriculum=Curriculum(lengths, epochs=3)))
+    steps = taught.order.steps_per_epoch
+
+    def needed(step):
+        dealer = replace(balance.dealers["text"], largest=600)
+        batch = taught.batch(step, taught.first)
+        return len(dealer.deal(batch, 1, 1, 12)[0])
+
+    assert needed(steps - 1) > needed(0)
+    tight = replace(taught, dealers={**taught.dealers, "text": replace(balance.dealers["text"], largest=round(600 / 0.9))})
+    tight = replace(tight, plan=replace(tight.plan, batches={b: replace(v, num_micro_batches=12) for b, v in tight.plan.batches.items()}))
+    assert tight.num_micro_batches(tight.first, 0)["text"] >= max(needed(steps - 1), needed(steps - 2)) > needed(0)
 
 
 def test_a_run_that_goes_on_deals_the_same(data, tmp_path):

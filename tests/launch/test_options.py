@@ -13,7 +13,7 @@ from launch.options import DEFAULTS, DEMO_DEFAULTS, default_config, make_parser,
 # A new flag needs an edit here, and with it the question whether two recipes need it (style.md).
 FLAGS = [
     "--deepspeed_config", "--run-dir", "--resume", "--workers", "--seed",
-    "--data", "--data-weights", "--val-data", "--val-fraction", "--limit-samples",
+    "--data", "--data-weights", "--data-temperature", "--data-floors", "--val-data", "--val-fraction", "--limit-samples",
     "--on-leak", "--leak-bits", "--max-bad-fraction", "--index-check", "--cache", "--cache-limit",
     "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--tokenizer", "--embed-dim", "--image-size",
     "--image-buckets", "--max-text-tokens",
@@ -93,6 +93,10 @@ def test_several_data_sets():
     )
     made = options.data_options()
     assert (made.data, made.data_weights, made.val_data, made.on_leak) == (options.data, (1.0, 0.5), "csv:v.csv", "drop")
+    assert (made.data_temperature, made.data_floors) == (1.0, None)
+    options = parse_options(["--data", "demo", "--data", "demo:de", "--data-temperature", "3", "--data-floors", "0,0.25"])
+    made = options.data_options()
+    assert (made.data_temperature, made.data_floors) == (3.0, (0.0, 0.25))
     assert DataOptions.from_record(json.loads(json.dumps(options.record()))) == made  # as config.json gives it back
 
 
@@ -124,6 +128,13 @@ def test_what_is_given_wins_over_the_defaults():
         (["--loss", "siglip"], ["--loss", "'siglip'", "infonce", "sigmoid"]),
         (["--label-smoothing", "1"], ["--label-smoothing", "1.0 is not in 0 <= F < 1"]),
         (["--loss", "sigmoid", "--label-smoothing", "0.1"], ["--label-smoothing", "0.1 is for --loss infonce", "leave it out"]),
+        (["--data", "demo", "--data", "demo:de", "--data-temperature", "0"], ["--data-temperature", "0 is not above 0"]),
+        (["--data", "demo", "--data", "demo:de", "--data-temperature", "inf"], ["--data-temperature", "inf is not above 0"]),
+        (["--data-temperature", "2"], ["--data-temperature", "2", "one --data has nothing to share"]),
+        (["--data-floors", "1"], ["--data-floors", "'1'", "one --data has nothing to share"]),
+        (["--data", "demo", "--data", "demo:de", "--data-floors", "0.5"], ["--data-floors", "2 --data need 2 numbers from 0 to 1"]),
+        (["--data", "demo", "--data", "demo:de", "--data-floors", "0.7,0.4"], ["--data-floors", "'0.7,0.4'", "together at most 1"]),
+        (["--data", "demo", "--data", "demo:de", "--data-floors", "half,0"], ["--data-floors", "'half,0'", "numbers from 0 to 1"]),
         (["--on-leak", "keep"], ["--on-leak", "'keep'", "refuse", "drop"]),
         (["--wandb", "on"], ["--wandb", "'on'", "online", "offline", "disabled"]),
         (["--data"], ["--data", "expected one argument"]),

@@ -1,0 +1,181 @@
+"""launch.balance: what a run wrote of its balance, as a picture and as tables; what is missing is said in one line."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from data.branch_cost import BranchCost
+from data.feed import Knobs
+from data.settings import Setting
+from launch.balance import decisions, read_looks, read_steps, run
+from launch.balance_picture import LOOKS, MOST_LISTED, MOST_POINTS, Decision, curve, listed, panels_of
+
+FIRST = Setting(0, {"image": 4, "text": 4}, {"text": BranchCost(0.1, 0.0, 1e-4)}, Knobs(image_size=64))
+REFITTED = replace(FIRST, from_step=14, reason="costs refitted")
+MOVED = replace(
+    FIRST, from_step=23, knobs=Knobs(captions_per_image=2, image_size=64), reason="captions_per_image 1 -> 2: it waits; costs refitted"
+)
+WAITS, BOUND = "captions_per_image 1 -> 2: it waits", "bound reached: it waits, and no knob can better it"
+
+
+def step(number: int, **more) -> dict:
+    half = number > 60
+    return {
+        "step": number,
+        "loss": 3.0,
+        "samples_per_s": 200.0 if half else 100.0,
+        "step_s": 0.5,
+        "idle/image 0": 0.1 if half else 0.02,
+        "idle/text 0": 0.25 if half else 0.75,
+        "busy_s/image 0": 0.45,
+        "busy_s/text 0": 0.375 if half else 0.125,
+        "text_tokens": 700.0 if half else 350.0,
+        "padded_text_tokens": 1000.0 if half else 700.0,
+        "captions_per_image": 2 if number > 23 else 1,
+        **more,
+    }
+
+
+def look(number: int, predicted_s: float, reason: str | None = None, following: Setting | None = None) -> dict:
+    return {
+        "step": number,
+        "busy_s": {"image": 0.45, "text": 0.2},
+        "measured_s": {"text": 0.6},
+        "predicted_s": {"text": predicted_s},
+        "knobs": {"captions_per_image": 1, "kept_patches": 1.0, "image_size": 64},
+        "num_micro_batches": {"image": 4, "text": 4},
+        "reason": reason,
+        "next": following and following.record(),
+    }
+
+
+LOOKED = [look(10, 0.15, None, REFITTED), look(20, 0.3, WAITS, MOVED), look(30, 0.6), look(40, 0.66, BOUND)]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """120 steps and an evaluation; four looks, of which one moved a knob."""
+    lines = [{"step": 0, "held_out": "validation", "image_to_text_R@1": 0.1}, *map(step, range(1, 121))]
+    for name, records in (("metrics", lines), ("balance", LOOKED)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return tmp_path
+
+
+def row(out: str, name: str) -> list[str]:
+    (line,) = [line for line in out.splitlines() if line.strip().startswith(name + "  ")]
+    return line.strip().removeprefix(name).split()
+
+
+def test_the_table_says_how_it_began_and_how_it_ended(run_dir, capsys):
+    assert run([str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert row(out, "text 0, idle") == ["75%", "25%"] and row(out, "image 0, idle") == ["2%", "10%"]
+    assert row(out, "text 0, busy") == ["125", "ms", "375", "ms"]
+    assert row(out, "images per second") == ["100", "200"] and row(out, "text tokens per second") == ["700", "1,400"]
+    assert row(out, "padding share of the texts") == ["50%", "30%"] and row(out, "captions_per_image") == ["1", "2"]
+    assert row(out, "text, predicted / measured") == ["0.25", "1.10"]
+    assert out.splitlines()[-1] == str(run_dir / "balance.png")
+
+
+def test_every_decision_is_told_with_its_step_and_reason(run_dir, capsys):
+    run([str(run_dir)])
+    out = capsys.readouterr().out
+    assert decisions(LOOKED) == [Decision(20, 24, WAITS), Decision(40, 41, BOUND)]  # the first holds when no loader has begun with the step
+    assert row(out, "1") == ["20", "24", *WAITS.split()] and BOUND in " ".join(out.split())
+    assert "costs refitted in 2 of 4 looks, after steps 10, 20" in out
+
+
+def test_panels_over_the_steps(run_dir):
+    lines, looks = read_steps(run_dir), read_looks(run_dir)
+    panels = panels_of(lines, looks)
+    assert [name.partition(",")[0] for name in panels] == [
+        "idle share of a step",
+        "text: seconds of the micro-batches of a look",
+        "padding share of the texts",
+        "images per second",
+        "text tokens per second",
+        "captions_per_image",
+    ]
+    drawn = {}
+    for name, draw in panels.items():
+        axes = drawn[name.partition(",")[0]] = Figure().subplots()
+        draw(axes)
+    of = {line.get_label(): line for line in drawn["text: seconds of the micro-batches of a look"].lines}
+    assert of["measured"].get_xydata().tolist() == [[10, 0.6], [20, 0.6], [30, 0.6], [40, 0.6]]
+    assert of["predicted"].get_ydata().tolist() == [0.15, 0.3, 0.6, 0.66] and of["costs refitted"].get_xdata().tolist() == [10, 20]
+    (knob,) = drawn["captions_per_image"].lines
+    assert knob.get_ydata()[knob.get_xdata() <= 23].tolist() == [1] * 23 and len(knob.get_xdata()) == 120
+    (padding,) = drawn["padding share of the texts"].lines
+    assert set(padding.get_ydata()) == {0.5, 0.3}
+
+
+def test_curves_are_told_apart_without_colour(run_dir):
+    axes = Figure().subplots()
+    panels_of(read_steps(run_dir), [])["idle share of a step, by stage"](axes)
+    assert len({(line.get_linestyle(), line.get_marker()) for line in axes.lines}) == 2
+    assert len({line for _, line, _ in LOOKS}) == len({mark for _, _, mark in LOOKS}) == len(LOOKS)
+
+
+def test_many_steps_are_drawn_as_medians():
+    lines = [{"step": n, "a": float(n % 10 == 0)} for n in range(1, 1001)]
+    steps, values = curve(lines, "a")
+    assert len(steps) == MOST_POINTS and steps[:2] == [5.5, 15.5] and set(values) == {0.0}
+    assert curve(lines[:3], "a") == ([1, 2, 3], [0.0, 0.0, 0.0]) and curve(lines, "b") == ([], [])
+
+
+def test_long_lists_of_decisions_are_cut_in_the_picture():
+    words = listed([Decision(n, n + 4, "moved") for n in range(MOST_LISTED + 3)])
+    assert len(words) == MOST_LISTED + 1 and words[0] == "1   step 4: moved" and words[-1] == "… and 3 more, in the table"
+    assert listed([]) == []
+
+
+@pytest.mark.parametrize("name", ["own.png", "own.svg"])
+def test_the_picture_has_something_in_it(run_dir, name):
+    assert run([str(run_dir), "--output", str(run_dir / name)]) == 0
+    if name.endswith("png"):
+        picture = imread(run_dir / name)[..., :3]
+        assert picture.shape[0] > 700 and 0.005 < (picture < 0.5).all(axis=2).mean() < 0.2
+    else:
+        assert (run_dir / name).stat().st_size > 10_000
+
+
+def test_without_looks_it_draws_what_there_is_and_says_what_to_do(run_dir, capsys):
+    (run_dir / "balance.jsonl").unlink()
+    assert run([str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "no balance.jsonl" in out and '"strategy": "deal"' in out and "Decisions" not in out
+    assert (run_dir / "balance.png").is_file()
+    assert not any("predicted" in name for name in panels_of(read_steps(run_dir), read_looks(run_dir)))
+
+
+def test_a_line_that_is_being_written_is_passed_over(run_dir):
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 121, "lo')
+    assert len(read_steps(run_dir)) == 120
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("metrics.jsonl", None, "metrics.jsonl: no such file; give the folder of a run of train.py"),
+        ("metrics.jsonl", '{"step": 0, "held_out": "validation"}\n', "metrics.jsonl: has no step yet; train on"),
+        ("metrics.jsonl", "{\n", "metrics.jsonl:1: not valid JSON"),
+        ("balance.jsonl", "{}\n]\n", "balance.jsonl:2: not valid JSON"),
+    ],
+)
+def test_what_is_missing_or_broken_is_named_in_one_line(run_dir, capsys, name, content, message):
+    (run_dir / name).unlink()
+    if content is not None:
+        (run_dir / name).write_text(content)
+    assert run([str(run_dir)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and err.count("\n") == 1
+
+
+def test_a_picture_of_no_known_kind_is_refused(run_dir, capsys):
+    with pytest.raises(SystemExit) as exit:
+        run([str(run_dir), "--output", "balance.txt"])
+    assert exit.value.code == 2 and "its name ends in .png" in capsys.readouterr().err

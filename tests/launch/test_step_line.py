@@ -1,0 +1,73 @@
+"""What a step leaves in metrics.jsonl beside what the engine measured."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cost_models import proportional
+
+from data.feed import FeedRules, Knobs, Ladders
+from data.sampler import GlobalOrder
+from data.settings import Setting, Settings
+from engine.config import check_config
+from engine.planner import plan_run
+from engine.step_metrics import StepMetrics
+from launch.balancing import Balance
+from launch.step_line import step_line
+
+METRICS = StepMetrics(
+    loss=3.5,
+    scalars={"logit_scale_exp": 14.0},
+    grad_norm={"image": 1.0, "text": 2.0, "head": 0.5},
+    clip_coefficient={"image": 1.0, "text": 0.5, "head": 1.0},
+    clipped_share={"image": 0.0, "text": 1.0, "head": 0.0},
+    lr=1e-3,
+    step_applied=True,
+    skipped_steps=0,
+    bad_step=None,
+    bad_steps_in_a_row=0,
+    loss_scale=1.0,
+    stop_requested=False,
+    idle={"image 0": 0.25, "text 0": 0.0},
+    busy_s={"image 0": 1.5, "text 0": 2.0},
+    data_wait_s={"image 0": 0.0, "text 0": 0.0},
+    sent_bytes=100,
+    peak_memory_bytes=200,
+    num_left_out=0,
+    counts={"text_tokens": 300.0, "padded_text_tokens": 400.0},
+)
+ORDER = GlobalOrder(40, 10, 0, ((30, 1.0), (10, 3.0)))
+
+
+SETTINGS = Settings([Setting(0, {}), Setting(3, {}, knobs=Knobs(captions_per_image=2, image_size=64))])
+
+
+def line_of(step, sources=(), metrics=METRICS, order=ORDER, ladders=Ladders()):
+    config, block = check_config({"train_batch_size": 10, "optimizer": {"type": "AdamW"}, "branches": {"layout": "fork"}})
+    plan = plan_run(config, block, 2, proportional({"image": [1.0], "text": [1.0]}))
+    balance = Balance(block.dealing(), plan, {}, order, np.arange(40), ladders, FeedRules(), SETTINGS.at(0))
+    return step_line(metrics, step, 2.0, balance, SETTINGS, sources)
+
+
+def test_rates_are_of_the_step():
+    line = line_of(6, ("a", "b"))
+    assert (line["step"], line["epoch"], line["step_s"], line["samples_per_s"]) == (6, 1.0, 2.0, 5.0)
+    assert (line["images_per_s"], line["text_tokens_per_s"], line["padding_share/text"]) == (5.0, 150.0, 0.25)
+    assert METRICS.record(6, 1.0, 5.0, 2.0).items() <= line.items()
+
+
+def test_a_step_without_texts_has_no_padding():
+    assert line_of(6, metrics=replace(METRICS, counts={}))["padding_share/text"] == 0.0
+
+
+def test_only_knobs_that_may_move_are_told_as_they_were_in_the_step():
+    ladders = Ladders(captions_per_image=(1, 2, 3))
+    assert [line_of(step, ladders=ladders)["captions_per_image"] for step in (1, 3, 4, 9)] == [1, 1, 2, 2]
+    assert not {"image_size", "kept_patches"} & line_of(4, ladders=ladders).keys()
+    assert "captions_per_image" not in line_of(4)
+
+
+def test_of_several_sources_it_says_how_often_their_samples_have_been_visited():
+    line = line_of(9, ("demo:de", "jsonl:few.jsonl"))
+    assert line["epochs/demo:de"] == pytest.approx(1.5) and line["epochs/jsonl:few.jsonl"] == pytest.approx(4.5)
+    assert not any(key.startswith("epochs/") for key in line_of(9, ("demo",), order=GlobalOrder(40, 10, 0)))
