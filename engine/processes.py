@@ -48,7 +48,7 @@ def start_processes(timeout_s: float = 1800.0) -> Processes:
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        _compile_shared_memory_op()
+        compile_shared_memory_op()
         _keep_freed_memory()
     else:
         accelerator.set_device(local_rank)
@@ -123,7 +123,7 @@ def _unlink_shared_memory() -> None:
     Path("/dev/shm", name).unlink(missing_ok=True)
 
 
-def _compile_shared_memory_op() -> None:
+def compile_shared_memory_op() -> None:
     """Build DeepSpeed's shared-memory collectives once per machine, under a lock that dies with its holder.
 
     torch guards its build folder with a plain file: a process killed while it compiles leaves that file behind and every

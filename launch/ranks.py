@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 PRELOAD = ["torch", "deepspeed", "torchvision", "transformers", "engine.executor", "models.towers", "data.loader"]
+PRELOAD += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # which ZeRO imports, and with it torch's compiler: 3 s
 
 _context = multiprocessing.get_context("forkserver")
 

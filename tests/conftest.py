@@ -1,12 +1,14 @@
-"""One torch extensions cache per test session, so that a killed run elsewhere cannot block the tests, nor the tests others."""
+"""One torch extensions cache per environment, so that a killed run elsewhere cannot block the tests, nor the tests others."""
 
 import hashlib
 import os
+import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
-# one for each environment: a cache that two of them share is compiled anew each time they take turns
+# a cache that two environments share is compiled anew each time they take turns
 ENVIRONMENT = hashlib.blake2b(f"{sys.prefix} {version('torch')}".encode(), digest_size=6).hexdigest()
 os.environ.setdefault(
     "TORCH_EXTENSIONS_DIR", os.path.join(tempfile.gettempdir(), f"wye-tests-{os.getuid()}", f"torch_extensions-{ENVIRONMENT}")
@@ -15,3 +17,10 @@ os.environ.setdefault("WYE_CACHE", os.path.join(tempfile.gettempdir(), f"wye-tes
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_sessionstart() -> None:
+    """The first time, before any test's time limit begins: a minute or two."""
+    if not list(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/*.so")):
+        compiling = "from engine.processes import compile_shared_memory_op; compile_shared_memory_op()"
+        subprocess.run([sys.executable, "-c", compiling], cwd=Path(__file__).parents[1], stdout=subprocess.DEVNULL)
