@@ -116,6 +116,7 @@ def main(options: Options, run: Run) -> int:
         processes.timeout,
         balance.constant_shapes,
         balance.equal_shares,
+        data.source_starts,
     )
 
     # Where a run goes on: its state.
@@ -166,7 +167,8 @@ def main(options: Options, run: Run) -> int:
             seen = balancer.after_step(engine, metrics)
             if seen:
                 folder.log_look(seen)
-                show(f"step {step}: {seen['reason']}", first and bool(seen["reason"]))
+                for reason in filter(None, (seen["reason"], seen.get("mix", {}).get("reason"))):
+                    show(f"step {step}: {reason}", first)
             if is_sampled(step, options.trace_every):
                 ranks = engine.gather_trace()
                 if first:

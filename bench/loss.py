@@ -57,7 +57,8 @@ def in_blocks(name: str, sides: dict[str, Side]) -> Tensor:
     from models.losses import build_loss
 
     loss = build_loss(name)
-    return loss.whole(sides, {key: torch.tensor([value]) for key, value in loss.parameters.items()}).share
+    part = loss.whole(sides, {key: torch.tensor([value]) for key, value in loss.parameters.items()})
+    return sum(shares.sum() for shares in part.shares.values())
 
 
 def plain(name: str, sides: dict[str, Side]) -> Tensor:

@@ -63,6 +63,11 @@ class Mixture:
             for identity, *rest in source.bad_samples():
                 yield f"{number}/{identity}", *rest
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first index of each source."""
+        return tuple(self._starts[:-1].tolist())
+
     def parts(self, subset: np.ndarray, weights: Sequence[float]) -> Parts:
         """Of an ascending subset [n]: how many samples are of each source, and its weight."""
         ends = np.searchsorted(subset, self._starts)
@@ -112,8 +117,7 @@ def mixed(parts: Parts, temperature: float = 1.0, floors: Sequence[float] | None
         return parts
     shares = raised_to_floors(_shares(sizes, temperature), floors)
     if not np.array_equal(shares, sizes / sizes.sum()):
-        visits = _whole(shares, sum(round(size) for size in sizes))
-        parts = tuple((count, visit / count if count else 0.0) for (count, _), visit in zip(parts, visits.tolist()))
+        parts = _visited(parts, _whole(shares, sum(round(size) for size in sizes)))
     for number, ((count, weight), size) in enumerate(zip(parts, sizes), 1):
         if size > 0 and round(count * weight) == 0:
             raise ValueError(
@@ -121,6 +125,20 @@ def mixed(parts: Parts, temperature: float = 1.0, floors: Sequence[float] | None
                 "--data-weights, a floor in --data-floors, or take it out of --data"
             )
     return parts
+
+
+def pulled(parts: Parts, factors: Sequence[float], floors: Sequence[float] | None = None) -> Parts:
+    """The same sets with their weights times `factors` > 0; an epoch stays as long as it was. No share falls below its floor, and none below
+    one visit, unless it is there already: that is where it stays."""
+    visits = np.array([round(count * weight) for count, weight in parts])
+    least = np.maximum(0.0 if floors is None else np.asarray(floors), 1 / visits.sum())
+    shares = raised_to_floors(_shares(visits * np.asarray(factors), 1.0), np.minimum(least, visits / visits.sum()))
+    found = _whole(shares, int(visits.sum()))
+    return parts if np.array_equal(found, visits) else _visited(parts, found)
+
+
+def _visited(parts: Parts, visits: np.ndarray) -> Parts:
+    return tuple((count, visit / count if count else 0.0) for (count, _), visit in zip(parts, visits.tolist()))
 
 
 def _shares(sizes: np.ndarray, temperature: float) -> np.ndarray:

@@ -48,6 +48,11 @@ class PreparedData:
     parts: Parts = ()
     leaks: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def source_starts(self) -> tuple[int, ...] | None:
+        """The first index in `source` of each of several data sets; None: there is one."""
+        return self.source.starts if isinstance(self.source, Mixture) else None
+
     def summary(self) -> dict[str, object]:
         return {
             "source": self.source.spec,

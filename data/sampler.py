@@ -16,7 +16,7 @@ from data.dealing import deal_window
 from data.draws import PARTS
 from data.feed import Knobs
 from data.mixture import Parts
-from data.settings import Settings
+from data.settings import Mixes, Settings
 from data.weights import Curriculum
 
 
@@ -28,7 +28,8 @@ class GlobalOrder:
     is dropped, so a sample comes at most once per epoch. Any step can be asked for, in any order; nothing is stored.
 
     `parts`, (number of samples, weight) each, divide the samples in their order: those of a part with weight w come w times an
-    epoch. Of a weight's fraction f every epoch has another share, and 1/f epochs in a row have each sample once more.
+    epoch. Of a weight's fraction f every epoch has another share, and 1/f epochs in a row have each sample once more. Where a method is given
+    `mixes`, the parts have other weights from those epochs on; an epoch stays as long as it was.
 
     `window` > 1: the samples of so many global batches in a row are sorted into batches of similar lengths, `lengths_of(visited [n], epoch)` ->
     [n]; a sample comes at most window − 1 steps earlier or later than it would. The last window of an epoch may be shorter.
@@ -64,11 +65,14 @@ class GlobalOrder:
         """How many are visited in an epoch, repetitions counted."""
         return _length(self.parts) if self.parts else self.num_samples
 
-    def visits(self, step: int) -> tuple[float, ...]:
+    def visits(self, step: int, mixes: Mixes = ()) -> tuple[float, ...]:
         """By part: how often each of its samples has come before `step`, on average. Within an epoch as shuffles do on average, which is what
         a curriculum comes to by the epoch's end; nan for a part without samples."""
-        epochs = step * self.global_batch_size / self.epoch_samples  # the last few samples of an epoch wait for another one
-        return tuple(epochs * round(weight * count) / count if count else math.nan for count, weight in self.parts)
+        used = self.steps_per_epoch * self.global_batch_size / self.epoch_samples  # the last few samples of an epoch wait for another one
+        visits = np.zeros(len(self.parts))
+        for epochs, parts in _held(self._mixes(mixes, self.epoch(step)), step / self.steps_per_epoch):
+            visits += [epochs * used * round(weight * count) / count if count else math.nan for count, weight in parts]
+        return tuple(visits.tolist())
 
     @property
     def steps_per_epoch(self) -> int:
@@ -77,14 +81,21 @@ class GlobalOrder:
     def epoch(self, step: int) -> int:
         return step // self.steps_per_epoch
 
-    def batch(self, step: int) -> np.ndarray:
+    def _mixes(self, later: Mixes, epoch: int) -> Mixes:
+        """All up to an epoch, from the first on. Errors: ValueError for one of other parts, or with which an epoch were not as long."""
+        for start, parts in later:
+            if [count for count, _ in parts] != [count for count, _ in self.parts] or _length(parts) != self.epoch_samples:
+                raise ValueError(f"parts {parts} from epoch {start} on: those of {self.parts} with {self.epoch_samples} visits are needed")
+        return ((0, self.parts), *(mix for mix in later if mix[0] <= epoch))
+
+    def batch(self, step: int, mixes: Mixes = ()) -> np.ndarray:
         """[G] int64: numbers 0..N-1 into the training subset, in the order of their positions in the global batch."""
         if step < 0:
             raise ValueError(f"step {step}: steps count from 0")
         within, epoch, size = step % self.steps_per_epoch, self.epoch(step), self.global_batch_size
         first = within - within % self.window
         last = min(first + self.window, self.steps_per_epoch)
-        visits = _visits(self.num_samples, self.seed, self.parts, epoch, self.steps_per_epoch * size, self.curriculum)
+        visits = _visits(self.num_samples, self.seed, self._mixes(mixes, epoch), epoch, self.steps_per_epoch * size, self.curriculum)
         visited = visits[first * size : last * size].astype(np.int64)
         if self.window > 1 and self.lengths_of is not None:
             lengths = self.lengths_of(visited, epoch).reshape(last - first, size)
@@ -176,7 +187,7 @@ def training_requests(
 
 
 def global_batch(order: GlobalOrder, subset: np.ndarray, settings: Settings, step: int) -> GlobalBatch:
-    visited = order.batch(step)  # [G]
+    visited = order.batch(step, settings.mixes)  # [G]
     return GlobalBatch(step, order.epoch(step), visited, np.asarray(subset[visited]), settings.at(step))
 
 
@@ -208,27 +219,37 @@ def _check_replica(replica: int, replicas: int) -> None:
 
 
 @lru_cache(maxsize=2)  # this epoch and, while workers load ahead, the next
-def _visits(num_samples: int, seed: int, parts: Parts, epoch: int, number: int, curriculum: Curriculum | None) -> np.ndarray:
+def _visits(num_samples: int, seed: int, mixes: Mixes, epoch: int, number: int, curriculum: Curriculum | None) -> np.ndarray:
     """[number], the samples of an epoch in the order of their visits; 4 bytes each where that does."""
     kind = np.int32 if num_samples <= np.iinfo(np.int32).max else np.int64
-    samples = _weighted(seed, parts, epoch).astype(kind) if parts else np.arange(num_samples, dtype=kind)
+    samples = _weighted(seed, mixes, epoch).astype(kind) if mixes[0][1] else np.arange(num_samples, dtype=kind)
     np.random.default_rng([seed, epoch]).shuffle(samples)
     return samples[:number] if curriculum is None else curriculum.arranged(samples[:number], epoch)
 
 
-def _weighted(seed: int, parts: Parts, epoch: int) -> np.ndarray:
+def _weighted(seed: int, mixes: Mixes, epoch: int) -> np.ndarray:
     chosen, start = [], 0
-    for number, (count, weight) in enumerate(parts):
-        whole = int(weight)
-        share = round(weight * count) - whole * count  # of this epoch, of the weight's fraction
+    for number, (count, weight) in enumerate(mixes[-1][1]):
+        whole, share = _whole_and_share(count, weight)
         chosen += [np.arange(start, start + count)] * whole
         # shares are consecutive pieces of one endless row of permutations, so that none comes again before all have come
-        first = epoch * share
+        first = sum(epochs * _whole_and_share(*parts[number])[1] for epochs, parts in _held(mixes, epoch))
         for lap in range(first // count, (first + share - 1) // count + 1) if share else ():
             permutation = np.random.default_rng([seed, lap, number, PARTS]).permutation(count)
             chosen.append(start + permutation[max(0, first - lap * count) : first + share - lap * count])
         start += count
     return np.concatenate(chosen)
+
+
+def _whole_and_share(count: int, weight: float) -> tuple[int, int]:
+    """How often all samples of a part come in an epoch, and how many of them once more: of the weight's fraction."""
+    return int(weight), round(weight * count) - int(weight) * count
+
+
+def _held(mixes: Mixes, epochs: float) -> list[tuple[float, Parts]]:
+    """For how many of the first `epochs` epochs there are which parts, in their order."""
+    ends = [*(start for start, _ in mixes[1:]), math.inf]
+    return [(min(end, epochs) - start, parts) for (start, parts), end in zip(mixes, ends) if start < epochs]
 
 
 def _length(parts: Parts) -> int:

@@ -1,4 +1,5 @@
-"""What the balance of a run holds from which step on: costs to deal by, numbers of micro-batches, feed rates. The same on every rank.
+"""What the balance of a run holds from which step on: costs to deal by, numbers of micro-batches, feed rates, and how data sets are mixed.
+The same on every rank.
 
 Measured times differ from rank to rank and from run to run, so what follows from them is decided once, by the first rank, for a step that no
 loader has begun with yet. All else is a pure function of these settings: a run that goes on with them deals as one that never stopped.
@@ -13,6 +14,9 @@ from typing import Any
 
 from data.branch_cost import BranchCost
 from data.feed import Knobs
+from data.mixture import Parts
+
+Mixes = tuple[tuple[int, Parts], ...]  # (epoch, how often samples come from it on), ascending; before the first: as asked for
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,10 @@ class Setting:
 
 
 class Settings:
-    """All settings of a run so far, those to come included."""
+    """All settings of a run so far, those to come included; beside them its mixes, which follow each other by epochs."""
 
-    def __init__(self, settings: Iterable[Setting]) -> None:
+    def __init__(self, settings: Iterable[Setting], mixes: Mixes = ()) -> None:
+        self.mixes = mixes
         self._all: list[Setting] = []
         for setting in settings:
             self.add(setting)
@@ -56,12 +61,20 @@ class Settings:
             raise ValueError(f"a setting from step {setting.from_step} on cannot follow those from {self._starts() or 'nothing'} on")
         self._all.append(setting)
 
+    def add_mix(self, epoch: int, parts: Parts) -> None:
+        """Errors: ValueError for one that begins no later than the newest, or with a run: that is mixed as asked for."""
+        newest = self.mixes[-1][0] if self.mixes else 0
+        if epoch <= newest:
+            raise ValueError(f"a mix from epoch {epoch} on cannot follow that from epoch {newest} on")
+        self.mixes = (*self.mixes, (epoch, parts))
+
     def records(self) -> list[dict[str, Any]]:
         return [setting.record() for setting in self._all]
 
     @classmethod
-    def from_records(cls, records: Sequence[Mapping[str, Any]]) -> Settings:
-        return cls(map(Setting.from_record, records))
+    def from_records(cls, records: Sequence[Mapping[str, Any]], mixes: Iterable[Sequence[Any]] = ()) -> Settings:
+        """`mixes` as JSON gives them back."""
+        return cls(map(Setting.from_record, records), tuple((epoch, tuple(map(tuple, parts))) for epoch, parts in mixes))
 
     def _starts(self) -> list[int]:
         return [setting.from_step for setting in self._all]

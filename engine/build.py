@@ -32,13 +32,15 @@ def build_engine(
     timeout: timedelta,
     constant_shapes: Mapping[str, bool],
     equal_shares: bool = True,
+    source_starts: Sequence[int] | None = None,
 ) -> ForkEngine:
     """The engine of this rank. All ranks call it together, after the process group is up.
 
     `layers[branch]` describes every layer of a branch in order; `build_layer` makes one of them, and is called for this
     rank's own only. `total_num_steps` resolves an "auto" in the learning-rate schedule. `constant_shapes[branch]` promises that all
     training micro-batches of a branch have equal shapes, so that they need to be announced only once; `equal_shares` that each
-    replica of a stage has equally many samples of every global batch. Raises ValueError for a clipping pattern that matches no parameter.
+    replica of a stage has equally many samples of every global batch. `source_starts`: the first index of each of several sources of the
+    samples, ascending, whose losses are told apart; None: there is one. Raises ValueError for a clipping pattern that matches no parameter.
     """
     rank = dist.get_rank()
     device = torch.device(get_accelerator().current_device_name())
@@ -61,4 +63,5 @@ def build_engine(
         embed_dim,
         constant_shapes,
         equal_shares,
+        source_starts,
     )

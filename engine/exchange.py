@@ -46,7 +46,7 @@ class Side(NamedTuple):
 class LossPart(Protocol):
     """What some rows contribute to the loss."""
 
-    share: Tensor  # []
+    shares: Mapping[str, Tensor]  # branch -> [b], of the loss, of each of these rows
     embeds: Mapping[str, Tensor]  # branch -> the whole ∂L/∂ of these rows [b, D]
     parameters: Mapping[str, Tensor]  # ∂L/∂ of the learned scalars from these rows; the rows of either side add up to the whole
 
@@ -124,11 +124,16 @@ class Meeting:
 
 @dataclass(frozen=True)
 class LossResult:
-    """This tail's share of the loss (the shares of all tails add up to it) and ∂L/∂ of its own embeddings and parameters."""
+    """What this tail's own rows add to the loss, and ∂L/∂ of its own embeddings and parameters."""
 
-    share: Tensor
+    shares: Mapping[str, Tensor]  # branch -> [b], of the rows that the meeting left in
     embeds: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
+
+    @property
+    def share(self) -> Tensor:
+        """[], those of all tails add up to the loss."""
+        return sum(shares.sum() for shares in self.shares.values())
 
 
 def meet(comm: Communicator, own: Mapping[str, Rows], counts: Mapping[str, Sequence[int]], texts_per_image: int = 1) -> Meeting:
@@ -217,19 +222,35 @@ def exchange_loss(
     if len(meeting.own) == 2 and comm.stage.replicas == 1:
         part = loss.whole(sides, parameters)
         embeds = {branch: meeting.restored(branch, part.embeds[branch][rows.position]) for branch, rows in meeting.own.items()}
-        return LossResult(part.share, embeds, loss.constrained(part.parameters, parameters))
+        shares = {branch: part.shares[branch][rows.position] for branch, rows in meeting.own.items()}
+        return LossResult(shares, embeds, loss.constrained(part.parameters, parameters))
     statistics = {branch: loss.statistics(sides, branch, rows.position, parameters) for branch, rows in meeting.own.items()}
     if any(values is not None for values in statistics.values()):
         statistics = _share_statistics(comm, meeting, statistics)
-    share, embeds, parameter_gradients = 0.0, {}, {}
+    shares, embeds, parameter_gradients = {}, {}, {}
     for branch, rows in meeting.own.items():
         part = loss.part(sides, branch, rows.position, statistics, parameters)
-        share = share + part.share
+        shares[branch] = part.shares[branch]
         embeds[branch] = meeting.restored(branch, part.embeds[branch])
         if branch == "image":
             whole = {name: comm.sum_over(gradient, comm.stage_group) for name, gradient in part.parameters.items()}
             parameter_gradients = {name: g / comm.stage.replicas for name, g in loss.constrained(whole, parameters).items()}
-    return LossResult(share, embeds, parameter_gradients)
+    return LossResult(shares, embeds, parameter_gradients)
+
+
+def by_source(meeting: Meeting, result: LossResult, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the own rows, by the source that their sample is of, [S] float64 each: shares of the loss; samples, counted by their images.
+
+    `starts` [S] int64: the first index of each source, ascending.
+    """
+    shares, samples = torch.zeros(2, len(starts), dtype=torch.float64, device=starts.device)
+    for branch, rows in meeting.own.items():
+        source = torch.bucketize(rows.index, starts, right=True) - 1
+        belongs = source[:, None] == torch.arange(len(starts), device=starts.device)  # [b, S]
+        shares += torch.where(belongs, result.shares[branch].double()[:, None], 0.0).sum(0)
+        if branch == "image":
+            samples += belongs.sum(0)
+    return shares, samples
 
 
 def _share_parameters(comm: Communicator, loss: ContrastiveLoss, meeting: Meeting, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -28,11 +28,11 @@ from engine.bad_steps import bad_step, is_loss_scale_search, seen_by
 from engine.clipping import GroupedClipping
 from engine.clipping_rules import ClippingRule
 from engine.communication import Channel, Communicator, Signature, gradients_of, signature_of
-from engine.exchange import MAX_WEIGHT, NO_WEIGHT, OTHER, ContrastiveLoss, Rows, exchange_loss, meet
+from engine.exchange import MAX_WEIGHT, NO_WEIGHT, OTHER, ContrastiveLoss, Rows, by_source, exchange_loss, meet
 from engine.module import StageModule
 from engine.planner import BranchBatch
 from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ForwardOnly, ReloadMicroBatch, ReplayPass
-from engine.step_metrics import StepMetrics
+from engine.step_metrics import StepMetrics, mean_losses
 from engine.topology import BRANCHES, Stage, StageGraph
 from engine.trace import Span
 
@@ -55,6 +55,7 @@ class ForkEngine(PipelineEngine):
         embed_dim: int,
         constant_shapes: Mapping[str, bool],
         equal_shares: bool = True,
+        source_starts: Sequence[int] | None = None,
     ):
         grid = module.mpu()
         parameters = [p for p in module.parameters() if p.requires_grad]
@@ -75,6 +76,8 @@ class ForkEngine(PipelineEngine):
         self.bad_steps_in_a_row = 0
         self.recorder = comm.recorder
         self._equal_shares = equal_shares
+        # of one source nothing is told beside the loss
+        self._source_starts = torch.tensor(source_starts or (), dtype=torch.int64, device=self.device)
         self._num_micro_batches = batches[self._branch].num_micro_batches  # of the present step
         self.instruction_seconds: dict[str, float] = defaultdict(float)  # by instruction, over all steps so far
         self._sent_bytes_before = 0.0
@@ -211,6 +214,7 @@ class ForkEngine(PipelineEngine):
         self._output_grads: dict[int, dict[str, Tensor]] = {}
         self._shapes: dict[str, dict[int, Signature]] = {"in": {}, "out": {}}  # of the messages along both edges
         self._loss_share = torch.zeros((), device=self.device)
+        self._source_shares, self._source_samples = torch.zeros(2, len(self._source_starts), dtype=torch.float64, device=self.device)
         self._given_to_loss: list[dict[str, Rows]] = []
         self._num_misaligned = torch.zeros((), device=self.device)
         self._num_left_out = 0
@@ -324,6 +328,10 @@ class ForkEngine(PipelineEngine):
             meeting = meet(self.comm, own, counts, self._texts_per_image)
             result = exchange_loss(self.comm, self.loss_function, meeting, parameters)
         self._loss_share += result.share * weight
+        if len(self._source_starts):
+            shares, samples = by_source(meeting, result, self._source_starts)
+            self._source_shares += shares * weight
+            self._source_samples += samples
         if self.comm.rank == self.graph.tail("image").ranks[0]:  # every tail sees the same; one counts
             self._num_misaligned += meeting.num_misaligned
             self._num_left_out += meeting.num_left_out
@@ -418,6 +426,8 @@ class ForkEngine(PipelineEngine):
                 "loss": [self._loss_share],
                 "misaligned": [self._num_misaligned],
                 "scalars": self._scalars,
+                "source_shares": self._source_shares,
+                "source_samples": self._source_samples,
                 "groups": self.clipping.told(self._step_applied),
                 "sums": [float(stop_requested), sent_bytes - self._sent_bytes_before, float(self._num_left_out)],
                 "counts": list(counts.values()),
@@ -459,6 +469,7 @@ class ForkEngine(PipelineEngine):
             peak_memory_bytes=int(max(peak_bytes)),
             num_left_out=int(left_out),
             counts=dict(zip(counts, told["counts"])),
+            sources=mean_losses(told["source_shares"], told["source_samples"]),
         )
 
     _NUM_SLOTS = 4

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.bad_steps import BadStep
+
+
+class SourceLoss(NamedTuple):
+    """Of the samples of one source in a step: how many counted in the loss, and what they added to it per sample, see `mean_losses`."""
+
+    samples: int
+    loss: float
+
+
+def mean_losses(shares: Sequence[float], samples: Sequence[float]) -> tuple[SourceLoss, ...]:
+    """By source: B / n of what its n samples add to a loss over B samples of all sources; nan where there are none.
+
+    So Σ n / B · loss over the sources is the whole loss. Of samples with weights it is the mean of weight · loss, weights in parts of their
+    mean over the batch: heavy samples make the loss of their source larger.
+    """
+    total = sum(samples)
+    return tuple(SourceLoss(int(n), share * total / n if n else math.nan) for share, n in zip(shares, samples))
 
 
 @dataclass(frozen=True)
@@ -18,7 +37,7 @@ class StepMetrics:
     `idle`: by stage, the part of the step in which its ranks did not compute; `busy_s`: the seconds in which they did, mean of the
     replicas; `data_wait_s`: by stage that loads, the seconds waited for micro-batches, mean of the replicas. `num_left_out`: samples of
     which a half could not be loaded. `sent_bytes`: by all ranks together, collectives counted as rings. `peak_memory_bytes`: of the rank that
-    held most so far; on a CPU the whole process.
+    held most so far; on a CPU the whole process. `sources`: of each of several sources; of one there is nothing to tell.
     """
 
     loss: float
@@ -40,6 +59,7 @@ class StepMetrics:
     peak_memory_bytes: int
     num_left_out: int
     counts: Mapping[str, float]  # what the caller of `train_batch` counted, over all ranks
+    sources: tuple[SourceLoss, ...] = ()
 
     def record(self, step: int, epoch: float, samples_per_s: float, step_s: float) -> dict[str, float]:
         """The line of metrics.jsonl."""

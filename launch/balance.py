@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> None:
             '"balance": {"strategy": "deal"} or "feed" and an "interval" above 0 (ds_configs/README.md)'
         )
     else:
-        show(decision_table(made) if made else "no feed rate was moved")
+        show(decision_table(made) if made else "nothing was moved")
         refits = [str(look["step"]) for look in looks if look["next"] and "costs refitted" in look["next"]["reason"]]
         print(f"costs refitted in {len(refits)} of {len(looks)} looks{', after steps ' * bool(refits)}{', '.join(refits)}")
     output = arguments.output or run_dir / "balance.png"
@@ -93,12 +93,14 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def decisions(looks: Sequence[Line]) -> list[Decision]:
-    """Feed rates that were moved, and what was said of them otherwise; the latter holds from the next step on."""
+    """Feed rates and weights of data sets that were moved, and what was said of feed rates otherwise; that holds from the next step on."""
     made = []
     for look in looks:
         if look["reason"]:
             moved = look["next"] is not None and look["next"]["reason"].startswith(look["reason"])
             made.append(Decision(look["step"], (look["next"]["from_step"] if moved else look["step"]) + 1, look["reason"]))
+        if "mix" in look:
+            made.append(Decision(look["step"], look["mix"]["from_step"] + 1, look["mix"]["reason"]))
     return made
 
 

@@ -1,4 +1,5 @@
-"""From measured times to the next setting of the balance. The first rank decides, for a step that no loader has begun with; all take it over."""
+"""From measured times to the next setting of the balance, and from losses to how data sets are mixed. The first rank decides, for a step
+that no loader has begun with; all take it over."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from data.adaptation import Trends, after_step
 from data.balance import ByCost
 from data.branch_cost import BranchCost, fit_branch_cost, smoothed
 from data.feed import Looks, look, typical
+from data.mixture import Parts
 from data.settings import Setting, Settings
 from engine.executor import ForkEngine
 from engine.processes import from_first_rank
-from engine.step_metrics import StepMetrics
+from engine.step_metrics import SourceLoss, StepMetrics
 from engine.topology import BRANCHES, StageGraph
 from engine.trace import Span
 from launch.balancing import Balance
@@ -25,7 +28,8 @@ DRIFT = 0.05  # costs that predict what was seen as nearly as this stay
 SMOOTHING = 0.3  # least weight of a new fit
 PASSES = ("EmbedPass", "ForwardPass", "ReplayPass", "BackwardPass")
 
-Decision = tuple[Setting | None, Looks, dict[str, Any]]
+Mix = tuple[int, Parts]  # from an epoch on
+Decision = tuple[Setting | None, Looks, Mix | None, dict[str, Any]]
 Point = tuple[int, int, float]  # samples or texts of a micro-batch, what they are padded to, seconds
 
 
@@ -39,11 +43,12 @@ class Report:
 
 
 class Balancer:
-    """Holds the settings of a run, and adds to them every `interval` steps."""
+    """Holds the settings of a run, and adds to them every `interval` steps. What the losses did is followed by all ranks, and asked of the first."""
 
     def __init__(self, balance: Balance, replica: int, stage_name: str, workers: int):
         self.balance = balance
         self.settings = Settings([balance.first])
+        self._trends = balance.adaptation and Trends.start(len(balance.adaptation.parts))
         self._looks, self._replica, self._stage_name = Looks(), replica, stage_name
         self._graph: StageGraph = balance.plan.graph
         self._branch = next(iter(next(s for s in self._graph.stages if s.name == stage_name).layers))
@@ -55,8 +60,11 @@ class Balancer:
     @property
     def looks_every(self) -> int:
         """Steps between looks; 0: there is nothing to learn."""
-        dealt = any(isinstance(dealer, ByCost) for dealer in self.balance.dealers.values())
-        return self.balance.block.interval if dealt else 0
+        return self.balance.block.interval if self._dealt or self.balance.adaptation else 0
+
+    @property
+    def _dealt(self) -> bool:
+        return any(isinstance(dealer, ByCost) for dealer in self.balance.dealers.values())
 
     def shape(self, step: int) -> dict[str, int]:
         """What the engine must know of a step."""
@@ -66,22 +74,28 @@ class Balancer:
     def after_step(self, engine: ForkEngine, metrics: StepMetrics) -> dict[str, Any] | None:
         """All ranks call it together, after each step. At a look: what was seen and what follows, on every rank."""
         step = engine.global_steps  # done so far; the next one has this number
-        if not self.note(step, metrics.busy_s, engine.recorder.spans):
+        if not self.note(step, metrics.busy_s, engine.recorder.spans, metrics.sources):
             return None
         reports = engine.comm.gather_objects(self.report())
         return self.take_over(from_first_rank(None if reports is None else self.decide(step, reports)))
 
-    def note(self, step: int, busy_s: Mapping[str, float], spans: Sequence[Span]) -> bool:
-        """Keep what a step took, the `step`-th from 1. Is it time for a look?"""
+    def note(self, step: int, busy_s: Mapping[str, float], spans: Sequence[Span], sources: Sequence[SourceLoss] = ()) -> bool:
+        """Keep what a step took and what its loss was, the `step`-th from 1. Is it time for a look?"""
         if not self.looks_every:
             return False
+        if self._trends is not None:
+            self._trends = after_step(self._trends, [each.loss for each in sources], [each.samples for each in sources])
+            if step % self.balance.order.steps_per_epoch == 0:
+                self._trends = self.balance.adaptation.after_epoch(self._trends)
         self._busy_s.append(branch_seconds(self._graph, busy_s))
         self._spans = [*self._spans[1 - OBSERVED :], (step - 1, spans)]
         return step % self.looks_every == 0
 
     def take_over(self, decided: Decision) -> dict[str, Any]:
-        setting, self._looks, record = decided
+        setting, self._looks, mix, record = decided
         self._busy_s = []
+        if mix is not None:
+            self.settings.add_mix(*mix)
         if setting is not None:
             self.settings.add(setting)
         return record
@@ -89,29 +103,53 @@ class Balancer:
     # -- what the first rank decides ------------------------------------------------------------------------------------
 
     def decide(self, step: int, reports: Sequence[Report]) -> Decision:
-        """After `step` steps, from what all ranks report: the next setting, if any, what is known of the feed rates, and the line to log."""
-        now = self.settings.newest
+        """After `step` steps, from what all ranks report: the next setting, if any, what is known of the feed rates, the next mix, if any,
+        and the line to log."""
+        now, order = self.settings.newest, self.balance.order
+        first_step = step + max(report.ahead for report in reports)
+        mix = self._next_mix(first_step)
+        mixes = self.settings.mixes if mix is None else (*self.settings.mixes, mix)
         busy_s = {branch: typical([one[branch] for one in self._busy_s]) for branch in BRANCHES}
         # where the newest setting does not hold yet, nothing is changed a second time
         holds = now.from_step <= step - len(self._busy_s)
         points = slowest_points(self._graph, reports)
         costs = refitted(now.costs, points, self.balance.plan.graph.layout == "merged") if holds else now.costs
-        looks, knobs, reason = look(self._looks, now.knobs, self.balance.ladders, self.balance.rules, busy_s, step - len(self._busy_s))
+        looks, knobs, reason = self._looks, now.knobs, None
+        if self._dealt:
+            looks, knobs, reason = look(looks, knobs, self.balance.ladders, self.balance.rules, busy_s, step - len(self._busy_s))
         if "image" in costs and knobs != now.knobs:
             costs = {**costs, "image": _scaled(costs["image"], knobs.load("image") / now.knobs.load("image"))}
-        setting = None
-        if knobs != now.knobs or costs != now.costs:
+        setting, from_step = None, max(first_step, now.from_step + 1)
+        remixed = self._dealt and any(order.epoch(now.from_step) < epoch <= order.epoch(from_step) for epoch, _ in mixes)
+        if knobs != now.knobs or costs != now.costs or remixed:
             words = [reason] if knobs != now.knobs else []
             words += ["costs refitted"] if any(costs[b].version != now.costs[b].version for b in costs) else []
-            from_step = max(step + max(report.ahead for report in reports), now.from_step + 1)
+            words += ["other weights of the data sets"] if remixed else []
             setting = replace(now, from_step=from_step, knobs=knobs, costs=costs, reason="; ".join(filter(None, words)))
-            setting = replace(setting, num_micro_batches=self.balance.num_micro_batches(setting, from_step))
+            setting = replace(setting, num_micro_batches=self.balance.num_micro_batches(setting, from_step, mixes))
             if knobs != now.knobs:
                 looks = replace(looks, from_step=from_step)
-        return setting, looks, self._record(step, busy_s, points, reason, setting)
+        return setting, looks, mix, self._record(step, busy_s, points, reason, setting, mix)
+
+    def _next_mix(self, first_step: int) -> Mix | None:
+        """What the losses of whole epochs have made of the weights, from the first epoch on that begins with `first_step` or later."""
+        if self._trends is None:
+            return None
+        parts = self.balance.adaptation.mix(self._trends)
+        epoch, newest = self._newest_mix()
+        return None if parts == newest else (max(epoch + 1, -(-first_step // self.balance.order.steps_per_epoch)), parts)
+
+    def _newest_mix(self) -> Mix:
+        return self.settings.mixes[-1] if self.settings.mixes else (0, self.balance.order.parts)
 
     def _record(
-        self, step: int, busy_s: Mapping[str, float], points: Mapping[str, list[Point]], reason: str | None, setting: Setting | None
+        self,
+        step: int,
+        busy_s: Mapping[str, float],
+        points: Mapping[str, list[Point]],
+        reason: str | None,
+        setting: Setting | None,
+        mix: Mix | None,
     ) -> dict[str, Any]:
         """The line of balance.jsonl."""
         now = self.settings.at(step - 1)
@@ -128,6 +166,16 @@ class Balancer:
             "num_micro_batches": dict(now.num_micro_batches),
             "reason": reason,
             "next": setting and setting.record(),
+            **({} if mix is None else {"mix": self._mix_record(*mix)}),
+        }
+
+    def _mix_record(self, epoch: int, parts: Parts) -> dict[str, Any]:
+        return {
+            "from_step": epoch * self.balance.order.steps_per_epoch,
+            "weights": [weight for _, weight in parts],
+            "losses": self._trends.losses,
+            "losses_before": self._trends.before,
+            "reason": self.balance.adaptation.reason(self._trends, self._newest_mix()[1], parts),
         }
 
     # -- what each rank saw ---------------------------------------------------------------------------------------------
@@ -141,7 +189,7 @@ class Balancer:
             return []
         points = []
         for step, spans in self._spans:
-            batch = self.balance.batch(step, self.settings.at(step))
+            batch = self.balance.batch(step, self.settings.at(step), self.settings.mixes)
             number = batch.setting.num_micro_batches[self._branch]
             lengths = dealer.works(batch)[-1].lengths
             own = dealer.shares(batch, self.balance.plan.batches[self._branch].replicas, number)
@@ -157,10 +205,17 @@ class Balancer:
 
     def state(self) -> dict[str, Any]:
         """JSON-like. Seconds of single micro-batches, of the last steps before a look, are not part of it."""
-        return {"settings": self.settings.records(), "looks": asdict(self._looks), "busy_s": self._busy_s}
+        return {
+            "settings": self.settings.records(),
+            "mixes": self.settings.mixes,
+            "looks": asdict(self._looks),
+            "busy_s": self._busy_s,
+            "trends": self._trends and asdict(self._trends),
+        }
 
     def go_on_from(self, state: Mapping[str, Any]) -> None:
-        self.settings = Settings.from_records(state["settings"])
+        self.settings = Settings.from_records(state["settings"], state["mixes"])
+        self._trends = self._trends and Trends(**{name: tuple(values) for name, values in state["trends"].items()})
         self._looks = Looks(**state["looks"])
         self._busy_s = list(state["busy_s"])
 

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
+from data.adaptation import Adaptation
 from data.balance import ByCost, ByShape, Dealer, GlobalBatch, InOrder
 from data.branch_cost import BranchCost
 from data.buckets import BucketedSamples
 from data.dealing import DealBounds, explain, padded_lengths
 from data.feed import FeedRules, Ladders, patch_ladder, size_ladder
 from data.lengths import token_counts
+from data.mixture import source_names
 from data.prepare import PreparedData
 from data.sampler import GlobalOrder, global_batch
-from data.settings import Setting, Settings
+from data.settings import Mixes, Setting, Settings
 from engine.config import BalanceBlock
 from engine.costs import CostModel
 from engine.planner import RunPlan
@@ -31,7 +33,8 @@ TYPICAL_TEXTS = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Balance:
-    """What a run is dealt and fed by. `dealers` by branch: those that share a line share theirs. `ladders`: where feed rates may go."""
+    """What a run is dealt and fed by. `dealers` by branch: those that share a line share theirs. `ladders`: where feed rates may go.
+    `adaptation`: how data sets are mixed by their losses; None: as asked for."""
 
     block: BalanceBlock
     plan: RunPlan
@@ -41,6 +44,7 @@ class Balance:
     ladders: Ladders
     rules: FeedRules
     first: Setting
+    adaptation: Adaptation | None = None
 
     @property
     def equal_shares(self) -> bool:
@@ -53,14 +57,14 @@ class Balance:
         still = len(self.ladders.image_size) == len(self.ladders.kept_patches) == 1
         return {"image": isinstance(self.dealers["image"], InOrder) and still, "text": False}
 
-    def batch(self, step: int, setting: Setting) -> GlobalBatch:
-        return replace(global_batch(self.order, self.train, Settings([self.first]), step), setting=setting)
+    def batch(self, step: int, setting: Setting, mixes: Mixes = ()) -> GlobalBatch:
+        return global_batch(self.order, self.train, Settings([replace(setting, from_step=0)], mixes), step)
 
-    def num_micro_batches(self, setting: Setting, step: int) -> dict[str, int]:
+    def num_micro_batches(self, setting: Setting, step: int, mixes: Mixes = ()) -> dict[str, int]:
         """As many as take least time for the global batches from `step` on, by the costs and with the knobs of `setting`."""
-        return {branch: self._num_micro_batches(branch, setting, step) for branch in BRANCHES}
+        return {branch: self._num_micro_batches(branch, setting, step, mixes) for branch in BRANCHES}
 
-    def _num_micro_batches(self, branch: str, setting: Setting, step: int) -> int:
+    def _num_micro_batches(self, branch: str, setting: Setting, step: int, mixes: Mixes) -> int:
         dealer, planned = self.dealers[branch], self.plan.batches[branch]
         # texts of several captions are so many more; with one each, the memory of the plan is enough for as many micro-batches as it has
         captions = setting.knobs.captions_per_image if branch == "text" or self.plan.graph.layout != "fork" else 1
@@ -70,7 +74,7 @@ class Balance:
         positions = self.order.global_batch_size * (captions if dealer.deals_texts else 1)
         most = max(1, min(planned.num_micro_batches * captions, positions // (planned.replicas * self.block.min_size)))
         careful = replace(dealer, largest=dealer.largest and max(1, int(MARGIN * dealer.largest)))
-        return max(len(careful.deal(self.batch(s, setting), planned.replicas, 1, most)[0]) for s in self._looked_at(step))
+        return max(len(careful.deal(self.batch(s, setting, mixes), planned.replicas, 1, most)[0]) for s in self._looked_at(step))
 
     def _looked_at(self, step: int) -> list[int]:
         """Steps whose global batches decide: those from `step` on, and under a curriculum the hardest, which end the epoch."""
@@ -94,11 +98,12 @@ def make_balance(
     progress: bool = False,
 ) -> Balance:
     """The first rank that comes counts tokens and keeps them in `folder`. `patch_size` of a ViT. Errors: ValueError for bounds that these towers or data do not have."""
+    adaptation = _adaptation(block, order, options)
     by_shape = InOrder() if buckets is None else ByShape(buckets)
     planned = {branch: plan.batches[branch].num_micro_batches for branch in BRANCHES}
     if block.strategy == "off" or plan.schedule == "per_micro_batch":
         dealers = dict.fromkeys(BRANCHES, by_shape)
-        return Balance(block, plan, dealers, order, data.train, Ladders(), FeedRules(), Setting(0, planned))
+        return Balance(block, plan, dealers, order, data.train, Ladders(), FeedRules(), Setting(0, planned), adaptation)
     tokens = token_counts(data.source, data.train, data.tokenizer, options.max_text_tokens, folder / "token_counts", progress)
     typical = float(padded_lengths(tokens.counts[:TYPICAL_TEXTS], options.max_text_tokens).mean())
     shared = plan.graph.layout != "fork"
@@ -128,8 +133,20 @@ def make_balance(
         rules = FeedRules(block.dead_band, block.max_change)
     dealt = [branch for branch in BRANCHES if by_cost is dealers[branch]]
     first = Setting(0, planned, {branch: branch_cost(costs, plan, branch, typical) for branch in dealt}, ladders.start())
-    balance = Balance(block, plan, dealers, order, data.train, ladders, rules, first)
+    balance = Balance(block, plan, dealers, order, data.train, ladders, rules, first, adaptation)
     return replace(balance, first=replace(first, num_micro_batches=balance.num_micro_batches(first, 0)))
+
+
+def _adaptation(block: BalanceBlock, order: GlobalOrder, options: Options) -> Adaptation | None:
+    """What --data-adapt asks for."""
+    if not options.data_adapt:
+        return None
+    if not block.interval:
+        raise ValueError(
+            f"--data-adapt {options.data_adapt:g} decides when measured times are looked at, and branches.balance.interval is 0, never; give "
+            "an interval of at least 1, or leave --data-adapt out"
+        )
+    return Adaptation(source_names(options.data), order.parts, options.data_adapt, options.data_floors)
 
 
 def image_buckets(data: PreparedData, options: Options, patch_size: int | None) -> BucketedSamples | None:
@@ -196,7 +213,7 @@ def explain_dealing(balance: Balance, settings: Settings, steps: range) -> str:
             lines.append(f"{branch}: {words}, {plan.batches[branch].micro_batch_size} samples in every micro-batch")
         elif dealer is not balance.dealers["image"] or branch == "image":  # a shared deal once
             for step in steps:
-                batch = balance.batch(step, settings.at(step))
+                batch = balance.batch(step, settings.at(step), settings.mixes)
                 number = batch.setting.num_micro_batches[branch]
                 deal, works = dealer.deal(batch, plan.batches[branch].replicas, number, number), dealer.works(batch)
                 who = branch if plan.graph.layout == "fork" else plan.graph.layout

@@ -24,6 +24,7 @@ class Options:
     data_weights: tuple[float, ...] | None
     data_temperature: float
     data_floors: tuple[float, ...] | None
+    data_adapt: float
     val_data: str | None
     val_fraction: float
     limit_samples: int | None
@@ -147,6 +148,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="the share of a --data in an epoch goes with (samples * weight)^(1/T); large: all the same (default: 1.0)",
     )
     data.add_argument("--data-floors", metavar="F,F,...", help="smallest share of each --data in an epoch, together at most 1 (default: 0)")
+    data.add_argument(
+        "--data-adapt",
+        type=_rate,
+        default=0.0,
+        metavar="RATE",
+        help="how fast the weights of each --data follow its loss, from epoch to epoch: where it falls more slowly they grow; 0: not at all "
+        "(default: 0.0)",
+    )
     data.add_argument("--val-data", metavar="SPEC", help="held-out samples from elsewhere, instead of a part of --data")
     data.add_argument(
         "--val-fraction", type=_fraction, default=0.1, metavar="F", help="part of --data held out, never trained on (default: 0.1)"
@@ -281,6 +290,8 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     values["data_floors"] = _floors(parser, values["data_floors"], values["data"])
     if len(values["data"]) == 1 and values["data_temperature"] != 1:
         parser.error(f"argument --data-temperature: {values['data_temperature']:g}; one --data has nothing to share, give several")
+    if len(values["data"]) == 1 and values["data_adapt"]:
+        parser.error(f"argument --data-adapt: {values['data_adapt']:g}; one --data has nothing to share, give several")
     defaults = DEMO_DEFAULTS if all(spec.split(":")[0] == "demo" for spec in values["data"]) else DEFAULTS
     for key, default in defaults.items():
         if values[key] is None and not (key == "epochs" and values["steps"] is not None):
@@ -342,6 +353,16 @@ def _fraction(text: str) -> float:
 
 
 _fraction.__name__ = "number"
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{value:g} is not in 0 <= RATE <= 1")
+    return value
+
+
+_rate.__name__ = "number"
 
 
 def _at_least(minimum: int):

@@ -16,12 +16,14 @@ def step_line(
     metrics: StepMetrics, step: int, step_s: float, balance: Balance, settings: Settings, sources: Sequence[str]
 ) -> dict[str, float]:
     """Of the `step`-th step, from 1, which took `step_s` seconds. Beside what the engine measured: rates, the knobs that may move, and
-    `epochs/<source>`, how often the samples of each of several `sources` have been visited so far."""
+    of each of several `sources` `loss/<source>`, see `mean_losses`, and `epochs/<source>`, how often its samples have been visited so far."""
     order, knobs = balance.order, settings.at(step - 1).knobs
     line = metrics.record(step, step / order.steps_per_epoch, order.global_batch_size / step_s, step_s)
     movable = {name: getattr(knobs, name) for name, ladder in balance.ladders.items() if len(ladder) > 1}
-    visits = {f"epochs/{name}": round(number, 4) for name, number in zip(sources, order.visits(step)) if not math.isnan(number)}
-    return line | rates(line) | movable | visits
+    losses = {f"loss/{name}": source.loss for name, source in zip(sources, metrics.sources)}
+    visited = order.visits(step, settings.mixes)
+    visits = {f"epochs/{name}": round(number, 4) for name, number in zip(sources, visited) if not math.isnan(number)}
+    return line | rates(line) | movable | losses | visits
 
 
 def rates(line: Mapping[str, float]) -> dict[str, float]:

@@ -115,7 +115,8 @@ def train_with_bad_steps(case: Case, picture: int, gradients: dict[int, tuple[in
     class Spoilt(InfoNCE):
         def _part(self, *given, **more):
             part = super()._part(*given, **more)
-            return part._replace(share=part.share + (float("inf") if step == loss else 0.0))
+            spoilt = float("inf") if step == loss else 0.0
+            return part._replace(shares={branch: shares + spoilt for branch, shares in part.shares.items()})
 
     engine.loss_function = Spoilt()
 

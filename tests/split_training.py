@@ -27,6 +27,7 @@ TOWERS = {
     ),
 }
 VOCAB, MAX_TOKENS, EMBED_DIM, SEED = 128, 16, 24, 5
+FIRST_INDEX = 10_000  # of the samples in their source
 LR, WEIGHT_DECAY = 1e-3, 0.1
 
 
@@ -57,6 +58,7 @@ class Case:
     weighted: tuple[str, ...] = ()  # branches whose micro-batches bring weights
     clipping: dict[str, Any] = field(default_factory=dict)  # the gradient_clipping block; limits of norms only, for the unsplit side
     scheduler: dict[str, Any] = field(default_factory=dict)
+    source_starts: tuple[int, ...] | None = None  # places of samples, of which each begins another source
     skipped: tuple[int, ...] = ()  # steps whose update the unsplit side leaves out
     seed: int = SEED
 
@@ -122,6 +124,7 @@ class Case:
         parts += [f"smoothing{self.label_smoothing}"] if self.label_smoothing else []
         parts += ["texts", *self.texts_per_image] if self.texts_per_image != (1,) else []
         parts += ["weighted"] if self.weighted else []
+        parts += ["sources"] if self.source_starts else []
         return " ".join(str(p) for p in parts).replace("'", "").replace(" ", "")
 
 
@@ -163,7 +166,7 @@ def global_batch(case: Case, step: int, image_size: int) -> dict[str, Tensor]:
 def micro_batch(case: Case, batch: dict[str, Tensor], branch: str, position: Tensor) -> dict[str, Tensor]:
     """The images or texts at `position`, texts cut to their longest: shapes differ from micro-batch to micro-batch."""
     sample = position if branch == "image" else position // (len(batch["input_ids"]) // case.global_batch_size)
-    index = sample + 10_000
+    index = sample + FIRST_INDEX
     broken = torch.isin(position, torch.tensor(case.not_loaded.get(branch, ()), dtype=torch.int64))
     labels = {f"{branch}_position": position, f"{branch}_index": torch.where(broken, -1 - index, index)}
     if branch in case.weighted:
@@ -203,6 +206,7 @@ def make_engine(case: Case, build_layer: Callable | None = None):
         timeout=timedelta(seconds=60),
         constant_shapes={"image": not case.deals, "text": case.full_texts},
         equal_shares=not case.deals,
+        source_starts=case.source_starts and [start + FIRST_INDEX for start in case.source_starts],
     )
     return engine, plan, image_size
 
@@ -296,22 +300,24 @@ def compared(case: Case, micro_batch_size: int) -> list[Tensor]:
 
 
 def contrastive(case: Case, embeds: dict[str, Tensor], scalars: dict[str, Tensor], samples: Tensor, step: int) -> Tensor:
-    """The loss of some samples, each image against each text."""
+    """[len(samples)], the losses of some samples, each image against each text; their mean is the loss. Weights are in parts of their mean."""
     rows = {branch: case.rows_of(branch, samples, step) for branch in embeds}
     logits = scalars["logit_scale"].exp() * embeds["image"][rows["image"]] @ embeds["text"][rows["text"]].T
     positive = (samples[:, None] == rows["text"] // case.texts_of(step)).float()
     by_image = case.weights(samples).float() if case.weighted else torch.ones(len(samples))
     by_text = by_image[positive.argmax(0)]
     if case.loss == "sigmoid":
-        by_pair = (by_image[:, None] / by_image.mean() + by_text / by_text.mean()) / 2
-        return -(by_pair * F.logsigmoid((2 * positive - 1) * (logits + scalars["logit_bias"]))).sum() / len(samples)
+        losses = -F.logsigmoid((2 * positive - 1) * (logits + scalars["logit_bias"]))
+        of_texts = (by_text / by_text.mean() * losses).sum(0)
+        return ((by_image[:, None] / by_image.mean() * losses).sum(1) + positive @ of_texts) / 2
 
     def direction(logits: Tensor, positive: Tensor, weight: Tensor) -> Tensor:
         target = positive / positive.sum(1, keepdim=True)
         rows = F.cross_entropy(logits, target, reduction="none", label_smoothing=case.label_smoothing)
-        return (weight * rows).sum() / weight.sum()
+        return weight / weight.mean() * rows
 
-    return (direction(logits, positive, by_image) + direction(logits.T, positive.T, by_text)) / 2
+    of_texts = direction(logits.T, positive.T, by_text)
+    return (direction(logits, positive, by_image) + positive @ of_texts / case.texts_of(step)) / 2
 
 
 def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[str, Any]:
@@ -322,7 +328,7 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
     layers = {branch: [spec.build(case.seed).train() for spec in tower.specs] for branch, tower in towers.items()}
     named = {layer.canonical_names[n]: p for branch in layers.values() for layer in branch for n, p in layer.named_parameters()}
     optimizer = torch.optim.AdamW(named.values(), lr=LR, weight_decay=WEIGHT_DECAY)
-    losses, norms, first_gradients = [], [], {}
+    losses, of_samples, norms, first_gradients = [], [], [], {}
     for step in range(case.steps):
         batch, embeds, scalars = global_batch(case, step, image_size), {}, {}
         for branch in ("image", "text"):
@@ -337,7 +343,10 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
                 rows = rows.index_copy(0, position, tensors[f"{branch}_embeds"])
                 scalars |= {name: tensors[name] for name in ("logit_scale", "logit_bias") if name in tensors}
             embeds[branch] = rows
-        loss = torch.stack([contrastive(case, embeds, scalars, group, step) for group in compared(case, plan_batches["image"][0])]).mean()
+        groups = compared(case, plan_batches["image"][0])
+        of_groups = [contrastive(case, embeds, scalars, group, step) for group in groups]
+        of_samples.append(dict(zip(torch.cat(groups).tolist(), torch.cat(of_groups).tolist())))
+        loss = torch.stack([of_group.mean() for of_group in of_groups]).mean()
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
@@ -351,6 +360,7 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
         losses.append(loss.item())
     return {
         "losses": losses,
+        "sample_losses": of_samples,  # step by step, by place
         "norms": norms,
         "gradients": first_gradients,
         "parameters": {n: p.detach() for n, p in named.items()},

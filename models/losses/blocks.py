@@ -31,8 +31,8 @@ class Side(Protocol):
 class Part(NamedTuple):
     """What some rows of a side contribute: the parts of both sides' rows add up to the loss."""
 
-    share: Tensor  # [], of the loss
-    embeds: dict[str, Tensor]  # branch -> the whole ∂L/∂ of these rows [b, D]; of both branches where one pass served both
+    shares: dict[str, Tensor]  # branch -> [b], of the loss, of each of these rows; of both branches where one pass served both
+    embeds: dict[str, Tensor]  # branch -> the whole ∂L/∂ of these rows [b, D], as above
     parameters: dict[str, Tensor]  # ∂L/∂ of the learned scalars [1] from these rows; the rows of either side together give the whole
 
 

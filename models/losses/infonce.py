@@ -111,11 +111,11 @@ class InfoNCE:
                 d_other.addmm_(d_logits.T, scaled)
         d_own = scale * (d_own - _toward_all(along, across, other.embeds))
         gradients = {branch: d_own}
-        share = self._share(along, matched_own, scale * (embeds @ other.embeds.mean(0)))
+        shares = {branch: self._shares(along, matched_own, scale * (embeds @ other.embeds.mean(0)))}
         if both:
             gradients[OTHER[branch]] = d_other.sub_(scale * _toward_all(across, along, embeds))
-            share = share + self._share(across, matched_other, scale * (other.embeds @ embeds.mean(0)))
-        return Part(share, gradients, {"logit_scale": (embeds * d_own).sum().reshape(1)})  # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ
+            shares[OTHER[branch]] = self._shares(across, matched_other, scale * (other.embeds @ embeds.mean(0)))
+        return Part(shares, gradients, {"logit_scale": (embeds * d_own).sum().reshape(1)})  # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ
 
     def _terms(self, sides: Mapping[str, Side], branch: str, statistics: Mapping[str, Tensor]) -> _Terms:
         own, other = sides[branch], sides[OTHER[branch]]
@@ -127,10 +127,10 @@ class InfoNCE:
             half * self.label_smoothing / len(other.label),
         )
 
-    def _share(self, terms: _Terms, matched: Tensor, mean_similarity: Tensor) -> Tensor:
-        """Half of the weighted mean of log-sum-exp − Σⱼ tᵢⱼ sᵢⱼ."""
+    def _shares(self, terms: _Terms, matched: Tensor, mean_similarity: Tensor) -> Tensor:
+        """[b], what each row adds to half of the weighted mean of log-sum-exp − Σⱼ tᵢⱼ sᵢⱼ."""
         target = terms.positive * matched + terms.half * self.label_smoothing * mean_similarity
-        return (terms.half * terms.log_sum_exp - target).sum()
+        return terms.half * terms.log_sum_exp - target
 
 
 def _toward_all(own: _Terms, other: _Terms, other_embeds: Tensor) -> Tensor:

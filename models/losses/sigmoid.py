@@ -51,15 +51,16 @@ class Sigmoid:
         embeds = sides[branch].embeds[mine]
         d_own = torch.empty_like(embeds)
         d_other = torch.zeros_like(other) if both else None
-        d_bias, share = embeds.new_zeros(1), embeds.new_zeros(())
+        d_bias = embeds.new_zeros(1)
+        shares = {branch: torch.empty_like(along), **({OTHER[branch]: torch.zeros_like(across)} if both else {})}
         for rows, scaled, logits in similarity_blocks(sides, branch, mine, scale, self.work_bytes):
             positive = positives(sides, branch, mine[rows])
             logits += parameters["logit_bias"]
             wrong = torch.where(positive, -logits, logits)  # −z · logit
             losses = F.softplus(wrong, threshold=EXACT_BELOW)
-            share += along[rows] @ losses.sum(1)
+            shares[branch][rows] = along[rows] * losses.sum(1)
             if both:
-                share += across @ losses.sum(0)
+                shares[OTHER[branch]] += across * losses.sum(0)
             wrong.sigmoid_().mul_(torch.add(along[rows, None], across, out=losses))
             d_logits = torch.where(positive, torch.neg(wrong, out=losses), wrong, out=logits)
             d_bias += d_logits.sum()
@@ -69,7 +70,7 @@ class Sigmoid:
         d_own *= scale
         gradients = {branch: d_own, **({OTHER[branch]: d_other} if both else {})}
         scalars = {"logit_scale": (embeds * d_own).sum().reshape(1), "logit_bias": d_bias}  # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ, without bias
-        return Part(share, gradients, scalars)
+        return Part(shares, gradients, scalars)
 
 
 def _half_weights(sides: Mapping[str, Side], branch: str) -> Tensor:

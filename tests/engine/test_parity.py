@@ -217,6 +217,38 @@ def test_several_texts_per_image_weights_and_the_sigmoid_loss(case):
     check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
 
 
+SOURCES = {"source_starts": (0, 5, 5, 20), "steps": 2}  # one has no samples
+NOT_LOADED = {"image": (3, 4, 23), "text": (1,)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        fork((1, 1), (1, 1), {"image": 4, "text": 6}, **THREE_TEXTS, **SOURCES, not_loaded=NOT_LOADED, label_smoothing=0.1),
+        merged(1, 1, 8, loss="sigmoid", **SOURCES, not_loaded=NOT_LOADED),
+        merged(1, 2, 4, schedule="per_micro_batch", **SOURCES),
+    ],
+    ids=str,
+)
+def test_the_loss_of_each_source_is_the_mean_of_its_samples(case):
+    """Of those that were not left out, in parts of the mean weight. It is told in the message of the metrics: no other is sent."""
+    results = run_ranks(case.world_size, train_split, case)
+    reference = train_whole(case, whole_batches(case))["sample_losses"][0]
+    metrics = results[0]["metrics"][0]
+    assert all(repr(r["metrics"][0].sources) == repr(metrics.sources) for r in results)  # nan is not equal to itself
+    for (samples, loss), first, last in zip(metrics.sources, case.source_starts, (*case.source_starts[1:], 24), strict=True):
+        expected = [reference[place] for place in range(first, last) if place in reference]
+        assert samples == len(expected)
+        assert loss == pytest.approx(sum(expected) / samples, rel=RELATIVE) if samples else math.isnan(loss)
+    total = sum(samples for samples, _ in metrics.sources)
+    assert total == len(reference) == 24 - metrics.num_left_out
+    assert sum(n / total * loss for n, loss in metrics.sources if n) == pytest.approx(metrics.loss, rel=1e-6)
+    plain = run_ranks(case.world_size, train_split, replace(case, source_starts=None))[0]["metrics"]
+    assert plain[0].sources == () and plain[0].loss == metrics.loss
+    told = 8 * 2 * len(case.source_starts)  # bytes, of the step before, in a ring of all ranks
+    assert results[0]["metrics"][1].sent_bytes - plain[1].sent_bytes == 2 * (case.world_size - 1) * told
+
+
 def test_the_number_of_texts_may_change_from_step_to_step():
     """Also where messages have had the same shapes so far, and need not have been announced."""
     case = merged(2, 1, 8, full_texts=True, texts_per_image=(2, 1, 2, 3), steps=4)

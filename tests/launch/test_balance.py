@@ -88,6 +88,15 @@ def test_every_decision_is_told_with_its_step_and_reason(run_dir, capsys):
     assert "costs refitted in 2 of 4 looks, after steps 10, 20" in out
 
 
+def test_weights_of_data_sets_that_were_moved_are_told_beside_feed_rates(run_dir, capsys):
+    words = "weights a 1 -> 1.03 (loss 2.6, -1.2%), b 2 -> 1.91 (loss 1.9, -6.0%)"
+    both = {**LOOKED[1], "mix": {"from_step": 40, "weights": [1.03, 1.91], "reason": words}}
+    (run_dir / "balance.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (LOOKED[0], both, *LOOKED[2:])))
+    assert decisions(read_looks(run_dir)) == [Decision(20, 24, WAITS), Decision(20, 41, words), Decision(40, 41, BOUND)]
+    run([str(run_dir)])
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
 def test_panels_over_the_steps(run_dir):
     lines, looks = read_steps(run_dir), read_looks(run_dir)
     panels = panels_of(lines, looks)

@@ -13,7 +13,8 @@ from launch.options import DEFAULTS, DEMO_DEFAULTS, default_config, make_parser,
 # A new flag needs an edit here, and with it the question whether two recipes need it (style.md).
 FLAGS = [
     "--deepspeed_config", "--run-dir", "--resume", "--workers", "--seed",
-    "--data", "--data-weights", "--data-temperature", "--data-floors", "--val-data", "--val-fraction", "--limit-samples",
+    "--data", "--data-weights", "--data-temperature", "--data-floors", "--data-adapt",
+    "--val-data", "--val-fraction", "--limit-samples",
     "--on-leak", "--leak-bits", "--max-bad-fraction", "--index-check", "--cache", "--cache-limit",
     "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--tokenizer", "--embed-dim", "--image-size",
     "--image-buckets", "--max-text-tokens",
@@ -97,6 +98,7 @@ def test_several_data_sets():
     options = parse_options(["--data", "demo", "--data", "demo:de", "--data-temperature", "3", "--data-floors", "0,0.25"])
     made = options.data_options()
     assert (made.data_temperature, made.data_floors) == (3.0, (0.0, 0.25))
+    assert options.data_adapt == 0 and parse_options(["--data", "demo", "--data", "demo:de", "--data-adapt", "0.2"]).data_adapt == 0.2
     assert DataOptions.from_record(json.loads(json.dumps(options.record()))) == made  # as config.json gives it back
 
 
@@ -135,6 +137,9 @@ def test_what_is_given_wins_over_the_defaults():
         (["--data", "demo", "--data", "demo:de", "--data-floors", "0.5"], ["--data-floors", "2 --data need 2 numbers from 0 to 1"]),
         (["--data", "demo", "--data", "demo:de", "--data-floors", "0.7,0.4"], ["--data-floors", "'0.7,0.4'", "together at most 1"]),
         (["--data", "demo", "--data", "demo:de", "--data-floors", "half,0"], ["--data-floors", "'half,0'", "numbers from 0 to 1"]),
+        (["--data-adapt", "0.1"], ["--data-adapt", "0.1", "one --data has nothing to share"]),
+        (["--data", "demo", "--data", "demo:de", "--data-adapt", "1.5"], ["--data-adapt", "1.5 is not in 0 <= RATE <= 1"]),
+        (["--data", "demo", "--data", "demo:de", "--data-adapt", "nan"], ["--data-adapt", "nan is not in 0 <= RATE <= 1"]),
         (["--on-leak", "keep"], ["--on-leak", "'keep'", "refuse", "drop"]),
         (["--wandb", "on"], ["--wandb", "'on'", "online", "offline", "disabled"]),
         (["--data"], ["--data", "expected one argument"]),

@@ -11,7 +11,7 @@ from data.sampler import GlobalOrder
 from data.settings import Setting, Settings
 from engine.config import check_config
 from engine.planner import plan_run
-from engine.step_metrics import StepMetrics
+from engine.step_metrics import SourceLoss, StepMetrics
 from launch.balancing import Balance
 from launch.step_line import step_line
 
@@ -42,11 +42,11 @@ ORDER = GlobalOrder(40, 10, 0, ((30, 1.0), (10, 3.0)))
 SETTINGS = Settings([Setting(0, {}), Setting(3, {}, knobs=Knobs(captions_per_image=2, image_size=64))])
 
 
-def line_of(step, sources=(), metrics=METRICS, order=ORDER, ladders=Ladders()):
+def line_of(step, sources=(), metrics=METRICS, order=ORDER, ladders=Ladders(), settings=SETTINGS):
     config, block = check_config({"train_batch_size": 10, "optimizer": {"type": "AdamW"}, "branches": {"layout": "fork"}})
     plan = plan_run(config, block, 2, proportional({"image": [1.0], "text": [1.0]}))
     balance = Balance(block.dealing(), plan, {}, order, np.arange(40), ladders, FeedRules(), SETTINGS.at(0))
-    return step_line(metrics, step, 2.0, balance, SETTINGS, sources)
+    return step_line(metrics, step, 2.0, balance, settings, sources)
 
 
 def test_rates_are_of_the_step():
@@ -71,3 +71,16 @@ def test_of_several_sources_it_says_how_often_their_samples_have_been_visited():
     line = line_of(9, ("demo:de", "jsonl:few.jsonl"))
     assert line["epochs/demo:de"] == pytest.approx(1.5) and line["epochs/jsonl:few.jsonl"] == pytest.approx(4.5)
     assert not any(key.startswith("epochs/") for key in line_of(9, ("demo",), order=GlobalOrder(40, 10, 0)))
+
+
+def test_of_several_sources_it_says_what_their_losses_were():
+    line = line_of(9, ("demo:de", "jsonl:few.jsonl"), replace(METRICS, sources=(SourceLoss(6, 3.1), SourceLoss(4, 4.1))))
+    assert (line["loss/demo:de"], line["loss/jsonl:few.jsonl"]) == (3.1, 4.1)
+    assert not any(key.startswith("loss/") for key in line_of(9, ("demo",)))
+
+
+def test_visits_follow_the_mixes_so_far():
+    """Epochs of 6 steps: of 9 steps, 3 are of the second."""
+    settings = Settings([Setting(0, {})], ((1, ((30, 1.5), (10, 1.5))),))
+    line = line_of(9, ("a", "b"), settings=settings)
+    assert line["epochs/a"] == pytest.approx(1 + 1.5 / 2) and line["epochs/b"] == pytest.approx(3 + 1.5 / 2)

@@ -49,17 +49,21 @@ def scalars(loss, log_scale: float, bias: float = -10.0) -> dict[str, Tensor]:
 # -- the formulas, plainly -------------------------------------------------------------------------------------------------
 
 
-def infonce(logits: Tensor, positive: Tensor, image_weight: Tensor, text_weight: Tensor, smoothing: float) -> Tensor:
+def infonce(logits: Tensor, positive: Tensor, image_weight: Tensor, text_weight: Tensor, smoothing: float) -> dict[str, Tensor]:
+    """What each row adds to the loss."""
+
     def direction(logits: Tensor, positive: Tensor, weight: Tensor) -> Tensor:
         target = (1 - smoothing) * positive / positive.sum(1, keepdim=True) + smoothing / logits.shape[1]
-        return (weight * -(target * logits.log_softmax(1)).sum(1)).sum() / weight.sum()
+        return weight * -(target * logits.log_softmax(1)).sum(1) / weight.sum() / 2
 
-    return (direction(logits, positive, image_weight) + direction(logits.T, positive.T, text_weight)) / 2
+    return {"image": direction(logits, positive, image_weight), "text": direction(logits.T, positive.T, text_weight)}
 
 
-def sigmoid(logits: Tensor, positive: Tensor, image_weight: Tensor, text_weight: Tensor, smoothing: float) -> Tensor:
-    pair_weight = (image_weight[:, None] / image_weight.mean() + text_weight / text_weight.mean()) / 2
-    return -(pair_weight * F.logsigmoid((2 * positive - 1) * logits)).sum() / len(logits)
+def sigmoid(logits: Tensor, positive: Tensor, image_weight: Tensor, text_weight: Tensor, smoothing: float) -> dict[str, Tensor]:
+    """The same: half of the loss of a pair by the weight of its image, half by that of its text."""
+    losses = -F.logsigmoid((2 * positive - 1) * logits) / len(logits) / 2
+    by_image, by_text = image_weight[:, None] / image_weight.mean(), text_weight / text_weight.mean()
+    return {"image": (by_image * losses).sum(1), "text": (by_text * losses).sum(0)}
 
 
 def reference(loss, sides: dict[str, Rows], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -70,8 +74,10 @@ def reference(loss, sides: dict[str, Rows], parameters: dict[str, Tensor]) -> di
     positive = (sides["image"].label[:, None] == sides["text"].label).double()
     weights = (torch.ones(len(r.label)).double() if r.weight is None else r.weight.double() for r in sides.values())
     formula = infonce if isinstance(loss, InfoNCE) else sigmoid
-    value = formula(logits, positive, *weights, getattr(loss, "label_smoothing", 0.0))
-    return {"loss": value.detach(), **dict(zip(leaves, torch.autograd.grad(value, list(leaves.values()))))}
+    shares = formula(logits, positive, *weights, getattr(loss, "label_smoothing", 0.0))
+    value = shares["image"].sum() + shares["text"].sum()
+    shares = {f"shares of {branch}": share.detach() for branch, share in shares.items()}
+    return {"loss": value.detach(), **shares, **dict(zip(leaves, torch.autograd.grad(value, list(leaves.values()))))}
 
 
 # -- the same in pieces ----------------------------------------------------------------------------------------------------
@@ -91,10 +97,12 @@ def side_by_side(loss, sides, parameters, rows: dict[str, tuple[int, ...]], orde
         for branch in sides
     }
     in_order = {branch: torch.empty_like(s).index_copy_(0, order[branch], s) if len(s) else None for branch, s in statistics.items()}
-    found = {"loss": 0.0}
+    found = {"loss": torch.zeros(())}
     for branch, side in sides.items():
         parts = [loss.part(sides, branch, m, in_order, parameters) for m in mine[branch]]
-        found["loss"] = found["loss"] + sum(part.share for part in parts)
+        shares = torch.cat([part.shares[branch] for part in parts])
+        found[f"shares of {branch}"] = torch.empty_like(shares).index_copy_(0, order[branch], shares)
+        found["loss"] = found["loss"] + shares.sum()
         found[branch] = torch.empty_like(side.embeds).index_copy_(0, order[branch], torch.cat([part.embeds[branch] for part in parts]))
         whole = {name: sum(part.parameters[name] for part in parts) for name in parameters}
         found[f"scalars of {branch}"] = loss.constrained(whole, parameters)
@@ -103,13 +111,20 @@ def side_by_side(loss, sides, parameters, rows: dict[str, tuple[int, ...]], orde
 
 def at_once(loss, sides, parameters) -> dict:
     part = loss.whole(sides, parameters)
-    return {"loss": part.share, **part.embeds, "scalars of image": loss.constrained(part.parameters, parameters)}
+    shares = {f"shares of {branch}": share for branch, share in part.shares.items()}
+    return {
+        "loss": sum(s.sum() for s in shares.values()),
+        **shares,
+        **part.embeds,
+        "scalars of image": loss.constrained(part.parameters, parameters),
+    }
 
 
 def check(found: dict, expected: dict[str, Tensor], **tolerance: float) -> None:
     tolerance = tolerance or CLOSE
-    for name in ("loss", "image", "text"):
-        torch.testing.assert_close(found[name].double(), expected[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    for name in ("loss", "shares of image", "shares of text", "image", "text"):
+        if name in expected:
+            torch.testing.assert_close(found[name].double(), expected[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
     for side in ("scalars of image", "scalars of text"):  # either side's rows hold the whole gradient of the scalars
         for name, value in found.get(side, {}).items():
             torch.testing.assert_close(value.double(), expected[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
@@ -291,7 +306,7 @@ def plain_scale_gradient(sides: dict[str, Rows], log_scale: float) -> Tensor:
 def test_beyond_the_limit_the_loss_is_that_at_100(loss):
     sides = pairs(*embeddings(seed=5))
     expected, found = reference(loss, sides, scalars(loss, math.log(100.0))), at_once(loss, sides, scalars(loss, 6.0))
-    check({name: found[name] for name in ("loss", "image", "text")}, expected)
+    check({name: value for name, value in found.items() if not name.startswith("scalars")}, expected)
 
 
 @pytest.mark.parametrize("log_scale", [LOGIT_SCALE_LIMIT, 6.0])
