@@ -28,12 +28,13 @@ from engine.watchdog import Watchdog
 from launch.balancer import Balancer
 from launch.balancing import explain_dealing, image_buckets, make_balance
 from launch.costing import run_costs
-from launch.failures import Run, StopRequest, report_and_exit
+from launch.failures import Run, report_and_exit
 from launch.feeding import Feeding
 from launch.options import Options, default_config, parse_options
 from launch.report import progress_interval, retrieval_table, show
 from launch.run_folder import RunFolder, choose_folder, training_identity
 from launch.step_line import step_line
+from launch.stopping import STOPPED, StopRequest
 from launch.trace_file import TraceFile, is_sampled
 from launch.tracking import Tracker
 from launch.weighting import loss_weights_of, training_order
@@ -44,7 +45,7 @@ from models.weights import open_weights
 
 def main(options: Options, run: Run) -> int:
     """Train; returns the exit status. What it has made so far is left in `run` for whoever must report a failure."""
-    stop = StopRequest()
+    stop = StopRequest(options.max_hours)
     processes = start_processes()
     run.watchdog = Watchdog(processes.rank, processes.world_size).start()
     on_gpu, first = processes.device.type != "cpu", processes.rank == 0
@@ -64,6 +65,8 @@ def main(options: Options, run: Run) -> int:
 
     # What to train on. The first rank prepares what takes long; the others find it in the run's folder.
     run.folder = folder = RunFolder(from_first_rank(choose_folder(options)), first)
+    if first:
+        stop.watch(folder.stop)
     folder.refuse_other_run(options, training_identity(options, config, asdict(block)))
     with first_rank_first():
         data = prepare_data(options.data_options(), options.tokenizer_source(), folder.path, progress=first)
@@ -149,6 +152,7 @@ def main(options: Options, run: Run) -> int:
         tracker.log({"step": step, **evaluations[step]})
 
     # The loop.
+    run.watchdog.follow(lambda: engine.instructions_done, 60 * options.stall_limit)
     save_every, eval_every = options.save_every or order.steps_per_epoch, options.eval_every or order.steps_per_epoch
     if step == 0:
         evaluate()
@@ -185,14 +189,15 @@ def main(options: Options, run: Run) -> int:
     if done and evaluations:
         before_and_after = [evaluations[s] for s in sorted({min(evaluations), max(evaluations)})]
         show(retrieval_table("Zero-shot retrieval of held-out samples", before_and_after, feeding.held_out_sizes()), first)
-    show(
-        f"{'done' if done else 'stopped'} at step {step} of {total_steps}   checkpoint {folder.checkpoints / step_folder(saved_step)}",
-        first,
-    )
+    ended = "done" if done else f"stopped ({stop.reason or 'as another rank was asked to'}; the same command with this --run-dir goes on)"
+    show(f"{ended} at step {step} of {total_steps}   checkpoint {folder.checkpoints / step_folder(saved_step)}", first)
+    stop.forget()
     run.watchdog.stop()
+    if batches is not None:
+        batches.close()
     stop_processes()
     tracker.finish(0 if done else 1)
-    return 0 if done else stop.exit_status
+    return 0 if done else STOPPED
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from data.bad_samples import BadSample
 from data.cache import PictureCache
 from data.draws import AUGMENTATION, caption_numbers, patch_numbers
 from data.feed import kept_number, scaled_size
-from data.processes import end_with_parent, start_method
+from data.processes import end_with_parent, outlast_signals, start_method
 from data.sampler import MicroBatchRequest
 from data.sources import Source
 from data.tokenizer import batch_tokens_counted
@@ -331,6 +331,7 @@ def _fate(code: int | None) -> str:
 
 def _start_worker(worker: int) -> None:
     end_with_parent()
+    outlast_signals()
     warnings.filterwarnings("ignore", module="PIL")  # remarks on odd files: what cannot be read is reported as such
     torch.set_num_threads(1)  # the cores are shared out by resolve_workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -5,7 +5,11 @@ import multiprocessing.connection
 import multiprocessing.context
 import multiprocessing.forkserver
 import os
+import signal
 import threading
+from types import FrameType
+
+GRACE_S = 20.0  # of the 30 that DeepSpeed's launcher leaves between asking and killing
 
 
 def start_method() -> multiprocessing.context.BaseContext:
@@ -40,3 +44,16 @@ def end_with_parent() -> None:
 def _wait_and_end(sentinel: int) -> None:
     multiprocessing.connection.wait([sentinel])
     os._exit(1)
+
+
+def outlast_signals() -> None:
+    """In a worker, once: what asks all processes of a run to end lets it load on for `GRACE_S`, so that its rank can finish the step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end_later)
+
+
+def _end_later(number: int, frame: FrameType | None) -> None:
+    timer = threading.Timer(GRACE_S, os._exit, (1,))
+    timer.daemon = True
+    timer.start()

@@ -74,6 +74,7 @@ class ForkEngine(PipelineEngine):
         self.clipping = GroupedClipping(module.canonical_parameters, clipping, sets_of_groups, comm, self.basic_optimizer)
         self.basic_optimizer.register_step_pre_hook(lambda *_: self.clipping.clip())
         self.bad_steps_in_a_row = 0
+        self.instructions_done = 0  # of training and evaluation: while it grows, this rank is not stuck
         self.recorder = comm.recorder
         self._equal_shares = equal_shares
         # of one source nothing is told beside the loss
@@ -187,6 +188,7 @@ class ForkEngine(PipelineEngine):
             self._post_receives()
             with self.recorder.span(instruction.name, instruction.kwargs.get("buffer_id")):
                 self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
+            self.instructions_done += 1
 
     def _post_receives(self) -> None:
         """Keep one receive posted per channel, so that the next message travels while this rank computes."""

@@ -1,17 +1,22 @@
-"""No rank waits for a dead one: heartbeats through the rendezvous store, and one message from one rank.
+"""No rank waits for a dead one, or for one that is stuck: heartbeats through the rendezvous store, and one message from one rank.
 
 Every rank has a thread that counts up its own heartbeat and watches its neighbour's. When a neighbour stands still for
 `SILENCE_LIMIT_S`, or a rank reports its own failure, the reason is put in the store, and every rank leaves on reading it.
 The thread needs no collective, so it works while the main thread waits in one.
+
+It also sees whether its main thread gets on. Where that finishes nothing for a given time, every rank tells where its main thread
+stands: the one that is stuck, and those that wait for it.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -27,6 +32,8 @@ class Watchdog:
 
     def __init__(self, rank: int, world_size: int, describe: Callable[[int], str] = "rank {}".format):
         self.rank, self.world_size, self.describe = rank, world_size, describe
+        self._progress: Callable[[], int] | None = None
+        self._stall_limit_s = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -35,19 +42,22 @@ class Watchdog:
 
     def start(self) -> Watchdog:
         self._store.set(f"place/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
-        if self.world_size > 1:
-            self._thread = threading.Thread(target=self._watch, name="wye-watchdog", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._watch, name="wye-watchdog", daemon=True)
+        self._thread.start()
         return self
+
+    def follow(self, progress: Callable[[], int], limit_s: float) -> None:
+        """From now on the main thread is stuck when the number `progress()` stays the same for `limit_s` seconds."""
+        self._stall_limit_s, self._progress = limit_s, progress
 
     def stop(self) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * BEAT_S)
 
-    def claim_failure(self, message: str) -> bool:
-        """Report this rank's failure. True for the rank that is to print it; the others leave quietly."""
-        claim = f"{self.rank} {message}"  # two ranks may have found out the same
+    def claim_failure(self, message: str, status: int = EXIT_STATUS) -> bool:
+        """Report this rank's failure, and the exit status of all. True for the rank that is to print it; the others leave quietly."""
+        claim = f"{self.rank} {status} {message}"  # two ranks may have found out the same
         try:
             return self._store.compare_set("failure", "", claim).decode() == claim
         except RuntimeError:  # the store is gone with rank 0: the next rank speaks
@@ -58,58 +68,88 @@ class Watchdog:
         if self.rank == 0 and self.world_size > 1:
             time.sleep(3 * BEAT_S)
 
-    def cause_elsewhere(self, wait_s: float) -> tuple[str | None, bool]:
-        """Why another rank failed, as far as can be found out within `wait_s`, and whether it has said so itself.
+    def cause_elsewhere(self, wait_s: float) -> tuple[str | None, int | None]:
+        """Why another rank failed, as far as can be found out within `wait_s`, and the exit status of all if it has said so itself.
 
-        (reason, True): a rank reported it. (description, False): a rank died without a word. (None, False): nothing found.
+        (reason, status): a rank reported it. (description, None): a rank died without a word. (None, None): nothing found.
         """
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                reason = self._reported()
-                if reason is not None:
-                    return reason, True
+                reported = self._reported()
+                if reported is not None:
+                    return reported
                 dead = self._dead_on_this_node()
             except RuntimeError:
                 dead = 0
             if dead is not None:
-                return f"{self.describe(dead)} died without a message; it was killed, or the machine ran out of memory", False
+                return f"{self.describe(dead)} died without a message; it was killed, or the machine ran out of memory", None
             if time.monotonic() >= deadline:
-                return None, False
+                return None, None
             time.sleep(0.1)
 
     def _watch(self) -> None:
         neighbour, beats = (self.rank + 1) % self.world_size, 0
-        last, seen = None, time.monotonic()
+        alive, getting_on = _Unchanged(), _Unchanged()
         while not self._stop.wait(BEAT_S):
             beats += 1
+            # where a call holds Python's lock, this thread stands still too, and only faulthandler's can speak
+            faulthandler.dump_traceback_later(SILENCE_LIMIT_S - 2 * BEAT_S)
             try:
                 self._store.set(f"beat/{self.rank}", str(beats))
-                reason = self._reported()
+                reported = self._reported()
                 current = self._store.get(f"beat/{neighbour}") if self._store.check([f"beat/{neighbour}"]) else None
+                if self._store.check(["stall"]):
+                    self._tell_stack()
             except RuntimeError:
                 time.sleep(BEAT_S)  # the main thread may be about to say more
-                self._leave(f"{self.describe(0)} ended, and with it the store of the process group", first=self.rank == 1)
-            if reason is not None:
+                message = f"{self.describe(0)}, which holds the store of the process group, has ended or hangs"
+                self._leave(message, EXIT_STATUS, first=self.rank == 1)
+            if reported is not None:
                 time.sleep(BEAT_S)  # let the reporting rank print first
-                self._leave(reason, first=False)
-            if current != last:
-                last, seen = current, time.monotonic()
-            elif time.monotonic() - seen > SILENCE_LIMIT_S:
+                self._leave(*reported, first=False)
+            if alive.for_s(current) > SILENCE_LIMIT_S and self.world_size > 1:
                 message = f"{self.describe(neighbour)} gave no sign of life for {SILENCE_LIMIT_S:.0f} s; it was killed or hangs"
-                self._leave(message, first=self.claim_failure(message))
+                self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
+            if self._progress is not None and getting_on.for_s(self._progress()) > self._stall_limit_s:
+                self._end_stall()
+        faulthandler.cancel_dump_traceback_later()
 
-    def _leave(self, message: str, first: bool) -> None:
+    def _end_stall(self) -> None:
+        """The first rank to come collects where all stand, says it, and all leave."""
+        if self._store.compare_set("stall", "", str(self.rank)) != str(self.rank).encode():
+            return
+        self._tell_stack()
+        deadline = time.monotonic() + 4 * BEAT_S
+        while time.monotonic() < deadline and not all(self._store.check([f"stack/{rank}"]) for rank in range(self.world_size)):
+            time.sleep(0.1)
+        stacks = [
+            f"--- {self.describe(rank)}:\n{self._store.get(f'stack/{rank}').decode() if self._store.check([f'stack/{rank}']) else 'no answer'}"
+            for rank in range(self.world_size)
+        ]
+        message = (
+            f"{self.describe(self.rank)} has finished nothing for {self._stall_limit_s:.0f} s (--stall-limit); all ranks end, the newest "
+            f"checkpoint is whole. Those that wait in communication wait for one that does not:\n{''.join(stacks)}"
+        )
+        self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
+
+    def _tell_stack(self) -> None:
+        frame = sys._current_frames()[threading.main_thread().ident]
+        self._store.set(f"stack/{self.rank}", "".join(traceback.format_stack(frame)))
+
+    def _leave(self, message: str, status: int, first: bool) -> None:
         if self._stop.is_set():
             return
         if first:
             print(f"wye: error: {message}", file=sys.stderr, flush=True)
-        os._exit(EXIT_STATUS)
+        self.linger()
+        os._exit(status)
 
-    def _reported(self) -> str | None:
+    def _reported(self) -> tuple[str, int] | None:
         if not self._store.check(["failure"]):
             return None
-        return self._store.get("failure").decode().partition(" ")[2] or None
+        _, status, message = self._store.get("failure").decode().split(" ", 2)
+        return message, int(status)
 
     def _dead_on_this_node(self) -> int | None:
         for rank in range(self.world_size):
@@ -119,6 +159,18 @@ class Watchdog:
             if host == socket.gethostname() and not _alive(int(pid)):
                 return rank
         return None
+
+
+class _Unchanged:
+    """How long a value has been the same."""
+
+    def __init__(self) -> None:
+        self._value, self._since = None, time.monotonic()
+
+    def for_s(self, value: object) -> float:
+        if value != self._value:
+            self._value, self._since = value, time.monotonic()
+        return time.monotonic() - self._since
 
 
 def _alive(pid: int) -> bool:

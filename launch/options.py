@@ -51,6 +51,8 @@ class Options:
     workers: str
     run_dir: Path | None
     save_every: int | None
+    max_hours: float | None
+    stall_limit: float
     eval_every: int | None
     trace_every: int
     explain_balance: int
@@ -231,6 +233,19 @@ def make_parser() -> argparse.ArgumentParser:
         type=_at_least(1),
         metavar="N",
         help="steps between held-out evaluations (default: one epoch); one is always made at the end",
+    )
+    length.add_argument(
+        "--max-hours",
+        type=_positive,
+        metavar="H",
+        help="stop after the step in which so many hours are over, with a checkpoint (default: no limit)",
+    )
+    length.add_argument(
+        "--stall-limit",
+        type=_positive,
+        default=10.0,
+        metavar="MIN",
+        help="minutes in which a rank may finish nothing; then all end, and say what they were doing (default: 10.0)",
     )
     tracking = parser.add_argument_group("tracking")
     tracking.add_argument(

@@ -23,7 +23,7 @@ from models.towers import Tower
 # Options that may differ when a run goes on: they do not change what is trained.
 FREE_TO_CHANGE = (
     *("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "trace_every", "deepspeed_config"),
-    *("cache", "cache_limit", "max_bad_fraction", "explain_balance"),
+    *("cache", "cache_limit", "max_bad_fraction", "explain_balance", "max_hours", "stall_limit"),
 )
 # Of the `branches` block.
 BRANCHES_FREE_TO_CHANGE = ("max_bad_steps",)
@@ -64,6 +64,11 @@ class RunFolder:
     @property
     def bad_steps(self) -> Path:
         return self.path / "bad_steps.jsonl"
+
+    @property
+    def stop(self) -> Path:
+        """Whoever makes this file asks the run to end after its current step."""
+        return self.path / "stop"
 
     @property
     def costs(self) -> Path:

@@ -1,10 +1,12 @@
 """No worker outlives the process that asked for it, even one that is killed and cannot clean up."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).parents[2]
 # Workers of a loader, of the cache's filling and of the index's building, all with nothing to do.
@@ -42,3 +44,14 @@ def test_workers_end_when_the_process_that_asked_for_them_is_killed():
     for other in left:
         other.kill()
     assert not left, [" ".join(other.cmdline())[:100] for other in left]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+def test_what_asks_a_run_to_end_lets_a_worker_load_on_for_a_while(number):
+    """And then it ends, if nobody has ended it: its rank waits for it."""
+    script = (
+        "import os, signal, time; from data import processes; processes.GRACE_S = 1.0; processes.outlast_signals(); "
+        f"os.kill(os.getpid(), {int(number)}); time.sleep(0.1); print('loads on', flush=True); time.sleep(3); print('still there', flush=True)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines() == ["loads on", "still there"][: 1 if number == signal.SIGTERM else 2], result.stderr

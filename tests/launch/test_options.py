@@ -19,7 +19,7 @@ FLAGS = [
     "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--tokenizer", "--embed-dim", "--image-size",
     "--image-buckets", "--max-text-tokens",
     "--loss", "--label-smoothing",
-    "--epochs", "--steps", "--save-every", "--eval-every",
+    "--epochs", "--steps", "--save-every", "--eval-every", "--max-hours", "--stall-limit",
     "--wandb", "--trace-every", "--explain-balance", "--wandb-project",
 ]  # fmt: skip
 # Each of them replaces what another flag gives, and is off unless it is given.

@@ -1,0 +1,60 @@
+"""Asked to end early: by a signal, by a file, or because the hours are over. The step under way is finished and a checkpoint saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+# EX_TEMPFAIL of sysexits.h: not done, and the same command goes on. Schedulers and supervise.sh tell it from a failure.
+STOPPED = 75
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C, a scheduler's end, Slurm's warning before it
+SOON_S = 1.0  # a terminal gives Ctrl-C to every process, and the launcher may pass it on: that is one Ctrl-C
+
+
+class StopRequest:
+    """True once an end was asked for. Signals set it from now on; a second Ctrl-C ends this process at once."""
+
+    def __init__(self, max_hours: float | None = None):
+        self.reason: str | None = None
+        self._max_hours, self._file = max_hours, None
+        # from the start of the process: imports take a while
+        self._started_at_s = psutil.Process().create_time()
+        self._started_s = time.monotonic() - max(0.0, time.time() - self._started_at_s)
+        self._interrupted_s: float | None = None
+        for number in SIGNALS:
+            signal.signal(number, self._note)
+
+    def watch(self, file: Path) -> None:
+        """Also when `file` appears. One that was there before this process is left from another run."""
+        self._file = file
+
+    def forget(self) -> None:
+        """The end has come: the next run is not asked by the same file."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def __bool__(self) -> bool:
+        if self.reason is None and self._max_hours is not None and time.monotonic() - self._started_s >= 3600 * self._max_hours:
+            self.reason = f"--max-hours {self._max_hours:g}"
+        if self.reason is None and self._file is not None and self._asks():
+            self.reason = str(self._file)
+        return self.reason is not None
+
+    def _asks(self) -> bool:
+        try:
+            return self._file.stat().st_mtime >= self._started_at_s
+        except OSError:
+            return False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._interrupted_s is not None and now - self._interrupted_s > SOON_S:
+                os._exit(128 + signal.SIGINT)
+            self._interrupted_s = self._interrupted_s or now
+        self.reason = self.reason or signal.Signals(number).name

@@ -1,0 +1,109 @@
+"""launch/supervise.sh, with small commands in the place of a launcher: what is started again, and what is not."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "supervise.sh"
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    folder = tmp_path / "a run"
+    (folder / "checkpoints").mkdir(parents=True)
+    return folder
+
+
+def supervise(run_dir, command, *options):
+    """Start it over a bash command, which sees the folder as $RUN and may count its starts in $RUN/starts."""
+    text = f'echo >> "$RUN/starts"; n=$(wc -l < "$RUN/starts"); {command}'
+    return subprocess.Popen(
+        ["bash", SCRIPT, "--wait", "0", *options, "--", "bash", "-c", text, "train", "--run-dir", run_dir],
+        env={**os.environ, "RUN": str(run_dir)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process):
+    try:
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    return process.returncode, errors
+
+
+def starts(run_dir):
+    file = run_dir / "starts"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@pytest.mark.parametrize(("status", "ends_with"), [(0, 0), (75, 75), (2, 2)])
+def test_what_another_start_would_not_mend_is_not_started_again(run_dir, status, ends_with):
+    assert finish(supervise(run_dir, f"exit {status}"))[0] == ends_with
+    assert starts(run_dir) == 1
+
+
+def test_a_failure_is_started_again_until_it_is_done(run_dir):
+    status, errors = finish(supervise(run_dir, "[ $n -ge 3 ] || exit 1"))
+    assert status == 0 and starts(run_dir) == 3 and "start 2 of 3 from checkpoint 'none'" in errors
+
+
+def test_it_gives_up_after_so_many_failures_without_a_new_checkpoint(run_dir):
+    advancing = '[ $n -gt 4 ] || echo step-$n > "$RUN/checkpoints/latest"; exit 1'
+    status, errors = finish(supervise(run_dir, advancing, "--restarts", "2"))
+    assert status == 1 and starts(run_dir) == 6  # four get on, and the fourth's failure is the first of three
+    assert "given up: 3 failures in a row" in errors and "step-4" in errors
+
+
+def test_a_signal_is_passed_on_as_a_file_and_not_to_the_launcher(run_dir):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        process = supervise(run_dir, 'touch "$RUN/ready"; while [ ! -e "$RUN/stop" ]; do sleep 0.05; done; exit 75')
+        wait_for(run_dir / "ready")
+        os.killpg(process.pid, number)  # as a terminal or a scheduler does
+        assert finish(process)[0] == 75
+        (run_dir / "stop").unlink()
+        (run_dir / "ready").unlink()
+    assert starts(run_dir) == 3
+
+
+def test_a_second_ctrl_c_leaves_nothing_behind(run_dir):
+    process = supervise(run_dir, 'sleep 60 & echo $! > "$RUN/child"; mv "$RUN/child" "$RUN/ready"; wait')
+    wait_for(run_dir / "ready")
+    child = int((run_dir / "ready").read_text())
+    os.kill(process.pid, signal.SIGINT)
+    wait_for(run_dir / "stop")
+    os.kill(process.pid, signal.SIGINT)
+    assert finish(process)[0] == 130 and not Path(f"/proc/{child}/cmdline").exists() or "Z" in Path(f"/proc/{child}/stat").read_text()
+
+
+def test_processes_that_a_killed_launcher_left_are_ended(run_dir):
+    status, _ = finish(supervise(run_dir, '[ $n -gt 1 ] && exit 0; sleep 60 & echo $! > "$RUN/child"; kill -KILL $$'))
+    child = Path(f"/proc/{int((run_dir / 'child').read_text())}/stat")
+    assert status == 0 and (not child.exists() or child.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--restarts", "many", "--", "true", "--run-dir", "x"], "--restarts 'many': a whole number is needed"),
+        (["--", "deepspeed", "train.py"], "has no --run-dir"),
+        (["deepspeed", "train.py"], "unknown argument 'deepspeed'; the command goes after --"),
+        ([], "no command given"),
+    ],
+)
+def test_wrong_usage(arguments, words):
+    result = subprocess.run(["bash", SCRIPT, *arguments], capture_output=True, text=True, timeout=30)
+    assert result.returncode == 2 and words in result.stderr
+
+
+def wait_for(file):
+    deadline = time.monotonic() + 20
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file} did not come"
+        time.sleep(0.02)
