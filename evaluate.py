@@ -2,6 +2,7 @@
 
 python evaluate.py RUN_DIR                              the newest checkpoint on the held-out samples of the run
 python evaluate.py RUN_DIR --checkpoint step-00000100   another one
+python evaluate.py RUN_DIR --ema                        the average of its weights, where the run keeps one
 python evaluate.py RUN_DIR --val-data jsonl:FILE        other samples
 """
 
@@ -21,6 +22,7 @@ from data.prepare import HeldOut, prepare_data
 from data.sampler import evaluation_requests
 from data.sources import open_source
 from data.transforms import eval_transform
+from engine.averaging import AVERAGE
 from engine.checkpoint import load_layer, newest_checkpoint, step_of
 from launch.report import recalls, retrieval_table, show
 from models.losses import build_loss
@@ -34,6 +36,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run of train.py")
     parser.add_argument("--checkpoint", metavar="NAME", help="folder below RUN_DIR/checkpoints (default: the newest)")
+    parser.add_argument(
+        "--ema", action="store_true", help="the moving average of the weights (the JSON's ema block) instead of the weights"
+    )
     parser.add_argument("--val-data", metavar="SPEC", help="samples to retrieve among (default: the held-out samples of the run)")
     parser.add_argument("--batch-size", type=int, default=128, metavar="N", help="samples at a time (default: 128)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the numbers go (default: RUN_DIR/evaluation-<checkpoint>.json)")
@@ -48,6 +53,11 @@ def main(arguments: argparse.Namespace) -> None:
     if checkpoint is None or not checkpoint.is_dir():
         there = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "none"
         raise FileNotFoundError(f"{checkpoint or folder}: no such checkpoint; there are: {there}")
+    weights = checkpoint / AVERAGE if arguments.ema else checkpoint
+    if not weights.is_dir():
+        raise FileNotFoundError(
+            f'{weights}: no such folder; the run keeps no average of its weights ("ema" in "branches"), leave out --ema'
+        )
 
     data = prepare_data(DataOptions.from_record(options), record["tokenizer"], arguments.run_dir, progress=True)
     held_out = data.held_out
@@ -67,7 +77,7 @@ def main(arguments: argparse.Namespace) -> None:
         data.tokenizer.eos_token_id,
         build_loss(options["loss"]).parameters,
     )
-    layers = [load_layer(checkpoint, spec.build(options["seed"]), spec.name, device).eval() for tower in towers for spec in tower.specs]
+    layers = [load_layer(weights, spec.build(options["seed"]), spec.name, device).eval() for tower in towers for spec in tower.specs]
     results = {}
     for name, part in held_out.items():
         as_evaluated = eval_transform(options["image_size"])
@@ -87,8 +97,9 @@ def main(arguments: argparse.Namespace) -> None:
         results |= {f"{name}/{key}": value for key, value in values.items()}
 
     sizes = {name: len(part.subset) for name, part in held_out.items()}
-    show(retrieval_table(f"Zero-shot retrieval, {checkpoint.name}", [results], sizes))
-    output = arguments.json or arguments.run_dir / f"evaluation-{checkpoint.name}.json"
+    name = f"{checkpoint.name}-ema" if arguments.ema else checkpoint.name
+    show(retrieval_table(f"Zero-shot retrieval, {name}", [results], sizes))
+    output = arguments.json or arguments.run_dir / f"evaluation-{name}.json"
     output.write_text(json.dumps({"step": step_of(checkpoint), "num_samples": sizes, **results}, indent=2) + "\n", encoding="utf-8")
     print(output)
 

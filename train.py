@@ -7,6 +7,7 @@ deepspeed --num_gpus 8 train.py --deepspeed_config ds_configs/zero1_fp16.json --
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is reported once, by us
@@ -62,6 +63,7 @@ def main(options: Options, run: Run) -> int:
     config_file = options.deepspeed_config or default_config(on_gpu, accelerator.is_bf16_supported())
     config, block = read_config(config_file)
     check_hardware(config, accelerator.is_fp16_supported(), accelerator.is_bf16_supported(), processes.device.type)
+    options.refuse_without(block)
 
     # What to train on. The first rank prepares what takes long; the others find it in the run's folder.
     run.folder = folder = RunFolder(from_first_rank(choose_folder(options)), first)
@@ -146,9 +148,12 @@ def main(options: Options, run: Run) -> int:
 
     def evaluate() -> None:
         evaluations[step] = {}
-        for name, values in feeding.evaluate_held_out():
-            evaluations[step] |= {f"{name}/{key}": value for key, value in values.items()}
-            folder.log({"step": step, "epoch": step / order.steps_per_epoch, "held_out": name, **values})
+        measured = {"": nullcontext()} | ({"ema/": engine.averaged_weights()} if options.eval_ema else {})
+        for prefix, in_place in measured.items():
+            with in_place:
+                for name, values in feeding.evaluate_held_out():
+                    evaluations[step] |= {f"{prefix}{name}/{key}": value for key, value in values.items()}
+                    folder.log({"step": step, "epoch": step / order.steps_per_epoch, "held_out": prefix + name, **values})
         tracker.log({"step": step, **evaluations[step]})
 
     # The loop.

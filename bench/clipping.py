@@ -78,7 +78,7 @@ def measure(zero_stage: int, stages: dict[str, int], replicas: dict[str, int], r
         for number in range(WARMUP_ROUNDS + rounds):
             for kind in BLOCKS:
                 for when in ("together", "late"):
-                    clipping = GroupedClipping(engine.module.canonical_parameters, rules[kind], sets[kind], comm, engine.basic_optimizer)
+                    clipping = GroupedClipping(engine.module.canonical_parameters, rules[kind], sets[kind], comm, engine.optimizer)
                     calls, sent = comm.num_sums.total(), comm.sent_bytes
                     dist.barrier()
                     start = time.perf_counter()

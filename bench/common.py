@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -103,8 +104,11 @@ def cost_model(towers: Mapping[str, Tower], embed_dim: int) -> CostModel:
     return CostModel({b: costs(t) for b, t in towers.items()}, machine, StateBytes(8, 12, 4), embed_dim)
 
 
-def configuration(setup: Setup, branches: Mapping[str, Any]) -> tuple[dict[str, Any], BranchesBlock]:
-    """What a JSON file would say. `branches` gives layout, stages, replicas and, if it is not batch_sync, the schedule."""
+def configuration(
+    setup: Setup, branches: Mapping[str, Any], deepspeed: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[dict[str, Any], BranchesBlock]:
+    """What a JSON file would say. `branches` gives layout, stages, replicas and, if it is not batch_sync, the schedule; `deepspeed`:
+    top-level keys in place of those here, or beside them."""
     from engine.config import check_config
 
     return check_config(
@@ -117,13 +121,21 @@ def configuration(setup: Setup, branches: Mapping[str, Any]) -> tuple[dict[str, 
                 "micro_batch_size": setup.micro_batch_size,
                 "schedule": "batch_sync",
                 "gradient_clipping": dict.fromkeys(("image", "text", "head"), setup.max_grad_norm),
+                "optimizer_groups": {"no_decay": []},  # as the baselines: every parameter decays
                 **branches,
             },
+            **deepspeed,
         }
     )
 
 
-def make_engine(setup: Setup, branches: Mapping[str, Any], costs: CostModel | None = None, constant_texts: bool = True) -> ForkEngine:
+def make_engine(
+    setup: Setup,
+    branches: Mapping[str, Any],
+    costs: CostModel | None = None,
+    constant_texts: bool = True,
+    deepspeed: Mapping[str, Any] = MappingProxyType({}),
+) -> ForkEngine:
     """This rank's engine. The towers are cut by `costs`, or by counted operations. `constant_texts`: all texts have equal lengths."""
     import torch.distributed as dist
 
@@ -131,7 +143,7 @@ def make_engine(setup: Setup, branches: Mapping[str, Any], costs: CostModel | No
     from engine.planner import plan_run
     from models.losses import InfoNCE
 
-    config, block = configuration(setup, branches)
+    config, block = configuration(setup, branches, deepspeed)
     towers = setup.towers
     return build_engine(
         plan_run(config, block, dist.get_world_size(), costs or cost_model(towers, setup.embed_dim)),

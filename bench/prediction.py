@@ -97,12 +97,13 @@ def measure(setup: Setup, branches: dict, record: dict, steps: int) -> tuple[lis
 
 def predict(setup: Setup, branches: dict, record: dict):
     from engine.costs import cost_model_from_json
+    from engine.locking import lock_costs
     from engine.planner import plan_run
     from engine.simulator import simulate
 
     costs = cost_model_from_json(record)
     plan = plan_run(*configuration(setup, branches), 2, costs)
-    return simulate(plan.graph, plan.batches, plan.schedule, costs)
+    return simulate(plan.graph, plan.batches, plan.schedule, lock_costs(costs, plan.trainable))
 
 
 def report(rows: list[dict]) -> str:

@@ -16,6 +16,7 @@ from engine.communication import Communicator
 from engine.exchange import ContrastiveLoss
 from engine.executor import ForkEngine
 from engine.module import DescribesLayer, StageModule
+from engine.parameter_groups import settings_of
 from engine.planner import RunPlan, deepspeed_config
 from engine.topology import BRANCHES
 
@@ -40,17 +41,25 @@ def build_engine(
     rank's own only. `total_num_steps` resolves an "auto" in the learning-rate schedule. `constant_shapes[branch]` promises that all
     training micro-batches of a branch have equal shapes, so that they need to be announced only once; `equal_shares` that each
     replica of a stage has equally many samples of every global batch. `source_starts`: the first index of each of several sources of the
-    samples, ascending, whose losses are told apart; None: there is one. Raises ValueError for a clipping pattern that matches no parameter.
+    samples, ascending, whose losses are told apart; None: there is one. Raises ValueError for a pattern (of clipping or decay) that
+    matches no parameter.
     """
     rank = dist.get_rank()
     device = torch.device(get_accelerator().current_device_name())
     refuse_idle_patterns(plan.clipping, [name for specs in layers.values() for spec in specs for name in spec.canonical_parameters])
     branch = next(b for b in BRANCHES if b in plan.graph.stage_of(rank).layers)
     resolved = deepspeed_config(config, plan.batches[branch], total_num_steps, max(stage.replicas for stage in plan.graph.stages))
-    groups = {b: [{group_of(name, plan.clipping) for name in spec.canonical_parameters} for spec in specs] for b, specs in layers.items()}
+    groups = {
+        b: [
+            {group_of(name, plan.clipping) for name in spec.canonical_parameters if learns}
+            for spec, learns in zip(specs, plan.trainable[b])
+        ]
+        for b, specs in layers.items()
+    }
     sets_of_groups = rank_sets(plan.graph, groups, sharded=resolved.get("zero_optimization", {}).get("stage", 0) > 0)
+    settings = settings_of(plan.optimizer_groups, layers, config["optimizer"])
     comm = Communicator(plan.graph, rank, device, timeout, [ranks for sets in sets_of_groups.values() for ranks in sets])
-    module = StageModule(plan.graph, rank, layers, build_layer, comm.stage_group, seed)
+    module = StageModule(plan.graph, rank, layers, build_layer, comm.stage_group, seed, settings, plan.trainable, plan.batch_norm_locked)
     return ForkEngine(
         module,
         comm,
@@ -60,6 +69,8 @@ def build_engine(
         plan.schedule,
         plan.clipping,
         sets_of_groups,
+        plan.optimizer_groups,
+        plan.average,
         embed_dim,
         constant_shapes,
         equal_shares,

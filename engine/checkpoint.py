@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from engine.averaging import load_average, save_average
 from engine.executor import ForkEngine
 from engine.module import layer_file
 
@@ -37,6 +38,7 @@ def save_checkpoint(engine: ForkEngine, folder: Path, state: Mapping[str, Any]) 
     name = step_folder(engine.global_steps)
     own = {"wye": dict(state), "engine": engine.progress()}
     engine.save_checkpoint(str(folder), tag=name, client_state=own, save_latest=False)
+    save_average(engine, folder / name)
     dist.barrier()  # every rank's files are complete
     if engine.global_rank == 0:
         pointer = folder / f"{LATEST}.writing"
@@ -56,6 +58,7 @@ def load_checkpoint(engine: ForkEngine, checkpoint: Path) -> dict[str, Any]:
             f"checkpoint {checkpoint}: its files are missing or of another topology; choose another one with --resume PATH"
         )
     engine.load_progress(client_state["engine"])
+    load_average(engine, checkpoint)
     return client_state["wye"]
 
 

@@ -11,7 +11,9 @@ All groups with the same ranks are added up in one message. An adaptive limit fo
 so that a spike moves the mean by no more than (factor − 1) · (1 − decay) / (1 − decay^t) of itself. A mean of zero sets no limit.
 
 `clip` runs as a step hook of the optimizer that DeepSpeed wraps: there the gradients are reduced over the replicas, unscaled
-and in the optimizer's precision, whatever the wrapper (none, ZeRO-1, BF16_Optimizer). A step that is skipped does not come here.
+and in the optimizer's precision, whatever the wrapper (none, ZeRO-1, BF16_Optimizer). A step that is skipped does not come here. ZeRO-1
+steps its parameter groups one after the other and unscales each when its turn comes: the first call measures all, each call clips those
+whose turn it is.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, nn
 
 from engine.clipping_rules import ClippingRule, group_of
@@ -42,12 +45,13 @@ class GroupedClipping:
         rules: Mapping[str, ClippingRule],
         sets_of_groups: Mapping[str, Sequence[tuple[int, ...]]],
         comm: Communicator,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | ZeROOptimizer,
     ):
+        """`optimizer`: the one that steps the parameters, or DeepSpeed's wrapper of it."""
         self.comm, self.rules, self.optimizer = comm, dict(rules), optimizer
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        # ZeRO-1 and BF16_Optimizer give the optimizer one flat slice of the stage's parameters instead of the parameters.
-        self.partitioned = not any(id(p) in held for p in parameters.values())
+        # ZeRO-1 and BF16_Optimizer step one flat slice for each parameter group instead of its parameters.
+        self.partitioned = isinstance(optimizer, ZeROOptimizer)
+        self._slices = [group["params"][0] for group in optimizer.param_groups] if self.partitioned else []
         self.speakers = {group: min(map(min, sets)) for group, sets in sets_of_groups.items()}  # who tells a group's numbers
         # Set of ranks -> groups, in an order that all ranks share: no rank waits for one that waits for it.
         own = [(ranks, group) for group, sets in sets_of_groups.items() for ranks in sets if comm.rank in ranks]
@@ -79,33 +83,38 @@ class GroupedClipping:
 
     def _squares(self, group: str, ranks: Sequence[int]) -> Tensor:
         """[2] float64: this rank's part of Σ g², and of the same behind a limit of the elements."""
-        gradients, rule = self._gradients(group), self.rules[group]
+        rule, squares = self.rules[group], torch.zeros(2, dtype=torch.float64, device=self.comm.device)
+        gradients = [g for g in map(self._measurable, self.members[group]) if g is not None]
         if rule.kind == "value":  # tensor by tensor, so that one limited copy is there at a time
-            squares = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
             for g in gradients:
                 squares += torch.stack([_square([g]), _square([g.clamp(-rule.limit, rule.limit)])]).to(squares.device)
         else:
-            squares = _square(gradients).expand(2)
+            squares += _square(gradients).to(squares.device)
         if not self.partitioned:
-            squares = squares / len(set(ranks) & set(self.comm.stage.ranks))  # these replicas hold the whole gradient: count it once
-        return squares.to(self.comm.device)
+            squares /= len(set(ranks) & set(self.comm.stage.ranks))  # these replicas hold the whole gradient: count it once
+        return squares
 
     @torch.no_grad()
     def clip(self) -> None:
-        """Clip the gradients in place, measured before or now, and count the step."""
+        """Clip in place the gradients whose turn it is, measured before or now; the first call of a step counts it."""
         if not self.norms:
             self.measure()
+        if not self.coefficients:
+            self._count_step()
+        for group, coefficient in self.coefficients.items():
+            rule = self.rules[group]
+            for gradient in filter(lambda g: g is not None, map(self.gradient, self.members[group])):
+                if rule.kind == "value":
+                    gradient.clamp_(-rule.limit, rule.limit)
+                elif rule.kind != "none":
+                    gradient.mul_(coefficient.to(gradient.device))
+
+    def _count_step(self) -> None:
         self._steps += 1
         for group, norm in self.norms.items():
-            rule, gradients = self.rules[group], self._gradients(group)
+            rule = self.rules[group]
             self.coefficients[group] = coefficient = self._coefficient(group)
             self._clipped_steps[group] += coefficient < 1
-            if rule.kind == "value":
-                for gradient in gradients:
-                    gradient.clamp_(-rule.limit, rule.limit)
-            elif rule.kind != "none":
-                for gradient in gradients:
-                    gradient.mul_(coefficient.to(gradient.device))
             if rule.kind == "adaptive":
                 weight = (1 - rule.decay) / (1 - rule.decay**self._steps)
                 self._mean_norm[group] += weight * (coefficient * norm - self._mean_norm[group])
@@ -141,19 +150,40 @@ class GroupedClipping:
                 numbers += [self.norms.get(group, zero), self.coefficients.get(group, zero + 1), shares.get(group, zero)]
         return [number.float() for number in numbers]
 
-    def _gradients(self, group: str) -> list[Tensor]:
-        return [gradient for gradient in map(self.gradient, self.members[group]) if gradient is not None]
-
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """The gradient the optimizer is about to use, or this rank's slice of it."""
+        """Inside the optimizer's step: the gradient it is about to use, or this rank's slice of it; None where it is not this one's turn."""
         if not self.partitioned:
             return parameter.grad
-        mapping = parameter._hp_mapping  # DeepSpeed: where this parameter lies in the rank's flat fp32 partition
+        where = self._place(parameter)
+        if where is None:
+            return None
+        flat = self._slices[where[0]]
+        if not any(flat is group["params"][0] for group in self.optimizer.optimizer.param_groups):
+            return None
+        return flat.grad.narrow(0, *where[1:])
+
+    def _measurable(self, parameter: nn.Parameter) -> Tensor | None:
+        """The same, also before its turn: there it is still scaled, and but for an offloaded optimizer a list of pieces."""
+        gradient, where = self.gradient(parameter), self._place(parameter) if self.partitioned else None
+        if gradient is not None or where is None:
+            return gradient
+        group, start, length = where
+        if self._slices[group].grad is not None:
+            return self._slices[group].grad.narrow(0, start, length) / self.optimizer.loss_scale
+        for piece in self.optimizer.averaged_gradients[group]:
+            if start == 0:
+                return piece.float() / self.optimizer.loss_scale
+            start -= piece.numel()
+        raise RuntimeError(f"no piece of parameter group {group} begins where DeepSpeed's mapping says")
+
+    @staticmethod
+    def _place(parameter: nn.Parameter) -> tuple[int, int, int] | None:
+        """(parameter group, start, number of elements): where this rank's slice of the parameter lies in its flat slices."""
+        mapping = parameter._hp_mapping  # DeepSpeed's
         if mapping is None:
             return None
-        flat = self.optimizer.param_groups[mapping.param_group_index]["params"][0].grad
         address = mapping.get_hp_fragment_address()
-        return flat.narrow(0, address.start, address.numel)
+        return mapping.param_group_index, address.start, address.numel
 
     def state_dict(self) -> dict[str, Any]:
         """What later steps depend on, of the groups of this rank; equal on all ranks that hold a group."""

@@ -13,14 +13,13 @@ the parameters whose names its patterns match, first come, first served; what is
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from engine.spelling import nearest
+from engine.spelling import nearest, nearest_pattern
 from engine.topology import StageGraph
 
 DEFAULT_GROUPS = ("image", "text", "head")
@@ -135,17 +134,9 @@ def refuse_idle_patterns(rules: Mapping[str, ClippingRule], canonical_names: Seq
         where = f"branches.gradient_clipping.{group}"
         for pattern in rule.match:
             if not any(fnmatchcase(name, pattern) for name in canonical_names):
-                raise ValueError(f"{where}.match: {pattern!r} matches no parameter{_nearest_pattern(pattern, canonical_names)}")
+                raise ValueError(f"{where}.match: {pattern!r} matches no parameter{nearest_pattern(pattern, canonical_names)}")
         if rule.match and group not in taken:
             raise ValueError(f"{where}: every parameter that it matches belongs to a group before it; put the narrower patterns first")
-
-
-def _nearest_pattern(pattern: str, names: Sequence[str]) -> str:
-    """What else could be written: a name, or all names below one of its parts."""
-    parts = [name.split(".") for name in names]
-    valid = sorted({*names, *(".".join(part[:i]) + ".*" for part in parts for i in range(1, len(part)))})
-    near = difflib.get_close_matches(pattern, valid, 1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are for example {', '.join(names[:: max(1, len(names) // 3)][:3])}"
 
 
 def rank_sets(

@@ -152,9 +152,14 @@ def signature_of(tensors: Mapping[str, Tensor]) -> Signature:
     return tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
-def gradients_of(signature: Signature) -> Signature:
-    """What comes back for a message: its floating-point tensors."""
-    return tuple(entry for entry in signature if entry[1].is_floating_point)
+def gradients_of(signature: Signature, trained: Sequence[str] = BRANCHES) -> Signature:
+    """What comes back for a message: its floating-point tensors of the branches that need gradients where it comes from."""
+    return tuple(entry for entry in signature if entry[1].is_floating_point and branch_of(entry[0]) in trained)
+
+
+def branch_of(tensor_name: str) -> str:
+    """The branch that a named tensor belongs to; what the loss learns goes the way of the image embeddings."""
+    return "text" if tensor_name.startswith("text_") else "image"
 
 
 def _in_words(signature: Signature) -> str:

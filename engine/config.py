@@ -14,7 +14,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from engine.averaging import AverageBlock, average_block
 from engine.clipping_rules import DEFAULT_GROUPS, ClippingRule, clipping_rules
+from engine.deepspeed_keys import check_blocks
+from engine.locking import LockedBlock, locked_block
+from engine.parameter_groups import OptimizerGroups, check_groups, optimizer_groups
 from engine.schedule import SCHEDULES
 from engine.spelling import nearest
 from engine.topology import BRANCHES, LAYOUTS
@@ -149,6 +153,9 @@ class BranchesBlock:
     schedule: str = AUTO
     kept_micro_batches: Any = None
     gradient_clipping: Any = None
+    optimizer_groups: Any = None
+    locked: Any = None
+    ema: Any = None
     max_bad_steps: int = 10
     balance: Any = None
     sample_weights: Any = None
@@ -172,6 +179,9 @@ class BranchesBlock:
                 f'"{"merged" if self.layout == "merged" else self.schedule}" does not have; use "deal"'
             )
         self.clipping()
+        self.learning()
+        self.locking()
+        self.averaging()
         self.weighting()
         if isinstance(self.max_bad_steps, bool) or not isinstance(self.max_bad_steps, int) or self.max_bad_steps < 1:
             raise ValueError(f"branches.max_bad_steps: got {self.max_bad_steps!r}; it is a whole number of at least 1")
@@ -197,6 +207,18 @@ class BranchesBlock:
     def clipping(self) -> dict[str, ClippingRule]:
         """group -> rule. Raises ValueError for what is wrong in the `gradient_clipping` block."""
         return clipping_rules(self.gradient_clipping)
+
+    def learning(self) -> OptimizerGroups:
+        """The `optimizer_groups` block. Raises ValueError for what is wrong in it."""
+        return optimizer_groups(self.optimizer_groups)
+
+    def locking(self) -> LockedBlock:
+        """The `locked` block. Raises ValueError for what is wrong in it."""
+        return locked_block(self.locked)
+
+    def averaging(self) -> AverageBlock | None:
+        """The `ema` block; None: the weights are not averaged. Raises ValueError for what is wrong in it."""
+        return average_block(self.ema)
 
 
 def read_config(path: str | Path) -> tuple[dict[str, Any], BranchesBlock]:
@@ -232,6 +254,7 @@ def check_config(config: dict[str, Any]) -> tuple[dict[str, Any], BranchesBlock]
     for key in block:
         if key not in _keys(BranchesBlock):
             raise ValueError(f"unknown key 'branches.{key}'{nearest(key, _keys(BranchesBlock))}")
+    check_blocks(config)
     _check_values(config, block)
     _check_precision_and_zero(config)
     if config.get("gradient_clipping", 0):
@@ -241,7 +264,9 @@ def check_config(config: dict[str, Any]) -> tuple[dict[str, Any], BranchesBlock]
             f"train_batch_size: got {config.get('train_batch_size')!r}; the global batch of a contrastive loss is a whole number of at least 2"
         )
     _check_optimizer(config)
-    return config, BranchesBlock(**block)
+    checked = BranchesBlock(**block)
+    check_groups(checked.learning(), config)
+    return config, checked
 
 
 def _refuse_global_clipping(limit: Any, written: Any) -> NoReturn:
@@ -299,6 +324,7 @@ def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"zero_optimization.stage: {stage} shards gradients or parameters, which a pipeline needs whole between its micro-batches; use 0 or 1"
         )
+    _check_offload(config.get("zero_optimization", {}), stage)
     for key in ("fp16", "bf16"):
         if not isinstance(config.get(key, {}).get("enabled", False), bool):
             raise ValueError(f"{key}.enabled: got {config[key]['enabled']!r}; it is true or false")
@@ -313,6 +339,22 @@ def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
         raise ValueError(
             "zero_optimization.compute_grad_norm: by the norm DeepSpeed sees that a step must be skipped, on all ranks alike; remove the key"
         )
+
+
+def _check_offload(zero: Mapping[str, Any], stage: int) -> None:
+    if zero.get("offload_param") is not None:
+        raise ValueError(
+            "zero_optimization.offload_param: a pipeline needs its parameters in place; remove the key, or use offload_optimizer"
+        )
+    offload = zero.get("offload_optimizer")
+    if not isinstance(offload, Mapping):
+        return
+    if offload.get("device") not in ("cpu", "none"):
+        raise ValueError(
+            f'zero_optimization.offload_optimizer.device: got {offload.get("device")!r}; ZeRO-1 offloads to "cpu"; "none": not'
+        )
+    if offload["device"] == "cpu" and stage != 1:
+        raise ValueError(f'zero_optimization.offload_optimizer with stage {stage}: only ZeRO-1 offloads; use "stage": 1, or remove the key')
 
 
 def check_hardware(config: Mapping[str, Any], fp16_supported: bool, bf16_supported: bool, device: str) -> None:

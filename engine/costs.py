@@ -45,6 +45,12 @@ class LayerCost:
     backward_s: Curve
     activation_bytes: Curve  # kept from the forward until the backward; its output is in it, its input in the layer's that made it
     output_bytes: Curve  # what travels if the pipeline is cut behind this layer
+    trainable: bool = True  # else its parameters have no gradients and no optimizer state
+    differentiated: bool = True  # else nothing in it or before it learns: it has no backward and keeps nothing for one
+
+    def training_s(self, size: float) -> float:
+        """Of a forward and, if it has one, a backward."""
+        return self.forward_s.at(size) + (self.backward_s.at(size) if self.differentiated else 0.0)
 
 
 @dataclass(frozen=True)
@@ -82,13 +88,15 @@ class StateBytes:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> StateBytes:
         """From DeepSpeed's configuration, for Adam. fp32: weight and gradient, two moments. Half precision: weight and gradient
-        in half, a gradient in fp32 where they are added up in fp32 (bf16), master weight and two moments in fp32."""
-        stage = config.get("zero_optimization", {}).get("stage", 0)
+        in half, a gradient in fp32 where they are added up in fp32 (bf16), master weight and two moments in fp32. State that is offloaded
+        to the CPU is not counted."""
+        zero = config.get("zero_optimization", {})
+        stage, offloaded = zero.get("stage", 0), (zero.get("offload_optimizer") or {}).get("device") == "cpu"
         bf16, fp16 = (config.get(key, {}).get("enabled", False) for key in ("bf16", "fp16"))
         weight = 2 if bf16 or fp16 else 4
         whole = 2 * weight + (4 if bf16 else 0)
         state = 12 if bf16 or fp16 else 8 + (4 if stage else 0)  # ZeRO-1 keeps an fp32 copy of its slice also under fp32
-        return cls(whole + (0 if stage else state), state if stage else 0, 4 if bf16 or not fp16 else 2, weight)
+        return cls(whole + (0 if stage else state), state if stage and not offloaded else 0, 4 if bf16 or not fp16 else 2, weight)
 
 
 @dataclass(frozen=True)

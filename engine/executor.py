@@ -18,18 +18,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor
+from torch import Tensor, nn
 
+from engine.averaging import AverageBlock, WeightAverage
 from engine.bad_steps import bad_step, is_loss_scale_search, seen_by
 from engine.clipping import GroupedClipping
 from engine.clipping_rules import ClippingRule
-from engine.communication import Channel, Communicator, Signature, gradients_of, signature_of
+from engine.communication import Channel, Communicator, Signature, branch_of, gradients_of, signature_of
 from engine.exchange import MAX_WEIGHT, NO_WEIGHT, OTHER, ContrastiveLoss, Rows, by_source, exchange_loss, meet
 from engine.module import StageModule
+from engine.parameter_groups import GroupSchedule, OptimizerGroups, Setting
 from engine.planner import BranchBatch
 from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ForwardOnly, ReloadMicroBatch, ReplayPass
 from engine.step_metrics import StepMetrics, mean_losses
@@ -52,18 +55,20 @@ class ForkEngine(PipelineEngine):
         schedule: str,
         clipping: Mapping[str, ClippingRule],
         sets_of_groups: Mapping[str, Sequence[tuple[int, ...]]],
+        optimizer_groups: OptimizerGroups,
+        average: AverageBlock | None,
         embed_dim: int,
         constant_shapes: Mapping[str, bool],
         equal_shares: bool = True,
         source_starts: Sequence[int] | None = None,
     ):
         grid = module.mpu()
-        parameters = [p for p in module.parameters() if p.requires_grad]
+        self.optimizer_groups = optimizer_groups
         with contextlib.redirect_stdout(io.StringIO()):
             super().__init__(
                 args=None,
                 model=module,
-                model_parameters=parameters,
+                model_parameters=[_told(*group) for group in module.parameter_groups],
                 mpu=grid,
                 config=config,
                 config_class=DeepSpeedConfig(config, grid),
@@ -71,8 +76,10 @@ class ForkEngine(PipelineEngine):
         self.comm, self.place, self.replica = comm, comm.stage, comm.replica
         self.embed_dim = embed_dim
         self.loss_function, self.batches, self.schedule_type = loss, dict(batches), SCHEDULES[schedule]
-        self.clipping = GroupedClipping(module.canonical_parameters, clipping, sets_of_groups, comm, self.basic_optimizer)
+        self.clipping = GroupedClipping(module.canonical_parameters, clipping, sets_of_groups, comm, self.optimizer)
         self.basic_optimizer.register_step_pre_hook(lambda *_: self.clipping.clip())
+        stepped = [p for group in self.basic_optimizer.param_groups for p in group["params"]]
+        self.average = WeightAverage(stepped, average) if average else None
         self.bad_steps_in_a_row = 0
         self.instructions_done = 0  # of training and evaluation: while it grows, this rank is not stuck
         self.recorder = comm.recorder
@@ -98,6 +105,19 @@ class ForkEngine(PipelineEngine):
 
     def is_last_stage(self) -> bool:
         return not self._ready or self.place.is_tail
+
+    def _configure_lr_scheduler(self) -> None:
+        """DeepSpeed's schedule, scaled by group (`engine/parameter_groups.py`)."""
+        settings = [setting for setting, _ in self.module.parameter_groups]
+        warmups = [rule.warmup_steps for rule in self.optimizer_groups.rules.values()]
+        self.lr_scheduler = GroupSchedule(self.basic_optimizer, self._make_schedule, settings, warmups)
+
+    def _make_schedule(self, warmup_steps: int | None) -> Any:
+        if self.scheduler_name() is None:
+            return None
+        own = {} if warmup_steps is None else {"warmup_num_steps": warmup_steps}
+        module = lr_schedules if hasattr(lr_schedules, self.scheduler_name()) else torch.optim.lr_scheduler
+        return getattr(module, self.scheduler_name())(self.basic_optimizer, **{**(self.scheduler_params() or {}), **own})
 
     def _backward_prologue_per_tensor(self, grad: Tensor) -> Tensor:
         return grad  # the base class divides by the number of micro-batches; our loss is already the mean over the batch
@@ -134,7 +154,7 @@ class ForkEngine(PipelineEngine):
         # Messages whose shapes never change are announced in the first step only, for each number of texts per image.
         known = self._training_shapes.setdefault(texts_per_image, {"in": {}, "out": {}})
         self._shapes = {end: kept if self._constant[end] else {} for end, kept in known.items()}
-        self._lr = self.get_lr()[0]
+        self._lr = dict(self.lr_scheduler.rates)
         self.clipping.start_step()
         buffers = self.module.changing_buffers()
         before = [buffer.clone() for buffer in buffers]
@@ -147,6 +167,8 @@ class ForkEngine(PipelineEngine):
             # Replicas saw different samples; the mean of their running statistics is that of the whole batch's. After every
             # step, so that what is evaluated and saved does not depend on when it is.
             self.comm.average_over_replicas(self.module.running_statistics())
+            if self.average:
+                self.average.update()
         else:  # the forwards have put what is not finite into them
             for buffer, value in zip(buffers, before):
                 buffer.copy_(value)
@@ -169,6 +191,22 @@ class ForkEngine(PipelineEngine):
         self.skipped_steps += 1
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """In here the weights are their average (the `ema` block); running statistics are the run's. All ranks enter and leave together."""
+        if self.average is None:
+            raise ValueError('the weights are not averaged: add "ema": {"decay": 0.9999, "warmup": true} to "branches"')
+        self._exchange_average()
+        try:
+            yield
+        finally:
+            self._exchange_average()
+
+    def _exchange_average(self) -> None:
+        self.average.exchange()
+        if self.clipping.partitioned:
+            self.optimizer.update_lp_params()  # DeepSpeed: from each rank's slice to all weights of the stage
 
     def progress(self) -> dict[str, Any]:
         """What a run needs to go on as it would have, besides what DeepSpeed saves. Small; equal on all replicas of a stage."""
@@ -200,7 +238,7 @@ class ForkEngine(PipelineEngine):
                 elif known is None:
                     continue  # nothing was sent yet that a gradient could come back for
                 else:
-                    self.comm.gradients_in.expect(gradients_of(known))
+                    self.comm.gradients_in.expect(gradients_of(known, self.place.trained))
                 self._posted[kind] = True
 
     def _receive(self, kind: type, channel: Channel) -> dict[str, Tensor]:
@@ -211,7 +249,7 @@ class ForkEngine(PipelineEngine):
     def _reset_buffers(self) -> None:
         """Buffers by micro-batch: named tensors that came in, that go out, and the gradients of what went out."""
         self._inputs: dict[int, dict[str, Tensor]] = defaultdict(dict)
-        self._loaded: dict[int, dict[str, Tensor]] = {}
+        self._kept: dict[int, dict[str, Tensor]] = {}  # in host memory, for a second forward
         self._outputs: dict[int, dict[str, Tensor]] = {}
         self._output_grads: dict[int, dict[str, Tensor]] = {}
         self._shapes: dict[str, dict[int, Signature]] = {"in": {}, "out": {}}  # of the messages along both edges
@@ -235,11 +273,15 @@ class ForkEngine(PipelineEngine):
         self._data_wait_s += time.perf_counter() - asked
         _check_weights(loaded)
         if keep:
-            self._loaded[buffer_id] = loaded  # where the loader left it: in host memory
+            self._kept[buffer_id] = loaded  # where the loader left it
         self._take_in(buffer_id, loaded)
 
     def _exec_reload_micro_batch(self, buffer_id: int) -> None:
-        self._take_in(buffer_id, self._loaded.pop(buffer_id))
+        kept = self._kept.pop(buffer_id)
+        if self._keeps_what_layers_made:  # in their dtypes
+            self._inputs[buffer_id] |= {name: tensor.to(self.device, non_blocking=True) for name, tensor in kept.items()}
+        else:
+            self._take_in(buffer_id, kept)
 
     def _take_in(self, buffer_id: int, loaded: Mapping[str, Tensor]) -> None:
         dtype = self.get_data_types()[0]
@@ -250,23 +292,46 @@ class ForkEngine(PipelineEngine):
     def _exec_recv_activations(self, buffer_id: int) -> None:
         received = self._receive(ds_schedule.RecvActivation, self.comm.activations_in)
         self._shapes["in"][buffer_id] = signature_of(received)
+        trained = self.graph.stages[self.place.previous].trained
         for name, tensor in received.items():
-            self._inputs[buffer_id][name] = tensor.requires_grad_(tensor.is_floating_point() and torch.is_grad_enabled())
+            needs = tensor.is_floating_point() and torch.is_grad_enabled() and branch_of(name) in trained
+            self._inputs[buffer_id][name] = tensor.requires_grad_(needs)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
+        self._outputs[buffer_id] = self._forward(buffer_id, self._inputs.pop(buffer_id))
+
+    def _forward(self, buffer_id: int, inputs: dict[str, Tensor], **part: int) -> dict[str, Tensor]:
+        """Run the stage's layers, or a part of them; of the inputs stay those that a gradient is made for."""
         number = self.replica * self._num_micro_batches + buffer_id
         self.module.seed_micro_batch(self.global_steps, number)
-        self._outputs[buffer_id] = super(PipelineEngine, self).forward(dict(self._inputs[buffer_id]))
-        if not torch.is_grad_enabled():
-            del self._inputs[buffer_id]
+        received = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad and tensor.is_leaf}
+        if received and torch.is_grad_enabled():
+            self._inputs[buffer_id] = received
+        return super(PipelineEngine, self).forward(inputs, **part)
 
     @torch.no_grad()
     def _exec_embed_pass(self, buffer_id: int) -> None:
-        self._exec_forward_pass(buffer_id)
+        inputs = self._inputs.pop(buffer_id)
+        locked = self._num_skipped_again
+        if locked:
+            inputs = self._forward(buffer_id, inputs, stop=locked)
+        if self.place.has_backward and self._keeps_what_layers_made:
+            self._kept[buffer_id] = {name: tensor.cpu() for name, tensor in inputs.items()}
+        self._outputs[buffer_id] = self._forward(buffer_id, inputs, start=locked)
 
     def _exec_replay_pass(self, buffer_id: int) -> None:
         with self.module.statistics_untouched():  # the first forward has updated them
-            self._exec_forward_pass(buffer_id)
+            self._outputs[buffer_id] = self._forward(buffer_id, self._inputs.pop(buffer_id), start=self._num_skipped_again)
+
+    @property
+    def _num_skipped_again(self) -> int:
+        """Locked layers at the front, which a second forward skips; none where their inputs come again with others that need it."""
+        return self.module.num_locked_first if self.place.previous is None or not self.place.sends_gradients else 0
+
+    @property
+    def _keeps_what_layers_made(self) -> bool:
+        """For a second forward: of locked layers, here or on the stage above, whose output does not come again; else what was loaded."""
+        return self._num_skipped_again > 0 or not self.place.sends_gradients
 
     def _exec_send_activations(self, buffer_id: int) -> None:
         outputs, shapes = self._outputs[buffer_id], self._shapes["out"]
@@ -280,10 +345,10 @@ class ForkEngine(PipelineEngine):
     def _exec_backward_pass(self, buffer_id: int) -> None:
         outputs, grads = self._outputs.pop(buffer_id), self._output_grads.pop(buffer_id)
         differentiable = {name: tensor for name, tensor in outputs.items() if tensor.requires_grad}
-        if set(differentiable) != set(grads):
+        if not set(differentiable) <= set(grads):
             raise RuntimeError(
                 f"{self.place.name}: sent {sorted(differentiable)} and got gradients of {sorted(grads)} for micro-batch {buffer_id}; "
-                "every floating-point tensor that leaves a stage must reach the loss"
+                "every floating-point tensor that leaves a stage and needs a gradient must reach the loss"
             )
         self._inject([(tensor, grads[name]) for name, tensor in differentiable.items()])
 
@@ -300,15 +365,21 @@ class ForkEngine(PipelineEngine):
         if accumulates:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
 
+    def _exec_reduce_grads(self) -> None:
+        if self.module.placeholders:  # a gradient of zero, the way all others come
+            held = torch.cat(list(self.module.placeholders))
+            self._inject([(held, torch.zeros_like(held))])
+        super()._exec_reduce_grads()
+
     def _exec_send_grads(self, buffer_id: int) -> None:
-        received = {name: t for name, t in self._inputs.pop(buffer_id).items() if t.is_leaf and t.requires_grad}
+        received = self._inputs.pop(buffer_id)
         missing = [name for name, tensor in received.items() if tensor.grad is None]
         if missing:
             raise RuntimeError(
                 f"{self.place.name}: received {missing} but its layers made no gradient for them; drop tensors no layer uses"
             )
         # in the order and the dtype of the activations: that is what the other side expects
-        known = gradients_of(self._shapes["in"][buffer_id])
+        known = gradients_of(self._shapes["in"][buffer_id], self.graph.stages[self.place.previous].trained)
         self.comm.gradients_out.send({name: received[name].grad for name, _, _ in known}, known)
 
     def _exec_compute_loss(self, buffer_id: int | None = None) -> None:
@@ -350,6 +421,8 @@ class ForkEngine(PipelineEngine):
                 grads[name] = result.parameters[name] * scale if i == 0 else torch.zeros_like(parameters[name])
             self._output_grads[m] = grads
             self._outputs[m] = {name: tensor for name, tensor in outputs[i].items() if tensor.requires_grad}
+        if not self.place.has_backward:
+            self._outputs, self._output_grads = {}, {}
 
     def _loss_scale(self) -> float:
         return float(self.optimizer.loss_scale) if self.fp16_enabled() and hasattr(self.optimizer, "loss_scale") else 1.0
@@ -457,7 +530,8 @@ class ForkEngine(PipelineEngine):
             grad_norm=norms,
             clip_coefficient=coefficients,
             clipped_share=shares,
-            lr=self._lr,
+            lr=self._lr[None],
+            group_lr=self.optimizer_groups.rates(self._lr, (self.optimizer_params() or {}).get("lr")),
             step_applied=self._step_applied,
             skipped_steps=self.skipped_steps,
             bad_step=bad,
@@ -506,9 +580,15 @@ class ForkEngine(PipelineEngine):
         ds_schedule.RecvGrad: _exec_recv_grads,
         ds_schedule.BackwardPass: _exec_backward_pass,
         ds_schedule.SendGrad: _exec_send_grads,
-        ds_schedule.ReduceGrads: PipelineEngine._exec_reduce_grads,
+        ds_schedule.ReduceGrads: _exec_reduce_grads,
         ds_schedule.OptimizerStep: PipelineEngine._exec_optimizer_step,
     }
+
+
+def _told(setting: Setting, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """A parameter group as optimizers take it."""
+    decay = {} if setting.weight_decay is None else {"weight_decay": setting.weight_decay}
+    return {"params": list(parameters), **decay}
 
 
 def _constant(graph: StageGraph, stage: Stage, constant_shapes: Mapping[str, bool]) -> bool:

@@ -19,14 +19,16 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelinePa
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from engine.locking import Trainable
+from engine.parameter_groups import Setting, groups_of_names
 from engine.topology import BRANCHES, Stage, StageGraph
 
 
 class DescribesLayer(Protocol):
-    """What the engine needs to know of a layer before it exists: its name, and the names of its parameters in the run."""
+    """What the engine needs to know of a layer before it exists: its name, and its parameters' shapes by their names in the run."""
 
     name: str
-    canonical_parameters: Sequence[str]
+    canonical_parameters: Mapping[str, Sequence[int]]
 
 
 class StageGrid(PipelineParallelGrid):
@@ -66,7 +68,15 @@ class StageModule(PipelineModule):
         build_layer: Callable[[DescribesLayer], nn.Module],
         stage_group: Any,
         seed: int,
+        settings: Mapping[str, Setting],
+        trainable: Trainable,
+        batch_norm_locked: bool = False,
     ):
+        """`settings`: of every parameter of the run, by canonical name (`engine/parameter_groups.py`); `trainable`: which layers learn.
+
+        `batch_norm_locked`: layers that do not learn normalise by their running statistics, and leave them as they are.
+        """
+        self._trainable, self._batch_norm_locked = trainable, batch_norm_locked
         self._graph, self._rank, self._layers, self._build_layer, self._seed = graph, rank, layers, build_layer, seed
         self._stage: Stage = graph.stage_of(rank)
         self._micro_batch = 0, 0
@@ -75,21 +85,32 @@ class StageModule(PipelineModule):
             super().__init__(specs, topology=PipeDataParallelTopology(num_pp=graph.world_size, num_dp=1), base_seed=seed)
             self._grid = StageGrid(graph, rank, stage_group, self.world_group)
         self.stage_id = self._stage.stage_id
+        self._group_parameters(settings)
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        offset, self._own_indices = 0, []
+        offset, locked, self._own_indices = 0, [], []
         for branch in BRANCHES:
-            self._own_indices += [offset + i for i in self._stage.layers.get(branch, ())]
+            learned = [any(self._trainable[branch][: i + 1]) for i in range(len(self._layers[branch]))]
+            own = self._stage.layers.get(branch, ())
+            locked += [offset + i for i in own if not learned[i]]
+            self._own_indices += [offset + i for i in own if learned[i]]
             offset += len(self._layers[branch])
+        # What nothing learns in or before comes first, of both branches: no gradient enters there.
+        self._own_indices, self.num_locked_first = locked + self._own_indices, len(locked)
         self._set_bounds(0, len(self._own_indices))
 
     def _build(self) -> None:
         self.canonical_parameters: dict[str, nn.Parameter] = {}
         self.canonical_buffers: dict[str, Tensor] = {}
         self.layer_names: list[str] = []
+        self._locked_norms: list[nn.Module] = []
+        learns = [learns for branch in BRANCHES for learns in self._trainable[branch]]
         for index in self._own_indices:
             spec = self._layer_specs[index]
             layer = self._build_layer(spec)
+            if not learns[index]:
+                layer.requires_grad_(False)
+                self._locked_norms += _batch_norms(layer) if self._batch_norm_locked else []
             self.forward_funcs.append(layer)
             self.layer_names.append(spec.name)
             self.add_module(spec.name.replace(".", "/"), layer)
@@ -100,24 +121,51 @@ class StageModule(PipelineModule):
                 self.canonical_buffers[layer.canonical_names.get(name, f"{spec.name}.{name}")] = buffer
         self._draws = [bool(getattr(layer, "draws", True)) for layer in self.forward_funcs]
 
+    def _group_parameters(self, settings: Mapping[str, Setting]) -> None:
+        """Make `parameter_groups`: what each is told, and its parameters; as many on every stage, because ZeRO-1 has collectives for each.
+
+        Where a stage has fewer than another, a group holds a placeholder: one number that is never used, with a gradient of zero.
+        """
+        own = {id(p): name for name, p in reversed(self.canonical_parameters.items()) if p.requires_grad}  # of two names the first
+        names = [name for name, p in self.canonical_parameters.items() if own.get(id(p)) == name]
+        self.parameter_groups = [
+            (setting, [self.canonical_parameters[name] for name in members])
+            for setting, members in groups_of_names(names, settings).items()
+        ]
+        self.placeholders = nn.ParameterList()
+        for _ in range(len(self.parameter_groups), _most_groups(self._graph, self._layers, settings, self._trainable)):
+            placeholder = nn.Parameter(torch.zeros(1))
+            placeholder.ds_pipe_replicated = False
+            self.placeholders.append(placeholder)
+            self.parameter_groups.append((Setting(1.0, 0.0, None), [placeholder]))
+
     def changing_buffers(self) -> list[Tensor]:
         """Buffers that training changes: batch normalisation's running means and variances, and its count of micro-batches."""
-        return [buffer for module in self.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) for buffer in module.buffers()]
+        return [buffer for module in _batch_norms(self) if module not in self._locked_norms for buffer in module.buffers()]
 
     def running_statistics(self) -> list[Tensor]:
         """Of these the means and variances."""
         return [buffer for buffer in self.changing_buffers() if buffer.is_floating_point()]
 
+    def train(self, mode: bool = True) -> StageModule:
+        super().train(mode)
+        for module in self._locked_norms:
+            module.eval()
+        return self
+
     def seed_micro_batch(self, step: int, branch_micro_batch: int) -> None:
         """Fix the random numbers of the next forward: step and number of the micro-batch within the global batch."""
         self._micro_batch = step, branch_micro_batch
 
-    def forward(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run the layers; with `activation_checkpoint_interval` k, k at a time keep their inputs only and run again in the backward."""
-        micro_batch, number = self._micro_batch, len(self.forward_funcs)
+    def forward(self, tensors: dict[str, Tensor], start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
+        """Run the layers from `start` to `stop`; with `activation_checkpoint_interval` k, k at a time keep their inputs only and run again
+        in the backward; layers without a backward keep nothing as it is."""
+        micro_batch, number = self._micro_batch, len(self.forward_funcs) if stop is None else stop
         if not (self.activation_checkpoint_interval and self.training and torch.is_grad_enabled()):
-            return self._run(range(number), micro_batch, tensors)
-        for start in range(0, number, self.activation_checkpoint_interval):
+            return self._run(range(start, number), micro_batch, tensors)
+        learning = max(start, min(self.num_locked_first, number))
+        tensors = self._run(range(start, learning), micro_batch, tensors)
+        for start in range(learning, number, self.activation_checkpoint_interval):
             part = range(start, min(start + self.activation_checkpoint_interval, number))
             # Not reentrant: exact for inputs without gradient too. The seeds make random state equal, nothing needs to be saved.
             tensors = checkpoint(
@@ -151,12 +199,32 @@ class StageModule(PipelineModule):
                 # .data: batch normalisation updates its buffers behind autograd's back as well, other backwards still refer to them
                 buffer.data.copy_(value)
 
+    def save_layers(self, folder: str | os.PathLike[str]) -> None:
+        """The present weights and buffers, a file per layer, as a checkpoint has them."""
+        for layer, name in zip(self.forward_funcs, self.layer_names):
+            torch.save({key: tensor.detach().cpu().clone() for key, tensor in layer.state_dict().items()}, layer_file(str(folder), name))
+
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """One file per layer, named after the layer: any topology finds its own."""
         return layer_file(ckpt_dir, self.layer_names[local_layer_idx])
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
         return [self.ckpt_layer_path(ckpt_dir, local_layer_idx)]
+
+
+def _batch_norms(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+
+
+def _most_groups(
+    graph: StageGraph, layers: Mapping[str, Sequence[DescribesLayer]], settings: Mapping[str, Setting], trainable: Trainable
+) -> int:
+    """Of parameters, on the stage with the most; at least 1."""
+    names = [
+        [n for branch, own in stage.layers.items() for i in own if trainable[branch][i] for n in layers[branch][i].canonical_parameters]
+        for stage in graph.stages
+    ]
+    return max(1, *(len(groups_of_names(of_stage, settings)) for of_stage in names))
 
 
 def layer_file(folder: str, layer_name: str) -> str:

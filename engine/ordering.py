@@ -25,16 +25,16 @@ from deepspeed.runtime.pipe.schedule import (
 )
 
 from engine.schedule import ComputeLoss, EmbedPass, ReplayPass, StageSchedule
-from engine.topology import Stage, StageGraph
+from engine.topology import BRANCHES, Stage, StageGraph
 
 if TYPE_CHECKING:
     from engine.planner import BranchBatch
 
-_NOTHING, _FORWARD, _BACKWARD, _LOSS, _REDUCE, _STEP = range(6)  # kinds of work; the order of `_Times`
+_NOTHING, _FORWARD, _AGAIN, _BACKWARD, _LOSS, _REDUCE, _STEP = range(7)  # kinds of work; the order of `_Times`
 _WORK = {
     ForwardPass: _FORWARD,
     EmbedPass: _FORWARD,
-    ReplayPass: _FORWARD,
+    ReplayPass: _AGAIN,
     BackwardPass: _BACKWARD,
     ComputeLoss: _LOSS,
     ReduceGrads: _REDUCE,
@@ -57,12 +57,15 @@ class Place(NamedTuple):
     num_downstream: int
     num_micro_batches: int
     num_kept: int
+    has_backward: bool
+    sends_gradients: bool
 
 
 class Counts(NamedTuple):
     """What a stage's list holds, and how many micro-batches have activations: at most, and when the loss is computed."""
 
     forwards: int
+    replays: int
     backwards: int
     losses: int
     reductions: int
@@ -94,7 +97,18 @@ class Program:
 
 def shape_of(graph: StageGraph, batches: Mapping[str, BranchBatch]) -> tuple[Place, ...]:
     return tuple(
-        Place(s.name, s.previous, s.next, s.loads, s.tail_of, s.num_downstream, batch.num_micro_batches, batch.num_kept)
+        Place(
+            s.name,
+            s.previous,
+            s.next,
+            s.loads,
+            s.tail_of,
+            s.num_downstream,
+            batch.num_micro_batches,
+            batch.num_kept,
+            s.has_backward,
+            s.sends_gradients,
+        )
         for s in graph.stages
         for batch in (batches[next(iter(s.layers))],)
     )
@@ -162,7 +176,20 @@ def _operation(run: Sequence[PipeInstruction]) -> _Operation:
 
 
 def _instructions(place: Place, schedule: type[StageSchedule]) -> list[PipeInstruction]:
-    stage = Stage(0, place.name, {}, (0,), place.previous, place.next, place.loads, place.tail_of, place.num_downstream)
+    trained = BRANCHES if place.has_backward else ()
+    stage = Stage(
+        0,
+        place.name,
+        {},
+        (0,),
+        place.previous,
+        place.next,
+        place.loads,
+        place.tail_of,
+        place.num_downstream,
+        trained,
+        place.sends_gradients,
+    )
     return [instruction for group in schedule(stage, place.num_micro_batches, place.num_kept) for instruction in group]
 
 
@@ -178,7 +205,8 @@ def _count(instructions: Sequence[PipeInstruction]) -> Counts:
         elif kind is ComputeLoss:
             at_loss = max(at_loss, held)
     return Counts(
-        kinds[ForwardPass] + kinds[EmbedPass] + kinds[ReplayPass],
+        kinds[ForwardPass] + kinds[EmbedPass],
+        kinds[ReplayPass],
         kinds[BackwardPass],
         kinds[ComputeLoss],
         kinds[ReduceGrads],

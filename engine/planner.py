@@ -16,9 +16,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from engine.averaging import AverageBlock
 from engine.clipping_rules import ClippingRule
 from engine.config import AUTO, BranchesBlock
 from engine.costs import CostModel, precision_of
+from engine.locking import Trainable, lock_costs, lock_graph, trainable_layers
+from engine.parameter_groups import OptimizerGroups
 from engine.simulator import Simulation, bounds, most_kept, simulate
 from engine.topology import BRANCHES, LAYOUTS, StageGraph, balanced_cuts, chain, fork, merged
 
@@ -97,7 +100,8 @@ class Search:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What was decided for this world: the stage graph, the deal of the batch, the schedule and how gradients are clipped.
+    """What was decided for this world: the stage graph, the deal of the batch, the schedule, which layers learn, and how each group is clipped and
+    learns.
 
     `reasons`: lines to show at the start.
     """
@@ -106,6 +110,10 @@ class RunPlan:
     batches: Mapping[str, BranchBatch]
     schedule: str
     clipping: Mapping[str, ClippingRule]
+    optimizer_groups: OptimizerGroups
+    trainable: Trainable
+    batch_norm_locked: bool = False
+    average: AverageBlock | None = None
     reasons: str = ""
 
     def describe(self) -> str:
@@ -116,6 +124,7 @@ class RunPlan:
 def plan_run(config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel) -> RunPlan:
     """Decide everything for `world_size` ranks. Raises ValueError when the block, the batch and the world do not go together,
     or when nothing fits the memory."""
+    locked = block.locking()
     search = search_plans(config, block, world_size, costs)
     best = search.best
     reasons = search.why() if search.num_candidates > 1 and block.layout == AUTO else ""
@@ -124,12 +133,23 @@ def plan_run(config: Mapping[str, Any], block: BranchesBlock, world_size: int, c
             'schedule "per_micro_batch": a loss per micro-batch, with fewer negatives. This is another objective than the loss over the '
             "global batch; for ablation only"
         )
-    return RunPlan(best.graph, best.batches, best.schedule, block.clipping(), reasons)
+    return RunPlan(
+        best.graph,
+        best.batches,
+        best.schedule,
+        block.clipping(),
+        block.learning(),
+        trainable_layers(locked, costs),
+        locked.batch_norm == "locked",
+        block.averaging(),
+        reasons,
+    )
 
 
 def search_plans(config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel) -> Search:
     """Time all candidates. Those whose bound says that they cannot be as good as the best of their layout and schedule are not
     simulated."""
+    costs = lock_costs(costs, trainable_layers(block.locking(), costs))
     candidates = list(_candidates(config, block, world_size, costs))
     outlines = [bounds(graph, batches, schedule, costs) for graph, batches, schedule in candidates]
     fitting = sorted((seconds, i) for i, (seconds, peak_bytes) in enumerate(outlines) if peak_bytes <= costs.machine.memory_bytes)
@@ -151,10 +171,11 @@ def deepspeed_config(config: Mapping[str, Any], batch: BranchBatch, total_num_st
     """The dictionary DeepSpeed reads on a rank of this branch: the file's keys with the branch's batch filled in.
 
     `most_replicas`: of any stage. Where no stage has two, ZeRO-1 has nothing to shard, and under fp32 it would only add copies of the
-    weights and gradients; fp16 and bf16 need its wrapper.
+    weights and gradients; fp16 and bf16 need its wrapper, and so does an offloaded optimizer.
     """
     resolved = copy.deepcopy(dict(config))
-    if most_replicas == 1 and precision_of(config) == "fp32" and "zero_optimization" in resolved:
+    zero = resolved.get("zero_optimization", {})
+    if most_replicas == 1 and precision_of(config) == "fp32" and zero and "offload_optimizer" not in zero:
         resolved["zero_optimization"]["stage"] = 0
     resolved["train_batch_size"] = batch.global_batch_size
     resolved["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
@@ -212,6 +233,7 @@ def _candidates(
 
 def _graphs(config: Mapping[str, Any], block: BranchesBlock, layout: str, world_size: int, costs: CostModel) -> Iterator[StageGraph]:
     """Every stage graph of a layout: stages, cut so that the costliest is as cheap as possible, and replicas that fill the world."""
+    locked = block.locking()
     seconds = {branch: tuple(_seconds_per_sample(layer) for layer in costs.layers[branch]) for branch in BRANCHES}
     filled, reason = False, None
     for stages in _stage_counts(block, layout, world_size, {b: len(s) for b, s in seconds.items()}):
@@ -220,11 +242,10 @@ def _graphs(config: Mapping[str, Any], block: BranchesBlock, layout: str, world_
             filled = True
             whole = [r for r in choices if all(config["train_batch_size"] % r[b] == 0 for b in BRANCHES)]
             for replicas in whole or choices[:1]:  # where the batch comes out even with none, the deal says so
-                if layout == "fork":
-                    yield fork({b: _cut(seconds[b], stages[b]) for b in BRANCHES}, replicas)
-                else:
-                    parts = dict.fromkeys(BRANCHES, stages["merged"]) if layout == "merged" else stages
-                    yield (merged if layout == "merged" else chain)({b: _cut(seconds[b], parts[b]) for b in BRANCHES}, replicas["image"])
+                parts = dict.fromkeys(BRANCHES, stages["merged"]) if layout == "merged" else stages
+                cuts = {b: _cut(seconds[b], parts[b]) for b in BRANCHES}
+                graph = fork(cuts, replicas) if layout == "fork" else (merged if layout == "merged" else chain)(cuts, replicas["image"])
+                yield lock_graph(graph, trainable_layers(locked, costs)) if locked else graph
         except ValueError as error:
             reason = reason or error
     if not filled:
@@ -232,7 +253,7 @@ def _graphs(config: Mapping[str, Any], block: BranchesBlock, layout: str, world_
 
 
 def _seconds_per_sample(layer: Any, size: int = 8) -> float:
-    return (layer.forward_s.at(size) + layer.backward_s.at(size)) / size
+    return layer.training_s(size) / size
 
 
 @lru_cache(maxsize=4096)

@@ -48,11 +48,12 @@ from engine.topology import Stage
 
 
 class EmbedPass(BufferOpInstruction):
-    """A forward without gradient. Its inputs that were loaded here stay, in host memory, for the second forward."""
+    """A forward without gradient. Its inputs that were loaded here, or came from a stage that will not send them again, stay in host memory
+    for the second forward; of locked layers at the front, what leaves them stays instead."""
 
 
 class ReloadMicroBatch(BufferOpInstruction):
-    """Bring back what was loaded for the micro-batch's EmbedPass."""
+    """Bring back what was kept of the micro-batch's EmbedPass: what was loaded, or what locked layers made of it."""
 
 
 class ReplayPass(BufferOpInstruction):
@@ -90,10 +91,12 @@ class StageSchedule(PipeSchedule):
 
     def backward(self, m: int) -> list[PipeInstruction]:
         stage = self.place
+        if not stage.has_backward:
+            return []
         return [
             *([RecvGrad(m)] if stage.next is not None else []),
             BackwardPass(m),
-            *([SendGrad(m)] if stage.previous is not None else []),
+            *([SendGrad(m)] if stage.previous is not None and stage.sends_gradients else []),
         ]
 
     def one_forward_one_backward(self, forward, num_done: int = 0) -> Iterator[list[PipeInstruction]]:
@@ -131,11 +134,22 @@ class Replay(StageSchedule):
         for m in range(self.num_kept):
             yield self.forward(m)
         for m in range(self.num_kept, self.micro_batches):
-            yield self.forward(m, EmbedPass, lambda m: LoadMicroBatch(m, keep=True))
+            yield self.forward(m, EmbedPass, lambda m: LoadMicroBatch(m, keep=self.place.has_backward))
         if self.place.is_tail:
             yield [ComputeLoss()]
-        yield from self.one_forward_one_backward(lambda m: self.forward(m, ReplayPass, ReloadMicroBatch), num_done=self.num_kept)
+        if self.place.has_backward:
+            yield from self.one_forward_one_backward(self.again, num_done=self.num_kept)
         yield [ReduceGrads(), OptimizerStep()]
+
+    def again(self, m: int) -> list[PipeInstruction]:
+        """The second forward. A locked stage has none: the stage behind it has kept what it sent."""
+        stage = self.place
+        return [
+            *([RecvActivation(m)] if stage.previous is not None and stage.sends_gradients else []),
+            *([ReloadMicroBatch(m)] if stage.loads or not stage.sends_gradients else []),
+            ReplayPass(m),
+            *([SendActivation(m)] if stage.next is not None else []),
+        ]
 
 
 class PerMicroBatch(StageSchedule):

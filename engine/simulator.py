@@ -108,7 +108,9 @@ def bounds(graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: str,
     longest, above = 0.0, []  # by stage: a forward and a backward of all stages above it, the reduction of the first of them
     for stage, own, counts in zip(graph.stages, bill.times, every):
         fill_s, drain_s, reduce_s = above[stage.previous] if stage.previous is not None else (0.0, 0.0, own.reduce_s)
-        works_s = counts.forwards * own.forward_s + counts.backwards * own.backward_s + counts.losses * own.loss_s
+        works_s = (
+            counts.forwards * own.forward_s + counts.replays * own.replay_s + counts.backwards * own.backward_s + counts.losses * own.loss_s
+        )
         longest = max(longest, fill_s + works_s + max(own.reduce_s, drain_s + reduce_s))
         above.append((fill_s + own.forward_s, drain_s + own.backward_s, reduce_s))
     return longest + max(own.step_s for own in bill.times), max(
@@ -133,11 +135,16 @@ def most_kept(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: Cost
 
 
 class _LayersCost(NamedTuple):
-    """The layers of one stage, one micro-batch. `kept_bytes`: from its forward to its backward; `working_bytes`: during a backward only."""
+    """The layers of one stage, one micro-batch. `replay_s`: of a second forward; `num_parameters` that learn, `num_locked` that do not.
+
+    `kept_bytes`: from its forward to its backward; `working_bytes`: during a pass only.
+    """
 
     forward_s: float
+    replay_s: float
     backward_s: float
     num_parameters: int
+    num_locked: int
     kept_bytes: float
     working_bytes: float
     output_bytes: float
@@ -148,6 +155,7 @@ class _Times(NamedTuple):
 
     instruction_s: float  # and nothing else; it is in all others too
     forward_s: float
+    replay_s: float
     backward_s: float
     loss_s: float
     reduce_s: float
@@ -243,18 +251,23 @@ def _layers_costs(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: 
 def _layers_cost(pieces: Sequence[tuple[str, range, int]], costs: CostModel) -> _LayersCost:
     """Add up the layers. With checkpoints only what leaves each group of layers is kept, and a group at a time is worked out again."""
     layers = [(layer, size) for branch, where, size in pieces for layer in costs.layers[branch][where.start : where.stop]]
+    learning = [(layer, size) for layer, size in layers if layer.differentiated]
     forward_s = sum(layer.forward_s.at(size) for layer, size in layers)
-    backward_s = sum(layer.backward_s.at(size) for layer, size in layers)
-    kept_bytes, working_bytes = sum(layer.activation_bytes.at(size) for layer, size in layers), 0.0
-    if costs.checkpoint_interval:
-        groups = [layers[i : i + costs.checkpoint_interval] for i in range(0, len(layers), costs.checkpoint_interval)]
-        backward_s += forward_s
+    replay_s = sum(layer.forward_s.at(size) for layer, size in learning)
+    backward_s = sum(layer.backward_s.at(size) for layer, size in learning)
+    kept_bytes = sum(layer.activation_bytes.at(size) for layer, size in learning)
+    working_bytes = max((layer.activation_bytes.at(size) for layer, size in layers if not layer.differentiated), default=0.0)
+    if costs.checkpoint_interval and learning:
+        groups = [learning[i : i + costs.checkpoint_interval] for i in range(0, len(learning), costs.checkpoint_interval)]
+        backward_s += replay_s
         kept_bytes = sum(group[-1][0].output_bytes.at(group[-1][1]) for group in groups)
-        working_bytes = max(sum(layer.activation_bytes.at(size) for layer, size in group) for group in groups)
+        working_bytes = max(working_bytes, *(sum(layer.activation_bytes.at(size) for layer, size in group) for group in groups))
     return _LayersCost(
         forward_s,
+        replay_s,
         backward_s,
-        sum(layer.num_parameters for layer, _ in layers),
+        sum(layer.num_parameters for layer, _ in layers if layer.trainable),
+        sum(layer.num_parameters for layer, _ in layers if not layer.trainable),
         kept_bytes,
         working_bytes,
         sum(costs.layers[branch][where.stop - 1].output_bytes.at(size) for branch, where, size in pieces),
@@ -333,6 +346,7 @@ def _times(stage: Stage, costs: CostModel, layers: _LayersCost, loss: _Loss | No
     return _Times(
         host_s,
         host_s + layers.forward_s,
+        host_s + layers.replay_s,
         host_s + layers.backward_s,
         host_s + exchange_s + loss.flops / machine.flops_per_s if loss else 0.0,
         host_s + machine.gradient_s_per_parameter * layers.num_parameters + 2 * ring.ring_s(replicas, gradients),
@@ -385,6 +399,7 @@ def _run(program: Program, seconds: Sequence[float], links: Sequence[tuple[float
 def _busy_s(times: _Times, counts: Counts) -> float:
     return (
         counts.forwards * times.forward_s
+        + counts.replays * times.replay_s
         + counts.backwards * times.backward_s
         + counts.losses * (times.loss_s - times.exchange_s)
         + counts.reductions * times.reduce_s
@@ -421,7 +436,8 @@ def _fixed_bytes(stage: Stage, bill: _Bill, costs: CostModel) -> float:
 
 
 def _state_bytes(stage: Stage, layers: _LayersCost, costs: CostModel) -> float:
-    return layers.num_parameters * (costs.state.whole + costs.state.sharded / stage.replicas)
+    learning = layers.num_parameters * (costs.state.whole + costs.state.sharded / stage.replicas)
+    return learning + layers.num_locked * costs.state.weight
 
 
 def _bytes_in_and_out(stage: Stage, bill: _Bill) -> tuple[float, float]:

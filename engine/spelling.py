@@ -10,3 +10,11 @@ def nearest(given: str, valid: Sequence[str]) -> str:
     """`; did you mean …?` with the valid word that is most like `given`; where none is, all valid ones."""
     near = difflib.get_close_matches(given, valid, 1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else f"; valid keys: {', '.join(valid)}"
+
+
+def nearest_pattern(pattern: str, names: Sequence[str]) -> str:
+    """`; did you mean …?` with what else could be written for a pattern of parameters: a name, or all names below one of its parts."""
+    parts = [name.split(".") for name in names]
+    valid = sorted({*names, *(".".join(part[:i]) + ".*" for part in parts for i in range(1, len(part)))})
+    near = difflib.get_close_matches(pattern, valid, 1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are for example {', '.join(names[:: max(1, len(names) // 3)][:3])}"

@@ -31,6 +31,7 @@ def mean_losses(shares: Sequence[float], samples: Sequence[float]) -> tuple[Sour
 class StepMetrics:
     """What one step tells, equal on all ranks. `loss` is over the global batch.
 
+    `lr`: of the schedule; `group_lr`: of the groups of `optimizer_groups` that have one of their own, at their head.
     By clipping group: `grad_norm` before clipping, `clip_coefficient` the norm behind the clipping in parts of that (both not-a-number where the
     step was skipped), `clipped_share` of all applied steps so far. `skipped_steps` so far; `bad_step`: what a step was made of that was
     skipped for its loss or gradients; `bad_steps_in_a_row`: with this one.
@@ -46,6 +47,7 @@ class StepMetrics:
     clip_coefficient: Mapping[str, float]
     clipped_share: Mapping[str, float]
     lr: float
+    group_lr: Mapping[str, float]
     step_applied: bool
     skipped_steps: int
     bad_step: BadStep | None
@@ -68,6 +70,7 @@ class StepMetrics:
             "epoch": round(epoch, 4),
             "loss": self.loss,
             "lr": self.lr,
+            **{f"lr/{group}": rate for group, rate in self.group_lr.items()},
             **self.scalars,
             **{f"grad_norm/{group}": norm for group, norm in self.grad_norm.items()},
             **{f"clip_coefficient/{group}": coefficient for group, coefficient in self.clip_coefficient.items()},

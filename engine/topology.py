@@ -38,6 +38,12 @@ class Stage:
     loads: tuple[str, ...]  # branches whose micro-batches enter here
     tail_of: tuple[str, ...]  # branches whose embeddings leave the pipeline here
     num_downstream: int = 0
+    trained: tuple[str, ...] = BRANCHES  # branches whose tensors need gradients where they leave; none: the stage has no backward
+    sends_gradients: bool = True  # to the stage it receives from
+
+    @property
+    def has_backward(self) -> bool:
+        return bool(self.trained)
 
     @property
     def replicas(self) -> int:
@@ -114,6 +120,8 @@ class StageGraph:
                 "loads": list(stage.loads),
                 "tail_of": list(stage.tail_of),
                 "num_downstream": stage.num_downstream,
+                "trained": list(stage.trained),
+                "sends_gradients": stage.sends_gradients,
             }
             for stage in self.stages
         ]
@@ -133,6 +141,8 @@ class StageGraph:
                     loads=tuple(own["loads"]),
                     tail_of=tuple(own["tail_of"]),
                     num_downstream=own["num_downstream"],
+                    trained=tuple(own["trained"]),
+                    sends_gradients=own["sends_gradients"],
                 )
                 for stage_id, own in enumerate(record)
             )

@@ -21,6 +21,7 @@ from data.sampler import GlobalOrder, global_batch
 from data.settings import Mixes, Setting, Settings
 from engine.config import BalanceBlock
 from engine.costs import CostModel
+from engine.locking import lock_costs
 from engine.planner import RunPlan
 from engine.topology import BRANCHES
 from launch.options import Options
@@ -192,12 +193,13 @@ def _ladders(block: BalanceBlock, plan: RunPlan, data: PreparedData, options: Op
 def branch_cost(costs: CostModel, plan: RunPlan, branch: str, typical_length: float) -> BranchCost:
     """Of the branch's slowest stage: a line through the seconds of its smallest and largest measured micro-batch. A text's seconds are
     in proportion to the length it is padded to, an image's to nothing."""
+    costs = lock_costs(costs, plan.trainable)
     found = []
     for stage in plan.graph.stages:
         layers = [costs.layers[branch][i] for i in stage.layers.get(branch, ())]
         if layers:
             sizes = layers[0].forward_s.sizes
-            few, many = (sum(layer.forward_s.at(size) + layer.backward_s.at(size) for layer in layers) for size in (sizes[0], sizes[-1]))
+            few, many = (sum(layer.training_s(size) for layer in layers) for size in (sizes[0], sizes[-1]))
             slope = (many - few) / (sizes[-1] - sizes[0]) if len(sizes) > 1 and many > few else few / sizes[0]
             found.append((max(0.0, few - slope * sizes[0]), slope))
     fixed_s, per_sample_s = max(found, key=lambda line: line[0] + plan.batches[branch].micro_batch_size * line[1])

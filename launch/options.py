@@ -8,9 +8,12 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from data.options import DataOptions
+
+if TYPE_CHECKING:
+    from engine.config import BranchesBlock
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,6 +57,7 @@ class Options:
     max_hours: float | None
     stall_limit: float
     eval_every: int | None
+    eval_ema: bool
     trace_every: int
     explain_balance: int
     resume: str
@@ -86,6 +90,13 @@ class Options:
                 f"--resume {checkpoint}: no such folder; give auto, never, or a folder such as RUN_DIR/checkpoints/step-00000100"
             )
         return checkpoint
+
+    def refuse_without(self, block: BranchesBlock) -> None:
+        """Raise ValueError for a flag that needs what the `branches` block does not say."""
+        if self.eval_ema and block.averaging() is None:
+            raise ValueError(
+                '--eval-ema: the weights are not averaged; add "ema": {"decay": 0.9999, "warmup": true} to "branches", or leave it out'
+            )
 
     def record(self) -> dict[str, Any]:
         plain = {Path: str, tuple: list}
@@ -233,6 +244,11 @@ def make_parser() -> argparse.ArgumentParser:
         type=_at_least(1),
         metavar="N",
         help="steps between held-out evaluations (default: one epoch); one is always made at the end",
+    )
+    length.add_argument(
+        "--eval-ema",
+        action="store_true",
+        help="evaluate the moving average of the weights too; needs the JSON's ema block (default: False)",
     )
     length.add_argument(
         "--max-hours",

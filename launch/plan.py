@@ -26,6 +26,7 @@ from rich.table import Table
 from engine.config import AUTO, BranchesBlock, read_config
 from engine.costs import CostModel
 from engine.devices import DEVICES, Device, find_device
+from engine.locking import lock_costs, trainable_layers
 from engine.planner import GIB, Candidate, Search, search_plans
 from engine.schedule import SCHEDULES
 from engine.topology import BRANCHES, LAYOUTS
@@ -257,7 +258,7 @@ def main(options: PlanOptions) -> None:
     show(plan_table(search, config["train_batch_size"], options.top))
     print(search.why())
     if options.output:
-        save_plan_png(options.output, search.best, costs)
+        save_plan_png(options.output, search.best, lock_costs(costs, trainable_layers(block.locking(), costs)))
         print(options.output)
 
 

@@ -22,7 +22,7 @@ from models.towers import Tower
 
 # Options that may differ when a run goes on: they do not change what is trained.
 FREE_TO_CHANGE = (
-    *("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "trace_every", "deepspeed_config"),
+    *("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "eval_ema", "trace_every", "deepspeed_config"),
     *("cache", "cache_limit", "max_bad_fraction", "explain_balance", "max_hours", "stall_limit"),
 )
 # Of the `branches` block.
@@ -113,6 +113,7 @@ class RunFolder:
             "stage_graph": plan.graph.record(),
             "layout": plan.graph.layout,
             "schedule": plan.schedule,
+            "trainable": plan.trainable,
             "batches": {branch: asdict(batch) for branch, batch in plan.batches.items()},
             "data": data,
             "towers": {tower.branch: {**tower.config, "num_parameters": tower.num_parameters} for tower in towers},

@@ -22,6 +22,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from engine.costs import cost_model_from_json
+from engine.locking import lock_costs
 from engine.planner import BranchBatch, describe_schedule
 from engine.simulator import simulate
 from engine.topology import StageGraph
@@ -94,6 +95,7 @@ def prediction(run_dir: Path, record: Mapping[str, Any]) -> tuple[Timeline | Non
         return None, f"{run_dir}: config.json names no schedule, so nothing is predicted; an older version wrote it, train again"
     costs = cost_model_from_json(_read(run_dir / "costs.json", "train again"))
     graph = StageGraph.from_record(record["stage_graph"])
+    costs = lock_costs(costs, record["trainable"])
     batches = {branch: BranchBatch(**batch) for branch, batch in record["batches"].items()}
     title = f"Predicted: {shape(graph)}, {describe_schedule(record['schedule'], batches)}, {costs.machine.name}"
     return predicted_timeline(title, graph, simulate(graph, batches, record["schedule"], costs, timeline=True)), None

@@ -97,9 +97,9 @@ class LayerSpec:
         return sum(parameter.numel() for parameter in self.template.parameters())
 
     @property
-    def canonical_parameters(self) -> tuple[str, ...]:
-        """The names that its parameters have in the run, without building."""
-        return tuple(self.template.canonical_names[local] for local, _ in self.template.named_parameters())
+    def canonical_parameters(self) -> dict[str, torch.Size]:
+        """The shapes of its parameters, by the names that they have in the run, without building."""
+        return {self.template.canonical_names[local]: parameter.shape for local, parameter in self.template.named_parameters()}
 
     def build(self, seed: int, weights: Weights | None = None) -> Layer:
         """Make this layer, and no other, real: on the CPU, in fp32.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -42,8 +43,10 @@ class Layers:
 
 
 def clip_under_rules(case: Case, blocks: dict[str, Any], adaptive: dict[str, Any], tied: bool) -> dict[str, Any]:
-    """In the first optimizer step of a run: the gradients, and what each of the `gradient_clipping` blocks makes of them."""
-    engine, plan, image_size = make_engine(case, Layers(case, tied))
+    """In the first optimizer step of a run: the gradients, and what each of the `gradient_clipping` blocks makes of them.
+
+    There is one parameter group: of several, ZeRO-1 hands the optimizer one at a time (`test_parameter_groups.py`)."""
+    engine, plan, image_size = make_engine(replace(case, optimizer_groups={"no_decay": []}), Layers(case, tied))
     towers, _ = towers_of(case)
     rules = {name: clipping_rules(block) for name, block in {**blocks, "adaptive": adaptive}.items()}
     sets = {
@@ -59,7 +62,7 @@ def clip_under_rules(case: Case, blocks: dict[str, Any], adaptive: dict[str, Any
     result: dict[str, Any] = {}
 
     def clipping(name: str) -> GroupedClipping:
-        return GroupedClipping(engine.module.canonical_parameters, rules[name], sets[name], comm, engine.basic_optimizer)
+        return GroupedClipping(engine.module.canonical_parameters, rules[name], sets[name], comm, engine.optimizer)
 
     def try_all(*_) -> None:
         parameters = {id(p): p for p in engine.module.canonical_parameters.values() if p.requires_grad}.values()

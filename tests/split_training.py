@@ -9,8 +9,11 @@ A batch has G samples: G images and c·G texts, those of image p at the places c
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from functools import cached_property
 from typing import Any
 
@@ -57,7 +60,11 @@ class Case:
     full_texts: bool = False  # as long as they can be: all micro-batches of a branch have equal shapes
     weighted: tuple[str, ...] = ()  # branches whose micro-batches bring weights
     clipping: dict[str, Any] = field(default_factory=dict)  # the gradient_clipping block; limits of norms only, for the unsplit side
-    scheduler: dict[str, Any] = field(default_factory=dict)
+    optimizer_groups: dict[str, Any] = field(default_factory=dict)  # the block
+    locked: dict[str, Any] = field(default_factory=dict)  # the block
+    ema: dict[str, Any] | None = None  # the block
+    offload: bool = False  # the optimizer's state to the CPU
+    scheduler: dict[str, Any] = field(default_factory=dict)  # on the unsplit side a warm-up, linear, then constant
     source_starts: tuple[int, ...] | None = None  # places of samples, of which each begins another source
     skipped: tuple[int, ...] = ()  # steps whose update the unsplit side leaves out
     seed: int = SEED
@@ -80,10 +87,15 @@ class Case:
                 "replicas": self.replicas,
                 "micro_batch_size": self.micro_batch_size,
                 "gradient_clipping": self.clipping,
+                "optimizer_groups": self.optimizer_groups,
+                "locked": self.locked,
+                "ema": self.ema,
                 "schedule": self.schedule,
                 "kept_micro_batches": self.kept_micro_batches,
             },
         }
+        if self.offload:
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         if self.checkpoint_interval:
             config["pipeline"] = {"activation_checkpoint_interval": self.checkpoint_interval}
         if self.scheduler:
@@ -125,6 +137,10 @@ class Case:
         parts += ["texts", *self.texts_per_image] if self.texts_per_image != (1,) else []
         parts += ["weighted"] if self.weighted else []
         parts += ["sources"] if self.source_starts else []
+        parts += ["groups"] if self.optimizer_groups else []
+        parts += ["locked", self.locked] if self.locked else []
+        parts += ["ema"] if self.ema else []
+        parts += ["offload"] if self.offload else []
         return " ".join(str(p) for p in parts).replace("'", "").replace(" ", "")
 
 
@@ -193,7 +209,11 @@ def make_engine(case: Case, build_layer: Callable | None = None):
 
     towers, image_size = towers_of(case)
     config, block = check_config(case.config)
-    plan = plan_run(config, block, dist.get_world_size(), proportional({b: count_flops(t, meta_inputs(t, 2)) for b, t in towers.items()}))
+    costs = proportional({b: count_flops(t, meta_inputs(t, 2)) for b, t in towers.items()})
+    layers = {
+        b: [replace(own, num_parameters=spec.num_parameters) for own, spec in zip(costs.layers[b], t.specs)] for b, t in towers.items()
+    }
+    plan = plan_run(config, block, dist.get_world_size(), replace(costs, layers=layers))
     engine = build_engine(
         plan,
         config,
@@ -248,6 +268,9 @@ def train_split(case: Case) -> dict[str, Any]:
 
     # after the clipping's own hook: without limits it only measures
     engine.basic_optimizer.register_step_pre_hook(capture)
+    forwards: Counter[str] = Counter()
+    for layer, name in zip(engine.module.forward_funcs, engine.module.layer_names):
+        layer.register_forward_hook(lambda *_, name=name: forwards.update([name]))
     metrics = [
         engine.train_batch(
             micro_batches_of_rank(case, engine, step, image_size),
@@ -263,6 +286,9 @@ def train_split(case: Case) -> dict[str, Any]:
         "buffers": {n: b.detach().clone() for n, b in engine.module.canonical_buffers.items()},
         "stage": engine.place.name,
         "optimizer": type(engine.optimizer).__name__,
+        "forwards": dict(forwards),  # by layer, in all steps
+        "gradient_bytes": engine.comm.gradients_out.sent_bytes if engine.comm.gradients_out is not None else 0,  # to the stage before
+        "num_state_numbers": sum(t.numel() for own in engine.basic_optimizer.state.values() for t in own.values() if torch.is_tensor(t)),
     }
 
 
@@ -320,6 +346,46 @@ def contrastive(case: Case, embeds: dict[str, Tensor], scalars: dict[str, Tensor
     return (direction(logits, positive, by_image) + positive @ of_texts / case.texts_of(step)) / 2
 
 
+def lock_by_hand(case: Case, layers: dict[str, list]) -> None:
+    """As the `locked` block has it. The head is the last layer of each branch."""
+    for branch, own in layers.items():
+        value = case.locked.get(branch, False)
+        held = [layer for layer in own[:-1] if list(layer.parameters())]
+        first = value["all_but_last"] if isinstance(value, dict) else 0 if value else len(held)
+        locked = [*held[: len(held) - first], *([own[-1]] if case.locked.get("head") else [])]
+        for layer in locked:
+            layer.requires_grad_(False)
+            if case.locked.get("batch_norm") == "locked":
+                for module in layer.modules():
+                    if isinstance(module, torch.nn.BatchNorm2d):
+                        module.eval()
+
+
+def by_hand(case: Case, named: dict[str, Tensor], layers: dict[str, list]) -> list[dict[str, Any]]:
+    """A parameter group for each parameter, as the `optimizer_groups` block has it."""
+    depths = {}
+    for branch in layers.values():
+        held = [layer for layer in branch if list(layer.parameters())]
+        depths |= {layer.canonical_names[n]: len(held) - 1 - i for i, layer in enumerate(held) for n, _ in layer.named_parameters()}
+    groups = []
+    for name, parameter in named.items():
+        own = case.optimizer_groups.get(name.split(".")[0], {})
+        patterns = case.optimizer_groups.get("no_decay")
+        undecayed = parameter.dim() < 2 if patterns is None else any(fnmatch(name, pattern) for pattern in patterns)
+        rate = own.get("lr", LR) * own.get("layer_decay", 1.0) ** depths[name]
+        decay = 0.0 if undecayed else own.get("weight_decay", WEIGHT_DECAY)
+        groups.append({"params": [parameter], "weight_decay": decay, "highest": rate, "warmup_steps": own.get("warmup_steps")})
+    return groups
+
+
+def warmth(case: Case, step: int, warmup_steps: int | None) -> float:
+    """The part of the rate in this step, under WarmupLR, linear, which takes its first two steps at a rate of 0."""
+    if not case.scheduler:
+        return 1.0
+    total = warmup_steps or case.scheduler["params"]["warmup_num_steps"]
+    return min(1.0, max(0, step - 1) / total)
+
+
 def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[str, Any]:
     """The reference. `plan_batches[branch]` = (micro_batch_size, number of micro-batches of all replicas)."""
     from engine.module import layer_seed
@@ -327,7 +393,8 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
     towers, image_size = towers_of(case)
     layers = {branch: [spec.build(case.seed).train() for spec in tower.specs] for branch, tower in towers.items()}
     named = {layer.canonical_names[n]: p for branch in layers.values() for layer in branch for n, p in layer.named_parameters()}
-    optimizer = torch.optim.AdamW(named.values(), lr=LR, weight_decay=WEIGHT_DECAY)
+    lock_by_hand(case, layers)
+    optimizer = torch.optim.AdamW(by_hand(case, named, layers), lr=LR)
     losses, of_samples, norms, first_gradients = [], [], [], {}
     for step in range(case.steps):
         batch, embeds, scalars = global_batch(case, step, image_size), {}, {}
@@ -350,11 +417,13 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
-            first_gradients = {name: p.grad.detach().clone() for name, p in named.items()}
+            first_gradients = {name: p.grad.detach().clone() for name, p in named.items() if p.requires_grad}
         norms.append({})
         for group in ("image", "text", "head"):
             members = [p for n, p in named.items() if n.startswith(group + ".")]
             norms[-1][group] = float(torch.nn.utils.clip_grad_norm_(members, case.clipping.get(group, float("inf"))))
+        for group in optimizer.param_groups:
+            group["lr"] = group["highest"] * warmth(case, step, group["warmup_steps"])
         if step not in case.skipped:
             optimizer.step()
         losses.append(loss.item())
@@ -381,3 +450,23 @@ def assemble(results: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> di
         for name, offset, piece in result["gradients"]:
             whole[name][offset : offset + piece.numel()] = piece
     return {name: flat.view(shapes[name]) for name, flat in whole.items()}
+
+
+RELATIVE, EMBEDDING_TABLE, FLOOR = 1e-5, 1e-4, 1e-7
+
+
+def check_gradients(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
+    """fp32: the same sums are taken in another order (over replicas, rows, micro-batches), which moves the last bits of
+    numbers of about the size of a gradient's largest parts. A gradient is held to 1e-5 of its own norm (embedding tables to
+    1e-4: a row is the sum of few terms of both signs), but not below 1e-7 of the norm of its group: key biases have a true
+    gradient of zero, since a constant added to every key does not change a softmax, and what is left of them is rounding.
+    """
+    group_norm = {
+        group: math.sqrt(sum(float(g.double().square().sum()) for n, g in reference.items() if n.startswith(group)))
+        for group in ("image", "text", "head")
+    }
+    for name, expected in reference.items():
+        relative = EMBEDDING_TABLE if "embedding" in name and expected.dim() == 2 else RELATIVE
+        allowed = max(relative * float(expected.norm()), FLOOR * group_norm[name.split(".")[0]])
+        error = float((gradients[name] - expected).norm())
+        assert error <= allowed, f"{name}: gradient is off by {error:.2e}, allowed {allowed:.2e}"

@@ -26,6 +26,8 @@ def fork(tmp_path_factory):
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
     config["branches"] |= {"layout": "fork", "stages": {"image": 1, "text": 1}, "schedule": "batch_sync"}
     config["branches"]["gradient_clipping"]["text"] = {"kind": "adaptive", "factor": 1.01, "decay": 0.9, "warmup_steps": 2}
+    config["branches"]["optimizer_groups"] = {"image": {"lr": 2e-3, "layer_decay": 0.8, "warmup_steps": 3}}
+    config["branches"]["ema"] = {"decay": 0.9}
     file = tmp_path_factory.mktemp("config") / "fork.json"
     file.write_text(json.dumps(config))
     return ["--deepspeed_config", file]
@@ -120,8 +122,10 @@ def test_eight_processes_on_a_machine_without_a_gpu(tmp_path):
 @pytest.mark.parametrize("layout", ["fork", "auto"])
 def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(tmp_path, fork, layout):
     """Same losses and norms to the last bit, same weights; dropout, augmentation and BatchNorm are all on. With "auto", what was
-    measured at the first start decides again, whatever a new measurement would say. One of the two has the other loss."""
-    chosen = fork if layout == "fork" else ["--loss", "sigmoid"]
+    measured at the first start decides again, whatever a new measurement would say. One of the two has the other loss, the other parameter
+    groups and averaged weights, which are evaluated."""
+    chosen = [*fork, "--eval-ema"] if layout == "fork" else ["--loss", "sigmoid"]
+    flags = ["--ema"] if layout == "fork" else []
     arguments = [*SMALL, *chosen, "--trace-every", 4, "--steps", 8, "--save-every", 100, "--eval-every", 100]
     (tmp_path / "stopped").mkdir()
     status, output = finish(launch(2, *arguments, "--run-dir", tmp_path / "whole"))
@@ -149,8 +153,10 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(tmp_
             assert whole[step][key] == resumed[step][key], (step, key)
         assert whole[step].get("logit_bias") == resumed[step].get("logit_bias")
         assert ("logit_bias" in whole[step]) == (layout == "auto")
+        assert whole[step].get("lr/image") == resumed[step].get("lr/image")
+        assert ("lr/image" in whole[step]) == (layout == "fork")
         assert 0 < whole[step]["padded_text_tokens"] <= 120 * 32  # of the texts of the step, not of an evaluation before it
-    assert evaluate(tmp_path / "whole") == evaluate(tmp_path / "stopped")
+    assert evaluate(tmp_path / "whole", *flags) == evaluate(tmp_path / "stopped", *flags)
     assert list(read_trace(tmp_path / "stopped" / "trace.json")) == [3, 4, 8]
     timeline = subprocess.run(
         [sys.executable, "-m", "launch.timeline", tmp_path / "stopped"],
@@ -185,16 +191,16 @@ def test_a_run_whose_losses_stay_not_finite_stops_and_names_the_last_good_checkp
     assert f"the last good checkpoint is {checkpoint}." in result.stderr
 
 
-def evaluate(run_dir):
-    result = subprocess.run(
-        [sys.executable, "evaluate.py", str(run_dir)], cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=LIMIT_S
-    )
+def evaluate(run_dir, *flags):
+    """What evaluate.py finds of the last checkpoint, or with --ema of its averaged weights: what training found at its end."""
+    command = [sys.executable, "evaluate.py", str(run_dir), *flags]
+    result = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=LIMIT_S)
     assert result.returncode == 0, result.stderr
-    values = json.loads((run_dir / "evaluation-step-00000008.json").read_text())
+    values = json.loads((run_dir / f"evaluation-step-00000008{'-ema' if flags else ''}.json").read_text())
     in_training = {
-        f"{line['held_out']}/{key}": value
+        f"{line['held_out'].removeprefix('ema/')}/{key}": value
         for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-        if line.get("held_out") and line["step"] == 8
+        if line.get("held_out") and line["step"] == 8 and line["held_out"].startswith("ema/") == bool(flags)
         for key, value in line.items()
         if "_R@" in key
     }

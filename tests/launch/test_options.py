@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.options import DataOptions
+from engine.config import BranchesBlock
 from launch.options import DEFAULTS, DEMO_DEFAULTS, default_config, make_parser, parse_options
 
 # A new flag needs an edit here, and with it the question whether two recipes need it (style.md).
@@ -19,7 +20,7 @@ FLAGS = [
     "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--tokenizer", "--embed-dim", "--image-size",
     "--image-buckets", "--max-text-tokens",
     "--loss", "--label-smoothing",
-    "--epochs", "--steps", "--save-every", "--eval-every", "--max-hours", "--stall-limit",
+    "--epochs", "--steps", "--save-every", "--eval-every", "--eval-ema", "--max-hours", "--stall-limit",
     "--wandb", "--trace-every", "--explain-balance", "--wandb-project",
 ]  # fmt: skip
 # Each of them replaces what another flag gives, and is off unless it is given.
@@ -100,6 +101,13 @@ def test_several_data_sets():
     assert (made.data_temperature, made.data_floors) == (3.0, (0.0, 0.25))
     assert options.data_adapt == 0 and parse_options(["--data", "demo", "--data", "demo:de", "--data-adapt", "0.2"]).data_adapt == 0.2
     assert DataOptions.from_record(json.loads(json.dumps(options.record()))) == made  # as config.json gives it back
+
+
+def test_an_average_that_is_not_kept_is_not_evaluated():
+    parse_options(["--eval-ema"]).refuse_without(BranchesBlock(ema={"decay": 0.99}))
+    parse_options([]).refuse_without(BranchesBlock())
+    with pytest.raises(ValueError, match='--eval-ema: .*add "ema"'):
+        parse_options(["--eval-ema"]).refuse_without(BranchesBlock())
 
 
 def test_what_is_given_wins_over_the_defaults():

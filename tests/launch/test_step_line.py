@@ -22,6 +22,7 @@ METRICS = StepMetrics(
     clip_coefficient={"image": 1.0, "text": 0.5, "head": 1.0},
     clipped_share={"image": 0.0, "text": 1.0, "head": 0.0},
     lr=1e-3,
+    group_lr={},
     step_applied=True,
     skipped_steps=0,
     bad_step=None,

@@ -26,6 +26,7 @@ def run_dir(tmp_path):
     """A run whose every instruction took 1.25 times as long as predicted."""
     record = {
         "stage_graph": GRAPH.record(),
+        "trainable": {"image": [True] * 99, "text": [True] * 99},
         "batches": {branch: asdict(batch) for branch, batch in BATCHES.items()},
         "schedule": "batch_sync",
     }

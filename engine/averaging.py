@@ -1,0 +1,117 @@
+"""The exponential moving average of the weights, kept where they are stepped: each rank averages its own, in fp32.
+
+    average ← average + (1 − d) · (weight − average)   after every applied step t = 1, 2, …
+    d = decay, or with a warm-up min(decay, (1 + t) / (10 + t)), so that the first weights are soon forgotten
+
+The rule of TensorFlow's ExponentialMovingAverage. Under ZeRO-1 and bf16 what is stepped, and so averaged, is this rank's slice of the fp32 weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engine.spelling import nearest
+
+if TYPE_CHECKING:
+    from engine.executor import ForkEngine
+
+AVERAGE = "average"  # folder of a checkpoint: the averaged weights layer by layer, as any topology reads them, and each rank's own in fp32
+
+
+@dataclass(frozen=True)
+class AverageBlock:
+    """The `ema` block inside `branches`. Checked when made."""
+
+    decay: float = 0.9999
+    warmup: bool = True
+
+    def __post_init__(self):
+        if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not 0 < self.decay < 1:
+            raise ValueError(f"branches.ema.decay: got {self.decay!r}; it is a number between 0 and 1, such as 0.9999")
+        if not isinstance(self.warmup, bool):
+            raise ValueError(f"branches.ema.warmup: got {self.warmup!r}; it is true or false")
+
+    def decay_at(self, step: int) -> float:
+        """Of the applied step `step`, counted from 1."""
+        return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+
+
+def average_block(written: Any) -> AverageBlock | None:
+    """`branches.ema` as written; None: nothing is averaged. Errors: ValueError with the key."""
+    if written is None:
+        return None
+    valid = [field.name for field in fields(AverageBlock)]
+    if not isinstance(written, dict):
+        raise ValueError(f'branches.ema: got {written!r}; it is an object such as {{"decay": 0.9999, "warmup": true}}')
+    for key in written:
+        if key not in valid:
+            raise ValueError(f"unknown key 'branches.ema.{key}'{nearest(key, valid)}")
+    return AverageBlock(**written)
+
+
+class WeightAverage:
+    """The average of some fp32 tensors, of any shapes, which an optimizer changes in place."""
+
+    def __init__(self, weights: Sequence[Tensor], block: AverageBlock):
+        self.weights, self.block, self.num_updates = [weight.detach() for weight in weights], block, 0
+        self.averages = [weight.clone() for weight in self.weights]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After an applied step."""
+        self.num_updates += 1
+        torch._foreach_lerp_(self.averages, self.weights, 1 - self.block.decay_at(self.num_updates))
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Put the averages in the place of the weights, and the weights in theirs; a second time undoes it to the last bit."""
+        for weight, average in zip(self.weights, self.averages):
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_updates": self.num_updates, "averages": [average.clone() for average in self.averages]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        shapes = [list(average.shape) for average in state["averages"]]
+        if shapes != [list(average.shape) for average in self.averages]:
+            raise ValueError(
+                "average of the weights: the state was made with another topology, ZeRO stage or locked layers; go on with those of the "
+                "checkpoint"
+            )
+        self.num_updates = state["num_updates"]
+        for average, saved in zip(self.averages, state["averages"]):
+            average.copy_(saved)
+
+
+def save_average(engine: ForkEngine, checkpoint: Path) -> None:
+    """Into a checkpoint's folder: what `load_average` goes on with, and the layers for evaluation. All ranks call it together."""
+    if engine.average is None:
+        return
+    folder = checkpoint / AVERAGE
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(engine.average.state_dict(), _rank_file(engine, checkpoint))
+    with engine.averaged_weights():
+        if engine.replica == 0:
+            engine.module.save_layers(folder)
+
+
+def load_average(engine: ForkEngine, checkpoint: Path) -> None:
+    """Of the same topology. Raises FileNotFoundError where the checkpoint has none."""
+    if engine.average is None:
+        return
+    file = _rank_file(engine, checkpoint)
+    if not file.is_file():
+        raise FileNotFoundError(f'{file}: no such file; this checkpoint was made without "ema" in "branches", go on without it')
+    engine.average.load_state_dict(torch.load(file, map_location=engine.device, weights_only=True))
+
+
+def _rank_file(engine: ForkEngine, checkpoint: Path) -> Path:
+    return checkpoint / AVERAGE / f"rank-{engine.comm.rank:05d}.pt"

@@ -1,0 +1,57 @@
+"""What each rank does in the test that runs every file of ds_configs/; a module of its own, because ranks import it by name."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from cost_models import proportional
+from deepspeed.accelerator import get_accelerator
+from split_training import EMBED_DIM, Case, micro_batches_of_rank, towers_of
+
+BATCH = 24
+
+
+def train_by_file(file: str, steps: int) -> dict[str, Any]:
+    """Some steps of small towers on random data as a file says, but for sizes (batch, buffers, first loss scale) and whose Adam it is."""
+    from engine.build import build_engine
+    from engine.config import check_config
+    from engine.planner import plan_run
+    from models.losses import build_loss
+    from models.towers import count_flops, meta_inputs
+
+    config, block = check_config(json.loads(Path(file).read_text()) | {"train_batch_size": BATCH})
+    config["zero_optimization"] |= {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
+    config["scheduler"]["params"]["warmup_num_steps"] = 2
+    if "fp16" in config:
+        config["fp16"]["initial_scale_power"] = 10  # else the first steps search for it
+    config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own for an offloaded state would be compiled first
+    case = Case("fork", {"image": 1, "text": 1}, {"image": 1, "text": 1}, global_batch_size=BATCH)
+    towers, image_size = towers_of(case)
+    costs = proportional({branch: count_flops(tower, meta_inputs(tower, 2)) for branch, tower in towers.items()})
+    plan = plan_run(config, block, dist.get_world_size(), costs)
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):  # slow on most CPUs, but right
+        engine = build_engine(
+            plan,
+            config,
+            {branch: tower.specs for branch, tower in towers.items()},
+            lambda spec: spec.build(case.seed),
+            build_loss("infonce"),
+            EMBED_DIM,
+            total_num_steps=steps,
+            seed=case.seed,
+            timeout=timedelta(seconds=60),
+            constant_shapes={"image": True, "text": False},
+        )
+    metrics = [engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size)) for _ in range(steps)]  # one batch, again and again
+    return {
+        "losses": [m.loss for m in metrics],
+        "rates": [m.lr for m in metrics],
+        "optimizer": type(engine.optimizer).__name__,
+        "dtype": str(next(engine.module.parameters()).dtype),
+        "plan": plan.describe(),
+    }

@@ -1,0 +1,52 @@
+"""Every file of ds_configs/ trains as it stands, small towers on two ranks without a GPU; and a slip in any of its blocks is answered."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from config_cases import train_by_file
+
+from engine.config import check_config, read_config
+from launch.ranks import run_ranks
+
+FILES = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_a_file_trains(file):
+    results = run_ranks(2, train_by_file, str(file), 6)
+    losses = results[0]["losses"]
+    precision = next(p for p in DTYPES if p in file.stem)
+    assert all(result["losses"] == losses for result in results)
+    assert results[0]["dtype"] == DTYPES[precision]
+    assert losses[-1] < losses[0], "the batch it sees again and again is learned"
+    assert len(set(results[0]["rates"])) > 2, "the schedule of the file moves the rate"
+
+
+def paths_of_blocks(written, path=()):
+    yield path
+    for key, value in written.items():
+        if isinstance(value, dict):
+            yield from paths_of_blocks(value, (*path, key))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_a_misspelt_key_in_any_block_is_answered_with_the_nearest(file):
+    """A letter left out of each key, at the top and in every block inside."""
+    written = json.loads(file.read_text())
+    read_config(file)
+    for path in paths_of_blocks(written):
+        block = written
+        for key in path:
+            block = block[key]
+        for key in block:
+            slip = copy.deepcopy(written)
+            inner = slip
+            for part in path:
+                inner = inner[part]
+            inner[key[:-2] + key[-1]] = inner.pop(key)
+            with pytest.raises(ValueError) as error:
+                check_config(slip)
+            assert f"{key!r}" in str(error.value) or f'"{key}"' in str(error.value), (key, error.value)
