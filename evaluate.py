@@ -22,12 +22,9 @@ from data.prepare import HeldOut, prepare_data
 from data.sampler import evaluation_requests
 from data.sources import open_source
 from data.transforms import eval_transform
-from engine.averaging import AVERAGE
-from engine.checkpoint import load_layer, newest_checkpoint, step_of
 from launch.report import recalls, retrieval_table, show
-from models.losses import build_loss
+from launch.trained import open_run
 from models.retrieval import recall_hits
-from models.towers import build_towers
 
 
 def parse() -> argparse.Namespace:
@@ -47,37 +44,14 @@ def parse() -> argparse.Namespace:
 
 def main(arguments: argparse.Namespace) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    record = read_record(arguments.run_dir)
-    options, folder = record["options"], arguments.run_dir / "checkpoints"
-    checkpoint = folder / arguments.checkpoint if arguments.checkpoint else newest_checkpoint(folder)
-    if checkpoint is None or not checkpoint.is_dir():
-        there = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "none"
-        raise FileNotFoundError(f"{checkpoint or folder}: no such checkpoint; there are: {there}")
-    weights = checkpoint / AVERAGE if arguments.ema else checkpoint
-    if not weights.is_dir():
-        raise FileNotFoundError(
-            f'{weights}: no such folder; the run keeps no average of its weights ("ema" in "branches"), leave out --ema'
-        )
-
-    data = prepare_data(DataOptions.from_record(options), record["tokenizer"], arguments.run_dir, progress=True)
-    held_out = data.held_out
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trained = open_run(arguments.run_dir, arguments.checkpoint, device, arguments.ema)
+    options = trained.options
+    held_out = prepare_data(DataOptions.from_record(options), trained.record["tokenizer"], arguments.run_dir, progress=True).held_out
     if arguments.val_data:
         source = open_source(arguments.val_data, progress=True)
         held_out = {"validation": HeldOut(source, source.usable())}
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    towers = build_towers(
-        options["image_tower"],
-        options["text_tower"],
-        options["embed_dim"],
-        options["image_size"],
-        len(data.tokenizer),
-        options["max_text_tokens"],
-        data.tokenizer.pad_token_id,
-        data.tokenizer.eos_token_id,
-        build_loss(options["loss"]).parameters,
-    )
-    layers = [load_layer(weights, spec.build(options["seed"]), spec.name, device).eval() for tower in towers for spec in tower.specs]
     results = {}
     for name, part in held_out.items():
         as_evaluated = eval_transform(options["image_size"])
@@ -86,21 +60,21 @@ def main(arguments: argparse.Namespace) -> None:
             frozenset({"image", "text"}),
             as_evaluated,
             as_evaluated,
-            data.tokenizer,
+            trained.tokenizer,
             options["max_text_tokens"],
             options["seed"],
         )
-        image, text = embed(layers, dataset, part, arguments.batch_size, device)
+        image, text = embed(trained.layers, dataset, part, arguments.batch_size, device)
         partner = torch.arange(len(image), device=device)
         totals = {"image_to_text": recall_hits(image, text, partner), "text_to_image": recall_hits(text, image, partner)}
         values = recalls({direction: hits.tolist() for direction, hits in totals.items()}, len(image))
         results |= {f"{name}/{key}": value for key, value in values.items()}
 
     sizes = {name: len(part.subset) for name, part in held_out.items()}
-    name = f"{checkpoint.name}-ema" if arguments.ema else checkpoint.name
+    name = f"{trained.checkpoint.name}-ema" if arguments.ema else trained.checkpoint.name
     show(retrieval_table(f"Zero-shot retrieval, {name}", [results], sizes))
     output = arguments.json or arguments.run_dir / f"evaluation-{name}.json"
-    output.write_text(json.dumps({"step": step_of(checkpoint), "num_samples": sizes, **results}, indent=2) + "\n", encoding="utf-8")
+    output.write_text(json.dumps({"step": trained.step, "num_samples": sizes, **results}, indent=2) + "\n", encoding="utf-8")
     print(output)
 
 
@@ -119,13 +93,6 @@ def embed(
         image.append(tensors["image_embeds"][loaded])
         text.append(tensors["text_embeds"][loaded])
     return torch.cat(image), torch.cat(text)
-
-
-def read_record(run_dir: Path) -> dict:
-    file = run_dir / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{run_dir}: holds no config.json; give the folder of a run of train.py")
-    return json.loads(file.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

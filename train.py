@@ -41,7 +41,7 @@ from launch.tracking import Tracker
 from launch.weighting import loss_weights_of, training_order
 from models.losses import build_loss
 from models.towers import build_towers
-from models.weights import open_weights
+from models.weights import open_model, open_weights
 
 
 def main(options: Options, run: Run) -> int:
@@ -92,6 +92,8 @@ def main(options: Options, run: Run) -> int:
     buckets = image_buckets(data, options, patch_size)
     pretrained = {"image": options.image_weights, "text": options.text_weights}
     weights = {tower.branch: open_weights(tower.branch, pretrained[tower.branch], tower) for tower in towers if pretrained[tower.branch]}
+    if options.imported:
+        weights = dict.fromkeys(pretrained, open_model(options.imported, *towers))
 
     def build_layer(spec):
         return spec.build(options.seed, weights.get(spec.branch))

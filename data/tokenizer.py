@@ -72,7 +72,7 @@ def _loaded(where: str) -> PreTrainedTokenizerBase:
     if not folder.is_dir() and (folder.is_absolute() or where.startswith((".", "~"))):
         raise FileNotFoundError(f"tokenizer '{where}': no such folder; give a folder with tokenizer.json, or a Hugging Face id")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, use_fast=True)
+        tokenizer = AutoTokenizer.from_pretrained(where, use_fast=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         what = "holds no tokenizer that transformers can load" if folder.is_dir() else "is no folder here and cannot be had from the hub"
         raise ValueError(f"tokenizer '{where}' {what}; give a folder with tokenizer.json, or a Hugging Face id ({error})") from error

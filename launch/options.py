@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from data.options import DataOptions
+from launch.exported import options_of_export
 
 if TYPE_CHECKING:
     from engine.config import BranchesBlock
@@ -41,6 +42,7 @@ class Options:
     text_tower: str
     image_weights: str | None
     text_weights: str | None
+    imported: str | None
     tokenizer: str | None
     embed_dim: int
     image_size: int
@@ -208,9 +210,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     model.add_argument("--text-weights", metavar="WHERE", help="pretrained: Hugging Face id, folder or file (default: from scratch)")
     model.add_argument(
+        "--import",
+        dest="imported",
+        metavar="WHERE",
+        help="a whole model to start from: a folder of export.py, which also says the towers, sizes and tokenizer that are not given, or a file "
+        "of OpenCLIP weights (default: from scratch)",
+    )
+    model.add_argument(
         "--tokenizer",
         metavar="WHERE",
-        help="Hugging Face id or folder (default: that of --text-weights, else WordPiece trained on the captions)",
+        help="Hugging Face id or folder (default: that of --text-weights or --import, else WordPiece trained on the captions)",
     )
     model.add_argument("--embed-dim", type=_at_least(1), metavar="N", help="width of the common space (default: 512; demo: 256)")
     model.add_argument("--image-size", type=_at_least(1), metavar="N", help="pixels a side (default: 224; demo: 64)")
@@ -323,6 +332,12 @@ def parse_options(arguments: list[str] | None = None) -> Options:
         parser.error(f"argument --data-temperature: {values['data_temperature']:g}; one --data has nothing to share, give several")
     if len(values["data"]) == 1 and values["data_adapt"]:
         parser.error(f"argument --data-adapt: {values['data_adapt']:g}; one --data has nothing to share, give several")
+    if values["imported"]:
+        for other in ("image_weights", "text_weights"):
+            if values[other]:
+                parser.error(f"argument --import: it holds both towers; leave out --{other.replace('_', '-')}")
+        for key, default in options_of_export(Path(values["imported"])).items():
+            values[key] = default if values[key] is None else values[key]
     defaults = DEMO_DEFAULTS if all(spec.split(":")[0] == "demo" for spec in values["data"]) else DEFAULTS
     for key, default in defaults.items():
         if values[key] is None and not (key == "epochs" and values["steps"] is not None):

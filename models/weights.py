@@ -19,9 +19,12 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors import safe_open
 from torch import Tensor
 
+from models.dual_encoder import dual_encoder_pairs, towers_differ
 from models.layers import Layer, Tower
+from models.open_clip import is_open_clip, open_clip_pairs, plain_names, refuse_other_architecture
 from models.options import nearest, refuse
 from models.text import PRESETS
+from models.translation import Source, as_ours
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +34,18 @@ RENAMED = {  # what older versions of the libraries wrote
     "text": ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
     "image": ((r"\.mlp\.linear_1\.", ".mlp.0."), (r"\.mlp\.linear_2\.", ".mlp.3.")),
 }
-# absent from masked-language-model checkpoints, and from those written before BatchNorm counted its batches
-OPTIONAL = re.compile(r"text\.pooler\.dense\.(weight|bias)$|image\..*\.num_batches_tracked$")
+# absent from masked-language-model checkpoints, from those written before BatchNorm counted its batches, and from models trained with InfoNCE
+OPTIONAL = re.compile(r"text\.pooler\.dense\.(weight|bias)$|image\..*\.num_batches_tracked$|head\.logit_bias$")
 
 
 @dataclass
 class WeightReader:
-    """The tensors of one branch in some files, by canonical name. `names`: canonical name -> name in the file.
+    """The tensors of some groups (image, text, head) in some files, by canonical name. `names`: canonical name -> name in the file.
 
     `read_names` lists the names in the file that were read so far.
     """
 
-    branch: str
+    groups: tuple[str, ...]
     source: str
     names: dict[str, str]
     shape_of: Callable[[str], tuple[int, ...]]
@@ -50,11 +53,9 @@ class WeightReader:
     read_names: list[str] = field(default_factory=list)
 
     def fill(self, layer: Layer) -> None:
-        """Copy this layer's tensors into it, in place, in its dtype. Heads and tensors the library can do without stay as they are."""
+        """Copy this layer's tensors into it, in place, in its dtype. Other groups and tensors one can do without stay as they are."""
         targets = layer.state_dict()
-        wanted = {
-            canonical: targets[local] for local, canonical in layer.canonical_names.items() if canonical.startswith(f"{self.branch}.")
-        }
+        wanted = {canonical: targets[local] for local, canonical in layer.canonical_names.items() if canonical.split(".")[0] in self.groups}
         self.check({canonical: tuple(tensor.shape) for canonical, tensor in wanted.items()})
         for canonical, target in wanted.items():
             if canonical in self.names:
@@ -89,6 +90,8 @@ def _remedy(canonical: str) -> str:
         )
     if re.search(r"word_embeddings|token_embedding\.", canonical):
         return "the vocabularies differ: use the tokenizer that the weights were trained with"
+    if canonical.startswith("head."):
+        return "give the --embed-dim of the weights"
     return "give weights of the same architecture and size, or change the tower's"
 
 
@@ -102,20 +105,59 @@ def open_weights(branch: str, where: str, tower: Tower) -> WeightReader:
         raise ValueError(f"weights for the {branch} branch were asked for a tower of the {tower.branch} branch; pass that branch's tower")
     path = Path(where).expanduser()
     if path.exists():
-        source = _open_path(path)
+        source = open_tensors(path)
     elif where.count("/") == 1 and not where.startswith((".", "~", "/")):
-        source = _open_path(_download(where))
+        source = open_tensors(_download(where))
     elif "/" in where:
         raise FileNotFoundError(f"weights {where!r}: there is no such file or folder; give an existing one, or ORGANISATION/MODEL")
     else:
         source = _open_library(branch, where, tower)
     keys, shape_of, tensor_of = source
-    reader = WeightReader(branch, f"weights {where!r}", canonical_names(branch, keys), shape_of, tensor_of)
-    shapes = _shapes(tower)
+    reader = WeightReader((branch,), f"weights {where!r}", canonical_names(branch, keys), shape_of, tensor_of)
+    return _checked(reader, tower)
+
+
+def open_model(where: str, image: Tower, text: Tower) -> WeightReader:
+    """Find the weights of a whole model, heads and scalars included, and check them against both towers; nothing but headers is read yet.
+
+    `where`: a folder that export.py made, of either kind, or a file with the state dict of an OpenCLIP model whose architecture is one
+    of ours (`models/open_clip.py`).
+    """
+    path = Path(where).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(
+            f"--import {where}: there is no such file or folder; give a folder of export.py, or a file of OpenCLIP weights"
+        )
+    source = plain_names(open_tensors(path))
+    keys = source[0]
+    if is_open_clip(keys):
+        refuse_other_architecture(where, keys, image, text)
+        source = as_ours(open_clip_pairs(image, text), source)
+    elif "visual_projection.weight" in keys:
+        differences = towers_differ(image, text)
+        if differences:
+            raise ValueError(
+                f"--import {where}: holds transformers' dual encoder, which the towers asked for cannot be ({'; '.join(differences)}); leave "
+                "--image-tower and --text-tower to what the folder says"
+            )
+        source = as_ours(dual_encoder_pairs(image, text), source)
+    elif not any(key.startswith("head.") for key in keys):
+        raise ValueError(
+            f"--import {where}: holds neither both towers and heads, as export.py writes them, nor OpenCLIP weights; a single tower is started "
+            "from with --image-weights or --text-weights"
+        )
+    keys, shape_of, tensor_of = source
+    reader = WeightReader(("image", "text", "head"), f"--import {where}:", {key: key for key in keys}, shape_of, tensor_of)
+    return _checked(reader, image, text)
+
+
+def _checked(reader: WeightReader, *towers: Tower) -> WeightReader:
+    shapes = {name: shape for tower in towers for name, shape in _shapes(tower, reader.groups).items()}
     reader.check(shapes)
     unused = sorted(set(reader.names) - set(shapes))
     if unused:
-        log.info("%s: %d tensors are not used by tower %s, such as %s", reader.source, len(unused), tower.name, unused[0])
+        towers_said = " and ".join(tower.name for tower in towers)
+        log.info("%s: %d tensors are not used by tower %s, such as %s", reader.source, len(unused), towers_said, unused[0])
     return reader
 
 
@@ -132,24 +174,23 @@ def canonical_names(branch: str, keys: list[str]) -> dict[str, str]:
     return names
 
 
-def _shapes(tower: Tower) -> dict[str, tuple[int, ...]]:
+def _shapes(tower: Tower, groups: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for spec in tower.specs:
         tensors = spec.template.state_dict()
         shapes |= {
             canonical: tuple(tensors[local].shape)
             for local, canonical in spec.template.canonical_names.items()
-            if canonical.startswith(f"{tower.branch}.")
+            if canonical.split(".")[0] in groups
         }
     return shapes
 
 
 # ------------------------------------------------------------------------------------------------- sources
 
-Source = tuple[list[str], Callable[[str], tuple[int, ...]], Callable[[str], Tensor]]  # names, shape of a name, tensor of a name
 
-
-def _open_path(path: Path) -> Source:
+def open_tensors(path: Path) -> Source:
+    """A folder's weights, or a file's; nothing but headers is read where the format allows it."""
     if path.is_file():
         return _open_file(path)
     for name in SAFETENSORS + TORCH:
@@ -207,7 +248,7 @@ def _open_library(branch: str, where: str, tower: Tower) -> Source:
         hub_id = tower.config["hub_id"] if where == "DEFAULT" else PRESETS[where].hub_id if where in PRESETS else None
         if hub_id is None:
             raise refuse(f"text weights for tower {tower.name!r}:", where, [*PRESETS, *(["DEFAULT"] if tower.config["hub_id"] else [])])
-        return _open_path(_download(hub_id))
+        return open_tensors(_download(hub_id))
     known = torchvision.models.get_model_weights(tower.config["architecture"])
     if where not in known.__members__:
         raise refuse(f"image weights for tower {tower.name!r}:", where, known.__members__)

@@ -260,12 +260,15 @@ def test_a_folder_that_holds_another_run_is_refused(tmp_path):
     assert second.returncode == 2 and "options.seed: there 0, here 1" in second.stderr
 
 
-def test_own_data_and_pretrained_text_weights(tmp_path):
-    """A JSONL file, a Hugging Face folder with weights and tokenizer, two branches with replicas of their own."""
+def test_own_data_and_pretrained_text_weights_then_an_export_to_go_on_from(tmp_path):
+    """A JSONL file, a Hugging Face folder with weights and tokenizer, two branches with replicas of their own; the exported model, and
+    a run on one process that begins with it."""
     from transformers import BertConfig, BertModel
 
     from data.sources import open_source
     from data.tokenizer import load_tokenizer
+    from launch.exporting import canonical_state
+    from launch.trained import open_run
 
     demo = open_source("demo")
     (tmp_path / "pictures").mkdir()
@@ -298,3 +301,20 @@ def test_own_data_and_pretrained_text_weights(tmp_path):
     assert status == 0, output[-3000:]
     assert "fork: image 0 ×2 | text 0 ×1" in output and "validation (6)" in output
     assert set(metrics(run_dir)) == set(range(1, 9))  # 54 of 60 samples train: 4 whole batches of 12 an epoch
+
+    out, second = tmp_path / "a model", tmp_path / "second"
+    exported = python("export.py", run_dir, out)
+    assert exported.returncode == 0 and exported.stdout.splitlines()[-1] == str(out), exported.stderr
+    same_data = ["--deepspeed_config", tmp_path / "how.json", "--data", f"jsonl:{tmp_path / 'pairs.jsonl'}"]
+    (tmp_path / "how.json").write_text(json.dumps(config | {"branches": {"layout": "merged", "schedule": "batch_sync"}}))
+    go_on = python("train.py", "--import", out, *same_data, "--seed", "9", "--steps", "1", "--run-dir", second)
+    assert go_on.returncode == 0, go_on.stderr[-3000:]
+    first, then = (canonical_state(open_run(run).layers) for run in (run_dir, second))
+    assert first.keys() == then.keys()
+    for name in ("image.conv1.weight", "text.encoder.layer.1.output.dense.weight", "head.image_projection.weight", "head.logit_scale"):
+        assert (first[name] - then[name]).abs().max() < 2e-3  # one step of at most 1e-3; other first values differ by 0.05 and more
+
+
+def python(*arguments):
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=LIMIT_S)

@@ -89,3 +89,13 @@ def test_refusals(tmp_path):
         load_tokenizer(str(tmp_path / "no"))
     with pytest.raises(ValueError, match="holds no tokenizer that transformers can load"):
         load_tokenizer(str(tmp_path))
+
+
+def test_code_that_a_tokenizer_brings_along_is_not_run(tmp_path):
+    (tmp_path / "brought.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"auto_map": {"AutoTokenizer": [null, "brought.Brought"]}, "tokenizer_class": "Brought"}'
+    )
+    with pytest.raises(ValueError, match="holds no tokenizer that transformers can load"):
+        load_tokenizer(str(tmp_path))
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,156 @@
+"""The README.md of an exported folder: what the model is, and code that loads it with public libraries alone."""
+
+from __future__ import annotations
+
+from data.transforms import CLIP_MEAN, CLIP_STD, KEPT, SHRUNK
+from launch.trained import Trained
+from models.layers import Tower
+
+PIXELS = '''```python
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional
+
+SIZE = {size}
+MEAN, STD = {mean}, {std}
+
+
+def pixel_values(file):
+    """[3, SIZE, SIZE]."""
+    picture = Image.open(file)
+    picture.draft(None, (SIZE, SIZE))  # a large JPEG is decoded at a smaller scale
+    picture = ImageOps.exif_transpose(picture)
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        white = Image.new("RGB", picture.size, "white")
+        white.paste(picture, mask=picture.getchannel("A"))
+        picture = white
+    pixels = torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
+    larger = min(pixels.shape[1:]) / SIZE
+    if larger > {kept}:  # in two steps, as the pictures of a cache
+        pixels = resized(pixels, [round(side * {shrunk} / larger) for side in pixels.shape[1:]])
+    scale = max(SIZE / side for side in pixels.shape[1:])
+    pixels = resized(pixels, [max(SIZE, round(side * scale)) for side in pixels.shape[1:]])
+    top, left = ((side - SIZE) // 2 for side in pixels.shape[1:])
+    return functional.normalize(pixels[:, top : top + SIZE, left : left + SIZE] / 255, MEAN, STD)
+
+
+def resized(pixels, size):
+    return functional.resize(pixels, size, InterpolationMode.BICUBIC, antialias=True)
+```'''
+
+DUAL_ENCODER = """```python
+import torch
+from transformers import AutoTokenizer, VisionTextDualEncoderModel
+
+model = VisionTextDualEncoderModel.from_pretrained(".").eval()
+tokenizer = AutoTokenizer.from_pretrained(".")
+
+
+def embed(pixel_values, texts):
+    \"\"\"image_embeds, text_embeds: of length 1.\"\"\"
+    tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        output = model(tokens["input_ids"], pixel_values, tokens["attention_mask"])
+    return output.image_embeds, output.text_embeds
+```"""
+
+STATE_DICT = """```python
+import torch
+{constructor_import}
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+tensors = load_file("model.safetensors")
+of = lambda prefix: {{name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}}
+{constructor}
+image.load_state_dict(of("image."))
+text = AutoModel.from_config(AutoConfig.from_pretrained("{text_folder}"))
+text.load_state_dict(of("text."))
+image.eval(), text.eval()
+tokenizer = AutoTokenizer.from_pretrained(".")
+
+
+def embed(pixel_values, texts):
+    \"\"\"image_embeds, text_embeds: of length 1.\"\"\"
+    tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    ids, mask = tokens["input_ids"], tokens["attention_mask"]
+    with torch.no_grad():
+        image_features, text_features = image(pixel_values), text(input_ids=ids, attention_mask=mask){pooled}
+    image_embeds = image_features @ tensors["head.image_projection.weight"].T
+    text_embeds = text_features @ tensors["head.text_projection.weight"].T
+    return torch.nn.functional.normalize(image_embeds), torch.nn.functional.normalize(text_embeds)
+```"""
+
+
+def export_page(trained: Trained, differences: list[str]) -> str:
+    """Markdown. Its code, in order, defines `embed` and `pixel_values`, run in the exported folder."""
+    options, (image, text) = trained.options, trained.towers
+    bias = " plus `logit_bias`" if "logit_bias" in image.specs[-1].template.scalars else ""
+    parts = [
+        f"# {options['image_tower']} and {options['text_tower']}",
+        f"An image–text model: both towers give embeddings of length 1 in {options['embed_dim']} dimensions. Trained with the loss "
+        f"`{options['loss']}` for {trained.step:,} steps; pictures of {options['image_size']} pixels a side, texts of at most "
+        f"{options['max_text_tokens']} tokens. Weights are in fp32. The loss read "
+        f"`exp(logit_scale)` times the products of the embeddings{bias}.",
+        "## Load it",
+        _intro(differences),
+        _state_dict_example(image, text) if differences else DUAL_ENCODER,
+        "## Pictures",
+        "`preprocessor_config.json` is for transformers' `CLIPImageProcessor`, which gives the very pixels of training for opaque pictures between "
+        f"{options['image_size']} and {int(KEPT * options['image_size'])} pixels on their shorter side, but for those whose longer side or margin "
+        "is rounded the other way. For all others it is near; this is what the model was evaluated with:",
+        PIXELS.format(size=options["image_size"], mean=CLIP_MEAN, std=CLIP_STD, kept=KEPT, shrunk=SHRUNK),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _intro(differences: list[str]) -> str:
+    if not differences:
+        return "`AutoProcessor` and `AutoTokenizer` load from this folder too."
+    return (
+        "transformers has no model that is this one as a whole:\n\n"
+        + "\n".join(f"- {difference}" for difference in differences)
+        + "\n\n`model.safetensors` has the tensors of the image tower under torchvision's names behind `image.`, those of the text tower under "
+        "transformers' behind `text.`, and the projections and scalars behind `head.`; `text/config.json` is transformers'."
+    )
+
+
+def _state_dict_example(image: Tower, text: Tower) -> str:
+    imports, constructor = _constructor(image)
+    return STATE_DICT.format(constructor_import=imports, constructor=constructor, text_folder="text", pooled=_pooled(text))
+
+
+def _pooled(text: Tower) -> str:
+    if text.config["architecture"] == "DistilBertModel":
+        return ".last_hidden_state[:, 0]"
+    if text.config["architecture"] == "CLIPTextModel" and text.config["eos_token_id"] is not None:
+        return f".last_hidden_state[range(len(ids)), (ids == {text.config['eos_token_id']}).int().argmax(-1)]"
+    return ".pooler_output"
+
+
+def _constructor(image: Tower) -> tuple[str, str]:
+    """The import and the lines that make torchvision's model of these sizes, without its classifier, as `image`."""
+    sizes = image.config
+    if "layers" in sizes:
+        block = "Bottleneck" if sizes["bottleneck"] else "BasicBlock"
+        return (
+            f"from torchvision.models.resnet import {block}, ResNet",
+            f"image = ResNet({block}, {list(sizes['layers'])}, width_per_group={sizes['width_per_group']}, groups={sizes['groups']})\n"
+            "image.fc = torch.nn.Identity()",
+        )
+    if "patch_size" in sizes:
+        keys = ("image_size", "patch_size", "num_layers", "num_heads", "hidden_dim", "mlp_dim")
+        arguments = ", ".join(f"{key}={sizes[key]}" for key in keys)
+        return (
+            "from torchvision.models import VisionTransformer",
+            f"image = VisionTransformer({arguments})\nimage.heads = torch.nn.Identity()",
+        )
+    settings = zip(sizes["dims"], [*sizes["dims"][1:], None], sizes["depths"])
+    blocks = ", ".join(f"CNBlockConfig({a}, {b}, {depth})" for a, b, depth in settings)
+    return (
+        "from torchvision.models.convnext import CNBlockConfig, ConvNeXt",
+        f"image = ConvNeXt([{blocks}])\nimage.classifier[2] = torch.nn.Identity()",
+    )

@@ -1,0 +1,28 @@
+"""What a folder of export.py says about the model in it. Imports neither torch nor transformers: the command line reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RECORD, TEXT_FOLDER = "wye.json", "text"
+OPTIONS = ("image_tower", "embed_dim", "image_size", "max_text_tokens")  # of train.py, as the model was trained with
+
+
+def read_export(folder: Path) -> dict[str, Any] | None:
+    """Its record, or None where `folder` is no folder that export.py made."""
+    file = folder.expanduser() / RECORD
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def options_of_export(folder: Path) -> dict[str, Any]:
+    """train.py's options that go on with an exported model; none where there is no record (a file of weights)."""
+    record = read_export(folder)
+    if record is None:
+        return {}
+    return {
+        **{key: record[key] for key in OPTIONS},
+        "text_tower": str(folder.expanduser() / TEXT_FOLDER),
+        "tokenizer": str(folder.expanduser()),
+    }

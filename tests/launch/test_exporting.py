@@ -1,0 +1,251 @@
+"""Exported folders: the embeddings of the training stages, by public libraries alone; and the way back."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoProcessor
+
+from data.tokenizer import batch_tokens, load_tokenizer
+from data.transforms import eval_transform, normalised
+from launch.exported import options_of_export
+from launch.exporting import canonical_state, write_export
+from launch.options import parse_options
+from launch.trained import Trained, find_checkpoint, open_run
+from models.losses import build_loss
+from models.towers import build_towers
+from models.weights import open_model
+
+SIZE, TOKENS = 64, 12
+RESNET = "resnet18:layers=1-1-1-1"
+VIT = "vit_b_16:patch_size=16,num_layers=2,num_heads=4,hidden_dim=48,mlp_dim=96"
+CONVNEXT = "convnext_tiny:dims=16-24-32-40,depths=1-1-2-1"
+BERT = "bert-tiny:hidden_size=48,num_attention_heads=4"
+ROBERTA = "roberta-base:hidden_size=48,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64"
+DISTILBERT = "distilbert-base-uncased:dim=48,n_layers=2,n_heads=4,hidden_dim=64"
+CLIP = "clip-text-base:hidden_size=48,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64"
+CAPTIONS = ["a red apple", "two green birds over water", "nothing but snow and a very long way to go home again", "an apple"]
+
+# image tower, text tower, loss, a word of why it is a state dict (none: it is the dual encoder)
+MODELS = {
+    "vit+bert": (VIT, BERT, "infonce", None),
+    "convnext+clip": (CONVNEXT, CLIP, "infonce", None),
+    "vit+roberta": (VIT, ROBERTA, "infonce", None),
+    "resnet+distilbert": (RESNET, DISTILBERT, "infonce", "ResNet has shape"),
+    "resnet50+bert+sigmoid": ("resnet50:layers=1-1-1-1,width_per_group=8", BERT, "sigmoid", "no logit_bias"),
+    "convnext+distilbert": (CONVNEXT, DISTILBERT, "infonce", "no pooled output"),
+    "odd vit+clip": (VIT.replace("mlp_dim=96", "mlp_dim=100"), CLIP, "infonce", "whole multiples of 48, not 100"),
+}
+
+
+def tokenizer_for(text_tower):
+    tokenizer = load_tokenizer(None, CAPTIONS)
+    if text_tower == CLIP:  # it pools where the text ends; this id is not 2, nor the highest
+        tokenizer.eos_token = "[SEP]"
+    return tokenizer
+
+
+def towers_for(image_tower, text_tower, tokenizer, loss="infonce"):
+    ids = tokenizer.pad_token_id, tokenizer.eos_token_id
+    return build_towers(image_tower, text_tower, 32, SIZE, len(tokenizer), TOKENS, *ids, build_loss(loss).parameters)
+
+
+def trained_model(image_tower, text_tower, loss, dtype=torch.float32) -> Trained:
+    """As a run leaves it; batch normalisation and layer scales are not what they begin with."""
+    tokenizer = tokenizer_for(text_tower)
+    towers = towers_for(image_tower, text_tower, tokenizer, loss)
+    layers = [spec.build(3).eval() for tower in towers for spec in tower.specs]
+    draw = torch.Generator().manual_seed(0)
+    for layer in layers:
+        for tensor in layer.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(torch.randn(tensor.shape, generator=draw) * 0.05)
+        for parameter in layer.parameters():
+            parameter.data = parameter.data.to(dtype)
+    options = {
+        "image_tower": image_tower, "text_tower": text_tower, "embed_dim": 32, "image_size": SIZE, "max_text_tokens": TOKENS, "loss": loss,
+    }  # fmt: skip
+    return Trained({"options": options}, Path("step-00000007"), 7, tokenizer, towers, layers)
+
+
+def embeddings(layers, pixel_values, tokens):
+    tensors = {"pixel_values": pixel_values, **tokens}
+    with torch.no_grad():
+        for layer in layers:
+            tensors = layer(tensors)
+    return tensors
+
+
+def picture(size):
+    """Coarse squares of colour, (width, height) pixels."""
+    coarse = np.random.default_rng(sum(size)).integers(0, 255, (7, 7, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
+
+
+def encoded(picture, form="PNG", **options):
+    file = io.BytesIO()
+    picture.save(file, form, **options)
+    return file.getvalue()
+
+
+def files():
+    """Pictures of the tower's size, near it, smaller, shrunk in two steps, decoded at a smaller scale, lying on a side, with transparency."""
+    turned = Image.Exif()
+    turned[274] = 6
+    transparent = picture((90, 70))
+    transparent.putalpha(Image.linear_gradient("L").resize((90, 70)))
+    opaque = [encoded(picture(size)) for size in ((SIZE, SIZE), (SIZE + 15, SIZE + 1), (40, 57), (333, 217))]
+    return [*opaque, encoded(picture((700, 500)), "JPEG"), encoded(picture((70, 99)), "JPEG", exif=turned), encoded(transparent)]
+
+
+def evaluated(data):
+    """[3, SIZE, SIZE] as evaluate.py sees it."""
+    transform = eval_transform(SIZE)
+    return normalised([transform(transform.stored(data))])[0]
+
+
+# for each folder: the code of its page, run there, on the pictures and texts; nothing of ours can be imported
+FRESH = """
+import os, sys, torch
+_, captions, *folders = sys.argv
+for folder in folders:
+    os.chdir(folder)
+    names = {}
+    exec(open("page.py").read(), names)
+    pixels = torch.stack([names["pixel_values"](f"../{i}") for i in range(7)])
+    torch.save((pixels, *names["embed"](pixels, captions.split("|"))), "result.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """name -> (the model, its folder, why it is no dual encoder); a fresh process has left the embeddings by the folder's page in result.pt."""
+    root = tmp_path_factory.mktemp("exports")
+    made = {}
+    for number, (name, (image_tower, text_tower, loss, _)) in enumerate(MODELS.items()):
+        trained = trained_model(image_tower, text_tower, loss)
+        folder = root / f"model {number}"
+        made[name] = trained, folder, write_export(trained, folder)
+        code = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+        (folder / "page.py").write_text("\n".join(code), encoding="utf-8")
+    for i, data in enumerate(files()):
+        (root / str(i)).write_bytes(data)
+    arguments = [sys.executable, "-c", FRESH, "|".join(CAPTIONS), *(str(folder) for _, folder, _ in made.values())]
+    result = subprocess.run(arguments, cwd=root, text=True, capture_output=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return made
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fresh_process_gets_the_embeddings_of_the_training_stages(exports, name):
+    """By the code on the page of the folder, with public libraries alone, from pictures and texts as they are."""
+    (trained, folder, differences), reason = exports[name], MODELS[name][-1]
+    assert (differences == []) == (reason is None) and (reason or "") in "; ".join(differences)
+    assert (folder / "config.json").is_file() == (reason is None)
+    pixels, image_embeds, text_embeds = torch.load(folder / "result.pt", weights_only=True)
+    ours = torch.stack([evaluated(data) for data in files()])
+    torch.testing.assert_close(pixels, ours, rtol=0, atol=1e-5)  # fp32 at values of about 2
+    stages = embeddings(trained.layers, ours, batch_tokens(trained.tokenizer, CAPTIONS, TOKENS))
+    torch.testing.assert_close(image_embeds, stages["image_embeds"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(text_embeds, stages["text_embeds"], rtol=0, atol=1e-6)
+    assert (image_embeds[0] - image_embeds[1]).abs().max() > 1e-4 < (text_embeds[0] - text_embeds[1]).abs().max()  # it tells them apart
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_export_is_started_from_without_a_change(exports, name):
+    """What the folder says about towers, sizes and tokenizer is enough, and every tensor comes back to the last bit."""
+    trained, folder, _ = exports[name]
+    options = parse_options(["--import", str(folder), "--loss", MODELS[name][2]])
+    assert options.tokenizer_source() == str(folder) and options.image_tower == MODELS[name][0]
+    tokenizer = load_tokenizer(options.tokenizer_source())
+    assert batch_tokens(tokenizer, CAPTIONS, TOKENS)["input_ids"].equal(batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)["input_ids"])
+    sizes = options.embed_dim, options.image_size, len(tokenizer), options.max_text_tokens, tokenizer.pad_token_id, tokenizer.eos_token_id
+    towers = build_towers(options.image_tower, options.text_tower, *sizes, build_loss(options.loss).parameters)
+    weights = open_model(options.imported, *towers)
+    layers = [spec.build(9, weights).eval() for tower in towers for spec in tower.specs]
+    before, after = canonical_state(trained.layers), canonical_state(layers)
+    assert before.keys() == after.keys()
+    assert not [name for name in before if not torch.equal(before[name], after[name])]
+    pixels, tokens = torch.randn(2, 3, SIZE, SIZE), batch_tokens(tokenizer, CAPTIONS[:2], TOKENS)
+    expected, found = (embeddings(side, pixels, tokens) for side in (trained.layers, layers))
+    assert torch.equal(expected["image_embeds"], found["image_embeds"]) and torch.equal(expected["text_embeds"], found["text_embeds"])
+
+
+def test_what_is_given_beside_an_export_counts_and_must_fit_its_weights(exports, capsys):
+    folder = str(exports["vit+bert"][1])
+    assert parse_options(["--import", folder, "--image-size", "96"]).image_size == 96
+    with pytest.raises(SystemExit):
+        parse_options(["--import", folder, "--text-weights", "bert-tiny"])
+    assert "it holds both towers; leave out --text-weights" in capsys.readouterr().err
+    tokenizer = tokenizer_for(BERT)
+    with pytest.raises(ValueError, match=r"pos_embedding has shape \(1, 17, 48\) there but \(1, 65, 48\)"):
+        open_model(folder, *towers_for(VIT.replace("patch_size=16", "patch_size=8"), BERT, tokenizer))
+    with pytest.raises(ValueError, match="dual encoder, which the towers asked for cannot be .*ResNet"):
+        open_model(folder, *towers_for(RESNET, BERT, tokenizer))
+    with pytest.raises(FileNotFoundError, match="there is no such file or folder"):
+        open_model(folder + "s", *towers_for(VIT, BERT, tokenizer))
+
+
+@pytest.mark.parametrize("name", ["vit+bert", "resnet+distilbert"])
+def test_a_model_of_infonce_goes_on_with_sigmoid(exports, name, caplog):
+    """The scale is the trained one; the bias, which it has not, begins where it always does."""
+    trained, folder, _ = exports[name]
+    towers = towers_for(*MODELS[name][:2], trained.tokenizer, "sigmoid")
+    head = towers[0].specs[-1].build(0, open_model(str(folder), *towers))
+    assert torch.equal(head.logit_scale, trained.layers[len(towers[0].specs) - 1].logit_scale) and head.logit_bias.item() == -10
+    assert "has no head.logit_bias: trained from scratch" in caplog.text
+
+
+def test_transformers_processor_gives_the_pixels_of_evaluation_where_the_page_says_so(exports):
+    folder = exports["vit+bert"][1]
+    processor = AutoImageProcessor.from_pretrained(folder)
+    largest = []
+    for size in ((SIZE, SIZE), (SIZE, SIZE + 16), (70, 70), (333, 217)):  # the last one is large
+        theirs = processor(picture(size), return_tensors="pt")["pixel_values"][0]
+        largest.append((theirs - evaluated(encoded(picture(size)))).abs().max().item())
+    assert max(largest[:3]) < 1e-5 < largest[3]
+    assert type(AutoProcessor.from_pretrained(folder)).__name__ == "VisionTextDualEncoderProcessor"
+
+
+def test_half_precision_weights_are_exported_as_they_are(tmp_path):
+    trained = trained_model(VIT, BERT, "infonce", torch.bfloat16)
+    write_export(trained, tmp_path / "out")
+    towers = towers_for(VIT, BERT, trained.tokenizer)
+    weights = open_model(str(tmp_path / "out"), *towers)
+    for spec, layer in zip((spec for tower in towers for spec in tower.specs), trained.layers):
+        for name, tensor in spec.build(0, weights).state_dict().items():
+            assert tensor.dtype == torch.float32 and torch.equal(tensor, layer.state_dict()[name].float()), name
+    assert json.loads((tmp_path / "out" / "wye.json").read_text())["trained_in"] == "bfloat16"
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no config.json; give the folder of a run"):
+        open_run(tmp_path)
+    (tmp_path / "step-00000002").mkdir()
+    with pytest.raises(FileNotFoundError, match="no such checkpoint; there are: step-00000002"):
+        find_checkpoint(tmp_path, "step-00000009")
+
+
+def test_only_an_earlier_export_is_replaced(tmp_path):
+    trained = trained_model(RESNET, BERT, "infonce")
+    out = tmp_path / "out"
+    out.mkdir()
+    write_export(trained, out)  # empty: taken
+    with pytest.raises(ValueError, match="is not empty; give another folder, or replace an earlier export with --overwrite"):
+        write_export(trained, out)
+    (out / "left.txt").touch()
+    write_export(trained, out, overwrite=True)
+    assert not (out / "left.txt").exists() and options_of_export(out)["embed_dim"] == 32
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    with pytest.raises(ValueError, match="no earlier export"):
+        write_export(trained, tmp_path / "mine", overwrite=True)
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
