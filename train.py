@@ -21,7 +21,9 @@ from data.mixture import source_names
 from data.prepare import prepare_data
 from data.processes import start_early
 from engine.build import build_engine
-from engine.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, step_folder
+from engine.checkpoint.layout import step_folder
+from engine.checkpoint.retention import Keep
+from engine.checkpoint.together import CheckpointWriter
 from engine.config import check_hardware, read_config
 from engine.planner import plan_run
 from engine.processes import first_rank_first, from_first_rank, start_processes, stop_processes
@@ -33,6 +35,7 @@ from launch.failures import Run, report_and_exit
 from launch.feeding import Feeding
 from launch.options import Options, default_config, parse_options
 from launch.report import progress_interval, retrieval_table, show
+from launch.resuming import resume
 from launch.run_folder import RunFolder, choose_folder, training_identity
 from launch.step_line import step_line
 from launch.stopping import STOPPED, StopRequest
@@ -101,7 +104,7 @@ def main(options: Options, run: Run) -> int:
     costs = run_costs(towers, build_layer, config, block, data, options, processes, folder)
     plan = plan_run(config, block, processes.world_size, costs)
     run.watchdog.describe = plan.graph.describe_rank
-    training = training_identity(options, config, asdict(block), plan.describe())
+    training = training_identity(options, config, asdict(block), plan)
     folder.refuse_other_run(options, training)
     show(plan.reasons, first and bool(plan.reasons))
     show(f"{plan.describe()}   {config_file.name}   {folder.path}", first)
@@ -127,15 +130,16 @@ def main(options: Options, run: Run) -> int:
     )
 
     # Where a run goes on: its state.
-    checkpoint = options.checkpoint_to_resume(newest_checkpoint(folder.checkpoints))
+    state, notices = resume(engine, options.resume, folder.checkpoints)
+    show("\n".join(notices), first and bool(notices))
     balancer = Balancer(balance, engine.replica, engine.place.name, workers)
     step = saved_step = 0
-    if checkpoint:
-        state = load_checkpoint(engine, checkpoint)
+    if state:
         step = saved_step = state["step"]
-        balancer.go_on_from(state["balance"])
-    folder.forget_after(step if checkpoint else -1)  # from the start: also the evaluation before it
-    folder.write_config(options, training, plan, data.summary(), towers, total_steps)
+        balancer.go_on_from(state["balance"], step)
+    folder.forget_after(step if state else -1)  # from the start: also the evaluation before it
+    record = folder.write_config(options, training, plan, data.summary(), towers, total_steps)
+    checkpoints = CheckpointWriter(folder.checkpoints, record, Keep(options.keep_checkpoints, options.keep_every))
     trace = TraceFile(folder.path / "trace.json")
     tracker = Tracker(options.wandb, options.wandb_project, folder.path, training, first)
 
@@ -174,7 +178,7 @@ def main(options: Options, run: Run) -> int:
             tracker.log(line)
             if metrics.bad_step is not None:
                 folder.note_bad_step(step, metrics.loss, metrics.bad_step, data.source.identity)
-                folder.refuse_more_bad_steps(metrics.bad_steps_in_a_row, block.max_bad_steps)
+                folder.refuse_more_bad_steps(metrics.bad_steps_in_a_row, block.max_bad_steps, checkpoints.newest)
             seen = balancer.after_step(engine, metrics)
             if seen:
                 folder.log_look(seen)
@@ -189,9 +193,10 @@ def main(options: Options, run: Run) -> int:
             if step % eval_every == 0 or step == total_steps:
                 evaluate()
             if step % save_every == 0 or step == total_steps or stopping:
-                save_checkpoint(engine, folder.checkpoints, {"step": step, "balance": balancer.state()})
+                checkpoints.save(engine, {"step": step, "balance": balancer.state()})
                 saved_step = step
 
+    checkpoints.finish()
     done = step >= total_steps
     if done and evaluations:
         before_and_after = [evaluations[s] for s in sorted({min(evaluations), max(evaluations)})]

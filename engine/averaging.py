@@ -8,20 +8,14 @@ The rule of TensorFlow's ExponentialMovingAverage. Under ZeRO-1 and bf16 what is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.spelling import nearest
-
-if TYPE_CHECKING:
-    from engine.executor import ForkEngine
-
-AVERAGE = "average"  # folder of a checkpoint: the averaged weights layer by layer, as any topology reads them, and each rank's own in fp32
 
 
 @dataclass(frozen=True)
@@ -75,43 +69,3 @@ class WeightAverage:
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_updates": self.num_updates, "averages": [average.clone() for average in self.averages]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        shapes = [list(average.shape) for average in state["averages"]]
-        if shapes != [list(average.shape) for average in self.averages]:
-            raise ValueError(
-                "average of the weights: the state was made with another topology, ZeRO stage or locked layers; go on with those of the "
-                "checkpoint"
-            )
-        self.num_updates = state["num_updates"]
-        for average, saved in zip(self.averages, state["averages"]):
-            average.copy_(saved)
-
-
-def save_average(engine: ForkEngine, checkpoint: Path) -> None:
-    """Into a checkpoint's folder: what `load_average` goes on with, and the layers for evaluation. All ranks call it together."""
-    if engine.average is None:
-        return
-    folder = checkpoint / AVERAGE
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save(engine.average.state_dict(), _rank_file(engine, checkpoint))
-    with engine.averaged_weights():
-        if engine.replica == 0:
-            engine.module.save_layers(folder)
-
-
-def load_average(engine: ForkEngine, checkpoint: Path) -> None:
-    """Of the same topology. Raises FileNotFoundError where the checkpoint has none."""
-    if engine.average is None:
-        return
-    file = _rank_file(engine, checkpoint)
-    if not file.is_file():
-        raise FileNotFoundError(f'{file}: no such file; this checkpoint was made without "ema" in "branches", go on without it')
-    engine.average.load_state_dict(torch.load(file, map_location=engine.device, weights_only=True))
-
-
-def _rank_file(engine: ForkEngine, checkpoint: Path) -> Path:
-    return checkpoint / AVERAGE / f"rank-{engine.comm.rank:05d}.pt"

@@ -194,15 +194,15 @@ class GroupedClipping:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Also from a state with more groups than this rank has. Raises ValueError where one of them is missing."""
         for key, own in (("clipped_steps", self._clipped_steps), ("mean_norm", self._mean_norm)):
-            if set(state[key]) != set(own):
+            if missing := sorted(set(own) - set(state[key])):
                 raise ValueError(
-                    f"clipping state: {key} is of the groups {sorted(state[key])}, and this stage has {sorted(own)}; "
-                    "go on with the gradient_clipping and the stages that the checkpoint was made with"
+                    f"clipping state: {key} of {', '.join(missing)} is not in the checkpoint, which has that of {sorted(state[key])}; "
+                    "go on with the gradient_clipping that it was made with"
                 )
+            own.update({group: self._number(state[key][group]) for group in own})
         self._steps = state["steps"]
-        self._clipped_steps = {group: self._number(number) for group, number in state["clipped_steps"].items()}
-        self._mean_norm = {group: self._number(mean) for group, mean in state["mean_norm"].items()}
 
     def _number(self, value: float) -> Tensor:
         return torch.tensor(float(value), dtype=torch.float64, device=self.comm.device)

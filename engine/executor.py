@@ -1,8 +1,8 @@
 """The executor: a DeepSpeed `PipelineEngine` that runs the instruction lists of `engine/schedule.py` with real tensors.
 
-DeepSpeed keeps what it is good at (ZeRO-1, averaging over replicas, mixed precision, optimizer, learning-rate schedule,
-checkpoints); this class replaces the linear chain: named tensors, own buffers per micro-batch, and one loss for the whole
-global batch. The contract of every scale is written where it is applied.
+DeepSpeed keeps what it is good at (ZeRO-1, averaging over replicas, mixed precision, optimizer, learning-rate schedule); this
+class replaces the linear chain: named tensors, own buffers per micro-batch, and one loss for the whole global batch. The
+contract of every scale is written where it is applied.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ForwardOnly, Relo
 from engine.step_metrics import StepMetrics, mean_losses
 from engine.topology import BRANCHES, Stage, StageGraph
 from engine.trace import Span
+
+# DeepSpeed's: of the engine, whose micro-steps stay 0 under a pipeline, and of its dynamic loss scale
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class ForkEngine(PipelineEngine):
@@ -208,14 +212,6 @@ class ForkEngine(PipelineEngine):
         if self.clipping.partitioned:
             self.optimizer.update_lp_params()  # DeepSpeed: from each rank's slice to all weights of the stage
 
-    def progress(self) -> dict[str, Any]:
-        """What a run needs to go on as it would have, besides what DeepSpeed saves. Small; equal on all replicas of a stage."""
-        return {"clipping": self.clipping.state_dict(), "bad_steps_in_a_row": self.bad_steps_in_a_row}
-
-    def load_progress(self, state: Mapping[str, Any]) -> None:
-        self.clipping.load_state_dict(state["clipping"])
-        self.bad_steps_in_a_row = state["bad_steps_in_a_row"]
-
     def _exec_schedule(self, pipe_schedule) -> None:
         program = [instruction for instructions in pipe_schedule for instruction in instructions]
         self._awaited = {
@@ -264,6 +260,34 @@ class ForkEngine(PipelineEngine):
     @property
     def _branch(self) -> str:
         return next(iter(self.place.layers))
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def progress(self) -> dict[str, Any]:
+        """What a run needs to go on besides tensors, small, as JSON: a rank tells what is equal on all, and of its own."""
+        scaler = getattr(self.optimizer, "loss_scaler", None)
+        return {
+            "counters": {name: getattr(self, name) for name in _COUNTERS},
+            "bad_steps_in_a_row": self.bad_steps_in_a_row,
+            "clipping": self.clipping.state_dict(),
+            "num_averaged": self.average.num_updates if self.average else 0,
+            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else {},
+            "loss_scaler": {name: getattr(scaler, name) for name in _LOSS_SCALER} if getattr(scaler, "dynamic", False) else {},
+        }
+
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
+        """Go on from what `progress` told, of all ranks put together. A loss scale that only one of the two precisions has is left as it is."""
+        for name in _COUNTERS:
+            setattr(self, name, progress["counters"][name])
+        self.bad_steps_in_a_row = progress["bad_steps_in_a_row"]
+        self.clipping.load_state_dict(progress["clipping"])
+        if self.average:
+            self.average.num_updates = progress["num_averaged"]
+        if self.lr_scheduler is not None and progress["lr_scheduler"]:
+            self.lr_scheduler.load_state_dict(progress["lr_scheduler"])
+        if progress["loss_scaler"] and getattr(getattr(self.optimizer, "loss_scaler", None), "dynamic", False):
+            for name in _LOSS_SCALER:
+                setattr(self.optimizer.loss_scaler, name, progress["loss_scaler"][name])
 
     # -- instructions ------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -42,9 +41,7 @@ class StageGrid(PipelineParallelGrid):
         self.dp_groups = [list(s.ranks) for s in graph.stages]
         self.dp_proc_group = stage_group
         self.data_parallel_size = stage.replicas
-        # Names the checkpoint files of a stage; the group stays the whole world, so that an overflow anywhere is seen everywhere.
-        self.ds_model_rank = stage.stage_id
-        self.ds_model_world_size = len(graph.stages)
+        # The model-parallel group stays the whole world, so that an overflow anywhere is seen everywhere.
 
     def get_stage_id(self) -> int:
         return self._own_stage_id
@@ -101,8 +98,6 @@ class StageModule(PipelineModule):
 
     def _build(self) -> None:
         self.canonical_parameters: dict[str, nn.Parameter] = {}
-        self.canonical_buffers: dict[str, Tensor] = {}
-        self.layer_names: list[str] = []
         self._locked_norms: list[nn.Module] = []
         learns = [learns for branch in BRANCHES for learns in self._trainable[branch]]
         for index in self._own_indices:
@@ -112,13 +107,10 @@ class StageModule(PipelineModule):
                 layer.requires_grad_(False)
                 self._locked_norms += _batch_norms(layer) if self._batch_norm_locked else []
             self.forward_funcs.append(layer)
-            self.layer_names.append(spec.name)
             self.add_module(spec.name.replace(".", "/"), layer)
             for name, parameter in layer.named_parameters():
                 self.canonical_parameters[layer.canonical_names[name]] = parameter
                 parameter.ds_pipe_replicated = False
-            for name, buffer in layer.named_buffers():
-                self.canonical_buffers[layer.canonical_names.get(name, f"{spec.name}.{name}")] = buffer
         self._draws = [bool(getattr(layer, "draws", True)) for layer in self.forward_funcs]
 
     def _group_parameters(self, settings: Mapping[str, Setting]) -> None:
@@ -142,6 +134,16 @@ class StageModule(PipelineModule):
     def changing_buffers(self) -> list[Tensor]:
         """Buffers that training changes: batch normalisation's running means and variances, and its count of micro-batches."""
         return [buffer for module in _batch_norms(self) if module not in self._locked_norms for buffer in module.buffers()]
+
+    @property
+    def canonical_buffers(self) -> dict[str, Tensor]:
+        """Those that are part of the state. Asked anew each time: DeepSpeed puts others in their place when it moves or casts the module."""
+        return {
+            layer.canonical_names[name]: buffer
+            for layer in self.forward_funcs
+            for name, buffer in layer.named_buffers()
+            if name in layer.canonical_names
+        }
 
     def running_statistics(self) -> list[Tensor]:
         """Of these the means and variances."""
@@ -199,18 +201,6 @@ class StageModule(PipelineModule):
                 # .data: batch normalisation updates its buffers behind autograd's back as well, other backwards still refer to them
                 buffer.data.copy_(value)
 
-    def save_layers(self, folder: str | os.PathLike[str]) -> None:
-        """The present weights and buffers, a file per layer, as a checkpoint has them."""
-        for layer, name in zip(self.forward_funcs, self.layer_names):
-            torch.save({key: tensor.detach().cpu().clone() for key, tensor in layer.state_dict().items()}, layer_file(str(folder), name))
-
-    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
-        """One file per layer, named after the layer: any topology finds its own."""
-        return layer_file(ckpt_dir, self.layer_names[local_layer_idx])
-
-    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        return [self.ckpt_layer_path(ckpt_dir, local_layer_idx)]
-
 
 def _batch_norms(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
@@ -225,11 +215,6 @@ def _most_groups(
         for stage in graph.stages
     ]
     return max(1, *(len(groups_of_names(of_stage, settings)) for of_stage in names))
-
-
-def layer_file(folder: str, layer_name: str) -> str:
-    """Where a checkpoint folder keeps the weights of a layer."""
-    return os.path.join(folder, f"layer-{layer_name}-model_states.pt")
 
 
 def layer_seed(seed: int, step: int, micro_batch: int, layer: int) -> int:

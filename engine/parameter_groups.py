@@ -198,17 +198,18 @@ class GroupSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "rates": dict(self.rates),
-            "schedules": {warmup: schedule.state_dict() for warmup, schedule in self.schedules.items() if schedule is not None},
+            "rates": {str(warmup): rate for warmup, rate in self.rates.items()},
+            "schedules": {str(warmup): schedule.state_dict() for warmup, schedule in self.schedules.items() if schedule is not None},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state["rates"]) != set(self.rates):
+        if set(state["rates"]) != set(map(str, self.rates)):
             raise ValueError(
                 f"learning-rate schedule: the state has warm-ups of {list(state['rates'])} steps, and this run of {list(self.rates)} (None: "
                 "the scheduler's own); go on with the optimizer_groups that the checkpoint was made with"
             )
-        self.rates = dict(state["rates"])
-        for warmup, own in state["schedules"].items():
-            self.schedules[warmup].load_state_dict(own)
+        self.rates = {warmup: state["rates"][str(warmup)] for warmup in self.rates}
+        for warmup, schedule in self.schedules.items():
+            if schedule is not None:
+                schedule.load_state_dict(state["schedules"][str(warmup)])
         self._scale()

@@ -86,6 +86,13 @@ def from_first_rank(value: Any) -> Any:
     return box[0]
 
 
+def from_all_ranks(value: Any) -> list[Any]:
+    """The values of all ranks, in order, on every rank. Small picklable things only."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 @contextlib.contextmanager
 def first_rank_first() -> Iterator[None]:
     """The first rank goes through the body alone, then all others do: what it leaves on disk is there for them.

@@ -13,7 +13,7 @@ import numpy as np
 from data.adaptation import Trends, after_step
 from data.balance import ByCost
 from data.branch_cost import BranchCost, fit_branch_cost, smoothed
-from data.feed import Looks, look, typical
+from data.feed import Knobs, Looks, look, typical
 from data.mixture import Parts
 from data.settings import Setting, Settings
 from engine.executor import ForkEngine
@@ -117,8 +117,7 @@ class Balancer:
         looks, knobs, reason = self._looks, now.knobs, None
         if self._dealt:
             looks, knobs, reason = look(looks, knobs, self.balance.ladders, self.balance.rules, busy_s, step - len(self._busy_s))
-        if "image" in costs and knobs != now.knobs:
-            costs = {**costs, "image": _scaled(costs["image"], knobs.load("image") / now.knobs.load("image"))}
+        costs = _costs_with(costs, now.knobs, knobs)
         setting, from_step = None, max(first_step, now.from_step + 1)
         remixed = self._dealt and any(order.epoch(now.from_step) < epoch <= order.epoch(from_step) for epoch, _ in mixes)
         if knobs != now.knobs or costs != now.costs or remixed:
@@ -206,6 +205,7 @@ class Balancer:
     def state(self) -> dict[str, Any]:
         """JSON-like. Seconds of single micro-batches, of the last steps before a look, are not part of it."""
         return {
+            "split": self._split(),
             "settings": self.settings.records(),
             "mixes": self.settings.mixes,
             "looks": asdict(self._looks),
@@ -213,11 +213,31 @@ class Balancer:
             "trends": self._trends and asdict(self._trends),
         }
 
-    def go_on_from(self, state: Mapping[str, Any]) -> None:
-        self.settings = Settings.from_records(state["settings"], state["mixes"])
+    def go_on_from(self, state: Mapping[str, Any], step: int) -> None:
+        """With step `step`, the next. Split in another way, what was measured no longer holds: as planned then, with the knobs and the mixes of
+        before, which decide what is trained."""
+        before = Settings.from_records(state["settings"], state["mixes"])
         self._trends = self._trends and Trends(**{name: tuple(values) for name, values in state["trends"].items()})
-        self._looks = Looks(**state["looks"])
-        self._busy_s = list(state["busy_s"])
+        if state["split"] == self._split():
+            self.settings, self._looks, self._busy_s = before, Looks(**state["looks"]), list(state["busy_s"])
+            return
+        first, knobs = self.balance.first, before.at(step).knobs
+        setting = replace(
+            first, from_step=step, knobs=knobs, costs=_costs_with(first.costs, first.knobs, knobs), reason="split in another way"
+        )
+        setting = replace(setting, num_micro_batches=self.balance.num_micro_batches(setting, step, before.mixes))
+        self.settings = Settings([first, setting], before.mixes)
+
+    def _split(self) -> dict[str, Any]:
+        plan = self.balance.plan
+        return {"stages": plan.graph.describe(), "batches": {branch: asdict(batch) for branch, batch in plan.batches.items()}}
+
+
+def _costs_with(costs: Mapping[str, BranchCost], before: Knobs, now: Knobs) -> Mapping[str, BranchCost]:
+    """What pictures cost follows from their size."""
+    if "image" not in costs or now == before:
+        return costs
+    return {**costs, "image": _scaled(costs["image"], now.load("image") / before.load("image"))}
 
 
 def branch_seconds(graph: StageGraph, busy_s: Mapping[str, float]) -> dict[str, float]:

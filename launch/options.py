@@ -56,6 +56,8 @@ class Options:
     workers: str
     run_dir: Path | None
     save_every: int | None
+    keep_checkpoints: int
+    keep_every: int | None
     max_hours: float | None
     stall_limit: float
     eval_every: int | None
@@ -81,17 +83,6 @@ class Options:
                 return where
         weights = self.text_weights
         return weights if weights is not None and "/" in weights and not Path(weights).exists() else None
-
-    def checkpoint_to_resume(self, newest: Path | None) -> Path | None:
-        """The checkpoint that --resume asks for, given the newest of the run's folder."""
-        if self.resume in ("auto", "never"):
-            return newest if self.resume == "auto" else None
-        checkpoint = Path(self.resume)
-        if not checkpoint.is_dir():
-            raise FileNotFoundError(
-                f"--resume {checkpoint}: no such folder; give auto, never, or a folder such as RUN_DIR/checkpoints/step-00000100"
-            )
-        return checkpoint
 
     def refuse_without(self, block: BranchesBlock) -> None:
         """Raise ValueError for a flag that needs what the `branches` block does not say."""
@@ -142,7 +133,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--resume",
         default="auto",
         metavar="auto|never|PATH",
-        help="go on from the newest checkpoint in --run-dir, or from PATH (default: auto)",
+        help="go on from the newest whole checkpoint in --run-dir, or from PATH (default: auto)",
     )
     run.add_argument("--workers", default="auto", metavar="auto|N", help="data loading processes per rank (default: auto)")
     run.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of weights, order, augmentation and dropout (default: 0)")
@@ -247,6 +238,10 @@ def make_parser() -> argparse.ArgumentParser:
     exclusive.add_argument("--steps", type=_at_least(1), metavar="N", help="optimizer steps, instead of epochs")
     length.add_argument(
         "--save-every", type=_at_least(1), metavar="N", help="steps between checkpoints (default: one epoch); one is always made at the end"
+    )
+    length.add_argument("--keep-checkpoints", type=_at_least(1), default=3, metavar="K", help="the newest ones that stay (default: 3)")
+    length.add_argument(
+        "--keep-every", type=_at_least(1), metavar="N", help="also keep the first checkpoint of every N steps (default: none)"
     )
     length.add_argument(
         "--eval-every",

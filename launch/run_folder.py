@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.bad_steps import BadStep
-from engine.checkpoint import newest_checkpoint
 from engine.planner import RunPlan
 from launch.options import ROOT, Options
 from models.towers import Tower
@@ -23,9 +22,15 @@ from models.towers import Tower
 # Options that may differ when a run goes on: they do not change what is trained.
 FREE_TO_CHANGE = (
     *("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "eval_ema", "trace_every", "deepspeed_config"),
-    *("cache", "cache_limit", "max_bad_fraction", "explain_balance", "max_hours", "stall_limit"),
+    *("cache", "cache_limit", "max_bad_fraction", "explain_balance", "keep_checkpoints", "keep_every", "max_hours", "stall_limit"),
 )
-# Of the `branches` block.
+# Of the JSON file: how it is split and computed. What that does to the numbers is said when the run goes on.
+DEEPSPEED_FREE_TO_CHANGE = (
+    *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "fp16", "bf16", "data_types", "zero_optimization", "pipeline"),
+    *("communication_data_type", "prescale_gradients", "gradient_predivide_factor", "zero_allow_untested_optimizer"),
+    *("zero_force_ds_cpu_optimizer", "steps_per_print", "memory_breakdown", "comms_logger", "tensorboard", "csv_monitor"),
+)
+BRANCHES_SPLIT = ("layout", "stages", "replicas", "micro_batch_size", "schedule", "kept_micro_batches")
 BRANCHES_FREE_TO_CHANGE = ("max_bad_steps",)
 PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillow")
 
@@ -102,8 +107,8 @@ class RunFolder:
         data: Mapping[str, Any],
         towers: Sequence[Tower],
         total_steps: int,
-    ) -> None:
-        """Everything that was decided. `training` is what `refuse_other_run` compares."""
+    ) -> dict[str, Any]:
+        """Everything that was decided; returns it. `training` is what `refuse_other_run` compares."""
         record = {
             "training": training,
             "options": options.record(),
@@ -121,6 +126,7 @@ class RunFolder:
             "git_commit": _git_commit(),
         }
         self._replace(self.path / "config.json", json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        return record
 
     def read_costs(self) -> dict[str, Any] | None:
         """What this run was planned by, if it was measured."""
@@ -170,13 +176,12 @@ class RunFolder:
             with self.bad_steps.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
-    def refuse_more_bad_steps(self, in_a_row: int, most: int) -> None:
+    def refuse_more_bad_steps(self, in_a_row: int, most: int, newest_checkpoint: Callable[[], Path | None]) -> None:
         """Raise ValueError when `most` or more steps in a row were skipped because they were not finite."""
         if in_a_row >= most:
-            checkpoint = newest_checkpoint(self.checkpoints)
             raise ValueError(
                 f'{in_a_row} steps in a row had a loss or gradients that are not finite, and "max_bad_steps" is {most}; '
-                f"the last good checkpoint is {checkpoint or 'not there, none was saved'}. Lower the learning rate, or mend the samples that "
+                f"the last good checkpoint is {newest_checkpoint() or 'not there, none was saved'}. Lower the learning rate, or mend the samples that "
                 f'{self.bad_steps} lists; to go on as it is, raise "max_bad_steps"'
             )
 
@@ -188,13 +193,22 @@ class RunFolder:
 
 
 def training_identity(
-    options: Options, config: Mapping[str, Any], branches: Mapping[str, Any], stages: str | None = None
+    options: Options, config: Mapping[str, Any], branches: Mapping[str, Any], plan: RunPlan | None = None
 ) -> dict[str, Any]:
-    """What decides a run's numbers: two runs with equal identities compute the same. The stages are known later than the rest."""
-    chosen = {key: value for key, value in options.record().items() if key not in FREE_TO_CHANGE}
-    block = {key: value for key, value in branches.items() if key not in BRANCHES_FREE_TO_CHANGE}
-    known = {"options": chosen, "deepspeed_config": dict(config), "branches": block}
-    return known if stages is None else {**known, "stages": stages}
+    """What decides what a run trains: two runs with equal identities differ by rounding, by precision, and by what BatchNorm and dropout
+    see, and by nothing else. Under `per_micro_batch` the split decides the negatives, so it belongs to what is trained; `plan` is
+    known later than the rest."""
+    by_split = branches.get("schedule") == "per_micro_batch"
+    known = {
+        "options": _without(FREE_TO_CHANGE, options.record()),
+        "deepspeed_config": _without(DEEPSPEED_FREE_TO_CHANGE, config),
+        "branches": _without(BRANCHES_FREE_TO_CHANGE if by_split else (*BRANCHES_FREE_TO_CHANGE, *BRANCHES_SPLIT), branches),
+    }
+    return {**known, "stages": plan.describe()} if by_split and plan is not None else known
+
+
+def _without(keys: Sequence[str], record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in keys}
 
 
 def _differences(before: Any, now: Any, path: str = ""):

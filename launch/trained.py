@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.tokenizer import load_tokenizer
-from engine.averaging import AVERAGE
-from engine.checkpoint import load_layer, newest_checkpoint, step_of
+from engine.checkpoint.layout import checkpoints_in, newest_of, step_of, verify
+from engine.checkpoint.reading import CheckpointReader, load_layer
+from launch.report import show
 from models.layers import Layer, Tower
 from models.losses import build_loss
 from models.towers import build_towers
@@ -42,11 +43,6 @@ def open_run(run_dir: Path, checkpoint: str | None = None, device: torch.device 
     """
     record = read_record(run_dir)
     found = find_checkpoint(run_dir / "checkpoints", checkpoint)
-    weights = found / AVERAGE if averaged else found
-    if not weights.is_dir():
-        raise FileNotFoundError(
-            f'{weights}: no such folder; the run keeps no average of its weights ("ema" in "branches"), leave out --ema'
-        )
     options = record["options"]
     tokenizer = load_tokenizer(record["tokenizer"] or str(run_dir / "tokenizer"))
     towers = build_towers(
@@ -60,7 +56,9 @@ def open_run(run_dir: Path, checkpoint: str | None = None, device: torch.device 
         tokenizer.eos_token_id,
         build_loss(options["loss"]).parameters,
     )
-    layers = [load_layer(weights, spec.build(options["seed"]), spec.name, device).eval() for tower in towers for spec in tower.specs]
+    specs = [spec for tower in towers for spec in tower.specs]
+    with CheckpointReader(found) as reader:
+        layers = [load_layer(reader, spec.build(options["seed"]), device, averaged).eval() for spec in specs]
     return Trained(record, found, step_of(found), tokenizer, towers, layers)
 
 
@@ -73,9 +71,13 @@ def read_record(run_dir: Path) -> dict[str, Any]:
 
 
 def find_checkpoint(folder: Path, name: str | None) -> Path:
-    """The one that is asked for, or the newest."""
-    checkpoint = folder / name if name else newest_checkpoint(folder)
-    if checkpoint is None or not checkpoint.is_dir():
-        there = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "none"
-        raise FileNotFoundError(f"{checkpoint or folder}: no such checkpoint; there are: {there}")
+    """The one that is asked for, or the newest; whole in either case."""
+    there = {path.name: path for path in checkpoints_in(folder)}
+    if name is not None and name not in there:
+        raise FileNotFoundError(f"{folder / name}: no such checkpoint; there are: {', '.join(sorted(there)) or 'none'}")
+    checkpoint, broken = newest_of(list(there.values()) if name is None else [there[name]], verify)
+    if checkpoint is None:
+        raise FileNotFoundError("\n".join(broken) or f"{folder}: holds no checkpoint yet")
+    for reason in broken:
+        show(f"passed over: {reason}")
     return checkpoint

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from split_training import Case, make_engine, micro_batches_of_rank
 
-from engine.averaging import AVERAGE
-from engine.checkpoint import load_checkpoint, save_checkpoint
-from engine.module import layer_file
+from engine.checkpoint.layout import step_folder
+from engine.checkpoint.reading import CheckpointReader, load_layer
+from engine.checkpoint.retention import Keep
+from engine.checkpoint.together import CheckpointWriter, load_checkpoint
 
 DECAY = 0.5
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
     return {name: p.detach().float().clone() for name, p in engine.module.canonical_parameters.items()}
+
+
+def state_of(engine) -> dict[str, Any]:
+    return {"num_updates": engine.average.num_updates, "averages": [average.clone() for average in engine.average.averages]}
 
 
 def train_and_average(case: Case, folder: str) -> dict[str, Any]:
@@ -28,20 +35,22 @@ def train_and_average(case: Case, folder: str) -> dict[str, Any]:
         engine.train_batch(micro_batches_of_rank(case, engine, step, image_size))
         history.append(weights_of(engine))
     stepped = [p.detach().clone() for group in engine.basic_optimizer.param_groups for p in group["params"]]
-    state = engine.average.state_dict()
+    averages = state_of(engine)["averages"]
     with engine.averaged_weights():
         averaged = weights_of(engine)
-    checkpoint = save_checkpoint(engine, Path(folder), {})
+    writer = CheckpointWriter(Path(folder), {}, Keep())
+    writer.save(engine, {})
+    writer.finish()
+    dist.barrier()  # the first rank has named it
     now = [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
     untouched = [
         all(map(torch.equal, stepped, now)),
-        all(map(torch.equal, state["averages"], engine.average.averages)),
+        all(map(torch.equal, averages, engine.average.averages)),
         all(torch.equal(weight, history[-1][name]) for name, weight in weights_of(engine).items()),
     ]
-    saved = {}
-    for layer, name in zip(engine.module.forward_funcs, engine.module.layer_names):
-        tensors = torch.load(layer_file(str(checkpoint / AVERAGE), name), weights_only=True)
-        saved |= {layer.canonical_names[local]: tensors[local].float() for local, _ in layer.named_parameters()}
+    with CheckpointReader(Path(folder) / step_folder(case.steps)) as reader:
+        layers = [load_layer(reader, copy.deepcopy(layer), averaged=True) for layer in engine.module.forward_funcs]
+    saved = {layer.canonical_names[name]: p.detach().float() for layer in layers for name, p in layer.named_parameters()}
     return {
         "history": {name: [weights[name] for weights in history] for name in averaged},
         "averaged": averaged,
@@ -60,4 +69,4 @@ def go_on(case: Case, folder: str) -> dict[str, Any]:
 
 def _one_step_more(case: Case, engine, image_size: int) -> dict[str, Any]:
     engine.train_batch(micro_batches_of_rank(case, engine, case.steps, image_size))
-    return engine.average.state_dict()
+    return state_of(engine)

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from split_training import Case, gradient_pieces, make_engine, micro_batches_of_rank, towers_of
@@ -79,7 +80,9 @@ def clip_under_rules(case: Case, blocks: dict[str, Any], adaptive: dict[str, Any
             torch._foreach_copy_(gradients, torch._foreach_mul(original, factor))
             if number == len(FACTORS) // 2:  # go on from what was saved
                 state, own = own.state_dict(), clipping("adaptive")
-                own.load_state_dict(copy.deepcopy(state))
+                own.load_state_dict({**copy.deepcopy(state), "mean_norm": {**state["mean_norm"], "another": 1.0}})
+                with pytest.raises(ValueError, match="clipping state: mean_norm of .* is not in the checkpoint, which has that of"):
+                    own.load_state_dict({**state, "mean_norm": {"another": 1.0}})
             own.start_step()
             own.clip()
             result["adaptive"].append(numbers(own))

@@ -269,8 +269,8 @@ def train_split(case: Case) -> dict[str, Any]:
     # after the clipping's own hook: without limits it only measures
     engine.basic_optimizer.register_step_pre_hook(capture)
     forwards: Counter[str] = Counter()
-    for layer, name in zip(engine.module.forward_funcs, engine.module.layer_names):
-        layer.register_forward_hook(lambda *_, name=name: forwards.update([name]))
+    for name, layer in engine.module.named_children():
+        layer.register_forward_hook(lambda *_, name=name.replace("/", "."): forwards.update([name]))
     metrics = [
         engine.train_batch(
             micro_batches_of_rank(case, engine, step, image_size),

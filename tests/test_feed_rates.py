@@ -61,7 +61,6 @@ def test_a_run_that_goes_on_deals_and_feeds_as_before(stopped, tmp_path):
     again = tmp_path / "run"
     shutil.copytree(run_dir, again)
     shutil.rmtree(again / "checkpoints" / "step-00000014")
-    (again / "checkpoints" / "latest").write_text("step-00000008\n")
     status, output = finish(launch(2, *arguments, "--run-dir", again))
     assert status == 0, output[-3000:]
     first, second = metrics(run_dir), metrics(again)

@@ -191,6 +191,31 @@ def test_a_run_whose_losses_stay_not_finite_stops_and_names_the_last_good_checkp
     assert f"the last good checkpoint is {checkpoint}." in result.stderr
 
 
+def test_a_run_goes_on_with_other_ranks_from_the_newest_whole_checkpoint(tmp_path, fork):
+    """Trained on two ranks, a tower each; its last checkpoint is damaged. One rank with both towers takes the one before, and says so."""
+    arguments = [*SMALL, "--steps", 4, "--save-every", 1, "--eval-every", 4, "--run-dir", tmp_path]
+    arguments += ["--keep-checkpoints", 2, "--keep-every", 2]
+    status, output = finish(launch(2, *arguments, *fork))
+    assert status == 0, output[-3000:]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [f"step-0000000{step}" for step in (2, 3, 4)]
+    before = metrics(tmp_path)
+    damaged = tmp_path / "checkpoints" / "step-00000004" / "rank-00001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    config = json.loads(fork[1].read_text())
+    config["branches"] |= {"layout": "merged", "stages": {"merged": 1}, "schedule": "replay", "micro_batch_size": 120}
+    (tmp_path / "merged.json").write_text(json.dumps(config))
+    status, output = finish(launch(1, *arguments, "--deepspeed_config", tmp_path / "merged.json"))
+    assert status == 0, output[-3000:]
+    said = " ".join(output.split())
+    assert f"passed over: {damaged.parent}: {damaged.name} has" in said
+    assert "goes on from step-00000003, split as merged: merged 0 ×1" in said
+    assert metrics(tmp_path)[4]["loss"] == pytest.approx(before[4]["loss"], rel=1e-4)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
+        *(f"step-0000000{step}" for step in (2, 3, 4)),
+        "step-00000004.set-aside",
+    ]
+
+
 def evaluate(run_dir, *flags):
     """What evaluate.py finds of the last checkpoint, or with --ema of its averaged weights: what training found at its end."""
     command = [sys.executable, "evaluate.py", str(run_dir), *flags]

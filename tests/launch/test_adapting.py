@@ -104,7 +104,7 @@ def test_a_run_that_goes_on_mixes_as_one_that_never_stopped(data, tmp_path, kill
     stopped.run(0, killed)
     state = json.loads(json.dumps(stopped.ranks[0].state()))
     for rank in again.ranks:
-        rank.go_on_from(state)
+        rank.go_on_from(state, killed)
     again.run(killed, 8 * steps)
     assert [rank.state() for rank in again.ranks] == [rank.state() for rank in whole.ranks]
     assert len(whole.settings.mixes) >= 5

@@ -30,9 +30,9 @@ def data(tmp_path_factory):
 class World:
     """The ranks of a run whose times are made up: `image_s(step)` for all images, texts by `TRUE`."""
 
-    def __init__(self, data, folder, balance, layout="fork", image_s=lambda step: 0.1, workers=1):
+    def __init__(self, data, folder, balance, layout="fork", image_s=lambda step: 0.1, workers=1, micro_batch_size=12):
         stages = {"merged": 2} if layout == "merged" else {"image": 1, "text": 1}
-        block = {"layout": layout, "stages": stages, "micro_batch_size": 12, "balance": balance, "schedule": "replay"}
+        block = {"layout": layout, "stages": stages, "micro_batch_size": micro_batch_size, "balance": balance, "schedule": "replay"}
         config, block = check_config({"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "branches": block})
         plan = plan_run(config, block, 2, COSTS)
         order = GlobalOrder(len(data.train), 48, seed=0)
@@ -135,13 +135,32 @@ def test_a_run_that_goes_on_deals_as_one_that_never_stopped(data, tmp_path, kill
     state = json.loads(json.dumps(stopped.ranks[0].state()))
     assert state["settings"][-1]["knobs"]["captions_per_image"] > 1 and state["settings"][-1]["costs"]["text"]["version"] > 1
     for rank in again.ranks:
-        rank.go_on_from(state)
+        rank.go_on_from(state, killed)
         rank._spans = stopped.ranks[again.ranks.index(rank)]._spans  # micro-batches of the last steps are not saved
     again.run(killed, 80)
     assert again.settings() == whole.settings()
     for step in range(killed, 80):
         for branch in ("image", "text"):
             assert again.deal(branch, step) == whole.deal(branch, step)
+
+
+def test_a_run_that_is_split_in_another_way_goes_on_as_planned_with_what_it_was_fed(data, tmp_path):
+    """Times of other stages tell nothing; the knobs that held, not the one to come, stay."""
+    balance = {"strategy": "feed", "captions_per_image": [1, 4], "interval": 5}
+    before = World(data, tmp_path, balance, image_s=lambda step: 0.3)
+    before.run(0, 40)
+    state = json.loads(json.dumps(before.ranks[0].state()))
+    changed = next(setting for setting in state["settings"] if setting["knobs"]["captions_per_image"] == 2)["from_step"]
+    for step, captions in ((changed - 1, 1), (changed, 2)):
+        now = World(data, tmp_path, balance, micro_batch_size=6)
+        for rank in now.ranks:
+            rank.go_on_from(state, step)
+        (first, second), (same, _) = (rank.settings.records() for rank in now.ranks)
+        assert first == same == now.balance.first.record() and second["from_step"] == step
+        assert second["knobs"]["captions_per_image"] == captions and second["costs"]["text"]["version"] == 0
+        assert second["num_micro_batches"]["image"] == 8 and second["num_micro_batches"]["text"] >= 4
+        assert now.ranks[0].state()["busy_s"] == [] and now.ranks[0].state()["looks"]["busy_s"] == {}
+        now.run(step, step + 5)
 
 
 def test_points_are_those_of_the_slowest_stage_and_waiting_is_not_in_them(data, tmp_path):

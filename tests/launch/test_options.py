@@ -20,7 +20,7 @@ FLAGS = [
     "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--import", "--tokenizer", "--embed-dim", "--image-size",
     "--image-buckets", "--max-text-tokens",
     "--loss", "--label-smoothing",
-    "--epochs", "--steps", "--save-every", "--eval-every", "--eval-ema", "--max-hours", "--stall-limit",
+    "--epochs", "--steps", "--save-every", "--keep-checkpoints", "--keep-every", "--eval-every", "--eval-ema", "--max-hours", "--stall-limit",
     "--wandb", "--trace-every", "--explain-balance", "--wandb-project",
 ]  # fmt: skip
 # Each of them replaces what another flag gives, and is off unless it is given.
@@ -131,6 +131,7 @@ def test_what_is_given_wins_over_the_defaults():
         (["--val-fraction", "1"], ["--val-fraction", "1.0 is not in 0 <= F < 1"]),
         (["--val-fraction", "-0.1"], ["--val-fraction", "-0.1 is not in 0 <= F < 1"]),
         (["--val-fraction", "nan"], ["--val-fraction", "nan is not in 0 <= F < 1"]),
+        (["--keep-checkpoints", "0"], ["--keep-checkpoints", "0 is below 1"]),
         (["--max-bad-fraction", "2"], ["--max-bad-fraction", "2.0 is not in 0 <= F < 1"]),
         (["--data-weights", "1,2"], ["--data-weights", "'1,2'", "1 --data need 1 numbers"]),
         (["--data", "demo", "--data", "demo:de", "--data-weights", "1,-2"], ["--data-weights", "2 --data need 2 numbers >= 0"]),
@@ -211,21 +212,6 @@ def test_tokenizer_source(folders, arguments, expected):
     names = {name: str(folders / name) for name in ("with", "words", "without")}
     options = parse_options([argument.format(**names) for argument in arguments])
     assert options.tokenizer_source() == (expected and expected.format(**names))
-
-
-# -- where a run goes on ---------------------------------------------------------------------------------------------------------
-
-
-def test_checkpoint_to_resume(tmp_path):
-    newest = tmp_path / "step-00000300"
-    assert parse_options([]).checkpoint_to_resume(newest) == newest
-    assert parse_options([]).checkpoint_to_resume(None) is None
-    assert parse_options(["--resume", "never"]).checkpoint_to_resume(newest) is None
-    older = tmp_path / "step-00000100"
-    older.mkdir()
-    assert parse_options(["--resume", str(older)]).checkpoint_to_resume(newest) == older
-    with pytest.raises(FileNotFoundError, match=r"--resume .*step-00000200: no such folder; give auto, never, or a folder such as"):
-        parse_options(["--resume", str(tmp_path / "step-00000200")]).checkpoint_to_resume(newest)
 
 
 def test_flags_and_fields_have_the_same_names():

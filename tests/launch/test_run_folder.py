@@ -6,20 +6,31 @@ import pytest
 from cost_models import proportional
 
 from engine.bad_steps import BadStep
-from engine.config import check_config
+from engine.config import DEEPSPEED_KEYS, BranchesBlock, check_config
 from engine.planner import plan_run
 from launch.options import parse_options
-from launch.run_folder import FREE_TO_CHANGE, RunFolder, choose_folder, training_identity
+from launch.run_folder import (
+    BRANCHES_FREE_TO_CHANGE,
+    BRANCHES_SPLIT,
+    DEEPSPEED_FREE_TO_CHANGE,
+    FREE_TO_CHANGE,
+    RunFolder,
+    choose_folder,
+    training_identity,
+)
 from models.towers import build_towers
 
 CONFIG = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
 BLOCK = {"layout": "auto", "gradient_clipping": {"image": 1.0}, "max_bad_steps": 10}
-STAGES = "fork: image 0 ×1 | text 0 ×1"
 
 
-def identity(*arguments, config=CONFIG, block=BLOCK, stages=STAGES):
+def identity(*arguments, config=CONFIG, block=BLOCK, plan=None):
     options = parse_options(list(arguments))
-    return options, training_identity(options, config, block, stages)
+    return options, training_identity(options, config, block, plan)
+
+
+def plan_for(world_size, block=BLOCK):
+    return plan_run(*check_config({**CONFIG, "branches": block}), world_size, proportional({"image": [1.0], "text": [1.0]}))
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +43,7 @@ def towers():
 @pytest.fixture
 def decided(towers):
     """What write_config takes beside the options: a plan for two ranks, the data's summary, the towers, the steps."""
-    plan = plan_run(*check_config(CONFIG), 2, proportional({"image": [1.0], "text": [1.0]}))
-    return plan, {"source": "demo", "train_samples": 96}, towers, 700
+    return plan_for(2), {"source": "demo", "train_samples": 96}, towers, 700
 
 
 @pytest.fixture
@@ -52,7 +62,7 @@ def test_a_new_folder_holds_no_run(tmp_path):
 
 def test_config_json_is_json_and_holds_what_was_decided(folder):
     record = json.loads((folder.path / "config.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
-    assert record["training"]["deepspeed_config"] == CONFIG and record["training"]["stages"] == STAGES
+    assert record["training"]["deepspeed_config"] == CONFIG
     assert record["options"]["image_tower"] == "resnet18:layers=1-1-1-1" and record["options"]["run_dir"] is None
     assert {"python", "torch", "deepspeed", "transformers", "torchvision"} <= set(record["versions"])
     assert (record["world_size"], record["total_steps"], record["data"]["train_samples"]) == (2, 700, 96) and "git_commit" in record
@@ -65,26 +75,62 @@ def test_config_json_is_json_and_holds_what_was_decided(folder):
 def test_the_same_run_goes_on(folder):
     folder.refuse_other_run(*identity())
     folder.refuse_other_run(*identity("--resume", "auto", "--save-every", "5", "--workers", "1", "--wandb", "offline", "--eval-every", "3"))
-    folder.refuse_other_run(*identity("--run-dir", "elsewhere", "--deepspeed_config", "renamed.json"))
+    folder.refuse_other_run(*identity("--run-dir", "elsewhere", "--deepspeed_config", "renamed.json", "--keep-checkpoints", "1"))
 
 
-def test_options_that_are_free_to_change_exist():
+def test_what_is_free_to_change_exists():
     assert set(FREE_TO_CHANGE) <= set(parse_options([]).record())
+    assert set(DEEPSPEED_FREE_TO_CHANGE) <= set(DEEPSPEED_KEYS)
+    assert {*BRANCHES_FREE_TO_CHANGE, *BRANCHES_SPLIT} <= set(BranchesBlock.__dataclass_fields__)
+
+
+def test_the_same_run_goes_on_split_and_computed_in_another_way(folder):
+    config = {
+        **CONFIG,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": 1},
+        "train_micro_batch_size_per_gpu": 4,
+        "pipeline": {"activation_checkpoint_interval": 1},
+    }
+    block = {
+        **BLOCK,
+        "layout": "chain",
+        "stages": {"image": 2, "text": 1},
+        "replicas": 3,
+        "schedule": "replay",
+    }
+    folder.refuse_other_run(*identity(config=config, block=block, plan=plan_for(8)))
+
+
+def test_a_loss_per_micro_batch_is_another_objective_and_belongs_to_its_split(folder, tmp_path, decided):
+    block = {**BLOCK, "schedule": "per_micro_batch", "micro_batch_size": 8}
+    with pytest.raises(ValueError, match='branches.schedule: there null, here "per_micro_batch"'):
+        folder.refuse_other_run(*identity(block=block))
+    other = RunFolder(tmp_path / "another run", first_rank=True)
+    other.write_config(*identity(block=block, plan=plan_for(2, block)), *decided)
+    other.refuse_other_run(*identity(block=block))  # before the plan is known
+    other.refuse_other_run(*identity(block={**block, "max_bad_steps": 50}, plan=plan_for(2, block)))
+    with pytest.raises(ValueError, match="stages: there .*, here "):
+        other.refuse_other_run(*identity(block=block, plan=plan_for(4, block)))
+    with pytest.raises(ValueError, match="branches.micro_batch_size: there 8, here 4"):
+        other.refuse_other_run(*identity(block={**block, "micro_batch_size": 4}))
+    with pytest.raises(ValueError, match='branches.schedule: there "per_micro_batch", here null'):
+        other.refuse_other_run(*identity())
 
 
 def test_another_run_is_refused_with_every_difference(folder):
-    config = {**CONFIG, "train_batch_size": 64, "optimizer": {"type": "AdamW", "params": {"lr": 0.002}}, "zero_optimization": {"stage": 1}}
+    config = {**CONFIG, "train_batch_size": 64, "optimizer": {"type": "AdamW", "params": {"lr": 0.002}}, "scheduler": {"type": "WarmupLR"}}
     with pytest.raises(ValueError) as refusal:
-        folder.refuse_other_run(*identity("--seed", "3", "--image-size", "32", config=config, stages="merged: merged 0 ×1"))
+        folder.refuse_other_run(*identity("--seed", "3", "--image-size", "32", config=config))
     message, *lines = str(refusal.value).splitlines()
     assert str(folder.path) in message and "already holds a run with another configuration" in message and "give another folder" in message
     assert [line.strip() for line in lines] == [
         "deepspeed_config.optimizer.params.lr: there 0.001, here 0.002",
+        'deepspeed_config.scheduler: there null, here {"type": "WarmupLR"}',
         "deepspeed_config.train_batch_size: there 48, here 64",
-        'deepspeed_config.zero_optimization: there null, here {"stage": 1}',
         "options.image_size: there 64, here 32",
         "options.seed: there 0, here 3",
-        f"stages: there {json.dumps(STAGES)}, here {json.dumps('merged: merged 0 ×1')}",
     ]
 
 
@@ -140,15 +186,13 @@ def test_bad_steps_are_listed_with_the_ids_of_their_samples(folder):
         "not_finite": {"image": ["id 6"], "text": []},
         "samples": ["id 5", "id 6"],
     }
-    folder.refuse_more_bad_steps(2, 3)
+    folder.refuse_more_bad_steps(2, 3, pytest.fail)
     with pytest.raises(
         ValueError, match='3 steps in a row .* "max_bad_steps" is 3; the last good checkpoint is not there, none was saved.'
     ):
-        folder.refuse_more_bad_steps(3, 3)
-    (folder.checkpoints / "step-00000002").mkdir(parents=True)
-    (folder.checkpoints / "latest").write_text("step-00000002\n")
+        folder.refuse_more_bad_steps(3, 3, lambda: None)
     with pytest.raises(ValueError, match="the last good checkpoint is .*step-00000002. Lower the learning rate.*bad_steps.jsonl"):
-        folder.refuse_more_bad_steps(4, 3)
+        folder.refuse_more_bad_steps(4, 3, lambda: folder.checkpoints / "step-00000002")
 
 
 def test_forget_after_without_metrics(folder):

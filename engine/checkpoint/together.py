@@ -1,0 +1,195 @@
+"""What all ranks do together: save in the background, agree on a checkpoint that is whole, go on from it.
+
+    step 100 ─ copy ─ step 101 ─ step 102 ─ … ─ step 200 ─ wait for step-00000100, copy ─ step 201
+                 └─ write, flush, read again; then the first rank renames
+
+Training waits for the copy to host memory. One checkpoint is in flight at most. No thread calls a collective: what the writers
+found is told when the next checkpoint is asked for, or at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.checkpoint import writing
+from engine.checkpoint.engine_state import changes, restore, snapshot, topology_of
+from engine.checkpoint.layout import BrokenCheckpoint, Fragment, checkpoints_in, newest_of, read_manifest, step_folder, verify
+from engine.checkpoint.reading import CheckpointReader
+from engine.checkpoint.retention import Keep, too_little_room
+from engine.executor import ForkEngine
+from engine.processes import from_all_ranks, from_first_rank
+
+
+class CheckpointWriter:
+    """Saves a run's checkpoints below `folder`. All ranks make one, and call its methods together.
+
+    `configuration`: what the run decided, as JSON. A rank that takes longer than `limit_s` to write its part makes the checkpoint fail.
+    One that fails is warned of, by the first rank, and training goes on.
+    """
+
+    def __init__(self, folder: Path, configuration: Mapping[str, Any], keep: Keep, limit_s: float = 1800.0):
+        self.folder, self.configuration, self.keep, self.limit_s = folder, configuration, keep, limit_s
+        self._first = dist.get_rank() == 0
+        self._step = 0  # of the checkpoint asked for last,
+        self._refused: str | None = None  # why it was not begun,
+        self._warned = False  # and whether it was warned of
+        self._files: Future | None = None  # what this rank has in flight,
+        self._commit: Future | None = None  # and the first rank's part
+        self._cancelled = threading.Event()
+        self._host: dict[str, Tensor] = {}  # memory for the copy, by key: used again from one checkpoint to the next
+
+    def save(self, engine: ForkEngine, state: Mapping[str, Any]) -> None:
+        """Save what the engine is after the current step. `state`: the caller's, small, as JSON, equal on all ranks.
+
+        Waits for the checkpoint before, if it is still being written, and for the copy. Raises ValueError for an optimizer whose state
+        cannot be saved; what goes wrong with the disk is only warned of.
+        """
+        if reason := self._landed():
+            self._warn(reason)
+        taken, told = snapshot(engine), json.loads(json.dumps(state))  # a copy: the caller goes on changing its own
+        num_bytes = sum(from_all_ranks(taken.num_bytes))
+        self._step, self._warned = engine.global_steps, False
+        self._refused = from_first_rank(self._prepare(num_bytes) if self._first else None)
+        if self._refused:
+            self._warn(self._refused)
+            return
+        folder, rank, step = writing.writing_folder(self.folder, self._step), engine.comm.rank, self._step
+        tensors = _copied_to_host(taken.tensors, self._host)
+        self._files = self._in_background(
+            "checkpoint files", lambda: writing.write_rank(folder, rank, tensors, taken.scalars, taken.stateless, taken.progress)
+        )
+        if self._first:
+            about = {"topology": topology_of(engine), "state": told, "configuration": self.configuration}
+            num_ranks, self._cancelled = engine.graph.world_size, threading.Event()
+            self._commit = self._in_background(
+                "checkpoint manifest",
+                lambda: writing.commit(self.folder, step, num_ranks, about, self.keep, self.limit_s, self._cancelled),
+            )
+
+    def newest(self) -> Path | None:
+        """The newest whole one, when what is in flight has landed."""
+        if reason := self._landed():
+            self._warn(reason)
+        return from_first_rank(newest_of(checkpoints_in(self.folder), read_manifest)[0])
+
+    def finish(self) -> None:
+        """Wait until the checkpoint asked for last is there. Raises OSError on all ranks when it could not be written."""
+        if reason := self._landed() or self._refused:
+            raise OSError(self._message(reason))
+
+    def _prepare(self, num_bytes: int) -> str | None:
+        """An empty folder to write to; why there is none, in words."""
+        try:
+            writing.make_folder(self.folder, self._step)
+            reason = too_little_room(self.folder, num_bytes)
+            if reason:
+                writing.writing_folder(self.folder, self._step).rmdir()
+            return reason
+        except OSError as error:
+            return str(error)
+
+    def _landed(self) -> str | None:
+        """Wait until what is in flight has landed on all ranks; why it has not, in words."""
+        if self._files is None:
+            return None
+        reasons = [reason for reason in from_all_ranks(_reason(self._files)) if reason]
+        if self._first:
+            if reasons:
+                self._cancelled.set()
+            reasons += [reason for reason in [_reason(self._commit)] if reason]
+            if reasons:
+                shutil.rmtree(writing.writing_folder(self.folder, self._step), ignore_errors=True)
+        self._files = self._commit = None
+        return from_first_rank(reasons[0] if reasons else None)
+
+    def _in_background(self, name: str, work: Callable[[], Any]) -> Future:
+        """In a thread that dies with the process: what it was writing does not count yet."""
+        future: Future = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:  # told to all ranks when the next checkpoint is asked for; here at once, as far as it is known
+                self._warn(_in_words(error))
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True, name=name).start()
+        return future
+
+    def _warn(self, reason: str) -> None:
+        """Once for a checkpoint, on the first rank."""
+        if self._first and not self._warned:
+            self._warned = True
+            print(f"wye: warning: {self._message(reason)}. Training goes on", file=sys.stderr, flush=True)
+
+    def _message(self, reason: str) -> str:
+        newest, _ = newest_of(checkpoints_in(self.folder), read_manifest)
+        return (
+            f"checkpoint {self.folder / step_folder(self._step)} was not written: {reason}. Nothing was deleted, and the newest one is "
+            f"{newest.name if newest else 'not there yet'}; make room on that disk: one more than are kept must fit"
+        )
+
+
+def _copied_to_host(tensors: Mapping[Fragment, Tensor], host: dict[str, Tensor]) -> dict[Fragment, Tensor]:
+    """Copies in the memory of `host`. From a GPU into pinned memory, all at once."""
+    on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    copies = {}
+    for fragment, tensor in tensors.items():
+        copy = host.get(fragment.key)
+        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        copies[fragment] = host[fragment.key] = copy.copy_(tensor, non_blocking=True)
+    if on_gpu:
+        torch.cuda.synchronize()
+    return copies
+
+
+def _reason(future: Future) -> str | None:
+    """Waits; what went wrong, in words."""
+    error = future.exception()
+    return None if error is None else _in_words(error)
+
+
+def _in_words(error: BaseException) -> str:
+    return str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------------
+
+
+def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint in `folder`, and what is wrong with newer ones. All ranks call it together and get the same."""
+    return newest_of(from_first_rank(checkpoints_in(folder)), verify_together)
+
+
+def verify_together(checkpoint: Path) -> None:
+    """Raise BrokenCheckpoint on all ranks when one of them finds something wrong; each reads its part of the files."""
+    found = None
+    try:
+        verify(checkpoint, dist.get_rank(), dist.get_world_size())
+    except BrokenCheckpoint as error:
+        found = str(error)
+    if wrong := next((reason for reason in from_all_ranks(found) if reason), None):
+        raise BrokenCheckpoint(wrong)
+
+
+def load_checkpoint(engine: ForkEngine, checkpoint: Path) -> tuple[dict[str, Any], list[str]]:
+    """Go on from `checkpoint`, whatever topology wrote it: (the caller's state, what differs and may change the numbers).
+
+    All ranks call it, with an engine that has not trained yet. Raises ValueError when the checkpoint is of other towers or of another
+    optimizer, BrokenCheckpoint when it is not whole.
+    """
+    with CheckpointReader(checkpoint) as reader:
+        restore(engine, reader)
+        return dict(reader.manifest.state), changes(reader.manifest.topology, topology_of(engine))

@@ -1,0 +1,159 @@
+"""Writing a checkpoint so that at every moment there is a whole one: all files beside, flushed and read again, then one rename.
+
+    every rank          write_rank    its tensors, flushed, compared with what is in memory, their checksum; last its marker
+    the first rank      commit        waits for all markers, looks at the sizes, writes the manifest, renames the folder, then `latest`
+
+A process that is killed leaves a folder `step-NNNNNNNN.writing` behind, which nobody reads and `make_folder` clears away.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.checkpoint.layout import (
+    LATEST,
+    MANIFEST,
+    WRITING,
+    BrokenCheckpoint,
+    Fragment,
+    Manifest,
+    RankRecord,
+    checksum_of_file,
+    marker_file,
+    sealed,
+    step_folder,
+    tensors_file,
+    unsealed,
+)
+from engine.checkpoint.retention import Keep, clear_away, delete_old, set_aside_from
+
+LOOK_EVERY_S = 0.05  # for markers of other ranks
+
+
+def writing_folder(folder: Path, step: int) -> Path:
+    return folder / (step_folder(step) + WRITING)
+
+
+def make_folder(folder: Path, step: int) -> None:
+    """An empty folder for `step`; what killed writers left behind is cleared away. On the first rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    clear_away(folder)
+    writing_folder(folder, step).mkdir()
+
+
+def write_rank(
+    folder: Path,
+    rank: int,
+    tensors: Mapping[Fragment, Tensor],
+    scalars: Mapping[str, Mapping[str, Any]],
+    stateless: tuple[str, ...],
+    progress: Mapping[str, Any],
+) -> None:
+    """This rank's part of the checkpoint that is written in `folder`. `tensors`: flat, in host memory, unchanged until this returns.
+
+    Raises OSError or safetensors' error when it cannot be written, BrokenCheckpoint when it reads back differently.
+    """
+    file = folder / tensors_file(rank)
+    try:
+        save_file({fragment.key: tensor for fragment, tensor in tensors.items()}, file)
+        file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it for its owner alone
+        _flush(file, forget=True)
+        refuse_other_content(file, tensors)
+        record = RankRecord(file.stat().st_size, checksum_of_file(file), tuple(tensors), scalars, stateless, progress)
+        _replace(folder / marker_file(rank), sealed(asdict(record)))
+    except Exception:
+        file.unlink(missing_ok=True)  # the disk may be full, and others write to it too
+        raise
+
+
+def refuse_other_content(file: Path, tensors: Mapping[Fragment, Tensor]) -> None:
+    """Raise BrokenCheckpoint unless each tensor reads back bit for bit."""
+    with safe_open(file, framework="pt") as written:
+        for fragment, tensor in tensors.items():
+            if _digest(written.get_tensor(fragment.key)) != _digest(tensor):
+                raise BrokenCheckpoint(f"{file} reads back differently in {fragment.key}; the disk or the memory is faulty")
+
+
+def _digest(tensor: Tensor) -> bytes:
+    """Of its bits, also where they are no numbers; several times as fast as comparing."""
+    return xxhash.xxh3_128_digest(tensor.view(torch.uint8).numpy())
+
+
+def commit(
+    folder: Path,
+    step: int,
+    num_ranks: int,
+    about: Mapping[str, Mapping[str, Any]],
+    keep: Keep,
+    limit_s: float,
+    cancelled: threading.Event,
+) -> None:
+    """Make the checkpoint of `step` count, when all ranks have written theirs. `about`: the manifest's topology, state and configuration.
+
+    Checkpoints of this step and of later ones belong to steps that were undone, and are put aside. Nothing happens when `cancelled` before
+    all ranks are done. Raises TimeoutError when they are not within `limit_s`, ValueError when what they wrote is no whole checkpoint.
+    """
+    writing = writing_folder(folder, step)
+    if not _await_markers(writing, num_ranks, limit_s, cancelled):
+        return
+    markers = [writing / marker_file(rank) for rank in range(num_ranks)]
+    records = tuple(RankRecord.from_json(unsealed(marker.read_text(encoding="utf-8"))) for marker in markers)
+    for rank, record in enumerate(records):
+        if (found := (writing / tensors_file(rank)).stat().st_size) != record.num_bytes:
+            raise BrokenCheckpoint(f"{writing}: {tensors_file(rank)} has {found:,} bytes, and rank {rank} wrote {record.num_bytes:,}")
+    manifest = Manifest(step, datetime.now(timezone.utc).isoformat(timespec="seconds"), ranks=records, **about)
+    _replace(writing / MANIFEST, manifest.to_text())
+    for marker in markers:
+        marker.unlink()
+    _flush(writing)
+    set_aside_from(folder, step)
+    checkpoint = folder / step_folder(step)
+    writing.rename(checkpoint)
+    _flush(folder)
+    _replace(folder / LATEST, checkpoint.name + "\n")
+    delete_old(folder, checkpoint, keep)
+
+
+def _await_markers(writing: Path, num_ranks: int, limit_s: float, cancelled: threading.Event) -> bool:
+    deadline, missing = time.monotonic() + limit_s, list(range(num_ranks))
+    while missing := [rank for rank in missing if not (writing / marker_file(rank)).is_file()]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"ranks {missing} have not written their part within {limit_s:.0f} s; all nodes must see the same folder {writing.parent}"
+            )
+        if cancelled.wait(LOOK_EVERY_S):
+            return False
+    return True
+
+
+def _replace(file: Path, text: str) -> None:
+    """Put a text file in place by a rename, so that it is there whole or not at all, also after a power cut."""
+    beside = file.with_name(file.name + WRITING)
+    beside.write_text(text, encoding="utf-8")
+    _flush(beside)
+    os.replace(beside, file)
+    _flush(file.parent)
+
+
+def _flush(path: Path, forget: bool = False) -> None:
+    """Wait until a file or a folder is on the disk. `forget`: drop it from the kernel's memory, so that reading it asks the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        if forget and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

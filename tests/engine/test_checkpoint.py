@@ -1,0 +1,149 @@
+"""A run that was stopped goes on as if it had not been: on the same topology to the last bit, on another one to rounding."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from checkpoint_cases import train_from, train_on_a_disk_that_fills_up, whole
+from split_training import Case
+
+from engine.checkpoint.engine_state import Run, changes, dealt
+from engine.checkpoint.layout import checkpoints_in, verify
+from launch.ranks import run_ranks
+
+# Micro-batches of four everywhere: BatchNorm and dropout see the same, however it is split.
+COMMON = {
+    "micro_batch_size": 4,
+    "towers": "resnet+bert",
+    "dropout": 0.1,
+    "clipping": {"image": {"kind": "adaptive", "factor": 1.01, "decay": 0.5, "warmup_steps": 1}, "text": 1.0, "head": 0.1},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": 20, "warmup_num_steps": 4, "warmup_min_ratio": 0.1, "warmup_type": "linear"},
+    },
+}
+FORK_2_1 = Case("fork", {"image": 2, "text": 1}, {"image": 1, "text": 1}, **COMMON)
+FORK_1_1 = Case("fork", {"image": 1, "text": 1}, {"image": 1, "text": 1}, **COMMON, schedule="replay")
+CHAIN = Case("chain", {"image": 1, "text": 1}, 1, **COMMON)
+MERGED_2 = Case("merged", {"merged": 1}, 2, **COMMON)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(MERGED_2, zero_stage=0, schedule="replay"),
+        Case("fork", {"image": 1, "text": 1}, {"image": 2, "text": 1}, **COMMON),
+        replace(MERGED_2, precision="bf16"),
+    ],
+    ids=str,
+)
+def test_the_same_topology_goes_on_to_the_last_bit(tmp_path, case):
+    """Parameters, optimizer state, counters, learning rates and the next losses; the checkpoint was written while training went on."""
+    went_on = run_ranks(case.world_size, train_from, case, 4, None, tmp_path, save_at=2)
+    verify(tmp_path / "step-00000002")
+    resumed = run_ranks(case.world_size, train_from, case, 2, tmp_path / "step-00000002")
+    for one, other in zip(went_on, resumed):
+        assert other["changes"] == []
+        for before, after in (("saved", "start"), ("end", "end")):
+            assert_same(one[before], other[after])
+        for key in ("losses", "lr"):
+            assert other[key] == {step: one[key][step] for step in (3, 4)}, key
+    assert len(set(went_on[0]["lr"].values())) == 4
+    assert {result["optimizer"] for result in went_on} == {
+        "BF16_Optimizer" if case.precision == "bf16" else "DeepSpeedZeroOptimizer" if case.zero_stage else "AdamW"
+    }
+
+
+def assert_same(one, other):
+    assert one["scalars"] == other["scalars"] and one["progress"] == other["progress"]
+    assert one["tensors"].keys() == other["tensors"].keys()
+    for fragment, tensor in one["tensors"].items():
+        assert tensor.dtype == other["tensors"][fragment].dtype and torch.equal(tensor, other["tensors"][fragment]), fragment.key
+
+
+def test_any_topology_goes_on_where_another_one_stopped(tmp_path):
+    """Six steps of a fork of 2 + 1 stages, and the same six on four topologies in turn: what is read is what was written, bit for bit,
+    and each next loss is within 1e-5: the sums are taken in another order."""
+    reference = run_ranks(3, train_from, FORK_2_1, 6)
+    before, step, folder = None, 0, tmp_path
+    for case, steps in ((FORK_2_1, 2), (FORK_1_1, 1), (CHAIN, 1), (MERGED_2, 1), (FORK_2_1, 1)):
+        source = folder / f"step-{step:08d}" if step else None
+        step += steps
+        results = run_ranks(case.world_size, train_from, case, steps, source, folder, save_at=step)
+        if source:
+            read, written = whole([r["start"] for r in results]), whole([r["end"] for r in before])
+            assert read.keys() == written.keys() and {kind for kind, _ in read} == {
+                "parameter",
+                "buffer",
+                "optimizer.exp_avg",
+                "optimizer.exp_avg_sq",
+            }
+            for key, tensor in written.items():
+                assert torch.equal(tensor, read[key]), key  # not-a-number, which no rank gave, would differ
+            (change,) = results[0]["changes"]
+            assert case.layout in change and "sums are taken in another order" in change
+            assert adaptive_limits(results, "start") == adaptive_limits(before, "end") != set()
+        for at, loss in results[0]["losses"].items():
+            assert loss == pytest.approx(reference[0]["losses"][at], rel=1e-5), (case, at)
+            assert results[0]["lr"][at] == reference[0]["lr"][at]
+        if case is not MERGED_2 and before is not MERGED_2 and step < 5:  # a replica's running means are of its micro-batches
+            means = {name: buffer for result in reference for name, buffer in result["buffers"][step].items()}
+            for result in results:
+                for name, buffer in result["buffers"][step].items():
+                    torch.testing.assert_close(buffer, means[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        before = results
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000006", "step-00000005", "step-00000004"]
+
+
+def adaptive_limits(results, when):
+    """The running means of the group that all ranks with images hold."""
+    return {r[when]["progress"]["clipping"]["mean_norm"].get("image", 0.0) for r in results} - {0.0}
+
+
+def test_another_precision_goes_on_from_the_same_weights(tmp_path):
+    """What is saved of a bf16 run are its fp32 weights and moments: fp32 takes them as they are, bf16 rounds a copy."""
+    bf16, fp32 = replace(MERGED_2, precision="bf16"), replace(FORK_1_1, towers="vit+clip", dropout=0.0)
+    bf16 = replace(bf16, towers="vit+clip", dropout=0.0)
+    saved = run_ranks(2, train_from, bf16, 2, None, tmp_path, save_at=2)
+    resumed = run_ranks(2, train_from, fp32, 1, tmp_path / "step-00000002", tmp_path, save_at=3)
+    read, written = whole([r["start"] for r in resumed]), whole([r["end"] for r in saved])
+    assert read.keys() == written.keys() and all(torch.equal(tensor, read[key]) for key, tensor in written.items())
+    assert any("computed in float32, and before in bfloat16: numbers differ" in change for change in resumed[0]["changes"])
+    back = run_ranks(2, train_from, bf16, 1, tmp_path / "step-00000003")
+    assert back[0]["losses"][4] == pytest.approx(resumed[0]["losses"][3], rel=0.2) and back[0]["optimizer"] == "BF16_Optimizer"
+
+
+@pytest.mark.parametrize("full_on", [0, 1])
+def test_a_full_disk_is_warned_of_and_the_run_goes_on(tmp_path, full_on):
+    """Unless it is the last checkpoint that has no room. Nothing that was whole is lost, and nothing half-written is left."""
+    case = replace(MERGED_2, towers="vit+clip", dropout=0.0)
+    first, second = run_ranks(2, train_on_a_disk_that_fills_up, case, tmp_path, full_on)
+    assert second["warned"] == "" and first["warned"].count("wye: warning") >= 1
+    assert f"checkpoint {tmp_path / 'step-00000002'} was not written: " in first["warned"] and "File too large" in first["warned"]
+    assert "the newest one is step-00000001; make room on that disk" in first["warned"]
+    assert first["there"][3] in [["latest", "step-00000001", f"step-00000003{ending}"] for ending in (".writing", "")]
+    assert first["failure"] == second["failure"] and "step-00000004 was not written" in first["failure"]
+    assert first["there"][4] == second["there"][4] == ["latest", "step-00000001", "step-00000003"]
+    assert (tmp_path / "latest").read_text() == "step-00000003\n" and verify(tmp_path / "step-00000003").state == {"step": 3}
+
+
+def test_what_all_replicas_hold_is_dealt_to_them_evenly():
+    held = [torch.arange(10.0 * i, 10.0 * i + n) for i, n in enumerate((5, 1, 0, 9, 2))]
+    runs = [Run(f"p{i}", tuple(tensor.shape), 0, tensor.numel(), tensor, 0) for i, tensor in enumerate(held)]
+    for parts in range(1, 20):
+        shares = [list(dealt(runs, part, parts)) for part in range(parts)]
+        assert max(sum(run.numel for run in share) for share in shares) <= 17 // parts + 1
+        pieces = [(run.name, run.offset, run.of(run.held)) for share in shares for run in share]
+        assert torch.equal(torch.cat([piece for _, _, piece in pieces]), torch.cat(held))
+        for name, offset, piece in pieces:
+            assert torch.equal(piece, held[int(name[1:])][offset : offset + len(piece)])
+
+
+def test_changes_say_what_they_do_to_the_numbers():
+    before = {"stages": "a", "stage_graph": [1], "schedule": "replay", "micro_batch_size": {"image": 4, "text": 8}, "precision": "bfloat16"}
+    assert changes(before, dict(before)) == []
+    now = {**before, "stages": "b", "stage_graph": [2], "micro_batch_size": {"image": 4, "text": 2}, "precision": "float16"}
+    split, size, precision = changes(before, now)
+    assert "split as b, replay, and before as a, replay" in split and "last bits" in split
+    assert size == "text micro-batches of 2, and before of 8: BatchNorm and dropout see other micro-batches"
+    assert precision.startswith("computed in float16, and before in bfloat16")

@@ -1,0 +1,402 @@
+"""Files of checkpoints, without an engine: whatever happens to them, a whole one is used or it is said what is wrong."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_cases import TENSORS, largest_file, write_for_ever, write_small
+from safetensors.torch import save_file
+
+from engine.checkpoint.layout import (
+    BrokenCheckpoint,
+    Fragment,
+    Manifest,
+    RankRecord,
+    checkpoints_in,
+    newest_of,
+    read_manifest,
+    sealed,
+    step_of,
+    unsealed,
+    verify,
+)
+from engine.checkpoint.reading import CheckpointReader, load_layer
+from engine.checkpoint.retention import Keep, too_little_room
+from engine.checkpoint.writing import make_folder, refuse_other_content, write_rank, writing_folder
+from launch.ranks import PRELOAD
+from launch.resuming import find_checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Holds two checkpoints, of the steps 1 and 2."""
+    write_small(tmp_path, 1)
+    write_small(tmp_path, 2)
+    return tmp_path
+
+
+@pytest.fixture
+def alone():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# -- what is written is what is read -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 9])
+def test_a_checkpoint_gives_back_what_it_was_given_in_any_cut(tmp_path, num_ranks):
+    checkpoint = write_small(tmp_path, 7, num_ranks=num_ranks)
+    assert sorted(path.name for path in checkpoint.iterdir()) == [
+        "manifest.json",
+        *(f"rank-{rank:05d}.safetensors" for rank in range(num_ranks)),
+    ]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-00000007"]
+    manifest = verify(checkpoint)
+    assert (manifest.step, manifest.state, (tmp_path / "latest").read_text()) == (7, {"step": 7}, "step-00000007\n")
+    assert manifest.progress == {"counters": {"global_steps": 7}, **{f"of rank {rank}": {"seen": rank} for rank in range(num_ranks)}}
+    draw = random.Random(0)
+    with CheckpointReader(checkpoint) as reader:
+        for name, tensor in TENSORS.items():
+            for kind, expected in (("parameter", tensor.flatten() + 7), ("optimizer.exp_avg", -tensor.flatten())):
+                assert torch.equal(reader.read(kind, name, tensor.shape), expected)
+                for _ in range(20):
+                    start, stop = sorted(draw.choices(range(len(expected) + 1), k=2))
+                    assert torch.equal(reader.read(kind, name, tensor.shape, start, stop), expected[start:stop]), (name, start, stop)
+            assert reader.scalars(name) == {"step": {"dtype": "float32", "value": 7.0}}
+        assert reader.optimizer_kinds == ["optimizer.exp_avg"]
+
+
+def test_what_is_not_there_is_named(folder):
+    with CheckpointReader(folder / "step-00000002") as reader:
+        with pytest.raises(
+            ValueError, match="has no parameter 'image.weigth'; the nearest is 'image.weight'. It was made with other towers"
+        ):
+            reader.read("parameter", "image.weigth", (20, 30))
+        with pytest.raises(ValueError, match="has no optimizer.exp_avg_sq 'text.bias'"):
+            reader.read("optimizer.exp_avg_sq", "text.bias", (7,))
+        with pytest.raises(ValueError, match=r"'image.weight' has shape \[20, 30\], and \[30, 20\] is needed"):
+            reader.read("parameter", "image.weight", (30, 20))
+
+
+def test_a_layer_is_filled_by_the_names_of_the_run(folder):
+    layer = torch.nn.Linear(1, 7)
+    layer.canonical_names = {"weight": "text.bias", "bias": "text.bias"}
+    layer.weight = torch.nn.Parameter(torch.empty(7))
+    with CheckpointReader(folder / "step-00000002") as reader:
+        load_layer(reader, layer)
+    assert torch.equal(layer.bias, TENSORS["text.bias"] + 2) and layer.weight.dtype == torch.float32
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------------
+
+MANIFEST, FIRST, SECOND = "manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"
+
+
+def flip(checkpoint, name, where):
+    """Change one bit. `where`: a part of the file, 0 to 1."""
+    content = bytearray((checkpoint / name).read_bytes())
+    content[int(where * (len(content) - 1))] ^= 1
+    (checkpoint / name).write_bytes(content)
+
+
+def cut(checkpoint, name, part):
+    content = (checkpoint / name).read_bytes()
+    (checkpoint / name).write_bytes(content[: int(part * len(content))])
+
+
+def swap(checkpoint):
+    (checkpoint / FIRST).rename(checkpoint / "aside")
+    (checkpoint / SECOND).rename(checkpoint / FIRST)
+    (checkpoint / "aside").rename(checkpoint / SECOND)
+
+
+def link(checkpoint):
+    """The right content, but from elsewhere."""
+    (checkpoint / FIRST).rename(checkpoint.parent / "elsewhere")
+    (checkpoint / FIRST).symlink_to(checkpoint.parent / "elsewhere")
+
+
+def change(checkpoint, edit):
+    """The manifest, as somebody with an editor would who also renews its seal."""
+    record = unsealed((checkpoint / MANIFEST).read_text())
+    edit(record)
+    (checkpoint / MANIFEST).write_text(sealed(record))
+
+
+def edit_fragment(**values):
+    return lambda c: change(c, lambda record: record["ranks"][0]["fragments"][0].update(values))
+
+
+DAMAGES = {
+    "tensors, header bit": (lambda c: flip(c, FIRST, 0.02), f"{FIRST} does not have the checksum"),
+    "tensors, first byte": (lambda c: flip(c, FIRST, 0), f"{FIRST} does not have the checksum"),
+    "tensors, a value": (lambda c: flip(c, SECOND, 0.9), f"{SECOND} does not have the checksum"),
+    "tensors, last byte": (lambda c: flip(c, SECOND, 1), f"{SECOND} does not have the checksum"),
+    "tensors cut": (lambda c: cut(c, FIRST, 0.5), f"{FIRST} has 1,"),
+    "tensors cut in the header": (lambda c: cut(c, SECOND, 0.01), f"{SECOND} has "),
+    "tensors empty": (lambda c: cut(c, FIRST, 0), f"{FIRST} has 0 bytes, and was written with "),
+    "tensors longer": (lambda c: (c / FIRST).write_bytes((c / FIRST).read_bytes() + b"\0"), f"{FIRST} has "),
+    "tensors missing": (lambda c: (c / SECOND).unlink(), f"{SECOND} is missing"),
+    "tensors of all ranks missing": (lambda c: [(c / name).unlink() for name in (FIRST, SECOND)], f"{FIRST} is missing"),
+    "tensors are a folder": (lambda c: ((c / FIRST).unlink(), (c / FIRST).mkdir()), f"{FIRST} is a link or a folder"),
+    "tensors are a link": (link, f"{FIRST} is a link or a folder"),
+    "ranks' files swapped": (swap, f"{FIRST} "),
+    "tensors of another step": (lambda c: shutil.copy(c.parent / "step-00000001" / FIRST, c / FIRST), f"{FIRST} does not have the checksum"),
+    "manifest, first byte": (lambda c: flip(c, MANIFEST, 0), f"{MANIFEST} "),
+    "manifest, a bit": (lambda c: flip(c, MANIFEST, 0.37), f"{MANIFEST} "),
+    "manifest, a number": (
+        lambda c: (c / MANIFEST).write_text((c / MANIFEST).read_text().replace('"step": 2', '"step": 3')),
+        f"{MANIFEST} does not have the checksum",
+    ),
+    "manifest, not text": (lambda c: (c / MANIFEST).write_bytes(b"\xff\xfe\x00"), f"{MANIFEST} "),
+    "manifest cut": (lambda c: cut(c, MANIFEST, 0.8), f"{MANIFEST} "),
+    "manifest empty": (lambda c: cut(c, MANIFEST, 0), f"{MANIFEST} Expecting value"),
+    "manifest of nothing": (lambda c: (c / MANIFEST).write_text("{}"), f"{MANIFEST} does not have the checksum"),
+    "manifest is a list": (lambda c: (c / MANIFEST).write_text("[1]"), f"{MANIFEST} does not have the checksum"),
+    "manifest nested too deeply": (lambda c: (c / MANIFEST).write_text("[" * 100_000), f"{MANIFEST} "),
+    "manifest missing": (lambda c: (c / MANIFEST).unlink(), f"has no {MANIFEST}: it was not written to the end, or is of another format"),
+    "manifest of another step": (lambda c: shutil.copy(c.parent / "step-00000001" / MANIFEST, c), f"{MANIFEST} is that of step 1"),
+    "manifest of something else": (lambda c: change(c, lambda r: r.update(format="x")), f"{MANIFEST} is not that of a checkpoint"),
+    "manifest of another version": (lambda c: change(c, lambda r: r.update(version=2)), f"{MANIFEST} has format version 2, and this program"),
+    "manifest without ranks": (lambda c: change(c, lambda r: r.update(ranks=[])), f"{MANIFEST} lists no ranks"),
+    "manifest without a rank": (lambda c: change(c, lambda r: r["ranks"].pop()), f"{MANIFEST} does not have the elements of "),
+    "manifest without a key": (lambda c: change(c, lambda r: r["ranks"][0].pop("fragments")), f"{MANIFEST} lacks 'fragments'"),
+    "manifest without a step": (lambda c: change(c, lambda r: r.pop("step")), f"{MANIFEST} "),
+    "manifest with another key": (lambda c: change(c, lambda r: r.update(more=1)), f"{MANIFEST} "),
+    "a fragment outside its tensor": (edit_fragment(offset=500), "do not lie in shape"),
+    "a fragment below its tensor": (edit_fragment(offset=-1), "do not lie in shape"),
+    "a fragment of words": (edit_fragment(numel="all"), "do not lie in shape"),
+    "a fragment of another tensor": (edit_fragment(name="../../image.weight"), "does not have the elements of parameter"),
+    "a fragment twice": (lambda c: change(c, lambda r: r["ranks"][0]["fragments"].append(r["ranks"][0]["fragments"][0])), "or not once"),
+    "an empty folder": (lambda c: (shutil.rmtree(c), c.mkdir()), f"has no {MANIFEST}"),
+    "an older program's folder": (lambda c: (shutil.rmtree(c), c.mkdir(), (c / "mp_rank_00_model_states.pt").touch()), "of another format"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_checkpoint_is_named_with_the_reason_and_passed_over(folder, alone, damage):
+    do, reason = DAMAGES[damage]
+    do(folder / "step-00000002")
+    checkpoint, notices = find_checkpoint("auto", folder)
+    assert checkpoint == folder / "step-00000001"
+    assert len(notices) == 1 and notices[0].startswith(f"passed over: {folder / 'step-00000002'}: ") and reason in notices[0]
+    with pytest.raises(
+        ValueError, match="--resume .*step-00000002: .*; give auto for the newest whole checkpoint, or another one"
+    ) as refusal:
+        find_checkpoint(str(folder / "step-00000002"), folder)
+    assert reason in str(refusal.value)
+    shutil.rmtree(folder / "step-00000001")
+    with pytest.raises(ValueError, match="--resume auto: no checkpoint can be used; give a whole one with --resume PATH") as refusal:
+        find_checkpoint("auto", folder)
+    assert reason in str(refusal.value)
+
+
+@pytest.mark.parametrize("pointer", ["step-00000009\n", "step-00000001\n", "../../etc\n", "", None])
+def test_the_newest_is_used_whatever_the_pointer_says(folder, alone, pointer):
+    (folder / "latest").unlink()
+    if pointer is not None:
+        (folder / "latest").write_text(pointer)
+    assert find_checkpoint("auto", folder) == (folder / "step-00000002", [])
+
+
+def test_what_is_no_checkpoint_is_none(folder, alone):
+    """Folders that are being written or were put aside, files, links, other names."""
+    outside = folder.parent / f"{folder.name}-elsewhere"
+    shutil.copytree(folder / "step-00000002", outside)
+    for name in ("step-00000003.writing", "step-00000004.set-aside", "step-5", "step-000000x6"):
+        shutil.copytree(folder / "step-00000002", folder / name)
+    (folder / "step-00000007").write_text("")
+    (folder / "step-00000008").symlink_to(outside)
+    assert find_checkpoint("auto", folder) == (folder / "step-00000002", [])
+
+
+def test_where_a_run_goes_on(folder, alone, tmp_path):
+    assert find_checkpoint("never", folder) == (None, [])
+    assert find_checkpoint("auto", tmp_path / "nothing yet") == (None, [])
+    assert find_checkpoint(str(folder / "step-00000001"), folder) == (folder / "step-00000001", [])
+    with pytest.raises(FileNotFoundError, match=r"--resume .*step-00000200: no such folder; give auto, never, or a folder such as"):
+        find_checkpoint(str(folder / "step-00000200"), folder)
+
+
+def test_ranks_share_the_reading(folder):
+    """Each looks into every second file."""
+    flip(folder / "step-00000002", SECOND, 0.9)
+    verify(folder / "step-00000002", 0, 2)
+    with pytest.raises(BrokenCheckpoint, match=SECOND):
+        verify(folder / "step-00000002", 1, 2)
+
+
+def test_any_changed_character_of_a_manifest_is_seen(folder):
+    file = folder / "step-00000002" / MANIFEST
+    text, draw = file.read_text(), random.Random(1)
+    meaning = json.loads(text)
+    for _ in range(300):
+        where, character = draw.randrange(len(text)), draw.choice('0123456789abcdef"{}[],:. -')
+        changed = text[:where] + character + text[where + 1 :]
+        file.write_text(changed)
+        try:
+            read_manifest(file.parent)
+            assert json.loads(changed) == meaning, f"{text[where]!r} became {character!r} at {where}"
+        except BrokenCheckpoint:
+            pass
+
+
+def test_every_element_must_be_there_once():
+    def manifest(*fragments):
+        ranks = tuple(RankRecord(0, "", tuple(of_rank), {}, (), {}) for of_rank in fragments)
+        return Manifest(1, "", {}, {}, {}, ranks)
+
+    def piece(offset, numel, shape=(2, 3)):
+        return Fragment("parameter", "w", shape, offset, numel)
+
+    manifest([piece(4, 2)], [piece(0, 4)], [])
+    manifest([piece(0, 0, (0,))])
+    for wrong in ([piece(0, 5)], [piece(1, 5)], [piece(0, 4), piece(3, 3)], [piece(0, 2), piece(4, 2)], [piece(0, 4), piece(4, 2, (3, 2))]):
+        for ranks in ([wrong], [[each] for each in wrong]):
+            with pytest.raises(ValueError, match="does not have the elements of parameter 'w' from"):
+                manifest(*ranks)
+
+
+# -- which ones stay ---------------------------------------------------------------------------------------------------------
+
+
+def test_which_ones_stay():
+    assert Keep(3).goes([5, 10, 15, 20, 25]) == [5, 10]
+    assert Keep(1).goes([25, 5]) == [5] and Keep(3).goes([5]) == [] == Keep(1).goes([])
+    assert Keep(2, 10).goes([5, 10, 15, 20, 25, 30]) == [5, 15]
+    assert Keep(1, 100).goes([33, 66, 99, 132, 165, 198, 231, 264]) == [
+        33,
+        66,
+        99,
+        165,
+        198,
+    ]  # 132 and 231: the first at or after 100 and 200
+    for wrong in ((0, None), (3, 0)):
+        with pytest.raises(ValueError, match="take whole numbers of at least 1"):
+            Keep(*wrong)
+
+
+def test_what_stays_depends_on_nothing_but_the_steps_so_far():
+    """Deleting after each save, as a run does, leaves what deleting once would."""
+    draw = random.Random(2)
+    for _ in range(200):
+        keep, steps, there = Keep(draw.randint(1, 4), draw.choice([None, 1, 7, 50])), [], []
+        for _ in range(30):
+            steps.append((steps[-1] if steps else 0) + draw.randint(1, 20))
+            there = sorted({*there, steps[-1]} - set(keep.goes([*there, steps[-1]])))
+            assert there == sorted(set(steps) - set(keep.goes(steps))) and set(steps[-keep.last :]) <= set(there)
+
+
+def test_old_ones_are_deleted_and_broken_ones_do_not_count(tmp_path):
+    for step in (1, 2, 3):
+        write_small(tmp_path, step, Keep(3))
+    flip(tmp_path / "step-00000002", MANIFEST, 0.5)
+    write_small(tmp_path, 4, Keep(2))
+    assert [step_of(path) for path in checkpoints_in(tmp_path)] == [4, 3]
+    cut(tmp_path / "step-00000004", FIRST, 0.5)
+    write_small(tmp_path, 5, Keep(2))
+    assert [step_of(path) for path in checkpoints_in(tmp_path)] == [5, 4, 3]  # two whole ones, and a broken one between them
+    assert newest_of(checkpoints_in(tmp_path))[0] == tmp_path / "step-00000005"
+
+
+def test_steps_that_were_undone_are_put_aside(tmp_path):
+    """The run went on from step 1 although there were later ones, or because these are broken."""
+    for step in (1, 2, 3):
+        write_small(tmp_path, step)
+    write_small(tmp_path, 2)
+    names = [path.name for path in sorted(tmp_path.iterdir())]
+    assert names == ["latest", "step-00000001", "step-00000002", "step-00000002.set-aside", "step-00000003.set-aside"]
+    assert (tmp_path / "latest").read_text() == "step-00000002\n"
+    write_small(tmp_path, 2)
+    assert (tmp_path / "step-00000002.set-aside-2").is_dir() and verify(tmp_path / "step-00000002.set-aside-2").step == 2
+
+
+# -- disks that are full, processes that are killed --------------------------------------------------------------------------
+
+
+def test_a_disk_without_room_is_seen_before_writing(tmp_path):
+    assert too_little_room(tmp_path, 0) is None
+    assert f"it takes {2**20:.2f} GiB, and the disk of {tmp_path} has " in too_little_room(tmp_path, 2**50)
+
+
+def written_by_one_rank(folder, numel, **progress):
+    make_folder(folder, 3)
+    write_rank(writing_folder(folder, 3), 0, {Fragment("parameter", "w", (numel,), 0, numel): torch.zeros(numel)}, {}, (), progress)
+
+
+@pytest.mark.parametrize("too_large", [{"numel": 1_000_000}, {"numel": 1000, "told": "x" * 200_000}], ids=["tensors", "marker"])
+def test_a_file_that_cannot_be_written_to_its_end_leaves_no_tensors(folder, too_large):
+    with largest_file(100_000), pytest.raises(Exception, match="File too large"):
+        written_by_one_rank(folder, **too_large)
+    assert sum(path.stat().st_size for path in writing_folder(folder, 3).iterdir()) <= 100_000
+    assert not list(writing_folder(folder, 3).glob("*.safetensors"))
+    assert newest_of(checkpoints_in(folder)) == (folder / "step-00000002", [])
+
+
+def test_a_file_that_reads_back_differently_is_seen(tmp_path):
+    """One bit, also of what is not a number."""
+    fragment, values = Fragment("parameter", "w", (3,), 0, 3), torch.tensor([1.0, float("nan"), 2.0])
+    save_file({fragment.key: values}, tmp_path / FIRST)
+    refuse_other_content(tmp_path / FIRST, {fragment: values})
+    flip(tmp_path, FIRST, 1)
+    with pytest.raises(BrokenCheckpoint, match="reads back differently in parameter/w; the disk or the memory is faulty"):
+        refuse_other_content(tmp_path / FIRST, {fragment: values})
+
+
+def test_a_disk_that_is_full(tmp_path):
+    """A real one, of a megabyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.getuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode != 0:
+        pytest.skip("mounting a small disk is not allowed here")
+    try:
+        write_small(disk, 1)
+        write_small(disk, 2)
+        with pytest.raises(Exception, match="No space left on device"):
+            written_by_one_rank(disk, 1_000_000)
+        assert list(writing_folder(disk, 3).iterdir()) == []
+        assert newest_of(checkpoints_in(disk)) == (disk / "step-00000002", []) and verify(disk / "step-00000001").step == 1
+        assert "has 0.00 GiB left" in too_little_room(disk, 1)
+        assert verify(write_small(disk, 3)).step == 3
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    """A dozen kills, the moment drawn between the first write and the third checkpoint; each next process goes on in the same folder."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    draw, kills, counted, interrupted = random.Random(3), 12, 0, 0
+    for _ in range(kills):
+        told, tells = context.Pipe(duplex=False)
+        writer = context.Process(target=write_for_ever, args=(tmp_path, counted + 1, tells), daemon=True)
+        writer.start()
+        tells.close()
+        assert told.poll(60)
+        counted = told.recv()
+        time.sleep(draw.uniform(0, 0.1))
+        writer.kill()
+        writer.join()
+        while told.poll():
+            try:
+                counted = told.recv()
+            except EOFError:
+                break
+        checkpoint, broken = newest_of(checkpoints_in(tmp_path))
+        assert broken == [] and step_of(checkpoint) in (counted, counted + 1)  # the last it told of, or one whose telling was cut off
+        assert all(verify(path) for path in checkpoints_in(tmp_path))
+        interrupted += any(path.name.endswith(".writing") for path in tmp_path.iterdir())
+        counted = step_of(checkpoint)
+        with CheckpointReader(checkpoint) as reader:
+            assert torch.equal(reader.read("parameter", "text.bias", (7,)), TENSORS["text.bias"] + counted)
+    assert interrupted > kills // 3
