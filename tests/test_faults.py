@@ -54,9 +54,10 @@ def test_a_supervised_run_goes_on_after_a_rank_was_killed(tmp_path, fork):  # no
         assert done.returncode == 0 and len(metrics(run_dir)) == 8, done.stderr[-2000:]
         assert len({folder.name.rsplit("-", 1)[1] for folder in (run_dir / "wandb").glob("offline-run-*")}) == 1  # one W&B run
     finally:
-        for p in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+        left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.kill()  # first, or it would start again what ends
+        for p in left:
             p.kill()
-        process.kill()
 
 
 def test_ctrl_c_in_a_terminal_saves_before_the_launcher_ends_the_ranks(tmp_path, fork):  # noqa: F811
