@@ -1,17 +1,19 @@
 """Files of checkpoints, without an engine: whatever happens to them, a whole one is used or it is said what is wrong."""
 
+import itertools
 import json
 import multiprocessing
 import os
 import random
 import shutil
+import signal
 import subprocess
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import TENSORS, largest_file, write_for_ever, write_small
+from checkpoint_cases import TENSORS, largest_file, write_for_ever, write_small, write_until
 from safetensors.torch import save_file
 
 from engine.checkpoint.layout import (
@@ -42,7 +44,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alone():
     """A process group of one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -370,6 +372,27 @@ def test_a_disk_that_is_full(tmp_path):
         assert verify(write_small(disk, 3)).step == 3
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+def test_a_writer_killed_before_any_of_its_operations_leaves_nothing_broken(tmp_path):
+    """Each in turn, to the deletion of the oldest: what has a checkpoint's name is whole, and the next process goes on in the same folder."""
+    newest = []
+    for operation in itertools.count():
+        folder = tmp_path / str(operation)
+        write_small(folder, 1)
+        write_small(folder, 2)
+        status = write_until(folder, 3, operation)
+        there = checkpoints_in(folder)
+        assert all(verify(path).step == step_of(path) for path in there), operation
+        newest.append(step_of(there[0]))
+        assert len(there) >= 2 and (folder / "latest").read_text().strip() in [path.name for path in there]
+        verify(write_small(folder, 4, Keep(2)))
+        left = {path.name for path in folder.iterdir()}
+        assert left == {"latest", *(f"step-0000000{step}" for step in (newest[-1], 4))}
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+    assert newest == sorted(newest) and newest.count(2) > 10 and newest.count(3) > 5
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
