@@ -16,6 +16,8 @@ COMMON = {
     "micro_batch_size": 4,
     "towers": "resnet+bert",
     "dropout": 0.1,
+    "ema": {"decay": 0.9},
+    "optimizer_groups": {"image": {"lr": 5e-4, "layer_decay": 0.7}, "text": {"warmup_steps": 2}},
     "clipping": {"image": {"kind": "adaptive", "factor": 1.01, "decay": 0.5, "warmup_steps": 1}, "text": 1.0, "head": 0.1},
     "scheduler": {
         "type": "WarmupCosineLR",
@@ -74,6 +76,7 @@ def test_any_topology_goes_on_where_another_one_stopped(tmp_path):
             read, written = whole([r["start"] for r in results]), whole([r["end"] for r in before])
             assert read.keys() == written.keys() and {kind for kind, _ in read} == {
                 "parameter",
+                "average",
                 "buffer",
                 "optimizer.exp_avg",
                 "optimizer.exp_avg_sq",
