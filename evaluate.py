@@ -1,98 +1,157 @@
-"""Zero-shot retrieval of a checkpoint, on one device, whatever topology it was trained on.
+"""What a checkpoint can do, on one device, whatever topology it was trained on.
 
-python evaluate.py RUN_DIR                              the newest checkpoint on the held-out samples of the run
-python evaluate.py RUN_DIR --checkpoint step-00000100   another one
-python evaluate.py RUN_DIR --ema                        the average of its weights, where the run keeps one
-python evaluate.py RUN_DIR --val-data jsonl:FILE        other samples
+python evaluate.py RUN_DIR                              retrieval of the held-out samples of the run by its newest checkpoint
+python evaluate.py RUN_DIR --checkpoint step-00000100   by another one; --ema: by the average of its weights
+python evaluate.py RUN_DIR --val-data coco:FILE --captions all --picture queries.png
+python evaluate.py RUN_DIR --classify imagefolder:TEST --classify-train imagefolder:TRAIN
+python evaluate.py RUN_DIR --embeddings OUT             pictures and texts as memory-mapped arrays
+python evaluate.py RUN_DIR --embeddings OUT --query "a red apple" --picture apples.png
 """
 
 import argparse
-import json
 import logging
 import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from tqdm import tqdm
 
-from data.loader import MicroBatchDataset, micro_batches
 from data.options import DataOptions
 from data.prepare import HeldOut, prepare_data
-from data.sampler import evaluation_requests
 from data.sources import open_source
-from data.transforms import eval_transform
-from launch.report import recalls, retrieval_table, show
-from launch.trained import open_run
-from models.retrieval import recall_hits
+from launch.embedding import Embedder, write_embeddings
+from launch.evaluation import (
+    classification,
+    classification_table,
+    embeddings_of,
+    examples,
+    retrieval,
+    search,
+    search_table,
+    write_numbers,
+)
+from launch.gallery import Found, Row, draw_rows
+from launch.report import retrieval_table, show
+from launch.trained import Trained, open_model_folder
+
+NUM_EXAMPLES = 8
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="evaluate.py", description="Zero-shot retrieval (R@1, R@5, R@10, both directions) of a checkpoint, as a table and as JSON."
+        prog="evaluate.py",
+        description="Zero-shot retrieval (R@1, R@5, R@10, median rank, both directions) of a checkpoint as a table and as JSON; or classes, "
+        "embeddings, a search.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run of train.py")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run of train.py, or one that export.py wrote")
     parser.add_argument("--checkpoint", metavar="NAME", help="folder below RUN_DIR/checkpoints (default: the newest)")
     parser.add_argument(
         "--ema", action="store_true", help="the moving average of the weights (the JSON's ema block) instead of the weights"
     )
-    parser.add_argument("--val-data", metavar="SPEC", help="samples to retrieve among (default: the held-out samples of the run)")
+    parser.add_argument("--val-data", metavar="SPEC", help="samples to evaluate (default: the held-out samples of the run)")
+    parser.add_argument("--captions", choices=("first", "all"), default="first", help="of each picture (default: first, as in training)")
+    parser.add_argument(
+        "--classify", metavar="SPEC", help="instead: classes of pictures, such as imagefolder:DIR; its captions are the prompts"
+    )
+    parser.add_argument("--classify-train", metavar="SPEC", help="with it: train a linear probe and find neighbours in these")
+    parser.add_argument("--embeddings", type=Path, metavar="OUT", help="write the embeddings to this folder; with --query: search in it")
+    parser.add_argument("--query", metavar="TEXT", help="instead: the pictures most like a text")
+    parser.add_argument("--number", type=int, default=20, metavar="N", help="pictures that --query shows (default: 20)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw queries with their answers: .png, .svg or .pdf (default: none)")
     parser.add_argument("--batch-size", type=int, default=128, metavar="N", help="samples at a time (default: 128)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the numbers go (default: RUN_DIR/evaluation-<checkpoint>.json)")
-    return parser.parse_args()
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="where the numbers go (default: RUN_DIR/evaluation-<checkpoint>.json or classes-…)"
+    )
+    arguments = parser.parse_args()
+    refuse(parser, arguments)
+    return arguments
+
+
+def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """What does not go together, before anything is loaded."""
+    if given.classify_train and not given.classify:
+        parser.error("--classify-train trains on what --classify is tested with; give that too")
+    if given.classify and (given.query is not None or given.embeddings or given.picture):
+        parser.error("--classify tells classes; --query, --embeddings and --picture are of pairs, run it again for them")
+    if given.query is not None and not given.query.strip():
+        parser.error("--query is empty; give a text")
+    for flag in ("batch_size", "number"):
+        if getattr(given, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')} {getattr(given, flag)}: at least 1 is needed")
+    if given.picture and given.picture.suffix not in (".png", ".svg", ".pdf"):
+        parser.error(f"--picture {given.picture}: a name that ends in .png, .svg or .pdf is needed")
 
 
 def main(arguments: argparse.Namespace) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trained = open_run(arguments.run_dir, arguments.checkpoint, device, arguments.ema)
-    options = trained.options
-    held_out = prepare_data(DataOptions.from_record(options), trained.record["tokenizer"], arguments.run_dir, progress=True).held_out
-    if arguments.val_data:
-        source = open_source(arguments.val_data, progress=True)
-        held_out = {"validation": HeldOut(source, source.usable())}
-
-    results = {}
-    for name, part in held_out.items():
-        as_evaluated = eval_transform(options["image_size"])
-        dataset = MicroBatchDataset(
-            part.source,
-            frozenset({"image", "text"}),
-            as_evaluated,
-            as_evaluated,
-            trained.tokenizer,
-            options["max_text_tokens"],
-            options["seed"],
-        )
-        image, text = embed(trained.layers, dataset, part, arguments.batch_size, device)
-        partner = torch.arange(len(image), device=device)
-        totals = {"image_to_text": recall_hits(image, text, partner), "text_to_image": recall_hits(text, image, partner)}
-        values = recalls({direction: hits.tolist() for direction, hits in totals.items()}, len(image))
-        results |= {f"{name}/{key}": value for key, value in values.items()}
-
-    sizes = {name: len(part.subset) for name, part in held_out.items()}
+    trained = open_model_folder(arguments.run_dir, arguments.checkpoint, device, arguments.ema)
     name = f"{trained.checkpoint.name}-ema" if arguments.ema else trained.checkpoint.name
-    show(retrieval_table(f"Zero-shot retrieval, {name}", [results], sizes))
-    output = arguments.json or arguments.run_dir / f"evaluation-{name}.json"
-    output.write_text(json.dumps({"step": trained.step, "num_samples": sizes, **results}, indent=2) + "\n", encoding="utf-8")
+    embedder = Embedder(trained, device, arguments.batch_size)
+    if arguments.query is not None:
+        find(arguments, embedder, name)
+        return
+    kind = "classes" if arguments.classify else "evaluation"
+    if arguments.classify:
+        test, train = (opened(spec) for spec in (arguments.classify, arguments.classify_train))
+        results = classification(embedder, test, train)
+        show(classification_table(results, f"Classes of {arguments.classify}, {name}"))
+    else:
+        results = {}
+        parts = held_out(arguments, trained)
+        for part_name, part in parts.items():
+            embedded = embedder.embedded(part.source, part.subset, arguments.captions == "all")
+            results |= {f"{part_name}/{key}": value for key, value in retrieval(embedded).items()}
+            beside = part_name if len(parts) > 1 else ""
+            if arguments.embeddings:
+                folder = arguments.embeddings / beside
+                write_embeddings(folder, embedded, part.source, {"checkpoint": name, "run": str(arguments.run_dir)})
+                print(folder)
+            if arguments.picture:
+                picture = arguments.picture.with_stem(f"{arguments.picture.stem}-{beside}") if beside else arguments.picture
+                draw_rows(examples(embedded, part.source, NUM_EXAMPLES), f"{part_name}: queries and their first answers, {name}", picture)
+                print(picture)
+        sizes = {part_name: len(part.subset) for part_name, part in parts.items()}
+        show(retrieval_table(f"Zero-shot retrieval, {name}", [results], sizes))
+        results = {"num_samples": sizes, **results}
+    output = arguments.json or arguments.run_dir / f"{kind}-{name}.json"
+    write_numbers(output, {"step": trained.step, **results})
     print(output)
 
 
-@torch.no_grad()
-def embed(
-    layers: list[nn.Module], dataset: MicroBatchDataset, part: HeldOut, batch_size: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Embeddings of all samples of a held-out set whose pictures can be read: image [n, D], text [n, D]."""
-    image, text = [], []
-    requests = evaluation_requests(part.subset, 0, 1, batch_size)
-    for tensors in tqdm(micro_batches(dataset, requests), total=len(requests), unit="batch", leave=False):
-        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-        for layer in layers:
-            tensors = layer(tensors)
-        loaded = tensors["image_index"] >= 0  # below: could not be read
-        image.append(tensors["image_embeds"][loaded])
-        text.append(tensors["text_embeds"][loaded])
-    return torch.cat(image), torch.cat(text)
+def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldOut]:
+    """The samples to evaluate, by name."""
+    if arguments.val_data:
+        return {"validation": opened(arguments.val_data)}
+    if "data" not in trained.options:
+        raise ValueError(f"{arguments.run_dir}: an exported model has no samples of its own; give some with --val-data")
+    return prepare_data(DataOptions.from_record(trained.options), trained.record["tokenizer"], arguments.run_dir, progress=True).held_out
+
+
+def opened(spec: str | None) -> HeldOut | None:
+    """All samples of a data set that can be used."""
+    if spec is None:
+        return None
+    source = open_source(spec, progress=True)
+    return HeldOut(source, source.usable())
+
+
+def find(arguments: argparse.Namespace, embedder: Embedder, name: str) -> None:
+    """--query: the pictures most like a text, in a folder of embeddings or in the samples to evaluate."""
+    if arguments.embeddings:
+        embeds, lines, spec = embeddings_of(arguments.embeddings, name, arguments.val_data)
+        source = open_source(spec, progress=True)
+    else:
+        part = next(iter(held_out(arguments, embedder.trained).values()))
+        source = part.source
+        index, embeds = embedder.images(source, part.subset)
+        lines = [{"index": i, "id": source.identity(i), "where": source.where(i)} for i in index.tolist()]
+    found = search(embedder.texts([arguments.query]), embeds, lines, arguments.number)
+    show(search_table(arguments.query, found))
+    if arguments.picture:
+        cells = [Found(source.image_bytes(line["index"]), source.captions(line["index"])[0], line["similarity"]) for line in found]
+        in_rows = [Row(arguments.query if not start else "", None, cells[start : start + 5]) for start in range(0, len(cells), 5)]
+        draw_rows(in_rows, f"“{arguments.query}”, {name}", arguments.picture)
+        print(arguments.picture)
 
 
 if __name__ == "__main__":

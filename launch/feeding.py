@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from data.cache import GIB, PictureCache, default_folder, open_cache
@@ -22,7 +23,8 @@ from launch.balancing import side_multiple
 from launch.options import Options
 from launch.report import recalls
 from launch.run_folder import RunFolder
-from models.retrieval import recall_hits
+from models.alignment import alignment_figures, alignment_sums
+from models.retrieval import RECALL_AT, recall_hits
 
 BAD_TO_JUDGE = 100  # a few pictures that break are no fraction yet
 # Below this many micro-batches, starting loader processes takes longer than they save.
@@ -82,7 +84,7 @@ class Feeding:
         return counts
 
     def evaluate_held_out(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """(name, recalls) of each held-out set, computed through the stages, equal on all ranks."""
+        """(name, recalls and alignment) of each held-out set, computed through the stages, equal on all ranks."""
         for name, held_out in self.data.held_out.items():
             requests = evaluation_requests(held_out.subset, self.engine.replica, self.batch.replicas, self.batch.micro_batch_size)
             batches = None
@@ -90,9 +92,10 @@ class Feeding:
                 workers = self.workers if len(requests) >= WORTH_WORKERS else 0
                 on_load = partial(self._note, held_out.source, False)
                 batches = micro_batches(self._dataset(held_out.source), requests, workers, self.pin_memory, on_load=on_load, name=self.name)
-            totals = self.engine.evaluate(batches, len(requests), recall_hits)
-            num_pairs = max(1, int(totals.pop("num_pairs")))
-            yield name, recalls({direction: hits.tolist() for direction, hits in totals.items()}, num_pairs)
+            totals = self.engine.evaluate(batches, len(requests), _measured)
+            num_pairs, number = int(totals.pop("num_pairs")), len(RECALL_AT)
+            found = recalls({direction: sums[:number].tolist() for direction, sums in totals.items()}, max(1, num_pairs))
+            yield name, found | alignment_figures(totals["image_to_text"][number:], totals["text_to_image"][number:], num_pairs)
 
     def held_out_sizes(self) -> Mapping[str, int]:
         return {name: len(held_out.subset) for name, held_out in self.data.held_out.items()}
@@ -118,6 +121,10 @@ class Feeding:
         if number >= BAD_TO_JUDGE and number > limit * self._loaded:
             examples = (f"    {detail}" for _, _, detail in report.bad)
             raise ValueError(bad_table(source.spec, self._unreadable, self._loaded, limit, examples))
+
+
+def _measured(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
+    return torch.cat([recall_hits(own, other, target), alignment_sums(own, other, target)])
 
 
 def picture_cache(options: Options) -> PictureCache | None:

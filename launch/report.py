@@ -20,15 +20,21 @@ def recalls(totals: Mapping[str, Sequence[float]], num_samples: int) -> dict[str
 
 
 def retrieval_table(title: str, evaluations: Sequence[Mapping[str, float]], num_samples: Mapping[str, int]) -> Table:
-    """Rows: held-out set and direction; columns: R@1, R@5, R@10, each as first → last of `evaluations` (one: just that)."""
+    """Rows: held-out set and direction; columns: R@1, R@5, R@10 and, where it was measured, the median rank, each as first → last of
+    `evaluations` (one: just that)."""
+    with_median = all(
+        key.removesuffix("_R@1") + "_median_rank" in values for values in evaluations for key in values if key.endswith("_R@1")
+    )
     table = Table(title=title, title_justify="left")
     for name in ("held-out set", "query → answer"):
         table.add_column(name, no_wrap=True)
-    for name in (*(f"R@{k} %" for k in RECALL_AT), f"chance R@{RECALL_AT[-1]} %"):
+    for name in (*(f"R@{k} %" for k in RECALL_AT), *(["median rank"] if with_median else []), f"chance R@{RECALL_AT[-1]} %"):
         table.add_column(name, justify="right", no_wrap=True)
     for held_out, count in num_samples.items():
         for key, direction in DIRECTIONS.items():
             cells = [" → ".join(f"{100 * values[f'{held_out}/{key}_R@{k}']:.1f}" for values in evaluations) for k in RECALL_AT]
+            if with_median:
+                cells.append(" → ".join(f"{values[f'{held_out}/{key}_median_rank']:g}" for values in evaluations))
             table.add_row(f"{held_out} ({count})", direction, *cells, f"{100 * min(1.0, RECALL_AT[-1] / count):.1f}")
     return table
 

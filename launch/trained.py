@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from data.tokenizer import load_tokenizer
 from engine.checkpoint.layout import checkpoints_in, newest_of, step_of, verify
 from engine.checkpoint.reading import CheckpointReader, load_layer
+from launch.exported import options_of_export, read_export
 from launch.report import show
 from models.layers import Layer, Tower
 from models.losses import build_loss
 from models.towers import build_towers
+from models.weights import open_model
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,26 @@ class Trained:
         return self.record["options"]
 
 
+def open_model_folder(folder: Path, checkpoint: str | None, device: torch.device | str, averaged: bool) -> Trained:
+    """A run of train.py, or what export.py wrote. Errors: as `open_run`; ValueError for a checkpoint asked of an export, which is one."""
+    if read_export(folder) is None:
+        return open_run(folder, checkpoint, device, averaged)
+    if checkpoint or averaged:
+        raise ValueError(f"{folder}: was exported from one checkpoint; --checkpoint and --ema are of a run's folder")
+    return open_export(folder, device)
+
+
+def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
+    """The model in a folder of export.py. It has no samples of its own."""
+    record = read_export(folder)
+    options = {"seed": 0, "loss": record["loss"], **options_of_export(folder)}
+    tokenizer = load_tokenizer(options["tokenizer"])
+    towers = _towers(options, tokenizer)
+    reader = open_model(str(folder), *towers)
+    layers = [spec.build(options["seed"], reader).eval().to(device) for tower in towers for spec in tower.specs]
+    return Trained({"options": options}, folder, record["step"], tokenizer, towers, layers)
+
+
 def open_run(run_dir: Path, checkpoint: str | None = None, device: torch.device | str = "cpu", averaged: bool = False) -> Trained:
     """The model of `checkpoint`, the name of a folder below RUN_DIR/checkpoints; None: of the newest. `averaged`: with the weights' moving average.
 
@@ -45,7 +68,15 @@ def open_run(run_dir: Path, checkpoint: str | None = None, device: torch.device 
     found = find_checkpoint(run_dir / "checkpoints", checkpoint)
     options = record["options"]
     tokenizer = load_tokenizer(record["tokenizer"] or str(run_dir / "tokenizer"))
-    towers = build_towers(
+    towers = _towers(options, tokenizer)
+    specs = [spec for tower in towers for spec in tower.specs]
+    with CheckpointReader(found) as reader:
+        layers = [load_layer(reader, spec.build(options["seed"]), device, averaged).eval() for spec in specs]
+    return Trained(record, found, step_of(found), tokenizer, towers, layers)
+
+
+def _towers(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[Tower, Tower]:
+    return build_towers(
         options["image_tower"],
         options["text_tower"],
         options["embed_dim"],
@@ -56,10 +87,6 @@ def open_run(run_dir: Path, checkpoint: str | None = None, device: torch.device 
         tokenizer.eos_token_id,
         build_loss(options["loss"]).parameters,
     )
-    specs = [spec for tower in towers for spec in tower.specs]
-    with CheckpointReader(found) as reader:
-        layers = [load_layer(reader, spec.build(options["seed"]), device, averaged).eval() for spec in specs]
-    return Trained(record, found, step_of(found), tokenizer, towers, layers)
 
 
 def read_record(run_dir: Path) -> dict[str, Any]:

@@ -1,29 +1,75 @@
-"""Zero-shot retrieval: how far down the list of all candidates does the right one stand? Exact, in blocks."""
+"""Zero-shot retrieval: how far down the list of all candidates does the first right one stand? Exact, in blocks."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 RECALL_AT = (1, 5, 10)
-BLOCK_ROWS = 1024
+BLOCK_BYTES = 1 << 26  # of similarities at a time
+
+
+def best_ranks(own: Tensor, own_label: Tensor, other: Tensor, other_label: Tensor) -> Tensor:
+    """Rank (0 = first) of each query's best match among all candidates: int64 [b].
+
+    `own` [b, D] queries, `other` [B, D] candidates; a candidate matches a query where their labels, [b] and [B], are equal. Matches do not
+    stand in each other's way: as COCO counts, a picture has found its text when one of its five is among the first. Another candidate
+    that ties with the best match counts as ranked before it, so that a collapsed model scores nothing. Errors: ValueError where a query
+    has no match.
+    """
+    order = other_label.argsort()
+    first, last = (torch.searchsorted(other_label[order], own_label, right=right) for right in (False, True))
+    if (first == last).any():
+        raise ValueError(f"query {int((first == last).nonzero()[0])} has no match among the {len(other)} candidates")
+    ranks = []
+    for rows in blocks(len(own), len(other)):
+        similarity = own[rows] @ other.T  # [block, B]
+        number = (last - first)[rows]
+        query = torch.arange(len(number), device=own.device).repeat_interleave(number)  # of each match, [p]
+        within = torch.arange(len(query), device=own.device) - (number.cumsum(0) - number).repeat_interleave(number)
+        match = order[first[rows].repeat_interleave(number) + within]  # [p]
+        of_match = similarity[query, match]
+        of_match = torch.where(of_match.isnan(), -torch.inf, of_match)  # no better than any other
+        best = torch.full_like(similarity[:, 0], -torch.inf).scatter_reduce_(0, query, of_match, "amax")
+        before = ~(similarity < best[:, None])  # not-a-number counts as ranked before, too
+        ranks.append(before.sum(1).index_add_(0, query, before[query, match].long(), alpha=-1))
+    return torch.cat(ranks) if ranks else own_label.new_zeros(0)
 
 
 def positive_ranks(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
-    """Rank (0 = first) of each query's partner among all candidates: int64 [b].
-
-    `own` [b, D] queries, `other` [B, D] candidates, `target` [b] the candidate that belongs to each query. A candidate that
-    ties with the partner counts as ranked before it, so that a collapsed model scores nothing.
-    """
-    ranks = []
-    for start in range(0, len(own), BLOCK_ROWS):
-        similarity = own[start : start + BLOCK_ROWS] @ other.T  # [block, B]
-        partner = similarity.gather(1, target[start : start + BLOCK_ROWS, None])
-        ranks.append((~(similarity < partner)).sum(1) - 1)  # not-a-number counts as ranked before, too
-    return torch.cat(ranks) if ranks else target.new_zeros(0)
+    """`best_ranks` where each query has one match: candidate `target` [b]."""
+    return best_ranks(own, target, other, torch.arange(len(other), device=other.device))
 
 
 def recall_hits(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
     """How many queries find their partner among the first k, for each k of RECALL_AT: float64 [3]."""
-    ranks = positive_ranks(own, other, target)
+    return hits(positive_ranks(own, other, target))
+
+
+def hits(ranks: Tensor) -> Tensor:
+    """How many of the ranks [b] are among the first k, for each k of RECALL_AT: float64 [3]."""
     return torch.stack([(ranks < k).sum() for k in RECALL_AT]).double()
+
+
+def median_rank(ranks: Tensor) -> float:
+    """Counted from 1, as papers do; of an even number the mean of the middle two."""
+    return float(ranks.double().quantile(0.5)) + 1
+
+
+def nearest(own: Tensor, other: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k candidates of `other` [B, D] that are most like each query of `own` [b, D], best first: (index int64 [b, k], similarity [b, k]).
+    k is at most B."""
+    found = [torch.topk(own[rows] @ other.T, min(k, len(other)), dim=1) for rows in blocks(len(own), len(other))]
+    empty = own.new_zeros(0, min(k, len(other)))
+    return (
+        torch.cat([part.indices for part in found]) if found else empty.long(),
+        torch.cat([part.values for part in found]) if found else empty,
+    )
+
+
+def blocks(num_queries: int, num_candidates: int) -> Iterator[slice]:
+    """Rows of queries, so many at a time that their similarities to all candidates take `BLOCK_BYTES`."""
+    rows = max(1, BLOCK_BYTES // (4 * max(1, num_candidates)))
+    return (slice(start, min(start + rows, num_queries)) for start in range(0, num_queries, rows))

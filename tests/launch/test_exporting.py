@@ -18,7 +18,7 @@ from data.transforms import eval_transform, normalised
 from launch.exported import options_of_export
 from launch.exporting import canonical_state, write_export
 from launch.options import parse_options
-from launch.trained import Trained, find_checkpoint, open_run
+from launch.trained import Trained, find_checkpoint, open_model_folder, open_run
 from models.losses import build_loss
 from models.towers import build_towers
 from models.weights import open_model
@@ -223,6 +223,23 @@ def test_half_precision_weights_are_exported_as_they_are(tmp_path):
         for name, tensor in spec.build(0, weights).state_dict().items():
             assert tensor.dtype == torch.float32 and torch.equal(tensor, layer.state_dict()[name].float()), name
     assert json.loads((tmp_path / "out" / "wye.json").read_text())["trained_in"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["vit+bert", "resnet50+bert+sigmoid"])
+def test_an_exported_folder_is_evaluated_like_a_run(name, tmp_path):
+    image_tower, text_tower, loss, _ = MODELS[name]
+    trained = trained_model(image_tower, text_tower, loss)
+    write_export(trained, tmp_path / "out")
+    again = open_model_folder(tmp_path / "out", None, "cpu", False)
+    assert (again.step, again.options["image_size"], again.options["max_text_tokens"]) == (7, SIZE, TOKENS)
+    assert batch_tokens(again.tokenizer, CAPTIONS, TOKENS)["input_ids"].equal(
+        batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)["input_ids"]
+    )
+    for layer, expected in zip(again.layers, trained.layers, strict=True):
+        assert not layer.training
+        assert all(torch.equal(tensor, expected.state_dict()[key]) for key, tensor in layer.state_dict().items())
+    with pytest.raises(ValueError, match="--checkpoint and --ema are of a run's folder"):
+        open_model_folder(tmp_path / "out", "step-00000007", "cpu", False)
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.retrieval import BLOCK_ROWS, RECALL_AT, positive_ranks, recall_hits
+from models import retrieval
+from models.retrieval import RECALL_AT, best_ranks, hits, median_rank, nearest, positive_ranks, recall_hits
 
 
 def ranks_one_by_one(own: Tensor, other: Tensor, target: Tensor) -> list[int]:
@@ -52,8 +53,9 @@ def test_a_model_of_not_a_number_scores_nothing():
         assert recall_hits(queries, candidates, torch.arange(20)).tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("count", [BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1, 2 * BLOCK_ROWS + 3])
-def test_blocks_leave_no_trace(count):
+@pytest.mark.parametrize("count", [63, 64, 65, 131])
+def test_blocks_leave_no_trace(count, monkeypatch):
+    monkeypatch.setattr(retrieval, "BLOCK_BYTES", 64 * 4 * 50)  # 64 queries among 50 candidates
     own, other = whole_numbers(count, 3, 1, 9), whole_numbers(50, 3, 2, 9)
     target = torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(3))
     similarity = own @ other.T  # [b, B]: exact, see whole_numbers
@@ -73,8 +75,8 @@ def test_hits_are_counted_per_k():
     assert RECALL_AT == (1, 5, 10)
     other = torch.eye(20)
     own = torch.arange(20, 0, -1).float().expand(20, 20)  # every query ranks the candidates 0, 1, 2, …
-    hits = recall_hits(own, other, torch.arange(20))
-    assert hits.dtype == torch.float64 and hits.tolist() == [1.0, 5.0, 10.0]
+    counted = recall_hits(own, other, torch.arange(20))
+    assert counted.dtype == torch.float64 and counted.tolist() == [1.0, 5.0, 10.0]
 
 
 def test_hits_of_parts_add_up():
@@ -83,3 +85,46 @@ def test_hits_of_parts_add_up():
     target = torch.arange(60)
     parts = sum(recall_hits(own[rows], other, target[rows]) for rows in (slice(0, 7), slice(7, 41), slice(41, 60)))
     assert parts.tolist() == recall_hits(own, other, target).tolist()
+
+
+def best_ranks_one_by_one(own, own_label, other, other_label):
+    """How many candidates with another label are at least as similar to the query as its best match."""
+    ranks = []
+    for query, label in zip(own, own_label.tolist()):
+        similarity = [float(query @ candidate) for candidate in other]
+        best = max(value for value, of in zip(similarity, other_label.tolist()) if of == label)
+        ranks.append(sum(value >= best for value, of in zip(similarity, other_label.tolist()) if of != label))
+    return ranks
+
+
+@pytest.mark.parametrize("high", [1, 50], ids=["many ties", "few ties"])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_of_several_texts_counts(seed, high, monkeypatch):
+    """Pictures with one to five texts, and both directions, in blocks that do not divide."""
+    draw = torch.Generator().manual_seed(seed)
+    whose = torch.repeat_interleave(torch.arange(23), torch.randint(1, 6, (23,), generator=draw))
+    whose = whose[torch.randperm(len(whose), generator=draw)]
+    image, text = whole_numbers(23, 5, seed, high), whole_numbers(len(whose), 5, seed + 100, high)
+    monkeypatch.setattr(retrieval, "BLOCK_BYTES", 7 * 4 * len(whose))
+    for sides in ((image, torch.arange(23), text, whose), (text, whose, image, torch.arange(23))):
+        assert best_ranks(*sides).tolist() == best_ranks_one_by_one(*sides)
+
+
+def test_a_query_without_a_match_is_refused():
+    with pytest.raises(ValueError, match="query 1 has no match among the 3 candidates"):
+        best_ranks(torch.eye(2, 3), torch.tensor([0, 7]), torch.eye(3), torch.arange(3))
+
+
+def test_median_and_hits_of_ranks():
+    ranks = torch.tensor([0, 0, 3, 4, 9, 30])
+    assert median_rank(ranks) == 4.5 and median_rank(ranks[:5]) == 4.0
+    assert hits(ranks).tolist() == [2.0, 4.0, 5.0]
+
+
+def test_the_nearest_of_each_query(monkeypatch):
+    own, other = whole_numbers(31, 6, 0, 50), whole_numbers(40, 6, 1, 50)
+    similarity = own @ other.T
+    monkeypatch.setattr(retrieval, "BLOCK_BYTES", 4 * 4 * 40)
+    index, value = nearest(own, other, 5)
+    assert torch.equal(value, similarity.sort(1, descending=True).values[:, :5]) and torch.equal(similarity.gather(1, index), value)
+    assert nearest(own, other[:3], 5)[0].shape == (31, 3) and nearest(own[:0], other, 5)[0].shape == (0, 5)

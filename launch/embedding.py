@@ -1,0 +1,133 @@
+"""Embeddings of a data set by a trained model, on one device: in memory, or in a folder that other programs map.
+
+A folder of embeddings has `image.npy` float32 [n, D] and `text.npy` float32 [m, D], rows of length 1; `images.jsonl`, a line per row of the first with
+`index` in the data, `id` and `where`; `texts.jsonl`, a line per row of the second with `image`, its row in the first, and `text`; and `about.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data.loader import MicroBatchDataset, micro_batches
+from data.sampler import evaluation_requests
+from data.sources import Source
+from data.tokenizer import batch_tokens
+from data.transforms import eval_transform
+from launch.report import progress_interval
+from launch.trained import Trained
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """n pictures and m texts, on the CPU, of length 1. A picture that cannot be read is left out, with its texts."""
+
+    index: Tensor  # [n] int64, in the data
+    image: Tensor  # [n, D] float32
+    text: Tensor  # [m, D] float32
+    image_of_text: Tensor  # [m] int64, row of `image`
+    texts: Sequence[str]  # m
+
+    @property
+    def is_paired(self) -> bool:
+        """Is text i that of picture i, and no other?"""
+        return torch.equal(self.image_of_text, torch.arange(len(self.image)))
+
+
+class Embedder:
+    """The towers of `trained` on `device`, `batch_size` pictures or texts at a time."""
+
+    def __init__(self, trained: Trained, device: torch.device | str, batch_size: int, workers: int = 0):
+        self.trained, self.device, self.batch_size, self.workers = trained, torch.device(device), batch_size, workers
+        number = len(trained.towers[0].specs)
+        self._layers = {"image": trained.layers[:number], "text": trained.layers[number:]}
+
+    def images(self, source: Source, subset: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Of the samples `subset` whose pictures can be read: (their indices int64 [n], [n, D])."""
+        transform = eval_transform(self.trained.options["image_size"])
+        dataset = MicroBatchDataset(source, frozenset({"image"}), transform, transform, seed=self.trained.options["seed"])
+        requests, index, embeds = evaluation_requests(np.asarray(subset), 0, 1, self.batch_size), [], []
+        for batch in tqdm(
+            micro_batches(dataset, requests, self.workers),
+            total=len(requests),
+            unit="batch",
+            leave=False,
+            desc="pictures",
+            mininterval=progress_interval(),
+        ):
+            loaded = batch["image_index"] >= 0  # below: could not be read
+            index.append(batch["image_index"][loaded])
+            embeds.append(self._embed("image", batch)[loaded])
+        return _together(index, torch.int64), _rows(embeds)
+
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """[m, D]."""
+        embeds, limit = [], self.trained.options["max_text_tokens"]
+        starts = range(0, len(texts), self.batch_size)
+        for start in tqdm(starts, unit="batch", leave=False, desc="texts", mininterval=progress_interval()):
+            embeds.append(self._embed("text", batch_tokens(self.trained.tokenizer, texts[start : start + self.batch_size], limit)))
+        return _rows(embeds)
+
+    def embedded(self, source: Source, subset: np.ndarray, all_captions: bool = False) -> Embedded:
+        """A data set: with the first caption of each picture, as training evaluates, or with all."""
+        index, image = self.images(source, subset)
+        captions = [source.captions(i) if all_captions else source.captions(i)[:1] for i in index.tolist()]
+        texts = list(chain.from_iterable(captions))
+        whose = torch.repeat_interleave(torch.arange(len(captions)), torch.tensor([len(own) for own in captions], dtype=torch.int64))
+        return Embedded(index, image, self.texts(texts), whose, texts)
+
+    @torch.no_grad()
+    def _embed(self, branch: str, tensors: dict[str, Tensor]) -> Tensor:
+        tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        for layer in self._layers[branch]:
+            tensors = layer(tensors)
+        return tensors[f"{branch}_embeds"].float().cpu()
+
+
+def _together(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat(list(parts)) if parts else torch.zeros(0, dtype=dtype)
+
+
+def _rows(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if parts else torch.zeros(0, 0)
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------------
+
+
+def write_embeddings(folder: Path, embedded: Embedded, source: Source, about: dict[str, Any]) -> None:
+    """Errors: FileExistsError for a folder that holds something else."""
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / "about.json").is_file())):
+        raise FileExistsError(f"--embeddings {folder}: holds something else; give a new folder, or one with earlier embeddings")
+    folder.mkdir(parents=True, exist_ok=True)
+    np.save(folder / "image.npy", embedded.image.numpy())
+    np.save(folder / "text.npy", embedded.text.numpy())
+    images = ({"index": i, "id": source.identity(i), "where": source.where(i)} for i in embedded.index.tolist())
+    _write_lines(folder / "images.jsonl", images)
+    _write_lines(
+        folder / "texts.jsonl", ({"image": row, "text": text} for row, text in zip(embedded.image_of_text.tolist(), embedded.texts))
+    )
+    (folder / "about.json").write_text(json.dumps({**about, "data": source.spec}, indent=2) + "\n", encoding="utf-8")
+
+
+def read_images(folder: Path) -> tuple[np.ndarray, list[dict[str, Any]], dict[str, Any]]:
+    """Of a folder of embeddings: (pictures' [n, D], mapped from the disk; the line of each; about.json). Errors: FileNotFoundError."""
+    if not (folder / "about.json").is_file():
+        raise FileNotFoundError(f"{folder}: holds no about.json; make it with evaluate.py RUN_DIR --embeddings {folder}")
+    lines = [json.loads(line) for line in (folder / "images.jsonl").read_text(encoding="utf-8").splitlines()]
+    return np.load(folder / "image.npy", mmap_mode="r"), lines, json.loads((folder / "about.json").read_text(encoding="utf-8"))
+
+
+def _write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -1,0 +1,139 @@
+"""What a trained model can do, in numbers and in pictures: retrieval, classes, examples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from data.prepare import HeldOut
+from data.sources import Source
+from launch.embedding import Embedded, Embedder, read_images
+from launch.gallery import Found, Row
+from launch.report import recalls
+from models.alignment import alignment_figures, alignment_sums
+from models.classification import (
+    NEIGHBOURS,
+    TOP,
+    class_embeds,
+    neighbour_accuracy,
+    probe_accuracy,
+    zero_shot_accuracy,
+)
+from models.retrieval import best_ranks, hits, median_rank, nearest
+
+SHOWN = 5  # answers to a query
+
+
+def retrieval(embedded: Embedded) -> dict[str, float]:
+    """{"image_to_text_R@1": …, …, "image_to_text_median_rank": …} and the same from text to image; as `best_ranks` counts;
+    with one text for each picture also how they lie to each other (`models/alignment.py`). Empty data: none."""
+    pictures, values = torch.arange(len(embedded.image)), {}
+    queries = {
+        "image_to_text": (embedded.image, pictures, embedded.text, embedded.image_of_text),
+        "text_to_image": (embedded.text, embedded.image_of_text, embedded.image, pictures),
+    }
+    for direction, sides in queries.items():
+        ranks = best_ranks(*sides)
+        if len(ranks):
+            values |= recalls({direction: hits(ranks).tolist()}, len(ranks)) | {f"{direction}_median_rank": median_rank(ranks)}
+    if embedded.is_paired:
+        values |= alignment_figures(*(alignment_sums(*sides, pictures) for sides in _both(embedded.image, embedded.text)), len(pictures))
+    return values
+
+
+def _both(image: Tensor, text: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    return (image, text), (text, image)
+
+
+def classification(embedder: Embedder, test: HeldOut, train: HeldOut | None) -> dict[str, float]:
+    """Of data whose samples of a class have the same captions: zero-shot, by these as prompts; with `train` by neighbours and a linear probe."""
+    index, image = embedder.images(test.source, test.subset)
+    train_index, train_image = embedder.images(train.source, train.subset) if train else (index[:0], image[:0])
+    captions = [test.source.captions(i) for i in index.tolist()]
+    train_captions = [train.source.captions(i) for i in train_index.tolist()]
+    prompts = {own[0]: own for own in [*train_captions, *captions]}  # of each class, by its first
+    classes = sorted(prompts)
+    number = {name: n for n, name in enumerate(classes)}
+    label, train_label = (torch.tensor([number[own[0]] for own in each], dtype=torch.int64) for each in (captions, train_captions))
+    of_prompt = torch.tensor([n for n, name in enumerate(classes) for _ in prompts[name]])
+    by_class = class_embeds(embedder.texts([text for name in classes for text in prompts[name]]), of_prompt, len(classes))
+    values = {"num_samples": len(index), "num_classes": len(classes)}
+    values |= {f"zero_shot_{key}": value for key, value in zero_shot_accuracy(image, label, by_class).items()}
+    if train:
+        values["neighbours_top_1"] = neighbour_accuracy(train_image, train_label, image, label, len(classes))
+        values["linear_probe_top_1"], values["linear_probe_strength"] = probe_accuracy(train_image, train_label, image, label)
+    return values
+
+
+def classification_table(values: Mapping[str, float], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("how")
+    table.add_column("top-1 %", justify="right")
+    table.add_column("top-5 %", justify="right")
+    table.add_row("zero-shot", *(f"{100 * values[f'zero_shot_top_{k}']:.1f}" for k in TOP))
+    if "neighbours_top_1" in values:
+        table.add_row(f"{NEIGHBOURS} nearest neighbours", f"{100 * values['neighbours_top_1']:.1f}", "")
+        table.add_row(f"linear probe, C = {values['linear_probe_strength']:g}", f"{100 * values['linear_probe_top_1']:.1f}", "")
+    chance = [min(1.0, k / values["num_classes"]) for k in TOP]
+    table.add_row(f"chance, {values['num_classes']:.0f} classes", *(f"{100 * c:.1f}" for c in chance))
+    return table
+
+
+def examples(embedded: Embedded, source: Source, number: int, seed: int = 0) -> list[Row]:
+    """Queries drawn by chance, half of them texts and half pictures, with their first `SHOWN` answers."""
+    draw = torch.Generator().manual_seed(seed)
+    texts = torch.randperm(len(embedded.text), generator=draw)[: -(-number // 2)]
+    pictures = torch.randperm(len(embedded.image), generator=draw)[: number // 2]
+    rows = []
+    for query, *answers in zip(texts.tolist(), *map(Tensor.tolist, nearest(embedded.text[texts], embedded.image, SHOWN))):
+        found = [
+            Found(
+                source.image_bytes(int(embedded.index[i])),
+                source.captions(int(embedded.index[i]))[0],
+                s,
+                i == int(embedded.image_of_text[query]),
+            )
+            for i, s in zip(*answers)
+        ]
+        rows.append(Row(embedded.texts[query], None, found))
+    for query, *answers in zip(pictures.tolist(), *map(Tensor.tolist, nearest(embedded.image[pictures], embedded.text, SHOWN))):
+        found = [Found(None, embedded.texts[i], s, int(embedded.image_of_text[i]) == query) for i, s in zip(*answers)]
+        rows.append(Row(source.captions(int(embedded.index[query]))[0], source.image_bytes(int(embedded.index[query])), found))
+    return rows
+
+
+def search(query: Tensor, embeds: Tensor | np.ndarray, lines: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any]]:
+    """The `number` pictures most like a query [1, D], best first: their lines, with "similarity"."""
+    index, similarity = nearest(query, torch.as_tensor(np.array(embeds)), number)
+    return [{**lines[i], "similarity": round(s, 4)} for i, s in zip(index[0].tolist(), similarity[0].tolist())]
+
+
+def search_table(query: str, found: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=f"“{query}”", title_justify="left")
+    for name in ("similarity", "id", "where"):
+        table.add_column(name, justify="right" if name == "similarity" else "left", overflow="fold")
+    for line in found:
+        table.add_row(f"{line['similarity']:.3f}", str(line["id"]), str(line["where"]))
+    return table
+
+
+def embeddings_of(folder: Path, checkpoint: str, data: str | None) -> tuple[np.ndarray, list[dict[str, Any]], str]:
+    """A folder of embeddings, if this model made it: (pictures, their lines, the data's spec). Errors: ValueError, FileNotFoundError."""
+    embeds, lines, about = read_images(folder)
+    if about["checkpoint"] != checkpoint or (data is not None and about["data"] != data):
+        raise ValueError(
+            f"--embeddings {folder}: are of {about['checkpoint']} and {about['data']}, not of {checkpoint}{f' and {data}' if data else ''}; give "
+            "another folder, or make them again without --query"
+        )
+    return embeds, lines, about["data"]
+
+
+def write_numbers(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,78 @@
+"""Pictures that a person can judge: queries with what was found for them, right and wrong marked."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from data.pictures import decode_bytes, upright_8bit
+
+RIGHT, WRONG = "#009E73", "#D55E00"  # Okabe and Ito's, told apart also by the colour-blind; a word says it too
+DOTS_PER_INCH, CELL_INCHES = 110, 1.6
+LETTERS = 26  # of a line below a picture
+
+
+@dataclass(frozen=True)
+class Found:
+    """One answer: a picture, or a text. `right` None: nobody knows."""
+
+    picture: bytes | None
+    text: str
+    similarity: float
+    right: bool | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A query, a text or a picture, and its answers, best first."""
+
+    text: str
+    picture: bytes | None
+    found: Sequence[Found]
+
+
+def draw_rows(rows: Sequence[Row], title: str, path: Path) -> None:
+    """A line per query. `path`: .png, .svg or .pdf."""
+    columns = 1 + max(len(row.found) for row in rows)
+    figure = Figure(figsize=(CELL_INCHES * columns * 1.15, CELL_INCHES * 1.35 * len(rows) + 0.6), layout="constrained")
+    axes = np.atleast_2d(figure.subplots(len(rows), columns, squeeze=False))
+    for row, cells in zip(rows, axes):
+        for cell in cells:
+            cell.set_axis_off()
+        _draw_cell(cells[0], row.picture, row.text if row.picture is None else "", "query", None)
+        for found, cell in zip(row.found, cells[1:]):
+            mark = {True: "right", False: "wrong", None: ""}[found.right]
+            _draw_cell(cell, found.picture, found.text, f"{mark} {found.similarity:.2f}".strip(), found.right)
+    figure.suptitle(title, fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def _draw_cell(cell, picture: bytes | None, text: str, heading: str, right: bool | None) -> None:
+    colour = {True: RIGHT, False: WRONG, None: "black"}[right]
+    cell.set_title(heading, fontsize=8, color=colour)
+    shown = "\n".join(textwrap.wrap(text, LETTERS)[:3])
+    if picture is None:
+        cell.text(0.5, 0.5, "\n".join(textwrap.wrap(text, LETTERS - 8)[:6]), ha="center", va="center", fontsize=8, color=colour)
+        return
+    cell.imshow(on_white(picture))
+    cell.text(0.5, -0.04, shown, ha="center", va="top", fontsize=6.5, transform=cell.transAxes)
+    for side in cell.spines.values():
+        side.set(color=colour, linewidth=2)
+    if right is not None:
+        cell.set_axis_on()
+        cell.set(xticks=[], yticks=[])
+
+
+def on_white(data: bytes) -> np.ndarray:
+    """[h, w, 3] uint8 of an encoded picture."""
+    picture = np.asarray(upright_8bit(decode_bytes(data, at_least=160)))
+    if picture.shape[-1] == 3:
+        return picture
+    alpha = picture[..., 3:].astype(np.float32) / 255
+    return (alpha * picture[..., :3] + (1 - alpha) * 255).round().astype(np.uint8)

@@ -1,0 +1,152 @@
+"""Embeddings, retrieval, classes, examples and a search by a model that was built, not trained: the numbers are those of plain torch."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from data.prepare import HeldOut
+from data.sources import open_source
+from data.tokenizer import batch_tokens, load_tokenizer
+from launch.embedding import Embedder, read_images, write_embeddings
+from launch.evaluation import classification, embeddings_of, examples, retrieval, search
+from launch.gallery import draw_rows
+from launch.trained import Trained
+from models.losses import build_loss
+from models.towers import build_towers
+
+SIZE, TOKENS = 32, 16
+
+
+@pytest.fixture(scope="module")
+def source():
+    return open_source("demo:en+de")
+
+
+@pytest.fixture(scope="module")
+def embedder(source):
+    tokenizer = load_tokenizer(None, [source.captions(i)[0] for i in range(0, 400)])
+    names = "resnet18:layers=1-1-1-1,width_per_group=64", "bert-tiny:hidden_size=32,num_attention_heads=2,intermediate_size=32"
+    ids = tokenizer.pad_token_id, tokenizer.eos_token_id
+    towers = build_towers(*names, 16, SIZE, len(tokenizer), TOKENS, *ids, build_loss("infonce").parameters)
+    layers = [spec.build(1).eval() for tower in towers for spec in tower.specs]
+    record = {"options": {"image_size": SIZE, "max_text_tokens": TOKENS, "seed": 0}}
+    return Embedder(Trained(record, Path("step-00000001"), 1, tokenizer, towers, layers), "cpu", 7)
+
+
+SUBSET = np.arange(0, 400, 20)
+
+
+@pytest.mark.parametrize("all_captions", [False, True])
+def test_embeddings_are_those_of_the_towers(source, embedder, all_captions):
+    embedded = embedder.embedded(source, SUBSET, all_captions)
+    assert embedded.index.tolist() == SUBSET.tolist() and embedded.is_paired == (not all_captions)
+    expected = [text for i in SUBSET for text in (source.captions(i) if all_captions else source.captions(i)[:1])]
+    assert list(embedded.texts) == expected and len(expected) > len(SUBSET) * all_captions
+    row = len(expected) // 2
+    tokens = batch_tokens(embedder.trained.tokenizer, [expected[row]], TOKENS)
+    for layer in embedder.trained.layers[len(embedder.trained.towers[0].specs) :]:
+        tokens = layer(tokens)
+    torch.testing.assert_close(embedded.text[row], tokens["text_embeds"][0].detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(embedded.image.norm(dim=1), torch.ones(len(SUBSET)))
+    picture = embedder.images(source, SUBSET[row % len(SUBSET) :][:1])[1]
+    torch.testing.assert_close(embedded.image[row % len(SUBSET)], picture[0], rtol=0, atol=1e-5)
+
+
+def test_retrieval_of_all_captions_as_counted_by_hand(source, embedder):
+    embedded = embedder.embedded(source, SUBSET, True)
+    values = retrieval(embedded)
+    similarity = embedded.image @ embedded.text.T
+    right = embedded.image_of_text == torch.arange(len(SUBSET))[:, None]
+    best = similarity.masked_fill(~right, -2).amax(1)
+    ranks = ((similarity >= best[:, None]) & ~right).sum(1)
+    assert values["image_to_text_R@5"] == pytest.approx(float((ranks < 5).double().mean()))
+    assert values["image_to_text_median_rank"] == pytest.approx(float(np.median(ranks)) + 1)
+    back = (similarity >= (similarity * right).sum(0)).sum(0) - 1  # one picture for each text
+    assert values["text_to_image_R@10"] == pytest.approx(float((back < 10).double().mean()))
+
+
+def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_path):
+    embedded = embedder.embedded(source, SUBSET)
+    write_embeddings(tmp_path / "out", embedded, source, {"checkpoint": "step-00000001"})
+    embeds, lines, spec = embeddings_of(tmp_path / "out", "step-00000001", None)
+    assert isinstance(embeds, np.memmap) and np.array_equal(embeds, embedded.image.numpy()) and spec == source.spec
+    found = search(embedded.image[3:4], embeds, lines, 4)
+    assert found[0]["id"] == source.identity(SUBSET[3]) and found[0]["similarity"] == pytest.approx(1.0, abs=1e-3) and len(found) == 4
+    texts = [json.loads(line) for line in (tmp_path / "out" / "texts.jsonl").read_text().splitlines()]
+    assert texts[5] == {"image": 5, "text": source.captions(SUBSET[5])[0]}
+    write_embeddings(tmp_path / "out", embedded, source, {"checkpoint": "step-00000002"})  # again, of another checkpoint
+    with pytest.raises(ValueError, match="are of step-00000002 and demo:en\\+de, not of step-00000001; give another folder"):
+        embeddings_of(tmp_path / "out", "step-00000001", None)
+    with pytest.raises(FileNotFoundError, match="make it with evaluate.py RUN_DIR --embeddings"):
+        read_images(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    with pytest.raises(FileExistsError, match="holds something else"):
+        write_embeddings(tmp_path / "other", embedded, source, {})
+
+
+def test_classes_by_prompts_neighbours_and_a_probe(source, embedder, tmp_path):
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    for split, per_class in (("train", 12), ("test", 6)):
+        for name, colour in (("red", (200, 30, 30)), ("green", (30, 200, 30)), ("blue", (30, 30, 200))):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(per_class):
+                noise = draw.integers(0, 40, (40, 40, 3)) + np.array(colour)
+                Image.fromarray(noise.clip(0, 255).astype(np.uint8)).save(tmp_path / split / name / f"{i}.png")
+    (tmp_path / "templates.txt").write_text("{}\na {} square\n")
+    train, test = (open_source(f"imagefolder:{tmp_path / split}?templates={tmp_path / 'templates.txt'}") for split in ("train", "test"))
+    values = classification(embedder, HeldOut(test, test.usable()), HeldOut(train, train.usable()))
+    assert values["num_classes"] == 3 and values["num_samples"] == 18
+    assert values["neighbours_top_1"] > 0.9 and values["linear_probe_top_1"] > 0.9  # colours survive any convolutions
+    names = ["blue", "green", "red"]
+    prompts = embedder.texts([t.format(n) for n in names for t in ("{}", "a {} square")]).view(3, 2, -1)
+    by_class = F.normalize(prompts.mean(1), dim=1)
+    index, image = embedder.images(test, test.usable())
+    guessed = [names[c] for c in (image @ by_class.T).argmax(1).tolist()]
+    right = np.mean([guess == test.captions(i)[0] for guess, i in zip(guessed, index.tolist())])
+    assert values["zero_shot_top_1"] == pytest.approx(right) and values["zero_shot_top_5"] == 1.0
+    alone = classification(embedder, HeldOut(test, test.usable()), None)
+    assert set(alone) == {"num_samples", "num_classes", "zero_shot_top_1", "zero_shot_top_5"}
+
+
+def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
+    embedded = embedder.embedded(source, SUBSET, True)
+    rows = examples(embedded, source, 5, seed=3)
+    assert [row.picture is None for row in rows] == [True, True, True, False, False] and all(len(row.found) == 5 for row in rows)
+    for row in rows:
+        assert [f.similarity for f in row.found] == sorted((f.similarity for f in row.found), reverse=True)
+        for found in row.found:
+            if row.picture is None:
+                of = next(i for i in SUBSET if source.image_bytes(i) == found.picture)
+                assert found.right == (row.text in source.captions(of))
+            else:
+                of = next(i for i in SUBSET if source.image_bytes(i) == row.picture)
+                assert found.right == (found.text in source.captions(of))
+    draw_rows(rows, "a title", tmp_path / "a folder" / "rows.png")
+    assert (tmp_path / "a folder" / "rows.png").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--classify-train", "imagefolder:x"], "--classify-train trains on what --classify is tested with"),
+        (["--classify", "imagefolder:x", "--query", "an apple"], "--classify tells classes"),
+        (["--query", " "], "--query is empty"),
+        (["--number", "0"], "--number 0: at least 1 is needed"),
+        (["--batch-size", "-3"], "--batch-size -3: at least 1"),
+        (["--picture", "queries.jpeg"], "a name that ends in .png, .svg or .pdf"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
+    import evaluate
+
+    monkeypatch.setattr("sys.argv", ["evaluate.py", "nowhere", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        evaluate.parse()
+    assert exit.value.code == 2 and words in capsys.readouterr().err
