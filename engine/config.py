@@ -26,6 +26,7 @@ from engine.topology import BRANCHES, LAYOUTS
 AUTO = "auto"
 KNOBS = ("captions_per_image", "kept_patches", "image_size")  # of the `balance` block: feed rates
 # DeepSpeed's keys that mean something under this engine; it accepts unknown ones silently, we do not.
+NEEDS_GPU = ("lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")  # optimizers, as DeepSpeed compares them
 DEEPSPEED_KEYS = [
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -358,11 +359,14 @@ def _check_offload(zero: Mapping[str, Any], stage: int) -> None:
 
 
 def check_hardware(config: Mapping[str, Any], fp16_supported: bool, bf16_supported: bool, device: str) -> None:
-    """Refuse a precision the hardware does not have, before anything is built."""
+    """Refuse a precision or an optimizer that the hardware does not have, before anything is built."""
     for key, supported in (("fp16", fp16_supported), ("bf16", bf16_supported)):
         if config.get(key, {}).get("enabled", False) and not supported:
             other = "ds_configs/cpu_fp32.json" if device == "cpu" else "ds_configs/zero1_fp32.json"
             raise ValueError(f"{key} is enabled, but this hardware ({device}) does not compute in {key}; use --deepspeed_config {other}")
+    optimizer = config.get("optimizer", {}).get("type", "")
+    if device == "cpu" and optimizer.lower() in NEEDS_GPU:
+        raise ValueError(f'optimizer.type {optimizer!r}: DeepSpeed has it for GPUs only; on a CPU give "AdamW", "Adam", "SGD" or "Adagrad"')
 
 
 def _keys(cls: type) -> list[str]:

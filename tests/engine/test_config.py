@@ -217,6 +217,10 @@ def test_refusals_of_the_hardware():
     check_hardware(fp16, fp16_supported=True, bf16_supported=False, device="cuda")
     check_hardware(bf16, fp16_supported=False, bf16_supported=True, device="cpu")
     check_hardware(MINIMAL, fp16_supported=False, bf16_supported=False, device="cpu")
+    lion = {**MINIMAL, "optimizer": {"type": "Lion"}}
+    with pytest.raises(ValueError, match="optimizer.type 'Lion': DeepSpeed has it for GPUs only; on a CPU give \"AdamW\""):
+        check_hardware(lion, fp16_supported=False, bf16_supported=True, device="cpu")
+    check_hardware(lion, fp16_supported=True, bf16_supported=True, device="cuda")
 
 
 def test_the_files_a_refusal_names_exist():
