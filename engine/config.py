@@ -25,8 +25,8 @@ from engine.topology import BRANCHES, LAYOUTS
 
 AUTO = "auto"
 KNOBS = ("captions_per_image", "kept_patches", "image_size")  # of the `balance` block: feed rates
-# DeepSpeed's keys that mean something under this engine; it accepts unknown ones silently, we do not.
 NEEDS_GPU = ("lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")  # optimizers, as DeepSpeed compares them
+# DeepSpeed's keys that mean something under this engine; it accepts unknown ones silently, we do not.
 DEEPSPEED_KEYS = [
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
