@@ -9,13 +9,13 @@ The rule of TensorFlow's ExponentialMovingAverage. Under ZeRO-1 and bf16 what is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.spelling import nearest
+from engine.spelling import strict_block
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,7 @@ def average_block(written: Any) -> AverageBlock | None:
     """`branches.ema` as written; None: nothing is averaged. Errors: ValueError with the key."""
     if written is None:
         return None
-    valid = [field.name for field in fields(AverageBlock)]
-    if not isinstance(written, dict):
-        raise ValueError(f'branches.ema: got {written!r}; it is an object such as {{"decay": 0.9999, "warmup": true}}')
-    for key in written:
-        if key not in valid:
-            raise ValueError(f"unknown key 'branches.ema.{key}'{nearest(key, valid)}")
-    return AverageBlock(**written)
+    return AverageBlock(**strict_block("ema", written, AverageBlock, '{"decay": 0.9999, "warmup": true}'))
 
 
 class WeightAverage:

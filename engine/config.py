@@ -10,7 +10,7 @@ import copy
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ from engine.deepspeed_keys import check_blocks
 from engine.locking import LockedBlock, locked_block
 from engine.parameter_groups import OptimizerGroups, check_groups, optimizer_groups
 from engine.schedule import SCHEDULES
-from engine.spelling import nearest
+from engine.spelling import keys_of, nearest, strict_block
 from engine.topology import BRANCHES, LAYOUTS
 
 AUTO = "auto"
@@ -197,13 +197,13 @@ class BranchesBlock:
 
     def dealing(self) -> BalanceBlock:
         """The `balance` block. Raises ValueError for what is wrong in it."""
-        return BalanceBlock(**_object("balance", {} if self.balance is None else self.balance, BalanceBlock, '{"strategy": "deal"}'))
+        return BalanceBlock(**strict_block("balance", {} if self.balance is None else self.balance, BalanceBlock, '{"strategy": "deal"}'))
 
     def weighting(self) -> SampleWeightsBlock | None:
         """The `sample_weights` block; None: all samples count the same. Raises ValueError for what is wrong in it."""
         if self.sample_weights is None:
             return None
-        return SampleWeightsBlock(**_object("sample_weights", self.sample_weights, SampleWeightsBlock, '{"use": "loss"}'))
+        return SampleWeightsBlock(**strict_block("sample_weights", self.sample_weights, SampleWeightsBlock, '{"use": "loss"}'))
 
     def clipping(self) -> dict[str, ClippingRule]:
         """group -> rule. Raises ValueError for what is wrong in the `gradient_clipping` block."""
@@ -251,10 +251,10 @@ def check_config(config: dict[str, Any]) -> tuple[dict[str, Any], BranchesBlock]
         if key not in DEEPSPEED_KEYS:
             raise ValueError(f"unknown key {key!r}{nearest(key, [*DEEPSPEED_KEYS, 'branches'])}")
     if not isinstance(block, dict):
-        raise ValueError(f"branches: got {block!r}; it is an object with the keys {_keys(BranchesBlock)}")
+        raise ValueError(f"branches: got {block!r}; it is an object with the keys {keys_of(BranchesBlock)}")
     for key in block:
-        if key not in _keys(BranchesBlock):
-            raise ValueError(f"unknown key 'branches.{key}'{nearest(key, _keys(BranchesBlock))}")
+        if key not in keys_of(BranchesBlock):
+            raise ValueError(f"unknown key 'branches.{key}'{nearest(key, keys_of(BranchesBlock))}")
     check_blocks(config)
     _check_values(config, block)
     _check_precision_and_zero(config)
@@ -367,20 +367,6 @@ def check_hardware(config: Mapping[str, Any], fp16_supported: bool, bf16_support
     optimizer = config.get("optimizer", {}).get("type", "")
     if device == "cpu" and optimizer.lower() in NEEDS_GPU:
         raise ValueError(f'optimizer.type {optimizer!r}: DeepSpeed has it for GPUs only; on a CPU give "AdamW", "Adam", "SGD" or "Adagrad"')
-
-
-def _keys(cls: type) -> list[str]:
-    return [field.name for field in fields(cls)]
-
-
-def _object(name: str, value: Any, cls: type, example: str) -> dict[str, Any]:
-    """`value` if it is an object with keys of `cls` only."""
-    if not isinstance(value, dict):
-        raise ValueError(f"branches.{name}: got {value!r}; it is an object such as {example}")
-    for key in value:
-        if key not in _keys(cls):
-            raise ValueError(f"unknown key 'branches.{name}.{key}'{nearest(key, _keys(cls))}")
-    return value
 
 
 def _choice(name: str, value: Any, valid: Sequence[str]) -> None:

@@ -8,11 +8,11 @@ forwards and nothing else. The head, a layer of its own behind each tower, learn
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.costs import CostModel
-from engine.spelling import nearest
+from engine.spelling import nearest, strict_block
 from engine.topology import BRANCHES, StageGraph
 
 Trainable = Mapping[str, Sequence[bool]]  # branch -> of each of its layers, the head last
@@ -71,14 +71,7 @@ class LockedBlock:
 
 def locked_block(written: Any) -> LockedBlock:
     """`branches.locked` as written; None: nothing is locked. Errors: ValueError with the key."""
-    written = {} if written is None else written
-    valid = [field.name for field in fields(LockedBlock)]
-    if not isinstance(written, dict):
-        raise ValueError(f'branches.locked: got {written!r}; it is an object such as {{"image": true, "batch_norm": "locked"}}')
-    for key in written:
-        if key not in valid:
-            raise ValueError(f"unknown key 'branches.locked.{key}'{nearest(key, valid)}")
-    return LockedBlock(**written)
+    return LockedBlock(**strict_block("locked", {} if written is None else written, LockedBlock, '{"image": true, "batch_norm": "locked"}'))
 
 
 def trainable_layers(locked: LockedBlock, costs: CostModel) -> dict[str, tuple[bool, ...]]:

@@ -1,9 +1,11 @@
-"""What somebody may have meant, for messages that refuse a word."""
+"""What somebody may have meant, for messages that refuse a word; and the strict reading of a block of words."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 
 def nearest(given: str, valid: Sequence[str]) -> str:
@@ -18,3 +20,17 @@ def nearest_pattern(pattern: str, names: Sequence[str]) -> str:
     valid = sorted({*names, *(".".join(part[:i]) + ".*" for part in parts for i in range(1, len(part)))})
     near = difflib.get_close_matches(pattern, valid, 1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else f"; there are for example {', '.join(names[:: max(1, len(names) // 3)][:3])}"
+
+
+def keys_of(cls: type) -> list[str]:
+    return [field.name for field in fields(cls)]
+
+
+def strict_block(name: str, value: Any, cls: type, example: str) -> dict[str, Any]:
+    """`branches.<name>` as written, if it is an object with keys of the dataclass `cls` only. Errors: ValueError with the key."""
+    if not isinstance(value, dict):
+        raise ValueError(f"branches.{name}: got {value!r}; it is an object such as {example}")
+    for key in value:
+        if key not in keys_of(cls):
+            raise ValueError(f"unknown key 'branches.{name}.{key}'{nearest(key, keys_of(cls))}")
+    return value
