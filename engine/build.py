@@ -15,6 +15,7 @@ from engine.clipping_rules import group_of, rank_sets, refuse_idle_patterns
 from engine.communication import Communicator
 from engine.exchange import ContrastiveLoss
 from engine.executor import ForkEngine
+from engine.matching import MatchingLoss
 from engine.module import DescribesLayer, StageModule
 from engine.parameter_groups import settings_of
 from engine.planner import RunPlan, deepspeed_config
@@ -34,6 +35,7 @@ def build_engine(
     constant_shapes: Mapping[str, bool],
     equal_shares: bool = True,
     source_starts: Sequence[int] | None = None,
+    matching: MatchingLoss | None = None,
 ) -> ForkEngine:
     """The engine of this rank. All ranks call it together, after the process group is up.
 
@@ -41,7 +43,7 @@ def build_engine(
     rank's own only. `total_num_steps` resolves an "auto" in the learning-rate schedule. `constant_shapes[branch]` promises that all
     training micro-batches of a branch have equal shapes, so that they need to be announced only once; `equal_shares` that each
     replica of a stage has equally many samples of every global batch. `source_starts`: the first index of each of several sources of the
-    samples, ascending, whose losses are told apart; None: there is one. Raises ValueError for a pattern (of clipping or decay) that
+    samples, ascending, whose losses are told apart; None: there is one. `matching`: the loss of pairs, where the text head has a `fusion`. Raises ValueError for a pattern (of clipping or decay) that
     matches no parameter.
     """
     rank = dist.get_rank()
@@ -58,7 +60,8 @@ def build_engine(
     }
     sets_of_groups = rank_sets(plan.graph, groups, sharded=resolved.get("zero_optimization", {}).get("stage", 0) > 0)
     settings = settings_of(plan.optimizer_groups, layers, config["optimizer"])
-    comm = Communicator(plan.graph, rank, device, timeout, [ranks for sets in sets_of_groups.values() for ranks in sets])
+    own_sets = [ranks for sets in sets_of_groups.values() for ranks in sets]
+    comm = Communicator(plan.graph, rank, device, timeout, own_sets, joins=matching is not None)
     module = StageModule(plan.graph, rank, layers, build_layer, comm.stage_group, seed, settings, plan.trainable, plan.batch_norm_locked)
     return ForkEngine(
         module,
@@ -75,4 +78,5 @@ def build_engine(
         constant_shapes,
         equal_shares,
         source_starts,
+        matching,
     )

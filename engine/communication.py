@@ -187,10 +187,18 @@ class Communicator:
     """The groups and channels of one rank. Every rank makes its own, at the same time, from the same graph.
 
     `rank_sets`: further sets of ranks, ascending, that add numbers up (the clipping groups'); a rank outside a set never calls on it.
-    `num_sums`: how often each of them was called on.
+    `num_sums`: how often each of them was called on. `joins`: image tails and text tails also speak of tokens.
     """
 
-    def __init__(self, graph: StageGraph, rank: int, device: torch.device, timeout: timedelta, rank_sets: Iterable[tuple[int, ...]] = ()):
+    def __init__(
+        self,
+        graph: StageGraph,
+        rank: int,
+        device: torch.device,
+        timeout: timedelta,
+        rank_sets: Iterable[tuple[int, ...]] = (),
+        joins: bool = False,
+    ):
         self.graph, self.rank, self.device = graph, rank, device
         self.recorder = Recorder(device)
         self._sent_bytes = 0.0
@@ -205,6 +213,7 @@ class Communicator:
         self.num_sums: Counter[tuple[int, ...]] = Counter()
         self._make_channels()
         self._crossings = self._make_crossings() if graph.layout == "fork" else {}
+        self._joins = self._make_joins() if joins else []
 
     def _group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         return dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
@@ -239,6 +248,11 @@ class Communicator:
                     if self.rank == source or self.rank in audience:
                         crossings[branch] = (source, group)
         return crossings
+
+    def _make_joins(self) -> list[dist.ProcessGroup]:
+        """Of each image tail, with all text tails; none where one rank is all of them."""
+        image, text = self.graph.tail("image").ranks, self.graph.tail("text").ranks
+        return [] if image == text and len(text) == 1 else [self._group(sorted({source, *text})) for source in image]
 
     def drain(self) -> None:
         for channel in (self.activations_out, self.gradients_out):
@@ -290,6 +304,28 @@ class Communicator:
         with self.recorder.span(WAIT):
             dist.broadcast(wired, source, group=group)
         self._sent_bytes += _bytes(wired) * (dist.get_world_size(group) - 1) if source == self.rank else 0
+        return wired.to(self.device)
+
+    def from_image_tail(self, replica: int, tensor: Tensor) -> Tensor:
+        """That replica of the image tail gives `tensor`; text tails pass an empty one of its shape and dtype and get the content."""
+        if not self._joins or not tensor.numel():
+            return tensor
+        group, source = self._joins[replica], self.graph.tail("image").ranks[replica]
+        wired = tensor.to(self._wire(group)).contiguous()
+        with self.recorder.span(WAIT):
+            dist.broadcast(wired, source, group=group)
+        self._sent_bytes += _bytes(wired) * (dist.get_world_size(group) - 1) if source == self.rank else 0
+        return wired.to(self.device)
+
+    def sum_to_image_tail(self, replica: int, tensor: Tensor) -> Tensor:
+        """Sum over the text tails, for that replica of the image tail, whose own `tensor` counts too; what others get back is of no use."""
+        if not self._joins or not tensor.numel():
+            return tensor
+        group, target = self._joins[replica], self.graph.tail("image").ranks[replica]
+        wired = tensor.to(self._wire(group)).contiguous()
+        with self.recorder.span(WAIT):
+            dist.reduce(wired, target, group=group)
+        self._sent_bytes += 0 if target == self.rank else _bytes(wired)
         return wired.to(self.device)
 
     def sum_over(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -203,6 +203,16 @@ def _without(meeting: Meeting, left_out: Mapping[str, Tensor], places: Mapping[s
     return Meeting(own, everyone, counts, meeting.present, meeting.num_misaligned, meeting.num_left_out)
 
 
+def share_parameters(comm: Communicator, loss: ContrastiveLoss, meeting: Meeting, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The loss's learned scalars on every tail. `parameters`: where the image head is (the image tail, or a joint tail); elsewhere {}."""
+    if len(meeting.own) == 2:
+        return dict(parameters)
+    embeds = next(iter(meeting.own.values())).embeds
+    values = torch.cat([parameters[name] for name in loss.parameters]) if parameters else embeds.new_empty(len(loss.parameters))
+    values = comm.cross("image", values)
+    return {name: values[i : i + 1] for i, name in enumerate(loss.parameters)}
+
+
 def exchange_loss(
     comm: Communicator,
     loss: ContrastiveLoss,
@@ -211,14 +221,12 @@ def exchange_loss(
 ) -> LossResult:
     """The exact loss over the global batch and its gradients, as far as this tail needs them.
 
-    `parameters` are the loss's learned scalars where the image head is (the image tail, or a joint tail); elsewhere pass {}
-    and they arrive with the exchange. Each replica of the image head returns an equal part of their gradients: the whole is
-    constrained by the loss first, which the parts could not be.
+    `parameters` are the loss's learned scalars, see `share_parameters`. Each replica of the image head returns an equal part of their
+    gradients: the whole is constrained by the loss first, which the parts could not be.
     """
     sides = meeting.everyone
     if not len(sides["image"].label):
         raise RuntimeError("not one pair of this batch could be loaded; see bad_samples.jsonl in the folder of the run")
-    parameters = _share_parameters(comm, loss, meeting, parameters)
     if len(meeting.own) == 2 and comm.stage.replicas == 1:
         part = loss.whole(sides, parameters)
         embeds = {branch: meeting.restored(branch, part.embeds[branch][rows.position]) for branch, rows in meeting.own.items()}
@@ -251,15 +259,6 @@ def by_source(meeting: Meeting, result: LossResult, starts: Tensor) -> tuple[Ten
         if branch == "image":
             samples += belongs.sum(0)
     return shares, samples
-
-
-def _share_parameters(comm: Communicator, loss: ContrastiveLoss, meeting: Meeting, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if len(meeting.own) == 2:
-        return dict(parameters)
-    embeds = next(iter(meeting.own.values())).embeds
-    values = torch.cat([parameters[name] for name in loss.parameters]) if parameters else embeds.new_empty(len(loss.parameters))
-    values = comm.cross("image", values)
-    return {name: values[i : i + 1] for i, name in enumerate(loss.parameters)}
 
 
 def _share_statistics(comm: Communicator, meeting: Meeting, own: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -30,17 +30,19 @@ from engine.bad_steps import bad_step, is_loss_scale_search, seen_by
 from engine.clipping import GroupedClipping
 from engine.clipping_rules import ClippingRule
 from engine.communication import Channel, Communicator, Signature, branch_of, gradients_of, signature_of
-from engine.exchange import MAX_WEIGHT, NO_WEIGHT, OTHER, ContrastiveLoss, Rows, by_source, exchange_loss, meet
-from engine.module import StageModule
+from engine.exchange import MAX_WEIGHT, NO_WEIGHT, OTHER, ContrastiveLoss, Meeting, Rows, by_source, exchange_loss, meet, share_parameters
+from engine.matching import Matched, MatchingLoss, match
+from engine.module import StageModule, layer_seed
 from engine.parameter_groups import GroupSchedule, OptimizerGroups, Setting
 from engine.planner import BranchBatch
 from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ForwardOnly, ReloadMicroBatch, ReplayPass
-from engine.step_metrics import StepMetrics, mean_losses
+from engine.step_metrics import StepMetrics, losses_of, mean_losses
 from engine.topology import BRANCHES, Stage, StageGraph
 from engine.trace import Span
 
 # DeepSpeed's: of the engine, whose micro-steps stay 0 under a pipeline, and of its dynamic loss scale
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_OF_FUSION = ("_tokens", "_mask")  # how the names end of what the heads make for it
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -65,6 +67,7 @@ class ForkEngine(PipelineEngine):
         constant_shapes: Mapping[str, bool],
         equal_shares: bool = True,
         source_starts: Sequence[int] | None = None,
+        matching: MatchingLoss | None = None,
     ):
         grid = module.mpu()
         self.optimizer_groups = optimizer_groups
@@ -80,6 +83,7 @@ class ForkEngine(PipelineEngine):
         self.comm, self.place, self.replica = comm, comm.stage, comm.replica
         self.embed_dim = embed_dim
         self.loss_function, self.batches, self.schedule_type = loss, dict(batches), SCHEDULES[schedule]
+        self.matching = matching
         self.clipping = GroupedClipping(module.canonical_parameters, clipping, sets_of_groups, comm, self.optimizer)
         self.basic_optimizer.register_step_pre_hook(lambda *_: self.clipping.clip())
         stepped = [p for group in self.basic_optimizer.param_groups for p in group["params"]]
@@ -139,6 +143,7 @@ class ForkEngine(PipelineEngine):
         counts: Callable[[], Mapping[str, float]] = dict,
         num_micro_batches: int | None = None,
         texts_per_image: int = 1,
+        loss_weights: Mapping[str, float] | None = None,
     ) -> StepMetrics:
         """One optimizer step over one global batch. Stages that load input take their micro-batches from `data_iter`.
 
@@ -149,12 +154,14 @@ class ForkEngine(PipelineEngine):
 
         `stop_requested` travels with the metrics, so that all ranks learn in the same step that one of them was asked to end. So do
         the numbers that `counts` returns at the end of the step, with the same names on all ranks: they are added up.
-        `num_micro_batches`: of each replica of this line in this step, where it is not the number that was planned.
+        `num_micro_batches`: of each replica of this line in this step, where it is not the number that was planned. `loss_weights`: of the
+        two losses where there is `matching`, by "contrastive" and "matching", the same on all ranks; else 1.
         """
         self.module.train()
         self.set_dataiterator(data_iter)
         self._reset_buffers()
         self._texts_per_image = texts_per_image
+        self._loss_weights = {"contrastive": 1.0, "matching": 1.0, **(loss_weights or {})}
         # Messages whose shapes never change are announced in the first step only, for each number of texts per image.
         known = self._training_shapes.setdefault(texts_per_image, {"in": {}, "out": {}})
         self._shapes = {end: kept if self._constant[end] else {} for end, kept in known.items()}
@@ -250,6 +257,7 @@ class ForkEngine(PipelineEngine):
         self._output_grads: dict[int, dict[str, Tensor]] = {}
         self._shapes: dict[str, dict[int, Signature]] = {"in": {}, "out": {}}  # of the messages along both edges
         self._loss_share = torch.zeros((), device=self.device)
+        self._of_losses = torch.zeros(4, dtype=torch.float64, device=self.device)  # shares of both losses, pairs judged rightly, pairs
         self._source_shares, self._source_samples = torch.zeros(2, len(self._source_starts), dtype=torch.float64, device=self.device)
         self._given_to_loss: list[dict[str, Rows]] = []
         self._num_misaligned = torch.zeros((), device=self.device)
@@ -322,7 +330,10 @@ class ForkEngine(PipelineEngine):
             self._inputs[buffer_id][name] = tensor.requires_grad_(needs)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        self._outputs[buffer_id] = self._forward(buffer_id, self._inputs.pop(buffer_id))
+        outputs = self._forward(buffer_id, self._inputs.pop(buffer_id))
+        if self.place.is_tail and not self.module.training:  # what is evaluated are embeddings
+            outputs = {name: tensor for name, tensor in outputs.items() if not name.endswith(_OF_FUSION)}
+        self._outputs[buffer_id] = outputs
 
     def _forward(self, buffer_id: int, inputs: dict[str, Tensor], **part: int) -> dict[str, Tensor]:
         """Run the stage's layers, or a part of them; of the inputs stay those that a gradient is made for."""
@@ -423,11 +434,19 @@ class ForkEngine(PipelineEngine):
         parameters = {name: outputs[0][name].detach() for name in self.loss_function.parameters if name in outputs[0]}
         with torch.no_grad():
             meeting = meet(self.comm, own, counts, self._texts_per_image)
-            result = exchange_loss(self.comm, self.loss_function, meeting, parameters)
-        self._loss_share += result.share * weight
+            shared = share_parameters(self.comm, self.loss_function, meeting, parameters)
+            result = exchange_loss(self.comm, self.loss_function, meeting, shared)
+        weight_of = {name: weight * self._loss_weights[name] for name in self._loss_weights}
+        self._loss_share += result.share * weight_of["contrastive"]
+        matched = None
+        if self.matching:
+            matched = self._match(meeting, outputs, shared, buffer_id, weight_of["matching"])
+            self._loss_share += matched.share * weight_of["matching"]
+            of_losses = (result.share * weight, matched.share * weight, matched.num_right, matched.num_pairs)
+            self._of_losses += torch.stack([torch.as_tensor(number, device=self.device).double() for number in of_losses])
         if len(self._source_starts):
             shares, samples = by_source(meeting, result, self._source_starts)
-            self._source_shares += shares * weight
+            self._source_shares += shares * weight_of["contrastive"]
             self._source_samples += samples
         if self.comm.rank == self.graph.tail("image").ranks[0]:  # every tail sees the same; one counts
             self._num_misaligned += meeting.num_misaligned
@@ -436,17 +455,36 @@ class ForkEngine(PipelineEngine):
             self._scalars = torch.cat([parameters[name] for name in self.loss_function.parameters])
         # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each accumulated: times the
         # number of replicas makes that the sum. fp16: times the loss scale, which the optimizer takes out again.
-        scale = self.place.replicas * self._loss_scale() * weight
+        scale = self.place.replicas * self._loss_scale() * weight_of["contrastive"]
         scale = scale + (result.share - result.share)  # a share that is not finite: not-a-number, so that the step is skipped
         pieces = {branch: (grad * scale).split(sizes[branch]) for branch, grad in result.embeds.items()}
         for i, m in enumerate(sorted(self._outputs)):
             grads = {f"{branch}_embeds": pieces[branch][i] for branch in pieces}
             for name in parameters:  # the whole gradient goes with the first micro-batch
                 grads[name] = result.parameters[name] * scale if i == 0 else torch.zeros_like(parameters[name])
+            if matched:
+                grads |= {name: of_micro_batches[i] for name, of_micro_batches in matched.gradients.items()}
             self._output_grads[m] = grads
             self._outputs[m] = {name: tensor for name, tensor in outputs[i].items() if tensor.requires_grad}
         if not self.place.has_backward:
             self._outputs, self._output_grads = {}, {}
+
+    def _match(
+        self, meeting: Meeting, outputs: Sequence[Mapping[str, Tensor]], parameters: Mapping[str, Tensor], batch: int | None, weight: float
+    ) -> Matched:
+        """The loss of pairs of this batch: the global one, or that of one micro-batch of each replica."""
+        return match(
+            self.comm,
+            self.matching,
+            self.module.fusion,
+            meeting,
+            outputs,
+            parameters,
+            layer_seed(self.module.base_seed, self.global_steps, batch or 0, -1),
+            self.batches["text"].micro_batch_size,
+            torch.tensor(self.graph.tail("text").replicas * self._loss_scale() * weight, device=self.device),
+            self._inject,
+        )
 
     def _loss_scale(self) -> float:
         return float(self.optimizer.loss_scale) if self.fp16_enabled() and hasattr(self.optimizer, "loss_scale") else 1.0
@@ -527,6 +565,7 @@ class ForkEngine(PipelineEngine):
                 "scalars": self._scalars,
                 "source_shares": self._source_shares,
                 "source_samples": self._source_samples,
+                "losses": self._of_losses,
                 "groups": self.clipping.told(self._step_applied),
                 "sums": [float(stop_requested), sent_bytes - self._sent_bytes_before, float(self._num_left_out)],
                 "counts": list(counts.values()),
@@ -570,6 +609,7 @@ class ForkEngine(PipelineEngine):
             num_left_out=int(left_out),
             counts=dict(zip(counts, told["counts"])),
             sources=mean_losses(told["source_shares"], told["source_samples"]),
+            losses=losses_of(*told["losses"], self._loss_weights) if self.matching else {},
         )
 
     _NUM_SLOTS = 4

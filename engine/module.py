@@ -131,6 +131,11 @@ class StageModule(PipelineModule):
             self.placeholders.append(placeholder)
             self.parameter_groups.append((Setting(1.0, 0.0, None), [placeholder]))
 
+    @property
+    def fusion(self) -> nn.Module | None:
+        """What scores pairs of images and texts, where a layer of this stage has it. The loss asks it, the forward does not."""
+        return next((layer.fusion for layer in self.forward_funcs if getattr(layer, "fusion", None) is not None), None)
+
     def changing_buffers(self) -> list[Tensor]:
         """Buffers that training changes: batch normalisation's running means and variances, and its count of micro-batches."""
         return [buffer for module in _batch_norms(self) if module not in self._locked_norms for buffer in module.buffers()]

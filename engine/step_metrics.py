@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.bad_steps import BadStep
@@ -27,6 +27,16 @@ def mean_losses(shares: Sequence[float], samples: Sequence[float]) -> tuple[Sour
     return tuple(SourceLoss(int(n), share * total / n if n else math.nan) for share, n in zip(shares, samples))
 
 
+def losses_of(contrastive: float, matching: float, num_right: float, num_pairs: float, weights: Mapping[str, float]) -> dict[str, float]:
+    """Of the two losses of a step, without their weights; the part of the pairs that were judged rightly."""
+    return {
+        "contrastive_loss": contrastive,
+        "matching_loss": matching,
+        "matching_accuracy": round(num_right / num_pairs, 4) if num_pairs else math.nan,
+        **{f"loss_weight/{name}": weight for name, weight in weights.items()},
+    }
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """What one step tells, equal on all ranks. `loss` is over the global batch.
@@ -38,7 +48,8 @@ class StepMetrics:
     `idle`: by stage, the part of the step in which its ranks did not compute; `busy_s`: the seconds in which they did, mean of the
     replicas; `data_wait_s`: by stage that loads, the seconds waited for micro-batches, mean of the replicas. `num_left_out`: samples of
     which a half could not be loaded. `sent_bytes`: by all ranks together, collectives counted as rings. `peak_memory_bytes`: of the rank that
-    held most so far; on a CPU the whole process. `sources`: of each of several sources; of one there is nothing to tell.
+    held most so far; on a CPU the whole process. `sources`: of each of several sources; of one there is nothing to tell. `losses`: where there
+    are two, see `losses_of`; `loss` is then their weighted sum, and `sources` are those of the contrastive one, weighted.
     """
 
     loss: float
@@ -62,6 +73,7 @@ class StepMetrics:
     num_left_out: int
     counts: Mapping[str, float]  # what the caller of `train_batch` counted, over all ranks
     sources: tuple[SourceLoss, ...] = ()
+    losses: Mapping[str, float] = field(default_factory=dict)
 
     def record(self, step: int, epoch: float, samples_per_s: float, step_s: float) -> dict[str, float]:
         """The line of metrics.jsonl."""
@@ -69,6 +81,7 @@ class StepMetrics:
             "step": step,
             "epoch": round(epoch, 4),
             "loss": self.loss,
+            **self.losses,
             "lr": self.lr,
             **{f"lr/{group}": rate for group, rate in self.group_lr.items()},
             **self.scalars,

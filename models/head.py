@@ -1,15 +1,16 @@
-"""The heads: pooled features to the embeddings in which images and texts are compared.
+"""The heads: pooled features to the embeddings in which images and texts are compared; with fusion, maps to tokens, and tokens to scores.
 
-B micro-batch, W width of the tower's features, D embedding size.
+B micro-batch, W width of the tower's features, D embedding size; T, L, F as in `models/fusion.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.layers import Layer, LayerSpec
+from models.fusion import Fusion, FusionSizes, token_projection
+from models.layers import Layer, LayerSpec, reset
 
 
 class ImageHead(Layer):
@@ -17,39 +18,54 @@ class ImageHead(Layer):
 
     `scalars`: their names and first values, the loss's `parameters`. They live here so that exactly one layer owns them. They have
     one dimension because optimizers that flatten parameters mishandle 0-dim ones.
+
+    `maps`: names and channels of the tower's maps, for `image_tokens` [B, T, F], those of one map behind those of the one before; none:
+    there is no fusion.
     """
 
-    reads = ("image_features",)
-    drops = ("image_features",)
-
-    def __init__(self, width: int, embed_dim: int, scalars: Mapping[str, float]) -> None:
+    def __init__(
+        self, width: int, embed_dim: int, scalars: Mapping[str, float], maps: Mapping[str, int] | None = None, token_width: int = 0
+    ):
         super().__init__()
         self.scalars = dict(scalars)
-        self.makes = ("image_embeds", *scalars)
+        self.reads = self.drops = ("image_features", *(maps or ()))
+        self.makes = ("image_embeds", *scalars, *(("image_tokens",) if maps else ()))
         self.image_projection = nn.Linear(width, embed_dim, bias=False)
         for name in scalars:
             self.register_parameter(name, nn.Parameter(torch.empty(1)))
+        self.image_tokens = nn.ModuleList(token_projection(channels, token_width) for channels in (maps or {}).values())
         self.canonical_names = {name: f"head.{name}" for name in self.state_dict()}
 
-    def compute(self, image_features: Tensor) -> tuple[Tensor, ...]:
+    def compute(self, image_features: Tensor, *maps: Tensor) -> tuple[Tensor, ...]:
+        embeds = _embed(self.image_projection, image_features)
         # * 1: what travels is a result with a gradient, never the parameter itself
-        return _embed(self.image_projection, image_features), *(self.get_parameter(name).float() * 1 for name in self.scalars)
+        scalars = (self.get_parameter(name).float() * 1 for name in self.scalars)
+        tokens = [project(one) for project, one in zip(self.image_tokens, maps)]
+        return embeds, *scalars, *([torch.cat(tokens, 1)] if tokens else [])
 
 
 class TextHead(Layer):
-    """`text_features` [B, W] -> `text_embeds` [B, D] fp32 of length 1."""
+    """`text_features` [B, W] -> `text_embeds` [B, D] fp32 of length 1.
 
-    reads = ("text_features",)
-    makes = ("text_embeds",)
-    drops = ("text_features",)
+    With `sizes` of a fusion also `text_states` [B, L, W] -> `text_tokens` [B, L, F]; `fusion` then scores pairs of tokens, which is asked of it
+    by the loss and not as a part of the tower.
+    """
 
-    def __init__(self, width: int, embed_dim: int) -> None:
+    def __init__(self, width: int, embed_dim: int, sizes: FusionSizes | None = None) -> None:
         super().__init__()
+        self.reads = self.drops = ("text_features", *(("text_states",) if sizes else ()))
+        self.makes = ("text_embeds", *(("text_tokens",) if sizes else ()))
         self.text_projection = nn.Linear(width, embed_dim, bias=False)
+        self.text_tokens = token_projection(width, sizes.width) if sizes else None
+        self.fusion = Fusion(sizes) if sizes else None
         self.canonical_names = {name: f"head.{name}" for name in self.state_dict()}
 
-    def compute(self, text_features: Tensor) -> Tensor:
-        return _embed(self.text_projection, text_features)
+    def compute(self, text_features: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        tokens = [] if self.text_tokens is None else [self.text_tokens(*states)]
+        return _embed(self.text_projection, text_features), *tokens
+
+
+FUSION_NAMES = ("head.image_tokens.", "head.text_tokens.", "head.fusion.")  # how the canonical names of its tensors begin
 
 
 def _embed(projection: nn.Linear, features: Tensor) -> Tensor:
@@ -57,20 +73,33 @@ def _embed(projection: nn.Linear, features: Tensor) -> Tensor:
     return F.normalize(projection(features).float(), dim=-1)  # [B, D]
 
 
-def head_spec(branch: str, width: int, embed_dim: int, scalars: Mapping[str, float]) -> LayerSpec:
-    """The head of a branch, as the last recipe of its tower. The image head owns the `scalars`."""
+def image_head(
+    width: int, embed_dim: int, scalars: Mapping[str, float], maps: Mapping[str, int] | None = None, token_width: int = 0
+) -> LayerSpec:
+    """The head of the image branch, as the last recipe of its tower; it owns the `scalars`."""
+    return _spec("image", embed_dim, lambda: ImageHead(width, embed_dim, scalars, maps, token_width))
+
+
+def text_head(width: int, embed_dim: int, sizes: FusionSizes | None = None) -> LayerSpec:
+    """The head of the text branch, as the last recipe of its tower."""
+    return _spec("text", embed_dim, lambda: TextHead(width, embed_dim, sizes))
+
+
+def _spec(branch: str, embed_dim: int, make: Callable[[], Layer]) -> LayerSpec:
     if embed_dim < 1:
         raise ValueError(f"embed_dim={embed_dim} must be at least 1")
     with torch.device("meta"):
-        head = ImageHead(width, embed_dim, scalars) if branch == "image" else TextHead(width, embed_dim)
-    return LayerSpec(f"{branch}.head", branch, head, _initialise)
+        return LayerSpec(f"{branch}.head", branch, make(), _initialise)
 
 
 def _initialise(head: Layer) -> None:
-    """CLIP's rule for projections (Radford et al. 2021): normal with standard deviation width**-0.5. Scalars as the loss says."""
-    for module in head.modules():
-        if isinstance(module, nn.Linear):
+    """CLIP's rule for projections (Radford et al. 2021): normal with standard deviation width**-0.5. Scalars as the loss says; torch's own
+    rules for what fusion adds."""
+    for name, module in head.named_children():
+        if name in ("image_projection", "text_projection"):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        else:
+            reset(module)
     if isinstance(head, ImageHead):
         for name, value in head.scalars.items():
             nn.init.constant_(head.get_parameter(name), value)

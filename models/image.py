@@ -16,7 +16,7 @@ from torchvision.models.convnext import CNBlock, CNBlockConfig, ConvNeXt
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.models.vision_transformer import MLPBlock, VisionTransformer
 
-from models.layers import Layer, Tower, cut
+from models.layers import Layer, Tower, cut, reset
 from models.options import parse_overrides, refuse, split_name
 
 # ---------------------------------------------------------------------------------------------- layers
@@ -295,16 +295,8 @@ _CUTS: dict[type, Callable[[Any, Any], Cut]] = {ResNetSizes: _cut_resnet, ViTSiz
 # ---------------------------------------- the rules of torchvision's constructors, which cannot be applied to a part of a model
 
 
-def _reset(layer: Layer) -> None:
-    """What each module draws when it is made; inner modules first, as constructors do."""
-    for module in reversed(list(layer.modules())):
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if reset is not None:
-            reset()
-
-
 def _initialise_resnet(layer: Layer, sizes: ResNetSizes) -> None:
-    _reset(layer)
+    reset(layer)
     for module in layer.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -313,7 +305,7 @@ def _initialise_resnet(layer: Layer, sizes: ResNetSizes) -> None:
 
 
 def _initialise_vit(layer: Layer) -> None:
-    _reset(layer)
+    reset(layer)
     if isinstance(layer, ViTStem):
         conv = layer.conv_proj
         nn.init.trunc_normal_(conv.weight, std=math.sqrt(1 / (conv.in_channels * math.prod(conv.kernel_size))))
@@ -328,7 +320,7 @@ def _initialise_vit(layer: Layer) -> None:
 
 
 def _initialise_convnext(layer: Layer, sizes: ConvNeXtSizes) -> None:
-    _reset(layer)
+    reset(layer)
     for module in layer.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             nn.init.trunc_normal_(module.weight, std=0.02)

@@ -160,6 +160,14 @@ def cut(
     return tuple(LayerSpec(f"{branch}.{name}", branch, layer, initialise) for name, layer in layers)
 
 
+def reset(layer: nn.Module) -> None:
+    """What each module in it draws when it is made; inner modules first, as constructors do."""
+    for module in reversed(list(layer.modules())):
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is not None:
+            reset()
+
+
 def _poison(layer: Layer) -> None:
     """Unset memory may look initialised; not-a-number does not."""
     for tensor in layer.state_dict().values():

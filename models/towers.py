@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import FunctionType
 
 import torch
@@ -13,22 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.head import head_spec
+from models.fusion import FusionSizes, tap_image, tap_text
+from models.head import image_head, text_head
 from models.image import image_tower
 from models.layers import Tower
 from models.losses import InfoNCE
 from models.text import text_tower
 
 __all__ = ["LayerCounts", "Tower", "build_towers", "count_flops", "describe_layers", "meta_inputs", "with_head"]
-
-
-def with_head(tower: Tower, embed_dim: int, scalars: Mapping[str, float] = InfoNCE.parameters) -> Tower:
-    """The tower with the head of its branch as last layer."""
-    return replace(
-        tower,
-        specs=(*tower.specs, head_spec(tower.branch, tower.width, embed_dim, scalars)),
-        config={**tower.config, "tower": tower.name, "width": tower.width, "embed_dim": embed_dim},
-    )
 
 
 def build_towers(
@@ -41,14 +33,31 @@ def build_towers(
     pad_token_id: int | None = None,
     eos_token_id: int | None = None,
     scalars: Mapping[str, float] = InfoNCE.parameters,
+    fusion: FusionSizes | None = None,
 ) -> tuple[Tower, Tower]:
     """The image tower and the text tower, heads included; no layer is built yet. Syntax of the names: `models/README.md`.
 
-    `scalars`: what the loss learns, by name with first values (its `parameters`); the image head owns them.
+    `scalars`: what the loss learns, by name with first values (its `parameters`); the image head owns them. `fusion`: both heads also make
+    tokens, and the text head scores pairs of them.
     """
     image = image_tower(image_name, image_size)
     text = text_tower(text_name, vocab_size, max_text_tokens, pad_token_id, eos_token_id)
-    return with_head(image, embed_dim, scalars), with_head(text, embed_dim, scalars)
+    return with_head(image, embed_dim, scalars, fusion), with_head(text, embed_dim, scalars, fusion)
+
+
+def with_head(tower: Tower, embed_dim: int, scalars: Mapping[str, float] = InfoNCE.parameters, fusion: FusionSizes | None = None) -> Tower:
+    """The tower with the head of its branch as last layer, and for `fusion` the taps that bring its maps there."""
+    width, config = tower.width, {**tower.config, "tower": tower.name, "width": tower.width, "embed_dim": embed_dim}
+    if fusion is None:
+        head = image_head(width, embed_dim, scalars) if tower.branch == "image" else text_head(width, embed_dim)
+    else:
+        config["fusion"] = asdict(fusion)
+        if tower.branch == "image":
+            tower, maps, config["num_image_tokens"] = tap_image(tower, meta_inputs(tower, 2)["pixel_values"], fusion.scales)
+            head = image_head(width, embed_dim, scalars, maps, fusion.width)
+        else:
+            tower, head = tap_text(tower), text_head(width, embed_dim, fusion)
+    return replace(tower, specs=(*tower.specs, head), config=config)
 
 
 def meta_inputs(tower: Tower, micro_batch_size: int, num_tokens: int | None = None) -> dict[str, Tensor]:

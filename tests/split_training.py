@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +67,8 @@ class Case:
     scheduler: dict[str, Any] = field(default_factory=dict)  # on the unsplit side a warm-up, linear, then constant
     source_starts: tuple[int, ...] | None = None  # places of samples, of which each begins another source
     skipped: tuple[int, ...] = ()  # steps whose update the unsplit side leaves out
+    fusion: int = 0  # scales of the image tower's maps; 0: none
+    loss_weights: dict[str, float] = field(default_factory=dict)
     seed: int = SEED
 
     @cached_property
@@ -141,10 +143,12 @@ class Case:
         parts += ["locked", self.locked] if self.locked else []
         parts += ["ema"] if self.ema else []
         parts += ["offload"] if self.offload else []
+        parts += [f"fusion{self.fusion}"] if self.fusion else []
         return " ".join(str(p) for p in parts).replace("'", "").replace(" ", "")
 
 
 def towers_of(case: Case):
+    from models.fusion import FusionSizes
     from models.losses import build_loss
     from models.towers import build_towers
 
@@ -163,6 +167,7 @@ def towers_of(case: Case):
         pad_token_id=0,
         eos_token_id=2,
         scalars=build_loss(case.loss).parameters,
+        fusion=FusionSizes(layers=2, width=16, heads=2, scales=case.fusion) if case.fusion else None,
     )
     return {"image": image_tower, "text": text_tower}, image_size
 
@@ -192,6 +197,22 @@ def micro_batch(case: Case, batch: dict[str, Tensor], branch: str, position: Ten
     mask = batch["attention_mask"][position]
     longest = int(mask.sum(1).max())
     return {"input_ids": batch["input_ids"][position][:, :longest], "attention_mask": mask[:, :longest], **labels}
+
+
+@cache
+def recording_matching():
+    """The loss of pairs, and a note of every negative that it draws on this rank: (branch, row, negative)."""
+    from models.losses import Matching
+
+    class Recording(Matching):
+        noted: ClassVar[list[tuple[str, int, int]]] = []
+
+        def negatives(self, sides, branch, mine, parameters, seed):
+            drawn = super().negatives(sides, branch, mine, parameters, seed)
+            self.noted.extend(zip([branch] * len(mine), mine.tolist(), drawn.tolist()))
+            return drawn
+
+    return Recording()
 
 
 def make_engine(case: Case, build_layer: Callable | None = None):
@@ -227,6 +248,7 @@ def make_engine(case: Case, build_layer: Callable | None = None):
         constant_shapes={"image": not case.deals, "text": case.full_texts},
         equal_shares=not case.deals,
         source_starts=case.source_starts and [start + FIRST_INDEX for start in case.source_starts],
+        matching=recording_matching() if case.fusion else None,
     )
     return engine, plan, image_size
 
@@ -276,6 +298,7 @@ def train_split(case: Case) -> dict[str, Any]:
             micro_batches_of_rank(case, engine, step, image_size),
             num_micro_batches=num_micro_batches(case, engine),
             texts_per_image=case.texts_of(step),
+            loss_weights=case.loss_weights,
         )
         for step in range(case.steps)
     ]
@@ -284,6 +307,7 @@ def train_split(case: Case) -> dict[str, Any]:
         "gradients": gradients,
         "parameters": {n: p.detach().float().clone() for n, p in engine.module.canonical_parameters.items()},
         "buffers": {n: b.detach().clone() for n, b in engine.module.canonical_buffers.items()},
+        "drawn": list(engine.matching.noted) if engine.matching else [],
         "stage": engine.place.name,
         "optimizer": type(engine.optimizer).__name__,
         "forwards": dict(forwards),  # by layer, in all steps
@@ -395,9 +419,10 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
     named = {layer.canonical_names[n]: p for branch in layers.values() for layer in branch for n, p in layer.named_parameters()}
     lock_by_hand(case, layers)
     optimizer = torch.optim.AdamW(by_hand(case, named, layers), lr=LR)
-    losses, of_samples, norms, first_gradients = [], [], [], {}
+    losses, of_samples, norms, first_gradients, drawn = [], [], [], {}, []
     for step in range(case.steps):
         batch, embeds, scalars = global_batch(case, step, image_size), {}, {}
+        tokens = {"image": {}, "text": {}}  # by place: [T, F], [L, F] without padding
         for branch in ("image", "text"):
             rows = torch.zeros(len(batch["pixel_values" if branch == "image" else "input_ids"]), EMBED_DIM)
             for number_of, samples in enumerate(dealt(case, branch, plan_batches[branch][0])):
@@ -408,12 +433,20 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
                     torch.manual_seed(layer_seed(case.seed, step, number_of, i + (len(layers["image"]) if branch == "text" else 0)))
                     tensors = layer(tensors)
                 rows = rows.index_copy(0, position, tensors[f"{branch}_embeds"])
+                for row, place in enumerate(position.tolist() if case.fusion else ()):
+                    kept = slice(None) if branch == "image" else tensors["text_mask"][row] == 1
+                    tokens[branch][place] = tensors[f"{branch}_tokens"][row][kept]
                 scalars |= {name: tensors[name] for name in ("logit_scale", "logit_bias") if name in tensors}
             embeds[branch] = rows
         groups = compared(case, plan_batches["image"][0])
         of_groups = [contrastive(case, embeds, scalars, group, step) for group in groups]
         of_samples.append(dict(zip(torch.cat(groups).tolist(), torch.cat(of_groups).tolist())))
         loss = torch.stack([of_group.mean() for of_group in of_groups]).mean()
+        if case.fusion:
+            groups_of_pairs = [matching(case, layers["text"][-1].fusion, embeds, scalars, tokens, g, step, m) for m, g in enumerate(groups)]
+            drawn.append([whom for _, whom in groups_of_pairs])
+            weight = {"contrastive": 1.0, "matching": 1.0, **case.loss_weights}
+            loss = weight["contrastive"] * loss + weight["matching"] * torch.stack([own for own, _ in groups_of_pairs]).mean()
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
@@ -431,6 +464,7 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
         "losses": losses,
         "sample_losses": of_samples,  # step by step, by place
         "norms": norms,
+        "drawn": drawn,  # step by step, batch by batch: branch -> negatives
         "gradients": first_gradients,
         "parameters": {n: p.detach() for n, p in named.items()},
         "buffers": {
@@ -441,6 +475,36 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
             if n in layer.canonical_names
         },
     }
+
+
+def matching(case: Case, fusion, embeds, scalars, tokens, samples: Tensor, step: int, batch: int) -> tuple[Tensor, dict[str, list[int]]]:
+    """The loss of the pairs of some samples, pair by pair, and who was drawn for whom, by branch. Negatives from the whole matrix, by the documented rule."""
+    from engine.module import layer_seed
+    from models.losses.matching import gumbel_noise
+
+    texts = case.rows_of("text", samples, step)
+    texts = texts.sort().values if case.schedule != "per_micro_batch" else texts
+    image_of = texts // case.texts_of(step)
+    scale = scalars["logit_scale"].detach().clamp(max=math.log(100.0)).exp()
+    logits = scale * embeds["image"].detach()[samples] @ embeds["text"].detach()[texts].T
+    logits = logits.masked_fill(samples[:, None] == image_of, -math.inf)
+    seed = layer_seed(case.seed, step, batch if case.schedule == "per_micro_batch" else 0, -1)
+    drawn_text = (logits + gumbel_noise(seed, torch.arange(len(samples)), len(texts))).argmax(1)
+    drawn_image = (logits.T + gumbel_noise(~seed, torch.arange(len(texts)), len(samples))).argmax(1)
+    drawn = {"image": drawn_text.tolist(), "text": drawn_image.tolist()}
+    pairs = [(image, text, True) for image, text in zip(image_of.tolist(), texts.tolist())]
+    pairs += [(image, text, False) for image, text in zip(samples[drawn_image].tolist(), texts.tolist())]
+    pairs += [(image, text, False) for image, text in zip(samples.tolist(), texts[drawn_text].tolist())]
+    weights = [torch.ones(len(samples)), torch.ones(len(texts))]
+    if case.weighted:
+        weights = [case.weights(which).float() for which in (samples, image_of)]
+    of_images, of_texts = (weight / weight.sum() for weight in weights)
+    losses = []
+    for (image, text, belong), weight in zip(pairs, torch.cat([of_texts, of_texts, of_images])):
+        own, told = tokens["image"][image][None], tokens["text"][text][None]
+        score = fusion(own, told, torch.ones(told.shape[:2]))[0]
+        losses.append(weight * F.softplus(-score if belong else score))
+    return torch.stack(losses).sum() / 3, drawn
 
 
 def assemble(results: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
