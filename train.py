@@ -33,6 +33,7 @@ from launch.balancing import explain_dealing, image_buckets, make_balance
 from launch.costing import run_costs
 from launch.failures import Run, report_and_exit
 from launch.feeding import Feeding
+from launch.loss_weights import LossWeights
 from launch.options import Options, default_config, parse_options
 from launch.report import progress_interval, retrieval_table, show
 from launch.resuming import resume
@@ -42,7 +43,8 @@ from launch.stopping import STOPPED, StopRequest
 from launch.trace_file import TraceFile, is_sampled
 from launch.tracking import Tracker
 from launch.weighting import loss_weights_of, training_order
-from models.losses import build_loss
+from models.fusion import fusion_sizes
+from models.losses import Matching, build_loss
 from models.towers import build_towers
 from models.weights import open_model, open_weights
 
@@ -90,6 +92,7 @@ def main(options: Options, run: Run) -> int:
         data.tokenizer.pad_token_id,
         data.tokenizer.eos_token_id,
         loss.parameters,
+        fusion_sizes(vars(options)),
     )
     patch_size = towers[0].config.get("patch_size")
     buckets = image_buckets(data, options, patch_size)
@@ -127,16 +130,19 @@ def main(options: Options, run: Run) -> int:
         balance.constant_shapes,
         balance.equal_shares,
         data.source_starts,
+        Matching() if options.fusion else None,
     )
 
     # Where a run goes on: its state.
     state, notices = resume(engine, options.resume, folder.checkpoints)
     show("\n".join(notices), first and bool(notices))
     balancer = Balancer(balance, engine.replica, engine.place.name, workers)
+    objective = LossWeights.of(options)
     step = saved_step = 0
     if state:
         step = saved_step = state["step"]
         balancer.go_on_from(state["balance"], step)
+        objective.go_on_from(state["loss_weights"])
     folder.forget_after(step if state else -1)  # from the start: also the evaluation before it
     record = folder.write_config(options, training, plan, data.summary(), towers, total_steps)
     checkpoints = CheckpointWriter(folder.checkpoints, record, Keep(options.keep_checkpoints, options.keep_every))
@@ -171,7 +177,7 @@ def main(options: Options, run: Run) -> int:
     with tqdm(total=total_steps, initial=step, unit="step", disable=not first, dynamic_ncols=True, mininterval=progress_interval()) as bar:
         while step < total_steps and not stopping:
             start = time.perf_counter()
-            metrics = engine.train_batch(batches, bool(stop), feeding.counts, **balancer.shape(step))
+            metrics = engine.train_batch(batches, bool(stop), feeding.counts, **balancer.shape(step), loss_weights=objective.weights())
             step, step_s, stopping = engine.global_steps, time.perf_counter() - start, metrics.stop_requested
             line = step_line(metrics, step, step_s, balance, balancer.settings, sources)
             folder.log(line)
@@ -184,6 +190,10 @@ def main(options: Options, run: Run) -> int:
                 folder.log_look(seen)
                 for reason in filter(None, (seen["reason"], seen.get("mix", {}).get("reason"))):
                     show(f"step {step}: {reason}", first)
+            reason = objective.after_step(step, metrics.losses)
+            if reason:
+                folder.log_loss_weights({"step": step, **objective.weights(), "reason": reason})
+                show(f"step {step}: {reason}", first)
             if is_sampled(step, options.trace_every):
                 ranks = engine.gather_trace()
                 if first:
@@ -193,7 +203,7 @@ def main(options: Options, run: Run) -> int:
             if step % eval_every == 0 or step == total_steps:
                 evaluate()
             if step % save_every == 0 or step == total_steps or stopping:
-                checkpoints.save(engine, {"step": step, "balance": balancer.state()})
+                checkpoints.save(engine, {"step": step, "balance": balancer.state(), "loss_weights": objective.state()})
                 saved_step = step
 
     checkpoints.finish()

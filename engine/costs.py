@@ -101,7 +101,10 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Everything the simulator asks. `layers[branch]` are all layers of a tower in order."""
+    """Everything the simulator asks. `layers[branch]` are all layers of a tower in order.
+
+    `pairs`: where pairs are matched, what that takes for so many texts, parameters not counted; `token_bytes` of the tokens of one image.
+    """
 
     layers: Mapping[str, Sequence[LayerCost]]
     machine: Machine
@@ -109,9 +112,19 @@ class CostModel:
     embed_dim: int
     checkpoint_interval: int = 0  # layers per activation checkpoint; 0: none
     sharded_optimizer: bool = True  # ZeRO-1
+    pairs: LayerCost | None = None
+    token_bytes: float = 0.0
 
     @classmethod
-    def of(cls, layers: Mapping[str, Sequence[LayerCost]], machine: Machine, config: Mapping[str, Any], embed_dim: int) -> CostModel:
+    def of(
+        cls,
+        layers: Mapping[str, Sequence[LayerCost]],
+        machine: Machine,
+        config: Mapping[str, Any],
+        embed_dim: int,
+        pairs: LayerCost | None = None,
+        token_bytes: float = 0.0,
+    ) -> CostModel:
         """With what DeepSpeed's configuration says of precision, ZeRO and activation checkpoints."""
         return cls(
             layers,
@@ -120,6 +133,8 @@ class CostModel:
             embed_dim,
             config.get("pipeline", {}).get("activation_checkpoint_interval", 0),
             config.get("zero_optimization", {}).get("stage", 0) == 1,
+            pairs,
+            token_bytes,
         )
 
 
@@ -131,14 +146,18 @@ def cost_model_to_json(costs: CostModel) -> dict[str, Any]:
 def cost_model_from_json(record: Mapping[str, Any]) -> CostModel:
     """The model that `cost_model_to_json` wrote. Raises ValueError, with the reason, when it is not one."""
     try:
-        layers = {
-            branch: [LayerCost(**{key: _curve(value) if isinstance(value, dict) else value for key, value in own.items()}) for own in line]
-            for branch, line in record["layers"].items()
-        }
+        layers = {branch: list(map(_layer, line)) for branch, line in record["layers"].items()}
+        pairs = record["pairs"] and _layer(record["pairs"])
         machine = {key: float("inf") if value is None else value for key, value in record["machine"].items()}
-        return CostModel(**{**record, "layers": layers, "machine": Machine(**machine), "state": StateBytes(**record["state"])})
+        return CostModel(
+            **{**record, "layers": layers, "pairs": pairs, "machine": Machine(**machine), "state": StateBytes(**record["state"])}
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a cost model of this version: {type(error).__name__}: {error}") from error
+
+
+def _layer(record: Mapping[str, Any]) -> LayerCost:
+    return LayerCost(**{key: _curve(value) if isinstance(value, dict) else value for key, value in record.items()})
 
 
 def _curve(record: Mapping[str, Any]) -> Curve:

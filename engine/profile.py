@@ -614,6 +614,7 @@ class Profile:
 
     layers: Mapping[str, list[LayerCost]] = field(repr=False)
     machine: Machine
+    pairs: LayerCost | None = None
 
 
 def profile_together(
@@ -627,11 +628,12 @@ def profile_together(
     embed_dim: int,
     ranks_on_node: int,
     budget_s: float = 60.0,
+    pairs: tuple[ProfiledLayer, Callable[[int], Tensors]] | None = None,
 ) -> Profile:
     """Measure on every rank of the default process group at the same time. All ranks call it together and get the same numbers.
 
-    Branches share `budget_s` equally; it bounds the repeats, not the first two passes of each layer. For the rest see
-    `profile_layers` and `profile_machine`.
+    Branches share `budget_s` equally; it bounds the repeats, not the first two passes of each layer. `pairs`: a layer that scores the pairs
+    of so many texts, and what it is given. For the rest see `profile_layers` and `profile_machine`.
     """
     ranks = Together(device, ranks_on_node)
     measured = {
@@ -640,10 +642,14 @@ def profile_together(
         )
         for branch, specs in layers.items()
     }
+    of_pairs = None
+    if pairs is not None:
+        spec, given = pairs
+        (of_pairs,) = profile_layers([spec], build_layer, given, dtype, device, sizes["text"], Effort(budget_s=budget_s / 4), ranks)
     parameter_sizes = [p.numel() for specs in layers.values() for spec in specs for p in spec.template.parameters()]
     machine = profile_machine(device, dtype, parameter_sizes, batch_size, embed_dim, ranks)
     if dist.get_world_size() > 1:
         machine = replace(machine, ranks_per_node=ranks_on_node, **asdict(measure_links(device, ranks)))
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Profile(measured, machine)
+    return Profile(measured, machine, of_pairs)

@@ -124,7 +124,7 @@ def most_kept(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: Cost
     most = {branch: batch.num_micro_batches for branch, batch in batches.items()}
     for stage, layers, loss in zip(graph.stages, bill.layers, bill.losses):
         free_bytes = costs.machine.memory_bytes - _fixed_bytes(stage, bill, costs) - (loss.rows_bytes if loss else 0.0)
-        free_bytes -= max(layers.working_bytes, loss.logits_bytes if loss else 0.0)
+        free_bytes -= max(layers.working_bytes, loss.logits_bytes + loss.matching.held_bytes if loss else 0.0)
         room = int(max(0.0, free_bytes) // layers.kept_bytes) if layers.kept_bytes else max(most.values())
         for branch in stage.layers if graph.layout == "fork" else batches:
             most[branch] = min(most[branch], room)
@@ -187,6 +187,14 @@ class _Link(NamedTuple):
         return (replicas - 1) * self.message_s(num_bytes / replicas) + (num_bytes * self.collective_s_per_byte if replicas > 1 else 0.0)
 
 
+class _Matching(NamedTuple):
+    """What a tail has to do with the pairs of one ComputeLoss, as in `engine/matching.py`; all zero where there are none."""
+
+    seconds: float = 0.0  # to score and differentiate those of its own texts
+    held_bytes: float = 0.0  # own tokens and their gradients, and what some pairs keep for their backward
+    moved_bytes: float = 0.0  # tokens of all images, and their gradients in fp32, to and from each text tail; none where it is alone
+
+
 class _Loss(NamedTuple):
     """One ComputeLoss of one tail: b own rows and the B rows of its batch, width D. The cases are those of `engine/exchange.py`.
 
@@ -198,6 +206,7 @@ class _Loss(NamedTuple):
     own: int  # b
     everyone: int  # B
     width: int  # D
+    matching: _Matching
 
     @property
     def blocks(self) -> int:
@@ -234,7 +243,11 @@ def _bill(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: CostMode
     message_bytes = _message_bytes(graph, batches, costs, layers)
     rings = [_link(costs.machine, stage.ranks) for stage in graph.stages]
     exchange_s = _exchange_s(graph, losses, rings, costs.machine)
-    times = [_times(stage, costs, *priced, exchange_s) for stage, *priced in zip(graph.stages, layers, losses, rings)]
+    pairs_s = max(loss.matching.seconds for loss in losses if loss)  # for which tails without texts wait
+    times = [
+        _times(stage, costs, own, loss, ring, exchange_s + (pairs_s - loss.matching.seconds if loss else 0.0))
+        for stage, own, loss, ring in zip(graph.stages, layers, losses, rings)
+    ]
     return _Bill(layers, losses, message_bytes, _edges(graph, costs.machine, message_bytes), times)
 
 
@@ -288,7 +301,17 @@ def _remembered(costs: CostModel) -> dict:
 def _loss(stage: Stage, batches: Mapping[str, BranchBatch], costs: CostModel, per_micro_batch: bool) -> _Loss:
     batch = batches[stage.tail_of[0]]
     own = batch.micro_batch_size * (1 if per_micro_batch else batch.num_micro_batches)
-    return _Loss(len(stage.tail_of), batch.replicas, own, own * batch.replicas, costs.embed_dim)
+    matching = _matching(stage, batch, own, costs) if costs.pairs else _Matching()
+    return _Loss(len(stage.tail_of), batch.replicas, own, own * batch.replicas, costs.embed_dim, matching)
+
+
+def _matching(stage: Stage, batch: BranchBatch, own: int, costs: CostModel) -> _Matching:
+    size, alone = batch.micro_batch_size, len(stage.tail_of) == 2 and batch.replicas == 1
+    tokens_bytes = 2 * own * costs.token_bytes  # texts have fewer: as images
+    if "text" not in stage.tail_of:
+        return _Matching(held_bytes=tokens_bytes)
+    moved_bytes = 0.0 if alone else own * batch.replicas * (costs.token_bytes + costs.token_bytes * FLOAT_BYTES / costs.state.weight)
+    return _Matching(own / size * costs.pairs.training_s(size), tokens_bytes + costs.pairs.activation_bytes.at(size), moved_bytes)
 
 
 def _message_bytes(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: CostModel, layers: Sequence[_LayersCost]) -> list[float]:
@@ -332,9 +355,10 @@ def _exchange_s(graph: StageGraph, losses: Sequence[_Loss | None], rings: Sequen
     """
     tails = [losses[stage.stage_id] for stage in graph.tails]
     gather_s = max(loss.gather_s(rings[stage.stage_id]) for stage, loss in zip(graph.tails, tails))
+    crossing = _link(machine, {rank for stage in graph.tails for rank in (min(stage.ranks), max(stage.ranks))})
+    gather_s += max(loss.matching.moved_bytes for loss in tails) / crossing.bytes_per_s
     if len(tails) == 1:
         return gather_s
-    crossing = _link(machine, {rank for stage in graph.tails for rank in (min(stage.ranks), max(stage.ranks))})
     return gather_s + crossing.latency_s + sum(crossing.message_s(num_bytes) for loss in tails for num_bytes in loss.messages)
 
 
@@ -348,7 +372,7 @@ def _times(stage: Stage, costs: CostModel, layers: _LayersCost, loss: _Loss | No
         host_s + layers.forward_s,
         host_s + layers.replay_s,
         host_s + layers.backward_s,
-        host_s + exchange_s + loss.flops / machine.flops_per_s if loss else 0.0,
+        host_s + exchange_s + loss.flops / machine.flops_per_s + loss.matching.seconds if loss else 0.0,
         host_s + machine.gradient_s_per_parameter * layers.num_parameters + 2 * ring.ring_s(replicas, gradients),
         host_s + machine.optimizer_s_per_parameter * owned + (ring.ring_s(replicas, weights) if weights else 0.0),
         exchange_s,
@@ -445,11 +469,12 @@ def _bytes_in_and_out(stage: Stage, bill: _Bill) -> tuple[float, float]:
 
 
 def _activations_and_loss_bytes(layers: _LayersCost, loss: _Loss | None, counts: Counts) -> float:
-    """Activations and, on a tail, the loss's embeddings throughout; logits are gone before the first backward."""
+    """Activations and, on a tail, the loss's embeddings throughout; logits and pairs are gone before the first backward."""
     activation_bytes = counts.in_flight * layers.kept_bytes + layers.working_bytes
     if loss is None:
         return activation_bytes
-    return loss.rows_bytes + max(activation_bytes, counts.in_flight_at_loss * layers.kept_bytes + loss.logits_bytes)
+    at_loss_bytes = counts.in_flight_at_loss * layers.kept_bytes + loss.logits_bytes + loss.matching.held_bytes
+    return loss.rows_bytes + max(activation_bytes, at_loss_bytes)
 
 
 def _exchanged_bytes(stage: Stage, losses: Sequence[_Loss | None]) -> float:
@@ -458,7 +483,9 @@ def _exchanged_bytes(stage: Stage, losses: Sequence[_Loss | None]) -> float:
     if loss is None:
         return 0.0
     receivers = sum(other.replicas for other in losses if other is not None) - loss.replicas
-    return sum(loss.messages) * (loss.branches * (loss.replicas - 1) + receivers) / loss.replicas
+    return (
+        loss.matching.moved_bytes / loss.replicas + sum(loss.messages) * (loss.branches * (loss.replicas - 1) + receivers) / loss.replicas
+    )
 
 
 def _spans(program: Program, seconds: Sequence[float], ends: Sequence[float], times: Sequence[_Times]) -> tuple[Span, ...]:

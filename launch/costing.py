@@ -22,7 +22,9 @@ from launch.estimates import estimated_costs
 from launch.feeding import micro_batch_dataset
 from launch.options import Options
 from launch.run_folder import RunFolder
+from models.fusion import fusion_sizes, pair_inputs, pair_scores
 from models.layers import Tower
+from models.towers import token_bytes
 
 NOMINAL = "A100"  # where the layout is given nothing is measured: stages are cut by the ratios of estimates for this device
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -63,8 +65,10 @@ def run_costs(
             options.embed_dim,
             processes.ranks_on_node,
             BUDGET_S,
+            (pair_scores(fusion), partial(_example_pairs, towers)) if (fusion := fusion_sizes(vars(options))) else None,
         )
-    costs = CostModel.of(profile.layers, profile.machine, config, options.embed_dim)
+    precision_bytes = DTYPES[precision_of(config)].itemsize
+    costs = CostModel.of(profile.layers, profile.machine, config, options.embed_dim, profile.pairs, token_bytes(towers[0], precision_bytes))
     folder.write_costs(cost_model_to_json(costs))
     return costs
 
@@ -93,3 +97,11 @@ def _example(data: PreparedData, options: Options, branch: str, size: int) -> di
     dataset = micro_batch_dataset(data, data.source, options, frozenset({branch}))
     index = data.train[np.arange(size) % len(data.train)]
     return dataset[MicroBatchRequest(0, 0, index, np.arange(size), training=True)]
+
+
+def _example_pairs(towers: Sequence[Tower], size: int) -> dict[str, Tensor]:
+    """Of `size` texts, as long as they can be."""
+    return {
+        name: torch.ones(t.shape, dtype=t.dtype) if name == "text_mask" else torch.randn(t.shape)
+        for name, t in pair_inputs(*towers, size).items()
+    }

@@ -9,7 +9,7 @@ from typing import Any
 from engine.costs import CostModel, precision_of
 from engine.devices import BYTES, Device, estimated_layers, estimated_machine
 from models.layers import Tower
-from models.towers import describe_layers
+from models.towers import describe_layers, describe_pairs, token_bytes
 
 
 def estimated_costs(
@@ -18,7 +18,10 @@ def estimated_costs(
     """Counted operations of both towers against the device's data sheet; `memory_bytes` instead of the device's own."""
     precision = precision_of(config)
     layers = {tower.branch: estimated_layers(describe_layers(tower, BYTES[precision]), device, precision) for tower in towers}
+    pairs = None
+    if "fusion" in towers[0].config:
+        (pairs,) = estimated_layers([describe_pairs(*towers, BYTES[precision])], device, precision)
     machine = estimated_machine(device, precision)
     if memory_bytes is not None:
         machine = replace(machine, memory_bytes=memory_bytes)
-    return CostModel.of(layers, machine, config, embed_dim)
+    return CostModel.of(layers, machine, config, embed_dim, pairs, token_bytes(towers[0], BYTES[precision]))

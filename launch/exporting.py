@@ -18,6 +18,7 @@ from launch.export_page import export_page
 from launch.exported import OPTIONS, RECORD, TEXT_FOLDER, read_export
 from launch.trained import Trained
 from models.dual_encoder import dual_encoder_config, dual_encoder_pairs, text_config, what_differs
+from models.head import FUSION_NAMES
 from models.layers import Layer
 from models.translation import to_theirs
 
@@ -36,7 +37,8 @@ def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> lis
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
 
-    state = canonical_state(trained.layers)
+    # towers, heads and scalars: what scores pairs in training has no place in an encoder of either
+    state = {name: tensor for name, tensor in canonical_state(trained.layers).items() if not name.startswith(FUSION_NAMES)}
     if not differences:
         dual_encoder_config(*trained.towers, state["head.logit_scale"].item()).save_pretrained(beside)
         state = to_theirs(dual_encoder_pairs(*trained.towers), state)

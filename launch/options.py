@@ -6,12 +6,14 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from data.options import DataOptions
 from launch.exported import options_of_export
+from launch.loss_weights import MODES
 
 if TYPE_CHECKING:
     from engine.config import BranchesBlock
@@ -50,6 +52,13 @@ class Options:
     max_text_tokens: int
     loss: str
     label_smoothing: float
+    fusion: int
+    fusion_width: int
+    fusion_heads: int
+    fusion_scales: int | None
+    matching_weight: float
+    loss_weights: str
+    loss_weights_every: int
     epochs: int | None
     steps: int | None
     seed: int
@@ -232,6 +241,38 @@ def make_parser() -> argparse.ArgumentParser:
     objective.add_argument(
         "--label-smoothing", type=_fraction, default=0.0, metavar="F", help="part of each target that all share, in infonce (default: 0.0)"
     )
+    objective.add_argument(
+        "--fusion",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="layers of cross-attention that learn to tell whether an image and a text belong together, from hard negatives of the global batch; "
+        "0: none (default: 0)",
+    )
+    objective.add_argument("--fusion-width", type=_at_least(1), default=512, metavar="N", help="of its tokens (default: 512)")
+    objective.add_argument("--fusion-heads", type=_at_least(1), default=8, metavar="N", help="of its attention (default: 8)")
+    objective.add_argument(
+        "--fusion-scales",
+        type=_at_least(1),
+        metavar="N",
+        help="sizes of the image tower's maps that it sees, the smallest ones (default: 2, or 1 where there is one)",
+    )
+    objective.add_argument(
+        "--matching-weight",
+        type=_positive,
+        default=1.0,
+        metavar="W",
+        help="of its loss, that of the contrastive one being 1 (default: 1.0)",
+    )
+    objective.add_argument(
+        "--loss-weights",
+        choices=MODES,
+        default="fixed",
+        help="of both losses: as given, by a learned uncertainty of each, or by how they fall and how far the embeddings have come (default: fixed)",
+    )
+    objective.add_argument(
+        "--loss-weights-every", type=_at_least(1), default=50, metavar="N", help="steps between changes of --loss-weights (default: 50)"
+    )
     length = parser.add_argument_group("length")
     exclusive = length.add_mutually_exclusive_group()
     exclusive.add_argument("--epochs", type=_at_least(1), metavar="N", help="passes over the training samples (default: 30; demo: 8)")
@@ -320,6 +361,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
             f"argument --label-smoothing: {values['label_smoothing']} is for --loss infonce; {values['loss']} judges each pair by itself, "
             "so leave it out"
         )
+    _check_fusion(parser, values)
     values["data"] = tuple(values["data"] or ["demo"])
     values["data_weights"] = _weights(parser, values["data_weights"], values["data"])
     values["data_floors"] = _floors(parser, values["data_floors"], values["data"])
@@ -344,6 +386,14 @@ def default_config(on_gpu: bool, bf16_supported: bool) -> Path:
     """The JSON file that suits the hardware found."""
     name = "cpu_fp32.json" if not on_gpu else "zero1_bf16.json" if bf16_supported else "zero1_fp16.json"
     return ROOT / "ds_configs" / name
+
+
+def _check_fusion(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> None:
+    if values["fusion"] and values["fusion_width"] % values["fusion_heads"]:
+        parser.error(f"argument --fusion-width: {values['fusion_width']} is no multiple of --fusion-heads {values['fusion_heads']}")
+    for key in ("fusion_width", "fusion_heads", "fusion_scales", "matching_weight", "loss_weights", "loss_weights_every"):
+        if not values["fusion"] and values[key] != parser.get_default(key):
+            parser.error(f"argument --{key.replace('_', '-')}: {values[key]} is for a run with --fusion; add --fusion N, or leave it out")
 
 
 def _weights(parser: argparse.ArgumentParser, given: str | None, data: tuple[str, ...]) -> tuple[float, ...] | None:

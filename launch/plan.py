@@ -34,6 +34,7 @@ from launch.drawing import FORMATS, save_plan_png, seconds
 from launch.estimates import estimated_costs
 from launch.options import DEFAULTS, ROOT
 from launch.report import show
+from models.fusion import FusionSizes
 from models.towers import build_towers
 
 SAMPLES_PER_GPU, MOST_SAMPLES = 1024, 32768  # of the default global batch
@@ -60,6 +61,7 @@ class PlanOptions:
     image_size: int
     max_text_tokens: int
     vocab_size: int | None
+    fusion: int
     top: int
     output: Path | None
 
@@ -154,6 +156,9 @@ def make_parser() -> argparse.ArgumentParser:
         name, own = f"--{flag.replace('_', '-')}", DEFAULTS[flag]
         towers.add_argument(name, type=at_least(minimum), default=own, metavar="N", help=f"{what} (default: {own})")
     towers.add_argument("--vocab-size", type=at_least(1), metavar="N", help="entries of the tokenizer (default: the text tower's own)")
+    towers.add_argument(
+        "--fusion", type=at_least(0), default=0, metavar="N", help="layers that match images and texts, as in train.py (default: 0)"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--top", type=at_least(1), default=10, metavar="N", help="rows of the table (default: 10)")
     output.add_argument(
@@ -194,7 +199,13 @@ def configuration(options: PlanOptions) -> tuple[dict[str, Any], BranchesBlock]:
 def cost_model(options: PlanOptions, config: Mapping[str, Any]) -> CostModel:
     """Estimated: counted operations of both towers against the device's data sheet."""
     towers = build_towers(
-        options.image_tower, options.text_tower, options.embed_dim, options.image_size, options.vocab_size, options.max_text_tokens
+        options.image_tower,
+        options.text_tower,
+        options.embed_dim,
+        options.image_size,
+        options.vocab_size,
+        options.max_text_tokens,
+        fusion=FusionSizes(options.fusion) if options.fusion else None,
     )
     memory_bytes = None if options.memory is None else options.memory * GIB
     costs = estimated_costs(towers, config, options.embed_dim, options.device, memory_bytes)

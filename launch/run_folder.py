@@ -71,6 +71,11 @@ class RunFolder:
         return self.path / "bad_steps.jsonl"
 
     @property
+    def loss_weights(self) -> Path:
+        """When the losses got other weights, and why, a line each."""
+        return self.path / "loss_weights.jsonl"
+
+    @property
     def stop(self) -> Path:
         """Whoever makes this file asks the run to end after its current step."""
         return self.path / "stop"
@@ -138,7 +143,7 @@ class RunFolder:
 
     def forget_after(self, step: int) -> None:
         """Drop what was logged of steps after `step`: the run goes on from there and measures them again."""
-        for file in (self.metrics, self.looks, self.bad_steps):
+        for file in (self.metrics, self.looks, self.bad_steps, self.loss_weights):
             if self.first_rank and file.is_file():
                 lines = file.read_text(encoding="utf-8").splitlines()
                 kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
@@ -152,6 +157,10 @@ class RunFolder:
     def log_look(self, values: Mapping[str, Any]) -> None:
         """Append one line to balance.jsonl."""
         self._append(self.looks, values)
+
+    def log_loss_weights(self, values: Mapping[str, Any]) -> None:
+        """Append one line to loss_weights.jsonl."""
+        self._append(self.loss_weights, values)
 
     def _append(self, path: Path, values: Mapping[str, Any]) -> None:
         if self.first_rank:

@@ -16,6 +16,7 @@ from engine.checkpoint.layout import checkpoints_in, newest_of, step_of, verify
 from engine.checkpoint.reading import CheckpointReader, load_layer
 from launch.exported import options_of_export, read_export
 from launch.report import show
+from models.fusion import fusion_sizes
 from models.layers import Layer, Tower
 from models.losses import build_loss
 from models.towers import build_towers
@@ -51,7 +52,7 @@ def open_model_folder(folder: Path, checkpoint: str | None, device: torch.device
 def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
     """The model in a folder of export.py. It has no samples of its own."""
     record = read_export(folder)
-    options = {"seed": 0, "loss": record["loss"], **options_of_export(folder)}
+    options = {"seed": 0, "loss": record["loss"], "fusion": 0, **options_of_export(folder)}
     tokenizer = load_tokenizer(options["tokenizer"])
     towers = _towers(options, tokenizer)
     reader = open_model(str(folder), *towers)
@@ -86,6 +87,7 @@ def _towers(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> t
         tokenizer.pad_token_id,
         tokenizer.eos_token_id,
         build_loss(options["loss"]).parameters,
+        fusion_sizes(options),
     )
 
 

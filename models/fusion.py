@@ -13,30 +13,38 @@ B micro-batch, P pairs, T image tokens, L text tokens, C channels, F `width`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from models.layers import Layer, LayerSpec, Tower
+from models.layers import Layer, LayerSpec, Tower, reset
 
 
 @dataclass(frozen=True)
 class FusionSizes:
-    """`layers` of cross-attention of `width` with `heads`, over the last `scales` maps of the image tower."""
+    """`layers` of cross-attention of `width` with `heads`, over the last `scales` maps of the image tower; None: two, or one where it has no more."""
 
     layers: int
     width: int = 512
     heads: int = 8
-    scales: int = 2
+    scales: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.width, self.heads, self.scales) < 1 or self.width % self.heads:
+        if min(self.layers, self.width, self.heads, 1 if self.scales is None else self.scales) < 1 or self.width % self.heads:
             raise ValueError(
                 f"fusion of {self.layers} layers, width {self.width}, {self.heads} heads and {self.scales} scales: all must be at least 1, and "
                 "the width a multiple of the heads"
             )
+
+
+def fusion_sizes(options: Mapping[str, Any]) -> FusionSizes | None:
+    """From train.py's options by name; None without `fusion`."""
+    if not options["fusion"]:
+        return None
+    return FusionSizes(options["fusion"], options["fusion_width"], options["fusion_heads"], options["fusion_scales"])
 
 
 class ImageTap(Layer):
@@ -100,7 +108,7 @@ class Fusion(nn.Module):
         return self.score(self.norm(image_tokens.mean(1))).squeeze(1).float()
 
 
-def tap_image(tower: Tower, pixel_values: Tensor, scales: int) -> tuple[Tower, dict[str, int], int]:
+def tap_image(tower: Tower, pixel_values: Tensor, scales: int | None) -> tuple[Tower, dict[str, int], int]:
     """Taps behind the last layers of the last `scales` sizes of `image_hidden`, in a tower without a head.
 
     `pixel_values`: as in `models.towers.meta_inputs`. Returns the tower, the channels C of each map by its name, and T for such pictures.
@@ -111,6 +119,7 @@ def tap_image(tower: Tower, pixel_values: Tensor, scales: int) -> tuple[Tower, d
         tensors = spec.template(tensors)
         shapes.append(tuple(tensors["image_hidden"].shape[1:]) if "image_hidden" in tensors else None)
     ends = [i for i, shape in enumerate(shapes) if shape is not None and _places(shape) != _places(shapes[i + 1])]
+    scales = min(2, len(ends)) if scales is None else scales
     if len(ends) < scales:
         raise ValueError(f"--fusion-scales {scales}: image tower {tower.name!r} has maps of {len(ends)} sizes; give at most {len(ends)}")
     specs, maps, num_tokens = list(tower.specs), {}, 0
@@ -135,3 +144,36 @@ def _places(shape: Sequence[int] | None) -> tuple[int, ...] | None:
 
 def _tap(name: str, branch: str, layer: Layer) -> LayerSpec:
     return LayerSpec(name, branch, layer, lambda _: None)
+
+
+PAIRS_OF_A_TEXT = 3  # its own image, one drawn for it, and on average one that it was drawn for
+
+
+class PairScores(Layer):
+    """What the matching loss asks of a fusion, as a layer by itself: to be priced, not trained."""
+
+    reads, makes = ("image_tokens", "text_tokens", "text_mask"), ("scores",)
+    drops = reads
+
+    def __init__(self, sizes: FusionSizes) -> None:
+        super().__init__()
+        self.fusion = Fusion(sizes)
+
+    def compute(self, image_tokens: Tensor, text_tokens: Tensor, text_mask: Tensor) -> Tensor:
+        return self.fusion(image_tokens, text_tokens, text_mask)
+
+
+def pair_scores(sizes: FusionSizes) -> LayerSpec:
+    with torch.device("meta"):
+        return LayerSpec("text.pairs", "text", PairScores(sizes), reset)
+
+
+def pair_inputs(image: Tower, text: Tower, num_texts: int, num_tokens: int | None = None) -> dict[str, Tensor]:
+    """What `pair_scores` reads for the pairs of so many texts of `num_tokens` (default: the most there can be), without data."""
+    number, width = PAIRS_OF_A_TEXT * num_texts, image.config["fusion"]["width"]
+    length = text.config["max_text_tokens"] if num_tokens is None else num_tokens
+    return {
+        "image_tokens": torch.empty(number, image.config["num_image_tokens"], width, device="meta"),
+        "text_tokens": torch.empty(number, length, width, device="meta"),
+        "text_mask": torch.empty(number, length, dtype=torch.int8, device="meta"),
+    }

@@ -1,7 +1,7 @@
 """Both towers with their heads, and what each of their layers costs."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import FunctionType
 
@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.fusion import FusionSizes, tap_image, tap_text
+from models.fusion import FusionSizes, pair_inputs, pair_scores, tap_image, tap_text
 from models.head import image_head, text_head
 from models.image import image_tower
-from models.layers import Tower
+from models.layers import LayerSpec, Tower
 from models.losses import InfoNCE
 from models.text import text_tower
 
@@ -105,14 +105,27 @@ def describe_layers(tower: Tower, precision_bytes: int, num_tokens: int | None =
     `precision_bytes`: of a weight, 4 (fp32) or 2 (bf16; fp16 is the same). Counted at two samples, because batch normalisation
     refuses one where nothing but the sample is left to average over. `num_tokens` as in `meta_inputs`.
     """
+    return _described(tower.specs, meta_inputs(tower, _COUNTED, num_tokens), precision_bytes)
+
+
+def describe_pairs(image: Tower, text: Tower, precision_bytes: int) -> LayerCounts:
+    """The counts of the pairs that are made for one text; towers with fusion."""
+    (found,) = _described([pair_scores(FusionSizes(**image.config["fusion"]))], pair_inputs(image, text, _COUNTED), precision_bytes)
+    return found
+
+
+def token_bytes(image: Tower, precision_bytes: int) -> float:
+    """Of the tokens that the image head makes of one image for fusion; 0 without."""
+    return precision_bytes * image.config["num_image_tokens"] * image.config["fusion"]["width"] if "fusion" in image.config else 0.0
+
+
+def _described(specs: Sequence[LayerSpec], tensors: dict[str, Tensor], precision_bytes: int) -> list[LayerCounts]:
     if precision_bytes not in _DTYPES:
         raise ValueError(f"precision_bytes={precision_bytes} must be one of {', '.join(map(str, _DTYPES))}: bytes of a weight")
-    dtype, samples = _DTYPES[precision_bytes], 2
-    tensors = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in meta_inputs(tower, samples, num_tokens).items()
-    }
+    dtype, samples = _DTYPES[precision_bytes], _COUNTED
+    tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     described = []
-    for position, spec in enumerate(tower.specs):
+    for position, spec in enumerate(specs):
         layer = copy.deepcopy(spec.template)
         for parameter in layer.parameters():  # DeepSpeed casts parameters and leaves buffers in fp32
             parameter.data = parameter.data.to(dtype)
@@ -139,6 +152,7 @@ def describe_layers(tower: Tower, precision_bytes: int, num_tokens: int | None =
     return described
 
 
+_COUNTED = 2  # samples
 _DTYPES = {4: torch.float32, 2: torch.bfloat16}
 
 

@@ -35,7 +35,9 @@ RENAMED = {  # what older versions of the libraries wrote
     "image": ((r"\.mlp\.linear_1\.", ".mlp.0."), (r"\.mlp\.linear_2\.", ".mlp.3.")),
 }
 # absent from masked-language-model checkpoints, from those written before BatchNorm counted its batches, and from models trained with InfoNCE
-OPTIONAL = re.compile(r"text\.pooler\.dense\.(weight|bias)$|image\..*\.num_batches_tracked$|head\.logit_bias$")
+OPTIONAL = re.compile(
+    r"text\.pooler\.dense\.(weight|bias)$|image\..*\.num_batches_tracked$|head\.logit_bias$|head\.(fusion|image_tokens|text_tokens)\."
+)
 
 
 @dataclass

@@ -20,6 +20,7 @@ FLAGS = [
     "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--import", "--tokenizer", "--embed-dim", "--image-size",
     "--image-buckets", "--max-text-tokens",
     "--loss", "--label-smoothing",
+    "--fusion", "--fusion-width", "--fusion-heads", "--fusion-scales", "--matching-weight", "--loss-weights", "--loss-weights-every",
     "--epochs", "--steps", "--save-every", "--keep-checkpoints", "--keep-every", "--eval-every", "--eval-ema", "--max-hours", "--stall-limit",
     "--wandb", "--trace-every", "--explain-balance", "--wandb-project",
 ]  # fmt: skip
@@ -123,6 +124,9 @@ def test_what_is_given_wins_over_the_defaults():
         (["--epoch-s", "3"], ["unrecognized arguments", "--epoch-s"]),
         (["--epochs", "3", "--steps", "4"], ["--steps", "not allowed with", "--epochs"]),
         (["--epochs", "0"], ["--epochs", "0 is below 1"]),
+        (["--matching-weight", "2"], ["--matching-weight", "2.0 is for a run with --fusion", "--fusion N"]),
+        (["--loss-weights", "measured"], ["--loss-weights", "measured", "--fusion"]),
+        (["--fusion", "2", "--fusion-heads", "7"], ["--fusion-width", "512", "multiple", "7"]),
         (["--steps", "many"], ["--steps", "whole number", "'many'"]),
         (["--max-text-tokens", "3"], ["--max-text-tokens", "3 is below 4"]),
         (["--seed", "-1"], ["--seed", "-1 is below 0"]),
