@@ -10,6 +10,7 @@ found is told when the next checkpoint is asked for, or at the end.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import threading
@@ -29,6 +30,8 @@ from engine.checkpoint.reading import CheckpointReader
 from engine.checkpoint.retention import Keep, too_little_room
 from engine.executor import ForkEngine
 from engine.processes import from_all_ranks, from_first_rank
+
+NICENESS = 10  # of the threads that write, to the scheduler
 
 
 class CheckpointWriter:
@@ -118,6 +121,7 @@ class CheckpointWriter:
         future: Future = Future()
 
         def run() -> None:
+            _give_way()
             try:
                 future.set_result(work())
             except Exception as error:  # told to all ranks when the next checkpoint is asked for; here at once, as far as it is known
@@ -139,6 +143,12 @@ class CheckpointWriter:
             f"checkpoint {self.folder / step_folder(self._step)} was not written: {reason}. Nothing was deleted, and the newest one is "
             f"{newest.name if newest else 'not there yet'}; make room on that disk: one more than are kept must fit"
         )
+
+
+def _give_way() -> None:
+    """Let this thread have about a tenth of a core that another one wants: the steps that go on meanwhile. Linux alone counts threads."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _copied_to_host(tensors: Mapping[Fragment, Tensor], host: dict[str, Tensor]) -> dict[Fragment, Tensor]:
