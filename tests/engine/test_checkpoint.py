@@ -21,21 +21,21 @@ COMMON = {
     "clipping": {"image": {"kind": "adaptive", "factor": 1.01, "decay": 0.5, "warmup_steps": 1}, "text": 1.0, "head": 0.1},
     "scheduler": {
         "type": "WarmupCosineLR",
-        "params": {"total_num_steps": 20, "warmup_num_steps": 4, "warmup_min_ratio": 0.1, "warmup_type": "linear"},
+        "params": {"total_num_steps": 40, "warmup_num_steps": 4, "warmup_min_ratio": 0.1, "warmup_type": "linear"},
     },
 }
-FORK_2_1 = Case("fork", {"image": 2, "text": 1}, {"image": 1, "text": 1}, **COMMON)
-FORK_1_1 = Case("fork", {"image": 1, "text": 1}, {"image": 1, "text": 1}, **COMMON, schedule="replay")
-CHAIN = Case("chain", {"image": 1, "text": 1}, 1, **COMMON)
-MERGED_2 = Case("merged", {"merged": 1}, 2, **COMMON)
+FORK_2_1 = Case("fork", {"image": 2, "text": 1}, {"image": 1, "text": 1}, **COMMON, fusion=2)
+FORK_1_1 = Case("fork", {"image": 1, "text": 1}, {"image": 1, "text": 1}, **COMMON, fusion=2, schedule="replay")
+CHAIN = Case("chain", {"image": 1, "text": 1}, 1, **COMMON, fusion=2)
+MERGED_2 = Case("merged", {"merged": 1}, 2, **COMMON, fusion=2)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        replace(MERGED_2, zero_stage=0, schedule="replay"),
+        replace(MERGED_2, fusion=0, zero_stage=0, schedule="replay"),
         Case("fork", {"image": 1, "text": 1}, {"image": 2, "text": 1}, **COMMON),
-        replace(MERGED_2, precision="bf16"),
+        replace(MERGED_2, fusion=0, precision="bf16"),
     ],
     ids=str,
 )
@@ -64,11 +64,11 @@ def assert_same(one, other):
 
 
 def test_any_topology_goes_on_where_another_one_stopped(tmp_path):
-    """Six steps of a fork of 2 + 1 stages, and the same six on four topologies in turn: what is read is what was written, bit for bit,
-    and each next loss is within 1e-5: the sums are taken in another order."""
-    reference = run_ranks(3, train_from, FORK_2_1, 6)
+    """Steps of a fork of 2 + 1 stages, and the same on four topologies in turn: what is read is what was written, bit for bit, and each of the
+    next twenty losses is within 1e-5: the sums are taken in another order."""
+    reference = run_ranks(3, train_from, FORK_2_1, 22)
     before, step, folder = None, 0, tmp_path
-    for case, steps in ((FORK_2_1, 2), (FORK_1_1, 1), (CHAIN, 1), (MERGED_2, 1), (FORK_2_1, 1)):
+    for case, steps in ((FORK_2_1, 2), (FORK_1_1, 5), (CHAIN, 5), (MERGED_2, 5), (FORK_2_1, 5)):
         source = folder / f"step-{step:08d}" if step else None
         step += steps
         results = run_ranks(case.world_size, train_from, case, steps, source, folder, save_at=step)
@@ -89,13 +89,14 @@ def test_any_topology_goes_on_where_another_one_stopped(tmp_path):
         for at, loss in results[0]["losses"].items():
             assert loss == pytest.approx(reference[0]["losses"][at], rel=1e-5), (case, at)
             assert results[0]["lr"][at] == reference[0]["lr"][at]
-        if case is not MERGED_2 and before is not MERGED_2 and step < 5:  # a replica's running means are of its micro-batches
+        if step < 17:  # a replica's running means are of its micro-batches
             means = {name: buffer for result in reference for name, buffer in result["buffers"][step].items()}
             for result in results:
                 for name, buffer in result["buffers"][step].items():
-                    torch.testing.assert_close(buffer, means[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+                    allowed = 1e-4 * float(means[name].float().norm())  # what rounding has grown to in up to fifteen steps
+                    assert float((buffer - means[name]).float().norm()) <= allowed, name
         before = results
-    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000006", "step-00000005", "step-00000004"]
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000022", "step-00000017", "step-00000012"]
 
 
 def adaptive_limits(results, when):
@@ -105,7 +106,7 @@ def adaptive_limits(results, when):
 
 def test_another_precision_goes_on_from_the_same_weights(tmp_path):
     """What is saved of a bf16 run are its fp32 weights and moments: fp32 takes them as they are, bf16 rounds a copy."""
-    bf16, fp32 = replace(MERGED_2, precision="bf16"), replace(FORK_1_1, towers="vit+clip", dropout=0.0)
+    bf16, fp32 = replace(MERGED_2, fusion=0, precision="bf16"), replace(FORK_1_1, fusion=0, towers="vit+clip", dropout=0.0)
     bf16 = replace(bf16, towers="vit+clip", dropout=0.0)
     saved = run_ranks(2, train_from, bf16, 2, None, tmp_path, save_at=2)
     resumed = run_ranks(2, train_from, fp32, 1, tmp_path / "step-00000002", tmp_path, save_at=3)
@@ -119,7 +120,7 @@ def test_another_precision_goes_on_from_the_same_weights(tmp_path):
 @pytest.mark.parametrize("full_on", [0, 1])
 def test_a_full_disk_is_warned_of_and_the_run_goes_on(tmp_path, full_on):
     """Unless it is the last checkpoint that has no room. Nothing that was whole is lost, and nothing half-written is left."""
-    case = replace(MERGED_2, towers="vit+clip", dropout=0.0)
+    case = replace(MERGED_2, fusion=0, towers="vit+clip", dropout=0.0)
     first, second = run_ranks(2, train_on_a_disk_that_fills_up, case, tmp_path, full_on)
     assert second["warned"] == "" and first["warned"].count("wye: warning") >= 1
     assert f"checkpoint {tmp_path / 'step-00000002'} was not written: " in first["warned"] and "File too large" in first["warned"]
