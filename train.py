@@ -36,7 +36,7 @@ from launch.feeding import Feeding
 from launch.loss_weights import LossWeights
 from launch.options import Options, default_config, parse_options
 from launch.report import progress_interval, retrieval_table, show
-from launch.resuming import resume
+from launch.resuming import earlier_sizes, find_checkpoint, resume, state_of
 from launch.run_folder import RunFolder, choose_folder, training_identity
 from launch.step_line import step_line
 from launch.stopping import STOPPED, StopRequest
@@ -75,10 +75,12 @@ def main(options: Options, run: Run) -> int:
     if first:
         stop.watch(folder.stop)
     folder.refuse_other_run(options, training_identity(options, config, asdict(block)))
+    checkpoint, notices = find_checkpoint(options.resume, folder.checkpoints)
+    state, batch_size = state_of(checkpoint), config["train_batch_size"]
     with first_rank_first():
         data = prepare_data(options.data_options(), options.tokenizer_source(), folder.path, progress=first)
-    order = training_order(data, config["train_batch_size"], options.seed, block.weighting())
-    total_steps = options.steps or options.epochs * order.steps_per_epoch
+    order = training_order(data, batch_size, options.seed, block.weighting(), earlier_sizes(state["batch_sizes"], batch_size))
+    total_steps = options.steps or order.first_step(options.epochs)
 
     # The objective, the towers as lists of layers, and which of them run where.
     loss = build_loss(options.loss, options.label_smoothing)
@@ -134,20 +136,19 @@ def main(options: Options, run: Run) -> int:
     )
 
     # Where a run goes on: its state.
-    state, notices = resume(engine, options.resume, folder.checkpoints)
-    show("\n".join(notices), first and bool(notices))
     balancer = Balancer(balance, engine.replica, engine.place.name, workers)
     objective = LossWeights.of(options)
-    step = saved_step = 0
-    if state:
-        step = saved_step = state["step"]
+    step = saved_step = state["step"]
+    if checkpoint is not None:
+        notices += resume(engine, checkpoint, order, total_steps)
         balancer.go_on_from(state["balance"], step)
         objective.go_on_from(state["loss_weights"])
-    folder.forget_after(step if state else -1)  # from the start: also the evaluation before it
+    show("\n".join(notices), first and bool(notices))
+    folder.forget_after(step if checkpoint else -1)  # from the start: also the evaluation before it
     record = folder.write_config(options, training, plan, data.summary(), towers, total_steps)
     checkpoints = CheckpointWriter(folder.checkpoints, record, Keep(options.keep_checkpoints, options.keep_every))
     trace = TraceFile(folder.path / "trace.json")
-    tracker = Tracker(options.wandb, options.wandb_project, folder.path, training, first)
+    tracker = Tracker(options.wandb, options.wandb_project, folder.path, {**training, "batches": record["batches"]}, first)
 
     if options.explain_balance:
         steps = range(step, min(step + options.explain_balance, total_steps))
@@ -165,12 +166,14 @@ def main(options: Options, run: Run) -> int:
             with in_place:
                 for name, values in feeding.evaluate_held_out():
                     evaluations[step] |= {f"{prefix}{name}/{key}": value for key, value in values.items()}
-                    folder.log({"step": step, "epoch": step / order.steps_per_epoch, "held_out": prefix + name, **values})
+                    folder.log({"step": step, "epoch": order.epochs_before(step), "held_out": prefix + name, **values})
         tracker.log({"step": step, **evaluations[step]})
+
+    def is_due(every: int | None) -> bool:  # None: once an epoch
+        return step % every == 0 if every else order.ends_epoch(step)
 
     # The loop.
     run.watchdog.follow(lambda: engine.instructions_done, 60 * options.stall_limit)
-    save_every, eval_every = options.save_every or order.steps_per_epoch, options.eval_every or order.steps_per_epoch
     if step == 0:
         evaluate()
     sources, stopping = source_names(options.data), False
@@ -200,10 +203,11 @@ def main(options: Options, run: Run) -> int:
                     trace.add(step, engine.recorder.started_at_s, ranks)
             bar.set_postfix(loss=f"{metrics.loss:.3f}", samples_per_s=f"{line['samples_per_s']:.0f}", refresh=False)
             bar.update()
-            if step % eval_every == 0 or step == total_steps:
+            if is_due(options.eval_every) or step == total_steps:
                 evaluate()
-            if step % save_every == 0 or step == total_steps or stopping:
-                checkpoints.save(engine, {"step": step, "balance": balancer.state(), "loss_weights": objective.state()})
+            if is_due(options.save_every) or step == total_steps or stopping:
+                decided = {"balance": balancer.state(), "loss_weights": objective.state()}
+                checkpoints.save(engine, {"step": step, "batch_sizes": order.batch_sizes(step), **decided})
                 saved_step = step
 
     checkpoints.finish()

@@ -44,12 +44,12 @@ WORLD_SIZE = 3
 def live(folder: Path, num_steps: int, save_every: int, victim: int | None, after_s: float) -> str:
     """On each rank: go on to step `num_steps`, unless the rank `victim` dies `after_s` seconds after its first step; the parameters' digest."""
     from engine.checkpoint.retention import Keep
-    from engine.checkpoint.together import CheckpointWriter
-    from launch.resuming import resume
+    from engine.checkpoint.together import CheckpointWriter, load_checkpoint
+    from launch.resuming import find_checkpoint
 
     engine = make_engine(SETUP, BRANCHES)
-    state, _ = resume(engine, "auto", folder)
-    step = state["step"] if state else 0
+    checkpoint, _ = find_checkpoint("auto", folder)
+    step = load_checkpoint(engine, checkpoint)[0]["step"] if checkpoint else 0
     writer = CheckpointWriter(folder, {}, Keep(2))
     log = (folder.parent / f"steps-{engine.comm.rank}").open("a", encoding="utf-8", buffering=1)
     log.write(f"from {step}\n")

@@ -4,10 +4,11 @@ G: global_batch_size, N: samples of the training subset, b: samples of one micro
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -18,6 +19,34 @@ from data.feed import Knobs
 from data.mixture import Parts
 from data.settings import Mixes, Settings
 from data.weights import Curriculum
+
+BatchSizes = tuple[tuple[int, int], ...]  # (number of steps, samples of each), one after the other
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """The steps of one size. They go on with `epoch`, of which steps of other sizes have taken `taken` samples, or with the next one where
+    none of them fits."""
+
+    size: int
+    first_step: int
+    visited: int  # samples of all steps before the first
+    epoch: int
+    taken: int
+    epoch_samples: int
+
+    def place(self, step: int) -> tuple[int, int, int]:
+        """Of a step: its epoch, how many samples of it other sizes have taken, how many steps of this size come before it there."""
+        within, first = step - self.first_step, (self.epoch_samples - self.taken) // self.size
+        if within < first:
+            return self.epoch, self.taken, within
+        epochs, within = divmod(within - first, self.epoch_samples // self.size)
+        return self.epoch + 1 + epochs, 0, within
+
+    def first_of(self, epoch: int) -> int:
+        """The first step of an epoch that begins in this stretch, or would if no other followed."""
+        first = (self.epoch_samples - self.taken) // self.size
+        return self.first_step + first + (epoch - self.epoch - 1) * (self.epoch_samples // self.size)
 
 
 @dataclass(frozen=True)
@@ -35,6 +64,10 @@ class GlobalOrder:
     [n]; a sample comes at most window − 1 steps earlier or later than it would. The last window of an epoch may be shorter.
 
     `curriculum`: its epochs visit the same samples as they would without it, in another order, from easy to hard.
+
+    `earlier`: the sizes that global batches had before, each for so many steps; those after them have `global_batch_size`. Within an epoch
+    a size goes on with the samples that the one before has left, in their order, so none comes twice, and windows begin anew. An epoch
+    ends where those left do not fill a batch, before a change or after it.
     """
 
     num_samples: int
@@ -44,6 +77,7 @@ class GlobalOrder:
     window: int = 1
     lengths_of: Callable[[np.ndarray, int], np.ndarray] | None = None
     curriculum: Curriculum | None = None
+    earlier: BatchSizes = ()
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1 or self.seed < 0:
@@ -59,6 +93,15 @@ class GlobalOrder:
                 f"{self.epoch_samples} training samples do not fill one global batch of {self.global_batch_size}; "
                 f"give more data, or set train_batch_size to at most {self.epoch_samples}"
             )
+        sizes = [*(size for _, size in self.earlier), self.global_batch_size]
+        if min((number for number, _ in self.earlier), default=1) < 1 or any(one == other for one, other in zip(sizes, sizes[1:])):
+            raise ValueError(
+                f"earlier {self.earlier}, then {self.global_batch_size}: >= 1 steps each are needed, and another size every time"
+            )
+        if not 1 <= min(sizes) <= max(sizes) <= self.epoch_samples:
+            raise ValueError(
+                f"earlier {self.earlier}: global batches of 1 to {self.epoch_samples} samples, an epoch, are needed; keep the data"
+            )
 
     @property
     def epoch_samples(self) -> int:
@@ -68,18 +111,66 @@ class GlobalOrder:
     def visits(self, step: int, mixes: Mixes = ()) -> tuple[float, ...]:
         """By part: how often each of its samples has come before `step`, on average. Within an epoch as shuffles do on average, which is what
         a curriculum comes to by the epoch's end; nan for a part without samples."""
-        used = self.steps_per_epoch * self.global_batch_size / self.epoch_samples  # the last few samples of an epoch wait for another one
-        visits = np.zeros(len(self.parts))
-        for epochs, parts in _held(self._mixes(mixes, self.epoch(step)), step / self.steps_per_epoch):
-            visits += [epochs * used * round(weight * count) / count if count else math.nan for count, weight in parts]
+        held, visits = self._mixes(mixes, self.epoch(step)), np.zeros(len(self.parts))
+        visited = [self.samples_before(first) for first in (*(self.first_step(epoch) for epoch, _ in held), step)]
+        for (_, parts), before, after in zip(held, visited, visited[1:]):
+            epochs = (after - before) / self.epoch_samples  # the last few samples of an epoch wait for another one
+            visits += [epochs * round(weight * count) / count if count else math.nan for count, weight in parts]
         return tuple(visits.tolist())
+
+    # -- where a step is in the data ---------------------------------------------------------------------------------------
 
     @property
     def steps_per_epoch(self) -> int:
+        """Of an epoch that has `global_batch_size` from its beginning on."""
         return self.epoch_samples // self.global_batch_size
 
+    @property
+    def changed_at(self) -> int:
+        """The first step that has `global_batch_size`."""
+        return self._stretches[-1].first_step
+
+    def batch_sizes(self, step: int) -> BatchSizes:
+        """Those of the steps before `step`, which is later than `changed_at`: what was `earlier` for one that goes on there."""
+        return (*self.earlier, (step - self.changed_at, self.global_batch_size))
+
     def epoch(self, step: int) -> int:
-        return step // self.steps_per_epoch
+        return self._stretches[self._number(step)].place(step)[0]
+
+    def first_step(self, epoch: int) -> int:
+        """Of any epoch, also of those to come."""
+        return next(each for each in reversed(self._stretches) if (each.epoch, each.taken) <= (epoch, 0)).first_of(epoch)
+
+    def ends_epoch(self, step: int) -> bool:
+        """Do `step` steps end an epoch?"""
+        return step > 0 and self.epoch(step) > self.epoch(step - 1)
+
+    def samples_before(self, step: int) -> int:
+        """How many `step` steps have visited."""
+        stretch = self._stretches[self._number(step)]
+        return stretch.visited + (step - stretch.first_step) * stretch.size
+
+    def epochs_before(self, step: int) -> float:
+        """As many have `step` steps ended, and of the one under way this part of its samples has been visited."""
+        stretch = self._stretches[self._number(step)]
+        epoch, taken, within = stretch.place(step)
+        return epoch + (taken + within * stretch.size) / self.epoch_samples
+
+    def _number(self, step: int) -> int:
+        """That of the step's stretch."""
+        return bisect_right(self._stretches, step, key=lambda stretch: stretch.first_step) - 1
+
+    @cached_property
+    def _stretches(self) -> tuple[_Stretch, ...]:
+        stretches, first_step, visited, epoch, taken = [], 0, 0, 0, 0
+        for number, size in (*self.earlier, (0, self.global_batch_size)):
+            stretches.append(_Stretch(size, first_step, visited, epoch, taken, self.epoch_samples))
+            first_step, visited = first_step + number, visited + number * size
+            epoch, taken, within = stretches[-1].place(first_step)
+            taken += within * size
+        return tuple(stretches)
+
+    # -- which samples it has ----------------------------------------------------------------------------------------------
 
     def _mixes(self, later: Mixes, epoch: int) -> Mixes:
         """All up to an epoch, from the first on. Errors: ValueError for one of other parts, or with which an epoch were not as long."""
@@ -92,17 +183,22 @@ class GlobalOrder:
         """[G] int64: numbers 0..N-1 into the training subset, in the order of their positions in the global batch."""
         if step < 0:
             raise ValueError(f"step {step}: steps count from 0")
-        within, epoch, size = step % self.steps_per_epoch, self.epoch(step), self.global_batch_size
-        first = within - within % self.window
-        last = min(first + self.window, self.steps_per_epoch)
-        visits = _visits(self.num_samples, self.seed, self._mixes(mixes, epoch), epoch, self.steps_per_epoch * size, self.curriculum)
-        visited = visits[first * size : last * size].astype(np.int64)
-        if self.window > 1 and self.lengths_of is not None:
-            lengths = self.lengths_of(visited, epoch).reshape(last - first, size)
-            visited = visited[deal_window(lengths, (self.seed, epoch, first))].ravel()
-        visited = visited[(within - first) * size :][:size]
+        number = self._number(step)
+        epoch, _, within = self._stretches[number].place(step)
+        row = _row(self, self._mixes(mixes, epoch), epoch, number)
+        visited = row[self._places(row, epoch, number, within)[0]].astype(np.int64)
         visited.flags.writeable = False
         return visited
+
+    def _places(self, row: np.ndarray, epoch: int, number: int, within: int) -> np.ndarray:
+        """Places in the `row` that an epoch has for the `number`-th stretch: [batches left of a window, G], from the batch `within` on."""
+        size, first = self._stretches[number].size, within - within % self.window
+        last = min(first + self.window, len(row) // size)
+        places = np.arange(first * size, last * size).reshape(last - first, size)
+        if self.window > 1 and self.lengths_of is not None:
+            lengths = self.lengths_of(row[places.ravel()].astype(np.int64), epoch).reshape(places.shape)
+            places = places.ravel()[deal_window(lengths, (self.seed, epoch, first))]
+        return places[within - first :]
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,12 +315,28 @@ def _check_replica(replica: int, replicas: int) -> None:
 
 
 @lru_cache(maxsize=2)  # this epoch and, while workers load ahead, the next
-def _visits(num_samples: int, seed: int, mixes: Mixes, epoch: int, number: int, curriculum: Curriculum | None) -> np.ndarray:
-    """[number], the samples of an epoch in the order of their visits; 4 bytes each where that does."""
-    kind = np.int32 if num_samples <= np.iinfo(np.int32).max else np.int64
-    samples = _weighted(seed, mixes, epoch).astype(kind) if mixes[0][1] else np.arange(num_samples, dtype=kind)
-    np.random.default_rng([seed, epoch]).shuffle(samples)
-    return samples[:number] if curriculum is None else curriculum.arranged(samples[:number], epoch)
+def _row(order: GlobalOrder, mixes: Mixes, epoch: int, number: int) -> np.ndarray:
+    """[n], the samples that an epoch has for its steps in the `number`-th stretch, in the order of their visits; 4 bytes each where that
+    does. In one under way when the stretch began, those that the stretch before has left."""
+    stretch = order._stretches[number]
+    if epoch > stretch.epoch or not stretch.taken:
+        visits, used = _visits(order, mixes, epoch), order.epoch_samples // stretch.size * stretch.size
+        return visits if order.curriculum is None else np.concatenate([order.curriculum.arranged(visits[:used], epoch), visits[used:]])
+    row, before = _row(order, mixes, epoch, number - 1), order._stretches[number - 1]
+    _, _, within = before.place(stretch.first_step)
+    start = within - within % order.window
+    if start == within:
+        return row[within * before.size :]
+    left = order._places(row, epoch, number - 1, within)
+    return np.concatenate([row[np.sort(left, axis=None)], row[within * before.size + left.size :]])
+
+
+def _visits(order: GlobalOrder, mixes: Mixes, epoch: int) -> np.ndarray:
+    """[n], in the plain shuffle."""
+    kind = np.int32 if order.num_samples <= np.iinfo(np.int32).max else np.int64
+    samples = _weighted(order.seed, mixes, epoch).astype(kind) if order.parts else np.arange(order.num_samples, dtype=kind)
+    np.random.default_rng([order.seed, epoch]).shuffle(samples)
+    return samples
 
 
 def _weighted(seed: int, mixes: Mixes, epoch: int) -> np.ndarray:
@@ -246,7 +358,7 @@ def _whole_and_share(count: int, weight: float) -> tuple[int, int]:
     return int(weight), round(weight * count) - int(weight) * count
 
 
-def _held(mixes: Mixes, epochs: float) -> list[tuple[float, Parts]]:
+def _held(mixes: Mixes, epochs: int) -> list[tuple[int, Parts]]:
     """For how many of the first `epochs` epochs there are which parts, in their order."""
     ends = [*(start for start, _ in mixes[1:]), math.inf]
     return [(min(end, epochs) - start, parts) for (start, parts), end in zip(mixes, ends) if start < epochs]

@@ -212,4 +212,7 @@ class GroupSchedule:
         for warmup, schedule in self.schedules.items():
             if schedule is not None:
                 schedule.load_state_dict(state["schedules"][str(warmup)])
+                if (done := state["schedules"][str(warmup)].get("last_batch_iteration", -1)) >= 0:
+                    schedule.step(done)  # DeepSpeed's own: the rate that it makes of so many steps now, in a run of another length, too
+                    self.rates[warmup] = self.optimizer.param_groups[0]["lr"]
         self._scale()

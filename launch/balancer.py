@@ -85,7 +85,7 @@ class Balancer:
             return False
         if self._trends is not None:
             self._trends = after_step(self._trends, [each.loss for each in sources], [each.samples for each in sources])
-            if step % self.balance.order.steps_per_epoch == 0:
+            if self.balance.order.ends_epoch(step):
                 self._trends = self.balance.adaptation.after_epoch(self._trends)
         self._busy_s.append(branch_seconds(self._graph, busy_s))
         self._spans = [*self._spans[1 - OBSERVED :], (step - 1, spans)]
@@ -136,7 +136,7 @@ class Balancer:
             return None
         parts = self.balance.adaptation.mix(self._trends)
         epoch, newest = self._newest_mix()
-        return None if parts == newest else (max(epoch + 1, -(-first_step // self.balance.order.steps_per_epoch)), parts)
+        return None if parts == newest else (max(epoch, self.balance.order.epoch(first_step - 1)) + 1, parts)
 
     def _newest_mix(self) -> Mix:
         return self.settings.mixes[-1] if self.settings.mixes else (0, self.balance.order.parts)
@@ -170,7 +170,7 @@ class Balancer:
 
     def _mix_record(self, epoch: int, parts: Parts) -> dict[str, Any]:
         return {
-            "from_step": epoch * self.balance.order.steps_per_epoch,
+            "from_step": self.balance.order.first_step(epoch),
             "weights": [weight for _, weight in parts],
             "losses": self._trends.losses,
             "losses_before": self._trends.before,
@@ -215,16 +215,16 @@ class Balancer:
 
     def go_on_from(self, state: Mapping[str, Any], step: int) -> None:
         """With step `step`, the next. Split in another way, what was measured no longer holds: as planned then, with the knobs and the mixes of
-        before, which decide what is trained."""
+        before, which decide what is trained. So it is with global batches of another size, which may end an epoch."""
         before = Settings.from_records(state["settings"], state["mixes"])
         self._trends = self._trends and Trends(**{name: tuple(values) for name, values in state["trends"].items()})
+        if self._trends and any(self._trends.samples) and self.balance.order.ends_epoch(step):
+            self._trends = self.balance.adaptation.after_epoch(self._trends)
         if state["split"] == self._split():
             self.settings, self._looks, self._busy_s = before, Looks(**state["looks"]), list(state["busy_s"])
             return
         first, knobs = self.balance.first, before.at(step).knobs
-        setting = replace(
-            first, from_step=step, knobs=knobs, costs=_costs_with(first.costs, first.knobs, knobs), reason="split in another way"
-        )
+        setting = replace(first, from_step=step, knobs=knobs, costs=_costs_with(first.costs, first.knobs, knobs), reason="planned anew")
         setting = replace(setting, num_micro_batches=self.balance.num_micro_batches(setting, step, before.mixes))
         self.settings = Settings([first, setting], before.mixes)
 

@@ -82,7 +82,7 @@ class Balance:
         steps = range(step, step + LOOKED_AT)
         if self.order.curriculum is None:
             return [*steps]
-        end = (self.order.epoch(step) + 1) * self.order.steps_per_epoch
+        end = self.order.first_step(self.order.epoch(step) + 1)
         return sorted({*steps, *range(max(step, end - LOOKED_AT), end)})
 
 
@@ -135,7 +135,7 @@ def make_balance(
     dealt = [branch for branch in BRANCHES if by_cost is dealers[branch]]
     first = Setting(0, planned, {branch: branch_cost(costs, plan, branch, typical) for branch in dealt}, ladders.start())
     balance = Balance(block, plan, dealers, order, data.train, ladders, rules, first, adaptation)
-    return replace(balance, first=replace(first, num_micro_batches=balance.num_micro_batches(first, 0)))
+    return replace(balance, first=replace(first, num_micro_batches=balance.num_micro_batches(first, order.changed_at)))
 
 
 def _adaptation(block: BalanceBlock, order: GlobalOrder, options: Options) -> Adaptation | None:

@@ -24,11 +24,12 @@ FREE_TO_CHANGE = (
     *("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "eval_ema", "trace_every", "deepspeed_config"),
     *("cache", "cache_limit", "max_bad_fraction", "explain_balance", "keep_checkpoints", "keep_every", "max_hours", "stall_limit"),
 )
-# Of the JSON file: how it is split and computed. What that does to the numbers is said when the run goes on.
+# Of the JSON file: the size of the global batch, how it is split and computed. What that does to the numbers is said when the run goes on.
 DEEPSPEED_FREE_TO_CHANGE = (
-    *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "fp16", "bf16", "data_types", "zero_optimization", "pipeline"),
-    *("communication_data_type", "prescale_gradients", "gradient_predivide_factor", "zero_allow_untested_optimizer"),
-    *("zero_force_ds_cpu_optimizer", "steps_per_print", "memory_breakdown", "comms_logger", "tensorboard", "csv_monitor"),
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "pipeline", "zero_optimization"),
+    *("fp16", "bf16", "data_types", "communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    *("steps_per_print", "memory_breakdown", "comms_logger", "tensorboard", "csv_monitor"),
 )
 BRANCHES_SPLIT = ("layout", "stages", "replicas", "micro_batch_size", "schedule", "kept_micro_batches")
 BRANCHES_FREE_TO_CHANGE = ("max_bad_steps",)

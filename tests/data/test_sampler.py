@@ -14,6 +14,7 @@ from data.buckets import BucketedSamples
 from data.feed import Knobs
 from data.sampler import GlobalOrder, evaluation_requests, training_requests
 from data.settings import Setting, Settings
+from data.weights import Curriculum
 
 ORDER = GlobalOrder(num_samples=103, global_batch_size=12, seed=5)
 SUBSET = np.arange(1000, 1103)
@@ -222,3 +223,123 @@ def test_a_window_sorts_the_samples_of_its_global_batches_and_no_others():
         ends = sorted((length[batch].min(), length[batch].max()) for batch in sorted_)
         assert all(before[1] <= after[0] for before, after in zip(ends, ends[1:]))
     assert all(np.array_equal(replace(order, window=1).batch(step), ORDER.batch(step)) for step in range(9))
+
+
+# -- other sizes of the global batch -----------------------------------------------------------------------------------------------
+
+
+def shuffled(epoch, number=103):
+    return np.random.default_rng([5, epoch]).permutation(number).tolist()
+
+
+def batches(order, steps):
+    return [order.batch(step).tolist() for step in steps]
+
+
+def test_another_size_goes_on_with_the_samples_that_the_epoch_has_left():
+    order = replace(ORDER, global_batch_size=7, earlier=((3, 12),))
+    assert batches(order, range(3)) == batches(ORDER, range(3))
+    assert batches(order, range(3, 12)) == [shuffled(0)[start : start + 7] for start in range(36, 99, 7)]
+    assert batches(order, range(12, 26)) == [shuffled(1)[start : start + 7] for start in range(0, 98, 7)]
+    assert order.batch(26).tolist() == shuffled(2)[:7]
+
+
+def test_a_change_at_an_epochs_end_is_an_order_of_the_new_size_with_its_own_steps():
+    """Seven samples were left of the epoch, which the earlier size did not fill: they stay out."""
+    order, alone = replace(ORDER, global_batch_size=7, earlier=((8, 12),)), replace(ORDER, global_batch_size=7)
+    assert batches(order, range(8, 60)) == batches(alone, range(14, 66))
+
+
+def test_an_epoch_ends_where_a_larger_batch_does_not_fit_any_more():
+    order = replace(ORDER, global_batch_size=50, earlier=((5, 12),))
+    assert order.epoch(4) == 0 and order.epoch(5) == 1 and order.ends_epoch(5)
+    assert batches(order, (4, 5, 6, 7)) == [shuffled(0)[48:60], shuffled(1)[:50], shuffled(1)[50:100], shuffled(2)[:50]]
+
+
+def test_a_change_within_a_window_leaves_those_samples_that_did_not_come():
+    length = np.random.default_rng(3).integers(4, 78, 103)
+    before = replace(ORDER, window=4, lengths_of=lambda visited, epoch: length[visited])
+    order = replace(before, global_batch_size=5, earlier=((6, 12),))  # of the second window, steps 4..7, two batches came
+    assert batches(order, range(6)) == batches(before, range(6))
+    came = {sample for batch in batches(order, range(6)) for sample in batch}
+    left = [sample for sample in shuffled(0) if sample not in came]
+    assert left[:24] != shuffled(0)[72:96] and len(left) == 31
+    for steps, samples in ((range(6, 10), left[:20]), (range(10, 12), left[20:30]), (range(12, 16), shuffled(1)[:20])):  # windows
+        assert sorted(sum(batches(order, steps), [])) == sorted(samples)
+        ends = sorted((length[batch].min(), length[batch].max()) for batch in batches(order, steps))
+        assert all(one[1] <= other[0] for one, other in zip(ends, ends[1:]))
+
+
+def test_a_curriculum_keeps_the_order_that_the_epoch_began_with_and_a_smaller_batch_takes_what_it_left_out():
+    curriculum = Curriculum(np.random.default_rng(1).random(103), epochs=2)
+    order = replace(ORDER, curriculum=curriculum, global_batch_size=3, earlier=((2, 12),))
+    visits = np.array(shuffled(0))
+    row = [*curriculum.arranged(visits[:96], 0), *visits[96:]]
+    assert sum(batches(order, range(2 + 26)), []) == row[: 24 + 3 * 26] and order.ends_epoch(2 + 26)
+    assert sum(batches(order, range(28, 28 + 34)), []) == [*curriculum.arranged(np.array(shuffled(1))[:102], 1)]
+
+
+CHANGES = [
+    (((3, 12),), 7),
+    (((3, 12), (2, 30), (1, 5)), 4),  # three in one epoch
+    (((20, 12), (1, 100), (7, 1)), 12),
+    (((1, 1), (5, 40)), 60),
+]
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("kind", ["plain", "parts", "curriculum"])
+@pytest.mark.parametrize("earlier, size", CHANGES)
+def test_over_all_changes_an_epoch_has_each_sample_once_and_all_but_what_does_not_fill_a_batch(earlier, size, kind, window):
+    length = np.random.default_rng(3).integers(4, 78, 103)
+    given = {"parts": {"parts": ((60, 1.0), (18, 2.0), (25, 0.2))}, "curriculum": {"curriculum": Curriculum(length, 2)}}.get(kind, {})
+    order = GlobalOrder(103, size, 5, window=window, lengths_of=lambda visited, epoch: length[visited] + epoch, earlier=earlier, **given)
+    sizes = [each for number, each in earlier for _ in range(number)]
+    last = len(sizes)
+    found, step = {}, 0
+    while (epoch := order.epoch(step)) < order.epoch(last) + 3:
+        batch = order.batch(step).tolist()
+        assert len(batch) == (sizes[step] if step < last else size)
+        found.setdefault(epoch, []).append(batch)
+        step += 1
+    assert list(found) == list(range(len(found)))
+    for epoch, of_epoch in found.items():
+        counts = np.bincount(sum(of_epoch, []), minlength=103)
+        most = np.repeat([1, 2, 1], [60, 18, 25]) if kind == "parts" else np.ones(103)
+        assert (counts <= most).all()
+        next_size = len(found[epoch + 1][0]) if epoch + 1 in found else size
+        assert 0 <= order.epoch_samples - counts.sum() < max(len(of_epoch[-1]), next_size)
+    for any_step in (last, 0, step - 1, max(0, last - 1)):  # in any order
+        assert order.batch(any_step).tolist() in found[order.epoch(any_step)]
+
+
+@pytest.mark.parametrize("earlier, size", CHANGES)
+def test_where_a_step_is_in_the_data_is_counted_in_samples(earlier, size):
+    parts = ((60, 1.0), (18, 2.0), (25, 0.2))
+    order = GlobalOrder(103, size, 5, parts, earlier=earlier)
+    mixes = ((2, ((60, 1.2), (18, 4 / 3), (25, 0.2))),)
+    of_epoch, samples, before = [], 0, -1.0  # samples that each epoch had
+    for step in range(order.first_step(order.epoch(order.changed_at) + 4)):
+        assert order.samples_before(step) == samples and order.epochs_before(step) > before
+        before, samples = order.epochs_before(step), samples + len(order.batch(step))
+        first = order.first_step(order.epoch(step))
+        assert before == pytest.approx(order.epoch(step) + (order.samples_before(step) - order.samples_before(first)) / 101)
+        assert order.ends_epoch(step) == (step == first > 0)
+        of_epoch += [0] * (step == first)
+        early, late = sum(of_epoch[:2]) / 101, sum(of_epoch[2:]) / 101
+        assert order.visits(step, mixes) == pytest.approx([early + 1.2 * late, 2 * early + 4 / 3 * late, 0.2 * (early + late)])
+        of_epoch[-1] += len(order.batch(step))
+    assert [order.epoch(order.first_step(epoch)) for epoch in range(12)] == list(range(12))
+
+
+def test_an_order_goes_on_from_the_sizes_so_far():
+    order = replace(ORDER, earlier=((3, 6),))
+    assert order.changed_at == 3 and order.batch_sizes(10) == ((3, 6), (7, 12))
+    assert ORDER.changed_at == 0 and ORDER.batch_sizes(4) == ((4, 12),)
+    assert replace(ORDER, global_batch_size=6, earlier=order.batch_sizes(10)).batch(9).tolist() == order.batch(9).tolist()
+
+
+@pytest.mark.parametrize("earlier", [((0, 6),), ((2, 12),), ((2, 6), (1, 6)), ((2, 0),), ((2, 104),)])
+def test_sizes_that_no_run_had(earlier):
+    with pytest.raises(ValueError, match="another size every time|of 1 to 103 samples"):
+        replace(ORDER, earlier=earlier)

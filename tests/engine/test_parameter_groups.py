@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from split_training import LR, Case, train_split, train_whole
 
 from engine.config import check_config
@@ -124,6 +125,24 @@ def test_every_schedule_is_scaled_and_goes_on_from_its_state(make, rates):
             assert running.get_last_lr() == pytest.approx(expected), "also before its first step"
         running.optimizer.step()
         running.step()
+
+
+def test_a_schedule_that_goes_on_in_a_run_of_another_length_has_its_rates_from_the_next_step_on():
+    def schedule(total_num_steps):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        own = {"total_num_steps": total_num_steps, "warmup_num_steps": 2, "warmup_max_lr": 0.1, "warmup_type": "linear"}
+        return GroupSchedule(optimizer, lambda warmup: WarmupDecayLR(optimizer, **own), [Setting(0.5, 0.0, None)], [])
+
+    before, now = schedule(10), schedule(20)
+    for _ in range(6):  # the last of them is step 5 of the schedule
+        before.optimizer.step()
+        before.step()
+    assert before.get_last_lr() == pytest.approx([0.05 * 5 / 8])
+    now.load_state_dict(before.state_dict())
+    for step in (5, 6, 7):
+        assert now.get_last_lr() == pytest.approx([0.05 * (20 - step) / 18])
+        now.optimizer.step()
+        now.step()
 
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}

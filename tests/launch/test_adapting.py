@@ -34,11 +34,11 @@ def data(tmp_path_factory):
 class World:
     """The ranks of a run whose losses are made up."""
 
-    def __init__(self, data, folder, *options, balance=None, workers=1):
+    def __init__(self, data, folder, *options, balance=None, workers=1, batch_size=48, earlier=()):
         block = {"layout": "fork", "stages": {"image": 1, "text": 1}, "micro_batch_size": 12, "balance": balance or {"interval": 5}}
-        config, block = check_config({"train_batch_size": 48, "optimizer": {"type": "AdamW"}, "branches": block})
+        config, block = check_config({"train_batch_size": batch_size, "optimizer": {"type": "AdamW"}, "branches": block})
         plan = plan_run(config, block, 2, COSTS)
-        self.data, self.order = data, GlobalOrder(len(data.train), 48, 0, data.parts)
+        self.data, self.order = data, GlobalOrder(len(data.train), batch_size, 0, data.parts, earlier=earlier)
         self.balance = make_balance(block.dealing(), plan, COSTS, data, self.order, None, None, parse_options([*SETS, *options]), folder)
         self.ranks = [Balancer(self.balance, 0, stage.name, workers) for stage in plan.graph.stages]
         self.records = []
@@ -110,6 +110,27 @@ def test_a_run_that_goes_on_mixes_as_one_that_never_stopped(data, tmp_path, kill
     assert len(whole.settings.mixes) >= 5
     for step in range(killed, 8 * steps, 3):
         assert again.loaded(step) == whole.loaded(step)
+
+
+@pytest.mark.parametrize("size, ended", [(96, False), (300, True)])
+def test_losses_of_an_epoch_are_counted_over_a_change_of_the_batch_and_the_epoch_ends_with_what_it_had(data, tmp_path, size, ended):
+    """After 4 steps of the second epoch. What it has left is three batches of 96, and less than one of 300."""
+    before = World(data, tmp_path, "--data-adapt", "0.5")
+    before.run(0, 14)
+    state = before.ranks[0].state()
+    assert before.order.steps_per_epoch == 10 and sum(state["trends"]["samples"]) == 4 * 48
+    now = World(data, tmp_path, "--data-adapt", "0.5", batch_size=size, earlier=((14, 48),))
+    for rank in now.ranks:
+        rank.go_on_from(json.loads(json.dumps(state)), 14)
+    trends = now.ranks[0].state()["trends"]
+    if ended:
+        assert trends["samples"] == (0, 0) and trends["before"] == state["trends"]["losses"]
+        assert trends["losses"] == pytest.approx(3 * (1 - RATES))
+    else:
+        assert trends == state["trends"]
+        now.run(14, 17)
+        assert now.ranks[0].state()["trends"]["samples"] == (0, 0) and now.order.ends_epoch(17)
+        assert now.order.samples_before(17) == 960
 
 
 def test_where_samples_are_dealt_the_micro_batches_are_counted_anew_for_a_mix(data, tmp_path):

@@ -30,12 +30,15 @@ def data(tmp_path_factory):
 class World:
     """The ranks of a run whose times are made up: `image_s(step)` for all images, texts by `TRUE`."""
 
-    def __init__(self, data, folder, balance, layout="fork", image_s=lambda step: 0.1, workers=1, micro_batch_size=12):
+    def __init__(
+        self, data, folder, balance, layout="fork", image_s=lambda step: 0.1, workers=1, micro_batch_size=12, batch_size=48, earlier=()
+    ):
         stages = {"merged": 2} if layout == "merged" else {"image": 1, "text": 1}
         block = {"layout": layout, "stages": stages, "micro_batch_size": micro_batch_size, "balance": balance, "schedule": "replay"}
-        config, block = check_config({"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "branches": block})
+        config = {"train_batch_size": batch_size, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "branches": block}
+        config, block = check_config(config)
         plan = plan_run(config, block, 2, COSTS)
-        order = GlobalOrder(len(data.train), 48, seed=0)
+        order = GlobalOrder(len(data.train), batch_size, seed=0, earlier=earlier)
         self.data, self.image_s = data, image_s
         self.balance = make_balance(block.dealing(), plan, COSTS, data, order, None, None, parse_options([]), folder)
         self.ranks = [Balancer(self.balance, 0, stage.name, workers) for stage in plan.graph.stages]
@@ -161,6 +164,30 @@ def test_a_run_that_is_split_in_another_way_goes_on_as_planned_with_what_it_was_
         assert second["num_micro_batches"]["image"] == 8 and second["num_micro_batches"]["text"] >= 4
         assert now.ranks[0].state()["busy_s"] == [] and now.ranks[0].state()["looks"]["busy_s"] == {}
         now.run(step, step + 5)
+
+
+@pytest.mark.parametrize("layout, earlier, size", [("fork", 48, 12), ("fork", 12, 96), ("merged", 48, 96)])
+def test_a_run_that_goes_on_with_other_global_batches_goes_on_as_planned_for_them(data, tmp_path, layout, earlier, size):
+    """What is known of the first steps is of the new size, too: of the steps that have it."""
+    balance = {"strategy": "deal" if layout == "merged" else "feed", "captions_per_image": [1, 4], "interval": 5, "window": 3}
+    balance = {key: value for key, value in balance.items() if layout == "fork" or key != "captions_per_image"}
+    before = World(data, tmp_path, balance, layout, image_s=lambda step: 0.3, micro_batch_size=earlier // 4, batch_size=earlier)
+    before.run(0, 40)
+    state = json.loads(json.dumps(before.ranks[0].state()))
+    now = World(data, tmp_path, balance, layout, micro_batch_size=size // 4, batch_size=size, earlier=((40, earlier),))
+    for rank in now.ranks:
+        rank.go_on_from(state, 40)
+    first, second = now.ranks[0].settings.records()
+    assert first["num_micro_batches"] == now.balance.num_micro_batches(now.balance.first, 40) and first["from_step"] == 0
+    assert first == now.balance.first.record() and (second["from_step"], second["reason"]) == (40, "planned anew")
+    assert second["knobs"] == before.ranks[0].settings.at(40).record()["knobs"]
+    captions = second["knobs"]["captions_per_image"]
+    assert captions == 1 or layout == "fork"
+    for branch, texts in (("image", 1), ("text", captions if layout == "fork" else 1)):
+        dealt = now.deal(branch, 40)
+        assert len(dealt) == second["num_micro_batches"][branch]
+        assert sorted(p for _, positions, _ in dealt for p in positions) == list(range(size * texts))
+    now.run(40, 60)
 
 
 def test_points_are_those_of_the_slowest_stage_and_waiting_is_not_in_them(data, tmp_path):

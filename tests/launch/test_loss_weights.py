@@ -29,7 +29,9 @@ def test_weights_change_at_looks_only_with_a_reason_and_add_up_to_what_was_asked
     for step in range(1, 31):
         reason = weights.after_step(step, told(4 - 0.1 * step, 0.7 - 0.001 * step))
         assert (reason is not None) == (weights.weights() != before)
-        assert reason is None if step % 10 or step == 10 and mode == "measured" else reason is not None  # one look has nothing to compare with
+        assert (
+            reason is None if step % 10 or step == 10 and mode == "measured" else reason is not None
+        )  # one look has nothing to compare with
         assert reason is None or (mode in reason and "matching" in reason)
         before = weights.weights()
         assert sum(before.values()) == pytest.approx(1.5)

@@ -57,6 +57,13 @@ def test_rates_are_of_the_step():
     assert METRICS.record(6, 1.0, 5.0, 2.0).items() <= line.items()
 
 
+def test_epochs_are_counted_in_samples_over_a_change_of_the_batch():
+    """60 samples an epoch: 2 steps of 20, then steps of 10."""
+    order = replace(ORDER, earlier=((2, 20),))
+    assert [line_of(step, order=order)["epoch"] for step in (1, 2, 3, 4, 10)] == [0.3333, 0.6667, 0.8333, 1.0, 2.0]
+    assert line_of(4, order=order)["samples_per_s"] == 5.0
+
+
 def test_a_step_without_texts_has_no_padding():
     assert line_of(6, metrics=replace(METRICS, counts={}))["padding_share/text"] == 0.0
 
