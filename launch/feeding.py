@@ -16,7 +16,7 @@ from data.loader import LoadReport, MicroBatchDataset, micro_batches
 from data.prepare import PreparedData, bad_table
 from data.sampler import evaluation_requests, training_requests
 from data.sources import Source
-from data.transforms import eval_transform, train_transform
+from data.transforms import augmented, eval_transform
 from engine.executor import ForkEngine
 from launch.balancer import Balancer
 from launch.balancing import side_multiple
@@ -147,7 +147,7 @@ def micro_batch_dataset(
     return MicroBatchDataset(
         source,
         modalities,
-        train_transform(options.image_size) if image else None,
+        augmented(options.image_size, options.augmentation) if image else None,
         eval_transform(options.image_size) if image else None,
         data.tokenizer if text else None,
         options.max_text_tokens if text else None,

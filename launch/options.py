@@ -38,6 +38,7 @@ class Options:
     on_leak: str
     leak_bits: int | None
     index_check: str
+    augmentation: tuple[str, ...]
     cache: str
     cache_limit: float
     image_tower: str
@@ -193,6 +194,14 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("decode", "header"),
         default="decode",
         help="how pictures are looked at when a data set is first opened; header: faster, truncated ones are found in training (default: decode)",
+    )
+    data.add_argument(
+        "--augmentation",
+        type=_augmentation,
+        default="crop",
+        metavar="crop[+flip][+colour]|none",
+        help="of training pictures: a crop of 80 to 100 %% of the area and a light background behind transparent parts; mirrored, where captions do "
+        "not say left and right; other brightness and contrast, where they do not name colours (default: crop)",
     )
     data.add_argument(
         "--cache", default="off", metavar="off|auto|DIR", help="keep decoded and resized pictures; auto: in WYE_CACHE (default: off)"
@@ -444,6 +453,13 @@ def _fraction(text: str) -> float:
 
 
 _fraction.__name__ = "number"
+
+
+def _augmentation(text: str) -> tuple[str, ...]:
+    words = () if text == "none" else tuple(text.split("+"))
+    if words and (words[0] != "crop" or len(set(words)) != len(words) or not set(words) <= {"crop", "flip", "colour"}):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither none nor crop, with +flip, +colour or both behind it")
+    return words
 
 
 def _rate(text: str) -> float:

@@ -9,7 +9,7 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
 from data.pictures import decode_bytes
-from data.transforms import CLIP_MEAN, CLIP_STD, KEPT, SHRUNK, Stored, eval_transform, normalised, train_transform
+from data.transforms import CLIP_MEAN, CLIP_STD, COLOUR_JITTER, KEPT, SHRUNK, Stored, augmented, eval_transform, normalised, train_transform
 
 
 def to_rgb(tensor):
@@ -129,6 +129,12 @@ def test_training_background_is_light_and_random_and_evaluation_is_white(demo):
 
 def left_is_brighter(tensor):
     return bool(tensor[:, :, 0].mean() > tensor[:, :, -1].mean())
+
+
+def test_augmentation_does_what_its_words_say():
+    assert augmented(8, ()) == eval_transform(8)
+    assert augmented(8, ("crop",)) == train_transform(8)
+    assert augmented((8, 12), ("crop", "colour", "flip")) == train_transform((8, 12), colour_jitter=COLOUR_JITTER, flip=0.5)
 
 
 def test_no_flip_unless_asked_for():
