@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 OUT = ROOT / "bench" / "out" / "convergence"
 
-TOWERS = ("--image-tower", "resnet18:layers=1-1-1-1", "--text-tower", "bert-mini", "--image-size", "32", "--embed-dim", "128")
+TOWERS = ("--image-tower", "resnet18:layers=1-1-1-1", "--text-tower", "bert-tiny", "--image-size", "32", "--embed-dim", "128")
 FORK = {"layout": "fork", "stages": {"image": 1, "text": 1}, "schedule": "batch_sync", "micro_batch_size": 30}
 MERGED = {"layout": "merged", "stages": {"merged": 1}, "replicas": 1}
 CHAIN = {"layout": "chain", "stages": {"image": 1, "text": 1}, "replicas": 1}
@@ -301,7 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--experiment", choices=EXPERIMENTS, action="append", help="which (default: all); may be repeated")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each variant (default: 3)")
-    parser.add_argument("--epochs", type=int, default=6, metavar="N", help="of the embedded data (default: 6)")
+    parser.add_argument("--epochs", type=int, default=5, metavar="N", help="of the embedded data (default: 5)")
     arguments = parser.parse_args()
     if arguments.seeds < 1 or arguments.epochs < 1:
         parser.error("--seeds and --epochs must be at least 1")
