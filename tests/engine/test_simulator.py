@@ -701,6 +701,26 @@ def test_cost_models_are_told_apart_and_forgotten():
     assert len(simulator._REMEMBERED) == before
 
 
+def test_pairs_are_scored_at_the_text_tail_and_image_tails_wait():
+    """Two samples a micro-batch, four of them: 8 texts of 1 + 2 s each at the loss, shared by the replicas of the text tail."""
+    sides = model([layer(1.0, 2.0)], [layer(1.0, 2.0)])
+    pairs = replace(sides, pairs=layer(1.0, 2.0))
+    one = fork({"image": [range(1)], "text": [range(1)]}, {"image": 1, "text": 1})
+    for replicas, number, more in ((1, 4, 24), (2, 2, 12)):
+        graph = fork({"image": [range(1)], "text": [range(1)]}, {"image": replicas, "text": replicas})
+        without, found = (simulate(graph, both(replicas, 2, number), "batch_sync", costs, timeline=True) for costs in (sides, pairs))
+        assert found.step_s == pytest.approx(without.step_s + more)
+        image, text = by_name(found)["image 0"], by_name(found)["text 0"]
+        assert text.busy_s == pytest.approx(image.busy_s + more) and image.idle_fraction * found.step_s == pytest.approx(more)
+        assert bounds(graph, both(replicas, 2, number), "batch_sync", pairs)[0] == pytest.approx(found.step_s)
+    # 8 images' tokens of 100 bytes to the one text tail, and as many gradients in fp32 back
+    machine, state = replace(FREE, link_bytes_per_s=10.0), StateBytes(0, 0, 0, weight=2)
+    sides = model([layer()], [layer()], machine, state)
+    moved = replace(sides, pairs=layer(), token_bytes=100.0)
+    steps = [simulate(one, both(1, 2, 4), "batch_sync", costs) for costs in (sides, moved)]
+    assert steps[1].step_s - steps[0].step_s == pytest.approx((8 * 100 + 8 * 200) / 10)
+
+
 def test_nothing_costs_nothing():
     result = simulate(line(2), both(1, 1, 3), "batch_sync", equal_stages(2, forward_s=0.0, backward_s=0.0))
     assert (result.step_s, result.bubble_fraction, [stage.idle_fraction for stage in result.stages]) == (0, 0, [0, 0])

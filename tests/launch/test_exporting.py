@@ -18,7 +18,8 @@ from data.transforms import eval_transform, normalised
 from launch.exported import options_of_export
 from launch.exporting import canonical_state, write_export
 from launch.options import parse_options
-from launch.trained import Trained, find_checkpoint, open_model_folder, open_run
+from launch.trained import Trained, find_checkpoint, open_export, open_model_folder, open_run
+from models.fusion import FusionSizes
 from models.losses import build_loss
 from models.towers import build_towers
 from models.weights import open_model
@@ -52,15 +53,15 @@ def tokenizer_for(text_tower):
     return tokenizer
 
 
-def towers_for(image_tower, text_tower, tokenizer, loss="infonce"):
+def towers_for(image_tower, text_tower, tokenizer, loss="infonce", fusion=None):
     ids = tokenizer.pad_token_id, tokenizer.eos_token_id
-    return build_towers(image_tower, text_tower, 32, SIZE, len(tokenizer), TOKENS, *ids, build_loss(loss).parameters)
+    return build_towers(image_tower, text_tower, 32, SIZE, len(tokenizer), TOKENS, *ids, build_loss(loss).parameters, fusion)
 
 
-def trained_model(image_tower, text_tower, loss, dtype=torch.float32) -> Trained:
+def trained_model(image_tower, text_tower, loss, dtype=torch.float32, fusion=None) -> Trained:
     """As a run leaves it; batch normalisation and layer scales are not what they begin with."""
     tokenizer = tokenizer_for(text_tower)
-    towers = towers_for(image_tower, text_tower, tokenizer, loss)
+    towers = towers_for(image_tower, text_tower, tokenizer, loss, fusion)
     layers = [spec.build(3).eval() for tower in towers for spec in tower.specs]
     draw = torch.Generator().manual_seed(0)
     for layer in layers:
@@ -156,6 +157,24 @@ def test_a_fresh_process_gets_the_embeddings_of_the_training_stages(exports, nam
     torch.testing.assert_close(image_embeds, stages["image_embeds"], rtol=0, atol=1e-6)
     torch.testing.assert_close(text_embeds, stages["text_embeds"], rtol=0, atol=1e-6)
     assert (image_embeds[0] - image_embeds[1]).abs().max() > 1e-4 < (text_embeds[0] - text_embeds[1]).abs().max()  # it tells them apart
+
+
+@pytest.mark.parametrize("name", ["vit+bert", "resnet+distilbert"])
+def test_what_scores_pairs_is_left_out(tmp_path, name):
+    """Of either kind of export; the embeddings are those of the model that was trained with it, which `--fusion` then goes on with from scratch."""
+    image_tower, text_tower, loss, _ = MODELS[name]
+    trained = trained_model(image_tower, text_tower, loss, fusion=FusionSizes(1, 16, 2))
+    write_export(trained, tmp_path / "out")
+    again = open_export(tmp_path / "out")
+    pixels, tokens = torch.stack([evaluated(data) for data in files()]), batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    ours, theirs = embeddings(trained.layers, pixels, tokens), embeddings(again.layers, pixels, tokens)
+    for found in ("image_embeds", "text_embeds"):
+        assert torch.equal(ours[found], theirs[found])
+    assert "image_tokens" in ours and "image_tokens" not in theirs
+    fused = towers_for(image_tower, text_tower, again.tokenizer, loss, FusionSizes(1, 16, 2))
+    begun = fused[1].specs[-1].build(3, open_model(str(tmp_path / "out"), *fused))
+    assert torch.equal(begun.text_projection.weight, trained.layers[-1].text_projection.weight)
+    assert torch.equal(begun.fusion.score.weight, fused[1].specs[-1].build(3).fusion.score.weight)
 
 
 @pytest.mark.parametrize("name", MODELS)
