@@ -14,7 +14,6 @@ import resource
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,18 +29,20 @@ from engine.bad_steps import bad_step, is_loss_scale_search, seen_by
 from engine.clipping import GroupedClipping
 from engine.clipping_rules import ClippingRule
 from engine.communication import Channel, Communicator, Signature, branch_of, gradients_of, signature_of
-from engine.exchange import MAX_WEIGHT, NO_WEIGHT, OTHER, ContrastiveLoss, Meeting, Rows, by_source, exchange_loss, meet, share_parameters
-from engine.matching import Matched, MatchingLoss, match
+from engine.exchange import MAX_WEIGHT, OTHER, ContrastiveLoss, meet
+from engine.matching import MatchingLoss
 from engine.module import StageModule, layer_seed
 from engine.parameter_groups import GroupSchedule, OptimizerGroups, Setting
 from engine.planner import BranchBatch
 from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ForwardOnly, ReloadMicroBatch, ReplayPass
 from engine.step_metrics import StepMetrics, losses_of, mean_losses
+from engine.tail_loss import TailLoss
 from engine.topology import BRANCHES, Stage, StageGraph
 from engine.trace import Span
 
 # DeepSpeed's: of the engine, whose micro-steps stay 0 under a pipeline, and of its dynamic loss scale
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+OF_PAIRS = -1  # in the place of a layer, where negatives are drawn
 _OF_FUSION = ("_tokens", "_mask")  # how the names end of what the heads make for it
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -81,9 +82,8 @@ class ForkEngine(PipelineEngine):
                 config_class=DeepSpeedConfig(config, grid),
             )
         self.comm, self.place, self.replica = comm, comm.stage, comm.replica
-        self.embed_dim = embed_dim
-        self.loss_function, self.batches, self.schedule_type = loss, dict(batches), SCHEDULES[schedule]
-        self.matching = matching
+        self.tail_loss = TailLoss(comm, loss, matching, embed_dim, equal_shares, source_starts)
+        self.batches, self.schedule_type = dict(batches), SCHEDULES[schedule]
         self.clipping = GroupedClipping(module.canonical_parameters, clipping, sets_of_groups, comm, self.optimizer)
         self.basic_optimizer.register_step_pre_hook(lambda *_: self.clipping.clip())
         stepped = [p for group in self.basic_optimizer.param_groups for p in group["params"]]
@@ -91,9 +91,6 @@ class ForkEngine(PipelineEngine):
         self.bad_steps_in_a_row = 0
         self.instructions_done = 0  # of training and evaluation: while it grows, this rank is not stuck
         self.recorder = comm.recorder
-        self._equal_shares = equal_shares
-        # of one source nothing is told beside the loss
-        self._source_starts = torch.tensor(source_starts or (), dtype=torch.int64, device=self.device)
         self._num_micro_batches = batches[self._branch].num_micro_batches  # of the present step
         self.instruction_seconds: dict[str, float] = defaultdict(float)  # by instruction, over all steps so far
         self._sent_bytes_before = 0.0
@@ -160,8 +157,7 @@ class ForkEngine(PipelineEngine):
         self.module.train()
         self.set_dataiterator(data_iter)
         self._reset_buffers()
-        self._texts_per_image = texts_per_image
-        self._loss_weights = {"contrastive": 1.0, "matching": 1.0, **(loss_weights or {})}
+        self.tail_loss.start_step(texts_per_image, loss_weights)
         # Messages whose shapes never change are announced in the first step only, for each number of texts per image.
         known = self._training_shapes.setdefault(texts_per_image, {"in": {}, "out": {}})
         self._shapes = {end: kept if self._constant[end] else {} for end, kept in known.items()}
@@ -256,14 +252,7 @@ class ForkEngine(PipelineEngine):
         self._outputs: dict[int, dict[str, Tensor]] = {}
         self._output_grads: dict[int, dict[str, Tensor]] = {}
         self._shapes: dict[str, dict[int, Signature]] = {"in": {}, "out": {}}  # of the messages along both edges
-        self._loss_share = torch.zeros((), device=self.device)
-        self._of_losses = torch.zeros(4, dtype=torch.float64, device=self.device)  # shares of both losses, pairs judged rightly, pairs
-        self._source_shares, self._source_samples = torch.zeros(2, len(self._source_starts), dtype=torch.float64, device=self.device)
-        self._given_to_loss: list[dict[str, Rows]] = []
-        self._num_misaligned = torch.zeros((), device=self.device)
-        self._num_left_out = 0
         self._data_wait_s = 0.0
-        self._scalars = torch.zeros(len(self.loss_function.parameters), device=self.device)
 
     @property
     def _branch(self) -> str:
@@ -419,103 +408,28 @@ class ForkEngine(PipelineEngine):
 
     def _exec_compute_loss(self, buffer_id: int | None = None) -> None:
         """One loss over everything that is waiting here: the global batch, or, with `buffer_id`, a micro-batch of each replica."""
-        batch = self.batches[self._branch]
-        outputs = [self._outputs[m] for m in sorted(self._outputs)]
-        sizes = {branch: [len(output[f"{branch}_embeds"]) for output in outputs] for branch in self.place.tail_of}
-        counts = self._counts(sizes, batch.global_batch_size // (1 if buffer_id is None else self._num_micro_batches))
-        weight = 1.0 if buffer_id is None else 1.0 / self._num_micro_batches
-        own = self._own_rows()
-        self._given_to_loss.append(own)
-        if buffer_id is not None:  # a batch of its own: its rows are numbered from 0, replica by replica
-            own = {
-                b: replace(rows, position=torch.arange(len(rows.position), device=self.device) + sum(counts[b][: self.replica]))
-                for b, rows in own.items()
-            }
-        parameters = {name: outputs[0][name].detach() for name in self.loss_function.parameters if name in outputs[0]}
-        with torch.no_grad():
-            meeting = meet(self.comm, own, counts, self._texts_per_image)
-            shared = share_parameters(self.comm, self.loss_function, meeting, parameters)
-            result = exchange_loss(self.comm, self.loss_function, meeting, shared)
-        weight_of = {name: weight * self._loss_weights[name] for name in self._loss_weights}
-        self._loss_share += result.share * weight_of["contrastive"]
-        matched = None
-        if self.matching:
-            matched = self._match(meeting, outputs, shared, buffer_id, weight_of["matching"])
-            self._loss_share += matched.share * weight_of["matching"]
-            of_losses = (result.share * weight, matched.share * weight, matched.num_right, matched.num_pairs)
-            self._of_losses += torch.stack([torch.as_tensor(number, device=self.device).double() for number in of_losses])
-        if len(self._source_starts):
-            shares, samples = by_source(meeting, result, self._source_starts)
-            self._source_shares += shares * weight_of["contrastive"]
-            self._source_samples += samples
-        if self.comm.rank == self.graph.tail("image").ranks[0]:  # every tail sees the same; one counts
-            self._num_misaligned += meeting.num_misaligned
-            self._num_left_out += meeting.num_left_out
-        if parameters and self.replica == 0:
-            self._scalars = torch.cat([parameters[name] for name in self.loss_function.parameters])
-        # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each accumulated: times the
-        # number of replicas makes that the sum. fp16: times the loss scale, which the optimizer takes out again.
-        scale = self.place.replicas * self._loss_scale() * weight_of["contrastive"]
-        scale = scale + (result.share - result.share)  # a share that is not finite: not-a-number, so that the step is skipped
-        pieces = {branch: (grad * scale).split(sizes[branch]) for branch, grad in result.embeds.items()}
-        for i, m in enumerate(sorted(self._outputs)):
-            grads = {f"{branch}_embeds": pieces[branch][i] for branch in pieces}
-            for name in parameters:  # the whole gradient goes with the first micro-batch
-                grads[name] = result.parameters[name] * scale if i == 0 else torch.zeros_like(parameters[name])
-            if matched:
-                grads |= {name: of_micro_batches[i] for name, of_micro_batches in matched.gradients.items()}
-            self._output_grads[m] = grads
-            self._outputs[m] = {name: tensor for name, tensor in outputs[i].items() if tensor.requires_grad}
+        number = 1 if buffer_id is None else self._num_micro_batches  # of losses in this step
+        waiting = sorted(self._outputs)
+        outputs = [self._outputs[m] for m in waiting]
+        gradients = self.tail_loss.gradients(
+            outputs,
+            self.batches[self._branch].global_batch_size // number,
+            buffer_id,
+            1.0 / number,
+            self._loss_scale(),
+            layer_seed(self.module.base_seed, self.global_steps, buffer_id or 0, OF_PAIRS),
+            self.module.fusion,
+            self.batches["text"].micro_batch_size,
+            self._inject,
+        )
+        for m, made, of_made in zip(waiting, outputs, gradients):
+            self._output_grads[m] = of_made
+            self._outputs[m] = {name: tensor for name, tensor in made.items() if tensor.requires_grad}
         if not self.place.has_backward:
             self._outputs, self._output_grads = {}, {}
 
-    def _match(
-        self, meeting: Meeting, outputs: Sequence[Mapping[str, Tensor]], parameters: Mapping[str, Tensor], batch: int | None, weight: float
-    ) -> Matched:
-        """The loss of pairs of this batch: the global one, or that of one micro-batch of each replica."""
-        return match(
-            self.comm,
-            self.matching,
-            self.module.fusion,
-            meeting,
-            outputs,
-            parameters,
-            layer_seed(self.module.base_seed, self.global_steps, batch or 0, -1),
-            self.batches["text"].micro_batch_size,
-            torch.tensor(self.graph.tail("text").replicas * self._loss_scale() * weight, device=self.device),
-            self._inject,
-        )
-
     def _loss_scale(self) -> float:
         return float(self.optimizer.loss_scale) if self.fp16_enabled() and hasattr(self.optimizer, "loss_scale") else 1.0
-
-    def _counts(self, sizes: Mapping[str, list[int]], num_samples: int) -> dict[str, list[int]]:
-        """Rows of each replica of this tail, for each branch that ends in it. `sizes`: rows of each of its own micro-batches."""
-        counts = {branch: [sum(each)] * self.place.replicas for branch, each in sizes.items()}
-        if not self._equal_shares:
-            counts = {branch: self.comm.gather_counts(sum(each)) for branch, each in sizes.items()}
-        for branch, each in counts.items():
-            expected = num_samples * (self._texts_per_image if branch == "text" else 1)
-            if sum(each) != expected:
-                raise RuntimeError(
-                    f"{self.place.name}: {sum(each)} rows of {branch} came for a batch of {num_samples} samples with "
-                    f"{self._texts_per_image} texts per image, which needs {expected}; load as many as train_batch was told"
-                )
-        return counts
-
-    def _own_rows(self) -> dict[str, Rows]:
-        """The embeddings of all micro-batches of this tail, in the order they ran."""
-        outputs = [self._outputs[m] for m in sorted(self._outputs)]
-        none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        blank = torch.zeros(0, self.embed_dim, device=self.device)
-        rows = {}
-        for branch in self.place.tail_of:
-            embeds, position, index = (
-                [output[f"{branch}_{part}"].detach() for output in outputs] for part in ("embeds", "position", "index")
-            )
-            weight = [o.get(f"{branch}_weight", torch.full_like(p, NO_WEIGHT)) for o, p in zip(outputs, position)]
-            rows[branch] = Rows(torch.cat([blank, *embeds]), *(torch.cat([none, *part]) for part in (position, index, weight)))
-        return rows
 
     # -- held-out sets -----------------------------------------------------------------------------------------------
 
@@ -536,7 +450,7 @@ class ForkEngine(PipelineEngine):
         self.comm.drain()
         meeting = None
         if self.place.is_tail:
-            own = self._own_rows()
+            own = self.tail_loss.own_rows([self._outputs[m] for m in sorted(self._outputs)])
             meeting = meet(self.comm, own, {branch: self.comm.gather_counts(len(rows.position)) for branch, rows in own.items()})
         totals = {}
         for branch in BRANCHES:
@@ -544,7 +458,7 @@ class ForkEngine(PipelineEngine):
                 rows = meeting.own[branch]
                 part = measure(rows.embeds, meeting.everyone[OTHER[branch]].embeds, rows.position)
             else:
-                blank = torch.zeros(0, self.embed_dim, device=self.device)
+                blank = torch.zeros(0, self.tail_loss.embed_dim, device=self.device)
                 part = measure(blank, blank, torch.zeros(0, dtype=torch.int64, device=self.device))
             totals[f"{branch}_to_{OTHER[branch]}"] = self.comm.sum_over(part)
         speaks = meeting is not None and self.comm.rank == self.graph.tail("image").ranks[0]
@@ -557,17 +471,12 @@ class ForkEngine(PipelineEngine):
 
     def _step_metrics(self, stop_requested: bool, counts: Mapping[str, float]) -> StepMetrics:
         """Gather the numbers of one step from the ranks that have them: each is given by one rank, zeros by the others."""
-        sent_bytes = self.comm.sent_bytes + self._reduced_bytes()
+        losses, sent_bytes = self.tail_loss.sums, self.comm.sent_bytes + self._reduced_bytes()
         told = self.comm.sum_parts(
             {
-                "loss": [self._loss_share],
-                "misaligned": [self._num_misaligned],
-                "scalars": self._scalars,
-                "source_shares": self._source_shares,
-                "source_samples": self._source_samples,
-                "losses": self._of_losses,
+                **losses.told(),
                 "groups": self.clipping.told(self._step_applied),
-                "sums": [float(stop_requested), sent_bytes - self._sent_bytes_before, float(self._num_left_out)],
+                "sums": [float(stop_requested), sent_bytes - self._sent_bytes_before, float(losses.num_left_out)],
                 "counts": list(counts.values()),
                 "ranks": self._own_slots(),
             }
@@ -581,9 +490,9 @@ class ForkEngine(PipelineEngine):
             )
         bad = None
         if not self._step_applied and not is_loss_scale_search(self.optimizer, loss):
-            bad = bad_step(self.comm.share_objects(seen_by(self._given_to_loss)))
+            bad = bad_step(self.comm.share_objects(seen_by(losses.given)))
         self.bad_steps_in_a_row = 0 if self._step_applied else self.bad_steps_in_a_row + (bad is not None)
-        scalars = dict(zip(self.loss_function.parameters, told["scalars"]))
+        scalars = dict(zip(self.tail_loss.loss.parameters, told["scalars"]))
         norms, coefficients, shares = (dict(zip(self.clipping.rules, told["groups"][i::3])) for i in range(3))
         busy_s, step_s, peak_bytes, data_wait_s = (told["ranks"][i :: self._NUM_SLOTS] for i in range(self._NUM_SLOTS))
         stage_busy_s = {s.name: sum(busy_s[r] for r in s.ranks) / s.replicas for s in self.graph.stages}
@@ -609,7 +518,7 @@ class ForkEngine(PipelineEngine):
             num_left_out=int(left_out),
             counts=dict(zip(counts, told["counts"])),
             sources=mean_losses(told["source_shares"], told["source_samples"]),
-            losses=losses_of(*told["losses"], self._loss_weights) if self.matching else {},
+            losses=losses_of(*told["losses"], self.tail_loss.weights) if self.tail_loss.matching else {},
         )
 
     _NUM_SLOTS = 4

@@ -94,10 +94,11 @@ def match(
             with torch.enable_grad():
                 scores = fusion(tokens, told, texts.mask[pairs.text, :longest])
                 share = (loss.losses(scores, pairs.belong) * pairs.weight).sum()
-            inject([(share, scale)])
+            share_told = share.detach()
+            inject([(share, scale + (share_told - share_told))])  # not-a-number where it is not finite, so that the step is skipped
             gradient.index_add_(0, pairs.image, tokens.grad.float())
             text_gradient[:, :longest].index_add_(0, pairs.text, told.grad.float())
-            shares.append(share.detach())
+            shares.append(share_told)
             right.append(((scores > 0) == pairs.belong).float().sum())
             num_pairs += len(scores)
         if "image" in image.trained:

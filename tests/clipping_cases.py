@@ -124,7 +124,7 @@ def train_with_bad_steps(case: Case, picture: int, gradients: dict[int, tuple[in
             spoilt = float("inf") if step == loss else 0.0
             return part._replace(shares={branch: shares + spoilt for branch, shares in part.shares.items()})
 
-    engine.loss_function = Spoilt()
+    engine.tail_loss.loss = Spoilt()
 
     def spoil(gradient):
         rank, value = gradients.get(step, (None, 0.0))

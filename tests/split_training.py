@@ -307,7 +307,7 @@ def train_split(case: Case) -> dict[str, Any]:
         "gradients": gradients,
         "parameters": {n: p.detach().float().clone() for n, p in engine.module.canonical_parameters.items()},
         "buffers": {n: b.detach().clone() for n, b in engine.module.canonical_buffers.items()},
-        "drawn": list(engine.matching.noted) if engine.matching else [],
+        "drawn": list(engine.tail_loss.matching.noted) if engine.tail_loss.matching else [],
         "stage": engine.place.name,
         "optimizer": type(engine.optimizer).__name__,
         "forwards": dict(forwards),  # by layer, in all steps
