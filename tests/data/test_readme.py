@@ -7,7 +7,7 @@ import pytest
 
 from data.bad_samples import REASONS
 from data.sources import KINDS
-from launch.options import make_parser
+from launch.flags import make_parser
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "data" / "README.md"

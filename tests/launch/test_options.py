@@ -9,7 +9,8 @@ import pytest
 
 from data.options import DataOptions
 from engine.config import BranchesBlock
-from launch.options import DEFAULTS, DEMO_DEFAULTS, default_config, make_parser, parse_options
+from launch.flags import make_parser
+from launch.options import DEFAULTS, DEMO_DEFAULTS, default_config, parse_options
 
 # A new flag needs an edit here, and with it the question whether two recipes need it (style.md).
 FLAGS = [
