@@ -25,7 +25,7 @@ LAUNCH_S = 8e-6  # host time of one operation in eager torch; a device that is f
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of a weight
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-# Bytes that pass through memory per parameter, counted in the operations that `engine/profile.py` imitates. AdamW of torch without fusing:
+# Bytes that pass through memory per parameter, counted in the operations that `engine/profile_machine.py` imitates. AdamW of torch without fusing:
 # decay 8, two moments 32, denominator 24, update 16. The norm, the clip, the flat copy, and the weights handed back are the rest.
 _STEP_BYTES = {"fp32": 140.0, "fp16": 160.0, "bf16": 120.0}
 _REDUCE_PASSES = {"fp32": 4, "fp16": 4, "bf16": 3}  # each reads and writes a gradient

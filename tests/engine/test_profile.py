@@ -10,7 +10,8 @@ import torch
 from profile_cases import WIDTH, Builder, Lookup, inputs, tower
 
 from engine.measured import Cache, layer_key
-from engine.profile import NUM_PARAMETERS, Alone, Effort, _sample, profile_layers, profile_machine
+from engine.profile_layers import Alone, Effort, profile_layers
+from engine.profile_machine import NUM_PARAMETERS, _sample, profile_machine
 from launch.ranks import run_ranks
 from models.layers import Tower
 from models.towers import build_towers, describe_layers, meta_inputs
@@ -191,7 +192,7 @@ def test_a_folder_that_cannot_be_written_is_no_failure(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_machine_has_finite_costs(dtype, monkeypatch):
-    monkeypatch.setattr("engine.profile.NUM_PARAMETERS", 1 << 16)
+    monkeypatch.setattr("engine.profile_machine.NUM_PARAMETERS", 1 << 16)
     machine = profile_machine(CPU, dtype, [100, 5000, 7], batch_size=32, embed_dim=16)
     numbers = [
         value
