@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-PRELOAD = ["torch", "deepspeed", "torchvision", "transformers", "engine.executor", "models.towers", "data.loader"]
+PRELOAD = ["train"]  # and with it torch, DeepSpeed, torchvision, transformers, and all of ours that a rank needs
 PRELOAD += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # which ZeRO imports, and with it torch's compiler: 3 s
 
 _context = multiprocessing.get_context("forkserver")

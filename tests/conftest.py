@@ -14,6 +14,7 @@ os.environ.setdefault(
     "TORCH_EXTENSIONS_DIR", os.path.join(tempfile.gettempdir(), f"wye-tests-{os.getuid()}", f"torch_extensions-{ENVIRONMENT}")
 )
 os.environ.setdefault("WYE_CACHE", os.path.join(tempfile.gettempdir(), f"wye-tests-{os.getuid()}", "costs"))
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # also where there is a GPU: more ranks than that are asked for
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

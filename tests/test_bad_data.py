@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from forked_script import ROOT
+from launched import SMALL, finish, metrics, ranks_of, reached, start, wait_for
 from PIL import Image
-from test_train import ROOT, SMALL, finish, launch, metrics, ranks_of, reached, wait_for
 
 from data.bad_samples import REASONS
 from data.formats.demo import DemoFormat
@@ -38,6 +39,10 @@ def fork(tmp_path):
     config["branches"] |= {"layout": "fork", "stages": {"image": 1, "text": 1}, "schedule": "batch_sync", "micro_batch_size": 4}
     (tmp_path / "fork.json").write_text(json.dumps(config | {"train_batch_size": G}))
     return [*SMALL, "--max-text-tokens", "16", "--deepspeed_config", tmp_path / "fork.json"]
+
+
+def train(fork, *arguments):
+    return start("train.py", *fork, "--workers", 0, *arguments, ranks=2)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +96,7 @@ def bad_set(tmp_path: Path, kind: str, emoji):
 def test_a_data_set_with_every_kind_of_bad_input_is_trained_on(tmp_path, fork, emoji, kind):
     spec, expected, good = bad_set(tmp_path, kind, emoji)
     run_dir = tmp_path / "run"
-    status, output = finish(launch(2, *fork, "--data", spec, "--steps", 3, "--max-bad-fraction", 0.9, "--run-dir", run_dir))
+    status, output = finish(train(fork, "--data", spec, "--steps", 3, "--max-bad-fraction", 0.9, "--run-dir", run_dir))
     assert status == 0, output[-3000:]
     assert set(metrics(run_dir)) == {1, 2, 3} and not metrics(run_dir, "left_out_samples")
     assert sorted(told(run_dir)) == sorted(expected)
@@ -102,7 +107,7 @@ def test_a_data_set_with_every_kind_of_bad_input_is_trained_on(tmp_path, fork, e
 
 def test_too_many_bad_samples_end_the_run_with_one_message_and_the_table_of_reasons(tmp_path, fork, emoji):
     spec, expected, good = bad_set(tmp_path, "jsonl", emoji)
-    status, output = finish(launch(2, *fork, "--data", spec, "--steps", 3, "--run-dir", tmp_path / "run"))
+    status, output = finish(train(fork, "--data", spec, "--steps", 3, "--run-dir", tmp_path / "run"))
     assert status != 0 and output.count("train.py: error:") == 1 and "Traceback" not in output, output[-3000:]
     assert f"{len(expected)} of {len(expected) + good} samples cannot be used" in output
     assert "more than the 1.0% of --max-bad-fraction; mend them, or raise it:" in output
@@ -134,8 +139,8 @@ def test_pictures_that_break_after_the_index_was_made_are_left_out_and_listed_on
     spec, options, broken, reason = late(tmp_path, emoji)
     source = open_source(spec, check="header" if options else "decode")
     run_dir = tmp_path / "run"
-    process = launch(2, *fork, *options, "--data", spec, "--val-fraction", 0.25, "--seed", 1, "--steps", 6, "--run-dir", run_dir)
-    status, output = finish(process)
+    run = train(fork, *options, "--data", spec, "--val-fraction", 0.25, "--seed", 1, "--steps", 6, "--run-dir", run_dir)
+    status, output = finish(run)
     assert status == 0, output[-3000:]
     steps, evaluations = metrics(run_dir), metrics(run_dir, "held_out")
     assert set(steps) == set(range(1, 7)) and all(isinstance(line["loss"], float) for line in steps.values())
@@ -152,15 +157,15 @@ def test_pictures_that_break_after_the_index_was_made_are_left_out_and_listed_on
 def test_killed_loader_workers_end_the_run_within_a_minute_with_one_message(tmp_path, fork, emoji):
     spec = write_jsonl(tmp_path / "set.jsonl", emoji)
     length = ["--steps", 100_000, "--save-every", 100_000, "--eval-every", 100_000]
-    process = launch(2, *fork, "--data", spec, "--workers", 2, *length, "--run-dir", tmp_path / "run")
-    wait_for(reached(tmp_path / "run", 3), process)
-    images = next(p for p in ranks_of(process) if "--local_rank=0" in p.cmdline())
+    run = train(fork, "--data", spec, "--workers", 2, *length, "--run-dir", tmp_path / "run")
+    wait_for(reached(tmp_path / "run", 3), run)
+    images = ranks_of(run)[0]
     workers = [p for p in images.children(recursive=True) if p.ppid() != images.pid and "forkserver" in " ".join(p.cmdline())]
     assert len(workers) == 2, [p.cmdline() for p in images.children(recursive=True)]
     killed = time.monotonic()
     for worker in workers:
         worker.send_signal(signal.SIGKILL)
-    status, output = finish(process, limit_s=60)
+    status, output = finish(run, limit_s=60)
     assert status != 0 and time.monotonic() - killed < 60
     assert output.count("train.py: error:") == 1 and "Traceback" not in output, output[-3000:]
     assert "the loader of" in output and "image" in output and "SIGKILL" in output and "--workers" in output

@@ -2,25 +2,46 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import psutil
-from test_train import LIMIT_S, ROOT, SMALL, environment, finish, fork, launch, metrics, ranks_of, reached, wait_for  # noqa: F401
+import pytest
+from launched import (
+    SMALL,
+    command,
+    end,
+    finish,
+    fork_flags,
+    launch,
+    launcher,
+    metrics,
+    ranks_of,
+    reached,
+    run_to_end,
+    start,
+    wait_for,
+    write_pairs,
+)
+
+from launch.stopping import STOPPED
 
 
-def test_a_rank_that_is_stuck_ends_all_and_says_where_each_stands(tmp_path, fork):  # noqa: F811
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Towers, configuration and data of a fork on two ranks."""
+    folder = tmp_path_factory.mktemp("small")
+    return [*SMALL, *fork_flags(folder), "--data", write_pairs(folder, 320), "--max-text-tokens", 16]
+
+
+def test_a_rank_that_is_stuck_ends_all_and_says_where_each_stands(tmp_path, small):
     """The first rank writes to a file system that does not answer: metrics.jsonl turns into a pipe that nobody reads."""
-    process = launch(
-        2, *SMALL, *fork, "--steps", 1000, "--save-every", 2, "--eval-every", 1000, "--stall-limit", 0.1, "--run-dir", tmp_path
-    )
-    wait_for(reached(tmp_path, 2), process)
+    length = ["--steps", 100_000, "--save-every", 2, "--eval-every", 100_000, "--workers", 0]
+    run = start("train.py", *small, *length, "--stall-limit", 0.1, "--run-dir", tmp_path, ranks=2)
+    wait_for(reached(tmp_path, 2), run)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "pipe").replace(tmp_path / "metrics.jsonl")
     stuck = time.monotonic()
-    status, output = finish(process, limit_s=90)
+    status, output = finish(run, limit_s=90)
     assert status == 1 and time.monotonic() - stuck < 60
     assert output.count("has finished nothing for 6 s (--stall-limit)") == 1, output[-5000:]
     stacks = output.split("--- rank ")[1:]
@@ -29,43 +50,42 @@ def test_a_rank_that_is_stuck_ends_all_and_says_where_each_stands(tmp_path, fork
     assert (tmp_path / "checkpoints" / "latest").is_file()
 
 
-def test_a_supervised_run_goes_on_after_a_rank_was_killed(tmp_path, fork):  # noqa: F811
+def test_when_a_rank_dies_all_leave_within_a_minute_one_says_why_and_a_supervised_run_goes_on(tmp_path, small):
     """From the newest checkpoint, to its end; and what a signal stops is not started again."""
-    run_dir, env = tmp_path / "a run", environment()
-    command = [
-        *("bash", "launch/supervise.sh", "--wait", "0", "--", str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "2"),
-        *("--master_port", env["MASTER_PORT"], "train.py", *SMALL, *map(str, fork), "--run-dir", str(run_dir), "--wandb", "offline"),
-        *("--steps", "8", "--save-every", "2", "--eval-every", "100", "--workers", "1"),
-    ]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    run_dir = tmp_path / "a run"
+    arguments = [*small, "--run-dir", run_dir, "--wandb", "offline", "--steps", 60, "--save-every", 3, "--eval-every", 100, "--workers", 0]
+    run = command(lambda port: ["bash", "launch/supervise.sh", "--wait", 0, "--", *launcher(2, port), *arguments])
     try:
-        wait_for(reached(run_dir, 3), process)
-        ranks_of(process)[-1].kill()
-        wait_for(reached(run_dir, 5), process, LIMIT_S)
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 75 and "start 1 of 3 from checkpoint 'step-0000000" in output, output[-3000:]
-        assert "SIGTERM: the run saves and ends after its current step" in output
-        stopped_at = max(metrics(run_dir))
-        assert stopped_at < 8 and sorted(metrics(run_dir)) == list(range(1, stopped_at + 1))
-        done = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=LIMIT_S)
-        assert done.returncode == 0 and len(metrics(run_dir)) == 8, done.stderr[-2000:]
-        assert len({folder.name.rsplit("-", 1)[1] for folder in (run_dir / "wandb").glob("offline-run-*")}) == 1  # one W&B run
+        wait_for(reached(run_dir, 4), run)
+        first, victim = ranks_of(run)
+        victim.kill()
+        wait_for(lambda: "start 1 of 3" in run.said(), run, limit_s=60)
+        assert not first.is_running()
+        wait_for(reached(run_dir, max(metrics(run_dir)) + 2), run)
+        os.kill(run.pid, signal.SIGTERM)
+        status, output = finish(run)
     finally:
-        left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.kill()  # first, or it would start again what ends
+        left = psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []
+        end(run)  # first, or it would start again what ends
         for p in left:
             p.kill()
+    assert status == STOPPED and "start 1 of 3 from checkpoint 'step-0000000" in output, output[-3000:]
+    assert output.count("error: rank 1 (text 0, replica 0) died without a message") == 1 and "Traceback" not in output
+    assert "SIGTERM: the run saves and ends after its current step" in output
+    stopped_at = max(metrics(run_dir))
+    assert stopped_at < 60 and sorted(metrics(run_dir)) == list(range(1, stopped_at + 1))
+    status, output = run_to_end("train.py", *arguments, ranks=2)
+    assert status == 0 and len(metrics(run_dir)) == 60, output[-2000:]
+    assert len({folder.name.rsplit("-", 1)[1] for folder in (run_dir / "wandb").glob("offline-run-*")}) == 1  # one W&B run
 
 
-def test_ctrl_c_in_a_terminal_saves_before_the_launcher_ends_the_ranks(tmp_path, fork):  # noqa: F811
+def test_ctrl_c_in_a_terminal_saves_before_the_launcher_ends_the_ranks(tmp_path, small):
     """The launcher answers it by SIGTERM to every process, those that load included."""
-    process = launch(2, *SMALL, *fork, "--steps", 1000, "--save-every", 1000, "--eval-every", 1000, "--workers", 2, "--run-dir", tmp_path)
-    wait_for(reached(tmp_path, 2), process)
-    os.killpg(process.pid, signal.SIGINT)
-    _, output = finish(process, limit_s=60)
+    length = ["--steps", 100_000, "--save-every", 100_000, "--eval-every", 100_000, "--workers", 2]
+    run = launch(2, *small, *length, "--run-dir", tmp_path)
+    wait_for(reached(tmp_path, 2), run)
+    os.killpg(run.pid, signal.SIGINT)
+    _, output = finish(run, limit_s=60)
     assert "stopped (SIG" in output and "error:" not in output, output[-3000:]
     step = max(metrics(tmp_path))
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == f"step-{step:08}"

