@@ -69,10 +69,11 @@ def test_eight_processes_on_a_machine_without_a_gpu(tmp_path):
 def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(tmp_path, fork, pairs, layout):
     """Same losses and norms to the last bit, same weights; dropout, augmentation and BatchNorm are all on. With "auto", what was
     measured at the first start decides again, whatever a new measurement would say. One of the two has the other loss, the other parameter
-    groups and averaged weights, which are evaluated."""
+    groups, averaged weights, which are evaluated, and matching with weights that follow both losses."""
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
     (tmp_path / "auto.json").write_text(json.dumps(config | {"train_batch_size": BATCH}))
-    chosen = [*fork, "--eval-ema"] if layout == "fork" else ["--deepspeed_config", tmp_path / "auto.json", "--loss", "sigmoid"]
+    fused = ["--fusion", 1, "--fusion-width", 16, "--fusion-heads", 2, "--loss-weights", "measured", "--loss-weights-every", 2]
+    chosen = [*fork, *fused, "--eval-ema"] if layout == "fork" else ["--deepspeed_config", tmp_path / "auto.json", "--loss", "sigmoid"]
     flags = ["--ema"] if layout == "fork" else []
     arguments = [*SMALL, *pairs, *chosen, "--trace-every", 4, "--steps", 8, "--save-every", 100, "--eval-every", 100]
     (tmp_path / "stopped").mkdir()
@@ -97,7 +98,8 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(tmp_
     assert set(whole) == set(resumed) == set(range(1, 9))
     for step in whole:
         of_groups = (f"{kind}/{g}" for kind in ("grad_norm", "clip_coefficient", "clipped_share") for g in ("image", "text", "head"))
-        for key in ("loss", "lr", "logit_scale_exp", *of_groups):
+        of_losses = ("matching_loss", "matching_accuracy", "loss_weight/matching") if layout == "fork" else ()
+        for key in ("loss", "lr", "logit_scale_exp", *of_groups, *of_losses):
             assert whole[step][key] == resumed[step][key], (step, key)
         assert whole[step].get("logit_bias") == resumed[step].get("logit_bias")
         assert ("logit_bias" in whole[step]) == (layout == "auto")
@@ -108,6 +110,9 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(tmp_
     assert list(read_trace(tmp_path / "stopped" / "trace.json")) == [3, 4, 8]
     assert draw_timeline([str(tmp_path / "stopped")]) == 0 and (tmp_path / "stopped" / "timeline.png").stat().st_size > 10_000
     assert (tmp_path / "stopped" / "costs.json").is_file() == (layout == "auto")
+    if layout == "fork":
+        looks = [[json.loads(line)["step"] for line in (tmp_path / run / "loss_weights.jsonl").open()] for run in ("whole", "stopped")]
+        assert looks[0] == looks[1] and 8 in looks[0]
 
 
 def test_a_run_whose_losses_stay_not_finite_stops_and_names_the_last_good_checkpoint(tmp_path, pairs):

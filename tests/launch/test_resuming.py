@@ -1,22 +1,19 @@
 """Where a run goes on: with global batches of another size, too."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from checkpoint_cases import write_small
+from forked_script import ROOT
+from launched import run_to_end, write_pairs
 
 from data.sampler import GlobalOrder
 from launch.resuming import change_of_size, earlier_sizes, state_of
 from launch.stopping import STOPPED
 
-ROOT = Path(__file__).parents[2]
 RATE = 1e-3
 SMALL = "--image-tower resnet18:layers=1-1-1-1 --image-size 32 --text-tower bert-tiny --embed-dim 16".split()
-SMALL += "--limit-samples 90 --epochs 2 --eval-every 100".split()
+SMALL += "--val-fraction 0.1 --epochs 2 --eval-every 100 --workers 0".split()  # of 100 samples 90 are trained on
 
 
 def test_sizes_so_far_that_are_those_of_the_run_that_goes_on():
@@ -66,21 +63,19 @@ def test_a_run_goes_on_with_another_batch_in_the_middle_of_an_epoch(tmp_path):
         "type": "WarmupDecayLR",
         "params": {"total_num_steps": "auto", "warmup_num_steps": 2, "warmup_max_lr": RATE, "warmup_type": "linear"},
     }
-    run_dir, how = tmp_path / "run", tmp_path / "how.json"
+    run_dir, how, data = tmp_path / "run", tmp_path / "how.json", ["--data", write_pairs(tmp_path, 100)]
 
     def train(batch_size, *arguments):
         how.write_text(json.dumps(config | {"train_batch_size": batch_size}))
-        command = [sys.executable, "train.py", *SMALL, "--deepspeed_config", str(how), "--run-dir", str(run_dir), *arguments]
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-        return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=240)
+        return run_to_end("train.py", *SMALL, *data, "--deepspeed_config", how, "--run-dir", run_dir, *arguments)
 
-    first = train(24, "--max-hours", "0.0001")
-    assert first.returncode == STOPPED and "at step 1 of 6" in first.stdout, first.stdout + first.stderr
-    then = train(12)
-    assert then.returncode == 0, then.stderr
+    status, output = train(24, "--max-hours", "0.0001")
+    assert status == STOPPED and "at step 1 of 6" in output, output
+    status, output = train(12)
+    assert status == 0, output
     assert (
         "goes on from step-00000001, 12 samples a step, and before 24: 24 samples of epoch 1 are behind it, the 66 that are left follow in "
-        "their order; the learning rate's schedule counts steps, 13 in all" in " ".join(then.stdout.split())
+        "their order; the learning rate's schedule counts steps, 13 in all" in " ".join(output.split())
     )
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
