@@ -257,6 +257,20 @@ def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, An
     return "\n".join(rows) + "\n"
 
 
+def curves(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Markdown: the loss curves, mean of the seeds and of ten steps, at parts of the whole run."""
+    parts = (0.1, 0.25, 0.5, 0.75, 1.0)
+    rows = [f"| loss after | {' | '.join(f'{part:.0%}' for part in parts)} |", "|---|" + "---|" * len(parts)]
+    for name, runs in results.items():
+        ends = [max(10, round(part * len(runs[0]["losses"]))) for part in parts]
+        rows.append(
+            f"| {name} | "
+            + " | ".join(f"{statistics.mean(x for run in runs for x in run['losses'][end - 10 : end]):.2f}" for end in ends)
+            + " |"
+        )
+    return "\n".join(rows) + "\n"
+
+
 def agreement(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Markdown: how far the loss curves of each variant are from the first one's, seed by seed."""
     (first, base), *others = results.items()
@@ -317,7 +331,7 @@ def main() -> None:
         run(variant, seed, arguments.epochs, folder(variant, seed))
     for key, experiment in chosen.items():
         results = {v.name: [result(folder(v, seed)) for seed in range(arguments.seeds)] for v in experiment.variants}
-        text = table(experiment, results, arguments.epochs) + ("\n" + agreement(results) if key == "split" else "")
+        text = table(experiment, results, arguments.epochs) + "\n" + curves(results) + ("\n" + agreement(results) if key == "split" else "")
         (OUT / f"{key}.md").write_text(text, encoding="utf-8")
         draw(results, experiment.question, OUT / f"{key}.png")
         print(text)
