@@ -68,7 +68,7 @@ def main(options: Options, run: Run) -> int:
     config_file = options.deepspeed_config or default_config(on_gpu, accelerator.is_bf16_supported())
     config, block = read_config(config_file)
     check_hardware(config, accelerator.is_fp16_supported(), accelerator.is_bf16_supported(), processes.device.type)
-    options.refuse_without(block)
+    options.refuse_beside(block)
 
     # What to train on. The first rank prepares what takes long; the others find it in the run's folder.
     run.folder = folder = RunFolder(from_first_rank(choose_folder(options)), first)

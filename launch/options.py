@@ -92,12 +92,14 @@ class Options:
         weights = self.text_weights
         return weights if weights is not None and "/" in weights and not Path(weights).exists() else None
 
-    def refuse_without(self, block: BranchesBlock) -> None:
-        """Raise ValueError for a flag that needs what the `branches` block does not say."""
+    def refuse_beside(self, block: BranchesBlock) -> None:
+        """Raise ValueError for a flag that does not go with what the `branches` block says."""
         if self.eval_ema and block.averaging() is None:
             raise ValueError(
                 '--eval-ema: the weights are not averaged; add "ema": {"decay": 0.9999, "warmup": true} to "branches", or leave it out'
             )
+        if self.fusion and block.locking().head:
+            raise ValueError(f'--fusion {self.fusion}: it would not learn; set "head" of "branches.locked" to false, or leave --fusion out')
 
     def record(self) -> dict[str, Any]:
         plain = {Path: str, tuple: list}

@@ -106,10 +106,13 @@ def test_several_data_sets():
 
 
 def test_an_average_that_is_not_kept_is_not_evaluated():
-    parse_options(["--eval-ema"]).refuse_without(BranchesBlock(ema={"decay": 0.99}))
-    parse_options([]).refuse_without(BranchesBlock())
+    parse_options(["--eval-ema"]).refuse_beside(BranchesBlock(ema={"decay": 0.99}))
+    parse_options([]).refuse_beside(BranchesBlock())
     with pytest.raises(ValueError, match='--eval-ema: .*add "ema"'):
-        parse_options(["--eval-ema"]).refuse_without(BranchesBlock())
+        parse_options(["--eval-ema"]).refuse_beside(BranchesBlock())
+    with pytest.raises(ValueError, match='--fusion 2: it would not learn; set "head"'):
+        parse_options(["--fusion", "2"]).refuse_beside(BranchesBlock(locked={"image": True, "head": True}))
+    parse_options(["--fusion", "2"]).refuse_beside(BranchesBlock(locked={"image": True}))
 
 
 def test_what_is_given_wins_over_the_defaults():
