@@ -713,6 +713,9 @@ def test_pairs_are_scored_at_the_text_tail_and_image_tails_wait():
         image, text = by_name(found)["image 0"], by_name(found)["text 0"]
         assert text.busy_s == pytest.approx(image.busy_s + more) and image.idle_fraction * found.step_s == pytest.approx(more)
         assert bounds(graph, both(replicas, 2, number), "batch_sync", pairs)[0] == pytest.approx(found.step_s)
+    # an image tail goes on when the last pair is scored: 8 images forward, 24 s of pairs, 8 images backward
+    slow = replace(model([layer(1.0, 20.0)], [layer(1.0, 2.0)]), pairs=layer(1.0, 2.0))
+    assert simulate(one, both(1, 2, 4), "batch_sync", slow).step_s == pytest.approx(8 + 24 + 160)
     # 8 images' tokens of 100 bytes to the one text tail, and as many gradients in fp32 back
     machine, state = replace(FREE, link_bytes_per_s=10.0), StateBytes(0, 0, 0, weight=2)
     sides = model([layer()], [layer()], machine, state)
