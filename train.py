@@ -42,10 +42,9 @@ from launch.step_line import step_line
 from launch.stopping import STOPPED, StopRequest
 from launch.trace_file import TraceFile, is_sampled
 from launch.tracking import Tracker
+from launch.trained import towers_of
 from launch.weighting import loss_weights_of, training_order
-from models.fusion import fusion_sizes
 from models.losses import Matching, build_loss
-from models.towers import build_towers
 from models.weights import open_model, open_weights
 
 
@@ -84,18 +83,7 @@ def main(options: Options, run: Run) -> int:
 
     # The objective, the towers as lists of layers, and which of them run where.
     loss = build_loss(options.loss, options.label_smoothing)
-    towers = build_towers(
-        options.image_tower,
-        options.text_tower,
-        options.embed_dim,
-        options.image_size,
-        len(data.tokenizer),
-        options.max_text_tokens,
-        data.tokenizer.pad_token_id,
-        data.tokenizer.eos_token_id,
-        loss.parameters,
-        fusion_sizes(vars(options)),
-    )
+    towers = towers_of(vars(options), data.tokenizer)
     patch_size = towers[0].config.get("patch_size")
     buckets = image_buckets(data, options, patch_size)
     pretrained = {"image": options.image_weights, "text": options.text_weights}

@@ -54,7 +54,7 @@ def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
     record = read_export(folder)
     options = {"seed": 0, "loss": record["loss"], "fusion": 0, **options_of_export(folder)}
     tokenizer = load_tokenizer(options["tokenizer"])
-    towers = _towers(options, tokenizer)
+    towers = towers_of(options, tokenizer)
     reader = open_model(str(folder), *towers)
     layers = [spec.build(options["seed"], reader).eval().to(device) for tower in towers for spec in tower.specs]
     return Trained({"options": options}, folder, record["step"], tokenizer, towers, layers)
@@ -69,14 +69,15 @@ def open_run(run_dir: Path, checkpoint: str | None = None, device: torch.device 
     found = find_checkpoint(run_dir / "checkpoints", checkpoint)
     options = record["options"]
     tokenizer = load_tokenizer(record["tokenizer"] or str(run_dir / "tokenizer"))
-    towers = _towers(options, tokenizer)
+    towers = towers_of(options, tokenizer)
     specs = [spec for tower in towers for spec in tower.specs]
     with CheckpointReader(found) as reader:
         layers = [load_layer(reader, spec.build(options["seed"]), device, averaged).eval() for spec in specs]
     return Trained(record, found, step_of(found), tokenizer, towers, layers)
 
 
-def _towers(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[Tower, Tower]:
+def towers_of(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[Tower, Tower]:
+    """Those that train.py's `options`, by name, ask for; no layer is built yet. Errors: ValueError, FileNotFoundError."""
     return build_towers(
         options["image_tower"],
         options["text_tower"],
