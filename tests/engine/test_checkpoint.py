@@ -35,7 +35,7 @@ MERGED_2 = Case("merged", {"merged": 1}, 2, **COMMON, fusion=2)
     [
         replace(MERGED_2, fusion=0, zero_stage=0, schedule="replay"),
         Case("fork", {"image": 1, "text": 1}, {"image": 2, "text": 1}, **COMMON),
-        replace(MERGED_2, fusion=0, precision="bf16"),
+        replace(MERGED_2, fusion=0, precision="bf16", towers="vit+clip"),
     ],
     ids=str,
 )
