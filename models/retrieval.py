@@ -23,9 +23,12 @@ def best_ranks(own: Tensor, own_label: Tensor, other: Tensor, other_label: Tenso
     first, last = (torch.searchsorted(other_label[order], own_label, right=right) for right in (False, True))
     if (first == last).any():
         raise ValueError(f"query {int((first == last).nonzero()[0])} has no match among the {len(other)} candidates")
-    ranks = []
-    for rows in blocks(len(own), len(other)):
-        similarity = own[rows] @ other.T  # [block, B]
+    ranks, parts = torch.empty_like(own_label), list(blocks(len(own), len(other)))
+    # made once: blocks that come and go leave gaps between what stays, and the process grows
+    most = max((rows.stop - rows.start for rows in parts), default=0)
+    memory, flags = own.new_empty(most, len(other)), torch.empty(most, len(other), dtype=torch.bool, device=own.device)
+    for rows in parts:
+        similarity = torch.mm(own[rows], other.T, out=memory[: rows.stop - rows.start])  # [block, B]
         number = (last - first)[rows]
         query = torch.arange(len(number), device=own.device).repeat_interleave(number)  # of each match, [p]
         within = torch.arange(len(query), device=own.device) - (number.cumsum(0) - number).repeat_interleave(number)
@@ -33,9 +36,10 @@ def best_ranks(own: Tensor, own_label: Tensor, other: Tensor, other_label: Tenso
         of_match = similarity[query, match]
         of_match = torch.where(of_match.isnan(), -torch.inf, of_match)  # no better than any other
         best = torch.full_like(similarity[:, 0], -torch.inf).scatter_reduce_(0, query, of_match, "amax")
-        before = ~(similarity < best[:, None])  # not-a-number counts as ranked before, too
-        ranks.append(before.sum(1).index_add_(0, query, before[query, match].long(), alpha=-1))
-    return torch.cat(ranks) if ranks else own_label.new_zeros(0)
+        behind = torch.lt(similarity, best[:, None], out=flags[: len(similarity)])  # not-a-number is not: it counts as ranked before
+        before = (len(other) - behind.sum(1)).index_add_(0, query, (~behind[query, match]).long(), alpha=-1)
+        ranks[rows] = before
+    return ranks
 
 
 def positive_ranks(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
