@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -222,10 +223,11 @@ def result(folder: Path) -> dict[str, Any]:
     }
 
 
-def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, Any]]], epochs: int) -> str:
-    """Markdown: mean and spread over the seeds, and whether the spread holds the differences to the first variant."""
+def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, Any]]], epochs: int, timed: bool) -> str:
+    """Markdown: mean and spread over the seeds, and whether the spread holds the differences to the first variant. `timed`: with times."""
     held_out = list(next(iter(results.values()))[0]["retrieval"])
     seeds = len(next(iter(results.values())))
+    times = " s / step | samples / s |" if timed else ""
     rows = [
         f"## {experiment.question}",
         "",
@@ -233,14 +235,14 @@ def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, An
         "",
         f"{epochs} epochs of the embedded data, {seeds} seeds each: mean (least – most). R@10: text → image, held-out samples.",
         "",
-        f"| variant | steps | {' | '.join(f'R@10 {name} %' for name in held_out)} | loss, last 10 steps | s / step | samples / s | peak MiB | MiB sent a step |",
-        "|---|" + "---|" * (len(held_out) + 6),
+        f"| variant | steps | {' | '.join(f'R@10 {name} %' for name in held_out)} | loss, last 10 steps |{times} peak MiB | MiB sent a step |",
+        "|---|" + "---|" * (len(held_out) + 2 + times.count("|") + 2),
     ]
     for name, runs in results.items():
         cells = [str(len(runs[0]["losses"])), *(_spread([100 * run["retrieval"][h] for run in runs], ".1f") for h in held_out)]
         cells.append(_spread([statistics.mean(run["losses"][-10:]) for run in runs], ".3f"))
-        cells.append(_spread([run["step_s"] for run in runs], ".2f"))
-        cells.append(_spread([run["samples_per_s"] for run in runs], ".0f"))
+        if timed:
+            cells += [_spread([run["step_s"] for run in runs], ".2f"), _spread([run["samples_per_s"] for run in runs], ".0f")]
         cells += [
             f"{statistics.median(run[key] for run in runs) / 2**20:.{digits}f}"
             for key, digits in (("peak_memory_bytes", 0), ("sent_bytes", 1))
@@ -316,9 +318,10 @@ def main() -> None:
     parser.add_argument("--experiment", choices=EXPERIMENTS, action="append", help="which (default: all); may be repeated")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each variant (default: 3)")
     parser.add_argument("--epochs", type=int, default=5, metavar="N", help="of the embedded data (default: 5)")
+    parser.add_argument("--together", type=int, default=1, metavar="N", help="runs at the same time, which are not timed then (default: 1)")
     arguments = parser.parse_args()
-    if arguments.seeds < 1 or arguments.epochs < 1:
-        parser.error("--seeds and --epochs must be at least 1")
+    if min(arguments.seeds, arguments.epochs, arguments.together) < 1:
+        parser.error("--seeds, --epochs and --together must be at least 1")
     from tqdm import tqdm
 
     chosen = {key: EXPERIMENTS[key] for key in arguments.experiment or EXPERIMENTS}
@@ -326,12 +329,18 @@ def main() -> None:
     def folder(variant: Variant, seed: int) -> Path:
         return OUT / "runs" / f"{variant.folder}-{arguments.epochs}-epochs-seed-{seed}"
 
-    wanted = [(s, v) for s in range(arguments.seeds) for experiment in chosen.values() for v in experiment.variants]
-    for seed, variant in tqdm(wanted, unit="run"):
-        run(variant, seed, arguments.epochs, folder(variant, seed))
+    wanted = {folder(v, s): (v, s) for s in range(arguments.seeds) for experiment in chosen.values() for v in experiment.variants}
+    with ThreadPoolExecutor(arguments.together) as pool:
+        running = [pool.submit(run, variant, seed, arguments.epochs, path) for path, (variant, seed) in wanted.items()]
+        try:
+            for each in tqdm(as_completed(running), total=len(running), unit="run"):
+                each.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
     for key, experiment in chosen.items():
         results = {v.name: [result(folder(v, seed)) for seed in range(arguments.seeds)] for v in experiment.variants}
-        text = table(experiment, results, arguments.epochs) + "\n" + curves(results) + ("\n" + agreement(results) if key == "split" else "")
+        text = table(experiment, results, arguments.epochs, arguments.together == 1) + "\n" + curves(results)
+        text += "\n" + agreement(results) if key == "split" else ""
         (OUT / f"{key}.md").write_text(text, encoding="utf-8")
         draw(results, experiment.question, OUT / f"{key}.png")
         print(text)
