@@ -3,6 +3,7 @@
 python evaluate.py RUN_DIR                              retrieval of the held-out samples of the run by its newest checkpoint
 python evaluate.py RUN_DIR --checkpoint step-00000100   by another one; --ema: by the average of its weights
 python evaluate.py RUN_DIR --val-data coco:FILE --captions all --picture queries.png
+python evaluate.py RUN_DIR --rerank 32                  of a run with --fusion: the nearest 32 in the order of the matching scores, too
 python evaluate.py RUN_DIR --classify imagefolder:TEST --classify-train imagefolder:TRAIN
 python evaluate.py RUN_DIR --embeddings OUT             pictures and texts as memory-mapped arrays
 python evaluate.py RUN_DIR --embeddings OUT --query "a red apple" --picture apples.png
@@ -31,6 +32,7 @@ from launch.evaluation import (
 )
 from launch.gallery import Found, Row, draw_rows
 from launch.report import retrieval_table, show
+from launch.reranking import reranked_retrieval
 from launch.trained import Trained, open_model_folder
 
 NUM_EXAMPLES = 8
@@ -53,6 +55,9 @@ def parse() -> argparse.Namespace:
         "--classify", metavar="SPEC", help="instead: classes of pictures, such as imagefolder:DIR; its captions are the prompts"
     )
     parser.add_argument("--classify-train", metavar="SPEC", help="with it: train a linear probe and find neighbours in these")
+    parser.add_argument(
+        "--rerank", type=int, metavar="K", help="also put the K nearest candidates of each query in the order of the fusion's scores"
+    )
     parser.add_argument("--embeddings", type=Path, metavar="OUT", help="write the embeddings to this folder; with --query: search in it")
     parser.add_argument("--query", metavar="TEXT", help="instead: the pictures most like a text")
     parser.add_argument("--number", type=int, default=20, metavar="N", help="pictures that --query shows (default: 20)")
@@ -72,10 +77,12 @@ def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         parser.error("--classify-train trains on what --classify is tested with; give that too")
     if given.classify and (given.query is not None or given.embeddings or given.picture):
         parser.error("--classify tells classes; --query, --embeddings and --picture are of pairs, run it again for them")
+    if given.rerank is not None and (given.classify or given.query is not None):
+        parser.error("--rerank is of retrieval; --classify and --query know nothing of it, run it again for them")
     if given.query is not None and not given.query.strip():
         parser.error("--query is empty; give a text")
-    for flag in ("batch_size", "number"):
-        if getattr(given, flag) < 1:
+    for flag in ("batch_size", "number", "rerank"):
+        if getattr(given, flag) is not None and getattr(given, flag) < 1:
             parser.error(f"--{flag.replace('_', '-')} {getattr(given, flag)}: at least 1 is needed")
     if given.picture and given.picture.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"--picture {given.picture}: a name that ends in .png, .svg or .pdf is needed")
@@ -90,17 +97,24 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.query is not None:
         find(arguments, embedder, name)
         return
+    if arguments.rerank and embedder.fusion is None:
+        raise ValueError(
+            f"--rerank: {arguments.run_dir} scores no pairs; it needs a run of train.py with --fusion (exports leave the fusion out)"
+        )
     kind = "classes" if arguments.classify else "evaluation"
     if arguments.classify:
         test, train = (opened(spec) for spec in (arguments.classify, arguments.classify_train))
         results = classification(embedder, test, train)
         show(classification_table(results, f"Classes of {arguments.classify}, {name}"))
     else:
-        results = {}
+        results, after = {}, {}
         parts = held_out(arguments, trained)
         for part_name, part in parts.items():
             embedded = embedder.embedded(part.source, part.subset, arguments.captions == "all")
             results |= {f"{part_name}/{key}": value for key, value in retrieval(embedded).items()}
+            if arguments.rerank:
+                again = reranked_retrieval(embedder, embedded, part.source, arguments.rerank)
+                after |= {f"{part_name}/{key}": value for key, value in again.items()}
             beside = part_name if len(parts) > 1 else ""
             if arguments.embeddings:
                 folder = arguments.embeddings / beside
@@ -111,8 +125,11 @@ def main(arguments: argparse.Namespace) -> None:
                 draw_rows(examples(embedded, part.source, NUM_EXAMPLES), f"{part_name}: queries and their first answers, {name}", picture)
                 print(picture)
         sizes = {part_name: len(part.subset) for part_name, part in parts.items()}
-        show(retrieval_table(f"Zero-shot retrieval, {name}", [results], sizes))
+        how = f", by embeddings → the nearest {arguments.rerank} by matching" if arguments.rerank else ""
+        show(retrieval_table(f"Zero-shot retrieval, {name}{how}", [results, after] if arguments.rerank else [results], sizes))
         results = {"num_samples": sizes, **results}
+        if arguments.rerank:
+            results |= {"reranked": {"candidates": arguments.rerank, **after}}
     output = arguments.json or arguments.run_dir / f"{kind}-{name}.json"
     write_numbers(output, {"step": trained.step, **results})
     print(output)

@@ -34,6 +34,7 @@ FORK = {"layout": "fork", "stages": {"image": 1, "text": 1}, "schedule": "batch_
 MERGED = {"layout": "merged", "stages": {"merged": 1}, "replicas": 1}
 CHAIN = {"layout": "chain", "stages": {"image": 1, "text": 1}, "replicas": 1}
 MEASURE = "text_to_image_R@10"
+RERANKED = 32  # candidates of a query
 RUN_LIMIT_S = 3600
 MINILM = ("--text-tower", "minilm-l6", "--tokenizer", "{minilm}")  # a text tower whose weights come by pip
 
@@ -178,21 +179,27 @@ def minilm() -> str:
 
 
 def run(variant: Variant, seed: int, epochs: int, folder: Path) -> None:
-    """Train, unless it is done already."""
-    if is_done(folder):
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.with_suffix(".json").write_text(json.dumps(configuration(variant), indent=2), encoding="utf-8")
+    """Train, unless it is done already; with fusion, its answers are then put in the order of the matching scores, too."""
+    if not is_done(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.with_suffix(".json").write_text(json.dumps(configuration(variant), indent=2), encoding="utf-8")
+        call(command(variant, seed, epochs, folder), folder.with_suffix(".log"), f"{variant.name}, seed {seed}")
+    if "--fusion" in variant.options and not reranked(folder).is_file():
+        evaluate = [sys.executable, "evaluate.py", str(folder), "--rerank", str(RERANKED), "--json", str(reranked(folder))]
+        call(evaluate, folder.with_suffix(".log"), f"{variant.name}, seed {seed}, evaluated")
+
+
+def call(words: Sequence[str], log: Path, what: str) -> None:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "DLTS_HOSTFILE": "/nonexistent", "OMP_NUM_THREADS": "1"}
-    with folder.with_suffix(".log").open("a", encoding="utf-8") as log:
-        status = subprocess.run(
-            command(variant, seed, epochs, folder), cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=RUN_LIMIT_S
-        ).returncode
+    with log.open("a", encoding="utf-8") as file:
+        status = subprocess.run(words, cwd=ROOT, env=environment, stdout=file, stderr=file, timeout=RUN_LIMIT_S).returncode
     if status:
-        tail = folder.with_suffix(".log").read_text(encoding="utf-8")[-1500:]
-        sys.exit(
-            f"bench/convergence.py: {variant.name}, seed {seed} ended with status {status}; {folder.with_suffix('.log')} ends with:\n{tail}"
-        )
+        tail = log.read_text(encoding="utf-8")[-1500:]
+        sys.exit(f"bench/convergence.py: {what} ended with status {status}; {log} ends with:\n{tail}")
+
+
+def reranked(folder: Path) -> Path:
+    return folder.with_suffix(".reranked.json")
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -220,6 +227,7 @@ def result(folder: Path) -> dict[str, Any]:
         "samples_per_s": statistics.median(line["samples_per_s"] for line in steps[len(steps) // 4 :]),
         "sent_bytes": statistics.median(line["sent_bytes"] for line in steps),
         "peak_memory_bytes": steps[-1]["peak_memory_bytes"],
+        "reranked": json.loads(reranked(folder).read_text(encoding="utf-8")) if reranked(folder).is_file() else {},
     }
 
 
@@ -256,6 +264,14 @@ def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, An
             difference, spread = statistics.mean(b) - statistics.mean(a), max(max(a) - min(a), max(b) - min(b))
             verdict = "within" if abs(difference) <= spread else "beyond"
             rows.append(f"- {h}: {name} − {first} = {difference:+.1f} points, {verdict} the spread of the seeds ({spread:.1f}).")
+    for name, runs in results.items():
+        if not runs[0]["reranked"]:
+            continue
+        for key in (f"{h}/text_to_image_R@{k}" for h in held_out for k in (1, 10)):
+            before, after = (
+                [100 * values[key] for values in each] for each in zip(*((r["reranked"], r["reranked"]["reranked"]) for r in runs))
+            )
+            rows.append(f"- {key}: {name}, the nearest {RERANKED} by matching: {_spread(before, '.1f')} → {_spread(after, '.1f')}.")
     return "\n".join(rows) + "\n"
 
 

@@ -7,7 +7,7 @@ A folder of embeddings has `image.npy` float32 [n, D] and `text.npy` float32 [m,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,6 +25,7 @@ from data.tokenizer import batch_tokens
 from data.transforms import eval_transform
 from launch.report import progress_interval
 from launch.trained import Trained
+from models.fusion import Fusion
 
 
 @dataclass(frozen=True)
@@ -53,29 +54,33 @@ class Embedder:
 
     def images(self, source: Source, subset: np.ndarray) -> tuple[Tensor, Tensor]:
         """Of the samples `subset` whose pictures can be read: (their indices int64 [n], [n, D])."""
-        transform = eval_transform(self.trained.options["image_size"])
-        dataset = MicroBatchDataset(source, frozenset({"image"}), transform, transform, seed=self.trained.options["seed"])
-        requests, index, embeds = evaluation_requests(np.asarray(subset), 0, 1, self.batch_size), [], []
-        for batch in tqdm(
-            micro_batches(dataset, requests, self.workers),
-            total=len(requests),
-            unit="batch",
-            leave=False,
-            desc="pictures",
-            mininterval=progress_interval(),
-        ):
+        index, embeds = [], []
+        for batch, outputs in self._of_images(source, subset):
             loaded = batch["image_index"] >= 0  # below: could not be read
             index.append(batch["image_index"][loaded])
-            embeds.append(self._embed("image", batch)[loaded])
+            embeds.append(outputs["image_embeds"].float().cpu()[loaded])
         return _together(index, torch.int64), _rows(embeds)
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         """[m, D]."""
-        embeds, limit = [], self.trained.options["max_text_tokens"]
-        starts = range(0, len(texts), self.batch_size)
-        for start in tqdm(starts, unit="batch", leave=False, desc="texts", mininterval=progress_interval()):
-            embeds.append(self._embed("text", batch_tokens(self.trained.tokenizer, texts[start : start + self.batch_size], limit)))
-        return _rows(embeds)
+        return _rows([outputs["text_embeds"].float().cpu() for outputs in self._of_texts(texts)])
+
+    @property
+    def fusion(self) -> Fusion | None:
+        """What scores pairs of tokens; None: the model was trained without."""
+        return self._layers["text"][-1].fusion
+
+    def image_tokens(self, source: Source, index: Tensor) -> Iterator[Tensor]:
+        """[b, T, F] of each batch of the samples `index`, on the device."""
+        return (outputs["image_tokens"] for _, outputs in self._of_images(source, index.numpy()))
+
+    def text_tokens(self, texts: Sequence[str]) -> list[Tensor]:
+        """[L, F] of each text without its padding, on the CPU."""
+        tokens = []
+        for outputs in self._of_texts(texts):
+            for own, mask in zip(outputs["text_tokens"].cpu(), outputs["text_mask"].cpu()):
+                tokens.append(own[mask != 0])
+        return tokens
 
     def embedded(self, source: Source, subset: np.ndarray, all_captions: bool = False) -> Embedded:
         """A data set: with the first caption of each picture, as training evaluates, or with all."""
@@ -85,12 +90,29 @@ class Embedder:
         whose = torch.repeat_interleave(torch.arange(len(captions)), torch.tensor([len(own) for own in captions], dtype=torch.int64))
         return Embedded(index, image, self.texts(texts), whose, texts)
 
+    def _of_images(self, source: Source, subset: np.ndarray) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        """(what was loaded, what the tower makes of it) of one batch after the other."""
+        transform = eval_transform(self.trained.options["image_size"])
+        dataset = MicroBatchDataset(source, frozenset({"image"}), transform, transform, seed=self.trained.options["seed"])
+        requests = evaluation_requests(np.asarray(subset), 0, 1, self.batch_size)
+        for batch in _with_progress(micro_batches(dataset, requests, self.workers), len(requests), "pictures"):
+            yield batch, self._run("image", batch)
+
+    def _of_texts(self, texts: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        starts, limit = range(0, len(texts), self.batch_size), self.trained.options["max_text_tokens"]
+        for start in _with_progress(starts, len(starts), "texts"):
+            yield self._run("text", batch_tokens(self.trained.tokenizer, texts[start : start + self.batch_size], limit))
+
     @torch.no_grad()
-    def _embed(self, branch: str, tensors: dict[str, Tensor]) -> Tensor:
+    def _run(self, branch: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
         for layer in self._layers[branch]:
             tensors = layer(tensors)
-        return tensors[f"{branch}_embeds"].float().cpu()
+        return tensors
+
+
+def _with_progress(batches: Iterable[Any], total: int, of: str) -> Iterable[Any]:
+    return tqdm(batches, total=total, unit="batch", leave=False, desc=of, mininterval=progress_interval())
 
 
 def _together(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -34,18 +34,26 @@ SHOWN = 5  # answers to a query
 def retrieval(embedded: Embedded) -> dict[str, float]:
     """{"image_to_text_R@1": …, …, "image_to_text_median_rank": …} and the same from text to image; as `best_ranks` counts;
     with one text for each picture also how they lie to each other (`models/alignment.py`). Empty data: none."""
-    pictures, values = torch.arange(len(embedded.image)), {}
-    queries = {
-        "image_to_text": (embedded.image, pictures, embedded.text, embedded.image_of_text),
-        "text_to_image": (embedded.text, embedded.image_of_text, embedded.image, pictures),
-    }
-    for direction, sides in queries.items():
-        ranks = best_ranks(*sides)
-        if len(ranks):
-            values |= recalls({direction: hits(ranks).tolist()}, len(ranks)) | {f"{direction}_median_rank": median_rank(ranks)}
+    values = {}
+    for direction, sides in directions(embedded).items():
+        values |= rank_figures(direction, best_ranks(*sides))
     if embedded.is_paired:
+        pictures = torch.arange(len(embedded.image))
         values |= alignment_figures(*(alignment_sums(*sides, pictures) for sides in _both(embedded.image, embedded.text)), len(pictures))
     return values
+
+
+def directions(embedded: Embedded) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """direction -> (queries, the picture of each, candidates, the picture of each)."""
+    image, text = (embedded.image, torch.arange(len(embedded.image))), (embedded.text, embedded.image_of_text)
+    return {"image_to_text": (*image, *text), "text_to_image": (*text, *image)}
+
+
+def rank_figures(direction: str, ranks: Tensor) -> dict[str, float]:
+    """Of no queries: none."""
+    if not len(ranks):
+        return {}
+    return recalls({direction: hits(ranks).tolist()}, len(ranks)) | {f"{direction}_median_rank": median_rank(ranks)}
 
 
 def _both(image: Tensor, text: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

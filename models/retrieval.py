@@ -47,6 +47,16 @@ def positive_ranks(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
     return best_ranks(own, target, other, torch.arange(len(other), device=other.device))
 
 
+def reranked(ranks: Tensor, scores: Tensor, right: Tensor) -> Tensor:
+    """Ranks after the first k candidates of each query were put in the order of other `scores` [b, k]: int64 [b].
+
+    `ranks` [b] among all candidates as `best_ranks` counts, `right` [b, k] bool. A query with no right one among its k keeps its rank; as
+    there, another candidate that ties with the best right one, and one without a score (not a number), is before it.
+    """
+    best = torch.where(right & ~scores.isnan(), scores, -torch.inf).amax(1, keepdim=True)
+    return torch.where(right.any(1), (~(scores < best) & ~right).sum(1), ranks)
+
+
 def recall_hits(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
     """How many queries find their partner among the first k, for each k of RECALL_AT: float64 [3]."""
     return hits(positive_ranks(own, other, target))

@@ -14,7 +14,9 @@ from data.tokenizer import batch_tokens, load_tokenizer
 from launch.embedding import Embedder, read_images, write_embeddings
 from launch.evaluation import classification, embeddings_of, examples, retrieval, search
 from launch.gallery import draw_rows
+from launch.reranking import reranked_retrieval
 from launch.trained import Trained
+from models.fusion import FusionSizes
 from models.losses import build_loss
 from models.towers import build_towers
 
@@ -28,10 +30,14 @@ def source():
 
 @pytest.fixture(scope="module")
 def embedder(source):
+    return make_embedder(source)
+
+
+def make_embedder(source, fusion=None):
     tokenizer = load_tokenizer(None, [source.captions(i)[0] for i in range(0, 400)])
     names = "resnet18:layers=1-1-1-1,width_per_group=64", "bert-tiny:hidden_size=32,num_attention_heads=2,intermediate_size=32"
     ids = tokenizer.pad_token_id, tokenizer.eos_token_id
-    towers = build_towers(*names, 16, SIZE, len(tokenizer), TOKENS, *ids, build_loss("infonce").parameters)
+    towers = build_towers(*names, 16, SIZE, len(tokenizer), TOKENS, *ids, build_loss("infonce").parameters, fusion)
     layers = [spec.build(1).eval() for tower in towers for spec in tower.specs]
     record = {"options": {"image_size": SIZE, "max_text_tokens": TOKENS, "seed": 0}}
     return Embedder(Trained(record, Path("step-00000001"), 1, tokenizer, towers, layers), "cpu", 7)
@@ -67,6 +73,47 @@ def test_retrieval_of_all_captions_as_counted_by_hand(source, embedder):
     assert values["image_to_text_median_rank"] == pytest.approx(float(np.median(ranks)) + 1)
     back = (similarity >= (similarity * right).sum(0)).sum(0) - 1  # one picture for each text
     assert values["text_to_image_R@10"] == pytest.approx(float((back < 10).double().mean()))
+
+
+@pytest.mark.parametrize(("all_captions", "number"), [(False, 5), (True, 5), (True, 1000)])
+def test_reranking_equals_every_pair_by_itself(source, all_captions, number):
+    """Batches of 7 cut pictures, texts and pairs; texts have other lengths. Each pair's score is computed alone, and ranks are counted by hand."""
+    embedder = make_embedder(source, FusionSizes(1, 16, 2))
+    embedded = embedder.embedded(source, SUBSET, all_captions)
+    values = reranked_retrieval(embedder, embedded, source, number)
+    n, m = len(embedded.image), len(embedded.text)
+    scores = torch.stack([matching_scores(embedder, source, embedded, i) for i in range(n)])  # [n, m]
+    similarity, right = embedded.image @ embedded.text.T, embedded.image_of_text == torch.arange(n)[:, None]
+    assert scores.std() > 1e-3
+    for direction, by_pair, alike, is_right in (
+        ("image_to_text", scores, similarity, right),
+        ("text_to_image", scores.T, similarity.T, right.T),
+    ):
+        ranks = []
+        for query in range(len(alike)):
+            first = alike[query].argsort(descending=True)[:number]
+            chosen = first if is_right[query, first].any() else torch.arange(alike.shape[1])
+            values_of = (by_pair if chosen is first else alike)[query, chosen]
+            best = values_of[is_right[query, chosen]].max()
+            ranks.append(int((values_of[~is_right[query, chosen]] >= best).sum()))
+        assert values[f"{direction}_R@1"] == pytest.approx(np.mean(np.array(ranks) < 1)), direction
+        assert values[f"{direction}_R@10"] == pytest.approx(np.mean(np.array(ranks) < 10)), direction
+        assert values[f"{direction}_median_rank"] == pytest.approx(float(np.median(ranks)) + 1), direction
+    assert number < 1000 or values != {key: retrieval(embedded)[key] for key in values}
+
+
+@torch.no_grad()
+def matching_scores(embedder, source, embedded, i):
+    """[m] of one picture with each text, alone and without padding."""
+    number = len(embedder.trained.towers[0].specs)
+    (image_tokens,) = embedder.image_tokens(source, embedded.index[i : i + 1])
+    scores = []
+    for text in embedded.texts:
+        tensors = batch_tokens(embedder.trained.tokenizer, [text], TOKENS)
+        for layer in embedder.trained.layers[number:]:
+            tensors = layer(tensors)
+        scores.append(embedder.trained.layers[-1].fusion(image_tokens, tensors["text_tokens"], tensors["text_mask"]))
+    return torch.cat(scores)
 
 
 def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_path):
@@ -140,6 +187,8 @@ def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
         (["--query", " "], "--query is empty"),
         (["--number", "0"], "--number 0: at least 1 is needed"),
         (["--batch-size", "-3"], "--batch-size -3: at least 1"),
+        (["--rerank", "0"], "--rerank 0: at least 1 is needed"),
+        (["--rerank", "5", "--query", "an apple"], "--rerank is of retrieval"),
         (["--picture", "queries.jpeg"], "a name that ends in .png, .svg or .pdf"),
     ],
 )

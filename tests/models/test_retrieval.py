@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import retrieval
-from models.retrieval import RECALL_AT, best_ranks, hits, median_rank, nearest, positive_ranks, recall_hits
+from models.retrieval import RECALL_AT, best_ranks, hits, median_rank, nearest, positive_ranks, recall_hits, reranked
 
 
 def ranks_one_by_one(own: Tensor, other: Tensor, target: Tensor) -> list[int]:
@@ -128,3 +128,18 @@ def test_the_nearest_of_each_query(monkeypatch):
     index, value = nearest(own, other, 5)
     assert torch.equal(value, similarity.sort(1, descending=True).values[:, :5]) and torch.equal(similarity.gather(1, index), value)
     assert nearest(own, other[:3], 5)[0].shape == (31, 3) and nearest(own[:0], other, 5)[0].shape == (0, 5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_among_the_first_candidates_by_other_scores(seed):
+    """Small whole numbers, so that scores tie; two right candidates for a third of the queries, none for another third."""
+    draw = torch.Generator().manual_seed(seed)
+    scores, right = torch.randint(0, 4, (60, 7), generator=draw).float(), torch.zeros(60, 7, dtype=torch.bool)
+    right[:40, 2] = True
+    right[:20, 5] = True
+    scores[::9, 2], scores[::7, 3] = torch.nan, torch.nan
+    found = reranked(torch.arange(100, 160), scores, right).tolist()
+    for i, (own, is_right) in enumerate(zip(scores.tolist(), right.tolist())):
+        best = max((-1.0 if s != s else s for s, r in zip(own, is_right) if r), default=None)
+        before = sum(not r and not (best is not None and s < best) for s, r in zip(own, is_right))
+        assert found[i] == (100 + i if best is None else before), i
