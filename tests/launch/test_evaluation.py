@@ -81,7 +81,7 @@ def test_reranking_equals_every_pair_by_itself(source, all_captions, number):
     embedder = make_embedder(source, FusionSizes(1, 16, 2))
     embedded = embedder.embedded(source, SUBSET, all_captions)
     values = reranked_retrieval(embedder, embedded, source, number)
-    n, m = len(embedded.image), len(embedded.text)
+    n = len(embedded.image)
     scores = torch.stack([matching_scores(embedder, source, embedded, i) for i in range(n)])  # [n, m]
     similarity, right = embedded.image @ embedded.text.T, embedded.image_of_text == torch.arange(n)[:, None]
     assert scores.std() > 1e-3
