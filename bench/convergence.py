@@ -202,26 +202,23 @@ def reranked(folder: Path) -> Path:
     return folder.with_suffix(".reranked.json")
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
-
-
 def is_done(folder: Path) -> bool:
+    from engine.checkpoint.layout import step_folder
+
     config = folder / "config.json"
     if not config.is_file():
         return False
     total = json.loads(config.read_text(encoding="utf-8"))["total_steps"]
-    return any(line["step"] == total and MEASURE in line for line in lines(folder))
+    return (folder / "checkpoints" / step_folder(total)).is_dir()  # the last thing that a run writes
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """Of a run that is done: its loss curve, retrieval of each held-out set at the end, seconds of a step."""
-    logged = lines(folder)
+    """Of a run that is done: its curve of the contrastive loss, retrieval of each held-out set at the end, seconds of a step."""
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in logged if "loss" in line]
     end = max(line["step"] for line in steps)
     return {
-        "losses": [line["loss"] for line in steps],
+        "losses": [line.get("contrastive_loss", line["loss"]) for line in steps],
         "retrieval": {line["held_out"]: line[MEASURE] for line in logged if line["step"] == end and "held_out" in line},
         "step_s": statistics.median(line["step_s"] for line in steps[len(steps) // 4 :]),
         "samples_per_s": statistics.median(line["samples_per_s"] for line in steps[len(steps) // 4 :]),

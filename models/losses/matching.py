@@ -51,7 +51,7 @@ def gumbel_noise(seed: int, rows: Tensor, number: int) -> Tensor:
     state = (rows[:, None] * 0x632BE59BD9B4E019 + (columns + 1) * -0x61C8864680B583EB) + seed  # int64, which wraps
     state = (state ^ _shifted(state, 30)) * -0x40A7B892E31B1A47
     state = (state ^ _shifted(state, 27)) * -0x6B2FB644ECCEEE15
-    uniform = (_shifted(state ^ _shifted(state, 31), 40).float() + 0.5) / 2**24  # of the upper 24 bits: in (0, 1)
+    uniform = (_shifted(state ^ _shifted(state, 31), 41).float() + 0.5) / 2**23  # of the upper 23 bits: exact, and never 0 or 1
     return -(-uniform.log()).log()
 
 
