@@ -11,15 +11,20 @@ python evaluate.py RUN_DIR --embeddings OUT --query "a red apple" --picture appl
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
+from data.loader import resolve_workers
+from data.mixture import open_sources, specs_of
 from data.options import DataOptions
 from data.prepare import HeldOut, prepare_data
 from data.sources import open_source
-from launch.embedding import Embedder, write_embeddings
+from launch.embedding import Embedder, refuse_other_content, write_embeddings
 from launch.evaluation import (
     classification,
     classification_table,
@@ -35,7 +40,7 @@ from launch.report import retrieval_table, show
 from launch.reranking import reranked_retrieval
 from launch.trained import Trained, open_model_folder
 
-NUM_EXAMPLES = 8
+NUM_EXAMPLES, NUM_ANSWERS = 8, 20
 
 
 def parse() -> argparse.Namespace:
@@ -50,7 +55,7 @@ def parse() -> argparse.Namespace:
         "--ema", action="store_true", help="the moving average of the weights (the JSON's ema block) instead of the weights"
     )
     parser.add_argument("--val-data", metavar="SPEC", help="samples to evaluate (default: the held-out samples of the run)")
-    parser.add_argument("--captions", choices=("first", "all"), default="first", help="of each picture (default: first, as in training)")
+    parser.add_argument("--captions", choices=("first", "all"), help="of each picture (default: first, as in training)")
     parser.add_argument(
         "--classify", metavar="SPEC", help="instead: classes of pictures, such as imagefolder:DIR; its captions are the prompts"
     )
@@ -60,9 +65,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--embeddings", type=Path, metavar="OUT", help="write the embeddings to this folder; with --query: search in it")
     parser.add_argument("--query", metavar="TEXT", help="instead: the pictures most like a text")
-    parser.add_argument("--number", type=int, default=20, metavar="N", help="pictures that --query shows (default: 20)")
+    parser.add_argument("--number", type=int, metavar="N", help=f"pictures that --query shows (default: {NUM_ANSWERS})")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw queries with their answers: .png, .svg or .pdf (default: none)")
     parser.add_argument("--batch-size", type=int, default=128, metavar="N", help="samples at a time (default: 128)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that load pictures (default: what the machine has to spare)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="where the numbers go (default: RUN_DIR/evaluation-<checkpoint>.json or classes-…)"
     )
@@ -75,73 +81,99 @@ def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """What does not go together, before anything is loaded."""
     if given.classify_train and not given.classify:
         parser.error("--classify-train trains on what --classify is tested with; give that too")
-    if given.classify and (given.query is not None or given.embeddings or given.picture):
-        parser.error("--classify tells classes; --query, --embeddings and --picture are of pairs, run it again for them")
-    if given.rerank is not None and (given.classify or given.query is not None):
-        parser.error("--rerank is of retrieval; --classify and --query know nothing of it, run it again for them")
+    of_pairs = {"--query": given.query is not None, "--embeddings": given.embeddings, "--picture": given.picture, "--rerank": given.rerank}
+    of_pairs |= {"--val-data": given.val_data, "--captions": given.captions}
+    ignored = [flag for flag, is_given in of_pairs.items() if is_given]
+    if given.classify and ignored:
+        parser.error(f"--classify tells classes; {ignored[0]} is of pairs, run it again for that")
+    not_searched = {"--rerank": given.rerank, "--captions": given.captions, "--json": given.json}
+    ignored = [flag for flag, is_given in not_searched.items() if is_given]
+    if given.query is not None and ignored:
+        parser.error(f"--query searches; {ignored[0]} is of retrieval, run it again for that")
     if given.query is not None and not given.query.strip():
         parser.error("--query is empty; give a text")
-    for flag in ("batch_size", "number", "rerank"):
-        if getattr(given, flag) is not None and getattr(given, flag) < 1:
-            parser.error(f"--{flag.replace('_', '-')} {getattr(given, flag)}: at least 1 is needed")
+    if given.number is not None and given.query is None:
+        parser.error("--number is of --query; give a text to search for")
+    for flag, least in (("batch_size", 1), ("number", 1), ("rerank", 1), ("workers", 0)):
+        if getattr(given, flag) is not None and getattr(given, flag) < least:
+            parser.error(f"--{flag.replace('_', '-')} {getattr(given, flag)}: at least {least} is needed")
     if given.picture and given.picture.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"--picture {given.picture}: a name that ends in .png, .svg or .pdf is needed")
+    if given.json and not given.json.absolute().parent.is_dir():
+        parser.error(f"--json {given.json}: there is no folder {given.json.absolute().parent}; make it first")
 
 
 def main(arguments: argparse.Namespace) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if arguments.embeddings and arguments.query is None:
+        refuse_other_content(arguments.embeddings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained = open_model_folder(arguments.run_dir, arguments.checkpoint, device, arguments.ema)
     name = f"{trained.checkpoint.name}-ema" if arguments.ema else trained.checkpoint.name
-    embedder = Embedder(trained, device, arguments.batch_size)
+    workers = "auto" if arguments.workers is None else arguments.workers
+    workers = resolve_workers(workers, 1, len(os.sched_getaffinity(0)), device.type != "cpu")
+    embedder = Embedder(trained, device, arguments.batch_size, workers)
     if arguments.query is not None:
         find(arguments, embedder, name)
         return
+    of, kind = (of_classes, "classes") if arguments.classify else (of_pairs, "evaluation")
+    output = arguments.json or arguments.run_dir / f"{kind}-{name}.json"
+    write_numbers(output, {"step": trained.step, **of(arguments, embedder, name)})
+    print(output)
+
+
+def of_classes(arguments: argparse.Namespace, embedder: Embedder, name: str) -> dict[str, Any]:
+    test, train = (opened(spec) for spec in (arguments.classify, arguments.classify_train))
+    results = classification(embedder, test, train)
+    show(classification_table(results, f"Classes of {arguments.classify}, {name}"))
+    return results
+
+
+def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> dict[str, Any]:
+    """Retrieval among each set of samples, and with the same embeddings what else was asked for."""
     if arguments.rerank and embedder.fusion is None:
         raise ValueError(
             f"--rerank: {arguments.run_dir} scores no pairs; it needs a run of train.py with --fusion (exports leave the fusion out)"
         )
-    kind = "classes" if arguments.classify else "evaluation"
-    if arguments.classify:
-        test, train = (opened(spec) for spec in (arguments.classify, arguments.classify_train))
-        results = classification(embedder, test, train)
-        show(classification_table(results, f"Classes of {arguments.classify}, {name}"))
-    else:
-        results, after = {}, {}
-        parts = held_out(arguments, trained)
-        for part_name, part in parts.items():
-            embedded = embedder.embedded(part.source, part.subset, arguments.captions == "all")
-            results |= {f"{part_name}/{key}": value for key, value in retrieval(embedded).items()}
-            if arguments.rerank:
-                again = reranked_retrieval(embedder, embedded, part.source, arguments.rerank)
-                after |= {f"{part_name}/{key}": value for key, value in again.items()}
-            beside = part_name if len(parts) > 1 else ""
-            if arguments.embeddings:
-                folder = arguments.embeddings / beside
-                write_embeddings(folder, embedded, part.source, {"checkpoint": name, "run": str(arguments.run_dir)})
-                print(folder)
-            if arguments.picture:
-                picture = arguments.picture.with_stem(f"{arguments.picture.stem}-{beside}") if beside else arguments.picture
-                draw_rows(examples(embedded, part.source, NUM_EXAMPLES), f"{part_name}: queries and their first answers, {name}", picture)
-                print(picture)
-        sizes = {part_name: len(part.subset) for part_name, part in parts.items()}
-        how = f", by embeddings → the nearest {arguments.rerank} by matching" if arguments.rerank else ""
-        show(retrieval_table(f"Zero-shot retrieval, {name}{how}", [results, after] if arguments.rerank else [results], sizes))
-        results = {"num_samples": sizes, **results}
+    sizes, results, after, parts = {}, {}, {}, held_out(arguments, embedder.trained)
+    for part_name, part in parts.items():
+        embedded = embedder.embedded(part.source, part.subset, arguments.captions == "all")
+        sizes[part_name] = len(embedded.image)
+        results |= {f"{part_name}/{key}": value for key, value in retrieval(embedded).items()}
         if arguments.rerank:
-            results |= {"reranked": {"candidates": arguments.rerank, **after}}
-    output = arguments.json or arguments.run_dir / f"{kind}-{name}.json"
-    write_numbers(output, {"step": trained.step, **results})
-    print(output)
+            again = reranked_retrieval(embedder, embedded, part.source, arguments.rerank)
+            after |= {f"{part_name}/{key}": value for key, value in again.items()}
+        beside = part_name if len(parts) > 1 else ""
+        if arguments.embeddings:
+            folder = arguments.embeddings / beside
+            write_embeddings(folder, embedded, part.source, model_of(arguments, embedder, name))
+            print(folder)
+        if arguments.picture:
+            picture = arguments.picture.with_stem(f"{arguments.picture.stem}-{beside}") if beside else arguments.picture
+            draw_rows(examples(embedded, part.source, NUM_EXAMPLES), f"{part_name}: queries and their first answers, {name}", picture)
+            print(picture)
+    how = f", by embeddings → the nearest {arguments.rerank} by matching" if arguments.rerank else ""
+    show(retrieval_table(f"Zero-shot retrieval, {name}{how}", [results, after] if arguments.rerank else [results], sizes))
+    reranked = {"reranked": {"candidates": arguments.rerank, **after}} if arguments.rerank else {}
+    return {"num_samples": sizes, **results, **reranked}
+
+
+def model_of(arguments: argparse.Namespace, embedder: Embedder, name: str) -> dict[str, str]:
+    """What embeddings are of."""
+    return {"checkpoint": name, "run": str(arguments.run_dir), "checksum": embedder.trained.checksum()}
 
 
 def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldOut]:
-    """The samples to evaluate, by name."""
+    """The samples to evaluate, by name; at least one set."""
     if arguments.val_data:
         return {"validation": opened(arguments.val_data)}
     if "data" not in trained.options:
         raise ValueError(f"{arguments.run_dir}: an exported model has no samples of its own; give some with --val-data")
-    return prepare_data(DataOptions.from_record(trained.options), trained.record["tokenizer"], arguments.run_dir, progress=True).held_out
+    options = DataOptions.from_record(trained.options)
+    parts = prepare_data(options, trained.record["tokenizer"], arguments.run_dir, progress=True).held_out
+    if not parts:
+        raise ValueError(f"{arguments.run_dir}: the run held nothing out; give samples with --val-data")
+    return parts
 
 
 def opened(spec: str | None) -> HeldOut | None:
@@ -153,18 +185,18 @@ def opened(spec: str | None) -> HeldOut | None:
 
 
 def find(arguments: argparse.Namespace, embedder: Embedder, name: str) -> None:
-    """--query: the pictures most like a text, in a folder of embeddings or in the samples to evaluate."""
+    """--query: the pictures most like a text, in a folder of embeddings or in all samples to evaluate."""
     if arguments.embeddings:
-        embeds, lines, spec = embeddings_of(arguments.embeddings, name, arguments.val_data)
-        source = open_source(spec, progress=True)
+        embeds, lines, specs = embeddings_of(arguments.embeddings, model_of(arguments, embedder, name), arguments.val_data)
     else:
-        part = next(iter(held_out(arguments, embedder.trained).values()))
-        source = part.source
-        index, embeds = embedder.images(source, part.subset)
-        lines = [{"index": i, "id": source.identity(i), "where": source.where(i)} for i in index.tolist()]
-    found = search(embedder.texts([arguments.query]), embeds, lines, arguments.number)
+        parts = list(held_out(arguments, embedder.trained).values())
+        source = parts[0].source  # of all parts
+        index, embeds = embedder.images(source, np.concatenate([part.subset for part in parts]))
+        lines, specs = [{"index": i, "id": source.identity(i), "where": source.where(i)} for i in index.tolist()], specs_of(source)
+    found = search(embedder.texts([arguments.query]), embeds, lines, arguments.number or NUM_ANSWERS)
     show(search_table(arguments.query, found))
     if arguments.picture:
+        source = open_sources(specs, progress=True)
         cells = [Found(source.image_bytes(line["index"]), source.captions(line["index"])[0], line["similarity"]) for line in found]
         in_rows = [Row(arguments.query if not start else "", None, cells[start : start + 5]) for start in range(0, len(cells), 5)]
         draw_rows(in_rows, f"“{arguments.query}”, {name}", arguments.picture)

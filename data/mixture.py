@@ -87,6 +87,11 @@ class Mixture:
         return number, self.sources[number], int(i - self._starts[number])
 
 
+def specs_of(source: Source) -> list[str]:
+    """What `open_sources` opens it from."""
+    return [each.spec for each in source.sources] if isinstance(source, Mixture) else [source.spec]
+
+
 def open_sources(specs: Sequence[str], **building) -> Source:
     """One data set as it is, several as a `Mixture`. Errors: ValueError, OSError; see `open_source`."""
     sources = [open_source(spec, **building) for spec in specs]

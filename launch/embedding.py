@@ -1,7 +1,8 @@
 """Embeddings of a data set by a trained model, on one device: in memory, or in a folder that other programs map.
 
 A folder of embeddings has `image.npy` float32 [n, D] and `text.npy` float32 [m, D], rows of length 1; `images.jsonl`, a line per row of the first with
-`index` in the data, `id` and `where`; `texts.jsonl`, a line per row of the second with `image`, its row in the first, and `text`; and `about.json`.
+`index` in the data, `id` and `where`; `texts.jsonl`, a line per row of the second with `image`, its row in the first, and `text`; and `about.json`, which says
+what model they are of.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.loader import MicroBatchDataset, micro_batches
+from data.mixture import specs_of
 from data.sampler import evaluation_requests
 from data.sources import Source
 from data.tokenizer import batch_tokens
 from data.transforms import eval_transform
-from launch.report import progress_interval
+from launch.report import progress_interval, show
 from launch.trained import Trained
 from models.fusion import Fusion
 
@@ -47,7 +49,7 @@ class Embedded:
 class Embedder:
     """The towers of `trained` on `device`, `batch_size` pictures or texts at a time."""
 
-    def __init__(self, trained: Trained, device: torch.device | str, batch_size: int, workers: int = 0):
+    def __init__(self, trained: Trained, device: torch.device | str, batch_size: int, workers: int):
         self.trained, self.device, self.batch_size, self.workers = trained, torch.device(device), batch_size, workers
         number = len(trained.towers[0].specs)
         self._layers = {"image": trained.layers[:number], "text": trained.layers[number:]}
@@ -94,9 +96,16 @@ class Embedder:
         """(what was loaded, what the tower makes of it) of one batch after the other."""
         transform = eval_transform(self.trained.options["image_size"])
         dataset = MicroBatchDataset(source, frozenset({"image"}), transform, transform, seed=self.trained.options["seed"])
-        requests = evaluation_requests(np.asarray(subset), 0, 1, self.batch_size)
-        for batch in _with_progress(micro_batches(dataset, requests, self.workers), len(requests), "pictures"):
+        requests, reports = evaluation_requests(np.asarray(subset), 0, 1, self.batch_size), []
+        batches = micro_batches(dataset, requests, self.workers, on_load=reports.append)
+        for batch in _with_progress(batches, len(requests), "pictures"):
             yield batch, self._run("image", batch)
+        bad = [f"{where} ({reason})" for report in reports for _, reason, where in report.bad]
+        if bad:
+            message = f"{len(bad)} of {len(subset)} pictures of {source.spec} cannot be read; the first: {bad[0]}"
+            if len(bad) == len(subset):
+                raise OSError(message)
+            show(f"{message}. They are left out.")
 
     def _of_texts(self, texts: Sequence[str]) -> Iterator[dict[str, Tensor]]:
         starts, limit = range(0, len(texts), self.batch_size), self.trained.options["max_text_tokens"]
@@ -126,10 +135,18 @@ def _rows(parts: Sequence[Tensor]) -> Tensor:
 # -- folders -----------------------------------------------------------------------------------------------------------------
 
 
-def write_embeddings(folder: Path, embedded: Embedded, source: Source, about: dict[str, Any]) -> None:
-    """Errors: FileExistsError for a folder that holds something else."""
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / "about.json").is_file())):
+def refuse_other_content(folder: Path) -> None:
+    """Errors: FileExistsError for a folder that holds something else than embeddings, of one or of several held-out sets."""
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not folders_of(folder))):
         raise FileExistsError(f"--embeddings {folder}: holds something else; give a new folder, or one with earlier embeddings")
+
+
+def folders_of(folder: Path) -> list[Path]:
+    """Itself, or those in it that hold embeddings."""
+    return [folder] if (folder / "about.json").is_file() else sorted(file.parent for file in folder.glob("*/about.json"))
+
+
+def write_embeddings(folder: Path, embedded: Embedded, source: Source, about: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     np.save(folder / "image.npy", embedded.image.numpy())
     np.save(folder / "text.npy", embedded.text.numpy())
@@ -138,7 +155,7 @@ def write_embeddings(folder: Path, embedded: Embedded, source: Source, about: di
     _write_lines(
         folder / "texts.jsonl", ({"image": row, "text": text} for row, text in zip(embedded.image_of_text.tolist(), embedded.texts))
     )
-    (folder / "about.json").write_text(json.dumps({**about, "data": source.spec}, indent=2) + "\n", encoding="utf-8")
+    (folder / "about.json").write_text(json.dumps({**about, "data": specs_of(source)}, indent=2) + "\n", encoding="utf-8")
 
 
 def read_images(folder: Path) -> tuple[np.ndarray, list[dict[str, Any]], dict[str, Any]]:

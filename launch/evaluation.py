@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from data.prepare import HeldOut
 from data.sources import Source
-from launch.embedding import Embedded, Embedder, read_images
+from launch.embedding import Embedded, Embedder, folders_of, read_images
 from launch.gallery import Found, Row
 from launch.report import recalls
 from models.alignment import alignment_figures, alignment_sums
@@ -132,16 +134,26 @@ def search_table(query: str, found: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def embeddings_of(folder: Path, checkpoint: str, data: str | None) -> tuple[np.ndarray, list[dict[str, Any]], str]:
-    """A folder of embeddings, if this model made it: (pictures, their lines, the data's spec). Errors: ValueError, FileNotFoundError."""
-    embeds, lines, about = read_images(folder)
-    if about["checkpoint"] != checkpoint or (data is not None and about["data"] != data):
-        raise ValueError(
-            f"--embeddings {folder}: are of {about['checkpoint']} and {about['data']}, not of {checkpoint}{f' and {data}' if data else ''}; give "
-            "another folder, or make them again without --query"
-        )
-    return embeds, lines, about["data"]
+def embeddings_of(folder: Path, model: Mapping[str, str], data: str | None) -> tuple[np.ndarray, list[dict[str, Any]], list[str]]:
+    """A folder of embeddings, or of several, if this model made them: (pictures, their lines, the specs of the data). Errors: ValueError,
+    FileNotFoundError."""
+    embeds, lines, abouts = zip(*(read_images(part) for part in folders_of(folder) or [folder]))
+    for about in abouts:
+        if {key: about[key] for key in model} != model or about["data"] != ([data] if data else abouts[0]["data"]):
+            raise ValueError(
+                f"--embeddings {folder}: are of {about['checkpoint']} in {about['run']} and {' + '.join(about['data'])}, not of {model['checkpoint']}"
+                f"{f' and {data}' if data else ''}; give another folder, or make them again without --query"
+            )
+    return embeds[0] if len(embeds) == 1 else np.concatenate(embeds), list(chain.from_iterable(lines)), abouts[0]["data"]
 
 
 def write_numbers(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    """Not-a-number and infinity, which JSON does not have, become null."""
+    path.write_text(json.dumps(_for_json(values), indent=2) + "\n", encoding="utf-8")
+
+
+def _for_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _for_json(value) if isinstance(value, Mapping) else None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-RECORD, TEXT_FOLDER = "wye.json", "text"
+RECORD, WEIGHTS, TEXT_FOLDER = "wye.json", "model.safetensors", "text"
 OPTIONS = ("image_tower", "embed_dim", "image_size", "max_text_tokens")  # of train.py, as the model was trained with
 
 

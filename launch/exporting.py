@@ -15,7 +15,7 @@ from transformers import CLIPImageProcessor
 
 from data.transforms import CLIP_MEAN, CLIP_STD
 from launch.export_page import export_page
-from launch.exported import OPTIONS, RECORD, TEXT_FOLDER, read_export
+from launch.exported import OPTIONS, RECORD, TEXT_FOLDER, WEIGHTS, read_export
 from launch.trained import Trained
 from models.dual_encoder import dual_encoder_config, dual_encoder_pairs, text_config, what_differs
 from models.head import FUSION_NAMES
@@ -42,7 +42,7 @@ def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> lis
     if not differences:
         dual_encoder_config(*trained.towers, state["head.logit_scale"].item()).save_pretrained(beside)
         state = to_theirs(dual_encoder_pairs(*trained.towers), state)
-    save_file(state, beside / "model.safetensors", metadata={"format": "pt"})
+    save_file(state, beside / WEIGHTS, metadata={"format": "pt"})
     (beside / TEXT_FOLDER).mkdir()
     _write_json(beside / TEXT_FOLDER / "config.json", text_config(trained.towers[1]))
     tokenizer = copy.deepcopy(trained.tokenizer)

@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.tokenizer import load_tokenizer
-from engine.checkpoint.layout import checkpoints_in, newest_of, step_of, verify
+from engine.checkpoint.layout import AVERAGE, MANIFEST, checkpoints_in, checksum_of_file, newest_of, step_of, verify
 from engine.checkpoint.reading import CheckpointReader, load_layer
-from launch.exported import options_of_export, read_export
+from launch.exported import WEIGHTS, options_of_export, read_export
 from launch.report import show
 from models.fusion import fusion_sizes
 from models.layers import Layer, Tower
@@ -38,6 +38,11 @@ class Trained:
     def options(self) -> dict[str, Any]:
         """train.py's, by name."""
         return self.record["options"]
+
+    def checksum(self) -> str:
+        """Of the file that tells these weights from all others."""
+        file = self.checkpoint / MANIFEST
+        return checksum_of_file(file if file.is_file() else self.checkpoint / WEIGHTS)
 
 
 def open_model_folder(folder: Path, checkpoint: str | None, device: torch.device | str, averaged: bool) -> Trained:
@@ -72,6 +77,8 @@ def open_run(run_dir: Path, checkpoint: str | None = None, device: torch.device 
     towers = towers_of(options, tokenizer)
     specs = [spec for tower in towers for spec in tower.specs]
     with CheckpointReader(found) as reader:
+        if averaged and not reader.has(AVERAGE):
+            raise ValueError(f"--ema: {found} holds no moving average of the weights; a run keeps one where its JSON has an ema block")
         layers = [load_layer(reader, spec.build(options["seed"]), device, averaged).eval() for spec in specs]
     return Trained(record, found, step_of(found), tokenizer, towers, layers)
 

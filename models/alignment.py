@@ -11,6 +11,8 @@ With n pairs of unit vectors xᵢ (image) and yᵢ (text):
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -60,6 +62,8 @@ def alignment_figures(image_to_text: Tensor, text_to_image: Tensor, num_pairs: i
 
 
 def _effective_rank(covariance: Tensor) -> float:
+    if not covariance.isfinite().all():  # a model that diverged is measured, too
+        return math.nan
     eigenvalues = torch.linalg.eigvalsh(covariance).clamp(min=0)
     if not float(eigenvalues.sum()) > 1e-12:  # all rows are one
         return 1.0

@@ -38,6 +38,10 @@ class CheckpointReader:
         self._files.clear()
         self._open.close()
 
+    def has(self, kind: str) -> bool:
+        """Any tensor of this kind."""
+        return any(own == kind for own, _ in self._fragments)
+
     def shape(self, kind: str, name: str) -> tuple[int, ...] | None:
         """None: there is no such tensor."""
         return self._fragments[kind, name][0][1].shape if (kind, name) in self._fragments else None

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from data.prepare import HeldOut
 from data.sources import open_source
 from data.tokenizer import batch_tokens, load_tokenizer
-from launch.embedding import Embedder, read_images, write_embeddings
-from launch.evaluation import classification, embeddings_of, examples, retrieval, search
+from launch.embedding import Embedder, read_images, refuse_other_content, write_embeddings
+from launch.evaluation import classification, embeddings_of, examples, retrieval, search, write_numbers
 from launch.gallery import draw_rows
 from launch.reranking import reranked_retrieval
 from launch.trained import Trained
@@ -21,6 +21,7 @@ from models.losses import build_loss
 from models.towers import build_towers
 
 SIZE, TOKENS = 32, 16
+MODEL = {"checkpoint": "step-00000001", "run": "a run", "checksum": "a"}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def make_embedder(source, fusion=None):
     towers = build_towers(*names, 16, SIZE, len(tokenizer), TOKENS, *ids, build_loss("infonce").parameters, fusion)
     layers = [spec.build(1).eval() for tower in towers for spec in tower.specs]
     record = {"options": {"image_size": SIZE, "max_text_tokens": TOKENS, "seed": 0}}
-    return Embedder(Trained(record, Path("step-00000001"), 1, tokenizer, towers, layers), "cpu", 7)
+    return Embedder(Trained(record, Path("step-00000001"), 1, tokenizer, towers, layers), "cpu", 7, 0)
 
 
 SUBSET = np.arange(0, 400, 20)
@@ -118,22 +119,64 @@ def matching_scores(embedder, source, embedded, i):
 
 def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_path):
     embedded = embedder.embedded(source, SUBSET)
-    write_embeddings(tmp_path / "out", embedded, source, {"checkpoint": "step-00000001"})
-    embeds, lines, spec = embeddings_of(tmp_path / "out", "step-00000001", None)
-    assert isinstance(embeds, np.memmap) and np.array_equal(embeds, embedded.image.numpy()) and spec == source.spec
+    write_embeddings(tmp_path / "out", embedded, source, MODEL)
+    embeds, lines, specs = embeddings_of(tmp_path / "out", MODEL, None)
+    assert isinstance(embeds, np.memmap) and np.array_equal(embeds, embedded.image.numpy()) and specs == [source.spec]
     found = search(embedded.image[3:4], embeds, lines, 4)
     assert found[0]["id"] == source.identity(SUBSET[3]) and found[0]["similarity"] == pytest.approx(1.0, abs=1e-3) and len(found) == 4
     texts = [json.loads(line) for line in (tmp_path / "out" / "texts.jsonl").read_text().splitlines()]
     assert texts[5] == {"image": 5, "text": source.captions(SUBSET[5])[0]}
-    write_embeddings(tmp_path / "out", embedded, source, {"checkpoint": "step-00000002"})  # again, of another checkpoint
-    with pytest.raises(ValueError, match="are of step-00000002 and demo:en\\+de, not of step-00000001; give another folder"):
-        embeddings_of(tmp_path / "out", "step-00000001", None)
+    refuse_other_content(tmp_path / "out")
+    write_embeddings(tmp_path / "out", embedded, source, MODEL | {"checksum": "b"})  # again, of a checkpoint of the same name
+    with pytest.raises(ValueError, match="are of step-00000001 in a run and demo:en\\+de, not of step-00000001; give another folder"):
+        embeddings_of(tmp_path / "out", MODEL, None)
     with pytest.raises(FileNotFoundError, match="make it with evaluate.py RUN_DIR --embeddings"):
         read_images(tmp_path)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
     with pytest.raises(FileExistsError, match="holds something else"):
-        write_embeddings(tmp_path / "other", embedded, source, {})
+        refuse_other_content(tmp_path / "other")
+
+
+def test_embeddings_of_several_sets_are_searched_together(source, embedder, tmp_path):
+    for name, subset in (("a", SUBSET[:6]), ("b", SUBSET[6:])):
+        write_embeddings(tmp_path / "out" / name, embedder.embedded(source, subset), source, MODEL)
+    refuse_other_content(tmp_path / "out")
+    embeds, lines, specs = embeddings_of(tmp_path / "out", MODEL, "demo:en+de")
+    index, image = embedder.images(source, SUBSET)
+    assert [line["index"] for line in lines] == index.tolist() and specs == ["demo:en+de"]
+    np.testing.assert_allclose(embeds, image, atol=1e-6)
+    with pytest.raises(ValueError, match="not of step-00000001 and demo; give another folder"):
+        embeddings_of(tmp_path / "out", MODEL, "demo")
+
+
+def test_pictures_that_cannot_be_read_are_told_and_left_out(embedder, emoji_files, capsys):
+    source, files = emoji_files
+    index, image = embedder.images(source, np.arange(9))
+    assert index.tolist() == list(range(9))
+    for i in (2, 5):
+        files[i].unlink()
+    left, others = embedder.images(source, np.arange(9))
+    assert left.tolist() == [0, 1, 3, 4, 6, 7, 8] and torch.allclose(others, image[left], atol=1e-6)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 of 9 pictures of jsonl:" in said and f"{files[2].name}" in said and "left out" in said
+    for file in files:
+        file.unlink(missing_ok=True)
+    with pytest.raises(OSError, match="9 of 9 pictures of jsonl:"):
+        embedder.images(source, np.arange(9))
+
+
+@pytest.fixture
+def emoji_files(tmp_path, monkeypatch):
+    """(a JSON-lines set of nine pictures, their files)."""
+    monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))
+    demo, lines, files = open_source("demo"), [], []
+    for i in range(9):
+        files.append(tmp_path / f"{i}.png")
+        files[-1].write_bytes(demo.image_bytes(i))
+        lines.append(json.dumps({"image_path": files[-1].name, "text": demo.captions(i)[0]}))
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    return open_source(f"jsonl:{tmp_path / 'train.jsonl'}"), files
 
 
 def test_classes_by_prompts_neighbours_and_a_probe(source, embedder, tmp_path):
@@ -185,10 +228,16 @@ def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
         (["--classify-train", "imagefolder:x"], "--classify-train trains on what --classify is tested with"),
         (["--classify", "imagefolder:x", "--query", "an apple"], "--classify tells classes"),
         (["--query", " "], "--query is empty"),
-        (["--number", "0"], "--number 0: at least 1 is needed"),
+        (["--number", "0", "--query", "an apple"], "--number 0: at least 1 is needed"),
+        (["--number", "4"], "--number is of --query"),
+        (["--query", "an apple", "--json", "out.json"], "--query searches; --json is of retrieval"),
+        (["--query", "an apple", "--captions", "all"], "--query searches; --captions is of retrieval"),
+        (["--classify", "imagefolder:x", "--val-data", "demo"], "--classify tells classes; --val-data is of pairs"),
+        (["--workers", "-1"], "--workers -1: at least 0 is needed"),
+        (["--json", "no such folder/out.json"], "there is no folder"),
         (["--batch-size", "-3"], "--batch-size -3: at least 1"),
         (["--rerank", "0"], "--rerank 0: at least 1 is needed"),
-        (["--rerank", "5", "--query", "an apple"], "--rerank is of retrieval"),
+        (["--rerank", "5", "--query", "an apple"], "--query searches; --rerank is of retrieval"),
         (["--picture", "queries.jpeg"], "a name that ends in .png, .svg or .pdf"),
     ],
 )
@@ -199,3 +248,8 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(argument
     with pytest.raises(SystemExit) as exit:
         evaluate.parse()
     assert exit.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_numbers_that_json_does_not_have_are_null(tmp_path):
+    write_numbers(tmp_path / "out.json", {"a": float("nan"), "deeper": {"b": float("inf"), "c": 1.5}, "n": 3})
+    assert json.loads((tmp_path / "out.json").read_text()) == {"a": None, "deeper": {"b": None, "c": 1.5}, "n": 3}

@@ -56,6 +56,13 @@ def test_a_collapsed_model_has_rank_one_and_no_uniformity():
     assert found["alignment"] == pytest.approx(0.0, abs=1e-9) and found["cosine_others"] == pytest.approx(1.0, abs=1e-6)
 
 
+def test_a_model_that_diverged_is_measured():
+    image, text = pairs()
+    image[3] = math.nan
+    found = figures(image, text)
+    assert math.isnan(found["effective_rank/image"]) and math.isnan(found["alignment"]) and 1 < found["effective_rank/text"] < 6
+
+
 def test_directions_that_are_all_used_have_the_full_rank():
     axes = torch.cat([torch.eye(5), -torch.eye(5)])
     assert figures(axes, axes)["effective_rank/image"] == pytest.approx(5.0, rel=1e-9)
