@@ -220,11 +220,15 @@ class Communicator:
 
     def _make_channels(self) -> None:
         self.activations_in = self.activations_out = self.gradients_in = self.gradients_out = None
-        host_headers = dist.get_backend() != "gloo"  # a header is read on the host: no device synchronisation for it
-        for source, target in self.graph.edges():
+        edges, headers = list(self.graph.edges()), None
+        if edges and dist.get_backend() != "gloo":
+            # A header is read on the host: no device synchronisation for it. One group of all ranks: torch before 2.15 lets those that are not in a
+            # gloo group split the NCCL group of all, and the others not.
+            headers = self._group(range(self.graph.world_size), backend="gloo")
+        for source, target in edges:
             for downstream in (True, False):
                 group = self._group((source, target))
-                header_group = self._group((source, target), backend="gloo") if host_headers else group
+                header_group = group if headers is None else headers
                 if self.rank == source:
                     channel = Channel(target, group, header_group, self.device)
                     self.activations_out, self.gradients_in = (

@@ -290,7 +290,7 @@ def _check_optimizer(config: Mapping[str, Any]) -> None:
         raise ValueError(f"optimizer: {json.dumps(optimizer)} names no type; for example {example}")
     if optimizer["type"].lower() == "muon":
         raise ValueError("optimizer.type: Muon needs parameters marked for it, which these towers are not; use AdamW, SGD, Lamb or Lion")
-    for key, value in optimizer.get("params", {}).items():
+    for key, value in (optimizer.get("params") or {}).items():
         if value == AUTO:
             raise ValueError(f'optimizer.params.{key}: "auto" is filled in by Hugging Face\'s Trainer, not here; give a number')
 

@@ -184,7 +184,7 @@ def deepspeed_config(config: Mapping[str, Any], batch: BranchBatch, total_num_st
     resolved.setdefault("steps_per_print", None)
     if "pipeline" in resolved:
         resolved["pipeline"]["use_reentrant"] = False
-    scheduler = resolved.get("scheduler", {}).get("params", {})
+    scheduler = resolved.get("scheduler", {}).get("params") or {}
     for key, value in scheduler.items():
         if value == AUTO:
             if key != "total_num_steps":

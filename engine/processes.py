@@ -45,6 +45,11 @@ def start_processes(timeout_s: float = 1800.0) -> Processes:
     alone = "WORLD_SIZE" not in os.environ
     if alone:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"WORLD_SIZE is set and {', '.join(missing)} not; start with deepspeed or torchrun, which set all, or unset WORLD_SIZE"
+        )
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
@@ -105,6 +110,13 @@ def first_rank_first() -> Iterator[None]:
     yield
     if dist.get_rank() == 0:
         dist.barrier(group)
+
+
+def has_bf16(device: torch.device) -> bool:
+    """In hardware: torch also emulates it, slowly, on GPUs that have none."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return get_accelerator().is_bf16_supported()
 
 
 def stop_processes() -> None:

@@ -210,10 +210,13 @@ def _host_s() -> float:
     return _seconds(work, tiny.device)
 
 
+GPU_SHARE = 0.9  # the rest is for CUDA itself, NCCL, ZeRO's buckets, and gaps that the allocator leaves
+
+
 def _memory_bytes(device: torch.device, ranks_on_node: int) -> int:
-    """What one rank may use: all of its GPU; on a CPU its part of what is free, or of what the container may have."""
+    """What one rank may use: most of its GPU; on a CPU its part of what is free, or of what the container may have."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -14,8 +14,9 @@ from tqdm import tqdm
 from data.prepare import PreparedData
 from data.sampler import MicroBatchRequest
 from engine.config import AUTO, BranchesBlock
-from engine.costs import CostModel, cost_model_from_json, cost_model_to_json, precision_of
+from engine.costs import CostModel, StateBytes, cost_model_from_json, cost_model_to_json, precision_of
 from engine.devices import find_device
+from engine.measured import device_identity
 from engine.processes import Processes, from_first_rank
 from engine.profile import profile_together
 from launch.estimates import estimated_costs
@@ -42,13 +43,14 @@ def run_costs(
     processes: Processes,
     folder: RunFolder,
 ) -> CostModel:
-    """Measured on all ranks together where the layout is "auto", else estimated. A run that goes on keeps what it was planned by.
+    """Measured on all ranks together where the layout is "auto", else estimated. A run that goes on keeps what was measured when it began, as long
+    as it computes in the same precision on the same kind of device.
 
     All ranks call it together and get the same.
     """
     known = from_first_rank(folder.read_costs() if processes.rank == 0 else None)
-    if known is not None and are_of(costs := cost_model_from_json(known), towers):
-        return costs
+    if known is not None and are_of(costs := cost_model_from_json(known), towers, config, processes.device):
+        return CostModel.of(costs.layers, costs.machine, config, options.embed_dim, costs.pairs, costs.token_bytes)
     if block.layout != AUTO:
         device = find_device(NOMINAL)
         return estimated_costs(towers, config, options.embed_dim, device, memory_bytes=float("inf"))
@@ -73,9 +75,10 @@ def run_costs(
     return costs
 
 
-def are_of(costs: CostModel, towers: Sequence[Tower]) -> bool:
-    """Are these the costs of these towers? Those of others are left when a first start failed before it wrote config.json."""
-    return {tower.branch: [(s.name, s.num_parameters) for s in tower.specs] for tower in towers} == {
+def are_of(costs: CostModel, towers: Sequence[Tower], config: Mapping[str, Any], device: torch.device) -> bool:
+    """Are these the costs of these towers here? Those of others are left when a first start failed before it wrote config.json."""
+    here = costs.machine.name == device_identity(device)["device"] and costs.state.weight == StateBytes.of(config).weight
+    return here and {tower.branch: [(s.name, s.num_parameters) for s in tower.specs] for tower in towers} == {
         branch: [(layer.name, layer.num_parameters) for layer in layers] for branch, layers in costs.layers.items()
     }
 

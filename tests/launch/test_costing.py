@@ -1,6 +1,11 @@
 """What a run is planned by: its own towers' costs, and no others."""
 
+from dataclasses import replace
+
+import torch
+
 from engine.devices import find_device
+from engine.measured import device_identity
 from launch.costing import are_of
 from launch.estimates import estimated_costs
 from models.towers import build_towers
@@ -12,7 +17,11 @@ def towers(image_tower: str, embed_dim: int = 16):
 
 def test_costs_that_another_start_left_behind_are_not_taken():
     small = towers("resnet18:layers=1-1-1-1")
-    costs = estimated_costs(small, {}, 16, find_device("A100"))
-    assert are_of(costs, small)
-    assert not are_of(costs, towers("resnet18"))  # other layers
-    assert not are_of(costs, towers("resnet18:layers=1-1-1-1", embed_dim=32))  # the same layers, other sizes
+    device = torch.device("cpu")
+    estimate = estimated_costs(small, {}, 16, find_device("A100"))
+    costs = replace(estimate, machine=replace(estimate.machine, name=device_identity(device)["device"]))
+    assert are_of(costs, small, {}, device)
+    assert not are_of(costs, towers("resnet18"), {}, device)  # other layers
+    assert not are_of(costs, towers("resnet18:layers=1-1-1-1", embed_dim=32), {}, device)  # the same layers, other sizes
+    assert not are_of(estimate, small, {}, device)  # another machine
+    assert not are_of(costs, small, {"bf16": {"enabled": True}}, device)  # another precision
