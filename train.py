@@ -26,7 +26,7 @@ from engine.checkpoint.retention import Keep
 from engine.checkpoint.together import CheckpointWriter
 from engine.config import check_hardware, read_config
 from engine.planner import plan_run
-from engine.processes import first_rank_first, from_first_rank, start_processes, stop_processes
+from engine.processes import first_rank_first, from_first_rank, has_bf16, start_processes, stop_processes
 from engine.watchdog import Watchdog
 from launch.balancer import Balancer
 from launch.balancing import explain_dealing, image_buckets, make_balance
@@ -64,7 +64,7 @@ def main(options: Options, run: Run) -> int:
 
     # How to run: the JSON file, checked against this hardware.
     accelerator = get_accelerator()
-    config_file = options.deepspeed_config or default_config(on_gpu, accelerator.is_bf16_supported())
+    config_file = options.deepspeed_config or default_config(on_gpu, has_bf16(processes.device))
     config, block = read_config(config_file)
     check_hardware(config, accelerator.is_fp16_supported(), accelerator.is_bf16_supported(), processes.device.type)
     options.refuse_beside(block)
@@ -161,9 +161,10 @@ def main(options: Options, run: Run) -> int:
         return step % every == 0 if every else order.ends_epoch(step)
 
     # The loop.
-    run.watchdog.follow(lambda: engine.instructions_done, 60 * options.stall_limit)
-    if step == 0:
-        evaluate()
+    run.watchdog.follow(lambda: engine.instructions_done + checkpoints.signs_of_life(), 60 * options.stall_limit)
+    expected = {prefix + name for name in feeding.held_out_sizes() for prefix in ("", *(["ema/"] if options.eval_ema else []))}
+    if (step in (0, total_steps) or is_due(options.eval_every)) and from_first_rank(first and folder.lacks(step, expected)):
+        evaluate()  # of the untrained towers; and what the run before, which ended in the middle of it, had still to do
     sources, stopping = source_names(options.data), False
     with tqdm(total=total_steps, initial=step, unit="step", disable=not first, dynamic_ncols=True, mininterval=progress_interval()) as bar:
         while step < total_steps and not stopping:
@@ -191,12 +192,12 @@ def main(options: Options, run: Run) -> int:
                     trace.add(step, engine.recorder.started_at_s, ranks)
             bar.set_postfix(loss=f"{metrics.loss:.3f}", samples_per_s=f"{line['samples_per_s']:.0f}", refresh=False)
             bar.update()
-            if is_due(options.eval_every) or step == total_steps:
-                evaluate()
             if is_due(options.save_every) or step == total_steps or stopping:
                 decided = {"balance": balancer.state(), "loss_weights": objective.state()}
                 checkpoints.save(engine, {"step": step, "batch_sizes": order.batch_sizes(step), **decided})
                 saved_step = step
+            if step == total_steps or (is_due(options.eval_every) and not stopping):  # whoever asks for an end may not wait for it
+                evaluate()
 
     checkpoints.finish()
     done = step >= total_steps
@@ -209,8 +210,8 @@ def main(options: Options, run: Run) -> int:
     run.watchdog.stop()
     if batches is not None:
         batches.close()
-    stop_processes()
     tracker.finish(0 if done else 1)
+    stop_processes()
     return 0 if done else STOPPED
 
 

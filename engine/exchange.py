@@ -226,7 +226,7 @@ def exchange_loss(
     """
     sides = meeting.everyone
     if not len(sides["image"].label):
-        raise RuntimeError("not one pair of this batch could be loaded; see bad_samples.jsonl in the folder of the run")
+        raise OSError("not one pair of this batch could be loaded; see bad_samples.jsonl in the folder of the run")
     if len(meeting.own) == 2 and comm.stage.replicas == 1:
         part = loss.whole(sides, parameters)
         embeds = {branch: meeting.restored(branch, part.embeds[branch][rows.position]) for branch, rows in meeting.own.items()}

@@ -4,7 +4,7 @@ Every rank has a thread that counts up its own heartbeat and watches its neighbo
 `SILENCE_LIMIT_S`, or a rank reports its own failure, the reason is put in the store, and every rank leaves on reading it.
 The thread needs no collective, so it works while the main thread waits in one.
 
-It also sees whether its main thread gets on. Where that finishes nothing for a given time, every rank tells where its main thread
+It also sees whether the main threads get on. Where none finishes anything for a given time, every rank tells where its main thread
 stands: the one that is stuck, and those that wait for it.
 """
 
@@ -47,7 +47,8 @@ class Watchdog:
         return self
 
     def follow(self, progress: Callable[[], int], limit_s: float) -> None:
-        """From now on the main thread is stuck when the number `progress()` stays the same for `limit_s` seconds."""
+        """From now on all ranks are stuck when the numbers `progress()` of all of them stay the same for `limit_s` seconds: one that is stuck stops
+        the others sooner or later, and one that waits for others that get on is not."""
         self._stall_limit_s, self._progress = limit_s, progress
 
     def stop(self) -> None:
@@ -90,7 +91,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         neighbour, beats = (self.rank + 1) % self.world_size, 0
-        alive, getting_on = _Unchanged(), _Unchanged()
+        alive, getting_on, told, everyone = _Unchanged(), _Unchanged(), 0, 0
         while not self._stop.wait(BEAT_S):
             beats += 1
             # where a call holds Python's lock, this thread stands still too, and only faulthandler's can speak
@@ -99,6 +100,9 @@ class Watchdog:
                 self._store.set(f"beat/{self.rank}", str(beats))
                 reported = self._reported()
                 current = self._store.get(f"beat/{neighbour}") if self._store.check([f"beat/{neighbour}"]) else None
+                if self._progress is not None:
+                    progress = self._progress()
+                    everyone, told = self._store.add("progress", progress - told), progress
                 if self._store.check(["stall"]):
                     self._tell_stack()
             except RuntimeError:
@@ -111,7 +115,7 @@ class Watchdog:
             if alive.for_s(current) > SILENCE_LIMIT_S and self.world_size > 1:
                 message = f"{self.describe(neighbour)} gave no sign of life for {SILENCE_LIMIT_S:.0f} s; it was killed or hangs"
                 self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
-            if self._progress is not None and getting_on.for_s(self._progress()) > self._stall_limit_s:
+            if self._progress is not None and getting_on.for_s(everyone) > self._stall_limit_s:
                 self._end_stall()
         faulthandler.cancel_dump_traceback_later()
 
@@ -128,7 +132,7 @@ class Watchdog:
             for rank in range(self.world_size)
         ]
         message = (
-            f"{self.describe(self.rank)} has finished nothing for {self._stall_limit_s:.0f} s (--stall-limit); all ranks end, the newest "
+            f"no rank has finished anything for {self._stall_limit_s:.0f} s (--stall-limit); all ranks end, the newest "
             f"checkpoint is whole. Those that wait in communication wait for one that does not:\n{''.join(stacks)}"
         )
         self._leave(message, EXIT_STATUS, first=self.claim_failure(message))

@@ -26,6 +26,7 @@ from launch.run_folder import RunFolder
 from models.alignment import alignment_figures, alignment_sums
 from models.retrieval import RECALL_AT, recall_hits
 
+OF_STORAGE = ("unreadable", "missing-file")
 BAD_TO_JUDGE = 100  # a few pictures that break are no fraction yet
 # Below this many micro-batches, starting loader processes takes longer than they save.
 WORTH_WORKERS = 64
@@ -120,7 +121,10 @@ class Feeding:
         number, limit = sum(self._unreadable.values()), self.options.max_bad_fraction
         if number >= BAD_TO_JUDGE and number > limit * self._loaded:
             examples = (f"    {detail}" for _, _, detail in report.bad)
-            raise ValueError(bad_table(source.spec, self._unreadable, self._loaded, limit, examples))
+            of_storage = sum(self._unreadable[reason] for reason in OF_STORAGE)  # it may be mended when the run is started again
+            raise (OSError if 2 * of_storage > number else ValueError)(
+                bad_table(source.spec, self._unreadable, self._loaded, limit, examples)
+            )
 
 
 def _measured(own: Tensor, other: Tensor, target: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from data.sampler import BatchSizes, GlobalOrder
-from engine.checkpoint.layout import BrokenCheckpoint, read_manifest
+from engine.checkpoint.layout import BrokenCheckpoint, checkpoints_in, read_manifest
 from engine.checkpoint.together import load_checkpoint, newest_checkpoint, verify_together
 from engine.executor import ForkEngine
+from engine.processes import from_first_rank
 
 STATE = {"step", "batch_sizes", "balance", "loss_weights"}
 
@@ -27,6 +28,9 @@ def find_checkpoint(asked: str, checkpoints: Path) -> tuple[Path | None, list[st
             )
         return newest, [f"passed over: {reason}" for reason in broken]
     checkpoint = Path(asked)
+    if checkpoint.resolve().parent != checkpoints.resolve() and from_first_rank(checkpoints_in(checkpoints)):
+        newest, notices = find_checkpoint("auto", checkpoints)
+        return newest, [f"--resume {checkpoint} is where this run began; it has checkpoints of its own now", *notices]
     if not checkpoint.is_dir():
         raise FileNotFoundError(
             f"--resume {checkpoint}: no such folder; give auto, never, or a folder such as RUN_DIR/checkpoints/step-00000100"

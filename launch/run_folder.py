@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from engine.bad_steps import BadStep
+from engine.checkpoint.layout import replace_text
 from engine.planner import RunPlan
 from launch.options import ROOT, Options
 from models.towers import Tower
@@ -88,7 +88,10 @@ class RunFolder:
     def previous(self) -> dict[str, Any] | None:
         """The configuration of the run this folder already holds."""
         file = self.path / "config.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        try:
+            return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        except ValueError as error:
+            raise ValueError(f"{file}: is damaged ({error}); delete it, and the same command writes it again") from error
 
     def refuse_other_run(self, options: Options, training: Mapping[str, Any]) -> None:
         """Raise ValueError when the folder holds a run that is not this one. `training`: what is known so far of what decides the numbers."""
@@ -135,8 +138,11 @@ class RunFolder:
         return record
 
     def read_costs(self) -> dict[str, Any] | None:
-        """What this run was planned by, if it was measured."""
-        return json.loads(self.costs.read_text(encoding="utf-8")) if self.costs.is_file() else None
+        """What this run was planned by, if it was measured, and the file is not damaged."""
+        try:
+            return json.loads(self.costs.read_text(encoding="utf-8")) if self.costs.is_file() else None
+        except ValueError:
+            return None
 
     def write_costs(self, costs: Mapping[str, Any]) -> None:
         """What the plan was made by: a run that goes on is planned by the same."""
@@ -147,8 +153,18 @@ class RunFolder:
         for file in (self.metrics, self.looks, self.bad_steps, self.loss_weights):
             if self.first_rank and file.is_file():
                 lines = file.read_text(encoding="utf-8").splitlines()
-                kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+                kept = [line for line in lines if _step_of(line) <= step]
                 self._replace(file, "".join(line + "\n" for line in kept))
+
+    def lacks(self, step: int, held_out: Set[str]) -> bool:
+        """Was one of the sets `held_out` not evaluated after `step`? What there is of that evaluation is dropped then."""
+        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.is_file() else []
+        of_it = {line: record["held_out"] for line in lines if (record := json.loads(line))["step"] == step and "held_out" in record}
+        if held_out <= set(of_it.values()):
+            return False
+        if of_it:
+            self._replace(self.metrics, "".join(line + "\n" for line in lines if line not in of_it))
+        return True
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl; not-a-number and infinity, which JSON does not have, become null."""
@@ -197,9 +213,7 @@ class RunFolder:
 
     def _replace(self, path: Path, text: str) -> None:
         if self.first_rank:
-            beside = path.with_name(path.name + ".writing")
-            beside.write_text(text, encoding="utf-8")
-            os.replace(beside, path)
+            replace_text(path, text)
 
 
 def training_identity(
@@ -215,6 +229,14 @@ def training_identity(
         "branches": _without(BRANCHES_FREE_TO_CHANGE if by_split else (*BRANCHES_FREE_TO_CHANGE, *BRANCHES_SPLIT), branches),
     }
     return {**known, "stages": plan.describe()} if by_split and plan is not None else known
+
+
+def _step_of(line: str) -> float:
+    """Of a line that a run wrote; infinity where the machine went down before it was on the disk."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _without(keys: Sequence[str], record: Mapping[str, Any]) -> dict[str, Any]:

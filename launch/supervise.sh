@@ -6,7 +6,7 @@ set -uo pipefail
 usage="usage: bash launch/supervise.sh [--restarts N] [--wait SECONDS] -- COMMAND ... --run-dir RUN_DIR ...
 
 Starts COMMAND, a launcher with train.py, and again whenever it fails: at most N times in a row (default: 3) without a new
-checkpoint in between, SECONDS (default: 10) apart. Ctrl-C, SIGTERM and SIGUSR1 ask the run to save and end after its current
+checkpoint in between, SECONDS (default: 10) apart. Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal ask the run to save and end after its current
 step, by making RUN_DIR/stop; a second Ctrl-C ends it at once. Exit status: 0 the run is done; 75 it was asked to end and goes
 on with the same command; 2 wrong usage, or a mistake that another start would meet again; 1 given up."
 fail() { printf 'supervise.sh: error: %s\n' "$1" >&2; exit 2; }
@@ -24,14 +24,19 @@ while [ $# -gt 0 ]; do
         *) fail "unknown argument '$1'; the command goes after --" ;;
     esac
 done
-run_dir="" previous=""
+run_dir="" resume="" previous=""
 for word in "$@"; do
     [ "$previous" = --run-dir ] && run_dir=$word
     [[ "$word" == --run-dir=* ]] && run_dir=${word#--run-dir=}
+    [ "$previous" = --resume ] && resume=$word
+    [[ "$word" == --resume=* ]] && resume=${word#--resume=}
     previous=$word
 done
 [ $# -gt 0 ] || fail "no command given; $(head -n 1 <<<"$usage")"
 [ -n "$run_dir" ] || fail "the command has no --run-dir; name one, or every start would begin a run of its own"
+case "$resume" in
+    never | "$run_dir"/*) fail "--resume $resume: every start would begin there again; leave it out, or give auto or a checkpoint of another run" ;;
+esac
 
 newest() { cat "$run_dir/checkpoints/latest" 2>/dev/null || echo none; }
 
@@ -50,6 +55,7 @@ ask() {
 trap 'ask INT' INT
 trap 'ask TERM' TERM
 trap 'ask USR1' USR1
+trap 'ask HUP' HUP # the terminal is gone
 
 failures=0 status=0
 while true; do

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.layout import replace_text
 from engine.trace import WAIT, Span
 
 MAX_SAMPLES = 20  # the newest are kept
@@ -26,7 +26,11 @@ class TraceFile:
         self.path = path
         self._samples: dict[int, list[dict[str, Any]]] = {}
         if path.is_file():  # a run that goes on
-            for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
+            try:
+                events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+            except ValueError:  # damaged, and of no run's account: it begins anew
+                events = []
+            for event in events:
                 if event["ph"] == "X":
                     self._samples.setdefault(event["args"]["step"], []).append(event)
 
@@ -50,9 +54,7 @@ class TraceFile:
             del self._samples[old]
         tracks = [{"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": name}} for rank, (name, _) in enumerate(ranks)]
         text = json.dumps({"displayTimeUnit": "ms", "traceEvents": tracks + [e for s in sorted(self._samples) for e in self._samples[s]]})
-        beside = self.path.with_name(self.path.name + ".writing")
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, self.path)
+        replace_text(self.path, text)
 
 
 def read_trace(path: Path) -> dict[int, dict[int, list[Span]]]:

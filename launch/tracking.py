@@ -21,6 +21,12 @@ class Tracker:
         self._run = None
         if mode == "disabled" or not first_rank:
             return
+        try:
+            self._start(mode, project, folder, config)
+        except Exception as error:
+            self._give_up(error)
+
+    def _start(self, mode: str, project: str, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
         identity = folder / "wandb_run_id"
@@ -35,7 +41,7 @@ class Tracker:
                     self._run = wandb.init(mode="online", id=run_id, settings=quiet, **common)
                 else:
                     _say_offline("no W&B login was found (run `wandb login`)")
-            except Exception as error:  # whatever its client raises, training does not depend on it
+            except Exception as error:
                 _say_offline(f"W&B could not be reached ({type(error).__name__}: {error})")
                 wandb.teardown()  # forget the failed start, so that the same run id can go on offline
         if self._run is None:
@@ -43,12 +49,23 @@ class Tracker:
         identity.write_text(run_id + "\n", encoding="utf-8")
 
     def log(self, values: Mapping[str, Any]) -> None:
-        if self._run is not None:
-            self._run.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
+        try:
+            if self._run is not None:
+                self._run.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
+        except Exception as error:
+            self._give_up(error)
 
     def finish(self, exit_code: int = 0) -> None:
-        if self._run is not None:
-            self._run.finish(exit_code=exit_code)
+        try:
+            if self._run is not None:
+                self._run.finish(exit_code=exit_code)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Whatever its client raises, training does not depend on it."""
+        self._run = None
+        logging.getLogger("wye").warning("W&B failed (%s: %s): tracking ends, metrics.jsonl goes on", type(error).__name__, error)
 
 
 def _reach(url: str, timeout_s: float) -> None:

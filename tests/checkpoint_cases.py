@@ -109,7 +109,7 @@ TENSORS = {"image.weight": torch.arange(600.0).view(20, 30), "text.bias": torch.
 KEEP = Keep()
 
 
-def write_small(folder: Path, step: int, keep: Keep = KEEP, num_ranks: int = 2) -> Path:
+def write_small(folder: Path, step: int, keep: Keep = KEEP, num_ranks: int = 2, owner: str = "") -> Path:
     """A checkpoint of `TENSORS` + step, cut evenly over ranks, with one kind of optimizer state."""
     make_folder(folder, step)
     for rank in range(num_ranks):
@@ -123,7 +123,7 @@ def write_small(folder: Path, step: int, keep: Keep = KEEP, num_ranks: int = 2) 
         progress = {"counters": {"global_steps": step}, f"of rank {rank}": {"seen": rank}}
         write_rank(writing_folder(folder, step), rank, tensors, scalars, (), progress)
     about = {"topology": {"precision": "float32"}, "state": {"step": step}, "configuration": {}}
-    commit(folder, step, num_ranks, about, keep, 10.0, threading.Event())
+    commit(folder, step, num_ranks, about, keep, 10.0, threading.Event(), owner)
     return folder / f"step-{step:08d}"
 
 
@@ -156,3 +156,10 @@ def write_until(folder: Path, step: int, operation: int) -> int:
         finally:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def found(asked: str, checkpoints: Path) -> tuple[Path | None, list[str]]:
+    """What a run goes on from."""
+    from launch.resuming import find_checkpoint
+
+    return find_checkpoint(asked, checkpoints)

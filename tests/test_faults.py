@@ -43,7 +43,7 @@ def test_a_rank_that_is_stuck_ends_all_and_says_where_each_stands(tmp_path, smal
     stuck = time.monotonic()
     status, output = finish(run, limit_s=90)
     assert status == 1 and time.monotonic() - stuck < 60
-    assert output.count("has finished nothing for 6 s (--stall-limit)") == 1, output[-5000:]
+    assert output.count("no rank has finished anything for 6 s (--stall-limit)") == 1, output[-5000:]
     stacks = output.split("--- rank ")[1:]
     assert stacks[0].startswith("0 (image 0, replica 0):") and "launch/run_folder.py" in stacks[0], output[-5000:]
     assert stacks[1].startswith("1 (text 0, replica 0):") and "distributed" in stacks[1], output[-5000:]

@@ -28,6 +28,7 @@ from launched import (
 from launch.stopping import STOPPED
 from launch.timeline import run as draw_timeline
 from launch.trace_file import read_trace
+from launch.trained import open_run
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,9 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(tmp_
         assert ("lr/image" in whole[step]) == (layout == "fork")
         assert 0 < whole[step]["padded_text_tokens"] <= BATCH * 16  # of the texts of the step, not of an evaluation before it
     assert evaluate(tmp_path / "whole", *flags) == evaluate(tmp_path / "stopped", *flags)
+    if layout == "auto":
+        with pytest.raises(ValueError, match="holds no moving average of the weights"):
+            open_run(tmp_path / "whole", averaged=True)
     assert list(read_trace(tmp_path / "stopped" / "trace.json")) == [3, 4, 8]
     assert draw_timeline([str(tmp_path / "stopped")]) == 0 and (tmp_path / "stopped" / "timeline.png").stat().st_size > 10_000
     assert (tmp_path / "stopped" / "costs.json").is_file() == (layout == "auto")

@@ -4,6 +4,7 @@
                               rank-00001.safetensors
                               manifest.json             which fragments are where, sizes and checksums, counters, topology, the caller's state
     checkpoints/latest                                  the name of the one written last; for people and scripts, reading does not need it
+    checkpoints/owner                                   the process that writes here; the one before it stops when it sees another
 
     checkpoints/step-00000200.writing/                  is being written, or was when its process died
     checkpoints/step-00000050.deleting/                 likewise
@@ -15,8 +16,10 @@ it by another before they are deleted.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import stat
 from collections.abc import Callable, Mapping
@@ -27,7 +30,7 @@ from typing import Any
 import xxhash
 
 FORMAT, VERSION = "wye-checkpoint", 1
-MANIFEST, LATEST, SEAL = "manifest.json", "latest", "seal"
+MANIFEST, LATEST, OWNER, SEAL = "manifest.json", "latest", "owner", "seal"
 WRITING, DELETING, SET_ASIDE = ".writing", ".deleting", ".set-aside"
 # kinds; the last is followed by the state's own name
 PARAMETER, AVERAGE, BUFFER, RANDOM, OPTIMIZER = "parameter", "average", "buffer", "random", "optimizer."
@@ -193,6 +196,29 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(named, key=step_of, reverse=True)
 
 
+# -- onto the disk ------------------------------------------------------------------------------------------------------------
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Put a text file in place by a rename, so that it is there whole or not at all, also after a power cut."""
+    beside = file.with_name(file.name + WRITING)
+    beside.write_text(text, encoding="utf-8")
+    flush(beside)
+    os.replace(beside, file)
+    flush(file.parent)
+
+
+def flush(path: Path, forget: bool = False) -> None:
+    """Wait until a file or a folder is on the disk. `forget`: drop it from the kernel's memory, so that reading it asks the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        if forget and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
 # -- is it whole? ------------------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +239,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except KeyError as error:
         raise BrokenCheckpoint(f"{checkpoint}: {MANIFEST} lacks {error}") from error
     except (ValueError, TypeError, AttributeError, RecursionError, OSError) as error:
-        raise BrokenCheckpoint(f"{checkpoint}: {MANIFEST} {error}") from error
+        raise _passing(error) or BrokenCheckpoint(f"{checkpoint}: {MANIFEST} {error}") from error
     for rank, record in enumerate(manifest.ranks):
         _look_at(checkpoint / tensors_file(rank), record.num_bytes)
     return manifest
@@ -223,11 +249,23 @@ def _look_at(file: Path, num_bytes: int) -> None:
     try:
         found = file.lstat()
     except OSError as error:
-        raise BrokenCheckpoint(f"{file.parent}: {file.name} is missing ({error.strerror})") from error
+        raise _passing(error) or BrokenCheckpoint(f"{file.parent}: {file.name} is missing ({error.strerror})") from error
     if not stat.S_ISREG(found.st_mode):
         raise BrokenCheckpoint(f"{file.parent}: {file.name} is a link or a folder, not a file")
     if found.st_size != num_bytes:
         raise BrokenCheckpoint(f"{file.parent}: {file.name} has {found.st_size:,} bytes, and was written with {num_bytes:,}")
+
+
+PASSING = (errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ECONNRESET, errno.EHOSTDOWN)
+
+
+def _passing(error: Exception) -> OSError | None:
+    """Storage that does not answer now is no broken checkpoint: older ones must not be taken for the newest."""
+    return (
+        OSError(error.errno, f"{error.strerror}; start again when the storage answers", error.filename)
+        if getattr(error, "errno", None) in PASSING
+        else None
+    )
 
 
 def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> Manifest:
@@ -240,7 +278,7 @@ def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> Manifest:
         try:
             checksum = checksum_of_file(checkpoint / tensors_file(rank))
         except OSError as error:
-            raise BrokenCheckpoint(f"{checkpoint}: {tensors_file(rank)} cannot be read: {error}") from error
+            raise _passing(error) or BrokenCheckpoint(f"{checkpoint}: {tensors_file(rank)} cannot be read: {error}") from error
         if checksum != manifest.ranks[rank].checksum:
             raise BrokenCheckpoint(f"{checkpoint}: {tensors_file(rank)} does not have the checksum that it was written with")
     return manifest

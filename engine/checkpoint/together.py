@@ -9,11 +9,13 @@ found is told when the next checkpoint is asked for, or at the end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -37,8 +39,8 @@ NICENESS = 10  # of the threads that write, to the scheduler
 class CheckpointWriter:
     """Saves a run's checkpoints below `folder`. All ranks make one, and call its methods together.
 
-    `configuration`: what the run decided, as JSON. A rank that takes longer than `limit_s` to write its part makes the checkpoint fail.
-    One that fails is warned of, by the first rank, and training goes on.
+    `configuration`: what the run decided, as JSON. A checkpoint that fails is warned of, by the first rank, and training goes on. `limit_s`: how
+    long the first rank waits for the parts of the others, and how long writing counts as a sign of life.
     """
 
     def __init__(self, folder: Path, configuration: Mapping[str, Any], keep: Keep, limit_s: float = 1800.0):
@@ -50,6 +52,11 @@ class CheckpointWriter:
         self._files: Future | None = None  # what this rank has in flight,
         self._commit: Future | None = None  # and the first rank's part
         self._cancelled = threading.Event()
+        self._begun_s, self._signs = 0.0, 0
+        self._owner = ""
+        if self._first:
+            with contextlib.suppress(OSError):  # a disk that is full or read-only is warned of when there is something to lose
+                self._owner = writing.claim(folder)
         self._host: dict[str, Tensor] = {}  # memory for the copy, by key: used again from one checkpoint to the next
 
     def save(self, engine: ForkEngine, state: Mapping[str, Any]) -> None:
@@ -67,6 +74,7 @@ class CheckpointWriter:
         if self._refused:
             self._warn(self._refused)
             return
+        self._begun_s = time.monotonic()
         folder, rank, step = writing.writing_folder(self.folder, self._step), engine.comm.rank, self._step
         tensors = _copied_to_host(taken.tensors, self._host)
         self._files = self._in_background(
@@ -77,8 +85,15 @@ class CheckpointWriter:
             num_ranks, self._cancelled = engine.graph.world_size, threading.Event()
             self._commit = self._in_background(
                 "checkpoint manifest",
-                lambda: writing.commit(self.folder, step, num_ranks, about, self.keep, self.limit_s, self._cancelled),
+                lambda: writing.commit(self.folder, step, num_ranks, about, self.keep, self.limit_s, self._cancelled, self._owner),
             )
+
+    def signs_of_life(self) -> int:
+        """Goes up with each call while this rank writes, for `limit_s` at most: whoever waits for a checkpoint is not stuck."""
+        in_flight = [future for future in (self._files, self._commit) if future is not None and not future.done()]
+        if in_flight and time.monotonic() < self._begun_s + self.limit_s:
+            self._signs += 1
+        return self._signs
 
     def newest(self) -> Path | None:
         """The newest whole one, when what is in flight has landed."""
@@ -92,8 +107,10 @@ class CheckpointWriter:
             raise OSError(self._message(reason))
 
     def _prepare(self, num_bytes: int) -> str | None:
-        """An empty folder to write to; why there is none, in words."""
+        """An empty folder to write to; why there is none, in words. Raises ValueError when another run writes here."""
         try:
+            self._owner = self._owner or writing.claim(self.folder)
+            writing.refuse_other_owner(self.folder, self._owner)
             writing.make_folder(self.folder, self._step)
             reason = too_little_room(self.folder, num_bytes)
             if reason:

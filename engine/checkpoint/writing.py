@@ -9,8 +9,10 @@ A process that is killed leaves a folder `step-NNNNNNNN.writing` behind, which n
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -26,13 +28,16 @@ from torch import Tensor
 from engine.checkpoint.layout import (
     LATEST,
     MANIFEST,
+    OWNER,
     WRITING,
     BrokenCheckpoint,
     Fragment,
     Manifest,
     RankRecord,
     checksum_of_file,
+    flush,
     marker_file,
+    replace_text,
     sealed,
     step_folder,
     tensors_file,
@@ -45,6 +50,25 @@ LOOK_EVERY_S = 0.05  # for markers of other ranks
 
 def writing_folder(folder: Path, step: int) -> Path:
     return folder / (step_folder(step) + WRITING)
+
+
+def claim(folder: Path) -> str:
+    """From now on checkpoints in `folder` are those of this process; the words that say so. On the first rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    owner = f"process {os.getpid()} of {socket.gethostname()}, {uuid.uuid4().hex}"
+    replace_text(folder / OWNER, owner)
+    return owner
+
+
+def refuse_other_owner(folder: Path, owner: str) -> None:
+    """Raise ValueError when another run has claimed `folder` since: two would mix their files."""
+    file = folder / OWNER
+    found = file.read_text(encoding="utf-8") if file.is_file() else owner
+    if found != owner:
+        raise ValueError(
+            f"{folder}: {found.split(',')[0]} has begun to write checkpoints here, too. This run ends so that the files of two do not mix; the "
+            "other one goes on. If neither should, stop that process as well"
+        )
 
 
 def make_folder(folder: Path, step: int) -> None:
@@ -70,10 +94,10 @@ def write_rank(
     try:
         save_file({fragment.key: tensor for fragment, tensor in tensors.items()}, file)
         file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it for its owner alone
-        _flush(file, forget=True)
+        flush(file, forget=True)
         refuse_other_content(file, tensors)
         record = RankRecord(file.stat().st_size, checksum_of_file(file), tuple(tensors), scalars, stateless, progress)
-        _replace(folder / marker_file(rank), sealed(asdict(record)))
+        replace_text(folder / marker_file(rank), sealed(asdict(record)))
     except Exception:
         file.unlink(missing_ok=True)  # the disk may be full, and others write to it too
         raise
@@ -100,11 +124,13 @@ def commit(
     keep: Keep,
     limit_s: float,
     cancelled: threading.Event,
+    owner: str,
 ) -> None:
     """Make the checkpoint of `step` count, when all ranks have written theirs. `about`: the manifest's topology, state and configuration.
 
     Checkpoints of this step and of later ones belong to steps that were undone, and are put aside. Nothing happens when `cancelled` before
-    all ranks are done. Raises TimeoutError when they are not within `limit_s`, ValueError when what they wrote is no whole checkpoint.
+    all ranks are done. Raises TimeoutError when they are not within `limit_s`, ValueError when what they wrote is no whole checkpoint, or another than
+    `owner` writes here.
     """
     writing = writing_folder(folder, step)
     if not _await_markers(writing, num_ranks, limit_s, cancelled):
@@ -115,15 +141,16 @@ def commit(
         if (found := (writing / tensors_file(rank)).stat().st_size) != record.num_bytes:
             raise BrokenCheckpoint(f"{writing}: {tensors_file(rank)} has {found:,} bytes, and rank {rank} wrote {record.num_bytes:,}")
     manifest = Manifest(step, datetime.now(timezone.utc).isoformat(timespec="seconds"), ranks=records, **about)
-    _replace(writing / MANIFEST, manifest.to_text())
+    replace_text(writing / MANIFEST, manifest.to_text())
     for marker in markers:
         marker.unlink()
-    _flush(writing)
+    flush(writing)
+    refuse_other_owner(folder, owner)
     set_aside_from(folder, step)
     checkpoint = folder / step_folder(step)
     writing.rename(checkpoint)
-    _flush(folder)
-    _replace(folder / LATEST, checkpoint.name + "\n")
+    flush(folder)
+    replace_text(folder / LATEST, checkpoint.name + "\n")
     delete_old(folder, checkpoint, keep)
 
 
@@ -137,23 +164,3 @@ def _await_markers(writing: Path, num_ranks: int, limit_s: float, cancelled: thr
         if cancelled.wait(LOOK_EVERY_S):
             return False
     return True
-
-
-def _replace(file: Path, text: str) -> None:
-    """Put a text file in place by a rename, so that it is there whole or not at all, also after a power cut."""
-    beside = file.with_name(file.name + WRITING)
-    beside.write_text(text, encoding="utf-8")
-    _flush(beside)
-    os.replace(beside, file)
-    _flush(file.parent)
-
-
-def _flush(path: Path, forget: bool = False) -> None:
-    """Wait until a file or a folder is on the disk. `forget`: drop it from the kernel's memory, so that reading it asks the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        if forget and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)

@@ -1,5 +1,6 @@
 """Files of checkpoints, without an engine: whatever happens to them, a whole one is used or it is said what is wrong."""
 
+import errno
 import itertools
 import json
 import multiprocessing
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from checkpoint_cases import TENSORS, largest_file, write_for_ever, write_small, write_until
 from safetensors.torch import save_file
 
+from engine.checkpoint import layout
 from engine.checkpoint.layout import (
     BrokenCheckpoint,
     Fragment,
@@ -31,7 +33,7 @@ from engine.checkpoint.layout import (
 )
 from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.checkpoint.retention import Keep, too_little_room
-from engine.checkpoint.writing import make_folder, refuse_other_content, write_rank, writing_folder
+from engine.checkpoint.writing import claim, make_folder, refuse_other_content, refuse_other_owner, write_rank, writing_folder
 from launch.ranks import PRELOAD
 from launch.resuming import find_checkpoint
 
@@ -321,6 +323,36 @@ def test_steps_that_were_undone_are_put_aside(tmp_path):
     assert (tmp_path / "latest").read_text() == "step-00000002\n"
     write_small(tmp_path, 2)
     assert (tmp_path / "step-00000002.set-aside-2").is_dir() and verify(tmp_path / "step-00000002.set-aside-2").step == 2
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path):
+    """The one that came last goes on; what the other has half written does not count, and nothing is put aside or deleted."""
+    write_small(tmp_path, 1)
+    first = claim(tmp_path)
+    refuse_other_owner(tmp_path, first)
+    second = claim(tmp_path)
+    refuse_other_owner(tmp_path, second)
+    with pytest.raises(ValueError, match=f"process {os.getpid()} of .* has begun to write checkpoints here, too"):
+        refuse_other_owner(tmp_path, first)
+    with pytest.raises(ValueError, match="has begun to write checkpoints here"):
+        write_small(tmp_path, 1, owner=first)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000001.writing"]
+    assert verify(write_small(tmp_path, 2, owner=second)).step == 2
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM])
+def test_storage_that_does_not_answer_is_no_broken_checkpoint(tmp_path, monkeypatch, number):
+    """Else an older one would be taken for the newest, and this one put aside."""
+    for step in (1, 2):
+        write_small(tmp_path, step)
+
+    def gone(file):
+        raise OSError(number, os.strerror(number), str(file))
+
+    monkeypatch.setattr(layout, "checksum_of_file", gone)
+    with pytest.raises(OSError, match="start again when the storage answers") as error:
+        newest_of(checkpoints_in(tmp_path))
+    assert error.value.errno == number
 
 
 # -- disks that are full, processes that are killed --------------------------------------------------------------------------

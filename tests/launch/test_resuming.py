@@ -3,11 +3,12 @@
 import json
 
 import pytest
-from checkpoint_cases import write_small
+from checkpoint_cases import found, write_small
 from forked_script import ROOT
 from launched import run_to_end, write_pairs
 
 from data.sampler import GlobalOrder
+from launch.ranks import run_ranks
 from launch.resuming import change_of_size, earlier_sizes, state_of
 from launch.stopping import STOPPED
 
@@ -90,3 +91,15 @@ def test_a_run_goes_on_with_another_batch_in_the_middle_of_an_epoch(tmp_path):
     assert record["total_steps"] == 13 and image["micro_batch_size"] * image["num_micro_batches"] == 12
     manifest = json.loads((run_dir / "checkpoints" / "step-00000013" / "manifest.json").read_text())
     assert manifest["state"]["batch_sizes"] == [[1, 24], [12, 12]]
+
+
+def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoints(tmp_path):
+    """So that the same command can be started again and again."""
+    other, own = tmp_path / "other" / "checkpoints", tmp_path / "own" / "checkpoints"
+    write_small(other, 7)
+    assert run_ranks(1, found, str(other / "step-00000007"), own) == [(other / "step-00000007", [])]
+    write_small(own, 9)
+    (checkpoint, notices), *_ = run_ranks(1, found, str(other / "step-00000007"), own)
+    assert checkpoint == own / "step-00000009" and "is where this run began; it has checkpoints of its own now" in notices[0]
+    write_small(own, 11)
+    assert run_ranks(1, found, str(own / "step-00000009"), own) == [(own / "step-00000009", [])]  # back, on purpose

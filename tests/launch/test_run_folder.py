@@ -223,3 +223,29 @@ def test_the_folders_name(tmp_path):
     assert choose_folder(parse_options(["--run-dir", str(tmp_path)])) == tmp_path
     chosen = choose_folder(parse_options(["--data", "jsonl:a/b.jsonl"]))
     assert chosen.parent.name == "runs" and chosen.name.endswith("-jsonl") and ":" not in str(chosen)
+
+
+def test_what_is_damaged_and_of_no_account_is_made_anew(folder):
+    """A machine that goes down leaves files that are empty or cut."""
+    run = folder
+    run.write_costs({"a": 1})
+    assert run.read_costs() == {"a": 1}
+    for damaged in ("", '{"a": '):
+        run.costs.write_text(damaged)
+        assert run.read_costs() is None
+    (run.path / "config.json").write_text("")
+    with pytest.raises(ValueError, match="config.json: is damaged .* delete it, and the same command writes it again"):
+        run.previous()
+    run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"st\n"}\n{"step": 3}\n')
+    run.forget_after(2)
+    assert run.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_an_evaluation_that_was_not_made_to_its_end(folder):
+    run = folder
+    assert run.lacks(4, {"a", "b"})
+    for line in ({"step": 4, "loss": 1.0}, {"step": 4, "held_out": "a"}, {"step": 3, "held_out": "b"}):
+        run.log(line)
+    assert not run.lacks(4, {"a"}) and len(run.metrics.read_text().splitlines()) == 3
+    assert run.lacks(4, {"a", "b"})  # and its first half is dropped
+    assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == [{"step": 4, "loss": 1.0}, {"step": 3, "held_out": "b"}]

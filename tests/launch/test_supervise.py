@@ -62,14 +62,14 @@ def test_it_gives_up_after_so_many_failures_without_a_new_checkpoint(run_dir):
 
 
 def test_a_signal_is_passed_on_as_a_file_and_not_to_the_launcher(run_dir):
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         process = supervise(run_dir, 'touch "$RUN/ready"; while [ ! -e "$RUN/stop" ]; do sleep 0.05; done; exit 75')
         wait_for(run_dir / "ready")
         os.killpg(process.pid, number)  # as a terminal or a scheduler does
         assert finish(process)[0] == 75
         (run_dir / "stop").unlink()
         (run_dir / "ready").unlink()
-    assert starts(run_dir) == 3
+    assert starts(run_dir) == 4
 
 
 def test_a_second_ctrl_c_leaves_nothing_behind(run_dir):
@@ -93,6 +93,8 @@ def test_processes_that_a_killed_launcher_left_are_ended(run_dir):
     [
         (["--restarts", "many", "--", "true", "--run-dir", "x"], "--restarts 'many': a whole number is needed"),
         (["--", "deepspeed", "train.py"], "has no --run-dir"),
+        (["--", "true", "--run-dir", "x", "--resume", "never"], "--resume never: every start would begin there again"),
+        (["--", "true", "--resume=x/checkpoints/step-00000001", "--run-dir", "x"], "--resume x/checkpoints/step-00000001: every start"),
         (["deepspeed", "train.py"], "unknown argument 'deepspeed'; the command goes after --"),
         ([], "no command given"),
     ],

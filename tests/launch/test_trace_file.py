@@ -45,3 +45,11 @@ def test_a_run_that_goes_on_keeps_its_samples_and_the_file_stays_small(tmp_path)
     again.add(500, 9.0, RANKS)
     steps = list(read_trace(tmp_path / "trace.json"))
     assert len(steps) == MAX_SAMPLES and steps[0] == 100 and steps[-1] == 500
+
+
+def test_a_damaged_file_ends_no_run(tmp_path):
+    file = tmp_path / "trace.json"
+    for damaged in ("", '{"traceEvents": [{"ph'):
+        file.write_text(damaged)
+        TraceFile(file).add(7, 0.0, [("image 0", [Span("ForwardPass", 0, 0.0, 1.0)])])
+        assert list(read_trace(file)) == [7]

@@ -141,3 +141,18 @@ def test_a_start_without_a_network_does_not_forget_which_run_it_is(start):
     (start.folder / "wandb_run_id").write_text("abcd1234\n")
     start("online", WANDB_API_KEY="short")
     assert (start.folder / "wandb_run_id").read_text() == "abcd1234\n"
+
+
+def test_a_client_that_fails_while_training_ends_tracking_alone(tmp_path, caplog):
+    class Broken:
+        def log(self, *_, **__):
+            raise ConnectionResetError("the service is gone")
+
+    tracker = tracking.Tracker("disabled", "wye", tmp_path, {}, True)
+    tracker._run = Broken()
+    tracker.log({"step": 1, "loss": 2.5})
+    tracker.log({"step": 2, "loss": 2.4})
+    tracker.finish()
+    assert [record.getMessage() for record in caplog.records] == [
+        "W&B failed (ConnectionResetError: the service is gone): tracking ends, metrics.jsonl goes on"
+    ]
