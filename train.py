@@ -133,6 +133,8 @@ def main(options: Options, run: Run) -> int:
         objective.go_on_from(state["loss_weights"])
     show("\n".join(notices), first and bool(notices))
     folder.forget_after(step if checkpoint else -1)  # from the start: also the evaluation before it
+    if first:
+        folder.done.unlink(missing_ok=True)
     record = folder.write_config(options, training, plan, data.summary(), towers, total_steps)
     checkpoints = CheckpointWriter(folder.checkpoints, record, Keep(options.keep_checkpoints, options.keep_every))
     trace = TraceFile(folder.path / "trace.json")
@@ -206,6 +208,8 @@ def main(options: Options, run: Run) -> int:
         show(retrieval_table("Zero-shot retrieval of held-out samples", before_and_after, feeding.held_out_sizes()), first)
     ended = "done" if done else f"stopped ({stop.reason or 'as another rank was asked to'}; the same command with this --run-dir goes on)"
     show(f"{ended} at step {step} of {total_steps}   checkpoint {folder.checkpoints / step_folder(saved_step)}", first)
+    if first and done:
+        folder.done.touch()
     stop.forget()
     run.watchdog.stop()
     if batches is not None:

@@ -82,6 +82,11 @@ class RunFolder:
         return self.path / "stop"
 
     @property
+    def done(self) -> Path:
+        """Is there when all steps are done."""
+        return self.path / "done"
+
+    @property
     def costs(self) -> Path:
         return self.path / "costs.json"
 

@@ -40,7 +40,7 @@ esac
 
 newest() { cat "$run_dir/checkpoints/latest" 2>/dev/null || echo none; }
 
-child="" asked="" signalled=""
+child="" asked="" signalled="" repeating=()
 ask() {
     signalled=yes
     if [ "$1" = INT ] && [ "$asked" = INT ]; then
@@ -50,7 +50,9 @@ ask() {
     fi
     asked=$1
     say "SIG$1: the run saves and ends after its current step"
-    mkdir -p "$run_dir" && touch "$run_dir/stop"
+    # again and again: train.py does not look at a file that is older than itself, and it may still be starting
+    (while kill -0 -- "-$child" 2>/dev/null; do mkdir -p "$run_dir" && touch "$run_dir/stop"; sleep 1; done) &
+    repeating+=("$!")
 }
 trap 'ask INT' INT
 trap 'ask TERM' TERM
@@ -70,6 +72,11 @@ while true; do
         [ -n "$signalled" ] || break
     done
     kill -KILL -- "-$child" 2>/dev/null # what a launcher that was killed leaves behind
+    [ ${#repeating[@]} -eq 0 ] || { kill "${repeating[@]}" 2>/dev/null; rm -f "$run_dir/stop"; }
+    if [ "$status" -eq 0 ] && [ ! -e "$run_dir/done" ]; then
+        status=1 # DeepSpeed's launcher gives 0, too, when a signal has ended it
+        say "the command ended without $run_dir/done, which train.py makes when it is done"
+    fi
     case $status in
         0) exit 0 ;;
         75) exit 75 ;;

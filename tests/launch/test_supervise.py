@@ -45,12 +45,12 @@ def starts(run_dir):
 
 @pytest.mark.parametrize(("status", "ends_with"), [(0, 0), (75, 75), (2, 2)])
 def test_what_another_start_would_not_mend_is_not_started_again(run_dir, status, ends_with):
-    assert finish(supervise(run_dir, f"exit {status}"))[0] == ends_with
+    assert finish(supervise(run_dir, f'touch "$RUN/done"; exit {status}'))[0] == ends_with
     assert starts(run_dir) == 1
 
 
 def test_a_failure_is_started_again_until_it_is_done(run_dir):
-    status, errors = finish(supervise(run_dir, "[ $n -ge 3 ] || exit 1"))
+    status, errors = finish(supervise(run_dir, '[ $n -ge 3 ] || exit 1; touch "$RUN/done"'))
     assert status == 0 and starts(run_dir) == 3 and "start 2 of 3 from checkpoint 'none'" in errors
 
 
@@ -61,13 +61,26 @@ def test_it_gives_up_after_so_many_failures_without_a_new_checkpoint(run_dir):
     assert "given up: 3 failures in a row" in errors and "step-4" in errors
 
 
+def test_a_launcher_that_ends_well_without_the_run_being_done_is_started_again(run_dir):
+    status, errors = finish(supervise(run_dir, '[ $n -lt 2 ] || touch "$RUN/done"'))
+    assert status == 0 and starts(run_dir) == 2 and "ended without" in errors
+
+
+def test_a_run_that_is_still_starting_is_asked_until_it_has_seen_it(run_dir):
+    slow = 'touch "$RUN/ready"; sleep 1.5; rm -f "$RUN/stop"; for i in $(seq 100); do [ -e "$RUN/stop" ] && exit 75; sleep 0.05; done; exit 1'
+    process = supervise(run_dir, slow)
+    wait_for(run_dir / "ready")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 75 and starts(run_dir) == 1
+    assert not (run_dir / "stop").exists()
+
+
 def test_a_signal_is_passed_on_as_a_file_and_not_to_the_launcher(run_dir):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         process = supervise(run_dir, 'touch "$RUN/ready"; while [ ! -e "$RUN/stop" ]; do sleep 0.05; done; exit 75')
         wait_for(run_dir / "ready")
         os.killpg(process.pid, number)  # as a terminal or a scheduler does
         assert finish(process)[0] == 75
-        (run_dir / "stop").unlink()
         (run_dir / "ready").unlink()
     assert starts(run_dir) == 4
 
@@ -83,7 +96,7 @@ def test_a_second_ctrl_c_leaves_nothing_behind(run_dir):
 
 
 def test_processes_that_a_killed_launcher_left_are_ended(run_dir):
-    status, _ = finish(supervise(run_dir, '[ $n -gt 1 ] && exit 0; sleep 60 & echo $! > "$RUN/child"; kill -KILL $$'))
+    status, _ = finish(supervise(run_dir, '[ $n -gt 1 ] && touch "$RUN/done" && exit 0; sleep 60 & echo $! > "$RUN/child"; kill -KILL $$'))
     child = Path(f"/proc/{int((run_dir / 'child').read_text())}/stat")
     assert status == 0 and (not child.exists() or child.read_text().rsplit(")", 1)[1].split()[0] == "Z")
 
