@@ -1,7 +1,7 @@
 """No rank waits for a dead one, or for one that is stuck: heartbeats through the rendezvous store, and one message from one rank.
 
 Every rank has a thread that counts up its own heartbeat and watches its neighbour's. When a neighbour stands still for
-`SILENCE_LIMIT_S`, or a rank reports its own failure, the reason is put in the store, and every rank leaves on reading it.
+`SILENCE_LIMIT_S`, the process of a rank of the same node is gone, or a rank reports its own failure, the reason is put in the store, and every rank leaves on reading it.
 The thread needs no collective, so it works while the main thread waits in one.
 
 It also sees whether the main threads get on. Where none finishes anything for a given time, every rank tells where its main thread
@@ -36,6 +36,7 @@ class Watchdog:
         self._stall_limit_s = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._here: dict[int, int | None] = {}  # rank -> its process, None on another node
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A connection of our own to the store of the process group: its own client may be busy in a blocking call.
         self._store = dist.PrefixStore("wye", dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30)))
@@ -84,10 +85,13 @@ class Watchdog:
             except RuntimeError:
                 dead = 0
             if dead is not None:
-                return f"{self.describe(dead)} died without a message; it was killed, or the machine ran out of memory", None
+                return self._of_dead(dead), None
             if time.monotonic() >= deadline:
                 return None, None
             time.sleep(0.1)
+
+    def _of_dead(self, rank: int) -> str:
+        return f"{self.describe(rank)} died without a message; it was killed, or the machine ran out of memory"
 
     def _watch(self) -> None:
         neighbour, beats = (self.rank + 1) % self.world_size, 0
@@ -98,7 +102,8 @@ class Watchdog:
             faulthandler.dump_traceback_later(SILENCE_LIMIT_S - 2 * BEAT_S)
             try:
                 self._store.set(f"beat/{self.rank}", str(beats))
-                reported = self._reported()
+                dead = self._dead_on_this_node()
+                reported = self._reported()  # after that: who spoke before it died is heard
                 current = self._store.get(f"beat/{neighbour}") if self._store.check([f"beat/{neighbour}"]) else None
                 if self._progress is not None:
                     progress = self._progress()
@@ -112,6 +117,9 @@ class Watchdog:
             if reported is not None:
                 time.sleep(BEAT_S)  # let the reporting rank print first
                 self._leave(*reported, first=False)
+            if dead is not None:  # a collective of NCCL does not notice it
+                message = self._of_dead(dead)
+                self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
             if alive.for_s(current) > SILENCE_LIMIT_S and self.world_size > 1:
                 message = f"{self.describe(neighbour)} gave no sign of life for {SILENCE_LIMIT_S:.0f} s; it was killed or hangs"
                 self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
@@ -157,10 +165,11 @@ class Watchdog:
 
     def _dead_on_this_node(self) -> int | None:
         for rank in range(self.world_size):
-            if rank == self.rank or not self._store.check([f"place/{rank}"]):
-                continue
-            host, pid = self._store.get(f"place/{rank}").decode().rsplit(" ", 1)
-            if host == socket.gethostname() and not _alive(int(pid)):
+            if rank not in self._here and self._store.check([f"place/{rank}"]):
+                host, pid = self._store.get(f"place/{rank}").decode().rsplit(" ", 1)
+                self._here[rank] = int(pid) if host == socket.gethostname() else None
+            pid = self._here.get(rank)
+            if pid is not None and not _alive(pid):
                 return rank
         return None
 

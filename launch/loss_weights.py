@@ -1,7 +1,8 @@
 """How much each of two losses counts: fixed, or following what they do. Plain numbers, the same on every rank.
 
 Weights are what was asked for times a factor per loss, and together as much as was asked for, so that the size of a step stays what it was. A
-look comes every `interval` steps; losses are smoothed between looks, factors stay from 1 / MOST to MOST, and every change has a reason.
+look comes every `interval` steps; losses are smoothed between looks, factors stay from 1 / MOST to MOST (that of matching, under `measured`, from
+1 / MOST² on), and every change has a reason.
 
     uncertainty   log f = -s, and s follows the gradient of exp(-s) L + s, a loss with a learned uncertainty (Kendall, Gal & Cipolla 2018):
                   s <- s - RATE * (1 - exp(-s) L)

@@ -67,7 +67,9 @@ def test_a_launcher_that_ends_well_without_the_run_being_done_is_started_again(r
 
 
 def test_a_run_that_is_still_starting_is_asked_until_it_has_seen_it(run_dir):
-    slow = 'touch "$RUN/ready"; sleep 1.5; rm -f "$RUN/stop"; for i in $(seq 100); do [ -e "$RUN/stop" ] && exit 75; sleep 0.05; done; exit 1'
+    slow = (
+        'touch "$RUN/ready"; sleep 1.5; rm -f "$RUN/stop"; for i in $(seq 100); do [ -e "$RUN/stop" ] && exit 75; sleep 0.05; done; exit 1'
+    )
     process = supervise(run_dir, slow)
     wait_for(run_dir / "ready")
     process.send_signal(signal.SIGTERM)
