@@ -95,7 +95,7 @@ class Rows:
     index: Tensor
     weight: Tensor
 
-    def labels(self) -> Tensor:
+    def tags(self) -> Tensor:
         """[b, 2] int64, as they travel: weight and place, index."""
         return torch.stack([(self.weight - NO_WEIGHT) * _PLACES + self.position, self.index], 1)
 
@@ -141,7 +141,7 @@ def meet(comm: Communicator, own: Mapping[str, Rows], counts: Mapping[str, Seque
     up to the same number on every tail. Errors: RuntimeError on all tails when some rows have weights and others have none.
     """
     gathered = {
-        branch: (comm.gather_replicas(rows.embeds, counts[branch]), comm.gather_replicas(rows.labels(), counts[branch]))
+        branch: (comm.gather_replicas(rows.embeds, counts[branch]), comm.gather_replicas(rows.tags(), counts[branch]))
         for branch, rows in own.items()
     }
     places = {branch: labels[:, 0] % _PLACES for branch, (_, labels) in gathered.items()}  # of the branches that end here, as gathered
