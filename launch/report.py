@@ -48,7 +48,9 @@ def show(thing: object, first_rank: bool = True) -> None:
     """Print above the progress bar, if there is one."""
     if not first_rank:
         return
-    console = Console(highlight=False, width=max(100, Console().width))
+    # a table is shown whole: a narrow terminal breaks its lines, and loses no number
+    needed = Console(width=1000).measure(thing).maximum if isinstance(thing, Table) else 0
+    console = Console(highlight=False, width=max(100, needed, Console().width))
     with console.capture() as captured:
         console.print(thing)
     tqdm.write(captured.get().rstrip("\n"))

@@ -1,0 +1,15 @@
+"""What a person sees in the terminal."""
+
+from launch.report import DIRECTIONS, retrieval_table, show
+from models.retrieval import RECALL_AT
+
+
+def test_a_table_loses_no_number_in_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    before, after = (
+        {f"composition/{direction}_{what}": value for direction in DIRECTIONS for what in (*(f"R@{k}" for k in RECALL_AT), "median_rank")}
+        for value in (0.1234, 0.5678)
+    )
+    show(retrieval_table("Before and after", [before, after], {"composition": 394}))
+    said = capsys.readouterr().out
+    assert said.count("12.3 → 56.8") == 6 and said.count("0.1234 → 0.5678") == 2 and "…" not in said
