@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# From a fresh machine to passing tests: the same set-up as quickstart.sh, then pytest.
-#   bash launch/test.sh [OPTIONS OF pytest]
+# From a fresh machine to passing tests: the same set-up as quickstart.sh, then pytest in two processes.
+#   bash launch/test.sh [OPTIONS OF pytest]       --numprocesses 0: in one
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 set_up requirements-test.txt
 cd "$root"
-exec "$PYTHON" -m pytest "$@"
+exec "$PYTHON" -m pytest --numprocesses 2 --dist loadgroup "$@"

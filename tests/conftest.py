@@ -1,4 +1,7 @@
-"""One torch extensions cache per environment, so that a killed run elsewhere cannot block the tests, nor the tests others."""
+"""One torch extensions cache per environment, so that a killed run elsewhere cannot block the tests, nor the tests others.
+
+`pytest --numprocesses 2 --dist loadgroup` runs files side by side, except those that start ranks: these have time limits and follow one another.
+"""
 
 import hashlib
 import os
@@ -7,6 +10,8 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+
+import pytest
 
 # a cache that two environments share is compiled anew each time they take turns
 ENVIRONMENT = hashlib.blake2b(f"{sys.prefix} {version('torch')}".encode(), digest_size=6).hexdigest()
@@ -25,3 +30,9 @@ def pytest_sessionstart() -> None:
     if not list(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/*.so")):
         compiling = "from engine.processes import compile_shared_memory_op; compile_shared_memory_op()"
         subprocess.run([sys.executable, "-c", compiling], cwd=Path(__file__).parents[1], stdout=subprocess.DEVNULL)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        starts_ranks = any(getattr(each, "__module__", None) in ("launch.ranks", "launched") for each in vars(item.module).values())
+        item.add_marker(pytest.mark.xdist_group("ranks" if starts_ranks else str(item.path)))
