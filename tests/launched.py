@@ -31,7 +31,7 @@ from launch.ranks import PRELOAD
 
 SMALL = ["--image-tower", "resnet18:layers=1-1-1-1", "--image-size", "32", "--text-tower", "bert-tiny", "--embed-dim", "32"]
 BATCH = 24
-LIMIT_S = 240
+LIMIT_S = 480  # eight ranks that start beside other tests take three minutes
 OUTPUTS = tempfile.TemporaryDirectory(prefix="wye-tests-")  # what runs say, until the tests are over
 
 _context = multiprocessing.get_context("forkserver")
