@@ -37,6 +37,7 @@ MEASURE = "text_to_image_R@10"
 RERANKED = 32  # candidates of a query
 RUN_LIMIT_S = 3600
 MINILM = ("--text-tower", "minilm-l6", "--tokenizer", "{minilm}")  # a text tower whose weights come by pip
+TINY_VIT = ("--image-tower", "vit_b_32:patch_size=8,num_layers=2,hidden_dim=128,num_heads=4,mlp_dim=512")  # few multiplications
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,10 @@ EXPERIMENTS = {
     "precision": Experiment(
         "bf16 against fp32",
         "little: weights and sums stay in fp32. On a CPU without bf16 arithmetic a step takes longer, not less.",
-        (Variant("fp32"), Variant("bf16", config={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}})),
+        (
+            Variant("fp32", options=TINY_VIT),
+            Variant("bf16", config={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, options=TINY_VIT),
+        ),
     ),
     "loss": Experiment(
         "InfoNCE, InfoNCE smoothed, sigmoid",

@@ -1,6 +1,7 @@
 """One torch extensions cache per environment, so that a killed run elsewhere cannot block the tests, nor the tests others.
 
-`pytest --numprocesses 2 --dist loadgroup` runs files side by side, except those that start ranks: these have time limits and follow one another.
+`pytest --numprocesses 2 --dist loadgroup` runs files side by side. Those that start train.py follow one another, and so do those that start ranks
+of their own: they have time limits, so no more than two of them may share the cores.
 """
 
 import hashlib
@@ -34,5 +35,6 @@ def pytest_sessionstart() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        starts_ranks = any(getattr(each, "__module__", None) in ("launch.ranks", "launched") for each in vars(item.module).values())
-        item.add_marker(pytest.mark.xdist_group("ranks" if starts_ranks else str(item.path)))
+        used = {getattr(each, "__module__", None) for each in vars(item.module).values()}
+        group = next((starter for starter in ("launched", "launch.ranks") if starter in used), str(item.path))
+        item.add_marker(pytest.mark.xdist_group(group))
