@@ -2,7 +2,7 @@
 
 python evaluate.py RUN_DIR                              retrieval of the held-out samples of the run by its newest checkpoint
 python evaluate.py RUN_DIR --checkpoint step-00000100   by another one; --ema: by the average of its weights
-python evaluate.py RUN_DIR --val-data coco:FILE --captions all --picture queries.png
+python evaluate.py RUN_DIR --val-data coco:IMAGES:CAPTIONS.json --captions all --picture queries.png
 python evaluate.py RUN_DIR --rerank 32                  of a run with --fusion: the nearest 32 in the order of the matching scores, too
 python evaluate.py RUN_DIR --classify imagefolder:TEST --classify-train imagefolder:TRAIN
 python evaluate.py RUN_DIR --embeddings OUT             pictures and texts as memory-mapped arrays

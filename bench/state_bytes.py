@@ -12,6 +12,7 @@ Expected: measured = predicted within 5 %.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import sys
 from collections.abc import Iterator
@@ -113,6 +114,7 @@ def _mib(values: list[float]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     from tqdm import tqdm
 
     import bench.state_bytes as this  # so that the ranks find `measure` by name

@@ -1,7 +1,7 @@
 """What is in a data set: counts, sizes, lengths, bad samples, and a sheet of pictures with their captions.
 
 python -m data.inspect demo
-python -m data.inspect webdataset:/data/cc3m/{00000..00331}.tar --sheet cc3m.png --count 48
+python -m data.inspect 'webdataset:/data/cc3m/{00000..00331}.tar' --sheet cc3m.png --count 48
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -103,7 +103,7 @@ class StateBytes:
 class CostModel:
     """Everything the simulator asks. `layers[branch]` are all layers of a tower in order.
 
-    `pairs`: where pairs are matched, what that takes for so many texts, parameters not counted; `token_bytes` of the tokens of one image.
+    `pairs`: where pairs are matched, what that takes for so many texts, parameters not counted; `token_bytes`, by branch, of the tokens of one sample.
     """
 
     layers: Mapping[str, Sequence[LayerCost]]
@@ -113,7 +113,7 @@ class CostModel:
     checkpoint_interval: int = 0  # layers per activation checkpoint; 0: none
     sharded_optimizer: bool = True  # ZeRO-1
     pairs: LayerCost | None = None
-    token_bytes: float = 0.0
+    token_bytes: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -123,7 +123,7 @@ class CostModel:
         config: Mapping[str, Any],
         embed_dim: int,
         pairs: LayerCost | None = None,
-        token_bytes: float = 0.0,
+        token_bytes: Mapping[str, float] | None = None,
     ) -> CostModel:
         """With what DeepSpeed's configuration says of precision, ZeRO and activation checkpoints."""
         return cls(
@@ -134,7 +134,7 @@ class CostModel:
             config.get("pipeline", {}).get("activation_checkpoint_interval", 0),
             config.get("zero_optimization", {}).get("stage", 0) == 1,
             pairs,
-            token_bytes,
+            token_bytes or {},
         )
 
 

@@ -138,7 +138,7 @@ class LossResult:
 
 def meet(comm: Communicator, own: Mapping[str, Rows], counts: Mapping[str, Sequence[int]], texts_per_image: int = 1) -> Meeting:
     """Exchange embeddings among the tails. `counts[branch][r]`: rows of replica r of this tail, for each branch that ends in it; they add
-    up to the same number on every tail. Errors: RuntimeError on all tails when some rows have weights and others have none.
+    up to the same number on every tail. Errors: RuntimeError on all tails when some rows have weights and others have none, or all have weight 0.
     """
     gathered = {
         branch: (comm.gather_replicas(rows.embeds, counts[branch]), comm.gather_replicas(rows.tags(), counts[branch]))
@@ -159,14 +159,20 @@ def meet(comm: Communicator, own: Mapping[str, Rows], counts: Mapping[str, Seque
     bad = (images < 0)[:, 0] | (texts < 0).any(1)  # [G]
     left_out = {"image": bad, "text": bad.repeat_interleave(texts_per_image)}
     unweighted = torch.cat([weight == NO_WEIGHT for weight in weights.values()])
+    weight_left = [(weights[branch] * ~left_out[branch]).sum() for branch in weights]
     # the host waits for the device here, where the tail waits for the others anyway
-    num_left_out, num_unweighted = torch.stack([bad.sum(), unweighted.sum()]).tolist()
+    num_left_out, num_unweighted, *weight_left = torch.stack([bad.sum(), unweighted.sum(), *weight_left]).tolist()
     if 0 < num_unweighted < len(unweighted):
         raise RuntimeError(
             f"{num_unweighted} of {len(unweighted)} images and texts of this batch came without a weight, the others with one; "
             "give image_weight and text_weight for all samples, or neither for any"
         )
     weighted = num_unweighted < len(unweighted)
+    if weighted and num_left_out < len(bad) and not all(weight_left):
+        raise RuntimeError(
+            "all images, or all texts, of this batch that could be loaded have weight 0, so nothing is asked for; give one of them a weight "
+            "above 0 in image_weight and text_weight"
+        )
     labels = {branch: torch.arange(len(e), device=e.device) // (texts_per_image if branch == "text" else 1) for branch, e in embeds.items()}
     everyone = {branch: Side(embeds[branch], labels[branch], weights[branch] if weighted else None) for branch in embeds}
     present = {branch: ~left_out[branch][rows.position] for branch, rows in own.items()}

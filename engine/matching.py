@@ -105,7 +105,7 @@ def match(
             gradient = comm.sum_to_image_tail(replica, gradient)
         if comm.rank == image.ranks[replica]:
             # a tail's own gradients are averaged over its replicas: `scale` makes up for those of the text tail
-            image_gradients.append(gradient * (image.replicas / text.replicas))
+            image_gradients.append((gradient * (image.replicas / text.replicas)).to(block.dtype))
     if texts is not None and not num_pairs:  # every replica has a gradient to average
         held = torch.stack([parameter.sum() for parameter in fusion.parameters()])
         inject([(held, torch.zeros_like(held))])
@@ -124,16 +124,21 @@ def _present(meeting: Meeting, branch: str, outputs: Sequence[Mapping[str, Tenso
     return list(meeting.present[branch].split([len(output[f"{branch}_tokens"]) for output in outputs]))
 
 
+def _left_in(meeting: Meeting, values: Tensor, present: Tensor) -> Tensor:
+    """The rows that the meeting left in; where it left out none, `values` itself: a copy would be as large as all tokens."""
+    return values[present] if meeting.num_left_out else values
+
+
 def _restored(meeting: Meeting, branch: str, outputs: Sequence[Mapping[str, Tensor]], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """With zeros for the rows that were left out."""
-    whole = []
-    for output, present, gradient in zip(outputs, _present(meeting, branch, outputs), gradients, strict=True):
-        whole.append(
-            torch.zeros_like(output[f"{branch}_tokens"]).masked_scatter_(
-                present[:, None, None], gradient.to(output[f"{branch}_tokens"].dtype)
-            )
-        )
-    return whole
+    """In the tokens' dtype, with zeros for the rows that were left out."""
+    tokens = [output[f"{branch}_tokens"] for output in outputs]
+    gradients = [gradient.to(like.dtype) for like, gradient in zip(tokens, gradients, strict=True)]
+    if not meeting.num_left_out:
+        return gradients
+    return [
+        torch.zeros_like(like).masked_scatter_(present[:, None, None], gradient)
+        for like, present, gradient in zip(tokens, _present(meeting, branch, outputs), gradients)
+    ]
 
 
 def _texts(
@@ -148,7 +153,7 @@ def _texts(
     present = _present(meeting, "text", outputs)
     longest = max(output["text_tokens"].shape[1] for output in outputs)
     tokens, mask = (
-        torch.cat([_padded(output[name].detach()[own], longest) for output, own in zip(outputs, present)])
+        torch.cat([_padded(_left_in(meeting, output[name].detach(), own), longest) for output, own in zip(outputs, present)])
         for name in ("text_tokens", "text_mask")
     )
     # each replica draws for its share of the images, whoever has them
@@ -183,7 +188,9 @@ def _blocks(comm: Communicator, meeting: Meeting, outputs: Sequence[Mapping[str,
     if "image" in meeting.own:
         present = _present(meeting, "image", outputs)
         places = meeting.own["image"].position.split([int(rows.sum()) for rows in present])
-        own = [(place, output["image_tokens"].detach()[rows]) for place, output, rows in zip(places, outputs, present)]
+        own = [
+            (place, _left_in(meeting, output["image_tokens"].detach(), rows)) for place, output, rows in zip(places, outputs, present)
+        ]
     for replica, rank in enumerate(image.ranks):
         if rank != comm.rank and "text" not in meeting.own:
             continue

@@ -124,7 +124,7 @@ def most_kept(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: Cost
     most = {branch: batch.num_micro_batches for branch, batch in batches.items()}
     for stage, layers, loss in zip(graph.stages, bill.layers, bill.losses):
         free_bytes = costs.machine.memory_bytes - _fixed_bytes(stage, bill, costs) - (loss.rows_bytes if loss else 0.0)
-        free_bytes -= max(layers.working_bytes, loss.logits_bytes + loss.matching.held_bytes if loss else 0.0)
+        free_bytes -= max(layers.working_bytes, loss.work_bytes if loss else 0.0)
         room = int(max(0.0, free_bytes) // layers.kept_bytes) if layers.kept_bytes else max(most.values())
         for branch in stage.layers if graph.layout == "fork" else batches:
             most[branch] = min(most[branch], room)
@@ -191,7 +191,7 @@ class _Matching(NamedTuple):
     """What a tail has to do with the pairs of one ComputeLoss, as in `engine/matching.py`; all zero where there are none."""
 
     seconds: float = 0.0  # to score and differentiate those of its own texts
-    held_bytes: float = 0.0  # own tokens and their gradients, and what some pairs keep for their backward
+    held_bytes: float = 0.0  # own tokens and their gradients, a micro-batch of images, and what some pairs keep for their backward
     moved_bytes: float = 0.0  # tokens of all images, and their gradients in fp32, to and from each text tail; none where it is alone
 
 
@@ -227,6 +227,13 @@ class _Loss(NamedTuple):
     def rows_bytes(self) -> float:
         """The embeddings of both branches."""
         return 2 * FLOAT_BYTES * self.everyone * self.width
+
+    @property
+    def work_bytes(self) -> float:
+        """What is gone before the first backward: a block of logits; the embeddings once more, as they came and not yet in order; own rows, and
+        their gradients, a few times; where one rank has all of them, those of the other branch, too; tokens and pairs."""
+        copies = (2 if self.replicas > 1 else 4) * self.everyone + 4 * self.own
+        return self.logits_bytes + copies * FLOAT_BYTES * self.width + self.matching.held_bytes
 
     @property
     def messages(self) -> tuple[float, float]:
@@ -307,11 +314,14 @@ def _loss(stage: Stage, batches: Mapping[str, BranchBatch], costs: CostModel, pe
 
 def _matching(stage: Stage, batch: BranchBatch, own: int, costs: CostModel) -> _Matching:
     size, alone = batch.micro_batch_size, len(stage.tail_of) == 2 and batch.replicas == 1
-    tokens_bytes = 2 * own * costs.token_bytes  # texts have fewer: as images
+    tokens, with_sums = costs.token_bytes, 1 + FLOAT_BYTES / costs.state.weight  # gradients are added up in fp32
+    held_bytes = 2 * own * tokens.get("image", 0.0) if "image" in stage.tail_of else 0.0
     if "text" not in stage.tail_of:
-        return _Matching(held_bytes=tokens_bytes)
-    moved_bytes = 0.0 if alone else own * batch.replicas * (costs.token_bytes + costs.token_bytes * FLOAT_BYTES / costs.state.weight)
-    return _Matching(own / size * costs.pairs.training_s(size), tokens_bytes + costs.pairs.activation_bytes.at(size), moved_bytes)
+        return _Matching(held_bytes=held_bytes)
+    held_bytes += (2 + with_sums) * own * tokens.get("text", 0.0)  # a second time, padded to the longest
+    held_bytes += with_sums * size * tokens.get("image", 0.0) + costs.pairs.activation_bytes.at(size)
+    moved_bytes = 0.0 if alone else with_sums * own * batch.replicas * tokens.get("image", 0.0)
+    return _Matching(own / size * costs.pairs.training_s(size), held_bytes, moved_bytes)
 
 
 def _message_bytes(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: CostModel, layers: Sequence[_LayersCost]) -> list[float]:
@@ -473,7 +483,7 @@ def _activations_and_loss_bytes(layers: _LayersCost, loss: _Loss | None, counts:
     activation_bytes = counts.in_flight * layers.kept_bytes + layers.working_bytes
     if loss is None:
         return activation_bytes
-    at_loss_bytes = counts.in_flight_at_loss * layers.kept_bytes + loss.logits_bytes + loss.matching.held_bytes
+    at_loss_bytes = counts.in_flight_at_loss * layers.kept_bytes + loss.work_bytes
     return loss.rows_bytes + max(activation_bytes, at_loss_bytes)
 
 

@@ -129,7 +129,7 @@ class TailLoss:
         self.sums.losses += _vector(result.share * weight, 0.0, 0.0, 0.0, device=self.device)
         if len(self._source_starts):
             shares, samples = by_source(meeting, result, self._source_starts)
-            self.sums.sources += torch.stack([shares * weight * self.weights["contrastive"], samples])
+            self.sums.sources += torch.stack([shares * weight, samples])
         if self.comm.rank == self.comm.graph.tail("image").ranks[0]:  # every tail sees the same; one counts
             self.sums.misaligned += meeting.num_misaligned
             self.sums.num_left_out += meeting.num_left_out

@@ -70,7 +70,7 @@ def run_costs(
             (pair_scores(fusion), partial(_example_pairs, towers)) if (fusion := fusion_sizes(vars(options))) else None,
         )
     precision_bytes = DTYPES[precision_of(config)].itemsize
-    costs = CostModel.of(profile.layers, profile.machine, config, options.embed_dim, profile.pairs, token_bytes(towers[0], precision_bytes))
+    costs = CostModel.of(profile.layers, profile.machine, config, options.embed_dim, profile.pairs, token_bytes(*towers, precision_bytes))
     folder.write_costs(cost_model_to_json(costs))
     return costs
 

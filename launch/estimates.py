@@ -24,4 +24,4 @@ def estimated_costs(
     machine = estimated_machine(device, precision)
     if memory_bytes is not None:
         machine = replace(machine, memory_bytes=memory_bytes)
-    return CostModel.of(layers, machine, config, embed_dim, pairs, token_bytes(towers[0], BYTES[precision]))
+    return CostModel.of(layers, machine, config, embed_dim, pairs, token_bytes(*towers, BYTES[precision]))

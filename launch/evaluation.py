@@ -63,21 +63,25 @@ def _both(image: Tensor, text: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Ten
 
 
 def classification(embedder: Embedder, test: HeldOut, train: HeldOut | None) -> dict[str, float]:
-    """Of data whose samples of a class have the same captions: zero-shot, by these as prompts; with `train` by neighbours and a linear probe."""
+    """Of data whose samples of a class have the same captions: zero-shot, by these as prompts; with `train` by neighbours and a linear probe.
+
+    Zero-shot, a picture is one of the classes of `test`; to those that `train` has besides, neighbours and probe may take it.
+    """
     index, image = embedder.images(test.source, test.subset)
     train_index, train_image = embedder.images(train.source, train.subset) if train else (index[:0], image[:0])
     captions = [test.source.captions(i) for i in index.tolist()]
     train_captions = [train.source.captions(i) for i in train_index.tolist()]
-    prompts = {own[0]: own for own in [*train_captions, *captions]}  # of each class, by its first
+    prompts = {own[0]: own for own in captions}  # of each class, by its first
     classes = sorted(prompts)
-    number = {name: n for n, name in enumerate(classes)}
+    every = [*classes, *sorted({own[0] for own in train_captions} - set(classes))]
+    number = {name: n for n, name in enumerate(every)}
     label, train_label = (torch.tensor([number[own[0]] for own in each], dtype=torch.int64) for each in (captions, train_captions))
     of_prompt = torch.tensor([n for n, name in enumerate(classes) for _ in prompts[name]])
     by_class = class_embeds(embedder.texts([text for name in classes for text in prompts[name]]), of_prompt, len(classes))
     values = {"num_samples": len(index), "num_classes": len(classes)}
     values |= {f"zero_shot_{key}": value for key, value in zero_shot_accuracy(image, label, by_class).items()}
     if train:
-        values["neighbours_top_1"] = neighbour_accuracy(train_image, train_label, image, label, len(classes))
+        values["neighbours_top_1"] = neighbour_accuracy(train_image, train_label, image, label, len(every))
         values["linear_probe_top_1"], values["linear_probe_strength"] = probe_accuracy(train_image, train_label, image, label)
     return values
 

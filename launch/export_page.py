@@ -94,7 +94,7 @@ def export_page(trained: Trained, differences: list[str]) -> str:
         f"An image–text model: both towers give embeddings of length 1 in {options['embed_dim']} dimensions. Trained with the loss "
         f"`{options['loss']}` for {trained.step:,} steps; pictures of {options['image_size']} pixels a side, texts of at most "
         f"{options['max_text_tokens']} tokens. Weights are in fp32. The loss read "
-        f"`exp(logit_scale)` times the products of the embeddings{bias}.",
+        f"`exp(logit_scale)` times the products of the embeddings{bias}; the scale is at most 100.",
         "## Load it",
         _intro(differences),
         _state_dict_example(image, text) if differences else DUAL_ENCODER,

@@ -20,6 +20,7 @@ from launch.trained import Trained
 from models.dual_encoder import dual_encoder_config, dual_encoder_pairs, text_config, what_differs
 from models.head import FUSION_NAMES
 from models.layers import Layer
+from models.losses import LOGIT_SCALE_LIMIT
 from models.translation import to_theirs
 
 DUAL_ENCODER, STATE_DICT = "VisionTextDualEncoderModel", "state dict"
@@ -28,7 +29,8 @@ DUAL_ENCODER, STATE_DICT = "VisionTextDualEncoderModel", "state dict"
 def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> list[str]:
     """Write the model to `folder`, which appears whole or not at all; returns why it is not transformers' dual encoder, if it is not.
 
-    Weights are in fp32, whatever they were trained in: no number changes. Raises ValueError for a folder that is not empty, unless
+    Weights are in fp32, whatever they were trained in: no number changes, but that a scale beyond the limit at which the loss reads it is
+    written as the limit. Raises ValueError for a folder that is not empty, unless
     `overwrite` says that an earlier export may go.
     """
     refuse_to_overwrite(folder, overwrite)
@@ -39,6 +41,7 @@ def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> lis
 
     # towers, heads and scalars: what scores pairs in training has no place in an encoder of either
     state = {name: tensor for name, tensor in canonical_state(trained.layers).items() if not name.startswith(FUSION_NAMES)}
+    state["head.logit_scale"] = state["head.logit_scale"].clamp(max=LOGIT_SCALE_LIMIT)
     if not differences:
         dual_encoder_config(*trained.towers, state["head.logit_scale"].item()).save_pretrained(beside)
         state = to_theirs(dual_encoder_pairs(*trained.towers), state)

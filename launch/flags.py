@@ -120,9 +120,12 @@ def _data(data: argparse._ArgumentGroup) -> None:
         "not say left and right; other brightness and contrast, where they do not name colours (default: crop)",
     )
     data.add_argument(
-        "--cache", default="off", metavar="off|auto|DIR", help="keep decoded and resized pictures; auto: in WYE_CACHE (default: off)"
+        "--cache",
+        default="off",
+        metavar="off|auto|DIR",
+        help="keep decoded and resized pictures; auto: in ~/.cache/wye, or the folder that WYE_CACHE names (default: off)",
     )
-    data.add_argument("--cache-limit", type=float, default=50, metavar="GB", help="size limit of --cache (default: 50)")
+    data.add_argument("--cache-limit", type=float, default=50, metavar="GB", help="size limit of --cache, GiB (default: 50)")
 
 
 def _towers(model: argparse._ArgumentGroup) -> None:
@@ -146,7 +149,8 @@ def _towers(model: argparse._ArgumentGroup) -> None:
     model.add_argument(
         "--tokenizer",
         metavar="WHERE",
-        help="Hugging Face id or folder (default: that of --text-weights or --import, else WordPiece trained on the captions)",
+        help="Hugging Face id or folder (default: that of --import, of a folder given to --text-weights or --text-tower, or of a Hugging Face id "
+        "ORGANISATION/MODEL given to --text-weights; else WordPiece trained on the captions)",
     )
     model.add_argument("--embed-dim", type=_at_least(1), metavar="N", help="width of the common space (default: 512; demo: 256)")
     model.add_argument("--image-size", type=_at_least(1), metavar="N", help="pixels a side (default: 224; demo: 64)")
@@ -237,7 +241,7 @@ def _length(length: argparse._ArgumentGroup) -> None:
         type=_positive,
         default=10.0,
         metavar="MIN",
-        help="minutes in which a rank may finish nothing; then all end, and say what they were doing (default: 10.0)",
+        help="minutes in which no rank finishes anything; then all end, and say what they were doing (default: 10.0)",
     )
 
 
@@ -259,7 +263,7 @@ def _tracking(tracking: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="print how N global batches are dealt before training starts (default: 0)",
     )
-    tracking.add_argument("--wandb-project", default="wye", metavar="NAME", help="(default: wye)")
+    tracking.add_argument("--wandb-project", default="wye", metavar="NAME", help="project there (default: wye)")
 
 
 def _positive(text: str) -> float:

@@ -257,5 +257,9 @@ def _differences(before: Any, now: Any, path: str = ""):
 
 
 def _git_commit() -> str | None:
-    result = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    """None where the code came without its history, or there is no git."""
+    try:
+        result = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
     return result.stdout.strip() or None

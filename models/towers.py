@@ -114,9 +114,12 @@ def describe_pairs(image: Tower, text: Tower, precision_bytes: int) -> LayerCoun
     return found
 
 
-def token_bytes(image: Tower, precision_bytes: int) -> float:
-    """Of the tokens that the image head makes of one image for fusion; 0 without."""
-    return precision_bytes * image.config["num_image_tokens"] * image.config["fusion"]["width"] if "fusion" in image.config else 0.0
+def token_bytes(image: Tower, text: Tower, precision_bytes: int) -> dict[str, float]:
+    """Of the tokens that the heads make for fusion of one image, and of one text as long as it can be; none without fusion."""
+    if "fusion" not in image.config:
+        return {}
+    numbers = {"image": image.config["num_image_tokens"], "text": text.config["max_text_tokens"]}
+    return {branch: precision_bytes * number * image.config["fusion"]["width"] for branch, number in numbers.items()}
 
 
 def _described(specs: Sequence[LayerSpec], tensors: dict[str, Tensor], precision_bytes: int) -> list[LayerCounts]:

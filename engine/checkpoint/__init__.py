@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be lost, and that any topology reads.
+"""Checkpoints that are whole or do not count, and that any topology reads.
 
 layout        what a checkpoint's folder holds, and whether it is whole            files only, no process group
 reading       tensors by kind and name, whatever topology wrote them               "

@@ -109,6 +109,7 @@ class InfoNCE:
             torch.mm(d_logits, other.embeds, out=d_own[rows])
             if both:
                 d_other.addmm_(d_logits.T, scaled)
+            del positive, matched, d_logits  # before the next block's are made
         d_own = scale * (d_own - _toward_all(along, across, other.embeds))
         gradients = {branch: d_own}
         shares = {branch: self._shares(along, matched_own, scale * (embeds @ other.embeds.mean(0)))}

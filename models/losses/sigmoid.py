@@ -67,6 +67,7 @@ class Sigmoid:
             torch.mm(d_logits, other, out=d_own[rows])
             if both:
                 d_other.addmm_(d_logits.T, scaled)
+            del positive, wrong, losses, d_logits  # before the next block's are made
         d_own *= scale
         gradients = {branch: d_own, **({OTHER[branch]: d_other} if both else {})}
         scalars = {"logit_scale": (embeds * d_own).sum().reshape(1), "logit_bias": d_bias}  # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ, without bias

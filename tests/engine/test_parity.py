@@ -210,11 +210,12 @@ NOT_LOADED = {"image": (3, 4, 23), "text": (1,)}
         fork((1, 1), (1, 1), {"image": 4, "text": 6}, **THREE_TEXTS, **SOURCES, not_loaded=NOT_LOADED, label_smoothing=0.1),
         merged(1, 1, 8, loss="sigmoid", **SOURCES, not_loaded=NOT_LOADED),
         merged(1, 2, 4, schedule="per_micro_batch", **SOURCES),
+        fork((1, 1), (1, 1), {"image": 8, "text": 6}, fusion=1, loss_weights={"contrastive": 0.5, "matching": 1.5}, **SOURCES),
     ],
     ids=str,
 )
 def test_the_loss_of_each_source_is_the_mean_of_its_samples(case):
-    """Of those that were not left out, in parts of the mean weight. It is told in the message of the metrics: no other is sent."""
+    """The contrastive one, of those that were not left out, in parts of the mean weight. It is told in the message of the metrics: no other is sent."""
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, whole_batches(case))["sample_losses"][0]
     metrics = results[0]["metrics"][0]
@@ -225,7 +226,7 @@ def test_the_loss_of_each_source_is_the_mean_of_its_samples(case):
         assert loss == pytest.approx(sum(expected) / samples, rel=RELATIVE) if samples else math.isnan(loss)
     total = sum(samples for samples, _ in metrics.sources)
     assert total == len(reference) == 24 - metrics.num_left_out
-    assert sum(n / total * loss for n, loss in metrics.sources if n) == pytest.approx(metrics.loss, rel=1e-6)
+    assert sum(n / total * loss for n, loss in metrics.sources if n) == pytest.approx(metrics.losses.get("contrastive_loss", metrics.loss), rel=1e-6)
     plain = run_ranks(case.world_size, train_split, replace(case, source_starts=None))[0]["metrics"]
     assert plain[0].sources == () and plain[0].loss == metrics.loss
     told = 8 * 2 * len(case.source_starts)  # bytes, of the step before, in a ring of all ranks
@@ -246,6 +247,10 @@ def test_the_number_of_texts_may_change_from_step_to_step():
         (
             fork((1, 2), (1, 1), {"image": 4, "text": 8}, weighted=("text",)),
             "24 of 48 images and texts of this batch came without a weight, the others with one",
+        ),
+        (
+            merged(1, 2, 4, weighted=("image", "text"), not_loaded={"image": tuple(i for i in range(24) if i % 5)}),  # the others have 0
+            "all images, or all texts, of this batch that could be loaded have weight 0",
         ),
         (merged(1, 2, 4, texts_per_image=(1, 3)), "24 rows of text came for a batch of 24 samples with 3 texts per image, which needs 72"),
     ],

@@ -354,13 +354,18 @@ def test_the_peak_is_the_most_at_any_time(monkeypatch):
     assert in_flight(line(1), 3, "two, then one") == [2]
 
 
+def work_bytes(own: int, everyone: int, width: int, replicas: int = 1) -> int:
+    """Of the loss, while it is computed: logits, and copies of embeddings. Less than a block of logits may be."""
+    return 4 * own * everyone * 4 + ((4 if replicas == 1 else 2) * everyone + 4 * own) * width * 4
+
+
 def test_the_memory_of_replay_does_not_grow_with_the_number_of_micro_batches():
     """Only the loss does, on the tail: it is over more samples."""
     costs = model([layer(activation_bytes=100, output_bytes=10, num_parameters=7)] * 3, [layer()] * 3, FREE, StateBytes(8, 12, 4), 4)
     few, many = (run(line(3), number, "replay", costs) for number in (4, 400))
     assert [s.activation_bytes for s in few] == [s.activation_bytes for s in many] == [300, 200, 100]
     assert [s.peak_bytes for s in few[:2]] == [s.peak_bytes for s in many[:2]] == [140 + 300 + 40, 140 + 200 + 80]
-    assert many[2].peak_bytes == 140 + 40 + 400 * 4 * 4 * 2 + 4 * 400 * 400 * 4
+    assert many[2].peak_bytes == 140 + 40 + 400 * 4 * 4 * 2 + work_bytes(400, 400, 4)
     few, many = (run(line(3), number, "batch_sync", costs) for number in (4, 400))
     assert [s.activation_bytes for s in few] == [400] * 3
     assert [s.activation_bytes for s in many] == [40000] * 3
@@ -372,8 +377,8 @@ def test_what_replay_keeps_costs_memory_and_spares_forwards(kept):
     first, tail = simulate(line(2), kept_batches(6, kept), "replay", costs).stages
     assert (first.activation_bytes, tail.activation_bytes) == (100 * max(kept, 2), 100 * max(kept, 1))
     assert first.busy_s == tail.busy_s == 6 * (1 + 2) + (6 - kept)
-    embeds, logits = 2 * 6 * 4 * 4, 4 * 6 * 6 * 4
-    assert tail.peak_bytes == embeds + max(100 * max(kept, 1), 100 * kept + logits)
+    embeds, work = 2 * 6 * 4 * 4, work_bytes(6, 6, 4)
+    assert tail.peak_bytes == embeds + max(100 * max(kept, 1), 100 * kept + work)
 
 
 def kept_batches(number: int, kept: int) -> dict[str, BranchBatch]:
@@ -401,7 +406,7 @@ def test_most_kept_fits_and_one_more_does_not():
 
 
 def test_everything_a_rank_holds():
-    """State, two messages of each direction of each edge, activations, and on the tail embeddings and logits."""
+    """State, two messages of each direction of each edge, activations, and on the tail embeddings and what the loss makes of them."""
     layers = [layer(activation_bytes=100, output_bytes=10, num_parameters=30)] * 3
     costs = model(layers, [layer()] * 3, FREE, StateBytes(8, 12, 4), embed_dim=16)
     first, middle, tail = simulate(line(3, 2), both(2, 4, 5), "batch_sync", costs).stages
@@ -410,22 +415,22 @@ def test_everything_a_rank_holds():
     assert first.peak_bytes == state + activations + 4 * message
     assert middle.peak_bytes == state + activations + 8 * message
     own, everyone = 20, 40
-    assert tail.peak_bytes == state + activations + 4 * message + everyone * 16 * 4 * 2 + 4 * own * everyone * 4
+    assert tail.peak_bytes == state + activations + 4 * message + everyone * 16 * 4 * 2 + work_bytes(own, everyone, 16, 2)
 
 
 def test_logits_of_a_large_batch_come_in_blocks():
     costs = model([layer()], [layer()], embed_dim=8)
-    assert run(line(1), 4096, "replay", costs)[0].peak_bytes == pytest.approx(2 * 4096 * 8 * 4 + 64 * 2**20)
+    assert run(line(1), 4096, "replay", costs)[0].peak_bytes == pytest.approx(2 * 4096 * 8 * 4 + work_bytes(4096, 0, 8) + 4 * 4096 * 8 * 4 + 64 * 2**20)
 
 
 def test_logits_and_activations_need_not_be_there_together():
     """batch_sync holds all activations while it computes the loss; replay holds none, so the larger of both counts."""
-    layers, embeds, logits = [layer(activation_bytes=1000)], 2 * 10 * 8 * 4, 4 * 10 * 10 * 4
+    layers, embeds, work = [layer(activation_bytes=5000)], 2 * 10 * 8 * 4, work_bytes(10, 10, 8)
     costs = model(layers, [layer()], embed_dim=8)
-    assert run(line(1), 10, "batch_sync", costs)[0].peak_bytes == 10 * 1000 + embeds + logits
-    assert run(line(1), 10, "replay", costs)[0].peak_bytes == embeds + max(1000, logits)
+    assert run(line(1), 10, "batch_sync", costs)[0].peak_bytes == 10 * 5000 + embeds + work
+    assert run(line(1), 10, "replay", costs)[0].peak_bytes == embeds + max(5000, work)
     per_micro_batch = run(line(1), 10, "per_micro_batch", costs)[0]
-    assert per_micro_batch.peak_bytes == 1000 + (2 * 8 + 4) * 4  # one sample is its own batch
+    assert per_micro_batch.peak_bytes == 5000 + 2 * 8 * 4 + work_bytes(1, 1, 8)  # one sample is its own batch
 
 
 def test_checkpoints_keep_the_ends_of_groups_and_work_one_group_out_again():
@@ -719,9 +724,12 @@ def test_pairs_are_scored_at_the_text_tail_and_image_tails_wait():
     # 8 images' tokens of 100 bytes to the one text tail, and as many gradients in fp32 back
     machine, state = replace(FREE, link_bytes_per_s=10.0), StateBytes(0, 0, 0, weight=2)
     sides = model([layer()], [layer()], machine, state)
-    moved = replace(sides, pairs=layer(), token_bytes=100.0)
+    moved = replace(sides, pairs=layer(), token_bytes={"image": 100.0, "text": 10.0})
     steps = [simulate(one, both(1, 2, 4), "batch_sync", costs) for costs in (sides, moved)]
     assert steps[1].step_s - steps[0].step_s == pytest.approx((8 * 100 + 8 * 200) / 10)
+    # held: own tokens and their gradients; texts also padded, and their sums in fp32; the two images of a micro-batch with theirs
+    held = {name: by_name(steps[1])[name].peak_bytes - by_name(steps[0])[name].peak_bytes for name in ("image 0", "text 0")}
+    assert held == {"image 0": 8 * 2 * 100, "text 0": 8 * (3 + 2) * 10 + 2 * (1 + 2) * 100}
 
 
 def test_nothing_costs_nothing():

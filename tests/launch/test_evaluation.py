@@ -1,6 +1,7 @@
 """Embeddings, retrieval, classes, examples and a search by a model that was built, not trained: the numbers are those of plain torch."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -203,6 +204,10 @@ def test_classes_by_prompts_neighbours_and_a_probe(source, embedder, tmp_path):
     assert values["zero_shot_top_1"] == pytest.approx(right) and values["zero_shot_top_5"] == 1.0
     alone = classification(embedder, HeldOut(test, test.usable()), None)
     assert set(alone) == {"num_samples", "num_classes", "zero_shot_top_1", "zero_shot_top_5"}
+    shutil.rmtree(tmp_path / "test" / "blue")  # a class that is only learned from is no answer to a zero-shot question
+    fewer = open_source(f"imagefolder:{tmp_path / 'test'}?templates={tmp_path / 'templates.txt'}", refresh=True)
+    with_train, alone = (classification(embedder, HeldOut(fewer, fewer.usable()), more) for more in (HeldOut(train, train.usable()), None))
+    assert alone["num_classes"] == 2 and alone.items() <= with_train.items()
 
 
 def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):

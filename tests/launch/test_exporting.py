@@ -233,6 +233,17 @@ def test_transformers_processor_gives_the_pixels_of_evaluation_where_the_page_sa
     assert type(AutoProcessor.from_pretrained(folder)).__name__ == "VisionTextDualEncoderProcessor"
 
 
+def test_a_scale_beyond_its_limit_is_exported_as_the_loss_read_it(tmp_path):
+    """The optimizer's momentum can carry it there, and the loss then reads the limit."""
+    trained = trained_model(VIT, BERT, "infonce")
+    for layer in trained.layers:
+        if hasattr(layer, "logit_scale"):
+            layer.logit_scale.data.fill_(5.0)
+    write_export(trained, tmp_path / "out")
+    (head,) = (layer for layer in open_export(tmp_path / "out").layers if hasattr(layer, "logit_scale"))
+    assert head.logit_scale.exp().item() == pytest.approx(100.0)
+
+
 def test_half_precision_weights_are_exported_as_they_are(tmp_path):
     trained = trained_model(VIT, BERT, "infonce", torch.bfloat16)
     write_export(trained, tmp_path / "out")
