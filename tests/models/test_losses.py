@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench.memory_probe import TensorBytes
 from models.losses import LOGIT_SCALE_LIMIT, InfoNCE, Sigmoid, build_loss, logit_scale_exp
 from models.losses.blocks import COPIES
 
@@ -229,6 +230,20 @@ def test_the_whole_matrix_is_never_there(loss):
         with Largest() as largest:
             compute(loss, sides, parameters)
         assert largest.numel == 8 * 300
+
+
+@pytest.mark.parametrize("loss", [InfoNCE(0.1, 2**22), Sigmoid(2**22)], ids=str)
+def test_a_block_with_all_that_is_made_of_it_takes_no_more_than_it_may(loss):
+    """Over many blocks, beside embeddings of 4000 × 2 and what is as small: that of the block before is gone when the next one is made."""
+    sides = pairs(*(unit(4000, 2, seed=seed).float() for seed in (1, 2)))
+    parameters = {name: value.float() for name, value in scalars(loss, 2.0).items()}
+    mine = torch.arange(1000)
+    with torch.no_grad(), TensorBytes() as held:
+        held.mark()
+        statistics = {"image": torch.zeros(4000), "text": torch.zeros(4000)}
+        loss.statistics(sides, "image", mine, parameters)
+        loss.part(sides, "image", mine, statistics, parameters)
+    assert 2**21 < held.peak_bytes - held.marked_bytes < 2**22 + 10 * 4 * 2 * 4000
 
 
 def test_value_of_a_model_that_knows_nothing():
