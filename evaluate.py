@@ -12,19 +12,22 @@ python evaluate.py RUN_DIR --embeddings OUT --query "a red apple" --picture appl
 import argparse
 import logging
 import os
+import re
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 
 from data.loader import resolve_workers
-from data.mixture import open_sources, specs_of
+from data.mixture import open_sources
 from data.options import DataOptions
-from data.prepare import HeldOut, prepare_data
+from data.prepare import HeldOut, count_bad, first_bad, prepare_data
 from data.sources import open_source
-from launch.embedding import Embedder, refuse_other_content, write_embeddings
+from launch.embedding import Embedder, forget_embeddings, line_of, refuse_other_content, refuse_other_pictures, write_embeddings
 from launch.evaluation import (
     classification,
     classification_table,
@@ -35,6 +38,7 @@ from launch.evaluation import (
     search_table,
     write_numbers,
 )
+from launch.flags import Once
 from launch.gallery import Found, Row, draw_rows
 from launch.report import retrieval_table, show
 from launch.reranking import reranked_retrieval
@@ -54,10 +58,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--ema", action="store_true", help="the moving average of the weights (the JSON's ema block) instead of the weights"
     )
-    parser.add_argument("--val-data", metavar="SPEC", help="samples to evaluate (default: the held-out samples of the run)")
-    parser.add_argument("--captions", choices=("first", "all"), help="of each picture (default: first, as in training)")
     parser.add_argument(
-        "--classify", metavar="SPEC", help="instead: classes of pictures, such as imagefolder:DIR; its captions are the prompts"
+        "--val-data", action=Once, metavar="SPEC", help="samples to evaluate, see data/README.md (default: the held-out samples of the run)"
+    )
+    parser.add_argument(
+        "--captions",
+        choices=("first", "all"),
+        help="of each picture (default: first, as a run evaluates; figures published for COCO need all)",
+    )
+    parser.add_argument(
+        "--classify",
+        action=Once,
+        metavar="SPEC",
+        help="instead: classes of pictures, such as imagefolder:DIR; its captions are the prompts",
     )
     parser.add_argument("--classify-train", metavar="SPEC", help="with it: train a linear probe and find neighbours in these")
     parser.add_argument(
@@ -66,11 +79,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--embeddings", type=Path, metavar="OUT", help="write the embeddings to this folder; with --query: search in it")
     parser.add_argument("--query", metavar="TEXT", help="instead: the pictures most like a text")
     parser.add_argument("--number", type=int, metavar="N", help=f"pictures that --query shows (default: {NUM_ANSWERS})")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw queries with their answers: .png, .svg or .pdf (default: none)")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw queries with their answers: .png, .svg or .pdf; a file for each of several held-out sets (default: none)",
+    )
     parser.add_argument("--batch-size", type=int, default=128, metavar="N", help="samples at a time (default: 128)")
     parser.add_argument("--workers", type=int, metavar="N", help="processes that load pictures (default: what the machine has to spare)")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="where the numbers go (default: RUN_DIR/evaluation-<checkpoint>.json or classes-…)"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="where the numbers go (default: in RUN_DIR, named after what was evaluated on what: evaluation-<checkpoint>.json, ...)",
     )
     arguments = parser.parse_args()
     refuse(parser, arguments)
@@ -101,6 +122,12 @@ def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         parser.error(f"--picture {given.picture}: a name that ends in .png, .svg or .pdf is needed")
     if given.json and not given.json.absolute().parent.is_dir():
         parser.error(f"--json {given.json}: there is no folder {given.json.absolute().parent}; make it first")
+    if given.json and given.json.is_dir():
+        parser.error(f"--json {given.json}: is a folder; give the name of a file")
+    for flag, path in (("--json", given.json), ("--picture", given.picture), ("--embeddings", None if given.query else given.embeddings)):
+        there = path and next(folder for folder in path.absolute().parents if folder.exists())
+        if there and not (there.is_dir() and os.access(there, os.W_OK)):
+            parser.error(f"{flag} {path}: nothing can be written in {there}; give another place")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -109,36 +136,62 @@ def main(arguments: argparse.Namespace) -> None:
         refuse_other_content(arguments.embeddings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained = open_model_folder(arguments.run_dir, arguments.checkpoint, device, arguments.ema)
-    name = f"{trained.checkpoint.name}-ema" if arguments.ema else trained.checkpoint.name
+    name = f"{trained.checkpoint.resolve().name}-ema" if arguments.ema else trained.checkpoint.resolve().name
     workers = "auto" if arguments.workers is None else arguments.workers
     workers = resolve_workers(workers, 1, len(os.sched_getaffinity(0)), device.type != "cpu")
     embedder = Embedder(trained, device, arguments.batch_size, workers)
     if arguments.query is not None:
         find(arguments, embedder, name)
         return
-    of, kind = (of_classes, "classes") if arguments.classify else (of_pairs, "evaluation")
-    output = arguments.json or arguments.run_dir / f"{kind}-{name}.json"
-    write_numbers(output, {"step": trained.step, **of(arguments, embedder, name)})
+    found = of_classes(arguments, embedder, name) if arguments.classify else of_pairs(arguments, embedder, name)
+    output = arguments.json or arguments.run_dir / output_name(arguments, name)
+    write_numbers(output, {"step": trained.step, **found.numbers})
+    show(found.table)
+    for picture, (title, rows) in found.pictures.items():
+        draw_rows(rows, title, picture)
+        print(picture)
     print(output)
 
 
-def of_classes(arguments: argparse.Namespace, embedder: Embedder, name: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Evaluated:
+    """`numbers`: what they are of and what they are; `pictures`: (title, rows) by file."""
+
+    numbers: dict[str, Any]
+    table: Table
+    pictures: dict[Path, tuple[str, list[Row]]] = field(default_factory=dict)
+
+
+def output_name(arguments: argparse.Namespace, name: str) -> str:
+    """A name for each kind of question, so that no answer is written over another."""
+    parts = ["classes" if arguments.classify else "evaluation", name]
+    parts += [re.sub(r"\W+", "-", spec).strip("-") for spec in (arguments.classify, arguments.val_data) if spec]
+    return "-".join([*parts, *(["all-captions"] if arguments.captions == "all" else [])])[:200] + ".json"
+
+
+def of_classes(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Evaluated:
     test, train = (opened(spec) for spec in (arguments.classify, arguments.classify_train))
     results = classification(embedder, test, train)
-    show(classification_table(results, f"Classes of {arguments.classify}, {name}"))
-    return results
+    about = {"data": arguments.classify, "train_data": arguments.classify_train, "left_out": left_out(test)}
+    return Evaluated({**about, **results}, classification_table(results, f"Classes of {arguments.classify}, {name}"))
 
 
-def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> dict[str, Any]:
+def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Evaluated:
     """Retrieval among each set of samples, and with the same embeddings what else was asked for."""
     if arguments.rerank and embedder.fusion is None:
         raise ValueError(
             f"--rerank: {arguments.run_dir} scores no pairs; it needs a run of train.py with --fusion (exports leave the fusion out)"
         )
-    sizes, results, after, parts = {}, {}, {}, held_out(arguments, embedder.trained)
+    sizes, results, after, pictures, parts = {}, {}, {}, {}, held_out(arguments, embedder.trained)
+    if arguments.embeddings:
+        forget_embeddings(arguments.embeddings)
     for part_name, part in parts.items():
         embedded = embedder.embedded(part.source, part.subset, arguments.captions == "all")
         sizes[part_name] = len(embedded.image)
+        if repeated := len(embedded.texts) - len(set(embedded.texts)):
+            show(
+                f"{part_name}: {repeated:,} of {len(embedded.texts):,} texts occur more than once; the others of their kind count as wrong"
+            )
         results |= {f"{part_name}/{key}": value for key, value in retrieval(embedded).items()}
         if arguments.rerank:
             again = reranked_retrieval(embedder, embedded, part.source, arguments.rerank)
@@ -150,12 +203,14 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> di
             print(folder)
         if arguments.picture:
             picture = arguments.picture.with_stem(f"{arguments.picture.stem}-{beside}") if beside else arguments.picture
-            draw_rows(examples(embedded, part.source, NUM_EXAMPLES), f"{part_name}: queries and their first answers, {name}", picture)
-            print(picture)
+            title = f"{part_name}: queries and their first answers by embeddings, {name}"
+            pictures[picture] = title, examples(embedded, part.source, NUM_EXAMPLES)
     how = f", by embeddings → the nearest {arguments.rerank} by matching" if arguments.rerank else ""
-    show(retrieval_table(f"Zero-shot retrieval, {name}{how}", [results, after] if arguments.rerank else [results], sizes))
+    table = retrieval_table(f"Zero-shot retrieval, {name}{how}", [results, after] if arguments.rerank else [results], sizes)
+    about = {"data": arguments.val_data or "held out by the run", "captions": arguments.captions or "first", "num_samples": sizes}
+    about |= {"left_out": left_out(parts["validation"])} if arguments.val_data else {}
     reranked = {"reranked": {"candidates": arguments.rerank, **after}} if arguments.rerank else {}
-    return {"num_samples": sizes, **results, **reranked}
+    return Evaluated({**about, **results, **reranked}, table, pictures)
 
 
 def model_of(arguments: argparse.Namespace, embedder: Embedder, name: str) -> dict[str, str]:
@@ -170,33 +225,49 @@ def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldO
     if "data" not in trained.options:
         raise ValueError(f"{arguments.run_dir}: an exported model has no samples of its own; give some with --val-data")
     options = DataOptions.from_record(trained.options)
-    parts = prepare_data(options, trained.record["tokenizer"], arguments.run_dir, progress=True).held_out
+    if options.val_data:
+        return {"validation": opened(options.val_data)}
+    try:
+        parts = prepare_data(options, trained.record["tokenizer"], arguments.run_dir, progress=True).held_out
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{error}\nthe samples that the run held out cannot be had any more; give samples with --val-data") from error
     if not parts:
         raise ValueError(f"{arguments.run_dir}: the run held nothing out; give samples with --val-data")
     return parts
 
 
 def opened(spec: str | None) -> HeldOut | None:
-    """All samples of a data set that can be used."""
+    """All samples of a data set that can be used; says how many cannot."""
     if spec is None:
         return None
     source = open_source(spec, progress=True)
-    return HeldOut(source, source.usable())
+    part = HeldOut(source, source.usable())
+    if left_out(part):
+        first = next(first_bad(source)).strip()
+        show(f"{left_out(part):,} of {len(source):,} samples of {spec} cannot be used and are left out; the first: {first}")
+    return part
+
+
+def left_out(part: HeldOut) -> int:
+    return sum(count_bad(part.source).values())
 
 
 def find(arguments: argparse.Namespace, embedder: Embedder, name: str) -> None:
     """--query: the pictures most like a text, in a folder of embeddings or in all samples to evaluate."""
+    source = None
     if arguments.embeddings:
-        embeds, lines, specs = embeddings_of(arguments.embeddings, model_of(arguments, embedder, name), arguments.val_data)
+        embeds, lines, specs = embeddings_of(arguments.embeddings, model_of(arguments, embedder, name))
+        if arguments.val_data or arguments.picture:
+            source = open_sources([arguments.val_data] if arguments.val_data else specs, progress=True)
+            refuse_other_pictures(arguments.embeddings, lines, source)
     else:
         parts = list(held_out(arguments, embedder.trained).values())
         source = parts[0].source  # of all parts
         index, embeds = embedder.images(source, np.concatenate([part.subset for part in parts]))
-        lines, specs = [{"index": i, "id": source.identity(i), "where": source.where(i)} for i in index.tolist()], specs_of(source)
+        lines = [line_of(source, i) for i in index.tolist()]
     found = search(embedder.texts([arguments.query]), embeds, lines, arguments.number or NUM_ANSWERS)
     show(search_table(arguments.query, found))
     if arguments.picture:
-        source = open_sources(specs, progress=True)
         cells = [Found(source.image_bytes(line["index"]), source.captions(line["index"])[0], line["similarity"]) for line in found]
         in_rows = [Row(arguments.query if not start else "", None, cells[start : start + 5]) for start in range(0, len(cells), 5)]
         draw_rows(in_rows, f"“{arguments.query}”, {name}", arguments.picture)
@@ -208,3 +279,5 @@ if __name__ == "__main__":
         main(parse())
     except (ValueError, OSError) as error:
         sys.exit(f"evaluate.py: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("evaluate.py: interrupted")

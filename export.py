@@ -9,6 +9,7 @@ import logging
 import sys
 from pathlib import Path
 
+from launch.exported import read_export
 from launch.exporting import refuse_to_overwrite, write_export
 from launch.trained import open_run
 
@@ -30,6 +31,8 @@ def parse() -> argparse.Namespace:
 def main(arguments: argparse.Namespace) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     refuse_to_overwrite(arguments.out, arguments.overwrite)
+    if read_export(arguments.run_dir) is not None:
+        raise ValueError(f"{arguments.run_dir}: is an export already; give the folder of the run it came from")
     trained = open_run(arguments.run_dir, arguments.checkpoint, averaged=arguments.ema)
     differences = write_export(trained, arguments.out, arguments.overwrite)
     if differences:
@@ -42,3 +45,5 @@ if __name__ == "__main__":
         main(parse())
     except (ValueError, OSError) as error:
         sys.exit(f"export.py: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("export.py: interrupted")

@@ -77,6 +77,8 @@ def prepare_data(
     source = open_sources(options.data, **building)
     refuse_too_many_bad(source, options.max_bad_fraction)
     validation = open_sources([options.val_data], **building) if options.val_data is not None else None
+    if validation is not None:
+        refuse_too_many_bad(validation, options.max_bad_fraction)
     kept = _Kept(folder / "samples", options, source, validation)
     found = kept.read()
     if found is None:

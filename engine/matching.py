@@ -188,9 +188,7 @@ def _blocks(comm: Communicator, meeting: Meeting, outputs: Sequence[Mapping[str,
     if "image" in meeting.own:
         present = _present(meeting, "image", outputs)
         places = meeting.own["image"].position.split([int(rows.sum()) for rows in present])
-        own = [
-            (place, _left_in(meeting, output["image_tokens"].detach(), rows)) for place, output, rows in zip(places, outputs, present)
-        ]
+        own = [(place, _left_in(meeting, output["image_tokens"].detach(), rows)) for place, output, rows in zip(places, outputs, present)]
     for replica, rank in enumerate(image.ranks):
         if rank != comm.rank and "text" not in meeting.own:
             continue

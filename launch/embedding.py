@@ -1,7 +1,7 @@
 """Embeddings of a data set by a trained model, on one device: in memory, or in a folder that other programs map.
 
 A folder of embeddings has `image.npy` float32 [n, D] and `text.npy` float32 [m, D], rows of length 1; `images.jsonl`, a line per row of the first with
-`index` in the data, `id` and `where`; `texts.jsonl`, a line per row of the second with `image`, its row in the first, and `text`; and `about.json`, which says
+`index` in the data, `id`, `where` and `content`, a checksum of the picture; `texts.jsonl`, a line per row of the second with `image`, its row in the first, and `text`; and `about.json`, which says
 what model they are of.
 """
 
@@ -28,6 +28,8 @@ from data.transforms import eval_transform
 from launch.report import progress_interval, show
 from launch.trained import Trained
 from models.fusion import Fusion
+
+FILES = ("about.json", "image.npy", "text.npy", "images.jsonl", "texts.jsonl")
 
 
 @dataclass(frozen=True)
@@ -146,16 +148,38 @@ def folders_of(folder: Path) -> list[Path]:
     return [folder] if (folder / "about.json").is_file() else sorted(file.parent for file in folder.glob("*/about.json"))
 
 
+def forget_embeddings(folder: Path) -> None:
+    """Of earlier, whatever sets they are of: none may be taken for those that come now."""
+    for part in folders_of(folder):
+        for name in FILES:
+            (part / name).unlink(missing_ok=True)
+
+
 def write_embeddings(folder: Path, embedded: Embedded, source: Source, about: dict[str, Any]) -> None:
+    """about.json last: a folder counts with it."""
     folder.mkdir(parents=True, exist_ok=True)
     np.save(folder / "image.npy", embedded.image.numpy())
     np.save(folder / "text.npy", embedded.text.numpy())
-    images = ({"index": i, "id": source.identity(i), "where": source.where(i)} for i in embedded.index.tolist())
-    _write_lines(folder / "images.jsonl", images)
+    _write_lines(folder / "images.jsonl", (line_of(source, i) for i in embedded.index.tolist()))
     _write_lines(
         folder / "texts.jsonl", ({"image": row, "text": text} for row, text in zip(embedded.image_of_text.tolist(), embedded.texts))
     )
     (folder / "about.json").write_text(json.dumps({**about, "data": specs_of(source)}, indent=2) + "\n", encoding="utf-8")
+
+
+def line_of(source: Source, i: int) -> dict[str, Any]:
+    """What images.jsonl says of a sample."""
+    return {"index": i, "id": source.identity(i), "where": source.where(i), "content": source.content_hash(i).hex()}
+
+
+def refuse_other_pictures(folder: Path, lines: Sequence[dict[str, Any]], source: Source) -> None:
+    """Errors: ValueError where the samples of `source` are not those that were embedded."""
+    for line in lines:
+        if line["index"] >= len(source) or source.content_hash(line["index"]).hex() != line.get("content"):
+            raise ValueError(
+                f"--embeddings {folder}: {line['where']} is no longer what it was when it was embedded, or another data set is given; make them "
+                "again without --query, or give the data of then with --val-data"
+            )
 
 
 def read_images(folder: Path) -> tuple[np.ndarray, list[dict[str, Any]], dict[str, Any]]:

@@ -21,6 +21,7 @@ from launch.gallery import Found, Row
 from launch.report import recalls
 from models.alignment import alignment_figures, alignment_sums
 from models.classification import (
+    LEAST_TO_PROBE,
     NEIGHBOURS,
     TOP,
     class_embeds,
@@ -67,6 +68,8 @@ def classification(embedder: Embedder, test: HeldOut, train: HeldOut | None) -> 
 
     Zero-shot, a picture is one of the classes of `test`; to those that `train` has besides, neighbours and probe may take it.
     """
+    if train:
+        refuse_unlike(test, train)
     index, image = embedder.images(test.source, test.subset)
     train_index, train_image = embedder.images(train.source, train.subset) if train else (index[:0], image[:0])
     captions = [test.source.captions(i) for i in index.tolist()]
@@ -84,6 +87,21 @@ def classification(embedder: Embedder, test: HeldOut, train: HeldOut | None) -> 
         values["neighbours_top_1"] = neighbour_accuracy(train_image, train_label, image, label, len(every))
         values["linear_probe_top_1"], values["linear_probe_strength"] = probe_accuracy(train_image, train_label, image, label)
     return values
+
+
+def refuse_unlike(test: HeldOut, train: HeldOut) -> None:
+    """Errors: ValueError where classes cannot be learned from `train`: a class is known by its first caption."""
+    tested, trained = ({part.source.captions(i)[0] for i in part.subset.tolist()} for part in (test, train))
+    if unknown := sorted(tested - trained):
+        raise ValueError(
+            f"{len(unknown)} of {len(tested)} classes of {test.source.spec} are not among those of {train.source.spec}, the first is "
+            f"{unknown[0]!r}; give both the same names and templates"
+        )
+    if len(train.subset) < LEAST_TO_PROBE or len(trained) < 2:
+        raise ValueError(
+            f"a linear probe needs at least {LEAST_TO_PROBE} training pictures of 2 classes; {train.source.spec} has {len(train.subset)} of "
+            f"{len(trained)}"
+        )
 
 
 def classification_table(values: Mapping[str, float], title: str) -> Table:
@@ -138,17 +156,18 @@ def search_table(query: str, found: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def embeddings_of(folder: Path, model: Mapping[str, str], data: str | None) -> tuple[np.ndarray, list[dict[str, Any]], list[str]]:
-    """A folder of embeddings, or of several, if this model made them: (pictures, their lines, the specs of the data). Errors: ValueError,
-    FileNotFoundError."""
+def embeddings_of(folder: Path, model: Mapping[str, str]) -> tuple[np.ndarray, list[dict[str, Any]], list[str]]:
+    """A folder of embeddings, or of several, if these weights made them: (pictures, their lines, the specs of the data). `model`: its `checksum`,
+    the name of its `checkpoint`, and where its `run` is. Errors: ValueError, FileNotFoundError."""
     embeds, lines, abouts = zip(*(read_images(part) for part in folders_of(folder) or [folder]))
     for about in abouts:
-        if {key: about[key] for key in model} != model or about["data"] != ([data] if data else abouts[0]["data"]):
+        if any(about[key] != model[key] for key in ("checkpoint", "checksum")):
             raise ValueError(
-                f"--embeddings {folder}: are of {about['checkpoint']} in {about['run']} and {' + '.join(about['data'])}, not of {model['checkpoint']}"
-                f"{f' and {data}' if data else ''}; give another folder, or make them again without --query"
+                f"--embeddings {folder}: are of {about['checkpoint']} in {about['run']}, not of the weights of {model['checkpoint']} in "
+                f"{model['run']}; give another folder, or make them again without --query"
             )
-    return embeds[0] if len(embeds) == 1 else np.concatenate(embeds), list(chain.from_iterable(lines)), abouts[0]["data"]
+    specs = list(dict.fromkeys(chain.from_iterable(about["data"] for about in abouts)))
+    return embeds[0] if len(embeds) == 1 else np.concatenate(embeds), list(chain.from_iterable(lines)), specs
 
 
 def write_numbers(path: Path, values: Mapping[str, Any]) -> None:

@@ -13,7 +13,10 @@ OPTIONS = ("image_tower", "embed_dim", "image_size", "max_text_tokens")  # of tr
 def read_export(folder: Path) -> dict[str, Any] | None:
     """Its record, or None where `folder` is no folder that export.py made."""
     file = folder.expanduser() / RECORD
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except ValueError as error:
+        raise ValueError(f"{file}: is damaged ({error}); export again") from error
 
 
 def options_of_export(folder: Path) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> lis
     written as the limit. Raises ValueError for a folder that is not empty, unless
     `overwrite` says that an earlier export may go.
     """
+    folder = folder.expanduser().resolve()
     refuse_to_overwrite(folder, overwrite)
     differences = what_differs(*trained.towers)
     beside = folder.with_name(folder.name + ".writing")

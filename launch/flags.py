@@ -88,7 +88,7 @@ def _data(data: argparse._ArgumentGroup) -> None:
         help="how fast the weights of each --data follow its loss, from epoch to epoch: where it falls more slowly they grow; 0: not at all "
         "(default: 0.0)",
     )
-    data.add_argument("--val-data", metavar="SPEC", help="held-out samples from elsewhere, instead of a part of --data")
+    data.add_argument("--val-data", action=Once, metavar="SPEC", help="held-out samples from elsewhere, instead of a part of --data")
     data.add_argument(
         "--val-fraction", type=_fraction, default=0.1, metavar="F", help="part of --data held out, never trained on (default: 0.1)"
     )
@@ -264,6 +264,15 @@ def _tracking(tracking: argparse._ArgumentGroup) -> None:
         help="print how N global batches are dealt before training starts (default: 0)",
     )
     tracking.add_argument("--wandb-project", default="wye", metavar="NAME", help="project there (default: wye)")
+
+
+class Once(argparse.Action):
+    """Keep the value; an option that is given twice is an error, where argparse would take the last."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{option_string} is given twice, {getattr(namespace, self.dest)} and {values}; give it once")
+        setattr(namespace, self.dest, values)
 
 
 def _positive(text: str) -> float:

@@ -29,7 +29,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Row:
-    """A query, a text or a picture, and its answers, best first."""
+    """A query and its answers, best first: a picture with its own caption, or a text alone."""
 
     text: str
     picture: bytes | None
@@ -44,24 +44,25 @@ def draw_rows(rows: Sequence[Row], title: str, path: Path) -> None:
     for row, cells in zip(rows, axes):
         for cell in cells:
             cell.set_axis_off()
-        _draw_cell(cells[0], row.picture, row.text if row.picture is None else "", "query", None)
+        _draw_cell(cells[0], row.picture, row.text, "query", None)
         for found, cell in zip(row.found, cells[1:]):
             mark = {True: "right", False: "wrong", None: ""}[found.right]
             _draw_cell(cell, found.picture, found.text, f"{mark} {found.similarity:.2f}".strip(), found.right)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=11, parse_math=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
 def _draw_cell(cell, picture: bytes | None, text: str, heading: str, right: bool | None) -> None:
     colour = {True: RIGHT, False: WRONG, None: "black"}[right]
-    cell.set_title(heading, fontsize=8, color=colour)
+    cell.set_title(heading, fontsize=8, color=colour, parse_math=False)
     shown = "\n".join(textwrap.wrap(text, LETTERS)[:3])
     if picture is None:
-        cell.text(0.5, 0.5, "\n".join(textwrap.wrap(text, LETTERS - 8)[:6]), ha="center", va="center", fontsize=8, color=colour)
+        lines = "\n".join(textwrap.wrap(text, LETTERS - 8)[:6])
+        cell.text(0.5, 0.5, lines, ha="center", va="center", fontsize=8, color=colour, parse_math=False)
         return
     cell.imshow(on_white(picture))
-    cell.text(0.5, -0.04, shown, ha="center", va="top", fontsize=6.5, transform=cell.transAxes)
+    cell.text(0.5, -0.04, shown, ha="center", va="top", fontsize=6.5, transform=cell.transAxes, parse_math=False)
     for side in cell.spines.values():
         side.set(color=colour, linewidth=2)
     if right is not None:

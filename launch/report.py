@@ -49,8 +49,8 @@ def show(thing: object, first_rank: bool = True) -> None:
     if not first_rank:
         return
     # a table is shown whole: a narrow terminal breaks its lines, and loses no number
-    needed = Console(width=1000).measure(thing).maximum if isinstance(thing, Table) else 0
-    console = Console(highlight=False, width=max(100, needed, Console().width))
+    needed = Console(width=1000, markup=False, emoji=False).measure(thing).maximum if isinstance(thing, Table) else 0
+    console = Console(highlight=False, markup=False, emoji=False, width=max(100, needed, Console().width))
     with console.capture() as captured:
         console.print(thing)
     tqdm.write(captured.get().rstrip("\n"))

@@ -103,8 +103,16 @@ def read_record(run_dir: Path) -> dict[str, Any]:
     """What was decided when the run began."""
     file = run_dir / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{run_dir}: holds no config.json; give the folder of a run of train.py")
-    return json.loads(file.read_text(encoding="utf-8"))
+        raise FileNotFoundError(
+            f"{run_dir}: holds no config.json; give the folder of a run of train.py, or of an export where that will do"
+        )
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: is damaged ({error}); the command of the run writes it again") from error
+    if "options" not in record:
+        raise ValueError(f"{run_dir}: its config.json is of another program; give the folder of a run of train.py")
+    return record
 
 
 def find_checkpoint(folder: Path, name: str | None) -> Path:

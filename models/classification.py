@@ -10,6 +10,7 @@ from models.retrieval import best_ranks, nearest
 
 TOP = (1, 5)
 NEIGHBOURS, TEMPERATURE = 20, 0.07  # as Wu et al. 2018 and DINO (Caron et al. 2021) weigh neighbours
+LEAST_TO_PROBE = 5  # training pictures: a fifth of them chooses the strength
 PROBE_STRENGTHS = tuple(10.0**power for power in range(-6, 7, 2))  # of the penalty's inverse, as CLIP's sweep begins
 
 
@@ -42,7 +43,7 @@ def probe_accuracy(train: Tensor, train_label: Tensor, test: Tensor, test_label:
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
     held_out, rest = order[: len(order) // 5], order[len(order) // 5 :]
     if len(train_label[rest].unique()) < 2 or not len(held_out):
-        raise ValueError(f"a linear probe needs at least 5 training pictures of 2 classes; there are {len(train)}")
+        raise ValueError(f"a linear probe needs at least {LEAST_TO_PROBE} training pictures of 2 classes; there are {len(train)}")
     scores = {s: fitted(s, rest).score(train[held_out].numpy(), train_label[held_out].numpy()) for s in PROBE_STRENGTHS}
     strength = max(scores, key=lambda s: (scores[s], -s))
     return float(fitted(strength, order).score(test.numpy(), test_label.numpy())), strength

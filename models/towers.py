@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from models.fusion import FusionSizes, pair_inputs, pair_scores, tap_image, tap_text
 from models.head import image_head, text_head
@@ -135,7 +135,13 @@ def _described(specs: Sequence[LayerSpec], tensors: dict[str, Tensor], precision
         given = {name: t.detach().requires_grad_(position > 0 and t.is_floating_point()) for name, t in tensors.items()}
         saved = _Saved()
         # templates are in training mode and gradients are on: in inference ViT would take a fused path that is not counted
-        with torch.enable_grad(), _FusedAttention(), saved, FlopCounterMode(display=False) as flops, _Traffic(layer) as traffic:
+        with (
+            torch.enable_grad(),
+            _FusedAttention(),
+            saved,
+            FlopCounterMode(display=False, custom_mapping=_FLOPS) as flops,
+            _Traffic(layer) as traffic,
+        ):
             tensors = layer(given)
         described.append(
             LayerCounts(
@@ -193,6 +199,13 @@ class _FusedAttention(TorchFunctionMode):
 def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, **_: object) -> Tensor:
     """The fused kernel that exists on every machine. It saves what those of a GPU save (theirs draw dropout again in the backward)."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)[0]
+
+
+def _attention_flops(query_shape, key_shape, value_shape, *_, **__) -> int:
+    return sdpa_flop_count(query_shape, key_shape, value_shape)
+
+
+_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}  # which torch 2.6 does not count
 
 
 def _with_fused_attention(function: FunctionType) -> FunctionType:

@@ -16,7 +16,7 @@ import torch
 import torchvision
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.dual_encoder import dual_encoder_pairs, towers_differ
@@ -211,7 +211,10 @@ def _open_file(path: Path) -> Source:
 
 
 def _open_safetensors(path: Path) -> Source:
-    file = safe_open(path, framework="pt")
+    try:
+        file = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: is no whole safetensors file ({error}); copy it again") from error
     return list(file.keys()), lambda name: tuple(file.get_slice(name).get_shape()), file.get_tensor
 
 

@@ -226,7 +226,9 @@ def test_the_loss_of_each_source_is_the_mean_of_its_samples(case):
         assert loss == pytest.approx(sum(expected) / samples, rel=RELATIVE) if samples else math.isnan(loss)
     total = sum(samples for samples, _ in metrics.sources)
     assert total == len(reference) == 24 - metrics.num_left_out
-    assert sum(n / total * loss for n, loss in metrics.sources if n) == pytest.approx(metrics.losses.get("contrastive_loss", metrics.loss), rel=1e-6)
+    assert sum(n / total * loss for n, loss in metrics.sources if n) == pytest.approx(
+        metrics.losses.get("contrastive_loss", metrics.loss), rel=1e-6
+    )
     plain = run_ranks(case.world_size, train_split, replace(case, source_starts=None))[0]["metrics"]
     assert plain[0].sources == () and plain[0].loss == metrics.loss
     told = 8 * 2 * len(case.source_starts)  # bytes, of the step before, in a ring of all ranks

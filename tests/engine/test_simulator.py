@@ -420,7 +420,9 @@ def test_everything_a_rank_holds():
 
 def test_logits_of_a_large_batch_come_in_blocks():
     costs = model([layer()], [layer()], embed_dim=8)
-    assert run(line(1), 4096, "replay", costs)[0].peak_bytes == pytest.approx(2 * 4096 * 8 * 4 + work_bytes(4096, 0, 8) + 4 * 4096 * 8 * 4 + 64 * 2**20)
+    assert run(line(1), 4096, "replay", costs)[0].peak_bytes == pytest.approx(
+        2 * 4096 * 8 * 4 + work_bytes(4096, 0, 8) + 4 * 4096 * 8 * 4 + 64 * 2**20
+    )
 
 
 def test_logits_and_activations_need_not_be_there_together():

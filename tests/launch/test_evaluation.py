@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,14 @@ from torch.nn import functional as F
 from data.prepare import HeldOut
 from data.sources import open_source
 from data.tokenizer import batch_tokens, load_tokenizer
-from launch.embedding import Embedder, read_images, refuse_other_content, write_embeddings
+from launch.embedding import (
+    Embedder,
+    forget_embeddings,
+    read_images,
+    refuse_other_content,
+    refuse_other_pictures,
+    write_embeddings,
+)
 from launch.evaluation import classification, embeddings_of, examples, retrieval, search, write_numbers
 from launch.gallery import draw_rows
 from launch.reranking import reranked_retrieval
@@ -121,7 +129,7 @@ def matching_scores(embedder, source, embedded, i):
 def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_path):
     embedded = embedder.embedded(source, SUBSET)
     write_embeddings(tmp_path / "out", embedded, source, MODEL)
-    embeds, lines, specs = embeddings_of(tmp_path / "out", MODEL, None)
+    embeds, lines, specs = embeddings_of(tmp_path / "out", MODEL)
     assert isinstance(embeds, np.memmap) and np.array_equal(embeds, embedded.image.numpy()) and specs == [source.spec]
     found = search(embedded.image[3:4], embeds, lines, 4)
     assert found[0]["id"] == source.identity(SUBSET[3]) and found[0]["similarity"] == pytest.approx(1.0, abs=1e-3) and len(found) == 4
@@ -129,8 +137,10 @@ def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_pat
     assert texts[5] == {"image": 5, "text": source.captions(SUBSET[5])[0]}
     refuse_other_content(tmp_path / "out")
     write_embeddings(tmp_path / "out", embedded, source, MODEL | {"checksum": "b"})  # again, of a checkpoint of the same name
-    with pytest.raises(ValueError, match="are of step-00000001 in a run and demo:en\\+de, not of step-00000001; give another folder"):
-        embeddings_of(tmp_path / "out", MODEL, None)
+    with pytest.raises(
+        ValueError, match="are of step-00000001 in a run, not of the weights of step-00000001 in a run; give another folder"
+    ):
+        embeddings_of(tmp_path / "out", MODEL)
     with pytest.raises(FileNotFoundError, match="make it with evaluate.py RUN_DIR --embeddings"):
         read_images(tmp_path)
     (tmp_path / "other").mkdir()
@@ -143,12 +153,38 @@ def test_embeddings_of_several_sets_are_searched_together(source, embedder, tmp_
     for name, subset in (("a", SUBSET[:6]), ("b", SUBSET[6:])):
         write_embeddings(tmp_path / "out" / name, embedder.embedded(source, subset), source, MODEL)
     refuse_other_content(tmp_path / "out")
-    embeds, lines, specs = embeddings_of(tmp_path / "out", MODEL, "demo:en+de")
+    embeds, lines, specs = embeddings_of(tmp_path / "out", MODEL)
     index, image = embedder.images(source, SUBSET)
     assert [line["index"] for line in lines] == index.tolist() and specs == ["demo:en+de"]
     np.testing.assert_allclose(embeds, image, atol=1e-6)
-    with pytest.raises(ValueError, match="not of step-00000001 and demo; give another folder"):
-        embeddings_of(tmp_path / "out", MODEL, "demo")
+    forget_embeddings(tmp_path / "out")
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+
+
+def test_embeddings_know_the_pictures_they_are_of(embedder, emoji_files, tmp_path):
+    """By content, whatever the data set is called and where its lines stand: others are not drawn in their place."""
+    source, _ = emoji_files
+    write_embeddings(tmp_path / "out", embedder.embedded(source, np.arange(9)), source, MODEL)
+    _, lines, specs = embeddings_of(tmp_path / "out", {**MODEL, "run": "the same by another path"})
+    refuse_other_pictures(tmp_path / "out", lines, open_source(specs[0]))
+    file = tmp_path / "train.jsonl"
+    file.write_text("\n".join(reversed(file.read_text().splitlines())) + "\n")
+    with pytest.raises(ValueError, match="train.jsonl:1 is no longer what it was when it was embedded"):
+        refuse_other_pictures(tmp_path / "out", lines, open_source(specs[0]))
+    file.write_text("\n".join(file.read_text().splitlines()[:3]) + "\n")
+    with pytest.raises(ValueError, match="no longer what it was"):
+        refuse_other_pictures(tmp_path / "out", lines[3:], open_source(specs[0]))
+
+
+def test_samples_that_cannot_be_used_are_told(emoji_files, tmp_path, capsys):
+    import evaluate
+
+    source, files = emoji_files
+    (tmp_path / "half.jsonl").write_text((tmp_path / "train.jsonl").read_text() + '{"image_path": "none.png", "text": "nothing"}\n')
+    assert evaluate.left_out(evaluate.opened(source.spec)) == 0 and not capsys.readouterr().out
+    part = evaluate.opened(f"jsonl:{tmp_path / 'half.jsonl'}")
+    said = capsys.readouterr().out
+    assert evaluate.left_out(part) == 1 and len(part.subset) == 9 and "1 of 10 samples of" in said and "missing-file" in said
 
 
 def test_pictures_that_cannot_be_read_are_told_and_left_out(embedder, emoji_files, capsys):
@@ -208,6 +244,11 @@ def test_classes_by_prompts_neighbours_and_a_probe(source, embedder, tmp_path):
     fewer = open_source(f"imagefolder:{tmp_path / 'test'}?templates={tmp_path / 'templates.txt'}", refresh=True)
     with_train, alone = (classification(embedder, HeldOut(fewer, fewer.usable()), more) for more in (HeldOut(train, train.usable()), None))
     assert alone["num_classes"] == 2 and alone.items() <= with_train.items()
+    plain = open_source(f"imagefolder:{tmp_path / 'train'}")
+    with pytest.raises(ValueError, match="2 of 2 classes of .* are not among those of .*, the first is 'green'; give both the same names"):
+        classification(embedder, HeldOut(fewer, fewer.usable()), HeldOut(plain, plain.usable()))
+    with pytest.raises(ValueError, match="at least 5 training pictures of 2 classes; .* has 4 of 2"):
+        classification(embedder, HeldOut(fewer, fewer.usable()), HeldOut(fewer, fewer.usable()[4:8]))
 
 
 def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
@@ -223,7 +264,8 @@ def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
             else:
                 of = next(i for i in SUBSET if source.image_bytes(i) == row.picture)
                 assert found.right == (found.text in source.captions(of))
-    draw_rows(rows, "a title", tmp_path / "a folder" / "rows.png")
+    priced = replace(rows[0], text="for $5 and $a^b^c$", found=[replace(f, text="$\\foo{") for f in rows[0].found])  # no formulas
+    draw_rows([priced, *rows[1:]], "a title of $1", tmp_path / "a folder" / "rows.png")
     assert (tmp_path / "a folder" / "rows.png").stat().st_size > 20_000
 
 
@@ -243,6 +285,9 @@ def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
         (["--batch-size", "-3"], "--batch-size -3: at least 1"),
         (["--rerank", "0"], "--rerank 0: at least 1 is needed"),
         (["--rerank", "5", "--query", "an apple"], "--query searches; --rerank is of retrieval"),
+        (["--val-data", "demo", "--val-data", "demo:de"], "--val-data is given twice, demo and demo:de"),
+        (["--json", "."], "--json .: is a folder"),
+        (["--picture", f"{__file__}/a.png"], "nothing can be written in "),
         (["--picture", "queries.jpeg"], "a name that ends in .png, .svg or .pdf"),
     ],
 )
@@ -253,6 +298,18 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(argument
     with pytest.raises(SystemExit) as exit:
         evaluate.parse()
     assert exit.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_each_question_has_a_file_of_its_own(monkeypatch):
+    import evaluate
+
+    def name(*arguments):
+        monkeypatch.setattr("sys.argv", ["evaluate.py", "nowhere", *arguments])
+        return evaluate.output_name(evaluate.parse(), "step-00000008")
+
+    asked = [[], ["--val-data", "jsonl:my data/a.jsonl"], ["--captions", "all"], ["--classify", "imagefolder:x"], ["--val-data", "demo"]]
+    assert name() == "evaluation-step-00000008.json" and name(*asked[1]) == "evaluation-step-00000008-jsonl-my-data-a-jsonl.json"
+    assert len({name(*arguments) for arguments in asked}) == 5
 
 
 def test_numbers_that_json_does_not_have_are_null(tmp_path):

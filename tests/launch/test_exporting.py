@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -290,6 +291,15 @@ def test_only_an_earlier_export_is_replaced(tmp_path):
     (out / "left.txt").touch()
     write_export(trained, out, overwrite=True)
     assert not (out / "left.txt").exists() and options_of_export(out)["embed_dim"] == 32
+    (tmp_path / "link").symlink_to(tmp_path / "a folder")
+    (tmp_path / "a folder").mkdir()
+    write_export(trained, tmp_path / "link")
+    assert options_of_export(tmp_path / "a folder")["embed_dim"] == 32
+    (tmp_path / "link").unlink()
+    shutil.rmtree(tmp_path / "a folder")
+    (out / "model.safetensors").write_bytes((out / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(ValueError, match="is no whole safetensors file"):
+        open_export(out)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     with pytest.raises(ValueError, match="no earlier export"):

@@ -13,3 +13,8 @@ def test_a_table_loses_no_number_in_a_narrow_terminal(capsys, monkeypatch):
     show(retrieval_table("Before and after", [before, after], {"composition": 394}))
     said = capsys.readouterr().out
     assert said.count("12.3 → 56.8") == 6 and said.count("0.1234 → 0.5678") == 2 and "…" not in said
+
+
+def test_what_users_write_is_no_markup(capsys):
+    show("an apple [/b] :apple: [bold] of [link]4")
+    assert capsys.readouterr().out == "an apple [/b] :apple: [bold] of [link]4\n"
