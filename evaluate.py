@@ -190,7 +190,7 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
         sizes[part_name] = len(embedded.image)
         if repeated := len(embedded.texts) - len(set(embedded.texts)):
             show(
-                f"{part_name}: {repeated:,} of {len(embedded.texts):,} texts occur more than once; the others of their kind count as wrong"
+                f"{part_name}: {repeated:,} of {len(embedded.texts):,} texts repeat an earlier one; each is right for its own picture only"
             )
         results |= {f"{part_name}/{key}": value for key, value in retrieval(embedded).items()}
         if arguments.rerank:

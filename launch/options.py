@@ -152,11 +152,20 @@ def parse_options(arguments: list[str] | None = None) -> Options:
                 parser.error(f"argument --import: it holds both towers; leave out --{other.replace('_', '-')}")
         for key, default in options_of_export(Path(values["imported"])).items():
             values[key] = default if values[key] is None else values[key]
+    for key in ("tokenizer", "imported"):
+        values[key] = _from_anywhere(values[key])
+    for key in ("text_tower", "image_weights", "text_weights"):  # NAME is also one that a library knows; ./NAME is not
+        values[key] = _from_anywhere(values[key]) if "/" in (values[key] or "") else values[key]
     defaults = DEMO_DEFAULTS if all(spec.split(":")[0] == "demo" for spec in values["data"]) else DEFAULTS
     for key, default in defaults.items():
         if values[key] is None and not (key == "epochs" and values["steps"] is not None):
             values[key] = default
     return Options(**values)
+
+
+def _from_anywhere(where: str | None) -> str | None:
+    """A file or folder that is here by its absolute path, so that evaluate.py and export.py find it from elsewhere; all else as it was given."""
+    return str(Path(where).expanduser().absolute()) if where and Path(where).expanduser().exists() else where
 
 
 def default_config(on_gpu: bool, bf16_supported: bool) -> Path:

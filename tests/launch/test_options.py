@@ -230,3 +230,13 @@ def test_flags_and_fields_have_the_same_names():
     assert fields == [action.dest for action in actions().values()]
     assert set(parse_options([]).record()) == {action.dest for action in actions().values()}
     assert isinstance(parse_options(["--run-dir", "x"]).run_dir, Path)
+
+
+def test_what_is_here_is_known_by_its_absolute_path(tmp_path, monkeypatch):
+    """A run is evaluated from other folders than it was started in."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("words", "bert-tiny"):
+        (tmp_path / name).mkdir()
+    plain = parse_options(["--tokenizer", "words", "--text-tower", "bert-tiny", "--text-weights", "google/bert"])
+    assert (plain.tokenizer, plain.text_tower, plain.text_weights) == (str(tmp_path / "words"), "bert-tiny", "google/bert")
+    assert parse_options(["--text-tower", "./bert-tiny"]).text_tower == str(tmp_path / "bert-tiny")
