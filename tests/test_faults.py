@@ -57,6 +57,7 @@ def test_when_a_rank_dies_all_leave_within_a_minute_one_says_why_and_a_supervise
     run = command(lambda port: ["bash", "launch/supervise.sh", "--wait", 0, "--", *launcher(2, port), *arguments])
     try:
         wait_for(reached(run_dir, 4), run)
+        wait_for(lambda: (run_dir / "checkpoints" / "latest").is_file(), run)  # it is written in the background
         first, victim = ranks_of(run)
         victim.kill()
         wait_for(lambda: "start 1 of 3" in run.said(), run, limit_s=60)
