@@ -33,7 +33,7 @@ TOWERS = ("--image-tower", "resnet18:layers=1-1-1-1", "--text-tower", "bert-tiny
 FORK = {"layout": "fork", "stages": {"image": 1, "text": 1}, "schedule": "batch_sync", "micro_batch_size": 30}
 MERGED = {"layout": "merged", "stages": {"merged": 1}, "replicas": 1}
 CHAIN = {"layout": "chain", "stages": {"image": 1, "text": 1}, "replicas": 1}
-MEASURE = "text_to_image_R@10"
+RECALL_AT = (10, 1)  # of the searches from text to image that are told
 RERANKED = 32  # candidates of a query
 RUN_LIMIT_S = 3600
 MINILM = ("--text-tower", "minilm-l6", "--tokenizer", "{minilm}")  # a text tower whose weights come by pip
@@ -223,7 +223,12 @@ def result(folder: Path) -> dict[str, Any]:
     end = max(line["step"] for line in steps)
     return {
         "losses": [line.get("contrastive_loss", line["loss"]) for line in steps],
-        "retrieval": {line["held_out"]: line[MEASURE] for line in logged if line["step"] == end and "held_out" in line},
+        "retrieval": {
+            f"R@{k} {line['held_out']}": line[f"text_to_image_R@{k}"]
+            for k in RECALL_AT
+            for line in logged
+            if line["step"] == end and "held_out" in line
+        },
         "step_s": statistics.median(line["step_s"] for line in steps[len(steps) // 4 :]),
         "samples_per_s": statistics.median(line["samples_per_s"] for line in steps[len(steps) // 4 :]),
         "sent_bytes": statistics.median(line["sent_bytes"] for line in steps),
@@ -234,7 +239,7 @@ def result(folder: Path) -> dict[str, Any]:
 
 def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, Any]]], epochs: int, timed: bool) -> str:
     """Markdown: mean and spread over the seeds, and whether the spread holds the differences to the first variant. `timed`: with times."""
-    held_out = list(next(iter(results.values()))[0]["retrieval"])
+    measures = list(next(iter(results.values()))[0]["retrieval"])
     seeds = len(next(iter(results.values())))
     times = " s / step | samples / s |" if timed else ""
     rows = [
@@ -242,13 +247,13 @@ def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, An
         "",
         f"Expected: {experiment.expected}",
         "",
-        f"{epochs} epochs of the embedded data, {seeds} seeds each: mean (least – most). R@10: text → image, held-out samples.",
+        f"{epochs} epochs of the embedded data, {seeds} seeds each: mean (least – most). R@10, R@1: text → image, held-out samples.",
         "",
-        f"| variant | steps | {' | '.join(f'R@10 {name} %' for name in held_out)} | loss, last 10 steps |{times} peak MiB | MiB sent a step |",
-        "|---|" + "---|" * (len(held_out) + 2 + times.count("|") + 2),
+        f"| variant | steps | {' | '.join(f'{name} %' for name in measures)} | loss, last 10 steps |{times} peak MiB | MiB sent a step |",
+        "|---|" + "---|" * (len(measures) + 2 + times.count("|") + 2),
     ]
     for name, runs in results.items():
-        cells = [str(len(runs[0]["losses"])), *(_spread([100 * run["retrieval"][h] for run in runs], ".1f") for h in held_out)]
+        cells = [str(len(runs[0]["losses"])), *(_spread([100 * run["retrieval"][m] for run in runs], ".1f") for m in measures)]
         cells.append(_spread([statistics.mean(run["losses"][-10:]) for run in runs], ".3f"))
         if timed:
             cells += [_spread([run["step_s"] for run in runs], ".2f"), _spread([run["samples_per_s"] for run in runs], ".0f")]
@@ -260,15 +265,15 @@ def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, An
     rows.append("")
     (first, base), *others = results.items()
     for name, runs in others:
-        for h in held_out:
-            a, b = ([100 * run["retrieval"][h] for run in group] for group in (base, runs))
+        for m in measures:
+            a, b = ([100 * run["retrieval"][m] for run in group] for group in (base, runs))
             difference, spread = statistics.mean(b) - statistics.mean(a), max(max(a) - min(a), max(b) - min(b))
             verdict = "within" if abs(difference) <= spread else "beyond"
-            rows.append(f"- {h}: {name} − {first} = {difference:+.1f} points, {verdict} the spread of the seeds ({spread:.1f}).")
+            rows.append(f"- {m}: {name} − {first} = {difference:+.1f} points, {verdict} the spread of the seeds ({spread:.1f}).")
     for name, runs in results.items():
         if not runs[0]["reranked"]:
             continue
-        for key in (f"{h}/text_to_image_R@{k}" for h in held_out for k in (1, 10)):
+        for key in (f"{m.split()[1]}/text_to_image_{m.split()[0]}" for m in measures):
             before, after = (
                 [100 * values[key] for values in each] for each in zip(*((r["reranked"], r["reranked"]["reranked"]) for r in runs))
             )
