@@ -184,17 +184,21 @@ def evaluate(run_dir, *flags):
     ("arguments", "message", "status"),
     [
         (["--deepspeed_config", "ds_configs/zero1_fp61.json"], "did you mean ds_configs/zero1_fp", 1),
-        (["--deepspeed_config", "ds_configs/zero1_fp16.json"], "does not compute in fp16", 2),
+        (["--deepspeed_config", {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}], "DeepSpeed has it for GPUs only", 2),
         (["--image-tower", "resnet81"], "resnet18", 2),
         (["--text-tower", "bert-bse-uncased"], "did you mean 'bert-base-uncased'", 2),
         (["--data", "jsonl:nowhere.jsonl"], "nowhere.jsonl", 1),
         (["--resume", "nowhere"], "no such folder", 1),
         (["--tokenizer", "./nowhere"], "no such folder", 1),
     ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
+    ids=lambda value: str(value[-1]) if isinstance(value, list) else "",
 )
 def test_bad_input_is_answered_with_one_message(tmp_path, merged, pairs, arguments, message, status):
     """Status 2: another start would meet it again; 1: a file that is not there may come back."""
+    if isinstance(arguments[-1], dict):  # keys of the JSON file
+        changed = json.loads(merged[-1].read_text()) | arguments[-1]
+        (tmp_path / "changed.json").write_text(json.dumps(changed))
+        arguments = [*arguments[:-1], tmp_path / "changed.json"]
     ended, output = run_to_end("train.py", *SMALL, *merged, *pairs, "--steps", 2, *arguments, "--run-dir", tmp_path)
     assert ended == status
     assert message in output and output.count("train.py: error:") == 1
