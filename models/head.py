@@ -39,7 +39,7 @@ class ImageHead(Layer):
     def compute(self, image_features: Tensor, *maps: Tensor) -> tuple[Tensor, ...]:
         embeds = _embed(self.image_projection, image_features)
         # * 1: what travels is a result with a gradient, never the parameter itself
-        scalars = (self.get_parameter(name).float() * 1 for name in self.scalars)
+        scalars = (getattr(self, name).float() * 1 for name in self.scalars)
         tokens = [project(one) for project, one in zip(self.image_tokens, maps)]
         return embeds, *scalars, *([torch.cat(tokens, 1)] if tokens else [])
 

@@ -32,6 +32,7 @@ TOWERS = {
 VOCAB, MAX_TOKENS, EMBED_DIM, SEED = 128, 16, 24, 5
 FIRST_INDEX = 10_000  # of the samples in their source
 LR, WEIGHT_DECAY = 1e-3, 0.1
+LOSS_SCALE = 2**10  # of fp16
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Case:
         if self.scheduler:
             config["scheduler"] = self.scheduler
         if self.precision == "fp16":
-            config |= {"fp16": {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}}
+            config |= {"fp16": {"enabled": True, "initial_scale_power": LOSS_SCALE.bit_length() - 1, "hysteresis": 1}}
         if self.precision == "bf16":
             config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         return config
@@ -218,9 +219,11 @@ def recording_matching():
 def make_engine(case: Case, build_layer: Callable | None = None):
     """The engine of this rank, its plan and the pictures' size. `build_layer`: default, the layers as they come."""
     from datetime import timedelta
+    from unittest import mock
 
     import torch.distributed as dist
     from cost_models import proportional
+    from deepspeed.accelerator import get_accelerator
 
     from engine.build import build_engine
     from engine.config import check_config
@@ -235,21 +238,22 @@ def make_engine(case: Case, build_layer: Callable | None = None):
         b: [replace(own, num_parameters=spec.num_parameters) for own, spec in zip(costs.layers[b], t.specs)] for b, t in towers.items()
     }
     plan = plan_run(config, block, dist.get_world_size(), replace(costs, layers=layers))
-    engine = build_engine(
-        plan,
-        config,
-        {b: t.specs for b, t in towers.items()},
-        build_layer or (lambda spec: spec.build(case.seed)),
-        build_loss(case.loss, case.label_smoothing),
-        EMBED_DIM,
-        total_num_steps=10,
-        seed=case.seed,
-        timeout=timedelta(seconds=60),
-        constant_shapes={"image": not case.deals, "text": case.full_texts},
-        equal_shares=not case.deals,
-        source_starts=case.source_starts and [start + FIRST_INDEX for start in case.source_starts],
-        matching=recording_matching() if case.fusion else None,
-    )
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):  # slow on most CPUs, but right
+        engine = build_engine(
+            plan,
+            config,
+            {b: t.specs for b, t in towers.items()},
+            build_layer or (lambda spec: spec.build(case.seed)),
+            build_loss(case.loss, case.label_smoothing),
+            EMBED_DIM,
+            total_num_steps=10,
+            seed=case.seed,
+            timeout=timedelta(seconds=60),
+            constant_shapes={"image": not case.deals, "text": case.full_texts},
+            equal_shares=not case.deals,
+            source_starts=case.source_starts and [start + FIRST_INDEX for start in case.source_starts],
+            matching=recording_matching() if case.fusion else None,
+        )
     return engine, plan, image_size
 
 
@@ -431,7 +435,7 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
                 for i, layer in enumerate(layers[branch]):
                     # the same random numbers as the split side, by its documented rule
                     torch.manual_seed(layer_seed(case.seed, step, number_of, i + (len(layers["image"]) if branch == "text" else 0)))
-                    tensors = layer(tensors)
+                    tensors = in_precision(case, layer, tensors)
                 rows = rows.index_copy(0, position, tensors[f"{branch}_embeds"])
                 for row, place in enumerate(position.tolist() if case.fusion else ()):
                     kept = slice(None) if branch == "image" else tensors["text_mask"][row] == 1
@@ -448,7 +452,10 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
             weight = {"contrastive": 1.0, "matching": 1.0, **case.loss_weights}
             loss = weight["contrastive"] * loss + weight["matching"] * torch.stack([own for own, _ in groups_of_pairs]).mean()
         optimizer.zero_grad()
-        loss.backward()
+        (loss * LOSS_SCALE if case.precision == "fp16" else loss).backward()
+        for parameter in named.values() if case.precision == "fp16" else ():
+            if parameter.grad is not None:
+                parameter.grad /= LOSS_SCALE
         if step == 0:
             first_gradients = {name: p.grad.detach().clone() for name, p in named.items() if p.requires_grad}
         norms.append({})
@@ -477,6 +484,14 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
     }
 
 
+def in_precision(case: Case, module: torch.nn.Module, *inputs: Any) -> Any:
+    """The module's output with its parameters rounded; their gradients come back to what was rounded, in fp32, use by use."""
+    if case.precision == "fp32":
+        return module(*inputs)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.precision]
+    return torch.func.functional_call(module, {name: parameter.to(dtype) for name, parameter in module.named_parameters()}, inputs)
+
+
 def matching(case: Case, fusion, embeds, scalars, tokens, samples: Tensor, step: int, batch: int) -> tuple[Tensor, dict[str, list[int]]]:
     """The loss of the pairs of some samples, pair by pair, and who was drawn for whom, by branch. Negatives from the whole matrix, by the documented rule."""
     from engine.module import layer_seed
@@ -502,7 +517,7 @@ def matching(case: Case, fusion, embeds, scalars, tokens, samples: Tensor, step:
     losses = []
     for (image, text, belong), weight in zip(pairs, torch.cat([of_texts, of_texts, of_images])):
         own, told = tokens["image"][image][None], tokens["text"][text][None]
-        score = fusion(own, told, torch.ones(told.shape[:2]))[0]
+        score = in_precision(case, fusion, own, told, torch.ones(told.shape[:2]))[0]
         losses.append(weight * F.softplus(-score if belong else score))
     return torch.stack(losses).sum() / 3, drawn
 

@@ -78,7 +78,7 @@ def test_split_gradients_are_clipped_as_torch_clips_whole_ones(case, tied, image
     shapes = {name: g.shape for name, g in unsplit["gradients"].items() if name != FROZEN}
     gradients = assemble(results, shapes)
     if not tied:  # they are those of the unsplit model, to the rounding of its backward
-        exactness = 2e-2 if case.precision == "bf16" else 1e-5  # one process in bf16 is off by 1.5 % on a CPU with AMX, by 1 % without
+        exactness = 1e-3 if case.precision == "bf16" else 1e-5
         frozen = float(unsplit["gradients"][FROZEN].norm())
         for group, norm in unsplit["norms"][0].items():
             norm = math.sqrt(norm**2 - frozen**2) if group == "image" else norm
