@@ -65,7 +65,7 @@ def check_samples(case, metrics):
     assert metrics[PICTURE].bad_step.samples == everyone
     not_finite = metrics[PICTURE].bad_step.not_finite
     assert 10_000 + BAD_PLACE in not_finite["image"] and not_finite["text"] == ()
-    if case.towers == "vit+clip":  # without batch normalisation it is alone
+    if case.towers == "vit+clip" and case.precision != "bf16":  # no batch normalisation; but bf16 attention of torch 2.11 on AMX spreads it, too
         assert not_finite["image"] == (10_000 + BAD_PLACE,)
     if case.precision == "fp16":  # the loss is finite: the loss scale looks for its place, the samples are not to blame
         assert metrics[GRADIENT].bad_step is None
