@@ -37,10 +37,8 @@ RECALL_AT = (10, 1)  # of the searches from text to image that are told
 RERANKED = 32  # candidates of a query
 RUN_LIMIT_S = 3600
 MINILM = ("--text-tower", "minilm-l6", "--tokenizer", "{minilm}")  # a text tower whose weights come by pip
-TINY_VIT = (
-    "--image-tower",
-    "vit_b_32:patch_size=8,num_layers=2,hidden_dim=128,num_heads=4,mlp_dim=512",
-)  # a CPU's fp16 convolutions take 100 times as long
+# a CPU's fp16 convolutions take 100 times as long as those in fp32
+TINY_VIT = ("--image-tower", "vit_b_32:patch_size=8,num_layers=2,hidden_dim=128,num_heads=4,mlp_dim=512")
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 FP16 = {"fp16": {"enabled": True, "hysteresis": 1}, "zero_optimization": {"stage": 1}}
 
@@ -165,11 +163,18 @@ EXPERIMENTS = {
 }
 
 
-def is_computed_here(variant: Variant) -> bool:
-    """Not every CPU has arithmetic for fp16; train.py refuses it there."""
+def refusal(variant: Variant) -> str:
+    """Why train.py would not compute it on this CPU; empty: it would."""
     from deepspeed.accelerator import get_accelerator
 
-    return "fp16" not in variant.config or get_accelerator().is_fp16_supported()
+    from engine.config import check_hardware
+
+    accelerator = get_accelerator()
+    try:
+        check_hardware(configuration(variant), accelerator.is_fp16_supported(), accelerator.is_bf16_supported(), "cpu")
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def configuration(variant: Variant) -> dict[str, Any]:
@@ -363,11 +368,11 @@ def main() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"  # as its runs have it
     chosen = {key: EXPERIMENTS[key] for key in arguments.experiment or EXPERIMENTS}
     for key, experiment in chosen.items():
-        here = tuple(filter(is_computed_here, experiment.variants))
-        if here != experiment.variants:
-            names = ", ".join(v.name for v in experiment.variants if v not in here)
-            print(f"{key}: left out, as this CPU does not compute in it: {names}", file=sys.stderr)
-        chosen[key] = replace(experiment, variants=here)
+        refused = [(variant, refusal(variant)) for variant in experiment.variants]
+        for variant, why in refused:
+            if why:
+                print(f"{key}: {variant.name} is left out: {why}", file=sys.stderr)
+        chosen[key] = replace(experiment, variants=tuple(variant for variant, why in refused if not why))
 
     def folder(variant: Variant, seed: int) -> Path:
         return OUT / "runs" / f"{variant.folder}-{arguments.epochs}-epochs-seed-{seed}"
