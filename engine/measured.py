@@ -113,7 +113,7 @@ class Cache:
                 json.dump({"of": key, "measured": asdict(measured)}, file, indent=1)
             os.replace(file.name, self.folder / f"{name}.json")
         except OSError:
-            pass
+            pass  # a full disk or a home that is read-only: the next start measures again
 
 
 def digest(key: object) -> str:

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from clipping_cases import BAD_PLACE, train_with_bad_steps
 from split_training import LR, Case, train_whole
 
@@ -60,12 +61,20 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(case, rank, value):
         check_against_unsplit_training_without_those_updates(case, results)
 
 
+def linear_keeps_rows_apart():
+    """In bf16: torch 2.11's gives not-a-number to neighbouring rows on a CPU with AMX."""
+    rows = torch.ones(12, 17, 48, dtype=torch.bfloat16)
+    rows[BAD_PLACE] = math.nan
+    made = torch.nn.functional.linear(rows, torch.ones(144, 48, dtype=torch.bfloat16))
+    return [place for place, row in enumerate(made) if not row.isfinite().all()] == [BAD_PLACE]
+
+
 def check_samples(case, metrics):
     everyone = tuple(10_000 + place for place in range(case.global_batch_size))
     assert metrics[PICTURE].bad_step.samples == everyone
     not_finite = metrics[PICTURE].bad_step.not_finite
     assert 10_000 + BAD_PLACE in not_finite["image"] and not_finite["text"] == ()
-    if case.towers == "vit+clip" and case.precision != "bf16":  # no batch normalisation; but bf16 attention of torch 2.11 on AMX spreads it, too
+    if case.towers == "vit+clip" and (case.precision != "bf16" or linear_keeps_rows_apart()):  # without batch normalisation it is alone
         assert not_finite["image"] == (10_000 + BAD_PLACE,)
     if case.precision == "fp16":  # the loss is finite: the loss scale looks for its place, the samples are not to blame
         assert metrics[GRADIENT].bad_step is None

@@ -243,7 +243,7 @@ def test_ranks_share_the_reading(folder):
 def test_any_changed_character_of_a_manifest_is_seen(folder):
     file = folder / "step-00000002" / MANIFEST
     text, draw = file.read_text(), random.Random(1)
-    meaning = json.loads(text)
+    meaning, refused = json.loads(text), 0
     for _ in range(300):
         where, character = draw.randrange(len(text)), draw.choice('0123456789abcdef"{}[],:. -')
         changed = text[:where] + character + text[where + 1 :]
@@ -252,7 +252,8 @@ def test_any_changed_character_of_a_manifest_is_seen(folder):
             read_manifest(file.parent)
             assert json.loads(changed) == meaning, f"{text[where]!r} became {character!r} at {where}"
         except BrokenCheckpoint:
-            pass
+            refused += 1
+    assert refused > 200, "few characters may be changed without a change of meaning"
 
 
 def test_every_element_must_be_there_once():

@@ -61,9 +61,6 @@ def whole_batches(case):
     return {branch: (s, case.global_batch_size // s) for branch, s in size.items()}
 
 
-HALF = {"bf16": 1e-2, "fp16": 1.5e-3}  # of a branch's gradient: factors that are no powers of two move each rounding
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_loss_and_every_gradient_equal_unsplit_training(case):
     results = run_ranks(case.world_size, train_split, case)
@@ -352,7 +349,10 @@ def test_replicas_hold_equal_parameters_and_running_statistics_after_training():
                 assert torch.equal(tensor, second[kind][name]), name
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+HALF = {"bf16": 1e-2, "fp16": 1.5e-3}  # of a branch's gradient: factors that are no powers of two move each rounding
+
+
+@pytest.mark.parametrize("precision", HALF)
 @pytest.mark.parametrize(
     "case",
     [
