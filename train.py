@@ -35,6 +35,7 @@ from launch.failures import Run, report_and_exit
 from launch.feeding import Feeding
 from launch.loss_weights import LossWeights
 from launch.options import Options, default_config, parse_options
+from launch.preprocessing import describe_pixels
 from launch.report import progress_interval, retrieval_table, show
 from launch.resuming import earlier_sizes, find_checkpoint, resume, state_of
 from launch.run_folder import RunFolder, choose_folder, training_identity
@@ -100,6 +101,7 @@ def main(options: Options, run: Run) -> int:
     training = training_identity(options, config, asdict(block), plan)
     folder.refuse_other_run(options, training)
     show(plan.reasons, first and bool(plan.reasons))
+    show(describe_pixels(options), first and bool(options.image_weights or options.imported))
     show(f"{plan.describe()}   {config_file.name}   {folder.path}", first)
     if buckets is not None:
         show(f"pictures of {', '.join(f'{h}×{w}' for h, w in buckets.sizes)} pixels (height × width)", first)

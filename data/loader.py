@@ -110,7 +110,8 @@ class MicroBatchDataset(Dataset):
         if "image" in self.modalities:
             pictures, bad = self._pictures(request, indices)
             num_pictures = len(pictures)
-            micro_batch["pixel_values"] = normalised(pictures, memory and memory(sum(picture.size for picture in pictures)))
+            out = memory and memory(sum(picture.size for picture in pictures))
+            micro_batch["pixel_values"] = normalised(pictures, out, self.transform_eval.preprocessing)
             if request.knobs.kept_patches < 1 and self.patch_size:
                 micro_batch["kept_patches"] = torch.from_numpy(self._kept_patches(request, indices, pictures[0].shape[:2]))  # [b, K]
         if "text" in self.modalities:

@@ -1,4 +1,4 @@
-"""From encoded pictures to what an image tower reads: float32 [b, 3, H, W], channels-last, CLIP's normalisation.
+"""From encoded pictures to what an image tower reads: float32 [b, 3, H, W], channels-last, normalised as its weights expect.
 
 Two phases, so that a cache can stand between them and change nothing:
 
@@ -21,10 +21,9 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from data.pictures import decode_bytes, upright_8bit
+from data.preprocessing import CLIP, Preprocessing
 
 VERSION = "1"  # of phase A: raise it whenever `Stored` gives other pixels, so that caches do not answer with old ones
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP, clip/clip.py
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 WHITE = 255
 LIGHTEST_DARK = 176  # random backgrounds have channels of 176..255: light enough for the outlines of emoji
 CROP_AREA, CROP_RATIO = (0.8, 1.0), (0.9, 1.1)
@@ -40,10 +39,11 @@ Size = tuple[int, int]  # H, W
 class Stored:
     """Phase A for towers that read `size` = (H, W): bytes -> uint8 [h, w, 3], or [h, w, 4] where something is transparent.
 
-    h >= H and w >= W wherever the file has as much; a smaller picture stays as it is.
+    h >= H and w >= W wherever the file has as much; a smaller picture stays as it is. Resizing uses `interpolation`.
     """
 
     size: Size
+    interpolation: str = "bicubic"
 
     def __call__(self, data: bytes) -> np.ndarray:
         """Errors: BadSample."""
@@ -59,13 +59,15 @@ class Stored:
             return np.array(image)
         size = round(image.height * SHRUNK / larger), round(image.width * SHRUNK / larger)
         if image.mode == "RGBA":  # Pillow weighs colours by their opacity
-            return np.array(image.resize(size[::-1], Image.Resampling.BICUBIC))
-        return _resized(np.array(image), size)
+            return np.array(image.resize(size[::-1], Image.Resampling[self.interpolation.upper()]))
+        return _resized(np.array(image), size, self.interpolation)
 
     @property
     def name(self) -> str:
-        """Equal for two that give the same pixels for the same bytes."""
-        return f"{VERSION}:{self.size[0]}x{self.size[1]}"
+        """Equal for two that give the same pixels for the same bytes. The mean and standard deviation are applied to what
+        is stored, so they are not part of it."""
+        resampling = "" if self.interpolation == "bicubic" else f":{self.interpolation}"
+        return f"{VERSION}:{self.size[0]}x{self.size[1]}{resampling}"
 
 
 @dataclass(frozen=True)
@@ -80,17 +82,19 @@ class TrainTransform:
     size: Size
     colour_jitter: float = 0.0
     flip: float = 0.0
+    preprocessing: Preprocessing = CLIP
 
     @property
     def stored(self) -> Stored:
-        return Stored(self.size)
+        return _stored(self.size, self.preprocessing)
 
     def __call__(self, picture: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         drawn = generator.random(10)  # all at once, and always all: what one option draws never shifts another
         colour = tuple(LIGHTEST_DARK + int(part * (WHITE + 1 - LIGHTEST_DARK)) for part in drawn[:3])
         picture = _on_background(picture, colour)
         top, left, height, width = _crop_box(picture.shape[:2], self.size, *drawn[3:7])
-        picture = _resized(np.array(picture[top : top + height, left : left + width]), self.size)
+        crop = np.array(picture[top : top + height, left : left + width])
+        picture = _resized(crop, self.size, self.preprocessing.interpolation)
         if drawn[7] < self.flip:
             picture = np.ascontiguousarray(picture[:, ::-1])
         if self.colour_jitter:
@@ -103,44 +107,54 @@ class TrainTransform:
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """Phase B of evaluation: uint8 [h, w, 3 or 4] -> uint8 [H, W, 3]: on white, shrunk until it just covers the target, its centre."""
+    """Phase B of evaluation: uint8 [h, w, 3 or 4] -> uint8 [H, W, 3]: on white, resized, and its centre cropped.
+
+    Sizes and offsets are rounded as in torchvision's `Resize` and `CenterCrop`, so a picture that phase A has not shrunk has
+    the pixels of the presets of torchvision and OpenCLIP.
+    """
 
     size: Size
+    preprocessing: Preprocessing = CLIP
 
     @property
     def stored(self) -> Stored:
-        return Stored(self.size)
+        return _stored(self.size, self.preprocessing)
 
     def __call__(self, picture: np.ndarray, generator: np.random.Generator | None = None) -> np.ndarray:
         picture = _on_background(picture, (WHITE, WHITE, WHITE))
         (height, width), (h, w) = self.size, picture.shape[:2]
-        scale = max(height / h, width / w)
-        picture = _resized(picture, (max(height, round(h * scale)), max(width, round(w * scale))))
-        top, left = (picture.shape[0] - height) // 2, (picture.shape[1] - width) // 2
+        least_h, least_w = self.preprocessing.resized(self.size)
+        # One side becomes the least that is asked for, the other follows in proportion and is cut off, not rounded.
+        shorter_h = least_h * w >= least_w * h
+        size = (least_h, least_h * w // h) if shorter_h else (least_w * h // w, least_w)
+        picture = _resized(picture, size, self.preprocessing.interpolation)
+        top, left = round((size[0] - height) / 2), round((size[1] - width) / 2)
         return np.ascontiguousarray(picture[top : top + height, left : left + width])
 
 
 ImageTransform = TrainTransform | EvalTransform
 
 
-def train_transform(image_size: int | Size, colour_jitter: float = 0.0, flip: float = 0.0) -> TrainTransform:
+def train_transform(
+    image_size: int | Size, colour_jitter: float = 0.0, flip: float = 0.0, preprocessing: Preprocessing = CLIP
+) -> TrainTransform:
     """For square towers or a size (H, W), pixels. Errors: ValueError for a size below 1 pixel."""
-    return TrainTransform(_checked(image_size), colour_jitter, flip)
+    return TrainTransform(_checked(image_size), colour_jitter, flip, preprocessing)
 
 
-def augmented(image_size: int | Size, words: Sequence[str]) -> ImageTransform:
+def augmented(image_size: int | Size, words: Sequence[str], preprocessing: Preprocessing = CLIP) -> ImageTransform:
     """What training does to pictures: `words` of train.py's --augmentation; without any, what evaluation does. Flips are of half of them."""
     if not words:
-        return eval_transform(image_size)
-    return train_transform(image_size, COLOUR_JITTER * ("colour" in words), 0.5 * ("flip" in words))
+        return eval_transform(image_size, preprocessing)
+    return train_transform(image_size, COLOUR_JITTER * ("colour" in words), 0.5 * ("flip" in words), preprocessing)
 
 
-def eval_transform(image_size: int | Size) -> EvalTransform:
+def eval_transform(image_size: int | Size, preprocessing: Preprocessing = CLIP) -> EvalTransform:
     """For square towers or a size (H, W), pixels. Errors: ValueError for a size below 1 pixel."""
-    return EvalTransform(_checked(image_size))
+    return EvalTransform(_checked(image_size), preprocessing)
 
 
-def normalised(pictures: Sequence[np.ndarray], out: Tensor | None = None) -> Tensor:
+def normalised(pictures: Sequence[np.ndarray], out: Tensor | None = None, preprocessing: Preprocessing = CLIP) -> Tensor:
     """uint8 [H, W, 3] each -> float32 [b, 3, H, W], channels-last: (value / 255 - mean) / std of each channel.
 
     `out`: memory to write to, float32, flat, of as many values; else it is allocated. Convolutions follow the memory
@@ -150,11 +164,17 @@ def normalised(pictures: Sequence[np.ndarray], out: Tensor | None = None) -> Ten
     out = torch.empty(len(pictures) * height * width * 3) if out is None else out
     rows = out.view(len(pictures), height, width * 3)
     # One row of the picture at a time: a broadcast over 3 channels would be a loop of 3 steps.
-    scale = torch.tensor([1 / (255 * std) for std in CLIP_STD]).repeat(width)  # [3 W]
-    shift = torch.tensor([-mean / std for mean, std in zip(CLIP_MEAN, CLIP_STD)]).repeat(width)
+    mean, std = preprocessing.mean, preprocessing.std
+    scale = torch.tensor([1 / (255 * s) for s in std]).repeat(width)  # [3 W]
+    shift = torch.tensor([-m / s for m, s in zip(mean, std)]).repeat(width)
     for row, picture in zip(rows, pictures):  # picture by picture: in between, the values stay in the processor's cache
         torch.addcmul(shift, torch.from_numpy(picture).view(height, width * 3).float(), scale, out=row)
     return out.view(len(pictures), height, width, 3).permute(0, 3, 1, 2)
+
+
+def _stored(size: Size, preprocessing: Preprocessing) -> Stored:
+    """What training and evaluation share: large enough for the one that needs more."""
+    return Stored(preprocessing.resized(size), preprocessing.interpolation)
 
 
 def _crop_box(picture: Size, target: Size, area: float, ratio: float, down: float, right: float) -> tuple[int, int, int, int]:
@@ -182,10 +202,10 @@ def _on_background(picture: np.ndarray, colour: tuple[int, ...]) -> np.ndarray:
     return np.array(background)
 
 
-def _resized(picture: np.ndarray, size: Size) -> np.ndarray:
-    """uint8 [h, w, 3], contiguous -> uint8 [H, W, 3], contiguous; bicubic, antialiased."""
+def _resized(picture: np.ndarray, size: Size, interpolation: str) -> np.ndarray:
+    """uint8 [h, w, 3], contiguous -> uint8 [H, W, 3], contiguous; antialiased."""
     channels_first = torch.from_numpy(picture).permute(2, 0, 1)  # [3, h, w], channels-last in memory: its fast path
-    resized = functional.resize(channels_first, list(size), InterpolationMode.BICUBIC, antialias=True)
+    resized = functional.resize(channels_first, list(size), InterpolationMode(interpolation), antialias=True)
     return np.ascontiguousarray(resized.permute(1, 2, 0).numpy())
 
 

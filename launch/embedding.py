@@ -96,7 +96,7 @@ class Embedder:
 
     def _of_images(self, source: Source, subset: np.ndarray) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         """(what was loaded, what the tower makes of it) of one batch after the other."""
-        transform = eval_transform(self.trained.options["image_size"])
+        transform = eval_transform(self.trained.options["image_size"], self.trained.preprocessing)
         dataset = MicroBatchDataset(source, frozenset({"image"}), transform, transform, seed=self.trained.options["seed"])
         requests, reports = evaluation_requests(np.asarray(subset), 0, 1, self.batch_size), []
         batches = micro_batches(dataset, requests, self.workers, on_load=reports.append)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data.transforms import CLIP_MEAN, CLIP_STD, KEPT, SHRUNK
+from data.transforms import KEPT, SHRUNK
 from launch.trained import Trained
 from models.layers import Tower
 
@@ -13,14 +13,14 @@ from PIL import Image, ImageOps
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-SIZE = {size}
+SIZE, RESIZE = {size}, {resize}
 MEAN, STD = {mean}, {std}
 
 
 def pixel_values(file):
     """[3, SIZE, SIZE]."""
     picture = Image.open(file)
-    picture.draft(None, (SIZE, SIZE))  # a large JPEG is decoded at a smaller scale
+    picture.draft(None, (RESIZE, RESIZE))  # a large JPEG is decoded at a smaller scale
     picture = ImageOps.exif_transpose(picture)
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
@@ -28,17 +28,16 @@ def pixel_values(file):
         white.paste(picture, mask=picture.getchannel("A"))
         picture = white
     pixels = torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
-    larger = min(pixels.shape[1:]) / SIZE
+    larger = min(pixels.shape[1:]) / RESIZE
     if larger > {kept}:  # in two steps, as the pictures of a cache
         pixels = resized(pixels, [round(side * {shrunk} / larger) for side in pixels.shape[1:]])
-    scale = max(SIZE / side for side in pixels.shape[1:])
-    pixels = resized(pixels, [max(SIZE, round(side * scale)) for side in pixels.shape[1:]])
-    top, left = ((side - SIZE) // 2 for side in pixels.shape[1:])
+    pixels = resized(pixels, [RESIZE * side // min(pixels.shape[1:]) for side in pixels.shape[1:]])
+    top, left = (round((side - SIZE) / 2) for side in pixels.shape[1:])
     return functional.normalize(pixels[:, top : top + SIZE, left : left + SIZE] / 255, MEAN, STD)
 
 
 def resized(pixels, size):
-    return functional.resize(pixels, size, InterpolationMode.BICUBIC, antialias=True)
+    return functional.resize(pixels, size, InterpolationMode.{interpolation}, antialias=True)
 ```'''
 
 DUAL_ENCODER = """```python
@@ -87,7 +86,8 @@ def embed(pixel_values, texts):
 
 def export_page(trained: Trained, differences: list[str]) -> str:
     """Markdown. Its code, in order, defines `embed` and `pixel_values`, run in the exported folder."""
-    options, (image, text) = trained.options, trained.towers
+    options, (image, text), pixels = trained.options, trained.towers, trained.preprocessing
+    resize = pixels.options(options["image_size"])["image_resize"]
     bias = " plus `logit_bias`" if "logit_bias" in image.specs[-1].template.scalars else ""
     parts = [
         f"# {options['image_tower']} and {options['text_tower']}",
@@ -100,9 +100,17 @@ def export_page(trained: Trained, differences: list[str]) -> str:
         _state_dict_example(image, text) if differences else DUAL_ENCODER,
         "## Pictures",
         "`preprocessor_config.json` is for transformers' `CLIPImageProcessor`, which gives the very pixels of training for opaque pictures between "
-        f"{options['image_size']} and {int(KEPT * options['image_size'])} pixels on their shorter side, but for those whose longer side or margin "
-        "is rounded the other way. For all others it is near; this is what the model was evaluated with:",
-        PIXELS.format(size=options["image_size"], mean=CLIP_MEAN, std=CLIP_STD, kept=KEPT, shrunk=SHRUNK),
+        f"{resize} and {int(KEPT * resize)} pixels on their shorter side, but for those whose margin around the centre is rounded the other way. "
+        "For all others it is near; this is what the model was evaluated with:",
+        PIXELS.format(
+            size=options["image_size"],
+            resize=resize,
+            mean=pixels.mean,
+            std=pixels.std,
+            interpolation=pixels.interpolation.upper(),
+            kept=KEPT,
+            shrunk=SHRUNK,
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 RECORD, WEIGHTS, TEXT_FOLDER = "wye.json", "model.safetensors", "text"
 OPTIONS = ("image_tower", "embed_dim", "image_size", "max_text_tokens")  # of train.py, as the model was trained with
+PIXELS = ("image_mean", "image_std", "image_interpolation", "image_resize")  # likewise; earlier exports, of CLIP's values, have none
 
 
 def read_export(folder: Path) -> dict[str, Any] | None:
@@ -26,6 +27,7 @@ def options_of_export(folder: Path) -> dict[str, Any]:
         return {}
     return {
         **{key: record[key] for key in OPTIONS},
+        **{key: record[key] for key in PIXELS if key in record},
         "text_tower": str(folder.expanduser() / TEXT_FOLDER),
         "tokenizer": str(folder.expanduser()),
     }

@@ -9,11 +9,12 @@ import shutil
 from importlib.metadata import version
 from pathlib import Path
 
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CLIPImageProcessor
 
-from data.transforms import CLIP_MEAN, CLIP_STD
+from data.preprocessing import Preprocessing
 from launch.export_page import export_page
 from launch.exported import OPTIONS, RECORD, TEXT_FOLDER, WEIGHTS, read_export
 from launch.trained import Trained
@@ -52,7 +53,7 @@ def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> lis
     tokenizer = copy.deepcopy(trained.tokenizer)
     tokenizer.model_max_length = trained.options["max_text_tokens"]
     tokenizer.save_pretrained(str(beside))
-    image_processor(trained.options["image_size"]).save_pretrained(beside)
+    image_processor(trained.preprocessing, trained.options["image_size"]).save_pretrained(beside)
     _write_json(beside / RECORD, _record(trained, differences))
     (beside / "README.md").write_text(export_page(trained, differences), encoding="utf-8")
 
@@ -81,15 +82,15 @@ def canonical_state(layers: list[Layer]) -> dict[str, Tensor]:
     return {name: (tensor.float() if tensor.is_floating_point() else tensor).contiguous() for name, tensor in tensors.items()}
 
 
-def image_processor(image_size: int) -> CLIPImageProcessor:
-    """transformers' nearest to `data.transforms.eval_transform`. Other are: pictures over 1.25 times as large as `image_size`, which are
-    shrunk in two steps in training; those where the longer side comes out as a fraction of a pixel, or the margin is odd; transparent ones."""
+def image_processor(preprocessing: Preprocessing, image_size: int) -> CLIPImageProcessor:
+    """transformers' nearest to `data.transforms.eval_transform`. Other are: pictures over 1.25 times as large as they are resized to, which are
+    shrunk in two steps in training; those where the margin around the centre is odd; transparent ones."""
     return CLIPImageProcessor(
-        size={"shortest_edge": image_size},
+        size={"shortest_edge": preprocessing.options(image_size)["image_resize"]},
         crop_size={"height": image_size, "width": image_size},
-        resample=3,  # bicubic
-        image_mean=list(CLIP_MEAN),
-        image_std=list(CLIP_STD),
+        resample=Image.Resampling[preprocessing.interpolation.upper()],
+        image_mean=list(preprocessing.mean),
+        image_std=list(preprocessing.std),
     )
 
 
@@ -99,6 +100,7 @@ def _record(trained: Trained, differences: list[str]) -> dict[str, object]:
         "kind": STATE_DICT if differences else DUAL_ENCODER,
         "differences": differences,
         **{key: options[key] for key in OPTIONS},
+        **trained.preprocessing.options(options["image_size"]),
         "text_tower": options["text_tower"],
         "loss": options["loss"],
         "step": trained.step,

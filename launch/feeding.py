@@ -14,6 +14,7 @@ from torch import Tensor
 from data.cache import GIB, PictureCache, default_folder, open_cache
 from data.loader import LoadReport, MicroBatchDataset, micro_batches
 from data.prepare import PreparedData, bad_table
+from data.preprocessing import Preprocessing
 from data.sampler import evaluation_requests, training_requests
 from data.sources import Source
 from data.transforms import augmented, eval_transform
@@ -148,11 +149,12 @@ def micro_batch_dataset(
 ) -> MicroBatchDataset:
     """Micro-batches of `source` as the run sees them, with what `modalities` need and nothing else."""
     image, text = "image" in modalities, "text" in modalities
+    preprocessing = Preprocessing.from_options(vars(options))
     return MicroBatchDataset(
         source,
         modalities,
-        augmented(options.image_size, options.augmentation) if image else None,
-        eval_transform(options.image_size) if image else None,
+        augmented(options.image_size, options.augmentation, preprocessing) if image else None,
+        eval_transform(options.image_size, preprocessing) if image else None,
         data.tokenizer if text else None,
         options.max_text_tokens if text else None,
         options.seed,

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from data.preprocessing import INTERPOLATIONS, NORMALIZATIONS
 from launch.loss_weights import MODES
 
 
@@ -153,7 +154,36 @@ def _towers(model: argparse._ArgumentGroup) -> None:
         "ORGANISATION/MODEL given to --text-weights; else WordPiece trained on the captions)",
     )
     model.add_argument("--embed-dim", type=_at_least(1), metavar="N", help="width of the common space (default: 512; demo: 256)")
-    model.add_argument("--image-size", type=_at_least(1), metavar="N", help="pixels a side (default: 224; demo: 64)")
+    model.add_argument(
+        "--image-size",
+        type=_at_least(1),
+        metavar="N",
+        help="pixels a side (default: 224; demo: 64; pretrained image weights: what they were trained with)",
+    )
+    model.add_argument(
+        "--image-normalization",
+        choices=tuple(NORMALIZATIONS),
+        help="mean and standard deviation of the pixels (default: those of the pretrained image weights; from scratch clip)",
+    )
+    model.add_argument(
+        "--image-mean",
+        type=_channels,
+        metavar="R,G,B",
+        help="of channel values from 0 to 1, together with --image-std, instead of --image-normalization (default: as there)",
+    )
+    model.add_argument("--image-std", type=_channels, metavar="R,G,B", help="see --image-mean (default: as there)")
+    model.add_argument(
+        "--image-interpolation",
+        choices=INTERPOLATIONS,
+        help="how pictures are resized (default: as the pretrained image weights were trained; from scratch bicubic)",
+    )
+    model.add_argument(
+        "--image-resize",
+        type=_at_least(1),
+        metavar="N",
+        help="pixels of the shorter side before the centre is cropped in evaluation (default: in proportion to the pretrained image weights; from "
+        "scratch --image-size)",
+    )
     model.add_argument(
         "--image-buckets",
         type=_at_least(1),
@@ -300,6 +330,16 @@ def _augmentation(text: str) -> tuple[str, ...]:
     if words and (words[0] != "crop" or len(set(words)) != len(words) or not set(words) <= {"crop", "flip", "colour"}):
         raise argparse.ArgumentTypeError(f"{text!r} is neither none nor crop, with +flip, +colour or both behind it")
     return words
+
+
+def _channels(text: str) -> tuple[float, ...]:
+    values = tuple(float(word) for word in text.split(","))
+    if len(values) != 3 or not all(map(math.isfinite, values)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not three numbers, for red, green and blue, such as 0.485,0.456,0.406")
+    return values
+
+
+_channels.__name__ = "list of three numbers"
 
 
 def _rate(text: str) -> float:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.options import DataOptions
-from launch.exported import options_of_export
+from data.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
+from launch.exported import PIXELS, options_of_export
 from launch.flags import make_parser
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ class Options:
     tokenizer: str | None
     embed_dim: int
     image_size: int
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
+    image_interpolation: str
+    image_resize: int
     image_buckets: int
     max_text_tokens: int
     loss: str
@@ -139,6 +144,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
             "so leave it out"
         )
     _check_fusion(parser, values)
+    pixels = _given_pixels(parser, values)
     values["data"] = tuple(values["data"] or ["demo"])
     values["data_weights"] = _weights(parser, values["data_weights"], values["data"])
     values["data_floors"] = _floors(parser, values["data_floors"], values["data"])
@@ -151,16 +157,50 @@ def parse_options(arguments: list[str] | None = None) -> Options:
             if values[other]:
                 parser.error(f"argument --import: it holds both towers; leave out --{other.replace('_', '-')}")
         for key, default in options_of_export(Path(values["imported"])).items():
-            values[key] = default if values[key] is None else values[key]
+            if key not in PIXELS:
+                values[key] = default if values[key] is None else values[key]
     for key in ("tokenizer", "imported"):
         values[key] = _from_anywhere(values[key])
     for key in ("text_tower", "image_weights", "text_weights"):  # NAME is also one that a library knows; ./NAME is not
         values[key] = _from_anywhere(values[key]) if "/" in (values[key] or "") else values[key]
+    sized = values["image_size"] is not None
     defaults = DEMO_DEFAULTS if all(spec.split(":")[0] == "demo" for spec in values["data"]) else DEFAULTS
     for key, default in defaults.items():
         if values[key] is None and not (key == "epochs" and values["steps"] is not None):
             values[key] = default
+    values |= _pixels(parser, pixels, values, sized)
     return Options(**values)
+
+
+def _given_pixels(parser: argparse.ArgumentParser, values: dict[str, Any]) -> dict[str, Any]:
+    """What the command line says of mean, standard deviation, interpolation and resize, taken out of `values`; None: nothing."""
+    normalization = values.pop("image_normalization")
+    given = {key: values.pop(key) for key in PIXELS}
+    if (given["image_mean"] is None) != (given["image_std"] is None):
+        parser.error("argument --image-mean: it goes together with --image-std; give both, or --image-normalization")
+    if normalization and given["image_mean"]:
+        parser.error("argument --image-normalization: --image-mean and --image-std say the same; give one of them")
+    if normalization:
+        given["image_mean"], given["image_std"] = NORMALIZATIONS[normalization]
+    return given
+
+
+def _pixels(parser: argparse.ArgumentParser, given: Mapping[str, Any], values: Mapping[str, Any], sized: bool) -> dict[str, Any]:
+    """The image size and the four options of PIXELS: as given, else as the weights were trained, else CLIP's. `sized`: the size was given."""
+    from launch.preprocessing import precedes_preprocessing, trained_with  # imports torchvision, which --help can do without
+
+    weights = values["imported"] or values["image_weights"]
+    found = None if weights is None or precedes_preprocessing(values["run_dir"]) else trained_with(weights, values["image_tower"])
+    trained, size = found or (CLIP, values["image_size"])
+    size = values["image_size"] if sized else size
+    pixels = {key: default if given[key] is None else given[key] for key, default in trained.options(size).items()}
+    if pixels["image_resize"] < size:
+        parser.error(f"argument --image-resize: {pixels['image_resize']} is below --image-size {size}; the centre is cropped from it")
+    try:
+        Preprocessing.from_options({**pixels, "image_size": size})
+    except ValueError as error:
+        parser.error(str(error))
+    return {"image_size": size, **pixels}
 
 
 def _from_anywhere(where: str | None) -> str | None:

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from data.preprocessing import CLIP
 from engine.bad_steps import BadStep
 from engine.checkpoint.layout import replace_text
 from engine.planner import RunPlan
@@ -105,7 +106,8 @@ class RunFolder:
             return
         if options.resume == "never":
             raise ValueError(f"--run-dir {self.path}: already holds a run, and --resume is never; give another folder, or --resume auto")
-        before = {key: previous["training"].get(key) for key in training}
+        recorded = _completed(previous["training"])
+        before = {key: recorded.get(key) for key in training}
         differences = list(_differences(before, json.loads(json.dumps(training))))
         if differences:
             shown = "\n".join(f"    {line}" for line in differences[:8]) + ("\n    …" if len(differences) > 8 else "")
@@ -234,6 +236,14 @@ def training_identity(
         "branches": _without(BRANCHES_FREE_TO_CHANGE if by_split else (*BRANCHES_FREE_TO_CHANGE, *BRANCHES_SPLIT), branches),
     }
     return {**known, "stages": plan.describe()} if by_split and plan is not None else known
+
+
+def _completed(training: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of an earlier run, with the options that did not exist when it began, as they are now written for what it did."""
+    options = training.get("options", {})
+    if "image_mean" not in options and "image_size" in options:
+        options = {**options, **CLIP.options(options["image_size"])}
+    return json.loads(json.dumps({**training, "options": options}))
 
 
 def _step_of(line: str) -> float:

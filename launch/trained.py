@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from data.preprocessing import Preprocessing
 from data.tokenizer import load_tokenizer
 from engine.checkpoint.layout import AVERAGE, MANIFEST, checkpoints_in, checksum_of_file, newest_of, step_of, verify
 from engine.checkpoint.reading import CheckpointReader, load_layer
@@ -38,6 +39,11 @@ class Trained:
     def options(self) -> dict[str, Any]:
         """train.py's, by name."""
         return self.record["options"]
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How the pixels of this model are prepared."""
+        return Preprocessing.from_options(self.options)
 
     def checksum(self) -> str:
         """Of the file that tells these weights from all others."""

@@ -5,9 +5,11 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from data.cache import DEFAULT_LIMIT, GIB, default_folder, fill, open_cache
+from data.preprocessing import CLIP, INTERPOLATIONS
 from data.sources import open_source
 from data.transforms import train_transform
 
@@ -16,6 +18,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m data.cache", description="Fill the cache of decoded pictures before training.")
     parser.add_argument("spec", metavar="SPEC", help="the data set, as --data of train.py")
     parser.add_argument("--image-size", type=int, required=True, metavar="N", help="pixels, as --image-size of train.py")
+    parser.add_argument("--image-resize", type=int, metavar="N", help="pixels, as --image-resize of the run (default: --image-size)")
+    parser.add_argument(
+        "--image-interpolation", choices=INTERPOLATIONS, default=CLIP.interpolation, help="as in the run (default: %(default)s)"
+    )
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes; 0: none beside this (default: %(default)s)"
     )
@@ -24,12 +30,14 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     if arguments.workers < 0 or arguments.limit <= 0:
         parser.error("--workers must be >= 0 and --limit > 0")
+    resize = arguments.image_resize or arguments.image_size
+    preprocessing = replace(CLIP, interpolation=arguments.image_interpolation, crop_pct=arguments.image_size / resize)
     start = time.monotonic()
     source = open_source(arguments.spec, progress=True)
     cache = open_cache(arguments.cache, int(arguments.limit * GIB))
     if cache is None:
         return 1
-    done = fill(source, train_transform(arguments.image_size).stored, cache, arguments.workers, progress=True)
+    done = fill(source, train_transform(arguments.image_size, preprocessing=preprocessing).stored, cache, arguments.workers, progress=True)
     print(
         f"{cache.folder}: {done.stored:,} pictures stored, {done.present:,} were there, {sum(done.bad.values()):,} unreadable, "
         f"{done.refused:,} not stored; {cache.used_bytes() / GIB:.2f} GiB of {arguments.limit:g}, {time.monotonic() - start:.1f} s"

@@ -9,12 +9,13 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
 from data.pictures import decode_bytes
-from data.transforms import CLIP_MEAN, CLIP_STD, COLOUR_JITTER, KEPT, SHRUNK, Stored, augmented, eval_transform, normalised, train_transform
+from data.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
+from data.transforms import COLOUR_JITTER, KEPT, SHRUNK, Stored, augmented, eval_transform, normalised, train_transform
 
 
 def to_rgb(tensor):
     """[3, H, W] normalised -> uint8-like 0..255"""
-    return (tensor * torch.tensor(CLIP_STD)[:, None, None] + torch.tensor(CLIP_MEAN)[:, None, None]) * 255
+    return (tensor * torch.tensor(CLIP.std)[:, None, None] + torch.tensor(CLIP.mean)[:, None, None]) * 255
 
 
 def made(transform, image, seed=0):
@@ -78,7 +79,7 @@ def test_normalised_is_torchvision_s_arithmetic():
     values = normalised(pictures, given)
     assert values.shape == (3, 3, 5, 7) and values.is_contiguous(memory_format=torch.channels_last)
     assert values.data_ptr() == given.data_ptr()
-    expected = [v2.functional.normalize(torch.from_numpy(p).permute(2, 0, 1) / 255, list(CLIP_MEAN), list(CLIP_STD)) for p in pictures]
+    expected = [v2.functional.normalize(torch.from_numpy(p).permute(2, 0, 1) / 255, list(CLIP.mean), list(CLIP.std)) for p in pictures]
     assert torch.allclose(values, torch.stack(expected), atol=1e-5)  # one multiplication and one addition instead of four steps
     assert torch.equal(values, normalised(pictures))
 
@@ -89,12 +90,30 @@ def test_not_square_is_cropped_in_the_middle():
     assert torch.allclose(to_rgb(made(eval_transform(10), image)), torch.tensor(255.0), atol=1.0)
 
 
-def test_evaluation_is_torchvision_s_resize_and_centre_crop():
-    image = smooth(90, 60)
-    usual = v2.Compose([v2.Resize(40, InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(40), v2.PILToTensor()])
-    transform = eval_transform(40)
-    ours = transform(np.array(image))
-    assert np.abs(ours.transpose(2, 0, 1).astype(int) - usual(image).numpy()).max() <= 2  # 8 bits round
+@pytest.mark.parametrize("shape", [(90, 60), (61, 47), (40, 53), (47, 44), (41, 150)])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("resize", [40, 44])
+def test_evaluation_is_torchvision_s_resize_and_centre_crop(shape, interpolation, resize):
+    """To the last bit on the same decoded pixels, whichever way sizes and margins have to be rounded."""
+    pixels = torch.from_numpy(np.array(smooth(*shape))).permute(2, 0, 1)
+    usual = v2.Compose([v2.Resize(resize, InterpolationMode(interpolation), antialias=True), v2.CenterCrop(40)])
+    transform = eval_transform(40, Preprocessing(interpolation=interpolation, crop_pct=40 / resize))
+    ours = transform(np.array(smooth(*shape)))
+    assert torch.equal(torch.from_numpy(ours).permute(2, 0, 1), usual(pixels))
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"std": (0.2, 0.0, 0.2)}, "must be above 0"),
+        ({"mean": (0.5, 0.5)}, "three numbers"),
+        ({"interpolation": "nearest"}, "use one of bicubic, bilinear"),
+        ({"crop_pct": 1.1}, "from 0.25 to 1"),
+    ],
+)
+def test_preprocessing_that_makes_no_sense_is_refused(values, words):
+    with pytest.raises(ValueError, match=words):
+        Preprocessing(**values)
 
 
 @pytest.mark.parametrize("size", [(24, 48), (48, 24), (33, 32)])
@@ -192,6 +211,10 @@ def test_stored_is_the_same_for_the_same_bytes_and_named_by_its_size(demo):
     data = demo.image_bytes(7)
     assert np.array_equal(Stored((32, 32))(data), Stored((32, 32))(data))
     assert Stored((32, 32)).name == train_transform(32).stored.name == eval_transform(32).stored.name != Stored((32, 64)).name
+    larger, bilinear = Preprocessing(crop_pct=32 / 36), Preprocessing(interpolation="bilinear")
+    names = {train_transform(32, preprocessing=changed).stored.name for changed in (CLIP, larger, bilinear)}
+    assert len(names) == 3 and train_transform(32, preprocessing=larger).stored == Stored((36, 36))
+    assert train_transform(32, preprocessing=Preprocessing(*NORMALIZATIONS["imagenet"])).stored.name in names  # applied later
 
 
 @pytest.mark.parametrize("transform", [train_transform, eval_transform])

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor
 
+from data.preprocessing import CLIP as CLIP_PIXELS
 from data.tokenizer import batch_tokens, load_tokenizer
 from data.transforms import eval_transform, normalised
 from launch.exported import options_of_export
@@ -227,11 +228,39 @@ def test_transformers_processor_gives_the_pixels_of_evaluation_where_the_page_sa
     folder = exports["vit+bert"][1]
     processor = AutoImageProcessor.from_pretrained(folder)
     largest = []
-    for size in ((SIZE, SIZE), (SIZE, SIZE + 16), (70, 70), (333, 217)):  # the last one is large
+    for size in ((SIZE, SIZE), (SIZE + 1, 75), (70, 70), (333, 217)):  # the last one is large
         theirs = processor(picture(size), return_tensors="pt")["pixel_values"][0]
         largest.append((theirs - evaluated(encoded(picture(size)))).abs().max().item())
     assert max(largest[:3]) < 1e-5 < largest[3]
     assert type(AutoProcessor.from_pretrained(folder)).__name__ == "VisionTextDualEncoderProcessor"
+
+
+def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
+    """Of a run with ImageNet's values: its page, transformers' processor and a run that starts from it prepare the same pixels."""
+    trained = trained_model(VIT, BERT, "infonce")
+    values = {
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+        "image_interpolation": "bilinear",
+        "image_resize": 72,
+    }
+    trained.options.update(values)
+    write_export(trained, tmp_path)
+    transform = eval_transform(SIZE, trained.preprocessing)
+    data = encoded(picture((87, 80)))
+    expected = normalised([transform(transform.stored(data))], preprocessing=trained.preprocessing)[0]
+    names: dict = {}
+    exec(re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)[-1], names)
+    torch.testing.assert_close(names["pixel_values"](io.BytesIO(data)), expected, rtol=0, atol=1e-5)
+    theirs = AutoImageProcessor.from_pretrained(tmp_path)(picture((87, 80)), return_tensors="pt")["pixel_values"][0]
+    torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-5)
+    assert (expected - evaluated(data)).abs().max() > 0.1  # CLIP's are others
+    options = parse_options(["--import", str(tmp_path)])
+    assert {key: list(value) if isinstance(value, tuple) else value for key, value in vars(options).items() if key in values} == values
+    assert open_export(tmp_path).preprocessing == trained.preprocessing
+    record = json.loads((tmp_path / "wye.json").read_text())
+    (tmp_path / "wye.json").write_text(json.dumps({key: value for key, value in record.items() if key not in values}))
+    assert open_export(tmp_path).preprocessing == CLIP_PIXELS  # an export from before these options
 
 
 def test_a_scale_beyond_its_limit_is_exported_as_the_loss_read_it(tmp_path):

@@ -19,6 +19,7 @@ FLAGS = [
     "--val-data", "--val-fraction", "--limit-samples",
     "--on-leak", "--leak-bits", "--max-bad-fraction", "--index-check", "--augmentation", "--cache", "--cache-limit",
     "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--import", "--tokenizer", "--embed-dim", "--image-size",
+    "--image-normalization", "--image-mean", "--image-std", "--image-interpolation", "--image-resize",
     "--image-buckets", "--max-text-tokens",
     "--loss", "--label-smoothing",
     "--fusion", "--fusion-width", "--fusion-heads", "--fusion-scales", "--matching-weight", "--loss-weights", "--loss-weights-every",
@@ -228,7 +229,7 @@ def test_flags_and_fields_have_the_same_names():
     fields = [flag.lstrip("-").replace("-", "_") for flag in FLAGS]
     fields[fields.index("import")] = "imported"  # Python keeps the other word for itself
     assert fields == [action.dest for action in actions().values()]
-    assert set(parse_options([]).record()) == {action.dest for action in actions().values()}
+    assert set(parse_options([]).record()) == set(fields) - {"image_normalization"}  # another way to give the mean and std
     assert isinstance(parse_options(["--run-dir", "x"]).run_dir, Path)
 
 

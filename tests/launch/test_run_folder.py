@@ -132,6 +132,7 @@ def test_another_run_is_refused_with_every_difference(folder):
     assert [line.strip() for line in lines] == [
         "deepspeed_config.optimizer.params.lr: there 0.001, here 0.002",
         'deepspeed_config.scheduler: there null, here {"type": "WarmupLR"}',
+        "options.image_resize: there 64, here 32",
         "options.image_size: there 64, here 32",
         "options.seed: there 0, here 3",
     ]

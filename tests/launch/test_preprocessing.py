@@ -1,0 +1,184 @@
+"""The pixels of a run follow its weights: against torchvision's own presets and models, and transformers' own files."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+from torch import nn
+from transformers import CLIPImageProcessor, ViTImageProcessor
+
+from data.loader import MicroBatchDataset
+from data.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
+from data.sampler import evaluation_requests
+from data.sources import open_source
+from data.transforms import eval_transform
+from launch.options import parse_options
+from launch.preprocessing import describe_pixels, trained_with
+from launch.run_folder import RunFolder, training_identity
+from models.image import image_tower
+from models.weights import open_weights
+
+FILE = "resnet18-f37072fd.pth"  # as torchvision downloads IMAGENET1K_V1
+
+
+@pytest.fixture(scope="module")
+def resnet18():
+    """torchvision's model; its running statistics and affines are not what they begin with."""
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18(weights=None)
+    model.train()
+    with torch.no_grad():
+        model(torch.randn(8, 3, 64, 64) + 0.5)
+    return model.eval()
+
+
+def pictures(folder, sizes):
+    """A jsonl file of PNGs of (width, height) pixels each, and the pictures."""
+    draw, lines, made = np.random.default_rng(0), [], []
+    for i, size in enumerate(sizes):
+        coarse = Image.fromarray(draw.integers(0, 255, (7, 9, 3), dtype=np.uint8))
+        made.append(coarse.resize(size, Image.Resampling.BICUBIC))
+        made[i].save(folder / f"{i}.png")
+        lines.append(json.dumps({"image_path": f"{i}.png", "text": f"number {i}"}))
+    (folder / "set.jsonl").write_text("\n".join(lines))
+    return f"jsonl:{folder / 'set.jsonl'}", made
+
+
+def run_s_pixels(options, spec, number):
+    """[number, 3, H, W] as a run with these options evaluates them."""
+    transform = eval_transform(options.image_size, Preprocessing.from_options(vars(options)))
+    dataset = MicroBatchDataset(open_source(spec), frozenset({"image"}), transform, transform)
+    (request,) = evaluation_requests(np.arange(number), 0, 1, number)
+    return dataset[request]["pixel_values"]
+
+
+def run_s_features(options, pixel_values):
+    """[B, D] of the run's tower with its pretrained weights, before the head."""
+    tower = image_tower(options.image_tower, options.image_size)
+    weights = open_weights("image", options.image_weights, tower)
+    tensors = {"pixel_values": pixel_values}
+    with torch.no_grad():
+        for layer in tower.specs:
+            tensors = layer.build(0, weights).eval()(tensors)
+    return tensors["image_features"]
+
+
+@pytest.mark.parametrize(
+    "sizes, pixel_limit, feature_limit",
+    [
+        ([(256, 256), (300, 256), (256, 421), (301, 256)], 0, 1e-5),  # cropped only
+        # resized: torch's and Pillow's arithmetic differ in the last of 8 bits at about one pixel in a thousand
+        ([(300, 261), (307, 264), (280, 319), (290, 290)], 1, 1e-3),
+    ],
+)
+def test_a_pretrained_tower_embeds_as_torchvision_s_own_model(tmp_path, resnet18, sizes, pixel_limit, feature_limit):
+    """The model and the preset of the library on one side; a run's options, weights, loader and layers on the other."""
+    torch.save(resnet18.state_dict(), tmp_path / FILE)
+    spec, made = pictures(tmp_path, sizes)
+    arguments = ["--data", spec, "--image-tower", "resnet18", "--image-weights", str(tmp_path / FILE)]
+    preset = torchvision.models.ResNet18_Weights.IMAGENET1K_V1.transforms()
+    library = nn.Sequential(*list(resnet18.children())[:-1], nn.Flatten())
+    library_pixels = torch.stack([preset(picture) for picture in made])
+    with torch.no_grad():
+        expected = library(library_pixels)
+
+    options = parse_options(arguments)
+    pixels = run_s_pixels(options, spec, len(made))
+    levels = (pixels - library_pixels).abs() * 255 * torch.tensor(preset.std)[:, None, None]
+    assert levels.max() < pixel_limit + 0.02 and (levels > 0.5).float().mean() < 0.01
+    torch.testing.assert_close(run_s_features(options, library_pixels), expected, rtol=1e-5, atol=1e-5)  # fp32
+    features = run_s_features(options, pixels)
+    assert torch.linalg.norm(features - expected) < feature_limit * torch.linalg.norm(expected)
+    for wrong in (["--image-normalization", "clip"], ["--image-resize", "224"]):
+        others = parse_options([*arguments, *wrong])
+        features = run_s_features(others, run_s_pixels(others, spec, len(made)))
+        assert torch.linalg.norm(features - expected) > 10 * feature_limit * torch.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("architecture", ["resnet50", "vit_b_16", "vit_l_16", "convnext_tiny"])
+def test_every_weight_of_torchvision_brings_its_preset(architecture):
+    for weights in torchvision.models.get_model_weights(architecture):
+        preset = weights.transforms()
+        options = parse_options(["--data", "jsonl:x", "--image-tower", architecture, "--image-weights", weights.name])
+        assert [options.image_size, options.image_resize] == preset.crop_size + preset.resize_size
+        assert (list(options.image_mean), list(options.image_std)) == (preset.mean, preset.std)
+        assert options.image_interpolation == preset.interpolation.value
+        assert trained_with(weights.name, architecture) == trained_with(f"/x/{weights.url.rpartition('/')[2]}", architecture)
+
+
+def test_what_is_given_goes_before_the_weights():
+    weights = ["--data", "jsonl:x", "--image-weights", "DEFAULT"]  # resnet50's: 232, then 224
+    options = parse_options([*weights, "--image-size", "112"])
+    assert (options.image_size, options.image_resize) == (112, 116)
+    options = parse_options([*weights, "--image-normalization", "half", "--image-interpolation", "bicubic", "--image-resize", "224"])
+    assert (options.image_mean, options.image_std) == NORMALIZATIONS["half"]
+    assert (options.image_interpolation, options.image_resize) == ("bicubic", 224)
+    options = parse_options(["--image-mean", "0.1,0.2,0.3", "--image-std", "0.4,0.5,0.6"])
+    assert (options.image_mean, options.image_std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert Preprocessing.from_options(vars(parse_options([]))) == CLIP  # from scratch
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--image-mean", "0.1,0.2,0.3"], "it goes together with --image-std"),
+        (["--image-mean", "0.1,0.2"], "is not three numbers"),
+        (["--image-mean", "a,b,c"], "invalid list of three numbers value"),
+        (["--image-mean", "0,0,0", "--image-std", "0,1,1"], "must be above 0"),
+        (["--image-normalization", "half", "--image-mean", "0,0,0", "--image-std", "1,1,1"], "give one of them"),
+        (["--image-resize", "60"], "--image-resize: 60 is below --image-size 64"),
+        (["--image-normalization", "imagnet"], "invalid choice: 'imagnet'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(capsys, arguments, words):
+    with pytest.raises(SystemExit):
+        parse_options(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_transformers_files_are_read(tmp_path):
+    for name, processor, expected in (
+        ("clip", CLIPImageProcessor(), (CLIP, 224)),
+        ("vit", ViTImageProcessor(), (Preprocessing(*NORMALIZATIONS["half"], "bilinear"), 224)),
+        (
+            "cropped",
+            CLIPImageProcessor(size={"shortest_edge": 256}, crop_size=224, resample=2, image_mean=[0.485, 0.456, 0.406]),
+            (Preprocessing(NORMALIZATIONS["imagenet"][0], CLIP.std, "bilinear", 224 / 256), 224),
+        ),
+    ):
+        processor.save_pretrained(tmp_path / name)
+        assert trained_with(str(tmp_path / name), "resnet50") == expected
+    (tmp_path / "clip" / "preprocessor_config.json").write_text('{"size": 224}')
+    with pytest.raises(ValueError, match="does not describe how images are prepared .* give --image-normalization"):
+        trained_with(str(tmp_path / "clip"), "resnet50")
+
+
+def test_the_first_lines_say_which_pixels_are_used(tmp_path):
+    options = parse_options(["--data", "jsonl:x", "--image-weights", "DEFAULT"])
+    assert "mean 0.485, 0.456, 0.406; std 0.229" in describe_pixels(options)
+    assert "bilinear; shorter side 232, centre 224 (as --image-weights DEFAULT was trained)" in describe_pixels(options)
+    options = parse_options(["--data", "jsonl:x", "--image-weights", "DEFAULT", "--image-normalization", "clip"])
+    assert "not as --image-weights DEFAULT was trained" in describe_pixels(options)
+    (tmp_path / "mine.pth").touch()
+    unknown = describe_pixels(parse_options(["--data", "jsonl:x", "--image-weights", str(tmp_path / "mine.pth")]))
+    assert "does not say what it was trained with; give --image-normalization imagenet" in unknown
+
+
+def test_a_run_from_before_these_options_goes_on_with_clip_s_values(tmp_path):
+    """Whatever its weights: that is what it was trained with. Given another normalization, it is another run."""
+    arguments = ["--run-dir", str(tmp_path), "--data", "jsonl:x", "--image-weights", "DEFAULT"]
+    config, block = {"train_batch_size": 8}, {}
+    identity = json.loads(json.dumps(training_identity(parse_options(arguments), config, block)))
+    new = ("image_mean", "image_std", "image_interpolation", "image_resize")
+    old = {key: value for key, value in identity["options"].items() if key not in new}
+    (tmp_path / "config.json").write_text(json.dumps({"training": {**identity, "options": old}, "options": old}))
+    options = parse_options(arguments)
+    assert Preprocessing.from_options(vars(options)) == CLIP and options.image_size == 224
+    folder = RunFolder(tmp_path, first_rank=True)
+    folder.refuse_other_run(options, training_identity(options, config, block))
+    options = parse_options([*arguments, "--image-normalization", "imagenet"])
+    with pytest.raises(ValueError, match=r"options.image_mean: there \[0.4814"):
+        folder.refuse_other_run(options, training_identity(options, config, block))
