@@ -20,6 +20,7 @@ from data.loader import resolve_workers
 from data.mixture import source_names
 from data.prepare import prepare_data
 from data.processes import start_early
+from data.tokenizer import length_multiple
 from engine.build import build_engine
 from engine.checkpoint.layout import step_folder
 from engine.checkpoint.retention import Keep
@@ -78,7 +79,8 @@ def main(options: Options, run: Run) -> int:
     checkpoint, notices = find_checkpoint(options.resume, folder.checkpoints)
     state, batch_size = state_of(checkpoint), config["train_batch_size"]
     with first_rank_first():
-        data = prepare_data(options.data_options(), options.tokenizer_source(), folder.path, progress=first)
+        padded_to = length_multiple(processes.device.type)
+        data = prepare_data(options.data_options(), options.tokenizer_source(), folder.path, progress=first, length_multiple=padded_to)
     order = training_order(data, batch_size, options.seed, block.weighting(), earlier_sizes(state["batch_sizes"], batch_size))
     total_steps = options.steps or order.first_step(options.epochs)
 

@@ -28,6 +28,7 @@ OUT = ROOT / "bench" / "out"
 
 from data.branch_cost import BranchCost
 from data.dealing import BranchWork, Deal, DealBounds, deal_balanced, lower_bound_s, micro_batch_seconds, padded_lengths, padding_share
+from data.tokenizer import TENSOR_CORE_MULTIPLE
 
 STAGES, REPLICAS = (2, 4, 8), (1, 2, 4, 8)
 NUM_MICRO_BATCHES = 32  # of each replica, whatever the way; ours may also choose
@@ -61,7 +62,7 @@ class Case:
 
 
 def _texts(samples: int) -> BranchWork:
-    return BranchWork(padded_lengths(num_tokens(samples), MAX_TEXT_TOKENS), TEXT_COST)
+    return BranchWork(padded_lengths(num_tokens(samples), MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE), TEXT_COST)
 
 
 def _images(samples: int) -> BranchWork:
@@ -219,7 +220,7 @@ def report(rows: Sequence[Row], spent: dict[tuple[str, int], dict[str, list[floa
         cells = [f"+{row.over[name]:.1%}, {row.padding[name]:.1%}" for name in names]
         yield f"| {row.case} | {row.num_stages} | {row.replicas} | " + " | ".join(cells) + f" | +{row.free_over:.1%} ({row.free_number}) |"
     tokens = num_tokens(GLOBAL_BATCH_SIZE)
-    rounding = 1 - tokens.sum() / padded_lengths(tokens, MAX_TEXT_TOKENS).sum()
+    rounding = 1 - tokens.sum() / padded_lengths(tokens, MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE).sum()
     yield f"\nNot in these figures, since no deal changes it: rounding up to a multiple of 8 makes {rounding:.1%} of the texts' tokens padding.\n"
     within = sum(row.over["balanced"] <= 0.05 for row in rows)
     yield (

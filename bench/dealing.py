@@ -28,6 +28,7 @@ from bench.balance import MAX_TEXT_TOKENS, num_tokens
 from bench.common import Setup, make_engine
 from data.branch_cost import BranchCost
 from data.dealing import BranchWork, Deal, DealBounds, deal_balanced, padded_lengths, padding_share
+from data.tokenizer import TENSOR_CORE_MULTIPLE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +58,9 @@ def deal(step: int, way: str, num_micro_batches: int) -> Deal:
     """Of one replica. The seeded shuffle has fixed the order of the global batch already, so equal parts of it are a random deal."""
     if way == "at random":
         return [list(np.arange(SETUP.global_batch_size).reshape(num_micro_batches, -1))]
-    work = BranchWork(padded_lengths(lengths(step), MAX_TEXT_TOKENS), COST, most_padded=SETUP.micro_batch_size * MAX_TEXT_TOKENS)
+    work = BranchWork(
+        padded_lengths(lengths(step), MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE), COST, most_padded=SETUP.micro_batch_size * MAX_TEXT_TOKENS
+    )
     return deal_balanced([work], 1, DealBounds(1, 1 << 30, num_micro_batches, num_micro_batches))
 
 
@@ -79,7 +82,7 @@ def micro_batches(branch: str, step: int, way: str, num_micro_batches: int) -> I
         if branch == "image":
             yield {"pixel_values": everything[place], **labels}
         else:
-            longest = int(padded_lengths(lengths(step)[positions], MAX_TEXT_TOKENS).max())
+            longest = int(padded_lengths(lengths(step)[positions], MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE).max())
             yield {"input_ids": everything[place, :longest], "attention_mask": mask[place, :longest], **labels}
 
 
@@ -118,7 +121,8 @@ def report(rounds: list[dict[str, dict[str, Any]]], steps: int) -> str:
         seconds = statistics.median(one[way]["step_s"] for one in rounds)
         own = [lengths(step) for step in range(WARMUP_STEPS, WARMUP_STEPS + steps)]
         padding = statistics.mean(
-            padding_share(deal(step, way, number), padded_lengths(n, MAX_TEXT_TOKENS)) for step, n in enumerate(own, start=WARMUP_STEPS)
+            padding_share(deal(step, way, number), padded_lengths(n, MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE))
+            for step, n in enumerate(own, start=WARMUP_STEPS)
         )
         idle = {s: statistics.mean(step[s] for one in rounds for step in one[way]["idle"]) for s in ("image 0", "text 0")}
         lines.append(

@@ -37,10 +37,11 @@ class Dealer(Protocol):
     """Deals global batches to the micro-batches of one branch, or of branches that share a line.
 
     `deals_texts`: it deals texts, c · G of them where an image has c captions in the setting, and not samples; those of the image at p have the
-    positions c · p .. c · p + c − 1.
+    positions c · p .. c · p + c − 1. `equal_shares`: all micro-batches have equally many samples.
     """
 
     deals_texts: bool
+    equal_shares: bool
 
     def shares(self, batch: GlobalBatch, replicas: int, num_micro_batches: int) -> list[Share]:
         """R · M of them, those of replica 0 first; every position once."""
@@ -49,7 +50,7 @@ class Dealer(Protocol):
 class InOrder:
     """Contiguous and equal."""
 
-    deals_texts = False
+    deals_texts, equal_shares = False, True
 
     def shares(self, batch: GlobalBatch, replicas: int, num_micro_batches: int) -> list[Share]:
         parts = np.arange(len(batch.visited), dtype=np.int64).reshape(replicas * num_micro_batches, -1)
@@ -61,7 +62,7 @@ class ByShape:
     """Equal sizes, one bucket each as far as that is possible."""
 
     buckets: BucketedSamples
-    deals_texts = False
+    deals_texts, equal_shares = False, True
 
     def shares(self, batch: GlobalBatch, replicas: int, num_micro_batches: int) -> list[Share]:
         number = replicas * num_micro_batches
@@ -74,7 +75,7 @@ class ByCost:
     """Sizes by what the samples cost, texts of similar lengths together: equal work, little padding. Costs are those of the setting.
 
     `shared`: branches share the line and the deal, of samples; else texts are dealt. `num_stages` of the line; `same_stages`: each stage has
-    both branches (merged). `largest`: texts times the length they are padded to, at most, in one micro-batch; a batch that does not fit
+    both branches (merged). `length_multiple`: to which lengths are rounded up. `largest`: texts times the length they are padded to, at most, in one micro-batch; a batch that does not fit
     exceeds it by as little as goes.
     """
 
@@ -86,6 +87,8 @@ class ByCost:
     shared: bool = False
     num_stages: int = 1
     same_stages: bool = False
+    length_multiple: int = 1
+    equal_shares = False
 
     @property
     def deals_texts(self) -> bool:
@@ -111,7 +114,7 @@ class ByCost:
     def works(self, batch: GlobalBatch) -> list[BranchWork]:
         captions, costs = batch.setting.knobs.captions_per_image, batch.setting.costs
         counts = self.tokens.of(batch.visited, batch.indices, self.seed, batch.epoch, captions)  # [G, captions]
-        texts = padded_lengths(counts, self.max_text_tokens)
+        texts = padded_lengths(counts, self.max_text_tokens, self.length_multiple)
         if not self.shared:
             return [BranchWork(texts.ravel(), costs["text"], self.largest)]
         # a sample brings all its captions, padded to the longest of the micro-batch

@@ -25,7 +25,6 @@ from data.dealing_search import Ladder, Task, best_deal
 
 Deal = list[list[np.ndarray]]  # [replica][micro-batch] -> int64 positions 0..G-1, each position once
 
-LENGTH_MULTIPLE = 8  # to which the tokenizer rounds a micro-batch's longest text up
 MOST_STEPS = 64  # different lengths that are looked at one by one; more are taken together
 COST_BITS = 20  # the costliest sample is a whole number of this many bits
 
@@ -69,7 +68,7 @@ class DealBounds:
             raise ValueError(f"{self}: 1 <= min <= max is needed, of sizes and of micro-batches")
 
 
-def padded_lengths(num_tokens: np.ndarray, max_text_tokens: int, multiple: int = LENGTH_MULTIPLE) -> np.ndarray:
+def padded_lengths(num_tokens: np.ndarray, max_text_tokens: int, multiple: int = 1) -> np.ndarray:
     """What texts of `num_tokens` [G] are padded to in a micro-batch of their own: cut, rounded up, as the tokenizer does it."""
     cut = np.minimum(np.asarray(num_tokens, dtype=np.int64), max_text_tokens)
     return np.minimum(-(-cut // multiple) * multiple, max_text_tokens)

@@ -57,7 +57,8 @@ class MicroBatchDataset(Dataset):
     With "image": pixel_values float32 [b, 3, H, W], channels-last, image_position and image_index int64 [b].
     With "text": input_ids and attention_mask int64 [t, L], text_position and text_index int64 [t], t texts: c of each sample, or b of those.
     Where the request has weights also image_weight [b] and text_weight [t], int64 millionths: what each row counts in the loss.
-    With `patch_size` (ViT) and fewer patches asked for: kept_patches int64 [b, K], ascending. `side_multiple`: of the sides that the tower takes.
+    With `patch_size` (ViT) and fewer patches asked for: kept_patches int64 [b, K], ascending. `side_multiple`: of the sides that the tower takes;
+    `length_multiple`: of L.
     Only what the modalities ask for is done: without "image" nothing is decoded, without "text" nothing is tokenized.
 
     A picture that cannot be read shows the next readable one of the micro-batch (grey if there is none), and its image_index
@@ -76,6 +77,7 @@ class MicroBatchDataset(Dataset):
         cache: PictureCache | None = None,
         side_multiple: int = 1,
         patch_size: int | None = None,
+        length_multiple: int = 1,
     ) -> None:
         if not modalities or not set(modalities) <= set(MODALITIES):
             raise ValueError(f"modalities {sorted(modalities)}: one or both of {', '.join(MODALITIES)} are needed")
@@ -95,6 +97,7 @@ class MicroBatchDataset(Dataset):
         self.cache = cache
         self.side_multiple = side_multiple
         self.patch_size = patch_size
+        self.length_multiple = length_multiple
 
     def __getitem__(self, request: MicroBatchRequest) -> dict[str, Tensor]:
         return self.load(request)[0]
@@ -117,7 +120,7 @@ class MicroBatchDataset(Dataset):
         if "text" in self.modalities:
             text_index, text_position, number = request.texts()
             texts = [self._caption(request, i, k) for i, k in zip(text_index.tolist(), number.tolist())]
-            tokens, num_truncated = batch_tokens_counted(self.tokenizer, texts, self.max_text_tokens)  # [b, L]
+            tokens, num_truncated = batch_tokens_counted(self.tokenizer, texts, self.max_text_tokens, self.length_multiple)  # [b, L]
             micro_batch, num_texts = micro_batch | tokens, len(texts)
             num_tokens, num_padded = int(tokens["attention_mask"].sum()), tokens["attention_mask"].numel()
             micro_batch["text_position"] = torch.from_numpy(text_position.copy())  # [t]

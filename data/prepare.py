@@ -39,6 +39,7 @@ class PreparedData:
     """The training samples `train` [N] of `source`, the held-out sets, and the tokenizer of both.
 
     `parts`: (samples, weight) of each data set in `train`, none where there is one. `leaks`: what was found and dropped.
+    `length_multiple`: what texts are padded to.
     """
 
     source: Source
@@ -47,6 +48,7 @@ class PreparedData:
     tokenizer: PreTrainedTokenizerBase
     parts: Parts = ()
     leaks: Mapping[str, int] = field(default_factory=dict)
+    length_multiple: int = 1
 
     @property
     def source_starts(self) -> tuple[int, ...] | None:
@@ -65,7 +67,12 @@ class PreparedData:
 
 
 def prepare_data(
-    options: DataOptions, tokenizer: str | None, folder: Path, workers: int | None = None, progress: bool = False
+    options: DataOptions,
+    tokenizer: str | None,
+    folder: Path,
+    workers: int | None = None,
+    progress: bool = False,
+    length_multiple: int = 1,
 ) -> PreparedData:
     """Open, check, divide and tokenize; what takes long is kept in `folder`, or in the cache, and found there the next time.
 
@@ -95,7 +102,7 @@ def prepare_data(
     else:
         captions = (caption for i in found.train for caption in source.captions(int(i))) if tokenizer is None else None
         made = load_tokenizer(tokenizer, captions, words if tokenizer is None else None)
-    return PreparedData(source, found.train, held_out, made, parts, found.leaks)
+    return PreparedData(source, found.train, held_out, made, parts, found.leaks, length_multiple)
 
 
 @dataclass(frozen=True, eq=False)

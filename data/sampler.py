@@ -260,7 +260,7 @@ def training_requests(
     if len(subset) != order.num_samples:
         raise ValueError(f"the training subset has {len(subset)} samples, the order is made for {order.num_samples}; they must be equal")
     dealer = dealer or InOrder()
-    if not dealer.deals_texts:
+    if dealer.equal_shares:
         _check_shares(order.global_batch_size, replicas, settings.at(start_step).num_micro_batches[branch])
 
     def requests_of(step: int) -> list[MicroBatchRequest]:

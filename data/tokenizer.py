@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, 
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in this order: [PAD] is 0
 CONTINUES = "##"
-LENGTH_MULTIPLE = 8  # tensor cores work on multiples of 8; it also keeps the number of different shapes small
+TENSOR_CORE_MULTIPLE = 8  # sides of half-precision products that tensor cores take without padding of their own
 
 
 def load_tokenizer(
@@ -37,22 +37,29 @@ def load_tokenizer(
     return tokenizer
 
 
-def batch_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_text_tokens: int) -> dict[str, torch.Tensor]:
+def length_multiple(device_type: str) -> int:
+    """What the length of a micro-batch's texts is rounded up to: 8 on a GPU, where odd sizes are slower than some padding; 1 on a CPU."""
+    return TENSOR_CORE_MULTIPLE if device_type == "cuda" else 1
+
+
+def batch_tokens(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_text_tokens: int, multiple: int = 1
+) -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask` (1 = keep), both int64 [B, L].
 
     Texts are cut at `max_text_tokens` tokens, the special ones included. L is the longest of them, rounded up to a
-    multiple of 8, but at most `max_text_tokens`. Padding is on the right.
+    multiple of `multiple`, but at most `max_text_tokens`. Padding is on the right.
     """
-    return batch_tokens_counted(tokenizer, texts, max_text_tokens)[0]
+    return batch_tokens_counted(tokenizer, texts, max_text_tokens, multiple)[0]
 
 
 def batch_tokens_counted(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_text_tokens: int
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_text_tokens: int, multiple: int = 1
 ) -> tuple[dict[str, torch.Tensor], int]:
     """(`batch_tokens`, how many of the texts were cut)."""
     encoded = tokenizer(list(texts), truncation=True, max_length=max_text_tokens, padding=False, return_attention_mask=False)
     lengths = np.fromiter(map(len, encoded["input_ids"]), np.int64, len(texts))  # [B]
-    length = min(-(-int(lengths.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, max_text_tokens)
+    length = min(-(-int(lengths.max()) // multiple) * multiple, max_text_tokens)
     kept = np.arange(length) < lengths[:, None]  # [B, L]
     input_ids = np.full(kept.shape, tokenizer.pad_token_id, np.int64)
     input_ids[kept] = np.fromiter(chain.from_iterable(encoded["input_ids"]), np.int64, int(lengths.sum()))  # row by row, as `kept` counts

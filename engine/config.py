@@ -25,6 +25,7 @@ from engine.topology import BRANCHES, LAYOUTS
 
 AUTO = "auto"
 KNOBS = ("captions_per_image", "kept_patches", "image_size")  # of the `balance` block: feed rates
+LOOKS_EVERY = 20  # steps
 NEEDS_GPU = ("lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")  # optimizers, as DeepSpeed compares them
 # DeepSpeed's keys that mean something under this engine; it accepts unknown ones silently, we do not.
 DEEPSPEED_KEYS = [
@@ -71,14 +72,14 @@ class BalanceBlock:
 
     "deal": by cost, sizes from `min_size` to `max_size` (None: whatever the memory of the planned micro-batches holds); "off": in order;
     "feed": dealt, and feed rates within bounds [least, most], moved when a branch waits more than `dead_band` of a step, by a load of at
-    most `max_change` times. Measured times are looked at every `interval` steps (0: never). `window`: global batches dealt together.
+    most `max_change` times. Measured times are looked at every `interval` steps (0: never; None: `looks_every`). `window`: global batches dealt together.
     """
 
-    strategy: str = "off"
+    strategy: str = "deal"
     min_size: int = 1
     max_size: int | None = None
     window: int = 1
-    interval: int = 20
+    interval: int | None = None
     captions_per_image: Any = None
     kept_patches: Any = None
     image_size: Any = None
@@ -87,8 +88,10 @@ class BalanceBlock:
 
     def __post_init__(self):
         _choice("balance.strategy", self.strategy, ("off", "deal", "feed"))
-        for name, least in (("min_size", 1), ("window", 1), ("interval", 0)):
+        for name, least in (("min_size", 1), ("window", 1)):
             _counts(f"balance.{name}", getattr(self, name), (), least=least)
+        if self.interval is not None:
+            _counts("balance.interval", self.interval, (), least=0)
         if self.max_size is not None:
             _counts("balance.max_size", self.max_size, ())
             if self.max_size < self.min_size:
@@ -109,6 +112,13 @@ class BalanceBlock:
             raise ValueError(f'branches.balance.{moved[0]}: only "strategy": "feed" moves it, this one is "{self.strategy}"')
         if self.strategy == "off" and self.window > 1:
             raise ValueError('branches.balance.window: "strategy": "off" deals nothing; use "deal" or "feed"')
+
+    def looks_every(self, adapts: bool) -> int:
+        """Steps between looks at measured times. Where it is not said: only where something is decided by them, feed rates or
+        (`adapts`) the mix of the data sets. Without looks the costs stay as planned, and equal runs are equal to the last bit."""
+        if self.interval is not None:
+            return self.interval
+        return LOOKS_EVERY if self.strategy == "feed" or adapts else 0
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,7 @@ class ForkEngine(PipelineEngine):
         stop_requested: bool = False,
         counts: Callable[[], Mapping[str, float]] = dict,
         num_micro_batches: int | None = None,
+        num_kept: int | None = None,
         texts_per_image: int = 1,
         loss_weights: Mapping[str, float] | None = None,
     ) -> StepMetrics:
@@ -151,7 +152,8 @@ class ForkEngine(PipelineEngine):
 
         `stop_requested` travels with the metrics, so that all ranks learn in the same step that one of them was asked to end. So do
         the numbers that `counts` returns at the end of the step, with the same names on all ranks: they are added up.
-        `num_micro_batches`: of each replica of this line in this step, where it is not the number that was planned. `loss_weights`: of the
+        `num_micro_batches`: of each replica of this line in this step, where it is not the number that was planned; `num_kept`: how many of
+        them keep their activations under `replay`, likewise. `loss_weights`: of the
         two losses where there is `matching`, by "contrastive" and "matching", the same on all ranks; else 1.
         """
         self.module.train()
@@ -167,7 +169,8 @@ class ForkEngine(PipelineEngine):
         before = [buffer.clone() for buffer in buffers]
         self.recorder.start()
         self._num_micro_batches = num_micro_batches or self.batches[self._branch].num_micro_batches
-        kept = min(self.batches[self._branch].num_kept, self._num_micro_batches)
+        kept = self.batches[self._branch].num_kept if num_kept is None else num_kept
+        kept = min(kept, self._num_micro_batches)
         self._exec_schedule(self.schedule_type(self.place, self._num_micro_batches, kept))
         self.comm.drain()
         if self._step_applied:

@@ -11,7 +11,7 @@ simulator, those that do not fit the memory are put aside, and the fastest is ta
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -26,8 +26,9 @@ from engine.simulator import Simulation, bounds, most_kept, simulate
 from engine.topology import BRANCHES, LAYOUTS, StageGraph, balanced_cuts, chain, fork, merged
 
 MAX_STAGES = 16  # per line, where "auto" chooses: deeper lines idle more than they save
+ALIKE = 1.02  # of one graph: numbers of micro-batches this near the fastest are not told apart
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # per replica, where "auto" chooses: as near below as the batch allows
-AS_GOOD = 1.02  # predictions this near the best are taken as equal; the one that needs the least memory wins
+AS_GOOD = 1.10  # predictions this near the best are taken as equal: steps take up to 10 % less or more than predicted (bench/README.md)
 GIB = 2**30
 
 
@@ -75,10 +76,19 @@ class Search:
 
     @property
     def best(self) -> Candidate:
-        """The one that needs the least memory among those as fast as the fastest; then the simplest."""
-        limit = self.ranked[0].simulation.step_s * AS_GOOD
-        near = [c for c in self.ranked if c.simulation.step_s <= limit]
-        return min(near, key=lambda c: (round(c.peak_bytes / self.ranked[0].peak_bytes, 2), len(c.graph.stages), c.simulation.step_s))
+        """Of the graphs and schedules that are as fast as the fastest the one that needs the least memory per rank; of equal ones a
+        fork, then the one with the fewest stages, then the fastest. Each has the fewest micro-batches with which it is at its fastest:
+        small ones save little memory, and batch normalisation wants large ones."""
+        fastest_s = self.ranked[0].simulation.step_s
+        groups: dict[tuple[str, str], list[Candidate]] = {}
+        for candidate in self.ranked:
+            groups.setdefault((candidate.graph.describe(), candidate.schedule), []).append(candidate)
+        near = [group for group in groups.values() if group[0].simulation.step_s <= fastest_s * AS_GOOD]
+        return min(map(_fewest_micro_batches, near), key=self._preference)
+
+    def _preference(self, candidate: Candidate) -> tuple[float, bool, int, float]:
+        memory = round(candidate.peak_bytes / self.ranked[0].peak_bytes, 2)  # to a percent: it is predicted no better than that
+        return memory, candidate.graph.layout != "fork", len(candidate.graph.stages), candidate.simulation.step_s
 
     def why(self) -> str:
         """A few lines that a person can read: what was chosen, and what the best of each other kind would cost."""
@@ -96,6 +106,12 @@ class Search:
                 ratio = other.simulation.step_s / best.simulation.step_s
                 lines.append(f"  {ratio:.2f} × the time, {other.peak_bytes / best.peak_bytes:.2f} × the memory: {other.describe()}")
         return "\n".join(lines)
+
+
+def _fewest_micro_batches(group: Sequence[Candidate]) -> Candidate:
+    """`group`: fastest first."""
+    fastest = [c for c in group if c.simulation.step_s <= group[0].simulation.step_s * ALIKE]
+    return min(fastest, key=lambda c: (sum(batch.num_micro_batches for batch in c.batches.values()), c.simulation.step_s))
 
 
 @dataclass(frozen=True)
@@ -396,8 +412,10 @@ def _keeping(block: BranchesBlock, graph: StageGraph, deal: Deal, costs: CostMod
     found = {}
     for branch, batch in deal.items():
         number = batch.num_micro_batches
-        # in eighths: many graphs then share one order of instructions, which is what a search spends its time on
-        kept = fits[branch] - fits[branch] % max(1, number // 8) if asked[branch] == AUTO else min(asked[branch], number)
+        if asked[branch] != AUTO or fits[branch] >= number:
+            kept = number if asked[branch] == AUTO else min(asked[branch], number)
+        else:  # in eighths: many graphs then share one order of instructions, which is what a search spends its time on
+            kept = fits[branch] - fits[branch] % max(1, number // 8)
         found[branch] = replace(batch, num_kept=kept)
     if block.schedule == AUTO and all(batch.num_kept == batch.num_micro_batches for batch in found.values()):
         return deal  # everything fits: that is batch_sync, beside which stands what replay would save

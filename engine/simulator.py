@@ -125,7 +125,9 @@ def most_kept(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: Cost
     for stage, layers, loss in zip(graph.stages, bill.layers, bill.losses):
         free_bytes = costs.machine.memory_bytes - _fixed_bytes(stage, bill, costs) - (loss.rows_bytes if loss else 0.0)
         free_bytes -= max(layers.working_bytes, loss.work_bytes if loss else 0.0)
-        room = int(max(0.0, free_bytes) // layers.kept_bytes) if layers.kept_bytes else max(most.values())
+        # without activations or without a limit (costs that were estimated, where the layout is given) all of them fit
+        bounded = layers.kept_bytes and free_bytes < float("inf")
+        room = int(max(0.0, free_bytes) // layers.kept_bytes) if bounded else max(most.values())
         for branch in stage.layers if graph.layout == "fork" else batches:
             most[branch] = min(most[branch], room)
     return most

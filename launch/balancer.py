@@ -60,7 +60,8 @@ class Balancer:
     @property
     def looks_every(self) -> int:
         """Steps between looks; 0: there is nothing to learn."""
-        return self.balance.block.interval if self._dealt or self.balance.adaptation else 0
+        adapts = self.balance.adaptation is not None
+        return self.balance.block.looks_every(adapts) if self._dealt or adapts else 0
 
     @property
     def _dealt(self) -> bool:
@@ -69,7 +70,11 @@ class Balancer:
     def shape(self, step: int) -> dict[str, int]:
         """What the engine must know of a step."""
         setting = self.settings.at(step)
-        return {"num_micro_batches": setting.num_micro_batches[self._branch], "texts_per_image": setting.knobs.captions_per_image}
+        return {
+            "num_micro_batches": setting.num_micro_batches[self._branch],
+            "num_kept": self.balance.num_kept(self._branch, setting),
+            "texts_per_image": setting.knobs.captions_per_image,
+        }
 
     def after_step(self, engine: ForkEngine, metrics: StepMetrics) -> dict[str, Any] | None:
         """All ranks call it together, after each step. At a look: what was seen and what follows, on every rank."""
@@ -220,7 +225,8 @@ class Balancer:
         self._trends = self._trends and Trends(**{name: tuple(values) for name, values in state["trends"].items()})
         if self._trends and any(self._trends.samples) and self.balance.order.ends_epoch(step):
             self._trends = self.balance.adaptation.after_epoch(self._trends)
-        if state["split"] == self._split():
+        dealt_alike = before.at(step).costs.keys() == self.balance.first.costs.keys()  # else it was dealt in order, or by shape
+        if state["split"] == self._split() and dealt_alike:
             self.settings, self._looks, self._busy_s = before, Looks(**state["looks"]), list(state["busy_s"])
             return
         first, knobs = self.balance.first, before.at(step).knobs

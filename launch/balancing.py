@@ -27,6 +27,8 @@ from engine.topology import BRANCHES
 from launch.options import Options
 
 LOOKED_AT = 4  # global batches that decide how many micro-batches there are
+MOST_DEALT = 32  # micro-batches of a branch that is dealt alone: more leave next to no padding to save
+INSTRUCTIONS = 3  # of a micro-batch on a stage, at least: load or receive, forward, backward
 CONV_STRIDE = 32  # of ResNets and ConvNeXts, in pixels
 MARGIN = 0.9  # of the memory of a micro-batch: other global batches may have longer texts
 TYPICAL_TEXTS = 1 << 16
@@ -50,13 +52,19 @@ class Balance:
     @property
     def equal_shares(self) -> bool:
         """Does every replica of a branch get equally many samples?"""
-        return not any(isinstance(dealer, ByCost) for dealer in self.dealers.values())
+        return all(dealer.equal_shares for dealer in self.dealers.values())
 
     @property
     def constant_shapes(self) -> dict[str, bool]:
         """By branch: do all micro-batches have equal shapes?"""
         still = len(self.ladders.image_size) == len(self.ladders.kept_patches) == 1
         return {"image": isinstance(self.dealers["image"], InOrder) and still, "text": False}
+
+    def num_kept(self, branch: str, setting: Setting) -> int:
+        """Micro-batches that keep their activations under `replay`: those of as many samples as planned."""
+        planned, number = self.plan.batches[branch], setting.num_micro_batches[branch]
+        expected = planned.num_micro_batches * self._captions(branch, setting)
+        return min(number, max(planned.num_kept, planned.num_kept * number // expected))
 
     def batch(self, step: int, setting: Setting, mixes: Mixes = ()) -> GlobalBatch:
         return global_batch(self.order, self.train, Settings([replace(setting, from_step=0)], mixes), step)
@@ -68,14 +76,22 @@ class Balance:
     def _num_micro_batches(self, branch: str, setting: Setting, step: int, mixes: Mixes) -> int:
         dealer, planned = self.dealers[branch], self.plan.batches[branch]
         # texts of several captions are so many more; with one each, the memory of the plan is enough for as many micro-batches as it has
-        captions = setting.knobs.captions_per_image if branch == "text" or self.plan.graph.layout != "fork" else 1
+        captions = self._captions(branch, setting)
         if not isinstance(dealer, ByCost):
             share = self.order.global_batch_size // planned.replicas
             return next((m for m in range(planned.num_micro_batches * captions, share) if share % m == 0), share)
         positions = self.order.global_batch_size * (captions if dealer.deals_texts else 1)
         most = max(1, min(planned.num_micro_batches * captions, positions // (planned.replicas * self.block.min_size)))
+        if not dealer.shared:
+            # Shorter texts together need less memory than the planned micro-batches, so there may be more of them. Branches on one line
+            # share the deal, and batch normalisation sees their images: there the planned number stays.
+            most = max(most, min(MOST_DEALT, positions // (planned.replicas * self.block.min_size)))
         careful = replace(dealer, largest=dealer.largest and max(1, int(MARGIN * dealer.largest)))
         return max(len(careful.deal(self.batch(s, setting, mixes), planned.replicas, 1, most)[0]) for s in self._looked_at(step))
+
+    def _captions(self, branch: str, setting: Setting) -> int:
+        """Of each image, in the line that holds `branch`."""
+        return setting.knobs.captions_per_image if branch == "text" or self.plan.graph.layout != "fork" else 1
 
     def _looked_at(self, step: int) -> list[int]:
         """Steps whose global batches decide: those from `step` on, and under a curriculum the hardest, which end the epoch."""
@@ -106,7 +122,7 @@ def make_balance(
         dealers = dict.fromkeys(BRANCHES, by_shape)
         return Balance(block, plan, dealers, order, data.train, Ladders(), FeedRules(), Setting(0, planned), adaptation)
     tokens = token_counts(data.source, data.train, data.tokenizer, options.max_text_tokens, folder / "token_counts", progress)
-    typical = float(padded_lengths(tokens.counts[:TYPICAL_TEXTS], options.max_text_tokens).mean())
+    typical = float(padded_lengths(tokens.counts[:TYPICAL_TEXTS], options.max_text_tokens, data.length_multiple).mean())
     shared = plan.graph.layout != "fork"
     by_cost = ByCost(
         tokens,
@@ -117,6 +133,7 @@ def make_balance(
         shared,
         sum("text" in stage.layers for stage in plan.graph.stages) if not shared else len(plan.graph.stages),
         plan.graph.layout == "merged",
+        data.length_multiple,
     )
     if shared:  # a micro-batch can be of one shape or of one length, not both
         dealers: dict[str, Dealer] = dict.fromkeys(BRANCHES, by_cost if buckets is None else by_shape)
@@ -142,7 +159,7 @@ def _adaptation(block: BalanceBlock, order: GlobalOrder, options: Options) -> Ad
     """What --data-adapt asks for."""
     if not options.data_adapt:
         return None
-    if not block.interval:
+    if not block.looks_every(adapts=True):
         raise ValueError(
             f"--data-adapt {options.data_adapt:g} decides when measured times are looked at, and branches.balance.interval is 0, never; give "
             "an interval of at least 1, or leave --data-adapt out"
@@ -203,6 +220,7 @@ def branch_cost(costs: CostModel, plan: RunPlan, branch: str, typical_length: fl
             slope = (many - few) / (sizes[-1] - sizes[0]) if len(sizes) > 1 and many > few else few / sizes[0]
             found.append((max(0.0, few - slope * sizes[0]), slope))
     fixed_s, per_sample_s = max(found, key=lambda line: line[0] + plan.batches[branch].micro_batch_size * line[1])
+    fixed_s += INSTRUCTIONS * costs.machine.instruction_s
     return BranchCost(fixed_s, per_sample_s) if branch == "image" else BranchCost(fixed_s, 0.0, per_sample_s / typical_length)
 
 

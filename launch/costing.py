@@ -27,9 +27,11 @@ from models.fusion import fusion_sizes, pair_inputs, pair_scores
 from models.layers import Tower
 from models.towers import token_bytes
 
-NOMINAL = "A100"  # where the layout is given nothing is measured: stages are cut by the ratios of estimates for this device
+# Where the layout is given nothing is measured: stages are cut, and texts dealt, by the ratios of estimates for such a device.
+NOMINAL = {"cuda": "A100", "cpu": "flops=50e9,memory=8e9,bandwidth=10e9"}  # a core, as torch reaches it
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGET_S = 15.0  # for repeats; each layer is run at least twice
+EXAMPLE_TEXTS = 1024  # training samples among which texts of the mean length are looked for
 MEASURED_SIZES = {"cpu": (4, 16, 64), "cuda": (8, 32, 128)}  # samples per micro-batch; straight lines between
 
 
@@ -51,15 +53,17 @@ def run_costs(
     known = from_first_rank(folder.read_costs() if processes.rank == 0 else None)
     if known is not None and are_of(costs := cost_model_from_json(known), towers, config, processes.device):
         return CostModel.of(costs.layers, costs.machine, config, options.embed_dim, costs.pairs, costs.token_bytes)
+    dealt = block.dealing().strategy != "off"  # then texts of about equal lengths come together
     if block.layout != AUTO:
-        device = find_device(NOMINAL)
-        return estimated_costs(towers, config, options.embed_dim, device, memory_bytes=float("inf"))
+        device = find_device(NOMINAL[processes.device.type])
+        num_tokens = round(_text_lengths(data, options).mean()) if dealt else None
+        return estimated_costs(towers, config, options.embed_dim, device, memory_bytes=float("inf"), num_tokens=num_tokens)
     sizes = _sizes(config, block, processes.device.type)
     with tqdm(total=0, desc="measuring what each layer costs", disable=processes.rank != 0, leave=False, bar_format="{desc}"):
         profile = profile_together(
             {tower.branch: tower.specs for tower in towers},
             build_layer,
-            {tower.branch: partial(_example, data, options, tower.branch) for tower in towers},
+            {tower.branch: partial(_example, data, options, tower.branch, dealt) for tower in towers},
             DTYPES[precision_of(config)],
             processes.device,
             sizes,
@@ -95,11 +99,23 @@ def _sizes(config: Mapping[str, Any], block: BranchesBlock, device_type: str) ->
     return sizes
 
 
-def _example(data: PreparedData, options: Options, branch: str, size: int) -> dict[str, Tensor]:
-    """A micro-batch as the run will see them, from the first training samples: texts have their true lengths."""
+def _example(data: PreparedData, options: Options, branch: str, dealt: bool, size: int) -> dict[str, Tensor]:
+    """A micro-batch as the run will see them, from the first training samples: texts have their true lengths. `dealt`: texts of about
+    equal lengths come together, here those of about the mean length."""
     dataset = micro_batch_dataset(data, data.source, options, frozenset({branch}))
-    index = data.train[np.arange(size) % len(data.train)]
+    number = np.arange(size)
+    if branch == "text" and dealt:
+        lengths = _text_lengths(data, options)
+        number = np.resize(np.argsort(np.abs(lengths - lengths.mean()), kind="stable"), size)
+    index = data.train[number % len(data.train)]
     return dataset[MicroBatchRequest(0, 0, index, np.arange(size), training=True)]
+
+
+def _text_lengths(data: PreparedData, options: Options) -> np.ndarray:
+    """Tokens of the first training samples' texts, at most those that the tower takes."""
+    first = [data.source.captions(int(i))[0] for i in data.train[:EXAMPLE_TEXTS]]
+    encoded = data.tokenizer(first, truncation=True, max_length=options.max_text_tokens, padding=False)["input_ids"]
+    return np.array([len(tokens) for tokens in encoded])
 
 
 def _example_pairs(towers: Sequence[Tower], size: int) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from data.loader import MicroBatchDataset, micro_batches
 from data.mixture import specs_of
 from data.sampler import evaluation_requests
 from data.sources import Source
-from data.tokenizer import batch_tokens
+from data.tokenizer import batch_tokens, length_multiple
 from data.transforms import eval_transform
 from launch.report import progress_interval, show
 from launch.trained import Trained
@@ -111,8 +111,9 @@ class Embedder:
 
     def _of_texts(self, texts: Sequence[str]) -> Iterator[dict[str, Tensor]]:
         starts, limit = range(0, len(texts), self.batch_size), self.trained.options["max_text_tokens"]
+        multiple = length_multiple(self.device.type)
         for start in _with_progress(starts, len(starts), "texts"):
-            yield self._run("text", batch_tokens(self.trained.tokenizer, texts[start : start + self.batch_size], limit))
+            yield self._run("text", batch_tokens(self.trained.tokenizer, texts[start : start + self.batch_size], limit, multiple))
 
     @torch.no_grad()
     def _run(self, branch: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,11 +13,17 @@ from models.towers import describe_layers, describe_pairs, token_bytes
 
 
 def estimated_costs(
-    towers: Sequence[Tower], config: Mapping[str, Any], embed_dim: int, device: Device, memory_bytes: float | None = None
+    towers: Sequence[Tower],
+    config: Mapping[str, Any],
+    embed_dim: int,
+    device: Device,
+    memory_bytes: float | None = None,
+    num_tokens: int | None = None,
 ) -> CostModel:
-    """Counted operations of both towers against the device's data sheet; `memory_bytes` instead of the device's own."""
+    """Counted operations of both towers against the device's data sheet; `memory_bytes` instead of the device's own. `num_tokens` of a
+    text: default the most that the tower takes."""
     precision = precision_of(config)
-    layers = {tower.branch: estimated_layers(describe_layers(tower, BYTES[precision]), device, precision) for tower in towers}
+    layers = {tower.branch: estimated_layers(describe_layers(tower, BYTES[precision], num_tokens), device, precision) for tower in towers}
     pairs = None
     if "fusion" in towers[0].config:
         (pairs,) = estimated_layers([describe_pairs(*towers, BYTES[precision])], device, precision)

@@ -161,4 +161,5 @@ def micro_batch_dataset(
         cache,
         side_multiple(patch_size),
         patch_size,
+        data.length_multiple,
     )

@@ -134,7 +134,9 @@ def _towers(model: argparse._ArgumentGroup) -> None:
         "--image-tower", metavar="NAME", help="torchvision architecture, NAME[:key=value,...] (default: resnet50; demo: a ResNet-10)"
     )
     model.add_argument(
-        "--text-tower", metavar="NAME", help="architecture, Hugging Face id or local folder (default: bert-base-uncased; demo: bert-mini)"
+        "--text-tower",
+        metavar="NAME",
+        help="architecture, Hugging Face id or local folder (default: bert-base-uncased; demo: a BERT of 4 layers)",
     )
     model.add_argument(
         "--image-weights", metavar="WHERE", help="pretrained: library name, Hugging Face id, folder or file (default: from scratch)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -115,7 +116,8 @@ class Options:
 
 DEMO_DEFAULTS = {
     "image_tower": "resnet18:layers=1-1-1-1",
-    "text_tower": "bert-mini",
+    # As wide as the image tower's forward and backward are long on a CPU core: in a fork of two processes both branches are busy.
+    "text_tower": "bert-mini:hidden_size=384,num_attention_heads=6,intermediate_size=1536",
     "embed_dim": 256,
     "image_size": 64,
     "max_text_tokens": 32,
@@ -164,11 +166,12 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     for key in ("text_tower", "image_weights", "text_weights"):  # NAME is also one that a library knows; ./NAME is not
         values[key] = _from_anywhere(values[key]) if "/" in (values[key] or "") else values[key]
     sized = values["image_size"] is not None
+    recorded = _recorded_options(values["run_dir"])
     defaults = DEMO_DEFAULTS if all(spec.split(":")[0] == "demo" for spec in values["data"]) else DEFAULTS
     for key, default in defaults.items():
         if values[key] is None and not (key == "epochs" and values["steps"] is not None):
-            values[key] = default
-    values |= _pixels(parser, pixels, values, sized)
+            values[key] = recorded.get(key) or default
+    values |= _pixels(parser, pixels, values, sized, recorded)
     return Options(**values)
 
 
@@ -185,12 +188,24 @@ def _given_pixels(parser: argparse.ArgumentParser, values: dict[str, Any]) -> di
     return given
 
 
-def _pixels(parser: argparse.ArgumentParser, given: Mapping[str, Any], values: Mapping[str, Any], sized: bool) -> dict[str, Any]:
-    """The image size and the four options of PIXELS: as given, else as the weights were trained, else CLIP's. `sized`: the size was given."""
-    from launch.preprocessing import precedes_preprocessing, trained_with  # imports torchvision, which --help can do without
+def _recorded_options(run_dir: Path | None) -> Mapping[str, Any]:
+    """Of the run that the folder holds. What its command left out then stays what it was, also where defaults have changed since."""
+    file = run_dir and run_dir / "config.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("options", {}) if file and file.is_file() else {}
+    except ValueError:
+        return {}  # damaged: the run folder says so, and what to do
 
-    weights = values["imported"] or values["image_weights"]
-    found = None if weights is None or precedes_preprocessing(values["run_dir"]) else trained_with(weights, values["image_tower"])
+
+def _pixels(
+    parser: argparse.ArgumentParser, given: Mapping[str, Any], values: Mapping[str, Any], sized: bool, recorded: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The image size and the four options of PIXELS: as given, else as the weights were trained, else CLIP's. `sized`: the size was given.
+    A run that recorded none of them was trained with CLIP's, whatever its weights."""
+    from launch.preprocessing import trained_with  # imports torchvision, which --help can do without
+
+    weights, earlier = values["imported"] or values["image_weights"], bool(recorded) and PIXELS[0] not in recorded
+    found = None if weights is None or earlier else trained_with(weights, values["image_tower"])
     trained, size = found or (CLIP, values["image_size"])
     size = values["image_size"] if sized else size
     pixels = {key: default if given[key] is None else given[key] for key, default in trained.options(size).items()}

@@ -92,13 +92,3 @@ def _of_torchvision(name: str, architecture: str) -> tuple[Preprocessing, int] |
     preset = weights.transforms()
     (crop,), (resize,) = preset.crop_size, preset.resize_size
     return Preprocessing(tuple(preset.mean), tuple(preset.std), preset.interpolation.value, crop / resize), crop
-
-
-def precedes_preprocessing(run_dir: Path | None) -> bool:
-    """Does the folder hold a run from before these options existed? It was trained with CLIP's values, whatever its weights."""
-    file = None if run_dir is None else run_dir / "config.json"
-    try:
-        options = json.loads(file.read_text(encoding="utf-8")).get("options", {}) if file and file.is_file() else None
-    except ValueError:
-        return False  # damaged: the run folder says so
-    return options is not None and "image_mean" not in options

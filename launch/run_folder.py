@@ -230,6 +230,7 @@ def training_identity(
     see, and by nothing else. Under `per_micro_batch` the split decides the negatives, so it belongs to what is trained; `plan` is
     known later than the rest."""
     by_split = branches.get("schedule") == "per_micro_batch"
+    branches = {**branches, "balance": _of_training(branches.get("balance"))}
     known = {
         "options": _without(FREE_TO_CHANGE, options.record()),
         "deepspeed_config": _without(DEEPSPEED_FREE_TO_CHANGE, config),
@@ -243,7 +244,17 @@ def _completed(training: Mapping[str, Any]) -> dict[str, Any]:
     options = training.get("options", {})
     if "image_mean" not in options and "image_size" in options:
         options = {**options, **CLIP.options(options["image_size"])}
-    return json.loads(json.dumps({**training, "options": options}))
+    branches = training.get("branches", {})
+    if "balance" in branches:
+        branches = {**branches, "balance": _of_training(branches["balance"])}
+    return json.loads(json.dumps({**training, "options": options, "branches": branches}))
+
+
+def _of_training(balance: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The `balance` block where it changes what is trained. Dealing a global batch in another way does not; other feed rates and
+    global batches of other samples do."""
+    balance = balance or {}
+    return balance if balance.get("strategy") == "feed" or balance.get("window", 1) > 1 else None
 
 
 def _step_of(line: str) -> float:

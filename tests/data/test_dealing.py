@@ -19,6 +19,7 @@ from data.dealing import (
     padding_share,
     predicted_s,
 )
+from data.tokenizer import batch_tokens, load_tokenizer
 
 TEXT = BranchCost(fixed_s=1e-3, per_sample_s=2e-5, per_token_s=1e-5, per_token_squared_s=5e-8)
 IMAGE = BranchCost(fixed_s=1e-3, per_sample_s=1e-4, per_token_s=2e-5)
@@ -28,7 +29,7 @@ G = 4096
 
 def texts(samples: int = G, seed: int = 0) -> BranchWork:
     tokens = np.clip(np.rint(np.random.default_rng(seed).lognormal(2.8, 0.6, samples)), 4, 77).astype(np.int64)
-    return BranchWork(padded_lengths(tokens, 77), TEXT)
+    return BranchWork(padded_lengths(tokens, 77, 8), TEXT)
 
 
 def images(samples: int = G, seed: int = 0, **more) -> BranchWork:
@@ -111,10 +112,10 @@ def test_the_lower_bound_is_one():
 
 
 def test_texts_are_rounded_as_the_tokenizer_rounds_them():
-    from data.tokenizer import LENGTH_MULTIPLE
-
-    tokens = np.arange(1, 100)
-    assert padded_lengths(tokens, 77).tolist() == [min(-(-min(n, 77) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, 77) for n in tokens.tolist()]
+    tokenizer = load_tokenizer(None, ["a b c"])
+    for multiple in (1, 8):
+        found = [batch_tokens(tokenizer, ["a " * n], 77, multiple)["input_ids"].shape[1] for n in range(100)]
+        assert padded_lengths(np.arange(100) + 2, 77, multiple).tolist() == found  # two special tokens
 
 
 # -- how good it is --------------------------------------------------------------------------------------------------------------

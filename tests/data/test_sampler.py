@@ -162,7 +162,7 @@ def test_refusals():
 class Whole:
     """Deals texts in contiguous parts."""
 
-    deals_texts = True
+    deals_texts, equal_shares = True, False
 
     def shares(self, batch, replicas, num_micro_batches):
         texts = np.arange(len(batch.visited) * batch.setting.knobs.captions_per_image)

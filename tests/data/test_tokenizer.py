@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from data.tokenizer import batch_tokens, load_tokenizer
+from data.tokenizer import batch_tokens, length_multiple, load_tokenizer
 
 TRAIN = """
 import hashlib
@@ -54,14 +54,17 @@ def test_saved_folder_loads_again(tokenizer, tmp_path, demo):
     assert loaded.pad_token_id == 0 and loaded.is_fast and len(loaded) == len(trained)
 
 
-def test_batch_is_padded_to_a_multiple_of_8(tokenizer):
-    batch = batch_tokens(tokenizer, ["woman artist", "woman and man holding hands light skin tone dark skin tone"], 32)
+def test_batch_is_padded_to_its_longest_text_or_to_a_multiple(tokenizer):
+    texts = ["woman artist", "woman and man holding hands light skin tone dark skin tone"]
+    assert batch_tokens(tokenizer, texts, 32)["input_ids"].shape == (2, 13)
+    batch = batch_tokens(tokenizer, texts, 32, multiple=8)
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, 16)
     assert batch["input_ids"].dtype == batch["attention_mask"].dtype == torch.int64
     assert batch["attention_mask"].sum(1).tolist() == [4, 13]
     assert batch["attention_mask"][0].tolist() == [1] * 4 + [0] * 12
     assert batch["input_ids"][0, 4:].eq(tokenizer.pad_token_id).all()
-    assert batch_tokens(tokenizer, ["woman"], 32)["input_ids"].shape == (1, 8)
+    assert batch_tokens(tokenizer, ["woman"], 32, multiple=8)["input_ids"].shape == (1, 8)
+    assert (length_multiple("cuda"), length_multiple("cpu")) == (8, 1)
 
 
 def test_batch_is_cut_at_the_limit_with_its_end_token(tokenizer):

@@ -268,6 +268,52 @@ def test_among_equals_the_least_memory_wins():
     assert best.simulation.step_s <= merged.simulation.step_s * 1.02 and best.peak_bytes < merged.peak_bytes
 
 
+def predicted(world_size, branches, step_s, peak_bytes, sizes="auto"):
+    """A candidate for which the simulator has said so."""
+    found = search(world_size, {**branches, "schedule": "batch_sync", "micro_batch_size": sizes}).best
+    stages = tuple(replace(stage, peak_bytes=peak_bytes) for stage in found.simulation.stages)
+    return replace(found, simulation=replace(found.simulation, step_s=step_s, stages=stages))
+
+
+@pytest.mark.parametrize(
+    "fork, merged, expected",
+    [
+        ((1.00, 100), (1.00, 100), "fork"),  # equal in all
+        ((1.09, 100), (1.00, 100), "fork"),  # as fast as can be told
+        ((1.09, 100), (1.00, 90), "merged"),  # as fast, less memory
+        ((1.00, 110), (1.09, 100), "merged"),
+        ((1.11, 50), (1.00, 100), "merged"),  # slower
+        ((1.00, 100), (1.11, 50), "fork"),
+        ((1.05, 100.3), (1.00, 100), "fork"),  # memory is not known to a percent
+    ],
+)
+def test_memory_decides_among_what_is_predicted_within_ten_percent(fork, merged, expected):
+    ways = [predicted(2, FORK, *fork), predicted(2, {"layout": "merged", "stages": {"merged": 1}}, *merged)]
+    ranked = tuple(sorted(ways, key=lambda way: way.simulation.step_s))
+    assert Search(ranked, len(ranked), 0).best.graph.layout == expected
+
+
+def test_micro_batches_are_not_cut_small_for_their_memory():
+    """The fewest with which a graph is at its fastest: within 2 %, which cannot be told apart."""
+    ways = [predicted(2, FORK, *figures) for figures in ((1.00, 100, 8), (1.01, 105, 24), (1.03, 110, 48), (1.05, 80, 2))]
+    best = Search(tuple(ways), len(ways), 0).best
+    assert {batch.micro_batch_size for batch in best.batches.values()} == {24}
+
+
+def test_where_everything_fits_replay_keeps_nothing_or_is_not_needed():
+    """Otherwise a replay that leaves out a micro-batch or two would be taken for its memory."""
+    kept = {batch.num_kept for way in search(2, FORK).ranked if way.schedule == "replay" for batch in way.batches.values()}
+    assert kept == {0}
+
+
+@pytest.mark.parametrize("layout", ["fork", "chain", "merged"])
+def test_a_layout_without_a_limit_of_memory_leaves_the_schedule_to_the_planner(layout):
+    """What a run does where the layout is given: costs are estimated, and memory is not."""
+    stages = {"merged": 1} if layout == "merged" else {"image": 1, "text": 1}
+    found = search(2, {"layout": layout, "stages": stages}, memory_bytes=float("inf"))
+    assert found.best.schedule == "batch_sync" and {way.schedule for way in found.ranked} == {"batch_sync", "replay"}
+
+
 def test_replay_is_chosen_where_batch_sync_does_not_fit():
     roomy, tight = search(2, FORK), search(2, FORK, memory_bytes=250e6)
     assert roomy.best.schedule == "batch_sync" and tight.best.schedule == "replay"

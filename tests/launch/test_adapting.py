@@ -61,7 +61,8 @@ class World:
 
     def loaded(self, step):
         """What the text branch loads in a step."""
-        requests = training_requests(self.order, self.data.train, 0, 1, "text", self.settings, step, step + 1)
+        dealer = self.balance.dealers["text"]
+        requests = training_requests(self.order, self.data.train, 0, 1, "text", self.settings, step, step + 1, dealer)
         return np.concatenate([request.index for request in requests]).tolist()
 
 
@@ -158,7 +159,7 @@ def test_seconds_are_set_against_what_was_loaded_under_a_mix(data, tmp_path):
 
 
 def test_without_it_nothing_is_looked_at_and_no_step_knows_of_it(data, tmp_path):
-    world = World(data, tmp_path)
+    world = World(data, tmp_path, balance={"strategy": "off", "interval": 5})
     assert world.balance.adaptation is None and world.ranks[0].looks_every == 0
     world.run(0, 3 * world.order.steps_per_epoch)
     assert world.records == [] and world.settings.mixes == () and world.ranks[0].state()["trends"] is None

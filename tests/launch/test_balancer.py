@@ -213,3 +213,19 @@ def test_costs_that_predict_well_stay_as_they_are():
     assert set(moved) == {"text"} and moved["text"].version == 1 and moved["text"].at(16, 8) == pytest.approx(2 * TRUE.at(16, 8), rel=0.05)
     again = refitted(moved, {"text": seen}, merged=False)  # half way back
     assert again["text"].at(16, 8) == pytest.approx(1.5 * TRUE.at(16, 8), rel=0.05)
+
+
+def test_a_run_that_was_not_dealt_by_cost_goes_on_dealt(data, tmp_path):
+    """Another strategy than at its beginning: which micro-batch a sample is in changes the speed only."""
+    before = World(data, tmp_path, {"strategy": "off"})
+    state = json.loads(json.dumps(before.ranks[0].state()))
+    after = World(data, tmp_path, None)
+    for rank in after.ranks:
+        rank.go_on_from(state, 6)
+    assert after.ranks[0].settings.at(6).reason == "planned anew" and set(after.ranks[0].settings.at(6).costs) == {"text"}
+    assert sorted(p for _, places, _ in after.deal("text", 7) for p in places) == list(range(48))
+    back = World(data, tmp_path, {"strategy": "off"})
+    for rank in back.ranks:
+        rank.go_on_from(json.loads(json.dumps(after.ranks[0].state())), 8)
+    assert back.ranks[0].settings.at(8).num_micro_batches == {"image": 4, "text": 4}
+    assert [len(places) for _, places, _ in back.deal("text", 9)] == [12] * 4

@@ -143,6 +143,16 @@ def test_a_difference_in_the_branches_block_counts(folder):
         folder.refuse_other_run(*identity(block={"layout": "auto", "gradient_clipping": {"image": 2.0}}))
 
 
+def test_how_a_global_batch_is_dealt_may_change_and_what_it_takes_in_may_not(folder):
+    """Also where the run began with nothing said, which then meant that nothing was dealt."""
+    feed = {"strategy": "feed", "captions_per_image": [1, 2]}
+    for balance in (None, {"strategy": "off"}, {"strategy": "deal", "min_size": 4}):
+        folder.refuse_other_run(*identity(block={**BLOCK, "balance": balance}))
+    for balance in (feed, {"window": 2}):
+        with pytest.raises(ValueError, match="branches.balance"):
+            folder.refuse_other_run(*identity(block={**BLOCK, "balance": balance}))
+
+
 def test_how_many_bad_steps_may_follow_each_other_is_free_to_change(folder):
     folder.refuse_other_run(*identity(block={**BLOCK, "max_bad_steps": 50}))
 
