@@ -26,6 +26,7 @@ from data.loader import resolve_workers
 from data.mixture import open_sources
 from data.options import DataOptions
 from data.prepare import HeldOut, count_bad, first_bad, prepare_data
+from data.roots import add_root_flag, from_anywhere, given_roots, with_roots
 from data.sources import open_source
 from launch.embedding import Embedder, forget_embeddings, line_of, refuse_other_content, refuse_other_pictures, write_embeddings
 from launch.evaluation import (
@@ -45,6 +46,7 @@ from launch.reranking import reranked_retrieval
 from launch.trained import Trained, open_model_folder
 
 NUM_EXAMPLES, NUM_ANSWERS = 8, 20
+OF_SPECS = ("val_data", "classify", "classify_train")
 
 
 def parse() -> argparse.Namespace:
@@ -73,6 +75,7 @@ def parse() -> argparse.Namespace:
         help="instead: classes of pictures, such as imagefolder:DIR; its captions are the prompts",
     )
     parser.add_argument("--classify-train", metavar="SPEC", help="with it: train a linear probe and find neighbours in these")
+    add_root_flag(parser, "--val-data, --classify and --classify-train")
     parser.add_argument(
         "--rerank", type=int, metavar="K", help="also put the K nearest candidates of each query in the order of the fusion's scores"
     )
@@ -95,6 +98,10 @@ def parse() -> argparse.Namespace:
     )
     arguments = parser.parse_args()
     refuse(parser, arguments)
+    given = {name: getattr(arguments, name) for name in OF_SPECS if getattr(arguments, name)}
+    roots = given_roots(parser, arguments.data_root, list(given.values()))
+    for name, spec in given.items():
+        setattr(arguments, name, with_roots(from_anywhere(spec), roots))
     return arguments
 
 
@@ -226,7 +233,7 @@ def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldO
         raise ValueError(f"{arguments.run_dir}: an exported model has no samples of its own; give some with --val-data")
     options = DataOptions.from_record(trained.options)
     if options.val_data:
-        return {"validation": opened(options.val_data)}
+        return {"validation": opened(with_roots(options.val_data, options.data_root))}
     try:
         parts = prepare_data(options, trained.record["tokenizer"], arguments.run_dir, progress=True).held_out
     except (ValueError, OSError) as error:

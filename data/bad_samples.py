@@ -9,7 +9,7 @@ FILE_LIMIT = 1 << 30  # bytes of one encoded picture
 # The position in this table is part of every index: new reasons go to its end, and none is ever taken out.
 REASONS: dict[str, str] = {
     "missing-file": "the picture's file does not exist",
-    "outside-root": "the picture's path leaves the folder of the data set, by itself or through a link; it was not opened",
+    "outside-root": "the picture's path leaves the folders it may lie in (--data-root), by itself or through a link; it was not opened",
     "empty-file": "the file has no byte",
     "not-an-image": "no known picture format",
     "truncated-image": "the picture ends before its last pixel",

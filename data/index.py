@@ -10,6 +10,7 @@ On disk, in `index/<hash of the spec>/` of the cache folder:
     lock            held while building: processes that start together build once
 """
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -22,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from data.bad_samples import CODES
-from data.formats.rows import Format
+from data.formats.rows import Format, Roots
 from data.formats.specs import cache_folder
 
 VERSION = 1
@@ -166,7 +167,7 @@ def open_index(format: Format, folder: Path, recheck: bool = True) -> Index | No
     `recheck` also compares the size and time of every picture that is a file of its own, up to 100,000 of them.
     """
     index = kept_index(folder)
-    if index is None or index.meta["fingerprint"] != fingerprint_of(format):
+    if index is None or index.meta["fingerprint"] != fingerprint_of(format) or _refused_by_an_earlier_rule(index):
         return None
     if recheck and format.pictures_are_files and len(index) <= RECHECKED_FILES and _pictures_changed(format, index):
         return None
@@ -186,18 +187,28 @@ def fingerprint_of(format: Format) -> str:
     return hashlib.blake2b(repr([format.spec, format.fingerprint()]).encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 
+def _refused_by_an_earlier_rule(index: Index) -> bool:
+    """Does the index have rows that were refused only because their path is absolute, as all once were?"""
+    if index.meta.get("absolute_paths"):
+        return False
+    return any(index.text("path", int(i)).startswith("/") for i in np.flatnonzero(index.column("bad") == CODES["outside-root"]))
+
+
 def _pictures_changed(format: Format, index: Index) -> bool:
     sizes, times, bad = (index.column(name) for name in ("size", "mtime_ns", "bad"))
     missing, outside = CODES["missing-file"], CODES["outside-root"]
     for i in range(len(index)):
         if bad[i] == outside or (sizes[i] < 0 and bad[i] != missing):
             continue  # nothing that may be looked at, or the row names no file
-        try:
-            found = os.stat(os.path.join(format.root, index.text("path", i)))
-        except (OSError, ValueError):
-            if bad[i] != missing:
-                return True
-            continue
-        if bad[i] == missing or found.st_size != sizes[i] or found.st_mtime_ns != times[i]:
+        found = _status(format.roots, index.text("path", i))
+        if (found is None) != (bad[i] == missing) or (found and (found.st_size != sizes[i] or found.st_mtime_ns != times[i])):
             return True
     return False
+
+
+def _status(roots: Roots, path: str) -> os.stat_result | None:
+    """Of the file that a path leads to, without the checks of `locate`."""
+    for folder in roots.folders:
+        with contextlib.suppress(OSError, ValueError):
+            return os.stat(os.path.join(folder, path))
+    return None

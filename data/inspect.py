@@ -20,6 +20,7 @@ from rich.table import Table
 from data.bad_samples import REASONS, BadSample
 from data.pictures import decode_bytes, upright_8bit
 from data.prepare import count_bad
+from data.roots import add_root_flag, given_roots, with_roots
 from data.sources import Source, open_source
 
 TILE, CAPTION_LINES, LINE, GAP = 160, 3, 15, 10  # pixels
@@ -137,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m data.inspect", description="What is in a data set: counts, histograms, bad samples, a sheet of pictures."
     )
     parser.add_argument("spec", metavar="SPEC", help="as --data of train.py")
+    add_root_flag(parser, "SPEC")
     parser.add_argument(
         "--sheet", type=Path, default=Path("inspect.png"), metavar="FILE", help="where the pictures go (default: inspect.png)"
     )
@@ -145,8 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bad", type=int, default=10, metavar="N", help="bad samples to list (default: 10)")
     parser.add_argument("--workers", type=int, metavar="N", help="processes that look at pictures (default: one per core)")
     options = parser.parse_args(arguments)
+    roots = given_roots(parser, options.data_root, [options.spec])
     try:
-        source = open_source(options.spec, workers=options.workers, progress=True)
+        source = open_source(with_roots(options.spec, roots), workers=options.workers, progress=True)
         console = Console(highlight=False, width=max(100, Console().width))
         for table in report(source, options.bad):
             console.print(table)

@@ -21,6 +21,7 @@ class DataOptions:
     leak_bits: int | None = None  # pictures whose perceptual hashes differ in so many bits are the same
     index_check: str = "decode"  # or "header"
     seed: int = 0
+    data_root: tuple[str, ...] | None = None  # further folders that the pictures of all specs may lie in
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "DataOptions":

@@ -18,7 +18,8 @@ from data.draws import LIMIT
 from data.leaks import count_leaks, describe_leaks, find_leaks
 from data.mixture import Mixture, Parts, mixed, open_sources
 from data.options import DataOptions
-from data.sources import Source
+from data.roots import with_roots
+from data.sources import Source, open_source
 from data.splits import split_source
 from data.tokenizer import load_tokenizer
 
@@ -81,9 +82,9 @@ def prepare_data(
     Where processes share `folder`, one goes first and the others find what it made. Errors: ValueError, OSError.
     """
     building = {"workers": workers, "progress": progress, "check": options.index_check}
-    source = open_sources(options.data, **building)
+    source = open_sources([with_roots(spec, options.data_root) for spec in options.data], **building)
     refuse_too_many_bad(source, options.max_bad_fraction)
-    validation = open_sources([options.val_data], **building) if options.val_data is not None else None
+    validation = open_source(with_roots(options.val_data, options.data_root), **building) if options.val_data is not None else None
     if validation is not None:
         refuse_too_many_bad(validation, options.max_bad_fraction)
     kept = _Kept(folder / "samples", options, source, validation)
@@ -199,11 +200,12 @@ class _Kept:
             record = json.loads((self.folder / "made_of.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        if record["options"] != self.made_of:
-            changed = [name for name, value in self.made_of.items() if record["options"].get(name) != value]
+        options = record["options"]  # what is not there was not asked for
+        changed = [name for name in options | self.made_of if options.get(name) != self.made_of.get(name)]
+        if changed:
             raise ValueError(
                 f"{self.folder}: holds other samples than are asked for ({', '.join(changed)} changed: there "
-                f"{ {name: record['options'].get(name) for name in changed} }); give another --run-dir"
+                f"{ {name: options.get(name) for name in changed} }); give another --run-dir"
             )
         if record["sizes"] != self.sizes:
             raise ValueError(

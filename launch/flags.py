@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from data.preprocessing import INTERPOLATIONS, NORMALIZATIONS
+from data.roots import add_root_flag
 from launch.loss_weights import MODES
 
 
@@ -72,6 +73,7 @@ def _data(data: argparse._ArgumentGroup) -> None:
         help="demo | demo:LANG[+LANG...] | jsonl:FILE | csv:FILE | tsv:FILE | parquet:FILES | coco:IMAGES:CAPTIONS.json | imagefolder:DIR | "
         "webdataset:SHARDS; repeat it to mix several (data/README.md; default: demo)",
     )
+    add_root_flag(data, "--data and --val-data")
     data.add_argument("--data-weights", metavar="W,W,...", help="how often the samples of each --data come in an epoch (default: once)")
     data.add_argument(
         "--data-temperature",

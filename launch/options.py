@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.options import DataOptions
 from data.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
+from data.roots import from_anywhere, given_roots
 from launch.exported import PIXELS, options_of_export
 from launch.flags import make_parser
 
@@ -27,6 +28,7 @@ class Options:
 
     deepspeed_config: Path | None
     data: tuple[str, ...]
+    data_root: tuple[str, ...] | None
     data_weights: tuple[float, ...] | None
     data_temperature: float
     data_floors: tuple[float, ...] | None
@@ -147,7 +149,9 @@ def parse_options(arguments: list[str] | None = None) -> Options:
         )
     _check_fusion(parser, values)
     pixels = _given_pixels(parser, values)
-    values["data"] = tuple(values["data"] or ["demo"])
+    values["data"] = tuple(map(from_anywhere, values["data"] or ["demo"]))
+    values["val_data"] = values["val_data"] and from_anywhere(values["val_data"])
+    values["data_root"] = given_roots(parser, values["data_root"], [*values["data"], *filter(None, [values["val_data"]])])
     values["data_weights"] = _weights(parser, values["data_weights"], values["data"])
     values["data_floors"] = _floors(parser, values["data_floors"], values["data"])
     if len(values["data"]) == 1 and values["data_temperature"] != 1:

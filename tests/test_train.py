@@ -1,5 +1,6 @@
 """train.py in real processes: under the launcher as a user starts it, alone, and on ranks without a launcher."""
 
+import csv
 import json
 import shutil
 import signal
@@ -272,7 +273,45 @@ def test_own_data_and_pretrained_text_weights_then_an_export_to_go_on_from(tmp_p
         assert (first[name] - then[name]).abs().max() < 2e-3  # one step of at most 1e-3; other first values differ by 0.05 and more
 
 
-def python(*arguments):
+def test_pictures_in_another_folder_are_found_from_any_working_directory(tmp_path, merged):
+    """Trained with a relative --data-root, evaluated in another working directory; then on other samples, their root named in both ways."""
+    root = tmp_path / "pictures here"
+    spec = write_pairs(root, 60)
+    file = tmp_path / "lists" / "pairs.csv"
+    file.parent.mkdir()
+    with file.open("w", newline="", encoding="utf-8") as out:
+        rows = [json.loads(line) for line in open(spec.partition(":")[2], encoding="utf-8")]
+        absolute = [str(root / row["image_path"]) for row in rows[:30]]
+        paths = absolute + [row["image_path"] for row in rows[30:]]
+        csv.writer(out, delimiter="\t").writerows([("filepath", "title"), *zip(paths, (row["text"][0] for row in rows))])
+    data = ["--data", f"tsv:{file}", "--data-root", "pictures here", "--max-text-tokens", 16, "--workers", 0]
+    run_dir, arguments = tmp_path / "run", [ROOT / "train.py", *SMALL, *merged, *data, "--steps", 2]
+    trained = python(*arguments, "--run-dir", run_dir, folder=tmp_path)
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    record = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    assert record["options"]["data_root"] == [str(root)]
+    assert (record["data"]["samples"], record["data"]["bad_samples"], record["data"]["train_samples"]) == (60, {}, 54)
+
+    status, output = run_to_end("evaluate.py", run_dir, "--embeddings", tmp_path / "out")
+    assert status == 0, output[-3000:]
+    values = json.loads((run_dir / "evaluation-step-00000002.json").read_text())
+    last = metrics(run_dir, "held_out")[2]
+    assert values["validation/image_to_text_R@1"] == pytest.approx(last["image_to_text_R@1"], abs=1e-6)
+    query = ["--query", "apple", "--embeddings", tmp_path / "out", "--picture", tmp_path / "found.png"]
+    status, output = run_to_end("evaluate.py", run_dir, *query)  # the pictures by the spec that the embeddings were made of
+    assert status == 0 and (tmp_path / "found.png").is_file(), output[-3000:]
+
+    found = []
+    for given in (["--val-data", f"tsv:{file}?root={root}"], ["--val-data", f"tsv:{file}", "--data-root", root]):
+        status, output = run_to_end("evaluate.py", run_dir, *given, "--json", tmp_path / "numbers.json")
+        assert status == 0, output[-3000:]
+        found.append(json.loads((tmp_path / "numbers.json").read_text()))
+    assert found[0] == found[1] and found[0]["num_samples"] == {"validation": 60} and found[0]["left_out"] == 0
+    status, output = run_to_end("evaluate.py", run_dir, "--data-root", root)
+    assert status == 2 and "--data-root: " in output and "none is given" in output
+
+
+def python(*arguments, folder=ROOT):
     """As a user starts it where one process is enough."""
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=LIMIT_S)
+    return subprocess.run(command, cwd=folder, env=environment(), text=True, capture_output=True, timeout=LIMIT_S)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from data.cache import DEFAULT_LIMIT, GIB, default_folder, fill, open_cache
 from data.preprocessing import CLIP, INTERPOLATIONS
+from data.roots import add_root_flag, given_roots, with_roots
 from data.sources import open_source
 from data.transforms import train_transform
 
@@ -17,6 +18,7 @@ from data.transforms import train_transform
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m data.cache", description="Fill the cache of decoded pictures before training.")
     parser.add_argument("spec", metavar="SPEC", help="the data set, as --data of train.py")
+    add_root_flag(parser, "SPEC")
     parser.add_argument("--image-size", type=int, required=True, metavar="N", help="pixels, as --image-size of train.py")
     parser.add_argument("--image-resize", type=int, metavar="N", help="pixels, as --image-resize of the run (default: --image-size)")
     parser.add_argument(
@@ -32,8 +34,9 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error("--workers must be >= 0 and --limit > 0")
     resize = arguments.image_resize or arguments.image_size
     preprocessing = replace(CLIP, interpolation=arguments.image_interpolation, crop_pct=arguments.image_size / resize)
+    roots = given_roots(parser, arguments.data_root, [arguments.spec])
     start = time.monotonic()
-    source = open_source(arguments.spec, progress=True)
+    source = open_source(with_roots(arguments.spec, roots), progress=True)
     cache = open_cache(arguments.cache, int(arguments.limit * GIB))
     if cache is None:
         return 1

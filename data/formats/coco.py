@@ -1,32 +1,32 @@
 """A folder of pictures and a JSON file of captions, as COCO has them."""
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 
 from data.bad_samples import BadSample
-from data.formats.rows import Format, Part, Row, Stamp, checked_captions, checked_id, in_parts, place, stamp
-from data.formats.specs import local_file, local_folder
+from data.formats.rows import Format, Part, Roots, Row, Stamp, checked_captions, checked_id, in_parts, place, stamp
+from data.formats.specs import ROOT, local_file, local_folder, split_options
 
-USAGE = "coco:IMAGES:CAPTIONS.json"
+USAGE = "coco:IMAGES:CAPTIONS.json or coco:IMAGES:CAPTIONS.json?root=DIR"
 
 
 class CocoFormat(Format):
     """One sample per entry of "images", with all its captions; then one faulty row per caption whose image is not listed.
 
-    The JSON file is one value and is read as a whole (COCO's largest has 91 MB).
+    File names count from IMAGES, then from each further root. The JSON file is one value and is read as a whole (COCO's largest has 91 MB).
     """
 
     def __init__(self, where: str) -> None:
-        """`where`: `IMAGES:CAPTIONS.json`. Errors: ValueError, FileNotFoundError."""
-        folder, colon, file = where.rpartition(":")
+        """`where`: `IMAGES:CAPTIONS.json[?root=DIR]`. Errors: ValueError, FileNotFoundError."""
+        names, _, more = split_options("coco", where, (ROOT,))
+        folder, colon, file = names.rpartition(":")
         if not colon or not folder or not file:
             raise ValueError(f"data spec 'coco:{where}': a folder and a file are needed: {USAGE}")
         self.folder = local_folder("coco", folder, USAGE)
         self.file = local_file("coco", file, USAGE, 'captions {"images": [...], "annotations": [...]}')
-        self.spec = f"coco:{self.folder}:{self.file}"
-        self.root = os.path.realpath(self.folder)
+        self.roots = Roots.of(self.folder, more)
+        self.spec = f"coco:{self.folder}:{self.file}{self.roots.options()}"
 
     def fingerprint(self) -> list[Stamp]:
         return [stamp(self.file)]
@@ -70,7 +70,7 @@ class CocoFormat(Format):
                 if "file_name" not in image:
                     raise BadSample("invalid-row", f"image {row.id} is not listed with a file_name")
                 row.captions = checked_captions(texts)
-                place(row, self.root, image["file_name"])
+                place(row, self.roots, image["file_name"])
             except BadSample as problem:
                 row.problem = problem
             yield row

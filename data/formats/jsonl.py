@@ -6,24 +6,25 @@ import os
 from collections.abc import Iterator
 
 from data.bad_samples import BadSample
-from data.formats.rows import Format, Part, Row, Stamp, checked_captions, checked_id, in_parts, place, stamp
-from data.formats.specs import local_file
+from data.formats.rows import Format, Part, Roots, Row, Stamp, checked_captions, checked_id, in_parts, place, stamp
+from data.formats.specs import ROOT, local_file, split_options
 
-USAGE = "jsonl:FILE"
-FORMAT = '{"image_path": "relative/path.png", "text": "a caption" or ["several", "captions"], "id": "optional name"}'
+USAGE = "jsonl:FILE or jsonl:FILE?root=DIR"
+FORMAT = '{"image_path": "path.png", "text": "a caption" or ["several", "captions"], "id": "optional name"}'
 LINE_LIMIT = 16 << 20  # bytes
 
 
 class JsonlFormat(Format):
-    """The samples of one JSON-lines file, in file order. Paths count from the file's folder and may not leave it."""
+    """The samples of one JSON-lines file, in file order. Paths count from the file's folder, then from each further root."""
 
     unit = "B"
 
     def __init__(self, where: str) -> None:
-        """`where`: the file. Errors: ValueError, FileNotFoundError."""
-        self.file = local_file("jsonl", where, USAGE, f"JSON lines {FORMAT}")
-        self.spec = f"jsonl:{self.file}"
-        self.root = os.path.realpath(os.path.dirname(self.file))
+        """`where`: `FILE[?root=DIR]`. Errors: ValueError, FileNotFoundError."""
+        name, _, more = split_options("jsonl", where, (ROOT,))
+        self.file = local_file("jsonl", name, USAGE, f"JSON lines {FORMAT}")
+        self.roots = Roots.of(os.path.dirname(self.file), more)
+        self.spec = f"jsonl:{self.file}{self.roots.options()}"
 
     def fingerprint(self) -> list[Stamp]:
         return [stamp(self.file)]
@@ -52,13 +53,13 @@ class JsonlFormat(Format):
         for number, line in part.content:
             row = Row(id=str(number), number=number)
             try:
-                _fill(row, line, self.root)
+                _fill(row, line, self.roots)
             except BadSample as problem:
                 row.problem = problem
             yield row
 
 
-def _fill(row: Row, line: bytes, root: str) -> None:
+def _fill(row: Row, line: bytes, roots: Roots) -> None:
     fields = _fields(line)
     row.id = checked_id(fields.get("id"), row.id)
     for key in ("image_path", "text"):
@@ -67,7 +68,7 @@ def _fill(row: Row, line: bytes, root: str) -> None:
             hint = f"; rename '{close[0]}'?" if close else ""
             raise BadSample("invalid-row", f"no key '{key}'; given: {', '.join(fields) or 'none'}{hint}")
     row.captions = checked_captions(fields["text"])
-    place(row, root, fields["image_path"])
+    place(row, roots, fields["image_path"])
 
 
 def _fields(line: bytes) -> dict:

@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.bad_samples import FILE_LIMIT, BadSample
-from data.formats.rows import Format, Part, Row, Stamp, checked_captions, checked_id, near, place, stamp
-from data.formats.specs import absolute_pattern, expand, is_remote, local_copies, split_options
+from data.formats.rows import Format, Part, Roots, Row, Stamp, checked_captions, checked_id, near, place, stamp
+from data.formats.specs import ROOT, absolute_pattern, expand, is_remote, local_copies, split_options
 
-OPTIONS = ("image", "text", "id")
-USAGE = "parquet:FILE_OR_PATTERN or parquet:FILE_OR_PATTERN?image=COLUMN&text=COLUMN&id=COLUMN"
+OPTIONS = ("image", "text", "id", ROOT)
+USAGE = "parquet:FILE_OR_PATTERN or parquet:FILE_OR_PATTERN?image=COLUMN&text=COLUMN&id=COLUMN&root=DIR"
 IMAGE_COLUMNS = ("image", "image_path", "filepath")
 TEXT_COLUMNS = ("text", "caption", "title")
 ROWS_AT_ONCE = 64
@@ -27,13 +27,16 @@ KEPT_LIMIT = 256 << 20  # bytes of a row group that is kept; of a larger one onl
 
 
 class ParquetFormat(Format):
-    """The rows of all files, in order. An id is that of the column `id`, else FILE/ROW."""
+    """The rows of all files, in order. An id is that of the column `id`, else FILE/ROW.
+
+    Where pictures are paths, these count from the files' folder, then from each further root; where they are bytes, roots change nothing.
+    """
 
     unit = "row group"
 
     def __init__(self, where: str, progress: bool = False) -> None:
-        """`where`: `PATTERN[?image=COLUMN&text=COLUMN&id=COLUMN]`. Errors: ValueError, OSError."""
-        pattern, options = split_options("parquet", where, OPTIONS)
+        """`where`: `PATTERN[?image=COLUMN&text=COLUMN&id=COLUMN&root=DIR]`. Errors: ValueError, OSError."""
+        pattern, options, more = split_options("parquet", where, OPTIONS)
         names = expand("parquet", pattern, USAGE)
         self.files = local_copies(names, progress)
         self.name_of_file = dict(zip(self.files, names))
@@ -58,8 +61,9 @@ class ParquetFormat(Format):
                     f"data spec 'parquet:{where}': column '{self.image}' holds paths that count from the file's folder, but {what}; "
                     "give files of one local folder, or files with the pictures' bytes"
                 )
-            self.root = os.path.realpath(folders.pop())
+            self.roots = Roots.of(folders.pop(), more)
         self.spec = f"parquet:{absolute_pattern(pattern)}?{self.image}&{self.text}&{self.id}"
+        self.spec += self.roots.options() if self.pictures_are_files else ""
 
     def _schema(self, spec: str) -> pa.Schema:
         """Of the first file that can be read; the others are read by the same names."""
@@ -129,7 +133,7 @@ class ParquetFormat(Format):
             row.captions = checked_captions(_value(batch.column(self.text)[i]))
             image = _value(batch.column(self.image)[i])
             if self.pictures_are_files:
-                place(row, self.root, image)
+                place(row, self.roots, image)
             else:
                 row.image = self._bytes(image)
                 row.size = len(row.image)

@@ -10,13 +10,14 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.bad_samples import CAPTION_LIMIT, FILE_LIMIT, BadSample
 
 ROWS_OF_A_PART = 1024
 BYTES_OF_A_PART = 8 << 20
 ID_LIMIT = 1000  # characters
+ROOTS_SHOWN = 3
 PICTURE_ENDINGS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 
 Stamp = tuple[str, int, int]
@@ -39,7 +40,8 @@ class Row:
 
     id: str
     number: int  # of the line, the table's row, the entry: for messages
-    path: str = ""  # of the picture below the root, or of the member in its archive
+    path: str = ""  # of the picture as the data set gives it, or of the member in its archive
+    root: str = ""  # the folder that a picture of its own file was found below
     offset: int = 0  # of the picture in its archive (bytes), or of the row in its table
     size: int = -1  # bytes of the encoded picture; -1: not known
     mtime_ns: int = 0  # last change of the file that holds the picture
@@ -48,11 +50,44 @@ class Row:
     problem: BadSample | None = None
 
 
+@dataclass(frozen=True)
+class Roots:
+    """The folders that pictures may lie below, absolute and without links in their paths: nothing that leaves all of them is opened."""
+
+    own: str  # of the data set
+    more: tuple[str, ...] | None = None  # named beside it, in the order in which they are searched; None: this kind of data set takes none
+
+    @classmethod
+    def of(cls, own: str, more: Sequence[str] | None = None) -> "Roots":
+        """Of existing folders, given by any path; one that is given twice counts once."""
+        true = dict.fromkeys(os.path.realpath(folder) for folder in (own, *(more or ())))
+        first, *others = true
+        return cls(first, None if more is None else tuple(others))
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """In the order in which they are searched."""
+        return (self.own, *(self.more or ()))
+
+    def options(self) -> str:
+        """What tells an index of these folders from one of the data set's own folder alone; empty where there are no others."""
+        return "".join(f"?root={folder}" for folder in self.more or ())
+
+    def holding(self, true: str) -> str | None:
+        """The first folder that is, or is above, a path without links."""
+        return next((folder for folder in self.folders if true == folder or is_inside(folder, true)), None)
+
+    def shown(self) -> str:
+        """For messages."""
+        hidden = len(self.folders) - ROOTS_SHOWN
+        return ", ".join(self.folders[:ROOTS_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
+
+
 class Format:
     """A data set of one kind. Small when pickled: it holds paths and options, never rows."""
 
     spec: str  # kind, absolute paths and options: what the index is filed under
-    root: str  # the folder that no picture may leave, without links; unused when no picture is a file of its own
+    roots: Roots  # unused when no picture is a file of its own
     pictures_are_files = True
     unit = "sample"  # of `total` and the weights of parts
 
@@ -72,7 +107,7 @@ class Format:
 
     def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
         """The encoded picture of a row: `file` is that of its part. Raises BadSample."""
-        return read_below(self.root, path)
+        return read_below(self.roots, path)
 
     def where(self, file: str, path: str, number: int) -> str:
         return f"{file}:{number}"
@@ -84,48 +119,94 @@ def stamp(path: str) -> Stamp:
     return path, found.st_size, found.st_mtime_ns
 
 
-def locate(root: str, relative: Any) -> tuple[str, os.stat_result]:
-    """The true path of a file below `root` (a folder without links in its path), and its status; nothing is opened.
+class Place(NamedTuple):
+    """A picture's file."""
 
-    Raises BadSample: outside-root when the path is absolute, has '..' or leads out through a link; missing-file; invalid-row;
+    root: str  # the folder that it was found below
+    true: str  # absolute, without links
+    status: os.stat_result
+
+
+def locate(roots: Roots, path: Any) -> Place:
+    """Where the file of a path in a data set is; nothing is opened.
+
+    A relative path counts from each of `roots` in order, and the first below which it exists wins, whatever is there. An absolute one may
+    lie below any of them. Links are followed as far as they stay below one of `roots`.
+
+    Raises BadSample: outside-root when the path leaves all of `roots`, has '..' or leads out through a link; missing-file; invalid-row;
     nul-character; invalid-utf8; not-an-image for folders, pipes and devices; unreadable.
     """
-    if not isinstance(relative, str) or not relative:
-        raise BadSample("invalid-row", f"the picture's path is {relative!r:.100}; a path as text is needed")
-    check_characters(relative, "the picture's path")
-    pure = PurePosixPath(relative)
-    if pure.is_absolute() or ".." in pure.parts:
-        raise BadSample("outside-root", f"'{relative}' leaves {root}; give a path below it, without '..'")
-    true = _true_path(root, pure.parts)
-    if not is_inside(root, true):
-        raise BadSample("outside-root", f"'{relative}' is a link that leads to {true}, which is not below {root}")
+    if not isinstance(path, str) or not path:
+        raise BadSample("invalid-row", f"the picture's path is {path!r:.100}; a path as text is needed")
+    check_characters(path, "the picture's path")
+    pure = PurePosixPath(path)
+    if ".." in pure.parts:
+        raise _outside(roots, path)
+    for folder, true in _candidates(roots, pure):
+        if found := _found(roots, path, folder, true):
+            return found
+    if pure.is_absolute():
+        raise BadSample("missing-file", f"{true} does not exist")
+    if roots.more:
+        raise BadSample("missing-file", f"'{path}' does not exist; paths count from {roots.shown()}, in this order")
+    raise BadSample("missing-file", f"{true} does not exist; paths count from {roots.own}")
+
+
+def _candidates(roots: Roots, path: PurePosixPath) -> Iterator[tuple[str | None, str]]:
+    """Where a path without '..' may lead: the folder that a relative one counts from, None for an absolute one; and the true path."""
+    if not path.is_absolute():
+        for folder in roots.folders:
+            yield folder, _true_path(folder, path.parts)
+        return
+    plain = "/" + "/".join(path.parts[1:])
+    below = next((folder for folder in roots.folders if is_inside(folder, plain)), None)
+    if below is None:
+        yield None, os.path.realpath(plain)  # the path may name a root by a link
+    else:
+        yield None, _true_path(below, PurePosixPath(plain).relative_to(below).parts)
+
+
+def _found(roots: Roots, path: str, folder: str | None, true: str) -> Place | None:
+    """What is at `true`, where `path` leads; None: nothing. Raises BadSample as `locate` does."""
+    holding = roots.holding(true)
+    if holding is None:
+        raise _outside(roots, path, true)
     try:
         status = os.stat(true)
     except (FileNotFoundError, NotADirectoryError):
-        raise BadSample("missing-file", f"{true} does not exist; paths count from {root}") from None
+        return None
     except OSError as error:
         raise BadSample("unreadable", f"{true}: {error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):
         raise BadSample("not-an-image", f"{true} is a {'folder' if stat.S_ISDIR(status.st_mode) else 'pipe or device'}, not a file")
-    return true, status
+    return Place(folder or holding, true, status)
+
+
+def _outside(roots: Roots, path: str, true: str | None = None) -> BadSample:
+    """`true`: where the path leads, if that was looked up."""
+    remedy = "" if roots.more is None else "; allow its folder with --data-root DIR, or ?root=DIR in the data spec"
+    if true is None or true == os.path.normpath(path):
+        below = "below one of them" if roots.more else "below it"
+        return BadSample("outside-root", f"'{path}' leaves {roots.shown()}; give a path {below}, without '..'{remedy}")
+    return BadSample("outside-root", f"'{path}' leads through a link to {true}, which is not below {roots.shown()}{remedy}")
 
 
 def _true_path(root: str, parts: tuple[str, ...]) -> str:
-    path = root
+    path = root.rstrip("/")
     for part in parts:  # the root has no links, so only what is below it is looked at
         path = f"{path}/{part}"
         if os.path.islink(path):
             return os.path.realpath(os.path.join(root, *parts))
-    return path
+    return path or root
 
 
 def is_inside(root: str, true: str) -> bool:
     return true.startswith(root.rstrip("/") + "/")
 
 
-def read_below(root: str, relative: str) -> bytes:
-    """All bytes of a file below `root`. Raises BadSample as `locate` does."""
-    true, status = locate(root, relative)
+def read_below(roots: Roots, path: str) -> bytes:
+    """All bytes of a file below one of `roots`. Raises BadSample as `locate` does."""
+    _, true, status = locate(roots, path)
     if status.st_size > FILE_LIMIT:
         raise BadSample("unreadable", f"{true} has {status.st_size:,} bytes; at most {FILE_LIMIT:,} are read")
     try:
@@ -135,10 +216,10 @@ def read_below(root: str, relative: str) -> bytes:
         raise BadSample("unreadable", f"{true}: {error.strerror}") from error
 
 
-def place(row: Row, root: str, relative: Any) -> None:
-    """Set the row's path, and the size and time of the file it names. Raises BadSample as `locate` does."""
-    row.path = relative if isinstance(relative, str) else ""
-    _, status = locate(root, relative)
+def place(row: Row, roots: Roots, path: Any) -> None:
+    """Set the row's path, and the root, size and time of the file it names. Raises BadSample as `locate` does."""
+    row.path = path if isinstance(path, str) else ""
+    row.root, _, status = locate(roots, path)
     row.size, row.mtime_ns = status.st_size, status.st_mtime_ns
 
 

@@ -16,6 +16,7 @@ from data.formats.rows import near
 
 COPIES_AT_ONCE = 8
 MAX_SHOWN = 5
+ROOT = "root"  # the option that names a further folder in which pictures may lie
 
 
 def cache_folder() -> Path:
@@ -23,15 +24,17 @@ def cache_folder() -> Path:
     return Path(os.environ.get("WYE_CACHE") or Path.home() / ".cache" / "wye").absolute()
 
 
-def split_options(kind: str, where: str, known: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """`FILE?key=value&key=value` -> the file and its options; %26 stands for `&`, and so on. A file that exists under the whole name wins.
+def split_options(kind: str, where: str, known: tuple[str, ...]) -> tuple[str, dict[str, str], tuple[str, ...]]:
+    """`FILE?key=value&key=value` -> the file, its options, and the folders of ROOT, absolute, which alone may come several times.
 
-    Errors: ValueError for an unknown option, with the nearest name, for one without a value and one that comes twice.
+    In a value %26 stands for `&`, and so on. A file that exists under the whole name wins. Errors: ValueError for an unknown option, with the
+    nearest name, for one without a value, one that comes twice and a remote ROOT; FileNotFoundError for a ROOT that is no folder.
     """
-    file, mark, words = where.rpartition("?")
-    if not mark or os.path.exists(where):
-        return where, {}
+    if not has_options(kind, where):
+        return where, {}, ()
+    file, _, words = where.rpartition("?")
     options: dict[str, str] = {}
+    roots: list[str] = []
     for word in words.split("&"):
         key, equals, value = word.partition("=")
         if key not in known:
@@ -39,8 +42,38 @@ def split_options(kind: str, where: str, known: tuple[str, ...]) -> tuple[str, d
         if not equals or not value or key in options:
             what = "is given twice; give it once" if key in options else f"has no value; write {key}=VALUE"
             raise ValueError(f"data spec '{kind}:{where}': option '{key}' {what}")
-        options[key] = unquote(value)
-    return file, options
+        if key == ROOT:
+            roots.append(root_folder(unquote(value), f"data spec '{kind}:{where}': root"))
+        else:
+            options[key] = unquote(value)
+    return file, options, tuple(roots)
+
+
+def has_options(kind: str, where: str) -> bool:
+    """Does what follows the kind end with `?key=value`? Not if a file (coco: a folder and a file) exists under the whole name."""
+    if "?" not in where or os.path.exists(local_path(where)):
+        return False
+    folder, _, file = where.rpartition(":")
+    return not (kind == "coco" and os.path.isdir(local_path(folder)) and os.path.isfile(local_path(file)))
+
+
+def root_folder(given: str, of: str) -> str:
+    """The absolute path of a further folder that pictures may lie in. Errors: ValueError, FileNotFoundError; `of` begins their messages."""
+    if not given:
+        raise ValueError(f"{of} names no folder; give one that pictures lie in")
+    if is_remote(given):
+        raise ValueError(
+            f"{of} '{given}' is remote; pictures that are files of their own are read from local folders: copy it, and name the copy"
+        )
+    path = local_path(given)
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{of} {path!r}: the name is not UTF-8; give a link to it that is") from None
+    if not os.path.isdir(path):
+        what = "is not a folder" if os.path.exists(path) else "does not exist"
+        raise FileNotFoundError(f"{of} '{path}' {what}; give a folder that pictures lie in")
+    return path
 
 
 def is_remote(path: str) -> bool:

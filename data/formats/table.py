@@ -5,10 +5,10 @@ import os
 from collections.abc import Iterator
 
 from data.bad_samples import BadSample
-from data.formats.rows import Format, Part, Row, Stamp, checked_captions, checked_id, in_parts, near, place, stamp
-from data.formats.specs import local_file, split_options
+from data.formats.rows import Format, Part, Roots, Row, Stamp, checked_captions, checked_id, in_parts, near, place, stamp
+from data.formats.specs import ROOT, local_file, split_options
 
-OPTIONS = ("image", "text", "id", "separator")
+OPTIONS = ("image", "text", "id", "separator", ROOT)
 NUL = (
     "\udc00"  # stands for the character NUL within the reader, which before Python 3.11 refuses the whole row; no other byte is read as it
 )
@@ -16,21 +16,21 @@ FIELD_LIMIT = 1 << 20  # characters; a quote that is never closed takes no more 
 
 
 class TableFormat(Format):
-    """The rows of one csv or tsv file, in file order. Paths count from the file's folder and may not leave it."""
+    """The rows of one csv or tsv file, in file order. Paths count from the file's folder, then from each further root."""
 
     unit = "B"
 
     def __init__(self, kind: str, where: str) -> None:
-        """`where`: `FILE[?image=COLUMN&text=COLUMN&id=COLUMN&separator=;]`. Errors: ValueError, FileNotFoundError."""
-        name, options = split_options(kind, where, OPTIONS)
-        usage = f"{kind}:FILE or {kind}:FILE?image=COLUMN&text=COLUMN&id=COLUMN&separator=CHARACTER"
+        """`where`: `FILE[?image=COLUMN&text=COLUMN&id=COLUMN&separator=;&root=DIR]`. Errors: ValueError, FileNotFoundError."""
+        name, options, more = split_options(kind, where, OPTIONS)
+        usage = f"{kind}:FILE or {kind}:FILE?image=COLUMN&text=COLUMN&id=COLUMN&separator=CHARACTER&root=DIR"
         self.file = local_file(kind, name, usage, f"rows below a line of column names: {usage}")
         self.columns = {key: options.get(key, default) for key, default in (("image", "filepath"), ("text", "title"), ("id", "id"))}
         self.separator = options.get("separator", "\t" if kind == "tsv" else ",")
         if len(self.separator) != 1:
             raise ValueError(f"data spec '{kind}:{where}': separator '{self.separator}': one character is needed (%09 is a tab)")
-        self.spec = f"{kind}:{self.file}?{self.columns}{self.separator}"
-        self.root = os.path.realpath(os.path.dirname(self.file))
+        self.roots = Roots.of(os.path.dirname(self.file), more)
+        self.spec = f"{kind}:{self.file}?{self.columns}{self.separator}{self.roots.options()}"
         self.positions = self._positions(f"{kind}:{where}", options)
 
     def _positions(self, spec: str, options: dict[str, str]) -> dict[str, int]:
@@ -94,7 +94,7 @@ class TableFormat(Format):
         given = {key: fields[position].replace(NUL, "\0") for key, position in self.positions.items()}
         row.id = checked_id(given.get("id"), row.id)
         row.captions = checked_captions(given["text"])
-        place(row, self.root, given["image"])
+        place(row, self.roots, given["image"])
 
 
 def _problem(error: csv.Error) -> BadSample:

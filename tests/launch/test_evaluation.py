@@ -1,5 +1,6 @@
 """Embeddings, retrieval, classes, examples and a search by a model that was built, not trained: the numbers are those of plain torch."""
 
+import argparse
 import json
 import shutil
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from data.prepare import HeldOut
 from data.sources import open_source
 from data.tokenizer import batch_tokens, load_tokenizer
+from evaluate import held_out
 from launch.embedding import (
     Embedder,
     forget_embeddings,
@@ -315,3 +317,22 @@ def test_each_question_has_a_file_of_its_own(monkeypatch):
 def test_numbers_that_json_does_not_have_are_null(tmp_path):
     write_numbers(tmp_path / "out.json", {"a": float("nan"), "deeper": {"b": float("inf"), "c": 1.5}, "n": 3})
     assert json.loads((tmp_path / "out.json").read_text()) == {"a": None, "deeper": {"b": None, "c": 1.5}, "n": 3}
+
+
+def test_what_a_run_held_out_is_looked_for_in_its_roots(tmp_path, source, embedder):
+    """Both a set of its own and a part of its data, with the roots that config.json has."""
+    for name in ("lists", "pictures", "run"):
+        (tmp_path / name).mkdir()
+    lines = []
+    for i in range(8):
+        (tmp_path / "pictures" / f"{i}.png").write_bytes(source.image_bytes(i))
+        lines.append(json.dumps({"image_path": f"{i}.png", "text": source.captions(i)[0]}) + "\n")
+    (tmp_path / "lists" / "pairs.jsonl").write_text("".join(lines))
+    spec, roots = f"jsonl:{tmp_path}/lists/pairs.jsonl", [str(tmp_path / "pictures")]
+    arguments = argparse.Namespace(val_data=None, run_dir=tmp_path / "run")
+    of_set = {"data": ["demo"], "val_data": spec, "data_root": roots}
+    of_part = {"data": [spec], "val_data": None, "val_fraction": 0.25, "data_root": roots}
+    for options, number in ((of_set, 8), (of_part, 2)):
+        parts = held_out(arguments, replace(embedder.trained, record={"options": options, "tokenizer": None}))
+        (part,) = parts.values()
+        assert len(part.subset) == number and part.source.image_bytes(3) == source.image_bytes(3)

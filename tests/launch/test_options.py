@@ -15,7 +15,7 @@ from launch.options import DEFAULTS, DEMO_DEFAULTS, default_config, parse_option
 # A new flag needs an edit here, and with it the question whether two recipes need it (style.md).
 FLAGS = [
     "--deepspeed_config", "--run-dir", "--resume", "--workers", "--seed",
-    "--data", "--data-weights", "--data-temperature", "--data-floors", "--data-adapt",
+    "--data", "--data-root", "--data-weights", "--data-temperature", "--data-floors", "--data-adapt",
     "--val-data", "--val-fraction", "--limit-samples",
     "--on-leak", "--leak-bits", "--max-bad-fraction", "--index-check", "--augmentation", "--cache", "--cache-limit",
     "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--import", "--tokenizer", "--embed-dim", "--image-size",
@@ -163,6 +163,9 @@ def test_what_is_given_wins_over_the_defaults():
         (["--on-leak", "keep"], ["--on-leak", "'keep'", "refuse", "drop"]),
         (["--wandb", "on"], ["--wandb", "'on'", "online", "offline", "disabled"]),
         (["--data"], ["--data", "expected one argument"]),
+        (["--data", "jsonl:x", "--data-root", "/nowhere"], ["--data-root", "'/nowhere' does not exist", "give a folder"]),
+        (["--data", "jsonl:x", "--data-root", __file__], ["--data-root", "test_options.py' is not a folder"]),
+        (["--data-root", "/"], ["--data-root", "data specs of the kinds jsonl, csv", "none is given", "leave it out"]),
     ],
 )
 def test_mistakes(capsys, arguments, words):
@@ -241,3 +244,16 @@ def test_what_is_here_is_known_by_its_absolute_path(tmp_path, monkeypatch):
     plain = parse_options(["--tokenizer", "words", "--text-tower", "bert-tiny", "--text-weights", "google/bert"])
     assert (plain.tokenizer, plain.text_tower, plain.text_weights) == (str(tmp_path / "words"), "bert-tiny", "google/bert")
     assert parse_options(["--text-tower", "./bert-tiny"]).text_tower == str(tmp_path / "bert-tiny")
+
+
+def test_roots_are_known_by_their_absolute_paths(tmp_path, monkeypatch):
+    (tmp_path / "a b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = parse_options(
+        ["--data", "demo", "--data", "csv:x.csv?root=a b&separator=;", "--val-data", "tsv:y.tsv?root=a b/", "--data-root", "a b"]
+    )
+    assert options.data == ("demo", f"csv:x.csv?root={tmp_path}/a b&separator=;") and options.val_data == f"tsv:y.tsv?root={tmp_path}/a b"
+    assert options.data_root == (f"{tmp_path}/a b",)
+    assert DataOptions.from_record(json.loads(json.dumps(options.record()))) == options.data_options()
+    assert parse_options(["--val-data", "coco:a:b.json", "--data-root", "."]).data_root == (str(tmp_path),)
+    assert parse_options(["--data", "csv:x.csv"]).data_root is None

@@ -157,6 +157,32 @@ def test_how_many_bad_steps_may_follow_each_other_is_free_to_change(folder):
     folder.refuse_other_run(*identity(block={**BLOCK, "max_bad_steps": 50}))
 
 
+def test_a_run_of_the_time_before_there_were_roots_goes_on_without_them(tmp_path, decided):
+    (tmp_path / "pictures").mkdir()
+    folder = RunFolder(tmp_path / "a run", first_rank=True)
+    folder.write_config(*identity("--data", "jsonl:pairs.jsonl"), *decided)
+    file = folder.path / "config.json"
+    record = json.loads(file.read_text(encoding="utf-8"))
+    for options in (record["training"]["options"], record["options"]):
+        del options["data_root"]
+    file.write_text(json.dumps(record), encoding="utf-8")
+    folder.refuse_other_run(*identity("--data", "jsonl:pairs.jsonl"))
+    with pytest.raises(ValueError, match=r'options.data_root: there null, here \[".*/pictures"\]'):
+        folder.refuse_other_run(*identity("--data", "jsonl:pairs.jsonl", "--data-root", str(tmp_path / "pictures")))
+
+
+def test_other_roots_make_another_run(tmp_path, decided):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    roots = [["--data", "jsonl:pairs.jsonl", "--data-root", str(tmp_path / name)] for name in ("a", "b")]
+    folder = RunFolder(tmp_path / "a run", first_rank=True)
+    folder.write_config(*identity(*roots[0]), *decided)
+    folder.refuse_other_run(*identity(*roots[0]))
+    for other in (roots[1], roots[0][:2], [*roots[0], *roots[1][2:]]):
+        with pytest.raises(ValueError, match="options.data_root: there .*a.*, here "):
+            folder.refuse_other_run(*identity(*other))
+
+
 def test_long_lists_are_cut(folder):
     with pytest.raises(ValueError) as refusal:
         folder.refuse_other_run(
