@@ -174,7 +174,7 @@ class BranchesBlock:
     def __post_init__(self):
         _choice("layout", self.layout, (AUTO, *LAYOUTS))
         _choice("schedule", self.schedule, (AUTO, *SCHEDULES))
-        _counts("stages", self.stages, (*BRANCHES, "merged"), plain_number=False)
+        _counts("stages", self.stages, (*BRANCHES, "merged"))
         _counts("replicas", self.replicas, BRANCHES)
         _counts("micro_batch_size", self.micro_batch_size, BRANCHES, auto_inside=True)
         if self.kept_micro_batches is not None:
@@ -384,14 +384,17 @@ def _choice(name: str, value: Any, valid: Sequence[str]) -> None:
         raise ValueError(f"branches.{name}: unknown value {value!r}{nearest(str(value), valid)}")
 
 
-def _counts(name: str, value: Any, keys: Sequence[str], plain_number: bool = True, auto_inside: bool = False, least: int = 1) -> None:
+def _counts(name: str, value: Any, keys: Sequence[str], auto_inside: bool = False, least: int = 1) -> None:
     """`value` is "auto", a whole number of at least `least`, or an object of those by branch."""
     if value == AUTO:
         return
     entries = value if isinstance(value, dict) else {"": value}
-    if not plain_number and not isinstance(value, dict):
-        raise ValueError(f'branches.{name}: got {value!r}; write "auto" or an object like {{"image": 2, "text": 1}}')
     for key, count in entries.items():
+        if key == "merged" and key not in keys:
+            raise ValueError(
+                f'branches.{name}: got {json.dumps(value)}, but only "stages" has the key "merged"; a merged stage holds a slice of both branches, '
+                f'so write one number: "{name}": {json.dumps(count)}'
+            )
         if key:
             _choice(f"{name}: key", key, keys)
         if auto_inside and count == AUTO:

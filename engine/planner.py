@@ -11,6 +11,7 @@ simulator, those that do not fit the memory are put aside, and the fastest is ta
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -278,7 +279,6 @@ def _cut(seconds: tuple[float, ...], parts: int) -> list[range]:
 
 
 def _stage_counts(block: BranchesBlock, layout: str, world_size: int, num_layers: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    names = ("merged",) if layout == "merged" else BRANCHES
     if block.stages == AUTO:
         most = min(world_size, MAX_STAGES)
         if layout == "merged":
@@ -291,10 +291,7 @@ def _stage_counts(block: BranchesBlock, layout: str, world_size: int, num_layers
                 if i + t <= max(world_size, 2)
             )
         return
-    stages = dict(block.stages)
-    if set(stages) != set(names):
-        example = '{"merged": 2}' if layout == "merged" else '{"image": 2, "text": 1}'
-        raise ValueError(f"branches.stages: {stages} does not fit layout {layout!r}; write for example {example}")
+    stages = _given_stages(block, layout, world_size)
     for name, count in stages.items():
         for branch in BRANCHES if name == "merged" else (name,):
             if count > num_layers[branch]:
@@ -305,13 +302,34 @@ def _stage_counts(block: BranchesBlock, layout: str, world_size: int, num_layers
     yield stages
 
 
+def _given_stages(block: BranchesBlock, layout: str, world_size: int) -> dict[str, int]:
+    """`branches.stages` as written, by name: {"image": n, "text": n}, or {"merged": n}. One number is that of every name."""
+    names = ("merged",) if layout == "merged" else BRANCHES
+    if isinstance(block.stages, int):
+        return dict.fromkeys(names, block.stages)
+    if set(block.stages) == set(names):
+        return dict(block.stages)
+    given = f"branches.stages: {json.dumps(block.stages)} does not fit layout {layout!r}"
+    if layout != "merged":
+        raise ValueError(f'{given}; write for example "stages": {{"image": 2, "text": 1}}, or one number, which both branches get')
+    fits = next(n for n in range(max(block.stages.values(), default=1), 0, -1) if world_size % n == 0)
+    only = ", the only one for one rank" if block.layout == AUTO and world_size == 1 else ""
+    raise ValueError(
+        f'{given}{only}: a merged stage holds a slice of both branches, so write "stages": {{"merged": {fits}}} (or "stages": {fits})'
+    )
+
+
 def _replicas(block: BranchesBlock, layout: str, stages: Mapping[str, int], world_size: int) -> list[dict[str, int]]:
     """The numbers of replicas, by branch, with which these stages fill the world; there is at least one."""
     if layout == "fork":
         return _fork_replicas(block, stages, world_size)
     line = sum(stages.values())
     if isinstance(block.replicas, dict):
-        raise ValueError(f"branches.replicas: {block.replicas}, but all stages of a {layout} have equally many; give one number")
+        why = "a merged stage holds a slice of both branches" if layout == "merged" else "all stages of a chain have equally many"
+        raise ValueError(
+            f"branches.replicas: {json.dumps(block.replicas)} does not fit layout {layout!r}: {why}, so write one number, "
+            f'such as "replicas": {max(1, world_size // line)}'
+        )
     replicas = world_size // line if block.replicas == AUTO else block.replicas
     if replicas * line != world_size or replicas == 0:
         asked = "" if block.replicas == AUTO else f" and {block.replicas} replicas"
@@ -356,9 +374,10 @@ def _deals(config: Mapping[str, Any], block: BranchesBlock, graph: StageGraph, r
         try:
             deal = {branch: _deal(config, block, branch, replicas[branch], wish) for branch in BRANCHES}
             if graph.layout != "fork" and deal["image"] != deal["text"]:
+                why = "a merged stage holds a slice of both branches" if graph.layout == "merged" else "a chain runs both in one line"
                 raise ValueError(
-                    f"branches.micro_batch_size: {block.micro_batch_size} differs between the branches, which only a fork allows; "
-                    "give one number"
+                    f"branches.micro_batch_size: {json.dumps(block.micro_batch_size)} differs between the branches, which only a fork allows; "
+                    f'{why}, so write one number, such as "micro_batch_size": {min(d.micro_batch_size for d in deal.values())}'
                 )
         except ValueError as error:
             reasons.append(str(error))

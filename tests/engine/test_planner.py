@@ -47,7 +47,26 @@ def refused(*words: str):
         (5, {"layout": "merged", "stages": {"merged": 5}}, {}, ["5 merged stages", "the text tower has 4 layers", "at most 4"]),
         (4, {"layout": "fork", "stages": {"merged": 2}}, {}, ["branches.stages", "does not fit layout 'fork'", '{"image": 2, "text": 1}']),
         (4, {"layout": "fork", "stages": {"image": 2}}, {}, ["branches.stages", "does not fit layout 'fork'", '{"image": 2, "text": 1}']),
-        (4, {"layout": "merged", "stages": {"image": 2, "text": 2}}, {}, ["does not fit layout 'merged'", '{"merged": 2}']),
+        (
+            4,
+            {"layout": "merged", "stages": {"image": 2, "text": 2}},
+            {},
+            ["does not fit layout 'merged'", "slice of both branches", '"stages": {"merged": 2} (or "stages": 2)'],
+        ),
+        (
+            3,
+            {"layout": "merged", "stages": {"image": 2, "text": 1}},
+            {},
+            ['"stages": {"merged": 1} (or "stages": 1)'],
+        ),  # 2 would not fill 3
+        (
+            1,
+            {"stages": {"image": 1, "text": 1}},
+            {},
+            ['{"image": 1, "text": 1}', "layout 'merged', the only one for one rank", "slice of both branches", '"stages": {"merged": 1}'],
+        ),
+        (1, {"stages": 2}, {}, ["merged of 2 stages does not fill 1 ranks", "use 2 ranks"]),
+        (2, {"layout": "fork", "stages": 6}, {}, ["6 image stages", "the image tower has 5 layers", "at most 5"]),
         (
             3,
             {"layout": "fork", "stages": {"image": 2, "text": 2}},
@@ -69,7 +88,18 @@ def refused(*words: str):
             {},
             ["image 2×2 + text 1×2", "fill 6 ranks, but there are 7"],
         ),
-        (4, {"layout": "chain", "replicas": {"image": 2, "text": 2}}, {}, ["all stages of a chain have equally many; give one number"]),
+        (
+            4,
+            {"layout": "chain", "replicas": {"image": 2, "text": 2}},
+            {},
+            ["does not fit layout 'chain'", "all stages of a chain have equally many, so write one number", '"replicas": 2'],
+        ),
+        (
+            4,
+            {"layout": "merged", "stages": 1, "replicas": {"image": 2, "text": 2}},
+            {},
+            ['branches.replicas: {"image": 2, "text": 2}', "'merged'", "slice of both branches, so write one number", '"replicas": 4'],
+        ),
         (
             5,
             {"layout": "chain", "stages": {"image": 1, "text": 1}},
@@ -112,9 +142,14 @@ def refused(*words: str):
             2,
             {"layout": "chain", "micro_batch_size": {"image": 8, "text": 16}},
             {},
-            ["branches.micro_batch_size", "only a fork allows", "give one number"],
+            ["branches.micro_batch_size", "only a fork allows", "one line, so write one number", '"micro_batch_size": 8'],
         ),
-        (1, {"micro_batch_size": {"image": 8, "text": 16}}, {}, ["branches.micro_batch_size", "only a fork allows", "give one number"]),
+        (
+            1,
+            {"micro_batch_size": {"image": 8, "text": 16}},
+            {},
+            ["branches.micro_batch_size", "only a fork allows", "slice of both branches, so write one number", '"micro_batch_size": 8'],
+        ),
         # the schedule
         (
             3,
@@ -184,6 +219,31 @@ def test_lines_fill_the_world(layout, world_size):
         assert decided.batches["image"] == decided.batches["text"]
         assert decided.batches["image"].replicas == world_size // length
         assert decided.batches["image"].global_batch_size == 960 * 7 * 11 * 13
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("layout", ["fork", "chain", "merged"])
+def test_one_number_of_stages_is_that_of_every_branch_or_of_the_merged_line(layout, number):
+    written_out = {"merged": number} if layout == "merged" else {"image": number, "text": number}
+    short, long = (plan(8, {"layout": layout, "stages": stages}, train_batch_size=960) for stages in (number, written_out))
+    assert short == long and len(short.graph.stages) == (number if layout == "merged" else 2 * number)
+
+
+def test_one_number_of_stages_holds_in_each_layout_that_auto_tries():
+    found = search(8, {"stages": 2}, train_batch_size=960).ranked
+    stages = {c.graph.layout: {tuple(sum(b in stage.layers for stage in c.graph.stages) for b in BRANCHES)} for c in found}
+    assert stages == dict.fromkeys(("fork", "chain", "merged"), {(2, 2)})
+    assert {len(c.graph.stages) for c in found if c.graph.layout == "merged"} == {2}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "branches"),
+    [(3, {**FORK, "replicas": {"image": 2, "text": 1}}), (4, {"layout": "chain", "stages": 1}), (4, {"layout": "merged"})],
+)
+def test_one_micro_batch_size_is_that_of_both_branches_in_every_layout(world_size, branches):
+    decided = plan(world_size, {**branches, "micro_batch_size": 4})
+    assert [batch.micro_batch_size for batch in decided.batches.values()] == [4, 4]
+    assert all(batch.global_batch_size == 48 for batch in decided.batches.values())
 
 
 def test_stages_are_cut_by_cost():
