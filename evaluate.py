@@ -239,7 +239,10 @@ def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldO
     except (ValueError, OSError) as error:
         raise ValueError(f"{error}\nthe samples that the run held out cannot be had any more; give samples with --val-data") from error
     if not parts:
-        raise ValueError(f"{arguments.run_dir}: the run held nothing out; give samples with --val-data")
+        raise ValueError(
+            f"{arguments.run_dir}: no samples were held out (--val-fraction 0), so there is nothing to evaluate; give samples with --val-data, or "
+            "train a new run with --val-fraction 0.1"
+        )
     return parts
 
 

@@ -37,7 +37,7 @@ from launch.feeding import Feeding
 from launch.loss_weights import LossWeights
 from launch.options import Options, default_config, parse_options
 from launch.preprocessing import describe_pixels
-from launch.report import progress_interval, retrieval_table, show
+from launch.report import progress_interval, retrieval_report, show
 from launch.resuming import earlier_sizes, find_checkpoint, resume, state_of
 from launch.run_folder import RunFolder, choose_folder, training_identity
 from launch.step_line import step_line
@@ -209,7 +209,7 @@ def main(options: Options, run: Run) -> int:
     done = step >= total_steps
     if done and evaluations:
         before_and_after = [evaluations[s] for s in sorted({min(evaluations), max(evaluations)})]
-        show(retrieval_table("Zero-shot retrieval of held-out samples", before_and_after, feeding.held_out_sizes()), first)
+        show(retrieval_report("Zero-shot retrieval of held-out samples", before_and_after, feeding.held_out_sizes()), first)
     ended = "done" if done else f"stopped ({stop.reason or 'as another rank was asked to'}; the same command with this --run-dir goes on)"
     show(f"{ended} at step {step} of {total_steps}   checkpoint {folder.checkpoints / step_folder(saved_step)}", first)
     if first and done:

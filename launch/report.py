@@ -39,6 +39,16 @@ def retrieval_table(title: str, evaluations: Sequence[Mapping[str, float]], num_
     return table
 
 
+def retrieval_report(title: str, evaluations: Sequence[Mapping[str, float]], num_samples: Mapping[str, int]) -> Table | str:
+    """`retrieval_table`, or one line where there is no held-out set (`num_samples` is empty)."""
+    if num_samples:
+        return retrieval_table(title, evaluations, num_samples)
+    return (
+        "no samples were held out (--val-fraction 0), so nothing was evaluated; to hold samples out, train a new run with "
+        "--val-fraction 0.1 or --val-data SPEC"
+    )
+
+
 def progress_interval() -> float:
     """Seconds between redraws of the progress bar: often for a person, seldom for a log file."""
     return 0.2 if sys.stderr.isatty() else 20.0

@@ -43,6 +43,9 @@ def _become(argv: list[str], environment: dict[str, str]) -> NoReturn:
         status = 0
     except SystemExit as end:
         status = end.code or 0
+        if not isinstance(status, int):  # sys.exit(message)
+            print(status, file=sys.stderr)
+            status = 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
     threading._shutdown()

@@ -218,8 +218,19 @@ def test_a_folder_that_holds_another_run_is_refused(tmp_path, merged, pairs):
     same = ["train.py", *SMALL, *merged, *pairs, "--steps", 1, "--eval-every", 9, "--run-dir", tmp_path]
     status, output = run_to_end(*same)
     assert status == 0, output
+    assert "Zero-shot retrieval of held-out samples" in output and "no samples were held out" not in output
     status, output = run_to_end(*same, "--seed", 1)
     assert status == 2 and "options.seed: there 0, here 1" in output
+
+
+def test_a_run_that_holds_nothing_out_shows_no_table(tmp_path, merged, pairs):
+    status, output = run_to_end("train.py", *SMALL, *merged, *pairs, "--val-fraction", 0, "--steps", 1, "--run-dir", tmp_path)
+    assert status == 0, output
+    assert output.count("no samples were held out (--val-fraction 0)") == 1 and "Zero-shot" not in output and "chance" not in output
+    status, output = run_to_end("evaluate.py", tmp_path)
+    assert (
+        status == 1 and output.count("no samples were held out (--val-fraction 0)") == 1 and "--val-data" in output and "R@1" not in output
+    )
 
 
 def test_own_data_and_pretrained_text_weights_then_an_export_to_go_on_from(tmp_path):

@@ -1,6 +1,6 @@
 """What a person sees in the terminal."""
 
-from launch.report import DIRECTIONS, retrieval_table, show
+from launch.report import DIRECTIONS, retrieval_report, retrieval_table, show
 from models.retrieval import RECALL_AT
 
 
@@ -13,6 +13,16 @@ def test_a_table_loses_no_number_in_a_narrow_terminal(capsys, monkeypatch):
     show(retrieval_table("Before and after", [before, after], {"composition": 394}))
     said = capsys.readouterr().out
     assert said.count("12.3 → 56.8") == 6 and said.count("0.1234 → 0.5678") == 2 and "…" not in said
+
+
+def test_without_held_out_samples_one_line_says_so_and_no_table_is_shown(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    show(retrieval_report("Before and after", [{}, {}], {}))
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "no samples were held out (--val-fraction 0)" in said and "--val-data SPEC" in said
+    values = {f"validation/{direction}_R@{k}": 0.5 for direction in DIRECTIONS for k in RECALL_AT}
+    show(retrieval_report("Before and after", [values], {"validation": 20}))
+    assert "validation (20)" in capsys.readouterr().out
 
 
 def test_what_users_write_is_no_markup(capsys):
