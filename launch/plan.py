@@ -1,7 +1,9 @@
-"""Which way to run is fastest on N GPUs of a kind: a table, the reasons, and the timeline of the best. Needs no GPU and starts no process.
+"""Which way to run is fastest on N GPUs of a kind: a table and the reasons, and on request the timeline of the best as a picture.
+
+Needs no GPU and starts no process.
 
 python -m launch.plan --gpus 8 --image-tower vit_l_16 --text-tower bert-large-uncased --device H100
-python -m launch.plan --gpus 1024 --layout fork --top 20 --output none
+python -m launch.plan --gpus 1024 --layout fork --top 20 --picture plan.png
 python -m launch.plan --gpus 8 --deepspeed_config ds_configs/zero1_bf16.json
 """
 
@@ -63,7 +65,7 @@ class PlanOptions:
     vocab_size: int | None
     fusion: int
     top: int
-    output: Path | None
+    picture: Path | None
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -110,7 +112,7 @@ def picture(text: str) -> Path | None:
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="python -m launch.plan",
-        description="Rank the ways to run two towers on N GPUs by simulated step time, say why, and draw the best. Needs no GPU.",
+        description="Rank the ways to run two towers on N GPUs by simulated step time, and say why. Needs no GPU.",
         epilog="Costs are estimated from counted operations and the device's data sheet; a run of train.py measures them.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
     )
@@ -162,7 +164,11 @@ def make_parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--top", type=at_least(1), default=10, metavar="N", help="rows of the table (default: 10)")
     output.add_argument(
-        "--output", type=picture, default="plan.png", metavar="FILE", help="timeline of the best; none: no picture (default: plan.png)"
+        "--picture",
+        "--output",
+        type=picture,
+        metavar="FILE",
+        help=f"draw the timeline of the best: {', '.join(FORMATS)} (default: not drawn); --output is the older name",
     )
     return parser
 
@@ -268,9 +274,11 @@ def main(options: PlanOptions) -> None:
     search = search_plans(config, block, options.gpus, costs)
     show(plan_table(search, config["train_batch_size"], options.top))
     print(search.why())
-    if options.output:
-        save_plan_png(options.output, search.best, lock_costs(costs, trainable_layers(block.locking(), costs)))
-        print(options.output)
+    if options.picture is None:
+        print("--picture FILE draws the choice as a timeline")
+        return
+    save_plan_png(options.picture, search.best, lock_costs(costs, trainable_layers(block.locking(), costs)))
+    print(options.picture)
 
 
 def run(arguments: list[str] | None = None) -> int:

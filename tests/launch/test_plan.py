@@ -61,7 +61,7 @@ def test_cells_are_in_units(search):
 
 def test_from_towers_to_table_and_picture(tmp_path, capsys):
     picture = tmp_path / "plan.png"
-    options = parse_options(["--gpus", "4", "--output", str(picture), *TOWERS])
+    options = parse_options(["--gpus", "4", "--picture", str(picture), *TOWERS])
     main(options)
     out = capsys.readouterr().out
     config, block = configuration(options)
@@ -71,10 +71,17 @@ def test_from_towers_to_table_and_picture(tmp_path, capsys):
     assert f"auto: {best.describe()}" in out and out.splitlines()[-1] == str(picture) and picture.stat().st_size > 10_000
 
 
-def test_output_none_draws_nothing(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("older", [[], ["--output", "none"]])
+def test_a_picture_is_drawn_on_request_only(tmp_path, capsys, monkeypatch, older):
     monkeypatch.chdir(tmp_path)
-    main(parse_options(["--gpus", "2", "--output", "none", *TOWERS]))
-    assert "auto:" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    main(parse_options(["--gpus", "2", *older, *TOWERS]))
+    out = capsys.readouterr().out
+    assert "auto:" in out and "--picture FILE" in out.splitlines()[-1] and not list(tmp_path.iterdir())
+
+
+def test_the_older_name_of_the_flag_still_draws(tmp_path, capsys):
+    main(parse_options(["--gpus", "2", "--output", str(tmp_path / "plan.svg"), *TOWERS]))
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "plan.svg") and (tmp_path / "plan.svg").is_file()
 
 
 def test_what_is_planned_without_a_file():
@@ -117,8 +124,8 @@ def test_the_hardware_is_as_asked():
         (["--gpus", "many"], "--gpus: invalid whole number value: 'many'"),
         (["--gpus", "8", "--device", "H10"], "--device: device 'H10' is not known; did you mean H100?"),
         (["--gpus", "8", "--layout", "ring"], "--layout: invalid choice: 'ring'"),
-        (["--gpus", "8", "--output", "plan.txt"], "'plan.txt' is no picture; its name ends in .png"),
-        (["--gpus", "8", "--output", "nowhere/plan.png"], "there is no folder 'nowhere'"),
+        (["--gpus", "8", "--picture", "plan.txt"], "'plan.txt' is no picture; its name ends in .png"),
+        (["--gpus", "8", "--picture", "nowhere/plan.png"], "there is no folder 'nowhere'"),
         (["--gpus", "8", "--precision", "fp16", "--deepspeed_config", "a.json"], "--precision: a.json says it; give one of the two"),
     ],
 )
@@ -137,7 +144,7 @@ def test_a_mistake_is_one_line(capsys, arguments, message):
     ],
 )
 def test_what_cannot_be_planned_is_one_line_on_stderr_and_status_2(capsys, arguments, message):
-    assert run(["--gpus", "2", "--output", "none", *TOWERS, *arguments]) == 2
+    assert run(["--gpus", "2", *TOWERS, *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("python -m launch.plan: error: ") and message in err and err.count("\n") == 1
 
