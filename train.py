@@ -26,7 +26,7 @@ from engine.checkpoint.layout import step_folder
 from engine.checkpoint.retention import Keep
 from engine.checkpoint.together import CheckpointWriter
 from engine.config import check_hardware, read_config
-from engine.planner import plan_run
+from engine.planner import check_world, plan_run
 from engine.processes import first_rank_first, from_first_rank, has_bf16, start_processes, stop_processes
 from engine.watchdog import Watchdog
 from launch.balancer import Balancer
@@ -64,11 +64,12 @@ def main(options: Options, run: Run) -> int:
     if workers:
         start_early()
 
-    # How to run: the JSON file, checked against this hardware.
+    # How to run: the JSON file, checked against this hardware and this number of processes.
     accelerator = get_accelerator()
     config_file = options.deepspeed_config or default_config(on_gpu, has_bf16(processes.device))
     config, block = read_config(config_file)
     check_hardware(config, accelerator.is_fp16_supported(), accelerator.is_bf16_supported(), processes.device.type)
+    check_world(config, block, processes.world_size)
     options.refuse_beside(block)
 
     # What to train on. The first rank prepares what takes long; the others find it in the run's folder.

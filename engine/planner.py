@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 from typing import Any
 
 from engine.averaging import AverageBlock
@@ -163,6 +165,14 @@ def plan_run(config: Mapping[str, Any], block: BranchesBlock, world_size: int, c
     )
 
 
+def check_world(config: Mapping[str, Any], block: BranchesBlock, world_size: int) -> None:
+    """Refuse what does not go together on `world_size` ranks, whatever the towers are and cost: before anything is prepared.
+
+    What needs the towers (a stage for each layer at most, the memory) `plan_run` refuses. Errors: ValueError.
+    """
+    next(_splits(config, block, world_size, dict.fromkeys(BRANCHES, inf)))
+
+
 def search_plans(config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel) -> Search:
     """Time all candidates. Those whose bound says that they cannot be as good as the best of their layout and schedule are not
     simulated."""
@@ -216,10 +226,29 @@ def deepspeed_config(config: Mapping[str, Any], batch: BranchBatch, total_num_st
 Deal = dict[str, BranchBatch]
 
 
+@dataclass(frozen=True)
+class Split:
+    """Who runs what, before layers are cut into stages: stages by name, replicas by branch, and the (deal, schedule) that go with them."""
+
+    layout: str
+    stages: Mapping[str, int]
+    replicas: Mapping[str, int]
+    ways: tuple[tuple[Deal, str], ...]
+
+
 def _candidates(
     config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel
 ) -> Iterator[tuple[StageGraph, Deal, str]]:
     """Every (graph, deal, schedule) that the block allows. Raises ValueError, with the reason, when there is none."""
+    graph_of = _graphs_of(block, costs)
+    for split in _splits(config, block, world_size, {branch: len(costs.layers[branch]) for branch in BRANCHES}):
+        graph = graph_of(split)
+        for deal, schedule in split.ways:
+            yield graph, _keeping(block, graph, deal, costs) if schedule == "replay" else deal, schedule
+
+
+def _splits(config: Mapping[str, Any], block: BranchesBlock, world_size: int, num_layers: Mapping[str, float]) -> Iterator[Split]:
+    """Every split that the block allows. Raises ValueError, with the reason, when there is none."""
     layouts = [block.layout] if block.layout != AUTO else ["merged"] if world_size == 1 else LAYOUTS
     if block.dealing().strategy == "feed":
         layouts = [layout for layout in layouts if layout != "merged"]
@@ -231,42 +260,61 @@ def _candidates(
     found, reasons = False, []
     for layout in layouts:
         try:
-            for graph in _graphs(config, block, layout, world_size, costs):
-                for deal in _deals(config, block, graph, reasons):
+            if block.layout != AUTO and (reason := _refuse_kept(block, layout)):
+                raise ValueError(reason)
+            for stages, replicas in _stages_and_replicas(config, block, layout, world_size, num_layers):
+                ways = []
+                for deal in _deals(config, block, layout, replicas, reasons):
                     for schedule in schedules:
-                        reason = _refuse_schedule(schedule, deal)
+                        reason = _refuse_kept(block, layout) if schedule == "replay" else _refuse_schedule(schedule, deal)
                         if reason:
                             reasons.append(reason)
-                            continue
-                        found = True
-                        yield graph, _keeping(block, graph, deal, costs) if schedule == "replay" else deal, schedule
+                        else:
+                            ways.append((deal, schedule))
+                if ways:
+                    found = True
+                    yield Split(layout, stages, replicas, tuple(ways))
         except ValueError as error:
             if block.layout != AUTO:
                 raise
             reasons.append(str(error))
     if not found:
-        raise ValueError(reasons[0] if reasons else f"nothing runs on {world_size} ranks with branches {block}")
+        raise ValueError(reasons[0] if reasons else f"nothing runs on {_ranks(world_size)} with branches {block}")
 
 
-def _graphs(config: Mapping[str, Any], block: BranchesBlock, layout: str, world_size: int, costs: CostModel) -> Iterator[StageGraph]:
-    """Every stage graph of a layout: stages, cut so that the costliest is as cheap as possible, and replicas that fill the world."""
-    locked = block.locking()
-    seconds = {branch: tuple(_seconds_per_sample(layer) for layer in costs.layers[branch]) for branch in BRANCHES}
+def _stages_and_replicas(
+    config: Mapping[str, Any], block: BranchesBlock, layout: str, world_size: int, num_layers: Mapping[str, float]
+) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
+    """Every (stages, replicas) of a layout that fills the world. Raises ValueError where none does."""
     filled, reason = False, None
-    for stages in _stage_counts(block, layout, world_size, {b: len(s) for b, s in seconds.items()}):
+    for stages in _stage_counts(block, layout, world_size, num_layers):
         try:
             choices = _replicas(block, layout, stages, world_size)
-            filled = True
-            whole = [r for r in choices if all(config["train_batch_size"] % r[b] == 0 for b in BRANCHES)]
-            for replicas in whole or choices[:1]:  # where the batch comes out even with none, the deal says so
-                parts = dict.fromkeys(BRANCHES, stages["merged"]) if layout == "merged" else stages
-                cuts = {b: _cut(seconds[b], parts[b]) for b in BRANCHES}
-                graph = fork(cuts, replicas) if layout == "fork" else (merged if layout == "merged" else chain)(cuts, replicas["image"])
-                yield lock_graph(graph, trainable_layers(locked, costs)) if locked else graph
         except ValueError as error:
             reason = reason or error
+            continue
+        filled = True
+        whole = [r for r in choices if all(config["train_batch_size"] % r[b] == 0 for b in BRANCHES)]
+        for replicas in whole or choices[:1]:  # where the batch comes out even with none, the deal says so
+            yield stages, replicas
     if not filled:
-        raise reason or ValueError(f"{layout}: no number of stages fills {world_size} ranks")
+        raise reason or ValueError(f"{layout}: no number of stages fills {_ranks(world_size)}")
+
+
+def _graphs_of(block: BranchesBlock, costs: CostModel) -> Callable[[Split], StageGraph]:
+    """What makes the stage graph of a split: layers cut so that the costliest stage is as cheap as possible."""
+    seconds = {branch: tuple(_seconds_per_sample(layer) for layer in costs.layers[branch]) for branch in BRANCHES}
+    locked = block.locking()
+    trainable = trainable_layers(locked, costs) if locked else None
+
+    def graph_of(split: Split) -> StageGraph:
+        parts = dict.fromkeys(BRANCHES, split.stages["merged"]) if split.layout == "merged" else split.stages
+        cuts = {b: _cut(seconds[b], parts[b]) for b in BRANCHES}
+        line = merged if split.layout == "merged" else chain
+        graph = fork(cuts, split.replicas) if split.layout == "fork" else line(cuts, split.replicas["image"])
+        return graph if trainable is None else lock_graph(graph, trainable)
+
+    return graph_of
 
 
 def _seconds_per_sample(layer: Any, size: int = 8) -> float:
@@ -278,7 +326,7 @@ def _cut(seconds: tuple[float, ...], parts: int) -> list[range]:
     return balanced_cuts(seconds, parts)
 
 
-def _stage_counts(block: BranchesBlock, layout: str, world_size: int, num_layers: Mapping[str, int]) -> Iterator[dict[str, int]]:
+def _stage_counts(block: BranchesBlock, layout: str, world_size: int, num_layers: Mapping[str, float]) -> Iterator[dict[str, int]]:
     if block.stages == AUTO:
         most = min(world_size, MAX_STAGES)
         if layout == "merged":
@@ -330,11 +378,12 @@ def _replicas(block: BranchesBlock, layout: str, stages: Mapping[str, int], worl
             f"branches.replicas: {json.dumps(block.replicas)} does not fit layout {layout!r}: {why}, so write one number, "
             f'such as "replicas": {max(1, world_size // line)}'
         )
+    _refuse_too_few(layout, stages, world_size)
     replicas = world_size // line if block.replicas == AUTO else block.replicas
-    if replicas * line != world_size or replicas == 0:
+    if replicas * line != world_size:
         asked = "" if block.replicas == AUTO else f" and {block.replicas} replicas"
         raise ValueError(
-            f"{layout} of {line} stages{asked} does not fill {world_size} ranks; use {max(replicas, 1) * line} ranks or change branches.stages"
+            f"{layout} of {line} stages{asked} does not fill {_ranks(world_size)}; use {_ranks(replicas * line)} or change branches.stages"
         )
     return [dict.fromkeys(BRANCHES, replicas)]
 
@@ -346,6 +395,7 @@ def _fork_replicas(block: BranchesBlock, stages: Mapping[str, int], world_size: 
         replicas = dict(block.replicas)
         if set(replicas) != set(BRANCHES):
             raise ValueError(f'branches.replicas: {replicas}; give both branches theirs: {{"image": …, "text": …}}')
+        _refuse_too_few("fork", stages, world_size)
         need = sum(stages[b] * replicas[b] for b in BRANCHES)
         if need != world_size:
             terms = " + ".join(f"{b} {stages[b]}×{replicas[b]}" for b in BRANCHES)
@@ -353,6 +403,7 @@ def _fork_replicas(block: BranchesBlock, stages: Mapping[str, int], world_size: 
                 f"stages × replicas ({terms}) fill {need} ranks, but there are {world_size}; start {need} ranks or change branches.replicas"
             )
         return [replicas]
+    _refuse_too_few("fork", stages, world_size)
     fits = [
         {"image": i, "text": (world_size - stages["image"] * i) // stages["text"]}
         for i in range(1, world_size // stages["image"] + 1)
@@ -366,15 +417,29 @@ def _fork_replicas(block: BranchesBlock, stages: Mapping[str, int], world_size: 
     return fits
 
 
-def _deals(config: Mapping[str, Any], block: BranchesBlock, graph: StageGraph, reasons: list[str]) -> list[Deal]:
-    """The ways to deal the batch to this graph; why there are none is added to `reasons`."""
-    replicas = {branch: graph.tail(branch).replicas for branch in BRANCHES}
+def _refuse_too_few(layout: str, stages: Mapping[str, int], world_size: int) -> None:
+    need = sum(stages.values())
+    if world_size < need:
+        terms = ", ".join(f"{name} {count}" for name, count in stages.items())
+        instead = 'take "layout": "merged", which runs on one' if world_size == 1 and layout != "merged" else "take fewer stages"
+        raise ValueError(
+            f"layout {layout!r} needs a rank for each of its {need} stages ({terms}), but there {'is' if world_size == 1 else 'are'} "
+            f"{world_size}; start at least {need} processes (deepspeed --num_gpus {need}), or {instead}"
+        )
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank" if number == 1 else f"{number} ranks"
+
+
+def _deals(config: Mapping[str, Any], block: BranchesBlock, layout: str, replicas: Mapping[str, int], reasons: list[str]) -> list[Deal]:
+    """The ways to deal the batch to these replicas; why there are none is added to `reasons`."""
     found: list[Deal] = []
     for wish in MICRO_BATCHES:
         try:
             deal = {branch: _deal(config, block, branch, replicas[branch], wish) for branch in BRANCHES}
-            if graph.layout != "fork" and deal["image"] != deal["text"]:
-                why = "a merged stage holds a slice of both branches" if graph.layout == "merged" else "a chain runs both in one line"
+            if layout != "fork" and deal["image"] != deal["text"]:
+                why = "a merged stage holds a slice of both branches" if layout == "merged" else "a chain runs both in one line"
                 raise ValueError(
                     f"branches.micro_batch_size: {json.dumps(block.micro_batch_size)} differs between the branches, which only a fork allows; "
                     f'{why}, so write one number, such as "micro_batch_size": {min(d.micro_batch_size for d in deal.values())}'
@@ -423,10 +488,6 @@ def _deal(config: Mapping[str, Any], block: BranchesBlock, branch: str, replicas
 def _keeping(block: BranchesBlock, graph: StageGraph, deal: Deal, costs: CostModel) -> Deal:
     """The deal with the number of micro-batches that keep their activations: as asked for, or, where that is "auto", as many as fit."""
     asked = {branch: block.num_kept(branch) for branch in BRANCHES}
-    if graph.layout != "fork" and asked["image"] != asked["text"]:
-        raise ValueError(
-            f"branches.kept_micro_batches: {block.kept_micro_batches} differs between the branches, which only a fork allows; give one number"
-        )
     fits = most_kept(graph, deal, costs) if AUTO in asked.values() else {}
     found = {}
     for branch, batch in deal.items():
@@ -443,6 +504,15 @@ def _keeping(block: BranchesBlock, graph: StageGraph, deal: Deal, costs: CostMod
 
 def _near_divisor(share: int, size: int) -> int:
     return min((d for d in range(1, share + 1) if share % d == 0), key=lambda d: (abs(d - size), d))
+
+
+def _refuse_kept(block: BranchesBlock, layout: str) -> str | None:
+    """Why this layout cannot keep the activations that `kept_micro_batches` names, if it cannot."""
+    if layout == "fork" or block.num_kept("image") == block.num_kept("text"):
+        return None
+    return (
+        f"branches.kept_micro_batches: {block.kept_micro_batches} differs between the branches, which only a fork allows; give one number"
+    )
 
 
 def _refuse_schedule(schedule: str, deal: Deal) -> str | None:
@@ -491,15 +561,11 @@ def _nothing_fits(
 
 def _least_peak(config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel) -> float:
     """The bytes of the fullest rank in the smallest candidate, found among the smallest micro-batches of each graph."""
-    layouts = LAYOUTS if block.layout == AUTO else [block.layout]
-    peaks = [float("inf")]
-    for layout in layouts:
-        try:
-            for graph in _graphs(config, block, layout, world_size, costs):
-                for deal in _deals(config, block, graph, [])[-1:]:
-                    peaks.append(bounds(graph, deal, block.schedule, costs)[1])
-        except ValueError:
-            continue  # this block does not go with that many ranks
+    graph_of, peaks = _graphs_of(block, costs), [inf]
+    with suppress(ValueError):  # this block does not go with that many ranks
+        for split in _splits(config, block, world_size, {branch: len(costs.layers[branch]) for branch in BRANCHES}):
+            deal, schedule = split.ways[-1]
+            peaks.append(bounds(graph_of(split), deal, schedule, costs)[1])
     return min(peaks)
 
 

@@ -39,7 +39,8 @@ class Processes:
 def start_processes(timeout_s: float = 1800.0) -> Processes:
     """Join the process group that the launcher describes in the environment; without a launcher, a group of one.
 
-    `timeout_s` limits every wait in a collective. Raises TimeoutError when the C++ op is not compiled within ten minutes.
+    `timeout_s` limits every wait in a collective. Raises ValueError for more processes on this node than GPUs, before any of them is touched;
+    TimeoutError when the C++ op is not compiled within ten minutes.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     alone = "WORLD_SIZE" not in os.environ
@@ -51,7 +52,9 @@ def start_processes(timeout_s: float = 1800.0) -> Processes:
             f"WORLD_SIZE is set and {', '.join(missing)} not; start with deepspeed or torchrun, which set all, or unset WORLD_SIZE"
         )
     local_rank = int(os.environ["LOCAL_RANK"])
+    ranks_on_node = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1)))
     accelerator = get_accelerator()
+    check_devices(ranks_on_node, accelerator.device_count(), accelerator.device_name())
     if accelerator.device_name() == "cpu":
         compile_shared_memory_op()
         _keep_freed_memory()
@@ -61,9 +64,22 @@ def start_processes(timeout_s: float = 1800.0) -> Processes:
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints that its op is built, on every rank
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
     _unlink_shared_memory()
-    ranks_on_node = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1)))
     return Processes(
         dist.get_rank(), dist.get_world_size(), local_rank, ranks_on_node, torch.device(accelerator.device_name(local_rank)), timeout
+    )
+
+
+def check_devices(ranks_on_node: int, num_devices: int, device: str) -> None:
+    """Refuse more processes on a node than it has GPUs: each needs its own. `device`: its kind; on a "cpu" nothing is counted. Errors: ValueError."""
+    if device == "cpu" or ranks_on_node <= num_devices:
+        return
+    if num_devices == 0:
+        raise ValueError(
+            f"DS_ACCELERATOR asks for {device}, but no such device is visible on this node; unset it, or look at CUDA_VISIBLE_DEVICES and the driver"
+        )
+    raise ValueError(
+        f"{ranks_on_node} processes on this node, but {num_devices} GPU{'s' if num_devices > 1 else ''} ({device}): each process needs its own; "
+        f"start `deepspeed --num_gpus {num_devices} train.py ...`, with a layout for that many"
     )
 
 

@@ -29,10 +29,13 @@ class Run:
 
 
 def report_and_exit(program: str, error: BaseException, run: Run) -> NoReturn:
-    """Say once what went wrong, keep the traceback in the run's folder, and end this process."""
-    rank = int(os.environ.get("RANK", "0"))
+    """Say once what went wrong, keep the traceback in the run's folder, and end this process.
+
+    Before there is a process group the ranks cannot agree on who speaks: then the first of each node does.
+    """
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     details = "".join(traceback.format_exception(error))
-    message, status, first = _explain(error, details), BAD_INPUT if isinstance(error, ValueError) else FAILED, rank == 0
+    message, status, first = _explain(error, details), BAD_INPUT if isinstance(error, ValueError) else FAILED, local_rank == 0
     if run.watchdog is not None:
         message, status, first = _agree(run.watchdog, error, message, status)
     if first:
@@ -41,6 +44,8 @@ def report_and_exit(program: str, error: BaseException, run: Run) -> NoReturn:
     sys.stdout.flush()
     if run.watchdog is not None:
         run.watchdog.linger()
+    elif not first:
+        time.sleep(LOST_CONNECTION_WAIT_S)  # the launcher ends all when one ends: leave the first the time to speak
     os._exit(status)  # not sys.exit: the collectives of other ranks must not hold this one
 
 

@@ -214,6 +214,31 @@ def test_every_rank_meets_the_error_and_one_tells_it(tmp_path):
     assert f"{data}:2" in output and "text" in output
 
 
+def test_too_few_or_too_many_processes_are_answered_before_anything_is_prepared(tmp_path, fork):
+    """The data does not exist, which nobody comes to see, and no folder is made."""
+    arguments = ["--data", "jsonl:nowhere.jsonl", "--run-dir", tmp_path / "run"]
+    status, output = run_to_end("train.py", *fork, *arguments, ranks=1)
+    assert status == 2 and output.count("train.py: error:") == 1, output
+    assert "layout 'fork' needs a rank for each of its 2 stages" in output and "deepspeed --num_gpus 2" in output
+    config = json.loads(fork[1].read_text())
+    config["branches"]["replicas"] = {"image": 1, "text": 1}
+    (tmp_path / "three.json").write_text(json.dumps(config))
+    status, output = run_to_end("train.py", "--deepspeed_config", tmp_path / "three.json", *arguments, ranks=3)
+    assert status == 2 and output.count("train.py: error:") == 1, output
+    assert "(image 1×1 + text 1×1) fill 2 ranks, but there are 3" in output
+    assert "nowhere.jsonl" not in output and "Traceback" not in output and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("rank", "speaks"), [(4096, True), (4097, False)])
+def test_more_processes_than_gpus_are_answered_by_the_first_of_their_node(rank, speaks):
+    """4096 processes on the second node, by what their environment says: no machine has as many GPUs, and nobody is waited for."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank - 4096, "WORLD_SIZE": 8192, "LOCAL_SIZE": 4096, "DS_ACCELERATOR": "cuda"}
+    env = environment() | {name: str(value) for name, value in ranks.items()}
+    ended = subprocess.run([sys.executable, "train.py"], cwd=ROOT, env=env, text=True, capture_output=True, timeout=LIMIT_S)
+    assert ended.returncode == 2 and ("train.py: error:" in ended.stderr) == speaks, ended.stderr
+    assert ("on this node" in ended.stderr) == speaks and "Traceback" not in ended.stderr
+
+
 def test_a_folder_that_holds_another_run_is_refused(tmp_path, merged, pairs):
     same = ["train.py", *SMALL, *merged, *pairs, "--steps", 1, "--eval-every", 9, "--run-dir", tmp_path]
     status, output = run_to_end(*same)

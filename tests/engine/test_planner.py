@@ -11,7 +11,7 @@ import pytest
 from cost_models import proportional
 
 from engine.config import check_config, read_config
-from engine.planner import BranchBatch, RunPlan, Search, deepspeed_config, plan_run, search_plans
+from engine.planner import BranchBatch, RunPlan, Search, check_world, deepspeed_config, plan_run, search_plans
 from engine.simulator import simulate
 from engine.topology import BRANCHES
 
@@ -38,130 +38,187 @@ def refused(*words: str):
 # -- refusals -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "world_size, branches, keys, words",
-    [
-        # stages
-        (4, {"layout": "fork", "stages": {"image": 6, "text": 1}}, {}, ["6 image stages", "the image tower has 5 layers", "at most 5"]),
-        (5, {"layout": "chain", "stages": {"image": 1, "text": 5}}, {}, ["5 text stages", "the text tower has 4 layers", "at most 4"]),
-        (5, {"layout": "merged", "stages": {"merged": 5}}, {}, ["5 merged stages", "the text tower has 4 layers", "at most 4"]),
-        (4, {"layout": "fork", "stages": {"merged": 2}}, {}, ["branches.stages", "does not fit layout 'fork'", '{"image": 2, "text": 1}']),
-        (4, {"layout": "fork", "stages": {"image": 2}}, {}, ["branches.stages", "does not fit layout 'fork'", '{"image": 2, "text": 1}']),
-        (
-            4,
-            {"layout": "merged", "stages": {"image": 2, "text": 2}},
-            {},
-            ["does not fit layout 'merged'", "slice of both branches", '"stages": {"merged": 2} (or "stages": 2)'],
-        ),
-        (
-            3,
-            {"layout": "merged", "stages": {"image": 2, "text": 1}},
-            {},
-            ['"stages": {"merged": 1} (or "stages": 1)'],
-        ),  # 2 would not fill 3
-        (
-            1,
-            {"stages": {"image": 1, "text": 1}},
-            {},
-            ['{"image": 1, "text": 1}', "layout 'merged', the only one for one rank", "slice of both branches", '"stages": {"merged": 1}'],
-        ),
-        (1, {"stages": 2}, {}, ["merged of 2 stages does not fill 1 ranks", "use 2 ranks"]),
-        (2, {"layout": "fork", "stages": 6}, {}, ["6 image stages", "the image tower has 5 layers", "at most 5"]),
-        (
-            3,
-            {"layout": "fork", "stages": {"image": 2, "text": 2}},
-            {},
-            ["image=2 text=2 cannot fill 3 ranks", "use 4 ranks, or fewer stages"],
-        ),
-        # replicas
-        (8, {"layout": "fork", "replicas": 4}, {}, ["branches.replicas: 4 for a fork", "give both branches theirs"]),
-        (8, {"layout": "fork", "replicas": {"image": 4}}, {}, ["branches.replicas", "give both branches theirs"]),
-        (
-            8,
-            {**FORK, "replicas": {"image": 3, "text": 2}},
-            {},
-            ["image 1×3 + text 1×2", "fill 5 ranks, but there are 8", "start 5 ranks or change"],
-        ),
-        (
-            7,
-            {"stages": {"image": 2, "text": 1}, "replicas": {"image": 2, "text": 2}},
-            {},
-            ["image 2×2 + text 1×2", "fill 6 ranks, but there are 7"],
-        ),
-        (
-            4,
-            {"layout": "chain", "replicas": {"image": 2, "text": 2}},
-            {},
-            ["does not fit layout 'chain'", "all stages of a chain have equally many, so write one number", '"replicas": 2'],
-        ),
-        (
-            4,
-            {"layout": "merged", "stages": 1, "replicas": {"image": 2, "text": 2}},
-            {},
-            ['branches.replicas: {"image": 2, "text": 2}', "'merged'", "slice of both branches, so write one number", '"replicas": 4'],
-        ),
-        (
-            5,
-            {"layout": "chain", "stages": {"image": 1, "text": 1}},
-            {},
-            ["chain of 2 stages does not fill 5 ranks", "use 4 ranks or change branches.stages"],
-        ),
-        (1, {"layout": "chain"}, {}, ["chain of 2 stages does not fill 1 ranks", "use 2 ranks"]),
-        (1, {"layout": "fork"}, {}, ["image=1 text=1 cannot fill 1 ranks", "use 2 ranks"]),
-        (
-            4,
-            {"layout": "merged", "stages": {"merged": 1}, "replicas": 3},
-            {},
-            ["merged of 1 stages and 3 replicas does not fill 4 ranks", "use 3 ranks"],
-        ),
-        # the batch
-        (7, {**FORK, "replicas": {"image": 5, "text": 2}}, {}, ["train_batch_size 48 cannot be dealt to 5 image replicas", "use 45 or 50"]),
-        (3, FORK, {"train_batch_size": 7}, ["train_batch_size 7 cannot be dealt to 2 text replicas", "use 6 or 8"]),
-        (5, FORK, {"train_batch_size": 2}, ["train_batch_size 2 cannot be dealt to 4 text replicas", "use 4 or 8"]),
-        (
-            2,
-            {**FORK, "micro_batch_size": 32},
-            {},
-            ["image: micro_batch_size 32", "48 samples per replica are not a multiple of 32", "use 24"],
-        ),
-        (2, {**FORK, "micro_batch_size": {"image": 16, "text": 5}}, {}, ["text: micro_batch_size 5", "not a multiple of 5", "use 4"]),
-        (2, FORK, {"train_micro_batch_size_per_gpu": 10}, ["image: micro_batch_size 10", "not a multiple of 10", "use 8"]),
-        (
-            2,
-            FORK,
-            {"gradient_accumulation_steps": 5},
-            ["gradient_accumulation_steps 5 does not divide the 48 samples", "use a divisor of 48"],
-        ),
-        (
-            2,
-            FORK,
-            {"gradient_accumulation_steps": 96},
-            ["gradient_accumulation_steps 96 does not divide the 48 samples", "use a divisor of 48"],
-        ),
-        (
-            2,
-            {"layout": "chain", "micro_batch_size": {"image": 8, "text": 16}},
-            {},
-            ["branches.micro_batch_size", "only a fork allows", "one line, so write one number", '"micro_batch_size": 8'],
-        ),
-        (
-            1,
-            {"micro_batch_size": {"image": 8, "text": 16}},
-            {},
-            ["branches.micro_batch_size", "only a fork allows", "slice of both branches, so write one number", '"micro_batch_size": 8'],
-        ),
-        # the schedule
-        (
-            3,
-            {**FORK, "schedule": "per_micro_batch", "replicas": {"image": 2, "text": 1}},
-            {},
-            ['"per_micro_batch"', "both branches need the same micro-batches", "image 24 × 1 × 2, text 48 × 1 × 1", "batch_sync"],
-        ),
-    ],
-)
+REFUSALS = [
+    # stages
+    (4, {"layout": "fork", "stages": {"image": 6, "text": 1}}, {}, ["6 image stages", "the image tower has 5 layers", "at most 5"]),
+    (5, {"layout": "chain", "stages": {"image": 1, "text": 5}}, {}, ["5 text stages", "the text tower has 4 layers", "at most 4"]),
+    (5, {"layout": "merged", "stages": {"merged": 5}}, {}, ["5 merged stages", "the text tower has 4 layers", "at most 4"]),
+    (4, {"layout": "fork", "stages": {"merged": 2}}, {}, ["branches.stages", "does not fit layout 'fork'", '{"image": 2, "text": 1}']),
+    (4, {"layout": "fork", "stages": {"image": 2}}, {}, ["branches.stages", "does not fit layout 'fork'", '{"image": 2, "text": 1}']),
+    (
+        4,
+        {"layout": "merged", "stages": {"image": 2, "text": 2}},
+        {},
+        ["does not fit layout 'merged'", "slice of both branches", '"stages": {"merged": 2} (or "stages": 2)'],
+    ),
+    (
+        3,
+        {"layout": "merged", "stages": {"image": 2, "text": 1}},
+        {},
+        ['"stages": {"merged": 1} (or "stages": 1)'],
+    ),  # 2 would not fill 3
+    (
+        1,
+        {"stages": {"image": 1, "text": 1}},
+        {},
+        ['{"image": 1, "text": 1}', "layout 'merged', the only one for one rank", "slice of both branches", '"stages": {"merged": 1}'],
+    ),
+    (1, {"stages": 2}, {}, ["layout 'merged' needs a rank for each of its 2 stages", "there is 1", "at least 2 processes", "fewer stages"]),
+    (2, {"layout": "fork", "stages": 6}, {}, ["6 image stages", "the image tower has 5 layers", "at most 5"]),
+    (
+        3,
+        {"layout": "fork", "stages": {"image": 2, "text": 2}},
+        {},
+        [
+            "layout 'fork' needs a rank for each of its 4 stages (image 2, text 2), but there are 3",
+            "start at least 4 processes",
+            "fewer stages",
+        ],
+    ),
+    # replicas
+    (8, {"layout": "fork", "replicas": 4}, {}, ["branches.replicas: 4 for a fork", "give both branches theirs"]),
+    (8, {"layout": "fork", "replicas": {"image": 4}}, {}, ["branches.replicas", "give both branches theirs"]),
+    (
+        8,
+        {**FORK, "replicas": {"image": 3, "text": 2}},
+        {},
+        ["image 1×3 + text 1×2", "fill 5 ranks, but there are 8", "start 5 ranks or change"],
+    ),
+    (
+        7,
+        {"stages": {"image": 2, "text": 1}, "replicas": {"image": 2, "text": 2}},
+        {},
+        ["image 2×2 + text 1×2", "fill 6 ranks, but there are 7"],
+    ),
+    (
+        4,
+        {"layout": "chain", "replicas": {"image": 2, "text": 2}},
+        {},
+        ["does not fit layout 'chain'", "all stages of a chain have equally many, so write one number", '"replicas": 2'],
+    ),
+    (
+        4,
+        {"layout": "merged", "stages": 1, "replicas": {"image": 2, "text": 2}},
+        {},
+        ['branches.replicas: {"image": 2, "text": 2}', "'merged'", "slice of both branches, so write one number", '"replicas": 4'],
+    ),
+    (
+        5,
+        {"layout": "chain", "stages": {"image": 1, "text": 1}},
+        {},
+        ["chain of 2 stages does not fill 5 ranks", "use 4 ranks or change branches.stages"],
+    ),
+    (5, {"layout": "fork", "stages": {"image": 2, "text": 2}}, {}, ["image=2 text=2 cannot fill 5 ranks", "use 4 ranks, or fewer stages"]),
+    (1, {"layout": "chain"}, {}, ["layout 'chain' needs a rank for each of its 2 stages", "there is 1", '"layout": "merged"']),
+    (
+        1,
+        {"layout": "fork"},
+        {},
+        [
+            "layout 'fork' needs a rank for each of its 2 stages (image 1, text 1)",
+            "there is 1",
+            "deepspeed --num_gpus 2",
+            '"layout": "merged"',
+        ],
+    ),
+    (1, {**FORK, "replicas": {"image": 1, "text": 1}}, {}, ["layout 'fork' needs a rank for each", "deepspeed --num_gpus 2"]),
+    (1, {"balance": {"strategy": "feed", "captions_per_image": [1, 2]}}, {}, ["branches.balance", "there is one", "more ranks"]),
+    (
+        2,
+        {"layout": "merged", "schedule": "replay", "kept_micro_batches": {"image": 1, "text": 2}},
+        {},
+        ["kept_micro_batches", "only a fork"],
+    ),
+    (
+        4,
+        {"layout": "merged", "stages": {"merged": 1}, "replicas": 3},
+        {},
+        ["merged of 1 stages and 3 replicas does not fill 4 ranks", "use 3 ranks"],
+    ),
+    # the batch
+    (7, {**FORK, "replicas": {"image": 5, "text": 2}}, {}, ["train_batch_size 48 cannot be dealt to 5 image replicas", "use 45 or 50"]),
+    (3, FORK, {"train_batch_size": 7}, ["train_batch_size 7 cannot be dealt to 2 text replicas", "use 6 or 8"]),
+    (5, FORK, {"train_batch_size": 2}, ["train_batch_size 2 cannot be dealt to 4 text replicas", "use 4 or 8"]),
+    (
+        2,
+        {**FORK, "micro_batch_size": 32},
+        {},
+        ["image: micro_batch_size 32", "48 samples per replica are not a multiple of 32", "use 24"],
+    ),
+    (2, {**FORK, "micro_batch_size": {"image": 16, "text": 5}}, {}, ["text: micro_batch_size 5", "not a multiple of 5", "use 4"]),
+    (2, FORK, {"train_micro_batch_size_per_gpu": 10}, ["image: micro_batch_size 10", "not a multiple of 10", "use 8"]),
+    (
+        2,
+        FORK,
+        {"gradient_accumulation_steps": 5},
+        ["gradient_accumulation_steps 5 does not divide the 48 samples", "use a divisor of 48"],
+    ),
+    (
+        2,
+        FORK,
+        {"gradient_accumulation_steps": 96},
+        ["gradient_accumulation_steps 96 does not divide the 48 samples", "use a divisor of 48"],
+    ),
+    (
+        2,
+        {"layout": "chain", "micro_batch_size": {"image": 8, "text": 16}},
+        {},
+        ["branches.micro_batch_size", "only a fork allows", "one line, so write one number", '"micro_batch_size": 8'],
+    ),
+    (
+        1,
+        {"micro_batch_size": {"image": 8, "text": 16}},
+        {},
+        ["branches.micro_batch_size", "only a fork allows", "slice of both branches, so write one number", '"micro_batch_size": 8'],
+    ),
+    # the schedule
+    (
+        3,
+        {**FORK, "schedule": "per_micro_batch", "replicas": {"image": 2, "text": 1}},
+        {},
+        ['"per_micro_batch"', "both branches need the same micro-batches", "image 24 × 1 × 2, text 48 × 1 × 1", "batch_sync"],
+    ),
+    (2, {"layout": "chain", "kept_micro_batches": {"image": 1, "text": 2}}, {}, ["kept_micro_batches", "only a fork"]),
+]
+
+
+@pytest.mark.parametrize("world_size, branches, keys, words", REFUSALS)
 def test_refusals_of_a_plan(world_size, branches, keys, words):
     with refused(*words):
         plan(world_size, branches, **keys)
+
+
+def checked(world_size: int, branches: dict, **keys) -> str | None:
+    """What check_world says, which knows no towers."""
+    try:
+        check_world(*check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches}), world_size)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("world_size, branches, keys, words", [case for case in REFUSALS if not any("layers" in word for word in case[3])])
+def test_what_does_not_depend_on_the_towers_is_refused_without_them_in_the_same_words(world_size, branches, keys, words):
+    with pytest.raises(ValueError) as refusal:
+        plan(world_size, branches, **keys)
+    assert checked(world_size, branches, **keys) == str(refusal.value)
+
+
+@pytest.mark.parametrize("layout", ["auto", "fork", "chain", "merged"])
+def test_with_towers_of_many_layers_what_is_not_refused_without_them_can_be_planned(layout):
+    """And the other way round, for every small block."""
+    costs, refused_without = {branch: [1.0] * 16 for branch in BRANCHES}, 0
+    for world_size, stages, replicas, size in itertools.product(
+        (1, 2, 3, 4, 6), ("auto", 2, {"image": 1, "text": 2}), ("auto", 2, {"image": 2, "text": 1}), ("auto", 5, {"image": 4, "text": 8})
+    ):
+        branches = {"layout": layout, "stages": stages, "replicas": replicas, "micro_batch_size": size, "schedule": "batch_sync"}
+        try:
+            plan(world_size, branches, costs=costs, train_batch_size=40)
+            expected = None
+        except ValueError as error:
+            expected = str(error)
+        assert checked(world_size, branches, train_batch_size=40) == expected, branches
+        refused_without += expected is not None
+    assert 0 < refused_without < 135
 
 
 # -- the arithmetic of a plan -----------------------------------------------------------------------------------------------
