@@ -154,9 +154,9 @@ def main(arguments: argparse.Namespace) -> None:
     output = arguments.json or arguments.run_dir / output_name(arguments, name)
     write_numbers(output, {"step": trained.step, **found.numbers})
     show(found.table)
-    for picture, (title, rows) in found.pictures.items():
-        draw_rows(rows, title, picture)
-        print(picture)
+    notices = {draw_rows(rows, title, picture) for picture, (title, rows) in found.pictures.items()} - {None}
+    for line in (*sorted(notices), *found.pictures):
+        print(line)
     print(output)
 
 
@@ -280,7 +280,9 @@ def find(arguments: argparse.Namespace, embedder: Embedder, name: str) -> None:
     if arguments.picture:
         cells = [Found(source.image_bytes(line["index"]), source.captions(line["index"])[0], line["similarity"]) for line in found]
         in_rows = [Row(arguments.query if not start else "", None, cells[start : start + 5]) for start in range(0, len(cells), 5)]
-        draw_rows(in_rows, f"“{arguments.query}”, {name}", arguments.picture)
+        notice = draw_rows(in_rows, f"“{arguments.query}”, {name}", arguments.picture)
+        if notice:
+            print(notice)
         print(arguments.picture)
 
 

@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,13 @@ from rich.console import Console
 from rich.table import Table
 
 from data.bad_samples import REASONS, BadSample
+from data.fonts import Font, Fonts, fonts_for, wrapped
 from data.pictures import decode_bytes, upright_8bit
 from data.prepare import count_bad
 from data.roots import add_root_flag, given_roots, with_roots
 from data.sources import Source, open_source
 
-TILE, CAPTION_LINES, LINE, GAP = 160, 3, 15, 10  # pixels
+TILE, CAPTION_LINES, LINE, GAP, LETTER_SIZE = 160, 3, 15, 10, 11  # pixels, but for the number of lines
 BAR = 30  # characters
 COLUMNS = (
     ("width", "width, pixels"),
@@ -83,15 +85,17 @@ def report(source: Source, most_bad: int = 10) -> list[Table]:
     return tables
 
 
-def contact_sheet(source: Source, count: int = 24, seed: int = 0, columns: int = 6) -> Image.Image:
-    """`count` usable samples drawn at random, each with its first caption below, cut after three lines."""
+def contact_sheet(source: Source, count: int = 24, seed: int = 0, columns: int = 6) -> tuple[Image.Image, str | None]:
+    """`count` usable samples drawn at random, each with its first caption below, cut after three lines; and what to say of characters
+    that no font has."""
     usable = source.usable()
     drawn = np.sort(np.random.default_rng(seed).choice(usable, min(count, len(usable)), replace=False))
     rows = -(-len(drawn) // columns)
     height = TILE + CAPTION_LINES * LINE + GAP
     sheet = Image.new("RGB", (columns * (TILE + GAP) + GAP, rows * (height + GAP) + GAP), "white")
-    draw, font = ImageDraw.Draw(sheet), _font()
-    for place, i in enumerate(drawn.tolist()):
+    captions = [source.captions(i)[0] for i in drawn.tolist()]
+    draw, fonts = ImageDraw.Draw(sheet), fonts_for(captions)
+    for place, (i, caption) in enumerate(zip(drawn.tolist(), captions)):
         left, top = GAP + place % columns * (TILE + GAP), GAP + place // columns * (height + GAP)
         draw.rectangle((left - 1, top - 1, left + TILE, top + TILE), outline="lightgrey")
         try:
@@ -99,34 +103,28 @@ def contact_sheet(source: Source, count: int = 24, seed: int = 0, columns: int =
             picture = ImageOps.contain(picture, (TILE, TILE))
             sheet.paste(picture, (left + (TILE - picture.width) // 2, top + (TILE - picture.height) // 2), picture)
         except BadSample as problem:  # of what only a full decoding shows
-            draw.text((left + 4, top + 4), problem.reason, fill="red", font=font)
-        for number, line in enumerate(_lines(source.captions(i)[0], draw, font)):
-            draw.text((left, top + TILE + 2 + number * LINE), line, fill="black", font=font)
-    return sheet
+            _draw_line(draw, (left + 4, top + 4), problem.reason, fonts, "red")
+        for number, line in enumerate(wrapped(caption, CAPTION_LINES, lambda text: _width(draw, text, fonts) <= TILE)):
+            _draw_line(draw, (left, top + TILE + 2 + number * LINE), line, fonts)
+    return sheet, fonts.notice()
 
 
-def _lines(caption: str, draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont) -> list[str]:
-    """The caption in lines that fit below a picture."""
-    lines, left = [], " ".join(caption.split())
-    while left and len(lines) < CAPTION_LINES:
-        fits = next((n for n in range(len(left), 0, -1) if draw.textlength(left[:n], font=font) <= TILE), 1)
-        if fits < len(left) and " " in left[:fits]:
-            fits = left[:fits].rindex(" ")
-        lines.append(left[:fits].rstrip())
-        left = left[fits:].lstrip()
-    if left and lines:
-        lines[-1] = lines[-1][:-1] + "…"
-    return lines
+def _draw_line(draw: ImageDraw.ImageDraw, place: tuple[float, float], line: str, fonts: Fonts, fill: str = "black") -> None:
+    """On one base line, whatever the fonts. `place`: left, top."""
+    left, top = place
+    baseline = top + _at_size(fonts.fonts[0]).getmetrics()[0]
+    for text, font in fonts.runs(line):
+        draw.text((left, baseline), text, fill=fill, font=_at_size(font), anchor="ls")
+        left += draw.textlength(text, font=_at_size(font))
 
 
-def _font() -> ImageFont.ImageFont:
-    """A font with most scripts, if matplotlib's is there; else Pillow's own."""
-    try:
-        from matplotlib import font_manager
+def _width(draw: ImageDraw.ImageDraw, line: str, fonts: Fonts) -> float:
+    return sum(draw.textlength(text, font=_at_size(font)) for text, font in fonts.runs(line))
 
-        return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), 11)
-    except (ImportError, OSError):
-        return ImageFont.load_default()
+
+@lru_cache(maxsize=64)
+def _at_size(font: Font) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(font.path, LETTER_SIZE, index=font.index)
 
 
 def _number(value: float) -> str:
@@ -154,7 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for table in report(source, options.bad):
             console.print(table)
         if options.count > 0:
-            contact_sheet(source, options.count, options.seed).save(options.sheet)
+            sheet, notice = contact_sheet(source, options.count, options.seed)
+            sheet.save(options.sheet)
+            if notice:
+                print(notice)
             print(options.sheet)
     except (ValueError, OSError) as error:
         print(f"python -m data.inspect: error: {error}", file=sys.stderr)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from data.fonts import columns_of, fonts_for, wrapped
 from data.pictures import decode_bytes, upright_8bit
 
 RIGHT, WRONG = "#009E73", "#D55E00"  # Okabe and Ito's, told apart also by the colour-blind; a word says it too
 DOTS_PER_INCH, CELL_INCHES = 110, 1.6
-LETTERS = 26  # of a line below a picture
+LETTERS, LETTERS_ALONE = 26, 18  # of a line below a picture, and of a text in the place of one
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,26 @@ class Row:
     found: Sequence[Found]
 
 
-def draw_rows(rows: Sequence[Row], title: str, path: Path) -> None:
-    """A line per query. `path`: .png, .svg or .pdf."""
+def draw_rows(rows: Sequence[Row], title: str, path: Path) -> str | None:
+    """A line per query. `path`: .png, .svg or .pdf. Returns what to say of characters that no font of this machine has."""
+    fonts = fonts_for([title, *(text for row in rows for text in (row.text, *(found.text for found in row.found)))])
+    with rc_context({"font.family": fonts.families}):
+        _draw_rows(rows, title, path, fonts.drawable)
+    return fonts.notice()
+
+
+def _draw_rows(rows: Sequence[Row], title: str, path: Path, drawable: Callable[[str], str]) -> None:
     columns = 1 + max(len(row.found) for row in rows)
     figure = Figure(figsize=(CELL_INCHES * columns * 1.15, CELL_INCHES * 1.35 * len(rows) + 0.6), layout="constrained")
     axes = np.atleast_2d(figure.subplots(len(rows), columns, squeeze=False))
     for row, cells in zip(rows, axes):
         for cell in cells:
             cell.set_axis_off()
-        _draw_cell(cells[0], row.picture, row.text, "query", None)
+        _draw_cell(cells[0], row.picture, drawable(row.text), "query", None)
         for found, cell in zip(row.found, cells[1:]):
             mark = {True: "right", False: "wrong", None: ""}[found.right]
-            _draw_cell(cell, found.picture, found.text, f"{mark} {found.similarity:.2f}".strip(), found.right)
-    figure.suptitle(title, fontsize=11, parse_math=False)
+            _draw_cell(cell, found.picture, drawable(found.text), f"{mark} {found.similarity:.2f}".strip(), found.right)
+    figure.suptitle(drawable(title), fontsize=11, parse_math=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
@@ -56,18 +64,20 @@ def draw_rows(rows: Sequence[Row], title: str, path: Path) -> None:
 def _draw_cell(cell, picture: bytes | None, text: str, heading: str, right: bool | None) -> None:
     colour = {True: RIGHT, False: WRONG, None: "black"}[right]
     cell.set_title(heading, fontsize=8, color=colour, parse_math=False)
-    shown = "\n".join(textwrap.wrap(text, LETTERS)[:3])
     if picture is None:
-        lines = "\n".join(textwrap.wrap(text, LETTERS - 8)[:6])
-        cell.text(0.5, 0.5, lines, ha="center", va="center", fontsize=8, color=colour, parse_math=False)
+        cell.text(0.5, 0.5, _lines(text, 6, LETTERS_ALONE), ha="center", va="center", fontsize=8, color=colour, parse_math=False)
         return
     cell.imshow(on_white(picture))
-    cell.text(0.5, -0.04, shown, ha="center", va="top", fontsize=6.5, transform=cell.transAxes, parse_math=False)
+    cell.text(0.5, -0.04, _lines(text, 3, LETTERS), ha="center", va="top", fontsize=6.5, transform=cell.transAxes, parse_math=False)
     for side in cell.spines.values():
         side.set(color=colour, linewidth=2)
     if right is not None:
         cell.set_axis_on()
         cell.set(xticks=[], yticks=[])
+
+
+def _lines(text: str, most: int, letters: int) -> str:
+    return "\n".join(wrapped(text, most, lambda line: columns_of(line) <= letters))
 
 
 def on_white(data: bytes) -> np.ndarray:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.inspect import contact_sheet, histogram
+from data.fonts import fonts_for, installed_fonts
+from data.inspect import GAP, TILE, contact_sheet, histogram, main
 from data.sources import open_source
 
 
@@ -38,7 +39,41 @@ def test_wrong_specs_get_one_line(given, words):
     assert result.returncode == 2 and words in result.stderr and "Traceback" not in result.stderr
 
 
+def sheet_of(caption: str, emoji_set) -> tuple[np.ndarray, str | None]:
+    file = emoji_set(1, texts=lambda _: caption)
+    sheet, notice = contact_sheet(open_source(f"jsonl:{file}", refresh=True), 1)
+    return np.asarray(sheet), notice
+
+
+def test_pieces_of_several_fonts_stand_side_by_side(emoji_set):
+    """DejaVu Sans has no letters in circles, STIXGeneral has."""
+    assert len(fonts_for(["ⒶⒷ a"]).fonts) == 2
+    ends = []
+    for caption in ("ⒶⒷⒸ", "ⒶⒷⒸ a", "ⒶⒷⒸ aⒶ"):
+        below = sheet_of(caption, emoji_set)[0][TILE + 2 * GAP :]
+        ends.append(np.flatnonzero((below != 255).any(axis=(0, 2))).max())
+    assert ends[0] < ends[1] < ends[2]
+
+
+def test_captions_that_no_font_has_are_told_in_one_line(emoji_set, tmp_path, monkeypatch, capsys):
+    shipped = tuple(font for font in installed_fonts() if font.family.startswith(("DejaVu", "STIX")))  # matplotlib's have no Chinese
+    monkeypatch.setattr("data.fonts.installed_fonts", lambda: shipped)
+    (dog, notice), (cat, _), (none, _) = (sheet_of(caption, emoji_set) for caption in ("a 犬", "a 猫", "a"))
+    assert "fonts-noto-cjk" in notice and np.array_equal(dog, cat) and not np.array_equal(dog, none)
+    file = emoji_set(1, texts=lambda _: "a 犬")
+    assert main([f"jsonl:{file}", "--sheet", str(tmp_path / "sheet.png")]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines().count(notice) == 1 and "Glyph" not in err
+
+
+@pytest.mark.skipif(bool(fonts_for(["犬猫"]).missing), reason="no font of this machine has Chinese characters")
+def test_chinese_beside_latin_is_drawn(emoji_set):
+    """Boxes, or the block of Unicode, would be the same for both."""
+    (dog, notice), (cat, _) = (sheet_of(caption, emoji_set) for caption in ("a 犬", "a 猫"))
+    assert notice is None and dog.shape == cat.shape and not np.array_equal(dog, cat)
+
+
 def test_the_sheet_is_drawn_by_the_seed(demo, emoji_set):
-    first, again, other = (np.asarray(contact_sheet(demo, 12, seed)) for seed in (1, 1, 2))
+    first, again, other = (np.asarray(contact_sheet(demo, 12, seed)[0]) for seed in (1, 1, 2))
     assert np.array_equal(first, again) and not np.array_equal(first, other)
-    assert contact_sheet(open_source(f"jsonl:{emoji_set(2)}"), 24).height < 300  # no more rows than samples
+    assert contact_sheet(open_source(f"jsonl:{emoji_set(2)}"), 24)[0].height < 300  # no more rows than samples

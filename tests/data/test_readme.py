@@ -35,11 +35,22 @@ def test_every_reason_and_every_kind_is_told():
 
 def test_every_flag_it_names_exists():
     known = {option for action in make_parser()._actions for option in action.option_strings}
-    of_commands = {"--image-size", "--sheet"}  # of data.cache and data.inspect
+    of_commands = {"--image-size", "--sheet", "--picture"}  # of data.cache, data.inspect and evaluate.py
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= known | of_commands
 
 
 def test_every_room_is_in_the_figure():
     figure = PAGE.partition("\n    ")[2].partition("\nNothing here")[0]
-    elsewhere = {"__init__", "options", "processes", "shared_pixels", "inspect", "draws", "lengths", "branch_cost", "dealing_search"}
+    elsewhere = {
+        "__init__",
+        "options",
+        "processes",
+        "shared_pixels",
+        "inspect",
+        "fonts",
+        "draws",
+        "lengths",
+        "branch_cost",
+        "dealing_search",
+    }
     assert {file.stem for file in (ROOT / "data").glob("*.py")} - elsewhere <= set(re.findall(r"(\w+)\.py", figure))

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.image import imread
 from torch.nn import functional as F
 
+from data.fonts import fonts_for, installed_fonts
 from data.prepare import HeldOut
 from data.sources import open_source
 from data.tokenizer import batch_tokens, load_tokenizer
@@ -24,7 +26,7 @@ from launch.embedding import (
     write_embeddings,
 )
 from launch.evaluation import classification, embeddings_of, examples, retrieval, search, write_numbers
-from launch.gallery import draw_rows
+from launch.gallery import Found, Row, draw_rows
 from launch.reranking import reranked_retrieval
 from launch.trained import Trained
 from models.fusion import FusionSizes
@@ -269,6 +271,34 @@ def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
     priced = replace(rows[0], text="for $5 and $a^b^c$", found=[replace(f, text="$\\foo{") for f in rows[0].found])  # no formulas
     draw_rows([priced, *rows[1:]], "a title of $1", tmp_path / "a folder" / "rows.png")
     assert (tmp_path / "a folder" / "rows.png").stat().st_size > 20_000
+
+
+def picture_of(text: str, path: Path) -> tuple[np.ndarray, str | None]:
+    """Of a query without answers but one, as pixels."""
+    notice = draw_rows([Row(f"a {text}", None, [Found(None, text, 0.5)])], text, path)
+    return imread(path), notice
+
+
+@pytest.mark.filterwarnings("error")
+def test_queries_that_no_font_has_are_told_in_one_line(tmp_path, monkeypatch):
+    """Not in a warning for each character."""
+    shipped = tuple(font for font in installed_fonts() if font.family.startswith(("DejaVu", "STIX")))  # matplotlib's have no Chinese
+    monkeypatch.setattr("data.fonts.installed_fonts", lambda: shipped)
+    (dog, notice), (cat, same) = (picture_of(text, tmp_path / "rows.png") for text in ("犬", "猫"))
+    assert "fonts-noto-cjk" in notice and same == notice and np.array_equal(dog, cat)
+    latin, nothing = picture_of("x", tmp_path / "rows.png")
+    assert nothing is None and not np.array_equal(latin, dog)
+
+
+@pytest.mark.skipif(bool(fonts_for(["犬猫"]).missing), reason="no font of this machine has Chinese characters")
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_queries_in_chinese_beside_latin_are_drawn(tmp_path, kind):
+    """Boxes, or the block of Unicode, would be the same for both."""
+    if kind == "png":
+        (dog, notice), (cat, _) = (picture_of(text, tmp_path / "rows.png") for text in ("犬", "猫"))
+        assert notice is None and not np.array_equal(dog, cat)
+    assert draw_rows([Row("a 犬", None, [Found(None, "猫", 0.5)])], "犬", tmp_path / f"rows.{kind}") is None
 
 
 @pytest.mark.parametrize(
