@@ -28,6 +28,7 @@ from engine.checkpoint.together import CheckpointWriter
 from engine.config import check_hardware, read_config
 from engine.planner import check_world, plan_run
 from engine.processes import first_rank_first, from_first_rank, has_bf16, start_processes, stop_processes
+from engine.trace import HostClock
 from engine.watchdog import Watchdog
 from launch.balancer import Balancer
 from launch.balancing import explain_dealing, image_buckets, make_balance
@@ -50,8 +51,11 @@ from models.losses import Matching, build_loss
 from models.weights import open_model, open_weights
 
 
-def main(options: Options, run: Run) -> int:
-    """Train; returns the exit status. What it has made so far is left in `run` for whoever must report a failure."""
+def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> int:
+    """Train; returns the exit status. What it has made so far is left in `run` for whoever must report a failure.
+
+    `clock`: seconds by which steps are measured, and, on a CPU, what the stages compute in them.
+    """
     stop = StopRequest(options.max_hours)
     processes = start_processes()
     run.watchdog = Watchdog(processes.rank, processes.world_size).start()
@@ -126,6 +130,7 @@ def main(options: Options, run: Run) -> int:
         balance.equal_shares,
         data.source_starts,
         Matching() if options.fusion else None,
+        clock,
     )
 
     # Where a run goes on: its state.
@@ -175,9 +180,9 @@ def main(options: Options, run: Run) -> int:
     sources, stopping = source_names(options.data), False
     with tqdm(total=total_steps, initial=step, unit="step", disable=not first, dynamic_ncols=True, mininterval=progress_interval()) as bar:
         while step < total_steps and not stopping:
-            start = time.perf_counter()
+            start = clock()
             metrics = engine.train_batch(batches, bool(stop), feeding.counts, **balancer.shape(step), loss_weights=objective.weights())
-            step, step_s, stopping = engine.global_steps, time.perf_counter() - start, metrics.stop_requested
+            step, step_s, stopping = engine.global_steps, clock() - start, metrics.stop_requested
             line = step_line(metrics, step, step_s, balance, balancer.settings, sources)
             folder.log(line)
             tracker.log(line)

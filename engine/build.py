@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ from engine.module import DescribesLayer, StageModule
 from engine.parameter_groups import settings_of
 from engine.planner import RunPlan, deepspeed_config
 from engine.topology import BRANCHES
+from engine.trace import HostClock
 
 
 def build_engine(
@@ -36,6 +38,7 @@ def build_engine(
     equal_shares: bool = True,
     source_starts: Sequence[int] | None = None,
     matching: MatchingLoss | None = None,
+    clock: HostClock = time.perf_counter,
 ) -> ForkEngine:
     """The engine of this rank. All ranks call it together, after the process group is up.
 
@@ -43,8 +46,8 @@ def build_engine(
     rank's own only. `total_num_steps` resolves an "auto" in the learning-rate schedule. `constant_shapes[branch]` promises that all
     training micro-batches of a branch have equal shapes, so that they need to be announced only once; `equal_shares` that each
     replica of a stage has equally many samples of every global batch. `source_starts`: the first index of each of several sources of the
-    samples, ascending, whose losses are told apart; None: there is one. `matching`: the loss of pairs, where the text head has a `fusion`. Raises ValueError for a pattern (of clipping or decay) that
-    matches no parameter.
+    samples, ascending, whose losses are told apart; None: there is one. `matching`: the loss of pairs, where the text head has a `fusion`. `clock`: what steps are
+    measured by on a CPU. Raises ValueError for a pattern (of clipping or decay) that matches no parameter.
     """
     rank = dist.get_rank()
     device = torch.device(get_accelerator().current_device_name())
@@ -61,7 +64,7 @@ def build_engine(
     sets_of_groups = rank_sets(plan.graph, groups, sharded=resolved.get("zero_optimization", {}).get("stage", 0) > 0)
     settings = settings_of(plan.optimizer_groups, layers, config["optimizer"])
     own_sets = [ranks for sets in sets_of_groups.values() for ranks in sets]
-    comm = Communicator(plan.graph, rank, device, timeout, own_sets, joins=matching is not None)
+    comm = Communicator(plan.graph, rank, device, timeout, own_sets, matching is not None, clock)
     module = StageModule(plan.graph, rank, layers, build_layer, comm.stage_group, seed, settings, plan.trainable, plan.batch_norm_locked)
     return ForkEngine(
         module,

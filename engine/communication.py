@@ -18,6 +18,7 @@ import itertools
 import json
 import queue
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.topology import BRANCHES, StageGraph
-from engine.trace import WAIT, Recorder
+from engine.trace import WAIT, HostClock, Recorder
 
 HEADER_BYTES = 1024
 Signature = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]  # name, dtype, shape of each tensor of a message
@@ -187,7 +188,7 @@ class Communicator:
     """The groups and channels of one rank. Every rank makes its own, at the same time, from the same graph.
 
     `rank_sets`: further sets of ranks, ascending, that add numbers up (the clipping groups'); a rank outside a set never calls on it.
-    `num_sums`: how often each of them was called on. `joins`: image tails and text tails also speak of tokens.
+    `num_sums`: how often each of them was called on. `joins`: image tails and text tails also speak of tokens. `clock`: the recorder's.
     """
 
     def __init__(
@@ -198,9 +199,10 @@ class Communicator:
         timeout: timedelta,
         rank_sets: Iterable[tuple[int, ...]] = (),
         joins: bool = False,
+        clock: HostClock = time.perf_counter,
     ):
         self.graph, self.rank, self.device = graph, rank, device
-        self.recorder = Recorder(device)
+        self.recorder = Recorder(device, clock)
         self._sent_bytes = 0.0
         self._timeout = timeout
         self.stage, self.replica = graph.stage_of(rank), graph.replica_of(rank)

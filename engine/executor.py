@@ -11,7 +11,6 @@ import contextlib
 import io
 import math
 import resource
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -292,9 +291,9 @@ class ForkEngine(PipelineEngine):
     # -- instructions ------------------------------------------------------------------------------------------------
 
     def _exec_load_micro_batch(self, buffer_id: int, keep: bool = False) -> None:
-        asked = time.perf_counter()
+        asked = self.recorder.clock()
         loaded = next(self.data_iterator)
-        self._data_wait_s += time.perf_counter() - asked
+        self._data_wait_s += self.recorder.clock() - asked
         _check_weights(loaded)
         if keep:
             self._kept[buffer_id] = loaded  # where the loader left it

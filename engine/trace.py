@@ -1,13 +1,14 @@
 """What a rank did in a step, and when: every instruction, and the waiting inside it.
 
-On a GPU the times are those of the device, by events that are recorded without waiting for them; on a CPU those of the host.
+On a GPU the times are those of the device, by events that are recorded without waiting for them; on a CPU those of the host's clock, which
+whoever starts the run may give.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 # Instructions in which a rank computes. In all others it waits: for input, for another stage, for a message to leave.
 COMPUTE = ("EmbedPass", "ForwardPass", "ReplayPass", "BackwardPass", "ComputeLoss", "ReduceGrads", "OptimizerStep")
 WAIT = "wait"
+
+HostClock = Callable[[], float]  # seconds since any moment; never goes back
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,11 @@ class Span:
 
 
 class Recorder:
-    """Records the spans of one step at a time. Between `finish` and `start` it records nothing."""
+    """Records the spans of one step at a time. Between `finish` and `start` it records nothing. `clock`: of the host."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, clock: HostClock = time.perf_counter):
         self._on_gpu = device.type == "cuda"
+        self.clock = clock
         self._marks: list[tuple[str, int | None, Any, Any]] | None = None
         self._origin: Any = None
         self.started_at_s = 0.0  # host clock (time.time) of the start of the recorded step
@@ -80,7 +84,7 @@ class Recorder:
 
     def _now(self) -> Any:
         if not self._on_gpu:
-            return time.perf_counter()
+            return self.clock()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

@@ -18,10 +18,13 @@ from typing import Any
 PRELOAD = ["train"]  # and with it torch, DeepSpeed, torchvision, transformers, and all of ours that a rank needs
 PRELOAD += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # which ZeRO imports, and with it torch's compiler: 3 s
 
+LIMIT_S = 600.0  # ends what hangs: no call takes a tenth of it, and a busy machine may be five times as slow
+COLLECTIVE_LIMIT_S = 300.0  # less than that, so that a rank which waits for ever says where
+
 _context = multiprocessing.get_context("forkserver")
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = LIMIT_S, **kwargs: Any) -> list[Any]:
     """`function(*args, **kwargs)` on ranks 0..world_size-1 of one process group; returns their results in order.
 
     `function` must be importable (module level). Raises RuntimeError with the first failing rank's traceback, or
@@ -85,7 +88,7 @@ def _main(send: Any, environment: dict[str, str], function: Callable[..., Any], 
     try:
         with open(os.devnull, "w") as quiet:
             sys.stdout = quiet
-            start_processes(timeout_s=90)
+            start_processes(timeout_s=COLLECTIVE_LIMIT_S)
             value = function(*args, **kwargs)
         send.send_bytes(pickle.dumps((True, value)))
         stop_processes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -17,14 +18,14 @@ SOON_S = 1.0  # a terminal gives Ctrl-C to every process, and the launcher may p
 
 
 class StopRequest:
-    """True once an end was asked for. Signals set it from now on; a second Ctrl-C ends this process at once."""
+    """True once an end was asked for. Signals set it from now on; a second Ctrl-C ends this process at once. `clock`: seconds."""
 
-    def __init__(self, max_hours: float | None = None):
+    def __init__(self, max_hours: float | None = None, clock: Callable[[], float] = time.monotonic):
         self.reason: str | None = None
-        self._max_hours, self._file = max_hours, None
+        self._max_hours, self._clock, self._file = max_hours, clock, None
         # from the start of the process: imports take a while
         self._started_at_s = psutil.Process().create_time()
-        self._started_s = time.monotonic() - max(0.0, time.time() - self._started_at_s)
+        self._started_s = clock() - max(0.0, time.time() - self._started_at_s)
         self._interrupted_s: float | None = None
         for number in SIGNALS:
             signal.signal(number, self._note)
@@ -39,7 +40,7 @@ class StopRequest:
             self._file.unlink(missing_ok=True)
 
     def __bool__(self) -> bool:
-        if self.reason is None and self._max_hours is not None and time.monotonic() - self._started_s >= 3600 * self._max_hours:
+        if self.reason is None and self._max_hours is not None and self._clock() - self._started_s >= 3600 * self._max_hours:
             self.reason = f"--max-hours {self._max_hours:g}"
         if self.reason is None and self._file is not None and self._asks():
             self.reason = str(self._file)
@@ -53,7 +54,7 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            now = time.monotonic()
+            now = self._clock()
             if self._interrupted_s is not None and now - self._interrupted_s > SOON_S:
                 os._exit(128 + signal.SIGINT)
             self._interrupted_s = self._interrupted_s or now

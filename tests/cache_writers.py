@@ -4,6 +4,8 @@ import numpy as np
 
 from data.cache import PictureCache
 
+LIMIT_S = 120  # ends what hangs
+
 
 def picture(n: int, size: int = 40) -> np.ndarray:
     return np.random.default_rng(n).integers(0, 256, (size, size + n % 7, 3 + n % 2)).astype(np.uint8)
@@ -15,11 +17,11 @@ def items(numbers) -> list[tuple[bytes, np.ndarray]]:
 
 def write_items(cache: PictureCache, numbers) -> None:
     for item in items(numbers):
-        assert cache.write([item], turn_s=60)
+        assert cache.write([item], turn_s=LIMIT_S)
     cache.close()
 
 
 def write_for_ever(cache: PictureCache) -> None:
     for n in range(10**9):
-        cache.write(items([n % 50]), turn_s=60)
-        cache.write(items([50 + n]), turn_s=60)
+        cache.write(items([n % 50]), turn_s=LIMIT_S)
+        cache.write(items([50 + n]), turn_s=LIMIT_S)

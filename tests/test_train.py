@@ -68,7 +68,7 @@ def test_eight_processes_on_a_machine_without_a_gpu(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["fork", "auto"])
-def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(tmp_path, fork, pairs, layout):
+def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(tmp_path, monkeypatch, fork, pairs, layout):
     """Same losses and norms to the last bit, same weights; dropout, augmentation and BatchNorm are all on. With "auto", what was
     measured at the first start decides again, whatever a new measurement would say. One of the two has the other loss, the other parameter
     groups, averaged weights, which are evaluated, and matching with weights that follow both losses."""
@@ -83,12 +83,15 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(tmp_
     assert status == 0 and ("auto: " in output) == (layout == "auto"), output[-3000:]
     if layout == "auto":  # the two are to run the same way
         shutil.copy(tmp_path / "whole" / "costs.json", tmp_path / "stopped")
-    run = start("train.py", *arguments, "--run-dir", tmp_path / "stopped", ranks=2)
+    monkeypatch.setenv("HOLD_AFTER", "3")
+    (tmp_path / "stopped" / "hold").touch()
+    run = start("tests/held_training.py", *arguments, "--run-dir", tmp_path / "stopped", ranks=2)
     wait_for(reached(tmp_path / "stopped", 3), run)
     if layout == "fork":  # one rank is told, all stop
         ranks_of(run)[-1].send_signal(signal.SIGUSR1)
     else:
         (tmp_path / "stopped" / "stop").touch()
+    (tmp_path / "stopped" / "hold").unlink()
     status, output = finish(run)
     assert status == STOPPED and "stopped (" in output, output[-2000:]
     assert not (tmp_path / "stopped" / "stop").exists()

@@ -3,12 +3,13 @@
 import os
 import re
 import signal
+import threading
 import time
 import warnings
 
 import numpy as np
 import pytest
-from cache_writers import items, picture, write_for_ever, write_items
+from cache_writers import LIMIT_S, items, picture, write_for_ever, write_items
 from filelock import FileLock
 
 from data.cache import MAGIC, PictureCache, _bytes_on_disk, fill, key_of, open_cache, packed, unpacked
@@ -31,7 +32,7 @@ def test_what_was_put_comes_back_and_is_the_caller_s_own(cache):
     assert cache.get(b"key 3") is None
     for key, value in items(range(6)):
         cache.put(key, value)
-    cache.close()  # waits for the thread that writes
+    cache.close(LIMIT_S)  # waits for the thread that writes
     for key, value in items(range(6)):
         assert np.array_equal(cache.get(key), value)
     cache.get(b"key 3")[:] = 0
@@ -57,14 +58,14 @@ def test_a_picture_is_read_once(cache, demo):
         return demo.image_bytes(5)
 
     first = cache.picture(demo.content_hash(5), STORED, read)
-    cache.close()
+    cache.close(LIMIT_S)
     assert np.array_equal(cache.picture(demo.content_hash(5), STORED, read), first) and len(reads) == 1
 
 
 def test_a_file_that_has_changed_is_not_kept_under_its_old_hash(cache, demo):
     changed = cache.picture(demo.content_hash(5), STORED, lambda: demo.image_bytes(6))
     assert np.array_equal(changed, STORED(demo.image_bytes(6)))
-    cache.close()
+    cache.close(LIMIT_S)
     assert not cache.has(key_of(demo.content_hash(5), STORED))
 
 
@@ -92,7 +93,7 @@ def test_two_processes_fill_it_at_once(cache):
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(60)
+        writer.join(LIMIT_S)
     assert [writer.exitcode for writer in writers] == [0, 0]
     for key, value in items(range(90)):
         assert np.array_equal(cache.get(key), value)
@@ -103,27 +104,30 @@ def test_a_writer_that_is_killed_leaves_a_whole_cache(cache):
     for _ in range(2):
         writer = start_method().Process(target=write_for_ever, args=(cache,))
         writer.start()
-        deadline = time.monotonic() + 30
-        while not cache.has(b"key 60") and time.monotonic() < deadline:
+        deadline = time.monotonic() + LIMIT_S
+        while not cache.has(b"key 60"):
+            assert time.monotonic() < deadline, "nothing is written"
             time.sleep(0.02)
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
-        assert cache.write(items([1000]), turn_s=5)  # its turn is over
+        assert cache.write(items([1000]), turn_s=LIMIT_S)  # its turn is over
         found = [n for n in range(50) if cache.has(b"key %d" % n)]
         assert len(found) >= 10 and all(np.array_equal(cache.get(b"key %d" % n), picture(n)) for n in found)
 
 
-def test_a_writer_that_stands_still_keeps_nobody_waiting(cache):
+def test_a_writer_that_stands_still_keeps_nobody_waiting(cache, monkeypatch):
+    """It has its turn until all have gone on; only the thread that writes in the background still waits for its own then."""
+    monkeypatch.setattr("data.cache.TURN_S", LIMIT_S)
     assert cache.is_open()
     with FileLock(cache.folder / "writer.lock"):
-        start = time.monotonic()
         assert not cache.write(items([1]), turn_s=0.1)
         cache.put(*items([2])[0])
+        (background,) = (thread for thread in threading.enumerate() if thread.name == "picture-cache")
         assert cache.get(b"key 2") is None
-        assert time.monotonic() - start < 1
-        start = time.monotonic()
         cache.close(timeout_s=0.2)
-        assert time.monotonic() - start < 1
+        assert background.is_alive()
+    background.join(LIMIT_S)
+    assert not background.is_alive()
 
 
 def test_a_full_cache_says_so_once_and_goes_on_answering(tmp_path):
@@ -159,7 +163,7 @@ def test_a_broken_file_costs_one_warning_and_pictures_are_decoded(cache, demo, s
         for i in range(20):
             found = cache.picture(demo.content_hash(i), STORED, lambda i=i: demo.image_bytes(i))
             assert np.array_equal(found, STORED(demo.image_bytes(i)))
-        cache.close()
+        cache.close(LIMIT_S)
     assert len(warned) == 1
 
 

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
+LIMIT_S = 120  # ends what hangs
 # Workers of a loader, of the cache's filling and of the index's building, all with nothing to do.
 SCRIPT = """
 if __name__ == "__main__":
@@ -28,7 +29,7 @@ if __name__ == "__main__":
         pool = ProcessPoolExecutor(1, method(), initializer, (None,))
         pool.submit(os.getpid).result()
     print("ready", flush=True)
-    time.sleep(100)
+    time.sleep(1000)
 """
 
 
@@ -40,18 +41,33 @@ def test_workers_end_when_the_process_that_asked_for_them_is_killed():
         assert len(family) >= 5  # the fork server, and four workers
     finally:
         process.kill()
-    _, left = psutil.wait_procs(family, timeout=15)
+    _, left = psutil.wait_procs(family, timeout=LIMIT_S)
     for other in left:
         other.kill()
     assert not left, [" ".join(other.cmdline())[:100] for other in left]
 
 
+def after_signal(number: signal.Signals, grace_s: float, then: str) -> subprocess.CompletedProcess:
+    """A process that outlasts signals for `grace_s`, sends itself one, and does `then`."""
+    script = f"""
+import os, threading, time
+from data import processes
+processes.GRACE_S = {grace_s}
+processes.outlast_signals()
+os.kill(os.getpid(), {int(number)})
+{then}
+"""
+    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
-def test_what_asks_a_run_to_end_lets_a_worker_load_on_for_a_while(number):
-    """And then it ends, if nobody has ended it: its rank waits for it."""
-    script = (
-        "import os, signal, time; from data import processes; processes.GRACE_S = 1.0; processes.outlast_signals(); "
-        f"os.kill(os.getpid(), {int(number)}); time.sleep(0.1); print('loads on', flush=True); time.sleep(3); print('still there', flush=True)"
-    )
-    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.stdout.splitlines() == ["loads on", "still there"][: 1 if number == signal.SIGTERM else 2], result.stderr
+def test_what_asks_a_run_to_end_lets_a_worker_load_on(number):
+    """Only SIGTERM, after which its rank may be killed, makes it end some time later."""
+    result = after_signal(number, 3600, "print('loads on', sum(isinstance(each, threading.Timer) for each in threading.enumerate()))")
+    assert (result.returncode, result.stdout) == (0, f"loads on {int(number == signal.SIGTERM)}\n"), result.stderr
+
+
+def test_after_a_while_a_worker_that_was_asked_to_end_ends_if_nobody_has_ended_it():
+    """Its rank waits for it."""
+    result = after_signal(signal.SIGTERM, 0.05, f"time.sleep({2 * LIMIT_S})")
+    assert result.returncode == 1 and result.stderr == ""

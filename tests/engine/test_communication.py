@@ -30,9 +30,8 @@ def test_a_message_that_is_not_what_the_receiver_expects_is_refused_before_it_le
 
 
 def test_a_posted_receive_takes_the_message_while_its_rank_is_busy():
-    """Without a posted receive gloo holds the message back: the sender would drain only after the receiver's six seconds."""
-    drained_after_s, _ = run_ranks(2, communication_cases.posted_receives_overlap, 6.0)
-    assert drained_after_s < 5
+    """Without a posted receive gloo holds the message back: the sender would wait for a receiver that waits for it."""
+    assert run_ranks(2, communication_cases.posted_receives_overlap) == [True, True]
 
 
 @pytest.mark.parametrize(
