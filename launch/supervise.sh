@@ -50,8 +50,12 @@ ask() {
     fi
     asked=$1
     say "SIG$1: the run saves and ends after its current step"
-    # again and again: train.py does not look at a file that is older than itself, and it may still be starting
-    (while kill -0 -- "-$child" 2>/dev/null; do mkdir -p "$run_dir" && touch "$run_dir/stop"; sleep 1; done) &
+    [ -z "$child" ] || tell
+}
+tell() {
+    # again and again: train.py does not look at a file that is older than itself, and it may still be starting; even its session may not be
+    # there yet. No command of its own makes the file: it could do so after this was ended
+    (while kill -0 "$child" 2>/dev/null || kill -0 -- "-$child" 2>/dev/null; do mkdir -p "$run_dir" && : >"$run_dir/stop"; sleep 1; done) &
     repeating+=("$!")
 }
 trap 'ask INT' INT
@@ -63,8 +67,10 @@ failures=0 status=0
 while true; do
     before=$(newest)
     # in a session of its own: the launcher would answer the terminal's Ctrl-C by killing the ranks
+    child=""
     setsid "$@" &
     child=$! status=127
+    [ -z "$asked" ] || tell # while it was being started
     while true; do # a signal ends `wait`, not the command
         signalled=""
         wait "$child"; code=$?
@@ -72,7 +78,7 @@ while true; do
         [ -n "$signalled" ] || break
     done
     kill -KILL -- "-$child" 2>/dev/null # what a launcher that was killed leaves behind
-    [ ${#repeating[@]} -eq 0 ] || { kill "${repeating[@]}" 2>/dev/null; rm -f "$run_dir/stop"; }
+    [ ${#repeating[@]} -eq 0 ] || { kill "${repeating[@]}" 2>/dev/null; wait "${repeating[@]}" 2>/dev/null; rm -f "$run_dir/stop"; }
     if [ "$status" -eq 0 ] && [ ! -e "$run_dir/done" ]; then
         status=1 # DeepSpeed's launcher gives 0, too, when a signal has ended it
         say "the command ended without $run_dir/done, which train.py makes when it is done"

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "supervise.sh"
+LIMIT_S = 120  # ends what hangs
+STOP = 'until [ -e "$RUN/stop" ]; do sleep 0.05; done'  # for a command
 
 
 @pytest.fixture
@@ -18,12 +20,12 @@ def run_dir(tmp_path):
     return folder
 
 
-def supervise(run_dir, command, *options):
+def supervise(run_dir, command, *options, **environment):
     """Start it over a bash command, which sees the folder as $RUN and may count its starts in $RUN/starts."""
     text = f'echo >> "$RUN/starts"; n=$(wc -l < "$RUN/starts"); {command}'
     return subprocess.Popen(
         ["bash", SCRIPT, "--wait", "0", *options, "--", "bash", "-c", text, "train", "--run-dir", run_dir],
-        env={**os.environ, "RUN": str(run_dir)},
+        env={**os.environ, "RUN": str(run_dir), **environment},
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -32,7 +34,7 @@ def supervise(run_dir, command, *options):
 
 def finish(process):
     try:
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
     return process.returncode, errors
@@ -67,19 +69,34 @@ def test_a_launcher_that_ends_well_without_the_run_being_done_is_started_again(r
 
 
 def test_a_run_that_is_still_starting_is_asked_until_it_has_seen_it(run_dir):
-    slow = (
-        'touch "$RUN/ready"; sleep 1.5; rm -f "$RUN/stop"; for i in $(seq 100); do [ -e "$RUN/stop" ] && exit 75; sleep 0.05; done; exit 1'
-    )
-    process = supervise(run_dir, slow)
+    """It does not look at the first file, which is older than it is."""
+    process = supervise(run_dir, f'touch "$RUN/ready"; {STOP}; rm "$RUN/stop"; {STOP}; exit 75')
     wait_for(run_dir / "ready")
     process.send_signal(signal.SIGTERM)
     assert finish(process)[0] == 75 and starts(run_dir) == 1
     assert not (run_dir / "stop").exists()
 
 
+@pytest.mark.parametrize(
+    ("program", "then"),
+    [("cat", "true"), ("setsid", f'{STOP}; rm "$RUN/stop"')],
+    ids=["nothing is started yet", "it has no session yet, and the first file is older than it is"],
+)
+def test_a_run_that_is_only_being_started_is_asked(run_dir, tmp_path, program, then):
+    """The signal comes from a program that the script calls before the run is there."""
+    file = tmp_path / "bin" / program
+    file.parent.mkdir()
+    to_the_script = "read -r _ _ _ _ _ session _ </proc/$$/stat; kill -TERM $session"
+    file.write_text(f'#!/bin/bash\n{to_the_script}; {then}; PATH=${{PATH#*:}} exec {program} "$@"\n')
+    file.chmod(0o755)
+    process = supervise(run_dir, f"{STOP}; exit 75", PATH=f"{file.parent}:{os.environ['PATH']}")
+    assert finish(process)[0] == 75 and starts(run_dir) == 1
+    assert not (run_dir / "stop").exists()
+
+
 def test_a_signal_is_passed_on_as_a_file_and_not_to_the_launcher(run_dir):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        process = supervise(run_dir, 'touch "$RUN/ready"; while [ ! -e "$RUN/stop" ]; do sleep 0.05; done; exit 75')
+        process = supervise(run_dir, f'touch "$RUN/ready"; {STOP}; exit 75')
         wait_for(run_dir / "ready")
         os.killpg(process.pid, number)  # as a terminal or a scheduler does
         assert finish(process)[0] == 75
@@ -88,19 +105,20 @@ def test_a_signal_is_passed_on_as_a_file_and_not_to_the_launcher(run_dir):
 
 
 def test_a_second_ctrl_c_leaves_nothing_behind(run_dir):
-    process = supervise(run_dir, 'sleep 60 & echo $! > "$RUN/child"; mv "$RUN/child" "$RUN/ready"; wait')
+    process = supervise(run_dir, 'sleep 600 & echo $! > "$RUN/child"; mv "$RUN/child" "$RUN/ready"; wait')
     wait_for(run_dir / "ready")
     child = int((run_dir / "ready").read_text())
     os.kill(process.pid, signal.SIGINT)
     wait_for(run_dir / "stop")
     os.kill(process.pid, signal.SIGINT)
-    assert finish(process)[0] == 130 and not Path(f"/proc/{child}/cmdline").exists() or "Z" in Path(f"/proc/{child}/stat").read_text()
+    assert finish(process)[0] == 130
+    wait_until(lambda: ended(child))
 
 
 def test_processes_that_a_killed_launcher_left_are_ended(run_dir):
-    status, _ = finish(supervise(run_dir, '[ $n -gt 1 ] && touch "$RUN/done" && exit 0; sleep 60 & echo $! > "$RUN/child"; kill -KILL $$'))
-    child = Path(f"/proc/{int((run_dir / 'child').read_text())}/stat")
-    assert status == 0 and (not child.exists() or child.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+    status, _ = finish(supervise(run_dir, '[ $n -gt 1 ] && touch "$RUN/done" && exit 0; sleep 600 & echo $! > "$RUN/child"; kill -KILL $$'))
+    assert status == 0
+    wait_until(lambda: ended(int((run_dir / "child").read_text())))
 
 
 @pytest.mark.parametrize(
@@ -115,12 +133,24 @@ def test_processes_that_a_killed_launcher_left_are_ended(run_dir):
     ],
 )
 def test_wrong_usage(arguments, words):
-    result = subprocess.run(["bash", SCRIPT, *arguments], capture_output=True, text=True, timeout=30)
+    result = subprocess.run(["bash", SCRIPT, *arguments], capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 2 and words in result.stderr
 
 
 def wait_for(file):
-    deadline = time.monotonic() + 20
-    while not file.exists():
-        assert time.monotonic() < deadline, f"{file} did not come"
+    wait_until(file.exists)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {LIMIT_S} s"
         time.sleep(0.02)
+
+
+def ended(pid):
+    """What was killed may take a moment."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
