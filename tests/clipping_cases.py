@@ -57,7 +57,7 @@ def clip_under_rules(case: Case, blocks: dict[str, Any], adaptive: dict[str, Any
         for name, rule in rules.items()
     }
     everything = [ranks for of_groups in sets.values() for one in of_groups.values() for ranks in one]
-    comm = Communicator(plan.graph, engine.comm.rank, engine.device, timedelta(seconds=60), everything)
+    comm = Communicator(plan.graph, engine.comm.rank, engine.device, timedelta(seconds=300), everything)
     result: dict[str, Any] = {}
 
     def clipping(name: str) -> GroupedClipping:

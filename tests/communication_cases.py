@@ -10,7 +10,7 @@ import torch.distributed as dist
 from engine.communication import Channel, Communicator, signature_of
 from engine.topology import BRANCHES, StageGraph, chain, fork
 
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=120)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
 
 

@@ -26,7 +26,7 @@ def losses(tmp_path, name):
         env={name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"},
         text=True,
         capture_output=True,
-        timeout=600,
+        timeout=1200,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

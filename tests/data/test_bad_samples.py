@@ -58,7 +58,7 @@ def test_nothing_outside_is_opened(tmp_path):
     for name, make in SETS.items():
         (tmp_path / name).mkdir()
         specs.append(make(tmp_path / name)[0])
-    run = subprocess.run([sys.executable, "-c", READ_ALL, json.dumps(specs)], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", READ_ALL, json.dumps(specs)], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     opened = json.loads(run.stdout.splitlines()[-1])
     assert str((tmp_path / "jsonl/set/pictures/good.png").resolve()) in opened  # the hook sees what is opened

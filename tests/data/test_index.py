@@ -61,7 +61,7 @@ def write_set(folder: Path, count: int, text: str = "number") -> str:
 
 def opened(spec: str, folder: Path) -> tuple[int, list[str]]:
     """Samples, and the files of the set that were opened."""
-    run = subprocess.run([sys.executable, "-c", OPENED, spec, str(folder)], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", OPENED, spec, str(folder)], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     return tuple(json.loads(run.stdout))
 
@@ -153,7 +153,7 @@ def test_processes_that_start_together_build_once(tmp_path):
     go.write_text("")
     lines = []
     for process in processes:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         lines.append(out.splitlines())
     assert sum("built" in told for told in lines) == 1

@@ -24,7 +24,7 @@ def test_histogram_counts_everything_once():
 def test_command(emoji_set, tmp_path):
     file = emoji_set(9, {"image_path": "gone.png", "text": "gone"})
     command = [sys.executable, "-m", "data.inspect", f"jsonl:{file}", "--count", "5", "--sheet", str(tmp_path / "a sheet.png")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     for words in ("samples", "10", "usable", "9", "missing-file", "width, pixels", "complexity", ":10"):
         assert words in result.stdout
@@ -35,7 +35,7 @@ def test_command(emoji_set, tmp_path):
 
 @pytest.mark.parametrize("given, words", [("nope:x", "unknown kind 'nope'"), ("jsonl:nowhere.jsonl", "nowhere.jsonl")])
 def test_wrong_specs_get_one_line(given, words):
-    result = subprocess.run([sys.executable, "-m", "data.inspect", given], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-m", "data.inspect", given], capture_output=True, text=True, timeout=300)
     assert result.returncode == 2 and words in result.stderr and "Traceback" not in result.stderr
 
 

@@ -152,7 +152,7 @@ def test_missing_package_says_what_to_install(package, monkeypatch):
 
 
 def test_command_prints_the_counts():
-    run = subprocess.run([sys.executable, "-m", "data.formats.demo"], capture_output=True, text=True, check=True, timeout=60)
+    run = subprocess.run([sys.executable, "-m", "data.formats.demo"], capture_output=True, text=True, check=True, timeout=300)
     assert "emoji pictures" in run.stdout and "14 languages" in run.stdout
     counts = {line.split()[0]: line.split()[1] for line in run.stdout.splitlines()}
     assert all(int(counts[name]) > 300 for name in ("train", "family", "composition"))

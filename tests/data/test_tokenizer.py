@@ -20,7 +20,7 @@ print(hashlib.sha256(load_tokenizer(None, captions, vocab_size=1800).backend_tok
 
 def test_training_is_the_same_in_every_process():
     # In processes: the trainer's hash maps are seeded per process.
-    runs = [subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, check=True, timeout=60).stdout for _ in range(2)]
+    runs = [subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, check=True, timeout=300).stdout for _ in range(2)]
     assert runs[0] == runs[1] != ""
 
 

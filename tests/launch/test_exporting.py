@@ -141,7 +141,7 @@ def exports(tmp_path_factory):
     for i, data in enumerate(files()):
         (root / str(i)).write_bytes(data)
     arguments = [sys.executable, "-c", FRESH, "|".join(CAPTIONS), *(str(folder) for _, folder, _ in made.values())]
-    result = subprocess.run(arguments, cwd=root, text=True, capture_output=True, timeout=240)
+    result = subprocess.run(arguments, cwd=root, text=True, capture_output=True, timeout=1200)
     assert result.returncode == 0, result.stderr[-3000:]
     return made
 

@@ -53,7 +53,7 @@ def start(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1]), [
