@@ -46,7 +46,7 @@ from launch.stopping import STOPPED, StopRequest
 from launch.trace_file import TraceFile, is_sampled
 from launch.tracking import Tracker
 from launch.trained import towers_of
-from launch.weighting import loss_weights_of, training_order
+from launch.weighting import loss_weights_of, text_lengths, training_order
 from models.losses import Matching, build_loss
 from models.weights import open_model, open_weights
 
@@ -86,7 +86,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     with first_rank_first():
         padded_to = length_multiple(processes.device.type)
         data = prepare_data(options.data_options(), options.tokenizer_source(), folder.path, progress=first, length_multiple=padded_to)
-    order = training_order(data, batch_size, options.seed, block.weighting(), earlier_sizes(state["batch_sizes"], batch_size))
+        lengths = text_lengths(data, block.weighting(), options.max_text_tokens, folder.path, progress=first)
+    order = training_order(data, batch_size, options.seed, block.weighting(), lengths, earlier_sizes(state["batch_sizes"], batch_size))
     total_steps = options.steps or order.first_step(options.epochs)
 
     # The objective, the towers as lists of layers, and which of them run where.
@@ -155,7 +156,9 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
         show(explain_dealing(balance, balancer.settings, steps), first)
 
     # What this rank feeds its stage with: only the modality that enters there.
-    feeding = Feeding(data, engine, options, workers, on_gpu, folder, balancer, patch_size, loss_weights_of(data, block.weighting()))
+    feeding = Feeding(
+        data, engine, options, workers, on_gpu, folder, balancer, patch_size, loss_weights_of(data, block.weighting(), lengths)
+    )
     batches = feeding.training(step, total_steps)
     evaluations = {}
 

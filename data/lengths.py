@@ -39,6 +39,10 @@ class TokenCounts:
             shown[k] = caption_numbers(seed, epoch, int(indices[k]), int(number[k]), captions_per_image)
         return self.counts[first[:, None] + shown].astype(np.int64)
 
+    def longest(self) -> np.ndarray:
+        """[N] int64: tokens of the longest caption of each sample."""
+        return np.maximum.reduceat(self.counts, self.starts[:-1]).astype(np.int64)
+
 
 def token_counts(
     source: Source, subset: np.ndarray, tokenizer: PreTrainedTokenizerBase, max_text_tokens: int, folder: Path, progress: bool = False

@@ -1,9 +1,10 @@
 """What a sample weighs: the more there is to see and to read in it, the more. For the loss, or for an order from easy to hard.
 
-    weight = a · complexity / mean complexity + b · characters / mean characters,   then divided by its own mean
+    weight = a · complexity / mean complexity + b · length / mean length,   then divided by its own mean
 
-Complexity is bytes of the encoded picture per pixel, characters those of the longest caption: columns of the index, so that every rank knows
-them of every sample and nothing is decoded or tokenized for it.
+Complexity is bytes of the encoded picture per pixel, a column of the index. Length is that of the longest caption in tokens, counted once: characters
+would give a Chinese caption a third of the weight of an English one that takes as many tokens. So every rank knows both of every sample, and
+nothing is decoded for it.
 
 G: samples of a global batch, N: of the training subset.
 """
@@ -16,15 +17,14 @@ import numpy as np
 
 from data.sources import Source
 
-COLUMNS = ("complexity", "num_characters")
 MILLIONTHS = 1_000_000
 LARGEST = 2_000 * MILLIONTHS  # a weight fits 31 bits, whatever the size of the global batch
 SPREAD = 0.25  # part of the plain shuffle in the first epoch of a curriculum
 
 
-def sample_weights(complexity: np.ndarray, num_characters: np.ndarray, image: float, text: float) -> np.ndarray:
+def sample_weights(complexity: np.ndarray, length: np.ndarray, image: float, text: float) -> np.ndarray:
     """[n] float64 with mean 1, of n samples that are weighed against each other. `image`, `text`: a and b, >= 0."""
-    return _of_mean_one(image * _of_mean_one(complexity) + text * _of_mean_one(num_characters))
+    return _of_mean_one(image * _of_mean_one(complexity) + text * _of_mean_one(length))
 
 
 def _of_mean_one(values: np.ndarray) -> np.ndarray:
@@ -33,13 +33,13 @@ def _of_mean_one(values: np.ndarray) -> np.ndarray:
     return values / mean if mean > 0 else np.ones_like(values)  # all 0: none is more than another
 
 
-def loss_weights(source: Source, image: float, text: float, indices: np.ndarray) -> np.ndarray:
+def loss_weights(source: Source, subset: np.ndarray, lengths: np.ndarray, image: float, text: float, indices: np.ndarray) -> np.ndarray:
     """[G] int64, millionths: what the samples `indices` [G] of a global batch count in its loss, 1,000,000 on average.
 
-    Whole numbers, so that they are the same on every machine and travel unchanged in any precision.
+    `subset` [N], ascending: the training samples, whose texts have `lengths` [N]. Whole numbers, so that they are the same on every machine and travel unchanged in any precision.
     """
-    columns = (source.column(name)[indices] for name in COLUMNS)
-    return np.minimum(np.rint(sample_weights(*columns, image, text) * MILLIONTHS), LARGEST).astype(np.int64)
+    complexity, length = source.column("complexity")[indices], lengths[np.searchsorted(subset, indices)]
+    return np.minimum(np.rint(sample_weights(complexity, length, image, text) * MILLIONTHS), LARGEST).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)

@@ -126,15 +126,17 @@ class SampleWeightsBlock:
     """The `sample_weights` block inside `branches`: samples weighed by what there is to see and to read in them. Checked when made.
 
     `use`: "loss", each counts by its weight, or "curriculum", from light to heavy in the first `epochs` epochs. `image`, `text`: how much the
-    complexity of the picture and the length of the text count.
+    complexity of the picture and the length of the text count. `length`: in "tokens" or, as runs before it was a choice, in "characters".
     """
 
     use: str | None = None
     image: float = 0.3
     text: float = 0.7
     epochs: int | None = None
+    length: str = "tokens"
 
     def __post_init__(self):
+        _choice("sample_weights.length", self.length, ("tokens", "characters"))
         if self.use is None:
             raise ValueError('branches.sample_weights: no "use"; it takes "loss" or "curriculum"')
         _choice("sample_weights.use", self.use, ("loss", "curriculum"))

@@ -16,6 +16,7 @@ from typing import Any
 from data.preprocessing import CLIP
 from engine.bad_steps import BadStep
 from engine.checkpoint.layout import replace_text
+from engine.config import SampleWeightsBlock
 from engine.planner import RunPlan
 from launch.options import ROOT, Options
 from models.towers import Tower
@@ -231,6 +232,8 @@ def training_identity(
     known later than the rest."""
     by_split = branches.get("schedule") == "per_micro_batch"
     branches = {**branches, "balance": _of_training(branches.get("balance"))}
+    if branches.get("sample_weights"):
+        branches = {**branches, "sample_weights": asdict(SampleWeightsBlock(**branches["sample_weights"]))}
     known = {
         "options": _without(FREE_TO_CHANGE, options.record()),
         "deepspeed_config": _without(DEEPSPEED_FREE_TO_CHANGE, config),
@@ -247,6 +250,9 @@ def _completed(training: Mapping[str, Any]) -> dict[str, Any]:
     branches = training.get("branches", {})
     if "balance" in branches:
         branches = {**branches, "balance": _of_training(branches["balance"])}
+    weights = branches.get("sample_weights")
+    if weights and "length" not in weights:
+        branches = {**branches, "sample_weights": asdict(SampleWeightsBlock(**weights, length="characters"))}
     return json.loads(json.dumps({**training, "options": options, "branches": branches}))
 
 

@@ -42,12 +42,11 @@ def test_the_mean_is_one_whatever_the_units_and_the_sum_of_the_coefficients():
 
 def test_the_weights_of_a_global_batch_are_whole_millionths_of_the_indexs_columns(emoji_set):
     source = open_sources([f"jsonl:{emoji_set(12, texts=lambda caption: caption * (1 + len(caption) % 5))}"])
-    indices = np.array([3, 11, 0, 7])
-    found = loss_weights(source, 0.3, 0.7, indices)
-    complexity, characters = source.column("complexity")[indices], source.column("num_characters")[indices]
+    indices, subset, lengths = np.array([3, 11, 0, 7]), np.array([0, 3, 5, 7, 11]), np.array([9, 4, 100, 6, 2])
+    found = loss_weights(source, subset, lengths, 0.3, 0.7, indices)
     assert found.dtype == np.int64 and len(set(found.tolist())) == 4
-    assert found / 1e6 == pytest.approx(sample_weights(complexity, characters, 0.3, 0.7), abs=1e-6)
-    assert characters.tolist() == [len(source.captions(int(i))[0]) for i in indices]
+    expected = sample_weights(source.column("complexity")[indices], np.array([4, 2, 9, 6]), 0.3, 0.7)
+    assert found / 1e6 == pytest.approx(expected, abs=1e-6)
 
 
 def test_no_weight_leaves_31_bits():
@@ -55,7 +54,8 @@ def test_no_weight_leaves_31_bits():
         def column(self, name):
             return np.array([1e6] + [0] * 9999)
 
-    assert loss_weights(Source(), 1, 0, np.arange(10_000)).tolist() == [LARGEST] + [0] * 9999 and LARGEST < 2**31
+    numbers = np.arange(10_000)
+    assert loss_weights(Source(), numbers, numbers, 1, 0, numbers).tolist() == [LARGEST] + [0] * 9999 and LARGEST < 2**31
 
 
 # -- how a weight travels ------------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def test_no_weight_leaves_31_bits():
 class Whole:
     """Deals texts in contiguous parts."""
 
-    deals_texts = True
+    deals_texts, equal_shares = True, False
 
     def shares(self, batch, replicas, num_micro_batches):
         texts = np.arange(len(batch.visited) * batch.setting.knobs.captions_per_image)
@@ -74,7 +74,11 @@ class Whole:
 @pytest.mark.parametrize("captions, dealer", [(1, None), (3, None), (3, Whole())])
 def test_every_row_of_a_batch_has_the_weight_of_its_sample_in_the_whole_batch(demo, tokenizer, captions, dealer):
     """Whoever loads it, in however many micro-batches: a weight is of the global batch, not of the micro-batch."""
-    order, subset, weights_of = GlobalOrder(40, 12, seed=1), np.arange(300, 340), partial(loss_weights, demo, 0.3, 0.7)
+    order, subset, weights_of = (
+        GlobalOrder(40, 12, seed=1),
+        np.arange(300, 340),
+        partial(loss_weights, demo, np.arange(len(demo)), demo.column("num_characters"), 0.3, 0.7),
+    )
     settings = Settings([Setting(0, {"image": 3, "text": 2}, knobs=Knobs(captions_per_image=captions))])
     expected = weights_of(subset[order.batch(2)])
     dataset = {

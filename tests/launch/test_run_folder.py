@@ -153,6 +153,18 @@ def test_how_a_global_batch_is_dealt_may_change_and_what_it_takes_in_may_not(fol
             folder.refuse_other_run(*identity(block={**BLOCK, "balance": balance}))
 
 
+def test_lengths_in_another_unit_make_another_run(folder):
+    """A run from before the unit was a choice weighed by characters; it goes on when its JSON says so."""
+    weighed = {**BLOCK, "sample_weights": {"use": "loss", "image": 0.3, "text": 0.7}}
+    previous = folder.previous()
+    previous["training"]["branches"]["sample_weights"] = weighed["sample_weights"]
+    (folder.path / "config.json").write_text(json.dumps(previous))
+    with pytest.raises(ValueError, match='branches.sample_weights.length: there "characters", here "tokens"'):
+        folder.refuse_other_run(*identity(block=weighed))
+    weighed["sample_weights"]["length"] = "characters"
+    folder.refuse_other_run(*identity(block=weighed))
+
+
 def test_how_many_bad_steps_may_follow_each_other_is_free_to_change(folder):
     folder.refuse_other_run(*identity(block={**BLOCK, "max_bad_steps": 50}))
 
