@@ -14,17 +14,22 @@ from deepspeed.accelerator import get_accelerator
 from split_training import EMBED_DIM, Case, micro_batches_of_rank, towers_of
 
 BATCH = 24
+# Files for eight GPUs: as many stages and the same schedule, on one replica of each.
+ONE_OF_EACH = {"replicas": {"image": 1, "text": 1}, "micro_batch_size": {"image": 4, "text": 12}}
+SMALLER = {"fork_bf16.json": ONE_OF_EACH, "pipeline_bf16.json": ONE_OF_EACH}
 
 
 def train_by_file(file: str, steps: int) -> dict[str, Any]:
-    """Some steps of small towers on random data as a file says, but for sizes (batch, buffers, first loss scale) and whose Adam it is."""
+    """Some steps of small towers on random data as a file says, but for sizes (replicas, batch, buffers, first loss scale) and whose Adam it is."""
     from engine.build import build_engine
     from engine.config import check_config
     from engine.planner import plan_run
     from models.losses import build_loss
     from models.towers import count_flops, meta_inputs
 
-    config, block = check_config(json.loads(Path(file).read_text()) | {"train_batch_size": BATCH})
+    written = json.loads(Path(file).read_text()) | {"train_batch_size": BATCH}
+    written["branches"] |= SMALLER.get(Path(file).name, {})
+    config, block = check_config(written)
     config["zero_optimization"] |= {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
     config["scheduler"]["params"]["warmup_num_steps"] = 2
     if "fp16" in config:

@@ -53,7 +53,9 @@ def test_what_waits_is_fed_more_and_then_what_all_wait_for_is_relieved(whole):
     (fed, relieved) = (look for look in seen if look["reason"])
     assert (fed["step"], fed["next"]["from_step"], relieved["step"], relieved["next"]["from_step"]) == (9, 11, 21, 23)
     waits = "the text branch waits"
-    assert fed["reason"].startswith(f"captions_per_image 1 -> 3: {waits}") and relieved["reason"].startswith(f"image_size 64 -> 32: {waits}")
+    assert fed["reason"].startswith(f"captions_per_image 1 -> 3: {waits}") and relieved["reason"].startswith(
+        f"image_size 64 -> 32: {waits}"
+    )
     assert f"captions_per_image 1 -> 3: {waits}" in output and f"image_size 64 -> 32: {waits}" in output
     assert [line["captions_per_image"] for line in steps.values()] == [1] * 11 + [3] * 13
     assert [line["image_size"] for line in steps.values()] == [64] * 23 + [32]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cost_models import proportional
 
-from engine.config import DEEPSPEED_KEYS, NOT_WITH_A_PIPELINE, BalanceBlock, BranchesBlock, check_config
+from engine.config import DEEPSPEED_KEYS, NOT_WITH_A_PIPELINE, BalanceBlock, BranchesBlock, check_config, read_config
 from engine.planner import deepspeed_config, plan_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +40,20 @@ def test_examples_come_out_as_the_page_says(text, result):
     for branch, (micro, number, replicas) in batches.items():
         assert micro * number * replicas == read["train_batch_size"]
         assert deepspeed_config(read, plan.batches[branch], 10)["train_micro_batch_size_per_gpu"] == micro
+
+
+FILES = re.findall(r"^`(\w+\.json)`: .*?\n\n    ((?:fork|chain|merged): [^\n]*)\n", PAGE, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_the_files_with_arithmetic_come_out_as_the_page_says():
+    assert [name for name, _ in FILES] == ["fork_bf16.json", "pipeline_bf16.json", "feed_bf16.json"]
+    for name, result in FILES:
+        described, dealt = re.split(r" {2,}", result)
+        config, block = read_config(ROOT / "ds_configs" / name)
+        plan = plan_run(config, block, 8, COSTS)
+        assert plan.graph.describe() == described
+        batches = {branch: (batch.micro_batch_size, batch.num_micro_batches, batch.replicas) for branch, batch in plan.batches.items()}
+        assert ", ".join(f"{branch} {micro} × {number} × {replicas}" for branch, (micro, number, replicas) in batches.items()) == dealt
 
 
 def rows(section: str) -> str:
