@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from engine.communication import Communicator
 from engine.exchange import ContrastiveLoss
 from engine.executor import ForkEngine
 from engine.matching import MatchingLoss
+from engine.memory_advice import BUILDING, RankSetup, Work
 from engine.module import DescribesLayer, StageModule
+from engine.out_of_memory import explained, message
 from engine.parameter_groups import settings_of
 from engine.planner import RunPlan, deepspeed_config
 from engine.topology import BRANCHES
@@ -47,7 +50,7 @@ def build_engine(
     training micro-batches of a branch have equal shapes, so that they need to be announced only once; `equal_shares` that each
     replica of a stage has equally many samples of every global batch. `source_starts`: the first index of each of several sources of the
     samples, ascending, whose losses are told apart; None: there is one. `matching`: the loss of pairs, where the text head has a `fusion`. `clock`: what steps are
-    measured by on a CPU. Raises ValueError for a pattern (of clipping or decay) that matches no parameter.
+    measured by on a CPU. Raises ValueError for a pattern (of clipping or decay) that matches no parameter, OutOfMemory when the stage does not fit.
     """
     rank = dist.get_rank()
     device = torch.device(get_accelerator().current_device_name())
@@ -65,21 +68,26 @@ def build_engine(
     settings = settings_of(plan.optimizer_groups, layers, config["optimizer"])
     own_sets = [ranks for sets in sets_of_groups.values() for ranks in sets]
     comm = Communicator(plan.graph, rank, device, timeout, own_sets, matching is not None, clock)
-    module = StageModule(plan.graph, rank, layers, build_layer, comm.stage_group, seed, settings, plan.trainable, plan.batch_norm_locked)
-    return ForkEngine(
-        module,
-        comm,
-        loss,
-        plan.batches,
-        resolved,
-        plan.schedule,
-        plan.clipping,
-        sets_of_groups,
-        plan.optimizer_groups,
-        plan.average,
-        embed_dim,
-        constant_shapes,
-        equal_shares,
-        source_starts,
-        matching,
-    )
+    setup = RankSetup(plan, config, plan.graph.stage_of(rank), device.type == "cuda")
+    with explained(device, partial(message, plan.graph.describe_rank(rank), setup, Work(BUILDING))):
+        module = StageModule(
+            plan.graph, rank, layers, build_layer, comm.stage_group, seed, settings, plan.trainable, plan.batch_norm_locked
+        )
+        return ForkEngine(
+            module,
+            comm,
+            loss,
+            plan.batches,
+            resolved,
+            plan.schedule,
+            plan.clipping,
+            sets_of_groups,
+            plan.optimizer_groups,
+            plan.average,
+            embed_dim,
+            constant_shapes,
+            equal_shares,
+            source_starts,
+            matching,
+            setup=setup,
+        )

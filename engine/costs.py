@@ -1,7 +1,7 @@
 """What things cost, in seconds and bytes: the input of the simulator and the planner. Plain Python.
 
 A cost comes from a measurement on the present device (`engine/profile.py`) or from counted operations and a device's data
-sheet (`engine/devices.py`); from here on nobody asks which.
+sheet (`engine/devices.py`); from here on nobody asks which, but for the message that says what was predicted when memory runs out.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Machine:
     node_bytes_per_s: float = float("inf")  # between two ranks of different nodes
     node_latency_s: float = 0.0
     collective_s_per_byte: float = 0.0  # of a tensor that goes round a ring, besides its messages: copies and sums
+    measured: bool = False  # these numbers and the layers' costs; else they are counted
 
 
 def precision_of(config: Mapping[str, Any]) -> str:

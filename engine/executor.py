@@ -8,11 +8,13 @@ contract of every scale is written where it is applied.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import resource
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,10 +32,13 @@ from engine.clipping_rules import ClippingRule
 from engine.communication import Channel, Communicator, Signature, branch_of, gradients_of, signature_of
 from engine.exchange import MAX_WEIGHT, OTHER, ContrastiveLoss, meet
 from engine.matching import MatchingLoss
+from engine.memory_advice import AVERAGING, EVALUATION, TRAINING, RankSetup, Work
 from engine.module import StageModule, layer_seed
+from engine.out_of_memory import explained, message
 from engine.parameter_groups import GroupSchedule, OptimizerGroups, Setting
 from engine.planner import BranchBatch
-from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ForwardOnly, ReloadMicroBatch, ReplayPass
+from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ForwardOnly, ReloadMicroBatch, ReplayPass, StageSchedule
+from engine.shortage import Shortage
 from engine.step_metrics import StepMetrics, losses_of, mean_losses
 from engine.tail_loss import TailLoss
 from engine.topology import BRANCHES, Stage, StageGraph
@@ -44,6 +49,20 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 OF_PAIRS = -1  # in the place of a layer, where negatives are drawn
 _OF_FUSION = ("_tokens", "_mask")  # how the names end of what the heads make for it
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def _explains_memory(activity: str) -> Callable[[Callable], Callable]:
+    """Of a method of the engine: see `memory_explained`."""
+
+    def decorate(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def explaining(self: ForkEngine, *args: Any, **kwargs: Any) -> Any:
+            with self.memory_explained(activity):
+                return method(self, *args, **kwargs)
+
+        return explaining
+
+    return decorate
 
 
 class ForkEngine(PipelineEngine):
@@ -68,6 +87,8 @@ class ForkEngine(PipelineEngine):
         equal_shares: bool = True,
         source_starts: Sequence[int] | None = None,
         matching: MatchingLoss | None = None,
+        *,
+        setup: RankSetup,
     ):
         grid = module.mpu()
         self.optimizer_groups = optimizer_groups
@@ -88,6 +109,9 @@ class ForkEngine(PipelineEngine):
         stepped = [p for group in self.basic_optimizer.param_groups for p in group["params"]]
         self.average = WeightAverage(stepped, average) if average else None
         self.bad_steps_in_a_row = 0
+        self._setup = setup
+        self._running: tuple[StageSchedule, ds_schedule.PipeInstruction] | None = None
+        self._num_steps_done = 0  # by this process
         self.instructions_done = 0  # of training and evaluation: while it grows, this rank is not stuck
         self.recorder = comm.recorder
         self._num_micro_batches = batches[self._branch].num_micro_batches  # of the present step
@@ -132,6 +156,7 @@ class ForkEngine(PipelineEngine):
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
+    @_explains_memory(TRAINING)
     def train_batch(
         self,
         data_iter: Iterator[dict[str, Tensor]] | None,
@@ -153,7 +178,8 @@ class ForkEngine(PipelineEngine):
         the numbers that `counts` returns at the end of the step, with the same names on all ranks: they are added up.
         `num_micro_batches`: of each replica of this line in this step, where it is not the number that was planned; `num_kept`: how many of
         them keep their activations under `replay`, likewise. `loss_weights`: of the
-        two losses where there is `matching`, by "contrastive" and "matching", the same on all ranks; else 1.
+        two losses where there is `matching`, by "contrastive" and "matching", the same on all ranks; else 1. Raises OutOfMemory, with what to
+        change, where an allocation fails.
         """
         self.module.train()
         self.set_dataiterator(data_iter)
@@ -184,7 +210,9 @@ class ForkEngine(PipelineEngine):
         self.recorder.finish()
         for name, seconds in self.recorder.seconds().items():
             self.instruction_seconds[name] += seconds
-        return self._step_metrics(stop_requested, counts())
+        metrics = self._step_metrics(stop_requested, counts())
+        self._num_steps_done += 1
+        return metrics
 
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         """The optimizer's step, or none where a gradient of any rank is not finite.
@@ -203,31 +231,56 @@ class ForkEngine(PipelineEngine):
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """In here the weights are their average (the `ema` block); running statistics are the run's. All ranks enter and leave together."""
+        """In here the weights are their average (the `ema` block); running statistics are the run's. All ranks enter and leave together.
+
+        After an error in here they stay the average: to put the weights back takes a collective, in which this rank would wait for others
+        that go on, instead of saying what went wrong.
+        """
         if self.average is None:
             raise ValueError('the weights are not averaged: add "ema": {"decay": 0.9999, "warmup": true} to "branches"')
         self._exchange_average()
-        try:
-            yield
-        finally:
-            self._exchange_average()
+        yield
+        self._exchange_average()
 
     def _exchange_average(self) -> None:
-        self.average.exchange()
-        if self.clipping.partitioned:
-            self.optimizer.update_lp_params()  # DeepSpeed: from each rank's slice to all weights of the stage
+        with self.memory_explained(AVERAGING):
+            self.average.exchange()
+            if self.clipping.partitioned:
+                self.optimizer.update_lp_params()  # DeepSpeed: from each rank's slice to all weights of the stage
 
-    def _exec_schedule(self, pipe_schedule) -> None:
+    @contextlib.contextmanager
+    def memory_explained(self, activity: str) -> Iterator[None]:
+        """An allocation that fails in here is an OutOfMemory that says where, and what to change (`engine/out_of_memory.py`)."""
+        self._running, step = None, self.global_steps + 1
+
+        def words(shortage: Shortage) -> str:
+            work = Work(activity, step=step)
+            if self._running is not None:
+                of, instruction = self._running
+                work = replace(
+                    work,
+                    instruction=instruction.name,
+                    micro_batch=instruction.kwargs.get("buffer_id"),
+                    num_micro_batches=of.micro_batches,
+                )
+            return message(self.graph.describe_rank(self.comm.rank), self._setup, work, shortage)
+
+        with explained(self.device, words, self._num_steps_done):
+            yield
+
+    def _exec_schedule(self, pipe_schedule: StageSchedule) -> None:
         program = [instruction for instructions in pipe_schedule for instruction in instructions]
         self._awaited = {
             kind: deque(i.buffer_id for i in program if type(i) is kind) for kind in (ds_schedule.RecvActivation, ds_schedule.RecvGrad)
         }
         self._posted = dict.fromkeys(self._awaited, False)
         for instruction in program:
+            self._running = pipe_schedule, instruction
             self._post_receives()
             with self.recorder.span(instruction.name, instruction.kwargs.get("buffer_id")):
                 self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
             self.instructions_done += 1
+        self._running = None
 
     def _post_receives(self) -> None:
         """Keep one receive posted per channel, so that the next message travels while this rank computes."""
@@ -435,6 +488,7 @@ class ForkEngine(PipelineEngine):
 
     # -- held-out sets -----------------------------------------------------------------------------------------------
 
+    @_explains_memory(EVALUATION)
     @torch.no_grad()
     def evaluate(
         self, data_iter: Iterator[dict[str, Tensor]] | None, num_micro_batches: int, measure: Callable[..., Tensor]
@@ -443,7 +497,7 @@ class ForkEngine(PipelineEngine):
 
         `num_micro_batches` is the number on this replica (it may differ between replicas, and be 0); `measure(own, other,
         target)` returns a vector that is summed over all own rows. Returns {"image_to_text": …, "text_to_image": …, "num_pairs": []} on
-        every rank; pairs that could not be loaded are left out.
+        every rank; pairs that could not be loaded are left out. Raises OutOfMemory where an allocation fails.
         """
         self.module.eval()
         self.set_dataiterator(data_iter)

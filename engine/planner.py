@@ -14,7 +14,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf
 from typing import Any
@@ -25,7 +25,7 @@ from engine.config import AUTO, BranchesBlock
 from engine.costs import CostModel, precision_of
 from engine.locking import Trainable, lock_costs, lock_graph, trainable_layers
 from engine.parameter_groups import OptimizerGroups
-from engine.simulator import Simulation, bounds, most_kept, simulate
+from engine.simulator import Simulation, StageResult, bounds, most_kept, simulate
 from engine.topology import BRANCHES, LAYOUTS, StageGraph, balanced_cuts, chain, fork, merged
 
 MAX_STAGES = 16  # per line, where "auto" chooses: deeper lines idle more than they save
@@ -122,7 +122,8 @@ class RunPlan:
     """What was decided for this world: the stage graph, the deal of the batch, the schedule, which layers learn, and how each group is clipped and
     learns.
 
-    `reasons`: lines to show at the start.
+    `block` and `costs`: what it was decided from. `predicted`: what the simulator says of each stage, by its id. `reasons`: lines to show
+    at the start.
     """
 
     graph: StageGraph
@@ -131,6 +132,9 @@ class RunPlan:
     clipping: Mapping[str, ClippingRule]
     optimizer_groups: OptimizerGroups
     trainable: Trainable
+    block: BranchesBlock = field(repr=False)
+    costs: CostModel = field(repr=False)
+    predicted: tuple[StageResult, ...] = field(repr=False)
     batch_norm_locked: bool = False
     average: AverageBlock | None = None
     reasons: str = ""
@@ -159,6 +163,9 @@ def plan_run(config: Mapping[str, Any], block: BranchesBlock, world_size: int, c
         block.clipping(),
         block.learning(),
         trainable_layers(locked, costs),
+        block,
+        costs,
+        best.simulation.stages,
         locked.batch_norm == "locked",
         block.averaging(),
         reasons,

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from engine.costs import Curve, LayerCost
 from engine.measured import Cache, Measurement, Tensors, device_identity, digest, layer_key, signature
+from engine.out_of_memory import explained, message_of_profile
 
 
 class ProfiledLayer(Protocol):
@@ -46,6 +48,7 @@ class Alone:
     """One process by itself."""
 
     ranks_on_node = 1
+    who = "this process"
 
     def all(self, flag: bool) -> bool:
         """Whether it is so on every rank. All ranks call it together, like every method here."""
@@ -62,7 +65,7 @@ class Together(Alone):
     """All ranks of the default process group. Every answer is the same on all of them."""
 
     def __init__(self, device: torch.device, ranks_on_node: int):
-        self.ranks_on_node = ranks_on_node
+        self.ranks_on_node, self.who = ranks_on_node, f"rank {dist.get_rank()}"
         self._wire = torch.device("cpu") if dist.get_backend() == "gloo" else device
 
     def all(self, flag: bool) -> bool:
@@ -97,7 +100,8 @@ def profile_layers(
 
     `inputs(size)` gives what the first layer reads, as it will come from the data, and tensors that only pass through (they travel
     too). Layers behind it get random numbers of the right shapes. `build_layer` is called for layers that must be measured. Equal
-    layers, by `layer_key` and inputs, are measured once, in this call and, through the cache, in others.
+    layers, by `layer_key` and inputs, are measured once, in this call and, through the cache, in others. Raises OutOfMemory, with the layer and
+    the size, where one does not fit.
     """
     sizes = sorted(set(sizes))
     structures = [layer_key(spec.template) for spec in specs]
@@ -151,8 +155,9 @@ class _Profiler:
                 found = self.cache.read(name)
                 all_know = self.ranks.all(found is not None)  # if one does not, all measure: they slow each other down
                 if not all_know:
-                    layer = layer if layer is not None else self._built(spec)
-                    found = self._measure(layer, given, max(0.0, self.deadline - time.monotonic()) / left)
+                    with explained(self.device, partial(message_of_profile, self.ranks.who, spec.name, size)):
+                        layer = layer if layer is not None else self._built(spec)
+                        found = self._measure(layer, given, max(0.0, self.deadline - time.monotonic()) / left)
                 self.known[name] = self._agreed(found)
                 if not all_know:
                     self.cache.write(name, {"layer": spec.name, **key}, self.known[name])

@@ -64,6 +64,7 @@ def profile_machine(
         optimizer_s_per_parameter=step_s / sum(sample),
         gradient_s_per_parameter=reduce_s / sum(sample),
         instruction_s=host_s,
+        measured=True,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,7 +53,8 @@ def run_costs(
     """
     known = from_first_rank(folder.read_costs() if processes.rank == 0 else None)
     if known is not None and are_of(costs := cost_model_from_json(known), towers, config, processes.device):
-        return CostModel.of(costs.layers, costs.machine, config, options.embed_dim, costs.pairs, costs.token_bytes)
+        machine = replace(costs.machine, measured=True)  # files of earlier versions do not say so
+        return CostModel.of(costs.layers, machine, config, options.embed_dim, costs.pairs, costs.token_bytes)
     dealt = block.dealing().strategy != "off"  # then texts of about equal lengths come together
     if block.layout != AUTO:
         device = find_device(NOMINAL[processes.device.type])

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from engine.out_of_memory import OutOfMemory, in_words
 from engine.watchdog import Watchdog
 from launch.run_folder import RunFolder
 
 # What a user can mend and a message explains. Anything else is a fault of ours, and shows its traceback.
-EXPLAINED = (ValueError, OSError)
+EXPLAINED = (ValueError, OSError, OutOfMemory)
 LOST_CONNECTION_WAIT_S = 10.0
 # Exit status of what a second start would meet again, and of what it may not.
 BAD_INPUT, FAILED = 2, 1
@@ -35,7 +36,8 @@ def report_and_exit(program: str, error: BaseException, run: Run) -> NoReturn:
     """
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     details = "".join(traceback.format_exception(error))
-    message, status, first = _explain(error, details), BAD_INPUT if isinstance(error, ValueError) else FAILED, local_rank == 0
+    error = in_words(error, f"rank {rank}")
+    message, status, first = _explain(error, details), _status(error), local_rank == 0
     if run.watchdog is not None:
         message, status, first = _agree(run.watchdog, error, message, status)
     if first:
@@ -47,6 +49,10 @@ def report_and_exit(program: str, error: BaseException, run: Run) -> NoReturn:
     elif not first:
         time.sleep(LOST_CONNECTION_WAIT_S)  # the launcher ends all when one ends: leave the first the time to speak
     os._exit(status)  # not sys.exit: the collectives of other ranks must not hold this one
+
+
+def _status(error: BaseException) -> int:
+    return BAD_INPUT if isinstance(error, ValueError) or (isinstance(error, OutOfMemory) and error.repeats) else FAILED
 
 
 def _explain(error: BaseException, details: str) -> str:

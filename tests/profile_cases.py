@@ -66,6 +66,22 @@ class Lookup(Spec):
         return Embedding()
 
 
+class Large(Block):
+    """A Block that allocates 2**60 bytes for a micro-batch of 4, which fails."""
+
+    def forward(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if len(tensors["hidden"]) == 4 and tensors["hidden"].device.type != "meta":
+            torch.empty(2**60, dtype=torch.uint8)
+        return super().forward(tensors)
+
+
+class LargeSpec(Spec):
+    """Describes a `Large`."""
+
+    def make(self) -> nn.Module:
+        return Large(**self.layer)
+
+
 @dataclass
 class Builder:
     """Makes layers and remembers which."""

@@ -1,5 +1,6 @@
 """What ends a run early, in real processes: each time one message, nobody left, and a checkpoint to go on from."""
 
+import json
 import os
 import signal
 
@@ -94,3 +95,30 @@ def test_ctrl_c_in_a_terminal_saves_before_the_launcher_ends_the_ranks(tmp_path,
     assert "stopped (SIG" in output and "error:" not in output, output[-3000:]
     step = max(metrics(tmp_path))
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == f"step-{step:08}"
+
+
+def test_memory_that_runs_out_is_one_message_with_what_to_change(tmp_path):
+    """The image rank may map 300 MB more than it has once it is built: its first convolution alone makes 420 MB of 256 pictures."""
+    (folder := tmp_path / "config").mkdir()
+    flags = fork_flags(folder)
+    config = json.loads(flags[1].read_text()) | {"train_batch_size": 256}
+    flags[1].write_text(json.dumps(config))
+    large = [*SMALL, *flags, "--image-size", 160, "--data", write_pairs(tmp_path, 320), "--val-fraction", 0.1, "--max-text-tokens", 16]
+    run_dir = tmp_path / "run"
+    run = start("train.py", *large, "--steps", 2, "--workers", 0, "--run-dir", run_dir, ranks=2)
+    wait_for((run_dir / "config.json").is_file, run)
+    image = ranks_of(run)[0]
+    limit = image.memory_info().vms + 300_000_000
+    image.rlimit(psutil.RLIMIT_AS, (limit, limit))
+    status, output = finish(run, limit_s=120)
+    assert status == 2, output[-3000:]  # in its first step: another start would end the same way
+    assert output.count("error:") == 1 and "Traceback" not in output, output[-5000:]
+    said = output.split("train.py: error: ")[1].splitlines()
+    assert said[0] == "rank 0 (image 0, replica 0) ran out of memory in ForwardPass of micro-batch 0 (of 1, counted from 0), in step 1"
+    assert said[1].startswith("asked for: 400.00 MiB; this process's address space (ulimit -v) has ")
+    assert said[3].startswith("predicted for a training step of image 0: at most ") and "an estimate" in said[3]
+    assert said[5].startswith('  "branches": {"schedule": "replay", "micro_batch_size": {"image": 128, "text": 256}}: instead of 256; ')
+    assert f"(traceback: {run_dir / 'error-rank0.txt'})" in output
+    kept = (run_dir / "error-rank0.txt").read_text()
+    assert "DefaultCPUAllocator: can't allocate memory" in kept and "_exec_forward_pass" in kept and said[0] in kept
+    assert not (run_dir / "error-rank1.txt").exists() and not (run_dir / "done").exists()

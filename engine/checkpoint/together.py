@@ -31,6 +31,7 @@ from engine.checkpoint.layout import BrokenCheckpoint, Fragment, checkpoints_in,
 from engine.checkpoint.reading import CheckpointReader
 from engine.checkpoint.retention import Keep, too_little_room
 from engine.executor import ForkEngine
+from engine.memory_advice import RESUMING, SAVING
 from engine.processes import from_all_ranks, from_first_rank
 
 NICENESS = 10  # of the threads that write, to the scheduler
@@ -76,7 +77,8 @@ class CheckpointWriter:
             return
         self._begun_s = time.monotonic()
         folder, rank, step = writing.writing_folder(self.folder, self._step), engine.comm.rank, self._step
-        tensors = _copied_to_host(taken.tensors, self._host)
+        with engine.memory_explained(SAVING):
+            tensors = _copied_to_host(taken.tensors, self._host)
         self._files = self._in_background(
             "checkpoint files", lambda: writing.write_rank(folder, rank, tensors, taken.scalars, taken.stateless, taken.progress)
         )
@@ -218,5 +220,6 @@ def load_checkpoint(engine: ForkEngine, checkpoint: Path) -> tuple[dict[str, Any
     optimizer, BrokenCheckpoint when it is not whole.
     """
     with CheckpointReader(checkpoint) as reader:
-        restore(engine, reader)
+        with engine.memory_explained(RESUMING):
+            restore(engine, reader)
         return dict(reader.manifest.state), changes(reader.manifest.topology, topology_of(engine))

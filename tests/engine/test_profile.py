@@ -7,9 +7,10 @@ import math
 import profile_cases
 import pytest
 import torch
-from profile_cases import WIDTH, Builder, Lookup, inputs, tower
+from profile_cases import WIDTH, Builder, LargeSpec, Lookup, inputs, tower
 
 from engine.measured import Cache, layer_key
+from engine.out_of_memory import OutOfMemory
 from engine.profile_layers import Alone, Effort, profile_layers
 from engine.profile_machine import NUM_PARAMETERS, _sample, profile_machine
 from launch.ranks import run_ranks
@@ -29,6 +30,17 @@ def own_cache(tmp_path, monkeypatch):
 
 def measure(specs, builder=None, sizes=(2, 4), dtype=torch.float32):
     return profile_layers(specs, builder or Builder(), inputs, dtype, CPU, sizes, QUICK)
+
+
+def test_a_layer_that_does_not_fit_is_named_with_what_to_give_instead():
+    with pytest.raises(OutOfMemory) as caught:
+        measure([*tower(2), LargeSpec("text.2", {"layer_idx": 2})])
+    first, asked, _, *remedies = str(caught.value).splitlines()
+    assert first == 'this process ran out of memory while measuring the layer text.2 with a micro-batch of 4, for "layout": "auto"'
+    assert asked.startswith("asked for: 1.00 EiB") and caught.value.repeats
+    assert '{"micro_batch_size": 2}' in remedies[1] and '"layout"' in remedies[2]
+    assert "DefaultCPUAllocator" in str(caught.value.__cause__)
+    assert [layer.name for layer in measure([LargeSpec("text.2", {"layer_idx": 2})], sizes=[2])] == ["text.2"]
 
 
 # -- what is counted ---------------------------------------------------------------------------------------------------
@@ -194,6 +206,7 @@ def test_a_folder_that_cannot_be_written_is_no_failure(monkeypatch, tmp_path):
 def test_a_machine_has_finite_costs(dtype, monkeypatch):
     monkeypatch.setattr("engine.profile_machine.NUM_PARAMETERS", 1 << 16)
     machine = profile_machine(CPU, dtype, [100, 5000, 7], batch_size=32, embed_dim=16)
+    assert machine.measured
     numbers = [
         value
         for name, value in dataclasses.asdict(machine).items()
