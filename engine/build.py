@@ -48,9 +48,10 @@ def build_engine(
     `layers[branch]` describes every layer of a branch in order; `build_layer` makes one of them, and is called for this
     rank's own only. `total_num_steps` resolves an "auto" in the learning-rate schedule. `constant_shapes[branch]` promises that all
     training micro-batches of a branch have equal shapes, so that they need to be announced only once; `equal_shares` that each
-    replica of a stage has equally many samples of every global batch. `source_starts`: the first index of each of several sources of the
-    samples, ascending, whose losses are told apart; None: there is one. `matching`: the loss of pairs, where the text head has a `fusion`. `clock`: what steps are
-    measured by on a CPU. Raises ValueError for a pattern (of clipping or decay) that matches no parameter, OutOfMemory when the stage does not fit.
+    replica of a stage has equally many samples of every global batch. `source_starts`: the first index of each of several sources of
+    the samples, ascending, whose losses are told apart; None: there is one. `matching`: the loss of pairs, where the text head has a
+    `fusion`. `clock`: what steps are measured by on a CPU. Raises ValueError for a pattern (of clipping or decay) that matches no
+    parameter, OutOfMemory when the stage does not fit.
     """
     rank = dist.get_rank()
     device = torch.device(get_accelerator().current_device_name())
