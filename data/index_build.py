@@ -34,7 +34,7 @@ POOL_AFTER_S = 3.0  # starting processes takes about that long; a smaller data s
 MAX_WORKERS = 16
 PARTS_AHEAD = 4  # per worker
 KEPT_BUILDS = 2  # the newest one and that of runs which started before it was made
-DETAIL_LIMIT = 500  # characters
+DETAIL_LIMIT = 1000  # characters: several long paths, and what to do behind them
 DECODED_SIDE = 64  # pixels, for the perceptual hash
 HASH_SIDE = 8  # of the perceptual hash, bits; 8 * 8 = 64
 DUPLICATE = CODES["duplicate-id"]

@@ -67,8 +67,8 @@ def test_both_modalities(demo, tokenizer):
     batch = make(demo, BOTH, tokenizer)[MicroBatchRequest(3, 0, np.array([7, 900]), np.array([4, 5]), True)]
     assert {name: (tuple(value.shape), value.dtype) for name, value in batch.items()} == {
         "pixel_values": ((2, 3, 16, 16), torch.float32),
-        "input_ids": ((2, 8), torch.int64),
-        "attention_mask": ((2, 8), torch.int64),
+        "input_ids": ((2, 4), torch.int64),
+        "attention_mask": ((2, 4), torch.int64),
         **{f"{side}_{what}": ((2,), torch.int64) for side in BOTH for what in ("position", "index")},
     }
     assert batch["image_index"].tolist() == batch["text_index"].tolist() == [7, 900]
