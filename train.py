@@ -70,7 +70,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
 
     # How to run: the JSON file, checked against this hardware and this number of processes.
     accelerator = get_accelerator()
-    config_file = options.deepspeed_config or default_config(on_gpu, has_bf16(processes.device))
+    config_file = options.deepspeed_config or default_config(on_gpu, has_bf16(processes.device), processes.world_size)
     config, block = read_config(config_file)
     check_hardware(config, accelerator.is_fp16_supported(), accelerator.is_bf16_supported(), processes.device.type)
     check_world(config, block, processes.world_size)

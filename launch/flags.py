@@ -138,7 +138,7 @@ def _towers(model: argparse._ArgumentGroup) -> None:
     model.add_argument(
         "--text-tower",
         metavar="NAME",
-        help="architecture, Hugging Face id or local folder (default: bert-base-uncased; demo: a BERT of 4 layers)",
+        help="architecture, Hugging Face id or local folder (default: bert-base-uncased; demo: bert-mini)",
     )
     model.add_argument(
         "--image-weights", metavar="WHERE", help="pretrained: library name, Hugging Face id, folder or file (default: from scratch)"
