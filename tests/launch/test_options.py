@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from cost_models import proportional
 
 from data.options import DataOptions
-from engine.config import BranchesBlock
+from engine.config import BranchesBlock, read_config
+from engine.planner import check_world, plan_run
 from launch.flags import make_parser
 from launch.options import DEFAULTS, DEMO_DEFAULTS, default_config, parse_options
 
@@ -189,11 +191,25 @@ def test_the_record_is_json():
 
 
 @pytest.mark.parametrize(
-    "on_gpu, bf16, name",
-    [(False, False, "cpu_fp32.json"), (False, True, "cpu_fp32.json"), (True, True, "zero1_bf16.json"), (True, False, "zero1_fp16.json")],
+    "on_gpu, bf16, world_size, name",
+    [
+        (False, False, 1, "cpu_fp32.json"),
+        (False, True, 2, "cpu_fork_fp32.json"),
+        (True, True, 8, "zero1_bf16.json"),
+        (True, False, 1, "zero1_fp16.json"),
+    ],
 )
-def test_the_default_file_suits_the_hardware(on_gpu, bf16, name):
-    assert default_config(on_gpu, bf16).name == name and default_config(on_gpu, bf16).is_file()
+def test_the_default_file_suits_the_hardware(on_gpu, bf16, world_size, name):
+    file = default_config(on_gpu, bf16, world_size)
+    assert file.name == name and file.is_file()
+
+
+@pytest.mark.parametrize("world_size", range(2, 17))
+def test_the_default_file_runs_with_any_number_of_processes(world_size):
+    config, block = read_config(default_config(False, False, world_size))
+    check_world(config, block, world_size)
+    plan = plan_run(config, block, world_size, proportional({"image": [2.0] * 3, "text": [1.0] * 3}))
+    assert plan.graph.layout == "fork" and plan.graph.world_size == world_size
 
 
 # -- where the tokenizer comes from ------------------------------------------------------------------------------------------
