@@ -23,7 +23,8 @@ if [ "$gpus" -eq 0 ]; then
     echo "no GPU found: two processes on CPU"
     export DS_ACCELERATOR=cpu
 fi
-deepspeed --quiet --num_gpus "$((gpus > 0 ? gpus : 2))" train.py ${run[@]+"${run[@]}"} "$@"
+# as a module: the script that pip installs cannot be run from a folder whose path holds a space
+"$PYTHON" -m deepspeed.launcher.runner --quiet --num_gpus "$((gpus > 0 ? gpus : 2))" train.py ${run[@]+"${run[@]}"} "$@"
 
 folder="${run[1]:-}"
 if [ -n "$folder" ]; then

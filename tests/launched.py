@@ -57,7 +57,7 @@ def launch(world_size: int, *arguments: Any) -> Run:
 
 
 def launcher(world_size: int, port: str, script: str = "train.py") -> list[str]:
-    return [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(world_size), "--master_port", port, script]
+    return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(world_size), "--master_port", port, script]
 
 
 def command(words: Callable[[str], list[Any]]) -> Run:

@@ -237,7 +237,9 @@ def test_file_names_tell_the_truth(file):
     read, block = read_config(file)
     precision = next((key for key in ("fp16", "bf16") if read.get(key, {}).get("enabled")), "fp32")
     assert precision in file.stem.split("_")
-    assert read["zero_optimization"]["stage"] == 1 and file.stem.split("_")[0] in ("zero1", "cpu", "lit")
+    assert read["zero_optimization"]["stage"] == 1 and file.stem.split("_")[0] in ("zero1", "cpu", "lit", "fork", "pipeline", "feed")
+    assert ("fork" in file.stem or "pipeline" in file.stem or "feed" in file.stem) == (block.layout == "fork")
+    assert ("feed" in file.stem) == (block.dealing().strategy == "feed")
     assert ("offload" in file.stem) == ("offload_optimizer" in read["zero_optimization"])
     assert ("lit" in file.stem) == bool(block.locking())
     assert set(block.clipping().values()) == {ClippingRule("norm", 1.0)}
