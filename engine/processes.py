@@ -83,6 +83,15 @@ def check_devices(ranks_on_node: int, num_devices: int, device: str) -> None:
     )
 
 
+def _check_path(torch_folder: Path) -> None:
+    """torch links extensions with its own folder unquoted. Errors: ValueError."""
+    if any(letter.isspace() for letter in str(torch_folder)):
+        raise ValueError(
+            f"torch is installed in {torch_folder}: the path holds a space, and torch cannot link extensions there, of which DeepSpeed needs one "
+            "without a GPU; use an environment whose path has none (launch/quickstart.sh makes one)"
+        )
+
+
 def _keep_freed_memory() -> None:
     """Let glibc keep what a step frees for the next one, as torch does on a GPU.
 
@@ -171,6 +180,7 @@ def compile_shared_memory_op() -> None:
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is None or not builder.is_compatible():
         return
+    _check_path(Path(torch.__file__).parent)
     try:
         with FileLock(cache / "wye.lock", timeout=COMPILE_LIMIT_S):
             for leftover in cache.rglob(f"*{builder.name}*/lock"):

@@ -1,5 +1,6 @@
 # Sourced by quickstart.sh and test.sh: an environment with what the project needs, made once.
-# Sets PYTHON. Uses the active virtual or conda environment, else makes .venv beside this folder.
+# Sets PYTHON. Uses the active virtual or conda environment, else makes .venv beside this folder (below ~/.cache/wye where
+# the folder's path holds a space).
 # An install is remembered by a stamp that holds the requirements' checksum: nothing is installed twice.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -22,6 +23,12 @@ set_up() { # set_up REQUIREMENTS_FILE
         environment="${VIRTUAL_ENV:-$CONDA_PREFIX}"
     else
         environment="$root/.venv"
+        case "$root" in *[[:space:]]*)
+            # torch cannot link extensions when it lies below such a path, and DeepSpeed compiles one
+            environment="$HOME/.cache/wye/venv-$(printf %s "$root" | cksum | cut -d ' ' -f 1)"
+            mkdir -p "$(dirname "$environment")"
+            echo "the path of this folder holds a space: the environment is in $environment" ;;
+        esac
         if [ ! -x "$environment/bin/python" ]; then
             local base
             base="$(find_python)" || fail "no Python 3.10 to 3.13 with the venv module found; install one, or name it: PYTHON=/path/to/python $0"

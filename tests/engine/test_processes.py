@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from engine.processes import check_devices
+from engine.processes import _check_path, check_devices
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,9 @@ def test_more_processes_than_gpus_are_refused(ranks_on_node, num_devices, words)
 @pytest.mark.parametrize(("ranks_on_node", "num_devices", "device"), [(8, 8, "cuda"), (1, 8, "cuda"), (8, 1, "cpu"), (1, 0, "cpu")])
 def test_as_many_processes_as_gpus_and_any_number_on_a_cpu_are_fine(ranks_on_node, num_devices, device):
     check_devices(ranks_on_node, num_devices, device)
+
+
+def test_an_environment_below_a_path_with_a_space_is_answered(tmp_path):
+    _check_path(tmp_path / "env" / "torch")
+    with pytest.raises(ValueError, match="the path holds a space, .* use an environment whose path has none"):
+        _check_path(tmp_path / "my env" / "torch")
