@@ -53,6 +53,7 @@ class Case:
     kept_micro_batches: Any = None  # under replay
     checkpoint_interval: int = 0
     deals: dict[str, tuple] = field(default_factory=dict)  # branch -> [replica][micro-batch] -> samples; not given: equal, in order
+    kept_of_deals: dict[str, int] = field(default_factory=dict)  # branch -> how many of its dealt micro-batches keep their activations
     deals_texts: bool = False  # the deal of the text branch is of texts, not of samples
     not_loaded: dict[str, tuple[int, ...]] = field(default_factory=dict)  # branch -> places of its rows in the global batch
     loss: str = "infonce"
@@ -301,6 +302,7 @@ def train_split(case: Case) -> dict[str, Any]:
         engine.train_batch(
             micro_batches_of_rank(case, engine, step, image_size),
             num_micro_batches=num_micro_batches(case, engine),
+            num_kept=case.kept_of_deals.get(next(iter(engine.place.layers))),
             texts_per_image=case.texts_of(step),
             loss_weights=case.loss_weights,
         )

@@ -116,6 +116,18 @@ def random_deal(seed, replicas, num_micro_batches, num_places=24):
     return tuple(tuple(parts[r * num_micro_batches : (r + 1) * num_micro_batches]) for r in range(replicas))
 
 
+def test_more_micro_batches_than_planned_keep_activations_in_proportion():
+    """A replay of 2 text micro-batches that keeps one, dealt to 8, of which it keeps 4: the other 4 run forward twice, and nothing else changes."""
+    planned = {"schedule": "replay", "kept_micro_batches": {"image": 1, "text": 1}}
+    case = fork((1, 1), (1, 1), {"image": 6, "text": 12}, **planned, deals={"text": random_deal(4, 1, 8)}, kept_of_deals={"text": 4})
+    results = run_ranks(case.world_size, train_split, case)
+    reference = train_whole(case, whole_batches(case))
+    assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
+    check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+    image, text = (set(result["forwards"].values()) for result in results)
+    assert image == {4 + 3} and text == {8 + 4}
+
+
 @pytest.mark.parametrize(
     "case",
     [
