@@ -120,4 +120,7 @@ class ByCost:
         # a sample brings all its captions, padded to the longest of the micro-batch
         of_sample = texts.max(axis=1)
         image = BranchWork(np.ones_like(of_sample), costs["image"])
-        return [image, BranchWork(of_sample, costs["text"].times(captions), self.largest and self.largest // captions)]
+        return [
+            image,
+            BranchWork(of_sample, costs["text"].times(captions), self.largest and max(self.max_text_tokens, self.largest // captions)),
+        ]

@@ -120,6 +120,11 @@ class BalanceBlock:
             return self.interval
         return LOOKS_EVERY if self.strategy == "feed" or adapts else 0
 
+    @property
+    def refits(self) -> bool:
+        """Do costs follow measured times? Where nothing else is decided by them only if it was asked for."""
+        return self.strategy == "feed" or bool(self.interval)
+
 
 @dataclass(frozen=True)
 class SampleWeightsBlock:
@@ -314,7 +319,7 @@ def _check_values(config: Mapping[str, Any], block: Mapping[str, Any]) -> None:
     for key, value in config.get("pipeline", {}).items():
         if key != "activation_checkpoint_interval":
             raise ValueError(
-                f"unknown key 'pipeline.{key}'; stages are described in \"branches\", here stands \"activation_checkpoint_interval\""
+                f'unknown key \'pipeline.{key}\'; stages are described in "branches", here stands "activation_checkpoint_interval"'
             )
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"pipeline.{key}: got {value!r}; it is a number of layers, and 0 means no activation checkpoints")

@@ -59,7 +59,7 @@ def message(who: str, setup: RankSetup, work: Work, shortage: Shortage) -> str:
     if shortage.on_gpu == setup.on_gpu:
         predicted = setup.plan.predicted[setup.stage.stage_id]
         lines.append(prediction_in_words(predicted, setup.plan.costs.machine.measured))
-    with contextlib.suppress(MemoryError):  # of the machine, whose memory may be the one that ran out
+    with contextlib.suppress(Exception):  # the report comes first; and the machine's memory may be the one that ran out
         lines += _listed(advice(setup, work, shortage))
     return "\n".join(lines)
 

@@ -132,7 +132,7 @@ class RunPlan:
     clipping: Mapping[str, ClippingRule]
     optimizer_groups: OptimizerGroups
     trainable: Trainable
-    block: BranchesBlock = field(repr=False)
+    block: BranchesBlock = field(repr=False, compare=False)  # as it was written: two ways to write the same are one plan
     costs: CostModel = field(repr=False)
     predicted: tuple[StageResult, ...] = field(repr=False)
     batch_norm_locked: bool = False
@@ -195,7 +195,7 @@ def search_plans(config: Mapping[str, Any], block: BranchesBlock, world_size: in
     for seconds, i in fitting:
         graph, batches, schedule = candidates[i]
         known = best.get((graph.layout, schedule), float("inf"))
-        if seconds <= AS_GOOD * known:
+        if seconds <= AS_GOOD * ALIKE * known:
             simulated.append(Candidate(graph, batches, schedule, simulate(graph, batches, schedule, costs)))
             best[graph.layout, schedule] = min(known, simulated[-1].simulation.step_s)
     return Search(tuple(sorted(simulated, key=lambda c: c.simulation.step_s)), len(candidates), len(candidates) - len(fitting))

@@ -118,7 +118,8 @@ class Balancer:
         # where the newest setting does not hold yet, nothing is changed a second time
         holds = now.from_step <= step - len(self._busy_s)
         points = slowest_points(self._graph, reports)
-        costs = refitted(now.costs, points, self.balance.plan.graph.layout == "merged") if holds else now.costs
+        refits = holds and self.balance.block.refits
+        costs = refitted(now.costs, points, self.balance.plan.graph.layout == "merged") if refits else now.costs
         looks, knobs, reason = self._looks, now.knobs, None
         if self._dealt:
             looks, knobs, reason = look(looks, knobs, self.balance.ladders, self.balance.rules, busy_s, step - len(self._busy_s))

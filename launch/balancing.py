@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from launch.options import Options
 
 LOOKED_AT = 4  # global batches that decide how many micro-batches there are
 MOST_DEALT = 32  # micro-batches of a branch that is dealt alone: more leave next to no padding to save
+SHARED_SLACK = 1.25  # on a line of both branches, samples of the largest micro-batch in parts of the planned size
 INSTRUCTIONS = 3  # of a micro-batch on a stage, at least: load or receive, forward, backward
 CONV_STRIDE = 32  # of ResNets and ConvNeXts, in pixels
 MARGIN = 0.9  # of the memory of a micro-batch: other global batches may have longer texts
@@ -64,7 +66,7 @@ class Balance:
         """Micro-batches that keep their activations under `replay`: those of as many samples as planned."""
         planned, number = self.plan.batches[branch], setting.num_micro_batches[branch]
         expected = planned.num_micro_batches * self._captions(branch, setting)
-        return min(number, max(planned.num_kept, planned.num_kept * number // expected))
+        return planned.num_kept * number // expected
 
     def batch(self, step: int, setting: Setting, mixes: Mixes = ()) -> GlobalBatch:
         return global_batch(self.order, self.train, Settings([replace(setting, from_step=0)], mixes), step)
@@ -82,11 +84,12 @@ class Balance:
             return next((m for m in range(planned.num_micro_batches * captions, share) if share % m == 0), share)
         positions = self.order.global_batch_size * (captions if dealer.deals_texts else 1)
         most = max(1, min(planned.num_micro_batches * captions, positions // (planned.replicas * self.block.min_size)))
-        if not dealer.shared:
-            # Shorter texts together need less memory than the planned micro-batches, so there may be more of them. Branches on one line
-            # share the deal, and batch normalisation sees their images: there the planned number stays.
-            most = max(most, min(MOST_DEALT, positions // (planned.replicas * self.block.min_size)))
-        careful = replace(dealer, largest=dealer.largest and max(1, int(MARGIN * dealer.largest)))
+        if dealer.shared:
+            # Branches on one line share the deal, and memory and batch normalisation see their images: the planned number stays.
+            return most
+        # Shorter texts together need less memory than the planned micro-batches, so there may be more of them.
+        most = max(most, min(MOST_DEALT, positions // (planned.replicas * self.block.min_size)))
+        careful = replace(dealer, largest=dealer.largest and max(dealer.max_text_tokens, int(MARGIN * dealer.largest)))
         return max(len(careful.deal(self.batch(s, setting, mixes), planned.replicas, 1, most)[0]) for s in self._looked_at(step))
 
     def _captions(self, branch: str, setting: Setting) -> int:
@@ -124,11 +127,14 @@ def make_balance(
     tokens = token_counts(data.source, data.train, data.tokenizer, options.max_text_tokens, folder / "token_counts", progress)
     typical = float(padded_lengths(tokens.counts[:TYPICAL_TEXTS], options.max_text_tokens, data.length_multiple).mean())
     shared = plan.graph.layout != "fork"
+    largest_size = block.max_size or 1 << 30
+    if shared:  # of images, whose activations the plan has counted
+        largest_size = min(largest_size, max(block.min_size, math.ceil(SHARED_SLACK * plan.batches["image"].micro_batch_size)))
     by_cost = ByCost(
         tokens,
         options.max_text_tokens,
         options.seed,
-        DealBounds(block.min_size, block.max_size or 1 << 30),
+        DealBounds(block.min_size, largest_size),
         plan.batches["text"].micro_batch_size * options.max_text_tokens,
         shared,
         sum("text" in stage.layers for stage in plan.graph.stages) if not shared else len(plan.graph.stages),

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from data.prepare import PreparedData
 from data.sampler import MicroBatchRequest
 from engine.config import AUTO, BranchesBlock
-from engine.costs import CostModel, StateBytes, cost_model_from_json, cost_model_to_json, precision_of
+from engine.costs import CostModel, Curve, StateBytes, cost_model_from_json, cost_model_to_json, precision_of
 from engine.devices import find_device
 from engine.measured import device_identity
 from engine.processes import Processes, from_first_rank
@@ -55,9 +55,10 @@ def run_costs(
     if known is not None and are_of(costs := cost_model_from_json(known), towers, config, processes.device):
         machine = replace(costs.machine, measured=True)  # files of earlier versions do not say so
         return CostModel.of(costs.layers, machine, config, options.embed_dim, costs.pairs, costs.token_bytes)
-    dealt = block.dealing().strategy != "off"  # then texts of about equal lengths come together
+    # then texts of about equal lengths come together
+    dealt = block.dealing().strategy != "off" and block.schedule != "per_micro_batch"
     if block.layout != AUTO:
-        device = find_device(NOMINAL[processes.device.type])
+        device = find_device(NOMINAL.get(processes.device.type, "A100"))
         num_tokens = round(_text_lengths(data, options).mean()) if dealt else None
         return estimated_costs(towers, config, options.embed_dim, device, memory_bytes=float("inf"), num_tokens=num_tokens)
     sizes = _sizes(config, block, processes.device.type)
@@ -76,7 +77,11 @@ def run_costs(
             (pair_scores(fusion), partial(_example_pairs, towers)) if (fusion := fusion_sizes(vars(options))) else None,
         )
     precision_bytes = DTYPES[precision_of(config)].itemsize
-    costs = CostModel.of(profile.layers, profile.machine, config, options.embed_dim, profile.pairs, token_bytes(*towers, precision_bytes))
+    layers = dict(profile.layers)
+    if dealt:  # seconds are those of texts of the mean length; the memory must hold a micro-batch of the longest
+        longer = options.max_text_tokens / _text_lengths(data, options).mean()
+        layers["text"] = [replace(layer, activation_bytes=_times(layer.activation_bytes, longer)) for layer in layers["text"]]
+    costs = CostModel.of(layers, profile.machine, config, options.embed_dim, profile.pairs, token_bytes(*towers, precision_bytes))
     folder.write_costs(cost_model_to_json(costs))
     return costs
 
@@ -87,6 +92,10 @@ def are_of(costs: CostModel, towers: Sequence[Tower], config: Mapping[str, Any],
     return here and {tower.branch: [(s.name, s.num_parameters) for s in tower.specs] for tower in towers} == {
         branch: [(layer.name, layer.num_parameters) for layer in layers] for branch, layers in costs.layers.items()
     }
+
+
+def _times(curve: Curve, factor: float) -> Curve:
+    return Curve(curve.sizes, tuple(factor * value for value in curve.values))
 
 
 def _sizes(config: Mapping[str, Any], block: BranchesBlock, device_type: str) -> dict[str, tuple[int, ...]]:

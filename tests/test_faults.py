@@ -110,7 +110,7 @@ def test_memory_that_runs_out_is_one_message_with_what_to_change(tmp_path):
     image = ranks_of(run)[0]
     limit = image.memory_info().vms + 300_000_000
     image.rlimit(psutil.RLIMIT_AS, (limit, limit))
-    status, output = finish(run, limit_s=120)
+    status, output = finish(run)
     assert status == 2, output[-3000:]  # in its first step: another start would end the same way
     assert output.count("error:") == 1 and "Traceback" not in output, output[-5000:]
     said = output.split("train.py: error: ")[1].splitlines()

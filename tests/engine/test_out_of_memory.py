@@ -386,7 +386,7 @@ def test_a_rank_that_fails_under_averaged_weights_does_not_wait_for_the_others()
     with pytest.raises(
         RuntimeError, match="(?s)rank 1 failed.*rank 1 .merged 0, replica 1. ran out of memory in ForwardPass.*in the evaluation"
     ):
-        run_ranks(2, fail_while_averaged, case, LAYER, timeout_s=30)
+        run_ranks(2, fail_while_averaged, case, LAYER)
 
 
 def test_what_nothing_explains_is_one_message_too():

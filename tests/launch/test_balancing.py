@@ -109,6 +109,28 @@ def test_texts_are_cut_into_as_many_micro_batches_as_their_padding_asks_for(data
     assert number["text"] < balance.num_micro_batches(free, 0)["text"] <= 32  # the less another one costs, the more there are
 
 
+@pytest.mark.parametrize("layout", ["chain", "merged"])
+@pytest.mark.parametrize("fixed_s", [0.0, 1.0, 1e3])
+def test_branches_on_one_line_keep_the_planned_micro_batches(data, tmp_path, layout, fixed_s):
+    """Whatever another micro-batch would cost: memory and batch normalisation see their images."""
+    balance = made(data, tmp_path, layout, None, schedule="replay")  # 4 of 12 on one line
+    costs = {branch: replace(cost, fixed_s=fixed_s) for branch, cost in balance.first.costs.items()}
+    number = balance.num_micro_batches(replace(balance.first, costs=costs), 0)
+    assert number == {branch: batch.num_micro_batches for branch, batch in balance.plan.batches.items()}
+    for step in range(4):
+        batch = balance.batch(step, replace(balance.first, costs=costs))
+        shares = balance.dealers["image"].shares(batch, balance.plan.batches["image"].replicas, number["image"])
+        assert max(len(positions) for positions, _ in shares) <= 1.25 * balance.plan.batches["image"].micro_batch_size
+
+
+def test_a_micro_batch_of_one_text_holds_the_longest(data, tmp_path):
+    """With a limit of tokens that some texts reach."""
+    options = ["--max-text-tokens", "10"]
+    balance = made(data, tmp_path, "fork", None, micro_batch_size={"image": 12, "text": 1}, options=options)
+    assert max(balance.dealers["text"].works(balance.batch(step, balance.first))[0].lengths.max() for step in range(4)) == 10
+    assert balance.first.num_micro_batches["text"] >= 1
+
+
 def test_replay_keeps_the_activations_of_as_many_samples_as_planned(data, tmp_path):
     """Micro-batches that are smaller and more than planned leave room for more of them; those of further captions do not."""
     keys = {"schedule": "replay", "kept_micro_batches": {"image": 1, "text": 2}}
@@ -117,7 +139,8 @@ def test_replay_keeps_the_activations_of_as_many_samples_as_planned(data, tmp_pa
     assert [balance.num_kept(branch, setting) for branch in BRANCHES] == [1, 5]
     captions = replace(setting, knobs=Knobs(captions_per_image=3))
     assert balance.num_kept("text", replace(captions, num_micro_batches={"image": 4, "text": 12})) == 2
-    assert balance.num_kept("text", replace(setting, num_micro_batches={"image": 4, "text": 1})) == 1
+    fewer = replace(setting, num_micro_batches={"image": 4, "text": 2})
+    assert balance.num_kept("text", fewer) == 1  # twice as large
 
 
 def test_costs_are_those_of_the_slowest_stage(data, tmp_path):
