@@ -9,8 +9,8 @@ import logging
 import sys
 from pathlib import Path
 
-from launch.exported import read_export
 from launch.exporting import refuse_to_overwrite, write_export
+from launch.records import read_export
 from launch.trained import open_run
 
 

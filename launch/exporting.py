@@ -16,7 +16,7 @@ from transformers import CLIPImageProcessor
 
 from data.preprocessing import Preprocessing
 from launch.export_page import export_page
-from launch.exported import OPTIONS, RECORD, TEXT_FOLDER, WEIGHTS, read_export
+from launch.records import OPTIONS, RECORD, TEXT_FOLDER, WEIGHTS, read_export
 from launch.trained import Trained
 from models.dual_encoder import dual_encoder_config, dual_encoder_pairs, text_config, what_differs
 from models.head import FUSION_NAMES

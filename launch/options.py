@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from data.options import DataOptions
 from data.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
 from data.roots import from_anywhere, given_roots
-from launch.exported import PIXELS, options_of_export
 from launch.flags import make_parser
+from launch.records import PIXELS, options_of_export, read_run
 
 if TYPE_CHECKING:
     from engine.config import BranchesBlock
@@ -169,7 +168,8 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     for key in ("text_tower", "image_weights", "text_weights"):  # NAME is also one that a library knows; ./NAME is not
         values[key] = _from_anywhere(values[key]) if "/" in (values[key] or "") else values[key]
     sized = values["image_size"] is not None
-    recorded = _recorded_options(values["run_dir"])
+    # What the command of a run that goes on leaves out stays what it was, also where defaults have changed since.
+    recorded = (values["run_dir"] and read_run(values["run_dir"]) or {}).get("options", {})
     defaults = DEMO_DEFAULTS if all(spec.split(":")[0] == "demo" for spec in values["data"]) else DEFAULTS
     for key, default in defaults.items():
         if values[key] is None and not (key == "epochs" and values["steps"] is not None):
@@ -189,15 +189,6 @@ def _given_pixels(parser: argparse.ArgumentParser, values: dict[str, Any]) -> di
     if normalization:
         given["image_mean"], given["image_std"] = NORMALIZATIONS[normalization]
     return given
-
-
-def _recorded_options(run_dir: Path | None) -> Mapping[str, Any]:
-    """Of the run that the folder holds. What its command left out then stays what it was, also where defaults have changed since."""
-    file = run_dir and run_dir / "config.json"
-    try:
-        return json.loads(file.read_text(encoding="utf-8")).get("options", {}) if file and file.is_file() else {}
-    except ValueError:
-        return {}  # damaged: the run folder says so, and what to do
 
 
 def _pixels(

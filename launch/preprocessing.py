@@ -13,7 +13,7 @@ import torchvision
 from PIL import Image
 
 from data.preprocessing import CLIP, Preprocessing
-from launch.exported import read_export
+from launch.records import read_export
 from models.options import split_name
 
 if TYPE_CHECKING:

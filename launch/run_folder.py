@@ -19,6 +19,7 @@ from engine.checkpoint.layout import replace_text
 from engine.config import SampleWeightsBlock
 from engine.planner import RunPlan
 from launch.options import ROOT, Options
+from launch.records import RUN_RECORD, read_run
 from models.towers import Tower
 
 # Options that may differ when a run goes on: they do not change what is trained.
@@ -94,11 +95,7 @@ class RunFolder:
 
     def previous(self) -> dict[str, Any] | None:
         """The configuration of the run this folder already holds."""
-        file = self.path / "config.json"
-        try:
-            return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-        except ValueError as error:
-            raise ValueError(f"{file}: is damaged ({error}); delete it, and the same command writes it again") from error
+        return read_run(self.path)
 
     def refuse_other_run(self, options: Options, training: Mapping[str, Any]) -> None:
         """Raise ValueError when the folder holds a run that is not this one. `training`: what is known so far of what decides the numbers."""
@@ -142,7 +139,7 @@ class RunFolder:
             "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
             "git_commit": _git_commit(),
         }
-        self._replace(self.path / "config.json", json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        self._replace(self.path / RUN_RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
         return record
 
     def read_costs(self) -> dict[str, Any] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from data.preprocessing import Preprocessing
 from data.tokenizer import load_tokenizer
 from engine.checkpoint.layout import AVERAGE, MANIFEST, checkpoints_in, checksum_of_file, newest_of, step_of, verify
 from engine.checkpoint.reading import CheckpointReader, load_layer
-from launch.exported import WEIGHTS, options_of_export, read_export
+from launch.records import WEIGHTS, options_of_export, read_export, read_run
 from launch.report import show
 from models.fusion import fusion_sizes
 from models.layers import Layer, Tower
@@ -107,15 +106,11 @@ def towers_of(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) ->
 
 def read_record(run_dir: Path) -> dict[str, Any]:
     """What was decided when the run began."""
-    file = run_dir / "config.json"
-    if not file.is_file():
+    record = read_run(run_dir)
+    if record is None:
         raise FileNotFoundError(
             f"{run_dir}: holds no config.json; give the folder of a run of train.py, or of an export where that will do"
         )
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: is damaged ({error}); the command of the run writes it again") from error
     if "options" not in record:
         raise ValueError(f"{run_dir}: its config.json is of another program; give the folder of a run of train.py")
     return record

@@ -17,9 +17,9 @@ from transformers import AutoImageProcessor, AutoProcessor
 from data.preprocessing import CLIP as CLIP_PIXELS
 from data.tokenizer import batch_tokens, load_tokenizer
 from data.transforms import eval_transform, normalised
-from launch.exported import options_of_export
 from launch.exporting import canonical_state, write_export
 from launch.options import parse_options
+from launch.records import options_of_export
 from launch.trained import Trained, find_checkpoint, open_export, open_model_folder, open_run
 from models.fusion import FusionSizes
 from models.losses import build_loss

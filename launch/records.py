@@ -1,4 +1,4 @@
-"""What a folder of export.py says about the model in it. Imports neither torch nor transformers: the command line reads it."""
+"""What the folder of a run, or of export.py, says about the model in it. Imports neither torch nor transformers: the command line reads it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,27 @@ import json
 from pathlib import Path
 from typing import Any
 
+RUN_RECORD = "config.json"
 RECORD, WEIGHTS, TEXT_FOLDER = "wye.json", "model.safetensors", "text"
 OPTIONS = ("image_tower", "embed_dim", "image_size", "max_text_tokens")  # of train.py, as the model was trained with
 PIXELS = ("image_mean", "image_std", "image_interpolation", "image_resize")  # likewise; earlier exports, of CLIP's values, have none
 
 
+def read_run(folder: Path) -> dict[str, Any] | None:
+    """What was decided when the run in `folder` began; None where there is none. Errors: ValueError for a damaged record."""
+    return _read(folder / RUN_RECORD, "delete it, and the same command writes it again")
+
+
 def read_export(folder: Path) -> dict[str, Any] | None:
-    """Its record, or None where `folder` is no folder that export.py made."""
-    file = folder.expanduser() / RECORD
+    """Its record, or None where `folder` is no folder that export.py made. Errors: ValueError for a damaged record."""
+    return _read(folder.expanduser() / RECORD, "export again")
+
+
+def _read(file: Path, remedy: str) -> dict[str, Any] | None:
     try:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
     except ValueError as error:
-        raise ValueError(f"{file}: is damaged ({error}); export again") from error
+        raise ValueError(f"{file}: is damaged ({error}); {remedy}") from error
 
 
 def options_of_export(folder: Path) -> dict[str, Any]:
