@@ -10,6 +10,7 @@ python evaluate.py RUN_DIR --embeddings OUT --query "a red apple" --picture appl
 """
 
 import argparse
+import hashlib
 import logging
 import os
 import re
@@ -173,7 +174,10 @@ def output_name(arguments: argparse.Namespace, name: str) -> str:
     """A name for each kind of question, so that no answer is written over another."""
     parts = ["classes" if arguments.classify else "evaluation", name]
     parts += [re.sub(r"\W+", "-", spec).strip("-") for spec in (arguments.classify, arguments.val_data) if spec]
-    return "-".join([*parts, *(["all-captions"] if arguments.captions == "all" else [])])[:200] + ".json"
+    parts += ["all-captions"] if arguments.captions == "all" else []
+    whole = "-".join(parts)
+    # names of files end at 255 bytes; what is cut off must still tell one question from another
+    return (whole if len(whole) <= 200 else f"{whole[:190]}-{hashlib.sha256(whole.encode()).hexdigest()[:9]}") + ".json"
 
 
 def of_classes(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Evaluated:

@@ -75,8 +75,8 @@ class ByCost:
     """Sizes by what the samples cost, texts of similar lengths together: equal work, little padding. Costs are those of the setting.
 
     `shared`: branches share the line and the deal, of samples; else texts are dealt. `num_stages` of the line; `same_stages`: each stage has
-    both branches (merged). `length_multiple`: to which lengths are rounded up. `largest`: texts times the length they are padded to, at most, in one micro-batch; a batch that does not fit
-    exceeds it by as little as goes.
+    both branches (merged). `length_multiple`: to which lengths are rounded up. `largest`: texts times the length they are
+    padded to, at most, in one micro-batch; a batch that does not fit exceeds it by as little as goes.
     """
 
     tokens: TokenCounts

@@ -2,9 +2,9 @@
 
     weight = a · complexity / mean complexity + b · length / mean length,   then divided by its own mean
 
-Complexity is bytes of the encoded picture per pixel, a column of the index. Length is that of the longest caption in tokens, counted once: characters
-would give a Chinese caption a third of the weight of an English one that takes as many tokens. So every rank knows both of every sample, and
-nothing is decoded for it.
+Complexity is bytes of the encoded picture per pixel, a column of the index. Length is that of the longest caption in tokens,
+counted once: in characters a Chinese caption would weigh a third of an English one that takes as many tokens. So every rank
+knows both of every sample, and nothing is decoded for it.
 
 G: samples of a global batch, N: of the training subset.
 """
@@ -36,7 +36,8 @@ def _of_mean_one(values: np.ndarray) -> np.ndarray:
 def loss_weights(source: Source, subset: np.ndarray, lengths: np.ndarray, image: float, text: float, indices: np.ndarray) -> np.ndarray:
     """[G] int64, millionths: what the samples `indices` [G] of a global batch count in its loss, 1,000,000 on average.
 
-    `subset` [N], ascending: the training samples, whose texts have `lengths` [N]. Whole numbers, so that they are the same on every machine and travel unchanged in any precision.
+    `subset` [N], ascending: the training samples, whose texts have `lengths` [N]. Whole numbers, so that they are the same on
+    every machine and travel unchanged in any precision.
     """
     complexity, length = source.column("complexity")[indices], lengths[np.searchsorted(subset, indices)]
     return np.minimum(np.rint(sample_weights(complexity, length, image, text) * MILLIONTHS), LARGEST).astype(np.int64)

@@ -72,7 +72,8 @@ class BalanceBlock:
 
     "deal": by cost, sizes from `min_size` to `max_size` (None: whatever the memory of the planned micro-batches holds); "off": in order;
     "feed": dealt, and feed rates within bounds [least, most], moved when a branch waits more than `dead_band` of a step, by a load of at
-    most `max_change` times. Measured times are looked at every `interval` steps (0: never; None: `looks_every`). `window`: global batches dealt together.
+    most `max_change` times. Measured times are looked at every `interval` steps (0: never; None: `looks_every`). `window`:
+    global batches dealt together.
     """
 
     strategy: str = "deal"

@@ -59,8 +59,10 @@ def message(who: str, setup: RankSetup, work: Work, shortage: Shortage) -> str:
     if shortage.on_gpu == setup.on_gpu:
         predicted = setup.plan.predicted[setup.stage.stage_id]
         lines.append(prediction_in_words(predicted, setup.plan.costs.machine.measured))
-    with contextlib.suppress(Exception):  # the report comes first; and the machine's memory may be the one that ran out
+    try:
         lines += _listed(advice(setup, work, shortage))
+    except Exception as error:  # the report comes first: the machine's memory may be the one that ran out
+        lines.append(f"What to change could not be worked out ({type(error).__name__}: {error})")
     return "\n".join(lines)
 
 

@@ -87,8 +87,8 @@ def _check_path(torch_folder: Path) -> None:
     """torch links extensions with its own folder unquoted. Errors: ValueError."""
     if any(letter.isspace() for letter in str(torch_folder)):
         raise ValueError(
-            f"torch is installed in {torch_folder}: the path holds a space, and torch cannot link extensions there, of which DeepSpeed needs one "
-            "without a GPU; use an environment whose path has none (launch/quickstart.sh makes one)"
+            f"torch is installed in {torch_folder}: the path holds a space, and torch cannot link extensions there, of which "
+            "DeepSpeed needs one without a GPU; use an environment whose path has none (launch/quickstart.sh makes one)"
         )
 
 

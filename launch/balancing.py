@@ -128,8 +128,10 @@ def make_balance(
     typical = float(padded_lengths(tokens.counts[:TYPICAL_TEXTS], options.max_text_tokens, data.length_multiple).mean())
     shared = plan.graph.layout != "fork"
     largest_size = block.max_size or 1 << 30
-    if shared:  # of images, whose activations the plan has counted
-        largest_size = min(largest_size, max(block.min_size, math.ceil(SHARED_SLACK * plan.batches["image"].micro_batch_size)))
+    if shared:  # of images, whose activations the plan has counted; `min_size` may leave fewer and larger ones than planned
+        share = order.global_batch_size // plan.batches["image"].replicas
+        number = max(1, min(planned["image"], share // block.min_size))
+        largest_size = min(largest_size, math.ceil(SHARED_SLACK * share / number))
     by_cost = ByCost(
         tokens,
         options.max_text_tokens,

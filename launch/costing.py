@@ -55,18 +55,19 @@ def run_costs(
     if known is not None and are_of(costs := cost_model_from_json(known), towers, config, processes.device):
         machine = replace(costs.machine, measured=True)  # files of earlier versions do not say so
         return CostModel.of(costs.layers, machine, config, options.embed_dim, costs.pairs, costs.token_bytes)
-    # then texts of about equal lengths come together
+    # where they are dealt, texts of about equal lengths come together
     dealt = block.dealing().strategy != "off" and block.schedule != "per_micro_batch"
+    lengths = _text_lengths(data, options) if dealt else None
     if block.layout != AUTO:
         device = find_device(NOMINAL.get(processes.device.type, "A100"))
-        num_tokens = round(_text_lengths(data, options).mean()) if dealt else None
+        num_tokens = None if lengths is None else round(lengths.mean())
         return estimated_costs(towers, config, options.embed_dim, device, memory_bytes=float("inf"), num_tokens=num_tokens)
     sizes = _sizes(config, block, processes.device.type)
     with tqdm(total=0, desc="measuring what each layer costs", disable=processes.rank != 0, leave=False, bar_format="{desc}"):
         profile = profile_together(
             {tower.branch: tower.specs for tower in towers},
             build_layer,
-            {tower.branch: partial(_example, data, options, tower.branch, dealt) for tower in towers},
+            {tower.branch: partial(_example, data, options, tower.branch, lengths) for tower in towers},
             DTYPES[precision_of(config)],
             processes.device,
             sizes,
@@ -78,8 +79,8 @@ def run_costs(
         )
     precision_bytes = DTYPES[precision_of(config)].itemsize
     layers = dict(profile.layers)
-    if dealt:  # seconds are those of texts of the mean length; the memory must hold a micro-batch of the longest
-        longer = options.max_text_tokens / _text_lengths(data, options).mean()
+    if lengths is not None:  # seconds are those of texts of the mean length; the memory must hold a micro-batch of the longest
+        longer = options.max_text_tokens / lengths.mean()
         layers["text"] = [replace(layer, activation_bytes=_times(layer.activation_bytes, longer)) for layer in layers["text"]]
     costs = CostModel.of(layers, profile.machine, config, options.embed_dim, profile.pairs, token_bytes(*towers, precision_bytes))
     folder.write_costs(cost_model_to_json(costs))
@@ -110,13 +111,12 @@ def _sizes(config: Mapping[str, Any], block: BranchesBlock, device_type: str) ->
     return sizes
 
 
-def _example(data: PreparedData, options: Options, branch: str, dealt: bool, size: int) -> dict[str, Tensor]:
-    """A micro-batch as the run will see them, from the first training samples: texts have their true lengths. `dealt`: texts of about
-    equal lengths come together, here those of about the mean length."""
+def _example(data: PreparedData, options: Options, branch: str, lengths: np.ndarray | None, size: int) -> dict[str, Tensor]:
+    """A micro-batch as the run will see them, from the first training samples: texts have their true lengths. `lengths`, of the first
+    samples' texts: texts of about equal lengths come together, here those of about the mean length."""
     dataset = micro_batch_dataset(data, data.source, options, frozenset({branch}))
     number = np.arange(size)
-    if branch == "text" and dealt:
-        lengths = _text_lengths(data, options)
+    if branch == "text" and lengths is not None:
         number = np.resize(np.argsort(np.abs(lengths - lengths.mean()), kind="stable"), size)
     index = data.train[number % len(data.train)]
     return dataset[MicroBatchRequest(0, 0, index, np.arange(size), training=True)]

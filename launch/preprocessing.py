@@ -27,12 +27,12 @@ def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | No
     """How the pixels were prepared that weights were trained on, and the tower's input in pixels; None: the weights do not say.
 
     `where`: as --image-weights or --import. Known are torchvision's weights by name and by their files' names, and folders with
-    a preprocessor_config.json or from export.py.
+    a preprocessor_config.json, files beside one, and folders from export.py.
     """
     path = Path(where).expanduser()
     if path.is_dir():
         return _of_export(path) or _of_folder(path / PREPROCESSOR)
-    return _of_torchvision(path.name, split_name(image_tower)[0])
+    return _of_torchvision(path.name, split_name(image_tower)[0]) or (_of_folder(path.parent / PREPROCESSOR) if path.is_file() else None)
 
 
 def describe_pixels(options: Options) -> str:

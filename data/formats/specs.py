@@ -53,6 +53,8 @@ def has_options(kind: str, where: str) -> bool:
     """Does what follows the kind end with `?key=value`? Not if a file (coco: a folder and a file) exists under the whole name."""
     if "?" not in where or os.path.exists(local_path(where)):
         return False
+    if kind == "parquet" and "=" not in where.rpartition("?")[2]:
+        return False  # part-?.parquet: a pattern of files
     folder, _, file = where.rpartition(":")
     return not (kind == "coco" and os.path.isdir(local_path(folder)) and os.path.isfile(local_path(file)))
 

@@ -19,6 +19,7 @@ from PIL import Image
 from data.bad_samples import BadSample
 from data.cache import __main__ as cache_command
 from data.formats.rows import Roots, locate
+from data.formats.specs import split_options
 from data.inspect import main as inspect_command
 from data.options import DataOptions
 from data.pictures import decode_bytes
@@ -508,3 +509,9 @@ def test_samples_kept_before_there_were_roots_are_found_again(here):
     assert prepare_data(DataOptions((spec,), **options), None, run).train.tolist() == [0]
     with pytest.raises(ValueError, match=r"data_root changed: there \{'data_root': None\}"):
         prepare_data(DataOptions((spec,), data_root=(str(here / "a"),), **options), None, run)
+
+
+def test_a_question_mark_of_a_pattern_begins_no_option():
+    spec = "parquet:/data/part-?.parquet"
+    assert with_roots(spec, ["/pictures"]) == f"{spec}?root=/pictures"
+    assert split_options("parquet", "/data/part-?.parquet", ("image", "root")) == ("/data/part-?.parquet", {}, ())

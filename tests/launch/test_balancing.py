@@ -123,6 +123,16 @@ def test_branches_on_one_line_keep_the_planned_micro_batches(data, tmp_path, lay
         assert max(len(positions) for positions, _ in shares) <= 1.25 * balance.plan.batches["image"].micro_batch_size
 
 
+@pytest.mark.parametrize("layout", ["chain", "merged"])
+@pytest.mark.parametrize("min_size", [13, 20, 24, 33, 48])
+def test_a_least_size_beyond_the_planned_one_leaves_fewer_micro_batches(data, tmp_path, layout, min_size):
+    balance = made(data, tmp_path, layout, {"min_size": min_size})  # 4 of 12 were planned
+    number = balance.first.num_micro_batches["image"]
+    assert number == 48 // min_size
+    shares = balance.dealers["image"].shares(balance.batch(0, balance.first), 1, number)
+    assert min(len(positions) for positions, _ in shares) >= min_size and sum(len(positions) for positions, _ in shares) == 48
+
+
 def test_a_micro_batch_of_one_text_holds_the_longest(data, tmp_path):
     """With a limit of tokens that some texts reach."""
     options = ["--max-text-tokens", "10"]

@@ -341,7 +341,9 @@ def test_each_question_has_a_file_of_its_own(monkeypatch):
 
     asked = [[], ["--val-data", "jsonl:my data/a.jsonl"], ["--captions", "all"], ["--classify", "imagefolder:x"], ["--val-data", "demo"]]
     assert name() == "evaluation-step-00000008.json" and name(*asked[1]) == "evaluation-step-00000008-jsonl-my-data-a-jsonl.json"
-    assert len({name(*arguments) for arguments in asked}) == 5
+    long = "jsonl:" + "a/" * 120
+    asked += [["--val-data", long + end, *captions] for end in ("b.jsonl", "c.jsonl") for captions in ([], ["--captions", "all"])]
+    assert len({name(*arguments) for arguments in asked}) == 9 and max(len(name(*arguments)) for arguments in asked) <= 205
 
 
 def test_numbers_that_json_does_not_have_are_null(tmp_path):

@@ -151,6 +151,8 @@ def test_transformers_files_are_read(tmp_path):
     ):
         processor.save_pretrained(tmp_path / name)
         assert trained_with(str(tmp_path / name), "resnet50") == expected
+    (tmp_path / "vit" / "weights.pth").touch()
+    assert trained_with(str(tmp_path / "vit" / "weights.pth"), "resnet50")[0].mean == NORMALIZATIONS["half"][0]  # beside it
     (tmp_path / "clip" / "preprocessor_config.json").write_text('{"size": 224}')
     with pytest.raises(ValueError, match="does not describe how images are prepared .* give --image-normalization"):
         trained_with(str(tmp_path / "clip"), "resnet50")
