@@ -45,7 +45,7 @@ from launch.step_line import step_line
 from launch.stopping import STOPPED, StopRequest
 from launch.trace_file import TraceFile, is_sampled
 from launch.tracking import Tracker
-from launch.trained import towers_of
+from launch.trained import towers_of, with_named_towers
 from launch.weighting import loss_weights_of, text_lengths, training_order
 from models.losses import Matching, build_loss
 from models.weights import open_model, open_weights
@@ -80,6 +80,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     run.folder = folder = RunFolder(from_first_rank(choose_folder(options)), first)
     if first:
         stop.watch(folder.stop)
+    with first_rank_first():
+        options = with_named_towers(options, folder.previous())
     folder.refuse_other_run(options, training_identity(options, config, asdict(block)))
     checkpoint, notices = find_checkpoint(options.resume, folder.checkpoints)
     state, batch_size = state_of(checkpoint), config["train_batch_size"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from data.transforms import KEPT, SHRUNK
 from launch.trained import Trained
 from models.layers import Tower
+from models.pooling import num_heads
 
 PIXELS = '''```python
 import numpy as np
@@ -63,10 +64,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 tensors = load_file("model.safetensors")
-of = lambda prefix: {{name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}}
+of = lambda prefix: {{name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}}{attention}
 {constructor}
 image.load_state_dict(of("image."))
-text = AutoModel.from_config(AutoConfig.from_pretrained("{text_folder}"))
+text = AutoModel.from_config(AutoConfig.from_pretrained("{text_folder}"){no_pooler})
 text.load_state_dict(of("text."))
 image.eval(), text.eval()
 tokenizer = AutoTokenizer.from_pretrained(".")
@@ -77,11 +78,38 @@ def embed(pixel_values, texts):
     tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
     ids, mask = tokens["input_ids"], tokens["attention_mask"]
     with torch.no_grad():
-        image_features, text_features = image(pixel_values), text(input_ids=ids, attention_mask=mask){pooled}
+        image_features = {image_features}
+        output = text(input_ids=ids, attention_mask=mask)
+        text_features = {text_features}
     image_embeds = image_features @ tensors["head.image_projection.weight"].T
     text_embeds = text_features @ tensors["head.text_projection.weight"].T
     return torch.nn.functional.normalize(image_embeds), torch.nn.functional.normalize(text_embeds)
 ```"""
+
+
+ATTENTION = """
+
+
+class AttentionPool(torch.nn.Module):
+    def __init__(self, branch, width, heads):
+        super().__init__()
+        self.probe = torch.nn.Parameter(torch.empty(1, 1, width))
+        self.attention = torch.nn.MultiheadAttention(width, heads, batch_first=True)
+        self.layernorm = torch.nn.LayerNorm(width, eps=1e-6)
+        self.mlp = torch.nn.ModuleDict({"fc1": torch.nn.Linear(width, 4 * width), "fc2": torch.nn.Linear(4 * width, width)})
+        self.load_state_dict({name: tensors.pop(f"{branch}.attention_pool.{name}") for name in self.state_dict()})
+
+    def forward(self, tokens, padded=None):
+        found, _ = self.attention(self.probe.expand(len(tokens), -1, -1), tokens, tokens, key_padding_mask=padded)
+        inner = torch.nn.functional.gelu(self.mlp["fc1"](self.layernorm(found)), approximate="tanh")
+        return (found + self.mlp["fc2"](inner))[:, 0]
+
+
+"""
+ATTENTION_OF = """{branch}_pool = AttentionPool("{branch}", {width}, {heads})
+"""
+OTHER_POOL = {"max": "\nimage.avgpool = torch.nn.AdaptiveMaxPool2d(1)", "attention": "\nimage.avgpool = torch.nn.Identity()"}  # of maps
+WITH_POOLER = ("BertModel", "RobertaModel", "XLMRobertaModel")
 
 
 def export_page(trained: Trained, differences: list[str]) -> str:
@@ -128,15 +156,49 @@ def _intro(differences: list[str]) -> str:
 
 def _state_dict_example(image: Tower, text: Tower) -> str:
     imports, constructor = _constructor(image)
-    return STATE_DICT.format(constructor_import=imports, constructor=constructor, text_folder="text", pooled=_pooled(text))
+    learned = [tower for tower in (image, text) if tower.config["pool"] == "attention"]
+    pools = "".join(ATTENTION_OF.format(branch=tower.branch, width=tower.width, heads=num_heads(tower.width)) for tower in learned)
+    return STATE_DICT.format(
+        constructor_import=imports,
+        constructor=constructor,
+        text_folder="text",
+        no_pooler=", add_pooling_layer=False" if text.config["architecture"] in WITH_POOLER and text.config["pool"] != "pooler" else "",
+        attention=ATTENTION + pools if learned else "",
+        image_features=_image_features(image),
+        text_features=_text_features(text),
+    )
 
 
-def _pooled(text: Tower) -> str:
-    if text.config["architecture"] == "DistilBertModel":
-        return ".last_hidden_state[:, 0]"
-    if text.config["architecture"] == "CLIPTextModel" and text.config["eos_token_id"] is not None:
-        return f".last_hidden_state[range(len(ids)), (ids == {text.config['eos_token_id']}).int().argmax(-1)]"
-    return ".pooler_output"
+def _image_features(image: Tower) -> str:
+    pool = image.config["pool"]
+    if "patch_size" in image.config and pool != "cls":
+        patches = "torch.cat([image.class_token.expand(len(pixel_values), -1, -1), image._process_input(pixel_values)], 1)"
+        behind = {
+            "avg": "image.encoder({})[:, 1:].mean(1)",
+            "max": "image.encoder({})[:, 1:].amax(1)",
+            "attention": "image_pool(image.encoder({}))",
+        }
+        return behind[pool].format(patches)
+    if "layers" in image.config and pool == "attention":
+        return f"image_pool(image(pixel_values).unflatten(1, ({image.width}, -1)).transpose(1, 2))"
+    if pool == "attention":
+        return "image_pool(image.classifier[0](image.features(pixel_values)).flatten(2).transpose(1, 2))"
+    return "image(pixel_values)"
+
+
+def _text_features(text: Tower) -> str:
+    pool, eos_token_id = text.config["pool"], text.config["eos_token_id"]
+    if pool == "eos" and eos_token_id is not None:
+        return f"output.last_hidden_state[range(len(ids)), (ids == {eos_token_id}).int().argmax(-1)]"
+    return {
+        "mean": "(output.last_hidden_state * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)",
+        "first": "output.last_hidden_state[:, 0]",
+        "last": "output.last_hidden_state[range(len(ids)), ids.shape[1] - 1 - mask.flip(1).argmax(1)]",
+        "max": "output.last_hidden_state.masked_fill(mask[..., None] == 0, -torch.inf).amax(1)",
+        "attention": "text_pool(output.last_hidden_state, mask == 0)",
+        "pooler": "output.pooler_output",
+        "eos": "output.pooler_output",
+    }[pool]
 
 
 def _constructor(image: Tower) -> tuple[str, str]:
@@ -147,7 +209,7 @@ def _constructor(image: Tower) -> tuple[str, str]:
         return (
             f"from torchvision.models.resnet import {block}, ResNet",
             f"image = ResNet({block}, {list(sizes['layers'])}, width_per_group={sizes['width_per_group']}, groups={sizes['groups']})\n"
-            "image.fc = torch.nn.Identity()",
+            "image.fc = torch.nn.Identity()" + OTHER_POOL.get(sizes["pool"], ""),
         )
     if "patch_size" in sizes:
         keys = ("image_size", "patch_size", "num_layers", "num_heads", "hidden_dim", "mlp_dim")
@@ -160,5 +222,5 @@ def _constructor(image: Tower) -> tuple[str, str]:
     blocks = ", ".join(f"CNBlockConfig({a}, {b}, {depth})" for a, b, depth in settings)
     return (
         "from torchvision.models.convnext import CNBlockConfig, ConvNeXt",
-        f"image = ConvNeXt([{blocks}])\nimage.classifier[2] = torch.nn.Identity()",
+        f"image = ConvNeXt([{blocks}])\nimage.classifier[2] = torch.nn.Identity()" + OTHER_POOL.get(sizes["pool"], ""),
     )

@@ -102,6 +102,7 @@ def _record(trained: Trained, differences: list[str]) -> dict[str, object]:
         **{key: options[key] for key in OPTIONS},
         **trained.preprocessing.options(options["image_size"]),
         "text_tower": options["text_tower"],
+        "text_pool": trained.towers[1].config["pool"],
         "loss": options["loss"],
         "step": trained.step,
         "trained_in": str(next(trained.layers[0].parameters()).dtype).removeprefix("torch."),

@@ -14,6 +14,7 @@ from data.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
 from data.roots import from_anywhere, given_roots
 from launch.flags import make_parser
 from launch.records import PIXELS, options_of_export, read_run
+from models.options import join_name, split_name
 
 if TYPE_CHECKING:
     from engine.config import BranchesBlock
@@ -93,7 +94,7 @@ class Options:
         """Where the tokenizer comes from: asked for, or beside the text tower's weights or configuration; None: train one."""
         if self.tokenizer is not None:
             return self.tokenizer
-        for where in (self.text_weights, self.text_tower):
+        for where in (self.text_weights, split_name(self.text_tower)[0]):
             if where is not None and any((Path(where) / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
                 return where
         weights = self.text_weights
@@ -165,8 +166,11 @@ def parse_options(arguments: list[str] | None = None) -> Options:
                 values[key] = default if values[key] is None else values[key]
     for key in ("tokenizer", "imported"):
         values[key] = _from_anywhere(values[key])
-    for key in ("text_tower", "image_weights", "text_weights"):  # NAME is also one that a library knows; ./NAME is not
+    for key in ("image_weights", "text_weights"):  # NAME is also one that a library knows; ./NAME is not
         values[key] = _from_anywhere(values[key]) if "/" in (values[key] or "") else values[key]
+    if "/" in (values["text_tower"] or ""):
+        base, overrides = split_name(values["text_tower"])
+        values["text_tower"] = join_name(_from_anywhere(base), overrides)
     sized = values["image_size"] is not None
     # What the command of a run that goes on leaves out stays what it was, also where defaults have changed since.
     recorded = (values["run_dir"] and read_run(values["run_dir"]) or {}).get("options", {})

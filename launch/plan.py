@@ -37,6 +37,7 @@ from launch.estimates import estimated_costs
 from launch.options import DEFAULTS, ROOT
 from launch.report import show
 from models.fusion import FusionSizes
+from models.defaults import image_name, text_name
 from models.towers import build_towers
 
 SAMPLES_PER_GPU, MOST_SAMPLES = 1024, 32768  # of the default global batch
@@ -205,8 +206,8 @@ def configuration(options: PlanOptions) -> tuple[dict[str, Any], BranchesBlock]:
 def cost_model(options: PlanOptions, config: Mapping[str, Any]) -> CostModel:
     """Estimated: counted operations of both towers against the device's data sheet."""
     towers = build_towers(
-        options.image_tower,
-        options.text_tower,
+        image_name(options.image_tower, None),
+        text_name(options.text_tower, None),
         options.embed_dim,
         options.image_size,
         options.vocab_size,

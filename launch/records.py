@@ -34,9 +34,10 @@ def options_of_export(folder: Path) -> dict[str, Any]:
     record = read_export(folder)
     if record is None:
         return {}
+    pool = f":pool={record['text_pool']}" if "text_pool" in record else ""  # earlier ones have the library's
     return {
         **{key: record[key] for key in OPTIONS},
         **{key: record[key] for key in PIXELS if key in record},
-        "text_tower": str(folder.expanduser() / TEXT_FOLDER),
+        "text_tower": f"{folder.expanduser() / TEXT_FOLDER}{pool}",
         "tokenizer": str(folder.expanduser()),
     }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,11 +16,15 @@ from engine.checkpoint.layout import AVERAGE, MANIFEST, checkpoints_in, checksum
 from engine.checkpoint.reading import CheckpointReader, load_layer
 from launch.records import WEIGHTS, options_of_export, read_export, read_run
 from launch.report import show
+from models.defaults import image_name, text_name
 from models.fusion import fusion_sizes
 from models.layers import Layer, Tower
 from models.losses import build_loss
 from models.towers import build_towers
 from models.weights import open_model
+
+if TYPE_CHECKING:
+    from launch.options import Options
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,22 @@ def open_run(run_dir: Path, checkpoint: str | None = None, device: torch.device 
             raise ValueError(f"--ema: {found} holds no moving average of the weights; a run keeps one where its JSON has an ema block")
         layers = [load_layer(reader, spec.build(options["seed"]), device, averaged).eval() for spec in specs]
     return Trained(record, found, step_of(found), tokenizer, towers, layers)
+
+
+def with_named_towers(options: Options, previous: Mapping[str, Any] | None) -> Options:
+    """The options of a run with what the names of its towers leave open written out (`models/defaults.py`).
+
+    `previous`: the record of the run that goes on, None for a new one. A model that is gone on with keeps the names by which it is known. Errors:
+    those of weights that are not found.
+    """
+    known = options_of_export(Path(options.imported)) if options.imported else {}
+    known |= (previous or {}).get("options", {})
+    image, text = options.image_tower, options.text_tower
+    if image != known.get("image_tower"):
+        image = image_name(image, options.imported or options.image_weights)
+    if text != known.get("text_tower"):
+        text = text_name(text, options.text_weights)
+    return replace(options, image_tower=image, text_tower=text)
 
 
 def towers_of(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[Tower, Tower]:

@@ -13,7 +13,8 @@ from transformers import ConvNextConfig, Dinov2Config, PreTrainedConfig, VisionT
 from models.layers import Tower
 from models.translation import Pair, renamed
 
-POOLED_TEXT = ("BertModel", "RobertaModel", "XLMRobertaModel", "CLIPTextModel")
+POOLED_TEXT = {"BertModel": "pooler", "RobertaModel": "pooler", "XLMRobertaModel": "pooler", "CLIPTextModel": "eos"}  # and how
+POOLED_IMAGE = {"vit": "cls", "convnext": "avg"}
 ENDS = (".weight", ".bias")
 EPS = 1e-6  # of torchvision's layer norms in ViT and ConvNeXt
 
@@ -35,9 +36,15 @@ def towers_differ(image: Tower, text: Tower) -> list[str]:
         reasons.append(
             f"transformers' Dinov2Model has an inner layer of whole multiples of {image.config['hidden_dim']}, not {image.config['mlp_dim']}"
         )
+    if image.config["pool"] != POOLED_IMAGE.get(kind, image.config["pool"]):
+        reasons.append(f"transformers pools the images by pool={POOLED_IMAGE[kind]}, not {image.config['pool']}")
     architecture = text.config["architecture"]
     if architecture not in POOLED_TEXT:
         reasons.append(f"transformers' {architecture} has no pooled output")
+    elif text.config["pool"] != POOLED_TEXT[architecture]:
+        reasons.append(
+            f"the pooled output of transformers' {architecture} is that of pool={POOLED_TEXT[architecture]}, not {text.config['pool']}"
+        )
     if architecture == "CLIPTextModel" and text.config["eos_token_id"] == 2:
         reasons.append("transformers' CLIPTextModel takes eos_token_id 2 for 'the highest id of the text'")
     return reasons

@@ -18,6 +18,7 @@ from torchvision.models.vision_transformer import MLPBlock, VisionTransformer
 
 from models.layers import Layer, Tower, cut, reset
 from models.options import parse_overrides, refuse, split_name
+from models.pooling import ADDED, AttentionPool, FirstPool, MaxPool, MeanPool
 
 # ---------------------------------------------------------------------------------------------- layers
 
@@ -121,29 +122,44 @@ class ImageBlock(Layer):
 
 
 class ConvPool(Layer):
-    """`image_hidden` [B, C, H, W] -> `image_features` [B, C]: mean over places, then the norm if there is one."""
+    """`image_hidden` [B, C, H, W] -> `image_features` [B, C]: `pool` of the map [B, C, H, W] -> [B, C, 1, 1], then the norm if there is one."""
 
     reads, makes, drops = ("image_hidden",), ("image_features",), ("image_hidden",)
 
-    def __init__(self, avgpool: nn.Module, norm: nn.Module | None = None) -> None:
+    def __init__(self, pool: nn.Module, norm: nn.Module | None = None) -> None:
         super().__init__()
-        self.avgpool, self.norm = avgpool, nn.Identity() if norm is None else norm
+        self.pool, self.norm = pool, nn.Identity() if norm is None else norm
 
     def compute(self, image_hidden: Tensor) -> Tensor:
-        return torch.flatten(self.norm(self.avgpool(image_hidden)), 1)
+        return torch.flatten(self.norm(self.pool(image_hidden)), 1)
+
+
+class ConvAttentionPool(Layer):
+    """`image_hidden` [B, C, H, W] -> `image_features` [B, C]: the norm if there is one, then attention over all places."""
+
+    reads, makes, drops, added = ("image_hidden",), ("image_features",), ("image_hidden",), ADDED
+
+    def __init__(self, channels: int, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.pool, self.norm = AttentionPool(channels), nn.Identity() if norm is None else norm
+
+    def compute(self, image_hidden: Tensor) -> Tensor:
+        return self.pool(self.norm(image_hidden).flatten(2).transpose(1, 2))
 
 
 class ViTPool(Layer):
-    """`image_hidden` [B, N, D] -> `image_features` [B, D]: final norm, class token."""
+    """`image_hidden` [B, N, D] -> `image_features` [B, D]: final norm, then `pool`; without the class token where `of_patches`."""
 
     reads, makes, drops = ("image_hidden",), ("image_features",), ("image_hidden",)
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: nn.Module, pool: nn.Module, of_patches: bool) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm, self.pool, self.of_patches = norm, pool, of_patches
+        self.added = ADDED if isinstance(pool, AttentionPool) else None
 
     def compute(self, image_hidden: Tensor) -> Tensor:
-        return self.norm(image_hidden)[:, 0]
+        tokens = self.norm(image_hidden)
+        return self.pool(tokens[:, 1:] if self.of_patches else tokens)
 
 
 # ------------------------------------------------------------------------------------------- architectures
@@ -200,23 +216,34 @@ ARCHITECTURES: dict[str, Sizes] = {
     "convnext_large": ConvNeXtSizes((192, 384, 768, 1536), (3, 3, 27, 3), 0.5),
 }
 
+POOLS: dict[type, tuple[str, ...]] = {  # the library's own first
+    ResNetSizes: ("avg", "max", "attention"),
+    ViTSizes: ("cls", "avg", "max", "attention"),
+    ConvNeXtSizes: ("avg", "max", "attention"),
+}
+
 
 def image_tower(name: str, image_size: int) -> Tower:
     """The tower of `name` = ARCHITECTURE[:key=value,...] for images of `image_size` pixels a side; it has no head yet.
 
-    Its features are the library model's output with the last classifier linear replaced by the identity.
+    Without `pool` its features are the library model's output with the last classifier linear replaced by the identity.
     """
     base, overrides = split_name(name)
     if base not in ARCHITECTURES:
         raise refuse("image tower", base, ARCHITECTURES)
     sizes = ARCHITECTURES[base]
     kinds = {key: type(value) for key, value in asdict(sizes).items() if key != "bottleneck"}
-    sizes = replace(sizes, **parse_overrides(name, overrides, kinds))
+    values = parse_overrides(name, overrides, {**kinds, "pool": str})
+    pools = POOLS[type(sizes)]
+    pool = values.pop("pool", pools[0])
+    if pool not in pools:
+        raise refuse(f"image tower {name!r}: pool", pool, pools)
+    sizes = replace(sizes, **values)
     _check(name, sizes, image_size)
     with torch.device("meta"):
         model = library_model(sizes, image_size)
-    layers, dropped, initialise, width = _CUTS[type(sizes)](model, sizes)
-    config: dict[str, Any] = {"library": "torchvision", "architecture": base, "image_size": image_size, **asdict(sizes)}
+        layers, dropped, initialise, width = _CUTS[type(sizes)](model, sizes, pool)
+    config: dict[str, Any] = {"library": "torchvision", "architecture": base, "pool": pool, "image_size": image_size, **asdict(sizes)}
     return Tower("image", name, width, cut("image", model, layers, initialise, dropped), config)
 
 
@@ -264,33 +291,42 @@ def _check(name: str, sizes: Sizes, image_size: int) -> None:
 Cut = tuple[list[tuple[str, Layer]], tuple[str, ...], Callable[[Layer], None], int]  # layers, dropped names, initialise, width
 
 
-def _cut_resnet(model: ResNet, sizes: ResNetSizes) -> Cut:
+def _cut_resnet(model: ResNet, sizes: ResNetSizes, pool: str) -> Cut:
     layers: list[tuple[str, Layer]] = [("stem", ResNetStem(model))]
     for group in ("layer1", "layer2", "layer3", "layer4"):
         layers += [(f"{group}.{i}", ImageBlock(block)) for i, block in enumerate(getattr(model, group))]
-    layers.append(("pool", ConvPool(model.avgpool)))
-    return layers, ("fc.",), partial(_initialise_resnet, sizes=sizes), model.fc.in_features
+    width = model.fc.in_features
+    layers.append(("pool", _pool_map(pool, model.avgpool, width)))
+    return layers, ("fc.",), partial(_initialise_resnet, sizes=sizes), width
 
 
-def _cut_vit(model: VisionTransformer, sizes: ViTSizes) -> Cut:
+def _cut_vit(model: VisionTransformer, sizes: ViTSizes, pool: str) -> Cut:
     layers: list[tuple[str, Layer]] = [("stem", ViTStem(model))]
     layers += [(f"encoder.layers.{name}", ImageBlock(block)) for name, block in model.encoder.layers.named_children()]
-    layers.append(("pool", ViTPool(model.encoder.ln)))
+    modules = {"cls": FirstPool, "avg": MeanPool, "max": MaxPool, "attention": partial(AttentionPool, sizes.hidden_dim)}
+    layers.append(("pool", ViTPool(model.encoder.ln, modules[pool](), of_patches=pool in ("avg", "max"))))
     return layers, ("heads.",), _initialise_vit, sizes.hidden_dim
 
 
-def _cut_convnext(model: ConvNeXt, sizes: ConvNeXtSizes) -> Cut:
+def _cut_convnext(model: ConvNeXt, sizes: ConvNeXtSizes, pool: str) -> Cut:
     layers: list[tuple[str, Layer]] = [("stem", ConvNeXtStem(model.features[0]))]
     for i, part in enumerate(model.features[1:], start=1):
         if isinstance(part[0], CNBlock):
             layers += [(f"features.{i}.{j}", ImageBlock(block)) for j, block in enumerate(part)]
         else:
             layers.append((f"features.{i}", ImageBlock(part)))  # between groups: norm and downsampling
-    layers.append(("pool", ConvPool(model.avgpool, model.classifier[0])))
+    layers.append(("pool", _pool_map(pool, model.avgpool, sizes.dims[-1], model.classifier[0])))
     return layers, ("classifier.2.",), partial(_initialise_convnext, sizes=sizes), sizes.dims[-1]
 
 
-_CUTS: dict[type, Callable[[Any, Any], Cut]] = {ResNetSizes: _cut_resnet, ViTSizes: _cut_vit, ConvNeXtSizes: _cut_convnext}
+def _pool_map(pool: str, avgpool: nn.Module, channels: int, norm: nn.Module | None = None) -> Layer:
+    """The last layer of a tower whose `image_hidden` are maps."""
+    if pool == "attention":
+        return ConvAttentionPool(channels, norm)
+    return ConvPool(nn.AdaptiveMaxPool2d(1) if pool == "max" else avgpool, norm)
+
+
+_CUTS: dict[type, Callable[[Any, Any, str], Cut]] = {ResNetSizes: _cut_resnet, ViTSizes: _cut_vit, ConvNeXtSizes: _cut_convnext}
 
 # ---------------------------------------- the rules of torchvision's constructors, which cannot be applied to a part of a model
 
@@ -321,6 +357,8 @@ def _initialise_vit(layer: Layer) -> None:
 
 def _initialise_convnext(layer: Layer, sizes: ConvNeXtSizes) -> None:
     reset(layer)
+    if isinstance(layer, ConvAttentionPool):  # torchvision has none
+        return
     for module in layer.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             nn.init.trunc_normal_(module.weight, std=0.02)

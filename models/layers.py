@@ -23,12 +23,14 @@ class Layer(nn.Module):
     passed to `compute` by name, where there are any.
     `canonical_names` maps each local state-dict name to its name in the run: `image.` or `text.` + the library's name, or
     `head.` + ours. The first component is the group whose gradient norm is clipped together.
+    `added`: how the local names of tensors begin that the library's model does not have, and how their canonical names do behind the branch.
     """
 
     reads: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
     reads_if_given: tuple[str, ...] = ()
+    added: tuple[str, str] | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,12 +152,16 @@ def cut(
     """
     library_names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
     expected = sorted(name for name in library_names.values() if not name.startswith(dropped or ("\0",)))
+    owned = []
     for _, layer in layers:
-        layer.canonical_names = {
-            local: f"{branch}.{library_names[id(tensor)]}" for local, tensor in layer.state_dict(keep_vars=True).items()
-        }
-    owned = sorted(name.split(".", 1)[1] for _, layer in layers for name in layer.canonical_names.values())
-    if owned != expected:
+        for local, tensor in layer.state_dict(keep_vars=True).items():
+            if layer.added and local.startswith(layer.added[0]):
+                name = layer.added[1] + local.removeprefix(layer.added[0])
+            else:
+                name = library_names[id(tensor)]
+                owned.append(name)
+            layer.canonical_names[local] = f"{branch}.{name}"
+    if sorted(owned) != expected:
         raise RuntimeError(f"{type(model).__name__} was cut wrongly: {sorted(set(owned) ^ set(expected)) or 'a tensor is in two layers'}")
     return tuple(LayerSpec(f"{branch}.{name}", branch, layer, initialise) for name, layer in layers)
 

@@ -36,6 +36,11 @@ def split_name(name: str) -> tuple[str, dict[str, str]]:
     return base, overrides
 
 
+def join_name(base: str, overrides: Mapping[str, str]) -> str:
+    """What `split_name` cuts."""
+    return f"{base}:{','.join(f'{key}={value}' for key, value in overrides.items())}" if overrides else base
+
+
 def parse_overrides(name: str, overrides: Mapping[str, str], kinds: Mapping[str, type]) -> dict[str, object]:
     """Read each value as the kind that its key asks for. `kinds`: key -> int, float, bool, str or tuple (of integers)."""
     values: dict[str, object] = {}

@@ -26,9 +26,11 @@ from transformers import (
     XLMRobertaModel,
 )
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.models.clip.modeling_clip import CLIPEncoderLayer, CLIPTextEmbeddings
 
 from models.layers import Layer, Tower, cut
-from models.options import nearest, parse_overrides, split_name
+from models.options import nearest, parse_overrides, refuse, split_name
+from models.pooling import ADDED, AttentionPool, FirstPool, LastPool, MaxPool, MeanPool
 
 # ---------------------------------------------------------------------------------------------- layers
 
@@ -82,29 +84,30 @@ class TextBlock(Layer):
         return self.block(text_hidden, create_bidirectional_mask(config=self.config, inputs_embeds=text_hidden, attention_mask=padding))
 
 
-class FirstTokenPool(Layer):
-    """`text_hidden` [B, L, W] -> `text_features` [B, W]: the first token, through the library's pooler if it has one."""
+class TextPool(Layer):
+    """`text_hidden` [B, L, W] -> `text_features` [B, W]: `pool` of the tokens that `attention_mask` [B, L] keeps, behind the final norm if there is one."""
 
     reads, makes = ("text_hidden", "attention_mask"), ("text_features",)
     drops = reads
 
-    def __init__(self, pooler: nn.Module | None = None) -> None:
+    def __init__(self, pool: nn.Module, norm: nn.Module | None = None) -> None:
         super().__init__()
-        self.pooler = pooler
+        self.pool, self.norm = pool, nn.Identity() if norm is None else norm
+        self.added = ADDED if isinstance(pool, AttentionPool) else None
 
     def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
-        return text_hidden[:, 0] if self.pooler is None else self.pooler(text_hidden)
+        return self.pool(self.norm(text_hidden), attention_mask)
 
 
 class EotPool(Layer):
-    """`text_hidden` [B, L, W] -> `text_features` [B, W]: the final norm at `text_pool_position` [B]."""
+    """`text_hidden` [B, L, W] -> `text_features` [B, W]: the token at `text_pool_position` [B], behind the final norm if there is one."""
 
     reads, makes = ("text_hidden", "attention_mask", "text_pool_position"), ("text_features",)
     drops = reads
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: nn.Module | None = None) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm = nn.Identity() if norm is None else norm
 
     def compute(self, text_hidden: Tensor, attention_mask: Tensor, text_pool_position: Tensor) -> Tensor:
         return self.norm(text_hidden)[torch.arange(text_hidden.shape[0], device=text_hidden.device), text_pool_position]
@@ -113,26 +116,48 @@ class EotPool(Layer):
 # ------------------------------------------------------------------------------------------- architectures
 
 
-def _cut_bert(model: nn.Module, eos_token_id: int | None) -> list[tuple[str, Layer]]:
+def _cut_bert(model: nn.Module, pool: str, eos_token_id: int | None) -> list[tuple[str, Layer]]:
     blocks = [(f"encoder.layer.{i}", TextBlock(block, model.config)) for i, block in enumerate(model.encoder.layer)]
-    return [("embeddings", TextEmbeddings(model.embeddings)), *blocks, ("pooler", FirstTokenPool(model.pooler))]
+    return _ends(model, blocks, pool, eos_token_id, pooler=model.pooler)
 
 
-def _cut_distilbert(model: nn.Module, eos_token_id: int | None) -> list[tuple[str, Layer]]:
+def _cut_distilbert(model: nn.Module, pool: str, eos_token_id: int | None) -> list[tuple[str, Layer]]:
     blocks = [(f"transformer.layer.{i}", TextBlock(block, model.config)) for i, block in enumerate(model.transformer.layer)]
-    return [("embeddings", TextEmbeddings(model.embeddings)), *blocks, ("pooler", FirstTokenPool())]
+    return _ends(model, blocks, pool, eos_token_id)
 
 
-def _cut_clip(model: nn.Module, eos_token_id: int | None) -> list[tuple[str, Layer]]:
+def _cut_clip(model: nn.Module, pool: str, eos_token_id: int | None) -> list[tuple[str, Layer]]:
     if eos_token_id is None and model.config.eos_token_id != 2:  # 2: see EotEmbeddings
         eos_token_id = model.config.eos_token_id
-    if eos_token_id is not None and not (isinstance(eos_token_id, int) and eos_token_id < model.config.vocab_size):
+    if pool == "eos" and eos_token_id is not None and not (isinstance(eos_token_id, int) and eos_token_id < model.config.vocab_size):
         raise ValueError(
             f"eos_token_id={eos_token_id} must be one id below vocab_size={model.config.vocab_size}, for CLIP pools "
             "there; give the tokenizer's own"
         )
     blocks = [(f"encoder.layers.{i}", TextBlock(block, model.config, causal=True)) for i, block in enumerate(model.encoder.layers)]
-    return [("embeddings", EotEmbeddings(model.embeddings, eos_token_id)), *blocks, ("pooler", EotPool(model.final_layer_norm))]
+    return _ends(model, blocks, pool, eos_token_id, norm=model.final_layer_norm)
+
+
+def _ends(
+    model: nn.Module,
+    blocks: list[tuple[str, Layer]],
+    pool: str,
+    eos_token_id: int | None,
+    pooler: nn.Module | None = None,
+    norm: nn.Module | None = None,
+) -> list[tuple[str, Layer]]:
+    """The blocks between the embeddings and the layer that pools."""
+    if pool == "eos":
+        return [("embeddings", EotEmbeddings(model.embeddings, eos_token_id)), *blocks, ("pooler", EotPool(norm))]
+    modules = {
+        "mean": MeanPool,
+        "max": MaxPool,
+        "first": FirstPool,
+        "last": LastPool,
+        "pooler": lambda: FirstPool(pooler),
+        "attention": lambda: AttentionPool(model.config.hidden_size),
+    }
+    return [("embeddings", TextEmbeddings(model.embeddings)), *blocks, ("pooler", TextPool(modules[pool](), norm))]
 
 
 _BERT_KEYS = {
@@ -176,19 +201,26 @@ _CLIP_KEYS = {
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture of transformers: its model, where it is cut, which configuration keys a user may override."""
+    """An architecture of transformers: its model, where it is cut, which configuration keys a user may override, how the library pools."""
 
     model: type[nn.Module]
-    cut: Callable[[Any, int | None], list[tuple[str, Layer]]]
+    cut: Callable[[Any, str, int | None], list[tuple[str, Layer]]]
     keys: dict[str, type]
+    pool: str
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """All that it can be pooled by."""
+        return (*POOLS, "pooler") if self.pool == "pooler" else POOLS
 
 
+POOLS = ("mean", "first", "last", "eos", "max", "attention")
 FAMILIES = {  # by the model_type of the configuration
-    "bert": Family(BertModel, _cut_bert, _BERT_KEYS),
-    "roberta": Family(RobertaModel, _cut_bert, _BERT_KEYS),
-    "xlm-roberta": Family(XLMRobertaModel, _cut_bert, _BERT_KEYS),
-    "distilbert": Family(DistilBertModel, _cut_distilbert, _DISTILBERT_KEYS),
-    "clip_text_model": Family(CLIPTextModel, _cut_clip, _CLIP_KEYS),
+    "bert": Family(BertModel, _cut_bert, _BERT_KEYS, "pooler"),
+    "roberta": Family(RobertaModel, _cut_bert, _BERT_KEYS, "pooler"),
+    "xlm-roberta": Family(XLMRobertaModel, _cut_bert, _BERT_KEYS, "pooler"),
+    "distilbert": Family(DistilBertModel, _cut_distilbert, _DISTILBERT_KEYS, "first"),
+    "clip_text_model": Family(CLIPTextModel, _cut_clip, _CLIP_KEYS, "eos"),
 }
 
 
@@ -240,33 +272,50 @@ def text_tower(
 ) -> Tower:
     """The tower of `name` = PRESET, local folder with a config.json, or Hugging Face id, each with [:key=value,...]; without a head.
 
-    `vocab_size`, `pad_token_id`, `eos_token_id` are the tokenizer's; None keeps the configuration's. `eos_token_id` is read
-    by CLIP towers only. Features: the library's pooled output (BERT, RoBERTa: pooler_output; DistilBERT: the first token;
-    CLIP: the final norm at the end of the text).
+    `vocab_size`, `pad_token_id`, `eos_token_id` are the tokenizer's; None keeps the configuration's. `eos_token_id` is read with
+    `pool=eos` only. Without `pool` the features are the library's pooled output (BERT, RoBERTa: pooler_output; DistilBERT: the first
+    token; CLIP: the final norm at the end of the text).
     """
     base, overrides = split_name(name)
     config, hub_id = _find_config(base)
-    if config.model_type not in FAMILIES:
-        raise ValueError(f"text tower {base!r} is of type {config.model_type!r}; supported types: {', '.join(sorted(FAMILIES))}, clip")
-    family = FAMILIES[config.model_type]
-    values = parse_overrides(name, overrides, family.keys)
+    family = _family(base, config)
+    values = parse_overrides(name, overrides, {**family.keys, "pool": str})
+    pool = values.pop("pool", family.pool)
+    if pool not in family.pools:
+        raise refuse(f"text tower {name!r}: pool", pool, family.pools)
+    if pool == "eos" and family.pool != "eos" and eos_token_id is None:
+        raise ValueError(f"text tower {name!r}: the tokenizer has no token that ends a text; give pool=last, or another tokenizer")
     given = {"vocab_size": vocab_size, "pad_token_id": pad_token_id}
     config = _changed(config, {**values, **{key: value for key, value in given.items() if value is not None}})
     _check(name, config, max_text_tokens)
     with torch.device("meta"):
         model = family.model(config)
-    initialise = partial(_initialise, model=model)
-    specs = cut("text", model, family.cut(model, eos_token_id), initialise)
+        layers = family.cut(model, pool, eos_token_id)
+    unused = ("pooler.",) if family.pool == "pooler" != pool else ()
+    specs = cut("text", model, layers, partial(_initialise, model=model), unused)
     width = model.config.hidden_size  # DistilBERT maps it to dim
     record = {
         "library": "transformers",
         "architecture": family.model.__name__,
+        "pool": pool,
         "max_text_tokens": max_text_tokens,
         "hub_id": hub_id,
         "eos_token_id": eos_token_id,
         "config": config.to_dict(),
     }
     return Tower("text", name, width, specs, record)
+
+
+def of_library(base: str) -> tuple[str, str | None]:
+    """How the library pools the tower that `base` names (the name without its overrides), and its id on the hub if there is one."""
+    config, hub_id = _find_config(base)
+    return _family(base, config).pool, hub_id
+
+
+def _family(base: str, config: PreTrainedConfig) -> Family:
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"text tower {base!r} is of type {config.model_type!r}; supported types: {', '.join(sorted(FAMILIES))}, clip")
+    return FAMILIES[config.model_type]
 
 
 def _find_config(base: str) -> tuple[PreTrainedConfig, str | None]:
@@ -327,5 +376,27 @@ def _check(name: str, config: PreTrainedConfig, max_text_tokens: int) -> None:
 
 
 def _initialise(layer: Layer, model: Any) -> None:
-    """The library's own rules, inner modules first, as its `initialize_weights` does."""
+    """The library's own rules, inner modules first, as its `initialize_weights` does; for CLIP those of its authors."""
     layer.apply(model._init_weights)
+    for module in layer.modules():
+        if isinstance(module, AttentionPool):  # which the library's model does not have
+            module.reset_parameters()
+        elif isinstance(module, CLIPEncoderLayer):
+            _initialise_clip_block(module, model.config)
+        elif isinstance(module, CLIPTextEmbeddings):
+            nn.init.normal_(module.position_embedding.weight, std=0.01 * model.config.initializer_factor)
+
+
+def _initialise_clip_block(block: CLIPEncoderLayer, config: CLIPTextConfig) -> None:
+    """What each block adds is smaller the more blocks there are: openai/CLIP, `CLIP.initialize_parameters`, which transformers follows but for
+    the attention (it makes queries, keys and values smaller instead of the output) and the positions (twice as large)."""
+    width, factor = config.hidden_size**-0.5, config.initializer_factor
+    output = width * (2 * config.num_hidden_layers) ** -0.5
+    attention = block.self_attn
+    for linear, std in (
+        *((linear, width) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)),
+        (attention.out_proj, output),
+        (block.mlp.fc1, (2 * config.hidden_size) ** -0.5),
+        (block.mlp.fc2, output),
+    ):
+        nn.init.normal_(linear.weight, std=std * factor)

@@ -29,6 +29,7 @@ from models.translation import Source, as_ours
 log = logging.getLogger(__name__)
 
 SAFETENSORS, TORCH = ("model.safetensors",), ("pytorch_model.bin", "pytorch_model.pth", "model.pth")
+POOLING = ("modules.json", "*_Pooling/config.json")  # how a sentence encoder pools, beside its weights
 PREFIXES = ("module.", "bert.", "roberta.", "distilbert.", "text_model.")  # of wrappers and of models with a task head
 RENAMED = {  # what older versions of the libraries wrote
     "text": ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
@@ -36,7 +37,7 @@ RENAMED = {  # what older versions of the libraries wrote
 }
 # absent from masked-language-model checkpoints, from those written before BatchNorm counted its batches, and from models trained with InfoNCE
 OPTIONAL = re.compile(
-    r"text\.pooler\.dense\.(weight|bias)$|image\..*\.num_batches_tracked$|head\.logit_bias$|head\.(fusion|image_tokens|text_tokens)\."
+    r"text\.pooler\.dense\.(weight|bias)$|(image|text)\.attention_pool\.|image\..*\.num_batches_tracked$|head\.logit_bias$|head\.(fusion|image_tokens|text_tokens)\."
 )
 
 
@@ -105,16 +106,8 @@ def open_weights(branch: str, where: str, tower: Tower) -> WeightReader:
     """
     if branch != tower.branch:
         raise ValueError(f"weights for the {branch} branch were asked for a tower of the {tower.branch} branch; pass that branch's tower")
-    path = Path(where).expanduser()
-    if path.exists():
-        source = open_tensors(path)
-    elif where.count("/") == 1 and not where.startswith((".", "~", "/")):
-        source = open_tensors(_download(where))
-    elif "/" in where:
-        raise FileNotFoundError(f"weights {where!r}: there is no such file or folder; give an existing one, or ORGANISATION/MODEL")
-    else:
-        source = _open_library(branch, where, tower)
-    keys, shape_of, tensor_of = source
+    path = find_weights(branch, where, tower.name, tower.config.get("hub_id"))
+    keys, shape_of, tensor_of = _open_torchvision(where, tower) if path is None else open_tensors(path)
     reader = WeightReader((branch,), f"weights {where!r}", canonical_names(branch, keys), shape_of, tensor_of)
     return _checked(reader, tower)
 
@@ -191,6 +184,26 @@ def _shapes(tower: Tower, groups: tuple[str, ...]) -> dict[str, tuple[int, ...]]
 # ------------------------------------------------------------------------------------------------- sources
 
 
+def find_weights(branch: str, where: str, tower_name: str, hub_id: str | None) -> Path | None:
+    """The file or folder that `where` means, downloaded if need be; None: torchvision's own, which it keeps itself.
+
+    `where`: as in `open_weights`, for the tower called `tower_name`, whose published weights are `hub_id`. Errors: as there.
+    """
+    path = Path(where).expanduser()
+    if path.exists():
+        return path
+    if where.count("/") == 1 and not where.startswith((".", "~", "/")):
+        return _download(where)
+    if "/" in where:
+        raise FileNotFoundError(f"weights {where!r}: there is no such file or folder; give an existing one, or ORGANISATION/MODEL")
+    if branch == "image":
+        return None
+    known = {name: preset.hub_id for name, preset in PRESETS.items()} | ({"DEFAULT": hub_id} if hub_id else {})
+    if where not in known:
+        raise refuse(f"text weights for tower {tower_name!r}:", where, known)
+    return _download(known[where])
+
+
 def open_tensors(path: Path) -> Source:
     """A folder's weights, or a file's; nothing but headers is read where the format allows it."""
     if path.is_file():
@@ -248,12 +261,7 @@ def _open_sharded(index: Path) -> Source:
     return list(shard_of), lambda name: source(name)[1](name), lambda name: source(name)[2](name)
 
 
-def _open_library(branch: str, where: str, tower: Tower) -> Source:
-    if branch == "text":
-        hub_id = tower.config["hub_id"] if where == "DEFAULT" else PRESETS[where].hub_id if where in PRESETS else None
-        if hub_id is None:
-            raise refuse(f"text weights for tower {tower.name!r}:", where, [*PRESETS, *(["DEFAULT"] if tower.config["hub_id"] else [])])
-        return open_tensors(_download(hub_id))
+def _open_torchvision(where: str, tower: Tower) -> Source:
     known = torchvision.models.get_model_weights(tower.config["architecture"])
     if where not in known.__members__:
         raise refuse(f"image weights for tower {tower.name!r}:", where, known.__members__)
@@ -271,7 +279,7 @@ def _download(hub_id: str) -> Path:
     try:
         for names in (SAFETENSORS, TORCH):
             patterns = [pattern for name in names for pattern in (name, f"{name}.index.json", _shards(name))]
-            folder = Path(snapshot_download(hub_id, allow_patterns=patterns))
+            folder = Path(snapshot_download(hub_id, allow_patterns=[*patterns, *POOLING]))
             if any(file.name.startswith(names) or file.name.endswith(".index.json") for file in folder.iterdir()):
                 return folder
     except (HfHubHTTPError, OSError, ValueError) as error:  # LocalEntryNotFoundError, offline, bad id

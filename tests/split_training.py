@@ -29,6 +29,11 @@ TOWERS = {
         32,
     ),
 }
+TOWERS |= {
+    "resnet, max+bert, mean": (f"{TOWERS['resnet+bert'][0]},pool=max", f"{TOWERS['resnet+bert'][1]},pool=mean", 64),
+    "vit, attention+clip, attention": (f"{TOWERS['vit+clip'][0]},pool=attention", f"{TOWERS['vit+clip'][1]},pool=attention", 32),
+    "vit, avg+bert, last": (f"{TOWERS['vit+clip'][0]},pool=avg", f"{TOWERS['resnet+bert'][1]},pool=last", 32),
+}
 VOCAB, MAX_TOKENS, EMBED_DIM, SEED = 128, 16, 24, 5
 FIRST_INDEX = 10_000  # of the samples in their source
 LR, WEIGHT_DECAY = 1e-3, 0.1

@@ -52,6 +52,11 @@ CASES = [
     fork((2, 2), (1, 3), {"image": 4, "text": 8}),
     fork((3, 1), (4, 1), {"image": 8, "text": 3}),
     fork((4, 1), (1, 2), {"image": 3, "text": 12}),
+    fork((1, 2), (1, 1), {"image": 4, "text": 3}, towers="resnet, max+bert, mean"),
+    chain(1, 1, 1, 8, towers="resnet, max+bert, mean"),
+    fork((2, 1), (1, 2), {"image": 6, "text": 4}, towers="vit, attention+clip, attention"),
+    merged(2, 1, 8, towers="vit, attention+clip, attention"),
+    fork((1, 2), (1, 1), {"image": 4, "text": 8}, towers="vit, avg+bert, last"),
 ]
 
 

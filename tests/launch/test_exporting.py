@@ -44,13 +44,21 @@ MODELS = {
     "resnet+distilbert": (RESNET, DISTILBERT, "infonce", "ResNet has shape"),
     "resnet50+bert+sigmoid": ("resnet50:layers=1-1-1-1,width_per_group=8", BERT, "sigmoid", "no logit_bias"),
     "convnext+distilbert": (CONVNEXT, DISTILBERT, "infonce", "no pooled output"),
+    "resnet, attention+bert, mean": (f"{RESNET},pool=attention", f"{BERT},pool=mean", "infonce", "is that of pool=pooler, not mean"),
+    "resnet, max+clip, last": (f"{RESNET},pool=max", f"{CLIP},pool=last", "infonce", "is that of pool=eos, not last"),
+    "vit, avg+bert, attention": (f"{VIT},pool=avg", f"{BERT},pool=attention", "infonce", "pool=cls, not avg"),
+    "vit, attention+roberta, max": (f"{VIT},pool=attention", f"{ROBERTA},pool=max", "infonce", "pool=cls, not attention"),
+    "vit, max+bert, first": (f"{VIT},pool=max", f"{BERT},pool=first", "infonce", "pool=cls, not max"),
+    "convnext, attention+bert, last": (f"{CONVNEXT},pool=attention", f"{BERT},pool=last", "infonce", "pool=avg, not attention"),
+    "convnext, max+distilbert, mean": (f"{CONVNEXT},pool=max", f"{DISTILBERT},pool=mean", "infonce", "pool=avg, not max"),
+    "vit+bert, eos": (VIT, f"{BERT},pool=eos", "infonce", "not eos"),
     "odd vit+clip": (VIT.replace("mlp_dim=96", "mlp_dim=100"), CLIP, "infonce", "whole multiples of 48, not 100"),
 }
 
 
 def tokenizer_for(text_tower):
     tokenizer = load_tokenizer(None, CAPTIONS)
-    if text_tower == CLIP:  # it pools where the text ends; this id is not 2, nor the highest
+    if text_tower == CLIP or "pool=eos" in text_tower:  # it pools where the text ends; this id is not 2, nor the highest
         tokenizer.eos_token = "[SEP]"
     return tokenizer
 

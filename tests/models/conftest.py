@@ -57,6 +57,7 @@ class Case:
     classifier_prefix: str = "\0"  # every tensor of the dropped part begins so
     features: Callable = pooled
     pad_token_id: int | None = 0
+    authors: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda state: {}  # first values that are not the library's
 
     def tower(self, dropout: bool = False) -> Tower:
         values = self.dropout if dropout else dict.fromkeys(self.dropout, 0.0)
@@ -73,6 +74,11 @@ class Case:
         state = {layer.canonical_names[local].split(".", 1)[1]: tensor for layer in layers for local, tensor in layer.state_dict().items()}
         model.load_state_dict(state, strict=True)
         return model
+
+    def first_values(self) -> dict[str, Tensor]:
+        """By the library's names: the library's own, or those of the authors of the architecture where these are other."""
+        state = self.library(dict.fromkeys(self.dropout, 0.0)).state_dict()
+        return {**state, **self.authors(state)}
 
     def inputs(self, seed: int = 0) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(seed)
@@ -92,6 +98,25 @@ class Case:
 
 def _text_dropout(p: float) -> dict[str, float]:
     return {"hidden_dropout_prob": p, "attention_probs_dropout_prob": p}
+
+
+def _open_clips(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of OpenCLIP's text transformer, which starts as OpenAI's, under the names of `state`."""
+    from open_clip.transformer import TextTransformer
+
+    sizes = BERT["hidden_size"], BERT["num_attention_heads"], BERT["num_hidden_layers"]
+    ratio = BERT["intermediate_size"] / BERT["hidden_size"]
+    theirs = TextTransformer(BERT["max_position_embeddings"], VOCAB, *sizes, mlp_ratio=ratio).state_dict()
+    found = {"embeddings.position_embedding.weight": theirs["positional_embedding"]}
+    for i in range(sizes[2]):
+        ours, block = f"encoder.layers.{i}.", f"transformer.resblocks.{i}."
+        for part, weight in zip("qkv", theirs[f"{block}attn.in_proj_weight"].chunk(3)):
+            found[f"{ours}self_attn.{part}_proj.weight"] = weight
+        found[f"{ours}self_attn.out_proj.weight"] = theirs[f"{block}attn.out_proj.weight"]
+        found[f"{ours}mlp.fc1.weight"] = theirs[f"{block}mlp.c_fc.weight"]
+        found[f"{ours}mlp.fc2.weight"] = theirs[f"{block}mlp.c_proj.weight"]
+    assert set(found) <= set(state)
+    return found
 
 
 CASES = {
@@ -156,6 +181,7 @@ CASES = {
         {"attention_dropout": 0.1},
         lambda d: CLIPTextModel(CLIPTextConfig(vocab_size=VOCAB, eos_token_id=EOS, **BERT, **d)),
         pad_token_id=None,
+        authors=_open_clips,
     ),
 }
 

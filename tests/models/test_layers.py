@@ -107,7 +107,7 @@ def test_text_presets_have_the_published_sizes(name, millions):
 def test_initial_weights_are_the_librarys(case):
     """Per parameter: constants exactly, else mean, deviation and shape (4th moment) within 5 standard errors of two samples."""
     torch.manual_seed(11)
-    library = case.library(dict.fromkeys(case.dropout, 0.0)).state_dict()
+    library = case.first_values()
     for layer in (spec.build(5) for spec in case.tower().specs):
         for local, ours in layer.state_dict().items():
             name = layer.canonical_names[local]
@@ -121,6 +121,22 @@ def test_initial_weights_are_the_librarys(case):
             if n > 2000:
                 kurtosis = [(((x - x.mean()) / x.std()) ** 4).mean() for x in (ours, theirs)]
                 assert abs(kurtosis[0] - kurtosis[1]) < 5 * math.sqrt(2 * 24 / n), name
+
+
+def test_a_learned_pool_starts_as_siglips():
+    """Xavier's variance 2 / (in + out); the network's biases near zero."""
+    for tower in (
+        image_tower("resnet18:layers=1-1-1-1,pool=attention", 32),
+        image_tower("vit_b_16:num_layers=1,hidden_dim=512,num_heads=4,mlp_dim=8,pool=attention", 32),
+        image_tower("convnext_tiny:dims=16-24-32-512,depths=1-1-1-1,pool=attention", 32),
+        text_tower("bert-small:num_hidden_layers=1,pool=attention", 50, 10),
+    ):
+        state = tower.specs[-1].build(0).state_dict()
+        for name, rows in (("attention.in_proj_weight", 1536), ("attention.out_proj.weight", 512), ("mlp.fc1.weight", 2048)):
+            std = state[f"pool.{name}"].std().item()
+            assert std == pytest.approx(math.sqrt(2 / (rows + 512)), rel=0.01), (tower.name, name)
+        assert not state["pool.attention.in_proj_bias"].any() and 0 < state["pool.mlp.fc2.bias"].std() < 2e-6
+        assert state["pool.layernorm.weight"].unique().tolist() == [1.0]
 
 
 def test_the_padding_row_starts_at_zero(cases):

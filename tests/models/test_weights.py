@@ -183,7 +183,7 @@ def test_masked_language_models_have_no_pooler(cases, tmp_path, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         f"weights '{tmp_path}' has no text.pooler.dense.weight, text.pooler.dense.bias: trained from scratch"
     ]
-    assert torch.equal(layers[-1].pooler.dense.weight, tower.specs[-1].build(4).pooler.dense.weight)
+    assert torch.equal(layers[-1].pool.pooler.dense.weight, tower.specs[-1].build(4).pool.pooler.dense.weight)
     with torch.no_grad():
         expected = BertModel.from_pretrained(tmp_path).state_dict()["encoder.layer.1.output.dense.weight"]
     assert torch.equal(library_state(layers)["encoder.layer.1.output.dense.weight"], expected)
