@@ -164,6 +164,9 @@ class GroupSchedule:
     `make(warmup_steps)` builds DeepSpeed's schedule on `optimizer` with that many `warmup_num_steps` (None: as written), or returns None where the rate is
     constant. `settings[i]` is of the optimizer's i-th group; `warmups`: all that occur in the run, so that the state is equal on
     all ranks. A schedule sees each group at the same base rate; what it makes of it is `rates[warmup_steps]`.
+
+    By itself DeepSpeed's warm-up holds two steps at its least rate, 0 unless another is given. Here step k of a run, counted from 1, is step k of its
+    schedule: in a linear warm-up of N steps it has k / N of the rate, as in OpenCLIP.
     """
 
     def __init__(self, optimizer: Any, make: Callable[[int | None], Any], settings: Sequence[Setting], warmups: Sequence[int | None]):
@@ -172,7 +175,9 @@ class GroupSchedule:
         self.schedules, self.rates = {}, {}
         for warmup in dict.fromkeys((None, *warmups)):
             self._set([base] * len(settings))
-            self.schedules[warmup] = make(warmup)
+            self.schedules[warmup] = schedule = make(warmup)
+            if hasattr(schedule, "warmup_num_steps"):
+                schedule.step(1)
             self.rates[warmup] = optimizer.param_groups[0]["lr"]
         self._scale()
 

@@ -223,7 +223,7 @@ def deepspeed_config(config: Mapping[str, Any], batch: BranchBatch, total_num_st
         if value == AUTO:
             if key != "total_num_steps":
                 raise ValueError(f'scheduler.params.{key}: "auto" is only known for total_num_steps; give a number')
-            scheduler[key] = total_num_steps
+            scheduler[key] = total_num_steps + 1  # which a run does not reach: a decay to 0 would waste its last step
     return resolved
 
 

@@ -36,8 +36,8 @@ from launch.drawing import FORMATS, save_plan_png, seconds
 from launch.estimates import estimated_costs
 from launch.options import DEFAULTS, ROOT
 from launch.report import show
-from models.fusion import FusionSizes
 from models.defaults import image_name, text_name
+from models.fusion import FusionSizes
 from models.towers import build_towers
 
 SAMPLES_PER_GPU, MOST_SAMPLES = 1024, 32768  # of the default global batch

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
 ADDED = ("pool.", "attention_pool.")  # `Layer.added` of a layer that holds an `AttentionPool` as `pool`
 
 

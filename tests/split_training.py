@@ -414,11 +414,11 @@ def by_hand(case: Case, named: dict[str, Tensor], layers: dict[str, list]) -> li
 
 
 def warmth(case: Case, step: int, warmup_steps: int | None) -> float:
-    """The part of the rate in this step, under WarmupLR, linear, which takes its first two steps at a rate of 0."""
+    """The part of the rate in this step, counted from 0, under WarmupLR, linear."""
     if not case.scheduler:
         return 1.0
     total = warmup_steps or case.scheduler["params"]["warmup_num_steps"]
-    return min(1.0, max(0, step - 1) / total)
+    return min(1.0, (step + 1) / total)
 
 
 def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[str, Any]:

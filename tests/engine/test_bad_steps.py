@@ -103,9 +103,9 @@ def check_against_unsplit_training_without_those_updates(case, results):
 
 
 def test_the_learning_rate_schedule_counts_applied_steps():
-    """A schedule that rises from 0 by a quarter of LR per step: three bad steps in a row, the third for its loss alone, and three good ones."""
+    """A schedule that rises by a quarter of LR per step: three bad steps in a row, the third for its loss alone, and three good ones."""
     case = Case("merged", {"merged": 1}, 1, 24, steps=6, zero_stage=0, scheduler=SCHEDULE)
     (result,) = run_ranks(1, train_with_bad_steps, case, -1, dict.fromkeys((0, 1), (0, math.nan)), loss=2)
-    assert [metrics.lr for metrics in result["metrics"]] == pytest.approx([0.0, 0.0, 0.0, 0.0, 0.0, LR / 4])
-    assert result["learning_rates"] == pytest.approx([LR / 2] * 2)  # of what is decayed, and of what is not
+    assert [metrics.lr for metrics in result["metrics"]] == pytest.approx([*[LR / 4] * 4, LR / 2, LR * 3 / 4])
+    assert result["learning_rates"] == pytest.approx([LR] * 2)  # of what is decayed, and of what is not
     assert [metrics.bad_steps_in_a_row for metrics in result["metrics"]] == [1, 2, 3, 0, 0, 0]

@@ -102,7 +102,7 @@ def exponential(optimizer):
 @pytest.mark.parametrize(
     ("make", "rates"),
     [
-        (warmup(4), lambda t, own: max(0, t - 1) / (own or 4)),
+        (warmup(4), lambda t, own: (t + 1) / (own or 4)),
         (lambda optimizer: lambda own: None, lambda t, own: 1.0),
         (exponential, lambda t, own: 0.5**t),
     ],
@@ -134,10 +134,10 @@ def test_a_schedule_that_goes_on_in_a_run_of_another_length_has_its_rates_from_t
         return GroupSchedule(optimizer, lambda warmup: WarmupDecayLR(optimizer, **own), [Setting(0.5, 0.0, None)], [])
 
     before, now = schedule(10), schedule(20)
-    for _ in range(6):  # the last of them is step 5 of the schedule
+    for _ in range(4):
         before.optimizer.step()
         before.step()
-    assert before.get_last_lr() == pytest.approx([0.05 * 5 / 8])
+    assert before.get_last_lr() == pytest.approx([0.05 * 5 / 8])  # of step 5
     now.load_state_dict(before.state_dict())
     for step in (5, 6, 7):
         assert now.get_last_lr() == pytest.approx([0.05 * (20 - step) / 18])
@@ -145,7 +145,7 @@ def test_a_schedule_that_goes_on_in_a_run_of_another_length_has_its_rates_from_t
         now.step()
 
 
-SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_type": "linear"}}
 GROUPS = {
     "image": {"lr": 2 * LR, "weight_decay": 0.3, "layer_decay": 0.7},
     "text": {"lr": LR / 2, "warmup_steps": 2},
@@ -169,8 +169,8 @@ def test_parameters_equal_those_of_unsplit_training(case):
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, dict.fromkeys(("image", "text"), (12, 2)))
     last = results[0]["metrics"][-1]
-    assert last.lr == pytest.approx(LR * 3 / 4)
-    assert last.group_lr == {"image": pytest.approx(2 * LR * 3 / 4), "text": pytest.approx(LR / 2)}
+    assert last.lr == pytest.approx(LR * 5 / 8)
+    assert last.group_lr == {"image": pytest.approx(2 * LR * 5 / 8), "text": pytest.approx(LR / 2)}
     if case.precision == "fp32":
         assert [m.loss for m in results[0]["metrics"]] == pytest.approx(reference["losses"], rel=1e-5)
         for group in limits:

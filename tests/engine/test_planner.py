@@ -526,7 +526,7 @@ def test_deepspeed_config_per_branch():
     assert [image[key] for key in keys] == [48, 8, 2]
     assert [text[key] for key in keys] == [48, 12, 2]
     for resolved in (image, text):
-        assert resolved["scheduler"]["params"] == {"total_num_steps": 700, "warmup_num_steps": 20}
+        assert resolved["scheduler"]["params"] == {"total_num_steps": 701, "warmup_num_steps": 20}
         assert resolved["gradient_clipping"] == 0.0  # DeepSpeed's default would be 1.0
         assert resolved["pipeline"] == {"activation_checkpoint_interval": 2, "use_reentrant": False}
         assert "branches" not in resolved and resolved["optimizer"] == MINIMAL["optimizer"]

@@ -85,7 +85,7 @@ def test_a_run_goes_on_with_another_batch_in_the_middle_of_an_epoch(tmp_path):
     assert [line["epoch"] for line in steps] == pytest.approx([number / 90 for number in samples], abs=1e-4)
     saved = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
     assert saved == ["step-00000001", "step-00000006", "step-00000013"]  # when it was stopped, then once an epoch
-    assert [line["lr"] for line in steps[3:]] == pytest.approx([RATE * (13 - step) / (13 - 2) for step in range(2, 12)])
+    assert [line["lr"] for line in steps[3:]] == pytest.approx([RATE * (14 - step) / (14 - 2) for step in range(4, 14)])
     record = json.loads((run_dir / "config.json").read_text())
     image = record["batches"]["image"]
     assert record["total_steps"] == 13 and image["micro_batch_size"] * image["num_micro_batches"] == 12
