@@ -32,6 +32,7 @@ TOWERS = {
 TOWERS |= {
     "resnet, max+bert, mean": (f"{TOWERS['resnet+bert'][0]},pool=max", f"{TOWERS['resnet+bert'][1]},pool=mean", 64),
     "vit, attention+clip, attention": (f"{TOWERS['vit+clip'][0]},pool=attention", f"{TOWERS['vit+clip'][1]},pool=attention", 32),
+    "resnet18+bert, mean": ("resnet18", f"{TOWERS['resnet+bert'][1]},pool=mean", 64),
     "vit, avg+bert, last": (f"{TOWERS['vit+clip'][0]},pool=avg", f"{TOWERS['resnet+bert'][1]},pool=last", 32),
 }
 VOCAB, MAX_TOKENS, EMBED_DIM, SEED = 128, 16, 24, 5
