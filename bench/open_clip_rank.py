@@ -1,0 +1,44 @@
+"""OpenCLIP's trainer on one rank; bench/open_clip.py starts it through torchrun.
+
+    torchrun --nproc-per-node 2 -m bench.open_clip_rank RUN.json        {"towers": FILE, "options": [options of open_clip_train]}
+
+The options come in a file because torchrun would take some of them for its own (`--logs` for `--logs-specs`).
+
+It calls `open_clip_train.main.main`, which stays as it is. Two things are done around it:
+
+- The towers' file is made known to OpenCLIP under its name, as `open_clip.add_model_config` is meant to be used.
+- DistributedDataParallel is called without `device_ids`. OpenCLIP gives `[device]` even for a CPU, and torch refuses that.
+
+This must run as a module from the root of the repository. Started as a file it would have bench/ at the front of its path, where
+`import open_clip` finds bench/open_clip.py instead of the library.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import open_clip
+import torch
+from open_clip_train.main import main
+from torch.nn.parallel import DistributedDataParallel
+
+
+def without_device_ids(module: torch.nn.Module, device_ids: Any = None, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module, **options)
+
+
+def run(towers: str, options: list[str]) -> None:
+    """Train. The process ends with status 1 where OpenCLIP reports an error by its return value."""
+    open_clip.add_model_config(towers)
+    with patch.object(torch.nn.parallel, "DistributedDataParallel", without_device_ids):
+        if main(options) is not None:
+            sys.exit(1)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
