@@ -38,6 +38,7 @@ from launch.feeding import Feeding
 from launch.loss_weights import LossWeights
 from launch.options import Options, default_config, parse_options
 from launch.preprocessing import describe_pixels
+from launch.recipe import as_begun, settle
 from launch.report import progress_interval, retrieval_report, show
 from launch.resuming import earlier_sizes, find_checkpoint, resume, state_of
 from launch.run_folder import RunFolder, choose_folder, training_identity
@@ -80,8 +81,10 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     run.folder = folder = RunFolder(from_first_rank(choose_folder(options)), first)
     if first:
         stop.watch(folder.stop)
+    previous = folder.previous()
     with first_rank_first():
-        options = with_named_towers(options, folder.previous())
+        options = with_named_towers(options, previous)
+    config, block = as_begun(config, block, previous)
     folder.refuse_other_run(options, training_identity(options, config, asdict(block)))
     checkpoint, notices = find_checkpoint(options.resume, folder.checkpoints)
     state, batch_size = state_of(checkpoint), config["train_batch_size"]
@@ -91,6 +94,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
         lengths = text_lengths(data, block.weighting(), options.max_text_tokens, folder.path, progress=first)
     order = training_order(data, batch_size, options.seed, block.weighting(), lengths, earlier_sizes(state["batch_sizes"], batch_size))
     total_steps = options.steps or order.first_step(options.epochs)
+    options, config, block, recipe = settle(options, config, block, total_steps)
 
     # The objective, the towers as lists of layers, and which of them run where.
     loss = build_loss(options.loss, options.label_smoothing)
@@ -111,6 +115,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     training = training_identity(options, config, asdict(block), plan)
     folder.refuse_other_run(options, training)
     show(plan.reasons, first and bool(plan.reasons))
+    show(recipe, first and bool(recipe))
     show(describe_pixels(options), first and bool(options.image_weights or options.imported))
     show(f"{plan.describe()}   {config_file.name}   {folder.path}", first)
     if buckets is not None:

@@ -3,7 +3,7 @@
     python bench/open_clip.py                         3 seeds of each variant, 4 epochs; tables and curves to bench/out/open_clip/
     python bench/open_clip.py --speed                 throughput alone, in rounds
     python bench/open_clip.py --language zh           the same pictures with their Chinese names
-    pip install 'open_clip_torch[training]'           what it needs beside the project's requirements
+    pip install -r requirements-test.txt              what it needs beside the project's requirements
 
 Both programs read the same csv files with the same tokenizer, on two ranks without a GPU: about 28 million parameters (a ResNet-50 at 64
 pixels, a BERT of 4 layers), fp32, global batch 256. `RECIPE` has the optimizer and the schedule, which are equal. Everything else is each
@@ -188,12 +188,12 @@ def own_command(run: Run, files: Files, port: int) -> list[str]:
 def own_configuration(variant: Variant) -> dict[str, Any]:
     """The JSON file of a variant of this program: the recipe, the layout, and defaults."""
     optimizer = {"lr": RECIPE.lr, "betas": RECIPE.betas, "eps": RECIPE.eps, "weight_decay": RECIPE.weight_decay, "torch_adam": True}
-    # torch's LinearLR, because DeepSpeed's WarmupLR has the rate 0 in its first two steps where OpenCLIP has 1/20 and 2/20 of the highest.
-    schedule = {"start_factor": 1 / RECIPE.warmup_steps, "end_factor": 1.0, "total_iters": RECIPE.warmup_steps - 1}
+    schedule = {"warmup_num_steps": RECIPE.warmup_steps, "warmup_max_lr": RECIPE.lr, "warmup_type": "linear"}
     recipe = {
         "train_batch_size": RECIPE.batch_size,
         "optimizer": {"type": "AdamW", "params": optimizer},
-        "scheduler": {"type": "LinearLR", "params": schedule},
+        "scheduler": {"type": "WarmupLR", "params": schedule},
+        "branches": {"gradient_clipping": "auto", "optimizer_groups": "auto"},
     }
     return laid_over(recipe, variant.config)
 
@@ -326,7 +326,7 @@ def main() -> None:
         parser.error("--epochs and --rounds must be at least 1")
     missing = [name for name in ("open_clip", "open_clip_train", "timm", "pandas", "webdataset") if importlib.util.find_spec(name) is None]
     if missing:
-        parser.error(f"not installed: {', '.join(missing)}; run: pip install 'open_clip_torch[training]'")
+        parser.error(f"not installed: {', '.join(missing)}; run: pip install -r requirements-test.txt")
     try:
         files = prepare_data(OUT / "data" / arguments.language, arguments.language)
     except (ValueError, FileNotFoundError) as error:

@@ -24,6 +24,12 @@ from engine.spelling import keys_of, nearest, strict_block
 from engine.topology import BRANCHES, LAYOUTS
 
 AUTO = "auto"
+# What may be "auto" besides what the planner searches and the length of the run: `engine/auto.py`.
+AUTO_PLACES = (
+    *(f"optimizer.params.{key}" for key in ("lr", "betas", "eps", "weight_decay")),
+    *(f"scheduler.params.{key}" for key in ("warmup_num_steps", "warmup_type")),
+    *(f"branches.{key}" for key in ("gradient_clipping", "optimizer_groups")),
+)
 KNOBS = ("captions_per_image", "kept_patches", "image_size")  # of the `balance` block: feed rates
 LOOKS_EVERY = 20  # steps
 NEEDS_GPU = ("lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")  # optimizers, as DeepSpeed compares them
@@ -225,11 +231,11 @@ class BranchesBlock:
 
     def clipping(self) -> dict[str, ClippingRule]:
         """group -> rule. Raises ValueError for what is wrong in the `gradient_clipping` block."""
-        return clipping_rules(self.gradient_clipping)
+        return clipping_rules({} if self.gradient_clipping == AUTO else self.gradient_clipping)
 
     def learning(self) -> OptimizerGroups:
         """The `optimizer_groups` block. Raises ValueError for what is wrong in it."""
-        return optimizer_groups(self.optimizer_groups)
+        return optimizer_groups(None if self.optimizer_groups == AUTO else self.optimizer_groups)
 
     def locking(self) -> LockedBlock:
         """The `locked` block. Raises ValueError for what is wrong in it."""
@@ -308,9 +314,11 @@ def _check_optimizer(config: Mapping[str, Any]) -> None:
         raise ValueError(f"optimizer: {json.dumps(optimizer)} names no type; for example {example}")
     if optimizer["type"].lower() == "muon":
         raise ValueError("optimizer.type: Muon needs parameters marked for it, which these towers are not; use AdamW, SGD, Lamb or Lion")
-    for key, value in (optimizer.get("params") or {}).items():
-        if value == AUTO:
-            raise ValueError(f'optimizer.params.{key}: "auto" is filled in by Hugging Face\'s Trainer, not here; give a number')
+    for name, known in (("optimizer", ()), ("scheduler", ("scheduler.params.total_num_steps",))):
+        for key, value in (config.get(name, {}).get("params") or {}).items():
+            if value == AUTO and (place := f"{name}.params.{key}") not in (*AUTO_PLACES, *known):
+                choices = [p.rsplit(".", 1)[1] for p in (*AUTO_PLACES, *known) if p.startswith(f"{name}.params.")]
+                raise ValueError(f'{place}: "auto" is known for {", ".join(choices)} only; give a value')
 
 
 def _check_values(config: Mapping[str, Any], block: Mapping[str, Any]) -> None:

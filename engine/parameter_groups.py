@@ -105,7 +105,7 @@ def check_groups(groups: OptimizerGroups, config: Mapping[str, Any]) -> None:
     schedule = config.get("scheduler", {}).get("params", {})
     for group, rule in groups.rules.items():
         where = f"branches.optimizer_groups.{group}"
-        if rule.lr is not None and not (_is_number(base) and base > 0):
+        if rule.lr is not None and base != "auto" and not (_is_number(base) and base > 0):
             raise ValueError(
                 f"{where}.lr: the schedule is scaled by it ÷ optimizer.params.lr, which is {base!r}; give a number above 0 there"
             )

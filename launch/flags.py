@@ -117,10 +117,9 @@ def _data(data: argparse._ArgumentGroup) -> None:
     data.add_argument(
         "--augmentation",
         type=_augmentation,
-        default="crop",
         metavar="crop[+flip][+colour]|none",
         help="of training pictures: a crop of 80 to 100 %% of the area and a light background behind transparent parts; mirrored, where captions do "
-        "not say left and right; other brightness and contrast, where they do not name colours (default: crop)",
+        "not say left and right; other brightness and contrast, where they do not name colours (default: as the recipe says, data/README.md)",
     )
     data.add_argument(
         "--cache",
@@ -206,7 +205,10 @@ def _objective(objective: argparse._ArgumentGroup) -> None:
         help="over all pairs of the global batch: CLIP's cross entropy, or each pair by itself, as SigLIP does (default: infonce)",
     )
     objective.add_argument(
-        "--label-smoothing", type=_fraction, default=0.0, metavar="F", help="part of each target that all share, in infonce (default: 0.0)"
+        "--label-smoothing",
+        type=_fraction,
+        metavar="F",
+        help="part of each target that all share, in infonce (default: as the recipe says)",
     )
     objective.add_argument(
         "--fusion",

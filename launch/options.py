@@ -40,7 +40,7 @@ class Options:
     on_leak: str
     leak_bits: int | None
     index_check: str
-    augmentation: tuple[str, ...]
+    augmentation: tuple[str, ...] | None
     cache: str
     cache_limit: float
     image_tower: str
@@ -58,7 +58,7 @@ class Options:
     image_buckets: int
     max_text_tokens: int
     loss: str
-    label_smoothing: float
+    label_smoothing: float | None
     fusion: int
     fusion_width: int
     fusion_heads: int
@@ -178,6 +178,9 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     for key, default in defaults.items():
         if values[key] is None and not (key == "epochs" and values["steps"] is not None):
             values[key] = recorded.get(key) or default
+    for key in ("augmentation", "label_smoothing"):  # not given and not recorded: the recipe says (launch/recipe.py)
+        values[key] = recorded.get(key) if values[key] is None else values[key]
+    values["augmentation"] = None if values["augmentation"] is None else tuple(values["augmentation"])
     values |= _pixels(parser, pixels, values, sized, recorded)
     return Options(**values)
 

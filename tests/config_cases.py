@@ -21,17 +21,19 @@ SMALLER = {"fork_bf16.json": ONE_OF_EACH, "pipeline_bf16.json": ONE_OF_EACH}
 
 def train_by_file(file: str, steps: int) -> dict[str, Any]:
     """Some steps of small towers on random data as a file says, but for sizes (replicas, batch, buffers, first loss scale) and whose Adam it is."""
+    from engine.auto import filled
     from engine.build import build_engine
     from engine.config import check_config
     from engine.planner import plan_run
+    from launch.recipe import RECIPES
     from models.losses import build_loss
     from models.towers import count_flops, meta_inputs
 
     written = json.loads(Path(file).read_text()) | {"train_batch_size": BATCH}
     written["branches"] |= SMALLER.get(Path(file).name, {})
-    config, block = check_config(written)
+    pretrained = dict.fromkeys(("image", "text"), False)
+    config, block = filled(*check_config(written), RECIPES["short"].values(BATCH, steps, pretrained))
     config["zero_optimization"] |= {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
-    config["scheduler"]["params"]["warmup_num_steps"] = 2
     if "fp16" in config:
         config["fp16"]["initial_scale_power"] = 10  # else the first steps search for it
     config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own for an offloaded state would be compiled first

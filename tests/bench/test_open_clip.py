@@ -116,10 +116,14 @@ def test_the_json_files_of_this_program_are_accepted(variant):
 
 def test_the_rates_equal_those_of_open_clip():
     import torch
+    from deepspeed.runtime import lr_schedules
+
+    from engine.parameter_groups import GroupSchedule, Setting
 
     schedule = own_configuration(VARIANTS[1])["scheduler"]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RECIPE.lr)
-    scheduler = getattr(torch.optim.lr_scheduler, schedule["type"])(optimizer, **schedule["params"])
+    made = getattr(lr_schedules, schedule["type"])
+    scheduler = GroupSchedule(optimizer, lambda _: made(optimizer, **schedule["params"]), [Setting(1.0, None, None)], [])
     for step in range(30):
         # open_clip_train.scheduler.const_lr
         expected = RECIPE.lr * min(1.0, (step + 1) / RECIPE.warmup_steps)

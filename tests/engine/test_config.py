@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.auto import asked
 from engine.clipping_rules import ClippingRule
 from engine.config import BranchesBlock, check_config, check_hardware, read_config
 
@@ -199,7 +200,14 @@ def test_refusals_of_values(branches, keys, words):
 LATE = [  # accepted by DeepSpeed, which fails later and less clearly
     ({"wall_clock_breakdown": True}, ["wall_clock_breakdown"]),
     ({"optimizer": {}}, ["optimizer", "type"]),
-    ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, ["optimizer.params.lr", "auto"]),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "amsgrad": "auto"}}},
+        ["optimizer.params.amsgrad", "auto", "lr, betas, eps, weight_decay only"],
+    ),
+    (
+        {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "cos_min_ratio": "auto"}}},
+        ["scheduler.params.cos_min_ratio", "auto", "warmup_num_steps, warmup_type, total_num_steps only"],
+    ),
     ({"bf16": {"enabled": "auto"}, "data_types": {"grad_accum_dtype": "fp32"}}, ["bf16.enabled", "auto"]),
 ]
 
@@ -242,4 +250,5 @@ def test_file_names_tell_the_truth(file):
     assert ("feed" in file.stem) == (block.dealing().strategy == "feed")
     assert ("offload" in file.stem) == ("offload_optimizer" in read["zero_optimization"])
     assert ("lit" in file.stem) == bool(block.locking())
-    assert set(block.clipping().values()) == {ClippingRule("norm", 1.0)}
+    places = ("scheduler.params.warmup_num_steps", "branches.gradient_clipping", "branches.optimizer_groups")
+    assert {"optimizer.params.lr", *places} <= set(asked(read, block)), "the recipe says them"

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from cost_models import proportional
 
+from engine.auto import filled
 from engine.config import check_config, read_config
 from engine.planner import BranchBatch, RunPlan, Search, check_world, deepspeed_config, plan_run, search_plans
 from engine.simulator import simulate
 from engine.topology import BRANCHES
+from launch.recipe import RECIPES
 
 FILES = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 MINIMAL = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}}
@@ -552,7 +554,7 @@ def test_auto_in_the_scheduler_is_only_known_for_the_length():
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 @pytest.mark.parametrize("image_cost", [0.3, 1.0, 4.0, 20.0])
 def test_every_file_runs_on_1_2_4_8_ranks(file, image_cost):
-    read, block = read_config(file)
+    read, block = filled(*read_config(file), RECIPES["long"].values(960, 10_000, {"image": False, "text": False}))
     costs = proportional({"image": [image_cost, image_cost], "text": [1.0, 1.0]})
     fixed, feeds = isinstance(block.replicas, dict), block.dealing().strategy == "feed"
     forks = block.layout == "fork"  # written for a fork, some for so many ranks and no others

@@ -1,0 +1,128 @@
+"""The numbers that neither the command line nor the JSON says: a recipe for each way to train, chosen by measurement (bench/EVIDENCE.md).
+
+| way | when |
+|---|---|
+| from scratch, short | no pretrained weights, fewer than LONG steps |
+| from scratch, long | no pretrained weights, LONG steps or more |
+| fine-tuning | pretrained weights of a tower, or a whole model |
+| locked | a tower that is locked |
+
+A run keeps the numbers that it began with. Plain Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from engine.auto import asked, filled, recorded
+
+if TYPE_CHECKING:
+    from engine.config import BranchesBlock
+    from launch.options import Options
+
+LONG = 5_000  # steps
+BATCH = 256  # samples of a step that `lr` is for; others with the square root of the ratio, as Adam's noise grows (Malladi et al. 2022)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`lr`: of a step of `BATCH` samples. `pretrained_lr`: of it, for a tower that starts from weights. `warmup`: of the steps, at most
+    `most_warmup`. `clipping`: of each group, None: none."""
+
+    name: str
+    lr: float
+    pretrained_lr: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = 0.2
+    warmup: float = 0.1
+    most_warmup: int = 2_000
+    clipping: Any = None
+    augmentation: tuple[str, ...] = ()
+    label_smoothing: float = 0.0
+
+    def values(self, batch_size: int, total_steps: int, pretrained: Mapping[str, bool]) -> dict[str, Any]:
+        """By place in the JSON. `pretrained[branch]`: whether its tower starts from weights."""
+        lr = float(f"{self.lr * math.sqrt(batch_size / BATCH):.2g}")
+        own = {
+            branch: {"lr": float(f"{lr * self.pretrained_lr:.2g}")} for branch, has in pretrained.items() if has and self.pretrained_lr != 1
+        }
+        return {
+            "optimizer.params.lr": lr,
+            "optimizer.params.betas": list(self.betas),
+            "optimizer.params.eps": 1e-6,
+            "optimizer.params.weight_decay": self.weight_decay,
+            "scheduler.params.warmup_num_steps": max(2, min(self.most_warmup, round(self.warmup * total_steps))),
+            "scheduler.params.warmup_type": "linear",
+            "branches.gradient_clipping": {} if self.clipping is None else dict.fromkeys(("image", "text", "head"), self.clipping),
+            "branches.optimizer_groups": own,
+        }
+
+
+SHORT = Recipe("from scratch, short", lr=1.5e-3, weight_decay=0.1)
+RECIPES = {
+    "short": SHORT,
+    "long": Recipe("from scratch, long", lr=5e-4, augmentation=("crop",)),
+    "fine-tuning": Recipe("fine-tuning", lr=1.5e-3, pretrained_lr=0.1, weight_decay=0.1),
+    "locked": Recipe("locked", lr=1.5e-3, weight_decay=0.1),
+}
+
+
+def choose(options: Options, block: BranchesBlock, total_steps: int) -> Recipe:
+    locked = block.locking()
+    if locked.image or locked.text:
+        return RECIPES["locked"]
+    if options.imported or options.image_weights or options.text_weights:
+        return RECIPES["fine-tuning"]
+    return RECIPES["long" if total_steps >= LONG else "short"]
+
+
+def as_begun(config: Mapping[str, Any], block: BranchesBlock, previous: Mapping[str, Any] | None) -> tuple[dict[str, Any], BranchesBlock]:
+    """What is "auto" as the run that goes on was trained with, also where recipes have changed since. `previous`: its record; None: a new run."""
+    return (dict(config), block) if previous is None else filled(config, block, recorded(previous["training"]))
+
+
+def settle(
+    options: Options, config: Mapping[str, Any], block: BranchesBlock, total_steps: int
+) -> tuple[Options, dict[str, Any], BranchesBlock, str]:
+    """The options and the configuration with nothing left open, and a line that says what was decided; empty: nothing was open.
+
+    Errors: ValueError for "auto" with an optimizer that no recipe is for.
+    """
+    open_places = asked(config, block)
+    open_options = [name for name in ("augmentation", "label_smoothing") if getattr(options, name) is None]
+    if not open_places and not open_options:
+        return options, dict(config), block, ""
+    kind = config["optimizer"]["type"]
+    if kind.lower() not in ("adam", "adamw") and any(place.startswith("optimizer.") for place in open_places):
+        raise ValueError(f'{open_places[0]}: "auto" is measured for AdamW, and the optimizer is {kind}; give numbers')
+    recipe = choose(options, block, total_steps)
+    pretrained = {"image": bool(options.imported or options.image_weights), "text": bool(options.imported or options.text_weights)}
+    values = recipe.values(config["train_batch_size"], total_steps, pretrained)
+    smoothing = recipe.label_smoothing if options.loss == "infonce" else 0.0
+    chosen = {"augmentation": recipe.augmentation, "label_smoothing": smoothing}
+    chosen = {name: chosen[name] for name in open_options}
+    words = [_in_words(place.rsplit(".", 1)[1], values[place]) for place in open_places] + [_in_words(*item) for item in chosen.items()]
+    said = f"recipe: {recipe.name}, {total_steps:,} steps of {config['train_batch_size']:,} samples: {', '.join(filter(None, words))}"
+    return replace(options, **chosen), *filled(config, block, values), said
+
+
+def _in_words(key: str, value: Any) -> str:
+    match key:
+        case "warmup_num_steps":
+            return f"{value} steps of warm-up"
+        case "warmup_type" | "eps":
+            return ""
+        case "betas":
+            return "betas {:g} and {:g}".format(*value)
+        case "gradient_clipping":
+            rule = next(iter(value.values()), None)
+            return "no clipping" if rule is None else f"clipping {rule['kind'] if isinstance(rule, Mapping) else f'at {rule:g}'}"
+        case "optimizer_groups":
+            return "; ".join(f"{branch} lr {own['lr']:g}" for branch, own in value.items())
+        case "augmentation":
+            return f"augmentation {'+'.join(value) or 'none'}"
+        case _:
+            return f"{key.replace('_', ' ')} {value:g}"

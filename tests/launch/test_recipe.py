@@ -1,0 +1,94 @@
+"""What is left open is decided once, by the way to train, and a run that goes on keeps it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.config import check_config, read_config
+from launch.options import parse_options
+from launch.recipe import LONG, RECIPES, as_begun, settle
+
+FILE = Path(__file__).parents[2] / "ds_configs" / "cpu_fork_fp32.json"
+SAID = {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.0, "torch_adam": True}
+
+
+def settled(*arguments, total_steps=200, config=None):
+    return settle(parse_options(list(arguments)), *(read_config(FILE) if config is None else check_config(config)), total_steps)
+
+
+def test_everything_open_comes_from_the_recipe():
+    options, config, block, said = settled()
+    values = RECIPES["short"].values(config["train_batch_size"], 200, {"image": False, "text": False})
+    assert "auto" not in json.dumps(config["optimizer"])
+    assert config["optimizer"]["params"]["lr"] == values["optimizer.params.lr"]
+    assert config["scheduler"]["params"]["warmup_num_steps"] == values["scheduler.params.warmup_num_steps"]
+    assert config["scheduler"]["params"]["total_num_steps"] == "auto", "the engine's, which knows a run's length"
+    assert block.gradient_clipping == values["branches.gradient_clipping"]
+    assert options.augmentation == RECIPES["short"].augmentation and options.label_smoothing == RECIPES["short"].label_smoothing
+    assert said.startswith("recipe: from scratch, short, 200 steps of 120 samples: lr ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "block", "total_steps", "name"),
+    [
+        ([], {}, LONG - 1, "from scratch, short"),
+        ([], {}, LONG, "from scratch, long"),
+        (["--image-weights", "DEFAULT"], {}, 10, "fine-tuning"),
+        (["--text-weights", "bert-mini"], {}, LONG, "fine-tuning"),
+        (["--text-weights", "bert-mini"], {"locked": {"text": True}}, 10, "locked"),
+    ],
+)
+def test_the_way_to_train(arguments, block, total_steps, name):
+    config = json.loads(FILE.read_text())
+    config["branches"] |= block
+    assert settled(*arguments, total_steps=total_steps, config=config)[3].startswith(f"recipe: {name}, ")
+
+
+def test_what_is_given_stays():
+    config = json.loads(FILE.read_text())
+    config["optimizer"]["params"] = SAID
+    config["branches"]["gradient_clipping"] = {"text": 0.5}
+    options, found, block, said = settled("--augmentation", "crop+flip", "--label-smoothing", "0.2", config=config)
+    assert found["optimizer"]["params"] == SAID and block.gradient_clipping == {"text": 0.5}
+    assert options.augmentation == ("crop", "flip") and options.label_smoothing == 0.2
+    assert "lr" not in said and "clipping" not in said and "augmentation" not in said and "steps of warm-up" in said
+
+
+def test_nothing_open_nothing_said():
+    config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    options, found, block, said = settled("--augmentation", "none", "--label-smoothing", "0", config=config)
+    assert said == "" and found["optimizer"] == config["optimizer"]
+    assert settled("--augmentation", "none", "--label-smoothing", "0", config=config)[2] == block
+
+
+def test_no_recipe_is_for_another_optimizer():
+    config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": "auto"}}}
+    with pytest.raises(ValueError, match='optimizer.params.lr: "auto" is measured for AdamW, and the optimizer is SGD; give numbers'):
+        settled(config=config)
+
+
+def test_the_rate_grows_with_the_root_of_the_batch_and_is_lower_for_pretrained_towers():
+    recipe = RECIPES["fine-tuning"]
+    four = recipe.values(1024, 100, {"image": False, "text": True})
+    assert four["optimizer.params.lr"] == pytest.approx(2 * recipe.lr, rel=0.05)
+    assert set(four["branches.optimizer_groups"]) == {"text"}
+    assert four["branches.optimizer_groups"]["text"]["lr"] == pytest.approx(four["optimizer.params.lr"] * recipe.pretrained_lr, rel=0.05)
+
+
+def test_the_sigmoid_loss_has_no_smoothing():
+    assert settled("--loss", "sigmoid")[0].label_smoothing == 0.0
+
+
+def test_a_run_that_goes_on_keeps_its_numbers():
+    """Also one that began before there were recipes, whose configuration had other keys."""
+    written = json.loads(FILE.read_text())
+    before = {
+        "deepspeed_config": {**written, "optimizer": {"type": "AdamW", "params": SAID}, "scheduler": {"params": {"warmup_num_steps": 7}}},
+        "branches": {"gradient_clipping": {"image": 2.0}, "optimizer_groups": None},
+    }
+    config, block = as_begun(*read_config(FILE), {"training": before})
+    assert config["optimizer"]["params"] == SAID and config["scheduler"]["params"]["warmup_num_steps"] == 7
+    assert "warmup_type" not in config["scheduler"]["params"]
+    assert block.gradient_clipping == {"image": 2.0} and block.optimizer_groups is None
+    assert as_begun(*read_config(FILE), None) == read_config(FILE)
