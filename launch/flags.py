@@ -117,8 +117,8 @@ def _data(data: argparse._ArgumentGroup) -> None:
     data.add_argument(
         "--augmentation",
         type=_augmentation,
-        metavar="crop[+flip][+colour]|none",
-        help="of training pictures: a crop of 80 to 100 %% of the area and a light background behind transparent parts; mirrored, where captions do "
+        metavar="crop[+white][+flip][+colour]|none",
+        help="of training pictures: a crop of 80 to 100 %% of the area and a light colour behind transparent parts; white behind them, as in evaluation; mirrored, where captions do "
         "not say left and right; other brightness and contrast, where they do not name colours (default: as the recipe says, data/README.md)",
     )
     data.add_argument(
@@ -333,8 +333,8 @@ _fraction.__name__ = "number"
 
 def _augmentation(text: str) -> tuple[str, ...]:
     words = () if text == "none" else tuple(text.split("+"))
-    if words and (words[0] != "crop" or len(set(words)) != len(words) or not set(words) <= {"crop", "flip", "colour"}):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither none nor crop, with +flip, +colour or both behind it")
+    if words and (words[0] != "crop" or len(set(words)) != len(words) or not set(words) <= {"crop", "white", "flip", "colour"}):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither none nor crop, with +white, +flip and +colour behind it as wanted")
     return words
 
 

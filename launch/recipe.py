@@ -61,12 +61,12 @@ class Recipe:
         }
 
 
-SHORT = Recipe("from scratch, short", lr=1.5e-3, weight_decay=0.1)
+CROP = ("crop", "white")
 RECIPES = {
-    "short": SHORT,
-    "long": Recipe("from scratch, long", lr=5e-4, augmentation=("crop",)),
-    "fine-tuning": Recipe("fine-tuning", lr=1.5e-3, pretrained_lr=0.1, weight_decay=0.1),
-    "locked": Recipe("locked", lr=1.5e-3, weight_decay=0.1),
+    "short": Recipe("from scratch, short", lr=1.5e-3, weight_decay=0.1, augmentation=CROP),
+    "long": Recipe("from scratch, long", lr=5e-4, augmentation=CROP),
+    "fine-tuning": Recipe("fine-tuning", lr=1.5e-3, pretrained_lr=0.1, weight_decay=0.1, augmentation=CROP),
+    "locked": Recipe("locked", lr=1.5e-3, weight_decay=0.1, augmentation=CROP),
 }
 
 

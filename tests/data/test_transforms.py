@@ -143,6 +143,8 @@ def test_training_crops_80_to_100_percent_anywhere_in_the_picture():
 def test_training_background_is_light_and_random_and_evaluation_is_white(demo):
     corner = [to_rgb(made(train_transform(32), decode_bytes(demo.image_bytes(100)), seed))[:, 0, 0] for seed in range(20)]
     assert torch.stack(corner).min() > 170 and torch.stack(corner).std() > 5
+    white = to_rgb(made(train_transform(32, white=True), decode_bytes(demo.image_bytes(100)), 3))
+    assert torch.allclose(white[:, 0, 0], torch.tensor(255.0), atol=1.0)
     assert torch.allclose(to_rgb(made(eval_transform(32), decode_bytes(demo.image_bytes(100))))[:, 0, 0], torch.tensor(255.0), atol=1.0)
 
 
@@ -153,6 +155,7 @@ def left_is_brighter(tensor):
 def test_augmentation_does_what_its_words_say():
     assert augmented(8, ()) == eval_transform(8)
     assert augmented(8, ("crop",)) == train_transform(8)
+    assert augmented(8, ("crop", "white")) == train_transform(8, white=True)
     assert augmented((8, 12), ("crop", "colour", "flip")) == train_transform((8, 12), colour_jitter=COLOUR_JITTER, flip=0.5)
 
 
