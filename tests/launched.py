@@ -158,7 +158,8 @@ def fork_flags(folder: Path) -> list[Any]:
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
     config["train_batch_size"] = BATCH
     config["branches"] |= {"layout": "fork", "stages": {"image": 1, "text": 1}, "schedule": "batch_sync"}
-    config["branches"]["gradient_clipping"]["text"] = {"kind": "adaptive", "factor": 1.01, "decay": 0.9, "warmup_steps": 2}
+    adaptive = {"kind": "adaptive", "factor": 1.01, "decay": 0.9, "warmup_steps": 2}
+    config["branches"]["gradient_clipping"] = {"image": 1.0, "text": adaptive, "head": 1.0}
     config["branches"]["optimizer_groups"] = {"image": {"lr": 2e-3, "layer_decay": 0.8, "warmup_steps": 3}}
     config["branches"]["ema"] = {"decay": 0.9}
     file = folder / "fork.json"
