@@ -4,10 +4,11 @@
 |---|---|
 | from scratch, short | no pretrained weights, fewer than LONG steps |
 | from scratch, long | no pretrained weights, LONG steps or more |
-| fine-tuning | pretrained weights of a tower, or a whole model |
+| pretrained tower | weights for one tower or both |
+| fine-tuning | a whole model, heads included |
 | locked | a tower that is locked |
 
-A run keeps the numbers that it began with. Plain Python.
+Measured is the first; the others are the values of their sources. A run keeps the numbers that it began with. Plain Python.
 """
 
 from __future__ import annotations
@@ -24,28 +25,32 @@ if TYPE_CHECKING:
     from launch.options import Options
 
 LONG = 5_000  # steps
-BATCH = 256  # samples of a step that `lr` is for; others with the square root of the ratio, as Adam's noise grows (Malladi et al. 2022)
+BATCH = 256  # samples of a step that a scaled `lr` is for; others have it times the square root of the ratio (Malladi et al. 2022)
+HIGHEST = 2e-3  # of a scaled rate
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`lr`: of a step of `BATCH` samples. `pretrained_lr`: of it, for a tower that starts from weights. `warmup`: of the steps, at most
-    `most_warmup`. `clipping`: of each group, None: none."""
+    """`lr`: of a step of `BATCH` samples where `scaled`, else of any. `pretrained_lr`: in parts of it, for a tower that starts from weights.
+    `warmup`: in parts of the run, at most `most_warmup` steps. `clips_spikes`: by the adaptive rule, once the warm-up is over."""
 
     name: str
     lr: float
+    scaled: bool = True
     pretrained_lr: float = 1.0
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.2
     warmup: float = 0.1
     most_warmup: int = 2_000
-    clipping: Any = None
-    augmentation: tuple[str, ...] = ()
+    clips_spikes: bool = False
+    augmentation: tuple[str, ...] = ("crop", "white")
     label_smoothing: float = 0.0
 
     def values(self, batch_size: int, total_steps: int, pretrained: Mapping[str, bool]) -> dict[str, Any]:
         """By place in the JSON. `pretrained[branch]`: whether its tower starts from weights."""
-        lr = float(f"{self.lr * math.sqrt(batch_size / BATCH):.2g}")
+        lr = float(f"{min(HIGHEST, self.lr * math.sqrt(batch_size / BATCH)):.2g}") if self.scaled else self.lr
+        warmup = max(2, min(self.most_warmup, round(self.warmup * total_steps)))
+        clipping = dict.fromkeys(("image", "text", "head"), {"kind": "adaptive", "warmup_steps": warmup}) if self.clips_spikes else {}
         own = {
             branch: {"lr": float(f"{lr * self.pretrained_lr:.2g}")} for branch, has in pretrained.items() if has and self.pretrained_lr != 1
         }
@@ -54,19 +59,20 @@ class Recipe:
             "optimizer.params.betas": list(self.betas),
             "optimizer.params.eps": 1e-6,
             "optimizer.params.weight_decay": self.weight_decay,
-            "scheduler.params.warmup_num_steps": max(2, min(self.most_warmup, round(self.warmup * total_steps))),
+            "scheduler.params.warmup_num_steps": warmup,
             "scheduler.params.warmup_type": "linear",
-            "branches.gradient_clipping": {} if self.clipping is None else dict.fromkeys(("image", "text", "head"), self.clipping),
+            "branches.gradient_clipping": clipping,
             "branches.optimizer_groups": own,
         }
 
 
-CROP = ("crop", "white")
 RECIPES = {
-    "short": Recipe("from scratch, short", lr=1.5e-3, weight_decay=0.1, augmentation=CROP),
-    "long": Recipe("from scratch, long", lr=5e-4, augmentation=CROP),
-    "fine-tuning": Recipe("fine-tuning", lr=1.5e-3, pretrained_lr=0.1, weight_decay=0.1, augmentation=CROP),
-    "locked": Recipe("locked", lr=1.5e-3, weight_decay=0.1, augmentation=CROP),
+    "short": Recipe("from scratch, short", lr=1.5e-3, weight_decay=0.1),
+    # Radford et al. 2021 and OpenCLIP have 5e-4 to 1e-3 for batches of 1,024 to 86,000, so the rate does not follow the batch
+    "long": Recipe("from scratch, long", lr=5e-4, scaled=False, clips_spikes=True),
+    "pretrained": Recipe("pretrained tower", lr=1.5e-3, pretrained_lr=0.1, weight_decay=0.1),
+    "fine-tuning": Recipe("fine-tuning", lr=5e-5, scaled=False, weight_decay=0.1),
+    "locked": Recipe("locked", lr=1.5e-3, weight_decay=0.1),
 }
 
 
@@ -74,8 +80,10 @@ def choose(options: Options, block: BranchesBlock, total_steps: int) -> Recipe:
     locked = block.locking()
     if locked.image or locked.text:
         return RECIPES["locked"]
-    if options.imported or options.image_weights or options.text_weights:
+    if options.imported:
         return RECIPES["fine-tuning"]
+    if options.image_weights or options.text_weights:
+        return RECIPES["pretrained"]
     return RECIPES["long" if total_steps >= LONG else "short"]
 
 
@@ -99,7 +107,7 @@ def settle(
     if kind.lower() not in ("adam", "adamw") and any(place.startswith("optimizer.") for place in open_places):
         raise ValueError(f'{open_places[0]}: "auto" is measured for AdamW, and the optimizer is {kind}; give numbers')
     recipe = choose(options, block, total_steps)
-    pretrained = {"image": bool(options.imported or options.image_weights), "text": bool(options.imported or options.text_weights)}
+    pretrained = {"image": bool(options.image_weights), "text": bool(options.text_weights)}
     values = recipe.values(config["train_batch_size"], total_steps, pretrained)
     smoothing = recipe.label_smoothing if options.loss == "infonce" else 0.0
     chosen = {"augmentation": recipe.augmentation, "label_smoothing": smoothing}
@@ -118,8 +126,7 @@ def _in_words(key: str, value: Any) -> str:
         case "betas":
             return "betas {:g} and {:g}".format(*value)
         case "gradient_clipping":
-            rule = next(iter(value.values()), None)
-            return "no clipping" if rule is None else f"clipping {rule['kind'] if isinstance(rule, Mapping) else f'at {rule:g}'}"
+            return "adaptive clipping" if value else "no clipping"
         case "optimizer_groups":
             return "; ".join(f"{branch} lr {own['lr']:g}" for branch, own in value.items())
         case "augmentation":

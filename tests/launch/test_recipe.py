@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import check_config, read_config
 from launch.options import parse_options
-from launch.recipe import LONG, RECIPES, as_begun, settle
+from launch.recipe import HIGHEST, LONG, RECIPES, as_begun, settle
 
 FILE = Path(__file__).parents[2] / "ds_configs" / "cpu_fork_fp32.json"
 SAID = {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.0, "torch_adam": True}
@@ -34,8 +34,9 @@ def test_everything_open_comes_from_the_recipe():
     [
         ([], {}, LONG - 1, "from scratch, short"),
         ([], {}, LONG, "from scratch, long"),
-        (["--image-weights", "DEFAULT"], {}, 10, "fine-tuning"),
-        (["--text-weights", "bert-mini"], {}, LONG, "fine-tuning"),
+        (["--image-weights", "DEFAULT"], {}, 10, "pretrained tower"),
+        (["--text-weights", "bert-mini"], {}, LONG, "pretrained tower"),
+        (["--import", "weights.safetensors"], {}, 10, "fine-tuning"),
         (["--text-weights", "bert-mini"], {"locked": {"text": True}}, 10, "locked"),
     ],
 )
@@ -69,11 +70,18 @@ def test_no_recipe_is_for_another_optimizer():
 
 
 def test_the_rate_grows_with_the_root_of_the_batch_and_is_lower_for_pretrained_towers():
-    recipe = RECIPES["fine-tuning"]
-    four = recipe.values(1024, 100, {"image": False, "text": True})
-    assert four["optimizer.params.lr"] == pytest.approx(2 * recipe.lr, rel=0.05)
-    assert set(four["branches.optimizer_groups"]) == {"text"}
-    assert four["branches.optimizer_groups"]["text"]["lr"] == pytest.approx(four["optimizer.params.lr"] * recipe.pretrained_lr, rel=0.05)
+    recipe = RECIPES["pretrained"]
+    quarter = recipe.values(64, 100, {"image": False, "text": True})
+    assert quarter["optimizer.params.lr"] == pytest.approx(recipe.lr / 2, rel=0.05)
+    assert set(quarter["branches.optimizer_groups"]) == {"text"}
+    assert quarter["branches.optimizer_groups"]["text"]["lr"] == pytest.approx(
+        quarter["optimizer.params.lr"] * recipe.pretrained_lr, rel=0.05
+    )
+    neither = {"image": False, "text": False}
+    assert recipe.values(65_536, 100, neither)["optimizer.params.lr"] == HIGHEST
+    long = [RECIPES["long"].values(size, 10**5, neither) for size in (256, 65_536)]
+    assert long[0] == long[1] and long[0]["optimizer.params.lr"] == 5e-4
+    assert long[0]["branches.gradient_clipping"]["text"] == {"kind": "adaptive", "warmup_steps": 2_000}
 
 
 def test_the_sigmoid_loss_has_no_smoothing():
