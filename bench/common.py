@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
@@ -18,6 +20,17 @@ if TYPE_CHECKING:
 
 SECONDS_PER_FLOP = 1e-11  # only ratios matter: stages and replicas are given, the costs say where a tower is cut
 TIMEOUT = timedelta(seconds=300)
+
+
+def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`below` with what `above` says in its place, object by object; neither is changed by changing it."""
+    both = {key: laid_over(below[key], above[key]) for key in below.keys() & above.keys() if isinstance(below[key], Mapping)}
+    return copy.deepcopy({**below, **above, **both})
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """mean (least – most)"""
+    return f"{statistics.mean(values):{form}} ({min(values):{form}} – {max(values):{form}})"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 OUT = ROOT / "bench" / "out" / "convergence"
 
+from bench.common import laid_over, spread
 from launch.options import DEMO_DEFAULTS
 
 TOWERS = {
@@ -228,13 +229,7 @@ def configuration(variant: Variant) -> dict[str, Any]:
     """The JSON of a variant: that of a CPU, with what the variant changes."""
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text(encoding="utf-8"))
     config["branches"] = {"gradient_clipping": config["branches"]["gradient_clipping"], **FORK, **copy.deepcopy(dict(variant.branches))}
-    return _laid_over(config, variant.config)
-
-
-def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`below` with what `above` says in its place, object by object."""
-    both = {key: _laid_over(below[key], above[key]) for key in below.keys() & above.keys() if isinstance(below[key], Mapping)}
-    return copy.deepcopy({**below, **above, **both})
+    return laid_over(config, variant.config)
 
 
 def command(variant: Variant, seed: int, folder: Path, arguments: argparse.Namespace) -> list[str]:
@@ -328,10 +323,10 @@ def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, An
         "|---|" + "---|" * (len(measures) + 2 + times.count("|") + 2),
     ]
     for name, runs in results.items():
-        cells = [str(len(runs[0]["losses"])), *(_spread([100 * run["retrieval"][m] for run in runs], ".1f") for m in measures)]
-        cells.append(_spread([statistics.mean(run["losses"][-10:]) for run in runs], ".3f"))
+        cells = [str(len(runs[0]["losses"])), *(spread([100 * run["retrieval"][m] for run in runs], ".1f") for m in measures)]
+        cells.append(spread([statistics.mean(run["losses"][-10:]) for run in runs], ".3f"))
         if timed:
-            cells += [_spread([run["step_s"] for run in runs], ".2f"), _spread([run["samples_per_s"] for run in runs], ".0f")]
+            cells += [spread([run["step_s"] for run in runs], ".2f"), spread([run["samples_per_s"] for run in runs], ".0f")]
         cells += [
             f"{statistics.median(run[key] for run in runs) / 2**20:.{digits}f}"
             for key, digits in (("peak_memory_bytes", 0), ("sent_bytes", 1))
@@ -342,9 +337,9 @@ def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, An
     for name, runs in others:
         for m in measures:
             a, b = ([100 * run["retrieval"][m] for run in group] for group in (base, runs))
-            difference, spread = statistics.mean(b) - statistics.mean(a), max(max(a) - min(a), max(b) - min(b))
-            verdict = "within" if abs(difference) <= spread else "beyond"
-            rows.append(f"- {m}: {name} − {first} = {difference:+.1f} points, {verdict} the spread of the seeds ({spread:.1f}).")
+            difference, range_of_seeds = statistics.mean(b) - statistics.mean(a), max(max(a) - min(a), max(b) - min(b))
+            verdict = "within" if abs(difference) <= range_of_seeds else "beyond"
+            rows.append(f"- {m}: {name} − {first} = {difference:+.1f} points, {verdict} the spread of the seeds ({range_of_seeds:.1f}).")
     for name, runs in results.items():
         if not runs[0]["reranked"]:
             continue
@@ -352,7 +347,7 @@ def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, An
             before, after = (
                 [100 * values[key] for values in each] for each in zip(*((r["reranked"], r["reranked"]["reranked"]) for r in runs))
             )
-            rows.append(f"- {key}: {name}, the nearest {RERANKED} by matching: {_spread(before, '.1f')} → {_spread(after, '.1f')}.")
+            rows.append(f"- {key}: {name}, the nearest {RERANKED} by matching: {spread(before, '.1f')} → {spread(after, '.1f')}.")
     return "\n".join(rows) + "\n"
 
 
@@ -378,10 +373,6 @@ def agreement(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         apart = [[abs(a / b - 1) for a, b in zip(run["losses"], own["losses"])] for run, own in zip(runs, base)]
         rows.append(f"| {name} | " + " | ".join(f"{max(max(each[:n]) for each in apart):.1e}" for n in (5, 20, 50, None)) + " |")
     return "\n".join(["Largest relative difference of the loss, of all seeds:", "", *rows]) + "\n"
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    return f"{statistics.mean(values):{form}} ({min(values):{form}} – {max(values):{form}})"
 
 
 def draw(results: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: Path) -> None:

@@ -46,6 +46,7 @@ OUT = ROOT / "bench" / "out" / "open_clip"
 
 import psutil
 
+from bench.common import laid_over
 from bench.open_clip_data import EMBED_DIM, IMAGE_SIZE, MAX_TEXT_TOKENS, Files, prepare_data, text_weights, tower_description
 from bench.open_clip_report import Record, by_second, by_step, draw, load_record, read_open_clip, read_own, save_record, speed
 
@@ -196,12 +197,6 @@ def own_configuration(variant: Variant) -> dict[str, Any]:
         "branches": {"gradient_clipping": "auto", "optimizer_groups": "auto"},
     }
     return laid_over(recipe, variant.config)
-
-
-def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`below` with what `above` says in its place, object by object."""
-    both = {key: laid_over(below[key], above[key]) for key in below.keys() & above.keys() if isinstance(below[key], Mapping)}
-    return {**below, **above, **both}
 
 
 def table_spec(file: Path) -> str:

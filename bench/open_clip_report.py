@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 
-DIRECTIONS = ("image_to_text", "text_to_image")
+from bench.common import spread
+from launch.report import DIRECTIONS
+
 RECALL_AT = (10, 1)
 TARGET = 0.6  # of R@10, mean of both directions
 
@@ -126,7 +128,7 @@ Records = Mapping[str, Sequence[Record]]  # of each variant, a record per seed
 
 def by_step(records: Records) -> str:
     """Markdown: the loss of a step, and retrieval after it. Variants stand below one another for each number of steps."""
-    recalls = {f"{direction}_R@{k}": f"R@{k} {direction.replace('_to_', ' → ')} %" for k in RECALL_AT for direction in DIRECTIONS}
+    recalls = {f"{direction}_R@{k}": f"R@{k} {words} %" for k in RECALL_AT for direction, words in DIRECTIONS.items()}
     rows = [f"| steps | variant | loss | {' | '.join(recalls.values())} |", "|---|---|---|" + "---|" * len(recalls)]
     for step in sorted({evaluation.step for runs in records.values() for run in runs for evaluation in run.evaluations}):
         for name, runs in records.items():
@@ -172,11 +174,6 @@ def speed(records: Records, batch_size: int, skip: int) -> str:
         cells = [spread(rates, ".1f"), median, *_common_cells(runs, ranks)]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
-
-
-def spread(values: Sequence[float], form: str) -> str:
-    """mean (least – most)"""
-    return f"{statistics.mean(values):{form}} ({min(values):{form}} – {max(values):{form}})"
 
 
 def _seconds_cell(seconds: Sequence[float | None]) -> str:

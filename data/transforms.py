@@ -75,8 +75,8 @@ class TrainTransform:
     """Phase B of training: uint8 [h, w, 3 or 4] -> uint8 [H, W, 3]; all chance is drawn from `generator`.
 
     The crop has 80 to 100 % of the area of the largest box of the target's shape, changed in shape by up to 10 %, anywhere in the picture.
-    Transparent parts show a random light colour, or with `white` what they show in evaluation. `flip` (the probability of mirroring) is off because captions say left
-    and right; `colour_jitter` (relative change of brightness and contrast) because captions name colours and skin tones.
+    Transparent parts show a random light colour, or with `white` what they show in evaluation. `flip` (the probability of mirroring) is off
+    because captions say left and right; `colour_jitter` (relative change of brightness and contrast) because captions name colours and skin tones.
     """
 
     size: Size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from data.transforms import KEPT, SHRUNK
 from launch.trained import Trained
+from models.dual_encoder import POOLED_TEXT
 from models.layers import Tower
 from models.pooling import num_heads
 
@@ -109,7 +110,6 @@ class AttentionPool(torch.nn.Module):
 ATTENTION_OF = """{branch}_pool = AttentionPool("{branch}", {width}, {heads})
 """
 OTHER_POOL = {"max": "\nimage.avgpool = torch.nn.AdaptiveMaxPool2d(1)", "attention": "\nimage.avgpool = torch.nn.Identity()"}  # of maps
-WITH_POOLER = ("BertModel", "RobertaModel", "XLMRobertaModel")
 
 
 def export_page(trained: Trained, differences: list[str]) -> str:
@@ -162,7 +162,7 @@ def _state_dict_example(image: Tower, text: Tower) -> str:
         constructor_import=imports,
         constructor=constructor,
         text_folder="text",
-        no_pooler=", add_pooling_layer=False" if text.config["architecture"] in WITH_POOLER and text.config["pool"] != "pooler" else "",
+        no_pooler=", add_pooling_layer=False" if POOLED_TEXT.get(text.config["architecture"]) == "pooler" != text.config["pool"] else "",
         attention=ATTENTION + pools if learned else "",
         image_features=_image_features(image),
         text_features=_text_features(text),

@@ -118,8 +118,9 @@ def _data(data: argparse._ArgumentGroup) -> None:
         "--augmentation",
         type=_augmentation,
         metavar="crop[+white][+flip][+colour]|none",
-        help="of training pictures: a crop of 80 to 100 %% of the area and a light colour behind transparent parts; white behind them, as in evaluation; mirrored, where captions do "
-        "not say left and right; other brightness and contrast, where they do not name colours (default: as the recipe says, data/README.md)",
+        help="of training pictures: a crop of 80 to 100 %% of the area and a light colour behind transparent parts; white behind them, as in "
+        "evaluation; mirrored, where captions do not say left and right; other brightness and contrast, where they do not name colours (default: as "
+        "the recipe says, ds_configs/README.md)",
     )
     data.add_argument(
         "--cache",
@@ -208,7 +209,7 @@ def _objective(objective: argparse._ArgumentGroup) -> None:
         "--label-smoothing",
         type=_fraction,
         metavar="F",
-        help="part of each target that all share, in infonce (default: as the recipe says)",
+        help="part of each target that all share, in infonce (default: as the recipe says, ds_configs/README.md)",
     )
     objective.add_argument(
         "--fusion",

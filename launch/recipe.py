@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.auto import asked, filled, recorded
+from engine.config import AUTO
 
 if TYPE_CHECKING:
     from engine.config import BranchesBlock
@@ -46,10 +47,15 @@ class Recipe:
     augmentation: tuple[str, ...] = ("crop", "white")
     label_smoothing: float = 0.0
 
-    def values(self, batch_size: int, total_steps: int, pretrained: Mapping[str, bool]) -> dict[str, Any]:
-        """By place in the JSON. `pretrained[branch]`: whether its tower starts from weights."""
-        lr = float(f"{min(HIGHEST, self.lr * math.sqrt(batch_size / BATCH)):.2g}") if self.scaled else self.lr
-        warmup = max(2, min(self.most_warmup, round(self.warmup * total_steps)))
+    def values(
+        self, batch_size: int, total_steps: int, pretrained: Mapping[str, bool], lr: float | None = None, warmup: int | None = None
+    ) -> dict[str, Any]:
+        """By place in the JSON. `pretrained[branch]`: whether its tower starts from weights. `lr`, `warmup`: as given; what follows from them
+        follows from these."""
+        if lr is None:
+            lr = float(f"{min(HIGHEST, self.lr * math.sqrt(batch_size / BATCH)):.2g}") if self.scaled else self.lr
+        if warmup is None:
+            warmup = max(2, min(self.most_warmup, round(self.warmup * total_steps)))
         clipping = dict.fromkeys(("image", "text", "head"), {"kind": "adaptive", "warmup_steps": warmup}) if self.clips_spikes else {}
         own = {
             branch: {"lr": float(f"{lr * self.pretrained_lr:.2g}")} for branch, has in pretrained.items() if has and self.pretrained_lr != 1
@@ -108,13 +114,20 @@ def settle(
         raise ValueError(f'{open_places[0]}: "auto" is measured for AdamW, and the optimizer is {kind}; give numbers')
     recipe = choose(options, block, total_steps)
     pretrained = {"image": bool(options.image_weights), "text": bool(options.text_weights)}
-    values = recipe.values(config["train_batch_size"], total_steps, pretrained)
+    lr, warmup = (_given(config, *place) for place in (("optimizer", "lr"), ("scheduler", "warmup_num_steps")))
+    values = recipe.values(config["train_batch_size"], total_steps, pretrained, lr, warmup)
     smoothing = recipe.label_smoothing if options.loss == "infonce" else 0.0
     chosen = {"augmentation": recipe.augmentation, "label_smoothing": smoothing}
     chosen = {name: chosen[name] for name in open_options}
     words = [_in_words(place.rsplit(".", 1)[1], values[place]) for place in open_places] + [_in_words(*item) for item in chosen.items()]
     said = f"recipe: {recipe.name}, {total_steps:,} steps of {config['train_batch_size']:,} samples: {', '.join(filter(None, words))}"
     return replace(options, **chosen), *filled(config, block, values), said
+
+
+def _given(config: Mapping[str, Any], block: str, key: str) -> Any:
+    """None where it is left open, or is not there."""
+    value = (config.get(block, {}).get("params") or {}).get(key)
+    return None if value == AUTO else value
 
 
 def _in_words(key: str, value: Any) -> str:

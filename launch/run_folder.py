@@ -94,8 +94,11 @@ class RunFolder:
         return self.path / "costs.json"
 
     def previous(self) -> dict[str, Any] | None:
-        """The configuration of the run this folder already holds."""
-        return read_run(self.path)
+        """The configuration of the run this folder already holds; None: it holds none. Errors: ValueError for the record of another program."""
+        record = read_run(self.path)
+        if record is not None and "training" not in record:
+            raise ValueError(f"--run-dir {self.path}: its config.json is of another program; give another folder")
+        return record
 
     def refuse_other_run(self, options: Options, training: Mapping[str, Any]) -> None:
         """Raise ValueError when the folder holds a run that is not this one. `training`: what is known so far of what decides the numbers."""

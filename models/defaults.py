@@ -48,8 +48,9 @@ def text_name(name: str, weights: str | None) -> str:
 
 
 def _trained_pool(path: Path, library: str) -> str:
-    if (path / SENTENCE_ENCODER).is_file():
-        return _pool_of_sentence_encoder(path)
+    folder = path if path.is_dir() else path.parent
+    if (folder / SENTENCE_ENCODER).is_file():
+        return _pool_of_sentence_encoder(folder)
     return "pooler" if library == "pooler" and "text.pooler.dense.weight" in canonical_names("text", open_tensors(path)[0]) else "mean"
 
 

@@ -13,7 +13,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from bench.open_clip import RECIPE, VARIANTS, Run, kill_all, laid_over, launch, own_configuration
+from bench.common import laid_over
+from bench.open_clip import RECIPE, VARIANTS, Run, kill_all, launch, own_configuration
 from bench.open_clip_data import Files, Sample, held_out_rows, read_rows, tower_description, write_samples
 from bench.open_clip_report import (
     Evaluation,

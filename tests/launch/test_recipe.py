@@ -56,6 +56,15 @@ def test_what_is_given_stays():
     assert "lr" not in said and "clipping" not in said and "augmentation" not in said and "steps of warm-up" in said
 
 
+def test_what_follows_from_a_number_follows_from_the_one_that_is_given():
+    config = json.loads(FILE.read_text())
+    config["optimizer"]["params"] |= {"lr": 1e-4}
+    config["scheduler"]["params"] |= {"warmup_num_steps": 7}
+    _, found, block, _ = settled("--text-weights", "bert-mini", config=config)
+    assert found["optimizer"]["params"]["lr"] == 1e-4 and block.optimizer_groups == {"text": {"lr": 1e-5}}
+    assert settled(total_steps=LONG, config=config)[2].gradient_clipping["image"] == {"kind": "adaptive", "warmup_steps": 7}
+
+
 def test_nothing_open_nothing_said():
     config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     options, found, block, said = settled("--augmentation", "none", "--label-smoothing", "0", config=config)

@@ -195,6 +195,12 @@ def test_other_roots_make_another_run(tmp_path, decided):
             folder.refuse_other_run(*identity(*other))
 
 
+def test_the_record_of_another_program_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ValueError, match="--run-dir .*: its config.json is of another program; give another folder"):
+        RunFolder(tmp_path, True).previous()
+
+
 def test_long_lists_are_cut(folder):
     with pytest.raises(ValueError) as refusal:
         folder.refuse_other_run(

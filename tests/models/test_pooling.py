@@ -196,7 +196,8 @@ def test_a_sentence_encoder_says_how_it_pools(folder, config, pool):
         {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
-    assert text_name(str(folder), str(folder)) == f"{folder}:pool={pool}"
+    for weights in (folder, folder / "model.safetensors"):
+        assert text_name(str(folder), str(weights)) == f"{folder}:pool={pool}"
 
 
 def test_a_pooling_that_is_not_built_is_refused(folder):
