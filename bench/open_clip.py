@@ -6,8 +6,8 @@
     pip install -r requirements-test.txt              what it needs beside the project's requirements
 
 Both programs read the same csv files with the same tokenizer, on two ranks without a GPU: about 28 million parameters (a ResNet-50 at 64
-pixels, a BERT of 4 layers), fp32, global batch 256. `RECIPE` has the optimizer and the schedule, which are equal. Everything else is each
-program's own default: `VARIANTS` lists what is compared, and a further variant is one more line there. What the defaults differ in
+pixels, a BERT of 4 layers), fp32, global batch 256. `RECIPE` has the optimizer and the schedule, which are equal in all variants but the one that is called so.
+Everything else is each program's own default: `VARIANTS` lists what is compared, and a further variant is one more line there. What the defaults differ in
 (augmentation, initial weights, the pooling of texts, clipping, micro-batches) is thus part of what is measured.
 
 OpenCLIP runs as `open_clip_train.main.main` under torchrun, with DistributedDataParallel over gloo, `--local-loss` and `--gather-with-grad`
@@ -76,20 +76,24 @@ RECIPE = Recipe()
 class Variant:
     """One way to train, by OpenCLIP's trainer or by this program ("wye").
 
-    `options` are further flags of the program. `config` is laid over the JSON file that it is given: for OpenCLIP the description of its
-    towers, for this program the DeepSpeed file.
+    `options` are further flags of the program, which win over those of `RECIPE`. `config` is laid over the JSON file that it is given: for
+    OpenCLIP the description of its towers, for this program the DeepSpeed file. With `shipped`, this program leaves the optimizer and the
+    schedule to ds_configs/cpu_fp32.json instead of `RECIPE`: what a user gets who gives no numbers.
     """
 
     name: str
     program: Literal["open_clip", "wye"]
     config: Mapping[str, Any] = field(default_factory=dict)
     options: tuple[str, ...] = ()
+    shipped: bool = False
 
 
+MERGED = {"branches": {"layout": "merged", "stages": {"merged": 1}, "replicas": 2}}
 VARIANTS = (
     Variant("OpenCLIP", "open_clip"),
     Variant("ours", "wye", {"branches": {"layout": "fork"}}),
-    Variant("ours, merged × 2", "wye", {"branches": {"layout": "merged", "stages": {"merged": 1}, "replicas": 2}}),
+    Variant("ours, merged × 2", "wye", MERGED),
+    Variant("ours, merged × 2, shipped recipe", "wye", MERGED, shipped=True),
 )
 
 
@@ -188,6 +192,9 @@ def own_command(run: Run, files: Files, port: int) -> list[str]:
 
 def own_configuration(variant: Variant) -> dict[str, Any]:
     """The JSON file of a variant of this program: the recipe, the layout, and defaults."""
+    if variant.shipped:
+        shipped = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text(encoding="utf-8"))
+        return laid_over({**shipped, "train_batch_size": RECIPE.batch_size}, variant.config)
     optimizer = {"lr": RECIPE.lr, "betas": RECIPE.betas, "eps": RECIPE.eps, "weight_decay": RECIPE.weight_decay, "torch_adam": True}
     schedule = {"warmup_num_steps": RECIPE.warmup_steps, "warmup_max_lr": RECIPE.lr, "warmup_type": "linear"}
     recipe = {

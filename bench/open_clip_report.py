@@ -141,18 +141,25 @@ def by_step(records: Records) -> str:
 
 
 def by_second(records: Records, batch_size: int) -> str:
-    """Markdown: how long training takes to the target, how fast it is, what it waits for, and how much memory each rank takes."""
-    ranks = len(next(iter(records.values()))[0].peak_bytes)
+    """Markdown: how long training takes to the target, also as a ratio to the first variant's seed by seed, how fast it is, what it waits
+    for, and how much memory each rank takes."""
+    (first, base), *_ = records.items()
+    ranks = len(base[0].peak_bytes)
+    reference = [run.seconds_to(TARGET) for run in base]
     columns = [
         f"seconds to R@10 {TARGET:.0%}",
+        f"÷ {first}",
         "samples/s",
         "waiting for data, s a step",
         *(f"peak MiB, rank {rank}" for rank in range(ranks)),
     ]
     rows = [f"| variant | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for name, runs in records.items():
+        seconds = [run.seconds_to(TARGET) for run in runs]
+        ratios = [own / other for own, other in zip(seconds, reference) if own and other]
         cells = [
-            _seconds_cell([run.seconds_to(TARGET) for run in runs]),
+            _seconds_cell(seconds),
+            spread(ratios, ".2f") if ratios else "–",
             spread([run.samples_per_s(batch_size) for run in runs], ".1f"),
             *_common_cells(runs, ranks),
         ]

@@ -34,7 +34,7 @@ class GlobalBatch:
 
 
 class Dealer(Protocol):
-    """Deals global batches to the micro-batches of one branch, or of branches that share a line.
+    """Deals global batches to the micro-batches of one branch.
 
     `deals_texts`: it deals texts, c · G of them where an image has c captions in the setting, and not samples; those of the image at p have the
     positions c · p .. c · p + c − 1. `equal_shares`: all micro-batches have equally many samples.
@@ -72,11 +72,11 @@ class ByShape:
 
 @dataclass(frozen=True, eq=False)
 class ByCost:
-    """Sizes by what the samples cost, texts of similar lengths together: equal work, little padding. Costs are those of the setting.
+    """Texts, by what they cost: those of similar lengths together, so equal work and little padding. Costs are those of the setting.
 
-    `shared`: branches share the line and the deal, of samples; else texts are dealt. `num_stages` of the line; `same_stages`: each stage has
-    both branches (merged). `length_multiple`: to which lengths are rounded up. `largest`: texts times the length they are
-    padded to, at most, in one micro-batch; a batch that does not fit exceeds it by as little as goes.
+    Texts alone, also where images share the line: batch normalisation sees the images of a micro-batch, and a caption's length says what
+    is in the picture. `num_stages` of the line. `length_multiple`: to which lengths are rounded up. `largest`: texts times the length they
+    are padded to, at most, in one micro-batch; a batch that does not fit exceeds it by as little as goes.
     """
 
     tokens: TokenCounts
@@ -84,15 +84,9 @@ class ByCost:
     seed: int
     bounds: DealBounds
     largest: int | None = None
-    shared: bool = False
     num_stages: int = 1
-    same_stages: bool = False
     length_multiple: int = 1
-    equal_shares = False
-
-    @property
-    def deals_texts(self) -> bool:
-        return not self.shared
+    deals_texts, equal_shares = True, False
 
     def shares(self, batch: GlobalBatch, replicas: int, num_micro_batches: int) -> list[Share]:
         deal = self.deal(batch, replicas, num_micro_batches, num_micro_batches)
@@ -100,27 +94,18 @@ class ByCost:
 
     def deal(self, batch: GlobalBatch, replicas: int, least: int, most: int) -> Deal:
         """With as many micro-batches from `least` to `most` as take least time."""
-        works = self.works(batch)
+        work = self.work(batch)
         bounds = DealBounds(self.bounds.min_size, self.bounds.max_size, least, most)
         while True:
             try:
-                return deal_balanced(works, replicas, bounds, self.num_stages, self.same_stages)
+                return deal_balanced([work], replicas, bounds, self.num_stages)
             except ValueError:
-                limits = [work.most_padded for work in works if work.most_padded]
-                if not limits or min(limits) > works[-1].lengths.max() * works[-1].lengths.size:
+                if not work.most_padded or work.most_padded > work.lengths.max() * work.lengths.size:
                     raise  # not for want of memory
-                works = [replace(work, most_padded=work.most_padded and work.most_padded * 9 // 8 + 1) for work in works]
+                work = replace(work, most_padded=work.most_padded * 9 // 8 + 1)
 
-    def works(self, batch: GlobalBatch) -> list[BranchWork]:
-        captions, costs = batch.setting.knobs.captions_per_image, batch.setting.costs
+    def work(self, batch: GlobalBatch) -> BranchWork:
+        captions = batch.setting.knobs.captions_per_image
         counts = self.tokens.of(batch.visited, batch.indices, self.seed, batch.epoch, captions)  # [G, captions]
-        texts = padded_lengths(counts, self.max_text_tokens, self.length_multiple)
-        if not self.shared:
-            return [BranchWork(texts.ravel(), costs["text"], self.largest)]
-        # a sample brings all its captions, padded to the longest of the micro-batch
-        of_sample = texts.max(axis=1)
-        image = BranchWork(np.ones_like(of_sample), costs["image"])
-        return [
-            image,
-            BranchWork(of_sample, costs["text"].times(captions), self.largest and max(self.max_text_tokens, self.largest // captions)),
-        ]
+        lengths = padded_lengths(counts, self.max_text_tokens, self.length_multiple).ravel()
+        return BranchWork(lengths, batch.setting.costs["text"], self.largest)

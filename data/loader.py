@@ -105,8 +105,9 @@ class MicroBatchDataset(Dataset):
     def load(self, request: MicroBatchRequest, memory: Callable[[int], Tensor] | None = None) -> tuple[dict[str, Tensor], LoadReport]:
         """The micro-batch and its report. `memory`: gives flat float32 memory for so many pixel values."""
         indices = request.index.tolist()
-        if min(indices) < 0 or max(indices) >= len(self.source):
-            raise ValueError(f"samples {min(indices)}..{max(indices)} asked for; {self.source.spec} has 0..{len(self.source) - 1}")
+        asked = [*indices, *(() if request.dealt_texts is None else request.dealt_texts.index.tolist())]
+        if min(asked) < 0 or max(asked) >= len(self.source):
+            raise ValueError(f"samples {min(asked)}..{max(asked)} asked for; {self.source.spec} has 0..{len(self.source) - 1}")
         micro_batch: dict[str, Tensor] = {}
         bad: list[tuple[int, str, str]] = []
         num_pictures = num_texts = num_truncated = num_tokens = num_padded = 0
@@ -125,8 +126,8 @@ class MicroBatchDataset(Dataset):
             num_tokens, num_padded = int(tokens["attention_mask"].sum()), tokens["attention_mask"].numel()
             micro_batch["text_position"] = torch.from_numpy(text_position.copy())  # [t]
             micro_batch["text_index"] = torch.from_numpy(text_index.copy())  # [t]
-            if request.weight is not None:
-                micro_batch["text_weight"] = torch.from_numpy(request.text_weight().copy())  # [t]
+            if (weight := request.text_weight()) is not None:
+                micro_batch["text_weight"] = torch.from_numpy(weight.copy())  # [t]
         if "image" in self.modalities:
             micro_batch["image_position"] = torch.from_numpy(request.position.copy())  # [b]
             micro_batch["image_index"] = torch.from_numpy(request.index.copy())  # [b]

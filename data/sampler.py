@@ -5,10 +5,11 @@ G: global_batch_size, N: samples of the training subset, b: samples of one micro
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -201,6 +202,14 @@ class GlobalOrder:
         return places[within - first :]
 
 
+class TextRows(NamedTuple):
+    """Texts [t], all int64: their samples in the source, their positions 0..c·G-1, their weights in millionths (None: all the same)."""
+
+    index: np.ndarray
+    position: np.ndarray
+    weight: np.ndarray | None
+
+
 @dataclass(frozen=True, eq=False)
 class MicroBatchRequest:
     """What one micro-batch is to hold; small, so that it travels to the workers instead of the samples."""
@@ -212,18 +221,22 @@ class MicroBatchRequest:
     training: bool
     size: tuple[int, int] | None = None  # H, W of its pictures, pixels, before the knobs; None: that of the transform
     knobs: Knobs = field(default_factory=Knobs)
-    of_texts: bool = False  # b texts at their positions 0..c·G-1, not samples
     weight: np.ndarray | None = None  # [b] int64, millionths: what each counts in the loss; None: all the same
+    dealt_texts: TextRows | None = None  # texts that were dealt by themselves; None: all of its samples
 
     def texts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of its texts [t]: the sample, the position 0..c·G-1, the number 0..c-1 among the c captions that the sample shows."""
         c = self.knobs.captions_per_image
-        position = self.position if self.of_texts else (self.position[:, None] * c + np.arange(c)).ravel()
-        return (self.index if self.of_texts else np.repeat(self.index, c)), position, position % c
+        if self.dealt_texts is not None:
+            return self.dealt_texts.index, self.dealt_texts.position, self.dealt_texts.position % c
+        position = (self.position[:, None] * c + np.arange(c)).ravel()
+        return np.repeat(self.index, c), position, position % c
 
     def text_weight(self) -> np.ndarray | None:
         """Of its texts [t]: the weight of the sample."""
-        return self.weight if self.weight is None or self.of_texts else np.repeat(self.weight, self.knobs.captions_per_image)
+        if self.dealt_texts is not None:
+            return self.dealt_texts.weight
+        return None if self.weight is None else np.repeat(self.weight, self.knobs.captions_per_image)
 
 
 def _check_shares(global_batch_size: int, replicas: int, num_micro_batches: int) -> None:
@@ -245,13 +258,14 @@ def training_requests(
     settings: Settings,
     start_step: int,
     stop_step: int,
-    dealer: Dealer | None = None,
+    dealers: Sequence[Dealer] = (),
     weights_of: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Iterator[MicroBatchRequest]:
-    """The micro-batches of one replica of one branch, for steps start_step..stop_step-1, in the order they are run.
+    """The micro-batches of one replica of the line on which `branch` enters, for steps start_step..stop_step-1, in the order they are run.
 
-    `subset` [N]: the source's indices of the training samples. `settings`: how many micro-batches, and the knobs. `dealer`: which positions
-    of a global batch come together; None: in order. `weights_of`: the samples of a global batch [G] -> what they count in its loss [G] int64.
+    `subset` [N]: the source's indices of the training samples. `settings`: how many micro-batches, and the knobs. `dealers`: which positions
+    of a global batch come together, of the branches that enter there, one that deals samples and one that deals texts at most; none: in
+    order. `weights_of`: the samples of a global batch [G] -> what they count in its loss [G] int64.
     The step after the one that is asked for is dealt in a thread of its own, so the settings of a step must be there when the micro-batches
     of the step before are asked for.
     Errors: ValueError.
@@ -259,27 +273,43 @@ def training_requests(
     _check_replica(replica, replicas)
     if len(subset) != order.num_samples:
         raise ValueError(f"the training subset has {len(subset)} samples, the order is made for {order.num_samples}; they must be equal")
-    dealer = dealer or InOrder()
-    if dealer.equal_shares:
+    dealers = tuple(dict.fromkeys(dealers or (InOrder(),)))
+    if any(dealer.equal_shares for dealer in dealers):
         _check_shares(order.global_batch_size, replicas, settings.at(start_step).num_micro_batches[branch])
 
     def requests_of(step: int) -> list[MicroBatchRequest]:
         batch = global_batch(order, subset, settings, step)
         number = batch.setting.num_micro_batches[branch]
-        images = batch.setting.knobs.captions_per_image if dealer.deals_texts else 1  # positions of an image
         weights = None if weights_of is None else weights_of(batch.indices)  # [G]
-        requests = []
-        for position, size in dealer.shares(batch, replicas, number)[replica * number : (replica + 1) * number]:
-            sample = position // images
-            weight = None if weights is None else weights[sample]
-            requests.append(
-                MicroBatchRequest(
-                    step, batch.epoch, batch.indices[sample], position, True, size, batch.setting.knobs, dealer.deals_texts, weight
-                )
+        nothing = np.zeros(0, dtype=np.int64)
+        samples, texts = [(nothing, None)] * number, [None] * number
+        for dealer in dealers:
+            own = dealer.shares(batch, replicas, number)[replica * number : (replica + 1) * number]
+            if dealer.deals_texts:
+                texts = [_text_rows(batch, position, weights) for position, _ in own]
+            else:
+                samples = own
+        return [
+            MicroBatchRequest(
+                step,
+                batch.epoch,
+                batch.indices[position],
+                position,
+                True,
+                size,
+                batch.setting.knobs,
+                None if weights is None else weights[position],
+                rows,
             )
-        return requests
+            for (position, size), rows in zip(samples, texts)
+        ]
 
     return _one_ahead(requests_of, range(start_step, stop_step))
+
+
+def _text_rows(batch: GlobalBatch, position: np.ndarray, weights: np.ndarray | None) -> TextRows:
+    sample = position // batch.setting.knobs.captions_per_image
+    return TextRows(batch.indices[sample], position, None if weights is None else weights[sample])
 
 
 def global_batch(order: GlobalOrder, subset: np.ndarray, settings: Settings, step: int) -> GlobalBatch:

@@ -119,7 +119,7 @@ class Balancer:
         holds = now.from_step <= step - len(self._busy_s)
         points = slowest_points(self._graph, reports)
         refits = holds and self.balance.block.refits
-        costs = refitted(now.costs, points, self.balance.plan.graph.layout == "merged") if refits else now.costs
+        costs = refitted(now.costs, points) if refits else now.costs
         looks, knobs, reason = self._looks, now.knobs, None
         if self._dealt:
             looks, knobs, reason = look(looks, knobs, self.balance.ladders, self.balance.rules, busy_s, step - len(self._busy_s))
@@ -161,7 +161,7 @@ class Balancer:
         measured, predicted = {}, {}
         for branch, seen in points.items():
             measured[branch] = sum(s for _, _, s in seen)
-            predicted[branch] = float(sum(_cost_of(now.costs, branch).at(n, length) for n, length, _ in seen))
+            predicted[branch] = float(sum(now.costs[branch].at(n, length) for n, length, _ in seen))
         return {
             "step": step,
             "busy_s": busy_s,
@@ -190,20 +190,17 @@ class Balancer:
 
     def _points(self) -> list[Point]:
         dealer = self.balance.dealers[self._branch]
-        if not isinstance(dealer, ByCost):
+        if not isinstance(dealer, ByCost):  # images cost all the same
             return []
         points = []
         for step, spans in self._spans:
             batch = self.balance.batch(step, self.settings.at(step), self.settings.mixes)
             number = batch.setting.num_micro_batches[self._branch]
-            lengths = dealer.works(batch)[-1].lengths
+            lengths = dealer.work(batch).lengths
             own = dealer.shares(batch, self.balance.plan.batches[self._branch].replicas, number)
             own = own[self._replica * number : (self._replica + 1) * number]
-            texts = 1 if dealer.deals_texts or self._branch == "image" else batch.setting.knobs.captions_per_image
             seconds = seconds_of_micro_batches(spans)
-            points += [
-                (texts * len(part), int(lengths[part].max()), seconds[m]) for m, (part, _) in enumerate(own) if seconds.get(m, 0) > 0
-            ]
+            points += [(len(part), int(lengths[part].max()), seconds[m]) for m, (part, _) in enumerate(own) if seconds.get(m, 0) > 0]
         return points
 
     # -- the state ------------------------------------------------------------------------------------------------------
@@ -262,49 +259,30 @@ def seconds_of_micro_batches(spans: Sequence[Span]) -> dict[int, float]:
 
 
 def slowest_points(graph: StageGraph, reports: Sequence[Report]) -> dict[str, list[Point]]:
-    """Those of all replicas of each branch's slowest stage; of merged stages, which have both branches, under "image+text"."""
+    """Those of all replicas of each branch's slowest stage. A merged stage has no times of one branch alone, so it reports none."""
     by_stage: dict[str, list[Point]] = defaultdict(list)
     for report in reports:
         by_stage[report.stage] += report.points
     found: dict[str, list[Point]] = {}
     for stage in graph.stages:
-        branch, points = "+".join(stage.layers), by_stage[stage.name]
+        branch, points = next(iter(stage.layers)), by_stage[stage.name]
         if points and sum(s for _, _, s in points) > sum(s for _, _, s in found.get(branch, ())):
             found[branch] = points
     return found
 
 
-def refitted(costs: Mapping[str, BranchCost], points: Mapping[str, Sequence[Point]], merged: bool) -> dict[str, BranchCost]:
+def refitted(costs: Mapping[str, BranchCost], points: Mapping[str, Sequence[Point]]) -> dict[str, BranchCost]:
     """Costs moved towards those that the points speak for, where they predict them badly; else as they are."""
     new = dict(costs)
     for branch, seen in points.items():
-        if branch not in costs and not merged:
+        if branch not in costs:
             continue
         n, length, seconds = map(np.array, zip(*seen))
-        old = _cost_of(costs, branch)
-        where = np.ones_like(length) if branch == "image" else length
-        found = fit_branch_cost(n, where, seconds)
-        if np.abs(found.at(n, where) / old.at(n, where) - 1).max() <= DRIFT:
-            continue
-        # the mean of all fits, later of the last few; the profile was a guess
-        fit = smoothed(old, found, max(SMOOTHING, 1 / (1 + old.version)))
-        if not merged:
-            new[branch] = fit
-        elif fit.per_token_s + fit.per_token_squared_s > 0 and fit.fixed_s + fit.per_sample_s > 0:
-            # of a stage that has both, what grows with the length is the text's, the rest the image's
-            new = {
-                "image": BranchCost(fit.fixed_s, fit.per_sample_s, version=fit.version),
-                "text": BranchCost(0.0, 0.0, fit.per_token_s, fit.per_token_squared_s, fit.version),
-            }
+        found, old = fit_branch_cost(n, length, seconds), costs[branch]
+        if np.abs(found.at(n, length) / old.at(n, length) - 1).max() > DRIFT:
+            # the mean of all fits, later of the last few; the profile was a guess
+            new[branch] = smoothed(old, found, max(SMOOTHING, 1 / (1 + old.version)))
     return new
-
-
-def _cost_of(costs: Mapping[str, BranchCost], branch: str) -> BranchCost:
-    """Of one branch, or of both where a stage has both."""
-    if branch in costs:
-        return costs[branch]
-    parts = [costs[b].coefficients for b in BRANCHES]
-    return BranchCost(*map(sum, zip(*parts)), version=max(costs[b].version for b in BRANCHES))
 
 
 def _scaled(cost: BranchCost, factor: float) -> BranchCost:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from launch.options import Options
 
 LOOKED_AT = 4  # global batches that decide how many micro-batches there are
 MOST_DEALT = 32  # micro-batches of a branch that is dealt alone: more leave next to no padding to save
-SHARED_SLACK = 1.25  # on a line of both branches, samples of the largest micro-batch in parts of the planned size
 INSTRUCTIONS = 3  # of a micro-batch on a stage, at least: load or receive, forward, backward
 CONV_STRIDE = 32  # of ResNets and ConvNeXts, in pixels
 MARGIN = 0.9  # of the memory of a micro-batch: other global batches may have longer texts
@@ -38,7 +36,7 @@ TYPICAL_TEXTS = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Balance:
-    """What a run is dealt and fed by. `dealers` by branch: those that share a line share theirs. `ladders`: where feed rates may go.
+    """What a run is dealt and fed by. `dealers` by branch: `ladders`: where feed rates may go.
     `adaptation`: how data sets are mixed by their losses; None: as asked for."""
 
     block: BalanceBlock
@@ -79,14 +77,15 @@ class Balance:
         dealer, planned = self.dealers[branch], self.plan.batches[branch]
         # texts of several captions are so many more; with one each, the memory of the plan is enough for as many micro-batches as it has
         captions = self._captions(branch, setting)
-        if not isinstance(dealer, ByCost):
-            share = self.order.global_batch_size // planned.replicas
-            return next((m for m in range(planned.num_micro_batches * captions, share) if share % m == 0), share)
+        # On a shared line all branches have as many, and memory and batch normalisation see the images: the planned number stays.
+        if not isinstance(dealer, ByCost) or self.plan.graph.layout != "fork":
+            share, wanted = self.order.global_batch_size // planned.replicas, planned.num_micro_batches * captions
+            most = max(1, share // self.block.min_size)
+            if wanted > most:
+                return max(m for m in range(1, most + 1) if share % m == 0)
+            return next((m for m in range(wanted, share) if share % m == 0), share)
         positions = self.order.global_batch_size * (captions if dealer.deals_texts else 1)
         most = max(1, min(planned.num_micro_batches * captions, positions // (planned.replicas * self.block.min_size)))
-        if dealer.shared:
-            # Branches on one line share the deal, and memory and batch normalisation see their images: the planned number stays.
-            return most
         # Shorter texts together need less memory than the planned micro-batches, so there may be more of them.
         most = max(most, min(MOST_DEALT, positions // (planned.replicas * self.block.min_size)))
         careful = replace(dealer, largest=dealer.largest and max(dealer.max_text_tokens, int(MARGIN * dealer.largest)))
@@ -126,27 +125,16 @@ def make_balance(
         return Balance(block, plan, dealers, order, data.train, Ladders(), FeedRules(), Setting(0, planned), adaptation)
     tokens = token_counts(data.source, data.train, data.tokenizer, options.max_text_tokens, folder / "token_counts", progress)
     typical = float(padded_lengths(tokens.counts[:TYPICAL_TEXTS], options.max_text_tokens, data.length_multiple).mean())
-    shared = plan.graph.layout != "fork"
-    largest_size = block.max_size or 1 << 30
-    if shared:  # of images, whose activations the plan has counted; `min_size` may leave fewer and larger ones than planned
-        share = order.global_batch_size // plan.batches["image"].replicas
-        number = max(1, min(planned["image"], share // block.min_size))
-        largest_size = min(largest_size, math.ceil(SHARED_SLACK * share / number))
     by_cost = ByCost(
         tokens,
         options.max_text_tokens,
         options.seed,
-        DealBounds(block.min_size, largest_size),
+        DealBounds(block.min_size, block.max_size or 1 << 30),
         plan.batches["text"].micro_batch_size * options.max_text_tokens,
-        shared,
-        sum("text" in stage.layers for stage in plan.graph.stages) if not shared else len(plan.graph.stages),
-        plan.graph.layout == "merged",
+        sum("text" in stage.layers for stage in plan.graph.stages) if plan.graph.layout == "fork" else len(plan.graph.stages),
         data.length_multiple,
     )
-    if shared:  # a micro-batch can be of one shape or of one length, not both
-        dealers: dict[str, Dealer] = dict.fromkeys(BRANCHES, by_cost if buckets is None else by_shape)
-    else:
-        dealers = {"image": by_shape, "text": by_cost}
+    dealers: dict[str, Dealer] = {"image": by_shape, "text": by_cost}
     if block.window > 1:
 
         def lengths_of(visited: np.ndarray, epoch: int) -> np.ndarray:
@@ -239,11 +227,10 @@ def explain_dealing(balance: Balance, settings: Settings, steps: range) -> str:
         if not isinstance(dealer, ByCost):
             words = "by shape" if isinstance(dealer, ByShape) else "in order"
             lines.append(f"{branch}: {words}, {plan.batches[branch].micro_batch_size} samples in every micro-batch")
-        elif dealer is not balance.dealers["image"] or branch == "image":  # a shared deal once
+        else:
             for step in steps:
                 batch = balance.batch(step, settings.at(step), settings.mixes)
                 number = batch.setting.num_micro_batches[branch]
-                deal, works = dealer.deal(batch, plan.batches[branch].replicas, number, number), dealer.works(batch)
-                who = branch if plan.graph.layout == "fork" else plan.graph.layout
-                lines.append(f"{who}, step {step + 1}: {explain(deal, works, dealer.num_stages, dealer.same_stages)}")
+                deal = dealer.deal(batch, plan.batches[branch].replicas, number, number)
+                lines.append(f"{branch}, step {step + 1}: {explain(deal, [dealer.work(batch)], dealer.num_stages)}")
     return "\n".join(lines)

@@ -74,7 +74,7 @@ class Feeding:
             self.balancer.settings,
             start_step,
             stop_step,
-            self.balancer.balance.dealers[self.branch],
+            [self.balancer.balance.dealers[branch] for branch in self.engine.place.loads],
             self.weights_of,
         )
         on_load = partial(self._note, self.data.source, True)

@@ -47,7 +47,7 @@ def state_of(checkpoint: Path | None) -> Mapping[str, Any]:
     if checkpoint is None:
         return {"step": 0, "batch_sizes": ()}
     state = read_manifest(checkpoint).state
-    if not STATE <= state.keys():
+    if not state.keys() >= STATE:
         raise ValueError(
             f"--resume {checkpoint}: its state has {', '.join(state)}, and {', '.join(sorted(STATE))} are needed, so another program wrote "
             "it; go on with that one, or export.py its model and begin another run with --import"

@@ -6,4 +6,4 @@ from data.settings import Setting, Settings
 
 def plain_requests(order, subset, replica, replicas, num_micro_batches, start, stop, dealer=None):
     settings = Settings([Setting(0, {"image": num_micro_batches})])
-    return training_requests(order, subset, replica, replicas, "image", settings, start, stop, dealer)
+    return training_requests(order, subset, replica, replicas, "image", settings, start, stop, [dealer] if dealer else [])

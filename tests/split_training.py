@@ -270,11 +270,15 @@ def micro_batches_of_rank(case: Case, engine, step: int, image_size: int):
     branches = engine.place.loads
     if not branches:
         return None
-    batch_of_branch = engine.batches[branches[0]]
-    mine = dealt(case, branches[0], batch_of_branch.micro_batch_size)
     number = num_micro_batches(case, engine)
-    shares = mine[engine.replica * number : (engine.replica + 1) * number]
-    return iter([{k: v for b in branches for k, v in micro_batch(case, batch, b, case.rows_of_share(b, s, step)).items()} for s in shares])
+    shares = {
+        b: dealt(case, b, engine.batches[b].micro_batch_size)[engine.replica * number : (engine.replica + 1) * number] for b in branches
+    }
+    loaded = [
+        {b: micro_batch(case, batch, b, case.rows_of_share(b, own, step)) for b, own in zip(branches, each)}
+        for each in zip(*shares.values())
+    ]
+    return iter([{name: tensor for of_branch in one.values() for name, tensor in of_branch.items()} for one in loaded])
 
 
 def num_micro_batches(case: Case, engine) -> int:

@@ -260,15 +260,17 @@ def test_the_table_by_step():
 
 
 def test_the_table_by_second():
-    seconds = "| variant | seconds to R@10 60% | samples/s | waiting for data, s a step | peak MiB, rank 0 | peak MiB, rank 1 |"
+    seconds = (
+        "| variant | seconds to R@10 60% | ÷ OpenCLIP | samples/s | waiting for data, s a step | peak MiB, rank 0 | peak MiB, rank 1 |"
+    )
     common = "0.50 (0.50 – 0.50) | 1,024 (1,024 – 1,024) | 512 (512 – 512) |"
     assert by_second(RECORDS, 256).splitlines() == [
         seconds,
-        "|---|---|---|---|---|---|",
-        f"| OpenCLIP | 7 (7 – 7), in 1 of 2 runs | 128.0 (128.0 – 128.0) | {common}",
-        f"| ours | 2 (2 – 3) | 384.0 (256.0 – 512.0) | {common}",
+        "|---|---|---|---|---|---|---|",
+        f"| OpenCLIP | 7 (7 – 7), in 1 of 2 runs | 1.00 (1.00 – 1.00) | 128.0 (128.0 – 128.0) | {common}",
+        f"| ours | 2 (2 – 3) | 0.42 (0.42 – 0.42) | 384.0 (256.0 – 512.0) | {common}",
     ]
-    assert "| not reached |" in by_second({"OpenCLIP": [record([0.1, 0.2])]}, 256)
+    assert "| not reached | – |" in by_second({"OpenCLIP": [record([0.1, 0.2])]}, 256)
 
 
 def test_the_table_of_speed_has_ratios_within_a_round():

@@ -15,7 +15,7 @@ from plain_requests import plain_requests
 from data.cache import PictureCache, key_of
 from data.feed import Knobs
 from data.loader import MicroBatchDataset, host_bytes, micro_batches, resolve_workers
-from data.sampler import GlobalOrder, MicroBatchRequest, evaluation_requests
+from data.sampler import GlobalOrder, MicroBatchRequest, TextRows, evaluation_requests
 from data.sources import open_source
 from data.transforms import eval_transform, train_transform
 
@@ -332,9 +332,10 @@ def test_several_captions_of_a_sample_are_different_ones_while_it_has_them(token
     dataset = make(source, {"text"}, tokenizer)
 
     def shown(c, of_texts=False):
-        position = np.arange(2 * c if of_texts else 2)
-        index = np.array([7, 9])[position // c] if of_texts else np.array([7, 9])
-        asked = MicroBatchRequest(0, 3, index, position, True, knobs=Knobs(captions_per_image=c), of_texts=of_texts)
+        index, position = np.array([7, 9]), np.arange(2)
+        dealt = TextRows(index[np.arange(2 * c) // c], np.arange(2 * c), None) if of_texts else None
+        own = (index[:0], position[:0]) if of_texts else (index, position)
+        asked = MicroBatchRequest(0, 3, *own, True, knobs=Knobs(captions_per_image=c), dealt_texts=dealt)
         loaded = dataset[asked]
         assert loaded["text_position"].tolist() == list(range(2 * c)) and loaded["text_index"].tolist() == [7] * c + [9] * c
         return [tuple(row[row != 0].tolist()) for row in loaded["input_ids"]]

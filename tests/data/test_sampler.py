@@ -188,7 +188,7 @@ def test_a_setting_may_come_while_the_requests_of_the_step_before_are_asked_for(
 
 def test_several_captions_are_texts_of_their_own_or_come_with_their_samples():
     settings = Settings([Setting(0, {"text": 5}, knobs=Knobs(captions_per_image=3))])
-    of_texts = [r.texts() for r in training_requests(ORDER, SUBSET, 0, 1, "text", settings, 0, 1, Whole())]
+    of_texts = [r.texts() for r in training_requests(ORDER, SUBSET, 0, 1, "text", settings, 0, 1, [Whole()])]
     of_samples = [
         r.texts() for r in training_requests(ORDER, SUBSET, 0, 1, "text", Settings([Setting(0, {"text": 4}, knobs=Knobs(3))]), 0, 1)
     ]
@@ -198,6 +198,28 @@ def test_several_captions_are_texts_of_their_own_or_come_with_their_samples():
         assert position.tolist() == list(range(36)) and number.tolist() == [0, 1, 2] * 12
         assert index.tolist() == np.repeat(samples, 3).tolist()
     assert len({len(index) for index, _, _ in of_texts}) > 1 and {len(index) for index, _, _ in of_samples} == {9}
+
+
+@pytest.mark.parametrize("captions", [1, 3])
+def test_texts_are_dealt_apart_from_the_images_that_share_their_line(captions):
+    """Images in order and equally many; the texts of a micro-batch may be those of other samples, and of other numbers."""
+    settings = Settings([Setting(0, {"image": 4, "text": 4}, knobs=Knobs(captions_per_image=captions))])
+    both = [InOrder(), Backwards()]
+    found = [list(training_requests(ORDER, SUBSET, replica, 3, "image", settings, 2, 3, both)) for replica in range(3)]
+    requests = [request for of_replica in found for request in of_replica]
+    alone = [request for replica in range(3) for request in training_requests(ORDER, SUBSET, replica, 3, "image", settings, 2, 3)]
+    samples = SUBSET[ORDER.batch(2)]
+    for request, expected in zip(requests, alone, strict=True):
+        assert request.index.tolist() == expected.index.tolist() and request.position.tolist() == expected.position.tolist()
+    index, position, number = (np.concatenate(column) for column in zip(*(request.texts() for request in requests)))
+    assert position.tolist() == list(range(12 * captions))[::-1] and index.tolist() == samples[position // captions].tolist()
+    assert number.tolist() == (position % captions).tolist()
+
+
+class Backwards(Whole):
+    def shares(self, batch, replicas, num_micro_batches):
+        texts = np.arange(len(batch.visited) * batch.setting.knobs.captions_per_image)[::-1]
+        return [(part, None) for part in np.array_split(texts, replicas * num_micro_batches)]
 
 
 def test_settings_follow_each_other_and_come_back_from_their_records():

@@ -47,7 +47,7 @@ def test_demo_names_stay_readable():
 
 
 def test_demo_has_every_language_in_the_asked_order(demo):
-    languages = "es ja ko pt it fr de fa id zh ru tr ar en".split()
+    languages = ["es", "ja", "ko", "pt", "it", "fr", "de", "fa", "id", "zh", "ru", "tr", "ar", "en"]
     every = open_source("demo:" + "+".join(languages))
     assert len(every) == len(demo)
     assert all(len(every.captions(i)) == len(languages) and all(every.captions(i)) for i in range(len(every)))

@@ -88,7 +88,7 @@ def test_every_row_of_a_batch_has_the_weight_of_its_sample_in_the_whole_batch(de
     for branch, per_sample in (("image", 1), ("text", captions)):
         found = np.zeros(12 * per_sample, np.int64)
         for replica in range(2):
-            own = dealer if branch == "text" else None
+            own = [dealer] if branch == "text" and dealer else []
             requests = training_requests(order, subset, replica, 2, branch, settings, 2, 3, own, weights_of)
             for batch in micro_batches(dataset[branch], requests):
                 weight = batch[f"{branch}_weight"]

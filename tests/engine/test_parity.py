@@ -121,6 +121,15 @@ def random_deal(seed, replicas, num_micro_batches, num_places=24):
     return tuple(tuple(parts[r * num_micro_batches : (r + 1) * num_micro_batches]) for r in range(replicas))
 
 
+def equal_deal(replicas, num_micro_batches, num_places=24):
+    """[replica][micro-batch] -> places of samples, in order."""
+    size = num_places // (replicas * num_micro_batches)
+    return tuple(
+        tuple(tuple(range((r * num_micro_batches + m) * size, (r * num_micro_batches + m + 1) * size)) for m in range(num_micro_batches))
+        for r in range(replicas)
+    )
+
+
 def test_more_micro_batches_than_planned_keep_activations_in_proportion():
     """A replay of 2 text micro-batches that keeps one, dealt to 8, of which it keeps 4: the other 4 run forward twice, and nothing else changes."""
     planned = {"schedule": "replay", "kept_micro_batches": {"image": 1, "text": 1}}
@@ -139,6 +148,10 @@ def test_more_micro_batches_than_planned_keep_activations_in_proportion():
         merged(1, 1, 6, deals=dict.fromkeys(("image", "text"), random_deal(0, 1, 4))),
         merged(2, 2, 4, deals=dict.fromkeys(("image", "text"), random_deal(1, 2, 3)), schedule="replay"),
         chain(1, 2, 1, 6, deals=dict.fromkeys(("image", "text"), random_deal(2, 1, 7))),  # 4 were planned
+        # texts apart from their images on one line, as they are by default
+        merged(1, 2, 4, deals={"image": equal_deal(2, 3), "text": random_deal(11, 2, 3)}),
+        merged(2, 1, 8, deals={"image": equal_deal(1, 3), "text": random_deal(12, 1, 3)}, schedule="replay", dropout=0.1),
+        chain(1, 1, 2, 4, deals={"image": equal_deal(2, 3), "text": random_deal(13, 2, 3)}, schedule="replay"),
         fork((1, 1), (1, 1), {"image": 6, "text": 8}, deals={"image": random_deal(3, 1, 4), "text": random_deal(4, 1, 3)}),
         fork(
             (1, 2), (1, 1), {"image": 4, "text": 24}, deals={"image": random_deal(5, 2, 3), "text": random_deal(6, 1, 1)}, schedule="replay"

@@ -62,8 +62,8 @@ class World:
     def loaded(self, step):
         """What the text branch loads in a step."""
         dealer = self.balance.dealers["text"]
-        requests = training_requests(self.order, self.data.train, 0, 1, "text", self.settings, step, step + 1, dealer)
-        return np.concatenate([request.index for request in requests]).tolist()
+        requests = training_requests(self.order, self.data.train, 0, 1, "text", self.settings, step, step + 1, [dealer])
+        return np.concatenate([request.texts()[0] for request in requests]).tolist()
 
 
 def test_a_set_that_falls_more_slowly_comes_more_often_and_the_log_says_why(data, tmp_path):
@@ -151,11 +151,12 @@ def test_seconds_are_set_against_what_was_loaded_under_a_mix(data, tmp_path):
     world.run(0, 60)
     text, step, dealer = world.ranks[1], 61, world.balance.dealers["text"]
     assert world.settings.mixes[0][0] < 6
-    requests = list(training_requests(world.order, data.train, 0, 1, "text", world.settings, step, step + 1, dealer))
+    requests = list(training_requests(world.order, data.train, 0, 1, "text", world.settings, step, step + 1, [dealer]))
     text.note(step + 1, BUSY_S, [Span("ForwardPass", m, 0.0, m + 1.0) for m in range(len(requests))])
     for (texts, longest, seconds), request, m in zip(text.report().points, requests, range(len(requests)), strict=True):
-        tokens = dealer.tokens.of(np.searchsorted(data.train, request.index), request.index, 0, request.epoch)
-        assert (texts, longest, seconds) == (len(request.index), padded_lengths(tokens, dealer.max_text_tokens).max(), m + 1.0)
+        index = request.texts()[0]
+        tokens = dealer.tokens.of(np.searchsorted(data.train, index), index, 0, request.epoch)
+        assert (texts, longest, seconds) == (len(index), padded_lengths(tokens, dealer.max_text_tokens).max(), m + 1.0)
 
 
 def test_without_it_nothing_is_looked_at_and_no_step_knows_of_it(data, tmp_path):

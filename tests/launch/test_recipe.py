@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import check_config, read_config
 from launch.options import parse_options
-from launch.recipe import HIGHEST, LONG, RECIPES, as_begun, settle
+from launch.recipe import LEAST_WARMUP, LONG, RECIPES, as_begun, settle
 
 FILE = Path(__file__).parents[2] / "ds_configs" / "cpu_fork_fp32.json"
 SAID = {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.0, "torch_adam": True}
@@ -78,19 +78,27 @@ def test_no_recipe_is_for_another_optimizer():
         settled(config=config)
 
 
-def test_the_rate_grows_with_the_root_of_the_batch_and_is_lower_for_pretrained_towers():
+def test_the_rate_falls_with_the_root_of_the_batch_and_is_lower_for_pretrained_towers():
     recipe = RECIPES["pretrained"]
-    quarter = recipe.values(64, 100, {"image": False, "text": True})
+    quarter = recipe.values(32, 100, {"image": False, "text": True})
     assert quarter["optimizer.params.lr"] == pytest.approx(recipe.lr / 2, rel=0.05)
     assert set(quarter["branches.optimizer_groups"]) == {"text"}
     assert quarter["branches.optimizer_groups"]["text"]["lr"] == pytest.approx(
         quarter["optimizer.params.lr"] * recipe.pretrained_lr, rel=0.05
     )
     neither = {"image": False, "text": False}
-    assert recipe.values(65_536, 100, neither)["optimizer.params.lr"] == HIGHEST
+    assert recipe.values(65_536, 100, neither)["optimizer.params.lr"] == recipe.lr
     long = [RECIPES["long"].values(size, 10**5, neither) for size in (256, 65_536)]
     assert long[0] == long[1] and long[0]["optimizer.params.lr"] == 5e-4
     assert long[0]["branches.gradient_clipping"]["text"] == {"kind": "adaptive", "warmup_steps": 2_000}
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "steps"), [(1, 2), (10, 5), (30, 15), (52, LEAST_WARMUP), (208, 21), (4_000, 400), (100_000, 2_000)]
+)
+def test_the_warm_up_is_a_tenth_but_never_short(total_steps, steps):
+    values = RECIPES["short"].values(256, total_steps, {"image": False, "text": False})
+    assert values["scheduler.params.warmup_num_steps"] == steps
 
 
 def test_the_sigmoid_loss_has_no_smoothing():

@@ -13,8 +13,8 @@ from launch.resuming import change_of_size, earlier_sizes, state_of
 from launch.stopping import STOPPED
 
 RATE = 1e-3
-SMALL = "--image-tower resnet18:layers=1-1-1-1 --image-size 32 --text-tower bert-tiny --embed-dim 16".split()
-SMALL += "--val-fraction 0.1 --epochs 2 --eval-every 100 --workers 0".split()  # of 100 samples 90 are trained on
+SMALL = ["--image-tower", "resnet18:layers=1-1-1-1", "--image-size", "32", "--text-tower", "bert-tiny", "--embed-dim", "16"]
+SMALL += ["--val-fraction", "0.1", "--epochs", "2", "--eval-every", "100", "--workers", "0"]  # of 100 samples 90 are trained on
 
 
 def test_sizes_so_far_that_are_those_of_the_run_that_goes_on():
