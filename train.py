@@ -32,10 +32,12 @@ from engine.trace import HostClock
 from engine.watchdog import Watchdog
 from launch.balancer import Balancer
 from launch.balancing import explain_dealing, image_buckets, make_balance
+from launch.blocks import READERS, dealing, weighting
 from launch.costing import run_costs
 from launch.failures import Run, report_and_exit
 from launch.feeding import Feeding
 from launch.loss_weights import LossWeights
+from launch.objective import objective_of
 from launch.options import Options, default_config, parse_options
 from launch.preprocessing import describe_pixels
 from launch.recipe import as_begun, settle
@@ -48,6 +50,7 @@ from launch.trace_file import TraceFile, is_sampled
 from launch.tracking import Tracker
 from launch.trained import towers_of, with_named_towers
 from launch.weighting import loss_weights_of, text_lengths, training_order
+from models.layers import BRANCHES
 from models.losses import Matching, build_loss
 from models.weights import open_model, open_weights
 
@@ -72,9 +75,9 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     # How to run: the JSON file, checked against this hardware and this number of processes.
     accelerator = get_accelerator()
     config_file = options.deepspeed_config or default_config(on_gpu, has_bf16(processes.device), processes.world_size)
-    config, block = read_config(config_file)
+    config, block = read_config(config_file, BRANCHES, READERS)
     check_hardware(config, accelerator.is_fp16_supported(), accelerator.is_bf16_supported(), processes.device.type)
-    check_world(config, block, processes.world_size)
+    check_world(config, block, processes.world_size, BRANCHES)
     options.refuse_beside(block)
 
     # What to train on. The first rank prepares what takes long; the others find it in the run's folder.
@@ -91,14 +94,15 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     with first_rank_first():
         padded_to = length_multiple(processes.device.type)
         data = prepare_data(options.data_options(), options.tokenizer_source(), folder.path, progress=first, length_multiple=padded_to)
-        lengths = text_lengths(data, block.weighting(), options.max_text_tokens, folder.path, progress=first)
-    order = training_order(data, batch_size, options.seed, block.weighting(), lengths, earlier_sizes(state["batch_sizes"], batch_size))
+        lengths = text_lengths(data, weighting(block), options.max_text_tokens, folder.path, progress=first)
+    order = training_order(data, batch_size, options.seed, weighting(block), lengths, earlier_sizes(state["batch_sizes"], batch_size))
     total_steps = options.steps or order.first_step(options.epochs)
     options, config, block, recipe = settle(options, config, block, total_steps)
 
     # The objective, the towers as lists of layers, and which of them run where.
     loss = build_loss(options.loss, options.label_smoothing)
     towers = towers_of(vars(options), data.tokenizer)
+    objective = objective_of(towers, loss, Matching() if options.fusion else None)
     patch_size = towers[0].config.get("patch_size")
     buckets = image_buckets(data, options, patch_size)
     pretrained = {"image": options.image_weights, "text": options.text_weights}
@@ -123,13 +127,13 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
 
     # Which samples of a global batch make which micro-batch, and DeepSpeed around the stage of this rank.
     with first_rank_first():
-        balance = make_balance(block.dealing(), plan, costs, data, order, buckets, patch_size, options, folder.path, progress=first)
+        balance = make_balance(dealing(block), plan, costs, data, order, buckets, patch_size, options, folder.path, progress=first)
     engine = build_engine(
         plan,
         config,
         {tower.branch: tower.specs for tower in towers},
         build_layer,
-        loss,
+        objective,
         options.embed_dim,
         total_steps,
         options.seed,
@@ -137,18 +141,17 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
         balance.constant_shapes,
         balance.equal_shares,
         data.source_starts,
-        Matching() if options.fusion else None,
         clock,
     )
 
     # Where a run goes on: its state.
     balancer = Balancer(balance, engine.replica, engine.place.name, workers)
-    objective = LossWeights.of(options)
+    loss_weights = LossWeights.of(options)
     step = saved_step = state["step"]
     if checkpoint is not None:
         notices += resume(engine, checkpoint, order, total_steps)
         balancer.go_on_from(state["balance"], step)
-        objective.go_on_from(state["loss_weights"])
+        loss_weights.go_on_from(state["loss_weights"])
     show("\n".join(notices), first and bool(notices))
     folder.forget_after(step if checkpoint else -1)  # from the start: also the evaluation before it
     if first:
@@ -164,7 +167,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
 
     # What this rank feeds its stage with: only the modality that enters there.
     feeding = Feeding(
-        data, engine, options, workers, on_gpu, folder, balancer, patch_size, loss_weights_of(data, block.weighting(), lengths)
+        data, engine, options, workers, on_gpu, folder, balancer, patch_size, loss_weights_of(data, weighting(block), lengths)
     )
     batches = feeding.training(step, total_steps)
     evaluations = {}
@@ -191,7 +194,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     with tqdm(total=total_steps, initial=step, unit="step", disable=not first, dynamic_ncols=True, mininterval=progress_interval()) as bar:
         while step < total_steps and not stopping:
             start = clock()
-            metrics = engine.train_batch(batches, bool(stop), feeding.counts, **balancer.shape(step), loss_weights=objective.weights())
+            metrics = engine.train_batch(batches, bool(stop), feeding.counts, **balancer.shape(step), loss_weights=loss_weights.weights())
             step, step_s, stopping = engine.global_steps, clock() - start, metrics.stop_requested
             line = step_line(metrics, step, step_s, balance, balancer.settings, sources)
             folder.log(line)
@@ -204,9 +207,9 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
                 folder.log_look(seen)
                 for reason in filter(None, (seen["reason"], seen.get("mix", {}).get("reason"))):
                     show(f"step {step}: {reason}", first)
-            reason = objective.after_step(step, metrics.losses)
+            reason = loss_weights.after_step(step, metrics.losses)
             if reason:
-                folder.log_loss_weights({"step": step, **objective.weights(), "reason": reason})
+                folder.log_loss_weights({"step": step, **loss_weights.weights(), "reason": reason})
                 show(f"step {step}: {reason}", first)
             if is_sampled(step, options.trace_every):
                 ranks = engine.gather_trace()
@@ -215,7 +218,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
             bar.set_postfix(loss=f"{metrics.loss:.3f}", samples_per_s=f"{line['samples_per_s']:.0f}", refresh=False)
             bar.update()
             if is_due(options.save_every) or step == total_steps or stopping:
-                decided = {"balance": balancer.state(), "loss_weights": objective.state()}
+                decided = {"balance": balancer.state(), "loss_weights": loss_weights.state()}
                 checkpoints.save(engine, {"step": step, "batch_sizes": order.batch_sizes(step), **decided})
                 saved_step = step
             if step == total_steps or (is_due(options.eval_every) and not stopping):  # whoever asks for an end may not wait for it

@@ -29,6 +29,7 @@ OUT = ROOT / "bench" / "out"
 from data.branch_cost import BranchCost
 from data.dealing import BranchWork, Deal, DealBounds, deal_balanced, lower_bound_s, micro_batch_seconds, padded_lengths, padding_share
 from data.tokenizer import TENSOR_CORE_MULTIPLE
+from models.layers import BRANCHES
 
 STAGES, REPLICAS = (2, 4, 8), (1, 2, 4, 8)
 NUM_MICRO_BATCHES = 32  # of each replica, whatever the way; ours may also choose
@@ -122,7 +123,7 @@ def simulated_s(seconds: np.ndarray, num_stages: int, schedule: str = "batch_syn
     from engine.ordering import put_in_order, shape_of
     from engine.planner import BranchBatch
     from engine.schedule import SCHEDULES
-    from engine.topology import BRANCHES, merged
+    from engine.topology import merged
 
     replicas, number = seconds.shape
     graph = merged({branch: [range(s, s + 1) for s in range(num_stages)] for branch in BRANCHES}, replicas)

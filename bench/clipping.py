@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 OUT = ROOT / "bench" / "out"
 
 from bench.common import TIMEOUT, Setup, make_engine, micro_batches
+from models.layers import BRANCHES
 
 SETUP = Setup(
     image_tower="vit_b_16:hidden_dim=192,num_layers=4,num_heads=3,mlp_dim=768,patch_size=8",
@@ -60,7 +61,7 @@ def measure(zero_stage: int, stages: dict[str, int], replicas: dict[str, int], r
 
     setup = replace(SETUP, zero_stage=zero_stage)
     engine = make_engine(setup, {"layout": "fork", "stages": stages, "replicas": replicas})
-    rules = {kind: clipping_rules(block) for kind, block in BLOCKS.items()}
+    rules = {kind: clipping_rules(block, BRANCHES) for kind, block in BLOCKS.items()}
     sets = {
         kind: rank_sets(
             engine.graph,
@@ -70,7 +71,12 @@ def measure(zero_stage: int, stages: dict[str, int], replicas: dict[str, int], r
         for kind, rule in rules.items()
     }
     comm = Communicator(
-        engine.graph, engine.comm.rank, engine.device, TIMEOUT, [r for s in sets.values() for of_group in s.values() for r in of_group]
+        engine.graph,
+        engine.objective,
+        engine.comm.rank,
+        engine.device,
+        TIMEOUT,
+        [r for s in sets.values() for of_group in s.values() for r in of_group],
     )
     result: dict[str, Any] = {"name": engine.place.name, **{kind: {"together": [], "late": []} for kind in BLOCKS}}
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine.config import BranchesBlock
     from engine.costs import CostModel
     from engine.executor import ForkEngine
-    from models.layers import Tower
+    from models.layers import BRANCHES, Tower
 
 SECONDS_PER_FLOP = 1e-11  # only ratios matter: stages and replicas are given, the costs say where a tower is cut
 TIMEOUT = timedelta(seconds=300)
@@ -138,7 +138,8 @@ def configuration(
                 **branches,
             },
             **deepspeed,
-        }
+        },
+        BRANCHES,
     )
 
 
@@ -154,6 +155,7 @@ def make_engine(
 
     from engine.build import build_engine
     from engine.planner import plan_run
+    from launch.objective import objective_of
     from models.losses import InfoNCE
 
     config, block = configuration(setup, branches, deepspeed)
@@ -163,7 +165,7 @@ def make_engine(
         config,
         {b: t.specs for b, t in towers.items()},
         lambda spec: spec.build(setup.seed),
-        InfoNCE(),
+        objective_of(towers.values(), InfoNCE()),
         setup.embed_dim,
         total_num_steps=1000,
         seed=setup.seed,

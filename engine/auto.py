@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +16,9 @@ def asked(config: Mapping[str, Any], block: BranchesBlock) -> list[str]:
     return [place for place in AUTO_PLACES if _found(whole, place) == AUTO]
 
 
-def filled(config: Mapping[str, Any], block: BranchesBlock, values: Mapping[str, Any]) -> tuple[dict[str, Any], BranchesBlock]:
+def filled(
+    config: Mapping[str, Any], block: BranchesBlock, values: Mapping[str, Any], branches: Sequence[str]
+) -> tuple[dict[str, Any], BranchesBlock]:
     """The configuration with `values`, by place, where it says "auto"; checked anew. A place without a value is left to its default: its key goes."""
     whole = copy.deepcopy({**config, "branches": asdict(block)})
     for place in asked(config, block):
@@ -26,7 +28,7 @@ def filled(config: Mapping[str, Any], block: BranchesBlock, values: Mapping[str,
             inner[key] = values[place]
         else:
             del inner[key]
-    return check_config(whole)
+    return check_config(whole, branches)
 
 
 def recorded(training: Mapping[str, Any]) -> dict[str, Any]:

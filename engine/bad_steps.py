@@ -46,11 +46,11 @@ def seen_by(own: Iterable[Mapping[str, Rows]]) -> Seen:
     return seen
 
 
-def bad_step(seen: Sequence[Seen]) -> BadStep:
-    """From what every rank has seen."""
-    rows = {branch: sorted(row for one in seen for row in one.get(branch, ())) for branch in ("image", "text")}
+def bad_step(seen: Sequence[Seen], branches: Sequence[str]) -> BadStep:
+    """From what every rank has seen. The first of the branches names the samples."""
+    rows = {branch: sorted(row for one in seen for row in one.get(branch, ())) for branch in branches}
     return BadStep(
-        tuple(index for _, index, _ in rows["image"]),
+        tuple(index for _, index, _ in rows[branches[0]]),
         {branch: tuple(index for _, index, finite in one if not finite) for branch, one in rows.items()},
     )
 

@@ -15,15 +15,13 @@ from torch import nn
 
 from engine.clipping_rules import group_of, rank_sets, refuse_idle_patterns
 from engine.communication import Communicator
-from engine.exchange import ContrastiveLoss
 from engine.executor import ForkEngine
-from engine.matching import MatchingLoss
 from engine.memory_advice import BUILDING, RankSetup, Work
 from engine.module import DescribesLayer, StageModule
+from engine.objective import Objective
 from engine.out_of_memory import explained, message
 from engine.parameter_groups import settings_of
 from engine.planner import RunPlan, deepspeed_config
-from engine.topology import BRANCHES
 from engine.trace import HostClock
 
 
@@ -32,7 +30,7 @@ def build_engine(
     config: Mapping[str, Any],
     layers: Mapping[str, Sequence[DescribesLayer]],
     build_layer: Callable[[DescribesLayer], nn.Module],
-    loss: ContrastiveLoss,
+    objective: Objective,
     embed_dim: int,
     total_num_steps: int,
     seed: int,
@@ -40,7 +38,6 @@ def build_engine(
     constant_shapes: Mapping[str, bool],
     equal_shares: bool = True,
     source_starts: Sequence[int] | None = None,
-    matching: MatchingLoss | None = None,
     clock: HostClock = time.perf_counter,
 ) -> ForkEngine:
     """The engine of this rank. All ranks call it together, after the process group is up.
@@ -49,14 +46,14 @@ def build_engine(
     rank's own only. `total_num_steps` resolves an "auto" in the learning-rate schedule. `constant_shapes[branch]` promises that all
     training micro-batches of a branch have equal shapes, so that they need to be announced only once; `equal_shares` that each
     replica of a stage has equally many samples of every global batch. `source_starts`: the first index of each of several sources of
-    the samples, ascending, whose losses are told apart; None: there is one. `matching`: the loss of pairs, where the text head has a
-    `fusion`. `clock`: what steps are measured by on a CPU. Raises ValueError for a pattern (of clipping or decay) that matches no
-    parameter, OutOfMemory when the stage does not fit.
+    the samples, ascending, whose losses are told apart; None: there is one. A pair of the `objective` may have a `matching` loss where the
+    last layer of its second branch has a `fusion`. `clock`: what steps are measured by on a CPU. Raises ValueError for a pattern (of
+    clipping or decay) that matches no parameter, OutOfMemory when the stage does not fit.
     """
     rank = dist.get_rank()
     device = torch.device(get_accelerator().current_device_name())
     refuse_idle_patterns(plan.clipping, [name for specs in layers.values() for spec in specs for name in spec.canonical_parameters])
-    branch = next(b for b in BRANCHES if b in plan.graph.stage_of(rank).layers)
+    branch = next(iter(plan.graph.stage_of(rank).layers))
     resolved = deepspeed_config(config, plan.batches[branch], total_num_steps, max(stage.replicas for stage in plan.graph.stages))
     groups = {
         b: [
@@ -68,7 +65,7 @@ def build_engine(
     sets_of_groups = rank_sets(plan.graph, groups, sharded=resolved.get("zero_optimization", {}).get("stage", 0) > 0)
     settings = settings_of(plan.optimizer_groups, layers, config["optimizer"])
     own_sets = [ranks for sets in sets_of_groups.values() for ranks in sets]
-    comm = Communicator(plan.graph, rank, device, timeout, own_sets, matching is not None, clock)
+    comm = Communicator(plan.graph, objective, rank, device, timeout, own_sets, clock)
     setup = RankSetup(plan, config, plan.graph.stage_of(rank), device.type == "cuda")
     with explained(device, partial(message, plan.graph.describe_rank(rank), setup, Work(BUILDING))):
         module = StageModule(
@@ -77,7 +74,6 @@ def build_engine(
         return ForkEngine(
             module,
             comm,
-            loss,
             plan.batches,
             resolved,
             plan.schedule,
@@ -89,6 +85,5 @@ def build_engine(
             constant_shapes,
             equal_shares,
             source_starts,
-            matching,
             setup=setup,
         )

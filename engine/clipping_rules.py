@@ -1,7 +1,7 @@
 """What is clipped together and how: the `gradient_clipping` block, read and checked. Plain Python, no process group.
 
-Three groups are always there: `image`, `text` and `head`, the first part of a parameter's canonical name. A group of one's own takes
-the parameters whose names its patterns match, first come, first served; what is left stays in the three.
+A group is always there for each branch, named after it, and one named `head`: the first part of a parameter's canonical name. A group of
+one's own takes the parameters whose names its patterns match, first come, first served; what is left stays in these.
 
 | kind | what happens to the gradient g of a group, ‖g‖ its norm |
 |---|---|
@@ -13,6 +13,7 @@ the parameters whose names its patterns match, first come, first served; what is
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 from engine.spelling import nearest, nearest_pattern
 from engine.topology import StageGraph
 
-DEFAULT_GROUPS = ("image", "text", "head")
+HEAD = "head"  # the group of what stands behind the towers
 # What each kind may be told besides `match`. `limit` must be given to the first two.
 KEYS_OF_KIND = {"norm": ("limit",), "value": ("limit",), "adaptive": ("factor", "decay", "warmup_steps", "limit"), "none": ()}
 FACTOR, DECAY, WARMUP_STEPS = 1.5, 0.99, 100
@@ -33,7 +34,7 @@ class ClippingRule:
     """How the gradients of one group are clipped. Checked when made: ValueError, with the key that is wrong.
 
     `limit`: of the norm (norm), of every element (value), of the norm during the warm-up (adaptive; None: none holds then).
-    `match`: patterns of canonical names as in `fnmatch`, for a group of one's own; empty for image, text and head.
+    `match`: patterns of canonical names as in `fnmatch`, for a group of one's own; empty for those of the branches and the head.
     The last three belong to adaptive: the limit is `factor` times the mean, `decay` is the mean's weight of the past, and
     `warmup_steps` are the applied steps before that limit holds.
     """
@@ -60,31 +61,30 @@ class ClippingRule:
             raise ValueError(f"warmup_steps: got {self.warmup_steps!r}; it is a whole number of at least 1: a mean needs a step")
 
 
-def clipping_rules(block: Any) -> dict[str, ClippingRule]:
-    """group -> rule, of every group: image, text, head, then one's own in the order of the block.
+def clipping_rules(block: Any, branches: Sequence[str]) -> dict[str, ClippingRule]:
+    """group -> rule, of every group: those of the branches, the head, then one's own in the order of the block.
 
-    `block` is `branches.gradient_clipping` as written. None: a limit of 1 for each of the three; otherwise what is not named is not
+    `block` is `branches.gradient_clipping` as written. None: a limit of 1 for each of the former; otherwise what is not named is not
     clipped. A bare number is a limit of the norm, and 0 means none. Errors: ValueError with the key.
     """
+    given = (*branches, HEAD)
     if block is None:
-        return {group: ClippingRule("norm", 1.0) for group in DEFAULT_GROUPS}
+        return {group: ClippingRule("norm", 1.0) for group in given}
     if not isinstance(block, Mapping):
-        raise ValueError(
-            f'branches.gradient_clipping: got {block!r}; give each group its limit: {{"image": 1.0, "text": 1.0, "head": 1.0}}'
-        )
-    own = {group: _read_rule(group, written) for group, written in block.items()}
-    return {group: own.pop(group, ClippingRule("none")) for group in DEFAULT_GROUPS} | own
+        raise ValueError(f"branches.gradient_clipping: got {block!r}; give each group its limit: {json.dumps(dict.fromkeys(given, 1.0))}")
+    own = {group: _read_rule(group, written, given) for group, written in block.items()}
+    return {group: own.pop(group, ClippingRule("none")) for group in given} | own
 
 
-def _read_rule(group: str, written: Any) -> ClippingRule:
+def _read_rule(group: str, written: Any, given: Sequence[str]) -> ClippingRule:
     where = f"branches.gradient_clipping.{group}"
     has_pattern = isinstance(written, Mapping) and "match" in written
-    if group not in DEFAULT_GROUPS and not has_pattern:
+    if group not in given and not has_pattern:
         raise ValueError(
             f"branches.gradient_clipping: unknown group {group!r} (a group of your own says which parameters it takes: "
-            f'{{"match": ["text.embeddings.*"], "kind": "norm", "limit": 1.0}}){nearest(group, DEFAULT_GROUPS)}'
+            f'{{"match": ["{given[0]}.embeddings.*"], "kind": "norm", "limit": 1.0}}){nearest(group, given)}'
         )
-    if group in DEFAULT_GROUPS and has_pattern:
+    if group in given and has_pattern:
         raise ValueError(
             f"{where}.match: {group!r} is every parameter of that name which no other group takes; give a group of another name"
         )
@@ -108,7 +108,7 @@ def _read_rule(group: str, written: Any) -> ClippingRule:
 
 def _patterns(match: Any) -> tuple[str, ...]:
     if not isinstance(match, (list, tuple)) or not all(isinstance(pattern, str) for pattern in match) or match == []:
-        raise ValueError(f'match: got {match!r}; it is a list of patterns of parameter names, such as ["text.embeddings.*"]')
+        raise ValueError(f'match: got {match!r}; it is a list of patterns of parameter names, such as ["head.*"]')
     return tuple(match)
 
 
@@ -122,8 +122,9 @@ def group_of(canonical_name: str, rules: Mapping[str, ClippingRule]) -> str:
         if any(fnmatchcase(canonical_name, pattern) for pattern in rule.match):
             return group
     group = canonical_name.split(".", 1)[0]
-    if group not in DEFAULT_GROUPS:
-        raise ValueError(f"parameter {canonical_name!r} belongs to no clipping group; names start with one of {DEFAULT_GROUPS}")
+    if group not in rules:
+        given = [group for group, rule in rules.items() if not rule.match]
+        raise ValueError(f"parameter {canonical_name!r} belongs to no clipping group; names start with one of {', '.join(given)}")
     return group
 
 

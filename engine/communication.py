@@ -1,4 +1,4 @@
-"""Everything ranks say to each other: named tensors along an edge, embeddings among tails, sums over groups.
+"""Everything ranks say to each other: named tensors along an edge, embeddings among last stages, sums over groups.
 
 Nothing outside `engine/` calls a collective, and inside it the pipeline's own traffic goes through this module.
 
@@ -6,10 +6,11 @@ An edge carries a message per micro-batch: the tensors in their true dtypes, so 
 activations, and before them a header (names, dtypes, shapes) where the receiver cannot know them. Each direction of an edge has
 a process group of its own, so that a receive never stands behind the other direction.
 
-The tails of a fork meet in two moves, both without padding to a common size across branches:
+The last stages of a fork exchange their rows in two moves, both without padding to a common size across branches:
 
-    1. the replicas of one tail gather their rows:            image tail 0, 1, 2  ->  every image tail has all B rows
-    2. the whole crosses over, one source per receiver set:   text tail t broadcasts to the image tails i with i mod n_text = t
+    1. the replicas of one last stage gather their rows:       images 0, 1, 2  ->  each of them has all B rows
+    2. for each pair the whole crosses over, both ways, one    texts t  ->  the images i with i mod n_text = t
+       source per set of receivers:
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.topology import BRANCHES, StageGraph
+from engine.objective import Objective, Pair
+from engine.topology import StageGraph
 from engine.trace import WAIT, HostClock, Recorder
 
 HEADER_BYTES = 1024
@@ -153,14 +155,9 @@ def signature_of(tensors: Mapping[str, Tensor]) -> Signature:
     return tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
-def gradients_of(signature: Signature, trained: Sequence[str] = BRANCHES) -> Signature:
+def gradients_of(signature: Signature, objective: Objective, trained: Collection[str]) -> Signature:
     """What comes back for a message: its floating-point tensors of the branches that need gradients where it comes from."""
-    return tuple(entry for entry in signature if entry[1].is_floating_point and branch_of(entry[0]) in trained)
-
-
-def branch_of(tensor_name: str) -> str:
-    """The branch that a named tensor belongs to; what the loss learns goes the way of the image embeddings."""
-    return "text" if tensor_name.startswith("text_") else "image"
+    return tuple(entry for entry in signature if entry[1].is_floating_point and objective.branch_of(entry[0]) in trained)
 
 
 def _in_words(signature: Signature) -> str:
@@ -188,20 +185,20 @@ class Communicator:
     """The groups and channels of one rank. Every rank makes its own, at the same time, from the same graph.
 
     `rank_sets`: further sets of ranks, ascending, that add numbers up (the clipping groups'); a rank outside a set never calls on it.
-    `num_sums`: how often each of them was called on. `joins`: image tails and text tails also speak of tokens. `clock`: the recorder's.
+    `num_sums`: how often each of them was called on. `clock`: the recorder's.
     """
 
     def __init__(
         self,
         graph: StageGraph,
+        objective: Objective,
         rank: int,
         device: torch.device,
         timeout: timedelta,
         rank_sets: Iterable[tuple[int, ...]] = (),
-        joins: bool = False,
         clock: HostClock = time.perf_counter,
     ):
-        self.graph, self.rank, self.device = graph, rank, device
+        self.graph, self.objective, self.rank, self.device = graph, objective, rank, device
         self.recorder = Recorder(device, clock)
         self._sent_bytes = 0.0
         self._timeout = timeout
@@ -214,8 +211,8 @@ class Communicator:
                 self._rank_sets[ranks] = self._group(ranks)
         self.num_sums: Counter[tuple[int, ...]] = Counter()
         self._make_channels()
-        self._crossings = self._make_crossings() if graph.layout == "fork" else {}
-        self._joins = self._make_joins() if joins else []
+        self._crossings = self._make_crossings()
+        self._joins = {pair.branches: self._make_joins(*pair.branches) for pair in objective.pairs if pair.matching}
 
     def _group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         return dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
@@ -242,23 +239,26 @@ class Communicator:
                         (channel, self.gradients_out) if downstream else (self.activations_in, channel)
                     )
 
-    def _make_crossings(self) -> dict[str, tuple[int, dist.ProcessGroup]]:
-        """branch -> (source rank, group) of the broadcast that brings, or takes, what that branch's tails have."""
+    def _make_crossings(self) -> dict[tuple[str, str], tuple[int, dist.ProcessGroup]]:
+        """(from, to) of two branches -> (source rank, group) of the broadcast that brings, or takes, what the first one's last stage has.
+        None where both end in one stage."""
         crossings = {}
-        for branch, other in (BRANCHES, BRANCHES[::-1]):
-            sources, receivers = self.graph.tail(branch).ranks, self.graph.tail(other).ranks
+        for link in self.objective.links:
+            sources, receivers = (self.graph.tail(branch).ranks for branch in link)
+            if sources == receivers:
+                continue
             for position, source in enumerate(sources):
                 audience = [rank for i, rank in enumerate(receivers) if i % len(sources) == position]
                 if audience:
                     group = self._group((source, *audience))
                     if self.rank == source or self.rank in audience:
-                        crossings[branch] = (source, group)
+                        crossings[link] = (source, group)
         return crossings
 
-    def _make_joins(self) -> list[dist.ProcessGroup]:
-        """Of each image tail, with all text tails; none where one rank is all of them."""
-        image, text = self.graph.tail("image").ranks, self.graph.tail("text").ranks
-        return [] if image == text and len(text) == 1 else [self._group(sorted({source, *text})) for source in image]
+    def _make_joins(self, first: str, second: str) -> list[dist.ProcessGroup]:
+        """Of each replica where the first branch ends, with all of the second; none where one rank is all of them."""
+        sources, receivers = self.graph.tail(first).ranks, self.graph.tail(second).ranks
+        return [] if sources == receivers and len(sources) == 1 else [self._group(sorted({rank, *receivers})) for rank in sources]
 
     def drain(self) -> None:
         for channel in (self.activations_out, self.gradients_out):
@@ -301,33 +301,36 @@ class Communicator:
         """How many rows each replica of this stage has."""
         return self.gather_replicas(torch.tensor([count], device=self.device), [1] * self.stage.replicas).tolist()
 
-    def cross(self, branch: str, tensor: Tensor) -> Tensor:
-        """Tails of a fork: the tails of `branch` give `tensor`; the others pass an empty one of its shape and get the content."""
-        if branch not in self._crossings:  # more sources than receivers: this source has no audience
+    def cross(self, source_branch: str, target_branch: str, tensor: Tensor) -> Tensor:
+        """Last stages of a fork: that of the first branch gives `tensor`; that of the second passes an empty one of its shape and gets
+        the content."""
+        if (source_branch, target_branch) not in self._crossings:  # more sources than receivers: this source has no audience
             return tensor
-        source, group = self._crossings[branch]
+        source, group = self._crossings[source_branch, target_branch]
         wired = tensor.to(self._wire(group)).contiguous()
         with self.recorder.span(WAIT):
             dist.broadcast(wired, source, group=group)
         self._sent_bytes += _bytes(wired) * (dist.get_world_size(group) - 1) if source == self.rank else 0
         return wired.to(self.device)
 
-    def from_image_tail(self, replica: int, tensor: Tensor) -> Tensor:
-        """That replica of the image tail gives `tensor`; text tails pass an empty one of its shape and dtype and get the content."""
-        if not self._joins or not tensor.numel():
+    def from_first(self, pair: Pair, replica: int, tensor: Tensor) -> Tensor:
+        """That replica where the first branch ends gives `tensor`; those of the second pass an empty one of its shape and dtype and get
+        the content."""
+        if not self._joins[pair.branches] or not tensor.numel():
             return tensor
-        group, source = self._joins[replica], self.graph.tail("image").ranks[replica]
+        group, source = self._joins[pair.branches][replica], self.graph.tail(pair.first).ranks[replica]
         wired = tensor.to(self._wire(group)).contiguous()
         with self.recorder.span(WAIT):
             dist.broadcast(wired, source, group=group)
         self._sent_bytes += _bytes(wired) * (dist.get_world_size(group) - 1) if source == self.rank else 0
         return wired.to(self.device)
 
-    def sum_to_image_tail(self, replica: int, tensor: Tensor) -> Tensor:
-        """Sum over the text tails, for that replica of the image tail, whose own `tensor` counts too; what others get back is of no use."""
-        if not self._joins or not tensor.numel():
+    def sum_to_first(self, pair: Pair, replica: int, tensor: Tensor) -> Tensor:
+        """Sum over where the second branch ends, for that replica of the first, whose own `tensor` counts too; what others get back is
+        of no use."""
+        if not self._joins[pair.branches] or not tensor.numel():
             return tensor
-        group, target = self._joins[replica], self.graph.tail("image").ranks[replica]
+        group, target = self._joins[pair.branches][replica], self.graph.tail(pair.first).ranks[replica]
         wired = tensor.to(self._wire(group)).contiguous()
         with self.recorder.span(WAIT):
             dist.reduce(wired, target, group=group)

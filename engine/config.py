@@ -9,29 +9,28 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from engine.averaging import AverageBlock, average_block
-from engine.clipping_rules import DEFAULT_GROUPS, ClippingRule, clipping_rules
+from engine.checks import AUTO, check_choice, check_counts
+from engine.clipping_rules import HEAD, ClippingRule, clipping_rules
 from engine.deepspeed_keys import check_blocks
 from engine.locking import LockedBlock, locked_block
 from engine.parameter_groups import OptimizerGroups, check_groups, optimizer_groups
 from engine.schedule import SCHEDULES
-from engine.spelling import keys_of, nearest, strict_block
-from engine.topology import BRANCHES, LAYOUTS
+from engine.spelling import keys_of, nearest
+from engine.topology import LAYOUTS
 
-AUTO = "auto"
 # What may be "auto" besides what the planner searches and the length of the run: `engine/auto.py`.
 AUTO_PLACES = (
     *(f"optimizer.params.{key}" for key in ("lr", "betas", "eps", "weight_decay")),
     *(f"scheduler.params.{key}" for key in ("warmup_num_steps", "warmup_type")),
     *(f"branches.{key}" for key in ("gradient_clipping", "optimizer_groups")),
 )
-KNOBS = ("captions_per_image", "kept_patches", "image_size")  # of the `balance` block: feed rates
-LOOKS_EVERY = 20  # steps
 NEEDS_GPU = ("lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")  # optimizers, as DeepSpeed compares them
 # DeepSpeed's keys that mean something under this engine; it accepts unknown ones silently, we do not.
 DEEPSPEED_KEYS = [
@@ -72,104 +71,9 @@ NOT_WITH_A_PIPELINE = {
 
 
 @dataclass(frozen=True)
-class BalanceBlock:
-    """The `balance` block inside `branches`: how global batches are dealt to micro-batches, and how much of each modality a step takes in.
-    Checked when made.
-
-    "deal": by cost, sizes from `min_size` to `max_size` (None: whatever the memory of the planned micro-batches holds); "off": in order;
-    "feed": dealt, and feed rates within bounds [least, most], moved when a branch waits more than `dead_band` of a step, by a load of at
-    most `max_change` times. Measured times are looked at every `interval` steps (0: never; None: `looks_every`). `window`:
-    global batches dealt together.
-    """
-
-    strategy: str = "deal"
-    min_size: int = 1
-    max_size: int | None = None
-    window: int = 1
-    interval: int | None = None
-    captions_per_image: Any = None
-    kept_patches: Any = None
-    image_size: Any = None
-    dead_band: float = 0.1
-    max_change: float = 2.0
-
-    def __post_init__(self):
-        _choice("balance.strategy", self.strategy, ("off", "deal", "feed"))
-        for name, least in (("min_size", 1), ("window", 1)):
-            _counts(f"balance.{name}", getattr(self, name), (), least=least)
-        if self.interval is not None:
-            _counts("balance.interval", self.interval, (), least=0)
-        if self.max_size is not None:
-            _counts("balance.max_size", self.max_size, ())
-            if self.max_size < self.min_size:
-                raise ValueError(f"branches.balance: min_size {self.min_size} is above max_size {self.max_size}; exchange them")
-        for name, kind, least, most in (("captions_per_image", int, 1, 64), ("image_size", int, 8, 4096), ("kept_patches", float, 0.05, 1)):
-            _bounds(f"balance.{name}", getattr(self, name), kind, least, most)
-        for name, least, most in (("dead_band", 0.0, 1.0), ("max_change", 1.0, 16.0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < most:
-                raise ValueError(f"branches.balance.{name}: got {value!r}; it takes a number between {least:g} and {most:g}")
-        moved = [name for name in KNOBS if getattr(self, name) is not None]
-        if self.strategy == "feed" and (not moved or self.interval == 0):
-            raise ValueError(
-                f'branches.balance: strategy "feed" needs bounds of one of {", ".join(KNOBS)}, such as "captions_per_image": [1, 4], and '
-                "an interval of at least 1"
-            )
-        if self.strategy != "feed" and moved:
-            raise ValueError(f'branches.balance.{moved[0]}: only "strategy": "feed" moves it, this one is "{self.strategy}"')
-        if self.strategy == "off" and self.window > 1:
-            raise ValueError('branches.balance.window: "strategy": "off" deals nothing; use "deal" or "feed"')
-
-    def looks_every(self, adapts: bool) -> int:
-        """Steps between looks at measured times. Where it is not said: only where something is decided by them, feed rates or
-        (`adapts`) the mix of the data sets. Without looks the costs stay as planned, and equal runs are equal to the last bit."""
-        if self.interval is not None:
-            return self.interval
-        return LOOKS_EVERY if self.strategy == "feed" or adapts else 0
-
-    @property
-    def refits(self) -> bool:
-        """Do costs follow measured times? Where nothing else is decided by them only if it was asked for."""
-        return self.strategy == "feed" or bool(self.interval)
-
-
-@dataclass(frozen=True)
-class SampleWeightsBlock:
-    """The `sample_weights` block inside `branches`: samples weighed by what there is to see and to read in them. Checked when made.
-
-    `use`: "loss", each counts by its weight, or "curriculum", from light to heavy in the first `epochs` epochs. `image`, `text`: how much the
-    complexity of the picture and the length of the text count. `length`: in "tokens" or, as runs before it was a choice, in "characters".
-    """
-
-    use: str | None = None
-    image: float = 0.3
-    text: float = 0.7
-    epochs: int | None = None
-    length: str = "tokens"
-
-    def __post_init__(self):
-        _choice("sample_weights.length", self.length, ("tokens", "characters"))
-        if self.use is None:
-            raise ValueError('branches.sample_weights: no "use"; it takes "loss" or "curriculum"')
-        _choice("sample_weights.use", self.use, ("loss", "curriculum"))
-        for name in BRANCHES:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise ValueError(f"branches.sample_weights.{name}: got {value!r}; it takes a number of at least 0")
-        if not self.image and not self.text:
-            raise ValueError("branches.sample_weights: image and text are both 0, so nothing is weighed; raise one, or remove the block")
-        if self.use == "loss" and self.epochs is not None:
-            raise ValueError('branches.sample_weights.epochs: only "use": "curriculum" ends; remove the key')
-        if self.use == "curriculum" and (isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1):
-            raise ValueError(
-                f'branches.sample_weights.epochs: got {self.epochs!r}; "use": "curriculum" needs the number of epochs after which the order is the '
-                "plain shuffle, a whole number of at least 1"
-            )
-
-
-@dataclass(frozen=True)
 class BranchesBlock:
-    """The `branches` block as written. Checked when made."""
+    """The `branches` block as written. Checked when made, but for the names of branches in it, see `check_names`, and for `balance` and
+    `sample_weights`, which whoever loads the data reads (`launch/blocks.py`)."""
 
     layout: str = AUTO
     stages: Any = AUTO
@@ -186,30 +90,36 @@ class BranchesBlock:
     sample_weights: Any = None
 
     def __post_init__(self):
-        _choice("layout", self.layout, (AUTO, *LAYOUTS))
-        _choice("schedule", self.schedule, (AUTO, *SCHEDULES))
-        _counts("stages", self.stages, (*BRANCHES, "merged"))
-        _counts("replicas", self.replicas, BRANCHES)
-        _counts("micro_batch_size", self.micro_batch_size, BRANCHES, auto_inside=True)
+        check_choice("layout", self.layout, (AUTO, *LAYOUTS))
+        check_choice("schedule", self.schedule, (AUTO, *SCHEDULES))
+        check_counts("stages", self.stages, None, merged=True)
+        check_counts("replicas", self.replicas, None)
+        check_counts("micro_batch_size", self.micro_batch_size, None, auto_inside=True)
         if self.kept_micro_batches is not None:
-            _counts("kept_micro_batches", self.kept_micro_batches, BRANCHES, auto_inside=True, least=0)
+            check_counts("kept_micro_batches", self.kept_micro_batches, None, auto_inside=True, least=0)
             if self.schedule not in (AUTO, "replay"):
                 raise ValueError(
                     f'branches.kept_micro_batches: {self.kept_micro_batches!r} with schedule "{self.schedule}"; only "replay" leaves a choice '
                     "which activations to keep; remove the key, or use replay"
                 )
-        if self.dealing().strategy == "feed" and (self.layout == "merged" or self.schedule == "per_micro_batch"):
+        if self.moves_work and (self.layout == "merged" or self.schedule == "per_micro_batch"):
             raise ValueError(
                 'branches.balance: "feed" moves work between branches that run on different GPUs and meet at one loss, which '
                 f'"{"merged" if self.layout == "merged" else self.schedule}" does not have; use "deal"'
             )
-        self.clipping()
-        self.learning()
-        self.locking()
         self.averaging()
-        self.weighting()
         if isinstance(self.max_bad_steps, bool) or not isinstance(self.max_bad_steps, int) or self.max_bad_steps < 1:
             raise ValueError(f"branches.max_bad_steps: got {self.max_bad_steps!r}; it is a whole number of at least 1")
+
+    def check_names(self, branches: Sequence[str]) -> None:
+        """Raise ValueError for a key that should be one of these branches and is not."""
+        for name in ("stages", "replicas", "micro_batch_size", "kept_micro_batches"):
+            value = getattr(self, name)
+            for key in value if isinstance(value, dict) else ():
+                check_choice(f"{name}: key", key, (*branches, *(("merged",) if name == "stages" else ())))
+        self.clipping(branches)
+        self.learning(branches)
+        locked_block(self.locked, branches)
 
     def num_kept(self, branch: str) -> int | str:
         """How many micro-batches keep their activations under replay. Where nothing is said: as many as fit, where also the schedule
@@ -219,23 +129,18 @@ class BranchesBlock:
             kept = kept.get(branch)
         return kept if kept is not None else AUTO if self.schedule == AUTO else 0
 
-    def dealing(self) -> BalanceBlock:
-        """The `balance` block. Raises ValueError for what is wrong in it."""
-        return BalanceBlock(**strict_block("balance", {} if self.balance is None else self.balance, BalanceBlock, '{"strategy": "deal"}'))
+    @property
+    def moves_work(self) -> bool:
+        """Does the `balance` block move work between branches? Then they must run on different ranks and meet at one loss."""
+        return isinstance(self.balance, dict) and self.balance.get("strategy") == "feed"
 
-    def weighting(self) -> SampleWeightsBlock | None:
-        """The `sample_weights` block; None: all samples count the same. Raises ValueError for what is wrong in it."""
-        if self.sample_weights is None:
-            return None
-        return SampleWeightsBlock(**strict_block("sample_weights", self.sample_weights, SampleWeightsBlock, '{"use": "loss"}'))
-
-    def clipping(self) -> dict[str, ClippingRule]:
+    def clipping(self, branches: Sequence[str]) -> dict[str, ClippingRule]:
         """group -> rule. Raises ValueError for what is wrong in the `gradient_clipping` block."""
-        return clipping_rules({} if self.gradient_clipping == AUTO else self.gradient_clipping)
+        return clipping_rules({} if self.gradient_clipping == AUTO else self.gradient_clipping, branches)
 
-    def learning(self) -> OptimizerGroups:
+    def learning(self, branches: Sequence[str]) -> OptimizerGroups:
         """The `optimizer_groups` block. Raises ValueError for what is wrong in it."""
-        return optimizer_groups(None if self.optimizer_groups == AUTO else self.optimizer_groups)
+        return optimizer_groups(None if self.optimizer_groups == AUTO else self.optimizer_groups, branches)
 
     def locking(self) -> LockedBlock:
         """The `locked` block. Raises ValueError for what is wrong in it."""
@@ -246,8 +151,12 @@ class BranchesBlock:
         return average_block(self.ema)
 
 
-def read_config(path: str | Path) -> tuple[dict[str, Any], BranchesBlock]:
-    """DeepSpeed's part of a JSON file and the `branches` block. Raises ValueError or FileNotFoundError with file and key."""
+Readers = Mapping[str, Callable[[Any], Any]]  # key of the `branches` block -> what reads its value; ValueError for what is wrong in it
+
+
+def read_config(path: str | Path, branches: Sequence[str], readers: Readers = MappingProxyType({})) -> tuple[dict[str, Any], BranchesBlock]:
+    """DeepSpeed's part of a JSON file and the `branches` block. `branches`: the names of the run's; `readers`: of the keys that are read
+    elsewhere. Raises ValueError or FileNotFoundError with file and key."""
     path = Path(path)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.json")], 1) if path.parent.is_dir() else []
@@ -260,13 +169,16 @@ def read_config(path: str | Path) -> tuple[dict[str, Any], BranchesBlock]:
     if not isinstance(config, dict):
         raise ValueError(f"{path}: holds a {type(config).__name__}; a configuration is a JSON object")
     try:
-        return check_config(config)
+        return check_config(config, branches, readers)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def check_config(config: dict[str, Any]) -> tuple[dict[str, Any], BranchesBlock]:
-    """Refuse what is unknown, misspelt or impossible under a pipeline; split off the `branches` block."""
+def check_config(
+    config: dict[str, Any], branches: Sequence[str], readers: Readers = MappingProxyType({})
+) -> tuple[dict[str, Any], BranchesBlock]:
+    """Refuse what is unknown, misspelt or impossible under a pipeline; split off the `branches` block. `branches`, `readers`: as in
+    `read_config`."""
     config = copy.deepcopy(config)
     block = config.pop("branches", {})
     for key in config:
@@ -283,21 +195,24 @@ def check_config(config: dict[str, Any]) -> tuple[dict[str, Any], BranchesBlock]
     _check_values(config, block)
     _check_precision_and_zero(config)
     if config.get("gradient_clipping", 0):
-        _refuse_global_clipping(config["gradient_clipping"], block.get("gradient_clipping"))
+        _refuse_global_clipping(config["gradient_clipping"], block.get("gradient_clipping"), branches)
     if not isinstance(config.get("train_batch_size"), int) or config["train_batch_size"] < 2:
         raise ValueError(
             f"train_batch_size: got {config.get('train_batch_size')!r}; the global batch of a contrastive loss is a whole number of at least 2"
         )
     _check_optimizer(config)
     checked = BranchesBlock(**block)
-    check_groups(checked.learning(), config)
+    checked.check_names(branches)
+    for key, reader in readers.items():
+        reader(getattr(checked, key))
+    check_groups(checked.learning(branches), config)
     return config, checked
 
 
-def _refuse_global_clipping(limit: Any, written: Any) -> NoReturn:
+def _refuse_global_clipping(limit: Any, written: Any, branches: Sequence[str]) -> NoReturn:
     """`written`: the block's own clipping, whose groups are named in the message."""
-    own = {group: rule for group, rule in (written if isinstance(written, dict) else {}).items() if group not in DEFAULT_GROUPS}
-    groups = dict.fromkeys(DEFAULT_GROUPS, limit)
+    groups = dict.fromkeys((*branches, HEAD), limit)
+    own = {group: rule for group, rule in (written if isinstance(written, dict) else {}).items() if group not in groups}
     groups |= {group: {"match": rule["match"], "kind": "norm", "limit": limit} for group, rule in own.items() if "match" in rule}
     raise ValueError(
         f"gradient_clipping: {limit} clips all parameters as one; say it in groups: "
@@ -393,41 +308,6 @@ def check_hardware(config: Mapping[str, Any], fp16_supported: bool, bf16_support
     optimizer = config.get("optimizer", {}).get("type", "")
     if device == "cpu" and optimizer.lower() in NEEDS_GPU:
         raise ValueError(f'optimizer.type {optimizer!r}: DeepSpeed has it for GPUs only; on a CPU give "AdamW", "Adam", "SGD" or "Adagrad"')
-
-
-def _choice(name: str, value: Any, valid: Sequence[str]) -> None:
-    if value not in valid:
-        raise ValueError(f"branches.{name}: unknown value {value!r}{nearest(str(value), valid)}")
-
-
-def _counts(name: str, value: Any, keys: Sequence[str], auto_inside: bool = False, least: int = 1) -> None:
-    """`value` is "auto", a whole number of at least `least`, or an object of those by branch."""
-    if value == AUTO:
-        return
-    entries = value if isinstance(value, dict) else {"": value}
-    for key, count in entries.items():
-        if key == "merged" and key not in keys:
-            raise ValueError(
-                f'branches.{name}: got {json.dumps(value)}, but only "stages" has the key "merged"; a merged stage holds a slice of both branches, '
-                f'so write one number: "{name}": {json.dumps(count)}'
-            )
-        if key:
-            _choice(f"{name}: key", key, keys)
-        if auto_inside and count == AUTO:
-            continue
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise ValueError(f"branches.{name}{'.' + key if key else ''}: got {count!r}; it takes whole numbers of at least {least}")
-
-
-def _bounds(name: str, value: Any, kind: type, least: float, most: float) -> None:
-    """`value` is None or [low, high] with least <= low <= high <= most; `kind` int: whole numbers."""
-    if value is None:
-        return
-    kinds = (int,) if kind is int else (int, float)
-    pair = isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(v, kinds) and not isinstance(v, bool) for v in value)
-    if not pair or not least <= value[0] <= value[1] <= most:
-        words = "whole numbers" if kind is int else "numbers"
-        raise ValueError(f"branches.{name}: got {value!r}; it takes [least, most], two {words} from {least:g} to {most:g}")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -104,7 +104,9 @@ class StateBytes:
 class CostModel:
     """Everything the simulator asks. `layers[branch]` are all layers of a tower in order.
 
-    `pairs`: where pairs are matched, what that takes for so many texts, parameters not counted; `token_bytes`, by branch, of the tokens of one sample.
+    `compared`: the pairs of branches that a loss compares; where nothing is said, the two that there are. `pairs`: where a pair is matched,
+    what that takes for so many rows of its second branch, parameters not counted; `token_bytes`, by branch, of the tokens of one sample, the
+    first branch of that pair before the second.
     """
 
     layers: Mapping[str, Sequence[LayerCost]]
@@ -115,6 +117,15 @@ class CostModel:
     sharded_optimizer: bool = True  # ZeRO-1
     pairs: LayerCost | None = None
     token_bytes: Mapping[str, float] = field(default_factory=dict)
+    compared: Sequence[tuple[str, str]] = ()
+
+    def __post_init__(self):
+        if not self.compared and len(self.layers) != 2:
+            raise ValueError(f"cost model: {len(self.layers)} branches ({', '.join(self.layers)}) and no pairs; say which are compared")
+
+    @property
+    def all_compared(self) -> tuple[tuple[str, str], ...]:
+        return tuple((first, second) for first, second in self.compared or (tuple(self.layers),))
 
     @classmethod
     def of(
@@ -125,6 +136,7 @@ class CostModel:
         embed_dim: int,
         pairs: LayerCost | None = None,
         token_bytes: Mapping[str, float] | None = None,
+        compared: Sequence[tuple[str, str]] = (),
     ) -> CostModel:
         """With what DeepSpeed's configuration says of precision, ZeRO and activation checkpoints."""
         return cls(
@@ -136,6 +148,7 @@ class CostModel:
             config.get("zero_optimization", {}).get("stage", 0) == 1,
             pairs,
             token_bytes or {},
+            compared,
         )
 
 
@@ -150,9 +163,9 @@ def cost_model_from_json(record: Mapping[str, Any]) -> CostModel:
         layers = {branch: list(map(_layer, line)) for branch, line in record["layers"].items()}
         pairs = record["pairs"] and _layer(record["pairs"])
         machine = {key: float("inf") if value is None else value for key, value in record["machine"].items()}
-        return CostModel(
-            **{**record, "layers": layers, "pairs": pairs, "machine": Machine(**machine), "state": StateBytes(**record["state"])}
-        )
+        compared = tuple(map(tuple, record.get("compared", ())))  # files of earlier versions do not say it
+        objects = {"layers": layers, "pairs": pairs, "machine": Machine(**machine), "state": StateBytes(**record["state"])}
+        return CostModel(**{**record, **objects, "compared": compared})
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a cost model of this version: {type(error).__name__}: {error}") from error
 

@@ -1,42 +1,41 @@
-"""The meeting of the branches: one exact loss over the global batch, shared out among the tails without a root.
+"""The exchange of a pair of branches: one exact loss over the global batch, shared out among the last stages without a root.
 
-With s = logit_scale_exp · U Vᵀ over all B images U and texts V, InfoNCE with one text per image is
+For images U and texts V (or any two branches), with s = logit_scale_exp · U Vᵀ over all B of them, InfoNCE with one text per image is
 
     L = 1/2B Σᵢ (rowᵢ − sᵢᵢ) + 1/2B Σⱼ (colⱼ − sⱼⱼ),      rowᵢ = logsumexpⱼ sᵢⱼ,   colⱼ = logsumexpᵢ sᵢⱼ
     ∂L/∂sᵢⱼ = (exp(sᵢⱼ − rowᵢ) + exp(sᵢⱼ − colⱼ) − 2·[i = j]) / 2B
 
-An image tail computes its rows of s and so rowᵢ of its images; a text tail its columns and so colⱼ of its texts. They
-exchange these B numbers, and each has the exact gradient of its own embeddings. A tail that has both branches and all
-replicas (R = 1) computes each block of s once and uses it for both sides. A loss that judges each pair alone has nothing to
-exchange but the embeddings. The formulas are the loss's own (`models/README.md`); here is who computes which rows of them.
+A last stage of images computes its rows of s and so rowᵢ of its images; one of texts its columns and so colⱼ of its texts. They exchange
+these B numbers, and each has the exact gradient of its own embeddings. A last stage that has both branches and all replicas (R = 1)
+computes each block of s once and uses it for both sides. A loss that judges each pair alone has nothing to exchange but the embeddings.
+The formulas are the loss's own (`models/README.md`); here is who computes which rows of them.
 
-Images have the places 0..G−1 of the global batch and texts 0..cG−1: the text at place p belongs to the image at p // c, with c texts per
-image. Both halves carry the index of their sample, which must be the same.
+A global batch has G samples. A branch with c rows per sample gives them the places 0..cG−1: the row at place p belongs to sample p // c.
+Every row carries the index of its sample in the data, which must be the same in all branches.
 
-A sample of which one half could not be loaded is left out: the loss is that of the samples that remain. Its index i comes as −1 − i, in
-either branch; both learn of it in the exchange, so that nobody need ask. Where one of several texts is bad, its image goes with all its texts.
+A sample that has only one half of a pair is left out of that pair: the loss is the mean over the samples that have both. A row that could
+not be loaded comes with the index i as −1 − i; a row of a modality that the sample does not have need not come at all. Every last stage
+learns of both in the exchange. Where one of a sample's several rows is missing, the sample goes with all of them.
 
-Rows may have weights, whole millionths. A weight travels in the upper half of its row's place, so that it costs no byte and every tail
-sees who brought some: all rows of both branches, or none.
+Rows may have weights, whole millionths. A weight travels in the upper half of its row's place, so that it costs no byte and every last
+stage sees who brought some: all rows of both branches, or none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.communication import Communicator
-from engine.topology import BRANCHES
-
-OTHER = {"image": "text", "text": "image"}
+from engine.objective import Objective, Pair
 
 
 class Side(NamedTuple):
-    """All rows of a branch, in global order. Rows with equal labels belong together: the label is the place that the image came with."""
+    """All rows of a branch, in global order. Rows with equal labels belong together: the label is the place of the sample in the batch."""
 
     embeds: Tensor  # [B, D]
     label: Tensor  # [B] int64
@@ -52,9 +51,10 @@ class LossPart(Protocol):
 
 
 class ContrastiveLoss(Protocol):
-    """What the exchange asks of a loss; it knows nothing of processes. `mine` [b]: places of own rows among those of the branch."""
+    """What the exchange asks of a loss; it knows nothing of processes. `sides`: of the two branches, the first of the pair first;
+    `mine` [b]: places of own rows among those of the branch."""
 
-    parameters: Mapping[str, float]  # the [1]-shaped learned scalars it uses, with first values; the image head emits them
+    parameters: Mapping[str, float]  # the [1]-shaped learned scalars it uses, with first values; the first branch emits them
 
     def statistics(self, sides: Mapping[str, Side], branch: str, mine: Tensor, parameters: Mapping[str, Tensor]) -> Tensor | None:
         """[b], what the other side needs of these rows; None: nothing, whatever the rows."""
@@ -100,22 +100,47 @@ class Rows:
         return torch.stack([(self.weight - NO_WEIGHT) * _PLACES + self.position, self.index], 1)
 
 
+class Gathered(NamedTuple):
+    """All rows of one branch, in global order: as its replicas brought them, before anything is left out of a pair."""
+
+    embeds: Tensor  # [R, D] float32; zero where no row came
+    index: Tensor  # [R] int64; `NOBODY` where no row came
+    weight: Tensor  # [R] int64; `NO_WEIGHT` where the row has none
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What one last stage knows after the branches have exchanged their rows."""
+
+    own: Mapping[str, Rows]  # of the branches that end here
+    everyone: Mapping[str, Gathered]  # of these and of their partners
+    places: Mapping[str, Tensor]  # of the branches that end here, [R] int64, in the order in which the replicas hold them
+    counts: Mapping[str, Sequence[int]]  # of the branches that end here: rows of each replica
+    rows_per_sample: Mapping[str, int]
+
+
 @dataclass(frozen=True)
 class Meeting:
-    """What one tail knows after the exchange: its own rows, and all rows of both branches, in global order.
+    """What one last stage knows of a pair that it takes part in: its own rows, and all rows of both branches, in global order.
 
-    Samples that could not be loaded are in neither: B and b count the others, and places are numbered anew.
+    Samples that do not have both halves are in neither: B and b count the others, and places are numbered anew.
     """
 
     own: Mapping[str, Rows]
-    everyone: Mapping[str, Side]
-    counts: Mapping[str, Sequence[int]]  # branch that ends here -> rows of each replica of this tail; they add up to B
-    present: Mapping[str, Tensor]  # branch -> bool, which of the rows that this tail brought are in `own`
+    everyone: Mapping[str, Side]  # the first branch of the pair, then the second
+    counts: Mapping[str, Sequence[int]]  # branch that ends here -> rows of each replica of this stage; they add up to B
+    present: Mapping[str, Tensor]  # branch -> bool, which of the rows that this stage brought are in `own`
     num_misaligned: Tensor  # [] how many places of the global batch hold different samples in the two branches
-    num_left_out: int  # samples
+    num_not_loaded: int  # samples of which a half could not be loaded
+    num_left_out: int  # these, and the samples that do not have both halves
+
+    @property
+    def num_rows(self) -> int:
+        """Of the first branch that are left in."""
+        return len(next(iter(self.everyone.values())).label)
 
     def restored(self, branch: str, values: Tensor) -> Tensor:
-        """[b, D] of the own rows -> of all rows that this tail brought, zero where they were left out."""
+        """[b, D] of the own rows -> of all rows that this stage brought, zero where they were left out."""
         if self.num_left_out == 0:
             return values
         present = self.present[branch]
@@ -124,72 +149,112 @@ class Meeting:
 
 @dataclass(frozen=True)
 class LossResult:
-    """What this tail's own rows add to the loss, and ∂L/∂ of its own embeddings and parameters."""
+    """What this stage's own rows add to the loss of a pair, and ∂L/∂ of its own embeddings and of the loss's scalars."""
 
     shares: Mapping[str, Tensor]  # branch -> [b], of the rows that the meeting left in
     embeds: Mapping[str, Tensor]
-    parameters: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]  # by the loss's names; empty where the first branch does not end here
 
     @property
     def share(self) -> Tensor:
-        """[], those of all tails add up to the loss."""
+        """[], those of all last stages add up to the loss."""
         return sum(shares.sum() for shares in self.shares.values())
 
 
-def meet(comm: Communicator, own: Mapping[str, Rows], counts: Mapping[str, Sequence[int]], texts_per_image: int = 1) -> Meeting:
-    """Exchange embeddings among the tails. `counts[branch][r]`: rows of replica r of this tail, for each branch that ends in it; they add
-    up to the same number on every tail. Errors: RuntimeError on all tails when some rows have weights and others have none, or all have weight 0.
+def gather(
+    comm: Communicator,
+    objective: Objective,
+    own: Mapping[str, Rows],
+    counts: Mapping[str, Sequence[int]],
+    num_samples: int,
+    rows_per_sample: Mapping[str, int],
+) -> Arrived:
+    """Exchange rows among all last stages, which call it together.
+
+    `counts[branch][r]`: rows of replica r of this stage, for each branch that ends in it. `num_samples`: of the global batch;
+    `rows_per_sample`: of each branch, 1 where nothing is said.
     """
+    rows_per_sample = {name: rows_per_sample.get(name, 1) for name in objective.names}
     gathered = {
         branch: (comm.gather_replicas(rows.embeds, counts[branch]), comm.gather_replicas(rows.tags(), counts[branch]))
         for branch, rows in own.items()
     }
-    places = {branch: labels[:, 0] % _PLACES for branch, (_, labels) in gathered.items()}  # of the branches that end here, as gathered
-    if len(own) == 1:
-        gathered = _cross(comm, gathered, texts_per_image)
-    embeds, indices, weights = {}, {}, {}
-    for branch, (rows, labels) in gathered.items():
-        place, weight = labels[:, 0] % _PLACES, labels[:, 0] // _PLACES + NO_WEIGHT
-        embeds[branch] = torch.zeros_like(rows).index_copy_(0, place, rows)
-        indices[branch] = torch.full_like(place, NOBODY).index_copy_(0, place, labels[:, 1])
-        weights[branch] = torch.full_like(place, NO_WEIGHT).index_copy_(0, place, weight)
-    texts = indices["text"].view(-1, texts_per_image)  # [G, c]
-    images = indices["image"][:, None]  # [G, 1]
-    misaligned = ((_sample(images) != _sample(texts)) | (images == NOBODY)).any(1).sum()
-    bad = (images < 0)[:, 0] | (texts < 0).any(1)  # [G]
-    left_out = {"image": bad, "text": bad.repeat_interleave(texts_per_image)}
-    unweighted = torch.cat([weight == NO_WEIGHT for weight in weights.values()])
-    weight_left = [(weights[branch] * ~left_out[branch]).sum() for branch in weights]
-    # the host waits for the device here, where the tail waits for the others anyway
-    num_left_out, num_unweighted, *weight_left = torch.stack([bad.sum(), unweighted.sum(), *weight_left]).tolist()
-    if 0 < num_unweighted < len(unweighted):
+    places = {branch: tags[:, 0] % _PLACES for branch, (_, tags) in gathered.items()}
+    ordered = {branch: _in_order(embeds, tags, num_samples * rows_per_sample[branch]) for branch, (embeds, tags) in gathered.items()}
+    if len(own) == 1:  # a fork: the partners end elsewhere
+        ((branch, mine),) = ordered.items()
+        for source, target in objective.links:
+            if branch == source:
+                comm.cross(source, target, mine.embeds)
+                comm.cross(source, target, torch.stack([mine.index, mine.weight], 1))
+            elif branch == target:
+                number = num_samples * rows_per_sample[source]
+                embeds = comm.cross(source, target, mine.embeds.new_empty(number, mine.embeds.shape[1]))
+                labels = comm.cross(source, target, mine.index.new_empty(number, 2))
+                ordered[source] = Gathered(embeds, *labels.unbind(1))
+    return Arrived(own, ordered, places, counts, rows_per_sample)
+
+
+def _in_order(embeds: Tensor, tags: Tensor, number: int) -> Gathered:
+    """Rows [r, D] with their tags [r, 2], as the replicas hold them -> all `number` places of the branch."""
+    place, weight = tags[:, 0] % _PLACES, tags[:, 0] // _PLACES + NO_WEIGHT
+    return Gathered(
+        embeds.new_zeros(number, embeds.shape[1]).index_copy_(0, place, embeds),
+        place.new_full((number,), NOBODY).index_copy_(0, place, tags[:, 1]),
+        place.new_full((number,), NO_WEIGHT).index_copy_(0, place, weight),
+    )
+
+
+def meet(arrived: Arrived, pair: Pair) -> Meeting:
+    """The rows of one pair, without the samples that do not have both halves. Nothing is sent.
+
+    Errors: RuntimeError, the same on all last stages of the pair, when some rows have weights and others have none, or all have weight 0.
+    """
+    rows = {branch: arrived.everyone[branch] for branch in pair.branches}
+    first, second = (rows[branch].index.view(-1, arrived.rows_per_sample[branch]) for branch in pair.branches)  # [G, c] each
+    came = (first != NOBODY).all(1) & (second != NOBODY).all(1)  # [G]
+    reference = _sample(first[:, :1])
+    misaligned = (came & ((_sample(first) != reference).any(1) | (_sample(second) != reference).any(1))).sum()
+    not_loaded = ((first < 0) & (first != NOBODY)).any(1) | ((second < 0) & (second != NOBODY)).any(1)
+    out = not_loaded | ~came
+    left_out = {branch: out.repeat_interleave(arrived.rows_per_sample[branch]) for branch in pair.branches}
+    # rows that never came have neither a weight nor none
+    unweighted = [(own.weight == NO_WEIGHT) & (own.index != NOBODY) for own in rows.values()]
+    num_came = sum((own.index != NOBODY).sum() for own in rows.values())
+    weight_left = [(own.weight * ~left_out[branch]).sum() for branch, own in rows.items()]
+    counted = [out.sum(), not_loaded.sum(), torch.cat(unweighted).sum(), num_came, *weight_left]
+    # the host waits for the device here, where the stage waits for the others anyway
+    num_left_out, num_not_loaded, num_unweighted, num_came, *weight_left = torch.stack(counted).tolist()
+    what = " and ".join(f"{branch} rows" for branch in pair.branches)
+    keys = " and ".join(f"{branch}_weight" for branch in pair.branches)
+    if 0 < num_unweighted < num_came:
         raise RuntimeError(
-            f"{num_unweighted} of {len(unweighted)} images and texts of this batch came without a weight, the others with one; "
-            "give image_weight and text_weight for all samples, or neither for any"
+            f"{num_unweighted} of {num_came} {what} of this batch came without a weight, the others with one; "
+            f"give {keys} for all samples, or neither for any"
         )
-    weighted = num_unweighted < len(unweighted)
-    if weighted and num_left_out < len(bad) and not all(weight_left):
+    weighted = num_unweighted < num_came
+    if weighted and num_left_out < len(out) and not all(weight_left):
         raise RuntimeError(
-            "all images, or all texts, of this batch that could be loaded have weight 0, so nothing is asked for; give one of them a weight "
-            "above 0 in image_weight and text_weight"
+            f"all {pair.first} rows, or all {pair.second} rows, of this batch that could be loaded have weight 0, so there is no loss; "
+            f"give one of them a weight above 0 in {keys}"
         )
-    labels = {branch: torch.arange(len(e), device=e.device) // (texts_per_image if branch == "text" else 1) for branch, e in embeds.items()}
-    everyone = {branch: Side(embeds[branch], labels[branch], weights[branch] if weighted else None) for branch in embeds}
-    present = {branch: ~left_out[branch][rows.position] for branch, rows in own.items()}
-    meeting = Meeting(own, everyone, counts, present, misaligned, num_left_out)
-    return _without(meeting, left_out, places) if num_left_out else meeting
+    everyone = {
+        branch: Side(
+            own.embeds,
+            torch.arange(len(own.index), device=own.index.device) // arrived.rows_per_sample[branch],
+            own.weight if weighted else None,
+        )
+        for branch, own in rows.items()
+    }
+    mine = {branch: arrived.own[branch] for branch in pair.branches if branch in arrived.own}
+    present = {branch: ~left_out[branch][own.position] for branch, own in mine.items()}
+    counts = {branch: arrived.counts[branch] for branch in mine}
+    meeting = Meeting(mine, everyone, counts, present, misaligned, num_not_loaded, num_left_out)
+    return _without(meeting, left_out, arrived.places) if num_left_out else meeting
 
 
 def _sample(index: Tensor) -> Tensor:
     return torch.where(index < 0, -1 - index, index)
-
-
-def _cross(comm: Communicator, mine: Mapping[str, tuple[Tensor, Tensor]], texts_per_image: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Tails of a fork: give what this branch gathered, get what the other did."""
-    ((own, (embeds, labels)),) = mine.items()
-    rows = len(embeds) * texts_per_image if own == "image" else len(embeds) // texts_per_image  # of the other branch
-    theirs = embeds.new_empty(rows, embeds.shape[1]), labels.new_empty(rows, labels.shape[1])
-    return {branch: tuple(comm.cross(branch, tensor) for tensor in mine.get(branch, theirs)) for branch in BRANCHES}
 
 
 def _without(meeting: Meeting, left_out: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> Meeting:
@@ -206,33 +271,31 @@ def _without(meeting: Meeting, left_out: Mapping[str, Tensor], places: Mapping[s
     counts = {
         branch: [int((~left_out[branch][p]).sum()) for p in places[branch].split(list(each))] for branch, each in meeting.counts.items()
     }
-    return Meeting(own, everyone, counts, meeting.present, meeting.num_misaligned, meeting.num_left_out)
+    return replace(meeting, own=own, everyone=everyone, counts=counts)
 
 
-def share_parameters(comm: Communicator, loss: ContrastiveLoss, meeting: Meeting, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The loss's learned scalars on every tail. `parameters`: where the image head is (the image tail, or a joint tail); elsewhere {}."""
-    if len(meeting.own) == 2:
+def share_parameters(comm: Communicator, pair: Pair, meeting: Meeting, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The loss's learned scalars, by its own names, on every last stage of the pair. `parameters`: the same where the first branch
+    ends; elsewhere {}."""
+    if len(meeting.own) == 2 or not pair.loss.parameters:
         return dict(parameters)
     embeds = next(iter(meeting.own.values())).embeds
-    values = torch.cat([parameters[name] for name in loss.parameters]) if parameters else embeds.new_empty(len(loss.parameters))
-    values = comm.cross("image", values)
-    return {name: values[i : i + 1] for i, name in enumerate(loss.parameters)}
+    names = list(pair.loss.parameters)
+    values = torch.cat([parameters[name] for name in names]) if parameters else embeds.new_empty(len(names))
+    values = comm.cross(pair.first, pair.second, values)
+    return {name: values[i : i + 1] for i, name in enumerate(names)}
 
 
-def exchange_loss(
-    comm: Communicator,
-    loss: ContrastiveLoss,
-    meeting: Meeting,
-    parameters: Mapping[str, Tensor],
-) -> LossResult:
-    """The exact loss over the global batch and its gradients, as far as this tail needs them.
+def exchange_loss(comm: Communicator, pair: Pair, meeting: Meeting, parameters: Mapping[str, Tensor]) -> LossResult:
+    """The exact loss of a pair over the global batch and its gradients, as far as this stage needs them.
 
-    `parameters` are the loss's learned scalars, see `share_parameters`. Each replica of the image head returns an equal part of their
-    gradients: the whole is constrained by the loss first, which the parts could not be.
+    `parameters` are the loss's learned scalars, see `share_parameters`. Each replica of the first branch returns an equal part of their
+    gradients: the whole is constrained by the loss first, which the parts could not be. Where no sample has both halves the loss and all
+    gradients are 0.
     """
-    sides = meeting.everyone
-    if not len(sides["image"].label):
-        raise OSError("not one pair of this batch could be loaded; see bad_samples.jsonl in the folder of the run")
+    sides, loss = meeting.everyone, pair.loss
+    if not meeting.num_rows:
+        return _nothing(pair, meeting, parameters)
     if len(meeting.own) == 2 and comm.stage.replicas == 1:
         part = loss.whole(sides, parameters)
         embeds = {branch: meeting.restored(branch, part.embeds[branch][rows.position]) for branch, rows in meeting.own.items()}
@@ -240,20 +303,27 @@ def exchange_loss(
         return LossResult(shares, embeds, loss.constrained(part.parameters, parameters))
     statistics = {branch: loss.statistics(sides, branch, rows.position, parameters) for branch, rows in meeting.own.items()}
     if any(values is not None for values in statistics.values()):
-        statistics = _share_statistics(comm, meeting, statistics)
+        statistics = _share_statistics(comm, pair, meeting, statistics)
     shares, embeds, parameter_gradients = {}, {}, {}
     for branch, rows in meeting.own.items():
         part = loss.part(sides, branch, rows.position, statistics, parameters)
         shares[branch] = part.shares[branch]
         embeds[branch] = meeting.restored(branch, part.embeds[branch])
-        if branch == "image":
+        if branch == pair.first:
             whole = {name: comm.sum_over(gradient, comm.stage_group) for name, gradient in part.parameters.items()}
             parameter_gradients = {name: g / comm.stage.replicas for name, g in loss.constrained(whole, parameters).items()}
     return LossResult(shares, embeds, parameter_gradients)
 
 
-def by_source(meeting: Meeting, result: LossResult, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the own rows, by the source that their sample is of, [S] float64 each: shares of the loss; samples, counted by their images.
+def _nothing(pair: Pair, meeting: Meeting, parameters: Mapping[str, Tensor]) -> LossResult:
+    """Of a batch in which no sample has both halves. All last stages of the pair see that, so nothing is exchanged."""
+    shares = {branch: rows.embeds.new_zeros(0) for branch, rows in meeting.own.items()}
+    embeds = {branch: meeting.restored(branch, torch.zeros_like(rows.embeds)) for branch, rows in meeting.own.items()}
+    return LossResult(shares, embeds, {name: torch.zeros_like(p) for name, p in parameters.items()} if pair.first in meeting.own else {})
+
+
+def by_source(pair: Pair, meeting: Meeting, result: LossResult, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the own rows, by the source that their sample is of, [S] float64 each: shares of the loss; samples, counted by the first branch.
 
     `starts` [S] int64: the first index of each source, ascending.
     """
@@ -262,12 +332,12 @@ def by_source(meeting: Meeting, result: LossResult, starts: Tensor) -> tuple[Ten
         source = torch.bucketize(rows.index, starts, right=True) - 1
         belongs = source[:, None] == torch.arange(len(starts), device=starts.device)  # [b, S]
         shares += torch.where(belongs, result.shares[branch].double()[:, None], 0.0).sum(0)
-        if branch == "image":
+        if branch == pair.first:
             samples += belongs.sum(0)
     return shares, samples
 
 
-def _share_statistics(comm: Communicator, meeting: Meeting, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _share_statistics(comm: Communicator, pair: Pair, meeting: Meeting, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """branch -> [B] statistics of all its rows, in global order."""
     everyone = {}
     for branch, rows in meeting.own.items():
@@ -277,5 +347,8 @@ def _share_statistics(comm: Communicator, meeting: Meeting, own: Mapping[str, Te
     if len(everyone) == 1:
         (given,) = everyone.values()
         blank = {branch: given.new_empty(len(side.label)) for branch, side in meeting.everyone.items()}
-        everyone = {branch: comm.cross(branch, everyone.get(branch, blank[branch])) for branch in BRANCHES}
+        everyone = {
+            source: comm.cross(source, target, everyone.get(source, blank[source]))
+            for source, target in (pair.branches, pair.branches[::-1])
+        }
     return everyone

@@ -15,7 +15,7 @@ import resource
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime import lr_schedules
@@ -29,19 +29,19 @@ from engine.averaging import AverageBlock, WeightAverage
 from engine.bad_steps import bad_step, is_loss_scale_search, seen_by
 from engine.clipping import GroupedClipping
 from engine.clipping_rules import ClippingRule
-from engine.communication import Channel, Communicator, Signature, branch_of, gradients_of, signature_of
-from engine.exchange import MAX_WEIGHT, OTHER, ContrastiveLoss, meet
-from engine.matching import MatchingLoss
+from engine.communication import Channel, Communicator, Signature, gradients_of, signature_of
+from engine.exchange import MAX_WEIGHT, gather, meet
 from engine.memory_advice import AVERAGING, EVALUATION, TRAINING, RankSetup, Work
 from engine.module import StageModule, layer_seed
+from engine.objective import Objective
 from engine.out_of_memory import explained, message
 from engine.parameter_groups import GroupSchedule, OptimizerGroups, Setting
 from engine.planner import BranchBatch
 from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ForwardOnly, ReloadMicroBatch, ReplayPass, StageSchedule
 from engine.shortage import Shortage
-from engine.step_metrics import StepMetrics, losses_of, mean_losses
+from engine.step_metrics import StepMetrics, losses_of, losses_of_sources
 from engine.tail_loss import TailLoss
-from engine.topology import BRANCHES, Stage, StageGraph
+from engine.topology import Stage, StageGraph
 from engine.trace import Span
 
 # DeepSpeed's: of the engine, whose micro-steps stay 0 under a pipeline, and of its dynamic loss scale
@@ -74,7 +74,6 @@ class ForkEngine(PipelineEngine):
         self,
         module: StageModule,
         comm: Communicator,
-        loss: ContrastiveLoss,
         batches: Mapping[str, BranchBatch],
         config: dict[str, Any],
         schedule: str,
@@ -86,7 +85,6 @@ class ForkEngine(PipelineEngine):
         constant_shapes: Mapping[str, bool],
         equal_shares: bool = True,
         source_starts: Sequence[int] | None = None,
-        matching: MatchingLoss | None = None,
         *,
         setup: RankSetup,
     ):
@@ -102,7 +100,7 @@ class ForkEngine(PipelineEngine):
                 config_class=DeepSpeedConfig(config, grid),
             )
         self.comm, self.place, self.replica = comm, comm.stage, comm.replica
-        self.tail_loss = TailLoss(comm, loss, matching, embed_dim, equal_shares, source_starts)
+        self.tail_loss = TailLoss(comm, embed_dim, equal_shares, source_starts)
         self.batches, self.schedule_type = dict(batches), SCHEDULES[schedule]
         self.clipping = GroupedClipping(module.canonical_parameters, clipping, sets_of_groups, comm, self.optimizer)
         self.basic_optimizer.register_step_pre_hook(lambda *_: self.clipping.clip())
@@ -121,7 +119,8 @@ class ForkEngine(PipelineEngine):
             "in": self.place.previous is not None and _constant(self.graph, self.graph.stages[self.place.previous], constant_shapes),
             "out": _constant(self.graph, self.place, constant_shapes),
         }
-        self._training_shapes: dict[int, dict[str, dict[int, Signature]]] = {}  # by texts per image
+        # by the rows per sample of the branches
+        self._training_shapes: dict[tuple[tuple[str, int], ...], dict[str, dict[int, Signature]]] = {}
         self._reset_buffers()
         self._ready = True
 
@@ -154,6 +153,10 @@ class ForkEngine(PipelineEngine):
     def graph(self) -> StageGraph:
         return self.comm.graph
 
+    @property
+    def objective(self) -> Objective:
+        return self.comm.objective
+
     # -- one step ----------------------------------------------------------------------------------------------------
 
     @_explains_memory(TRAINING)
@@ -164,29 +167,35 @@ class ForkEngine(PipelineEngine):
         counts: Callable[[], Mapping[str, float]] = dict,
         num_micro_batches: int | None = None,
         num_kept: int | None = None,
-        texts_per_image: int = 1,
+        rows_per_sample: Mapping[str, int] | None = None,
+        num_rows: Mapping[str, int] | None = None,
         loss_weights: Mapping[str, float] | None = None,
     ) -> StepMetrics:
         """One optimizer step over one global batch. Stages that load input take their micro-batches from `data_iter`.
 
-        A micro-batch may bring `image_weight` and `text_weight`, int64 [b], whole millionths: the weight of each row in the loss. All
-        micro-batches of all ranks bring them, or none. `texts_per_image` says how many texts each image of this batch has, the same
-        on all ranks; the text at place p of 0..cG−1 (`text_position`) belongs to the image at p // c and carries its index. Under
-        `per_micro_batch` the texts of a micro-batch stand image by image.
+        A micro-batch may bring a weight for each of its rows in the loss, int64 [b], whole millionths, named after its branch
+        (`text_weight`). All micro-batches of all ranks bring them, or none. `rows_per_sample` says how many rows each sample has in a branch
+        in this batch, the same on all ranks (several texts per image); 1 where nothing is said. The row at place p of 0..cG−1
+        (`text_position`) belongs to sample p // c and carries its index. Under `per_micro_batch` the rows of a micro-batch stand sample by
+        sample.
+
+        Where samples lack the modality of a branch, `num_rows` says how many rows the branch has in this batch; no row comes for the others,
+        and they are left out of the pairs with that branch. The replicas of a stage then hold different numbers of rows, so the engine must
+        have been built without `equal_shares`.
 
         `stop_requested` travels with the metrics, so that all ranks learn in the same step that one of them was asked to end. So do
         the numbers that `counts` returns at the end of the step, with the same names on all ranks: they are added up.
         `num_micro_batches`: of each replica of this line in this step, where it is not the number that was planned; `num_kept`: how many of
         them keep their activations under `replay`, likewise. `loss_weights`: of the
-        two losses where there is `matching`, by "contrastive" and "matching", the same on all ranks; else 1. Raises OutOfMemory, with what to
+        two losses where a pair has `matching`, by "contrastive" and "matching", the same on all ranks; else 1. Raises OutOfMemory, with what to
         change, where an allocation fails.
         """
         self.module.train()
         self.set_dataiterator(data_iter)
         self._reset_buffers()
-        self.tail_loss.start_step(texts_per_image, loss_weights)
-        # Messages whose shapes never change are announced in the first step only, for each number of texts per image.
-        known = self._training_shapes.setdefault(texts_per_image, {"in": {}, "out": {}})
+        self.tail_loss.start_step(rows_per_sample, num_rows, loss_weights)
+        # Messages whose shapes never change are announced in the first step only, for each number of rows per sample.
+        known = self._training_shapes.setdefault(tuple(sorted((rows_per_sample or {}).items())), {"in": {}, "out": {}})
         self._shapes = {end: kept if self._constant[end] else {} for end, kept in known.items()}
         self._lr = dict(self.lr_scheduler.rates)
         self.clipping.start_step()
@@ -292,7 +301,7 @@ class ForkEngine(PipelineEngine):
                 elif known is None:
                     continue  # nothing was sent yet that a gradient could come back for
                 else:
-                    self.comm.gradients_in.expect(gradients_of(known, self.place.trained))
+                    self.comm.gradients_in.expect(gradients_of(known, self.objective, self.place.trained))
                 self._posted[kind] = True
 
     def _receive(self, kind: type, channel: Channel) -> dict[str, Tensor]:
@@ -347,7 +356,7 @@ class ForkEngine(PipelineEngine):
         asked = self.recorder.clock()
         loaded = next(self.data_iterator)
         self._data_wait_s += self.recorder.clock() - asked
-        _check_weights(loaded)
+        _check_weights(loaded, self.objective.names)
         if keep:
             self._kept[buffer_id] = loaded  # where the loader left it
         self._take_in(buffer_id, loaded)
@@ -370,7 +379,7 @@ class ForkEngine(PipelineEngine):
         self._shapes["in"][buffer_id] = signature_of(received)
         trained = self.graph.stages[self.place.previous].trained
         for name, tensor in received.items():
-            needs = tensor.is_floating_point() and torch.is_grad_enabled() and branch_of(name) in trained
+            needs = tensor.is_floating_point() and torch.is_grad_enabled() and self.objective.branch_of(name) in trained
             self._inputs[buffer_id][name] = tensor.requires_grad_(needs)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
@@ -458,7 +467,7 @@ class ForkEngine(PipelineEngine):
                 f"{self.place.name}: received {missing} but its layers made no gradient for them; drop tensors no layer uses"
             )
         # in the order and the dtype of the activations: that is what the other side expects
-        known = gradients_of(self._shapes["in"][buffer_id], self.graph.stages[self.place.previous].trained)
+        known = gradients_of(self._shapes["in"][buffer_id], self.objective, self.graph.stages[self.place.previous].trained)
         self.comm.gradients_out.send({name: received[name].grad for name, _, _ in known}, known)
 
     def _exec_compute_loss(self, buffer_id: int | None = None) -> None:
@@ -474,7 +483,7 @@ class ForkEngine(PipelineEngine):
             self._loss_scale(),
             layer_seed(self.module.base_seed, self.global_steps, buffer_id or 0, OF_PAIRS),
             self.module.fusion,
-            self.batches["text"].micro_batch_size,
+            self.batches[self._branch].micro_batch_size,
             self._inject,
         )
         for m, made, of_made in zip(waiting, outputs, gradients):
@@ -491,35 +500,39 @@ class ForkEngine(PipelineEngine):
     @_explains_memory(EVALUATION)
     @torch.no_grad()
     def evaluate(
-        self, data_iter: Iterator[dict[str, Tensor]] | None, num_micro_batches: int, measure: Callable[..., Tensor]
-    ) -> dict[str, Tensor]:
-        """Run a held-out set through the stages and measure both directions at the tails.
+        self, data_iter: Iterator[dict[str, Tensor]] | None, num_micro_batches: int, num_samples: int, measure: Callable[..., Tensor]
+    ) -> dict[str, PairTotals]:
+        """Run a held-out set of `num_samples` through the stages and measure both directions of every pair, by its name, on every rank.
 
         `num_micro_batches` is the number on this replica (it may differ between replicas, and be 0); `measure(own, other,
-        target)` returns a vector that is summed over all own rows. Returns {"image_to_text": …, "text_to_image": …, "num_pairs": []} on
-        every rank; pairs that could not be loaded are left out. Raises OutOfMemory where an allocation fails.
+        target)` returns a vector that is summed over all own rows. Samples of which a half is missing are left out. Raises OutOfMemory
+        where an allocation fails.
         """
         self.module.eval()
         self.set_dataiterator(data_iter)
         self._reset_buffers()
         self._exec_schedule(ForwardOnly(self.place, num_micro_batches))
         self.comm.drain()
-        meeting = None
+        arrived = None
         if self.place.is_tail:
             own = self.tail_loss.own_rows([self._outputs[m] for m in sorted(self._outputs)])
-            meeting = meet(self.comm, own, {branch: self.comm.gather_counts(len(rows.position)) for branch, rows in own.items()})
+            counts = {branch: self.comm.gather_counts(len(rows.position)) for branch, rows in own.items()}
+            arrived = gather(self.comm, self.objective, own, counts, num_samples, {})
         totals = {}
-        for branch in BRANCHES:
-            if meeting is not None and branch in meeting.own:
-                rows = meeting.own[branch]
-                part = measure(rows.embeds, meeting.everyone[OTHER[branch]].embeds, rows.position)
-            else:
-                blank = torch.zeros(0, self.tail_loss.embed_dim, device=self.device)
-                part = measure(blank, blank, torch.zeros(0, dtype=torch.int64, device=self.device))
-            totals[f"{branch}_to_{OTHER[branch]}"] = self.comm.sum_over(part)
-        speaks = meeting is not None and self.comm.rank == self.graph.tail("image").ranks[0]
-        num_pairs = len(meeting.everyone["image"].label) if speaks else 0
-        totals["num_pairs"] = self.comm.sum_over(torch.tensor(float(num_pairs), device=self.device))
+        for pair in self.objective.pairs:
+            meeting = meet(arrived, pair) if arrived is not None and set(pair.branches) & set(arrived.own) else None
+            directions = {}
+            for branch, other in (pair.branches, pair.branches[::-1]):
+                if meeting is not None and branch in meeting.own:
+                    rows = meeting.own[branch]
+                    part = measure(rows.embeds, meeting.everyone[other].embeds, rows.position)
+                else:
+                    blank = torch.zeros(0, self.tail_loss.embed_dim, device=self.device)
+                    part = measure(blank, blank, torch.zeros(0, dtype=torch.int64, device=self.device))
+                directions[f"{branch}_to_{other}"] = self.comm.sum_over(part)
+            speaks = self.comm.rank == self.graph.tail(pair.first).ranks[0]
+            number = torch.tensor(float(meeting.num_rows if speaks else 0), device=self.device)
+            totals[pair.name] = PairTotals(directions, int(self.comm.sum_over(number)))
         self._reset_buffers()
         return totals
 
@@ -541,20 +554,20 @@ class ForkEngine(PipelineEngine):
         (loss,), (misaligned,), (stopping, sent, left_out) = told["loss"], told["misaligned"], told["sums"]
         if misaligned:
             raise RuntimeError(
-                f"the image and text branches disagree about {int(misaligned)} samples of this batch; both must be given the same "
+                f"the {' and '.join(self.objective.names)} branches disagree about {int(misaligned)} samples of this batch; all must be given the same "
                 "samples at the same positions (data order, seed and number of samples must be equal on all ranks)"
             )
         bad = None
         if not self._step_applied and not is_loss_scale_search(self.optimizer, loss):
-            bad = bad_step(self.comm.share_objects(seen_by(losses.given)))
+            bad = bad_step(self.comm.share_objects(seen_by(losses.given)), self.objective.names)
         self.bad_steps_in_a_row = 0 if self._step_applied else self.bad_steps_in_a_row + (bad is not None)
-        scalars = dict(zip(self.tail_loss.loss.parameters, told["scalars"]))
+        scalars = dict(zip([tensor for pair in self.objective.pairs for tensor in pair.scalars.values()], told["scalars"]))
         norms, coefficients, shares = (dict(zip(self.clipping.rules, told["groups"][i::3])) for i in range(3))
         busy_s, step_s, peak_bytes, data_wait_s = (told["ranks"][i :: self._NUM_SLOTS] for i in range(self._NUM_SLOTS))
         stage_busy_s = {s.name: sum(busy_s[r] for r in s.ranks) / s.replicas for s in self.graph.stages}
         return StepMetrics(
             loss=loss,
-            scalars={"logit_scale_exp": math.exp(min(scalars.pop("logit_scale"), math.log(100.0))), **scalars},
+            scalars=dict(_readable(name, value) for name, value in scalars.items()),
             grad_norm=norms,
             clip_coefficient=coefficients,
             clipped_share=shares,
@@ -573,8 +586,8 @@ class ForkEngine(PipelineEngine):
             peak_memory_bytes=int(max(peak_bytes)),
             num_left_out=int(left_out),
             counts=dict(zip(counts, told["counts"])),
-            sources=mean_losses(told["source_shares"], told["source_samples"]),
-            losses=losses_of(*told["losses"], self.tail_loss.weights) if self.tail_loss.matching else {},
+            sources=losses_of_sources(self.objective.pairs, told["source_shares"], told["source_samples"]),
+            losses=losses_of(self.objective.pairs, told["losses"], self.tail_loss.weights),
         )
 
     _NUM_SLOTS = 4
@@ -614,6 +627,20 @@ class ForkEngine(PipelineEngine):
     }
 
 
+class PairTotals(NamedTuple):
+    """What `ForkEngine.evaluate` measured of one pair."""
+
+    directions: dict[str, Tensor]  # such as image_to_text and text_to_image: what `measure` returned, summed over all rows
+    num_samples: int  # that have both halves
+
+
+def _readable(name: str, value: float) -> tuple[str, float]:
+    """A learned scalar as it is logged: a scale as its exponential, at most 100 as the losses use it."""
+    if name.endswith("logit_scale"):
+        return f"{name}_exp", math.exp(min(value, math.log(100.0)))
+    return name, value
+
+
 def _told(setting: Setting, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
     """A parameter group as optimizers take it."""
     decay = {} if setting.weight_decay is None else {"weight_decay": setting.weight_decay}
@@ -630,9 +657,9 @@ def _constant(graph: StageGraph, stage: Stage, constant_shapes: Mapping[str, boo
         stage = graph.stages[stage.previous]
 
 
-def _check_weights(loaded: Mapping[str, Tensor]) -> None:
+def _check_weights(loaded: Mapping[str, Tensor], branches: Sequence[str]) -> None:
     """Of a micro-batch as the loader left it: in host memory."""
-    for name in loaded.keys() & {f"{branch}_weight" for branch in BRANCHES}:
+    for name in loaded.keys() & {f"{branch}_weight" for branch in branches}:
         weight = loaded[name]
         if weight.dtype != torch.int64 or not bool(((weight >= 0) & (weight <= MAX_WEIGHT)).all()):
             raise ValueError(

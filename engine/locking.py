@@ -8,12 +8,12 @@ forwards and nothing else. The head, a layer of its own behind each tower, learn
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.costs import CostModel
-from engine.spelling import nearest, strict_block
-from engine.topology import BRANCHES, StageGraph
+from engine.spelling import nearest
+from engine.topology import StageGraph
 
 Trainable = Mapping[str, Sequence[bool]]  # branch -> of each of its layers, the head last
 
@@ -22,19 +22,17 @@ Trainable = Mapping[str, Sequence[bool]]  # branch -> of each of its layers, the
 class LockedBlock:
     """The `locked` block inside `branches`. Checked when made.
 
-    `image`, `text`: is the tower locked; {"all_but_last": k}: but for its last k layers with parameters. `head`: both projections and what
-    the loss learns. `batch_norm`: "locked", the locked layers normalise by their running statistics and leave them; "free": by the
-    micro-batch, as in training.
+    `towers`, by branch: is it locked; {"all_but_last": k}: but for its last k layers with parameters; a branch that is not there is not.
+    `head`: the projections and what the losses learn. `batch_norm`: "locked", the locked layers normalise by their running statistics and
+    leave them; "free": by the micro-batch, as in training.
     """
 
-    image: Any = False
-    text: Any = False
+    towers: Mapping[str, Any] = field(default_factory=dict)
     head: bool = False
     batch_norm: str = "free"
 
     def __post_init__(self):
-        for branch in BRANCHES:
-            value = getattr(self, branch)
+        for branch, value in self.towers.items():
             last = value.get("all_but_last") if isinstance(value, dict) and set(value) == {"all_but_last"} else None
             if not isinstance(value, bool) and (type(last) is not int or last < 1):
                 raise ValueError(
@@ -46,17 +44,15 @@ class LockedBlock:
             raise ValueError(
                 f"branches.locked.batch_norm: unknown value {self.batch_norm!r}{nearest(str(self.batch_norm), ('locked', 'free'))}"
             )
-        if self.head and self.image is True and self.text is True:
-            raise ValueError("branches.locked: image, text and head are all locked, so nothing would learn; leave one of them out")
 
     def __bool__(self) -> bool:
-        return bool(self.image or self.text or self.head)
+        return any(self.towers.values()) or self.head
 
     def trainable(self, num_parameters: Mapping[str, Sequence[int]]) -> dict[str, tuple[bool, ...]]:
         """From the parameters of each branch's layers. Raises ValueError where a tower has no more than `all_but_last` layers."""
         found = {}
         for branch, counts in num_parameters.items():
-            tower, value = counts[:-1], getattr(self, branch)
+            tower, value = counts[:-1], self.towers.get(branch, False)
             held = [i for i, count in enumerate(tower) if count]
             last = len(held) if value is False else 0 if value is True else value["all_but_last"]
             if value and last >= len(held):
@@ -69,9 +65,24 @@ class LockedBlock:
         return found
 
 
-def locked_block(written: Any) -> LockedBlock:
-    """`branches.locked` as written; None: nothing is locked. Errors: ValueError with the key."""
-    return LockedBlock(**strict_block("locked", {} if written is None else written, LockedBlock, '{"image": true, "batch_norm": "locked"}'))
+def locked_block(written: Any, branches: Sequence[str] | None = None) -> LockedBlock:
+    """`branches.locked` as written; None: nothing is locked. `branches`: the names that it may have; None: any. Errors: ValueError with
+    the key."""
+    if written is None:
+        return LockedBlock()
+    if not isinstance(written, Mapping):
+        example = f'{{"{(branches or ["head"])[0]}": true, "batch_norm": "locked"}}'
+        raise ValueError(f"branches.locked: got {written!r}; it is an object such as {example}")
+    own = {key: value for key, value in written.items() if key in ("head", "batch_norm")}
+    towers = {key: value for key, value in written.items() if key not in own}
+    for branch in towers:
+        if branches is not None and branch not in branches:
+            valid = (*branches, "head", "batch_norm")
+            raise ValueError(f"unknown key 'branches.locked.{branch}'{nearest(branch, valid)}")
+    locked = LockedBlock(towers, **own)
+    if locked.head and all(towers.get(branch) is True for branch in branches or ("",)):
+        raise ValueError(f"branches.locked: {', '.join(branches)} and head are all locked, so nothing would learn; leave one of them out")
+    return locked
 
 
 def trainable_layers(locked: LockedBlock, costs: CostModel) -> dict[str, tuple[bool, ...]]:
@@ -85,7 +96,7 @@ def lock_graph(graph: StageGraph, trainable: Trainable) -> StageGraph:
     for stage in graph.stages:
         above = () if stage.previous is None else stages[stage.previous].trained
         own = [branch for branch, layers in stage.layers.items() if any(trainable[branch][i] for i in layers)]
-        trained = tuple(branch for branch in BRANCHES if branch in above or branch in own)
+        trained = tuple(branch for branch in graph.branches if branch in above or branch in own)
         stages.append(replace(stage, trained=trained, sends_gradients=stage.previous is None or bool(above)))
     return replace(graph, stages=tuple(stages))
 

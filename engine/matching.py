@@ -1,11 +1,12 @@
-"""Image-text matching over the global batch: pairs of tokens through the fusion layers, where the text branch ends.
+"""Image-text matching over the global batch: pairs of tokens through the fusion layers, where the second branch of the pair ends.
 
-    image tail r    ── tokens of a micro-batch ──>   every text tail: the pairs of these images with its own texts,
-                    <── their gradient, summed ──    scored and differentiated at once
+    images end, replica r   ── tokens of a micro-batch ──>   texts end, each replica: the pairs of these images with its own texts,
+                            <── their gradient, summed ──    scored and differentiated at once
 
-Each text tail draws a negative image for each of its texts and, for its share of all images, a negative text; the latter they tell each other. A
-pair is scored by the tail that has its text. Images come in blocks, a micro-batch of one replica each, and are gone when the next one comes,
-so memory grows with a tail's own tokens and one block, not with the global batch. Where a tail has both branches, the same goes on
+Images and texts stand for the first and the second branch of any pair with a `matching` loss. Each text tail (a replica where the texts
+end) draws a negative image for each of its texts and, for its share of all images, a negative text; the latter they tell each other. A
+pair is scored by the tail that has its text. Images come in blocks, a micro-batch of one replica each, and are gone when the next one
+comes, so memory grows with a tail's own tokens and one block, not with the global batch. Where a tail has both branches, the same goes on
 among its replicas.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from engine.communication import Communicator
 from engine.exchange import Meeting, Side
+from engine.objective import Pair
 
 
 class MatchingLoss(Protocol):
@@ -41,7 +43,7 @@ class Matched(NamedTuple):
     share: Tensor  # [], those of all tails add up to the loss
     num_right: Tensor  # []
     num_pairs: int
-    gradients: Mapping[str, Sequence[Tensor]]  # image_tokens [b, T, F], text_tokens [b, L, F]
+    gradients: Mapping[str, Sequence[Tensor]]  # by tensor name, such as image_tokens [b, T, F], text_tokens [b, L, F]
 
 
 class _Pairs(NamedTuple):
@@ -66,7 +68,7 @@ class _Texts:
 
 def match(
     comm: Communicator,
-    loss: MatchingLoss,
+    pair: Pair,
     fusion: nn.Module | None,
     meeting: Meeting,
     outputs: Sequence[Mapping[str, Tensor]],
@@ -81,11 +83,12 @@ def match(
 
     `inject` runs a backward from (tensor, gradient) pairs; it is given parts of the loss with `scale`, which is that of a text tail's gradients.
     """
-    texts = _texts(comm, loss, meeting, outputs, parameters, seed) if "text" in meeting.own else None
+    loss = pair.matching
+    texts = _texts(comm, pair, meeting, outputs, parameters, seed) if pair.second in meeting.own else None
     text_gradient = None if texts is None else torch.zeros_like(texts.tokens, dtype=torch.float32)
     image_gradients, shares, right, num_pairs = [], [scale.new_zeros(())], [scale.new_zeros(())], 0
-    image, text = (comm.graph.tail(branch) for branch in ("image", "text"))
-    for replica, place, block in _blocks(comm, meeting, outputs):
+    image, text = (comm.graph.tail(branch) for branch in pair.branches)
+    for replica, place, block in _blocks(comm, pair, meeting, outputs):
         gradient = torch.zeros_like(block, dtype=torch.float32)
         for pairs in [] if texts is None else _split(_pairs(texts, place), most_pairs):
             tokens = block[pairs.image].requires_grad_()
@@ -101,8 +104,8 @@ def match(
             shares.append(share_told)
             right.append(((scores > 0) == pairs.belong).float().sum())
             num_pairs += len(scores)
-        if "image" in image.trained:
-            gradient = comm.sum_to_image_tail(replica, gradient)
+        if pair.first in image.trained:
+            gradient = comm.sum_to_first(pair, replica, gradient)
         if comm.rank == image.ranks[replica]:
             # a tail's own gradients are averaged over its replicas: `scale` makes up for those of the text tail
             image_gradients.append((gradient * (image.replicas / text.replicas)).to(block.dtype))
@@ -110,12 +113,13 @@ def match(
         held = torch.stack([parameter.sum() for parameter in fusion.parameters()])
         inject([(held, torch.zeros_like(held))])
     gradients = {}
-    if "image" in meeting.own:
-        gradients["image_tokens"] = _restored(meeting, "image", outputs, image_gradients)
+    if pair.first in meeting.own:
+        gradients[f"{pair.first}_tokens"] = _restored(meeting, pair.first, outputs, image_gradients)
     if texts is not None:
-        rows = text_gradient.split([int(present.sum()) for present in _present(meeting, "text", outputs)])
-        lengths = [output["text_tokens"].shape[1] for output in outputs]
-        gradients["text_tokens"] = _restored(meeting, "text", outputs, [own[:, :length] for own, length in zip(rows, lengths)])
+        name = f"{pair.second}_tokens"
+        rows = text_gradient.split([int(present.sum()) for present in _present(meeting, pair.second, outputs)])
+        lengths = [output[name].shape[1] for output in outputs]
+        gradients[name] = _restored(meeting, pair.second, outputs, [own[:, :length] for own, length in zip(rows, lengths)])
     return Matched(torch.stack(shares).sum(), torch.stack(right).sum(), num_pairs, gradients)
 
 
@@ -143,33 +147,34 @@ def _restored(meeting: Meeting, branch: str, outputs: Sequence[Mapping[str, Tens
 
 def _texts(
     comm: Communicator,
-    loss: MatchingLoss,
+    pair: Pair,
     meeting: Meeting,
     outputs: Sequence[Mapping[str, Tensor]],
     parameters: Mapping[str, Tensor],
     seed: int,
 ) -> _Texts:
-    sides, place = meeting.everyone, meeting.own["text"].position
-    present = _present(meeting, "text", outputs)
-    longest = max(output["text_tokens"].shape[1] for output in outputs)
+    loss, (first, second) = pair.matching, pair.branches
+    sides, place = meeting.everyone, meeting.own[second].position
+    present = _present(meeting, second, outputs)
+    longest = max(output[f"{second}_tokens"].shape[1] for output in outputs)
     tokens, mask = (
         torch.cat([_padded(_left_in(meeting, output[name].detach(), own), longest) for output, own in zip(outputs, present)])
-        for name in ("text_tokens", "text_mask")
+        for name in (f"{second}_tokens", f"{second}_mask")
     )
     # each replica draws for its share of the images, whoever has them
-    shares = torch.arange(len(sides["image"].label), device=place.device).tensor_split(comm.stage.replicas)
-    drawn = loss.negatives(sides, "image", shares[comm.replica], parameters, seed)
+    shares = torch.arange(len(sides[first].label), device=place.device).tensor_split(comm.stage.replicas)
+    drawn = loss.negatives(sides, first, shares[comm.replica], parameters, seed)
     drawn = comm.gather_replicas(drawn, [len(share) for share in shares])
-    row_here = torch.full_like(sides["text"].label, -1).index_copy_(0, place, torch.arange(len(place), device=place.device))
+    row_here = torch.full_like(sides[second].label, -1).index_copy_(0, place, torch.arange(len(place), device=place.device))
     weights = loss.weights(sides)
     return _Texts(
         tokens,
         mask,
-        torch.searchsorted(sides["image"].label, sides["text"].label[place]),  # labels ascend, with gaps where samples were left out
-        loss.negatives(sides, "text", place, parameters, seed),
+        torch.searchsorted(sides[first].label, sides[second].label[place]),  # labels ascend, with gaps where samples were left out
+        loss.negatives(sides, second, place, parameters, seed),
         torch.where(drawn < 0, -1, row_here[drawn]),
-        weights["text"][place],
-        weights["image"],
+        weights[second][place],
+        weights[first],
     )
 
 
@@ -178,28 +183,33 @@ def _padded(values: Tensor, longest: int) -> Tensor:
     return torch.cat([values, values.new_zeros(values.shape[0], longest - values.shape[1], *values.shape[2:])], 1)
 
 
-def _blocks(comm: Communicator, meeting: Meeting, outputs: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _blocks(
+    comm: Communicator, pair: Pair, meeting: Meeting, outputs: Sequence[Mapping[str, Tensor]]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(replica of the image tail, places [b], tokens [b, T, F]) of one micro-batch after the other, replica by replica.
 
     Image tails see their own ones only, text tails all. Sizes are told first, so that nobody need know how the others deal.
     """
-    image, device = comm.graph.tail("image"), comm.device
+    first, second = pair.branches
+    image, device = comm.graph.tail(first), comm.device
     own: list[tuple[Tensor, Tensor]] = []
-    if "image" in meeting.own:
-        present = _present(meeting, "image", outputs)
-        places = meeting.own["image"].position.split([int(rows.sum()) for rows in present])
-        own = [(place, _left_in(meeting, output["image_tokens"].detach(), rows)) for place, output, rows in zip(places, outputs, present)]
+    if first in meeting.own:
+        present = _present(meeting, first, outputs)
+        places = meeting.own[first].position.split([int(rows.sum()) for rows in present])
+        own = [
+            (place, _left_in(meeting, output[f"{first}_tokens"].detach(), rows)) for place, output, rows in zip(places, outputs, present)
+        ]
     for replica, rank in enumerate(image.ranks):
-        if rank != comm.rank and "text" not in meeting.own:
+        if rank != comm.rank and second not in meeting.own:
             continue
         mine = own if rank == comm.rank else []
         sizes = torch.tensor([tokens.shape[:2] for _, tokens in mine], dtype=torch.int64, device=device)
-        number = comm.from_image_tail(replica, torch.tensor([len(mine)], device=device))
-        sizes = comm.from_image_tail(replica, sizes if mine else sizes.new_empty(int(number), 2))
-        like = outputs[0]["image_tokens" if mine else "text_tokens"]
+        number = comm.from_first(pair, replica, torch.tensor([len(mine)], device=device))
+        sizes = comm.from_first(pair, replica, sizes if mine else sizes.new_empty(int(number), 2))
+        like = outputs[0][f"{first}_tokens" if mine else f"{second}_tokens"]
         for i, (rows, length) in enumerate(sizes.tolist()):
             place, tokens = mine[i] if mine else (sizes.new_empty(rows), like.new_empty(rows, length, like.shape[2]))
-            yield replica, comm.from_image_tail(replica, place), comm.from_image_tail(replica, tokens)
+            yield replica, comm.from_first(pair, replica, place), comm.from_first(pair, replica, tokens)
 
 
 def _pairs(texts: _Texts, place: Tensor) -> _Pairs:

@@ -233,7 +233,7 @@ def _as_planned(plan: RunPlan) -> BranchesBlock:
     fork = plan.graph.layout == "fork"
 
     def written(values: Mapping[str, int]) -> Any:
-        return dict(values) if fork else values["image"]
+        return dict(values) if fork else next(iter(values.values()))
 
     return replace(
         plan.block,

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.locking import Trainable
 from engine.parameter_groups import Setting, groups_of_names
-from engine.topology import BRANCHES, Stage, StageGraph
+from engine.topology import Stage, StageGraph
 
 
 class DescribesLayer(Protocol):
@@ -77,7 +77,7 @@ class StageModule(PipelineModule):
         self._graph, self._rank, self._layers, self._build_layer, self._seed = graph, rank, layers, build_layer, seed
         self._stage: Stage = graph.stage_of(rank)
         self._micro_batch = 0, 0
-        specs = [spec for branch in BRANCHES for spec in layers[branch]]
+        specs = [spec for branch in graph.branches for spec in layers[branch]]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its (stand-in) topology
             super().__init__(specs, topology=PipeDataParallelTopology(num_pp=graph.world_size, num_dp=1), base_seed=seed)
             self._grid = StageGrid(graph, rank, stage_group, self.world_group)
@@ -86,20 +86,20 @@ class StageModule(PipelineModule):
 
     def _partition_layers(self, method: str = "uniform") -> None:
         offset, locked, self._own_indices = 0, [], []
-        for branch in BRANCHES:
+        for branch in self._graph.branches:
             learned = [any(self._trainable[branch][: i + 1]) for i in range(len(self._layers[branch]))]
             own = self._stage.layers.get(branch, ())
             locked += [offset + i for i in own if not learned[i]]
             self._own_indices += [offset + i for i in own if learned[i]]
             offset += len(self._layers[branch])
-        # What nothing learns in or before comes first, of both branches: no gradient enters there.
+        # What nothing learns in or before comes first, of all branches: no gradient enters there.
         self._own_indices, self.num_locked_first = locked + self._own_indices, len(locked)
         self._set_bounds(0, len(self._own_indices))
 
     def _build(self) -> None:
         self.canonical_parameters: dict[str, nn.Parameter] = {}
         self._locked_norms: list[nn.Module] = []
-        learns = [learns for branch in BRANCHES for learns in self._trainable[branch]]
+        learns = [learns for branch in self._graph.branches for learns in self._trainable[branch]]
         for index in self._own_indices:
             spec = self._layer_specs[index]
             layer = self._build_layer(spec)
@@ -133,7 +133,7 @@ class StageModule(PipelineModule):
 
     @property
     def fusion(self) -> nn.Module | None:
-        """What scores pairs of images and texts, where a layer of this stage has it. The loss asks it, the forward does not."""
+        """What scores matching pairs, where a layer of this stage has it. The loss asks it, the forward does not."""
         return next((layer.fusion for layer in self.forward_funcs if getattr(layer, "fusion", None) is not None), None)
 
     def changing_buffers(self) -> list[Tensor]:
@@ -223,7 +223,7 @@ def _most_groups(
 
 
 def layer_seed(seed: int, step: int, micro_batch: int, layer: int) -> int:
-    """What a layer draws from: `micro_batch` counts within the global batch of a branch, `layer` over the layers of both branches."""
+    """What a layer draws from: `micro_batch` counts within the global batch of a branch, `layer` over the layers of all branches."""
     return _mix(seed, step * 1_000_003 + micro_batch, layer)
 
 

@@ -25,7 +25,7 @@ from deepspeed.runtime.pipe.schedule import (
 )
 
 from engine.schedule import ComputeLoss, EmbedPass, ReplayPass, StageSchedule
-from engine.topology import BRANCHES, Stage, StageGraph
+from engine.topology import Stage, StageGraph
 
 if TYPE_CHECKING:
     from engine.planner import BranchBatch
@@ -176,7 +176,7 @@ def _operation(run: Sequence[PipeInstruction]) -> _Operation:
 
 
 def _instructions(place: Place, schedule: type[StageSchedule]) -> list[PipeInstruction]:
-    trained = BRANCHES if place.has_backward else ()
+    trained = (place.name,) if place.has_backward else ()  # all that a schedule asks of it is whether there is anything
     stage = Stage(
         0,
         place.name,

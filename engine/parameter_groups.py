@@ -4,7 +4,7 @@ A parameter's rate in a step is
 
     rate(step) = schedule(step) · lr / optimizer.params.lr · layer_decay^depth
 
-with `schedule` DeepSpeed's own, `lr` that of the parameter's group (image, text or head, the first part of its canonical name) and `depth`
+with `schedule` DeepSpeed's own, `lr` that of the parameter's group (its branch or `head`, the first part of its canonical name) and `depth`
 the number of layers with parameters between it and the head of its branch, counted from 1 (Bao et al. 2022, BEiT, section 3.2). A group
 with `warmup_steps` follows the same schedule with that many `warmup_num_steps`. Biases, norms and what the loss learns, which all have
 one dimension, are not decayed; `no_decay` says it by names instead.
@@ -20,10 +20,8 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
 
+from engine.clipping_rules import HEAD
 from engine.spelling import nearest, nearest_pattern
-from engine.topology import BRANCHES
-
-GROUPS = (*BRANCHES, "head")
 
 
 @dataclass(frozen=True)
@@ -70,26 +68,26 @@ class Setting(NamedTuple):
     warmup_steps: int | None
 
 
-def optimizer_groups(block: Any) -> OptimizerGroups:
+def optimizer_groups(block: Any, branches: Sequence[str]) -> OptimizerGroups:
     """`branches.optimizer_groups` as written, checked; None: all groups alike. Errors: ValueError with the key."""
-    where = "branches.optimizer_groups"
+    where, groups = "branches.optimizer_groups", (*branches, HEAD)
     block = {} if block is None else block
     if not isinstance(block, Mapping):
-        raise ValueError(f'{where}: got {block!r}; it is an object such as {{"image": {{"lr": 1e-4, "layer_decay": 0.75}}}}')
+        raise ValueError(f'{where}: got {block!r}; it is an object such as {{"{groups[0]}": {{"lr": 1e-4, "layer_decay": 0.75}}}}')
     for key in block:
-        if key not in (*GROUPS, "no_decay"):
-            raise ValueError(f"unknown key '{where}.{key}'{nearest(key, (*GROUPS, 'no_decay'))}")
+        if key not in (*groups, "no_decay"):
+            raise ValueError(f"unknown key '{where}.{key}'{nearest(key, (*groups, 'no_decay'))}")
     no_decay = block.get("no_decay")
     if no_decay is not None and not (isinstance(no_decay, list) and all(isinstance(pattern, str) for pattern in no_decay)):
         raise ValueError(f'{where}.no_decay: got {no_decay!r}; it is a list of patterns of parameter names, such as ["*.bias"]')
-    rules = {group: _read_rule(f"{where}.{group}", group, block.get(group, {})) for group in GROUPS}
+    rules = {group: _read_rule(f"{where}.{group}", group, block.get(group, {})) for group in groups}
     return OptimizerGroups(rules, None if no_decay is None else tuple(no_decay))
 
 
 def _read_rule(where: str, group: str, written: Any) -> GroupRule:
     if not isinstance(written, Mapping):
         raise ValueError(f'{where}: got {written!r}; it is an object such as {{"lr": 1e-4, "weight_decay": 0.1}}')
-    valid = [field.name for field in fields(GroupRule) if group != "head" or field.name != "layer_decay"]  # the head is one layer
+    valid = [field.name for field in fields(GroupRule) if group != HEAD or field.name != "layer_decay"]  # the head is one layer
     for key in written:
         if key not in valid:
             raise ValueError(f"unknown key '{where}.{key}'{nearest(key, valid)}")

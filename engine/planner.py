@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import islice, product
 from math import inf
 from typing import Any
 
@@ -26,9 +27,10 @@ from engine.costs import CostModel, precision_of
 from engine.locking import Trainable, lock_costs, lock_graph, trainable_layers
 from engine.parameter_groups import OptimizerGroups
 from engine.simulator import Simulation, StageResult, bounds, most_kept, simulate
-from engine.topology import BRANCHES, LAYOUTS, StageGraph, balanced_cuts, chain, fork, merged
+from engine.topology import LAYOUTS, StageGraph, balanced_cuts, chain, fork, merged
 
 MAX_STAGES = 16  # per line, where "auto" chooses: deeper lines idle more than they save
+FEW_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)  # per line, where "auto" chooses for three branches or more: all combinations would be too many
 ALIKE = 1.02  # of one graph: numbers of micro-batches this near the fastest are not told apart
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # per replica, where "auto" chooses: as near below as the batch allows
 AS_GOOD = 1.10  # predictions this near the best are taken as equal: steps take up to 10 % less or more than predicted (bench/README.md)
@@ -147,7 +149,7 @@ class RunPlan:
 def plan_run(config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel) -> RunPlan:
     """Decide everything for `world_size` ranks. Raises ValueError when the block, the batch and the world do not go together,
     or when nothing fits the memory."""
-    locked = block.locking()
+    locked, branches = block.locking(), tuple(costs.layers)
     search = search_plans(config, block, world_size, costs)
     best = search.best
     reasons = search.why() if search.num_candidates > 1 and block.layout == AUTO else ""
@@ -160,8 +162,8 @@ def plan_run(config: Mapping[str, Any], block: BranchesBlock, world_size: int, c
         best.graph,
         best.batches,
         best.schedule,
-        block.clipping(),
-        block.learning(),
+        block.clipping(branches),
+        block.learning(branches),
         trainable_layers(locked, costs),
         block,
         costs,
@@ -172,12 +174,13 @@ def plan_run(config: Mapping[str, Any], block: BranchesBlock, world_size: int, c
     )
 
 
-def check_world(config: Mapping[str, Any], block: BranchesBlock, world_size: int) -> None:
-    """Refuse what does not go together on `world_size` ranks, whatever the towers are and cost: before anything is prepared.
+def check_world(config: Mapping[str, Any], block: BranchesBlock, world_size: int, branches: Sequence[str]) -> None:
+    """Refuse what does not go together on `world_size` ranks, whatever the towers of the `branches` are and cost: before anything is
+    prepared.
 
     What needs the towers (a stage for each layer at most, the memory) `plan_run` refuses. Errors: ValueError.
     """
-    next(_splits(config, block, world_size, dict.fromkeys(BRANCHES, inf)))
+    next(_splits(config, block, world_size, dict.fromkeys(branches, inf)))
 
 
 def search_plans(config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel) -> Search:
@@ -248,7 +251,7 @@ def _candidates(
 ) -> Iterator[tuple[StageGraph, Deal, str]]:
     """Every (graph, deal, schedule) that the block allows. Raises ValueError, with the reason, when there is none."""
     graph_of = _graphs_of(block, costs)
-    for split in _splits(config, block, world_size, {branch: len(costs.layers[branch]) for branch in BRANCHES}):
+    for split in _splits(config, block, world_size, {branch: len(layers) for branch, layers in costs.layers.items()}):
         graph = graph_of(split)
         for deal, schedule in split.ways:
             yield graph, _keeping(block, graph, deal, costs) if schedule == "replay" else deal, schedule
@@ -257,7 +260,7 @@ def _candidates(
 def _splits(config: Mapping[str, Any], block: BranchesBlock, world_size: int, num_layers: Mapping[str, float]) -> Iterator[Split]:
     """Every split that the block allows. Raises ValueError, with the reason, when there is none."""
     layouts = [block.layout] if block.layout != AUTO else ["merged"] if world_size == 1 else LAYOUTS
-    if block.dealing().strategy == "feed":
+    if block.moves_work:
         layouts = [layout for layout in layouts if layout != "merged"]
         if not layouts:
             raise ValueError(
@@ -267,13 +270,13 @@ def _splits(config: Mapping[str, Any], block: BranchesBlock, world_size: int, nu
     found, reasons = False, []
     for layout in layouts:
         try:
-            if block.layout != AUTO and (reason := _refuse_kept(block, layout)):
+            if block.layout != AUTO and (reason := _refuse_kept(block, layout, num_layers)):
                 raise ValueError(reason)
             for stages, replicas in _stages_and_replicas(config, block, layout, world_size, num_layers):
                 ways = []
                 for deal in _deals(config, block, layout, replicas, reasons):
                     for schedule in schedules:
-                        reason = _refuse_kept(block, layout) if schedule == "replay" else _refuse_schedule(schedule, deal)
+                        reason = _refuse_kept(block, layout, num_layers) if schedule == "replay" else _refuse_schedule(schedule, deal)
                         if reason:
                             reasons.append(reason)
                         else:
@@ -296,12 +299,12 @@ def _stages_and_replicas(
     filled, reason = False, None
     for stages in _stage_counts(block, layout, world_size, num_layers):
         try:
-            choices = _replicas(block, layout, stages, world_size)
+            choices = _replicas(config["train_batch_size"], block, layout, stages, world_size, tuple(num_layers))
         except ValueError as error:
             reason = reason or error
             continue
         filled = True
-        whole = [r for r in choices if all(config["train_batch_size"] % r[b] == 0 for b in BRANCHES)]
+        whole = [r for r in choices if all(config["train_batch_size"] % own == 0 for own in r.values())]
         for replicas in whole or choices[:1]:  # where the batch comes out even with none, the deal says so
             yield stages, replicas
     if not filled:
@@ -310,15 +313,15 @@ def _stages_and_replicas(
 
 def _graphs_of(block: BranchesBlock, costs: CostModel) -> Callable[[Split], StageGraph]:
     """What makes the stage graph of a split: layers cut so that the costliest stage is as cheap as possible."""
-    seconds = {branch: tuple(_seconds_per_sample(layer) for layer in costs.layers[branch]) for branch in BRANCHES}
+    seconds = {branch: tuple(map(_seconds_per_sample, layers)) for branch, layers in costs.layers.items()}
     locked = block.locking()
     trainable = trainable_layers(locked, costs) if locked else None
 
     def graph_of(split: Split) -> StageGraph:
-        parts = dict.fromkeys(BRANCHES, split.stages["merged"]) if split.layout == "merged" else split.stages
-        cuts = {b: _cut(seconds[b], parts[b]) for b in BRANCHES}
+        parts = dict.fromkeys(seconds, split.stages["merged"]) if split.layout == "merged" else split.stages
+        cuts = {branch: _cut(own, parts[branch]) for branch, own in seconds.items()}
         line = merged if split.layout == "merged" else chain
-        graph = fork(cuts, split.replicas) if split.layout == "fork" else line(cuts, split.replicas["image"])
+        graph = fork(cuts, split.replicas) if split.layout == "fork" else line(cuts, next(iter(split.replicas.values())))
         return graph if trainable is None else lock_graph(graph, trainable)
 
     return graph_of
@@ -339,16 +342,13 @@ def _stage_counts(block: BranchesBlock, layout: str, world_size: int, num_layers
         if layout == "merged":
             yield from ({"merged": s} for s in range(1, min(most, *num_layers.values()) + 1))
         else:
-            yield from (
-                {"image": i, "text": t}
-                for i in range(1, min(most, num_layers["image"]) + 1)
-                for t in range(1, min(most, num_layers["text"]) + 1)
-                if i + t <= max(world_size, 2)
-            )
+            numbers = range(1, most + 1) if len(num_layers) <= 2 else FEW_STAGES
+            counts = product(*([n for n in numbers if n <= min(most, number)] for number in num_layers.values()))
+            yield from (dict(zip(num_layers, each)) for each in counts if sum(each) <= max(world_size, len(num_layers)))
         return
-    stages = _given_stages(block, layout, world_size)
+    stages = _given_stages(block, layout, world_size, tuple(num_layers))
     for name, count in stages.items():
-        for branch in BRANCHES if name == "merged" else (name,):
+        for branch in num_layers if name == "merged" else (name,):
             if count > num_layers[branch]:
                 raise ValueError(
                     f"branches.stages: {count} {name} stages, but the {branch} tower has {num_layers[branch]} layers and every "
@@ -357,30 +357,33 @@ def _stage_counts(block: BranchesBlock, layout: str, world_size: int, num_layers
     yield stages
 
 
-def _given_stages(block: BranchesBlock, layout: str, world_size: int) -> dict[str, int]:
-    """`branches.stages` as written, by name: {"image": n, "text": n}, or {"merged": n}. One number is that of every name."""
-    names = ("merged",) if layout == "merged" else BRANCHES
+def _given_stages(block: BranchesBlock, layout: str, world_size: int, branches: Sequence[str]) -> dict[str, int]:
+    """`branches.stages` as written, by name: of each branch, or {"merged": n}. One number is that of every name."""
+    names = ("merged",) if layout == "merged" else branches
     if isinstance(block.stages, int):
         return dict.fromkeys(names, block.stages)
     if set(block.stages) == set(names):
-        return dict(block.stages)
+        return {name: block.stages[name] for name in names}
     given = f"branches.stages: {json.dumps(block.stages)} does not fit layout {layout!r}"
     if layout != "merged":
-        raise ValueError(f'{given}; write for example "stages": {{"image": 2, "text": 1}}, or one number, which both branches get')
+        example = json.dumps({name: 2 if name == names[0] else 1 for name in names})
+        raise ValueError(f'{given}; write for example "stages": {example}, or one number, which every branch gets')
     fits = next(n for n in range(max(block.stages.values(), default=1), 0, -1) if world_size % n == 0)
     only = ", the only one for one rank" if block.layout == AUTO and world_size == 1 else ""
     raise ValueError(
-        f'{given}{only}: a merged stage holds a slice of both branches, so write "stages": {{"merged": {fits}}} (or "stages": {fits})'
+        f'{given}{only}: a merged stage holds a slice of every branch, so write "stages": {{"merged": {fits}}} (or "stages": {fits})'
     )
 
 
-def _replicas(block: BranchesBlock, layout: str, stages: Mapping[str, int], world_size: int) -> list[dict[str, int]]:
+def _replicas(
+    batch_size: int, block: BranchesBlock, layout: str, stages: Mapping[str, int], world_size: int, branches: Sequence[str]
+) -> list[dict[str, int]]:
     """The numbers of replicas, by branch, with which these stages fill the world; there is at least one."""
     if layout == "fork":
-        return _fork_replicas(block, stages, world_size)
+        return _fork_replicas(batch_size, block, stages, world_size)
     line = sum(stages.values())
     if isinstance(block.replicas, dict):
-        why = "a merged stage holds a slice of both branches" if layout == "merged" else "all stages of a chain have equally many"
+        why = "a merged stage holds a slice of every branch" if layout == "merged" else "all stages of a chain have equally many"
         raise ValueError(
             f"branches.replicas: {json.dumps(block.replicas)} does not fit layout {layout!r}: {why}, so write one number, "
             f'such as "replicas": {max(1, world_size // line)}'
@@ -392,36 +395,51 @@ def _replicas(block: BranchesBlock, layout: str, stages: Mapping[str, int], worl
         raise ValueError(
             f"{layout} of {line} stages{asked} does not fill {_ranks(world_size)}; use {_ranks(replicas * line)} or change branches.stages"
         )
-    return [dict.fromkeys(BRANCHES, replicas)]
+    return [dict.fromkeys(branches, replicas)]
 
 
-def _fork_replicas(block: BranchesBlock, stages: Mapping[str, int], world_size: int) -> list[dict[str, int]]:
+def _fork_replicas(batch_size: int, block: BranchesBlock, stages: Mapping[str, int], world_size: int) -> list[dict[str, int]]:
+    example = "{" + ", ".join(f'"{branch}": …' for branch in stages) + "}"
     if isinstance(block.replicas, int):
-        raise ValueError(f'branches.replicas: {block.replicas} for a fork; give both branches theirs: {{"image": …, "text": …}}')
+        raise ValueError(f"branches.replicas: {block.replicas} for a fork; give each branch its own: {example}")
     if block.replicas != AUTO:
-        replicas = dict(block.replicas)
-        if set(replicas) != set(BRANCHES):
-            raise ValueError(f'branches.replicas: {replicas}; give both branches theirs: {{"image": …, "text": …}}')
+        if set(block.replicas) != set(stages):
+            raise ValueError(f"branches.replicas: {block.replicas}; give each branch its own: {example}")
+        replicas = {branch: block.replicas[branch] for branch in stages}
         _refuse_too_few("fork", stages, world_size)
-        need = sum(stages[b] * replicas[b] for b in BRANCHES)
+        need = sum(stages[b] * replicas[b] for b in stages)
         if need != world_size:
-            terms = " + ".join(f"{b} {stages[b]}×{replicas[b]}" for b in BRANCHES)
+            terms = " + ".join(f"{b} {stages[b]}×{replicas[b]}" for b in stages)
             raise ValueError(
                 f"stages × replicas ({terms}) fill {need} ranks, but there are {world_size}; start {need} ranks or change branches.replicas"
             )
         return [replicas]
     _refuse_too_few("fork", stages, world_size)
-    fits = [
-        {"image": i, "text": (world_size - stages["image"] * i) // stages["text"]}
-        for i in range(1, world_size // stages["image"] + 1)
-        if world_size > stages["image"] * i and (world_size - stages["image"] * i) % stages["text"] == 0
-    ]
+    # Of several branches only such numbers as the batch can be dealt to, for there are many; any, where there is none of these.
+    numbers = range(1, world_size + 1)
+    fits = list(_fills(tuple(stages.values()), world_size, [n for n in numbers if batch_size % n == 0]))
+    fits = fits or list(islice(_fills(tuple(stages.values()), world_size, numbers), 1))
     if not fits:
+        terms = " ".join(f"{branch}={count}" for branch, count in stages.items())
         raise ValueError(
-            f"stages image={stages['image']} text={stages['text']} cannot fill {world_size} ranks with whole replicas; use "
-            f"{stages['image'] + stages['text']} ranks, or fewer stages"
+            f"stages {terms} cannot fill {world_size} ranks with whole replicas; use {sum(stages.values())} ranks, or fewer stages"
         )
-    return fits
+    return [dict(zip(stages, fit)) for fit in fits]
+
+
+def _fills(stages: Sequence[int], world_size: int, numbers: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Numbers of replicas, each one of `numbers` (ascending), with which so many stages of each branch fill the world exactly."""
+    first, *others = stages
+    if not others:
+        replicas, rest = divmod(world_size, first)
+        if not rest and replicas in numbers:
+            yield (replicas,)
+        return
+    for replicas in numbers:
+        left = world_size - first * replicas
+        if left < sum(others):
+            return
+        yield from ((replicas, *further) for further in _fills(others, left, numbers))
 
 
 def _refuse_too_few(layout: str, stages: Mapping[str, int], world_size: int) -> None:
@@ -444,9 +462,9 @@ def _deals(config: Mapping[str, Any], block: BranchesBlock, layout: str, replica
     found: list[Deal] = []
     for wish in MICRO_BATCHES:
         try:
-            deal = {branch: _deal(config, block, branch, replicas[branch], wish) for branch in BRANCHES}
-            if layout != "fork" and deal["image"] != deal["text"]:
-                why = "a merged stage holds a slice of both branches" if layout == "merged" else "a chain runs both in one line"
+            deal = {branch: _deal(config, block, branch, own, wish) for branch, own in replicas.items()}
+            if layout != "fork" and not _alike(deal.values()):
+                why = "a merged stage holds a slice of every branch" if layout == "merged" else "a chain runs all of them in one line"
                 raise ValueError(
                     f"branches.micro_batch_size: {json.dumps(block.micro_batch_size)} differs between the branches, which only a fork allows; "
                     f'{why}, so write one number, such as "micro_batch_size": {min(d.micro_batch_size for d in deal.values())}'
@@ -494,7 +512,7 @@ def _deal(config: Mapping[str, Any], block: BranchesBlock, branch: str, replicas
 
 def _keeping(block: BranchesBlock, graph: StageGraph, deal: Deal, costs: CostModel) -> Deal:
     """The deal with the number of micro-batches that keep their activations: as asked for, or, where that is "auto", as many as fit."""
-    asked = {branch: block.num_kept(branch) for branch in BRANCHES}
+    asked = {branch: block.num_kept(branch) for branch in deal}
     fits = most_kept(graph, deal, costs) if AUTO in asked.values() else {}
     found = {}
     for branch, batch in deal.items():
@@ -513,9 +531,14 @@ def _near_divisor(share: int, size: int) -> int:
     return min((d for d in range(1, share + 1) if share % d == 0), key=lambda d: (abs(d - size), d))
 
 
-def _refuse_kept(block: BranchesBlock, layout: str) -> str | None:
+def _alike(values: Iterable[Any]) -> bool:
+    first, *others = values
+    return all(value == first for value in others)
+
+
+def _refuse_kept(block: BranchesBlock, layout: str, branches: Iterable[str]) -> str | None:
     """Why this layout cannot keep the activations that `kept_micro_batches` names, if it cannot."""
-    if layout == "fork" or block.num_kept("image") == block.num_kept("text"):
+    if layout == "fork" or _alike(map(block.num_kept, branches)):
         return None
     return (
         f"branches.kept_micro_batches: {block.kept_micro_batches} differs between the branches, which only a fork allows; give one number"
@@ -524,11 +547,11 @@ def _refuse_kept(block: BranchesBlock, layout: str) -> str | None:
 
 def _refuse_schedule(schedule: str, deal: Deal) -> str | None:
     """Why this deal cannot run under the schedule, if it cannot."""
-    if schedule != "per_micro_batch" or deal["image"] == deal["text"]:
+    if schedule != "per_micro_batch" or _alike(deal.values()):
         return None
     deals = ", ".join(f"{b} {d.micro_batch_size} × {d.num_micro_batches} × {d.replicas}" for b, d in deal.items())
     return (
-        f'branches.schedule: "per_micro_batch" compares the samples of one micro-batch, so both branches need the same micro-batches, '
+        f'branches.schedule: "per_micro_batch" compares the samples of one micro-batch, so all branches need the same micro-batches, '
         f"but micro × num × replicas are {deals}; give equal replicas and micro_batch_size, or use batch_sync"
     )
 
@@ -570,7 +593,7 @@ def _least_peak(config: Mapping[str, Any], block: BranchesBlock, world_size: int
     """The bytes of the fullest rank in the smallest candidate, found among the smallest micro-batches of each graph."""
     graph_of, peaks = _graphs_of(block, costs), [inf]
     with suppress(ValueError):  # this block does not go with that many ranks
-        for split in _splits(config, block, world_size, {branch: len(costs.layers[branch]) for branch in BRANCHES}):
+        for split in _splits(config, block, world_size, {branch: len(layers) for branch, layers in costs.layers.items()}):
             deal, schedule = split.ways[-1]
             peaks.append(bounds(graph_of(split), deal, schedule, costs)[1])
     return min(peaks)
@@ -590,7 +613,7 @@ def describe_schedule(schedule: str, batches: Mapping[str, BranchBatch]) -> str:
 
 def _by_branch(values: Mapping[str, Any]) -> str:
     """One value where the branches agree, else each with its name."""
-    return str(values["image"]) if values["image"] == values["text"] else ", ".join(f"{b} {value}" for b, value in values.items())
+    return str(next(iter(values.values()))) if _alike(values.values()) else ", ".join(f"{b} {value}" for b, value in values.items())
 
 
 def _seconds(value: float) -> str:

@@ -42,12 +42,12 @@ def profile_together(
     embed_dim: int,
     ranks_on_node: int,
     budget_s: float = 60.0,
-    pairs: tuple[ProfiledLayer, Callable[[int], Tensors]] | None = None,
+    pairs: tuple[ProfiledLayer, Callable[[int], Tensors], Sequence[int]] | None = None,
 ) -> Profile:
     """Measure on every rank of the default process group at the same time. All ranks call it together and get the same numbers.
 
-    Branches share `budget_s` equally; it bounds the repeats, not the first two passes of each layer. `pairs`: a layer that scores the pairs
-    of so many texts, and what it is given. For the rest see `profile_layers` and `profile_machine`.
+    Branches share `budget_s` equally; it bounds the repeats, not the first two passes of each layer. `pairs`: a layer that scores matching
+    pairs, what it is given for so many of them, and how many to try. For the rest see `profile_layers` and `profile_machine`.
     """
     ranks = Together(device, ranks_on_node)
     measured = {
@@ -58,8 +58,8 @@ def profile_together(
     }
     of_pairs = None
     if pairs is not None:
-        spec, given = pairs
-        (of_pairs,) = profile_layers([spec], build_layer, given, dtype, device, sizes["text"], Effort(budget_s=budget_s / 4), ranks)
+        spec, given, sizes_of_pairs = pairs
+        (of_pairs,) = profile_layers([spec], build_layer, given, dtype, device, sizes_of_pairs, Effort(budget_s=budget_s / 4), ranks)
     parameter_sizes = [p.numel() for specs in layers.values() for spec in specs for p in spec.template.parameters()]
     machine = profile_machine(device, dtype, parameter_sizes, batch_size, embed_dim, ranks)
     if dist.get_world_size() > 1:

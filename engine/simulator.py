@@ -200,10 +200,14 @@ class _Matching(NamedTuple):
 class _Loss(NamedTuple):
     """One ComputeLoss of one tail: b own rows and the B rows of its batch, width D. The cases are those of `engine/exchange.py`.
 
-    Priced as InfoNCE with one text per image; the sigmoid loss makes each matrix once and exchanges no statistics.
+    Priced as InfoNCE with one row per sample; the sigmoid loss makes each matrix once and exchanges no statistics.
     """
 
     branches: int  # that end in this tail
+    known: int  # branches whose rows it knows: these and their partners
+    pairs: int  # that it takes part in
+    sides: int  # of these pairs, that end here
+    receivers: tuple[int, ...]  # replicas of each tail that it sends its rows to, a number for each pair with the other side there
     replicas: int
     own: int  # b
     everyone: int  # B
@@ -213,12 +217,12 @@ class _Loss(NamedTuple):
     @property
     def blocks(self) -> int:
         """How many matrices of logits [b, B]; where one rank has everything, one serves both sides."""
-        return 1 if self.replicas == 1 else self.branches
+        return self.pairs if self.replicas == 1 else self.sides
 
     @property
     def flops(self) -> float:
-        """Of each matrix, which is made twice, for the log-sum-exps and for the gradient; and of the gradient of the own rows of each branch."""
-        products = 2 * self.width * (2 * self.blocks + self.branches)
+        """Of each matrix, which is made twice, for the log-sum-exps and for the gradient; and of the gradient of the own rows of each side."""
+        products = 2 * self.width * (2 * self.blocks + self.sides)
         return (products + ELEMENTWISE_FLOPS * self.blocks) * self.own * self.everyone
 
     @property
@@ -227,28 +231,29 @@ class _Loss(NamedTuple):
 
     @property
     def rows_bytes(self) -> float:
-        """The embeddings of both branches."""
-        return 2 * FLOAT_BYTES * self.everyone * self.width
+        """The embeddings of all branches that it knows."""
+        return self.known * FLOAT_BYTES * self.everyone * self.width
 
     @property
     def work_bytes(self) -> float:
         """What is gone before the first backward: a block of logits; the embeddings once more, as they came and not yet in order; own rows, and
         their gradients, a few times; where one rank has all of them, those of the other branch, too; tokens and pairs."""
-        copies = (2 if self.replicas > 1 else 4) * self.everyone + 4 * self.own
+        copies = (1 if self.replicas > 1 else 2) * self.known * self.everyone + 4 * self.own
         return self.logits_bytes + copies * FLOAT_BYTES * self.width + self.matching.held_bytes
 
     @property
     def messages(self) -> tuple[float, float]:
-        """Bytes that a branch's replicas gather and that cross over: rows with their labels; one log-sum-exp per row."""
+        """Bytes that a branch's replicas gather and that cross over: rows with their labels; one log-sum-exp per row, for each pair."""
         return self.everyone * (FLOAT_BYTES * self.width + LABEL_BYTES), self.everyone * FLOAT_BYTES
 
     def gather_s(self, ring: _Link) -> float:
-        return self.branches * sum(ring.ring_s(self.replicas, num_bytes) for num_bytes in self.messages)
+        rows, statistics = (ring.ring_s(self.replicas, num_bytes) for num_bytes in self.messages)
+        return self.branches * rows + self.sides * statistics
 
 
 def _bill(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: CostModel, per_micro_batch: bool) -> _Bill:
     layers = _layers_costs(graph, batches, costs)
-    losses = [_loss(stage, batches, costs, per_micro_batch) if stage.is_tail else None for stage in graph.stages]
+    losses = [_loss(graph, stage, batches, costs, per_micro_batch) if stage.is_tail else None for stage in graph.stages]
     message_bytes = _message_bytes(graph, batches, costs, layers)
     rings = [_link(costs.machine, stage.ranks) for stage in graph.stages]
     exchange_s = _exchange_s(graph, losses, rings, costs.machine)
@@ -307,22 +312,40 @@ def _remembered(costs: CostModel) -> dict:
     return _REMEMBERED[id(costs)]
 
 
-def _loss(stage: Stage, batches: Mapping[str, BranchBatch], costs: CostModel, per_micro_batch: bool) -> _Loss:
+def _loss(graph: StageGraph, stage: Stage, batches: Mapping[str, BranchBatch], costs: CostModel, per_micro_batch: bool) -> _Loss:
+    here = set(stage.tail_of)
+    pairs = [set(pair) for pair in costs.all_compared if here & set(pair)]
+    elsewhere = [branch for pair in pairs for branch in pair - here]
+    receivers = tuple(graph.tail(branch).replicas for branch in elsewhere)
+    sides = sum(len(pair & here) for pair in pairs)
     batch = batches[stage.tail_of[0]]
     own = batch.micro_batch_size * (1 if per_micro_batch else batch.num_micro_batches)
     matching = _matching(stage, batch, own, costs) if costs.pairs else _Matching()
-    return _Loss(len(stage.tail_of), batch.replicas, own, own * batch.replicas, costs.embed_dim, matching)
+    return _Loss(
+        len(here),
+        len(here | set(elsewhere)),
+        len(pairs),
+        sides,
+        receivers,
+        batch.replicas,
+        own,
+        own * batch.replicas,
+        costs.embed_dim,
+        matching,
+    )
 
 
 def _matching(stage: Stage, batch: BranchBatch, own: int, costs: CostModel) -> _Matching:
-    size, alone = batch.micro_batch_size, len(stage.tail_of) == 2 and batch.replicas == 1
-    tokens, with_sums = costs.token_bytes, 1 + FLOAT_BYTES / costs.state.weight  # gradients are added up in fp32
-    held_bytes = 2 * own * tokens.get("image", 0.0) if "image" in stage.tail_of else 0.0
-    if "text" not in stage.tail_of:
+    first, second = tuple(costs.token_bytes) or costs.all_compared[0]
+    size, alone = batch.micro_batch_size, {first, second} <= set(stage.tail_of) and batch.replicas == 1
+    with_sums = 1 + FLOAT_BYTES / costs.state.weight  # gradients are added up in fp32
+    tokens = {first: 0.0, second: 0.0, **costs.token_bytes}
+    held_bytes = 2 * own * tokens[first] if first in stage.tail_of else 0.0
+    if second not in stage.tail_of:
         return _Matching(held_bytes=held_bytes)
-    held_bytes += (2 + with_sums) * own * tokens.get("text", 0.0)  # a second time, padded to the longest
-    held_bytes += with_sums * size * tokens.get("image", 0.0) + costs.pairs.activation_bytes.at(size)
-    moved_bytes = 0.0 if alone else with_sums * own * batch.replicas * tokens.get("image", 0.0)
+    held_bytes += (2 + with_sums) * own * tokens[second]  # a second time, padded to the longest
+    held_bytes += with_sums * size * tokens[first] + costs.pairs.activation_bytes.at(size)
+    moved_bytes = 0.0 if alone else with_sums * own * batch.replicas * tokens[first]
     return _Matching(own / size * costs.pairs.training_s(size), held_bytes, moved_bytes)
 
 
@@ -371,7 +394,11 @@ def _exchange_s(graph: StageGraph, losses: Sequence[_Loss | None], rings: Sequen
     gather_s += max(loss.matching.moved_bytes for loss in tails) / crossing.bytes_per_s
     if len(tails) == 1:
         return gather_s
-    return gather_s + crossing.latency_s + sum(crossing.message_s(num_bytes) for loss in tails for num_bytes in loss.messages)
+    return (
+        gather_s
+        + crossing.latency_s
+        + sum(crossing.message_s(num_bytes) for loss in tails for _ in loss.receivers for num_bytes in loss.messages)
+    )
 
 
 def _times(stage: Stage, costs: CostModel, layers: _LayersCost, loss: _Loss | None, ring: _Link, exchange_s: float) -> _Times:
@@ -490,14 +517,13 @@ def _activations_and_loss_bytes(layers: _LayersCost, loss: _Loss | None, counts:
 
 
 def _exchanged_bytes(stage: Stage, losses: Sequence[_Loss | None]) -> float:
-    """Sent in one ComputeLoss: a replica's part of the ring; in a fork the wholes, one to every tail of the other branch."""
+    """Sent in one ComputeLoss: a replica's part of the ring; in a fork the wholes, one to every tail of a partner."""
     loss = losses[stage.stage_id]
     if loss is None:
         return 0.0
-    receivers = sum(other.replicas for other in losses if other is not None) - loss.replicas
-    return (
-        loss.matching.moved_bytes / loss.replicas + sum(loss.messages) * (loss.branches * (loss.replicas - 1) + receivers) / loss.replicas
-    )
+    rows, statistics = loss.messages
+    around = (loss.replicas - 1) * (loss.branches * rows + loss.sides * statistics)
+    return (loss.matching.moved_bytes + around + sum(loss.receivers) * (rows + statistics)) / loss.replicas
 
 
 def _spans(program: Program, seconds: Sequence[float], ends: Sequence[float], times: Sequence[_Times]) -> tuple[Span, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.bad_steps import BadStep
+from engine.objective import Pair
 
 
 class SourceLoss(NamedTuple):
@@ -27,14 +28,40 @@ def mean_losses(shares: Sequence[float], samples: Sequence[float]) -> tuple[Sour
     return tuple(SourceLoss(int(n), share * total / n if n else math.nan) for share, n in zip(shares, samples))
 
 
-def losses_of(contrastive: float, matching: float, num_right: float, num_pairs: float, weights: Mapping[str, float]) -> dict[str, float]:
-    """Of the two losses of a step, without their weights; the part of the pairs that were judged rightly."""
-    return {
-        "contrastive_loss": contrastive,
-        "matching_loss": matching,
-        "matching_accuracy": round(num_right / num_pairs, 4) if num_pairs else math.nan,
-        **{f"loss_weight/{name}": weight for name, weight in weights.items()},
-    }
+def losses_of_sources(pairs: Sequence[Pair], shares: Sequence[float], samples: Sequence[float]) -> tuple[SourceLoss, ...]:
+    """By source, over all pairs: their losses by `mean_losses`, weighted; the samples of the pair that has most of them.
+
+    `shares` and `samples`: of each pair in turn, by source.
+    """
+    number = len(shares) // len(pairs)
+    by_pair = [mean_losses(shares[start : start + number], samples[start : start + number]) for start in range(0, len(shares), number or 1)]
+    return tuple(_over_pairs(pairs, of_source) for of_source in zip(*by_pair))
+
+
+def _over_pairs(pairs: Sequence[Pair], losses: Sequence[SourceLoss]) -> SourceLoss:
+    if len(pairs) == 1:  # its weight is of the whole loss
+        return losses[0]
+    there = [pair.weight * own.loss for pair, own in zip(pairs, losses) if own.samples]
+    return SourceLoss(max(own.samples for own in losses), sum(there) if there else math.nan)
+
+
+def losses_of(pairs: Sequence[Pair], told: Sequence[float], weights: Mapping[str, float]) -> dict[str, float]:
+    """Of the losses of a step where there are several, without their weights: by pair, where there are several pairs, and the matching
+    losses with the part of the matching pairs that were judged rightly. `told`: four numbers of each pair, as in `Sums.losses`."""
+    found: dict[str, float] = {}
+    matching = any(pair.matching for pair in pairs)
+    if len(pairs) == 1 and not matching:
+        return found
+    for i, pair in enumerate(pairs):
+        contrastive, matched, num_right, num_pairs = told[4 * i : 4 * i + 4]
+        of_pair = f"/{pair.name}" if len(pairs) > 1 else ""
+        found[f"contrastive_loss{of_pair}"] = contrastive
+        if pair.matching:
+            found[f"matching_loss{of_pair}"] = matched
+            found[f"matching_accuracy{of_pair}"] = round(num_right / num_pairs, 4) if num_pairs else math.nan
+        if len(pairs) > 1:
+            found[f"pair_weight{of_pair}"] = pair.weight
+    return found | ({f"loss_weight/{name}": weight for name, weight in weights.items()} if matching else {})
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@
                                 ├─ loss          each branch has its own stages and its own replicas
              text 0 ────────────┘
     chain    image 0 ─ image 1 ─ text 0 ─ loss   one line, equal replicas
-    merged   [image+text] ─ [image+text] ─ loss  every stage holds a slice of both branches
+    merged   [image+text] ─ [image+text] ─ loss  every stage holds a slice of all branches
+
+Any number of branches, in the order in which the cuts name them.
 
 Ranks are counted stage by stage, the replicas of one stage side by side (DeepSpeed's order of its pipe and data axes).
 """
@@ -16,13 +18,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-BRANCHES = ("image", "text")
 LAYOUTS = ("fork", "chain", "merged")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the pipeline: a slice of one branch's layers, or of both.
+    """One stage of the pipeline: a slice of one branch's layers, or of all.
 
     `layers` maps a branch to the half-open range of its layers that this stage holds; `ranks[r]` runs replica r.
     `previous` and `next` are the stage ids it receives activations from and sends them to; `num_downstream` stages lie
@@ -37,8 +38,8 @@ class Stage:
     next: int | None
     loads: tuple[str, ...]  # branches whose micro-batches enter here
     tail_of: tuple[str, ...]  # branches whose embeddings leave the pipeline here
-    num_downstream: int = 0
-    trained: tuple[str, ...] = BRANCHES  # branches whose tensors need gradients where they leave; none: the stage has no backward
+    num_downstream: int
+    trained: tuple[str, ...]  # branches whose tensors need gradients where they leave; none: the stage has no backward
     sends_gradients: bool = True  # to the stage it receives from
 
     @property
@@ -71,6 +72,11 @@ class StageGraph:
                     f"stage graph: {stage.name} has {stage.replicas} replicas and feeds {self.stages[stage.next].name}, which has "
                     f"{self.stages[stage.next].replicas}; stages along one line need equal numbers of replicas"
                 )
+
+    @cached_property
+    def branches(self) -> tuple[str, ...]:
+        """In the order of their layers and ranks."""
+        return tuple(dict.fromkeys(branch for stage in self.stages for branch in stage.layers))
 
     @property
     def world_size(self) -> int:
@@ -168,7 +174,7 @@ def fork(cuts: Mapping[str, Sequence[range]], replicas: Mapping[str, int]) -> St
     """Branches side by side. `cuts[branch]` lists the layer ranges of its stages; `replicas[branch]` may differ per branch."""
     stages: list[Stage] = []
     first_rank = 0
-    for branch in BRANCHES:
+    for branch in cuts:
         count = len(cuts[branch])
         for position, layers in enumerate(cuts[branch]):
             stage_id = len(stages)
@@ -183,6 +189,7 @@ def fork(cuts: Mapping[str, Sequence[range]], replicas: Mapping[str, int]) -> St
                     loads=(branch,) if position == 0 else (),
                     tail_of=(branch,) if position == count - 1 else (),
                     num_downstream=count - 1 - position,
+                    trained=(branch,),
                 )
             )
             first_rank += replicas[branch]
@@ -190,29 +197,39 @@ def fork(cuts: Mapping[str, Sequence[range]], replicas: Mapping[str, int]) -> St
 
 
 def chain(cuts: Mapping[str, Sequence[range]], replicas: int) -> StageGraph:
-    """One line: the image stages, then the text stages, which pass the image embeddings along; the loss is at the end."""
-    pieces = [(branch, position, layers) for branch in BRANCHES for position, layers in enumerate(cuts[branch])]
+    """One line: the stages of one branch, then those of the next, which pass its embeddings along; the loss is at the end."""
+    pieces = [(branch, position, layers) for branch in cuts for position, layers in enumerate(cuts[branch])]
     return StageGraph(
         "chain",
         tuple(
-            _on_line(i, len(pieces), f"{branch} {position}", {branch: layers}, replicas, (branch,) if position == 0 else ())
+            _on_line(i, len(pieces), f"{branch} {position}", {branch: layers}, replicas, (branch,) if position == 0 else (), tuple(cuts))
             for i, (branch, position, layers) in enumerate(pieces)
         ),
     )
 
 
 def merged(cuts: Mapping[str, Sequence[range]], replicas: int) -> StageGraph:
-    """One line in which every stage holds a slice of both branches. One stage: ordinary data-parallel training."""
-    count = len(cuts["image"])
+    """One line in which every stage holds a slice of all branches. One stage: ordinary data-parallel training."""
+    branches, count = tuple(cuts), len(next(iter(cuts.values())))
     return StageGraph(
         "merged",
         tuple(
-            _on_line(i, count, f"merged {i}", {b: cuts[b][i] for b in BRANCHES}, replicas, BRANCHES if i == 0 else ()) for i in range(count)
+            _on_line(i, count, f"merged {i}", {b: cuts[b][i] for b in branches}, replicas, branches if i == 0 else (), branches)
+            for i in range(count)
         ),
     )
 
 
-def _on_line(stage_id: int, count: int, name: str, layers: Mapping[str, range], replicas: int, loads: tuple[str, ...]) -> Stage:
+def _on_line(
+    stage_id: int,
+    count: int,
+    name: str,
+    layers: Mapping[str, range],
+    replicas: int,
+    loads: tuple[str, ...],
+    branches: tuple[str, ...],
+) -> Stage:
+    """Stage `stage_id` of a line of `count` stages, at the end of which all `branches` arrive."""
     return Stage(
         stage_id,
         name,
@@ -221,8 +238,9 @@ def _on_line(stage_id: int, count: int, name: str, layers: Mapping[str, range], 
         previous=stage_id - 1 if stage_id > 0 else None,
         next=stage_id + 1 if stage_id < count - 1 else None,
         loads=loads,
-        tail_of=BRANCHES if stage_id == count - 1 else (),
+        tail_of=branches if stage_id == count - 1 else (),
         num_downstream=count - 1 - stage_id,
+        trained=branches,
     )
 
 

@@ -19,9 +19,10 @@ from data.settings import Setting, Settings
 from engine.executor import ForkEngine
 from engine.processes import from_first_rank
 from engine.step_metrics import SourceLoss, StepMetrics
-from engine.topology import BRANCHES, StageGraph
+from engine.topology import StageGraph
 from engine.trace import Span
 from launch.balancing import Balance
+from models.layers import BRANCHES
 
 OBSERVED = 3  # steps of every interval whose micro-batches are looked at one by one, the last ones
 DRIFT = 0.05  # costs that predict what was seen as nearly as this stay
@@ -73,7 +74,7 @@ class Balancer:
         return {
             "num_micro_batches": setting.num_micro_batches[self._branch],
             "num_kept": self.balance.num_kept(self._branch, setting),
-            "texts_per_image": setting.knobs.captions_per_image,
+            "rows_per_sample": {"text": setting.knobs.captions_per_image},
         }
 
     def after_step(self, engine: ForkEngine, metrics: StepMetrics) -> dict[str, Any] | None:

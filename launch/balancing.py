@@ -19,12 +19,12 @@ from data.mixture import source_names
 from data.prepare import PreparedData
 from data.sampler import GlobalOrder, global_batch
 from data.settings import Mixes, Setting, Settings
-from engine.config import BalanceBlock
 from engine.costs import CostModel
 from engine.locking import lock_costs
 from engine.planner import RunPlan
-from engine.topology import BRANCHES
+from launch.blocks import BalanceBlock
 from launch.options import Options
+from models.layers import BRANCHES
 
 LOOKED_AT = 4  # global batches that decide how many micro-batches there are
 MOST_DEALT = 32  # micro-batches of a branch that is dealt alone: more leave next to no padding to save

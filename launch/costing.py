@@ -20,6 +20,7 @@ from engine.devices import find_device
 from engine.measured import device_identity
 from engine.processes import Processes, from_first_rank
 from engine.profile import profile_together
+from launch.blocks import dealing
 from launch.estimates import estimated_costs
 from launch.feeding import micro_batch_dataset
 from launch.options import Options
@@ -56,7 +57,7 @@ def run_costs(
         machine = replace(costs.machine, measured=True)  # files of earlier versions do not say so
         return CostModel.of(costs.layers, machine, config, options.embed_dim, costs.pairs, costs.token_bytes)
     # where they are dealt, texts of about equal lengths come together
-    dealt = block.dealing().strategy != "off" and block.schedule != "per_micro_batch"
+    dealt = dealing(block).strategy != "off" and block.schedule != "per_micro_batch"
     lengths = _text_lengths(data, options) if dealt else None
     if block.layout != AUTO:
         device = find_device(NOMINAL.get(processes.device.type, "A100"))
@@ -75,7 +76,7 @@ def run_costs(
             options.embed_dim,
             processes.ranks_on_node,
             BUDGET_S,
-            (pair_scores(fusion), partial(_example_pairs, towers)) if (fusion := fusion_sizes(vars(options))) else None,
+            (pair_scores(fusion), partial(_example_pairs, towers), sizes["text"]) if (fusion := fusion_sizes(vars(options))) else None,
         )
     precision_bytes = DTYPES[precision_of(config)].itemsize
     layers = dict(profile.layers)

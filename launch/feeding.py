@@ -94,10 +94,13 @@ class Feeding:
                 workers = self.workers if len(requests) >= WORTH_WORKERS else 0
                 on_load = partial(self._note, held_out.source, False)
                 batches = micro_batches(self._dataset(held_out.source), requests, workers, self.pin_memory, on_load=on_load, name=self.name)
-            totals = self.engine.evaluate(batches, len(requests), _measured)
-            num_pairs, number = int(totals.pop("num_pairs")), len(RECALL_AT)
-            found = recalls({direction: sums[:number].tolist() for direction, sums in totals.items()}, max(1, num_pairs))
-            yield name, found | alignment_figures(totals["image_to_text"][number:], totals["text_to_image"][number:], num_pairs)
+            measured = self.engine.evaluate(batches, len(requests), len(held_out.subset), _measured)
+            found: dict[str, float] = {}
+            for directions, num_samples in measured.values():
+                hits = {direction: sums[: len(RECALL_AT)].tolist() for direction, sums in directions.items()}
+                sums = [of_direction[len(RECALL_AT) :] for of_direction in directions.values()]
+                found |= recalls(hits, max(1, num_samples)) | alignment_figures(*sums, num_samples)
+            yield name, found
 
     def held_out_sizes(self) -> Mapping[str, int]:
         return {name: len(held_out.subset) for name, held_out in self.data.held_out.items()}

@@ -31,13 +31,15 @@ from engine.devices import DEVICES, Device, find_device
 from engine.locking import lock_costs, trainable_layers
 from engine.planner import GIB, Candidate, Search, search_plans
 from engine.schedule import SCHEDULES
-from engine.topology import BRANCHES, LAYOUTS
+from engine.topology import LAYOUTS
+from launch.blocks import READERS
 from launch.drawing import FORMATS, save_plan_png, seconds
 from launch.estimates import estimated_costs
 from launch.options import DEFAULTS, ROOT
 from launch.report import show
 from models.defaults import image_name, text_name
 from models.fusion import FusionSizes
+from models.layers import BRANCHES
 from models.towers import build_towers
 
 SAMPLES_PER_GPU, MOST_SAMPLES = 1024, 32768  # of the default global batch
@@ -185,9 +187,9 @@ def parse_options(arguments: list[str] | None = None) -> PlanOptions:
 def configuration(options: PlanOptions) -> tuple[dict[str, Any], BranchesBlock]:
     """What train.py would be given: the file, or ZeRO-1 in the precision asked for with everything left to search; flags replace values."""
     if options.deepspeed_config:
-        config, block = read_config(options.deepspeed_config)
+        config, block = read_config(options.deepspeed_config, BRANCHES, READERS)
     else:
-        config, _ = read_config(ROOT / "ds_configs" / f"zero1_{options.precision or 'bf16'}.json")
+        config, _ = read_config(ROOT / "ds_configs" / f"zero1_{options.precision or 'bf16'}.json", BRANCHES, READERS)
         config["train_batch_size"] = min(SAMPLES_PER_GPU * options.gpus, MOST_SAMPLES)
         block = BranchesBlock()
     if options.train_batch_size:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.auto import asked, filled, recorded
 from engine.config import AUTO
+from models.layers import BRANCHES
 
 if TYPE_CHECKING:
     from engine.config import BranchesBlock
@@ -86,8 +87,7 @@ RECIPES = {
 
 
 def choose(options: Options, block: BranchesBlock, total_steps: int) -> Recipe:
-    locked = block.locking()
-    if locked.image or locked.text:
+    if any(block.locking().towers.values()):
         return RECIPES["locked"]
     if options.imported:
         return RECIPES["fine-tuning"]
@@ -98,7 +98,7 @@ def choose(options: Options, block: BranchesBlock, total_steps: int) -> Recipe:
 
 def as_begun(config: Mapping[str, Any], block: BranchesBlock, previous: Mapping[str, Any] | None) -> tuple[dict[str, Any], BranchesBlock]:
     """What is "auto" as the run that goes on was trained with, also where recipes have changed since. `previous`: its record; None: a new run."""
-    return (dict(config), block) if previous is None else filled(config, block, recorded(previous["training"]))
+    return (dict(config), block) if previous is None else filled(config, block, recorded(previous["training"]), BRANCHES)
 
 
 def settle(
@@ -124,7 +124,7 @@ def settle(
     chosen = {name: chosen[name] for name in open_options}
     words = [_in_words(place.rsplit(".", 1)[1], values[place]) for place in open_places] + [_in_words(*item) for item in chosen.items()]
     said = f"recipe: {recipe.name}, {total_steps:,} steps of {config['train_batch_size']:,} samples: {', '.join(filter(None, words))}"
-    return replace(options, **chosen), *filled(config, block, values), said
+    return replace(options, **chosen), *filled(config, block, values, BRANCHES), said
 
 
 def _given(config: Mapping[str, Any], block: str, key: str) -> Any:

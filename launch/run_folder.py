@@ -16,8 +16,8 @@ from typing import Any
 from data.preprocessing import CLIP
 from engine.bad_steps import BadStep
 from engine.checkpoint.layout import replace_text
-from engine.config import SampleWeightsBlock
 from engine.planner import RunPlan
+from launch.blocks import SampleWeightsBlock
 from launch.options import ROOT, Options
 from launch.records import RUN_RECORD, read_run
 from models.towers import Tower

@@ -12,7 +12,7 @@ from data.lengths import token_counts
 from data.prepare import PreparedData
 from data.sampler import BatchSizes, GlobalOrder
 from data.weights import Curriculum, loss_weights, sample_weights
-from engine.config import SampleWeightsBlock
+from launch.blocks import SampleWeightsBlock
 
 
 def text_lengths(

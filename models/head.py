@@ -13,11 +13,36 @@ from models.fusion import Fusion, FusionSizes, token_projection
 from models.layers import Layer, LayerSpec, reset
 
 
-class ImageHead(Layer):
-    """`image_features` [B, W] -> `image_embeds` [B, D] fp32 of length 1, and the scalars that the loss learns, each [1] fp32.
+class Head(Layer):
+    """Of any branch, here of images: `image_features` [B, W] -> `image_embeds` [B, D] fp32 of length 1, and the scalars that losses learn,
+    each [1] fp32.
 
-    `scalars`: their names and first values, the loss's `parameters`. They live here so that exactly one layer owns them. They have
-    one dimension because optimizers that flatten parameters mishandle 0-dim ones.
+    `scalars`: names and first values of those that the branch owns (`engine/objective.py`). They live here so that exactly one layer owns
+    them. They have one dimension because optimizers that flatten parameters mishandle 0-dim ones.
+    """
+
+    def __init__(self, branch: str, width: int, embed_dim: int, scalars: Mapping[str, float] | None = None) -> None:
+        super().__init__()
+        self.scalars = dict(scalars or {})
+        self.reads = self.drops = (f"{branch}_features",)
+        self.makes = (f"{branch}_embeds", *self.scalars)
+        self.projection_name = f"{branch}_projection"
+        self.add_module(self.projection_name, nn.Linear(width, embed_dim, bias=False))
+        for name in self.scalars:
+            self.register_parameter(name, nn.Parameter(torch.empty(1)))
+        self._name_parameters()
+
+    def _name_parameters(self) -> None:
+        self.canonical_names = {name: f"head.{name}" for name in self.state_dict()}
+
+    def compute(self, features: Tensor) -> tuple[Tensor, ...]:
+        # * 1: what travels is a result with a gradient, never the parameter itself
+        scalars = (getattr(self, name).float() * 1 for name in self.scalars)
+        return _embed(self.get_submodule(self.projection_name), features), *scalars
+
+
+class ImageHead(Head):
+    """The head of images, which with fusion also makes tokens.
 
     `maps`: names and channels of the tower's maps, for `image_tokens` [B, T, F], those of one map behind those of the one before; none:
     there is no fusion.
@@ -26,43 +51,35 @@ class ImageHead(Layer):
     def __init__(
         self, width: int, embed_dim: int, scalars: Mapping[str, float], maps: Mapping[str, int] | None = None, token_width: int = 0
     ):
-        super().__init__()
-        self.scalars = dict(scalars)
-        self.reads = self.drops = ("image_features", *(maps or ()))
-        self.makes = ("image_embeds", *scalars, *(("image_tokens",) if maps else ()))
-        self.image_projection = nn.Linear(width, embed_dim, bias=False)
-        for name in scalars:
-            self.register_parameter(name, nn.Parameter(torch.empty(1)))
+        super().__init__("image", width, embed_dim, scalars)
+        if maps:
+            self.reads = self.drops = (*self.reads, *maps)
+            self.makes = (*self.makes, "image_tokens")
         self.image_tokens = nn.ModuleList(token_projection(channels, token_width) for channels in (maps or {}).values())
-        self.canonical_names = {name: f"head.{name}" for name in self.state_dict()}
+        self._name_parameters()
 
     def compute(self, image_features: Tensor, *maps: Tensor) -> tuple[Tensor, ...]:
-        embeds = _embed(self.image_projection, image_features)
-        # * 1: what travels is a result with a gradient, never the parameter itself
-        scalars = (getattr(self, name).float() * 1 for name in self.scalars)
         tokens = [project(one) for project, one in zip(self.image_tokens, maps)]
-        return embeds, *scalars, *([torch.cat(tokens, 1)] if tokens else [])
+        return *super().compute(image_features), *([torch.cat(tokens, 1)] if tokens else [])
 
 
-class TextHead(Layer):
-    """`text_features` [B, W] -> `text_embeds` [B, D] fp32 of length 1.
-
-    With `sizes` of a fusion also `text_states` [B, L, W] -> `text_tokens` [B, L, F]; `fusion` then scores pairs of tokens, which is asked of it
-    by the loss and not as a part of the tower.
+class TextHead(Head):
+    """The head of texts. With `sizes` of a fusion it also makes `text_states` [B, L, W] -> `text_tokens` [B, L, F]; `fusion` then scores
+    pairs of tokens, which is asked of it by the loss and not as a part of the tower.
     """
 
-    def __init__(self, width: int, embed_dim: int, sizes: FusionSizes | None = None) -> None:
-        super().__init__()
-        self.reads = self.drops = ("text_features", *(("text_states",) if sizes else ()))
-        self.makes = ("text_embeds", *(("text_tokens",) if sizes else ()))
-        self.text_projection = nn.Linear(width, embed_dim, bias=False)
+    def __init__(self, width: int, embed_dim: int, scalars: Mapping[str, float] | None = None, sizes: FusionSizes | None = None) -> None:
+        super().__init__("text", width, embed_dim, scalars)
+        if sizes:
+            self.reads = self.drops = (*self.reads, "text_states")
+            self.makes = (*self.makes, "text_tokens")
         self.text_tokens = token_projection(width, sizes.width) if sizes else None
         self.fusion = Fusion(sizes) if sizes else None
-        self.canonical_names = {name: f"head.{name}" for name in self.state_dict()}
+        self._name_parameters()
 
     def compute(self, text_features: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         tokens = [] if self.text_tokens is None else [self.text_tokens(*states)]
-        return _embed(self.text_projection, text_features), *tokens
+        return *super().compute(text_features), *tokens
 
 
 FUSION_NAMES = ("head.image_tokens.", "head.text_tokens.", "head.fusion.")  # how the canonical names of its tensors begin
@@ -80,9 +97,14 @@ def image_head(
     return _spec("image", embed_dim, lambda: ImageHead(width, embed_dim, scalars, maps, token_width))
 
 
-def text_head(width: int, embed_dim: int, sizes: FusionSizes | None = None) -> LayerSpec:
-    """The head of the text branch, as the last recipe of its tower."""
-    return _spec("text", embed_dim, lambda: TextHead(width, embed_dim, sizes))
+def text_head(width: int, embed_dim: int, sizes: FusionSizes | None = None, scalars: Mapping[str, float] | None = None) -> LayerSpec:
+    """The head of the text branch, as the last recipe of its tower; it owns the `scalars`."""
+    return _spec("text", embed_dim, lambda: TextHead(width, embed_dim, scalars, sizes))
+
+
+def head(branch: str, width: int, embed_dim: int, scalars: Mapping[str, float] | None = None) -> LayerSpec:
+    """The head of any other branch, as the last recipe of its tower; it owns the `scalars`."""
+    return _spec(branch, embed_dim, lambda: Head(branch, width, embed_dim, scalars))
 
 
 def _spec(branch: str, embed_dim: int, make: Callable[[], Layer]) -> LayerSpec:
@@ -92,14 +114,13 @@ def _spec(branch: str, embed_dim: int, make: Callable[[], Layer]) -> LayerSpec:
         return LayerSpec(f"{branch}.head", branch, make(), _initialise)
 
 
-def _initialise(head: Layer) -> None:
+def _initialise(head: Head) -> None:
     """CLIP's rule for projections (Radford et al. 2021): normal with standard deviation width**-0.5. Scalars as the loss says; torch's own
     rules for what fusion adds."""
     for name, module in head.named_children():
-        if name in ("image_projection", "text_projection"):
+        if name == head.projection_name:
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
         else:
             reset(module)
-    if isinstance(head, ImageHead):
-        for name, value in head.scalars.items():
-            nn.init.constant_(head.get_parameter(name), value)
+    for name, value in head.scalars.items():
+        nn.init.constant_(head.get_parameter(name), value)

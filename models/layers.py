@@ -85,13 +85,9 @@ class LayerSpec:
     """
 
     name: str  # such as image.layer1.0
-    branch: str  # image or text
+    branch: str  # such as image or text
     template: Layer = field(repr=False, compare=False)
     initialise: Callable[[Layer], None] = field(repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.branch not in BRANCHES:
-            raise ValueError(f"layer {self.name!r}: branch {self.branch!r} must be one of {', '.join(BRANCHES)}")
 
     @property
     def num_parameters(self) -> int:
@@ -135,6 +131,16 @@ class Tower:
     @property
     def num_parameters(self) -> int:
         return sum(spec.num_parameters for spec in self.specs)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The tensors that its layers read and none of them makes: what has to be loaded, and what may be."""
+        made: set[str] = set()
+        inputs: dict[str, None] = {}
+        for layer in (spec.template for spec in self.specs):
+            inputs |= dict.fromkeys(name for name in (*layer.reads, *layer.reads_if_given) if name not in made)
+            made |= set(layer.makes)
+        return tuple(inputs)
 
 
 def stable_seed(seed: int, name: str) -> int:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from split_training import Case, gradient_pieces, make_engine, micro_batches_of_rank, towers_of
+from split_training import Case, gradient_pieces, make_engine, micro_batches_of_rank, towers_of, with_loss
 
 from engine.clipping import GroupedClipping
 from engine.clipping_rules import clipping_rules, group_of, rank_sets
 from engine.communication import Communicator
+from models.layers import BRANCHES
 from models.losses import InfoNCE
 
 TIED = ("text.encoder.layers.0.mlp.fc2.weight", "text.encoder.layers.1.mlp.fc2.weight")  # on ranks that have both
@@ -47,7 +48,7 @@ def clip_under_rules(case: Case, blocks: dict[str, Any], adaptive: dict[str, Any
     There is one parameter group: of several, ZeRO-1 hands the optimizer one at a time (`test_parameter_groups.py`)."""
     engine, plan, image_size = make_engine(replace(case, optimizer_groups={"no_decay": []}), Layers(case, tied))
     towers, _ = towers_of(case)
-    rules = {name: clipping_rules(block) for name, block in {**blocks, "adaptive": adaptive}.items()}
+    rules = {name: clipping_rules(block, BRANCHES) for name, block in {**blocks, "adaptive": adaptive}.items()}
     sets = {
         name: rank_sets(
             plan.graph,
@@ -57,7 +58,7 @@ def clip_under_rules(case: Case, blocks: dict[str, Any], adaptive: dict[str, Any
         for name, rule in rules.items()
     }
     everything = [ranks for of_groups in sets.values() for one in of_groups.values() for ranks in one]
-    comm = Communicator(plan.graph, engine.comm.rank, engine.device, timedelta(seconds=300), everything)
+    comm = Communicator(plan.graph, engine.objective, engine.comm.rank, engine.device, timedelta(seconds=300), everything)
     result: dict[str, Any] = {}
 
     def clipping(name: str) -> GroupedClipping:
@@ -121,7 +122,7 @@ def train_with_bad_steps(case: Case, picture: int, gradients: dict[int, tuple[in
             spoilt = float("inf") if step == loss else 0.0
             return part._replace(shares={branch: shares + spoilt for branch, shares in part.shares.items()})
 
-    engine.tail_loss.loss = Spoilt()
+    engine.tail_loss.objective = with_loss(engine.objective, Spoilt())
 
     def spoil(gradient):
         rank, value = gradients.get(step, (None, 0.0))

@@ -8,14 +8,18 @@ import torch
 import torch.distributed as dist
 
 from engine.communication import Channel, Communicator, signature_of
-from engine.topology import BRANCHES, StageGraph, chain, fork
+from engine.objective import Branch, Objective, Pair
+from engine.topology import StageGraph, chain, fork
+from models.layers import BRANCHES
+from models.losses import InfoNCE
 
 TIMEOUT = timedelta(seconds=120)
+OBJECTIVE = Objective(tuple(map(Branch, BRANCHES)), (Pair(*BRANCHES, InfoNCE()),))
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
 
 
 def communicator(graph: StageGraph, rank_sets: list[tuple[int, ...]] | None = None) -> Communicator:
-    return Communicator(graph, dist.get_rank(), torch.device("cpu"), TIMEOUT, rank_sets or [])
+    return Communicator(graph, OBJECTIVE, dist.get_rank(), torch.device("cpu"), TIMEOUT, rank_sets or [])
 
 
 def message(number: int, replica: int) -> dict[str, torch.Tensor]:
@@ -116,7 +120,9 @@ def gathering_and_crossing(replicas: dict[str, int], rows: dict[str, list[int]])
     first = sum(rows[branch][: comm.replica])
     own = torch.arange(first, first + rows[branch][comm.replica])[:, None] * torch.tensor([1, 10]) + (1000 if branch == "text" else 0)
     whole = comm.gather_replicas(own, counts)
-    crossed = {b: comm.cross(b, whole if b == branch else torch.empty_like(whole)) for b in BRANCHES}
+    crossed = {
+        source: comm.cross(source, target, whole if source == branch else torch.empty_like(whole)) for source, target in OBJECTIVE.links
+    }
     buffers = [torch.full((2,), float(comm.replica)), torch.tensor(10.0 * comm.replica, dtype=torch.float64)]
     comm.average_over_replicas(buffers)
     return {

@@ -13,6 +13,8 @@ from cost_models import proportional
 from deepspeed.accelerator import get_accelerator
 from split_training import EMBED_DIM, Case, micro_batches_of_rank, towers_of
 
+from models.layers import BRANCHES
+
 BATCH = 24
 # Files for eight GPUs: as many stages and the same schedule, on one replica of each.
 ONE_OF_EACH = {"replicas": {"image": 1, "text": 1}, "micro_batch_size": {"image": 4, "text": 12}}
@@ -25,6 +27,7 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
     from engine.build import build_engine
     from engine.config import check_config
     from engine.planner import plan_run
+    from launch.objective import objective_of
     from launch.recipe import RECIPES
     from models.losses import build_loss
     from models.towers import count_flops, meta_inputs
@@ -32,7 +35,7 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
     written = json.loads(Path(file).read_text()) | {"train_batch_size": BATCH}
     written["branches"] |= SMALLER.get(Path(file).name, {})
     pretrained = dict.fromkeys(("image", "text"), False)
-    config, block = filled(*check_config(written), RECIPES["short"].values(BATCH, steps, pretrained))
+    config, block = filled(*check_config(written, BRANCHES), RECIPES["short"].values(BATCH, steps, pretrained), BRANCHES)
     config["zero_optimization"] |= {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
     if "fp16" in config:
         config["fp16"]["initial_scale_power"] = 10  # else the first steps search for it
@@ -47,7 +50,7 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
             config,
             {branch: tower.specs for branch, tower in towers.items()},
             lambda spec: spec.build(case.seed),
-            build_loss("infonce"),
+            objective_of(towers.values(), build_loss("infonce")),
             EMBED_DIM,
             total_num_steps=steps,
             seed=case.seed,

@@ -6,7 +6,12 @@ from typing import Any
 from engine.costs import CostModel, Curve, LayerCost, Machine, StateBytes
 
 
-def proportional(seconds_per_sample: Mapping[str, Sequence[float]], memory_bytes: float = 1e15, **machine: Any) -> CostModel:
+def proportional(
+    seconds_per_sample: Mapping[str, Sequence[float]],
+    memory_bytes: float = 1e15,
+    compared: Sequence[tuple[str, str]] = (),
+    **machine: Any,
+) -> CostModel:
     """A layer's forward takes as long as said per sample and its backward twice that; nothing else takes time unless `machine` says so.
 
     A layer has a million parameters, keeps 1 MB per sample for its backward and sends 100 kB per sample.
@@ -25,4 +30,4 @@ def proportional(seconds_per_sample: Mapping[str, Sequence[float]], memory_bytes
         "instruction_s": 0.0,
     }
     layers = {branch: [layer(branch, i, s) for i, s in enumerate(seconds)] for branch, seconds in seconds_per_sample.items()}
-    return CostModel(layers, Machine("test", memory_bytes, **(free | machine)), StateBytes(8, 12, 4), embed_dim=8)
+    return CostModel(layers, Machine("test", memory_bytes, **(free | machine)), StateBytes(8, 12, 4), embed_dim=8, compared=compared)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from split_training import Case, make_engine, micro_batches_of_rank
+from split_training import Case, make_engine, micro_batches_of_rank, with_loss
 from torch import Tensor, nn
 
 from engine.out_of_memory import OutOfMemory
@@ -80,14 +80,14 @@ def fail_while_averaged(case: Case, layer: str) -> None:
     engine, _, image_size = hungry_engine(case, layer, "forward" if rank == 1 else "never", at=1)
     engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size))
     with engine.averaged_weights():
-        engine.evaluate(micro_batches_of_rank(case, engine, 1, image_size), 1, lambda own, *_: own.sum()[None])
+        engine.evaluate(micro_batches_of_rank(case, engine, 1, image_size), 1, case.global_batch_size, lambda own, *_: own.sum()[None])
 
 
 def failures(case: Case, layer: str) -> dict[str, tuple[str, bool, str]]:
     """One rank: what it says, whether another start would meet it again, and what it was raised from, by where the allocation failed."""
     engine, _, image_size = make_engine(case)
     engines = {where: make_engine(case)[0] for where in ("loss", "averaging", "step", "comparing")}
-    engines["loss"].tail_loss.loss = HungryLoss()
+    engines["loss"].tail_loss.objective = with_loss(engines["loss"].objective, HungryLoss())
     engines["averaging"].allreduce_gradients = TooMuch(None)  # DeepSpeed's
     engines["step"].basic_optimizer.register_step_pre_hook(allocate_too_much)
 
@@ -96,7 +96,9 @@ def failures(case: Case, layer: str) -> dict[str, tuple[str, bool, str]]:
             engine.train_batch(micro_batches_of_rank(case, engine, step, image_size))
 
     def evaluate(engine: Any, measure: Any) -> None:
-        engine.evaluate(micro_batches_of_rank(case, engine, 0, image_size), engine.batches["image"].num_micro_batches, measure)
+        engine.evaluate(
+            micro_batches_of_rank(case, engine, 0, image_size), engine.batches["image"].num_micro_batches, case.global_batch_size, measure
+        )
 
     number = engine.batches["image"].num_micro_batches
     calls = {

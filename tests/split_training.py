@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.layers import BRANCHES
+
 TOWERS = {
     "resnet+bert": ("resnet50:layers=1-1-1-1,width_per_group=8", "bert-tiny:hidden_size=48,intermediate_size=64,num_hidden_layers=3", 64),
     "vit+clip": (
@@ -235,10 +237,11 @@ def make_engine(case: Case, build_layer: Callable | None = None):
     from engine.build import build_engine
     from engine.config import check_config
     from engine.planner import plan_run
+    from launch.objective import objective_of
     from models.losses import build_loss
 
     towers, image_size = towers_of(case)
-    config, block = check_config(case.config)
+    config, block = check_config(case.config, BRANCHES)
     # equal layers: to count what each computes takes longer than the steps that are compared
     costs = proportional({b: [1.0 if spec.num_parameters else 0.1 for spec in t.specs] for b, t in towers.items()})
     layers = {
@@ -251,7 +254,7 @@ def make_engine(case: Case, build_layer: Callable | None = None):
             config,
             {b: t.specs for b, t in towers.items()},
             build_layer or (lambda spec: spec.build(case.seed)),
-            build_loss(case.loss, case.label_smoothing),
+            objective_of(towers.values(), build_loss(case.loss, case.label_smoothing), recording_matching() if case.fusion else None),
             EMBED_DIM,
             total_num_steps=10,
             seed=case.seed,
@@ -259,9 +262,13 @@ def make_engine(case: Case, build_layer: Callable | None = None):
             constant_shapes={"image": not case.deals, "text": case.full_texts},
             equal_shares=not case.deals,
             source_starts=case.source_starts and [start + FIRST_INDEX for start in case.source_starts],
-            matching=recording_matching() if case.fusion else None,
         )
     return engine, plan, image_size
+
+
+def with_loss(objective, loss):
+    """An objective of one pair, with another loss."""
+    return replace(objective, pairs=(replace(objective.pairs[0], loss=loss),))
 
 
 def micro_batches_of_rank(case: Case, engine, step: int, image_size: int):
@@ -313,7 +320,7 @@ def train_split(case: Case) -> dict[str, Any]:
             micro_batches_of_rank(case, engine, step, image_size),
             num_micro_batches=num_micro_batches(case, engine),
             num_kept=case.kept_of_deals.get(next(iter(engine.place.layers))),
-            texts_per_image=case.texts_of(step),
+            rows_per_sample={"text": case.texts_of(step)},
             loss_weights=case.loss_weights,
         )
         for step in range(case.steps)
@@ -323,7 +330,7 @@ def train_split(case: Case) -> dict[str, Any]:
         "gradients": gradients,
         "parameters": {n: p.detach().float().clone() for n, p in engine.module.canonical_parameters.items()},
         "buffers": {n: b.detach().clone() for n, b in engine.module.canonical_buffers.items()},
-        "drawn": list(engine.tail_loss.matching.noted) if engine.tail_loss.matching else [],
+        "drawn": list(recording_matching().noted) if case.fusion else [],
         "stage": engine.place.name,
         "optimizer": type(engine.optimizer).__name__,
         "forwards": dict(forwards),  # by layer, in all steps
@@ -336,7 +343,7 @@ def refusal(case: Case) -> str:
     """What each rank says when it is asked for the first step."""
     engine, _, image_size = make_engine(case)
     try:
-        engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size), texts_per_image=case.texts_of(1))
+        engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size), rows_per_sample={"text": case.texts_of(1)})
     except (RuntimeError, ValueError) as error:
         return str(error)
     return "nothing"
@@ -554,7 +561,7 @@ def check_gradients(gradients: dict[str, Tensor], reference: dict[str, Tensor]) 
     """
     group_norm = {
         group: math.sqrt(sum(float(g.double().square().sum()) for n, g in reference.items() if n.startswith(group)))
-        for group in ("image", "text", "head")
+        for group in {name.split(".")[0] for name in reference}
     }
     for name, expected in reference.items():
         relative = EMBEDDING_TABLE if "embedding" in name and expected.dim() == 2 else RELATIVE

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from cost_models import proportional
 
-from engine.config import DEEPSPEED_KEYS, NOT_WITH_A_PIPELINE, BalanceBlock, BranchesBlock, check_config, read_config
+from engine.config import DEEPSPEED_KEYS, NOT_WITH_A_PIPELINE, BranchesBlock, check_config, read_config
 from engine.planner import deepspeed_config, plan_run
+from launch.blocks import READERS, BalanceBlock
+from models.layers import BRANCHES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "ds_configs" / "README.md").read_text(encoding="utf-8")
@@ -26,13 +28,13 @@ def test_the_page_has_snippets():
 
 @pytest.mark.parametrize("text", [text for text, _ in SNIPPETS])
 def test_snippets_are_accepted(text):
-    check_config(MINIMAL | json.loads(text))
+    check_config(MINIMAL | json.loads(text), BRANCHES, READERS)
 
 
 @pytest.mark.parametrize("text, result", EXAMPLES)
 def test_examples_come_out_as_the_page_says(text, result):
     described, dealt = re.split(r" {2,}", result)
-    read, block = check_config(MINIMAL | json.loads(text))
+    read, block = check_config(MINIMAL | json.loads(text), BRANCHES, READERS)
     plan = plan_run(read, block, sum(map(int, re.findall(r"×(\d+)", described))), COSTS)
     assert plan.graph.describe() == described
     batches = {branch: (batch.micro_batch_size, batch.num_micro_batches, batch.replicas) for branch, batch in plan.batches.items()}
@@ -49,7 +51,7 @@ def test_the_files_with_arithmetic_come_out_as_the_page_says():
     assert [name for name, _ in FILES] == ["fork_bf16.json", "pipeline_bf16.json", "feed_bf16.json"]
     for name, result in FILES:
         described, dealt = re.split(r" {2,}", result)
-        config, block = read_config(ROOT / "ds_configs" / name)
+        config, block = read_config(ROOT / "ds_configs" / name, BRANCHES, READERS)
         plan = plan_run(config, block, 8, COSTS)
         assert plan.graph.describe() == described
         batches = {branch: (batch.micro_batch_size, batch.num_micro_batches, batch.replicas) for branch, batch in plan.batches.items()}

@@ -3,9 +3,10 @@
 from models.losses.blocks import LOGIT_SCALE_LIMIT, Part, Side, logit_scale_exp
 from models.losses.infonce import InfoNCE
 from models.losses.matching import Matching
+from models.losses.plain import PlainLoss
 from models.losses.sigmoid import Sigmoid
 
-__all__ = ["LOGIT_SCALE_LIMIT", "LOSSES", "InfoNCE", "Matching", "Part", "Side", "Sigmoid", "build_loss", "logit_scale_exp"]
+__all__ = ["LOGIT_SCALE_LIMIT", "LOSSES", "InfoNCE", "Matching", "Part", "PlainLoss", "Side", "Sigmoid", "build_loss", "logit_scale_exp"]
 
 LOSSES = ("infonce", "sigmoid")
 

@@ -1,8 +1,9 @@
 """What the losses share: a batch in two sides, their similarities in blocks of rows, the learned scale.
 
-M images and N texts of a batch, B rows of either side, b of them computed here, D embedding width. All M × N similarities never exist at
-once: a block of rows is made, used and overwritten, and made again where a second look is needed (Inf-CL, Cheng et al. 2024; a rank's own
-rows against everyone: DisCo-CLIP, Chen et al. 2023). Everything is computed in the dtype of the embeddings, which is fp32.
+M images and N texts of a batch (or rows of any two branches, the first of the pair and the second), B rows of either side, b of them
+computed here, D embedding width. All M × N similarities never exist at once: a block of rows is made, used and overwritten, and made
+again where a second look is needed (Inf-CL, Cheng et al. 2024; a rank's own rows against everyone: DisCo-CLIP, Chen et al. 2023).
+Everything is computed in the dtype of the embeddings, which is fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from torch import Tensor
 LOGIT_SCALE_LIMIT = math.log(100.0)
 WORK_BYTES = 64 * 2**20
 COPIES = 4  # of a block that exist at once: the similarities, which are positives, what is made of them
-OTHER = {"image": "text", "text": "image"}
 
 
 class Side(Protocol):
@@ -28,6 +28,20 @@ class Side(Protocol):
     weight: Tensor | None  # [B], of each row in the means, in any unit; None: equal
 
 
+Sides = Mapping[str, Side]  # branch -> its rows; two branches, the first of the pair before the second
+
+
+def first_of(sides: Sides) -> str:
+    """The first branch of the pair."""
+    return next(iter(sides))
+
+
+def other_of(sides: Sides, branch: str) -> str:
+    """The branch that `branch` is compared with."""
+    (other,) = (name for name in sides if name != branch)
+    return other
+
+
 class Part(NamedTuple):
     """What some rows of a side contribute: the parts of both sides' rows add up to the loss."""
 
@@ -36,16 +50,14 @@ class Part(NamedTuple):
     parameters: dict[str, Tensor]  # ∂L/∂ of the learned scalars [1] from these rows; the rows of either side together give the whole
 
 
-def similarity_blocks(
-    sides: Mapping[str, Side], branch: str, mine: Tensor, scale: Tensor, work_bytes: int
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def similarity_blocks(sides: Sides, branch: str, mine: Tensor, scale: Tensor, work_bytes: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Rows `mine` [b] of a side against the whole other one, as many at a time as `work_bytes` hold, at least one.
 
     Yields (which of `mine`, their embeddings times `scale` [t, D], scaled similarities [t, B]). The similarities are the caller's to
     change, and gone when the next are asked for.
     """
-    own, other = sides[branch].embeds, sides[OTHER[branch]].embeds
-    at_once = min(len(mine), max(1, work_bytes // (COPIES * len(other) * other.element_size())))
+    own, other = sides[branch].embeds, sides[other_of(sides, branch)].embeds
+    at_once = min(len(mine), max(1, work_bytes // (COPIES * max(1, len(other)) * other.element_size())))
     memory = own.new_empty(at_once, len(other))
     for start in range(0, len(mine), max(1, at_once)):
         where = mine[start : start + at_once]
@@ -53,9 +65,9 @@ def similarity_blocks(
         yield slice(start, start + len(where)), scaled, torch.mm(scaled, other.T, out=memory[: len(where)])
 
 
-def positives(sides: Mapping[str, Side], branch: str, rows: Tensor) -> Tensor:
+def positives(sides: Sides, branch: str, rows: Tensor) -> Tensor:
     """Which rows of the other side are positives of these rows of `branch`: bool [t, B]."""
-    return sides[branch].label[rows, None] == sides[OTHER[branch]].label
+    return sides[branch].label[rows, None] == sides[other_of(sides, branch)].label
 
 
 def num_positives(side: Side, other: Side) -> Tensor:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from models.losses.blocks import (
-    OTHER,
     WORK_BYTES,
     Part,
-    Side,
+    Sides,
+    first_of,
     logit_scale_exp,
     mean_weights,
     num_positives,
+    other_of,
     positives,
     similarity_blocks,
     stop_outward,
@@ -53,36 +54,36 @@ class InfoNCE:
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label smoothing {self.label_smoothing} is not in 0 <= F < 1")
 
-    def statistics(self, sides: Mapping[str, Side], branch: str, mine: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+    def statistics(self, sides: Sides, branch: str, mine: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         """Log-sum-exp of each of the rows `mine` [b] of a side: [b]."""
         log_sum_exp = sides[branch].embeds.new_empty(len(mine))
         for rows, _, logits in similarity_blocks(sides, branch, mine, logit_scale_exp(parameters["logit_scale"]), self.work_bytes):
             log_sum_exp[rows] = logits.logsumexp(1)
         return log_sum_exp
 
-    def part(
-        self, sides: Mapping[str, Side], branch: str, mine: Tensor, statistics: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
-    ) -> Part:
+    def part(self, sides: Sides, branch: str, mine: Tensor, statistics: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Part:
         """What the rows `mine` [b] of a side contribute. `statistics`: of all rows of both sides."""
         return self._part(sides, branch, mine, statistics, parameters)
 
-    def whole(self, sides: Mapping[str, Side], parameters: Mapping[str, Tensor]) -> Part:
+    def whole(self, sides: Sides, parameters: Mapping[str, Tensor]) -> Part:
         """The whole loss and all gradients: each block serves both sides."""
-        everyone = torch.arange(len(sides["image"].label), device=sides["image"].label.device)
-        return self._part(sides, "image", everyone, self._both_statistics(sides, everyone, parameters), parameters, both=True)
+        first = first_of(sides)
+        everyone = torch.arange(len(sides[first].label), device=sides[first].label.device)
+        return self._part(sides, first, everyone, self._both_statistics(sides, everyone, parameters), parameters, both=True)
 
-    def _both_statistics(self, sides: Mapping[str, Side], everyone: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _both_statistics(self, sides: Sides, everyone: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of the rows as in `statistics`, and online of the columns."""
-        rows_log_sum_exp = sides["image"].embeds.new_empty(len(everyone))
-        columns_log_sum_exp = sides["text"].embeds.new_full((len(sides["text"].label),), -math.inf)
-        for rows, _, logits in similarity_blocks(sides, "image", everyone, logit_scale_exp(parameters["logit_scale"]), self.work_bytes):
+        first, second = sides
+        rows_log_sum_exp = sides[first].embeds.new_empty(len(everyone))
+        columns_log_sum_exp = sides[second].embeds.new_full((len(sides[second].label),), -math.inf)
+        for rows, _, logits in similarity_blocks(sides, first, everyone, logit_scale_exp(parameters["logit_scale"]), self.work_bytes):
             rows_log_sum_exp[rows] = logits.logsumexp(1)
             columns_log_sum_exp = torch.logaddexp(columns_log_sum_exp, logits.logsumexp(0))
-        return {"image": rows_log_sum_exp, "text": columns_log_sum_exp}
+        return {first: rows_log_sum_exp, second: columns_log_sum_exp}
 
     def _part(
         self,
-        sides: Mapping[str, Side],
+        sides: Sides,
         branch: str,
         mine: Tensor,
         statistics: Mapping[str, Tensor],
@@ -90,8 +91,9 @@ class InfoNCE:
         both: bool = False,
     ) -> Part:
         """`both`: `mine` are all rows of the side, and the other side's part is wanted, too."""
-        own, other, scale = sides[branch], sides[OTHER[branch]], logit_scale_exp(parameters["logit_scale"])
-        across = self._terms(sides, OTHER[branch], statistics)
+        other_branch = other_of(sides, branch)
+        own, other, scale = sides[branch], sides[other_branch], logit_scale_exp(parameters["logit_scale"])
+        across = self._terms(sides, other_branch, statistics)
         along = _Terms(*(values[mine] for values in self._terms(sides, branch, statistics)))
         embeds = own.embeds[mine]
         d_own, matched_own = torch.empty_like(embeds), embeds.new_empty(len(mine))  # matched: sum over the positives of a row of s
@@ -114,12 +116,12 @@ class InfoNCE:
         gradients = {branch: d_own}
         shares = {branch: self._shares(along, matched_own, scale * (embeds @ other.embeds.mean(0)))}
         if both:
-            gradients[OTHER[branch]] = d_other.sub_(scale * _toward_all(across, along, embeds))
-            shares[OTHER[branch]] = self._shares(across, matched_other, scale * (other.embeds @ embeds.mean(0)))
+            gradients[other_branch] = d_other.sub_(scale * _toward_all(across, along, embeds))
+            shares[other_branch] = self._shares(across, matched_other, scale * (other.embeds @ embeds.mean(0)))
         return Part(shares, gradients, {"logit_scale": (embeds * d_own).sum().reshape(1)})  # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ
 
-    def _terms(self, sides: Mapping[str, Side], branch: str, statistics: Mapping[str, Tensor]) -> _Terms:
-        own, other = sides[branch], sides[OTHER[branch]]
+    def _terms(self, sides: Sides, branch: str, statistics: Mapping[str, Tensor]) -> _Terms:
+        own, other = sides[branch], sides[other_of(sides, branch)]
         half = mean_weights(own) / 2
         return _Terms(
             statistics[branch],

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.losses.blocks import OTHER, WORK_BYTES, Side, logit_scale_exp, mean_weights, positives, similarity_blocks
+from models.losses.blocks import WORK_BYTES, Sides, first_of, logit_scale_exp, mean_weights, positives, similarity_blocks
 
 BYTES_OF_DRAWING = 8  # times what a block of similarities takes otherwise: hashes are int64
 
@@ -26,19 +26,19 @@ class Matching:
 
     work_bytes: int = WORK_BYTES
 
-    def negatives(self, sides: Mapping[str, Side], branch: str, mine: Tensor, parameters: Mapping[str, Tensor], seed: int) -> Tensor:
+    def negatives(self, sides: Sides, branch: str, mine: Tensor, parameters: Mapping[str, Tensor], seed: int) -> Tensor:
         """[b] int64, a place of the other side for each of the rows `mine` [b]; −1 where all others have the row's label."""
         drawn, scale = torch.empty_like(mine), logit_scale_exp(parameters["logit_scale"])
         for rows, _, logits in similarity_blocks(sides, branch, mine, scale, self.work_bytes // BYTES_OF_DRAWING):
-            logits += gumbel_noise(seed if branch == "image" else ~seed, mine[rows], logits.shape[1]).to(logits.dtype)
+            logits += gumbel_noise(seed if branch == first_of(sides) else ~seed, mine[rows], logits.shape[1]).to(logits.dtype)
             logits.masked_fill_(positives(sides, branch, mine[rows]), -torch.inf)
             best = logits.max(1)
             drawn[rows] = torch.where(best.values == -torch.inf, -1, best.indices)
         return drawn
 
-    def weights(self, sides: Mapping[str, Side]) -> dict[str, Tensor]:
+    def weights(self, sides: Sides) -> dict[str, Tensor]:
         """What each row counts, [B], as text j in both of its sums, and as image i."""
-        return {branch: mean_weights(sides[branch]) / 3 for branch in OTHER}
+        return {branch: mean_weights(sides[branch]) / 3 for branch in sides}
 
     def losses(self, scores: Tensor, belong: Tensor) -> Tensor:
         """[P] of pairs that `belong` together or not, bool [P]."""

@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.losses.blocks import OTHER, WORK_BYTES, Part, Side, logit_scale_exp, mean_weights, positives, similarity_blocks, stop_outward
+from models.losses.blocks import (
+    WORK_BYTES,
+    Part,
+    Sides,
+    first_of,
+    logit_scale_exp,
+    mean_weights,
+    other_of,
+    positives,
+    similarity_blocks,
+    stop_outward,
+)
 
 EXACT_BELOW = 40.0  # log(1 + exp(x)) is x above it, to the last bit of float64
 
@@ -32,27 +43,29 @@ class Sigmoid:
     parameters: ClassVar[Mapping[str, float]] = {"logit_scale": math.log(10.0), "logit_bias": -10.0}
     constrained = staticmethod(stop_outward)
 
-    def statistics(self, sides: Mapping[str, Side], branch: str, mine: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    def statistics(self, sides: Sides, branch: str, mine: Tensor, parameters: Mapping[str, Tensor]) -> None:
         return None
 
-    def part(self, sides: Mapping[str, Side], branch: str, mine: Tensor, statistics: None, parameters: Mapping[str, Tensor]) -> Part:
+    def part(self, sides: Sides, branch: str, mine: Tensor, statistics: None, parameters: Mapping[str, Tensor]) -> Part:
         """What the rows `mine` [b] of a side contribute."""
         return self._part(sides, branch, mine, parameters)
 
-    def whole(self, sides: Mapping[str, Side], parameters: Mapping[str, Tensor]) -> Part:
+    def whole(self, sides: Sides, parameters: Mapping[str, Tensor]) -> Part:
         """The whole loss and all gradients: each block serves both sides."""
-        everyone = torch.arange(len(sides["image"].label), device=sides["image"].label.device)
-        return self._part(sides, "image", everyone, parameters, both=True)
+        first = first_of(sides)
+        everyone = torch.arange(len(sides[first].label), device=sides[first].label.device)
+        return self._part(sides, first, everyone, parameters, both=True)
 
-    def _part(self, sides: Mapping[str, Side], branch: str, mine: Tensor, parameters: Mapping[str, Tensor], both: bool = False) -> Part:
+    def _part(self, sides: Sides, branch: str, mine: Tensor, parameters: Mapping[str, Tensor], both: bool = False) -> Part:
         """`both`: `mine` are all rows of the side, and the other side's part is wanted, too."""
-        other, scale = sides[OTHER[branch]].embeds, logit_scale_exp(parameters["logit_scale"])
-        along, across = _half_weights(sides, branch)[mine], _half_weights(sides, OTHER[branch])  # [b], [B]; their sums: ω / M
+        other_branch = other_of(sides, branch)
+        other, scale = sides[other_branch].embeds, logit_scale_exp(parameters["logit_scale"])
+        along, across = _half_weights(sides, branch)[mine], _half_weights(sides, other_branch)  # [b], [B]; their sums: ω / M
         embeds = sides[branch].embeds[mine]
         d_own = torch.empty_like(embeds)
         d_other = torch.zeros_like(other) if both else None
         d_bias = embeds.new_zeros(1)
-        shares = {branch: torch.empty_like(along), **({OTHER[branch]: torch.zeros_like(across)} if both else {})}
+        shares = {branch: torch.empty_like(along), **({other_branch: torch.zeros_like(across)} if both else {})}
         for rows, scaled, logits in similarity_blocks(sides, branch, mine, scale, self.work_bytes):
             positive = positives(sides, branch, mine[rows])
             logits += parameters["logit_bias"]
@@ -60,7 +73,7 @@ class Sigmoid:
             losses = F.softplus(wrong, threshold=EXACT_BELOW)
             shares[branch][rows] = along[rows] * losses.sum(1)
             if both:
-                shares[OTHER[branch]] += across * losses.sum(0)
+                shares[other_branch] += across * losses.sum(0)
             wrong.sigmoid_().mul_(torch.add(along[rows, None], across, out=losses))
             d_logits = torch.where(positive, torch.neg(wrong, out=losses), wrong, out=logits)
             d_bias += d_logits.sum()
@@ -69,11 +82,11 @@ class Sigmoid:
                 d_other.addmm_(d_logits.T, scaled)
             del positive, wrong, losses, d_logits  # before the next block's are made
         d_own *= scale
-        gradients = {branch: d_own, **({OTHER[branch]: d_other} if both else {})}
+        gradients = {branch: d_own, **({other_branch: d_other} if both else {})}
         scalars = {"logit_scale": (embeds * d_own).sum().reshape(1), "logit_bias": d_bias}  # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ, without bias
         return Part(shares, gradients, scalars)
 
 
-def _half_weights(sides: Mapping[str, Side], branch: str) -> Tensor:
-    """Half of each row's weight over the mean weight of its side, divided by the number of images: [B]."""
-    return mean_weights(sides[branch]) * len(sides[branch].label) / (2 * len(sides["image"].label))
+def _half_weights(sides: Sides, branch: str) -> Tensor:
+    """Half of each row's weight over the mean weight of its side, divided by the number of rows of the first branch (images): [B]."""
+    return mean_weights(sides[branch]) * len(sides[branch].label) / (2 * len(sides[first_of(sides)].label))

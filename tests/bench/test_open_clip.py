@@ -30,6 +30,7 @@ from bench.open_clip_report import (
 )
 from data.formats.table import open_csv
 from engine.config import check_config
+from models.layers import BRANCHES
 
 OPEN_CLIP_LOG = """\
 2026-01-01,00:00:00 | INFO | Start epoch 0
@@ -111,7 +112,7 @@ def test_the_columns_are_those_that_open_clip_reads_by_default(written):
 
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.program == "wye"], ids=lambda variant: variant.name)
 def test_the_json_files_of_this_program_are_accepted(variant):
-    config, block = check_config(own_configuration(variant))
+    config, block = check_config(own_configuration(variant), BRANCHES)
     assert config["train_batch_size"] == RECIPE.batch_size and block.layout == variant.config["branches"]["layout"]
 
 

@@ -8,6 +8,7 @@ from split_training import Case
 from engine.averaging import AverageBlock, WeightAverage, average_block
 from engine.config import check_config
 from launch.ranks import run_ranks
+from models.layers import BRANCHES
 
 
 @pytest.mark.parametrize("warmup", [True, False])
@@ -44,7 +45,7 @@ def test_an_exchange_is_undone_to_the_last_bit():
 )
 def test_what_is_wrong_is_refused_with_its_key(block, words):
     with pytest.raises(ValueError) as error:
-        check_config({"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "branches": {"ema": block}})
+        check_config({"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "branches": {"ema": block}}, BRANCHES)
     assert all(word in str(error.value) for word in words), error.value
 
 

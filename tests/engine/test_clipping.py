@@ -13,6 +13,7 @@ from split_training import Case, assemble, train_whole
 from engine.clipping_rules import ClippingRule, clipping_rules, group_of, rank_sets, refuse_idle_patterns
 from engine.topology import chain, fork, merged
 from launch.ranks import run_ranks
+from models.layers import BRANCHES
 
 # The coefficient is computed in float64 from norms in float32: a unit of the last place or two, of a gradient as of a norm.
 RELATIVE = 1e-6
@@ -147,7 +148,7 @@ def test_a_block_is_read_group_by_group():
         "embeddings": {"match": ["text.embeddings.*"], "kind": "value", "limit": 0.1},
         "head": {"kind": "adaptive", "factor": 2.0},
     }
-    assert list(clipping_rules(json.loads(json.dumps(block))).items()) == [
+    assert list(clipping_rules(json.loads(json.dumps(block)), BRANCHES).items()) == [
         ("image", ClippingRule("norm", 1.0)),
         ("text", ClippingRule("norm", 2)),
         ("head", ClippingRule("adaptive", factor=2.0)),
@@ -156,7 +157,9 @@ def test_a_block_is_read_group_by_group():
 
 
 def test_the_first_own_group_that_matches_wins_over_the_others_and_over_the_default():
-    rules = clipping_rules({"biases": {"match": ["*.bias"], "limit": 1}, "layers": {"match": ["text.layers.?.*", "head.x"], "limit": 1}})
+    rules = clipping_rules(
+        {"biases": {"match": ["*.bias"], "limit": 1}, "layers": {"match": ["text.layers.?.*", "head.x"], "limit": 1}}, BRANCHES
+    )
     names = {"text.layers.0.bias": "biases", "text.layers.0.weight": "layers", "text.layers.10.weight": "text", "head.x": "layers"}
     assert {name: group_of(name, rules) for name in names} == names
     refuse_idle_patterns(rules, list(names))
@@ -194,7 +197,7 @@ OWN = {"match": ["text.*"]}
 )
 def test_refusals_of_a_block(block, words):
     with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, words))):
-        clipping_rules(block)
+        clipping_rules(block, BRANCHES)
 
 
 def test_patterns_that_do_nothing_are_refused():
@@ -204,10 +207,10 @@ def test_patterns_that_do_nothing_are_refused():
         "zzz": "'zzz' matches no parameter; there are for example image.stem.weight",
     }.items():
         with pytest.raises(ValueError, match=words):
-            refuse_idle_patterns(clipping_rules({"own": {"match": ["head.*", match], "limit": 1}}), names)
+            refuse_idle_patterns(clipping_rules({"own": {"match": ["head.*", match], "limit": 1}}, BRANCHES), names)
     late = {"all": {"match": ["*"], "limit": 1}, "late": {"match": ["head.*"], "limit": 1}}
     with pytest.raises(ValueError, match="gradient_clipping.late: every parameter that it matches belongs to a group before it"):
-        refuse_idle_patterns(clipping_rules(late), names)
+        refuse_idle_patterns(clipping_rules(late, BRANCHES), names)
 
 
 def test_who_adds_up_a_norm():

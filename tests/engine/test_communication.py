@@ -3,6 +3,7 @@
 import communication_cases
 import pytest
 import torch
+from communication_cases import OBJECTIVE
 
 from engine.communication import HEADER_BYTES, gradients_of, pack_header, signature_of, unpack_header
 from launch.ranks import run_ranks
@@ -62,12 +63,17 @@ def test_replicas_gather_and_branches_cross(replicas, rows):
 
 
 def test_the_header_keeps_names_dtypes_shapes_and_order():
-    tensors = {"β": torch.zeros(2, 0, 3, dtype=torch.bfloat16), "a": torch.zeros((), dtype=torch.int64), "image_hidden": torch.zeros(4)}
+    tensors = {
+        "text_β": torch.zeros(2, 0, 3, dtype=torch.bfloat16),
+        "a": torch.zeros((), dtype=torch.int64),
+        "image_hidden": torch.zeros(4),
+    }
     header = pack_header(signature_of(tensors))
     assert header.dtype == torch.uint8 and header.shape == (HEADER_BYTES,)
     read = unpack_header(header)
-    assert read == (("β", torch.bfloat16, (2, 0, 3)), ("a", torch.int64, ()), ("image_hidden", torch.float32, (4,)))
-    assert gradients_of(read) == (read[0], read[2])
+    assert read == (("text_β", torch.bfloat16, (2, 0, 3)), ("a", torch.int64, ()), ("image_hidden", torch.float32, (4,)))
+    assert gradients_of(read, OBJECTIVE, ("image", "text")) == (read[0], read[2])
+    assert gradients_of(read, OBJECTIVE, ("image",)) == (read[2],)
 
 
 def test_the_tensors_of_a_stage_fit_a_header_with_room_to_spare():

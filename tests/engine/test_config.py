@@ -10,6 +10,8 @@ import pytest
 from engine.auto import asked
 from engine.clipping_rules import ClippingRule
 from engine.config import BranchesBlock, check_config, check_hardware, read_config
+from launch.blocks import READERS, dealing, weighting
+from models.layers import BRANCHES
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
 FILES = sorted(FOLDER.glob("*.json"))
@@ -32,32 +34,36 @@ def refused(*words: str):
 def test_read_config_splits_off_the_branches_block(tmp_path):
     file = tmp_path / "own.json"
     file.write_text(json.dumps(config({"layout": "chain", "gradient_clipping": {"image": 2}})))
-    read, block = read_config(file)
+    read, block = read_config(file, BRANCHES, READERS)
     assert read == MINIMAL
     assert block == BranchesBlock(layout="chain", gradient_clipping={"image": 2})
     none = ClippingRule("none")  # a group that is not named is not clipped
-    assert block.clipping() == {"image": ClippingRule("norm", 2.0), "text": none, "head": none}
+    assert block.clipping(BRANCHES) == {"image": ClippingRule("norm", 2.0), "text": none, "head": none}
 
 
 def test_clipping_is_on_unless_the_file_says_otherwise():
     groups = ("image", "text", "head")
-    assert check_config(config())[1].clipping() == dict.fromkeys(groups, ClippingRule("norm", 1.0))
+    assert check_config(config(), BRANCHES, READERS)[1].clipping(BRANCHES) == dict.fromkeys(groups, ClippingRule("norm", 1.0))
     for nothing in ({}, {"image": 0, "text": 0.0, "head": {"kind": "none"}}):
-        assert check_config(config({"gradient_clipping": nothing}))[1].clipping() == dict.fromkeys(groups, ClippingRule("none"))
+        assert check_config(config({"gradient_clipping": nothing}), BRANCHES, READERS)[1].clipping(BRANCHES) == dict.fromkeys(
+            groups, ClippingRule("none")
+        )
 
 
 def test_sample_weights_are_off_unless_the_file_says_otherwise():
-    assert check_config(config())[1].weighting() is None
-    block = check_config(config({"sample_weights": {"use": "loss"}}))[1].weighting()
+    assert weighting(check_config(config(), BRANCHES, READERS)[1]) is None
+    block = weighting(check_config(config({"sample_weights": {"use": "loss"}}), BRANCHES, READERS)[1])
     assert (block.use, block.image, block.text, block.epochs) == ("loss", 0.3, 0.7, None)
-    block = check_config(config({"sample_weights": {"use": "curriculum", "image": 1, "text": 0, "epochs": 4}}))[1].weighting()
+    block = weighting(
+        check_config(config({"sample_weights": {"use": "curriculum", "image": 1, "text": 0, "epochs": 4}}), BRANCHES, READERS)[1]
+    )
     assert (block.use, block.image, block.text, block.epochs) == ("curriculum", 1, 0, 4)
 
 
 def test_the_given_dictionary_stays_as_it_is():
     written = config({"layout": "fork"})
     before = copy.deepcopy(written)
-    check_config(written)
+    check_config(written, BRANCHES, READERS)
     assert written == before
 
 
@@ -75,14 +81,14 @@ def test_a_faulty_file_is_named(tmp_path, text, words):
     file = tmp_path / "own.json"
     file.write_text(text)
     with refused(*words):
-        read_config(file)
+        read_config(file, BRANCHES, READERS)
 
 
 def test_a_missing_file_and_its_nearest_neighbour():
     with pytest.raises(FileNotFoundError, match=r"--deepspeed_config .*zero1_fp61\.json: no such file; did you mean .*zero1_fp16\.json\?"):
-        read_config(FOLDER / "zero1_fp61.json")
+        read_config(FOLDER / "zero1_fp61.json", BRANCHES, READERS)
     with pytest.raises(FileNotFoundError, match=r"--deepspeed_config nowhere/a\.json: no such file$"):
-        read_config("nowhere/a.json")
+        read_config("nowhere/a.json", BRANCHES, READERS)
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------------
@@ -118,8 +124,8 @@ REFUSED_BRANCHES = [
     ({"stages": {"image": "auto", "text": 1}}, ["branches.stages.image", "got 'auto'", "whole numbers of at least 1"]),
     ({"replicas": {"image": 1.5, "text": 1}}, ["branches.replicas.image", "got 1.5", "whole numbers of at least 1"]),
     ({"replicas": True}, ["branches.replicas", "got True", "whole numbers of at least 1"]),
-    ({"replicas": {"merged": 2}}, ["branches.replicas", '{"merged": 2}', "slice of both branches", 'write one number: "replicas": 2']),
-    ({"micro_batch_size": {"merged": 8}}, ["branches.micro_batch_size", "slice of both branches", '"micro_batch_size": 8']),
+    ({"replicas": {"merged": 2}}, ["branches.replicas", '{"merged": 2}', "slice of every branch", 'write one number: "replicas": 2']),
+    ({"micro_batch_size": {"merged": 8}}, ["branches.micro_batch_size", "slice of every branch", '"micro_batch_size": 8']),
     ({"micro_batch_size": -3}, ["branches.micro_batch_size", "got -3", "whole numbers of at least 1"]),
     ({"micro_batch_size": {"txt": 3}}, ["branches.micro_batch_size", "'txt'", "did you mean 'text'?"]),
     ({"gradient_clipping": {"images": 1}}, ["branches.gradient_clipping", "'images'", "did you mean 'image'?"]),
@@ -172,11 +178,13 @@ REFUSED_VALUES = [
 @pytest.mark.parametrize("written, words", REFUSED_KEYS + [(config(b), w) for b, w in REFUSED_BRANCHES] + REFUSED_VALUES)
 def test_refusals_of_the_file(written, words):
     with refused(*words):
-        check_config(written)
+        check_config(written, BRANCHES, READERS)
 
 
 def test_what_is_off_is_allowed():
-    check_config(config(gradient_clipping=0, fp16={"enabled": False}, bf16={"enabled": False}, zero_optimization={"stage": 1}))
+    check_config(
+        config(gradient_clipping=0, fp16={"enabled": False}, bf16={"enabled": False}, zero_optimization={"stage": 1}), BRANCHES, READERS
+    )
 
 
 WRONG_VALUES = [
@@ -194,7 +202,7 @@ WRONG_VALUES = [
 @pytest.mark.parametrize("branches, keys, words", WRONG_VALUES)
 def test_refusals_of_values(branches, keys, words):
     with refused(*words):
-        check_config(config(branches, **keys))
+        check_config(config(branches, **keys), BRANCHES, READERS)
 
 
 LATE = [  # accepted by DeepSpeed, which fails later and less clearly
@@ -215,7 +223,7 @@ LATE = [  # accepted by DeepSpeed, which fails later and less clearly
 @pytest.mark.parametrize("keys, words", LATE)
 def test_refusals_of_what_would_fail_later(keys, words):
     with refused(*words):
-        check_config(config(**keys))
+        check_config(config(**keys), BRANCHES, READERS)
 
 
 def test_refusals_of_the_hardware():
@@ -242,12 +250,12 @@ def test_the_files_a_refusal_names_exist():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_file_names_tell_the_truth(file):
-    read, block = read_config(file)
+    read, block = read_config(file, BRANCHES, READERS)
     precision = next((key for key in ("fp16", "bf16") if read.get(key, {}).get("enabled")), "fp32")
     assert precision in file.stem.split("_")
     assert read["zero_optimization"]["stage"] == 1 and file.stem.split("_")[0] in ("zero1", "cpu", "lit", "fork", "pipeline", "feed")
     assert ("fork" in file.stem or "pipeline" in file.stem or "feed" in file.stem) == (block.layout == "fork")
-    assert ("feed" in file.stem) == (block.dealing().strategy == "feed")
+    assert ("feed" in file.stem) == (dealing(block).strategy == "feed")
     assert ("offload" in file.stem) == ("offload_optimizer" in read["zero_optimization"])
     assert ("lit" in file.stem) == bool(block.locking())
     places = ("scheduler.params.warmup_num_steps", "branches.gradient_clipping", "branches.optimizer_groups")

@@ -8,7 +8,9 @@ import pytest
 from config_cases import train_by_file
 
 from engine.config import check_config, read_config
+from launch.blocks import READERS
 from launch.ranks import run_ranks
+from models.layers import BRANCHES
 
 FILES = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32"}
@@ -36,7 +38,7 @@ def paths_of_blocks(written, path=()):
 def test_a_misspelt_key_in_any_block_is_answered_with_the_nearest(file):
     """A letter left out of each key, at the top and in every block inside."""
     written = json.loads(file.read_text())
-    read_config(file)
+    read_config(file, BRANCHES, READERS)
     for path in paths_of_blocks(written):
         block = written
         for key in path:
@@ -48,5 +50,5 @@ def test_a_misspelt_key_in_any_block_is_answered_with_the_nearest(file):
                 inner = inner[part]
             inner[key[:-2] + key[-1]] = inner.pop(key)
             with pytest.raises(ValueError) as error:
-                check_config(slip)
+                check_config(slip, BRANCHES, READERS)
             assert f"{key!r}" in str(error.value) or f'"{key}"' in str(error.value), (key, error.value)

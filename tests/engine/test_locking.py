@@ -15,6 +15,7 @@ from engine.schedule import BatchSync, PerMicroBatch, Replay
 from engine.simulator import simulate
 from engine.topology import StageGraph, chain, fork, merged
 from launch.ranks import run_ranks
+from models.layers import BRANCHES
 
 COUNTS = {"image": [10, 0, 20, 30, 0, 5], "text": [10, 20, 5]}  # parameters by layer; a layer without any is a pool
 
@@ -48,13 +49,13 @@ def test_layers_are_locked_from_the_input_on(block, image, text):
 def test_what_is_wrong_is_refused_with_its_key(block, words):
     config = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "branches": {"locked": block}}
     with pytest.raises(ValueError) as error:
-        check_config(config)
+        check_config(config, BRANCHES)
     assert all(word in str(error.value) for word in words), error.value
 
 
 def test_a_tower_with_too_few_layers_is_refused():
     with pytest.raises(ValueError, match="would lock nothing: the tower has 2 layers with parameters; use at most 1"):
-        LockedBlock(text={"all_but_last": 2}).trainable(COUNTS)
+        LockedBlock({"text": {"all_but_last": 2}}).trainable(COUNTS)
 
 
 def gradients_of(graph):

@@ -8,6 +8,7 @@ from split_training import Case, train_split, train_whole
 
 from engine.config import check_config
 from launch.ranks import run_ranks
+from models.layers import BRANCHES
 
 CASE = Case("fork", {"image": 1, "text": 1}, {"image": 2, "text": 1}, 6, offload=True, steps=3, clipping={"image": 0.5, "text": 0.5})
 
@@ -42,5 +43,5 @@ def test_offloaded_fp32_equals_unsplit_training():
 )
 def test_what_cannot_be_offloaded_is_refused(zero, words):
     with pytest.raises(ValueError) as error:
-        check_config({"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "zero_optimization": zero})
+        check_config({"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}, BRANCHES)
     assert all(word in str(error.value) for word in words), error.value

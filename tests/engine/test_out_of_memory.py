@@ -17,6 +17,7 @@ from engine.out_of_memory import OutOfMemory, explained, in_words, message
 from engine.planner import plan_run
 from engine.shortage import Shortage, shortage_of, size_in_words, with_what_is_held
 from launch.ranks import run_ranks
+from models.layers import BRANCHES
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 ADVICE = (
@@ -148,7 +149,7 @@ FORK = {"layout": "fork", "stages": {"image": 1, "text": 1}, "micro_batch_size":
 
 
 def setup(world_size, branches, rank=0, costs=COSTS, on_gpu=True, **keys):
-    config, block = check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches})
+    config, block = check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches}, BRANCHES)
     plan = plan_run(config, block, world_size, CostModel.of(costs.layers, costs.machine, config, costs.embed_dim))
     return RankSetup(plan, config, plan.graph.stage_of(rank), on_gpu)
 

@@ -10,6 +10,7 @@ from split_training import LR, Case, train_split, train_whole
 from engine.config import check_config
 from engine.parameter_groups import GroupSchedule, Setting, groups_of_names, optimizer_groups, settings_of
 from launch.ranks import run_ranks
+from models.layers import BRANCHES
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 LAYERS = {
@@ -27,7 +28,7 @@ LAYERS = {
 
 
 def test_without_a_block_only_what_has_one_dimension_is_not_decayed():
-    settings = settings_of(optimizer_groups(None), LAYERS, OPTIMIZER)
+    settings = settings_of(optimizer_groups(None, BRANCHES), LAYERS, OPTIMIZER)
     assert {name for name, setting in settings.items() if setting.weight_decay == 0} == {
         "image.stem.bias",
         "image.block.norm",
@@ -38,7 +39,7 @@ def test_without_a_block_only_what_has_one_dimension_is_not_decayed():
 
 def test_rates_fall_from_the_head_to_the_first_layer():
     block = {"image": {"lr": 5e-4, "layer_decay": 0.5, "warmup_steps": 7}, "head": {"weight_decay": 0.3}, "no_decay": ["*.bias"]}
-    settings = settings_of(optimizer_groups(block), LAYERS, OPTIMIZER)
+    settings = settings_of(optimizer_groups(block, BRANCHES), LAYERS, OPTIMIZER)
     assert settings == {
         "image.stem.weight": Setting(0.125, 0.1, 7),  # 5e-4 / 1e-3 · 0.5²: the pool has no parameters and is no layer
         "image.stem.bias": Setting(0.125, 0.0, 7),
@@ -73,19 +74,19 @@ def test_rates_fall_from_the_head_to_the_first_layer():
 )
 def test_what_is_wrong_is_refused_with_its_key(block, words):
     with pytest.raises(ValueError) as error:
-        check_config({"train_batch_size": 8, "optimizer": OPTIMIZER, "branches": {"optimizer_groups": block}})
+        check_config({"train_batch_size": 8, "optimizer": OPTIMIZER, "branches": {"optimizer_groups": block}}, BRANCHES)
     assert all(word in str(error.value) for word in words), error.value
 
 
 def test_a_rate_of_a_group_needs_one_to_be_scaled_by():
     config = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "branches": {"optimizer_groups": {"text": {"lr": 1e-4}}}}
     with pytest.raises(ValueError, match="optimizer.params.lr, which is None"):
-        check_config(config)
+        check_config(config, BRANCHES)
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match="'image.stem.bais' matches no parameter; did you mean 'image.stem.bias'"):
-        settings_of(optimizer_groups({"no_decay": ["image.stem.bais"]}), LAYERS, OPTIMIZER)
+        settings_of(optimizer_groups({"no_decay": ["image.stem.bais"]}, BRANCHES), LAYERS, OPTIMIZER)
 
 
 def warmup(steps):

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from split_training import LR, RELATIVE, Case, assemble, check_gradients, refusal, train_split, train_whole
+from three_branches import ThreeBranches, train_three_split, train_three_whole
 
 from launch.ranks import run_ranks
 
@@ -278,13 +279,16 @@ def test_the_number_of_texts_may_change_from_step_to_step():
     [
         (
             fork((1, 2), (1, 1), {"image": 4, "text": 8}, weighted=("text",)),
-            "24 of 48 images and texts of this batch came without a weight, the others with one",
+            "24 of 48 image rows and text rows of this batch came without a weight, the others with one",
         ),
         (
             merged(1, 2, 4, weighted=("image", "text"), not_loaded={"image": tuple(i for i in range(24) if i % 5)}),  # the others have 0
-            "all images, or all texts, of this batch that could be loaded have weight 0",
+            "all image rows, or all text rows, of this batch that could be loaded have weight 0",
         ),
-        (merged(1, 2, 4, texts_per_image=(1, 3)), "24 rows of text came for a batch of 24 samples with 3 texts per image, which needs 72"),
+        (
+            merged(1, 2, 4, texts_per_image=(1, 3)),
+            "24 rows of text came for a batch of 24 samples with 3 of them per sample, which needs 72",
+        ),
     ],
     ids=str,
 )
@@ -449,4 +453,50 @@ def test_both_losses_together_equal_unsplit_training(case):
     drawn = sorted(note for result in results for note in result["drawn"])
     told = [(b, row, whom) for batch in reference["drawn"][0] for b, own in batch.items() for row, whom in enumerate(own)]
     assert drawn == sorted(told), "each row draws once, whatever the split"
+    check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+
+
+# -- three branches --------------------------------------------------------------------------------------------------------------
+
+LACKING = {"image": (0, 5, 11), "text": (2, 5), "sound": tuple(range(1, 24, 3))}  # a third of the samples has no sound
+
+
+def three(layout, stages, replicas, micro_batch_size, **more):
+    return ThreeBranches(layout, stages, replicas, micro_batch_size, **more)
+
+
+def fork_of_three(stages, replicas, sizes, **more):
+    names = ("image", "text", "sound")
+    return three("fork", *(dict(zip(names, numbers)) for numbers in (stages, replicas, sizes)), **more)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        fork_of_three((1, 1, 1), (2, 1, 1), (4, 8, 24)),
+        fork_of_three((1, 1, 1), (2, 1, 1), (4, 8, 24), pairs="three", lacking=LACKING),
+        fork_of_three((1, 1, 1), (2, 1, 1), (6, 8, 12), pairs="three", lacking=LACKING, schedule="replay"),
+        fork_of_three((1, 1, 1), (1, 2, 1), (8, 4, 6), lacking=LACKING, not_loaded={"image": (3,), "sound": (0, 3)}),
+        fork_of_three((1, 2, 1), (1, 1, 2), (8, 6, 4), schedule="replay", not_loaded={"text": (7, 8), "sound": (0, 23)}),
+        fork_of_three((1, 1, 1), (2, 1, 1), (6, 8, 12), pairs="three", plain=True, lacking=LACKING),
+        three("merged", {"merged": 1}, 1, 8, pairs="three"),
+        three("merged", {"merged": 1}, 2, 4, pairs="three", plain=True),
+        three("merged", {"merged": 2}, 2, 4, schedule="replay", not_loaded={"image": (3,), "sound": (0, 3)}),
+        three("chain", {"image": 1, "text": 1, "sound": 1}, 1, 6, pairs="three", not_loaded={"text": (7, 8), "sound": (0, 23)}),
+        three("chain", {"image": 1, "text": 1, "sound": 1}, 2, 4, schedule="replay"),
+    ],
+    ids=str,
+)
+def test_three_branches_equal_unsplit_training(case):
+    """Every pair over the samples that have both of its halves; a branch in several pairs gets the sum of their gradients."""
+    results = run_ranks(case.world_size, train_three_split, case)
+    branches = {"image": 0, "text": 1, "sound": 2}
+    replicas = case.replicas if isinstance(case.replicas, dict) else dict.fromkeys(branches, case.replicas)
+    sizes = case.micro_batch_size if isinstance(case.micro_batch_size, dict) else dict.fromkeys(branches, case.micro_batch_size)
+    reference = train_three_whole(case, {b: (replicas[b], case.global_batch_size // replicas[b] // sizes[b]) for b in branches})
+    metrics = results[0]["metrics"]
+    assert len({r["metrics"].loss for r in results}) == 1, "every rank tells the same loss"
+    assert metrics.loss == pytest.approx(reference["loss"], rel=RELATIVE)
+    for pair, loss in reference["losses"].items():
+        assert metrics.losses[f"contrastive_loss/{pair}"] == pytest.approx(loss, rel=RELATIVE)
     check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])

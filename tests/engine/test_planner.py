@@ -14,8 +14,9 @@ from engine.auto import filled
 from engine.config import check_config, read_config
 from engine.planner import BranchBatch, RunPlan, Search, check_world, deepspeed_config, plan_run, search_plans
 from engine.simulator import simulate
-from engine.topology import BRANCHES
+from launch.blocks import dealing
 from launch.recipe import RECIPES
+from models.layers import BRANCHES
 
 FILES = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 MINIMAL = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}}
@@ -25,11 +26,11 @@ FORK = {"layout": "fork", "stages": {"image": 1, "text": 1}}
 
 def search(world_size: int, branches: dict | None = None, costs=COSTS, memory_bytes=1e15, machine=None, **keys) -> Search:
     model = proportional(costs, memory_bytes, **(machine or {}))
-    return search_plans(*check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches or {}}), world_size, model)
+    return search_plans(*check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches or {}}, BRANCHES), world_size, model)
 
 
 def plan(world_size: int, branches: dict | None = None, costs=COSTS, **keys) -> RunPlan:
-    return plan_run(*check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches or {}}), world_size, proportional(costs))
+    return plan_run(*check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches or {}}, BRANCHES), world_size, proportional(costs))
 
 
 def refused(*words: str):
@@ -51,7 +52,7 @@ REFUSALS = [
         4,
         {"layout": "merged", "stages": {"image": 2, "text": 2}},
         {},
-        ["does not fit layout 'merged'", "slice of both branches", '"stages": {"merged": 2} (or "stages": 2)'],
+        ["does not fit layout 'merged'", "slice of every branch", '"stages": {"merged": 2} (or "stages": 2)'],
     ),
     (
         3,
@@ -63,7 +64,7 @@ REFUSALS = [
         1,
         {"stages": {"image": 1, "text": 1}},
         {},
-        ['{"image": 1, "text": 1}', "layout 'merged', the only one for one rank", "slice of both branches", '"stages": {"merged": 1}'],
+        ['{"image": 1, "text": 1}', "layout 'merged', the only one for one rank", "slice of every branch", '"stages": {"merged": 1}'],
     ),
     (1, {"stages": 2}, {}, ["layout 'merged' needs a rank for each of its 2 stages", "there is 1", "at least 2 processes", "fewer stages"]),
     (2, {"layout": "fork", "stages": 6}, {}, ["6 image stages", "the image tower has 5 layers", "at most 5"]),
@@ -78,8 +79,8 @@ REFUSALS = [
         ],
     ),
     # replicas
-    (8, {"layout": "fork", "replicas": 4}, {}, ["branches.replicas: 4 for a fork", "give both branches theirs"]),
-    (8, {"layout": "fork", "replicas": {"image": 4}}, {}, ["branches.replicas", "give both branches theirs"]),
+    (8, {"layout": "fork", "replicas": 4}, {}, ["branches.replicas: 4 for a fork", "give each branch its own"]),
+    (8, {"layout": "fork", "replicas": {"image": 4}}, {}, ["branches.replicas", "give each branch its own"]),
     (
         8,
         {**FORK, "replicas": {"image": 3, "text": 2}},
@@ -102,7 +103,7 @@ REFUSALS = [
         4,
         {"layout": "merged", "stages": 1, "replicas": {"image": 2, "text": 2}},
         {},
-        ['branches.replicas: {"image": 2, "text": 2}', "'merged'", "slice of both branches, so write one number", '"replicas": 4'],
+        ['branches.replicas: {"image": 2, "text": 2}', "'merged'", "slice of every branch, so write one number", '"replicas": 4'],
     ),
     (
         5,
@@ -171,14 +172,14 @@ REFUSALS = [
         1,
         {"micro_batch_size": {"image": 8, "text": 16}},
         {},
-        ["branches.micro_batch_size", "only a fork allows", "slice of both branches, so write one number", '"micro_batch_size": 8'],
+        ["branches.micro_batch_size", "only a fork allows", "slice of every branch, so write one number", '"micro_batch_size": 8'],
     ),
     # the schedule
     (
         3,
         {**FORK, "schedule": "per_micro_batch", "replicas": {"image": 2, "text": 1}},
         {},
-        ['"per_micro_batch"', "both branches need the same micro-batches", "image 24 × 1 × 2, text 48 × 1 × 1", "batch_sync"],
+        ['"per_micro_batch"', "all branches need the same micro-batches", "image 24 × 1 × 2, text 48 × 1 × 1", "batch_sync"],
     ),
     (2, {"layout": "chain", "kept_micro_batches": {"image": 1, "text": 2}}, {}, ["kept_micro_batches", "only a fork"]),
 ]
@@ -193,7 +194,7 @@ def test_refusals_of_a_plan(world_size, branches, keys, words):
 def checked(world_size: int, branches: dict, **keys) -> str | None:
     """What check_world says, which knows no towers."""
     try:
-        check_world(*check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches}), world_size)
+        check_world(*check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches}, BRANCHES), world_size, BRANCHES)
     except ValueError as error:
         return str(error)
 
@@ -518,7 +519,7 @@ def test_deepspeed_config_per_branch():
     scheduler = {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 20}}
     branches = {**FORK, "replicas": {"image": 3, "text": 2}, "micro_batch_size": {"image": 8, "text": 12}}
     written, block = check_config(
-        MINIMAL | {"branches": branches, "scheduler": scheduler, "pipeline": {"activation_checkpoint_interval": 2}}
+        MINIMAL | {"branches": branches, "scheduler": scheduler, "pipeline": {"activation_checkpoint_interval": 2}}, BRANCHES
     )
     decided = plan_run(written, block, 5, proportional(COSTS))
     before = copy.deepcopy(written)
@@ -554,9 +555,9 @@ def test_auto_in_the_scheduler_is_only_known_for_the_length():
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 @pytest.mark.parametrize("image_cost", [0.3, 1.0, 4.0, 20.0])
 def test_every_file_runs_on_1_2_4_8_ranks(file, image_cost):
-    read, block = filled(*read_config(file), RECIPES["long"].values(960, 10_000, {"image": False, "text": False}))
+    read, block = filled(*read_config(file, BRANCHES), RECIPES["long"].values(960, 10_000, {"image": False, "text": False}), BRANCHES)
     costs = proportional({"image": [image_cost, image_cost], "text": [1.0, 1.0]})
-    fixed, feeds = isinstance(block.replicas, dict), block.dealing().strategy == "feed"
+    fixed, feeds = isinstance(block.replicas, dict), dealing(block).strategy == "feed"
     forks = block.layout == "fork"  # written for a fork, some for so many ranks and no others
     worlds, layouts = (8,) if fixed else (1, 2, 4, 8), ("fork",) if forks else ("auto", "fork", "merged")
     for world_size, layout in itertools.product(worlds, layouts):

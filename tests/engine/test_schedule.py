@@ -34,7 +34,8 @@ from engine.schedule import (
     ReplayPass,
     StageSchedule,
 )
-from engine.topology import BRANCHES, StageGraph, chain, fork, merged
+from engine.topology import StageGraph, chain, fork, merged
+from models.layers import BRANCHES
 
 MATCH = {SendActivation: RecvActivation, SendGrad: RecvGrad}
 

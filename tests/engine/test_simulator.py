@@ -17,7 +17,8 @@ from engine.costs import CostModel, Curve, LayerCost, Machine, StateBytes
 from engine.planner import BranchBatch
 from engine.schedule import SCHEDULES, BatchSync, ComputeLoss
 from engine.simulator import Simulation, Span, StageResult, bounds, most_kept, simulate
-from engine.topology import BRANCHES, StageGraph, chain, fork, merged
+from engine.topology import StageGraph, chain, fork, merged
+from models.layers import BRANCHES
 
 INF = float("inf")
 FREE = Machine("free", INF, INF, 0.0, INF, 0.0, 0.0, 0.0)

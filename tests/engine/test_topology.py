@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from engine.topology import BRANCHES, Stage, StageGraph, balanced_cuts, chain, fork, merged
+from engine.topology import Stage, StageGraph, balanced_cuts, chain, fork, merged
+from models.layers import BRANCHES
 
 DEEP = {"image": [range(0, 3), range(3, 5)], "text": [range(0, 4)]}
 
@@ -96,7 +97,7 @@ def test_every_graph_is_whole(graph):
 
 
 def stage(stage_id: int, ranks: tuple[int, ...], previous: int | None = None, next: int | None = None) -> Stage:
-    return Stage(stage_id, f"image {stage_id}", {"image": range(stage_id, stage_id + 1)}, ranks, previous, next, (), ())
+    return Stage(stage_id, f"image {stage_id}", {"image": range(stage_id, stage_id + 1)}, ranks, previous, next, (), (), 0, ("image",))
 
 
 @pytest.mark.parametrize("ranks", [((0, 1), (1, 2)), ((0,), (2,)), ((1,), (2,))])

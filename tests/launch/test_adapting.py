@@ -17,7 +17,9 @@ from engine.step_metrics import SourceLoss
 from engine.trace import Span
 from launch.balancer import Balancer
 from launch.balancing import make_balance
+from launch.blocks import dealing
 from launch.options import parse_options
+from models.layers import BRANCHES
 
 COSTS = proportional({"image": [1.0], "text": [1.0]})
 BUSY_S = {"image 0": 0.1, "text 0": 0.1}
@@ -36,10 +38,10 @@ class World:
 
     def __init__(self, data, folder, *options, balance=None, workers=1, batch_size=48, earlier=()):
         block = {"layout": "fork", "stages": {"image": 1, "text": 1}, "micro_batch_size": 12, "balance": balance or {"interval": 5}}
-        config, block = check_config({"train_batch_size": batch_size, "optimizer": {"type": "AdamW"}, "branches": block})
+        config, block = check_config({"train_batch_size": batch_size, "optimizer": {"type": "AdamW"}, "branches": block}, BRANCHES)
         plan = plan_run(config, block, 2, COSTS)
         self.data, self.order = data, GlobalOrder(len(data.train), batch_size, 0, data.parts, earlier=earlier)
-        self.balance = make_balance(block.dealing(), plan, COSTS, data, self.order, None, None, parse_options([*SETS, *options]), folder)
+        self.balance = make_balance(dealing(block), plan, COSTS, data, self.order, None, None, parse_options([*SETS, *options]), folder)
         self.ranks = [Balancer(self.balance, 0, stage.name, workers) for stage in plan.graph.stages]
         self.records = []
 

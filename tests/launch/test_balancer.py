@@ -16,7 +16,9 @@ from engine.planner import plan_run
 from engine.trace import Span
 from launch.balancer import Balancer, refitted, seconds_of_micro_batches, slowest_points
 from launch.balancing import make_balance
+from launch.blocks import dealing
 from launch.options import parse_options
+from models.layers import BRANCHES
 
 COSTS = proportional({"image": [1.0, 2.0], "text": [0.5, 1.5]})
 TRUE = BranchCost(2e-3, 0.0, 3e-5)  # what texts really cost
@@ -36,11 +38,11 @@ class World:
         stages = {"merged": 2} if layout == "merged" else {"image": 1, "text": 1}
         block = {"layout": layout, "stages": stages, "micro_batch_size": micro_batch_size, "balance": balance, "schedule": "replay"}
         config = {"train_batch_size": batch_size, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "branches": block}
-        config, block = check_config(config)
+        config, block = check_config(config, BRANCHES)
         plan = plan_run(config, block, 2, COSTS)
         order = GlobalOrder(len(data.train), batch_size, seed=0, earlier=earlier)
         self.data, self.image_s = data, image_s
-        self.balance = make_balance(block.dealing(), plan, COSTS, data, order, None, None, parse_options([]), folder)
+        self.balance = make_balance(dealing(block), plan, COSTS, data, order, None, None, parse_options([]), folder)
         self.ranks = [Balancer(self.balance, 0, stage.name, workers) for stage in plan.graph.stages]
         self.records = []
 

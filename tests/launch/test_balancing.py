@@ -18,9 +18,10 @@ from data.settings import Settings
 from data.weights import Curriculum
 from engine.config import check_config
 from engine.planner import plan_run
-from engine.topology import BRANCHES
 from launch.balancing import branch_cost, explain_dealing, make_balance
+from launch.blocks import dealing
 from launch.options import parse_options
+from models.layers import BRANCHES
 
 COSTS = proportional({"image": [1.0, 2.0], "text": [0.5, 1.5]})
 BUCKETS = BucketedSamples(((32, 64), (64, 32)), np.zeros(4000, np.int8))
@@ -34,10 +35,12 @@ def data(tmp_path_factory):
 def made(data, folder, layout, balance, buckets=None, patch_size=None, options=(), schedule="batch_sync", **keys):
     stages = {"merged": 2} if layout == "merged" else {"image": 1, "text": 1}
     block = {"layout": layout, "stages": stages, "micro_batch_size": 12, "balance": balance, "schedule": schedule} | keys
-    config, block = check_config({"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "branches": block})
+    config, block = check_config(
+        {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "branches": block}, BRANCHES
+    )
     plan = plan_run(config, block, 2, COSTS)
     order = GlobalOrder(len(data.train), 48, seed=0)
-    return make_balance(block.dealing(), plan, COSTS, data, order, buckets, patch_size, parse_options(list(options)), folder)
+    return make_balance(dealing(block), plan, COSTS, data, order, buckets, patch_size, parse_options(list(options)), folder)
 
 
 def kinds(balance):

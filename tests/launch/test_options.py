@@ -13,6 +13,7 @@ from engine.config import BranchesBlock, read_config
 from engine.planner import check_world, plan_run
 from launch.flags import make_parser
 from launch.options import DEFAULTS, DEMO_DEFAULTS, default_config, parse_options
+from models.layers import BRANCHES
 
 # A new flag needs an edit here, and with it the question whether two recipes need it (style.md).
 FLAGS = [
@@ -206,8 +207,8 @@ def test_the_default_file_suits_the_hardware(on_gpu, bf16, world_size, name):
 
 @pytest.mark.parametrize("world_size", range(2, 17))
 def test_the_default_file_runs_with_any_number_of_processes(world_size):
-    config, block = read_config(default_config(False, False, world_size))
-    check_world(config, block, world_size)
+    config, block = read_config(default_config(False, False, world_size), BRANCHES)
+    check_world(config, block, world_size, BRANCHES)
     plan = plan_run(config, block, world_size, proportional({"image": [2.0] * 3, "text": [1.0] * 3}))
     assert plan.graph.layout == "fork" and plan.graph.world_size == world_size
 

@@ -8,13 +8,16 @@ import pytest
 from engine.config import check_config, read_config
 from launch.options import parse_options
 from launch.recipe import LEAST_WARMUP, LONG, RECIPES, as_begun, settle
+from models.layers import BRANCHES
 
 FILE = Path(__file__).parents[2] / "ds_configs" / "cpu_fork_fp32.json"
 SAID = {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.0, "torch_adam": True}
 
 
 def settled(*arguments, total_steps=200, config=None):
-    return settle(parse_options(list(arguments)), *(read_config(FILE) if config is None else check_config(config)), total_steps)
+    return settle(
+        parse_options(list(arguments)), *(read_config(FILE, BRANCHES) if config is None else check_config(config, BRANCHES)), total_steps
+    )
 
 
 def test_everything_open_comes_from_the_recipe():
@@ -112,8 +115,8 @@ def test_a_run_that_goes_on_keeps_its_numbers():
         "deepspeed_config": {**written, "optimizer": {"type": "AdamW", "params": SAID}, "scheduler": {"params": {"warmup_num_steps": 7}}},
         "branches": {"gradient_clipping": {"image": 2.0}, "optimizer_groups": None},
     }
-    config, block = as_begun(*read_config(FILE), {"training": before})
+    config, block = as_begun(*read_config(FILE, BRANCHES), {"training": before})
     assert config["optimizer"]["params"] == SAID and config["scheduler"]["params"]["warmup_num_steps"] == 7
     assert "warmup_type" not in config["scheduler"]["params"]
     assert block.gradient_clipping == {"image": 2.0} and block.optimizer_groups is None
-    assert as_begun(*read_config(FILE), None) == read_config(FILE)
+    assert as_begun(*read_config(FILE, BRANCHES), None) == read_config(FILE, BRANCHES)

@@ -18,6 +18,7 @@ from launch.run_folder import (
     choose_folder,
     training_identity,
 )
+from models.layers import BRANCHES
 from models.towers import build_towers
 
 CONFIG = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
@@ -30,7 +31,7 @@ def identity(*arguments, config=CONFIG, block=BLOCK, plan=None):
 
 
 def plan_for(world_size, block=BLOCK, config=CONFIG):
-    return plan_run(*check_config({**config, "branches": block}), world_size, proportional({"image": [1.0], "text": [1.0]}))
+    return plan_run(*check_config({**config, "branches": block}, BRANCHES), world_size, proportional({"image": [1.0], "text": [1.0]}))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,9 @@ from engine.config import check_config
 from engine.planner import plan_run
 from engine.step_metrics import SourceLoss, StepMetrics
 from launch.balancing import Balance
+from launch.blocks import dealing
 from launch.step_line import step_line
+from models.layers import BRANCHES
 
 METRICS = StepMetrics(
     loss=3.5,
@@ -44,9 +46,9 @@ SETTINGS = Settings([Setting(0, {}), Setting(3, {}, knobs=Knobs(captions_per_ima
 
 
 def line_of(step, sources=(), metrics=METRICS, order=ORDER, ladders=Ladders(), settings=SETTINGS):
-    config, block = check_config({"train_batch_size": 10, "optimizer": {"type": "AdamW"}, "branches": {"layout": "fork"}})
+    config, block = check_config({"train_batch_size": 10, "optimizer": {"type": "AdamW"}, "branches": {"layout": "fork"}}, BRANCHES)
     plan = plan_run(config, block, 2, proportional({"image": [1.0], "text": [1.0]}))
-    balance = Balance(block.dealing(), plan, {}, order, np.arange(40), ladders, FeedRules(), SETTINGS.at(0))
+    balance = Balance(dealing(block), plan, {}, order, np.arange(40), ladders, FeedRules(), SETTINGS.at(0))
     return step_line(metrics, step, 2.0, balance, settings, sources)
 
 

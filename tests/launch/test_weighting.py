@@ -8,7 +8,7 @@ import pytest
 from data.options import DataOptions
 from data.prepare import prepare_data
 from data.sampler import GlobalOrder
-from engine.config import SampleWeightsBlock
+from launch.blocks import SampleWeightsBlock
 from launch.weighting import loss_weights_of, text_lengths, training_order
 
 

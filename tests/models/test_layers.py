@@ -9,7 +9,7 @@ from torch import nn
 
 from models.head import ImageHead, TextHead
 from models.image import ARCHITECTURES, image_tower
-from models.layers import Layer, LayerSpec, cut, stable_seed
+from models.layers import Layer, cut, stable_seed
 from models.text import PRESETS, text_tower
 from models.towers import build_towers, count_flops, meta_inputs, with_head
 
@@ -236,8 +236,6 @@ def test_a_wrong_cut_and_a_forgotten_rule_are_refused():
         cut("image", model, [("0", _Half(model[0])), ("1", _Half(model))], lambda layer: None)
     with pytest.raises(RuntimeError, match="layer image.all: the initialisation left 'part.0.bias' unset"):
         cut("image", model, [("all", _Half(model))], lambda layer: nn.init.zeros_(layer.part[0].weight))[0].build(0)
-    with pytest.raises(ValueError, match="branch 'audio' must be one of image, text"):
-        LayerSpec("audio.stem", "audio", _Half(model), print)
 
 
 def test_heads():

@@ -1,0 +1,125 @@
+"""What is trained: branches, and the pairs of branches that losses compare. Records; no tensor and no process here.
+
+    image ──┐
+            ├── image_text: InfoNCE ──┐
+    text ───┤                         ├── the loss: a weighted sum over the pairs
+            ├── audio_text: InfoNCE ──┘
+    audio ──┘
+
+A branch may be in several pairs; the gradients of its embeddings add up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.exchange import ContrastiveLoss  # which imports this module
+    from engine.matching import MatchingLoss
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A modality's path through the pipeline.
+
+    Its tensors are those whose names begin with `name` and an underscore (`image_embeds` [B, D], `image_position` [B]), and those in
+    `inputs`, which are named otherwise where they enter (`pixel_values`).
+    """
+
+    name: str
+    inputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two branches and the loss between them.
+
+    `first` owns what the loss learns: the last layer of its tower emits these scalars, each [1], as tensors named `prefix` + the loss's
+    own name for it. `weight`: of this loss in the sum over all pairs. `matching`: a second loss, of single (first, second) pairs, which
+    the last layer of the `second` tower scores; None: there is none.
+    """
+
+    first: str
+    second: str
+    loss: ContrastiveLoss = field(compare=False)
+    weight: float = 1.0
+    matching: MatchingLoss | None = field(default=None, compare=False)
+    prefix: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.first}_{self.second}"
+
+    @property
+    def branches(self) -> tuple[str, str]:
+        return self.first, self.second
+
+    @property
+    def scalars(self) -> dict[str, str]:
+        """The loss's name for each of its learned scalars -> the name of its tensor."""
+        return {name: self.prefix + name for name in self.loss.parameters}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """All branches of a run, in the order of their layers and ranks, and all pairs. Checked when made.
+
+    Raises ValueError for a pair of unknown branches, a branch without a pair, and names that stand twice.
+    """
+
+    branches: tuple[Branch, ...]
+    pairs: tuple[Pair, ...]
+
+    def __post_init__(self):
+        if len(set(self.names)) < len(self.names):
+            raise ValueError(f"objective: the branches {', '.join(self.names)} do not have different names")
+        for pair in self.pairs:
+            unknown = [name for name in pair.branches if name not in self.names]
+            if unknown:
+                raise ValueError(f"objective: pair {pair.name} is of branch {unknown[0]}, which is none of {', '.join(self.names)}")
+            if pair.first == pair.second:
+                raise ValueError(f"objective: pair {pair.name} compares a branch with itself; name two branches")
+        sets = [frozenset(pair.branches) for pair in self.pairs]
+        if len(set(sets)) < len(sets):
+            raise ValueError(f"objective: {', '.join(pair.name for pair in self.pairs)} compare two branches twice; give each pair once")
+        alone = [name for name in self.names if not any(name in pair.branches for pair in self.pairs)]
+        if alone:
+            raise ValueError(f"objective: branch {alone[0]} is in no pair, so it would not learn; add a pair with it, or leave it out")
+        scalars = [tensor for pair in self.pairs for tensor in pair.scalars.values()]
+        if len(set(scalars)) < len(scalars):
+            raise ValueError(f"objective: the learned scalars {', '.join(scalars)} do not have different names; give pairs a prefix")
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the branches."""
+        return tuple(branch.name for branch in self.branches)
+
+    @cached_property
+    def links(self) -> tuple[tuple[str, str], ...]:
+        """(from, to) of every exchange between two branches, in the one order in which all ranks go through them."""
+        return tuple(link for pair in self.pairs for link in (pair.branches, pair.branches[::-1]))
+
+    @cached_property
+    def _owners(self) -> dict[str, str]:
+        """Tensors that are not named after their branch -> the branch."""
+        inputs = {tensor: branch.name for branch in self.branches for tensor in branch.inputs}
+        return inputs | {tensor: pair.first for pair in self.pairs for tensor in pair.scalars.values()}
+
+    def scalars_of(self, branch: str) -> dict[str, float]:
+        """Tensor name -> first value of the learned scalars that this branch owns."""
+        owned = [pair for pair in self.pairs if pair.first == branch]
+        return {tensor: pair.loss.parameters[name] for pair in owned for name, tensor in pair.scalars.items()}
+
+    def branch_of(self, tensor: str) -> str:
+        """The branch that a named tensor belongs to. Raises ValueError for a name that is nobody's."""
+        if tensor in self._owners:
+            return self._owners[tensor]
+        found = [name for name in self.names if tensor.startswith(f"{name}_")]
+        if not found:
+            raise ValueError(
+                f"tensor {tensor!r} belongs to no branch: a name begins with one of {', '.join(f'{name}_' for name in self.names)}, "
+                f"or is one of {', '.join(sorted(self._owners)) or 'the inputs of a branch'}; rename it, or add it to the inputs of its branch"
+            )
+        return max(found, key=len)
