@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from data.batching.mixture import open_sources
+from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
+from data.index.sources import open_source
 from data.loader import resolve_workers
-from data.mixture import open_sources
 from data.options import DataOptions
 from data.prepare import HeldOut, count_bad, first_bad, prepare_data
-from data.roots import add_root_flag, from_anywhere, given_roots, with_roots
-from data.sources import open_source
-from launch.embedding import Embedder, forget_embeddings, line_of, refuse_other_content, refuse_other_pictures, write_embeddings
-from launch.evaluation import (
+from launch.inference.embedding import Embedder, forget_embeddings, line_of, refuse_other_content, refuse_other_pictures, write_embeddings
+from launch.inference.evaluation import (
     classification,
     classification_table,
     embeddings_of,
@@ -40,11 +40,11 @@ from launch.evaluation import (
     search_table,
     write_numbers,
 )
-from launch.flags import Once
-from launch.gallery import Found, Row, draw_rows
-from launch.report import retrieval_table, show
-from launch.reranking import reranked_retrieval
-from launch.trained import Trained, open_model_folder
+from launch.inference.gallery import Found, Row, draw_rows
+from launch.inference.reranking import reranked_retrieval
+from launch.inference.trained import Trained, open_model_folder
+from launch.run.report import retrieval_table, show
+from launch.settings.flags import Once
 
 NUM_EXAMPLES, NUM_ANSWERS = 8, 20
 OF_SPECS = ("val_data", "classify", "classify_train")

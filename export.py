@@ -9,9 +9,9 @@ import logging
 import sys
 from pathlib import Path
 
-from launch.exporting import refuse_to_overwrite, write_export
-from launch.records import read_export
-from launch.trained import open_run
+from launch.inference.exporting import refuse_to_overwrite, write_export
+from launch.inference.trained import open_run
+from launch.run.records import read_export
 
 
 def parse() -> argparse.Namespace:

@@ -16,43 +16,43 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
+from data.batching.mixture import source_names
 from data.loader import resolve_workers
-from data.mixture import source_names
+from data.modalities.tokenizer import length_multiple
 from data.prepare import prepare_data
 from data.processes import start_early
-from data.tokenizer import length_multiple
 from engine.build import build_engine
 from engine.checkpoint.layout import step_folder
 from engine.checkpoint.retention import Keep
 from engine.checkpoint.together import CheckpointWriter
-from engine.config import check_hardware, read_config
-from engine.planner import check_world, plan_run
-from engine.processes import first_rank_first, from_first_rank, has_bf16, start_processes, stop_processes
+from engine.config.reading import check_hardware, read_config
+from engine.planning.planner import check_world, plan_run
+from engine.processes.start import first_rank_first, from_first_rank, has_bf16, start_processes, stop_processes
+from engine.processes.watchdog import Watchdog
 from engine.trace import HostClock
-from engine.watchdog import Watchdog
-from launch.balancer import Balancer
-from launch.balancing import explain_dealing, image_buckets, make_balance
-from launch.blocks import READERS, dealing, weighting
+from launch.balancing.balancer import Balancer
+from launch.balancing.choosing import explain_dealing, image_buckets, make_balance
+from launch.balancing.loss_weights import LossWeights
+from launch.balancing.weighting import loss_weights_of, text_lengths, training_order
 from launch.costing import run_costs
-from launch.failures import Run, report_and_exit
 from launch.feeding import Feeding
-from launch.loss_weights import LossWeights
-from launch.objective import objective_of
-from launch.options import Options, default_config, parse_options
-from launch.preprocessing import describe_pixels
-from launch.recipe import as_begun, settle
-from launch.report import progress_interval, retrieval_report, show
-from launch.resuming import earlier_sizes, find_checkpoint, resume, state_of
-from launch.run_folder import RunFolder, choose_folder, training_identity
-from launch.step_line import step_line
-from launch.stopping import STOPPED, StopRequest
-from launch.trace_file import TraceFile, is_sampled
-from launch.tracking import Tracker
-from launch.trained import towers_of, with_named_towers
-from launch.weighting import loss_weights_of, text_lengths, training_order
-from models.layers import BRANCHES
+from launch.inference.trained import towers_of, with_named_towers
+from launch.run.failures import Run, report_and_exit
+from launch.run.folder import RunFolder, choose_folder, training_identity
+from launch.run.report import progress_interval, retrieval_report, show
+from launch.run.resuming import earlier_sizes, find_checkpoint, resume, state_of
+from launch.run.step_line import step_line
+from launch.run.stopping import STOPPED, StopRequest
+from launch.run.trace_file import TraceFile, is_sampled
+from launch.run.tracking import Tracker
+from launch.settings.blocks import READERS, dealing, weighting
+from launch.settings.objective import objective_of
+from launch.settings.options import Options, default_config, parse_options
+from launch.settings.preprocessing import describe_pixels
+from launch.settings.recipe import as_begun, settle
 from models.losses import Matching, build_loss
-from models.weights import open_model, open_weights
+from models.towers.layers import BRANCHES
+from models.weights.reading import open_model, open_weights
 
 
 def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> int:

@@ -1,10 +1,10 @@
-"""Four ways to deal a global batch into micro-batches: at random, sorted by length, longest first (LPT), and balanced (`data/dealing.py`).
+"""Four ways to deal a global batch into micro-batches: at random, sorted by length, longest first (LPT), and balanced (`data/batching/dealing.py`).
 
     python bench/balance.py            writes bench/out/balance.md, in about 15 s on one core
 
 Skewed sets of samples: texts of 4 to 77 tokens, log-normal, and pictures in four resolutions. For each way: padding, and the seconds of a
 step against the lower bound (all work divided evenly, nothing padded), for 2 to 8 stages and 1 to 8 replicas; then the time to deal. Steps
-are the instruction lists of the engine, walked with the seconds of every single micro-batch: `engine/simulator.py` knows but one size of them.
+are the instruction lists of the engine, walked with the seconds of every single micro-batch: `engine/planning/simulator.py` knows but one size of them.
 
 Lengths are rounded up to a multiple of 8 before anything else, because the tokenizer pads so; what that costs stands below the table.
 """
@@ -26,10 +26,19 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 OUT = ROOT / "bench" / "out"
 
-from data.branch_cost import BranchCost
-from data.dealing import BranchWork, Deal, DealBounds, deal_balanced, lower_bound_s, micro_batch_seconds, padded_lengths, padding_share
-from data.tokenizer import TENSOR_CORE_MULTIPLE
-from models.layers import BRANCHES
+from data.batching.branch_cost import BranchCost
+from data.batching.dealing import (
+    BranchWork,
+    Deal,
+    DealBounds,
+    deal_balanced,
+    lower_bound_s,
+    micro_batch_seconds,
+    padded_lengths,
+    padding_share,
+)
+from data.modalities.tokenizer import TENSOR_CORE_MULTIPLE
+from models.towers.layers import BRANCHES
 
 STAGES, REPLICAS = (2, 4, 8), (1, 2, 4, 8)
 NUM_MICRO_BATCHES = 32  # of each replica, whatever the way; ours may also choose
@@ -120,8 +129,8 @@ WAYS = {"random": deal_at_random, "sorted": deal_sorted, "longest first": deal_l
 
 def simulated_s(seconds: np.ndarray, num_stages: int, schedule: str = "batch_sync", num_kept: int = 0) -> float:
     """Seconds of a step of one line: its instruction lists, with `seconds` [R, M] for forward and backward of a micro-batch on each stage."""
-    from engine.ordering import put_in_order, shape_of
-    from engine.planner import BranchBatch
+    from engine.planning.ordering import put_in_order, shape_of
+    from engine.planning.planner import BranchBatch
     from engine.schedule import SCHEDULES
     from engine.topology import merged
 

@@ -32,8 +32,8 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from models.layers import LayerSpec
 from models.losses import logit_scale_exp
+from models.towers.layers import LayerSpec
 
 Embeddings = tuple[Tensor, Tensor, Tensor]  # image_embeds [b, D], text_embeds [b, D], logit_scale [1]
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 OUT = ROOT / "bench" / "out"
 
 from bench.common import TIMEOUT, Setup, make_engine, micro_batches
-from models.layers import BRANCHES
+from models.towers.layers import BRANCHES
 
 SETUP = Setup(
     image_tower="vit_b_16:hidden_dim=192,num_layers=4,num_heads=3,mlp_dim=768,patch_size=8",
@@ -55,9 +55,9 @@ def measure(zero_stage: int, stages: dict[str, int], replicas: dict[str, int], r
     import torch
     import torch.distributed as dist
 
-    from engine.clipping import GroupedClipping
-    from engine.clipping_rules import clipping_rules, group_of, rank_sets
     from engine.communication import Communicator
+    from engine.optimizer.clipping import GroupedClipping
+    from engine.optimizer.clipping_rules import clipping_rules, group_of, rank_sets
 
     setup = replace(SETUP, zero_stage=zero_stage)
     engine = make_engine(setup, {"layout": "fork", "stages": stages, "replicas": replicas})

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.config import BranchesBlock
-    from engine.costs import CostModel
+    from engine.config.reading import BranchesBlock
     from engine.executor import ForkEngine
-    from models.layers import BRANCHES, Tower
+    from engine.planning.costs import CostModel
+    from models.towers.layers import BRANCHES, Tower
 
 SECONDS_PER_FLOP = 1e-11  # only ratios matter: stages and replicas are given, the costs say where a tower is cut
 TIMEOUT = timedelta(seconds=300)
@@ -54,7 +54,7 @@ class Setup:
 
     @property
     def towers(self) -> dict[str, Tower]:
-        from models.towers import build_towers
+        from models.towers.building import build_towers
 
         towers = build_towers(
             self.image_tower,
@@ -103,8 +103,8 @@ def _sample(setup: Setup, branch: str, index: int) -> Tensor:
 
 def cost_model(towers: Mapping[str, Tower], embed_dim: int) -> CostModel:
     """Time in proportion to counted FLOPs, nothing else costs anything: enough to cut towers for a layout that is given."""
-    from engine.costs import CostModel, Curve, LayerCost, Machine, StateBytes
-    from models.towers import count_flops, meta_inputs
+    from engine.planning.costs import CostModel, Curve, LayerCost, Machine, StateBytes
+    from models.towers.building import count_flops, meta_inputs
 
     def costs(tower: Tower) -> list[LayerCost]:
         seconds = [SECONDS_PER_FLOP * flops / 2 for flops in count_flops(tower, meta_inputs(tower, 2))]
@@ -122,7 +122,7 @@ def configuration(
 ) -> tuple[dict[str, Any], BranchesBlock]:
     """What a JSON file would say. `branches` gives layout, stages, replicas and, if it is not batch_sync, the schedule; `deepspeed`:
     top-level keys in place of those here, or beside them."""
-    from engine.config import check_config
+    from engine.config.reading import check_config
 
     return check_config(
         {
@@ -154,8 +154,8 @@ def make_engine(
     import torch.distributed as dist
 
     from engine.build import build_engine
-    from engine.planner import plan_run
-    from launch.objective import objective_of
+    from engine.planning.planner import plan_run
+    from launch.settings.objective import objective_of
     from models.losses import InfoNCE
 
     config, block = configuration(setup, branches, deepspeed)

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 OUT = ROOT / "bench" / "out" / "convergence"
 
 from bench.common import laid_over, spread
-from launch.options import DEMO_DEFAULTS
+from launch.settings.options import DEMO_DEFAULTS
 
 TOWERS = {
     "small": ("--image-tower", "resnet18:layers=1-1-1-1", "--text-tower", "bert-tiny", "--image-size", "32", "--embed-dim", "128"),
@@ -215,7 +215,7 @@ def refusal(variant: Variant) -> str:
     """Why train.py would not compute it on this CPU; empty: it would."""
     from deepspeed.accelerator import get_accelerator
 
-    from engine.config import check_hardware
+    from engine.config.reading import check_hardware
 
     accelerator = get_accelerator()
     try:
@@ -396,7 +396,7 @@ def draw(results: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: P
 
 
 def _free_port() -> int:
-    from engine.processes import free_port
+    from engine.processes.start import free_port
 
     return free_port()
 

@@ -26,9 +26,9 @@ import numpy as np
 
 from bench.balance import MAX_TEXT_TOKENS, num_tokens
 from bench.common import Setup, make_engine
-from data.branch_cost import BranchCost
-from data.dealing import BranchWork, Deal, DealBounds, deal_balanced, padded_lengths, padding_share
-from data.tokenizer import TENSOR_CORE_MULTIPLE
+from data.batching.branch_cost import BranchCost
+from data.batching.dealing import BranchWork, Deal, DealBounds, deal_balanced, padded_lengths, padding_share
+from data.modalities.tokenizer import TENSOR_CORE_MULTIPLE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -61,9 +61,9 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
         torch.set_num_threads(1)
         stages["torch"] = memory()
         import data.loader  # noqa: F401  transformers, torchvision
-    from data.sampler import GlobalOrder, training_requests
-    from data.settings import Setting, Settings
-    from data.sources import open_source
+    from data.batching.sampler import GlobalOrder, training_requests
+    from data.batching.settings import Setting, Settings
+    from data.index.sources import open_source
 
     settings = Settings([Setting(0, {"image": NUM_MICRO_BATCHES})])
 

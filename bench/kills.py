@@ -45,7 +45,7 @@ def live(folder: Path, num_steps: int, save_every: int, victim: int | None, afte
     """On each rank: go on to step `num_steps`, unless the rank `victim` dies `after_s` seconds after its first step; the parameters' digest."""
     from engine.checkpoint.retention import Keep
     from engine.checkpoint.together import CheckpointWriter, load_checkpoint
-    from launch.resuming import find_checkpoint
+    from launch.run.resuming import find_checkpoint
 
     engine = make_engine(SETUP, BRANCHES)
     checkpoint, _ = find_checkpoint("auto", folder)
@@ -95,7 +95,7 @@ def main() -> None:
 
     from bench.kills import live  # so that the ranks find it by name
     from engine.checkpoint.layout import checkpoints_in
-    from engine.processes import compile_shared_memory_op
+    from engine.processes.start import compile_shared_memory_op
     from launch.ranks import run_ranks
 
     compile_shared_memory_op()

@@ -47,8 +47,8 @@ def make_files(folder: Path, samples: int) -> int:
     from PIL import Image
     from tqdm import tqdm
 
-    from data.pictures import decode_bytes, upright_8bit
-    from data.sources import open_source
+    from data.index.sources import open_source
+    from data.modalities.pictures import decode_bytes, upright_8bit
 
     demo, generator, total = open_source("demo"), np.random.default_rng(0), 0
     (folder / "pictures").mkdir()
@@ -160,11 +160,11 @@ def webdataset(folder: Path, samples: int, workers: int, pin: bool) -> Iterator:
 def ours(spec: str, workers: int, pin: bool, cache=None) -> Iterator:
     import numpy as np
 
+    from data.batching.sampler import GlobalOrder, training_requests
+    from data.batching.settings import Setting, Settings
+    from data.index.sources import open_source
     from data.loader import MicroBatchDataset, micro_batches
-    from data.sampler import GlobalOrder, training_requests
-    from data.settings import Setting, Settings
-    from data.sources import open_source
-    from data.transforms import eval_transform, train_transform
+    from data.modalities.transforms import eval_transform, train_transform
 
     source = open_source(spec)
     order = GlobalOrder(len(source), BATCH_SIZE, seed=0)
@@ -224,7 +224,7 @@ def measure(loader: str, folder: Path, samples: int, workers: int, pin: bool) ->
 
 
 def available(folder: Path) -> tuple[str, ...]:
-    from data.sources import KINDS
+    from data.index.sources import KINDS
 
     return tuple(loader for loader in LOADERS if loader != "decoding_tar" or "webdataset" in KINDS)
 
@@ -276,8 +276,8 @@ def main() -> None:
     from tqdm import tqdm
 
     from data.cache import PictureCache, fill
-    from data.sources import open_source
-    from data.transforms import train_transform
+    from data.index.sources import open_source
+    from data.modalities.transforms import train_transform
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -53,7 +53,7 @@ class Row:
 
 def measure_tensors(branches: dict[str, Any], record: dict) -> int:
     """On each rank: most bytes of tensors in a step after the first."""
-    from engine.costs import cost_model_from_json
+    from engine.planning.costs import cost_model_from_json
 
     with TensorBytes() as probe:
         engine = make_engine(SETUP, branches, cost_model_from_json(record))

@@ -30,7 +30,7 @@ OUT = ROOT / "bench" / "out"
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.exchange import Side
+    from engine.loss.exchange import Side
 
 WIDTH = 512
 GIB = 2**30
@@ -42,7 +42,7 @@ def batch(rows: int) -> dict[str, Side]:
     import torch
     from torch.nn import functional as F
 
-    from engine.exchange import Side
+    from engine.loss.exchange import Side
 
     generator = torch.Generator().manual_seed(0)
     return {

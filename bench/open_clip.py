@@ -219,7 +219,7 @@ def finished(run: Run, files: Files) -> Record:
     if not run.record.is_file():
         shutil.rmtree(run.folder, ignore_errors=True)  # of a run that was broken off
         run.folder.parent.mkdir(parents=True, exist_ok=True)
-        from engine.processes import free_port
+        from engine.processes.start import free_port
 
         of_open_clip = run.variant.program == "open_clip"
         command = (open_clip_command if of_open_clip else own_command)(run, files, free_port())

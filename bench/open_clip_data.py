@@ -62,7 +62,7 @@ def prepare_data(folder: Path, language: str) -> Files:
     """Write the emoji with their names in `language` to `folder`, unless that was done before. Errors: ValueError, FileNotFoundError."""
     files = Files(folder)
     if not folder.is_dir():
-        from data.tokenizer import load_tokenizer
+        from data.modalities.tokenizer import load_tokenizer
 
         partial = folder.with_name(f"{folder.name}.partial")  # renamed when it is whole, so an interruption leaves no half of a data set
         shutil.rmtree(partial, ignore_errors=True)
@@ -75,7 +75,7 @@ def prepare_data(folder: Path, language: str) -> Files:
 
 def demo_samples(language: str) -> Iterator[Sample]:
     """The emoji in the project's demo data, each with one name."""
-    from data.sources import open_source
+    from data.index.sources import open_source
 
     source = open_source(f"demo:{language}")
     for i in map(int, source.usable()):
@@ -158,7 +158,7 @@ def _save_text_tower(folder: Path, tokenizer_folder: Path, seed: int) -> None:
     import torch
     from transformers import BertConfig, BertModel
 
-    from data.tokenizer import load_tokenizer
+    from data.modalities.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(tokenizer_folder))
     config = BertConfig(

@@ -51,8 +51,8 @@ def profile(setup: Setup, cache: str) -> dict:
     """On every rank: the cost model, as JSON."""
     import torch
 
-    from engine.costs import CostModel, cost_model_to_json
-    from engine.profile import profile_together
+    from engine.planning.costs import CostModel, cost_model_to_json
+    from engine.planning.profile import profile_together
 
     os.environ["WYE_CACHE"] = cache
     towers = setup.towers
@@ -75,7 +75,7 @@ def profile(setup: Setup, cache: str) -> dict:
 
 def measure(setup: Setup, branches: dict, record: dict, steps: int) -> tuple[list[float], dict[str, float], dict[str, float]]:
     """On every rank: seconds of each step after two, the mean of `idle`, and seconds per instruction."""
-    from engine.costs import cost_model_from_json
+    from engine.planning.costs import cost_model_from_json
 
     engine = make_engine(setup, branches, cost_model_from_json(record))
     seconds, idle = [], []
@@ -96,10 +96,10 @@ def measure(setup: Setup, branches: dict, record: dict, steps: int) -> tuple[lis
 
 
 def predict(setup: Setup, branches: dict, record: dict):
-    from engine.costs import cost_model_from_json
-    from engine.locking import lock_costs
-    from engine.planner import plan_run
-    from engine.simulator import simulate
+    from engine.optimizer.locking import lock_costs
+    from engine.planning.costs import cost_model_from_json
+    from engine.planning.planner import plan_run
+    from engine.planning.simulator import simulate
 
     costs = cost_model_from_json(record)
     plan = plan_run(*configuration(setup, branches), 2, costs)

@@ -31,7 +31,7 @@ def main() -> None:
     import torch
     from torch.nn import functional as F
 
-    from models.retrieval import positive_ranks, recall_hits
+    from models.metrics.retrieval import positive_ranks, recall_hits
 
     torch.manual_seed(0)
     recall_hits(torch.eye(4), torch.eye(4), torch.arange(4))  # what only the first call loads

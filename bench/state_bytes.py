@@ -3,7 +3,7 @@
     python bench/state_bytes.py                 writes bench/out/state_bytes.md and prints it
 
 A fork of three ranks, image 0 on two replicas and text 0 on one. Predicted: what the simulator counts, parameters × bytes per parameter
-(`engine/costs.py`, StateBytes). Measured: the bytes of all tensors as the last backward of a step makes its last gradient; what the forwards kept is
+(`engine/planning/costs.py`, StateBytes). Measured: the bytes of all tensors as the last backward of a step makes its last gradient; what the forwards kept is
 gone by then, all gradients are there (`bench/memory_probe.py`). Without a GPU all tensors are in one memory: of an offloaded optimizer those that DeepSpeed
 makes on the CPU whatever the device are counted one by one, and told apart.
 
@@ -79,10 +79,10 @@ def offloaded_tensors(engine: ForkEngine) -> Iterator[Tensor]:
 
 def predict(deepspeed: dict[str, Any], branches: dict[str, Any]) -> list[float]:
     """By stage: image 0, text 0."""
-    from engine.costs import StateBytes
-    from engine.locking import lock_costs
-    from engine.planner import plan_run
-    from engine.simulator import simulate
+    from engine.optimizer.locking import lock_costs
+    from engine.planning.costs import StateBytes
+    from engine.planning.planner import plan_run
+    from engine.planning.simulator import simulate
 
     setup = replace(SETUP, global_batch_size=2 * SETUP.micro_batch_size)
     config, block = configuration(setup, {**FORK, **branches}, deepspeed)

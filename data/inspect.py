@@ -18,12 +18,12 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from rich.console import Console
 from rich.table import Table
 
-from data.bad_samples import REASONS, BadSample
-from data.fonts import Font, Fonts, fonts_for, wrapped
-from data.pictures import decode_bytes, upright_8bit
+from data.index.bad_samples import REASONS, BadSample
+from data.index.roots import add_root_flag, given_roots, with_roots
+from data.index.sources import Source, open_source
+from data.modalities.fonts import Font, Fonts, fonts_for, wrapped
+from data.modalities.pictures import decode_bytes, upright_8bit
 from data.prepare import count_bad
-from data.roots import add_root_flag, given_roots, with_roots
-from data.sources import Source, open_source
 
 TILE, CAPTION_LINES, LINE, GAP, LETTER_SIZE = 160, 3, 15, 10, 11  # pixels, but for the number of lines
 BAR = 30  # characters

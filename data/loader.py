@@ -22,16 +22,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data import shared_pixels
-from data.bad_samples import BadSample
+from data.batching.draws import AUGMENTATION, caption_numbers, patch_numbers
+from data.batching.feed import kept_number, scaled_size
+from data.batching.sampler import MicroBatchRequest
 from data.cache import PictureCache
-from data.draws import AUGMENTATION, caption_numbers, patch_numbers
-from data.feed import kept_number, scaled_size
+from data.index.bad_samples import BadSample
+from data.index.sources import Source
+from data.modalities import shared_pixels
+from data.modalities.tokenizer import batch_tokens_counted
+from data.modalities.transforms import ImageTransform, normalised
 from data.processes import end_with_parent, outlast_signals, start_method
-from data.sampler import MicroBatchRequest
-from data.sources import Source
-from data.tokenizer import batch_tokens_counted
-from data.transforms import ImageTransform, normalised
 
 MODALITIES = ("image", "text")
 MAX_WORKERS_GPU, MAX_WORKERS_CPU = 8, 2
@@ -82,9 +82,9 @@ class MicroBatchDataset(Dataset):
         if not modalities or not set(modalities) <= set(MODALITIES):
             raise ValueError(f"modalities {sorted(modalities)}: one or both of {', '.join(MODALITIES)} are needed")
         if "image" in modalities and (transform_train is None or transform_eval is None):
-            raise ValueError("modality 'image' needs transform_train and transform_eval; see data/transforms.py")
+            raise ValueError("modality 'image' needs transform_train and transform_eval; see data/modalities/transforms.py")
         if "text" in modalities and (tokenizer is None or max_text_tokens is None):
-            raise ValueError("modality 'text' needs tokenizer and max_text_tokens; see data/tokenizer.py")
+            raise ValueError("modality 'text' needs tokenizer and max_text_tokens; see data/modalities/tokenizer.py")
         if seed < 0:
             raise ValueError(f"seed {seed}: a whole number >= 0 is needed")
         self.source = source

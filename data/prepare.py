@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from data.bad_samples import REASON_OF_CODE, REASONS
-from data.draws import LIMIT
-from data.leaks import count_leaks, describe_leaks, find_leaks
-from data.mixture import Mixture, Parts, mixed, open_sources
+from data.batching.draws import LIMIT
+from data.batching.mixture import Mixture, Parts, mixed, open_sources
+from data.index.bad_samples import REASON_OF_CODE, REASONS
+from data.index.leaks import count_leaks, describe_leaks, find_leaks
+from data.index.roots import with_roots
+from data.index.sources import Source, open_source
+from data.index.splits import split_source
+from data.modalities.tokenizer import load_tokenizer
 from data.options import DataOptions
-from data.roots import with_roots
-from data.sources import Source, open_source
-from data.splits import split_source
-from data.tokenizer import load_tokenizer
 
 TRAIN = "train"
 OF_THE_ORDER = ("data_weights", "data_temperature", "data_floors")  # say how often a sample comes, not which ones there are

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from engine.clipping_rules import group_of, rank_sets, refuse_idle_patterns
 from engine.communication import Communicator
 from engine.executor import ForkEngine
-from engine.memory_advice import BUILDING, RankSetup, Work
 from engine.module import DescribesLayer, StageModule
 from engine.objective import Objective
-from engine.out_of_memory import explained, message
-from engine.parameter_groups import settings_of
-from engine.planner import RunPlan, deepspeed_config
+from engine.optimizer.clipping_rules import group_of, rank_sets, refuse_idle_patterns
+from engine.optimizer.parameter_groups import settings_of
+from engine.planning.memory_advice import BUILDING, RankSetup, Work
+from engine.planning.planner import RunPlan, deepspeed_config
+from engine.processes.out_of_memory import explained, message
 from engine.trace import HostClock
 
 

@@ -25,22 +25,22 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
-from engine.averaging import AverageBlock, WeightAverage
-from engine.bad_steps import bad_step, is_loss_scale_search, seen_by
-from engine.clipping import GroupedClipping
-from engine.clipping_rules import ClippingRule
 from engine.communication import Channel, Communicator, Signature, gradients_of, signature_of
-from engine.exchange import MAX_WEIGHT, gather, meet
-from engine.memory_advice import AVERAGING, EVALUATION, TRAINING, RankSetup, Work
+from engine.loss.exchange import MAX_WEIGHT, gather, meet
+from engine.loss.tail_loss import TailLoss
 from engine.module import StageModule, layer_seed
 from engine.objective import Objective
-from engine.out_of_memory import explained, message
-from engine.parameter_groups import GroupSchedule, OptimizerGroups, Setting
-from engine.planner import BranchBatch
+from engine.optimizer.averaging import AverageBlock, WeightAverage
+from engine.optimizer.bad_steps import bad_step, is_loss_scale_search, seen_by
+from engine.optimizer.clipping import GroupedClipping
+from engine.optimizer.clipping_rules import ClippingRule
+from engine.optimizer.parameter_groups import GroupSchedule, OptimizerGroups, Setting
+from engine.planning.memory_advice import AVERAGING, EVALUATION, TRAINING, RankSetup, Work
+from engine.planning.planner import BranchBatch
+from engine.processes.out_of_memory import explained, message
+from engine.processes.shortage import Shortage
 from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ForwardOnly, ReloadMicroBatch, ReplayPass, StageSchedule
-from engine.shortage import Shortage
 from engine.step_metrics import StepMetrics, losses_of, losses_of_sources
-from engine.tail_loss import TailLoss
 from engine.topology import Stage, StageGraph
 from engine.trace import Span
 
@@ -134,7 +134,7 @@ class ForkEngine(PipelineEngine):
         return not self._ready or self.place.is_tail
 
     def _configure_lr_scheduler(self) -> None:
-        """DeepSpeed's schedule, scaled by group (`engine/parameter_groups.py`)."""
+        """DeepSpeed's schedule, scaled by group (`engine/optimizer/parameter_groups.py`)."""
         settings = [setting for setting, _ in self.module.parameter_groups]
         warmups = [rule.warmup_steps for rule in self.optimizer_groups.rules.values()]
         self.lr_scheduler = GroupSchedule(self.basic_optimizer, self._make_schedule, settings, warmups)
@@ -226,7 +226,7 @@ class ForkEngine(PipelineEngine):
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         """The optimizer's step, or none where a gradient of any rank is not finite.
 
-        DeepSpeed's own optimizers look for themselves (`engine/bad_steps.py`); fp32 without ZeRO has none of them. There the step is skipped
+        DeepSpeed's own optimizers look for themselves (`engine/optimizer/bad_steps.py`); fp32 without ZeRO has none of them. There the step is skipped
         here, as they do it: counted, gradients dropped, and no step of the learning-rate schedule.
         """
         if self.clipping.partitioned or self.clipping.finite_everywhere():
@@ -259,7 +259,7 @@ class ForkEngine(PipelineEngine):
 
     @contextlib.contextmanager
     def memory_explained(self, activity: str) -> Iterator[None]:
-        """An allocation that fails in here is an OutOfMemory that says where, and what to change (`engine/out_of_memory.py`)."""
+        """An allocation that fails in here is an OutOfMemory that says where, and what to change (`engine/processes/out_of_memory.py`)."""
         self._running, step = None, self.global_steps + 1
 
         def words(shortage: Shortage) -> str:

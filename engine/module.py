@@ -18,8 +18,8 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelinePa
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.locking import Trainable
-from engine.parameter_groups import Setting, groups_of_names
+from engine.optimizer.locking import Trainable
+from engine.optimizer.parameter_groups import Setting, groups_of_names
 from engine.topology import Stage, StageGraph
 
 
@@ -69,7 +69,7 @@ class StageModule(PipelineModule):
         trainable: Trainable,
         batch_norm_locked: bool = False,
     ):
-        """`settings`: of every parameter of the run, by canonical name (`engine/parameter_groups.py`); `trainable`: which layers learn.
+        """`settings`: of every parameter of the run, by canonical name (`engine/optimizer/parameter_groups.py`); `trainable`: which layers learn.
 
         `batch_norm_locked`: layers that do not learn normalise by their running statistics, and leave them as they are.
         """

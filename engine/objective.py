@@ -16,8 +16,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.exchange import ContrastiveLoss  # which imports this module
-    from engine.matching import MatchingLoss
+    from engine.loss.exchange import ContrastiveLoss  # which imports this module
+    from engine.loss.matching import MatchingLoss
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.bad_steps import BadStep
 from engine.objective import Pair
+from engine.optimizer.bad_steps import BadStep
 
 
 class SourceLoss(NamedTuple):

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from data.batching.sampler import MicroBatchRequest
 from data.prepare import PreparedData
-from data.sampler import MicroBatchRequest
-from engine.config import AUTO, BranchesBlock
-from engine.costs import CostModel, Curve, StateBytes, cost_model_from_json, cost_model_to_json, precision_of
-from engine.devices import find_device
-from engine.measured import device_identity
-from engine.processes import Processes, from_first_rank
-from engine.profile import profile_together
-from launch.blocks import dealing
+from engine.config.reading import AUTO, BranchesBlock
+from engine.planning.costs import CostModel, Curve, StateBytes, cost_model_from_json, cost_model_to_json, precision_of
+from engine.planning.devices import find_device
+from engine.planning.measured import device_identity
+from engine.planning.profile import profile_together
+from engine.processes.start import Processes, from_first_rank
 from launch.estimates import estimated_costs
 from launch.feeding import micro_batch_dataset
-from launch.options import Options
-from launch.run_folder import RunFolder
-from models.fusion import fusion_sizes, pair_inputs, pair_scores
-from models.layers import Tower
-from models.towers import token_bytes
+from launch.run.folder import RunFolder
+from launch.settings.blocks import dealing
+from launch.settings.options import Options
+from models.towers.building import token_bytes
+from models.towers.fusion import fusion_sizes, pair_inputs, pair_scores
+from models.towers.layers import Tower
 
 # Where the layout is given nothing is measured: stages are cut, and texts dealt, by the ratios of estimates for such a device.
 NOMINAL = {"cuda": "A100", "cpu": "flops=50e9,memory=8e9,bandwidth=10e9"}  # a core, as torch reaches it

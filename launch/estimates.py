@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.costs import CostModel, precision_of
-from engine.devices import BYTES, Device, estimated_layers, estimated_machine
-from models.layers import Tower
-from models.towers import describe_layers, describe_pairs, token_bytes
+from engine.planning.costs import CostModel, precision_of
+from engine.planning.devices import BYTES, Device, estimated_layers, estimated_machine
+from models.towers.building import describe_layers, describe_pairs, token_bytes
+from models.towers.layers import Tower
 
 
 def estimated_costs(

@@ -11,21 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.batching.sampler import evaluation_requests, training_requests
 from data.cache import GIB, PictureCache, default_folder, open_cache
+from data.index.sources import Source
 from data.loader import LoadReport, MicroBatchDataset, micro_batches
+from data.modalities.preprocessing import Preprocessing
+from data.modalities.transforms import augmented, eval_transform
 from data.prepare import PreparedData, bad_table
-from data.preprocessing import Preprocessing
-from data.sampler import evaluation_requests, training_requests
-from data.sources import Source
-from data.transforms import augmented, eval_transform
 from engine.executor import ForkEngine
-from launch.balancer import Balancer
-from launch.balancing import side_multiple
-from launch.options import Options
-from launch.report import recalls
-from launch.run_folder import RunFolder
-from models.alignment import alignment_figures, alignment_sums
-from models.retrieval import RECALL_AT, recall_hits
+from launch.balancing.balancer import Balancer
+from launch.balancing.choosing import side_multiple
+from launch.run.folder import RunFolder
+from launch.run.report import recalls
+from launch.settings.options import Options
+from models.metrics.alignment import alignment_figures, alignment_sums
+from models.metrics.retrieval import RECALL_AT, recall_hits
 
 OF_STORAGE = ("unreadable", "missing-file")
 BAD_TO_JUDGE = 100  # a few pictures that break are no fraction yet

@@ -31,7 +31,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     TimeoutError with the ranks that did not finish in `timeout_s`.
     """
     _context.set_forkserver_preload(PRELOAD)
-    from engine.processes import free_port
+    from engine.processes.start import free_port
 
     port = free_port()
     pipes, workers = [], []
@@ -82,7 +82,7 @@ def _main(send: Any, environment: dict[str, str], function: Callable[..., Any], 
     os.environ.update(environment)
     import torch
 
-    from engine.processes import start_processes, stop_processes
+    from engine.processes.start import start_processes, stop_processes
 
     torch.set_num_threads(1)  # one core per rank: ranks measure each other otherwise
     try:

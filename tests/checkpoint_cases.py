@@ -160,6 +160,6 @@ def write_until(folder: Path, step: int, operation: int) -> int:
 
 def found(asked: str, checkpoints: Path) -> tuple[Path | None, list[str]]:
     """What a run goes on from."""
-    from launch.resuming import find_checkpoint
+    from launch.run.resuming import find_checkpoint
 
     return find_checkpoint(asked, checkpoints)

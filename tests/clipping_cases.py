@@ -11,11 +11,11 @@ import pytest
 import torch
 from split_training import Case, gradient_pieces, make_engine, micro_batches_of_rank, towers_of, with_loss
 
-from engine.clipping import GroupedClipping
-from engine.clipping_rules import clipping_rules, group_of, rank_sets
 from engine.communication import Communicator
-from models.layers import BRANCHES
+from engine.optimizer.clipping import GroupedClipping
+from engine.optimizer.clipping_rules import clipping_rules, group_of, rank_sets
 from models.losses import InfoNCE
+from models.towers.layers import BRANCHES
 
 TIED = ("text.encoder.layers.0.mlp.fc2.weight", "text.encoder.layers.1.mlp.fc2.weight")  # on ranks that have both
 FROZEN = "image.encoder.layers.encoder_layer_1.mlp.0.bias"

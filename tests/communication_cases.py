@@ -10,8 +10,8 @@ import torch.distributed as dist
 from engine.communication import Channel, Communicator, signature_of
 from engine.objective import Branch, Objective, Pair
 from engine.topology import StageGraph, chain, fork
-from models.layers import BRANCHES
 from models.losses import InfoNCE
+from models.towers.layers import BRANCHES
 
 TIMEOUT = timedelta(seconds=120)
 OBJECTIVE = Objective(tuple(map(Branch, BRANCHES)), (Pair(*BRANCHES, InfoNCE()),))

@@ -13,7 +13,7 @@ from cost_models import proportional
 from deepspeed.accelerator import get_accelerator
 from split_training import EMBED_DIM, Case, micro_batches_of_rank, towers_of
 
-from models.layers import BRANCHES
+from models.towers.layers import BRANCHES
 
 BATCH = 24
 # Files for eight GPUs: as many stages and the same schedule, on one replica of each.
@@ -23,14 +23,14 @@ SMALLER = {"fork_bf16.json": ONE_OF_EACH, "pipeline_bf16.json": ONE_OF_EACH}
 
 def train_by_file(file: str, steps: int) -> dict[str, Any]:
     """Some steps of small towers on random data as a file says, but for sizes (replicas, batch, buffers, first loss scale) and whose Adam it is."""
-    from engine.auto import filled
     from engine.build import build_engine
-    from engine.config import check_config
-    from engine.planner import plan_run
-    from launch.objective import objective_of
-    from launch.recipe import RECIPES
+    from engine.config.auto import filled
+    from engine.config.reading import check_config
+    from engine.planning.planner import plan_run
+    from launch.settings.objective import objective_of
+    from launch.settings.recipe import RECIPES
     from models.losses import build_loss
-    from models.towers import count_flops, meta_inputs
+    from models.towers.building import count_flops, meta_inputs
 
     written = json.loads(Path(file).read_text()) | {"train_batch_size": BATCH}
     written["branches"] |= SMALLER.get(Path(file).name, {})

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.costs import CostModel, Curve, LayerCost, Machine, StateBytes
+from engine.planning.costs import CostModel, Curve, LayerCost, Machine, StateBytes
 
 
 def proportional(

@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import train
-from launch.failures import Run, report_and_exit
-from launch.options import parse_options
+from launch.run.failures import Run, report_and_exit
+from launch.settings.options import parse_options
 
 FLOPS_PER_S = 2**30  # a power of two: differences of seconds are exact, whenever a process has begun to count
 

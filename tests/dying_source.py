@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from data.sources import Source
+from data.index.sources import Source
 
 
 class NamesItsReaders:

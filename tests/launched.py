@@ -25,8 +25,8 @@ import psutil
 import pytest
 from forked_script import ROOT, lead
 
-from data.sources import open_source
-from engine.processes import free_port
+from data.index.sources import open_source
+from engine.processes.start import free_port
 from launch.ranks import PRELOAD
 
 SMALL = ["--image-tower", "resnet18:layers=1-1-1-1", "--image-size", "32", "--text-tower", "bert-tiny", "--embed-dim", "32"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from split_training import Case, make_engine, micro_batches_of_rank, with_loss
 from torch import Tensor, nn
 
-from engine.out_of_memory import OutOfMemory
+from engine.processes.out_of_memory import OutOfMemory
 from models.losses import InfoNCE
 
 TOO_MUCH = 2**60

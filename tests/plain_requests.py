@@ -1,7 +1,7 @@
 """Training requests where nothing changes in the course of a run."""
 
-from data.sampler import training_requests
-from data.settings import Setting, Settings
+from data.batching.sampler import training_requests
+from data.batching.settings import Setting, Settings
 
 
 def plain_requests(order, subset, replica, replicas, num_micro_batches, start, stop, dealer=None):

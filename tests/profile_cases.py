@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.profile import profile_together
+from engine.planning.profile import profile_together
 
 WIDTH = 8
 
@@ -42,7 +42,7 @@ class Embedding(nn.Module):
 
 @dataclass
 class Spec:
-    """Describes a layer as `models/layers.py: LayerSpec` does."""
+    """Describes a layer as `models/towers/layers.py: LayerSpec` does."""
 
     name: str
     layer: dict = field(default_factory=dict)

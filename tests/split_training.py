@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.layers import BRANCHES
+from models.towers.layers import BRANCHES
 
 TOWERS = {
     "resnet+bert": ("resnet50:layers=1-1-1-1,width_per_group=8", "bert-tiny:hidden_size=48,intermediate_size=64,num_hidden_layers=3", 64),
@@ -158,9 +158,9 @@ class Case:
 
 
 def towers_of(case: Case):
-    from models.fusion import FusionSizes
     from models.losses import build_loss
-    from models.towers import build_towers
+    from models.towers.building import build_towers
+    from models.towers.fusion import FusionSizes
 
     image, text, image_size = TOWERS[case.towers]
     if case.dropout:
@@ -235,9 +235,9 @@ def make_engine(case: Case, build_layer: Callable | None = None):
     from deepspeed.accelerator import get_accelerator
 
     from engine.build import build_engine
-    from engine.config import check_config
-    from engine.planner import plan_run
-    from launch.objective import objective_of
+    from engine.config.reading import check_config
+    from engine.planning.planner import plan_run
+    from launch.settings.objective import objective_of
     from models.losses import build_loss
 
     towers, image_size = towers_of(case)

@@ -23,7 +23,7 @@ from launched import (
     write_pairs,
 )
 
-from launch.stopping import STOPPED
+from launch.run.stopping import STOPPED
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_a_rank_that_is_stuck_ends_all_and_says_where_each_stands(tmp_path, smal
     assert status == 1
     assert output.count("no rank has finished anything for 6 s (--stall-limit)") == 1, output[-5000:]
     stacks = output.split("--- rank ")[1:]
-    assert stacks[0].startswith("0 (image 0, replica 0):") and "launch/run_folder.py" in stacks[0], output[-5000:]
+    assert stacks[0].startswith("0 (image 0, replica 0):") and "launch/run/folder.py" in stacks[0], output[-5000:]
     assert stacks[1].startswith("1 (text 0, replica 0):") and "distributed" in stacks[1], output[-5000:]
     assert (tmp_path / "checkpoints" / "latest").is_file()
 

@@ -7,7 +7,7 @@ import pytest
 from forked_script import ROOT
 from launched import metrics, run_to_end, write_pairs
 
-from data.feed import typical
+from data.batching.feed import typical
 
 TOWERS = ["--image-tower", "resnet18:layers=1-1-1-1", "--image-size", "64", "--text-tower", "bert-tiny", "--embed-dim", "32"]
 INTERVAL = 3  # as many steps as a look asks for micro-batch by micro-batch: a run that goes on from a look has seen what the first had

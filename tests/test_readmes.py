@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from cost_models import proportional
 
-from engine.config import DEEPSPEED_KEYS, NOT_WITH_A_PIPELINE, BranchesBlock, check_config, read_config
-from engine.planner import deepspeed_config, plan_run
-from launch.blocks import READERS, BalanceBlock
-from models.layers import BRANCHES
+from engine.config.reading import DEEPSPEED_KEYS, NOT_WITH_A_PIPELINE, BranchesBlock, check_config, read_config
+from engine.planning.planner import deepspeed_config, plan_run
+from launch.settings.blocks import READERS, BalanceBlock
+from models.towers.layers import BRANCHES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "ds_configs" / "README.md").read_text(encoding="utf-8")

@@ -26,10 +26,10 @@ from launched import (
     write_pairs,
 )
 
-from launch.stopping import STOPPED
-from launch.timeline import run as draw_timeline
-from launch.trace_file import read_trace
-from launch.trained import open_run
+from launch.inference.trained import open_run
+from launch.run.stopping import STOPPED
+from launch.run.trace_file import read_trace
+from launch.tools.timeline import run as draw_timeline
 
 
 @pytest.fixture(scope="module")
@@ -270,10 +270,10 @@ def test_own_data_and_pretrained_text_weights_then_an_export_to_go_on_from(tmp_p
     a run on one process that begins with it."""
     from transformers import BertConfig, BertModel
 
-    from data.sources import open_source
-    from data.tokenizer import load_tokenizer
-    from launch.exporting import canonical_state
-    from launch.trained import open_run
+    from data.index.sources import open_source
+    from data.modalities.tokenizer import load_tokenizer
+    from launch.inference.exporting import canonical_state
+    from launch.inference.trained import open_run
 
     own_data = write_pairs(tmp_path / "own", 60)
     source = open_source(own_data)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from split_training import EMBED_DIM, FIRST_INDEX, SEED, Case, global_batch, gradient_pieces, micro_batch, towers_of
 from torch import Tensor, nn
 
-from models.head import head, image_head
-from models.layers import Layer, LayerSpec, Tower, reset
 from models.losses import InfoNCE, PlainLoss, Sigmoid
+from models.towers.head import head, image_head
+from models.towers.layers import Layer, LayerSpec, Tower, reset
 
 SOUND_WIDTH = 12
 PAIRS = {
@@ -166,8 +166,8 @@ def train_three_split(case: ThreeBranches) -> dict[str, Any]:
     from cost_models import proportional
 
     from engine.build import build_engine
-    from engine.config import check_config
-    from engine.planner import plan_run
+    from engine.config.reading import check_config
+    from engine.planning.planner import plan_run
 
     objective, towers, image_size = all_of(case)
     config = {

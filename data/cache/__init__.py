@@ -35,11 +35,11 @@ import lmdb
 import numpy as np
 from filelock import FileLock, Timeout
 
-from data.bad_samples import BadSample
 from data.formats.specs import cache_folder
+from data.index.bad_samples import BadSample
+from data.index.sources import Source
+from data.modalities.transforms import Stored
 from data.processes import end_with_parent, start_method
-from data.sources import Source
-from data.transforms import Stored
 
 HEADER = struct.Struct("<4sHHB3xI")  # magic, height, width, channels, CRC-32 of the header before it and of the pixels
 MAGIC = b"WyeA"

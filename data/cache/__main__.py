@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from data.cache import DEFAULT_LIMIT, GIB, default_folder, fill, open_cache
-from data.preprocessing import CLIP, INTERPOLATIONS
-from data.roots import add_root_flag, given_roots, with_roots
-from data.sources import open_source
-from data.transforms import train_transform
+from data.index.roots import add_root_flag, given_roots, with_roots
+from data.index.sources import open_source
+from data.modalities.preprocessing import CLIP, INTERPOLATIONS
+from data.modalities.transforms import train_transform
 
 
 def main(words: Sequence[str] | None = None) -> int:

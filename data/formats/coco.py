@@ -4,9 +4,9 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 
-from data.bad_samples import BadSample
 from data.formats.rows import Format, Part, Roots, Row, Stamp, checked_captions, checked_id, in_parts, place, stamp
 from data.formats.specs import ROOT, local_file, local_folder, split_options
+from data.index.bad_samples import BadSample
 
 USAGE = "coco:IMAGES:CAPTIONS.json or coco:IMAGES:CAPTIONS.json?root=DIR"
 

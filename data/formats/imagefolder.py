@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Iterator
 
-from data.bad_samples import BadSample
 from data.formats.rows import (
     PICTURE_ENDINGS,
     Format,
@@ -20,6 +19,7 @@ from data.formats.rows import (
     stamp,
 )
 from data.formats.specs import local_file, local_folder, split_options
+from data.index.bad_samples import BadSample
 
 USAGE = "imagefolder:DIR or imagefolder:DIR?names=FILE&templates=FILE"
 OPTIONS = ("names", "templates")

@@ -5,9 +5,9 @@ import json
 import os
 from collections.abc import Iterator
 
-from data.bad_samples import BadSample
 from data.formats.rows import Format, Part, Roots, Row, Stamp, checked_captions, checked_id, in_parts, place, stamp
 from data.formats.specs import ROOT, local_file, split_options
+from data.index.bad_samples import BadSample
 
 USAGE = "jsonl:FILE or jsonl:FILE?root=DIR"
 FORMAT = '{"image_path": "path.png", "text": "a caption" or ["several", "captions"], "id": "optional name"}'

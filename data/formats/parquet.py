@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data.bad_samples import FILE_LIMIT, BadSample
 from data.formats.rows import Format, Part, Roots, Row, Stamp, checked_captions, checked_id, near, place, stamp
 from data.formats.specs import ROOT, absolute_pattern, expand, is_remote, local_copies, split_options
+from data.index.bad_samples import FILE_LIMIT, BadSample
 
 OPTIONS = ("image", "text", "id", ROOT)
 USAGE = "parquet:FILE_OR_PATTERN or parquet:FILE_OR_PATTERN?image=COLUMN&text=COLUMN&id=COLUMN&root=DIR"

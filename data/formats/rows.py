@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from data.bad_samples import CAPTION_LIMIT, FILE_LIMIT, BadSample
+from data.index.bad_samples import CAPTION_LIMIT, FILE_LIMIT, BadSample
 
 ROWS_OF_A_PART = 1024
 BYTES_OF_A_PART = 8 << 20

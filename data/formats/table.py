@@ -4,9 +4,9 @@ import csv
 import os
 from collections.abc import Iterator
 
-from data.bad_samples import BadSample
 from data.formats.rows import Format, Part, Roots, Row, Stamp, checked_captions, checked_id, in_parts, near, place, stamp
 from data.formats.specs import ROOT, local_file, split_options
+from data.index.bad_samples import BadSample
 
 OPTIONS = ("image", "text", "id", "separator", ROOT)
 NUL = (

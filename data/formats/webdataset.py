@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from data.bad_samples import FILE_LIMIT, BadSample
 from data.formats.parquet import short_names
 from data.formats.rows import PICTURE_ENDINGS, Format, Part, Row, Stamp, check_characters, checked_captions, checked_id, stamp
 from data.formats.specs import absolute_pattern, expand, local_copies
+from data.index.bad_samples import FILE_LIMIT, BadSample
 
 USAGE = "webdataset:PATTERN, for example webdataset:shards/{000..012}.tar"
 TEXT_ENDINGS = ("txt", "json")

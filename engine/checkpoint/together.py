@@ -31,8 +31,8 @@ from engine.checkpoint.layout import BrokenCheckpoint, Fragment, checkpoints_in,
 from engine.checkpoint.reading import CheckpointReader
 from engine.checkpoint.retention import Keep, too_little_room
 from engine.executor import ForkEngine
-from engine.memory_advice import RESUMING, SAVING
-from engine.processes import from_all_ranks, from_first_rank
+from engine.planning.memory_advice import RESUMING, SAVING
+from engine.processes.start import from_all_ranks, from_first_rank
 
 NICENESS = 10  # of the threads that write, to the scheduler
 

@@ -29,8 +29,8 @@ from bench.open_clip_report import (
     speed,
 )
 from data.formats.table import open_csv
-from engine.config import check_config
-from models.layers import BRANCHES
+from engine.config.reading import check_config
+from models.towers.layers import BRANCHES
 
 OPEN_CLIP_LOG = """\
 2026-01-01,00:00:00 | INFO | Start epoch 0
@@ -120,7 +120,7 @@ def test_the_rates_equal_those_of_open_clip():
     import torch
     from deepspeed.runtime import lr_schedules
 
-    from engine.parameter_groups import GroupSchedule, Setting
+    from engine.optimizer.parameter_groups import GroupSchedule, Setting
 
     schedule = own_configuration(VARIANTS[1])["scheduler"]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RECIPE.lr)

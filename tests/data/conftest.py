@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from data.sources import open_source
-from data.tokenizer import load_tokenizer
+from data.index.sources import open_source
+from data.modalities.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="package", autouse=True)

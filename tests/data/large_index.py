@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 
 from data.formats.jsonl import JsonlFormat
-from data.index import HASH_BYTES, NUMBERS, SCHEMA, fingerprint_of, index_folder
-from data.index_build import publish
+from data.index.building import publish
+from data.index.mapped import HASH_BYTES, NUMBERS, SCHEMA, fingerprint_of, index_folder
 
 DIGITS = 9
 CAPTIONS = [f"picture number {n} of a thing that has a colour and a place" for n in range(1000)]

@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from data.adaptation import KEPT, MOST, Adaptation, Trends, after_step, moved
-from data.sampler import GlobalOrder
-from data.settings import Setting, Settings
+from data.batching.adaptation import KEPT, MOST, Adaptation, Trends, after_step, moved
+from data.batching.sampler import GlobalOrder
+from data.batching.settings import Setting, Settings
 
 PARTS = ((60, 1.0), (30, 1.0), (10, 2.0))
 ORDER = GlobalOrder(100, 10, seed=4, parts=PARTS)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data.bad_samples import CODES, REASONS, BadSample, check_size
-from data.sources import open_source
+from data.index.bad_samples import CODES, REASONS, BadSample, check_size
+from data.index.sources import open_source
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bad_sets import SETS  # noqa: E402
@@ -22,8 +22,8 @@ def note(event, arguments):
     if event in ("open", "os.listdir", "os.scandir", "os.open") and arguments and isinstance(arguments[0], (str, bytes)):
         opened.add(os.path.realpath(os.fsdecode(arguments[0])))
 sys.addaudithook(note)
-from data.sources import open_source
-from data.bad_samples import BadSample
+from data.index.sources import open_source
+from data.index.bad_samples import BadSample
 for spec in json.loads(sys.argv[1]):
     source = open_source(spec, workers=1)
     for i in range(len(source)):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.branch_cost import BranchCost, fit_branch_cost, smoothed
+from data.batching.branch_cost import BranchCost, fit_branch_cost, smoothed
 
 TRUE = BranchCost(fixed_s=2e-3, per_sample_s=3e-5, per_token_s=1e-5, per_token_squared_s=4e-8)
 

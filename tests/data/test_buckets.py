@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from data.buckets import _candidates, choose_buckets, deal_by_bucket, kept_area
+from data.batching.buckets import _candidates, choose_buckets, deal_by_bucket, kept_area
 
 PHOTOS = (np.array([640, 480, 500, 375, 1024, 300, 640, 333]), np.array([480, 640, 375, 500, 768, 300, 360, 500]))
 
@@ -51,7 +51,7 @@ def test_more_buckets_keep_more_and_one_is_the_square_for_pictures_of_every_shap
 def test_the_search_finds_nearly_what_comparing_everything_finds(monkeypatch):
     width, height = drawn(5)
     compared = mean_kept(choose_buckets(width, height, 224, 32, 4), width, height)
-    monkeypatch.setattr("data.buckets.MAX_CHOICES", 1)
+    monkeypatch.setattr("data.batching.buckets.MAX_CHOICES", 1)
     assert mean_kept(choose_buckets(width, height, 224, 32, 4), width, height) > compared - 2e-3
 
 

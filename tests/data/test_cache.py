@@ -14,9 +14,9 @@ from filelock import FileLock
 
 from data.cache import MAGIC, PictureCache, _bytes_on_disk, fill, key_of, open_cache, packed, unpacked
 from data.cache.__main__ import main
+from data.index.sources import open_source
+from data.modalities.transforms import Stored, train_transform
 from data.processes import start_method
-from data.sources import open_source
-from data.transforms import Stored, train_transform
 
 STORED = Stored((48, 48))
 
@@ -44,7 +44,7 @@ def test_the_key_has_content_size_and_version(cache, demo, monkeypatch):
     other = Stored((24, 24))
     assert len({key_of(demo.content_hash(i), stored) for i in (5, 6) for stored in (STORED, other)}) == 4
     key = key_of(demo.content_hash(5), STORED)
-    monkeypatch.setattr("data.transforms.VERSION", "next")
+    monkeypatch.setattr("data.modalities.transforms.VERSION", "next")
     assert key_of(demo.content_hash(5), STORED) != key
     first = cache.picture(demo.content_hash(5), STORED, lambda: data)
     assert np.array_equal(first, STORED(data))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from bench.balance import simulated_s
-from data.branch_cost import BranchCost
-from data.dealing import (
+from data.batching.branch_cost import BranchCost
+from data.batching.dealing import (
     BranchWork,
     DealBounds,
     deal_balanced,
@@ -19,7 +19,7 @@ from data.dealing import (
     padding_share,
     predicted_s,
 )
-from data.tokenizer import batch_tokens, load_tokenizer
+from data.modalities.tokenizer import batch_tokens, load_tokenizer
 
 TEXT = BranchCost(fixed_s=1e-3, per_sample_s=2e-5, per_token_s=1e-5, per_token_squared_s=5e-8)
 IMAGE = BranchCost(fixed_s=1e-3, per_sample_s=1e-4, per_token_s=2e-5)

@@ -7,7 +7,7 @@ from fontTools.ttLib import TTCollection, TTFont
 from matplotlib import font_manager
 from PIL import ImageFont
 
-from data.fonts import BASE, Font, Fonts, characters_of, columns_of, fonts_for, installed_fonts, wrapped
+from data.modalities.fonts import BASE, Font, Fonts, characters_of, columns_of, fonts_for, installed_fonts, wrapped
 
 CJK = "红苹果 りんご 사과"
 
@@ -16,7 +16,7 @@ CJK = "红苹果 りんご 사과"
 def shipped(monkeypatch):
     """As on a machine without any other fonts."""
     fonts = tuple(font for font in installed_fonts() if font.family.startswith(("DejaVu", "STIX")))
-    monkeypatch.setattr("data.fonts.installed_fonts", lambda: fonts)
+    monkeypatch.setattr("data.modalities.fonts.installed_fonts", lambda: fonts)
     return fonts
 
 

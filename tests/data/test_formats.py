@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data.bad_samples import BadSample
 from data.formats import parquet as parquet_format
-from data.sources import open_source
+from data.index.bad_samples import BadSample
+from data.index.sources import open_source
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bad_sets import add, picture  # noqa: E402
@@ -311,5 +311,5 @@ def test_a_picture_that_changed_under_the_run_is_not_given_out(tmp_path):
 
 def test_listing_loads_neither_torch_nor_models():
     """Formats that need no shards stay light: many processes list them."""
-    code = "import sys, data.sources; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, data.index.sources; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

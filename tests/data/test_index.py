@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data.bad_samples import CODES
-from data.index import index_folder
-from data.index_build import load_index, perceptual_hash
-from data.sources import open_format, open_source
+from data.index.bad_samples import CODES
+from data.index.building import load_index, perceptual_hash
+from data.index.mapped import index_folder
+from data.index.sources import open_format, open_source
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bad_sets import BAD_PICTURES, picture  # noqa: E402
@@ -28,7 +28,7 @@ OPENED = """
 import json, os, sys
 opened = []
 sys.addaudithook(lambda event, arguments: opened.append(arguments[0]) if event == "open" and isinstance(arguments[0], str) else None)
-from data.sources import open_source
+from data.index.sources import open_source
 source = open_source(sys.argv[1], workers=1)
 found = [os.path.relpath(path, sys.argv[2]) for path in opened if path.startswith(sys.argv[2])]
 print(json.dumps([len(source), sorted(set(found))]))
@@ -36,10 +36,10 @@ print(json.dumps([len(source), sorted(set(found))]))
 # Waits for the file argv[2], so that several start together; prints what it then has.
 TOGETHER = """
 import os, sys, time
-import data.index_build
-from data.sources import open_source
-build = data.index_build._build
-data.index_build._build = lambda *given: (print("built"), build(*given))
+import data.index.building
+from data.index.sources import open_source
+build = data.index.building._build
+data.index.building._build = lambda *given: (print("built"), build(*given))
 while not os.path.exists(sys.argv[2]):
     time.sleep(0.001)
 source = open_source(sys.argv[1], workers=1)
@@ -161,7 +161,7 @@ def test_processes_that_start_together_build_once(tmp_path):
 
 
 def test_several_workers_make_the_same_index(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.index_build.POOL_AFTER_S", -1.0)
+    monkeypatch.setattr("data.index.building.POOL_AFTER_S", -1.0)
     monkeypatch.setattr("data.formats.rows.ROWS_OF_A_PART", 7)
     spec = write_set(tmp_path, 40)
     one, two = (open_source(spec, workers=n, folder=tmp_path / f"index {n}") for n in (1, 2))
@@ -212,7 +212,7 @@ def test_a_run_keeps_its_index_while_another_is_made(tmp_path):
 
 
 def test_refresh_looks_where_opening_does_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.index.RECHECKED_FILES", 2)  # as if the set were large
+    monkeypatch.setattr("data.index.mapped.RECHECKED_FILES", 2)  # as if the set were large
     spec = write_set(tmp_path, 3)
     open_source(spec)
     (tmp_path / "pictures/1.png").write_bytes(b"hello")

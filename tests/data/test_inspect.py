@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.fonts import fonts_for, installed_fonts
+from data.index.sources import open_source
 from data.inspect import GAP, TILE, contact_sheet, histogram, main
-from data.sources import open_source
+from data.modalities.fonts import fonts_for, installed_fonts
 
 
 def test_histogram_counts_everything_once():
@@ -57,7 +57,7 @@ def test_pieces_of_several_fonts_stand_side_by_side(emoji_set):
 
 def test_captions_that_no_font_has_are_told_in_one_line(emoji_set, tmp_path, monkeypatch, capsys):
     shipped = tuple(font for font in installed_fonts() if font.family.startswith(("DejaVu", "STIX")))  # matplotlib's have no Chinese
-    monkeypatch.setattr("data.fonts.installed_fonts", lambda: shipped)
+    monkeypatch.setattr("data.modalities.fonts.installed_fonts", lambda: shipped)
     (dog, notice), (cat, _), (none, _) = (sheet_of(caption, emoji_set) for caption in ("a 犬", "a 猫", "a"))
     assert "fonts-noto-cjk" in notice and np.array_equal(dog, cat) and not np.array_equal(dog, none)
     file = emoji_set(1, texts=lambda _: "a 犬")

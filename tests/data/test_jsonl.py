@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from data.sources import ConceptSource, Source, open_source
+from data.index.sources import ConceptSource, Source, open_source
 
 GOOD = {"image_path": "pictures of emoji/0.png", "text": "again"}
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.leaks import count_leaks, describe_leaks, find_leaks
+from data.index.leaks import count_leaks, describe_leaks, find_leaks
+from data.index.sources import open_source
 from data.options import DataOptions
 from data.prepare import prepare_data
-from data.sources import open_source
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from data import lengths
-from data.lengths import token_counts
+from data.batching.sampler import MicroBatchRequest
+from data.index.sources import open_source
 from data.loader import MicroBatchDataset
-from data.sampler import MicroBatchRequest
-from data.sources import open_source
+from data.modalities import lengths
+from data.modalities.lengths import token_counts
 
 
 def test_counts_are_the_lengths_of_what_is_loaded(emoji_set, tokenizer, tmp_path, monkeypatch):

@@ -12,12 +12,12 @@ import torch
 from dying_source import NamesItsReaders
 from plain_requests import plain_requests
 
+from data.batching.feed import Knobs
+from data.batching.sampler import GlobalOrder, MicroBatchRequest, TextRows, evaluation_requests
 from data.cache import PictureCache, key_of
-from data.feed import Knobs
+from data.index.sources import open_source
 from data.loader import MicroBatchDataset, host_bytes, micro_batches, resolve_workers
-from data.sampler import GlobalOrder, MicroBatchRequest, TextRows, evaluation_requests
-from data.sources import open_source
-from data.transforms import eval_transform, train_transform
+from data.modalities.transforms import eval_transform, train_transform
 
 BOTH = frozenset({"image", "text"})
 ORDER = GlobalOrder(num_samples=40, global_batch_size=12, seed=1)

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data.mixture import mixed, open_sources, source_names
-from data.sampler import GlobalOrder
-from data.sources import open_source
+from data.batching.mixture import mixed, open_sources, source_names
+from data.batching.sampler import GlobalOrder
+from data.index.sources import open_source
 
 
 @pytest.fixture

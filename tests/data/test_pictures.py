@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
-from data.bad_samples import BadSample
-from data.pictures import decode_bytes, pixel_key, upright_8bit
+from data.index.bad_samples import BadSample
+from data.modalities.pictures import decode_bytes, pixel_key, upright_8bit
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (120, 200, 3)).astype(np.uint8))

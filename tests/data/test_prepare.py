@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from data import prepare
+from data.index.sources import open_source
+from data.index.splits import split_source
 from data.options import DataOptions
 from data.prepare import prepare_data
-from data.sources import open_source
-from data.splits import split_source
 
 
 @pytest.fixture

@@ -16,11 +16,12 @@ if __name__ == "__main__":
     import itertools, os, time
     from concurrent.futures import ProcessPoolExecutor
     import numpy as np
-    from data import cache, index_build, processes
+    from data.index import building as index_build
+    from data import cache, processes
     from data.loader import MicroBatchDataset, micro_batches
-    from data.sampler import MicroBatchRequest
-    from data.sources import open_source
-    from data.transforms import eval_transform, train_transform
+    from data.batching.sampler import MicroBatchRequest
+    from data.index.sources import open_source
+    from data.modalities.transforms import eval_transform, train_transform
 
     dataset = MicroBatchDataset(open_source("demo"), frozenset({"image"}), train_transform(16), eval_transform(16))
     batches = micro_batches(dataset, (MicroBatchRequest(n, 0, np.array([n]), np.array([0]), True) for n in itertools.count()), 2)

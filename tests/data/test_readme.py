@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from data.bad_samples import REASONS
-from data.sources import KINDS
-from launch.flags import make_parser
+from data.index.bad_samples import REASONS
+from data.index.sources import KINDS
+from launch.settings.flags import make_parser
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "data" / "README.md"

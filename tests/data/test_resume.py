@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from plain_requests import plain_requests
 
+from data.batching.sampler import GlobalOrder
+from data.index.sources import open_source
 from data.loader import MicroBatchDataset, micro_batches
-from data.sampler import GlobalOrder
-from data.sources import open_source
-from data.transforms import eval_transform, train_transform
+from data.modalities.transforms import eval_transform, train_transform
 
 N, G, EPOCHS, KILLS = 240, 24, 6, 50
 STEPS = EPOCHS * N // G

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from plain_requests import plain_requests
 
-from data.balance import ByShape, GlobalBatch, InOrder
-from data.branch_cost import BranchCost
-from data.buckets import BucketedSamples
-from data.feed import Knobs
-from data.sampler import GlobalOrder, evaluation_requests, training_requests
-from data.settings import Setting, Settings
-from data.weights import Curriculum
+from data.batching.balance import ByShape, GlobalBatch, InOrder
+from data.batching.branch_cost import BranchCost
+from data.batching.buckets import BucketedSamples
+from data.batching.feed import Knobs
+from data.batching.sampler import GlobalOrder, evaluation_requests, training_requests
+from data.batching.settings import Setting, Settings
+from data.batching.weights import Curriculum
 
 ORDER = GlobalOrder(num_samples=103, global_batch_size=12, seed=5)
 SUBSET = np.arange(1000, 1103)

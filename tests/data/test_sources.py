@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from data.formats.demo import DemoFormat, code_points, family_key, readable_name, text_of, toneless_key
-from data.pictures import upright_8bit
-from data.sources import ConceptSource, Source, open_source
+from data.index.sources import ConceptSource, Source, open_source
+from data.modalities.pictures import upright_8bit
 
 WOMAN, MAN, PERSON, DARK, LIGHT = "\U0001f469", "\U0001f468", "\U0001f9d1", "\U0001f3ff", "\U0001f3fb"
 

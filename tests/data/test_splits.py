@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.pictures import decode_bytes, pixel_key
-from data.sources import open_source
-from data.splits import Splits, content_groups, split_report, split_source
+from data.index.sources import open_source
+from data.index.splits import Splits, content_groups, split_report, split_source
+from data.modalities.pictures import decode_bytes, pixel_key
 
 
 @pytest.fixture(scope="module", params=[0, 7])

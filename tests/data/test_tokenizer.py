@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 
-from data.tokenizer import batch_tokens, length_multiple, load_tokenizer
+from data.modalities.tokenizer import batch_tokens, length_multiple, load_tokenizer
 
 TRAIN = """
 import hashlib
-from data.sources import open_source
-from data.tokenizer import load_tokenizer
+from data.index.sources import open_source
+from data.modalities.tokenizer import load_tokenizer
 demo = open_source("demo:en+ko")
 captions = [text for i in range(len(demo)) for text in demo.captions(i)]
 print(hashlib.sha256(load_tokenizer(None, captions, vocab_size=1800).backend_tokenizer.to_str().encode()).hexdigest())

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
-from data.pictures import decode_bytes
-from data.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
-from data.transforms import COLOUR_JITTER, KEPT, SHRUNK, Stored, augmented, eval_transform, normalised, train_transform
+from data.modalities.pictures import decode_bytes
+from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
+from data.modalities.transforms import COLOUR_JITTER, KEPT, SHRUNK, Stored, augmented, eval_transform, normalised, train_transform
 
 
 def to_rgb(tensor):

@@ -6,13 +6,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from data.feed import Knobs
+from data.batching.feed import Knobs
+from data.batching.mixture import open_sources
+from data.batching.sampler import GlobalOrder, training_requests
+from data.batching.settings import Setting, Settings
+from data.batching.weights import LARGEST, SPREAD, Curriculum, loss_weights, sample_weights
 from data.loader import MicroBatchDataset, micro_batches
-from data.mixture import open_sources
-from data.sampler import GlobalOrder, training_requests
-from data.settings import Setting, Settings
-from data.transforms import eval_transform, train_transform
-from data.weights import LARGEST, SPREAD, Curriculum, loss_weights, sample_weights
+from data.modalities.transforms import eval_transform, train_transform
 
 RNG = np.random.default_rng(0)
 COMPLEXITY, CHARACTERS = RNG.gamma(2, 0.1, 400).astype(np.float32), RNG.integers(3, 90, 400).astype(np.int32)

@@ -5,10 +5,10 @@ import torch
 from averaging_cases import DECAY, go_on, train_and_average
 from split_training import Case
 
-from engine.averaging import AverageBlock, WeightAverage, average_block
-from engine.config import check_config
+from engine.config.reading import check_config
+from engine.optimizer.averaging import AverageBlock, WeightAverage, average_block
 from launch.ranks import run_ranks
-from models.layers import BRANCHES
+from models.towers.layers import BRANCHES
 
 
 @pytest.mark.parametrize("warmup", [True, False])

@@ -35,7 +35,7 @@ from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.checkpoint.retention import Keep, too_little_room
 from engine.checkpoint.writing import claim, make_folder, refuse_other_content, refuse_other_owner, write_rank, writing_folder
 from launch.ranks import PRELOAD
-from launch.resuming import find_checkpoint
+from launch.run.resuming import find_checkpoint
 
 
 @pytest.fixture

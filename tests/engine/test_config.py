@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.auto import asked
-from engine.clipping_rules import ClippingRule
-from engine.config import BranchesBlock, check_config, check_hardware, read_config
-from launch.blocks import READERS, dealing, weighting
-from models.layers import BRANCHES
+from engine.config.auto import asked
+from engine.config.reading import BranchesBlock, check_config, check_hardware, read_config
+from engine.optimizer.clipping_rules import ClippingRule
+from launch.settings.blocks import READERS, dealing, weighting
+from models.towers.layers import BRANCHES
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
 FILES = sorted(FOLDER.glob("*.json"))

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from engine.costs import Curve, StateBytes
-from engine.devices import DEVICES, EFFICIENCY, Device, estimated_layers, estimated_machine, find_device
+from engine.planning.costs import Curve, StateBytes
+from engine.planning.devices import DEVICES, EFFICIENCY, Device, estimated_layers, estimated_machine, find_device
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ import torch
 from cost_models import proportional
 from split_training import RELATIVE, Case, assemble, check_gradients, towers_of, train_split, train_whole
 
-from engine.config import check_config
-from engine.costs import StateBytes
-from engine.locking import LockedBlock, lock_costs, lock_graph, locked_block
-from engine.planner import BranchBatch
+from engine.config.reading import check_config
+from engine.optimizer.locking import LockedBlock, lock_costs, lock_graph, locked_block
+from engine.planning.costs import StateBytes
+from engine.planning.planner import BranchBatch
+from engine.planning.simulator import simulate
 from engine.schedule import BatchSync, PerMicroBatch, Replay
-from engine.simulator import simulate
 from engine.topology import StageGraph, chain, fork, merged
 from launch.ranks import run_ranks
-from models.layers import BRANCHES
+from models.towers.layers import BRANCHES
 
 COUNTS = {"image": [10, 0, 20, 30, 0, 5], "text": [10, 20, 5]}  # parameters by layer; a layer without any is a pool
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from split_training import Case, train_split, train_whole
 
-from engine.config import check_config
+from engine.config.reading import check_config
 from launch.ranks import run_ranks
-from models.layers import BRANCHES
+from models.towers.layers import BRANCHES
 
 CASE = Case("fork", {"image": 1, "text": 1}, {"image": 2, "text": 1}, 6, offload=True, steps=3, clipping={"image": 0.5, "text": 0.5})
 

@@ -10,14 +10,14 @@ from cost_models import proportional
 from memory_cases import TOO_MUCH, allocate_too_much, fail_in_a_layer, fail_while_averaged, failures
 from split_training import Case
 
-from engine.config import check_config
-from engine.costs import CostModel
-from engine.memory_advice import BUILDING, EVALUATION, SAVING, TRAINING, RankSetup, Work, advice, smaller_size
-from engine.out_of_memory import OutOfMemory, explained, in_words, message
-from engine.planner import plan_run
-from engine.shortage import Shortage, shortage_of, size_in_words, with_what_is_held
+from engine.config.reading import check_config
+from engine.planning.costs import CostModel
+from engine.planning.memory_advice import BUILDING, EVALUATION, SAVING, TRAINING, RankSetup, Work, advice, smaller_size
+from engine.planning.planner import plan_run
+from engine.processes.out_of_memory import OutOfMemory, explained, in_words, message
+from engine.processes.shortage import Shortage, shortage_of, size_in_words, with_what_is_held
 from launch.ranks import run_ranks
-from models.layers import BRANCHES
+from models.towers.layers import BRANCHES
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 ADVICE = (
@@ -375,7 +375,7 @@ def test_the_rank_that_fails_says_so(case, layer, where, at, words):
     with pytest.raises(RuntimeError) as caught:
         run_ranks(2, fail_in_a_layer, case, layer, where, at)
     said = str(caught.value)
-    assert f"engine.out_of_memory.OutOfMemory: {words}\n" in said
+    assert f"engine.processes.out_of_memory.OutOfMemory: {words}\n" in said
     assert "DefaultCPUAllocator: can't allocate memory" in said and "The above exception was the direct cause" in said
     assert ("activation_checkpoint_interval" in said) == (case.checkpoint_interval == 0)
     assert ('{"schedule": "replay"}' in said) == (case.schedule == "batch_sync")

@@ -7,10 +7,10 @@ import torch
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from split_training import LR, Case, train_split, train_whole
 
-from engine.config import check_config
-from engine.parameter_groups import GroupSchedule, Setting, groups_of_names, optimizer_groups, settings_of
+from engine.config.reading import check_config
+from engine.optimizer.parameter_groups import GroupSchedule, Setting, groups_of_names, optimizer_groups, settings_of
 from launch.ranks import run_ranks
-from models.layers import BRANCHES
+from models.towers.layers import BRANCHES
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 LAYERS = {

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from cost_models import proportional
 
-from engine.auto import filled
-from engine.config import check_config, read_config
-from engine.planner import BranchBatch, RunPlan, Search, check_world, deepspeed_config, plan_run, search_plans
-from engine.simulator import simulate
-from launch.blocks import dealing
-from launch.recipe import RECIPES
-from models.layers import BRANCHES
+from engine.config.auto import filled
+from engine.config.reading import check_config, read_config
+from engine.planning.planner import BranchBatch, RunPlan, Search, check_world, deepspeed_config, plan_run, search_plans
+from engine.planning.simulator import simulate
+from launch.settings.blocks import dealing
+from launch.settings.recipe import RECIPES
+from models.towers.layers import BRANCHES
 
 FILES = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 MINIMAL = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}}

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from engine.processes import _check_path, check_devices
+from engine.processes.start import _check_path, check_devices
 
 
 @pytest.mark.parametrize(

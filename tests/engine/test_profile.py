@@ -9,13 +9,13 @@ import pytest
 import torch
 from profile_cases import WIDTH, Builder, LargeSpec, Lookup, inputs, tower
 
-from engine.measured import Cache, layer_key
-from engine.out_of_memory import OutOfMemory
-from engine.profile_layers import Alone, Effort, profile_layers
-from engine.profile_machine import NUM_PARAMETERS, _sample, profile_machine
+from engine.planning.measured import Cache, layer_key
+from engine.planning.profile_layers import Alone, Effort, profile_layers
+from engine.planning.profile_machine import NUM_PARAMETERS, _sample, profile_machine
+from engine.processes.out_of_memory import OutOfMemory
 from launch.ranks import run_ranks
-from models.layers import Tower
-from models.towers import build_towers, describe_layers, meta_inputs
+from models.towers.building import build_towers, describe_layers, meta_inputs
+from models.towers.layers import Tower
 
 CPU = torch.device("cpu")
 QUICK = Effort(budget_s=0.0, least_repeats=1)
@@ -204,7 +204,7 @@ def test_a_folder_that_cannot_be_written_is_no_failure(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_machine_has_finite_costs(dtype, monkeypatch):
-    monkeypatch.setattr("engine.profile_machine.NUM_PARAMETERS", 1 << 16)
+    monkeypatch.setattr("engine.planning.profile_machine.NUM_PARAMETERS", 1 << 16)
     machine = profile_machine(CPU, dtype, [100, 5000, 7], batch_size=32, embed_dim=16)
     assert machine.measured
     numbers = [

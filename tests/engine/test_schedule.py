@@ -35,7 +35,7 @@ from engine.schedule import (
     StageSchedule,
 )
 from engine.topology import StageGraph, chain, fork, merged
-from models.layers import BRANCHES
+from models.towers.layers import BRANCHES
 
 MATCH = {SendActivation: RecvActivation, SendGrad: RecvGrad}
 

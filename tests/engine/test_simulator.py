@@ -12,13 +12,13 @@ from dataclasses import replace
 import pytest
 from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, SendActivation
 
-from engine import ordering, simulator
-from engine.costs import CostModel, Curve, LayerCost, Machine, StateBytes
-from engine.planner import BranchBatch
+from engine.planning import ordering, simulator
+from engine.planning.costs import CostModel, Curve, LayerCost, Machine, StateBytes
+from engine.planning.planner import BranchBatch
+from engine.planning.simulator import Simulation, Span, StageResult, bounds, most_kept, simulate
 from engine.schedule import SCHEDULES, BatchSync, ComputeLoss
-from engine.simulator import Simulation, Span, StageResult, bounds, most_kept, simulate
 from engine.topology import StageGraph, chain, fork, merged
-from models.layers import BRANCHES
+from models.towers.layers import BRANCHES
 
 INF = float("inf")
 FREE = Machine("free", INF, INF, 0.0, INF, 0.0, 0.0, 0.0)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.topology import Stage, StageGraph, balanced_cuts, chain, fork, merged
-from models.layers import BRANCHES
+from models.towers.layers import BRANCHES
 
 DEEP = {"image": [range(0, 3), range(3, 5)], "text": [range(0, 4)]}
 

@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 from cost_models import proportional
 
-from data.dealing import padded_lengths
+from data.batching.dealing import padded_lengths
+from data.batching.sampler import GlobalOrder, training_requests
 from data.options import DataOptions
 from data.prepare import prepare_data
-from data.sampler import GlobalOrder, training_requests
-from engine.config import check_config
-from engine.planner import plan_run
+from engine.config.reading import check_config
+from engine.planning.planner import plan_run
 from engine.step_metrics import SourceLoss
 from engine.trace import Span
-from launch.balancer import Balancer
-from launch.balancing import make_balance
-from launch.blocks import dealing
-from launch.options import parse_options
-from models.layers import BRANCHES
+from launch.balancing.balancer import Balancer
+from launch.balancing.choosing import make_balance
+from launch.settings.blocks import dealing
+from launch.settings.options import parse_options
+from models.towers.layers import BRANCHES
 
 COSTS = proportional({"image": [1.0], "text": [1.0]})
 BUSY_S = {"image 0": 0.1, "text 0": 0.1}

@@ -1,4 +1,4 @@
-"""launch.balance: what a run wrote of its balance, as a picture and as tables; what is missing is said in one line."""
+"""launch.tools.balance: what a run wrote of its balance, as a picture and as tables; what is missing is said in one line."""
 
 import json
 from dataclasses import replace
@@ -7,11 +7,11 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from data.branch_cost import BranchCost
-from data.feed import Knobs
-from data.settings import Setting
-from launch.balance import decisions, read_looks, read_steps, run
-from launch.balance_picture import LOOKS, MOST_LISTED, MOST_POINTS, Decision, curve, listed, panels_of
+from data.batching.branch_cost import BranchCost
+from data.batching.feed import Knobs
+from data.batching.settings import Setting
+from launch.tools.balance import decisions, read_looks, read_steps, run
+from launch.tools.balance_picture import LOOKS, MOST_LISTED, MOST_POINTS, Decision, curve, listed, panels_of
 
 FIRST = Setting(0, {"image": 4, "text": 4}, {"text": BranchCost(0.1, 0.0, 1e-4)}, Knobs(image_size=64))
 REFITTED = replace(FIRST, from_step=14, reason="costs refitted")

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 from cost_models import proportional
 
-from data.branch_cost import BranchCost
+from data.batching.branch_cost import BranchCost
+from data.batching.sampler import GlobalOrder, training_requests
 from data.options import DataOptions
 from data.prepare import prepare_data
-from data.sampler import GlobalOrder, training_requests
-from engine.config import check_config
-from engine.planner import plan_run
+from engine.config.reading import check_config
+from engine.planning.planner import plan_run
 from engine.trace import Span
-from launch.balancer import Balancer, refitted, seconds_of_micro_batches, slowest_points
-from launch.balancing import make_balance
-from launch.blocks import dealing
-from launch.options import parse_options
-from models.layers import BRANCHES
+from launch.balancing.balancer import Balancer, refitted, seconds_of_micro_batches, slowest_points
+from launch.balancing.choosing import make_balance
+from launch.settings.blocks import dealing
+from launch.settings.options import parse_options
+from models.towers.layers import BRANCHES
 
 COSTS = proportional({"image": [1.0, 2.0], "text": [0.5, 1.5]})
 TRUE = BranchCost(2e-3, 0.0, 3e-5)  # what texts really cost

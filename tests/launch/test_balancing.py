@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 from cost_models import proportional
 
-from data.balance import ByCost, ByShape, InOrder
-from data.branch_cost import BranchCost
-from data.buckets import BucketedSamples
-from data.dealing import padding_share, predicted_s
-from data.feed import Knobs
+from data.batching.balance import ByCost, ByShape, InOrder
+from data.batching.branch_cost import BranchCost
+from data.batching.buckets import BucketedSamples
+from data.batching.dealing import padding_share, predicted_s
+from data.batching.feed import Knobs
+from data.batching.sampler import GlobalOrder
+from data.batching.settings import Settings
+from data.batching.weights import Curriculum
 from data.options import DataOptions
 from data.prepare import prepare_data
-from data.sampler import GlobalOrder
-from data.settings import Settings
-from data.weights import Curriculum
-from engine.config import check_config
-from engine.planner import plan_run
-from launch.balancing import branch_cost, explain_dealing, make_balance
-from launch.blocks import dealing
-from launch.options import parse_options
-from models.layers import BRANCHES
+from engine.config.reading import check_config
+from engine.planning.planner import plan_run
+from launch.balancing.choosing import branch_cost, explain_dealing, make_balance
+from launch.settings.blocks import dealing
+from launch.settings.options import parse_options
+from models.towers.layers import BRANCHES
 
 COSTS = proportional({"image": [1.0, 2.0], "text": [0.5, 1.5]})
 BUCKETS = BucketedSamples(((32, 64), (64, 32)), np.zeros(4000, np.int8))

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import torch
 
-from engine.devices import find_device
-from engine.measured import device_identity
+from engine.planning.devices import find_device
+from engine.planning.measured import device_identity
 from launch.costing import are_of
 from launch.estimates import estimated_costs
-from models.towers import build_towers
+from models.towers.building import build_towers
 
 
 def towers(image_tower: str, embed_dim: int = 16):

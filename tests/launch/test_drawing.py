@@ -1,4 +1,4 @@
-"""launch.drawing: what is drawn is what was simulated, in pictures with something in them."""
+"""launch.tools.drawing: what is drawn is what was simulated, in pictures with something in them."""
 
 import pytest
 from cost_models import proportional
@@ -6,11 +6,11 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from engine.planner import BranchBatch, Candidate
-from engine.simulator import simulate
+from engine.planning.planner import BranchBatch, Candidate
+from engine.planning.simulator import simulate
 from engine.topology import chain, fork, merged
 from engine.trace import WAIT, Span
-from launch.drawing import (
+from launch.tools.drawing import (
     COLOURS,
     Timeline,
     busy_s,

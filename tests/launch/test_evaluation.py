@@ -12,12 +12,12 @@ import torch
 from matplotlib.image import imread
 from torch.nn import functional as F
 
-from data.fonts import fonts_for, installed_fonts
+from data.index.sources import open_source
+from data.modalities.fonts import fonts_for, installed_fonts
+from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.prepare import HeldOut
-from data.sources import open_source
-from data.tokenizer import batch_tokens, load_tokenizer
 from evaluate import held_out
-from launch.embedding import (
+from launch.inference.embedding import (
     Embedder,
     forget_embeddings,
     read_images,
@@ -25,13 +25,13 @@ from launch.embedding import (
     refuse_other_pictures,
     write_embeddings,
 )
-from launch.evaluation import classification, embeddings_of, examples, retrieval, search, write_numbers
-from launch.gallery import Found, Row, draw_rows
-from launch.reranking import reranked_retrieval
-from launch.trained import Trained
-from models.fusion import FusionSizes
+from launch.inference.evaluation import classification, embeddings_of, examples, retrieval, search, write_numbers
+from launch.inference.gallery import Found, Row, draw_rows
+from launch.inference.reranking import reranked_retrieval
+from launch.inference.trained import Trained
 from models.losses import build_loss
-from models.towers import build_towers
+from models.towers.building import build_towers
+from models.towers.fusion import FusionSizes
 
 SIZE, TOKENS = 32, 16
 MODEL = {"checkpoint": "step-00000001", "run": "a run", "checksum": "a"}
@@ -283,7 +283,7 @@ def picture_of(text: str, path: Path) -> tuple[np.ndarray, str | None]:
 def test_queries_that_no_font_has_are_told_in_one_line(tmp_path, monkeypatch):
     """Not in a warning for each character."""
     shipped = tuple(font for font in installed_fonts() if font.family.startswith(("DejaVu", "STIX")))  # matplotlib's have no Chinese
-    monkeypatch.setattr("data.fonts.installed_fonts", lambda: shipped)
+    monkeypatch.setattr("data.modalities.fonts.installed_fonts", lambda: shipped)
     (dog, notice), (cat, same) = (picture_of(text, tmp_path / "rows.png") for text in ("犬", "猫"))
     assert "fonts-noto-cjk" in notice and same == notice and np.array_equal(dog, cat)
     latin, nothing = picture_of("x", tmp_path / "rows.png")

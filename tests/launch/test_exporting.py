@@ -14,17 +14,17 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor
 
-from data.preprocessing import CLIP as CLIP_PIXELS
-from data.tokenizer import batch_tokens, load_tokenizer
-from data.transforms import eval_transform, normalised
-from launch.exporting import canonical_state, write_export
-from launch.options import parse_options
-from launch.records import options_of_export
-from launch.trained import Trained, find_checkpoint, open_export, open_model_folder, open_run
-from models.fusion import FusionSizes
+from data.modalities.preprocessing import CLIP as CLIP_PIXELS
+from data.modalities.tokenizer import batch_tokens, load_tokenizer
+from data.modalities.transforms import eval_transform, normalised
+from launch.inference.exporting import canonical_state, write_export
+from launch.inference.trained import Trained, find_checkpoint, open_export, open_model_folder, open_run
+from launch.run.records import options_of_export
+from launch.settings.options import parse_options
 from models.losses import build_loss
-from models.towers import build_towers
-from models.weights import open_model
+from models.towers.building import build_towers
+from models.towers.fusion import FusionSizes
+from models.weights.reading import open_model
 
 SIZE, TOKENS = 64, 12
 RESNET = "resnet18:layers=1-1-1-1"

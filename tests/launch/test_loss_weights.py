@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from launch.loss_weights import MODES, MOST, LossWeights
+from launch.balancing.loss_weights import MODES, MOST, LossWeights
 
 ASKED = {"contrastive": 1.0, "matching": 0.5}
 

@@ -1,4 +1,4 @@
-"""launch.plan: the table shows what the planner found; every mistake is one line and status 2."""
+"""launch.tools.plan: the table shows what the planner found; every mistake is one line and status 2."""
 
 import io
 import json
@@ -7,9 +7,9 @@ import pytest
 from cost_models import proportional
 from rich.console import Console
 
-from engine.config import BranchesBlock
-from engine.planner import GIB, search_plans
-from launch.plan import cells, configuration, cost_model, main, make_parser, parse_options, plan_table, run
+from engine.config.reading import BranchesBlock
+from engine.planning.planner import GIB, search_plans
+from launch.tools.plan import cells, configuration, cost_model, main, make_parser, parse_options, plan_table, run
 
 TOWERS = ["--image-tower", "resnet18:layers=1-1-1-1", "--text-tower", "bert-mini", "--image-size", "64", "--max-text-tokens", "32"]
 COSTS = proportional({"image": [0.004] * 4, "text": [0.002] * 3}, optimizer_s_per_parameter=1e-9, instruction_s=1e-4)
@@ -146,7 +146,7 @@ def test_a_mistake_is_one_line(capsys, arguments, message):
 def test_what_cannot_be_planned_is_one_line_on_stderr_and_status_2(capsys, arguments, message):
     assert run(["--gpus", "2", *TOWERS, *arguments]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("python -m launch.plan: error: ") and message in err and err.count("\n") == 1
+    assert out == "" and err.startswith("python -m launch.tools.plan: error: ") and message in err and err.count("\n") == 1
 
 
 def test_help_says_units_and_defaults():

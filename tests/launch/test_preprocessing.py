@@ -10,16 +10,16 @@ from PIL import Image
 from torch import nn
 from transformers import CLIPImageProcessor, ViTImageProcessor
 
+from data.batching.sampler import evaluation_requests
+from data.index.sources import open_source
 from data.loader import MicroBatchDataset
-from data.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
-from data.sampler import evaluation_requests
-from data.sources import open_source
-from data.transforms import eval_transform
-from launch.options import parse_options
-from launch.preprocessing import describe_pixels, trained_with
-from launch.run_folder import RunFolder, training_identity
-from models.image import image_tower
-from models.weights import open_weights
+from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
+from data.modalities.transforms import eval_transform
+from launch.run.folder import RunFolder, training_identity
+from launch.settings.options import parse_options
+from launch.settings.preprocessing import describe_pixels, trained_with
+from models.towers.image import image_tower
+from models.weights.reading import open_weights
 
 FILE = "resnet18-f37072fd.pth"  # as torchvision downloads IMAGENET1K_V1
 

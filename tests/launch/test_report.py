@@ -1,7 +1,7 @@
 """What a person sees in the terminal."""
 
-from launch.report import DIRECTIONS, retrieval_report, retrieval_table, show
-from models.retrieval import RECALL_AT
+from launch.run.report import DIRECTIONS, retrieval_report, retrieval_table, show
+from models.metrics.retrieval import RECALL_AT
 
 
 def test_a_table_loses_no_number_in_a_narrow_terminal(capsys, monkeypatch):

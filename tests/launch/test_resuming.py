@@ -7,10 +7,10 @@ from checkpoint_cases import found, write_small
 from forked_script import ROOT
 from launched import run_to_end, write_pairs
 
-from data.sampler import GlobalOrder
+from data.batching.sampler import GlobalOrder
 from launch.ranks import run_ranks
-from launch.resuming import change_of_size, earlier_sizes, state_of
-from launch.stopping import STOPPED
+from launch.run.resuming import change_of_size, earlier_sizes, state_of
+from launch.run.stopping import STOPPED
 
 RATE = 1e-3
 SMALL = ["--image-tower", "resnet18:layers=1-1-1-1", "--image-size", "32", "--text-tower", "bert-tiny", "--embed-dim", "16"]

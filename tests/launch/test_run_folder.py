@@ -5,11 +5,10 @@ import json
 import pytest
 from cost_models import proportional
 
-from engine.bad_steps import BadStep
-from engine.config import DEEPSPEED_KEYS, BranchesBlock, check_config
-from engine.planner import plan_run
-from launch.options import parse_options
-from launch.run_folder import (
+from engine.config.reading import DEEPSPEED_KEYS, BranchesBlock, check_config
+from engine.optimizer.bad_steps import BadStep
+from engine.planning.planner import plan_run
+from launch.run.folder import (
     BRANCHES_FREE_TO_CHANGE,
     BRANCHES_SPLIT,
     DEEPSPEED_FREE_TO_CHANGE,
@@ -18,8 +17,9 @@ from launch.run_folder import (
     choose_folder,
     training_identity,
 )
-from models.layers import BRANCHES
-from models.towers import build_towers
+from launch.settings.options import parse_options
+from models.towers.building import build_towers
+from models.towers.layers import BRANCHES
 
 CONFIG = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
 BLOCK = {"layout": "auto", "gradient_clipping": {"image": 1.0}, "max_bad_steps": 10}

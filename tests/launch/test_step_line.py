@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from cost_models import proportional
 
-from data.feed import FeedRules, Knobs, Ladders
-from data.sampler import GlobalOrder
-from data.settings import Setting, Settings
-from engine.config import check_config
-from engine.planner import plan_run
+from data.batching.feed import FeedRules, Knobs, Ladders
+from data.batching.sampler import GlobalOrder
+from data.batching.settings import Setting, Settings
+from engine.config.reading import check_config
+from engine.planning.planner import plan_run
 from engine.step_metrics import SourceLoss, StepMetrics
-from launch.balancing import Balance
-from launch.blocks import dealing
-from launch.step_line import step_line
-from models.layers import BRANCHES
+from launch.balancing.choosing import Balance
+from launch.run.step_line import step_line
+from launch.settings.blocks import dealing
+from models.towers.layers import BRANCHES
 
 METRICS = StepMetrics(
     loss=3.5,

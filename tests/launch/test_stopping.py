@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.stopping import SIGNALS, StopRequest
+from launch.run.stopping import SIGNALS, StopRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +36,7 @@ def test_a_second_ctrl_c_ends_at_once_but_one_that_comes_twice_is_one():
     """In a process of its own, which sets the clock that tells one from the other."""
     script = """
 import signal
-from launch.stopping import SOON_S, StopRequest
+from launch.run.stopping import SOON_S, StopRequest
 
 now_s = 1000.0
 stop = StopRequest(clock=lambda: now_s)

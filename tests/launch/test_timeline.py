@@ -1,4 +1,4 @@
-"""launch.timeline: a run's traced step beside its prediction; what is missing is said in one line."""
+"""launch.tools.timeline: a run's traced step beside its prediction; what is missing is said in one line."""
 
 import json
 from dataclasses import asdict
@@ -6,14 +6,14 @@ from dataclasses import asdict
 import pytest
 from cost_models import proportional
 
-from engine.costs import cost_model_from_json, cost_model_to_json
-from engine.planner import BranchBatch
-from engine.simulator import simulate
+from engine.planning.costs import cost_model_from_json, cost_model_to_json
+from engine.planning.planner import BranchBatch
+from engine.planning.simulator import simulate
 from engine.topology import StageGraph, chain, fork, merged
 from engine.trace import Span
-from launch.drawing import busy_s, predicted_timeline
-from launch.timeline import choose_step, measured_tracks, prediction, run
-from launch.trace_file import TraceFile, read_trace
+from launch.run.trace_file import TraceFile, read_trace
+from launch.tools.drawing import busy_s, predicted_timeline
+from launch.tools.timeline import choose_step, measured_tracks, prediction, run
 
 COSTS = proportional({"image": [0.004] * 6, "text": [0.003] * 4}, optimizer_s_per_parameter=2e-9, gradient_s_per_parameter=1e-9)
 CUTS = {"image": [range(0, 3), range(3, 6)], "text": [range(0, 4)]}

@@ -3,7 +3,7 @@
 import json
 
 from engine.trace import WAIT, Span
-from launch.trace_file import FIRST_STEP, MAX_SAMPLES, TraceFile, is_sampled, read_trace
+from launch.run.trace_file import FIRST_STEP, MAX_SAMPLES, TraceFile, is_sampled, read_trace
 
 SPANS = [Span("ForwardPass", 0, 0.0, 0.25), Span("ComputeLoss", None, 0.25, 0.5), Span(WAIT, None, 0.3, 0.4)]
 RANKS = [("rank 0 (image 0, replica 0)", SPANS), ("rank 1 (text 0, replica 0)", SPANS[:1])]

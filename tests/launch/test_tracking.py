@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import tracking
+from launch.run import tracking
 
 ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: refuses at once, so nothing leaves this machine and nothing waits
@@ -19,7 +19,7 @@ NOWHERE = "http://127.0.0.1:9"  # the discard port: refuses at once, so nothing 
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from launch import tracking
+from launch.run import tracking
 
 tracking.INIT_TIMEOUT_S = 1
 mode, folder, first_rank = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "True"

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from data.batching.sampler import GlobalOrder
 from data.options import DataOptions
 from data.prepare import prepare_data
-from data.sampler import GlobalOrder
-from launch.blocks import SampleWeightsBlock
-from launch.weighting import loss_weights_of, text_lengths, training_order
+from launch.balancing.weighting import loss_weights_of, text_lengths, training_order
+from launch.settings.blocks import SampleWeightsBlock
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ from transformers import (
     RobertaModel,
 )
 
-from models.image import image_tower
-from models.layers import Layer, Tower
-from models.text import text_tower
+from models.towers.image import image_tower
+from models.towers.layers import Layer, Tower
+from models.towers.text import text_tower
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

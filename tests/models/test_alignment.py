@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from models import retrieval
-from models.alignment import alignment_figures, alignment_sums
+from models.metrics import retrieval
+from models.metrics.alignment import alignment_figures, alignment_sums
 
 
 def pairs(n=23, width=6, seed=0):

@@ -6,7 +6,7 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 from torch.nn import functional as F
 
-from models.classification import NEIGHBOURS, TEMPERATURE, class_embeds, neighbour_accuracy, probe_accuracy, zero_shot_accuracy
+from models.metrics.classification import NEIGHBOURS, TEMPERATURE, class_embeds, neighbour_accuracy, probe_accuracy, zero_shot_accuracy
 
 
 def clusters(per_class, num_classes=4, width=8, spread=0.5, seed=0):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.towers import build_towers, count_flops, describe_layers, meta_inputs
+from models.towers.building import build_towers, count_flops, describe_layers, meta_inputs
 
 IMAGE, TEXT = build_towers("vit_b_16", "bert-base-uncased", 512, 224, None, 64)
 

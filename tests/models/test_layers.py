@@ -7,11 +7,11 @@ import torch
 import torchvision
 from torch import nn
 
-from models.head import ImageHead, TextHead
-from models.image import ARCHITECTURES, image_tower
-from models.layers import Layer, cut, stable_seed
-from models.text import PRESETS, text_tower
-from models.towers import build_towers, count_flops, meta_inputs, with_head
+from models.towers.building import build_towers, count_flops, meta_inputs, with_head
+from models.towers.head import ImageHead, TextHead
+from models.towers.image import ARCHITECTURES, image_tower
+from models.towers.layers import Layer, cut, stable_seed
+from models.towers.text import PRESETS, text_tower
 
 
 def test_canonical_names_are_the_librarys(case):

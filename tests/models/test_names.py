@@ -5,10 +5,10 @@ import json
 import pytest
 from transformers import BertConfig, CLIPConfig, GPT2Config, XLMRobertaConfig
 
-from models.image import image_tower
-from models.options import split_name
-from models.text import text_tower
-from models.towers import build_towers
+from models.towers.building import build_towers
+from models.towers.image import image_tower
+from models.towers.names import split_name
+from models.towers.text import text_tower
 
 
 @pytest.mark.parametrize(

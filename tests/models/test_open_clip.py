@@ -7,8 +7,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from models.towers import build_towers
-from models.weights import open_model
+from models.towers.building import build_towers
+from models.weights.reading import open_model
 
 SIZE, VOCAB, TOKENS = 64, 90, 12
 TEXT = {"context_length": TOKENS, "vocab_size": VOCAB, "width": 48, "heads": 4, "layers": 2}

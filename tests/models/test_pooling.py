@@ -12,13 +12,13 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, Siglip
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.siglip.modeling_siglip import SiglipMultiheadAttentionPoolingHead
 
-from data.tokenizer import batch_tokens, load_tokenizer
-from models.defaults import image_name, text_name
-from models.image import image_tower
-from models.pooling import AttentionPool, FirstPool, LastPool, MaxPool, MeanPool
-from models.text import text_tower
-from models.towers import build_towers
-from models.weights import open_weights
+from data.modalities.tokenizer import batch_tokens, load_tokenizer
+from models.towers.building import build_towers
+from models.towers.defaults import image_name, text_name
+from models.towers.image import image_tower
+from models.towers.pooling import AttentionPool, FirstPool, LastPool, MaxPool, MeanPool
+from models.towers.text import text_tower
+from models.weights.reading import open_weights
 
 LENGTHS = (7, 1, 4)
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models import retrieval
-from models.retrieval import RECALL_AT, best_ranks, hits, median_rank, nearest, positive_ranks, recall_hits, reranked
+from models.metrics import retrieval
+from models.metrics.retrieval import RECALL_AT, best_ranks, hits, median_rank, nearest, positive_ranks, recall_hits, reranked
 
 
 def ranks_one_by_one(own: Tensor, other: Tensor, target: Tensor) -> list[int]:

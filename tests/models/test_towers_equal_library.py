@@ -6,7 +6,7 @@ No tolerance anywhere: the same operations run in the same order on the same wei
 import pytest
 import torch
 
-from models.towers import with_head
+from models.towers.building import with_head
 
 
 def build(tower):
@@ -72,7 +72,7 @@ def test_padding_is_not_seen(cases, forward):
 
 
 def test_clip_pools_at_the_end_of_text_or_at_the_highest_id(cases, forward):
-    from models.text import text_tower
+    from models.towers.text import text_tower
 
     case = cases["clip"]
     tower = case.tower()

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel
 
-import models.weights
-from models.text import text_tower
-from models.towers import with_head
-from models.weights import open_weights
+import models.weights.reading
+from models.towers.building import with_head
+from models.towers.text import text_tower
+from models.weights.reading import open_weights
 
 
 def library_state(layers) -> dict[str, torch.Tensor]:
@@ -131,7 +131,7 @@ def test_hub_names(cases, tmp_path, monkeypatch):
             return str(tmp_path / "empty")
         return write(tmp_path / "bin", library_state(saved[:-1]), "bin")
 
-    monkeypatch.setattr(models.weights, "snapshot_download", download)
+    monkeypatch.setattr(models.weights.reading, "snapshot_download", download)
     for where, hub_id in (
         ("someone/model", "someone/model"),
         ("DEFAULT", "google-bert/bert-base-uncased"),
@@ -143,7 +143,7 @@ def test_hub_names(cases, tmp_path, monkeypatch):
     def unreachable(hub_id, allow_patterns):
         raise OSError("no network")
 
-    monkeypatch.setattr(models.weights, "snapshot_download", unreachable)
+    monkeypatch.setattr(models.weights.reading, "snapshot_download", unreachable)
     with pytest.raises(FileNotFoundError, match="'someone/model' could not be had from the Hugging Face hub; check the id"):
         open_weights("text", "someone/model", tower)
 
@@ -152,7 +152,7 @@ def test_only_what_a_layer_needs_is_read(cases, tmp_path, monkeypatch):
     tower = with_head(cases["bert"].tower(), 8)
     where = write(tmp_path, library_state(built(tower, 1)[:-1]), "safetensors")
     read = []
-    original = models.weights.safe_open
+    original = models.weights.reading.safe_open
 
     class Watched:
         def __init__(self, *args, **options):
@@ -165,7 +165,7 @@ def test_only_what_a_layer_needs_is_read(cases, tmp_path, monkeypatch):
         def __getattr__(self, name):
             return getattr(self.file, name)
 
-    monkeypatch.setattr(models.weights, "safe_open", Watched)
+    monkeypatch.setattr(models.weights.reading, "safe_open", Watched)
     reader = open_weights("text", where, tower)
     assert read == []  # opening checks headers only
     layer = tower.specs[2].build(0, reader)
@@ -198,7 +198,7 @@ def test_half_precision_files_are_read_into_fp32(cases, tmp_path):
 
 
 def test_refusals(cases, tmp_path):
-    from models.image import image_tower
+    from models.towers.image import image_tower
 
     tower = cases["bert"].tower()
     state = library_state(built(tower, 1))

@@ -1,0 +1,214 @@
+"""The index of a data set: one Arrow file with a row per sample, made once and then memory-mapped by every process.
+
+    index_build.py  makes it
+    Index           reads it: whole columns without a copy, single values in microseconds
+
+On disk, in `index/<hash of the spec>/` of the cache folder:
+
+    index.json      what the file was made from, its size and checksum; replaced in one rename, so it names a whole file or the one before
+    <build>.arrow   one record batch: the columns of `SCHEMA`
+    lock            held while building: processes that start together build once
+"""
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from data.formats.rows import Format, Roots
+from data.formats.specs import cache_folder
+from data.index.bad_samples import CODES
+
+VERSION = 1
+RECHECKED_FILES = 100_000  # pictures that are files: up to so many, each one's size and time are compared whenever the index is opened
+CHECKSUM_BLOCK, CHECKSUM_BLOCKS = 1 << 16, 256
+READS_KEPT = 32  # after so many reads of single rows, this process lets go of the pages that it has mapped
+HASH_BYTES = 16
+
+NUMBERS = {
+    "part": np.int32,  # which of the files in index.json the row stands in
+    "row": np.int64,  # line, table row or entry
+    "offset": np.int64,
+    "size": np.int64,  # bytes of the encoded picture
+    "mtime_ns": np.int64,
+    "num_captions": np.int16,
+    "num_characters": np.int32,  # of the longest caption
+    "width": np.int32,  # pixels, as shown (upright)
+    "height": np.int32,
+    "complexity": np.float32,  # bytes of the encoded picture / pixels: what an entropy coder needs, a cheap measure of detail
+    "perceptual_hash": np.uint64,  # equal or few bits apart for pictures that look alike; 0 with check "header"
+    "bad": np.int8,  # 0: usable, else 1 + position in REASONS
+    "key": np.uint64,  # of the picture's place, size and time; 0: not looked at
+    "id_hash": np.uint64,
+}
+TEXTS = ("id", "path", "detail")
+LIST = pa.large_list(pa.large_string())
+SCHEMA = pa.schema(
+    [(name, pa.large_string()) for name in TEXTS]
+    + [("captions", LIST), ("content_hash", pa.binary(HASH_BYTES))]
+    + [(name, pa.from_numpy_dtype(kind)) for name, kind in NUMBERS.items()]
+)
+
+
+class IndexDamaged(ValueError):
+    """The file is not what its index.json says."""
+
+
+class Index:
+    """An open index. Pickled it is a path; where it is unpickled the same file is mapped again.
+
+    Errors: IndexDamaged, OSError.
+    """
+
+    def __init__(self, file: str | Path, meta: dict[str, Any]) -> None:
+        self.file, self.meta = Path(file), meta
+        self._map, self._batch = _mapped(self.file, meta)
+        self._reads = 0
+        self._captions, self._ids = self._batch.column("captions"), self._batch.column("id")
+        self._columns = {name: self._batch.column(name).to_numpy(zero_copy_only=True) for name in NUMBERS}
+
+    def __len__(self) -> int:
+        return self._batch.num_rows
+
+    def __reduce__(self):
+        return Index, (self.file, {name: value for name, value in self.meta.items() if name != "parts"})
+
+    def column(self, name: str) -> np.ndarray:
+        """[N], one of `NUMBERS`, without a copy and not to be written to."""
+        return self._columns[name]
+
+    def id(self, i: int) -> str:
+        return self._read(self._ids, i)
+
+    def captions(self, i: int) -> list[str]:
+        return self._read(self._captions, i)
+
+    def text(self, name: str, i: int) -> str:
+        return self._read(self._batch.column(name), i)
+
+    def content_hash(self, i: int) -> bytes:
+        return self._read(self._batch.column("content_hash"), i)
+
+    def _read(self, column: pa.Array, i: int) -> Any:
+        """Rows are read in any order, and each maps far more than itself: without letting go, in an epoch all of the file.
+
+        What is let go of stays in the system's memory, where every process finds it again without reading the disk.
+        """
+        self._reads += 1
+        if self._reads % READS_KEPT == 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+        return column[i].as_py()
+
+    def content_keys(self) -> np.ndarray:
+        """[N] uint64: the first half of each content hash, not copied."""
+        column = self._batch.column("content_hash")
+        halves = np.frombuffer(column.buffers()[1], np.uint64).reshape(-1, 2)
+        return halves[column.offset : column.offset + len(column), 0]
+
+    def container(self, i: int) -> str:
+        """The file or folder that the row stands in."""
+        return self.meta["files"][self._columns["part"][i]]
+
+    def slice(self, start: int, length: int) -> pa.RecordBatch:
+        return self._batch.slice(start, length)
+
+    def usable(self) -> np.ndarray:
+        """[n] int64, ascending."""
+        return np.flatnonzero(self._columns["bad"] == 0).astype(np.int64, copy=False)
+
+
+def _mapped(file: Path, meta: dict[str, Any]) -> tuple[mmap.mmap, pa.RecordBatch]:
+    try:
+        if os.path.getsize(file) != meta["bytes"] or checksum(file) != meta["checksum"]:
+            raise IndexDamaged(f"{file} is not the file that was written")
+        with open(file, "rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            mapped.madvise(mmap.MADV_NOHUGEPAGE)
+        reader = pa.ipc.open_file(pa.py_buffer(mapped))
+        if reader.num_record_batches != 1 or not reader.schema.equals(SCHEMA):
+            raise IndexDamaged(f"{file} has other columns")
+        return mapped, reader.get_batch(0)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{file}: this index was replaced, because the data changed; start the run again") from None
+    except (pa.ArrowException, KeyError, TypeError) as error:
+        raise IndexDamaged(f"{file}: {error}") from error
+
+
+def checksum(file: Path) -> int:
+    """Of the whole file up to 16 MiB; of a larger one of so much of it, spread evenly: reading all would take longer than opening may."""
+    size = os.path.getsize(file)
+    starts = range(0, size, CHECKSUM_BLOCK)
+    if len(starts) > CHECKSUM_BLOCKS:
+        starts = np.linspace(0, size - CHECKSUM_BLOCK, CHECKSUM_BLOCKS).astype(int).tolist()
+    value = 0
+    with open(file, "rb", buffering=0) as opened:
+        for start in starts:
+            value = zlib.crc32(os.pread(opened.fileno(), CHECKSUM_BLOCK, start), value)
+    return value
+
+
+def index_folder(format: Format, check: str = "decode", folder: Path | None = None) -> Path:
+    """Where the index of a data set lies; `folder` instead of the cache folder's `index`."""
+    name = hashlib.blake2b(f"{VERSION}\0{check}\0{format.spec}".encode(errors="backslashreplace"), digest_size=12).hexdigest()
+    return (folder or cache_folder() / "index") / name
+
+
+def open_index(format: Format, folder: Path, recheck: bool = True) -> Index | None:
+    """The index in `folder` if it is whole and made from the files as they are now, else None.
+
+    `recheck` also compares the size and time of every picture that is a file of its own, up to 100,000 of them.
+    """
+    index = kept_index(folder)
+    if index is None or index.meta["fingerprint"] != fingerprint_of(format) or _refused_by_an_earlier_rule(index):
+        return None
+    if recheck and format.pictures_are_files and len(index) <= RECHECKED_FILES and _pictures_changed(format, index):
+        return None
+    return index
+
+
+def kept_index(folder: Path) -> Index | None:
+    try:
+        meta = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+        return Index(folder / meta["file"], meta) if meta["version"] == VERSION else None
+    except (OSError, ValueError, KeyError, TypeError):  # none there, another version, damaged
+        return None
+
+
+def fingerprint_of(format: Format) -> str:
+    """Equal as long as everything that lists the rows is what it was."""
+    return hashlib.blake2b(repr([format.spec, format.fingerprint()]).encode(errors="backslashreplace"), digest_size=16).hexdigest()
+
+
+def _refused_by_an_earlier_rule(index: Index) -> bool:
+    """Does the index have rows that were refused only because their path is absolute, as all once were?"""
+    if index.meta.get("absolute_paths"):
+        return False
+    return any(index.text("path", int(i)).startswith("/") for i in np.flatnonzero(index.column("bad") == CODES["outside-root"]))
+
+
+def _pictures_changed(format: Format, index: Index) -> bool:
+    sizes, times, bad = (index.column(name) for name in ("size", "mtime_ns", "bad"))
+    missing, outside = CODES["missing-file"], CODES["outside-root"]
+    for i in range(len(index)):
+        if bad[i] == outside or (sizes[i] < 0 and bad[i] != missing):
+            continue  # nothing that may be looked at, or the row names no file
+        found = _status(format.roots, index.text("path", i))
+        if (found is None) != (bad[i] == missing) or (found and (found.st_size != sizes[i] or found.st_mtime_ns != times[i])):
+            return True
+    return False
+
+
+def _status(roots: Roots, path: str) -> os.stat_result | None:
+    """Of the file that a path leads to, without the checks of `locate`."""
+    for folder in roots.folders:
+        with contextlib.suppress(OSError, ValueError):
+            return os.stat(os.path.join(folder, path))
+    return None

@@ -1,0 +1,184 @@
+"""Where samples come from: the interface that every kind of data set offers, and the words that open one."""
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from data.formats.coco import CocoFormat
+from data.formats.demo import DemoFormat, family_key, text_of, toneless_key
+from data.formats.imagefolder import ImageFolderFormat
+from data.formats.jsonl import JsonlFormat
+from data.formats.parquet import ParquetFormat
+from data.formats.rows import Format
+from data.formats.table import open_csv, open_tsv
+from data.formats.webdataset import WebdatasetFormat
+from data.index.bad_samples import REASON_OF_CODE, BadSample
+from data.index.building import content_hash, load_index
+from data.index.mapped import Index
+
+MAX_SHOWN = 5
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A data set of numbered samples 0..len-1; each is one picture and one or more texts, or is bad and says why."""
+
+    spec: str
+    """What it was opened with, for example `jsonl:train.jsonl`."""
+
+    def __len__(self) -> int:
+        """All samples, the bad ones too, so that the number of a sample does not change because another is bad."""
+
+    def identity(self, i: int) -> str:
+        """A name of the sample that stays when other samples come or go; unique among the usable ones."""
+
+    def captions(self, i: int) -> list[str]:
+        """At least one text, none of them empty, if the sample is usable."""
+
+    def image_bytes(self, i: int) -> bytes:
+        """The encoded picture. Raises BadSample."""
+
+    def content_hash(self, i: int) -> bytes:
+        """16 bytes: blake2b of `image_bytes`."""
+
+    def where(self, i: int) -> str:
+        """For messages: FILE:LINE, SHARD.tar#member, folder/name.jpg."""
+
+    def column(self, name: str) -> np.ndarray:
+        """[N] of all samples, not copied, not to be written to: width and height int32 (pixels), num_captions int16,
+        num_characters int32 (longest caption), complexity float32 (bytes / pixel), perceptual_hash uint64,
+        bad int8 (0: usable, else 1 + position in REASONS)."""
+
+    def keys(self, kind: str) -> np.ndarray:
+        """[N] uint64, equal for samples with equal encoded pictures (kind "content") or equal ids ("id"); 0: there is none. Different
+        ones are equal by chance once in 10^19 pairs."""
+
+    def usable(self) -> np.ndarray:
+        """[n] int64, ascending: the samples that are not bad."""
+
+    def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
+        """(identity, where, reason, detail) of each."""
+
+
+@runtime_checkable
+class ConceptSource(Source, Protocol):
+    """A source that knows which samples are variants of one concept, so that whole concepts can be held out."""
+
+    def family(self, i: int) -> str:
+        """Equal for all skin tones and genders of one concept."""
+
+    def toneless(self, i: int) -> str:
+        """Equal for samples that differ in skin tone only."""
+
+
+class IndexedSource:
+    """A format's samples, as the index has them. Pickled it is two paths and some options."""
+
+    def __init__(self, spec: str, format: Format, index: Index) -> None:
+        self.spec = spec
+        self.format = format
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def identity(self, i: int) -> str:
+        return self.index.id(i)
+
+    def captions(self, i: int) -> list[str]:
+        return self.index.captions(i)
+
+    def image_bytes(self, i: int) -> bytes:
+        """Raises BadSample for a sample that the index calls bad, and when the picture is not the one that it knows."""
+        if code := int(self.column("bad")[i]):
+            raise BadSample(REASON_OF_CODE[code], self.index.text("detail", i))
+        offset, size = int(self.column("offset")[i]), int(self.column("size")[i])
+        image = self.format.image_bytes(self.index.container(i), self.index.text("path", i), offset, size)
+        if content_hash(image) != self.content_hash(i):  # a GB/s; bytes of another picture would go unnoticed into every cache
+            raise BadSample("unreadable", "the picture has changed since it was checked; start again, and it is checked anew")
+        return image
+
+    def content_hash(self, i: int) -> bytes:
+        return self.index.content_hash(i)
+
+    def where(self, i: int) -> str:
+        return self.format.where(self.index.container(i), self.index.text("path", i), int(self.column("row")[i]))
+
+    def column(self, name: str) -> np.ndarray:
+        return self.index.column(name)
+
+    def keys(self, kind: str) -> np.ndarray:
+        return self.index.content_keys() if kind == "content" else self.index.column("id_hash")
+
+    def usable(self) -> np.ndarray:
+        return self.index.usable()
+
+    def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
+        bad = self.column("bad")
+        for i in np.flatnonzero(bad):  # a numpy integer each: nothing of the size of the data set is made
+            yield self.identity(i), self.where(i), REASON_OF_CODE[int(bad[i])], self.index.text("detail", i)
+
+
+class DemoSource(IndexedSource):
+    """The embedded emoji, which know their concepts."""
+
+    def family(self, i: int) -> str:
+        return family_key(text_of(self.identity(i)))
+
+    def toneless(self, i: int) -> str:
+        return toneless_key(text_of(self.identity(i)))
+
+
+KINDS: dict[str, tuple[str, Callable[..., Format]]] = {
+    "demo": ("demo[:LANG+LANG]", DemoFormat),
+    "jsonl": ("jsonl:FILE", JsonlFormat),
+    "csv": ("csv:FILE", open_csv),
+    "tsv": ("tsv:FILE", open_tsv),
+    "parquet": ("parquet:FILE_OR_PATTERN", ParquetFormat),
+    "coco": ("coco:IMAGES:CAPTIONS.json", CocoFormat),
+    "imagefolder": ("imagefolder:DIR", ImageFolderFormat),
+    "webdataset": ("webdataset:PATTERN", WebdatasetFormat),
+}
+"""Kind -> how it is written, and what reads it, made from what follows the colon."""
+ENDINGS = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".tar": "webdataset"}
+
+
+def open_format(spec: str) -> Format:
+    """What lists the rows of a data set. Errors: ValueError, OSError."""
+    kind, _, where = spec.partition(":")
+    if kind not in KINDS:
+        known = ", ".join(usage for usage, _ in KINDS.values())
+        near = difflib.get_close_matches(kind.lower(), KINDS, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'?" if near else "give one of these."
+        if meant := ENDINGS.get(Path(kind.lower()).suffix):
+            hint = f"did you mean '{meant}:{spec}'?"
+        raise ValueError(f"data spec '{spec}': unknown kind '{kind}'; known: {known}; {hint}")
+    return KINDS[kind][1](where)
+
+
+def open_source(spec: str, **building: Any) -> IndexedSource:
+    """Open a data set by its spec, `KIND` or `KIND:WHERE`; see `KINDS`. The first time its index is made, which looks at every picture.
+
+    `building`: workers, progress, check, refresh, folder of `data.index.building.load_index`. Processes may call this together.
+    Errors: ValueError for a spec that breaks a rule or data without a usable sample, OSError (FileNotFoundError) for files.
+    """
+    format = open_format(spec)
+    source = (DemoSource if isinstance(format, DemoFormat) else IndexedSource)(
+        "demo" if spec in ("demo:", "demo:en") else spec, format, load_index(format, **building)
+    )
+    if not (source.column("bad") == 0).any():
+        raise ValueError(_no_usable_sample(source))
+    return source
+
+
+def _no_usable_sample(source: IndexedSource) -> str:
+    codes, counts = np.unique(source.column("bad"), return_counts=True)
+    reasons = Counter({REASON_OF_CODE[int(code)]: int(count) for code, count in zip(codes, counts)})
+    of = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+    first = [f"{where}: {reason}: {detail}" for (_, where, reason, detail), _ in zip(source.bad_samples(), range(MAX_SHOWN))]
+    more = [f"... and {len(source) - MAX_SHOWN} more"] if len(source) > MAX_SHOWN else []
+    return "\n".join([f"{source.spec}: none of {len(source)} samples can be used ({of}); mend them", *first, *more])

@@ -1,0 +1,77 @@
+"""How pictures become the numbers that an image tower was trained on: size, resampling, mean and standard deviation.
+
+A pretrained tower that is given other pixels than in its training still runs, but its features are wrong. Training and
+evaluation therefore take these values from the weights (`launch/settings/preprocessing.py`) and record them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Values = tuple[float, float, float]  # of red, green and blue
+
+NORMALIZATIONS: dict[str, tuple[Values, Values]] = {
+    # OpenAI CLIP, clip/clip.py; OpenCLIP's default
+    "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+    # torchvision's and timm's supervised models
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    # SigLIP, Inception: values from -1 to 1
+    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+}
+"""Name -> (mean, standard deviation) of channel values from 0 to 1."""
+INTERPOLATIONS = ("bicubic", "bilinear")  # those that torch and Pillow have with antialiasing
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """What is done to a picture besides augmentation. Checked when made; the defaults are CLIP's.
+
+    `mean`, `std`: of channel values from 0 to 1, subtracted and divided by. `interpolation`: of every resizing. `crop_pct`: the
+    tower's input ÷ what the shorter side is resized to before the centre is cropped, in evaluation (timm's word; 224 / 232 for
+    torchvision's ResNet-50).
+    """
+
+    mean: Values = NORMALIZATIONS["clip"][0]
+    std: Values = NORMALIZATIONS["clip"][1]
+    interpolation: str = "bicubic"
+    crop_pct: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != 3 or not all(math.isfinite(value) for value in values):
+                raise ValueError(f"image {name} {values}: three numbers are needed, for red, green and blue")
+        if min(self.std) <= 0:
+            raise ValueError(f"image std {self.std}: each channel is divided by its own, so every number must be above 0")
+        if self.interpolation not in INTERPOLATIONS:
+            raise ValueError(f"image interpolation {self.interpolation!r}: use one of {', '.join(INTERPOLATIONS)}")
+        if not 0.25 <= self.crop_pct <= 1:
+            raise ValueError(
+                f"image crop: the tower's input is {self.crop_pct:g} of what pictures are resized to; it must be from 0.25 to 1"
+            )
+
+    def resized(self, size: tuple[int, int]) -> tuple[int, int]:
+        """(H, W) that a picture covers before the centre `size` = (H, W) is cropped, pixels."""
+        return round(size[0] / self.crop_pct), round(size[1] / self.crop_pct)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Preprocessing:
+        """Of train.py's options by name, as config.json and wye.json keep them. Where they are missing, CLIP's were used."""
+        if "image_mean" not in options:
+            return cls()
+        crop_pct = options["image_size"] / options["image_resize"]
+        return cls(tuple(options["image_mean"]), tuple(options["image_std"]), options["image_interpolation"], crop_pct)
+
+    def options(self, image_size: int) -> dict[str, Any]:
+        """The inverse of `from_options` for towers of `image_size` pixels a side."""
+        return {
+            "image_mean": self.mean,
+            "image_std": self.std,
+            "image_interpolation": self.interpolation,
+            "image_resize": self.resized((image_size, image_size))[0],
+        }
+
+
+CLIP = Preprocessing()

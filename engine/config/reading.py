@@ -1,0 +1,318 @@
+"""The JSON that says how to run: DeepSpeed's own keys plus one strict block, `branches`. Plain Python, no process group.
+
+`read_config` reads a file and refuses what is unknown, misspelt or impossible under a pipeline; what is "auto" in it is
+decided by `engine/planning/planner.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from engine.config.checks import AUTO, check_choice, check_counts
+from engine.config.deepspeed_keys import check_blocks
+from engine.config.spelling import keys_of, nearest
+from engine.optimizer.averaging import AverageBlock, average_block
+from engine.optimizer.clipping_rules import HEAD, ClippingRule, clipping_rules
+from engine.optimizer.locking import LockedBlock, locked_block
+from engine.optimizer.parameter_groups import OptimizerGroups, check_groups, optimizer_groups
+from engine.schedule import SCHEDULES
+from engine.topology import LAYOUTS
+
+# What may be "auto" besides what the planner searches and the length of the run: `engine/config/auto.py`.
+AUTO_PLACES = (
+    *(f"optimizer.params.{key}" for key in ("lr", "betas", "eps", "weight_decay")),
+    *(f"scheduler.params.{key}" for key in ("warmup_num_steps", "warmup_type")),
+    *(f"branches.{key}" for key in ("gradient_clipping", "optimizer_groups")),
+)
+NEEDS_GPU = ("lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")  # optimizers, as DeepSpeed compares them
+# DeepSpeed's keys that mean something under this engine; it accepts unknown ones silently, we do not.
+DEEPSPEED_KEYS = [
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "data_types",
+    "zero_optimization",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "gradient_clipping",
+    "steps_per_print",
+    "pipeline",
+    "communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "memory_breakdown",
+    "comms_logger",
+    "tensorboard",
+    "csv_monitor",
+]
+NOT_WITH_A_PIPELINE = {
+    "flops_profiler": "DeepSpeed's profiler does not run under its pipeline engine; remove it",
+    "autotuning": "DeepSpeed's autotuner does not run under its pipeline engine; remove it",
+    "elasticity": "DeepSpeed removed this key; remove it",
+    "curriculum_learning": "DeepSpeed removed this key; remove it",
+    "amp": 'use "fp16" or "bf16"',
+    "torch_autocast": 'use "fp16" or "bf16"',
+    "wandb": "W&B is an option of train.py: --wandb online|offline|disabled",
+    "wall_clock_breakdown": "DeepSpeed's timers do not run under this schedule; remove it, metrics.jsonl has step_s",
+    "activation_checkpointing": "DeepSpeed's pipeline reads it elsewhere; write "
+    '"pipeline": {"activation_checkpoint_interval": 1}, the number of layers between checkpoints',
+}
+
+
+@dataclass(frozen=True)
+class BranchesBlock:
+    """The `branches` block as written. Checked when made, but for the names of branches in it, see `check_names`, and for `balance` and
+    `sample_weights`, which whoever loads the data reads (`launch/settings/blocks.py`)."""
+
+    layout: str = AUTO
+    stages: Any = AUTO
+    replicas: Any = AUTO
+    micro_batch_size: Any = AUTO
+    schedule: str = AUTO
+    kept_micro_batches: Any = None
+    gradient_clipping: Any = None
+    optimizer_groups: Any = None
+    locked: Any = None
+    ema: Any = None
+    max_bad_steps: int = 10
+    balance: Any = None
+    sample_weights: Any = None
+
+    def __post_init__(self):
+        check_choice("layout", self.layout, (AUTO, *LAYOUTS))
+        check_choice("schedule", self.schedule, (AUTO, *SCHEDULES))
+        check_counts("stages", self.stages, None, merged=True)
+        check_counts("replicas", self.replicas, None)
+        check_counts("micro_batch_size", self.micro_batch_size, None, auto_inside=True)
+        if self.kept_micro_batches is not None:
+            check_counts("kept_micro_batches", self.kept_micro_batches, None, auto_inside=True, least=0)
+            if self.schedule not in (AUTO, "replay"):
+                raise ValueError(
+                    f'branches.kept_micro_batches: {self.kept_micro_batches!r} with schedule "{self.schedule}"; only "replay" leaves a choice '
+                    "which activations to keep; remove the key, or use replay"
+                )
+        if self.moves_work and (self.layout == "merged" or self.schedule == "per_micro_batch"):
+            raise ValueError(
+                'branches.balance: "feed" moves work between branches that run on different GPUs and meet at one loss, which '
+                f'"{"merged" if self.layout == "merged" else self.schedule}" does not have; use "deal"'
+            )
+        self.averaging()
+        if isinstance(self.max_bad_steps, bool) or not isinstance(self.max_bad_steps, int) or self.max_bad_steps < 1:
+            raise ValueError(f"branches.max_bad_steps: got {self.max_bad_steps!r}; it is a whole number of at least 1")
+
+    def check_names(self, branches: Sequence[str]) -> None:
+        """Raise ValueError for a key that should be one of these branches and is not."""
+        for name in ("stages", "replicas", "micro_batch_size", "kept_micro_batches"):
+            value = getattr(self, name)
+            for key in value if isinstance(value, dict) else ():
+                check_choice(f"{name}: key", key, (*branches, *(("merged",) if name == "stages" else ())))
+        self.clipping(branches)
+        self.learning(branches)
+        locked_block(self.locked, branches)
+
+    def num_kept(self, branch: str) -> int | str:
+        """How many micro-batches keep their activations under replay. Where nothing is said: as many as fit, where also the schedule
+        is the planner's choice; none where replay is asked for."""
+        kept = self.kept_micro_batches
+        if isinstance(kept, dict):
+            kept = kept.get(branch)
+        return kept if kept is not None else AUTO if self.schedule == AUTO else 0
+
+    @property
+    def moves_work(self) -> bool:
+        """Does the `balance` block move work between branches? Then they must run on different ranks and meet at one loss."""
+        return isinstance(self.balance, dict) and self.balance.get("strategy") == "feed"
+
+    def clipping(self, branches: Sequence[str]) -> dict[str, ClippingRule]:
+        """group -> rule. Raises ValueError for what is wrong in the `gradient_clipping` block."""
+        return clipping_rules({} if self.gradient_clipping == AUTO else self.gradient_clipping, branches)
+
+    def learning(self, branches: Sequence[str]) -> OptimizerGroups:
+        """The `optimizer_groups` block. Raises ValueError for what is wrong in it."""
+        return optimizer_groups(None if self.optimizer_groups == AUTO else self.optimizer_groups, branches)
+
+    def locking(self) -> LockedBlock:
+        """The `locked` block. Raises ValueError for what is wrong in it."""
+        return locked_block(self.locked)
+
+    def averaging(self) -> AverageBlock | None:
+        """The `ema` block; None: the weights are not averaged. Raises ValueError for what is wrong in it."""
+        return average_block(self.ema)
+
+
+Readers = Mapping[str, Callable[[Any], Any]]  # key of the `branches` block -> what reads its value; ValueError for what is wrong in it
+
+
+def read_config(path: str | Path, branches: Sequence[str], readers: Readers = MappingProxyType({})) -> tuple[dict[str, Any], BranchesBlock]:
+    """DeepSpeed's part of a JSON file and the `branches` block. `branches`: the names of the run's; `readers`: of the keys that are read
+    elsewhere. Raises ValueError or FileNotFoundError with file and key."""
+    path = Path(path)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.json")], 1) if path.parent.is_dir() else []
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise FileNotFoundError(f"--deepspeed_config {path}: no such file{hint}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: holds a {type(config).__name__}; a configuration is a JSON object")
+    try:
+        return check_config(config, branches, readers)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def check_config(
+    config: dict[str, Any], branches: Sequence[str], readers: Readers = MappingProxyType({})
+) -> tuple[dict[str, Any], BranchesBlock]:
+    """Refuse what is unknown, misspelt or impossible under a pipeline; split off the `branches` block. `branches`, `readers`: as in
+    `read_config`."""
+    config = copy.deepcopy(config)
+    block = config.pop("branches", {})
+    for key in config:
+        if key in NOT_WITH_A_PIPELINE:
+            raise ValueError(f"key {key!r}: {NOT_WITH_A_PIPELINE[key]}")
+        if key not in DEEPSPEED_KEYS:
+            raise ValueError(f"unknown key {key!r}{nearest(key, [*DEEPSPEED_KEYS, 'branches'])}")
+    if not isinstance(block, dict):
+        raise ValueError(f"branches: got {block!r}; it is an object with the keys {keys_of(BranchesBlock)}")
+    for key in block:
+        if key not in keys_of(BranchesBlock):
+            raise ValueError(f"unknown key 'branches.{key}'{nearest(key, keys_of(BranchesBlock))}")
+    check_blocks(config)
+    _check_values(config, block)
+    _check_precision_and_zero(config)
+    if config.get("gradient_clipping", 0):
+        _refuse_global_clipping(config["gradient_clipping"], block.get("gradient_clipping"), branches)
+    if not isinstance(config.get("train_batch_size"), int) or config["train_batch_size"] < 2:
+        raise ValueError(
+            f"train_batch_size: got {config.get('train_batch_size')!r}; the global batch of a contrastive loss is a whole number of at least 2"
+        )
+    _check_optimizer(config)
+    checked = BranchesBlock(**block)
+    checked.check_names(branches)
+    for key, reader in readers.items():
+        reader(getattr(checked, key))
+    check_groups(checked.learning(branches), config)
+    return config, checked
+
+
+def _refuse_global_clipping(limit: Any, written: Any, branches: Sequence[str]) -> NoReturn:
+    """`written`: the block's own clipping, whose groups are named in the message."""
+    groups = dict.fromkeys((*branches, HEAD), limit)
+    own = {group: rule for group, rule in (written if isinstance(written, dict) else {}).items() if group not in groups}
+    groups |= {group: {"match": rule["match"], "kind": "norm", "limit": limit} for group, rule in own.items() if "match" in rule}
+    raise ValueError(
+        f"gradient_clipping: {limit} clips all parameters as one; say it in groups: "
+        f'"branches": {{"gradient_clipping": {json.dumps(groups)}}}'
+    )
+
+
+def _check_optimizer(config: Mapping[str, Any]) -> None:
+    example = '"optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": true}}'
+    optimizer = config.get("optimizer", {})
+    if "optimizer" not in config:
+        raise ValueError(f'no "optimizer"; for example {example}')
+    if not isinstance(optimizer.get("type"), str):
+        raise ValueError(f"optimizer: {json.dumps(optimizer)} names no type; for example {example}")
+    if optimizer["type"].lower() == "muon":
+        raise ValueError("optimizer.type: Muon needs parameters marked for it, which these towers are not; use AdamW, SGD, Lamb or Lion")
+    for name, known in (("optimizer", ()), ("scheduler", ("scheduler.params.total_num_steps",))):
+        for key, value in (config.get(name, {}).get("params") or {}).items():
+            if value == AUTO and (place := f"{name}.params.{key}") not in (*AUTO_PLACES, *known):
+                choices = [p.rsplit(".", 1)[1] for p in (*AUTO_PLACES, *known) if p.startswith(f"{name}.params.")]
+                raise ValueError(f'{place}: "auto" is known for {", ".join(choices)} only; give a value')
+
+
+def _check_values(config: Mapping[str, Any], block: Mapping[str, Any]) -> None:
+    for key in ("optimizer", "scheduler", "fp16", "bf16", "data_types", "zero_optimization", "pipeline"):
+        if not isinstance(config.get(key, {}), dict):
+            raise ValueError(f"{key}: got {config[key]!r}; it is an object, as in DeepSpeed's documentation")
+    for key, value in config.get("pipeline", {}).items():
+        if key != "activation_checkpoint_interval":
+            raise ValueError(
+                f'unknown key \'pipeline.{key}\'; stages are described in "branches", here stands "activation_checkpoint_interval"'
+            )
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"pipeline.{key}: got {value!r}; it is a number of layers, and 0 means no activation checkpoints")
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for key in sizes:
+        value = config.get(key, AUTO)
+        if value != AUTO and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f'{key}: got {value!r}; it is "auto" or a whole number of at least 1')
+    given = [key for key in sizes if config.get(key, AUTO) != AUTO]
+    given += ["branches.micro_batch_size"] if block.get("micro_batch_size", AUTO) != AUTO else []
+    if len(given) > 1 and "gradient_accumulation_steps" in given:
+        raise ValueError(
+            f"{' and '.join(given)}: the number of micro-batches follows from their size and train_batch_size; give one of them"
+        )
+
+
+def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (0, 1):
+        raise ValueError(
+            f"zero_optimization.stage: {stage} shards gradients or parameters, which a pipeline needs whole between its micro-batches; use 0 or 1"
+        )
+    _check_offload(config.get("zero_optimization", {}), stage)
+    for key in ("fp16", "bf16"):
+        if not isinstance(config.get(key, {}).get("enabled", False), bool):
+            raise ValueError(f"{key}.enabled: got {config[key]['enabled']!r}; it is true or false")
+    fp16, bf16 = (config.get(key, {}).get("enabled", False) for key in ("fp16", "bf16"))
+    if fp16 and bf16:
+        raise ValueError("fp16 and bf16 are both enabled; enable one of them, or none for fp32")
+    if fp16 and stage == 0:
+        raise ValueError('fp16 with zero_optimization.stage 0: the loss would not be scaled; use "zero_optimization": {"stage": 1}')
+    if bf16 and config.get("data_types", {}).get("grad_accum_dtype") != "fp32":
+        raise ValueError('bf16 without "data_types": {"grad_accum_dtype": "fp32"} would add up gradients in bf16; add that block')
+    if config.get("zero_optimization", {}).get("compute_grad_norm", True) is not True:
+        raise ValueError(
+            "zero_optimization.compute_grad_norm: by the norm DeepSpeed sees that a step must be skipped, on all ranks alike; remove the key"
+        )
+
+
+def _check_offload(zero: Mapping[str, Any], stage: int) -> None:
+    if zero.get("offload_param") is not None:
+        raise ValueError(
+            "zero_optimization.offload_param: a pipeline needs its parameters in place; remove the key, or use offload_optimizer"
+        )
+    offload = zero.get("offload_optimizer")
+    if not isinstance(offload, Mapping):
+        return
+    if offload.get("device") not in ("cpu", "none"):
+        raise ValueError(
+            f'zero_optimization.offload_optimizer.device: got {offload.get("device")!r}; ZeRO-1 offloads to "cpu"; "none": not'
+        )
+    if offload["device"] == "cpu" and stage != 1:
+        raise ValueError(f'zero_optimization.offload_optimizer with stage {stage}: only ZeRO-1 offloads; use "stage": 1, or remove the key')
+
+
+def check_hardware(config: Mapping[str, Any], fp16_supported: bool, bf16_supported: bool, device: str) -> None:
+    """Refuse a precision or an optimizer that the hardware does not have, before anything is built."""
+    for key, supported in (("fp16", fp16_supported), ("bf16", bf16_supported)):
+        if config.get(key, {}).get("enabled", False) and not supported:
+            other = "ds_configs/cpu_fp32.json" if device == "cpu" else "ds_configs/zero1_fp32.json"
+            raise ValueError(f"{key} is enabled, but this hardware ({device}) does not compute in {key}; use --deepspeed_config {other}")
+    optimizer = config.get("optimizer", {}).get("type", "")
+    if device == "cpu" and optimizer.lower() in NEEDS_GPU:
+        raise ValueError(f'optimizer.type {optimizer!r}: DeepSpeed has it for GPUs only; on a CPU give "AdamW", "Adam", "SGD" or "Adagrad"')
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"key {key!r} stands twice")
+    return dict(pairs)

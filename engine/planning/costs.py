@@ -1,0 +1,186 @@
+"""What things cost, in seconds and bytes: the input of the simulator and the planner. Plain Python.
+
+A cost comes from a measurement on the present device (`engine/planning/profile.py`) or from counted operations and a device's data
+sheet (`engine/planning/devices.py`); from here on nobody asks which, but for the message that says what was predicted when memory runs out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A cost as a function of the micro-batch size: straight lines between the points known, continued beyond them.
+
+    One point is a proportion. `sizes` rise; `values` have the unit of the cost.
+    """
+
+    sizes: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self):
+        if not self.sizes or len(self.sizes) != len(self.values) or list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
+            raise ValueError(f"curve: sizes {self.sizes} with values {self.values}; sizes rise from 1 on, one value each")
+
+    def at(self, size: float) -> float:
+        if len(self.sizes) == 1:
+            return self.values[0] * size / self.sizes[0]
+        right = min(max(bisect_left(self.sizes, size), 1), len(self.sizes) - 1)
+        low, high = self.sizes[right - 1], self.sizes[right]
+        below, above = self.values[right - 1], self.values[right]
+        return max(0.0, below + (above - below) * (size - low) / (high - low))
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer. Seconds and bytes are of one micro-batch, as functions of its size."""
+
+    name: str
+    num_parameters: int
+    forward_s: Curve
+    backward_s: Curve
+    activation_bytes: Curve  # kept from the forward until the backward; its output is in it, its input in the layer's that made it
+    output_bytes: Curve  # what travels if the pipeline is cut behind this layer
+    trainable: bool = True  # else its parameters have no gradients and no optimizer state
+    differentiated: bool = True  # else nothing in it or before it learns: it has no backward and keeps nothing for one
+
+    def training_s(self, size: float) -> float:
+        """Of a forward and, if it has one, a backward."""
+        return self.forward_s.at(size) + (self.backward_s.at(size) if self.differentiated else 0.0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank's hardware and its links."""
+
+    name: str
+    memory_bytes: float  # what one rank may use
+    link_bytes_per_s: float  # between two ranks of a node
+    link_latency_s: float
+    flops_per_s: float  # of the loss's matrix products, fp32
+    optimizer_s_per_parameter: float  # clip and step one parameter in its owner
+    gradient_s_per_parameter: float  # bring one gradient into the buffers it is reduced in, and its parameter back
+    instruction_s: float  # host time of an instruction, whatever it does
+    ranks_per_node: int = 1_000_000
+    node_bytes_per_s: float = float("inf")  # between two ranks of different nodes
+    node_latency_s: float = 0.0
+    collective_s_per_byte: float = 0.0  # of a tensor that goes round a ring, besides its messages: copies and sums
+    measured: bool = False  # these numbers and the layers' costs; else they are counted
+
+
+def precision_of(config: Mapping[str, Any]) -> str:
+    """fp32, bf16 or fp16, from DeepSpeed's configuration."""
+    return next((key for key in ("bf16", "fp16") if config.get(key, {}).get("enabled")), "fp32")
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter that a rank holds throughout: `whole` on every replica, `sharded` divided among them (ZeRO-1)."""
+
+    whole: float
+    sharded: float
+    gradient: float  # bytes per gradient that travel when replicas average
+    weight: float = 4  # bytes per weight that travel when their owners hand them round (ZeRO-1)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> StateBytes:
+        """From DeepSpeed's configuration, for Adam. fp32: weight and gradient, two moments. Half precision: weight and gradient
+        in half, a gradient in fp32 where they are added up in fp32 (bf16), master weight and two moments in fp32. State that is offloaded
+        to the CPU is not counted."""
+        zero = config.get("zero_optimization", {})
+        stage, offloaded = zero.get("stage", 0), (zero.get("offload_optimizer") or {}).get("device") == "cpu"
+        bf16, fp16 = (config.get(key, {}).get("enabled", False) for key in ("bf16", "fp16"))
+        weight = 2 if bf16 or fp16 else 4
+        whole = 2 * weight + (4 if bf16 else 0)
+        state = 12 if bf16 or fp16 else 8 + (4 if stage else 0)  # ZeRO-1 keeps an fp32 copy of its slice also under fp32
+        return cls(whole + (0 if stage else state), state if stage and not offloaded else 0, 4 if bf16 or not fp16 else 2, weight)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Everything the simulator asks. `layers[branch]` are all layers of a tower in order.
+
+    `compared`: the pairs of branches that a loss compares; where nothing is said, the two that there are. `pairs`: where a pair is matched,
+    what that takes for so many rows of its second branch, parameters not counted; `token_bytes`, by branch, of the tokens of one sample, the
+    first branch of that pair before the second.
+    """
+
+    layers: Mapping[str, Sequence[LayerCost]]
+    machine: Machine
+    state: StateBytes
+    embed_dim: int
+    checkpoint_interval: int = 0  # layers per activation checkpoint; 0: none
+    sharded_optimizer: bool = True  # ZeRO-1
+    pairs: LayerCost | None = None
+    token_bytes: Mapping[str, float] = field(default_factory=dict)
+    compared: Sequence[tuple[str, str]] = ()
+
+    def __post_init__(self):
+        if not self.compared and len(self.layers) != 2:
+            raise ValueError(f"cost model: {len(self.layers)} branches ({', '.join(self.layers)}) and no pairs; say which are compared")
+
+    @property
+    def all_compared(self) -> tuple[tuple[str, str], ...]:
+        return tuple((first, second) for first, second in self.compared or (tuple(self.layers),))
+
+    @classmethod
+    def of(
+        cls,
+        layers: Mapping[str, Sequence[LayerCost]],
+        machine: Machine,
+        config: Mapping[str, Any],
+        embed_dim: int,
+        pairs: LayerCost | None = None,
+        token_bytes: Mapping[str, float] | None = None,
+        compared: Sequence[tuple[str, str]] = (),
+    ) -> CostModel:
+        """With what DeepSpeed's configuration says of precision, ZeRO and activation checkpoints."""
+        return cls(
+            layers,
+            machine,
+            StateBytes.of(config),
+            embed_dim,
+            config.get("pipeline", {}).get("activation_checkpoint_interval", 0),
+            config.get("zero_optimization", {}).get("stage", 0) == 1,
+            pairs,
+            token_bytes or {},
+            compared,
+        )
+
+
+def cost_model_to_json(costs: CostModel) -> dict[str, Any]:
+    """As JSON-able data. Infinity, which JSON does not have, becomes null."""
+    return _finite(asdict(costs))
+
+
+def cost_model_from_json(record: Mapping[str, Any]) -> CostModel:
+    """The model that `cost_model_to_json` wrote. Raises ValueError, with the reason, when it is not one."""
+    try:
+        layers = {branch: list(map(_layer, line)) for branch, line in record["layers"].items()}
+        pairs = record["pairs"] and _layer(record["pairs"])
+        machine = {key: float("inf") if value is None else value for key, value in record["machine"].items()}
+        compared = tuple(map(tuple, record.get("compared", ())))  # files of earlier versions do not say it
+        objects = {"layers": layers, "pairs": pairs, "machine": Machine(**machine), "state": StateBytes(**record["state"])}
+        return CostModel(**{**record, **objects, "compared": compared})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a cost model of this version: {type(error).__name__}: {error}") from error
+
+
+def _layer(record: Mapping[str, Any]) -> LayerCost:
+    return LayerCost(**{key: _curve(value) if isinstance(value, dict) else value for key, value in record.items()})
+
+
+def _curve(record: Mapping[str, Any]) -> Curve:
+    return Curve(tuple(record["sizes"]), tuple(record["values"]))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(own) for key, own in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(own) for own in value]
+    return None if value == float("inf") else value

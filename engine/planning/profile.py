@@ -1,0 +1,69 @@
+"""Costs measured on the present device: each layer for some micro-batch sizes, the optimizer, the loss, the links.
+
+profile_layers.py     one tower's layers, one at a time
+profile_machine.py    what is no layer's: the loss's products, gradients into their buffers, the optimizer's step; links between
+                      neighbours of a node, and between nodes
+profile_together      all of it on every rank at the same time, and the mean over the ranks: they share memory and, on a CPU, cores
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engine.planning.costs import LayerCost, Machine
+from engine.planning.measured import Tensors
+from engine.planning.profile_layers import Effort, ProfiledLayer, Together, profile_layers
+from engine.planning.profile_machine import measure_links, profile_machine
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured: costs by branch, all layers in order, and the machine."""
+
+    layers: Mapping[str, list[LayerCost]] = field(repr=False)
+    machine: Machine
+    pairs: LayerCost | None = None
+
+
+def profile_together(
+    layers: Mapping[str, Sequence[ProfiledLayer]],
+    build_layer: Callable[[Any], nn.Module],
+    inputs: Mapping[str, Callable[[int], Tensors]],
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: Mapping[str, Sequence[int]],
+    batch_size: int,
+    embed_dim: int,
+    ranks_on_node: int,
+    budget_s: float = 60.0,
+    pairs: tuple[ProfiledLayer, Callable[[int], Tensors], Sequence[int]] | None = None,
+) -> Profile:
+    """Measure on every rank of the default process group at the same time. All ranks call it together and get the same numbers.
+
+    Branches share `budget_s` equally; it bounds the repeats, not the first two passes of each layer. `pairs`: a layer that scores matching
+    pairs, what it is given for so many of them, and how many to try. For the rest see `profile_layers` and `profile_machine`.
+    """
+    ranks = Together(device, ranks_on_node)
+    measured = {
+        branch: profile_layers(
+            specs, build_layer, inputs[branch], dtype, device, sizes[branch], Effort(budget_s=budget_s / len(layers)), ranks
+        )
+        for branch, specs in layers.items()
+    }
+    of_pairs = None
+    if pairs is not None:
+        spec, given, sizes_of_pairs = pairs
+        (of_pairs,) = profile_layers([spec], build_layer, given, dtype, device, sizes_of_pairs, Effort(budget_s=budget_s / 4), ranks)
+    parameter_sizes = [p.numel() for specs in layers.values() for spec in specs for p in spec.template.parameters()]
+    machine = profile_machine(device, dtype, parameter_sizes, batch_size, embed_dim, ranks)
+    if dist.get_world_size() > 1:
+        machine = replace(machine, ranks_per_node=ranks_on_node, **asdict(measure_links(device, ranks)))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Profile(measured, machine, of_pairs)

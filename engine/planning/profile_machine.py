@@ -1,0 +1,288 @@
+"""What is no layer's, measured: the loss's products, gradients into their buffers, the optimizer's step, links between ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine.planning.costs import Machine
+from engine.planning.measured import device_identity
+from engine.planning.profile_layers import Alone, Clock, Cooler, Together
+
+ELEMENTWISE_FLOPS = 10  # per logit: what the simulator adds to the loss's products for its exponentials and sums
+NUM_PARAMETERS = 1 << 23  # that are measured: more than a cache holds, as after a backward; few enough for any device
+MOST_TENSORS = 1024
+INSTRUCTION_OPERATIONS = (
+    100  # a forward or backward of one micro-batch was 0.2 to 0.3 ms longer than its layers, where an operation took 2.5 µs
+)
+MOST_ROWS = 2048
+NOMINAL_LINK = {"cpu": (1e9, 1e-4), "cuda": (50e9, 2e-5)}  # bytes/s, s: only where there is one rank, which sends nothing
+
+
+def profile_machine(
+    device: torch.device,
+    dtype: torch.dtype,
+    parameter_sizes: Sequence[int],
+    batch_size: int,
+    embed_dim: int,
+    ranks: Alone | None = None,
+) -> Machine:
+    """This rank's hardware, without links: those of one rank by itself are nominal.
+
+    `parameter_sizes`: elements of every parameter of the model; kernels have a price of their own, so they matter beside the sum.
+    `batch_size` is the global one. Times are those of DeepSpeed's ZeRO-1, or for bf16 of its BF16_Optimizer with fp32 sums, with
+    torch's AdamW, and of `engine/optimizer/clipping.py`, imitated pass by pass; a replica's messages are not in them.
+    """
+    ranks = ranks or Alone()
+    sample = _sample(parameter_sizes)
+    imitation = (_BF16Step if dtype == torch.bfloat16 else _ZeroStep)(sample, dtype, device)
+    rows = min(batch_size, MOST_ROWS)
+    cool = Cooler(float("inf"), 0.0, device).before_forward  # the towers' backwards come before a step
+    loss_s, reduce_s, step_s, host_s = ranks.mean(
+        [
+            _seconds(_loss_like(rows, embed_dim, device), device),
+            _seconds(imitation.reduce, device, after=cool),
+            _seconds(imitation.step, device, after=cool),
+            _host_s(),
+        ]
+    )
+    bandwidth, latency = NOMINAL_LINK.get(device.type, NOMINAL_LINK["cpu"])
+    return Machine(
+        name=device_identity(device)["device"],
+        memory_bytes=float(ranks.least(_memory_bytes(device, ranks.ranks_on_node))),
+        link_bytes_per_s=bandwidth,
+        link_latency_s=latency,
+        flops_per_s=(4 * embed_dim + ELEMENTWISE_FLOPS) * rows * rows / loss_s,
+        optimizer_s_per_parameter=step_s / sum(sample),
+        gradient_s_per_parameter=reduce_s / sum(sample),
+        instruction_s=host_s,
+        measured=True,
+    )
+
+
+def _sample(sizes: Sequence[int]) -> list[int]:
+    """As many sizes as have about `NUM_PARAMETERS` elements, in the proportions of all: every n-th, or all of them n times."""
+    total = sum(sizes)
+    if not total:
+        return [NUM_PARAMETERS]
+    every, times = -(-total // NUM_PARAMETERS), -(-min(NUM_PARAMETERS, MOST_TENSORS * total // len(sizes)) // total)
+    return [min(size, NUM_PARAMETERS) for size in sorted(sizes)[::-1][::every]] * times
+
+
+def _seconds(
+    work: Callable[[], object],
+    device: torch.device,
+    after: Callable[[], object] = lambda: None,
+    typical: Callable[[Iterable[float]], float] = statistics.median,
+    repeats: int = 5,
+) -> float:
+    """Of one call, each after one of `after`, which is not counted, and after two calls that are not either."""
+    clock, marks = Clock(device), []
+    for _ in range(repeats + 2):
+        after()
+        clock.wait()
+        start = clock.mark()
+        work()
+        marks.append((start, clock.mark()))
+    clock.wait()
+    return typical(clock.between(*pair) for pair in marks[2:])
+
+
+def _loss_like(rows: int, width: int, device: torch.device) -> Callable[[], Tensor]:
+    """One side's logits [rows, rows], their softmax in both directions, and the gradient of its embeddings [rows, width]."""
+    own, other = torch.randn(2, rows, width, device=device).unbind()
+
+    def work() -> Tensor:
+        logits = own @ other.T
+        statistics_ = logits.logsumexp(1)
+        d_logits = (logits - statistics_[:, None]).exp_().add_((logits - statistics_[None, :]).exp_()).div_(2 * rows)
+        return d_logits @ other
+
+    return torch.no_grad()(work)
+
+
+class _Imitation:
+    """Gradients of these sizes, and an AdamW over one flat fp32 copy of the weights, as DeepSpeed keeps them."""
+
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device):
+        self.sizes, self.total, self.dtype, self.device = list(sizes), sum(sizes), dtype, device
+        self.weights = torch.zeros(self.total, dtype=dtype, device=device)
+        self.master = nn.Parameter(torch.zeros(self.total, device=device))
+        self.optimizer = torch.optim.AdamW([self.master], lr=1e-6)
+
+    def _clip_and_step(self) -> None:
+        """`engine/optimizer/clipping.py`, then the optimizer, then the weights back into their own precision."""
+        pieces, offset = [], 0
+        for size in self.sizes:
+            pieces.append(self.master.grad.narrow(0, offset, size))
+            offset += size
+        square = torch.zeros(1, device=self.device)
+        for piece in pieces:
+            square += piece.float().square().sum().to(self.device)
+        coefficient = (1.0 / (square.sqrt() + 1e-6)).clamp(max=1.0)
+        for piece in pieces:
+            piece.mul_(coefficient.to(piece.device))
+        self.optimizer.step()
+        self.weights.data.copy_(self.master.data)
+
+
+class _ZeroStep(_Imitation):
+    """`zero/stage_1_and_2.py` of DeepSpeed 0.19: `reduce_gradients`, then `step`; one replica, so without its messages."""
+
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device):
+        super().__init__(sizes, dtype, device)
+        self.gradients = [torch.full((size,), 1e-3, dtype=dtype, device=device) for size in sizes]
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Gradients into a bucket (reduce_independent_p_g_buckets_and_remove_grads); divided (average_tensor); copied onto itself where
+        the message would be (allreduce_and_copy_with_multiple_ranks); out of the bucket to their owner (copy_grads_in_partition)."""
+        bucket = torch.empty(self.total, dtype=self.dtype, device=self.device)
+        self._move_into(bucket)
+        bucket.div_(1.0)
+        bucket.copy_(bucket.view(-1))
+        self._move_into(torch.empty(self.total, dtype=self.dtype, device=self.device))
+
+    def _move_into(self, flat: Tensor) -> None:
+        offset = 0
+        for gradient in self.gradients:
+            place = flat.view(-1).narrow(0, offset, gradient.numel())
+            place.copy_(gradient.view(-1))
+            gradient.data = place.data.view_as(gradient)
+            offset += gradient.numel()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """A look for overflow (fp16: has_overflow); the norm in double precision (get_grad_norm_direct); one flat gradient in fp32; fp16:
+        the scale taken out; clip, step, weights back."""
+        scaled = self.dtype == torch.float16
+        if scaled:
+            sum(torch.isfinite(g.amax()).logical_and(torch.isfinite(g.amin())).logical_not() for g in self.gradients)
+        norms = [torch.linalg.vector_norm(g.data.to(torch.double).detach()).to(self.device) for g in self.gradients]
+        torch.stack(norms).pow(2).sum()
+        self.master.grad = torch.cat([gradient.view(-1) for gradient in self.gradients]).to(torch.float32)
+        if scaled:
+            self.master.grad.mul_(1.0)
+        self._clip_and_step()
+        self.master.grad = None
+
+
+class _BF16Step(_Imitation):
+    """`bf16_optimizer.py` of DeepSpeed 0.19 with fp32 sums: the gradients are views of one flat tensor, and stay."""
+
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device):
+        super().__init__(sizes, dtype, device)
+        self.master.grad = torch.full((self.total,), 1e-3, device=device)
+        self.gradients = self.master.grad.split(self.sizes)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Flat, divided, copied back (buffered_allreduce_fallback)."""
+        flat = torch.cat([gradient.view(-1) for gradient in self.gradients])
+        flat.mul_(1.0)
+        for gradient, reduced in zip(self.gradients, flat.split(self.sizes)):
+            gradient.copy_(reduced)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """The norm (get_global_norm_of_tensors); clip, step, weights back; sums set to zero in `step` and again in `zero_grad`."""
+        torch.stack([gradient.detach().float().norm(2.0).to(self.device) for gradient in self.gradients]).pow(2).sum()
+        self._clip_and_step()
+        self.master.grad.zero_()
+        self.master.grad.zero_()
+
+
+def _host_s() -> float:
+    """Host time of one instruction in the engine and DeepSpeed's part of it: that of `INSTRUCTION_OPERATIONS` operations on almost nothing."""
+    tiny = torch.zeros(1)
+
+    def work() -> None:
+        for _ in range(INSTRUCTION_OPERATIONS):
+            tiny.add(1.0)
+
+    return _seconds(work, tiny.device)
+
+
+GPU_SHARE = 0.9  # the rest is for CUDA itself, NCCL, ZeRO's buckets, and gaps that the allocator leaves
+
+
+def _memory_bytes(device: torch.device, ranks_on_node: int) -> int:
+    """What one rank may use: most of its GPU; on a CPU its part of what is free, or of what the container may have."""
+    if device.type == "cuda":
+        return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return free // ranks_on_node
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+BUCKET_BYTES = 2**24  # 4 M gradients in fp32, as in ds_configs/cpu_fp32.json
+SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes/s and seconds of a message between two ranks of a node, and of different nodes, while all ranks send at once."""
+
+    link_bytes_per_s: float
+    link_latency_s: float
+    node_bytes_per_s: float = float("inf")
+    node_latency_s: float = 0.0
+    collective_s_per_byte: float = 0.0  # as in `Machine`
+
+
+def measure_links(device: torch.device, ranks: Together) -> Links:
+    """Every rank of the default group sends to its neighbour and hears from the other one: within its node, then across. All call together.
+
+    With gloo tensors are in host memory, as in `engine/communication.py`.
+    """
+    world, rank, size = dist.get_world_size(), dist.get_rank(), ranks.ranks_on_node
+    wire = torch.device("cpu") if dist.get_backend() == "gloo" else device
+    first, found = rank - rank % size, {}
+    members = min(size, world - first)
+    if size > 1:
+        found["link"] = _link((rank + 1 - first) % members + first, (rank - 1 - first) % members + first, wire, ranks)
+    if world > size:
+        found["node"] = _link((rank + size) % world, (rank - size) % world, wire, ranks)
+    within, across = found.get("link", found.get("node")), found.get("node", (float("inf"), 0.0))
+    messages_s = (world - 1) * (within[1] + BUCKET_BYTES / world / min(within[0], across[0]))
+    passes_s = ranks.mean([_step_of_replicas_s(wire, world)])[0] / 3  # there and back, and there once more
+    return Links(*within, *across, collective_s_per_byte=max(0.0, passes_s - messages_s) / BUCKET_BYTES)
+
+
+def _step_of_replicas_s(wire: torch.device, world: int) -> float:
+    """An all-reduce of a bucket of gradients, then an all-gather of as many weights, as ZeRO-1 does."""
+    bucket = torch.zeros(BUCKET_BYTES // 4 // world * world, device=wire)
+    parts = list(bucket.chunk(world))
+
+    def step() -> None:
+        dist.all_reduce(bucket)
+        dist.all_gather(parts, parts[dist.get_rank()])
+
+    return _seconds(step, wire)
+
+
+def _link(to: int, source: int, wire: torch.device, ranks: Together) -> tuple[float, float]:
+    """Bytes/s and seconds, the mean over the ranks of the quickest exchange: what else the machine does only adds to it."""
+    small_s, large_s = ranks.mean([_message_s(to, source, num_bytes, wire) for num_bytes in (SMALL_BYTES, LARGE_BYTES)])
+    return LARGE_BYTES / max(large_s - small_s, large_s / 4), small_s
+
+
+def _message_s(to: int, source: int, num_bytes: int, wire: torch.device) -> float:
+    given, taken = (torch.zeros(num_bytes, dtype=torch.uint8, device=wire) for _ in range(2))
+
+    def exchange() -> None:
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, given, to), dist.P2POp(dist.irecv, taken, source)]):
+            work.wait()
+
+    return _seconds(exchange, wire, typical=min, repeats=9)

@@ -1,0 +1,226 @@
+"""The README.md of an exported folder: what the model is, and code that loads it with public libraries alone."""
+
+from __future__ import annotations
+
+from data.modalities.transforms import KEPT, SHRUNK
+from launch.inference.trained import Trained
+from models.towers.layers import Tower
+from models.towers.pooling import num_heads
+from models.weights.dual_encoder import POOLED_TEXT
+
+PIXELS = '''```python
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional
+
+SIZE, RESIZE = {size}, {resize}
+MEAN, STD = {mean}, {std}
+
+
+def pixel_values(file):
+    """[3, SIZE, SIZE]."""
+    picture = Image.open(file)
+    picture.draft(None, (RESIZE, RESIZE))  # a large JPEG is decoded at a smaller scale
+    picture = ImageOps.exif_transpose(picture)
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        white = Image.new("RGB", picture.size, "white")
+        white.paste(picture, mask=picture.getchannel("A"))
+        picture = white
+    pixels = torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
+    larger = min(pixels.shape[1:]) / RESIZE
+    if larger > {kept}:  # in two steps, as the pictures of a cache
+        pixels = resized(pixels, [round(side * {shrunk} / larger) for side in pixels.shape[1:]])
+    pixels = resized(pixels, [RESIZE * side // min(pixels.shape[1:]) for side in pixels.shape[1:]])
+    top, left = (round((side - SIZE) / 2) for side in pixels.shape[1:])
+    return functional.normalize(pixels[:, top : top + SIZE, left : left + SIZE] / 255, MEAN, STD)
+
+
+def resized(pixels, size):
+    return functional.resize(pixels, size, InterpolationMode.{interpolation}, antialias=True)
+```'''
+
+DUAL_ENCODER = """```python
+import torch
+from transformers import AutoTokenizer, VisionTextDualEncoderModel
+
+model = VisionTextDualEncoderModel.from_pretrained(".").eval()
+tokenizer = AutoTokenizer.from_pretrained(".")
+
+
+def embed(pixel_values, texts):
+    \"\"\"image_embeds, text_embeds: of length 1.\"\"\"
+    tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        output = model(tokens["input_ids"], pixel_values, tokens["attention_mask"])
+    return output.image_embeds, output.text_embeds
+```"""
+
+STATE_DICT = """```python
+import torch
+{constructor_import}
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+tensors = load_file("model.safetensors")
+of = lambda prefix: {{name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}}{attention}
+{constructor}
+image.load_state_dict(of("image."))
+text = AutoModel.from_config(AutoConfig.from_pretrained("{text_folder}"){no_pooler})
+text.load_state_dict(of("text."))
+image.eval(), text.eval()
+tokenizer = AutoTokenizer.from_pretrained(".")
+
+
+def embed(pixel_values, texts):
+    \"\"\"image_embeds, text_embeds: of length 1.\"\"\"
+    tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    ids, mask = tokens["input_ids"], tokens["attention_mask"]
+    with torch.no_grad():
+        image_features = {image_features}
+        output = text(input_ids=ids, attention_mask=mask)
+        text_features = {text_features}
+    image_embeds = image_features @ tensors["head.image_projection.weight"].T
+    text_embeds = text_features @ tensors["head.text_projection.weight"].T
+    return torch.nn.functional.normalize(image_embeds), torch.nn.functional.normalize(text_embeds)
+```"""
+
+
+ATTENTION = """
+
+
+class AttentionPool(torch.nn.Module):
+    def __init__(self, branch, width, heads):
+        super().__init__()
+        self.probe = torch.nn.Parameter(torch.empty(1, 1, width))
+        self.attention = torch.nn.MultiheadAttention(width, heads, batch_first=True)
+        self.layernorm = torch.nn.LayerNorm(width, eps=1e-6)
+        self.mlp = torch.nn.ModuleDict({"fc1": torch.nn.Linear(width, 4 * width), "fc2": torch.nn.Linear(4 * width, width)})
+        self.load_state_dict({name: tensors.pop(f"{branch}.attention_pool.{name}") for name in self.state_dict()})
+
+    def forward(self, tokens, padded=None):
+        found, _ = self.attention(self.probe.expand(len(tokens), -1, -1), tokens, tokens, key_padding_mask=padded)
+        inner = torch.nn.functional.gelu(self.mlp["fc1"](self.layernorm(found)), approximate="tanh")
+        return (found + self.mlp["fc2"](inner))[:, 0]
+
+
+"""
+ATTENTION_OF = """{branch}_pool = AttentionPool("{branch}", {width}, {heads})
+"""
+OTHER_POOL = {"max": "\nimage.avgpool = torch.nn.AdaptiveMaxPool2d(1)", "attention": "\nimage.avgpool = torch.nn.Identity()"}  # of maps
+
+
+def export_page(trained: Trained, differences: list[str]) -> str:
+    """Markdown. Its code, in order, defines `embed` and `pixel_values`, run in the exported folder."""
+    options, (image, text), pixels = trained.options, trained.towers, trained.preprocessing
+    resize = pixels.options(options["image_size"])["image_resize"]
+    bias = " plus `logit_bias`" if "logit_bias" in image.specs[-1].template.scalars else ""
+    parts = [
+        f"# {options['image_tower']} and {options['text_tower']}",
+        f"An image–text model: both towers give embeddings of length 1 in {options['embed_dim']} dimensions. Trained with the loss "
+        f"`{options['loss']}` for {trained.step:,} steps; pictures of {options['image_size']} pixels a side, texts of at most "
+        f"{options['max_text_tokens']} tokens. Weights are in fp32. The loss read "
+        f"`exp(logit_scale)` times the products of the embeddings{bias}; the scale is at most 100.",
+        "## Load it",
+        _intro(differences),
+        _state_dict_example(image, text) if differences else DUAL_ENCODER,
+        "## Pictures",
+        "`preprocessor_config.json` is for transformers' `CLIPImageProcessor`, which gives the very pixels of training for opaque pictures between "
+        f"{resize} and {int(KEPT * resize)} pixels on their shorter side, but for those whose margin around the centre is rounded the other way. "
+        "For all others it is near; this is what the model was evaluated with:",
+        PIXELS.format(
+            size=options["image_size"],
+            resize=resize,
+            mean=pixels.mean,
+            std=pixels.std,
+            interpolation=pixels.interpolation.upper(),
+            kept=KEPT,
+            shrunk=SHRUNK,
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _intro(differences: list[str]) -> str:
+    if not differences:
+        return "`AutoProcessor` and `AutoTokenizer` load from this folder too."
+    return (
+        "transformers has no model that is this one as a whole:\n\n"
+        + "\n".join(f"- {difference}" for difference in differences)
+        + "\n\n`model.safetensors` has the tensors of the image tower under torchvision's names behind `image.`, those of the text tower under "
+        "transformers' behind `text.`, and the projections and scalars behind `head.`; `text/config.json` is transformers'."
+    )
+
+
+def _state_dict_example(image: Tower, text: Tower) -> str:
+    imports, constructor = _constructor(image)
+    learned = [tower for tower in (image, text) if tower.config["pool"] == "attention"]
+    pools = "".join(ATTENTION_OF.format(branch=tower.branch, width=tower.width, heads=num_heads(tower.width)) for tower in learned)
+    return STATE_DICT.format(
+        constructor_import=imports,
+        constructor=constructor,
+        text_folder="text",
+        no_pooler=", add_pooling_layer=False" if POOLED_TEXT.get(text.config["architecture"]) == "pooler" != text.config["pool"] else "",
+        attention=ATTENTION + pools if learned else "",
+        image_features=_image_features(image),
+        text_features=_text_features(text),
+    )
+
+
+def _image_features(image: Tower) -> str:
+    pool = image.config["pool"]
+    if "patch_size" in image.config and pool != "cls":
+        patches = "torch.cat([image.class_token.expand(len(pixel_values), -1, -1), image._process_input(pixel_values)], 1)"
+        behind = {
+            "avg": "image.encoder({})[:, 1:].mean(1)",
+            "max": "image.encoder({})[:, 1:].amax(1)",
+            "attention": "image_pool(image.encoder({}))",
+        }
+        return behind[pool].format(patches)
+    if "layers" in image.config and pool == "attention":
+        return f"image_pool(image(pixel_values).unflatten(1, ({image.width}, -1)).transpose(1, 2))"
+    if pool == "attention":
+        return "image_pool(image.classifier[0](image.features(pixel_values)).flatten(2).transpose(1, 2))"
+    return "image(pixel_values)"
+
+
+def _text_features(text: Tower) -> str:
+    pool, eos_token_id = text.config["pool"], text.config["eos_token_id"]
+    if pool == "eos" and eos_token_id is not None:
+        return f"output.last_hidden_state[range(len(ids)), (ids == {eos_token_id}).int().argmax(-1)]"
+    return {
+        "mean": "(output.last_hidden_state * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)",
+        "first": "output.last_hidden_state[:, 0]",
+        "last": "output.last_hidden_state[range(len(ids)), ids.shape[1] - 1 - mask.flip(1).argmax(1)]",
+        "max": "output.last_hidden_state.masked_fill(mask[..., None] == 0, -torch.inf).amax(1)",
+        "attention": "text_pool(output.last_hidden_state, mask == 0)",
+        "pooler": "output.pooler_output",
+        "eos": "output.pooler_output",
+    }[pool]
+
+
+def _constructor(image: Tower) -> tuple[str, str]:
+    """The import and the lines that make torchvision's model of these sizes, without its classifier, as `image`."""
+    sizes = image.config
+    if "layers" in sizes:
+        block = "Bottleneck" if sizes["bottleneck"] else "BasicBlock"
+        return (
+            f"from torchvision.models.resnet import {block}, ResNet",
+            f"image = ResNet({block}, {list(sizes['layers'])}, width_per_group={sizes['width_per_group']}, groups={sizes['groups']})\n"
+            "image.fc = torch.nn.Identity()" + OTHER_POOL.get(sizes["pool"], ""),
+        )
+    if "patch_size" in sizes:
+        keys = ("image_size", "patch_size", "num_layers", "num_heads", "hidden_dim", "mlp_dim")
+        arguments = ", ".join(f"{key}={sizes[key]}" for key in keys)
+        return (
+            "from torchvision.models import VisionTransformer",
+            f"image = VisionTransformer({arguments})\nimage.heads = torch.nn.Identity()",
+        )
+    settings = zip(sizes["dims"], [*sizes["dims"][1:], None], sizes["depths"])
+    blocks = ", ".join(f"CNBlockConfig({a}, {b}, {depth})" for a, b, depth in settings)
+    return (
+        "from torchvision.models.convnext import CNBlockConfig, ConvNeXt",
+        f"image = ConvNeXt([{blocks}])\nimage.classifier[2] = torch.nn.Identity()" + OTHER_POOL.get(sizes["pool"], ""),
+    )

@@ -1,0 +1,149 @@
+"""A trained model as its run left it: what evaluate.py and export.py read of a run's folder, whatever topology it was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from data.modalities.preprocessing import Preprocessing
+from data.modalities.tokenizer import load_tokenizer
+from engine.checkpoint.layout import AVERAGE, MANIFEST, checkpoints_in, checksum_of_file, newest_of, step_of, verify
+from engine.checkpoint.reading import CheckpointReader, load_layer
+from launch.run.records import WEIGHTS, options_of_export, read_export, read_run
+from launch.run.report import show
+from models.losses import build_loss
+from models.towers.building import build_towers
+from models.towers.defaults import image_name, text_name
+from models.towers.fusion import fusion_sizes
+from models.towers.layers import Layer, Tower
+from models.weights.reading import open_model
+
+if TYPE_CHECKING:
+    from launch.settings.options import Options
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The model of one checkpoint. `record`: what was decided when the run began; `layers`: those of both towers in order, for evaluation."""
+
+    record: dict[str, Any]
+    checkpoint: Path
+    step: int
+    tokenizer: PreTrainedTokenizerBase
+    towers: tuple[Tower, Tower]
+    layers: list[Layer]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """train.py's, by name."""
+        return self.record["options"]
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How the pixels of this model are prepared."""
+        return Preprocessing.from_options(self.options)
+
+    def checksum(self) -> str:
+        """Of the file that tells these weights from all others."""
+        file = self.checkpoint / MANIFEST
+        return checksum_of_file(file if file.is_file() else self.checkpoint / WEIGHTS)
+
+
+def open_model_folder(folder: Path, checkpoint: str | None, device: torch.device | str, averaged: bool) -> Trained:
+    """A run of train.py, or what export.py wrote. Errors: as `open_run`; ValueError for a checkpoint asked of an export, which is one."""
+    if read_export(folder) is None:
+        return open_run(folder, checkpoint, device, averaged)
+    if checkpoint or averaged:
+        raise ValueError(f"{folder}: was exported from one checkpoint; --checkpoint and --ema are of a run's folder")
+    return open_export(folder, device)
+
+
+def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
+    """The model in a folder of export.py. It has no samples of its own."""
+    record = read_export(folder)
+    options = {"seed": 0, "loss": record["loss"], "fusion": 0, **options_of_export(folder)}
+    tokenizer = load_tokenizer(options["tokenizer"])
+    towers = towers_of(options, tokenizer)
+    reader = open_model(str(folder), *towers)
+    layers = [spec.build(options["seed"], reader).eval().to(device) for tower in towers for spec in tower.specs]
+    return Trained({"options": options}, folder, record["step"], tokenizer, towers, layers)
+
+
+def open_run(run_dir: Path, checkpoint: str | None = None, device: torch.device | str = "cpu", averaged: bool = False) -> Trained:
+    """The model of `checkpoint`, the name of a folder below RUN_DIR/checkpoints; None: of the newest. `averaged`: with the weights' moving average.
+
+    Errors: FileNotFoundError for a folder of no run and for a checkpoint that is not there, ValueError.
+    """
+    record = read_record(run_dir)
+    found = find_checkpoint(run_dir / "checkpoints", checkpoint)
+    options = record["options"]
+    tokenizer = load_tokenizer(record["tokenizer"] or str(run_dir / "tokenizer"))
+    towers = towers_of(options, tokenizer)
+    specs = [spec for tower in towers for spec in tower.specs]
+    with CheckpointReader(found) as reader:
+        if averaged and not reader.has(AVERAGE):
+            raise ValueError(f"--ema: {found} holds no moving average of the weights; a run keeps one where its JSON has an ema block")
+        layers = [load_layer(reader, spec.build(options["seed"]), device, averaged).eval() for spec in specs]
+    return Trained(record, found, step_of(found), tokenizer, towers, layers)
+
+
+def with_named_towers(options: Options, previous: Mapping[str, Any] | None) -> Options:
+    """The options of a run with what the names of its towers leave open written out (`models/towers/defaults.py`).
+
+    `previous`: the record of the run that goes on, None for a new one. A model that is gone on with keeps the names by which it is known. Errors:
+    those of weights that are not found.
+    """
+    known = options_of_export(Path(options.imported)) if options.imported else {}
+    known |= (previous or {}).get("options", {})
+    image, text = options.image_tower, options.text_tower
+    if image != known.get("image_tower"):
+        image = image_name(image, options.imported or options.image_weights)
+    if text != known.get("text_tower"):
+        text = text_name(text, options.text_weights)
+    return replace(options, image_tower=image, text_tower=text)
+
+
+def towers_of(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[Tower, Tower]:
+    """Those that train.py's `options`, by name, ask for; no layer is built yet. Errors: ValueError, FileNotFoundError."""
+    return build_towers(
+        options["image_tower"],
+        options["text_tower"],
+        options["embed_dim"],
+        options["image_size"],
+        len(tokenizer),
+        options["max_text_tokens"],
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+        build_loss(options["loss"]).parameters,
+        fusion_sizes(options),
+    )
+
+
+def read_record(run_dir: Path) -> dict[str, Any]:
+    """What was decided when the run began."""
+    record = read_run(run_dir)
+    if record is None:
+        raise FileNotFoundError(
+            f"{run_dir}: holds no config.json; give the folder of a run of train.py, or of an export where that will do"
+        )
+    if "options" not in record:
+        raise ValueError(f"{run_dir}: its config.json is of another program; give the folder of a run of train.py")
+    return record
+
+
+def find_checkpoint(folder: Path, name: str | None) -> Path:
+    """The one that is asked for, or the newest; whole in either case."""
+    there = {path.name: path for path in checkpoints_in(folder)}
+    if name is not None and name not in there:
+        raise FileNotFoundError(f"{folder / name}: no such checkpoint; there are: {', '.join(sorted(there)) or 'none'}")
+    checkpoint, broken = newest_of(list(there.values()) if name is None else [there[name]], verify)
+    if checkpoint is None:
+        raise FileNotFoundError("\n".join(broken) or f"{folder}: holds no checkpoint yet")
+    for reason in broken:
+        show(f"passed over: {reason}")
+    return checkpoint

@@ -1,0 +1,83 @@
+"""One message per failure, from one rank, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from engine.processes.out_of_memory import OutOfMemory, in_words
+from engine.processes.watchdog import Watchdog
+from launch.run.folder import RunFolder
+
+# What a user can mend and a message explains. Anything else is a fault of ours, and shows its traceback.
+EXPLAINED = (ValueError, OSError, OutOfMemory)
+LOST_CONNECTION_WAIT_S = 10.0
+# Exit status of what a second start would meet again, and of what it may not.
+BAD_INPUT, FAILED = 2, 1
+
+
+@dataclass
+class Run:
+    """What main has made so far, for whoever must report a failure."""
+
+    watchdog: Watchdog | None = None
+    folder: RunFolder | None = None
+
+
+def report_and_exit(program: str, error: BaseException, run: Run) -> NoReturn:
+    """Say once what went wrong, keep the traceback in the run's folder, and end this process.
+
+    Before there is a process group the ranks cannot agree on who speaks: then the first of each node does.
+    """
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    details = "".join(traceback.format_exception(error))
+    error = in_words(error, f"rank {rank}")
+    message, status, first = _explain(error, details), _status(error), local_rank == 0
+    if run.watchdog is not None:
+        message, status, first = _agree(run.watchdog, error, message, status)
+    if first:
+        kept = _keep(details, run.folder.path if run.folder else None, rank)
+        print(f"\n{program}: error: {message}{kept}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    if run.watchdog is not None:
+        run.watchdog.linger()
+    elif not first:
+        time.sleep(LOST_CONNECTION_WAIT_S)  # the launcher ends all when one ends: leave the first the time to speak
+    os._exit(status)  # not sys.exit: the collectives of other ranks must not hold this one
+
+
+def _status(error: BaseException) -> int:
+    return BAD_INPUT if isinstance(error, ValueError) or (isinstance(error, OutOfMemory) and error.repeats) else FAILED
+
+
+def _explain(error: BaseException, details: str) -> str:
+    return str(error) if isinstance(error, EXPLAINED) else f"unexpected {type(error).__name__}\n{details}"
+
+
+def _agree(watchdog: Watchdog, error: BaseException, message: str, status: int) -> tuple[str, int, bool]:
+    """What to say, the exit status, and whether this rank says it. A lost connection is the echo of a failure elsewhere: look for that."""
+    if not isinstance(error, EXPLAINED):
+        cause, told = watchdog.cause_elsewhere(LOST_CONNECTION_WAIT_S if _from_a_collective(error) else 0.0)
+        if told is not None:
+            return message, told, False
+        message = cause or message
+    return message, status, watchdog.claim_failure(message, status)
+
+
+def _from_a_collective(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(
+        "distributed" in frame.filename or "deepspeed/comm" in frame.filename for frame in traceback.extract_tb(error.__traceback__)
+    )
+
+
+def _keep(details: str, run_folder: Path | None, rank: int) -> str:
+    if run_folder is None or not run_folder.is_dir():
+        return ""
+    path = run_folder / f"error-rank{rank}.txt"
+    path.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{details}", encoding="utf-8")
+    return f"\n(traceback: {path})"

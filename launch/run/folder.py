@@ -1,0 +1,292 @@
+"""The folder of a run: what it is (config.json), what it measured (metrics.jsonl), where it can go on (checkpoints/)."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from data.modalities.preprocessing import CLIP
+from engine.checkpoint.layout import replace_text
+from engine.optimizer.bad_steps import BadStep
+from engine.planning.planner import RunPlan
+from launch.run.records import RUN_RECORD, read_run
+from launch.settings.blocks import SampleWeightsBlock
+from launch.settings.options import ROOT, Options
+from models.towers.building import Tower
+
+# Options that may differ when a run goes on: they do not change what is trained.
+FREE_TO_CHANGE = (
+    *("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "eval_ema", "trace_every", "deepspeed_config"),
+    *("cache", "cache_limit", "max_bad_fraction", "explain_balance", "keep_checkpoints", "keep_every", "max_hours", "stall_limit"),
+)
+# Of the JSON file: the size of the global batch, how it is split and computed. What that does to the numbers is said when the run goes on.
+DEEPSPEED_FREE_TO_CHANGE = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "pipeline", "zero_optimization"),
+    *("fp16", "bf16", "data_types", "communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    *("steps_per_print", "memory_breakdown", "comms_logger", "tensorboard", "csv_monitor"),
+)
+BRANCHES_SPLIT = ("layout", "stages", "replicas", "micro_batch_size", "schedule", "kept_micro_batches")
+BRANCHES_FREE_TO_CHANGE = ("max_bad_steps",)
+PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillow")
+
+
+def choose_folder(options: Options) -> Path:
+    """--run-dir, or a new folder below runs/ named after the time and the data."""
+    if options.run_dir is not None:
+        return options.run_dir
+    kind = "+".join(spec.split(":")[0] for spec in options.data)
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{kind}"
+
+
+class RunFolder:
+    """Reads on every rank, writes on the first."""
+
+    def __init__(self, path: Path, first_rank: bool):
+        self.path, self.first_rank = path, first_rank
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"--run-dir {path}: a file of this name exists; give a folder")
+        if first_rank:
+            path.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def looks(self) -> Path:
+        """What the balance of the run was seen to do, a line per look."""
+        return self.path / "balance.jsonl"
+
+    @property
+    def bad_steps(self) -> Path:
+        return self.path / "bad_steps.jsonl"
+
+    @property
+    def loss_weights(self) -> Path:
+        """When the losses got other weights, and why, a line each."""
+        return self.path / "loss_weights.jsonl"
+
+    @property
+    def stop(self) -> Path:
+        """Whoever makes this file asks the run to end after its current step."""
+        return self.path / "stop"
+
+    @property
+    def done(self) -> Path:
+        """Is there when all steps are done."""
+        return self.path / "done"
+
+    @property
+    def costs(self) -> Path:
+        return self.path / "costs.json"
+
+    def previous(self) -> dict[str, Any] | None:
+        """The configuration of the run this folder already holds; None: it holds none. Errors: ValueError for the record of another program."""
+        record = read_run(self.path)
+        if record is not None and "training" not in record:
+            raise ValueError(f"--run-dir {self.path}: its config.json is of another program; give another folder")
+        return record
+
+    def refuse_other_run(self, options: Options, training: Mapping[str, Any]) -> None:
+        """Raise ValueError when the folder holds a run that is not this one. `training`: what is known so far of what decides the numbers."""
+        previous = self.previous()
+        if previous is None:
+            return
+        if options.resume == "never":
+            raise ValueError(f"--run-dir {self.path}: already holds a run, and --resume is never; give another folder, or --resume auto")
+        recorded = _completed(previous["training"])
+        before = {key: recorded.get(key) for key in training}
+        differences = list(_differences(before, json.loads(json.dumps(training))))
+        if differences:
+            shown = "\n".join(f"    {line}" for line in differences[:8]) + ("\n    …" if len(differences) > 8 else "")
+            raise ValueError(
+                f"--run-dir {self.path}: already holds a run with another configuration; give another folder, or the same configuration:\n{shown}"
+            )
+
+    def write_config(
+        self,
+        options: Options,
+        training: Mapping[str, Any],
+        plan: RunPlan,
+        data: Mapping[str, Any],
+        towers: Sequence[Tower],
+        total_steps: int,
+    ) -> dict[str, Any]:
+        """Everything that was decided; returns it. `training` is what `refuse_other_run` compares."""
+        record = {
+            "training": training,
+            "options": options.record(),
+            "tokenizer": options.tokenizer_source(),
+            "total_steps": total_steps,
+            "world_size": plan.graph.world_size,
+            "stage_graph": plan.graph.record(),
+            "layout": plan.graph.layout,
+            "schedule": plan.schedule,
+            "trainable": plan.trainable,
+            "batches": {branch: asdict(batch) for branch, batch in plan.batches.items()},
+            "data": data,
+            "towers": {tower.branch: {**tower.config, "num_parameters": tower.num_parameters} for tower in towers},
+            "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+            "git_commit": _git_commit(),
+        }
+        self._replace(self.path / RUN_RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        return record
+
+    def read_costs(self) -> dict[str, Any] | None:
+        """What this run was planned by, if it was measured, and the file is not damaged."""
+        try:
+            return json.loads(self.costs.read_text(encoding="utf-8")) if self.costs.is_file() else None
+        except ValueError:
+            return None
+
+    def write_costs(self, costs: Mapping[str, Any]) -> None:
+        """What the plan was made by: a run that goes on is planned by the same."""
+        self._replace(self.costs, json.dumps(costs) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drop what was logged of steps after `step`: the run goes on from there and measures them again."""
+        for file in (self.metrics, self.looks, self.bad_steps, self.loss_weights):
+            if self.first_rank and file.is_file():
+                lines = file.read_text(encoding="utf-8").splitlines()
+                kept = [line for line in lines if _step_of(line) <= step]
+                self._replace(file, "".join(line + "\n" for line in kept))
+
+    def lacks(self, step: int, held_out: Set[str]) -> bool:
+        """Was one of the sets `held_out` not evaluated after `step`? What there is of that evaluation is dropped then."""
+        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.is_file() else []
+        of_it = {line: record["held_out"] for line in lines if (record := json.loads(line))["step"] == step and "held_out" in record}
+        if held_out <= set(of_it.values()):
+            return False
+        if of_it:
+            self._replace(self.metrics, "".join(line + "\n" for line in lines if line not in of_it))
+        return True
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl; not-a-number and infinity, which JSON does not have, become null."""
+        values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
+        self._append(self.metrics, values)
+
+    def log_look(self, values: Mapping[str, Any]) -> None:
+        """Append one line to balance.jsonl."""
+        self._append(self.looks, values)
+
+    def log_loss_weights(self, values: Mapping[str, Any]) -> None:
+        """Append one line to loss_weights.jsonl."""
+        self._append(self.loss_weights, values)
+
+    def _append(self, path: Path, values: Mapping[str, Any]) -> None:
+        if self.first_rank:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(values) + "\n")
+
+    def note_bad_sample(self, data: str, identity: str, where: str, reason: str, detail: str) -> None:
+        """Append a line to bad_samples.jsonl, on whichever rank found it: short enough to be written in one piece."""
+        record = {"data": data, "id": identity, "where": where, "reason": reason, "detail": detail[:500]}
+        with (self.path / "bad_samples.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def note_bad_step(self, step: int, loss: float, bad: BadStep, identity: Callable[[int], str]) -> None:
+        """Append a line to bad_steps.jsonl: the ids of the samples of a skipped step. `identity`: of a sample, by its index."""
+        if self.first_rank:
+            record = {
+                "step": step,
+                "loss": loss if math.isfinite(loss) else None,
+                "not_finite": {branch: [identity(i) for i in indices] for branch, indices in bad.not_finite.items()},
+                "samples": [identity(i) for i in bad.samples],
+            }
+            with self.bad_steps.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def refuse_more_bad_steps(self, in_a_row: int, most: int, newest_checkpoint: Callable[[], Path | None]) -> None:
+        """Raise ValueError when `most` or more steps in a row were skipped because they were not finite."""
+        if in_a_row >= most:
+            raise ValueError(
+                f'{in_a_row} steps in a row had a loss or gradients that are not finite, and "max_bad_steps" is {most}; '
+                f"the last good checkpoint is {newest_checkpoint() or 'not there, none was saved'}. Lower the learning rate, or mend the samples that "
+                f'{self.bad_steps} lists; to go on as it is, raise "max_bad_steps"'
+            )
+
+    def _replace(self, path: Path, text: str) -> None:
+        if self.first_rank:
+            replace_text(path, text)
+
+
+def training_identity(
+    options: Options, config: Mapping[str, Any], branches: Mapping[str, Any], plan: RunPlan | None = None
+) -> dict[str, Any]:
+    """What decides what a run trains: two runs with equal identities differ by rounding, by precision, and by what BatchNorm and dropout
+    see, and by nothing else. Under `per_micro_batch` the split decides the negatives, so it belongs to what is trained; `plan` is
+    known later than the rest."""
+    by_split = branches.get("schedule") == "per_micro_batch"
+    branches = {**branches, "balance": _of_training(branches.get("balance"))}
+    if branches.get("sample_weights"):
+        branches = {**branches, "sample_weights": asdict(SampleWeightsBlock(**branches["sample_weights"]))}
+    known = {
+        "options": _without(FREE_TO_CHANGE, options.record()),
+        "deepspeed_config": _without(DEEPSPEED_FREE_TO_CHANGE, config),
+        "branches": _without(BRANCHES_FREE_TO_CHANGE if by_split else (*BRANCHES_FREE_TO_CHANGE, *BRANCHES_SPLIT), branches),
+    }
+    return {**known, "stages": plan.describe()} if by_split and plan is not None else known
+
+
+def _completed(training: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of an earlier run, with the options that did not exist when it began, as they are now written for what it did."""
+    options = training.get("options", {})
+    if "image_mean" not in options and "image_size" in options:
+        options = {**options, **CLIP.options(options["image_size"])}
+    branches = training.get("branches", {})
+    if "balance" in branches:
+        branches = {**branches, "balance": _of_training(branches["balance"])}
+    weights = branches.get("sample_weights")
+    if weights and "length" not in weights:
+        branches = {**branches, "sample_weights": asdict(SampleWeightsBlock(**weights, length="characters"))}
+    return json.loads(json.dumps({**training, "options": options, "branches": branches}))
+
+
+def _of_training(balance: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The `balance` block where it changes what is trained. Dealing a global batch in another way does not; other feed rates and
+    global batches of other samples do."""
+    balance = balance or {}
+    return balance if balance.get("strategy") == "feed" or balance.get("window", 1) > 1 else None
+
+
+def _step_of(line: str) -> float:
+    """Of a line that a run wrote; infinity where the machine went down before it was on the disk."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _without(keys: Sequence[str], record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in keys}
+
+
+def _differences(before: Any, now: Any, path: str = ""):
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(set(before) | set(now)):
+            yield from _differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+    elif before != now:
+        yield f"{path}: there {json.dumps(before)}, here {json.dumps(now)}"
+
+
+def _git_commit() -> str | None:
+    """None where the code came without its history, or there is no git."""
+    try:
+        result = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return result.stdout.strip() or None

@@ -1,0 +1,66 @@
+"""What a person sees in the terminal: the plan of the run, the progress bar, the retrieval table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from models.metrics.retrieval import RECALL_AT
+
+DIRECTIONS = {"image_to_text": "image → text", "text_to_image": "text → image"}
+
+
+def recalls(totals: Mapping[str, Sequence[float]], num_samples: int) -> dict[str, float]:
+    """{"image_to_text_R@1": …} in 0..1 from the hits per direction."""
+    return {f"{direction}_R@{k}": float(hits) / num_samples for direction, counts in totals.items() for k, hits in zip(RECALL_AT, counts)}
+
+
+def retrieval_table(title: str, evaluations: Sequence[Mapping[str, float]], num_samples: Mapping[str, int]) -> Table:
+    """Rows: held-out set and direction; columns: R@1, R@5, R@10 and, where it was measured, the median rank, each as first → last of
+    `evaluations` (one: just that)."""
+    with_median = all(
+        key.removesuffix("_R@1") + "_median_rank" in values for values in evaluations for key in values if key.endswith("_R@1")
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("held-out set", "query → answer"):
+        table.add_column(name, no_wrap=True)
+    for name in (*(f"R@{k} %" for k in RECALL_AT), *(["median rank"] if with_median else []), f"chance R@{RECALL_AT[-1]} %"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for held_out, count in num_samples.items():
+        for key, direction in DIRECTIONS.items():
+            cells = [" → ".join(f"{100 * values[f'{held_out}/{key}_R@{k}']:.1f}" for values in evaluations) for k in RECALL_AT]
+            if with_median:
+                cells.append(" → ".join(f"{values[f'{held_out}/{key}_median_rank']:g}" for values in evaluations))
+            table.add_row(f"{held_out} ({count})", direction, *cells, f"{100 * min(1.0, RECALL_AT[-1] / count):.1f}")
+    return table
+
+
+def retrieval_report(title: str, evaluations: Sequence[Mapping[str, float]], num_samples: Mapping[str, int]) -> Table | str:
+    """`retrieval_table`, or one line where there is no held-out set (`num_samples` is empty)."""
+    if num_samples:
+        return retrieval_table(title, evaluations, num_samples)
+    return (
+        "no samples were held out (--val-fraction 0), so nothing was evaluated; to hold samples out, train a new run with "
+        "--val-fraction 0.1 or --val-data SPEC"
+    )
+
+
+def progress_interval() -> float:
+    """Seconds between redraws of the progress bar: often for a person, seldom for a log file."""
+    return 0.2 if sys.stderr.isatty() else 20.0
+
+
+def show(thing: object, first_rank: bool = True) -> None:
+    """Print above the progress bar, if there is one."""
+    if not first_rank:
+        return
+    # a table is shown whole: a narrow terminal breaks its lines, and loses no number
+    needed = Console(width=1000, markup=False, emoji=False).measure(thing).maximum if isinstance(thing, Table) else 0
+    console = Console(highlight=False, markup=False, emoji=False, width=max(100, needed, Console().width))
+    with console.capture() as captured:
+        console.print(thing)
+    tqdm.write(captured.get().rstrip("\n"))

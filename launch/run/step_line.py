@@ -1,0 +1,36 @@
+"""The line of metrics.jsonl that a training step leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # who reads lines needs none of it
+    from data.batching.settings import Settings
+    from engine.step_metrics import StepMetrics
+    from launch.balancing.choosing import Balance
+
+
+def step_line(
+    metrics: StepMetrics, step: int, step_s: float, balance: Balance, settings: Settings, sources: Sequence[str]
+) -> dict[str, float]:
+    """Of the `step`-th step, from 1, which took `step_s` seconds. Beside what the engine measured: rates, the knobs that may move, and
+    of each of several `sources` `loss/<source>`, see `mean_losses`, and `epochs/<source>`, how often its samples have been visited so far."""
+    order, knobs = balance.order, settings.at(step - 1).knobs
+    line = metrics.record(step, order.epochs_before(step), order.global_batch_size / step_s, step_s)
+    movable = {name: getattr(knobs, name) for name, ladder in balance.ladders.items() if len(ladder) > 1}
+    losses = {f"loss/{name}": source.loss for name, source in zip(sources, metrics.sources)}
+    visited = order.visits(step, settings.mixes)
+    visits = {f"epochs/{name}": round(number, 4) for name, number in zip(sources, visited) if not math.isnan(number)}
+    return line | rates(line) | movable | losses | visits
+
+
+def rates(line: Mapping[str, float]) -> dict[str, float]:
+    """Pictures and text tokens per second, and the share of the texts' rectangles that is padding. A sample has one picture."""
+    tokens, padded = line.get("text_tokens", 0), line.get("padded_text_tokens", 0)
+    return {
+        "images_per_s": line["samples_per_s"],
+        "text_tokens_per_s": round(tokens / line["step_s"], 2),
+        "padding_share/text": round(1 - tokens / padded, 4) if padded else 0.0,
+    }

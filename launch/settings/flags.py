@@ -1,0 +1,370 @@
+"""The flags of train.py: what each is called, takes and means."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from data.index.roots import add_root_flag
+from data.modalities.preprocessing import INTERPOLATIONS, NORMALIZATIONS
+from launch.balancing.loss_weights import MODES
+
+
+class _Parser(argparse.ArgumentParser):
+    """Started on many ranks at once, it speaks on the first only."""
+
+    def error(self, message: str) -> NoReturn:
+        if _is_first_rank():
+            self.print_usage(sys.stderr)
+            print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(2)
+
+    def print_help(self, file: Any = None) -> None:
+        if _is_first_rank():
+            super().print_help(file)
+
+
+def _is_first_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="train.py",
+        description="Train an image tower and a text tower as a forked pipeline with one exact loss over the global batch. Without any flag: "
+        "a small pair of towers on the embedded data.",
+        epilog="Learning rate, schedule, batch sizes, precision, ZeRO and the layout of the stages are in the JSON file: ds_configs/README.md.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
+    )
+    _how_to_run(parser.add_argument_group("how to run"))
+    _data(parser.add_argument_group("data"))
+    _towers(parser.add_argument_group("towers"))
+    _objective(parser.add_argument_group("objective"))
+    _length(parser.add_argument_group("length"))
+    _tracking(parser.add_argument_group("tracking"))
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by DeepSpeed's launcher, which also sets LOCAL_RANK
+    return parser
+
+
+def _how_to_run(run: argparse._ArgumentGroup) -> None:
+    run.add_argument(
+        "--deepspeed_config", type=Path, metavar="FILE", help="how to run (default: the file in ds_configs/ that suits the hardware)"
+    )
+    run.add_argument("--run-dir", type=Path, metavar="DIR", help="everything the run writes (default: runs/<time>-<data>)")
+    run.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|PATH",
+        help="go on from the newest whole checkpoint in --run-dir, or from PATH (default: auto)",
+    )
+    run.add_argument("--workers", default="auto", metavar="auto|N", help="data loading processes per rank (default: auto)")
+    run.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of weights, order, augmentation and dropout (default: 0)")
+
+
+def _data(data: argparse._ArgumentGroup) -> None:
+    data.add_argument(
+        "--data",
+        action="append",
+        metavar="SPEC",
+        help="demo | demo:LANG[+LANG...] | jsonl:FILE | csv:FILE | tsv:FILE | parquet:FILES | coco:IMAGES:CAPTIONS.json | imagefolder:DIR | "
+        "webdataset:SHARDS; repeat it to mix several (data/README.md; default: demo)",
+    )
+    add_root_flag(data, "--data and --val-data")
+    data.add_argument("--data-weights", metavar="W,W,...", help="how often the samples of each --data come in an epoch (default: once)")
+    data.add_argument(
+        "--data-temperature",
+        type=_positive,
+        default=1.0,
+        metavar="T",
+        help="the share of a --data in an epoch goes with (samples * weight)^(1/T); large: all the same (default: 1.0)",
+    )
+    data.add_argument("--data-floors", metavar="F,F,...", help="smallest share of each --data in an epoch, together at most 1 (default: 0)")
+    data.add_argument(
+        "--data-adapt",
+        type=_rate,
+        default=0.0,
+        metavar="RATE",
+        help="how fast the weights of each --data follow its loss, from epoch to epoch: where it falls more slowly they grow; 0: not at all "
+        "(default: 0.0)",
+    )
+    data.add_argument("--val-data", action=Once, metavar="SPEC", help="held-out samples from elsewhere, instead of a part of --data")
+    data.add_argument(
+        "--val-fraction", type=_fraction, default=0.1, metavar="F", help="part of --data held out, never trained on (default: 0.1)"
+    )
+    data.add_argument("--limit-samples", type=_at_least(2), metavar="N", help="train on N samples only, to try a pipeline")
+    data.add_argument(
+        "--on-leak", choices=("refuse", "drop"), default="refuse", help="training samples that are also in --val-data (default: refuse)"
+    )
+    data.add_argument(
+        "--leak-bits",
+        type=_at_least(0),
+        metavar="N",
+        help="pictures count as equal when their perceptual hashes differ in up to N of 64 bits (default: only equal files do)",
+    )
+    data.add_argument(
+        "--max-bad-fraction", type=_fraction, default=0.01, metavar="F", help="stop when more of the samples cannot be used (default: 0.01)"
+    )
+    data.add_argument(
+        "--index-check",
+        choices=("decode", "header"),
+        default="decode",
+        help="how pictures are looked at when a data set is first opened; header: faster, truncated ones are found in training (default: decode)",
+    )
+    data.add_argument(
+        "--augmentation",
+        type=_augmentation,
+        metavar="crop[+white][+flip][+colour]|none",
+        help="of training pictures: a crop of 80 to 100 %% of the area and a light colour behind transparent parts; white behind them, as in "
+        "evaluation; mirrored, where captions do not say left and right; other brightness and contrast, where they do not name colours (default: as "
+        "the recipe says, ds_configs/README.md)",
+    )
+    data.add_argument(
+        "--cache",
+        default="off",
+        metavar="off|auto|DIR",
+        help="keep decoded and resized pictures; auto: in ~/.cache/wye, or the folder that WYE_CACHE names (default: off)",
+    )
+    data.add_argument("--cache-limit", type=float, default=50, metavar="GB", help="size limit of --cache, GiB (default: 50)")
+
+
+def _towers(model: argparse._ArgumentGroup) -> None:
+    model.add_argument(
+        "--image-tower", metavar="NAME", help="torchvision architecture, NAME[:key=value,...] (default: resnet50; demo: a ResNet-10)"
+    )
+    model.add_argument(
+        "--text-tower",
+        metavar="NAME",
+        help="architecture, Hugging Face id or local folder (default: bert-base-uncased; demo: bert-mini)",
+    )
+    model.add_argument(
+        "--image-weights", metavar="WHERE", help="pretrained: library name, Hugging Face id, folder or file (default: from scratch)"
+    )
+    model.add_argument("--text-weights", metavar="WHERE", help="pretrained: Hugging Face id, folder or file (default: from scratch)")
+    model.add_argument(
+        "--import",
+        dest="imported",
+        metavar="WHERE",
+        help="a whole model to start from: a folder of export.py, which also says the towers, sizes and tokenizer that are not given, or a file "
+        "of OpenCLIP weights (default: from scratch)",
+    )
+    model.add_argument(
+        "--tokenizer",
+        metavar="WHERE",
+        help="Hugging Face id or folder (default: that of --import, of a folder given to --text-weights or --text-tower, or of a Hugging Face id "
+        "ORGANISATION/MODEL given to --text-weights; else WordPiece trained on the captions)",
+    )
+    model.add_argument("--embed-dim", type=_at_least(1), metavar="N", help="width of the common space (default: 512; demo: 256)")
+    model.add_argument(
+        "--image-size",
+        type=_at_least(1),
+        metavar="N",
+        help="pixels a side (default: 224; demo: 64; pretrained image weights: what they were trained with)",
+    )
+    model.add_argument(
+        "--image-normalization",
+        choices=tuple(NORMALIZATIONS),
+        help="mean and standard deviation of the pixels (default: those of the pretrained image weights; from scratch clip)",
+    )
+    model.add_argument(
+        "--image-mean",
+        type=_channels,
+        metavar="R,G,B",
+        help="of channel values from 0 to 1, together with --image-std, instead of --image-normalization (default: as there)",
+    )
+    model.add_argument("--image-std", type=_channels, metavar="R,G,B", help="see --image-mean (default: as there)")
+    model.add_argument(
+        "--image-interpolation",
+        choices=INTERPOLATIONS,
+        help="how pictures are resized (default: as the pretrained image weights were trained; from scratch bicubic)",
+    )
+    model.add_argument(
+        "--image-resize",
+        type=_at_least(1),
+        metavar="N",
+        help="pixels of the shorter side before the centre is cropped in evaluation (default: in proportion to the pretrained image weights; from "
+        "scratch --image-size)",
+    )
+    model.add_argument(
+        "--image-buckets",
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help="input shapes of about that area, chosen to suit the pictures; a micro-batch has one of them; 1: square (default: 1)",
+    )
+    model.add_argument("--max-text-tokens", type=_at_least(4), metavar="N", help="longer texts are cut (default: 77; demo: 32)")
+
+
+def _objective(objective: argparse._ArgumentGroup) -> None:
+    objective.add_argument(
+        "--loss",
+        choices=("infonce", "sigmoid"),
+        default="infonce",
+        help="over all pairs of the global batch: CLIP's cross entropy, or each pair by itself, as SigLIP does (default: infonce)",
+    )
+    objective.add_argument(
+        "--label-smoothing",
+        type=_fraction,
+        metavar="F",
+        help="part of each target that all share, in infonce (default: as the recipe says, ds_configs/README.md)",
+    )
+    objective.add_argument(
+        "--fusion",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="layers of cross-attention that learn to tell whether an image and a text belong together, from hard negatives of the global batch; "
+        "0: none (default: 0)",
+    )
+    objective.add_argument("--fusion-width", type=_at_least(1), default=512, metavar="N", help="of its tokens (default: 512)")
+    objective.add_argument("--fusion-heads", type=_at_least(1), default=8, metavar="N", help="of its attention (default: 8)")
+    objective.add_argument(
+        "--fusion-scales",
+        type=_at_least(1),
+        metavar="N",
+        help="sizes of the image tower's maps that it sees, the smallest ones (default: 2, or 1 where there is one)",
+    )
+    objective.add_argument(
+        "--matching-weight",
+        type=_positive,
+        default=1.0,
+        metavar="W",
+        help="of its loss, that of the contrastive one being 1 (default: 1.0)",
+    )
+    objective.add_argument(
+        "--loss-weights",
+        choices=MODES,
+        default="fixed",
+        help="of both losses: as given, by a learned uncertainty of each, or by how they fall and how far the embeddings have come (default: fixed)",
+    )
+    objective.add_argument(
+        "--loss-weights-every", type=_at_least(1), default=50, metavar="N", help="steps between changes of --loss-weights (default: 50)"
+    )
+
+
+def _length(length: argparse._ArgumentGroup) -> None:
+    exclusive = length.add_mutually_exclusive_group()
+    exclusive.add_argument("--epochs", type=_at_least(1), metavar="N", help="passes over the training samples (default: 30; demo: 8)")
+    exclusive.add_argument("--steps", type=_at_least(1), metavar="N", help="optimizer steps, instead of epochs")
+    length.add_argument(
+        "--save-every", type=_at_least(1), metavar="N", help="steps between checkpoints (default: one epoch); one is always made at the end"
+    )
+    length.add_argument("--keep-checkpoints", type=_at_least(1), default=3, metavar="K", help="the newest ones that stay (default: 3)")
+    length.add_argument(
+        "--keep-every", type=_at_least(1), metavar="N", help="also keep the first checkpoint of every N steps (default: none)"
+    )
+    length.add_argument(
+        "--eval-every",
+        type=_at_least(1),
+        metavar="N",
+        help="steps between held-out evaluations (default: one epoch); one is always made at the end",
+    )
+    length.add_argument(
+        "--eval-ema",
+        action="store_true",
+        help="evaluate the moving average of the weights too; needs the JSON's ema block (default: False)",
+    )
+    length.add_argument(
+        "--max-hours",
+        type=_positive,
+        metavar="H",
+        help="stop after the step in which so many hours are over, with a checkpoint (default: no limit)",
+    )
+    length.add_argument(
+        "--stall-limit",
+        type=_positive,
+        default=10.0,
+        metavar="MIN",
+        help="minutes in which no rank finishes anything; then all end, and say what they were doing (default: 10.0)",
+    )
+
+
+def _tracking(tracking: argparse._ArgumentGroup) -> None:
+    tracking.add_argument(
+        "--wandb", choices=("online", "offline", "disabled"), default="disabled", help="Weights & Biases (default: disabled)"
+    )
+    tracking.add_argument(
+        "--trace-every",
+        type=_at_least(0),
+        default=100,
+        metavar="N",
+        help="steps between those written to trace.json; 0: none (default: 100)",
+    )
+    tracking.add_argument(
+        "--explain-balance",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="print how N global batches are dealt before training starts (default: 0)",
+    )
+    tracking.add_argument("--wandb-project", default="wye", metavar="NAME", help="project there (default: wye)")
+
+
+class Once(argparse.Action):
+    """Keep the value; an option that is given twice is an error, where argparse would take the last."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{option_string} is given twice, {getattr(namespace, self.dest)} and {values}; give it once")
+        setattr(namespace, self.dest, values)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{value:g} is not above 0")
+    return value
+
+
+_positive.__name__ = "number"
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not in 0 <= F < 1")
+    return value
+
+
+_fraction.__name__ = "number"
+
+
+def _augmentation(text: str) -> tuple[str, ...]:
+    words = () if text == "none" else tuple(text.split("+"))
+    if words and (words[0] != "crop" or len(set(words)) != len(words) or not set(words) <= {"crop", "white", "flip", "colour"}):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither none nor crop, with +white, +flip and +colour behind it as wanted")
+    return words
+
+
+def _channels(text: str) -> tuple[float, ...]:
+    values = tuple(float(word) for word in text.split(","))
+    if len(values) != 3 or not all(map(math.isfinite, values)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not three numbers, for red, green and blue, such as 0.485,0.456,0.406")
+    return values
+
+
+_channels.__name__ = "list of three numbers"
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{value:g} is not in 0 <= RATE <= 1")
+    return value
+
+
+_rate.__name__ = "number"
+
+
+def _at_least(minimum: int):
+    def number(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
+        return value
+
+    number.__name__ = "whole number"
+    return number

@@ -1,0 +1,272 @@
+"""What the command line of train.py decides, and the defaults that depend on what is trained."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data.index.roots import from_anywhere, given_roots
+from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
+from data.options import DataOptions
+from launch.run.records import PIXELS, options_of_export, read_run
+from launch.settings.flags import make_parser
+from models.towers.names import join_name, split_name
+
+if TYPE_CHECKING:
+    from engine.config.reading import BranchesBlock
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything the command line decides. Field names are the flags' names."""
+
+    deepspeed_config: Path | None
+    data: tuple[str, ...]
+    data_root: tuple[str, ...] | None
+    data_weights: tuple[float, ...] | None
+    data_temperature: float
+    data_floors: tuple[float, ...] | None
+    data_adapt: float
+    val_data: str | None
+    val_fraction: float
+    limit_samples: int | None
+    max_bad_fraction: float
+    on_leak: str
+    leak_bits: int | None
+    index_check: str
+    augmentation: tuple[str, ...] | None
+    cache: str
+    cache_limit: float
+    image_tower: str
+    text_tower: str
+    image_weights: str | None
+    text_weights: str | None
+    imported: str | None
+    tokenizer: str | None
+    embed_dim: int
+    image_size: int
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
+    image_interpolation: str
+    image_resize: int
+    image_buckets: int
+    max_text_tokens: int
+    loss: str
+    label_smoothing: float | None
+    fusion: int
+    fusion_width: int
+    fusion_heads: int
+    fusion_scales: int | None
+    matching_weight: float
+    loss_weights: str
+    loss_weights_every: int
+    epochs: int | None
+    steps: int | None
+    seed: int
+    workers: str
+    run_dir: Path | None
+    save_every: int | None
+    keep_checkpoints: int
+    keep_every: int | None
+    max_hours: float | None
+    stall_limit: float
+    eval_every: int | None
+    eval_ema: bool
+    trace_every: int
+    explain_balance: int
+    resume: str
+    wandb: str
+    wandb_project: str
+
+    def data_options(self) -> DataOptions:
+        return DataOptions.from_record(vars(self))
+
+    def num_workers(self) -> str | int:
+        return self.workers if self.workers == "auto" else int(self.workers)
+
+    def tokenizer_source(self) -> str | None:
+        """Where the tokenizer comes from: asked for, or beside the text tower's weights or configuration; None: train one."""
+        if self.tokenizer is not None:
+            return self.tokenizer
+        for where in (self.text_weights, split_name(self.text_tower)[0]):
+            if where is not None and any((Path(where) / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
+                return where
+        weights = self.text_weights
+        return weights if weights is not None and "/" in weights and not Path(weights).exists() else None
+
+    def refuse_beside(self, block: BranchesBlock) -> None:
+        """Raise ValueError for a flag that does not go with what the `branches` block says."""
+        if self.eval_ema and block.averaging() is None:
+            raise ValueError(
+                '--eval-ema: the weights are not averaged; add "ema": {"decay": 0.9999, "warmup": true} to "branches", or leave it out'
+            )
+        if self.fusion and block.locking().head:
+            raise ValueError(f'--fusion {self.fusion}: it would not learn; set "head" of "branches.locked" to false, or leave --fusion out')
+
+    def record(self) -> dict[str, Any]:
+        plain = {Path: str, tuple: list}
+        return {
+            key: next((to(value) for kind, to in plain.items() if isinstance(value, kind)), value) for key, value in asdict(self).items()
+        }
+
+
+DEMO_DEFAULTS = {
+    "image_tower": "resnet18:layers=1-1-1-1",
+    "text_tower": "bert-mini",
+    "embed_dim": 256,
+    "image_size": 64,
+    "max_text_tokens": 32,
+    "epochs": 8,
+}
+DEFAULTS = {
+    "image_tower": "resnet50",
+    "text_tower": "bert-base-uncased",
+    "embed_dim": 512,
+    "image_size": 224,
+    "max_text_tokens": 77,
+    "epochs": 30,
+}
+
+
+def parse_options(arguments: list[str] | None = None) -> Options:
+    """Options of train.py; exits with status 2 and one message when they are wrong."""
+    parser = make_parser()
+    values = vars(parser.parse_args(arguments))
+    values.pop("local_rank")
+    if values["workers"] != "auto" and not values["workers"].isdigit():
+        parser.error(f"argument --workers: {values['workers']!r} is neither 'auto' nor a whole number")
+    if values["label_smoothing"] and values["loss"] != "infonce":
+        parser.error(
+            f"argument --label-smoothing: {values['label_smoothing']} is for --loss infonce; {values['loss']} judges each pair by itself, "
+            "so leave it out"
+        )
+    _check_fusion(parser, values)
+    pixels = _given_pixels(parser, values)
+    values["data"] = tuple(map(from_anywhere, values["data"] or ["demo"]))
+    values["val_data"] = values["val_data"] and from_anywhere(values["val_data"])
+    values["data_root"] = given_roots(parser, values["data_root"], [*values["data"], *filter(None, [values["val_data"]])])
+    values["data_weights"] = _weights(parser, values["data_weights"], values["data"])
+    values["data_floors"] = _floors(parser, values["data_floors"], values["data"])
+    if len(values["data"]) == 1 and values["data_temperature"] != 1:
+        parser.error(f"argument --data-temperature: {values['data_temperature']:g}; one --data has nothing to share, give several")
+    if len(values["data"]) == 1 and values["data_adapt"]:
+        parser.error(f"argument --data-adapt: {values['data_adapt']:g}; one --data has nothing to share, give several")
+    if values["imported"]:
+        for other in ("image_weights", "text_weights"):
+            if values[other]:
+                parser.error(f"argument --import: it holds both towers; leave out --{other.replace('_', '-')}")
+        for key, default in options_of_export(Path(values["imported"])).items():
+            if key not in PIXELS:
+                values[key] = default if values[key] is None else values[key]
+    for key in ("tokenizer", "imported"):
+        values[key] = _from_anywhere(values[key])
+    for key in ("image_weights", "text_weights"):  # NAME is also one that a library knows; ./NAME is not
+        values[key] = _from_anywhere(values[key]) if "/" in (values[key] or "") else values[key]
+    if "/" in (values["text_tower"] or ""):
+        base, overrides = split_name(values["text_tower"])
+        values["text_tower"] = join_name(_from_anywhere(base), overrides)
+    sized = values["image_size"] is not None
+    # What the command of a run that goes on leaves out stays what it was, also where defaults have changed since.
+    recorded = (values["run_dir"] and read_run(values["run_dir"]) or {}).get("options", {})
+    defaults = DEMO_DEFAULTS if all(spec.split(":")[0] == "demo" for spec in values["data"]) else DEFAULTS
+    for key, default in defaults.items():
+        if values[key] is None and not (key == "epochs" and values["steps"] is not None):
+            values[key] = recorded.get(key) or default
+    for key in ("augmentation", "label_smoothing"):  # not given and not recorded: the recipe says (launch/settings/recipe.py)
+        values[key] = recorded.get(key) if values[key] is None else values[key]
+    values["augmentation"] = None if values["augmentation"] is None else tuple(values["augmentation"])
+    values |= _pixels(parser, pixels, values, sized, recorded)
+    return Options(**values)
+
+
+def _given_pixels(parser: argparse.ArgumentParser, values: dict[str, Any]) -> dict[str, Any]:
+    """What the command line says of mean, standard deviation, interpolation and resize, taken out of `values`; None: nothing."""
+    normalization = values.pop("image_normalization")
+    given = {key: values.pop(key) for key in PIXELS}
+    if (given["image_mean"] is None) != (given["image_std"] is None):
+        parser.error("argument --image-mean: it goes together with --image-std; give both, or --image-normalization")
+    if normalization and given["image_mean"]:
+        parser.error("argument --image-normalization: --image-mean and --image-std say the same; give one of them")
+    if normalization:
+        given["image_mean"], given["image_std"] = NORMALIZATIONS[normalization]
+    return given
+
+
+def _pixels(
+    parser: argparse.ArgumentParser, given: Mapping[str, Any], values: Mapping[str, Any], sized: bool, recorded: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The image size and the four options of PIXELS: as given, else as the weights were trained, else CLIP's. `sized`: the size was given.
+    A run that recorded none of them was trained with CLIP's, whatever its weights."""
+    from launch.settings.preprocessing import trained_with  # imports torchvision, which --help can do without
+
+    weights, earlier = values["imported"] or values["image_weights"], bool(recorded) and PIXELS[0] not in recorded
+    found = None if weights is None or earlier else trained_with(weights, values["image_tower"])
+    trained, size = found or (CLIP, values["image_size"])
+    size = values["image_size"] if sized else size
+    pixels = {key: default if given[key] is None else given[key] for key, default in trained.options(size).items()}
+    if pixels["image_resize"] < size:
+        parser.error(f"argument --image-resize: {pixels['image_resize']} is below --image-size {size}; the centre is cropped from it")
+    try:
+        Preprocessing.from_options({**pixels, "image_size": size})
+    except ValueError as error:
+        parser.error(str(error))
+    return {"image_size": size, **pixels}
+
+
+def _from_anywhere(where: str | None) -> str | None:
+    """A file or folder that is here by its absolute path, so that evaluate.py and export.py find it from elsewhere; all else as it was given."""
+    return str(Path(where).expanduser().absolute()) if where and Path(where).expanduser().exists() else where
+
+
+def default_config(on_gpu: bool, bf16_supported: bool, world_size: int) -> Path:
+    """The JSON file that suits the hardware found. Without a GPU a fork where there are processes for one: it is planned from counted
+    operations, so nothing is measured, and equal runs are equal."""
+    if on_gpu:
+        name = "zero1_bf16.json" if bf16_supported else "zero1_fp16.json"
+    else:
+        name = "cpu_fork_fp32.json" if world_size > 1 else "cpu_fp32.json"
+    return ROOT / "ds_configs" / name
+
+
+def _check_fusion(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> None:
+    if values["fusion"] and values["fusion_width"] % values["fusion_heads"]:
+        parser.error(f"argument --fusion-width: {values['fusion_width']} is no multiple of --fusion-heads {values['fusion_heads']}")
+    for key in ("fusion_width", "fusion_heads", "fusion_scales", "matching_weight", "loss_weights", "loss_weights_every"):
+        if not values["fusion"] and values[key] != parser.get_default(key):
+            parser.error(f"argument --{key.replace('_', '-')}: {values[key]} is for a run with --fusion; add --fusion N, or leave it out")
+
+
+def _weights(parser: argparse.ArgumentParser, given: str | None, data: tuple[str, ...]) -> tuple[float, ...] | None:
+    if given is None:
+        return None
+    weights = _numbers(given)
+    if len(weights) != len(data) or not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+        parser.error(f"argument --data-weights: {given!r}; {len(data)} --data need {len(data)} numbers >= 0, not all 0, such as 1,0.5")
+    return weights
+
+
+def _floors(parser: argparse.ArgumentParser, given: str | None, data: tuple[str, ...]) -> tuple[float, ...] | None:
+    if given is None:
+        return None
+    if len(data) == 1:
+        parser.error(f"argument --data-floors: {given!r}; one --data has nothing to share, give several")
+    floors = _numbers(given)
+    if len(floors) != len(data) or not all(0 <= floor <= 1 for floor in floors) or math.fsum(floors) > 1 + 1e-9:
+        parser.error(
+            f"argument --data-floors: {given!r}; {len(data)} --data need {len(data)} numbers from 0 to 1, together at most 1, such as 0.2,0"
+        )
+    return floors
+
+
+def _numbers(given: str) -> tuple[float, ...]:
+    """Nothing where one of them is no number."""
+    try:
+        return tuple(float(number) for number in given.split(","))
+    except ValueError:
+        return ()
