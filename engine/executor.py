@@ -190,6 +190,11 @@ class ForkEngine(PipelineEngine):
         two losses where a pair has `matching`, by "contrastive" and "matching", the same on all ranks; else 1. Raises OutOfMemory, with what to
         change, where an allocation fails.
         """
+        if num_rows and self.schedule_type is SCHEDULES["per_micro_batch"]:
+            raise ValueError(
+                f'num_rows {dict(num_rows)}: under "per_micro_batch" every micro-batch is a batch by itself, in which no sample may lack a '
+                "modality; use batch_sync or replay"
+            )
         self.module.train()
         self.set_dataiterator(data_iter)
         self._reset_buffers()
@@ -517,7 +522,7 @@ class ForkEngine(PipelineEngine):
         if self.place.is_tail:
             own = self.tail_loss.own_rows([self._outputs[m] for m in sorted(self._outputs)])
             counts = {branch: self.comm.gather_counts(len(rows.position)) for branch, rows in own.items()}
-            arrived = gather(self.comm, self.objective, own, counts, num_samples, {})
+            arrived = gather(self.comm, self.objective, own, counts, num_samples, {}, {})
         totals = {}
         for pair in self.objective.pairs:
             meeting = meet(arrived, pair) if arrived is not None and set(pair.branches) & set(arrived.own) else None

@@ -339,6 +339,19 @@ def train_split(case: Case) -> dict[str, Any]:
     }
 
 
+def disagreement(case: Case) -> str:
+    """What each rank says when the texts of a batch are those of other samples than its images."""
+    engine, _, image_size = make_engine(case)
+    loaded = micro_batches_of_rank(case, engine, 0, image_size)
+    if loaded is not None:
+        loaded = iter([{name: tensor.roll(1) if name == "text_index" else tensor for name, tensor in one.items()} for one in loaded])
+    try:
+        engine.train_batch(loaded)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 def refusal(case: Case) -> str:
     """What each rank says when it is asked for the first step."""
     engine, _, image_size = make_engine(case)

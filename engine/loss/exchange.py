@@ -117,6 +117,7 @@ class Arrived:
     places: Mapping[str, Tensor]  # of the branches that end here, [R] int64, in the order in which the replicas hold them
     counts: Mapping[str, Sequence[int]]  # of the branches that end here: rows of each replica
     rows_per_sample: Mapping[str, int]
+    num_rows: Mapping[str, int]  # of each branch: how many places it is to have; the others lack its modality
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Meeting:
     everyone: Mapping[str, Side]  # the first branch of the pair, then the second
     counts: Mapping[str, Sequence[int]]  # branch that ends here -> rows of each replica of this stage; they add up to B
     present: Mapping[str, Tensor]  # branch -> bool, which of the rows that this stage brought are in `own`
-    num_misaligned: Tensor  # [] how many places of the global batch hold different samples in the two branches
+    num_misaligned: Tensor  # [] how many places hold different samples in the two branches, or nothing where a row was to come
     num_not_loaded: int  # samples of which a half could not be loaded
     num_left_out: int  # these, and the samples that do not have both halves
 
@@ -168,13 +169,15 @@ def gather(
     counts: Mapping[str, Sequence[int]],
     num_samples: int,
     rows_per_sample: Mapping[str, int],
+    num_rows: Mapping[str, int],
 ) -> Arrived:
     """Exchange rows among all last stages, which call it together.
 
     `counts[branch][r]`: rows of replica r of this stage, for each branch that ends in it. `num_samples`: of the global batch;
-    `rows_per_sample`: of each branch, 1 where nothing is said.
+    `rows_per_sample`: of each branch, 1 where nothing is said; `num_rows`: of each branch of which some samples lack the modality.
     """
     rows_per_sample = {name: rows_per_sample.get(name, 1) for name in objective.names}
+    num_rows = {name: num_rows.get(name, num_samples * number) for name, number in rows_per_sample.items()}
     gathered = {
         branch: (comm.gather_replicas(rows.embeds, counts[branch]), comm.gather_replicas(rows.tags(), counts[branch]))
         for branch, rows in own.items()
@@ -192,7 +195,7 @@ def gather(
                 embeds = comm.cross(source, target, mine.embeds.new_empty(number, mine.embeds.shape[1]))
                 labels = comm.cross(source, target, mine.index.new_empty(number, 2))
                 ordered[source] = Gathered(embeds, *labels.unbind(1))
-    return Arrived(own, ordered, places, counts, rows_per_sample)
+    return Arrived(own, ordered, places, counts, rows_per_sample, num_rows)
 
 
 def _in_order(embeds: Tensor, tags: Tensor, number: int) -> Gathered:
@@ -215,8 +218,10 @@ def meet(arrived: Arrived, pair: Pair) -> Meeting:
     came = (first != NOBODY).all(1) & (second != NOBODY).all(1)  # [G]
     reference = _sample(first[:, :1])
     misaligned = (came & ((_sample(first) != reference).any(1) | (_sample(second) != reference).any(1))).sum()
+    # A row that claims another one's place leaves its own empty. That is no sample without the modality: those are told beforehand.
+    lost = sum((own.index != NOBODY).sum().sub(arrived.num_rows[branch]).abs() for branch, own in rows.items())
     not_loaded = ((first < 0) & (first != NOBODY)).any(1) | ((second < 0) & (second != NOBODY)).any(1)
-    out = not_loaded | ~came
+    out = not_loaded | (~came & (lost == 0))  # where rows are lost the step ends with an error, which all ranks learn with the metrics
     left_out = {branch: out.repeat_interleave(arrived.rows_per_sample[branch]) for branch in pair.branches}
     # rows that never came have neither a weight nor none
     unweighted = [(own.weight == NO_WEIGHT) & (own.index != NOBODY) for own in rows.values()]
@@ -249,7 +254,7 @@ def meet(arrived: Arrived, pair: Pair) -> Meeting:
     mine = {branch: arrived.own[branch] for branch in pair.branches if branch in arrived.own}
     present = {branch: ~left_out[branch][own.position] for branch, own in mine.items()}
     counts = {branch: arrived.counts[branch] for branch in mine}
-    meeting = Meeting(mine, everyone, counts, present, misaligned, num_not_loaded, num_left_out)
+    meeting = Meeting(mine, everyone, counts, present, misaligned + lost, num_not_loaded, num_left_out)
     return _without(meeting, left_out, arrived.places) if num_left_out else meeting
 
 

@@ -75,11 +75,6 @@ class TailLoss:
         self._source_starts = torch.tensor(source_starts or (), dtype=torch.int64, device=self.device)
         self.start_step()
 
-    @property
-    def pairs(self) -> list[Pair]:
-        """Those with a branch that ends here."""
-        return [pair for pair in self.objective.pairs if set(pair.branches) & set(self.place.tail_of)]
-
     def start_step(
         self,
         rows_per_sample: Mapping[str, int] | None = None,
@@ -120,13 +115,13 @@ class TailLoss:
                 for b, rows in own.items()
             }
         with torch.no_grad():
-            arrived = gather(self.comm, self.objective, own, counts, num_samples, self.rows_per_sample)
+            arrived = gather(self.comm, self.objective, own, counts, num_samples, self.rows_per_sample, self.num_rows)
         # A branch that is in several pairs gets the sum of their gradients.
         whole: dict[str, Tensor] = {branch: torch.zeros_like(rows.embeds) for branch, rows in own.items()}
         pieces: dict[str, Sequence[Tensor]] = {}
         tokens: dict[str, list[Tensor]] = defaultdict(list)
         for number, pair in enumerate(self.objective.pairs):
-            if pair not in self.pairs:
+            if not set(pair.branches) & set(self.place.tail_of):
                 continue
             scalars = {name: outputs[0][tensor].detach() for name, tensor in pair.scalars.items() if tensor in outputs[0]}
             meeting, shared, result = self._pair_loss(pair, arrived, scalars)

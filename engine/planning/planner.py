@@ -217,7 +217,9 @@ def deepspeed_config(config: Mapping[str, Any], batch: BranchBatch, total_num_st
     resolved["train_batch_size"] = batch.global_batch_size
     resolved["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
     resolved["gradient_accumulation_steps"] = batch.num_micro_batches
-    resolved["gradient_clipping"] = 0.0  # DeepSpeed's default is 1.0, over all parameters of a stage; engine/optimizer/clipping.py clips by group
+    resolved["gradient_clipping"] = (
+        0.0  # DeepSpeed's default is 1.0, over all parameters of a stage; engine/optimizer/clipping.py clips by group
+    )
     resolved.setdefault("steps_per_print", None)
     if "pipeline" in resolved:
         resolved["pipeline"]["use_reentrant"] = False

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from split_training import LR, RELATIVE, Case, assemble, check_gradients, refusal, train_split, train_whole
+from split_training import LR, RELATIVE, Case, assemble, check_gradients, disagreement, refusal, train_split, train_whole
 from three_branches import ThreeBranches, train_three_split, train_three_whole
 
 from launch.ranks import run_ranks
@@ -295,6 +295,23 @@ def test_the_number_of_texts_may_change_from_step_to_step():
 def test_what_does_not_fit_together_is_refused_on_all_ranks(case, words):
     said = run_ranks(case.world_size, refusal, case)
     assert all(words in each for each in said), said
+
+
+@pytest.mark.parametrize("case", [merged(1, 2, 4), fork((1, 2), (1, 1), {"image": 4, "text": 8}), chain(1, 1, 1, 8)], ids=str)
+def test_branches_that_have_other_samples_at_their_places_are_refused(case):
+    said = run_ranks(case.world_size, disagreement, case)
+    assert all("the image and text branches disagree about 24 samples of this batch" in each for each in said), said
+
+
+@pytest.mark.parametrize("branch", ["image", "text"])
+@pytest.mark.parametrize("layout", [lambda deals: fork((1, 1), (1, 1), 12, deals=deals), lambda deals: merged(1, 1, 12, deals=deals)])
+def test_a_sample_that_is_lost_is_no_sample_without_a_modality(layout, branch):
+    """As many rows as were to come, one of them twice."""
+    whole = ((tuple(range(12)), tuple(range(12, 24))),)
+    lost = ((tuple(range(12)), (*range(12, 23), 22)),)
+    case = layout({"image": whole, "text": whole, branch: lost})
+    said = run_ranks(case.world_size, refusal, case)
+    assert all("disagree about 1 samples" in each for each in said), said
 
 
 def check_with_running_statistics(case):
