@@ -46,6 +46,7 @@ from launch.run.stopping import STOPPED, StopRequest
 from launch.run.trace_file import TraceFile, is_sampled
 from launch.run.tracking import Tracker
 from launch.settings.blocks import READERS, dealing, weighting
+from launch.settings.modules import import_modules
 from launch.settings.objective import objective_of
 from launch.settings.options import Options, default_config, parse_options
 from launch.settings.preprocessing import describe_pixels
@@ -71,6 +72,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     workers = resolve_workers(options.num_workers(), processes.ranks_on_node, cores, on_gpu)
     if workers:
         start_early()
+
+    import_modules(options.import_module)
 
     # How to run: the JSON file, checked against this hardware and this number of processes.
     accelerator = get_accelerator()

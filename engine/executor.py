@@ -39,7 +39,16 @@ from engine.planning.memory_advice import AVERAGING, EVALUATION, TRAINING, RankS
 from engine.planning.planner import BranchBatch
 from engine.processes.out_of_memory import explained, message
 from engine.processes.shortage import Shortage
-from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ForwardOnly, ReloadMicroBatch, ReplayPass, StageSchedule
+from engine.schedule import (
+    SCHEDULES,
+    ComputeLoss,
+    EmbedPass,
+    ForwardOnly,
+    ReloadMicroBatch,
+    ReplayPass,
+    StageSchedule,
+    exact_schedules,
+)
 from engine.step_metrics import StepMetrics, losses_of, losses_of_sources
 from engine.topology import Stage, StageGraph
 from engine.trace import Span
@@ -176,8 +185,8 @@ class ForkEngine(PipelineEngine):
         A micro-batch may bring a weight for each of its rows in the loss, int64 [b], whole millionths, named after its branch
         (`text_weight`). All micro-batches of all ranks bring them, or none. `rows_per_sample` says how many rows each sample has in a branch
         in this batch, the same on all ranks (several texts per image); 1 where nothing is said. The row at place p of 0..cG−1
-        (`text_position`) belongs to sample p // c and carries its index. Under `per_micro_batch` the rows of a micro-batch stand sample by
-        sample.
+        (`text_position`) belongs to sample p // c and carries its index. Where the schedule has a loss per micro-batch, the rows of a
+        micro-batch stand sample by sample.
 
         Where samples lack the modality of a branch, `num_rows` says how many rows the branch has in this batch; no row comes for the others,
         and they are left out of the pairs with that branch. The replicas of a stage then hold different numbers of rows, so the engine must
@@ -186,14 +195,14 @@ class ForkEngine(PipelineEngine):
         `stop_requested` travels with the metrics, so that all ranks learn in the same step that one of them was asked to end. So do
         the numbers that `counts` returns at the end of the step, with the same names on all ranks: they are added up.
         `num_micro_batches`: of each replica of this line in this step, where it is not the number that was planned; `num_kept`: how many of
-        them keep their activations under `replay`, likewise. `loss_weights`: of the
+        them keep their activations where the schedule recomputes, likewise. `loss_weights`: of the
         two losses where a pair has `matching`, by "contrastive" and "matching", the same on all ranks; else 1. Raises OutOfMemory, with what to
         change, where an allocation fails.
         """
-        if num_rows and self.schedule_type is SCHEDULES["per_micro_batch"]:
+        if num_rows and self.schedule_type.loss_per_micro_batch:
             raise ValueError(
-                f'num_rows {dict(num_rows)}: under "per_micro_batch" every micro-batch is a batch by itself, in which no sample may lack a '
-                "modality; use batch_sync or replay"
+                f'num_rows {dict(num_rows)}: under "{self._setup.plan.schedule}" every micro-batch is a batch by itself, in which no '
+                f"sample may lack a modality; use {' or '.join(exact_schedules())}"
             )
         self.module.train()
         self.set_dataiterator(data_iter)

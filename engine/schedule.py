@@ -23,11 +23,16 @@ Where memory is left, the first `num_kept` micro-batches keep their activations 
 
     stage 0   F0 F1 .... B0 F2 .... B1 F3 .. B2 .. B3  R S
     stage 1      F0 L0 B0 F1 L1 B1 F2 L2 B2 F3 L3 B3  R S
+
+A schedule says what it is in the class attributes of `StageSchedule`. The configuration, the planner,
+the simulator, the executor and the advice about memory read these and compare no names, so a new
+schedule is a class that is added to `SCHEDULES` (`examples/schedule.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 from deepspeed.runtime.pipe.schedule import (
     BackwardPass,
@@ -70,8 +75,22 @@ class ComputeLoss(PipeInstruction):
 class StageSchedule(PipeSchedule):
     """The instructions of one stage for one global batch of `num_micro_batches` micro-batches.
 
-    `num_kept` matters to `Replay` only: how many micro-batches, the first ones, keep their activations.
+    A subclass writes `steps`, which yields lists of instructions. `num_kept`: how many micro-batches,
+    the first ones, keep their activations; 0 for a schedule that does not recompute. The attributes
+    below are for a loss over the global batch, with all activations kept, unless a subclass sets them.
     """
+
+    # What it does, in a few words: for help texts and messages.
+    description: ClassVar[str] = ""
+    # Is the loss computed for each micro-batch by itself? Then each ComputeLoss has the `buffer_id` of
+    # its micro-batch. Else there is one ComputeLoss, without, over the global batch.
+    loss_per_micro_batch: ClassVar[bool] = False
+    # Do only the first `num_kept` micro-batches keep their activations until their backward, and the
+    # others run forward twice? Then `kept_micro_batches` may be given. Else every micro-batch keeps them.
+    recomputes: ClassVar[bool] = False
+    # May "schedule": "auto" choose it? Never where there is a loss per micro-batch: "auto" does not
+    # change what is trained.
+    chosen_by_auto: ClassVar[bool] = False
 
     def __init__(self, stage: Stage, num_micro_batches: int, num_kept: int = 0):
         super().__init__(micro_batches=num_micro_batches, stages=1, stage_id=stage.stage_id)
@@ -89,7 +108,27 @@ class StageSchedule(PipeSchedule):
             *([SendActivation(m)] if stage.next is not None else []),
         ]
 
+    def embed(self, m: int) -> list[PipeInstruction]:
+        """`forward` without gradient. Kept are a tail's output and, in host memory, what `again` needs."""
+        return self.forward(m, EmbedPass, lambda m: LoadMicroBatch(m, keep=self.place.has_backward))
+
+    def again(self, m: int) -> list[PipeInstruction]:
+        """The second forward of micro-batch m, with gradient, after `embed`.
+
+        A locked stage has none: the stage behind it has kept what it sent.
+        """
+        stage = self.place
+        if not stage.has_backward:
+            return []
+        return [
+            *([RecvActivation(m)] if stage.previous is not None and stage.sends_gradients else []),
+            *([ReloadMicroBatch(m)] if stage.loads or not stage.sends_gradients else []),
+            ReplayPass(m),
+            *([SendActivation(m)] if stage.next is not None else []),
+        ]
+
     def backward(self, m: int) -> list[PipeInstruction]:
+        """Take in the gradient of what was handed on, differentiate micro-batch m, hand its gradient back."""
         stage = self.place
         if not stage.has_backward:
             return []
@@ -117,6 +156,9 @@ class StageSchedule(PipeSchedule):
 class BatchSync(StageSchedule):
     """All forwards, one loss, all backwards."""
 
+    description = "all forwards, one loss, all backwards"
+    chosen_by_auto = True
+
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for m in range(self.micro_batches):
             yield self.forward(m)
@@ -130,30 +172,27 @@ class BatchSync(StageSchedule):
 class Replay(StageSchedule):
     """Forwards for the embeddings, one loss, then one forward, one backward with the embeddings' gradients (Gao et al. 2021, GradCache)."""
 
+    description = "forwards for the embeddings, one loss, then each micro-batch again, forward and backward"
+    recomputes = True
+    chosen_by_auto = True
+
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for m in range(self.num_kept):
             yield self.forward(m)
         for m in range(self.num_kept, self.micro_batches):
-            yield self.forward(m, EmbedPass, lambda m: LoadMicroBatch(m, keep=self.place.has_backward))
+            yield self.embed(m)
         if self.place.is_tail:
             yield [ComputeLoss()]
         if self.place.has_backward:
             yield from self.one_forward_one_backward(self.again, num_done=self.num_kept)
         yield [ReduceGrads(), OptimizerStep()]
 
-    def again(self, m: int) -> list[PipeInstruction]:
-        """The second forward. A locked stage has none: the stage behind it has kept what it sent."""
-        stage = self.place
-        return [
-            *([RecvActivation(m)] if stage.previous is not None and stage.sends_gradients else []),
-            *([ReloadMicroBatch(m)] if stage.loads or not stage.sends_gradients else []),
-            ReplayPass(m),
-            *([SendActivation(m)] if stage.next is not None else []),
-        ]
-
 
 class PerMicroBatch(StageSchedule):
     """One forward, one loss, one backward: what DeepSpeed's own schedule computes. Not the loss over the global batch."""
+
+    description = "a loss per micro-batch, with fewer negatives"
+    loss_per_micro_batch = True
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         tail = self.place.is_tail
@@ -169,4 +208,15 @@ class ForwardOnly(StageSchedule):
             yield self.forward(m)
 
 
-SCHEDULES = {"batch_sync": BatchSync, "replay": Replay, "per_micro_batch": PerMicroBatch}
+# By the name that "schedule" in the JSON file takes. A user's module adds its own to it.
+SCHEDULES: dict[str, type[StageSchedule]] = {"batch_sync": BatchSync, "replay": Replay, "per_micro_batch": PerMicroBatch}
+
+
+def exact_schedules() -> list[str]:
+    """The names of those whose loss goes over the global batch."""
+    return [name for name, own in SCHEDULES.items() if not own.loss_per_micro_batch]
+
+
+def recomputing_schedules() -> list[str]:
+    """The names of those that are exact and recompute; the first is advised where memory runs out."""
+    return [name for name in exact_schedules() if SCHEDULES[name].recomputes]

@@ -57,7 +57,7 @@ def run_costs(
         machine = replace(costs.machine, measured=True)  # files of earlier versions do not say so
         return CostModel.of(costs.layers, machine, config, options.embed_dim, costs.pairs, costs.token_bytes)
     # where they are dealt, texts of about equal lengths come together
-    dealt = dealing(block).strategy != "off" and block.schedule != "per_micro_batch"
+    dealt = dealing(block).strategy != "off" and not block.loss_per_micro_batch
     lengths = _text_lengths(data, options) if dealt else None
     if block.layout != AUTO:
         device = find_device(NOMINAL.get(processes.device.type, "A100"))

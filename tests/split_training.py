@@ -9,6 +9,7 @@ A batch has G samples: G images and c·G texts, those of image p at the places c
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -58,6 +59,7 @@ class Case:
     steps: int = 1
     dropout: float = 0.0
     schedule: str = "batch_sync"
+    imported: str | None = None  # the module that registers this schedule
     kept_micro_batches: Any = None  # under replay
     checkpoint_interval: int = 0
     deals: dict[str, tuple] = field(default_factory=dict)  # branch -> [replica][micro-batch] -> samples; not given: equal, in order
@@ -240,6 +242,8 @@ def make_engine(case: Case, build_layer: Callable | None = None):
     from launch.settings.objective import objective_of
     from models.losses import build_loss
 
+    if case.imported:
+        importlib.import_module(case.imported)
     towers, image_size = towers_of(case)
     config, block = check_config(case.config, BRANCHES)
     # equal layers: to count what each computes takes longer than the steps that are compared

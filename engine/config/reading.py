@@ -22,7 +22,7 @@ from engine.optimizer.averaging import AverageBlock, average_block
 from engine.optimizer.clipping_rules import HEAD, ClippingRule, clipping_rules
 from engine.optimizer.locking import LockedBlock, locked_block
 from engine.optimizer.parameter_groups import OptimizerGroups, check_groups, optimizer_groups
-from engine.schedule import SCHEDULES
+from engine.schedule import SCHEDULES, recomputing_schedules
 from engine.topology import LAYOUTS
 
 # What may be "auto" besides what the planner searches and the length of the run: `engine/config/auto.py`.
@@ -97,12 +97,12 @@ class BranchesBlock:
         check_counts("micro_batch_size", self.micro_batch_size, None, auto_inside=True)
         if self.kept_micro_batches is not None:
             check_counts("kept_micro_batches", self.kept_micro_batches, None, auto_inside=True, least=0)
-            if self.schedule not in (AUTO, "replay"):
+            if self.schedule != AUTO and not SCHEDULES[self.schedule].recomputes:
                 raise ValueError(
-                    f'branches.kept_micro_batches: {self.kept_micro_batches!r} with schedule "{self.schedule}"; only "replay" leaves a choice '
-                    "which activations to keep; remove the key, or use replay"
+                    f'branches.kept_micro_batches: {self.kept_micro_batches!r} with schedule "{self.schedule}", which leaves no choice '
+                    f"which activations to keep; remove the key, or use {' or '.join(recomputing_schedules())}"
                 )
-        if self.moves_work and (self.layout == "merged" or self.schedule == "per_micro_batch"):
+        if self.moves_work and (self.layout == "merged" or self.loss_per_micro_batch):
             raise ValueError(
                 'branches.balance: "feed" moves work between branches that run on different GPUs and meet at one loss, which '
                 f'"{"merged" if self.layout == "merged" else self.schedule}" does not have; use "deal"'
@@ -122,12 +122,17 @@ class BranchesBlock:
         locked_block(self.locked, branches)
 
     def num_kept(self, branch: str) -> int | str:
-        """How many micro-batches keep their activations under replay. Where nothing is said: as many as fit, where also the schedule
-        is the planner's choice; none where replay is asked for."""
+        """How many micro-batches keep their activations under a schedule that recomputes. Where nothing is said: as many as fit, where
+        also the schedule is the planner's choice; none where the schedule is given."""
         kept = self.kept_micro_batches
         if isinstance(kept, dict):
             kept = kept.get(branch)
         return kept if kept is not None else AUTO if self.schedule == AUTO else 0
+
+    @property
+    def loss_per_micro_batch(self) -> bool:
+        """Is the loss computed for each micro-batch by itself? "auto" chooses no such schedule."""
+        return self.schedule != AUTO and SCHEDULES[self.schedule].loss_per_micro_batch
 
     @property
     def moves_work(self) -> bool:

@@ -11,6 +11,7 @@ from engine.config.reading import AUTO, BranchesBlock
 from engine.planning.costs import CostModel
 from engine.planning.planner import MAX_STAGES, BranchBatch, RunPlan, plan_run
 from engine.processes.shortage import Shortage, size_in_words
+from engine.schedule import recomputing_schedules
 from engine.topology import Stage
 
 # What a rank may be doing when memory runs out.
@@ -115,8 +116,8 @@ def advice(setup: RankSetup, work: Work, shortage: Shortage) -> list[Remedy]:
         return [*first, *smaller, *_of_state(setup)]
     if work.activity != TRAINING or work.instruction is None or work.instruction in _AFTER_BACKWARD:
         return [*first, *_of_state(setup)]
-    at_loss = work.instruction == "ComputeLoss" and setup.plan.schedule != "per_micro_batch"
-    keeps_nothing = setup.plan.schedule == "replay" and setup.batch.num_kept == 0
+    at_loss = work.instruction == "ComputeLoss" and not setup.plan.schedule_type.loss_per_micro_batch
+    keeps_nothing = setup.plan.schedule_type.recomputes and setup.batch.num_kept == 0
     found = _of_state(setup) if at_loss and keeps_nothing else _of_a_pass(setup)
     batch_size = Remedy('a smaller "train_batch_size", whose embeddings the loss holds; it also changes what is trained')
     return [*first, *found, *([batch_size] if at_loss else [])]
@@ -131,7 +132,7 @@ def smaller_size(size: int, share: int) -> int | None:
 
 
 def _of_a_pass(setup: RankSetup) -> list[Remedy]:
-    makers = (replay, fewer_kept, smaller_micro_batches, checkpoints, shared_out, offloaded, more_stages)
+    makers = (recomputing, fewer_kept, smaller_micro_batches, checkpoints, shared_out, offloaded, more_stages)
     return list(_on_top(setup, makers, "peak_bytes", "; predicted {} at most"))
 
 
@@ -150,14 +151,15 @@ def _on_top(setup: RankSetup, makers: Sequence[Callable[[RankSetup], Iterable[Re
                 break
 
 
-def replay(setup: RankSetup) -> list[Remedy]:
-    """With smaller micro-batches, where these are too few to hold less than all of them."""
-    if setup.plan.schedule != "batch_sync" or not setup.stage.has_backward:
+def recomputing(setup: RankSetup) -> list[Remedy]:
+    """A schedule that recomputes, with the same loss. With smaller micro-batches, where these are too few to hold less than all of them."""
+    own = setup.plan.schedule_type
+    if own.recomputes or own.loss_per_micro_batch or not setup.stage.has_backward:
         return []
     number = setup.batch.num_micro_batches
     held = min(number, setup.stage.num_downstream + 1)
     words = f"the activations of {held} micro-batch{'es' * (held > 1)} are held instead of {number}, and each forward is computed twice"
-    keys = {"schedule": "replay"}
+    keys = {"schedule": recomputing_schedules()[0]}
     if held == number:
         smaller = smaller_micro_batches(setup)
         if not smaller:
@@ -169,10 +171,11 @@ def replay(setup: RankSetup) -> list[Remedy]:
 
 def fewer_kept(setup: RankSetup) -> list[Remedy]:
     number = setup.batch.num_kept
-    if setup.plan.schedule != "replay" or not number:
+    if not setup.plan.schedule_type.recomputes or not number:
         return []
     kept = _by_branch(setup, {branch: batch.num_kept for branch, batch in setup.plan.batches.items()}, number // 2)
-    return [Remedy(f"instead of {number} that keep their activations", {"branches": {"schedule": "replay", "kept_micro_batches": kept}})]
+    keys = {"schedule": setup.plan.schedule, "kept_micro_batches": kept}
+    return [Remedy(f"instead of {number} that keep their activations", {"branches": keys})]
 
 
 def smaller_micro_batches(setup: RankSetup) -> list[Remedy]:
@@ -181,7 +184,7 @@ def smaller_micro_batches(setup: RankSetup) -> list[Remedy]:
     if smaller is None:
         return []
     words = f"instead of {batch.micro_batch_size}"
-    if setup.plan.schedule == "per_micro_batch":
+    if setup.plan.schedule_type.loss_per_micro_batch:
         words += ", which also leaves each sample fewer negatives"
     if setup.config.get("gradient_accumulation_steps", AUTO) != AUTO:
         words += ', in the place of "gradient_accumulation_steps"'
@@ -223,7 +226,7 @@ def more_stages(setup: RankSetup) -> Iterator[Remedy]:
 
 def _by_branch(setup: RankSetup, values: Mapping[str, int], changed: int) -> Any:
     """As the `branches` block takes it: one number, or in a fork one for each branch."""
-    if setup.plan.graph.layout != "fork" or setup.plan.schedule == "per_micro_batch":
+    if setup.plan.graph.layout != "fork" or setup.plan.schedule_type.loss_per_micro_batch:
         return changed
     return {**values, setup.branch: changed}
 
@@ -235,6 +238,7 @@ def _as_planned(plan: RunPlan) -> BranchesBlock:
     def written(values: Mapping[str, int]) -> Any:
         return dict(values) if fork else next(iter(values.values()))
 
+    kept = {branch: batch.num_kept for branch, batch in plan.batches.items()}
     return replace(
         plan.block,
         layout=plan.graph.layout,
@@ -242,7 +246,7 @@ def _as_planned(plan: RunPlan) -> BranchesBlock:
         replicas=written({branch: plan.graph.tail(branch).replicas for branch in plan.batches}),
         micro_batch_size=written({branch: batch.micro_batch_size for branch, batch in plan.batches.items()}),
         schedule=plan.schedule,
-        kept_micro_batches=written({b: batch.num_kept for b, batch in plan.batches.items()}) if plan.schedule == "replay" else None,
+        kept_micro_batches=written(kept) if plan.schedule_type.recomputes else None,
     )
 
 

@@ -92,7 +92,6 @@ class Program:
     labels: tuple[tuple[int, int, tuple[tuple[str, int | None, int], ...]], ...]
     counts: tuple[Counts, ...]
     num_messages: int
-    loss_per_micro_batch: bool
 
 
 def shape_of(graph: StageGraph, batches: Mapping[str, BranchBatch]) -> tuple[Place, ...]:
@@ -116,8 +115,16 @@ def shape_of(graph: StageGraph, batches: Mapping[str, BranchBatch]) -> tuple[Pla
 
 @lru_cache(maxsize=512)  # some 0.1 MB each
 def put_in_order(shape: tuple[Place, ...], schedule: type[StageSchedule]) -> Program:
-    """Order the instructions of all stages. Raises RuntimeError that names where each stage is stuck, if it cannot be done."""
+    """Order the instructions of all stages. Raises RuntimeError that names where each stage is stuck, if it cannot be done, and
+    ValueError where the losses in the lists are not those that the schedule says it has."""
     lists = [_listed(_nameless(place), schedule) for place in shape]
+    losses = {o.meets[1] is not None for operations, _ in lists for o in operations if o.meets and o.meets[0] is ComputeLoss}
+    if losses - {schedule.loss_per_micro_batch}:
+        raise ValueError(
+            f"{schedule.__name__}: its ComputeLoss has {'a' if True in losses else 'no'} buffer_id, and its "
+            f"loss_per_micro_batch is {schedule.loss_per_micro_batch}; a loss per micro-batch has one, a "
+            "loss over the global batch has none"
+        )
     linker = _Linker(shape, [operations for operations, _ in lists])
     stuck = linker.link()
     if stuck:
@@ -128,7 +135,6 @@ def put_in_order(shape: tuple[Place, ...], schedule: type[StageSchedule]) -> Pro
         tuple(linker.labels),
         tuple(counts for _, counts in lists),
         linker.num_messages,
-        any(o.meets and o.meets[0] is ComputeLoss and o.meets[1] is not None for operations, _ in lists for o in operations),
     )
 
 

@@ -27,6 +27,7 @@ from engine.optimizer.locking import Trainable, lock_costs, lock_graph, trainabl
 from engine.optimizer.parameter_groups import OptimizerGroups
 from engine.planning.costs import CostModel, precision_of
 from engine.planning.simulator import Simulation, StageResult, bounds, most_kept, simulate
+from engine.schedule import SCHEDULES, StageSchedule, exact_schedules, recomputing_schedules
 from engine.topology import LAYOUTS, StageGraph, balanced_cuts, chain, fork, merged
 
 MAX_STAGES = 16  # per line, where "auto" chooses: deeper lines idle more than they save
@@ -41,7 +42,7 @@ GIB = 2**30
 class BranchBatch:
     """How the global batch is dealt to one branch: every replica runs `num_micro_batches` of `micro_batch_size` samples.
 
-    Under `replay` the first `num_kept` of them keep their activations.
+    Under a schedule that recomputes the first `num_kept` of them keep their activations.
     """
 
     replicas: int
@@ -141,6 +142,10 @@ class RunPlan:
     average: AverageBlock | None = None
     reasons: str = ""
 
+    @property
+    def schedule_type(self) -> type[StageSchedule]:
+        return SCHEDULES[self.schedule]
+
     def describe(self) -> str:
         """Everything that decides the numbers of a run, in one line."""
         return _describe(self.graph, self.batches, self.schedule)
@@ -153,10 +158,10 @@ def plan_run(config: Mapping[str, Any], block: BranchesBlock, world_size: int, c
     search = search_plans(config, block, world_size, costs)
     best = search.best
     reasons = search.why() if search.num_candidates > 1 and block.layout == AUTO else ""
-    if best.schedule == "per_micro_batch":
+    if (own := SCHEDULES[best.schedule]).loss_per_micro_batch:
         reasons = (
-            'schedule "per_micro_batch": a loss per micro-batch, with fewer negatives. This is another objective than the loss over the '
-            "global batch; for ablation only"
+            f'schedule "{best.schedule}": {own.description or "a loss per micro-batch"}. '
+            "This is another objective than the loss over the global batch; for ablation only"
         )
     return RunPlan(
         best.graph,
@@ -256,7 +261,7 @@ def _candidates(
     for split in _splits(config, block, world_size, {branch: len(layers) for branch, layers in costs.layers.items()}):
         graph = graph_of(split)
         for deal, schedule in split.ways:
-            yield graph, _keeping(block, graph, deal, costs) if schedule == "replay" else deal, schedule
+            yield graph, _keeping(block, graph, deal, costs) if SCHEDULES[schedule].recomputes else deal, schedule
 
 
 def _splits(config: Mapping[str, Any], block: BranchesBlock, world_size: int, num_layers: Mapping[str, float]) -> Iterator[Split]:
@@ -268,7 +273,7 @@ def _splits(config: Mapping[str, Any], block: BranchesBlock, world_size: int, nu
             raise ValueError(
                 'branches.balance: "feed" moves work between branches on different ranks, and there is one; use "deal" or more ranks'
             )
-    schedules = [block.schedule] if block.schedule != AUTO else ["batch_sync", "replay"]
+    schedules = [block.schedule] if block.schedule != AUTO else [name for name in exact_schedules() if SCHEDULES[name].chosen_by_auto]
     found, reasons = False, []
     for layout in layouts:
         try:
@@ -278,8 +283,8 @@ def _splits(config: Mapping[str, Any], block: BranchesBlock, world_size: int, nu
                 ways = []
                 for deal in _deals(config, block, layout, replicas, reasons):
                     for schedule in schedules:
-                        reason = _refuse_kept(block, layout, num_layers) if schedule == "replay" else _refuse_schedule(schedule, deal)
-                        if reason:
+                        kept = _refuse_kept(block, layout, num_layers) if SCHEDULES[schedule].recomputes else None
+                        if reason := kept or _refuse_schedule(schedule, deal):
                             reasons.append(reason)
                         else:
                             ways.append((deal, schedule))
@@ -525,7 +530,7 @@ def _keeping(block: BranchesBlock, graph: StageGraph, deal: Deal, costs: CostMod
             kept = fits[branch] - fits[branch] % max(1, number // 8)
         found[branch] = replace(batch, num_kept=kept)
     if block.schedule == AUTO and all(batch.num_kept == batch.num_micro_batches for batch in found.values()):
-        return deal  # everything fits: that is batch_sync, beside which stands what replay would save
+        return deal  # everything fits: that is a schedule that keeps all, beside which stands what this one would save
     return found
 
 
@@ -549,12 +554,12 @@ def _refuse_kept(block: BranchesBlock, layout: str, branches: Iterable[str]) -> 
 
 def _refuse_schedule(schedule: str, deal: Deal) -> str | None:
     """Why this deal cannot run under the schedule, if it cannot."""
-    if schedule != "per_micro_batch" or _alike(deal.values()):
+    if not SCHEDULES[schedule].loss_per_micro_batch or _alike(deal.values()):
         return None
     deals = ", ".join(f"{b} {d.micro_batch_size} × {d.num_micro_batches} × {d.replicas}" for b, d in deal.items())
     return (
-        f'branches.schedule: "per_micro_batch" compares the samples of one micro-batch, so all branches need the same micro-batches, '
-        f"but micro × num × replicas are {deals}; give equal replicas and micro_batch_size, or use batch_sync"
+        f'branches.schedule: "{schedule}" compares the samples of one micro-batch, so all branches need the same micro-batches, '
+        f"but micro × num × replicas are {deals}; give equal replicas and micro_batch_size, or use {' or '.join(exact_schedules())}"
     )
 
 
@@ -573,15 +578,16 @@ def _nothing_fits(
         f"{stage.peak_bytes / GIB:.1f} GiB in {stage.name}, {(stage.peak_bytes - limit) / GIB:.1f} GiB too much "
         f"({stage.state_bytes / GIB:.1f} GiB of it weights, gradients and optimizer state, {stage.activation_bytes / GIB:.1f} GiB activations)"
     )
-    schedule = "replay" if block.schedule != "per_micro_batch" else block.schedule
+    if not SCHEDULES[schedule].loss_per_micro_batch:
+        schedule = recomputing_schedules()[0]
     free = replace(block, schedule=schedule, kept_micro_batches=None, micro_batch_size=AUTO)
     checkpointed = replace(costs, checkpoint_interval=1)
     remedies = [
-        ('"schedule": "replay" and "micro_batch_size": "auto"', free, world_size, costs),
+        (f'"schedule": "{schedule}" and "micro_batch_size": "auto"', free, world_size, costs),
         ('these and "pipeline": {"activation_checkpoint_interval": 1}', free, world_size, checkpointed),
     ]
     remedies += [
-        (f"{n * world_size} ranks with replay, small micro-batches and activation checkpoints", free, n * world_size, checkpointed)
+        (f"{n * world_size} ranks with {schedule}, small micro-batches and activation checkpoints", free, n * world_size, checkpointed)
         for n in (2, 4, 8, 16)
     ]
     for words, changed, ranks, model in remedies:

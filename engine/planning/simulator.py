@@ -79,11 +79,11 @@ class Simulation:
 def simulate(graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: str, costs: CostModel, timeline: bool = False) -> Simulation:
     """One step of `schedule` on `graph`. `timeline` adds the spans.
 
-    Raises RuntimeError when instructions wait for each other for ever (`per_micro_batch` with numbers of micro-batches that differ
+    Raises RuntimeError when instructions wait for each other for ever (a loss per micro-batch with numbers of micro-batches that differ
     between the branches). `costs` must not be changed after its first use: sums over its layers are remembered.
     """
     program = put_in_order(shape_of(graph, batches), SCHEDULES[schedule])
-    bill = _bill(graph, batches, costs, program.loss_per_micro_batch)
+    bill = _bill(graph, batches, costs, SCHEDULES[schedule].loss_per_micro_batch)
     seconds = _durations(program, bill.times)
     ends = _run(program, seconds, bill.links)
     step_s = max(ends)
@@ -104,7 +104,7 @@ def bounds(graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: str,
     above it ran one; after its last backward every stage above it runs one more. Then comes the optimizer step of the slowest.
     """
     every = [counts_of(place, SCHEDULES[schedule]) for place in shape_of(graph, batches)]
-    bill = _bill(graph, batches, costs, any(counts.losses > 1 for counts in every))
+    bill = _bill(graph, batches, costs, SCHEDULES[schedule].loss_per_micro_batch)
     longest, above = 0.0, []  # by stage: a forward and a backward of all stages above it, the reduction of the first of them
     for stage, own, counts in zip(graph.stages, bill.times, every):
         fill_s, drain_s, reduce_s = above[stage.previous] if stage.previous is not None else (0.0, 0.0, own.reduce_s)
@@ -119,7 +119,7 @@ def bounds(graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: str,
 
 
 def most_kept(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: CostModel) -> dict[str, int]:
-    """Of how many micro-batches `replay` can keep the activations within the memory of the ranks, by branch; 0 where nothing fits."""
+    """Of how many micro-batches a schedule that recomputes can keep the activations within the memory of the ranks, by branch; 0 where nothing fits."""
     bill = _bill(graph, batches, costs, per_micro_batch=False)
     most = {branch: batch.num_micro_batches for branch, batch in batches.items()}
     for stage, layers, loss in zip(graph.stages, bill.layers, bill.losses):

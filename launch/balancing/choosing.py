@@ -61,7 +61,7 @@ class Balance:
         return {"image": isinstance(self.dealers["image"], InOrder) and still, "text": False}
 
     def num_kept(self, branch: str, setting: Setting) -> int:
-        """Micro-batches that keep their activations under `replay`: those of as many samples as planned."""
+        """Micro-batches that keep their activations where the schedule recomputes: those of as many samples as planned."""
         planned, number = self.plan.batches[branch], setting.num_micro_batches[branch]
         expected = planned.num_micro_batches * self._captions(branch, setting)
         return planned.num_kept * number // expected
@@ -120,7 +120,7 @@ def make_balance(
     adaptation = _adaptation(block, order, options)
     by_shape = InOrder() if buckets is None else ByShape(buckets)
     planned = {branch: plan.batches[branch].num_micro_batches for branch in BRANCHES}
-    if block.strategy == "off" or plan.schedule == "per_micro_batch":
+    if block.strategy == "off" or plan.schedule_type.loss_per_micro_batch:
         dealers = dict.fromkeys(BRANCHES, by_shape)
         return Balance(block, plan, dealers, order, data.train, Ladders(), FeedRules(), Setting(0, planned), adaptation)
     tokens = token_counts(data.source, data.train, data.tokenizer, options.max_text_tokens, folder / "token_counts", progress)
@@ -186,8 +186,8 @@ def _ladders(block: BalanceBlock, plan: RunPlan, data: PreparedData, options: Op
             raise ValueError(
                 f"branches.balance.captions_per_image: [{least}, {most}], but no picture of this data has more than {have} captions"
             )
-        # under batch_sync the activations of all texts wait for the loss: no more padded tokens than the plan had at their longest
-        room = most if plan.schedule == "replay" else max(1, int(MARGIN * options.max_text_tokens / typical))
+        # where all activations wait for the loss: no more padded tokens than the plan had at their longest
+        room = most if plan.schedule_type.recomputes else max(1, int(MARGIN * options.max_text_tokens / typical))
         captions = tuple(range(least, max(least, min(most, have, room)) + 1))
     if block.kept_patches is not None:
         if patch_size is None:

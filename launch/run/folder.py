@@ -17,13 +17,16 @@ from data.modalities.preprocessing import CLIP
 from engine.checkpoint.layout import replace_text
 from engine.optimizer.bad_steps import BadStep
 from engine.planning.planner import RunPlan
+from engine.schedule import SCHEDULES
 from launch.run.records import RUN_RECORD, read_run
 from launch.settings.blocks import SampleWeightsBlock
 from launch.settings.options import ROOT, Options
 from models.towers.building import Tower
 
-# Options that may differ when a run goes on: they do not change what is trained.
+# Options that may differ when a run goes on: they do not change what is trained. (What an imported
+# module registers is chosen by name elsewhere, and that name is compared.)
 FREE_TO_CHANGE = (
+    "import_module",
     *("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "eval_ema", "trace_every", "deepspeed_config"),
     *("cache", "cache_limit", "max_bad_fraction", "explain_balance", "keep_checkpoints", "keep_every", "max_hours", "stall_limit"),
 )
@@ -228,9 +231,10 @@ def training_identity(
     options: Options, config: Mapping[str, Any], branches: Mapping[str, Any], plan: RunPlan | None = None
 ) -> dict[str, Any]:
     """What decides what a run trains: two runs with equal identities differ by rounding, by precision, and by what BatchNorm and dropout
-    see, and by nothing else. Under `per_micro_batch` the split decides the negatives, so it belongs to what is trained; `plan` is
-    known later than the rest."""
-    by_split = branches.get("schedule") == "per_micro_batch"
+    see, and by nothing else. Where the schedule has a loss per micro-batch the split decides the negatives, so it belongs to what is
+    trained; `plan` is known later than the rest."""
+    schedule = SCHEDULES.get(branches.get("schedule"))  # None: "auto", which chooses none with a loss per micro-batch
+    by_split = schedule is not None and schedule.loss_per_micro_batch
     branches = {**branches, "balance": _of_training(branches.get("balance"))}
     if branches.get("sample_weights"):
         branches = {**branches, "sample_weights": asdict(SampleWeightsBlock(**branches["sample_weights"]))}

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from data.index.roots import add_root_flag
 from data.modalities.preprocessing import INTERPOLATIONS, NORMALIZATIONS
 from launch.balancing.loss_weights import MODES
+from launch.settings.modules import add_module_flag
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,6 +55,7 @@ def _how_to_run(run: argparse._ArgumentGroup) -> None:
     run.add_argument(
         "--deepspeed_config", type=Path, metavar="FILE", help="how to run (default: the file in ds_configs/ that suits the hardware)"
     )
+    add_module_flag(run)
     run.add_argument("--run-dir", type=Path, metavar="DIR", help="everything the run writes (default: runs/<time>-<data>)")
     run.add_argument(
         "--resume",

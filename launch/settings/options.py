@@ -27,6 +27,7 @@ class Options:
     """Everything the command line decides. Field names are the flags' names."""
 
     deepspeed_config: Path | None
+    import_module: tuple[str, ...] | None
     data: tuple[str, ...]
     data_root: tuple[str, ...] | None
     data_weights: tuple[float, ...] | None
@@ -146,6 +147,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
             f"argument --label-smoothing: {values['label_smoothing']} is for --loss infonce; {values['loss']} judges each pair by itself, "
             "so leave it out"
         )
+    values["import_module"] = values["import_module"] and tuple(values["import_module"])
     _check_fusion(parser, values)
     pixels = _given_pixels(parser, values)
     values["data"] = tuple(map(from_anywhere, values["data"] or ["demo"]))

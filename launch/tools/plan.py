@@ -35,6 +35,7 @@ from engine.topology import LAYOUTS
 from launch.estimates import estimated_costs
 from launch.run.report import show
 from launch.settings.blocks import READERS
+from launch.settings.modules import add_module_flag, import_modules
 from launch.settings.options import DEFAULTS, ROOT
 from launch.tools.drawing import FORMATS, save_plan_png, seconds
 from models.towers.building import build_towers
@@ -54,6 +55,7 @@ class PlanOptions:
     device: Device
     memory: float | None
     deepspeed_config: Path | None
+    import_module: list[str] | None
     precision: str | None
     train_batch_size: int | None
     micro_batch_size: int | None
@@ -137,6 +139,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="the JSON file of the run (default: all is searched); flags replace its values",
     )
+    add_module_flag(run)
     run.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="without --deepspeed_config, with ZeRO-1 (default: bf16)")
     run.add_argument(
         "--train-batch-size",
@@ -146,7 +149,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--micro-batch-size", type=at_least(1), metavar="N", help="samples, of both branches (default: searched)")
     run.add_argument("--layout", choices=LAYOUTS, help="only this one (default: the file's, else searched)")
-    run.add_argument("--schedule", choices=tuple(SCHEDULES), help="only this one (default: the file's, else batch_sync and replay)")
+    known = "; ".join(f"{name}: {own.description}" for name, own in SCHEDULES.items())
+    searched = " and ".join(name for name, own in SCHEDULES.items() if own.chosen_by_auto)
+    run.add_argument(
+        "--schedule", metavar="NAME", help=f"only this one. {known}; or one of --import-module (default: the file's, else {searched})"
+    )
     run.add_argument(
         "--activation-checkpoint-interval", type=at_least(0), metavar="N", help="layers; 0: none (default: the file's, else 0)"
     )
@@ -179,6 +186,9 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_options(arguments: list[str] | None = None) -> PlanOptions:
     parser = make_parser()
     options = PlanOptions(**vars(parser.parse_args(arguments)))
+    import_modules(options.import_module)
+    if options.schedule not in (None, *SCHEDULES):
+        parser.error(f"argument --schedule: invalid choice: {options.schedule!r} (choose from {', '.join(SCHEDULES)})")
     if options.precision and options.deepspeed_config:
         parser.error(f"argument --precision: {options.deepspeed_config} says it; give one of the two")
     return options

@@ -113,6 +113,23 @@ def test_replay_that_keeps_some_activations_equals_unsplit_training(case):
     check_with_running_statistics(replace(case, schedule="replay"))
 
 
+USERS_OWN = {"schedule": "one_by_one", "imported": "examples.schedule", **DRAWING}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        merged(2, 1, 3, **USERS_OWN, kept_micro_batches=3),
+        chain(2, 2, 1, 3, **USERS_OWN),
+        fork((2, 1), (1, 2), {"image": 3, "text": 4}, **USERS_OWN, kept_micro_batches={"image": 5, "text": 1}),
+        merged(3, 1, 3, **USERS_OWN, checkpoint_interval=1),
+    ],
+    ids=str,
+)
+def test_the_example_of_a_users_own_schedule_equals_unsplit_training(case):
+    check_with_running_statistics(case)
+
+
 def random_deal(seed, replicas, num_micro_batches, num_places=24):
     """[replica][micro-batch] -> places of samples, of all sizes from 1."""
     draw = random.Random(seed)

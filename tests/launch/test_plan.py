@@ -124,6 +124,7 @@ def test_the_hardware_is_as_asked():
         (["--gpus", "many"], "--gpus: invalid whole number value: 'many'"),
         (["--gpus", "8", "--device", "H10"], "--device: device 'H10' is not known; did you mean H100?"),
         (["--gpus", "8", "--layout", "ring"], "--layout: invalid choice: 'ring'"),
+        (["--gpus", "8", "--schedule", "batchsync"], "--schedule: invalid choice: 'batchsync' (choose from batch_sync, replay,"),
         (["--gpus", "8", "--picture", "plan.txt"], "'plan.txt' is no picture; its name ends in .png"),
         (["--gpus", "8", "--picture", "nowhere/plan.png"], "there is no folder 'nowhere'"),
         (["--gpus", "8", "--precision", "fp16", "--deepspeed_config", "a.json"], "--precision: a.json says it; give one of the two"),
