@@ -134,17 +134,17 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     engine = build_engine(
         plan,
         config,
-        {tower.branch: tower.specs for tower in towers},
-        build_layer,
-        objective,
-        options.embed_dim,
-        total_steps,
-        options.seed,
-        processes.timeout,
-        balance.constant_shapes,
-        balance.equal_shares,
-        data.source_starts,
-        clock,
+        layers={tower.branch: tower.specs for tower in towers},
+        build_layer=build_layer,
+        objective=objective,
+        embed_dim=options.embed_dim,
+        total_num_steps=total_steps,
+        seed=options.seed,
+        timeout=processes.timeout,
+        constant_shapes=balance.constant_shapes,
+        equal_shares=balance.equal_shares,
+        source_starts=data.source_starts,
+        clock=clock,
     )
 
     # Where a run goes on: its state.

@@ -83,6 +83,7 @@ class ForkEngine(PipelineEngine):
         self,
         module: StageModule,
         comm: Communicator,
+        *,
         batches: Mapping[str, BranchBatch],
         config: dict[str, Any],
         schedule: str,
@@ -92,10 +93,9 @@ class ForkEngine(PipelineEngine):
         average: AverageBlock | None,
         embed_dim: int,
         constant_shapes: Mapping[str, bool],
+        setup: RankSetup,
         equal_shares: bool = True,
         source_starts: Sequence[int] | None = None,
-        *,
-        setup: RankSetup,
     ):
         grid = module.mpu()
         self.optimizer_groups = optimizer_groups

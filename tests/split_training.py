@@ -256,10 +256,12 @@ def make_engine(case: Case, build_layer: Callable | None = None):
         engine = build_engine(
             plan,
             config,
-            {b: t.specs for b, t in towers.items()},
-            build_layer or (lambda spec: spec.build(case.seed)),
-            objective_of(towers.values(), build_loss(case.loss, case.label_smoothing), recording_matching() if case.fusion else None),
-            EMBED_DIM,
+            layers={b: t.specs for b, t in towers.items()},
+            build_layer=build_layer or (lambda spec: spec.build(case.seed)),
+            objective=objective_of(
+                towers.values(), build_loss(case.loss, case.label_smoothing), recording_matching() if case.fusion else None
+            ),
+            embed_dim=EMBED_DIM,
             total_num_steps=10,
             seed=case.seed,
             timeout=timedelta(seconds=300),
