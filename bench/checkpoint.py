@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # with ranks.py
 OUT = ROOT / "bench" / "out"
 
 from bench.common import make_engine, micro_batches
@@ -129,8 +129,9 @@ def main() -> None:
         "--folder", type=Path, metavar="DIR", help="where to write, to measure that disk (default: the one for temporary files)"
     )
     arguments = parser.parse_args()
+    from ranks import run_ranks
+
     import bench.checkpoint as this  # so that the ranks find `measure` by name
-    from launch.ranks import run_ranks
 
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         rounds = run_ranks(2, this.measure, Path(folder), arguments.rounds, arguments.steps, timeout_s=1800)[0]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # with ranks.py
 OUT = ROOT / "bench" / "out"
 
 from bench.common import TIMEOUT, Setup, make_engine, micro_batches
@@ -134,10 +134,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
+    from ranks import run_ranks
     from tqdm import tqdm
 
     import bench.clipping as this  # so that the ranks find `measure` by name
-    from launch.ranks import run_ranks
 
     lines = {name: run_ranks(3, this.measure, *line, arguments.rounds, timeout_s=600) for name, line in tqdm(LINES.items(), unit="line")}
     text = report(lines)

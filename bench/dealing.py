@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # with ranks.py
 OUT = ROOT / "bench" / "out"
 
 import numpy as np
@@ -144,10 +144,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--rounds and --steps must be at least 1")
+    from ranks import run_ranks
     from tqdm import tqdm
 
     import bench.dealing as this  # so that the ranks find the function by name
-    from launch.ranks import run_ranks
 
     rounds: list[dict[str, dict[str, Any]]] = [{} for _ in range(arguments.rounds)]
     for one, way in tqdm([(one, way) for one in rounds for way in WAYS], unit="run"):

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # with ranks.py
 OUT = ROOT / "bench" / "out"
 
 from bench.common import Setup, make_engine, micro_batches
@@ -91,12 +91,12 @@ def main() -> None:
     parser.add_argument("--longest", type=float, default=3.0, metavar="S", help="seconds a life may last before it ends (default: 3.0)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of moments and victims (default: 0)")
     arguments = parser.parse_args()
+    from ranks import run_ranks
     from tqdm import tqdm
 
     from bench.kills import live  # so that the ranks find it by name
     from engine.checkpoint.layout import checkpoints_in
     from engine.processes.start import compile_shared_memory_op
-    from launch.ranks import run_ranks
 
     compile_shared_memory_op()
 

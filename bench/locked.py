@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # with ranks.py
 OUT = ROOT / "bench" / "out"
 
 from bench.common import make_engine, micro_batches
@@ -89,10 +89,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times each way is measured, in turn (default: 3)")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps per measurement (default: 5)")
     arguments = parser.parse_args()
+    from ranks import run_ranks
     from tqdm import tqdm
 
     import bench.locked as this  # so that the ranks find `measure_tensors` by name
-    from launch.ranks import run_ranks
 
     OUT.mkdir(parents=True, exist_ok=True)
     record = run_ranks(2, profile, SETUP, tempfile.mkdtemp(), timeout_s=600)[0]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # with ranks.py
 OUT = ROOT / "bench" / "out"
 
 if TYPE_CHECKING:
@@ -163,8 +163,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.memory_rows < 0 or arguments.rows < 2 or arguments.rounds < 1:
         parser.error("--memory-rows must be at least 0, --rows at least 2, --rounds at least 1")
+    from ranks import run_ranks
+
     import bench.loss as this  # so that the processes find the functions by name
-    from launch.ranks import run_ranks
 
     def alone(function: Callable[..., Any], *given: Any) -> Any:
         return run_ranks(1, function, *given, timeout_s=3600)[0]

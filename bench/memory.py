@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # with ranks.py
 OUT = ROOT / "bench" / "out"
 
 from bench.common import Setup, make_engine, micro_batches
@@ -149,10 +149,10 @@ def main() -> None:
         "--points", default=",".join(map(str, POINTS)), metavar="N[,N]", help="numbers of micro-batches (default: %(default)s)"
     )
     numbers = [int(n) for n in parser.parse_args().points.split(",")]
+    from ranks import run_ranks
     from tqdm import tqdm
 
     import bench.memory as this  # so that the ranks find the functions by name
-    from launch.ranks import run_ranks
 
     points = []
     OUT.mkdir(parents=True, exist_ok=True)

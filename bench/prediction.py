@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # with ranks.py
 OUT = ROOT / "bench" / "out"
 
 from bench.common import Setup, configuration, make_engine, micro_batches, samples
@@ -142,10 +142,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="runs of each combination, in turn (default: 1)")
     parser.add_argument("--steps", type=int, default=6, metavar="N", help="steps per measurement (default: 6)")
     arguments = parser.parse_args()
+    from ranks import run_ranks
     from tqdm import tqdm
 
     import bench.prediction as this  # so that the ranks find the functions by name
-    from launch.ranks import run_ranks
 
     rows = []
     with tqdm(total=len(TOWERS) * len(COMBINATIONS) * arguments.rounds, unit="run") as bar:

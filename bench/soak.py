@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # with ranks.py
 
 from bench.common import Setup, make_engine, micro_batches
 
@@ -56,8 +56,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="optimizer steps per line (default: 200)")
     parser.add_argument("--limit", type=float, default=1800, metavar="S", help="seconds per line (default: 1800)")
     arguments = parser.parse_args()
+    from ranks import run_ranks
+
     import bench.soak as this  # so that the ranks find `train` by name
-    from launch.ranks import run_ranks
 
     for name, branches in LINES.items():
         start = time.perf_counter()

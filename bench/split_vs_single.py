@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # with ranks.py
 OUT = ROOT / "bench" / "out"
 
 from bench.common import Setup, make_engine, micro_batches
@@ -94,10 +94,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, metavar="N", help="steps per measurement (default: 12)")
     parser.add_argument("--micro-batch-size", type=int, default=32, metavar="N", help="samples per micro-batch on both sides (default: 32)")
     arguments = parser.parse_args()
+    from ranks import run_ranks
     from tqdm import tqdm
 
     import bench.split_vs_single as this  # so that the ranks find `measure` by name
-    from launch.ranks import run_ranks
 
     rounds = []
     for _ in tqdm(range(arguments.rounds), unit="round"):

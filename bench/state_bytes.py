@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # with ranks.py
 OUT = ROOT / "bench" / "out"
 
 from bench.common import configuration, cost_model, make_engine, micro_batches
@@ -115,10 +115,10 @@ def _mib(values: list[float]) -> str:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    from ranks import run_ranks
     from tqdm import tqdm
 
     import bench.state_bytes as this  # so that the ranks find `measure` by name
-    from launch.ranks import run_ranks
 
     OUT.mkdir(parents=True, exist_ok=True)
     rows = []

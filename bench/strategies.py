@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # with ranks.py
 OUT = ROOT / "bench" / "out"
 
 from bench.common import Setup, make_engine, micro_batches, samples
@@ -331,10 +331,10 @@ def main() -> None:
 def run_all(
     setup: Setup, ranks: int, num_rounds: int, steps: int, runnable: Sequence[Strategy], skipped: Sequence[Strategy], timeout_s: float = 900
 ) -> None:
+    from ranks import run_ranks
     from tqdm import tqdm
 
     import bench.strategies as this  # so that the ranks find the functions by name
-    from launch.ranks import run_ranks
 
     there = {s.name: s for s in this.strategies(setup, ranks)}  # theirs, not __main__'s
     rounds, tensor_bytes = [], {}

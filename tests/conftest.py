@@ -36,5 +36,5 @@ def pytest_sessionstart() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         used = {getattr(each, "__module__", None) for each in vars(item.module).values()}
-        group = next((starter for starter in ("launched", "launch.ranks") if starter in used), str(item.path))
+        group = next((starter for starter in ("launched", "ranks") if starter in used), str(item.path))
         item.add_marker(pytest.mark.xdist_group(group))

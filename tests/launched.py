@@ -2,7 +2,7 @@
 
 `launch` starts train.py as a user does: DeepSpeed's launcher imports DeepSpeed twice before the ranks import it once more, which takes 15 s
 and more on two cores. Where the start is not the question, `start` runs the same scripts in processes that are forked from the server of
-`launch.ranks`, which has imported all of it once.
+`ranks.py`, which has imported all of it once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 import psutil
 import pytest
 from forked_script import ROOT, lead
+from ranks import PRELOAD
 
 from data.index.sources import open_source
 from engine.processes.start import free_port
-from launch.ranks import PRELOAD
 
 SMALL = ["--image-tower", "resnet18:layers=1-1-1-1", "--image-size", "32", "--text-tower", "bert-tiny", "--embed-dim", "32"]
 BATCH = 24

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from baseline_training import SETUP, train_baseline, train_whole
-
-from launch.ranks import run_ranks
+from ranks import run_ranks
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, SETUP.micro_batch_size], ids=["ddp", "ddp_cached"])

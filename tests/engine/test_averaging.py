@@ -3,11 +3,11 @@
 import pytest
 import torch
 from averaging_cases import DECAY, go_on, train_and_average
+from ranks import run_ranks
 from split_training import Case
 
 from engine.config.reading import check_config
 from engine.optimizer.averaging import AverageBlock, WeightAverage, average_block
-from launch.ranks import run_ranks
 from models.towers.layers import BRANCHES
 
 

@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 from clipping_cases import BAD_PLACE, train_with_bad_steps
+from ranks import run_ranks
 from split_training import LR, Case, train_whole
-
-from launch.ranks import run_ranks
 
 PICTURE, GRADIENT, STEPS = 1, 3, 5
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": LR, "warmup_num_steps": 4, "warmup_type": "linear"}}

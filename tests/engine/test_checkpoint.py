@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoint_cases import train_from, train_on_a_disk_that_fills_up, whole
+from ranks import run_ranks
 from split_training import Case
 
 from engine.checkpoint.engine_state import Run, changes, dealt
 from engine.checkpoint.layout import checkpoints_in, verify
-from launch.ranks import run_ranks
 
 # Micro-batches of four everywhere: BatchNorm and dropout see the same, however it is split.
 COMMON = {

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_cases import TENSORS, largest_file, write_for_ever, write_small, write_until
+from ranks import PRELOAD
 from safetensors.torch import save_file
 
 from engine.checkpoint import layout
@@ -34,7 +35,6 @@ from engine.checkpoint.layout import (
 from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.checkpoint.retention import Keep, too_little_room
 from engine.checkpoint.writing import claim, make_folder, refuse_other_content, refuse_other_owner, write_rank, writing_folder
-from launch.ranks import PRELOAD
 from launch.run.resuming import find_checkpoint
 
 

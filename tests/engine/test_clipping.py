@@ -8,11 +8,11 @@ from fnmatch import fnmatch
 import pytest
 import torch
 from clipping_cases import FACTORS, FROZEN, SPIKE, TIED, clip_under_rules
+from ranks import run_ranks
 from split_training import Case, assemble, train_whole
 
 from engine.optimizer.clipping_rules import ClippingRule, clipping_rules, group_of, rank_sets, refuse_idle_patterns
 from engine.topology import chain, fork, merged
-from launch.ranks import run_ranks
 from models.towers.layers import BRANCHES
 
 # The coefficient is computed in float64 from norms in float32: a unit of the last place or two, of a gradient as of a norm.

@@ -4,9 +4,9 @@ import communication_cases
 import pytest
 import torch
 from communication_cases import OBJECTIVE
+from ranks import run_ranks
 
 from engine.communication import HEADER_BYTES, gradients_of, pack_header, signature_of, unpack_header
-from launch.ranks import run_ranks
 
 
 def test_every_dtype_and_changing_shapes_in_both_directions_at_once():

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from config_cases import train_by_file
+from ranks import run_ranks
 
 from engine.config.reading import check_config, read_config
-from launch.ranks import run_ranks
 from launch.settings.blocks import READERS
 from models.towers.layers import BRANCHES
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cost_models import proportional
+from ranks import run_ranks
 from split_training import RELATIVE, Case, assemble, check_gradients, towers_of, train_split, train_whole
 
 from engine.config.reading import check_config
@@ -14,7 +15,6 @@ from engine.planning.planner import BranchBatch
 from engine.planning.simulator import simulate
 from engine.schedule import BatchSync, PerMicroBatch, Replay
 from engine.topology import StageGraph, chain, fork, merged
-from launch.ranks import run_ranks
 from models.towers.layers import BRANCHES
 
 COUNTS = {"image": [10, 0, 20, 30, 0, 5], "text": [10, 20, 5]}  # parameters by layer; a layer without any is a pool

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ranks import run_ranks
 from split_training import Case, train_split, train_whole
 
 from engine.config.reading import check_config
-from launch.ranks import run_ranks
 from models.towers.layers import BRANCHES
 
 CASE = Case("fork", {"image": 1, "text": 1}, {"image": 2, "text": 1}, 6, offload=True, steps=3, clipping={"image": 0.5, "text": 0.5})

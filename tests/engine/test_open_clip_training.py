@@ -11,10 +11,9 @@ from functools import cache
 import pytest
 import torch
 from launched import finish, start
+from ranks import run_ranks
 from split_training import EMBED_DIM, MAX_TOKENS, WEIGHT_DECAY, Case, global_batch, towers_of, train_split
 from transformers import BertConfig, BertTokenizerFast
-
-from launch.ranks import run_ranks
 
 STEPS, WARMUP, RATE = 5, 3, 1e-4
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": WARMUP, "warmup_max_lr": RATE, "warmup_type": "linear"}}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cost_models import proportional
 from memory_cases import TOO_MUCH, allocate_too_much, fail_in_a_layer, fail_while_averaged, failures
+from ranks import run_ranks
 from split_training import Case
 
 from engine.config.reading import check_config
@@ -16,7 +17,6 @@ from engine.planning.memory_advice import BUILDING, EVALUATION, SAVING, TRAINING
 from engine.planning.planner import plan_run
 from engine.processes.out_of_memory import OutOfMemory, explained, in_words, message
 from engine.processes.shortage import Shortage, shortage_of, size_in_words, with_what_is_held
-from launch.ranks import run_ranks
 from models.towers.layers import BRANCHES
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

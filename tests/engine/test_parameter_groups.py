@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
+from ranks import run_ranks
 from split_training import LR, Case, train_split, train_whole
 
 from engine.config.reading import check_config
 from engine.optimizer.parameter_groups import GroupSchedule, Setting, groups_of_names, optimizer_groups, settings_of
-from launch.ranks import run_ranks
 from models.towers.layers import BRANCHES
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}

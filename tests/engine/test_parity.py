@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ranks import run_ranks
 from split_training import LR, RELATIVE, Case, assemble, check_gradients, disagreement, refusal, train_split, train_whole
 from three_branches import ThreeBranches, train_three_split, train_three_whole
-
-from launch.ranks import run_ranks
 
 
 def fork(image, text, micro_batch_size="auto", **kwargs):

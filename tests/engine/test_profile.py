@@ -8,12 +8,12 @@ import profile_cases
 import pytest
 import torch
 from profile_cases import WIDTH, Builder, LargeSpec, Lookup, inputs, tower
+from ranks import run_ranks
 
 from engine.planning.measured import Cache, layer_key
 from engine.planning.profile_layers import Alone, Effort, profile_layers
 from engine.planning.profile_machine import NUM_PARAMETERS, _sample, profile_machine
 from engine.processes.out_of_memory import OutOfMemory
-from launch.ranks import run_ranks
 from models.towers.building import build_towers, describe_layers, meta_inputs
 from models.towers.layers import Tower
 

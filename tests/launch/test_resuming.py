@@ -6,9 +6,9 @@ import pytest
 from checkpoint_cases import found, write_small
 from forked_script import ROOT
 from launched import run_to_end, write_pairs
+from ranks import run_ranks
 
 from data.batching.sampler import GlobalOrder
-from launch.ranks import run_ranks
 from launch.run.resuming import change_of_size, earlier_sizes, state_of
 from launch.run.stopping import STOPPED
 
