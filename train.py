@@ -46,13 +46,11 @@ from launch.run.stopping import STOPPED, StopRequest
 from launch.run.trace_file import TraceFile, is_sampled
 from launch.run.tracking import Tracker
 from launch.settings.blocks import READERS, dealing, weighting
-from launch.settings.modules import import_modules
-from launch.settings.objective import objective_of
+from launch.settings.objective import objective_of, pairs_of
 from launch.settings.options import Options, default_config, parse_options
 from launch.settings.preprocessing import describe_pixels
 from launch.settings.recipe import as_begun, settle
 from models.losses import Matching, build_loss
-from models.towers.layers import BRANCHES
 from models.weights.reading import open_model, open_weights
 
 
@@ -73,14 +71,12 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     if workers:
         start_early()
 
-    import_modules(options.import_module)
-
     # How to run: the JSON file, checked against this hardware and this number of processes.
     accelerator = get_accelerator()
     config_file = options.deepspeed_config or default_config(on_gpu, has_bf16(processes.device), processes.world_size)
-    config, block = read_config(config_file, BRANCHES, READERS)
+    config, block = read_config(config_file, options.branches, READERS)
     check_hardware(config, accelerator.is_fp16_supported(), accelerator.is_bf16_supported(), processes.device.type)
-    check_world(config, block, processes.world_size, BRANCHES)
+    check_world(config, block, processes.world_size, options.branches)
     options.refuse_beside(block)
 
     # What to train on. The first rank prepares what takes long; the others find it in the run's folder.
@@ -90,7 +86,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     previous = folder.previous()
     with first_rank_first():
         options = with_named_towers(options, previous)
-    config, block = as_begun(config, block, previous)
+    config, block = as_begun(config, block, previous, options.branches)
     folder.refuse_other_run(options, training_identity(options, config, asdict(block)))
     checkpoint, notices = find_checkpoint(options.resume, folder.checkpoints)
     state, batch_size = state_of(checkpoint), config["train_batch_size"]
@@ -105,13 +101,15 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     # The objective, the towers as lists of layers, and which of them run where.
     loss = build_loss(options.loss, options.label_smoothing)
     towers = towers_of(vars(options), data.tokenizer)
-    objective = objective_of(towers, loss, Matching() if options.fusion else None)
-    patch_size = towers[0].config.get("patch_size")
+    objective = objective_of(towers, pairs_of(options.pairs, loss, Matching() if options.fusion else None))
+    patch_size = next((tower.config.get("patch_size") for tower in towers if tower.branch == "image"), None)
     buckets = image_buckets(data, options, patch_size)
     pretrained = {"image": options.image_weights, "text": options.text_weights}
-    weights = {tower.branch: open_weights(tower.branch, pretrained[tower.branch], tower) for tower in towers if pretrained[tower.branch]}
+    weights = {
+        tower.branch: open_weights(tower.branch, pretrained[tower.branch], tower) for tower in towers if pretrained.get(tower.branch)
+    }
     if options.imported:
-        weights = dict.fromkeys(pretrained, open_model(options.imported, *towers))
+        weights = dict.fromkeys(pretrained, open_model(options.imported, *towers[:2]))
 
     def build_layer(spec):
         return spec.build(options.seed, weights.get(spec.branch))

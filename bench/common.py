@@ -155,7 +155,7 @@ def make_engine(
 
     from engine.build import build_engine
     from engine.planning.planner import plan_run
-    from launch.settings.objective import objective_of
+    from launch.settings.objective import objective_of, pairs_of
     from models.losses import InfoNCE
 
     config, block = configuration(setup, branches, deepspeed)
@@ -165,7 +165,7 @@ def make_engine(
         config,
         layers={b: t.specs for b, t in towers.items()},
         build_layer=lambda spec: spec.build(setup.seed),
-        objective=objective_of(towers.values(), InfoNCE()),
+        objective=objective_of(towers.values(), pairs_of("image:text", InfoNCE())),
         embed_dim=setup.embed_dim,
         total_num_steps=1000,
         seed=setup.seed,

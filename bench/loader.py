@@ -164,11 +164,12 @@ def ours(spec: str, workers: int, pin: bool, cache=None) -> Iterator:
     from data.batching.settings import Setting, Settings
     from data.index.sources import open_source
     from data.loader import MicroBatchDataset, micro_batches
+    from data.modalities.image import ImageModality
     from data.modalities.transforms import eval_transform, train_transform
 
     source = open_source(spec)
     order = GlobalOrder(len(source), BATCH_SIZE, seed=0)
-    dataset = MicroBatchDataset(source, frozenset({"image"}), train_transform(IMAGE_SIZE), eval_transform(IMAGE_SIZE), seed=0, cache=cache)
+    dataset = MicroBatchDataset(source, [ImageModality(train_transform(IMAGE_SIZE), eval_transform(IMAGE_SIZE), cache)])
     if cache is not None:
         for i in range(len(source)):
             source.content_hash(i)  # what the index of a data set holds, made beforehand

@@ -1,6 +1,6 @@
 """From requests to tensors: a data set whose items are whole micro-batches, and the workers that make them.
 
-b: samples of the micro-batch, t: its texts, c: captions that each sample shows, L: tokens, K: patches kept, H, W: the tower's input in pixels.
+n: rows of a modality in the micro-batch.
 """
 
 import multiprocessing
@@ -12,7 +12,7 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,159 +20,71 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedTokenizerBase
 
-from data.batching.draws import AUGMENTATION, caption_numbers, patch_numbers
-from data.batching.feed import kept_number, scaled_size
 from data.batching.sampler import MicroBatchRequest
-from data.cache import PictureCache
-from data.index.bad_samples import BadSample
 from data.index.sources import Source
 from data.modalities import shared_pixels
-from data.modalities.tokenizer import batch_tokens_counted
-from data.modalities.transforms import ImageTransform, normalised
+from data.modalities.modality import Memory, Modality
 from data.processes import end_with_parent, outlast_signals, start_method
 
-MODALITIES = ("image", "text")
 MAX_WORKERS_GPU, MAX_WORKERS_CPU = 8, 2
-GREY = 128  # where a micro-batch has no readable picture at all
 
 
 @dataclass(frozen=True)
 class LoadReport:
     """What there is to say about one micro-batch."""
 
-    bad: list[tuple[int, str, str]] = field(default_factory=list)  # (index, reason, detail) of pictures that cannot be read
-    num_pictures: int = 0  # with the bad ones
-    num_texts: int = 0
-    num_truncated: int = 0  # of these texts, cut at the tower's limit
-    num_tokens: int = 0
-    num_padded_tokens: int = 0  # of the whole rectangle
+    bad: list[tuple[int, str, str]] = field(default_factory=list)  # (index, reason, detail) of what cannot be read
+    counts: Mapping[str, float] = field(default_factory=dict)  # of all modalities, by name
+    num_decoded: int = 0  # values that may turn out bad while they are loaded, with those that did
     wait_s: float = 0.0  # how long the caller of `micro_batches` waited for it
 
 
 class MicroBatchDataset(Dataset):
     """`dataset[request]` is one whole micro-batch, a pure function of the source, the request and `seed`.
 
-    With "image": pixel_values float32 [b, 3, H, W], channels-last, image_position and image_index int64 [b].
-    With "text": input_ids and attention_mask int64 [t, L], text_position and text_index int64 [t], t texts: c of each sample, or b of those.
-    Where the request has weights also image_weight [b] and text_weight [t], int64 millionths: what each row counts in the loss.
-    With `patch_size` (ViT) and fewer patches asked for: kept_patches int64 [b, K], ascending. `side_multiple`: of the sides that the tower takes;
-    `length_multiple`: of L.
-    Only what the modalities ask for is done: without "image" nothing is decoded, without "text" nothing is tokenized.
+    It holds the tensors of each modality, and of each modality NAME int64 [n]: NAME_position, the row's place in the global batch, and
+    NAME_index, its sample in the source; where the request has weights also NAME_weight, millionths that each row counts in the loss. Only
+    what the modalities ask for is done: without the images nothing is decoded, without the texts nothing is tokenized.
 
-    A picture that cannot be read shows the next readable one of the micro-batch (grey if there is none), and its image_index
-    is -1 - index, so that the loss can leave the pair out. `cache` changes no value.
+    A sample that lacks the modality, or whose value cannot be read, shows a stand-in, and its index is -1 - index, so that the loss leaves
+    the row out.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        modalities: frozenset[str],
-        transform_train: ImageTransform | None = None,
-        transform_eval: ImageTransform | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        max_text_tokens: int | None = None,
-        seed: int = 0,
-        cache: PictureCache | None = None,
-        side_multiple: int = 1,
-        patch_size: int | None = None,
-        length_multiple: int = 1,
-    ) -> None:
-        if not modalities or not set(modalities) <= set(MODALITIES):
-            raise ValueError(f"modalities {sorted(modalities)}: one or both of {', '.join(MODALITIES)} are needed")
-        if "image" in modalities and (transform_train is None or transform_eval is None):
-            raise ValueError("modality 'image' needs transform_train and transform_eval; see data/modalities/transforms.py")
-        if "text" in modalities and (tokenizer is None or max_text_tokens is None):
-            raise ValueError("modality 'text' needs tokenizer and max_text_tokens; see data/modalities/tokenizer.py")
+    def __init__(self, source: Source, modalities: Sequence[Modality], seed: int = 0) -> None:
+        if not modalities:
+            raise ValueError("a micro-batch of no modality is asked for: at least one is needed")
         if seed < 0:
             raise ValueError(f"seed {seed}: a whole number >= 0 is needed")
-        self.source = source
-        self.modalities = frozenset(modalities)
-        self.transform_train = transform_train
-        self.transform_eval = transform_eval
-        self.tokenizer = tokenizer
-        self.max_text_tokens = max_text_tokens
-        self.seed = seed
-        self.cache = cache
-        self.side_multiple = side_multiple
-        self.patch_size = patch_size
-        self.length_multiple = length_multiple
+        self.source, self.modalities, self.seed = source, tuple(modalities), seed
 
     def __getitem__(self, request: MicroBatchRequest) -> dict[str, Tensor]:
         return self.load(request)[0]
 
-    def load(self, request: MicroBatchRequest, memory: Callable[[int], Tensor] | None = None) -> tuple[dict[str, Tensor], LoadReport]:
+    def load(self, request: MicroBatchRequest, memory: Memory | None = None) -> tuple[dict[str, Tensor], LoadReport]:
         """The micro-batch and its report. `memory`: gives flat float32 memory for so many pixel values."""
-        indices = request.index.tolist()
-        asked = [*indices, *(() if request.dealt_texts is None else request.dealt_texts.index.tolist())]
+        asked = [*request.index.tolist(), *(() if request.dealt_texts is None else request.dealt_texts.index.tolist())]
         if min(asked) < 0 or max(asked) >= len(self.source):
             raise ValueError(f"samples {min(asked)}..{max(asked)} asked for; {self.source.spec} has 0..{len(self.source) - 1}")
         micro_batch: dict[str, Tensor] = {}
         bad: list[tuple[int, str, str]] = []
-        num_pictures = num_texts = num_truncated = num_tokens = num_padded = 0
-        if "image" in self.modalities:
-            pictures, bad = self._pictures(request, indices)
-            num_pictures = len(pictures)
-            out = memory and memory(sum(picture.size for picture in pictures))
-            micro_batch["pixel_values"] = normalised(pictures, out, self.transform_eval.preprocessing)
-            if request.knobs.kept_patches < 1 and self.patch_size:
-                micro_batch["kept_patches"] = torch.from_numpy(self._kept_patches(request, indices, pictures[0].shape[:2]))  # [b, K]
-        if "text" in self.modalities:
-            text_index, text_position, number = request.texts()
-            texts = [self._caption(request, i, k) for i, k in zip(text_index.tolist(), number.tolist())]
-            tokens, num_truncated = batch_tokens_counted(self.tokenizer, texts, self.max_text_tokens, self.length_multiple)  # [b, L]
-            micro_batch, num_texts = micro_batch | tokens, len(texts)
-            num_tokens, num_padded = int(tokens["attention_mask"].sum()), tokens["attention_mask"].numel()
-            micro_batch["text_position"] = torch.from_numpy(text_position.copy())  # [t]
-            micro_batch["text_index"] = torch.from_numpy(text_index.copy())  # [t]
-            if (weight := request.text_weight()) is not None:
-                micro_batch["text_weight"] = torch.from_numpy(weight.copy())  # [t]
-        if "image" in self.modalities:
-            micro_batch["image_position"] = torch.from_numpy(request.position.copy())  # [b]
-            micro_batch["image_index"] = torch.from_numpy(request.index.copy())  # [b]
-            if request.weight is not None:
-                micro_batch["image_weight"] = torch.from_numpy(request.weight.copy())  # [b]
-        if bad:
-            index, unreadable = micro_batch["image_index"], torch.tensor([i for i, _, _ in bad])
-            micro_batch["image_index"] = torch.where(torch.isin(index, unreadable), -1 - index, index)
-        return micro_batch, LoadReport(bad, num_pictures, num_texts, num_truncated, num_tokens, num_padded)
-
-    def _pictures(self, request: MicroBatchRequest, indices: list[int]) -> tuple[list[np.ndarray], list[tuple[int, str, str]]]:
-        """[H, W, 3] uint8 for each index, and which of them could not be read."""
-        transform = self.transform_train if request.training else self.transform_eval
-        size = request.size or transform.size
-        if request.training and request.knobs.image_size:
-            size = scaled_size(size, request.knobs.image_size, max(transform.size), self.side_multiple)
-        transform = replace(transform, size=size)
-        pictures: list[np.ndarray | None] = []
-        bad = []
-        for i in indices:
-            try:
-                generator = np.random.default_rng([self.seed, request.epoch, i, AUGMENTATION]) if request.training else None
-                pictures.append(transform(self._stored(transform, i), generator))
-            except BadSample as error:
-                pictures.append(None)
-                bad.append((i, error.reason, f"{self.source.where(i)}: {error.detail}"))
-        if bad:
-            readable = [picture for picture in pictures if picture is not None] or [np.full((*transform.size, 3), GREY, np.uint8)]
-            before = np.cumsum([picture is not None for picture in pictures])  # readable ones up to here
-            pictures = [readable[n % len(readable)] if picture is None else picture for picture, n in zip(pictures, before)]
-        return pictures, bad
-
-    def _stored(self, transform: ImageTransform, i: int) -> np.ndarray:
-        if self.cache is None:
-            return transform.stored(self.source.image_bytes(i))
-        return self.cache.picture(self.source.content_hash(i), transform.stored, lambda: self.source.image_bytes(i))
-
-    def _caption(self, request: MicroBatchRequest, i: int, number: int) -> str:
-        captions = self.source.captions(i)
-        return captions[caption_numbers(self.seed, request.epoch, i, len(captions), number + 1)[number] if request.training else 0]
-
-    def _kept_patches(self, request: MicroBatchRequest, indices: list[int], size: tuple[int, int]) -> np.ndarray:
-        patches = (size[0] // self.patch_size) * (size[1] // self.patch_size)
-        kept = kept_number(patches, request.knobs.kept_patches)
-        return np.stack([patch_numbers(self.seed, request.epoch, i, patches, kept) for i in indices])
+        counts: dict[str, float] = {}
+        num_decoded = 0
+        for modality in self.modalities:
+            loaded = modality.load(self.source, request, self.seed, memory)
+            name, index = modality.name, loaded.index
+            missing = [*loaded.absent, *(i for i, _, _ in loaded.bad)]
+            if missing:
+                index = np.where(np.isin(index, missing), -1 - index, index)
+            micro_batch |= loaded.tensors
+            micro_batch[f"{name}_position"] = torch.from_numpy(loaded.position.copy())
+            micro_batch[f"{name}_index"] = torch.from_numpy(index.copy())
+            if loaded.weight is not None:
+                micro_batch[f"{name}_weight"] = torch.from_numpy(loaded.weight.copy())
+            bad += loaded.bad
+            counts |= loaded.counts
+            num_decoded += len(index) if modality.decodes else 0
+        return micro_batch, LoadReport(bad, counts, num_decoded)
 
 
 def micro_batches(

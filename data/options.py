@@ -4,6 +4,38 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+IMAGE_TEXT = "image:text"
+
+
+@dataclass(frozen=True)
+class PairOption:
+    """One pair of `--pairs`: two modalities, and what their loss counts in the sum over the pairs."""
+
+    first: str
+    second: str
+    weight: float = 1.0
+
+    @property
+    def modalities(self) -> tuple[str, str]:
+        return self.first, self.second
+
+
+def read_pairs(given: str) -> tuple[PairOption, ...]:
+    """`image:text,tone:text:0.5` -> its pairs. Errors: ValueError for what is not written so."""
+    pairs = []
+    for each in given.split(","):
+        words = each.strip().split(":")
+        try:
+            first, second, weight = words if len(words) == 3 else (*words, "1")
+            pairs.append(PairOption(first, second, float(weight)))
+        except ValueError:
+            raise ValueError(
+                f"'{each}' is no pair; write FIRST:SECOND or FIRST:SECOND:WEIGHT, such as image:text or tone:text:0.5"
+            ) from None
+        if not first or not second or not 0 < pairs[-1].weight < float("inf"):
+            raise ValueError(f"'{each}': two modalities and a weight above 0 are needed")
+    return tuple(pairs)
+
 
 @dataclass(frozen=True)
 class DataOptions:
@@ -22,6 +54,11 @@ class DataOptions:
     index_check: str = "decode"  # or "header"
     seed: int = 0
     data_root: tuple[str, ...] | None = None  # further folders that the pictures of all specs may lie in
+    pairs: str = IMAGE_TEXT  # of modalities that are compared: a sample must have both of one
+
+    def compared(self) -> tuple[tuple[str, str], ...]:
+        """The modalities of each pair."""
+        return tuple(pair.modalities for pair in read_pairs(self.pairs))
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "DataOptions":

@@ -21,7 +21,7 @@ from data.index.roots import with_roots
 from data.index.sources import Source, open_source
 from data.index.splits import split_source
 from data.modalities.tokenizer import load_tokenizer
-from data.options import DataOptions
+from data.options import IMAGE_TEXT, DataOptions
 
 TRAIN = "train"
 OF_THE_ORDER = ("data_weights", "data_temperature", "data_floors")  # say how often a sample comes, not which ones there are
@@ -81,7 +81,7 @@ def prepare_data(
     Hugging Face id; None trains a WordPiece on the training captions. Bad samples are listed in `folder`/bad_samples.jsonl.
     Where processes share `folder`, one goes first and the others find what it made. Errors: ValueError, OSError.
     """
-    building = {"workers": workers, "progress": progress, "check": options.index_check}
+    building = {"workers": workers, "progress": progress, "check": options.index_check, "pairs": options.compared()}
     source = open_sources([with_roots(spec, options.data_root) for spec in options.data], **building)
     refuse_too_many_bad(source, options.max_bad_fraction)
     validation = open_source(with_roots(options.val_data, options.data_root), **building) if options.val_data is not None else None
@@ -192,6 +192,8 @@ class _Kept:
     def __init__(self, folder: Path, options: DataOptions, source: Source, validation: Source | None) -> None:
         self.folder = folder
         asked = {name: value for name, value in vars(options).items() if name not in (*OF_THE_ORDER, "max_bad_fraction")}
+        if options.pairs == IMAGE_TEXT:
+            del asked["pairs"]  # as runs before there was a choice recorded it
         self.made_of = json.loads(json.dumps(asked))
         self.sizes = [[len(s), len(s.usable())] for s in (source, validation) if s is not None]
 

@@ -11,6 +11,7 @@ A branch may be in several pairs; the gradients of its embeddings add up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -109,8 +110,7 @@ class Objective:
 
     def scalars_of(self, branch: str) -> dict[str, float]:
         """Tensor name -> first value of the learned scalars that this branch owns."""
-        owned = [pair for pair in self.pairs if pair.first == branch]
-        return {tensor: pair.loss.parameters[name] for pair in owned for name, tensor in pair.scalars.items()}
+        return scalars_of(self.pairs, branch)
 
     def branch_of(self, tensor: str) -> str:
         """The branch that a named tensor belongs to. Raises ValueError for a name that is nobody's."""
@@ -123,3 +123,9 @@ class Objective:
                 f"or is one of {', '.join(sorted(self._owners)) or 'the inputs of a branch'}; rename it, or add it to the inputs of its branch"
             )
         return max(found, key=len)
+
+
+def scalars_of(pairs: Sequence[Pair], branch: str) -> dict[str, float]:
+    """Tensor name -> first value of the learned scalars that a branch owns."""
+    owned = [pair for pair in pairs if pair.first == branch]
+    return {tensor: pair.loss.parameters[name] for pair in owned for name, tensor in pair.scalars.items()}

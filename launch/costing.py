@@ -52,18 +52,19 @@ def run_costs(
 
     All ranks call it together and get the same.
     """
+    compared = options.data_options().compared()
     known = from_first_rank(folder.read_costs() if processes.rank == 0 else None)
     if known is not None and are_of(costs := cost_model_from_json(known), towers, config, processes.device):
         machine = replace(costs.machine, measured=True)  # files of earlier versions do not say so
-        return CostModel.of(costs.layers, machine, config, options.embed_dim, costs.pairs, costs.token_bytes)
+        return CostModel.of(costs.layers, machine, config, options.embed_dim, costs.pairs, costs.token_bytes, compared)
     # where they are dealt, texts of about equal lengths come together
-    dealt = dealing(block).strategy != "off" and not block.loss_per_micro_batch
+    dealt = "text" in options.branches and dealing(block).strategy != "off" and not block.loss_per_micro_batch
     lengths = _text_lengths(data, options) if dealt else None
     if block.layout != AUTO:
         device = find_device(NOMINAL.get(processes.device.type, "A100"))
         num_tokens = None if lengths is None else round(lengths.mean())
-        return estimated_costs(towers, config, options.embed_dim, device, memory_bytes=float("inf"), num_tokens=num_tokens)
-    sizes = _sizes(config, block, processes.device.type)
+        return estimated_costs(towers, config, options.embed_dim, device, float("inf"), num_tokens, compared)
+    sizes = _sizes(config, block, processes.device.type, options.branches)
     with tqdm(total=0, desc="measuring what each layer costs", disable=processes.rank != 0, leave=False, bar_format="{desc}"):
         profile = profile_together(
             {tower.branch: tower.specs for tower in towers},
@@ -83,7 +84,7 @@ def run_costs(
     if lengths is not None:  # seconds are those of texts of the mean length; the memory must hold a micro-batch of the longest
         longer = options.max_text_tokens / lengths.mean()
         layers["text"] = [replace(layer, activation_bytes=_times(layer.activation_bytes, longer)) for layer in layers["text"]]
-    costs = CostModel.of(layers, profile.machine, config, options.embed_dim, profile.pairs, token_bytes(*towers, precision_bytes))
+    costs = CostModel.of(layers, profile.machine, config, options.embed_dim, profile.pairs, token_bytes(towers, precision_bytes), compared)
     folder.write_costs(cost_model_to_json(costs))
     return costs
 
@@ -100,12 +101,12 @@ def _times(curve: Curve, factor: float) -> Curve:
     return Curve(curve.sizes, tuple(factor * value for value in curve.values))
 
 
-def _sizes(config: Mapping[str, Any], block: BranchesBlock, device_type: str) -> dict[str, tuple[int, ...]]:
+def _sizes(config: Mapping[str, Any], block: BranchesBlock, device_type: str, branches: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """The micro-batch sizes to measure per branch: the one that is given, or a few that the global batch has room for."""
-    given = block.micro_batch_size if isinstance(block.micro_batch_size, dict) else dict.fromkeys(("image", "text"), block.micro_batch_size)
+    given = block.micro_batch_size if isinstance(block.micro_batch_size, dict) else dict.fromkeys(branches, block.micro_batch_size)
     few = tuple(size for size in MEASURED_SIZES[device_type] if size <= config["train_batch_size"]) or (config["train_batch_size"],)
     sizes = {}
-    for branch in ("image", "text"):
+    for branch in branches:
         size = given.get(branch, AUTO)
         size = config.get("train_micro_batch_size_per_gpu", AUTO) if size == AUTO else size
         sizes[branch] = few if size == AUTO else (size,)
@@ -125,7 +126,7 @@ def _example(data: PreparedData, options: Options, branch: str, lengths: np.ndar
 
 def _text_lengths(data: PreparedData, options: Options) -> np.ndarray:
     """Tokens of the first training samples' texts, at most those that the tower takes."""
-    first = [data.source.captions(int(i))[0] for i in data.train[:EXAMPLE_TEXTS]]
+    first = [(data.source.captions(int(i)) or [""])[0] for i in data.train[:EXAMPLE_TEXTS]]
     encoded = data.tokenizer(first, truncation=True, max_length=options.max_text_tokens, padding=False)["input_ids"]
     return np.array([len(tokens) for tokens in encoded])
 

@@ -1,4 +1,4 @@
-"""What the layers of two towers would cost on hardware that is not here."""
+"""What the layers of towers would cost on hardware that is not here."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def estimated_costs(
     device: Device,
     memory_bytes: float | None = None,
     num_tokens: int | None = None,
+    compared: Sequence[tuple[str, str]] = (),
 ) -> CostModel:
-    """Counted operations of both towers against the device's data sheet; `memory_bytes` instead of the device's own. `num_tokens` of a
-    text: default the most that the tower takes."""
+    """Counted operations of all towers against the device's data sheet; `memory_bytes` instead of the device's own. `num_tokens` of a
+    text: default the most that the tower takes. `compared`: the pairs of branches; where there are two, they are one."""
     precision = precision_of(config)
     layers = {tower.branch: estimated_layers(describe_layers(tower, BYTES[precision], num_tokens), device, precision) for tower in towers}
     pairs = None
@@ -30,4 +31,4 @@ def estimated_costs(
     machine = estimated_machine(device, precision)
     if memory_bytes is not None:
         machine = replace(machine, memory_bytes=memory_bytes)
-    return CostModel.of(layers, machine, config, embed_dim, pairs, token_bytes(*towers, BYTES[precision]))
+    return CostModel.of(layers, machine, config, embed_dim, pairs, token_bytes(towers, BYTES[precision]), compared)

@@ -15,7 +15,10 @@ from data.batching.sampler import evaluation_requests, training_requests
 from data.cache import GIB, PictureCache, default_folder, open_cache
 from data.index.sources import Source
 from data.loader import LoadReport, MicroBatchDataset, micro_batches
+from data.modalities.image import ImageModality
+from data.modalities.modality import Modality
 from data.modalities.preprocessing import Preprocessing
+from data.modalities.text import TextModality
 from data.modalities.transforms import augmented, eval_transform
 from data.prepare import PreparedData, bad_table
 from engine.executor import ForkEngine
@@ -23,6 +26,7 @@ from launch.balancing.balancer import Balancer
 from launch.balancing.choosing import side_multiple
 from launch.run.folder import RunFolder
 from launch.run.report import recalls
+from launch.settings.modalities import MODALITIES
 from launch.settings.options import Options
 from models.metrics.alignment import alignment_figures, alignment_sums
 from models.metrics.retrieval import RECALL_AT, recall_hits
@@ -56,7 +60,9 @@ class Feeding:
         self.batch = engine.batches[self.branch]
         self.cache = picture_cache(options) if "image" in self.modalities else None
         self.name = engine.graph.describe_rank(engine.comm.rank)
-        self._counts = dict.fromkeys(("unreadable_pictures", "truncated_texts", "text_tokens", "padded_text_tokens"), 0.0)
+        # counted on every rank by the same names, whatever it loads
+        every = (name for branch in options.branches for name in _modality(branch, data, options, self.cache, patch_size).count_names)
+        self._counts = dict.fromkeys(every, 0.0)
         self._unreadable: Counter[str] = Counter()
         self._loaded = 0
         self._listed: set[tuple[str, int]] = set()
@@ -110,12 +116,10 @@ class Feeding:
 
     def _note(self, source: Source, training: bool, report: LoadReport) -> None:
         """Count, list what could not be read, and stop when that is too much of what was loaded. Texts of held-out samples are no step's."""
-        self._counts["unreadable_pictures"] += len(report.bad)
-        if training:
-            self._counts["truncated_texts"] += report.num_truncated
-            self._counts["text_tokens"] += report.num_tokens
-            self._counts["padded_text_tokens"] += report.num_padded_tokens
-        self._loaded += report.num_pictures
+        for name, number in report.counts.items():
+            if training or name.startswith("unreadable"):
+                self._counts[name] += number
+        self._loaded += report.num_decoded
         for i, reason, detail in report.bad:
             self._unreadable[reason] += 1
             if (source.spec, i) not in self._listed:  # it comes again in every epoch
@@ -151,18 +155,14 @@ def micro_batch_dataset(
     patch_size: int | None = None,
 ) -> MicroBatchDataset:
     """Micro-batches of `source` as the run sees them, with what `modalities` need and nothing else."""
-    image, text = "image" in modalities, "text" in modalities
+    return MicroBatchDataset(source, [_modality(name, data, options, cache, patch_size) for name in sorted(modalities)], options.seed)
+
+
+def _modality(name: str, data: PreparedData, options: Options, cache: PictureCache | None, patch_size: int | None) -> Modality:
+    if name in MODALITIES:
+        return MODALITIES[name].load()
+    if name == "text":
+        return TextModality(data.tokenizer, options.max_text_tokens, data.length_multiple)
     preprocessing = Preprocessing.from_options(vars(options))
-    return MicroBatchDataset(
-        source,
-        modalities,
-        augmented(options.image_size, options.augmentation, preprocessing) if image else None,
-        eval_transform(options.image_size, preprocessing) if image else None,
-        data.tokenizer if text else None,
-        options.max_text_tokens if text else None,
-        options.seed,
-        cache,
-        side_multiple(patch_size),
-        patch_size,
-        data.length_multiple,
-    )
+    train = augmented(options.image_size, options.augmentation, preprocessing)
+    return ImageModality(train, eval_transform(options.image_size, preprocessing), cache, side_multiple(patch_size), patch_size)

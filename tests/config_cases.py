@@ -27,7 +27,7 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
     from engine.config.auto import filled
     from engine.config.reading import check_config
     from engine.planning.planner import plan_run
-    from launch.settings.objective import objective_of
+    from launch.settings.objective import objective_of, pairs_of
     from launch.settings.recipe import RECIPES
     from models.losses import build_loss
     from models.towers.building import count_flops, meta_inputs
@@ -50,7 +50,7 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
             config,
             layers={branch: tower.specs for branch, tower in towers.items()},
             build_layer=lambda spec: spec.build(case.seed),
-            objective=objective_of(towers.values(), build_loss("infonce")),
+            objective=objective_of(towers.values(), pairs_of("image:text", build_loss("infonce"))),
             embed_dim=EMBED_DIM,
             total_num_steps=steps,
             seed=case.seed,

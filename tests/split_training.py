@@ -239,7 +239,7 @@ def make_engine(case: Case, build_layer: Callable | None = None):
     from engine.build import build_engine
     from engine.config.reading import check_config
     from engine.planning.planner import plan_run
-    from launch.settings.objective import objective_of
+    from launch.settings.objective import objective_of, pairs_of
     from models.losses import build_loss
 
     if case.imported:
@@ -259,7 +259,8 @@ def make_engine(case: Case, build_layer: Callable | None = None):
             layers={b: t.specs for b, t in towers.items()},
             build_layer=build_layer or (lambda spec: spec.build(case.seed)),
             objective=objective_of(
-                towers.values(), build_loss(case.loss, case.label_smoothing), recording_matching() if case.fusion else None
+                towers.values(),
+                pairs_of("image:text", build_loss(case.loss, case.label_smoothing), recording_matching() if case.fusion else None),
             ),
             embed_dim=EMBED_DIM,
             total_num_steps=10,

@@ -1,6 +1,6 @@
-"""Feed rates: how much of each modality a step takes in, moved until neither branch waits for the other. Pure Python decides.
+"""Feed rates: how much of each modality a step takes in, moved until no branch waits for another. Pure Python decides.
 
-With a and b the seconds that the two branches compute in a step, the faster one idles for 1 − min(a, b) / max(a, b) of it. Where that is
+With a and b the seconds that the fastest and the slowest branch compute in a step, the fastest one idles for 1 − a / b of it. Where that is
 more than `dead_band`, in three looks running, one knob is moved by one move: first the branch that waits is given more to do, as long as it does
 not become the slower one; failing that, the slower one is relieved. A knob never leaves its ladder, whose ends are the bounds in the JSON.
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-BRANCHES = ("image", "text")
 SMOOTHING = 0.5  # weight of a new look in the mean of all since the last move
 CONFIRMATIONS = 3  # looks in a row that must ask for a move
 PATCH_STEPS = 16  # kept_patches moves in sixteenths
@@ -102,14 +101,14 @@ def look(
     """
     if first_step < looks.from_step:
         return looks, knobs, None
-    smoothed = {b: busy_s[b] if b not in looks.busy_s else looks.busy_s[b] + SMOOTHING * (busy_s[b] - looks.busy_s[b]) for b in BRANCHES}
+    smoothed = {b: busy_s[b] if b not in looks.busy_s else looks.busy_s[b] + SMOOTHING * (busy_s[b] - looks.busy_s[b]) for b in busy_s}
     looks = replace(looks, busy_s=smoothed)
     if _waiting(smoothed) <= rules.dead_band:
         return replace(looks, asking=0, at_bound=False), knobs, None
     looks = replace(looks, asking=looks.asking + 1)
     if looks.asking < CONFIRMATIONS:
         return looks, knobs, None
-    busy, idle = sorted(BRANCHES, key=smoothed.__getitem__, reverse=True)
+    busy, *_, idle = sorted(smoothed, key=smoothed.__getitem__, reverse=True)
     seen = f"the {idle} branch waits {_waiting(smoothed):.0%} of a step ({idle} {smoothed[idle]:.3g} s, {busy} {smoothed[busy]:.3g} s)"
     moved = _move(knobs, ladders, rules, smoothed, busy, idle)
     if moved is not None:

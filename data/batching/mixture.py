@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,13 @@ class Mixture:
     def image_bytes(self, i: int) -> bytes:
         _, source, own = self._of(i)
         return source.image_bytes(own)
+
+    def value(self, modality: str, i: int) -> Any:
+        _, source, own = self._of(i)
+        return source.value(modality, own)
+
+    def lacking(self, modality: str) -> np.ndarray:
+        return np.concatenate([source.lacking(modality) for source in self.sources])
 
     def content_hash(self, i: int) -> bytes:
         _, source, own = self._of(i)

@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from data.index.bad_samples import CAPTION_LIMIT, FILE_LIMIT, BadSample
+from data.index.bad_samples import CAPTION_LIMIT, FILE_LIMIT, Absent, BadSample
 
 ROWS_OF_A_PART = 1024
 BYTES_OF_A_PART = 8 << 20
 ID_LIMIT = 1000  # characters
 ROOTS_SHOWN = 3
 PICTURE_ENDINGS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
+
+Pairs = tuple[tuple[str, str], ...]
+IMAGE_TEXT: Pairs = (("image", "text"),)
 
 Stamp = tuple[str, int, int]
 """Path, size in bytes, time of the last change in ns: equal as long as a file is what it was."""
@@ -48,6 +51,7 @@ class Row:
     captions: list[str] = field(default_factory=list)
     image: bytes | None = None  # where listing has read it anyway
     problem: BadSample | None = None
+    lacks: dict[str, BadSample] = field(default_factory=dict)  # modality -> why the sample has none of it
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class Format:
     roots: Roots  # unused when no picture is a file of its own
     pictures_are_files = True
     unit = "sample"  # of `total` and the weights of parts
+    holds: tuple[str, ...] | None = ("image", "text")  # modalities; None: any, each sample some
+    pairs: Pairs = IMAGE_TEXT  # of modalities that are compared: a sample is usable where it has both of some pair
 
     def fingerprint(self) -> list[Stamp]:
         """The stamps of everything that the list of rows follows from. Raises FileNotFoundError."""
@@ -109,8 +115,26 @@ class Format:
         """The encoded picture of a row: `file` is that of its part. Raises BadSample."""
         return read_below(self.roots, path)
 
+    def value(self, modality: str, file: str, path: str, number: int) -> Any:
+        """What a row holds of a modality other than images and texts. Raises Absent, BadSample."""
+        raise Absent(f"{self.spec} holds images and texts, no {modality}")
+
     def where(self, file: str, path: str, number: int) -> str:
         return f"{file}:{number}"
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """Those of the pairs, in the order in which they are first named."""
+        return tuple(dict.fromkeys(name for pair in self.pairs for name in pair))
+
+    def lacks_all(self, pair: set[str]) -> bool:
+        """Is there nothing in this kind of data set that a pair compares?"""
+        return self.holds is not None and not pair <= set(self.holds)
+
+    def index_name(self) -> str:
+        """What an index is filed under: the spec, and the pairs where they are others than images and texts."""
+        named = ",".join(map(":".join, self.pairs))
+        return self.spec if self.pairs == IMAGE_TEXT else f"{self.spec}\0{named}"
 
 
 def stamp(path: str) -> Stamp:

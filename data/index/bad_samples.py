@@ -25,6 +25,7 @@ REASONS: dict[str, str] = {
     "duplicate-id": "an earlier sample has the same id",
     "orphan-member": "a picture without its text, or a text without its picture",
     "truncated-archive": "the archive is damaged or cut off; what comes before remains",
+    "no-value": "the sample has nothing of this modality",
 }
 CODES: dict[str, int] = {reason: 1 + position for position, reason in enumerate(REASONS)}
 """Reason -> its number in the index; 0 is a usable sample."""
@@ -43,6 +44,10 @@ class BadSample(ValueError):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}" if self.detail else self.reason
+
+
+class Absent(LookupError):
+    """The sample lacks this modality, and takes part in the pairs of the others."""
 
 
 def check_size(width: int, height: int, pixel_limit: int = PIXEL_LIMIT) -> None:

@@ -9,7 +9,7 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -22,9 +22,20 @@ from filelock import FileLock
 from PIL import Image
 from tqdm import tqdm
 
-from data.formats.rows import Format, Part, Row
+from data.formats.rows import IMAGE_TEXT, Format, Part, Row
 from data.index.bad_samples import CODES, REASON_OF_CODE, BadSample
-from data.index.mapped import HASH_BYTES, SCHEMA, VERSION, Index, checksum, fingerprint_of, index_folder, kept_index, open_index
+from data.index.mapped import (
+    ABSENT,
+    HASH_BYTES,
+    VERSION,
+    Index,
+    checksum,
+    fingerprint_of,
+    index_folder,
+    kept_index,
+    open_index,
+    schema_of,
+)
 from data.modalities.pictures import decode_bytes, picture_size, upright_8bit
 from data.processes import end_with_parent
 
@@ -118,13 +129,20 @@ def _build(format: Format, target: Path, workers: int | None, progress: bool, ch
             raise ValueError(f"{format.spec} holds no sample")
         files = list(dict.fromkeys(part.file for part in done))
         _write(build, done, old, format, files)
-        publish(target, build / "index.arrow", format.spec, check, fingerprint, files, _starts(done))
+        publish(target, build / "index.arrow", format.spec, check, fingerprint, files, _starts(done), format.modalities)
     finally:
         shutil.rmtree(build, ignore_errors=True)
 
 
 def publish(
-    target: Path, written: Path, spec: str, check: str, fingerprint: str, files: list[str], parts: dict[str, tuple[int, int]]
+    target: Path,
+    written: Path,
+    spec: str,
+    check: str,
+    fingerprint: str,
+    files: list[str],
+    parts: dict[str, tuple[int, int]],
+    modalities: Sequence[str] = IMAGE_TEXT[0],
 ) -> None:
     """Move the Arrow file `written` into the folder of the index, and then name it: others find it whole, or the one before."""
     name = f"{uuid.uuid4().hex}.arrow"
@@ -139,6 +157,7 @@ def publish(
         "fingerprint": fingerprint,
         "files": files,
         "parts": parts,
+        **({} if tuple(modalities) == IMAGE_TEXT[0] else {"modalities": list(modalities)}),
     }
     unfinished = written.with_name("index.json")
     unfinished.write_text(json.dumps(meta), encoding="utf-8")
@@ -227,22 +246,22 @@ def _look_at_in_worker(part: Part, number: int) -> int:
 
 def _look_at(work: _Work, part: Part, number: int) -> int:
     """List one part, look at its pictures, write its rows to `PART.arrow`; the number of rows."""
-    known, count = _KnownPictures(work), 0
-    with pa.ipc.new_file(str(work.build / f"{number}.arrow"), SCHEMA) as writer:
+    known, count, schema = _KnownPictures(work), 0, schema_of(work.format.modalities)
+    with pa.ipc.new_file(str(work.build / f"{number}.arrow"), schema) as writer:
         records: list[dict[str, Any]] = []
         for row in work.format.rows(part):
             records.append(_record(work, part, row, known))
             count += 1
             if len(records) == ROWS_AT_ONCE:
-                writer.write_batch(_as_batch(records))
+                writer.write_batch(_as_batch(records, schema))
                 records = []
         if records:
-            writer.write_batch(_as_batch(records))
+            writer.write_batch(_as_batch(records, schema))
     return count
 
 
-def _as_batch(records: list[dict[str, Any]]) -> pa.RecordBatch:
-    return pa.record_batch([pa.array([record[field.name] for record in records], field.type) for field in SCHEMA], schema=SCHEMA)
+def _as_batch(records: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
+    return pa.record_batch([pa.array([record[field.name] for record in records], field.type) for field in schema], schema=schema)
 
 
 # -- one row -----------------------------------------------------------------------------------------------------------------------------
@@ -251,16 +270,20 @@ _UNSEEN = {"width": 0, "height": 0, "complexity": 0.0, "perceptual_hash": 0, "co
 
 
 def _record(work: _Work, part: Part, row: Row, known: "_KnownPictures") -> dict[str, Any]:
-    problem, seen, key = row.problem, dict(_UNSEEN), 0
-    if problem is None:
+    problem, seen, key, lacks = row.problem, dict(_UNSEEN), 0, dict(row.lacks)
+    if problem is None and "image" in work.format.modalities and "image" not in lacks:
         key = _picture_key(work.format, part, row)
         found = known.find(key, row)
         if found is None:
-            seen, problem = _see(work, part, row)
+            seen, of_picture = _see(work, part, row)
         else:
-            seen, problem = found
-        if problem is not None and CODES[problem.reason] in MAY_PASS:
-            key = 0
+            seen, of_picture = found
+        if of_picture is not None:
+            lacks["image"] = of_picture
+            key = 0 if CODES[of_picture.reason] in MAY_PASS else key
+    absent = sum(1 << bit for bit, name in enumerate(work.format.modalities) if name in lacks)
+    if problem is None and not any(first not in lacks and second not in lacks for first, second in work.format.pairs):
+        problem = next(lacks[name] for name in work.format.modalities if name in lacks)
     return {
         "id": _clean(row.id),
         "path": _clean(row.path),
@@ -276,6 +299,7 @@ def _record(work: _Work, part: Part, row: Row, known: "_KnownPictures") -> dict[
         "bad": CODES[problem.reason] if problem else 0,
         "key": key,
         "id_hash": _hash64(_clean(row.id)),
+        ABSENT: absent,
         **seen,
     }
 
@@ -368,12 +392,12 @@ def _write(build: Path, done: list[_Done], old: Index | None, format: Format, fi
     """`index.arrow` of all parts, in order, through a file per buffer: memory does not grow with the number of rows."""
     first_of = _duplicates(build, done, old, format)
     number_of = {file: number for number, file in enumerate(files)}
-    buffers = _Buffers(build)
+    buffers = _Buffers(build, schema_of(format.modalities))
     for part in done:
         for batch in _batches(build, part, old):
             buffers.append(_joined(batch, buffers.rows, number_of[part.file], first_of))
     batch = buffers.as_batch()
-    with pa.OSFile(str(build / "index.arrow"), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+    with pa.OSFile(str(build / "index.arrow"), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
 
 
@@ -413,8 +437,8 @@ def _joined(batch: pa.RecordBatch, start: int, part: int, first_of: tuple[np.nda
 
 
 def _with(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.RecordBatch:
-    columns = [column if field.name == name else batch.column(field.name) for field in SCHEMA]
-    return pa.record_batch(columns, schema=SCHEMA)
+    columns = [column if field.name == name else batch.column(field.name) for field in batch.schema]
+    return pa.record_batch(columns, schema=batch.schema)
 
 
 def _duplicates(build: Path, done: list[_Done], old: Index | None, format: Format) -> tuple[np.ndarray, list[str]]:
@@ -456,7 +480,8 @@ def _wheres(build: Path, done: list[_Done], old: Index | None, format: Format, r
 class _Buffers:
     """The buffers of one record batch as files that batches are appended to."""
 
-    def __init__(self, build: Path) -> None:
+    def __init__(self, build: Path, schema: pa.Schema) -> None:
+        self._schema = schema
         self._folder = build / "buffers"
         self._folder.mkdir()
         self._files: dict[str, Any] = {}
@@ -464,7 +489,7 @@ class _Buffers:
         self.rows = 0
 
     def append(self, batch: pa.RecordBatch) -> None:
-        for field in SCHEMA:
+        for field in self._schema:
             self._append(field.name, batch.column(field.name))
         self.rows += batch.num_rows
 
@@ -502,7 +527,7 @@ class _Buffers:
         """On memory maps of the files."""
         for file in self._files.values():
             file.close()
-        return pa.record_batch([self._array(field.name, field.type, self.rows) for field in SCHEMA], schema=SCHEMA)
+        return pa.record_batch([self._array(field.name, field.type, self.rows) for field in self._schema], schema=self._schema)
 
     def _array(self, name: str, kind: pa.DataType, length: int) -> pa.Array:
         if pa.types.is_large_string(kind):

@@ -6,7 +6,7 @@
 On disk, in `index/<hash of the spec>/` of the cache folder:
 
     index.json      what the file was made from, its size and checksum; replaced in one rename, so it names a whole file or the one before
-    <build>.arrow   one record batch: the columns of `SCHEMA`
+    <build>.arrow   one record batch: the columns of `SCHEMA`; where other modalities than images and texts are compared, one more
     lock            held while building: processes that start together build once
 """
 
@@ -16,13 +16,14 @@ import json
 import mmap
 import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from data.formats.rows import Format, Roots
+from data.formats.rows import IMAGE_TEXT, Format, Roots
 from data.formats.specs import cache_folder
 from data.index.bad_samples import CODES
 
@@ -56,6 +57,14 @@ SCHEMA = pa.schema(
     + [(name, pa.from_numpy_dtype(kind)) for name, kind in NUMBERS.items()]
 )
 
+ABSENT = "absent"
+"""int64 [N], a bit for each of the index's modalities that the sample lacks. Only an index of other pairs than images and texts has it."""
+
+
+def schema_of(modalities: Sequence[str]) -> pa.Schema:
+    """Of an index for these modalities."""
+    return SCHEMA if tuple(modalities) == IMAGE_TEXT[0] else SCHEMA.append(pa.field(ABSENT, pa.int64()))
+
 
 class IndexDamaged(ValueError):
     """The file is not what its index.json says."""
@@ -72,7 +81,9 @@ class Index:
         self._map, self._batch = _mapped(self.file, meta)
         self._reads = 0
         self._captions, self._ids = self._batch.column("captions"), self._batch.column("id")
-        self._columns = {name: self._batch.column(name).to_numpy(zero_copy_only=True) for name in NUMBERS}
+        self.modalities = modalities_of(meta)
+        numbers = [name for name in self._batch.schema.names if name in NUMBERS or name == ABSENT]
+        self._columns = {name: self._batch.column(name).to_numpy(zero_copy_only=True) for name in numbers}
 
     def __len__(self) -> int:
         return self._batch.num_rows
@@ -106,6 +117,18 @@ class Index:
             self._map.madvise(mmap.MADV_DONTNEED)
         return column[i].as_py()
 
+    def lacks(self, modality: str, i: int) -> bool:
+        """Does usable sample i have nothing of a modality?"""
+        if ABSENT not in self._columns:
+            return modality not in self.modalities
+        return modality not in self.modalities or bool(self._columns[ABSENT][i] >> self.modalities.index(modality) & 1)
+
+    def lacking(self, modality: str) -> np.ndarray:
+        """[N] bool: which usable samples have nothing of a modality."""
+        if modality not in self.modalities or ABSENT not in self._columns:
+            return np.full(len(self), modality not in self.modalities)
+        return (self._columns[ABSENT] >> self.modalities.index(modality) & 1).astype(bool)
+
     def content_keys(self) -> np.ndarray:
         """[N] uint64: the first half of each content hash, not copied."""
         column = self._batch.column("content_hash")
@@ -133,13 +156,18 @@ def _mapped(file: Path, meta: dict[str, Any]) -> tuple[mmap.mmap, pa.RecordBatch
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             mapped.madvise(mmap.MADV_NOHUGEPAGE)
         reader = pa.ipc.open_file(pa.py_buffer(mapped))
-        if reader.num_record_batches != 1 or not reader.schema.equals(SCHEMA):
+        if reader.num_record_batches != 1 or not reader.schema.equals(schema_of(modalities_of(meta))):
             raise IndexDamaged(f"{file} has other columns")
         return mapped, reader.get_batch(0)
     except FileNotFoundError:
         raise FileNotFoundError(f"{file}: this index was replaced, because the data changed; start the run again") from None
     except (pa.ArrowException, KeyError, TypeError) as error:
         raise IndexDamaged(f"{file}: {error}") from error
+
+
+def modalities_of(meta: dict[str, Any]) -> tuple[str, ...]:
+    """Those that an index tells apart; one of images and texts does not say so."""
+    return tuple(meta.get("modalities", IMAGE_TEXT[0]))
 
 
 def checksum(file: Path) -> int:
@@ -157,7 +185,7 @@ def checksum(file: Path) -> int:
 
 def index_folder(format: Format, check: str = "decode", folder: Path | None = None) -> Path:
     """Where the index of a data set lies; `folder` instead of the cache folder's `index`."""
-    name = hashlib.blake2b(f"{VERSION}\0{check}\0{format.spec}".encode(errors="backslashreplace"), digest_size=12).hexdigest()
+    name = hashlib.blake2b(f"{VERSION}\0{check}\0{format.index_name()}".encode(errors="backslashreplace"), digest_size=12).hexdigest()
     return (folder or cache_folder() / "index") / name
 
 

@@ -13,10 +13,11 @@ from data.formats.demo import DemoFormat, family_key, text_of, toneless_key
 from data.formats.imagefolder import ImageFolderFormat
 from data.formats.jsonl import JsonlFormat
 from data.formats.parquet import ParquetFormat
-from data.formats.rows import Format
+from data.formats.python import PythonFormat
+from data.formats.rows import IMAGE_TEXT, Format, Pairs
 from data.formats.table import open_csv, open_tsv
 from data.formats.webdataset import WebdatasetFormat
-from data.index.bad_samples import REASON_OF_CODE, BadSample
+from data.index.bad_samples import REASON_OF_CODE, Absent, BadSample
 from data.index.building import content_hash, load_index
 from data.index.mapped import Index
 
@@ -25,7 +26,8 @@ MAX_SHOWN = 5
 
 @runtime_checkable
 class Source(Protocol):
-    """A data set of numbered samples 0..len-1; each is one picture and one or more texts, or is bad and says why."""
+    """A data set of numbered samples 0..len-1; each is one picture and one or more texts, or is bad and says why. Where more modalities are
+    compared, a usable sample may lack some of them."""
 
     spec: str
     """What it was opened with, for example `jsonl:train.jsonl`."""
@@ -37,10 +39,16 @@ class Source(Protocol):
         """A name of the sample that stays when other samples come or go; unique among the usable ones."""
 
     def captions(self, i: int) -> list[str]:
-        """At least one text, none of them empty, if the sample is usable."""
+        """At least one text, none of them empty, if the sample is usable; none if it lacks texts."""
 
     def image_bytes(self, i: int) -> bytes:
-        """The encoded picture. Raises BadSample."""
+        """The encoded picture. Raises Absent, BadSample."""
+
+    def value(self, modality: str, i: int) -> Any:
+        """What the sample holds of another modality. Raises Absent, BadSample."""
+
+    def lacking(self, modality: str) -> np.ndarray:
+        """[N] bool: which usable samples have nothing of a modality."""
 
     def content_hash(self, i: int) -> bytes:
         """16 bytes: blake2b of `image_bytes`."""
@@ -96,11 +104,21 @@ class IndexedSource:
         """Raises BadSample for a sample that the index calls bad, and when the picture is not the one that it knows."""
         if code := int(self.column("bad")[i]):
             raise BadSample(REASON_OF_CODE[code], self.index.text("detail", i))
+        if self.index.lacks("image", i):
+            raise Absent(f"{self.where(i)} has no picture")
         offset, size = int(self.column("offset")[i]), int(self.column("size")[i])
         image = self.format.image_bytes(self.index.container(i), self.index.text("path", i), offset, size)
         if content_hash(image) != self.content_hash(i):  # a GB/s; bytes of another picture would go unnoticed into every cache
             raise BadSample("unreadable", "the picture has changed since it was checked; start again, and it is checked anew")
         return image
+
+    def value(self, modality: str, i: int) -> Any:
+        if self.index.lacks(modality, i):
+            raise Absent(f"{self.where(i)} has no {modality}")
+        return self.format.value(modality, self.index.container(i), self.index.text("path", i), int(self.column("row")[i]))
+
+    def lacking(self, modality: str) -> np.ndarray:
+        return self.index.lacking(modality)
 
     def content_hash(self, i: int) -> bytes:
         return self.index.content_hash(i)
@@ -142,13 +160,14 @@ KINDS: dict[str, tuple[str, Callable[..., Format]]] = {
     "coco": ("coco:IMAGES:CAPTIONS.json", CocoFormat),
     "imagefolder": ("imagefolder:DIR", ImageFolderFormat),
     "webdataset": ("webdataset:PATTERN", WebdatasetFormat),
+    "python": ("python:MODULE:NAME", PythonFormat),
 }
 """Kind -> how it is written, and what reads it, made from what follows the colon."""
 ENDINGS = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".tar": "webdataset"}
 
 
-def open_format(spec: str) -> Format:
-    """What lists the rows of a data set. Errors: ValueError, OSError."""
+def open_format(spec: str, pairs: Pairs = IMAGE_TEXT) -> Format:
+    """What lists the rows of a data set. `pairs`: of modalities that will be compared. Errors: ValueError, OSError."""
     kind, _, where = spec.partition(":")
     if kind not in KINDS:
         known = ", ".join(usage for usage, _ in KINDS.values())
@@ -157,16 +176,25 @@ def open_format(spec: str) -> Format:
         if meant := ENDINGS.get(Path(kind.lower()).suffix):
             hint = f"did you mean '{meant}:{spec}'?"
         raise ValueError(f"data spec '{spec}': unknown kind '{kind}'; known: {known}; {hint}")
-    return KINDS[kind][1](where)
+    format = KINDS[kind][1](where)
+    if pairs != IMAGE_TEXT:
+        format.pairs = tuple((first, second) for first, second in pairs if not format.lacks_all({first, second}))
+        if not format.pairs:
+            raise ValueError(
+                f"data spec '{spec}': it holds {' and '.join(format.holds)}, and --pairs compares {', '.join(map(':'.join, pairs))}; give data "
+                "of the modalities of a pair, such as python:MODULE:NAME, or other --pairs"
+            )
+    return format
 
 
-def open_source(spec: str, **building: Any) -> IndexedSource:
+def open_source(spec: str, pairs: Pairs = IMAGE_TEXT, **building: Any) -> IndexedSource:
     """Open a data set by its spec, `KIND` or `KIND:WHERE`; see `KINDS`. The first time its index is made, which looks at every picture.
+    `pairs`: of modalities that are compared; a sample that has both of none is bad.
 
     `building`: workers, progress, check, refresh, folder of `data.index.building.load_index`. Processes may call this together.
     Errors: ValueError for a spec that breaks a rule or data without a usable sample, OSError (FileNotFoundError) for files.
     """
-    format = open_format(spec)
+    format = open_format(spec, pairs)
     source = (DemoSource if isinstance(format, DemoFormat) else IndexedSource)(
         "demo" if spec in ("demo:", "demo:en") else spec, format, load_index(format, **building)
     )

@@ -64,16 +64,17 @@ def split_source(source: Source, val_fraction: float = 0.1, seed: int = 0, progr
 
 def content_groups(source: Source, subset: np.ndarray, progress: bool = False) -> np.ndarray:
     """[n] int64: equal numbers for samples of the subset joined, directly or through others, by an equal picture or caption."""
-    samples, keys = [np.arange(len(subset))], [_picture_keys(source, subset)]
-    captions = np.full(len(subset), -1, np.int64), np.zeros(len(subset), np.uint64)
-    for place, i in enumerate(tqdm(subset, desc="comparing captions", unit="sample", delay=2, disable=not progress)):
-        texts = {" ".join(text.split()).casefold() for text in source.captions(int(i))}
-        first, *others = [_hash64(text) for text in texts]
-        captions[0][place], captions[1][place] = place, first
+    with_picture = np.flatnonzero(~source.lacking("image")[subset])
+    with_text = np.flatnonzero(~source.lacking("text")[subset])
+    samples, keys = [with_picture], [_picture_keys(source, subset[with_picture])]
+    first_text = np.zeros(len(with_text), np.uint64)
+    for place, sample in enumerate(tqdm(with_text, desc="comparing captions", unit="sample", delay=2, disable=not progress)):
+        texts = {" ".join(text.split()).casefold() for text in source.captions(int(subset[sample]))}
+        first_text[place], *others = [_hash64(text) for text in texts]
         if others:
-            samples.append(np.full(len(others), place))
+            samples.append(np.full(len(others), sample))
             keys.append(np.array(others, np.uint64))
-    return _connected(len(subset), np.concatenate([*samples, captions[0]]), np.concatenate([*keys, captions[1]]))
+    return _connected(len(subset), np.concatenate([*samples, with_text]), np.concatenate([*keys, first_text]))
 
 
 def concept_groups(source: ConceptSource, subset: np.ndarray, groups: np.ndarray) -> np.ndarray:

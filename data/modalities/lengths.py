@@ -66,12 +66,13 @@ def token_counts(
 def _count(
     source: Source, subset: np.ndarray, tokenizer: PreTrainedTokenizerBase, max_text_tokens: int, progress: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    numbers = source.column("num_captions")[subset].astype(np.int64)
+    # a sample without a text shows an empty one, which no pair compares
+    numbers = np.maximum(source.column("num_captions")[subset], 1).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(numbers)])
     counts = np.empty(starts[-1], np.uint16)
     filled, waiting = 0, []
     for i in tqdm(subset, desc="counting tokens", unit="sample", delay=2, disable=not progress):
-        waiting += source.captions(int(i))
+        waiting += source.captions(int(i)) or [""]
         while len(waiting) >= TEXTS_AT_ONCE:
             counts[filled : filled + TEXTS_AT_ONCE] = _lengths(tokenizer, waiting[:TEXTS_AT_ONCE], max_text_tokens)
             filled, waiting = filled + TEXTS_AT_ONCE, waiting[TEXTS_AT_ONCE:]

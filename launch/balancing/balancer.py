@@ -22,7 +22,6 @@ from engine.step_metrics import SourceLoss, StepMetrics
 from engine.topology import StageGraph
 from engine.trace import Span
 from launch.balancing.choosing import Balance
-from models.towers.layers import BRANCHES
 
 OBSERVED = 3  # steps of every interval whose micro-batches are looked at one by one, the last ones
 DRIFT = 0.05  # costs that predict what was seen as nearly as this stay
@@ -74,7 +73,7 @@ class Balancer:
         return {
             "num_micro_batches": setting.num_micro_batches[self._branch],
             "num_kept": self.balance.num_kept(self._branch, setting),
-            "rows_per_sample": {"text": setting.knobs.captions_per_image},
+            "rows_per_sample": {"text": setting.knobs.captions_per_image} if "text" in self.balance.dealers else {},
         }
 
     def after_step(self, engine: ForkEngine, metrics: StepMetrics) -> dict[str, Any] | None:
@@ -115,7 +114,7 @@ class Balancer:
         first_step = step + max(report.ahead for report in reports)
         mix = self._next_mix(first_step)
         mixes = self.settings.mixes if mix is None else (*self.settings.mixes, mix)
-        busy_s = {branch: typical([one[branch] for one in self._busy_s]) for branch in BRANCHES}
+        busy_s = {branch: typical([one[branch] for one in self._busy_s]) for branch in self._busy_s[0]}
         # where the newest setting does not hold yet, nothing is changed a second time
         holds = now.from_step <= step - len(self._busy_s)
         points = slowest_points(self._graph, reports)
@@ -247,7 +246,7 @@ def _costs_with(costs: Mapping[str, BranchCost], before: Knobs, now: Knobs) -> M
 
 def branch_seconds(graph: StageGraph, busy_s: Mapping[str, float]) -> dict[str, float]:
     """Of each branch's slowest stage, from the seconds of the stages."""
-    return {branch: max(busy_s[s.name] for s in graph.stages if branch in s.layers) for branch in BRANCHES}
+    return {branch: max(busy_s[s.name] for s in graph.stages if branch in s.layers) for branch in graph.branches}
 
 
 def seconds_of_micro_batches(spans: Sequence[Span]) -> dict[int, float]:

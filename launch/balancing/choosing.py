@@ -24,7 +24,6 @@ from engine.planning.costs import CostModel
 from engine.planning.planner import RunPlan
 from launch.settings.blocks import BalanceBlock
 from launch.settings.options import Options
-from models.towers.layers import BRANCHES
 
 LOOKED_AT = 4  # global batches that decide how many micro-batches there are
 MOST_DEALT = 32  # micro-batches of a branch that is dealt alone: more leave next to no padding to save
@@ -58,7 +57,7 @@ class Balance:
     def constant_shapes(self) -> dict[str, bool]:
         """By branch: do all micro-batches have equal shapes?"""
         still = len(self.ladders.image_size) == len(self.ladders.kept_patches) == 1
-        return {"image": isinstance(self.dealers["image"], InOrder) and still, "text": False}
+        return {branch: isinstance(dealer, InOrder) and branch != "text" and still for branch, dealer in self.dealers.items()}
 
     def num_kept(self, branch: str, setting: Setting) -> int:
         """Micro-batches that keep their activations where the schedule recomputes: those of as many samples as planned."""
@@ -71,7 +70,7 @@ class Balance:
 
     def num_micro_batches(self, setting: Setting, step: int, mixes: Mixes = ()) -> dict[str, int]:
         """As many as take least time for the global batches from `step` on, by the costs and with the knobs of `setting`."""
-        return {branch: self._num_micro_batches(branch, setting, step, mixes) for branch in BRANCHES}
+        return {branch: self._num_micro_batches(branch, setting, step, mixes) for branch in self.dealers}
 
     def _num_micro_batches(self, branch: str, setting: Setting, step: int, mixes: Mixes) -> int:
         dealer, planned = self.dealers[branch], self.plan.batches[branch]
@@ -118,10 +117,10 @@ def make_balance(
 ) -> Balance:
     """The first rank that comes counts tokens and keeps them in `folder`. `patch_size` of a ViT. Errors: ValueError for bounds that these towers or data do not have."""
     adaptation = _adaptation(block, order, options)
-    by_shape = InOrder() if buckets is None else ByShape(buckets)
-    planned = {branch: plan.batches[branch].num_micro_batches for branch in BRANCHES}
-    if block.strategy == "off" or plan.schedule_type.loss_per_micro_batch:
-        dealers = dict.fromkeys(BRANCHES, by_shape)
+    # Branches that share a line share the deal of their samples, so all have that of the images.
+    dealers: dict[str, Dealer] = dict.fromkeys(plan.batches, InOrder() if buckets is None else ByShape(buckets))
+    planned = {branch: batch.num_micro_batches for branch, batch in plan.batches.items()}
+    if block.strategy == "off" or plan.schedule_type.loss_per_micro_batch or "text" not in dealers:
         return Balance(block, plan, dealers, order, data.train, Ladders(), FeedRules(), Setting(0, planned), adaptation)
     tokens = token_counts(data.source, data.train, data.tokenizer, options.max_text_tokens, folder / "token_counts", progress)
     typical = float(padded_lengths(tokens.counts[:TYPICAL_TEXTS], options.max_text_tokens, data.length_multiple).mean())
@@ -134,7 +133,7 @@ def make_balance(
         sum("text" in stage.layers for stage in plan.graph.stages) if plan.graph.layout == "fork" else len(plan.graph.stages),
         data.length_multiple,
     )
-    dealers: dict[str, Dealer] = {"image": by_shape, "text": by_cost}
+    dealers["text"] = by_cost
     if block.window > 1:
 
         def lengths_of(visited: np.ndarray, epoch: int) -> np.ndarray:
@@ -145,7 +144,7 @@ def make_balance(
     if block.strategy == "feed":
         ladders = _ladders(block, plan, data, options, patch_size, typical)
         rules = FeedRules(block.dead_band, block.max_change)
-    dealt = [branch for branch in BRANCHES if by_cost is dealers[branch]]
+    dealt = ["text"]
     first = Setting(0, planned, {branch: branch_cost(costs, plan, branch, typical) for branch in dealt}, ladders.start())
     balance = Balance(block, plan, dealers, order, data.train, ladders, rules, first, adaptation)
     return replace(balance, first=replace(first, num_micro_batches=balance.num_micro_batches(first, order.changed_at)))

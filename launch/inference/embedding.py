@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from data.batching.mixture import specs_of
 from data.batching.sampler import evaluation_requests
 from data.index.sources import Source
 from data.loader import MicroBatchDataset, micro_batches
+from data.modalities.image import ImageModality
 from data.modalities.tokenizer import batch_tokens, length_multiple
 from data.modalities.transforms import eval_transform
 from launch.inference.trained import Trained
@@ -53,8 +54,8 @@ class Embedder:
 
     def __init__(self, trained: Trained, device: torch.device | str, batch_size: int, workers: int):
         self.trained, self.device, self.batch_size, self.workers = trained, torch.device(device), batch_size, workers
-        number = len(trained.towers[0].specs)
-        self._layers = {"image": trained.layers[:number], "text": trained.layers[number:]}
+        layers = iter(trained.layers)
+        self._layers = {tower.branch: list(islice(layers, len(tower.specs))) for tower in trained.towers}
 
     def images(self, source: Source, subset: np.ndarray) -> tuple[Tensor, Tensor]:
         """Of the samples `subset` whose pictures can be read: (their indices int64 [n], [n, D])."""
@@ -97,7 +98,7 @@ class Embedder:
     def _of_images(self, source: Source, subset: np.ndarray) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         """(what was loaded, what the tower makes of it) of one batch after the other."""
         transform = eval_transform(self.trained.options["image_size"], self.trained.preprocessing)
-        dataset = MicroBatchDataset(source, frozenset({"image"}), transform, transform, seed=self.trained.options["seed"])
+        dataset = MicroBatchDataset(source, [ImageModality(transform, transform)], self.trained.options["seed"])
         requests, reports = evaluation_requests(np.asarray(subset), 0, 1, self.batch_size), []
         batches = micro_batches(dataset, requests, self.workers, on_load=reports.append)
         for batch in _with_progress(batches, len(requests), "pictures"):

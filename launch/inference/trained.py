@@ -12,12 +12,16 @@ from transformers import PreTrainedTokenizerBase
 
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer import load_tokenizer
+from data.options import IMAGE_TEXT
 from engine.checkpoint.layout import AVERAGE, MANIFEST, checkpoints_in, checksum_of_file, newest_of, step_of, verify
 from engine.checkpoint.reading import CheckpointReader, load_layer
+from engine.objective import scalars_of
 from launch.run.records import WEIGHTS, options_of_export, read_export, read_run
 from launch.run.report import show
+from launch.settings.modalities import tower_of
+from launch.settings.modules import import_modules
+from launch.settings.objective import pairs_of
 from models.losses import build_loss
-from models.towers.building import build_towers
 from models.towers.defaults import image_name, text_name
 from models.towers.fusion import fusion_sizes
 from models.towers.layers import Layer, Tower
@@ -29,13 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trained:
-    """The model of one checkpoint. `record`: what was decided when the run began; `layers`: those of both towers in order, for evaluation."""
+    """The model of one checkpoint. `record`: what was decided when the run began; `layers`: those of all towers in order, for evaluation."""
 
     record: dict[str, Any]
     checkpoint: Path
     step: int
     tokenizer: PreTrainedTokenizerBase
-    towers: tuple[Tower, Tower]
+    towers: tuple[Tower, ...]
     layers: list[Layer]
 
     @property
@@ -108,20 +112,13 @@ def with_named_towers(options: Options, previous: Mapping[str, Any] | None) -> O
     return replace(options, image_tower=image, text_tower=text)
 
 
-def towers_of(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[Tower, Tower]:
-    """Those that train.py's `options`, by name, ask for; no layer is built yet. Errors: ValueError, FileNotFoundError."""
-    return build_towers(
-        options["image_tower"],
-        options["text_tower"],
-        options["embed_dim"],
-        options["image_size"],
-        len(tokenizer),
-        options["max_text_tokens"],
-        tokenizer.pad_token_id,
-        tokenizer.eos_token_id,
-        build_loss(options["loss"]).parameters,
-        fusion_sizes(options),
-    )
+def towers_of(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[Tower, ...]:
+    """Those that train.py's `options`, by name, ask for, a tower for each modality of the pairs; no layer is built yet. Errors: ValueError,
+    FileNotFoundError."""
+    import_modules(options.get("import_module"))
+    pairs = pairs_of(options.get("pairs", IMAGE_TEXT), build_loss(options["loss"]))
+    branches = dict.fromkeys(name for pair in pairs for name in pair.branches)
+    return tuple(tower_of(branch, options, tokenizer, scalars_of(pairs, branch), fusion_sizes(options)) for branch in branches)
 
 
 def read_record(run_dir: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data.modalities.preprocessing import CLIP
+from data.options import IMAGE_TEXT
 from engine.checkpoint.layout import replace_text
 from engine.optimizer.bad_steps import BadStep
 from engine.planning.planner import RunPlan
@@ -251,6 +252,7 @@ def _completed(training: Mapping[str, Any]) -> dict[str, Any]:
     options = training.get("options", {})
     if "image_mean" not in options and "image_size" in options:
         options = {**options, **CLIP.options(options["image_size"])}
+    options = {"pairs": IMAGE_TEXT, "tower": [], **options} if options else options
     branches = training.get("branches", {})
     if "balance" in branches:
         branches = {**branches, "balance": _of_training(branches["balance"])}

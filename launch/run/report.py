@@ -14,6 +14,13 @@ from models.metrics.retrieval import RECALL_AT
 DIRECTIONS = {"image_to_text": "image → text", "text_to_image": "text → image"}
 
 
+def measured_directions(values: Mapping[str, float], held_out: str) -> dict[str, str]:
+    """Of the recalls of a held-out set: name -> in words, `tone_to_text` -> "tone → text"."""
+    prefix, end = f"{held_out}/", "_R@1"
+    found = [key[len(prefix) : -len(end)] for key in values if key.startswith(prefix) and key.endswith(end)]
+    return {key: key.replace("_to_", " → ") for key in found}
+
+
 def recalls(totals: Mapping[str, Sequence[float]], num_samples: int) -> dict[str, float]:
     """{"image_to_text_R@1": …} in 0..1 from the hits per direction."""
     return {f"{direction}_R@{k}": float(hits) / num_samples for direction, counts in totals.items() for k, hits in zip(RECALL_AT, counts)}
@@ -31,7 +38,7 @@ def retrieval_table(title: str, evaluations: Sequence[Mapping[str, float]], num_
     for name in (*(f"R@{k} %" for k in RECALL_AT), *(["median rank"] if with_median else []), f"chance R@{RECALL_AT[-1]} %"):
         table.add_column(name, justify="right", no_wrap=True)
     for held_out, count in num_samples.items():
-        for key, direction in DIRECTIONS.items():
+        for key, direction in measured_directions(evaluations[0], held_out).items():
             cells = [" → ".join(f"{100 * values[f'{held_out}/{key}_R@{k}']:.1f}" for values in evaluations) for k in RECALL_AT]
             if with_median:
                 cells.append(" → ".join(f"{values[f'{held_out}/{key}_median_rank']:g}" for values in evaluations))

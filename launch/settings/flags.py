@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from data.index.roots import add_root_flag
 from data.modalities.preprocessing import INTERPOLATIONS, NORMALIZATIONS
+from data.options import IMAGE_TEXT, read_pairs
 from launch.balancing.loss_weights import MODES
 from launch.settings.modules import add_module_flag
 
@@ -73,7 +74,7 @@ def _data(data: argparse._ArgumentGroup) -> None:
         action="append",
         metavar="SPEC",
         help="demo | demo:LANG[+LANG...] | jsonl:FILE | csv:FILE | tsv:FILE | parquet:FILES | coco:IMAGES:CAPTIONS.json | imagefolder:DIR | "
-        "webdataset:SHARDS; repeat it to mix several (data/README.md; default: demo)",
+        "webdataset:SHARDS | python:MODULE:NAME; repeat it to mix several (data/README.md; default: demo)",
     )
     add_root_flag(data, "--data and --val-data")
     data.add_argument("--data-weights", metavar="W,W,...", help="how often the samples of each --data come in an epoch (default: once)")
@@ -159,6 +160,13 @@ def _towers(model: argparse._ArgumentGroup) -> None:
         help="Hugging Face id or folder (default: that of --import, of a folder given to --text-weights or --text-tower, or of a Hugging Face id "
         "ORGANISATION/MODEL given to --text-weights; else WordPiece trained on the captions)",
     )
+    model.add_argument(
+        "--tower",
+        action="append",
+        type=_named_tower,
+        metavar="MODALITY=NAME",
+        help="of another modality that --pairs names; NAME as its module says; repeat it for several (default: the modality's own)",
+    )
     model.add_argument("--embed-dim", type=_at_least(1), metavar="N", help="width of the common space (default: 512; demo: 256)")
     model.add_argument(
         "--image-size",
@@ -202,10 +210,19 @@ def _towers(model: argparse._ArgumentGroup) -> None:
 
 def _objective(objective: argparse._ArgumentGroup) -> None:
     objective.add_argument(
+        "--pairs",
+        type=_pairs,
+        default=IMAGE_TEXT,
+        metavar="A:B[:WEIGHT],...",
+        help="modalities that are compared, each pair with a loss of its own and its weight in the sum; a sample takes part in the pairs of which "
+        "it has both (default: image:text)",
+    )
+    objective.add_argument(
         "--loss",
-        choices=("infonce", "sigmoid"),
         default="infonce",
-        help="over all pairs of the global batch: CLIP's cross entropy, or each pair by itself, as SigLIP does (default: infonce)",
+        metavar="infonce|sigmoid|NAME",
+        help="over all pairs of the global batch: CLIP's cross entropy, or each pair by itself, as SigLIP does; NAME: one that --import-module "
+        "adds (default: infonce)",
     )
     objective.add_argument(
         "--label-smoothing",
@@ -249,7 +266,7 @@ def _objective(objective: argparse._ArgumentGroup) -> None:
 
 def _length(length: argparse._ArgumentGroup) -> None:
     exclusive = length.add_mutually_exclusive_group()
-    exclusive.add_argument("--epochs", type=_at_least(1), metavar="N", help="passes over the training samples (default: 30; demo: 8)")
+    exclusive.add_argument("--epochs", type=_at_least(1), metavar="N", help="passes over the training samples (default: 30; demo: 12)")
     exclusive.add_argument("--steps", type=_at_least(1), metavar="N", help="optimizer steps, instead of epochs")
     length.add_argument(
         "--save-every", type=_at_least(1), metavar="N", help="steps between checkpoints (default: one epoch); one is always made at the end"
@@ -349,6 +366,20 @@ def _channels(text: str) -> tuple[float, ...]:
 
 
 _channels.__name__ = "list of three numbers"
+
+
+def _pairs(text: str) -> str:
+    try:
+        return ",".join(f"{p.first}:{p.second}" + ("" if p.weight == 1 else f":{p.weight:g}") for p in read_pairs(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _named_tower(text: str) -> str:
+    modality, equals, name = text.partition("=")
+    if not modality or not equals or not name:
+        raise argparse.ArgumentTypeError(f"'{text}' is not written MODALITY=NAME")
+    return text
 
 
 def _rate(text: str) -> float:

@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.formats.rows import near
 from data.index.roots import from_anywhere, given_roots
 from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
-from data.options import DataOptions
+from data.options import IMAGE_TEXT, DataOptions, read_pairs
 from launch.run.records import PIXELS, options_of_export, read_run
 from launch.settings.flags import make_parser
+from launch.settings.modules import import_modules
 from models.towers.names import join_name, split_name
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Options:
     text_weights: str | None
     imported: str | None
     tokenizer: str | None
+    tower: tuple[str, ...]
     embed_dim: int
     image_size: int
     image_mean: tuple[float, float, float]
@@ -58,6 +61,7 @@ class Options:
     image_resize: int
     image_buckets: int
     max_text_tokens: int
+    pairs: str
     loss: str
     label_smoothing: float | None
     fusion: int
@@ -84,6 +88,11 @@ class Options:
     resume: str
     wandb: str
     wandb_project: str
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """The modalities of the pairs, each a branch, in the order in which they are first named."""
+        return tuple(dict.fromkeys(name for pair in read_pairs(self.pairs) for name in pair.modalities))
 
     def data_options(self) -> DataOptions:
         return DataOptions.from_record(vars(self))
@@ -123,7 +132,7 @@ DEMO_DEFAULTS = {
     "embed_dim": 256,
     "image_size": 64,
     "max_text_tokens": 32,
-    "epochs": 8,
+    "epochs": 12,
 }
 DEFAULTS = {
     "image_tower": "resnet50",
@@ -142,13 +151,14 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     values.pop("local_rank")
     if values["workers"] != "auto" and not values["workers"].isdigit():
         parser.error(f"argument --workers: {values['workers']!r} is neither 'auto' nor a whole number")
-    if values["label_smoothing"] and values["loss"] != "infonce":
-        parser.error(
-            f"argument --label-smoothing: {values['label_smoothing']} is for --loss infonce; {values['loss']} judges each pair by itself, "
-            "so leave it out"
-        )
     values["import_module"] = values["import_module"] and tuple(values["import_module"])
+    try:
+        import_modules(values["import_module"])  # first: what they register are values of other flags
+    except ValueError as error:
+        parser.error(str(error))
+    _check_loss(parser, values)
     _check_fusion(parser, values)
+    _check_pairs(parser, values)
     pixels = _given_pixels(parser, values)
     values["data"] = tuple(map(from_anywhere, values["data"] or ["demo"]))
     values["val_data"] = values["val_data"] and from_anywhere(values["val_data"])
@@ -234,6 +244,43 @@ def default_config(on_gpu: bool, bf16_supported: bool, world_size: int) -> Path:
     else:
         name = "cpu_fork_fp32.json" if world_size > 1 else "cpu_fp32.json"
     return ROOT / "ds_configs" / name
+
+
+def _check_loss(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> None:
+    from models.losses import LOSSES  # imports torch, which --help can do without
+
+    if values["loss"] not in LOSSES:
+        parser.error(
+            f"argument --loss: there is no loss '{values['loss']}'; there are {', '.join(LOSSES)}{near(values['loss'], list(LOSSES))}"
+        )
+    if values["label_smoothing"] and values["loss"] != "infonce":
+        parser.error(
+            f"argument --label-smoothing: {values['label_smoothing']} is for --loss infonce; {values['loss']} has no targets to smooth, so "
+            "leave it out"
+        )
+
+
+def _check_pairs(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:
+    from launch.settings.modalities import known_modalities  # imports torchvision, which --help can do without
+
+    pairs = read_pairs(values["pairs"])
+    named = list(dict.fromkeys(name for pair in pairs for name in pair.modalities))
+    for name in named:
+        if name not in known_modalities():
+            parser.error(
+                f"argument --pairs: there is no modality '{name}'; there are {', '.join(known_modalities())}{near(name, known_modalities())}; a "
+                "module that adds one is named by --import-module"
+            )
+    if any(pair.first == pair.second for pair in pairs) or len({frozenset(pair.modalities) for pair in pairs}) < len(pairs):
+        parser.error(f"argument --pairs: {values['pairs']}: a pair is of two different modalities, and is named once")
+    if values["fusion"] and values["pairs"] != IMAGE_TEXT:
+        parser.error(f"argument --fusion: it scores images with texts, and --pairs is {values['pairs']}; leave one of them out")
+    values["tower"] = tuple(values["tower"] or ())
+    for name in (each.partition("=")[0] for each in values["tower"]):
+        if name in ("image", "text"):
+            parser.error(f"argument --tower: {name} has a flag of its own, --{name}-tower")
+        if name not in named:
+            parser.error(f"argument --tower: no pair of --pairs {values['pairs']} has '{name}'{near(name, named)}")
 
 
 def _check_fusion(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> None:

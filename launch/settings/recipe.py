@@ -14,13 +14,12 @@ Measured is the first; the others are the values of their sources. A run keeps t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.config.auto import asked, filled, recorded
 from engine.config.reading import AUTO
-from models.towers.layers import BRANCHES
 
 if TYPE_CHECKING:
     from engine.config.reading import BranchesBlock
@@ -60,7 +59,7 @@ class Recipe:
         if warmup is None:
             warmup = min(self.most_warmup, max(LEAST_WARMUP, round(self.warmup * total_steps)))
             warmup = max(2, min(warmup, total_steps // 2))
-        clipping = dict.fromkeys(("image", "text", "head"), {"kind": "adaptive", "warmup_steps": warmup}) if self.clips_spikes else {}
+        clipping = dict.fromkeys((*pretrained, "head"), {"kind": "adaptive", "warmup_steps": warmup}) if self.clips_spikes else {}
         own = {
             branch: {"lr": float(f"{lr * self.pretrained_lr:.2g}")} for branch, has in pretrained.items() if has and self.pretrained_lr != 1
         }
@@ -96,9 +95,11 @@ def choose(options: Options, block: BranchesBlock, total_steps: int) -> Recipe:
     return RECIPES["long" if total_steps >= LONG else "short"]
 
 
-def as_begun(config: Mapping[str, Any], block: BranchesBlock, previous: Mapping[str, Any] | None) -> tuple[dict[str, Any], BranchesBlock]:
+def as_begun(
+    config: Mapping[str, Any], block: BranchesBlock, previous: Mapping[str, Any] | None, branches: Sequence[str]
+) -> tuple[dict[str, Any], BranchesBlock]:
     """What is "auto" as the run that goes on was trained with, also where recipes have changed since. `previous`: its record; None: a new run."""
-    return (dict(config), block) if previous is None else filled(config, block, recorded(previous["training"]), BRANCHES)
+    return (dict(config), block) if previous is None else filled(config, block, recorded(previous["training"]), branches)
 
 
 def settle(
@@ -116,7 +117,8 @@ def settle(
     if kind.lower() not in ("adam", "adamw") and any(place.startswith("optimizer.") for place in open_places):
         raise ValueError(f'{open_places[0]}: "auto" is measured for AdamW, and the optimizer is {kind}; give numbers')
     recipe = choose(options, block, total_steps)
-    pretrained = {"image": bool(options.image_weights), "text": bool(options.text_weights)}
+    weights = {"image": options.image_weights, "text": options.text_weights}
+    pretrained = {branch: bool(weights.get(branch)) for branch in options.branches}
     lr, warmup = (_given(config, *place) for place in (("optimizer", "lr"), ("scheduler", "warmup_num_steps")))
     values = recipe.values(config["train_batch_size"], total_steps, pretrained, lr, warmup)
     smoothing = recipe.label_smoothing if options.loss == "infonce" else 0.0
@@ -124,7 +126,7 @@ def settle(
     chosen = {name: chosen[name] for name in open_options}
     words = [_in_words(place.rsplit(".", 1)[1], values[place]) for place in open_places] + [_in_words(*item) for item in chosen.items()]
     said = f"recipe: {recipe.name}, {total_steps:,} steps of {config['train_batch_size']:,} samples: {', '.join(filter(None, words))}"
-    return replace(options, **chosen), *filled(config, block, values, BRANCHES), said
+    return replace(options, **chosen), *filled(config, block, values, options.branches), said
 
 
 def _given(config: Mapping[str, Any], block: str, key: str) -> Any:

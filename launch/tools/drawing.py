@@ -126,7 +126,7 @@ def shape(graph: StageGraph) -> str:
     if graph.layout == "merged":
         lines = f"{len(graph.stages)} × {graph.stages[0].replicas}"
     else:
-        own = {branch: [stage for stage in graph.stages if branch in stage.layers] for branch in ("image", "text")}
+        own = {branch: [stage for stage in graph.stages if branch in stage.layers] for branch in graph.branches}
         lines = " | ".join(f"{branch} {len(stages)} × {stages[0].replicas}" for branch, stages in own.items())
     return f"{graph.layout}, {lines} (stages × replicas)"
 

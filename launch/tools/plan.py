@@ -260,9 +260,9 @@ def plan_table(search: Search, batch_size: int, top: int) -> Table:
 
 def cells(candidate: Candidate, batch_size: int) -> list[str]:
     graph, simulation = candidate.graph, candidate.simulation
-    lines = [[stage for stage in graph.stages if branch in stage.layers] for branch in BRANCHES]
-    deals = [f"{batch.micro_batch_size}×{batch.num_micro_batches}" for batch in (candidate.batches[branch] for branch in BRANCHES)]
-    kept = [str(candidate.batches[branch].num_kept) for branch in BRANCHES]
+    lines = [[stage for stage in graph.stages if branch in stage.layers] for branch in graph.branches]
+    deals = [f"{batch.micro_batch_size}×{batch.num_micro_batches}" for batch in candidate.batches.values()]
+    kept = [str(batch.num_kept) for batch in candidate.batches.values()]
     return [
         graph.layout,
         str(len(graph.stages)) if graph.layout == "merged" else " + ".join(str(len(line)) for line in lines),

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from models.losses import InfoNCE
 from models.towers.fusion import FusionSizes, pair_inputs, pair_scores, tap_image, tap_text
+from models.towers.head import head as any_head
 from models.towers.head import image_head, text_head
 from models.towers.image import image_tower
 from models.towers.layers import LayerSpec, Tower
@@ -42,26 +43,36 @@ def build_towers(
     """
     image = image_tower(image_name, image_size)
     text = text_tower(text_name, vocab_size, max_text_tokens, pad_token_id, eos_token_id)
-    return with_head(image, embed_dim, scalars, fusion), with_head(text, embed_dim, scalars, fusion)
+    return with_head(image, embed_dim, scalars, fusion), with_head(text, embed_dim, {}, fusion)
 
 
-def with_head(tower: Tower, embed_dim: int, scalars: Mapping[str, float] = InfoNCE.parameters, fusion: FusionSizes | None = None) -> Tower:
-    """The tower with the head of its branch as last layer, and for `fusion` the taps that bring its maps there."""
+def with_head(tower: Tower, embed_dim: int, scalars: Mapping[str, float] | None = None, fusion: FusionSizes | None = None) -> Tower:
+    """The tower with the head of its branch as last layer, and for `fusion` the taps that bring its maps there. `scalars`: what the branch
+    owns of what the losses learn, by name with first values; None: those of InfoNCE for images, nothing for others."""
+    if scalars is None:
+        scalars = InfoNCE.parameters if tower.branch == "image" else {}
     width, config = tower.width, {**tower.config, "tower": tower.name, "width": tower.width, "embed_dim": embed_dim}
     if fusion is None:
-        head = image_head(width, embed_dim, scalars) if tower.branch == "image" else text_head(width, embed_dim)
+        makers = {"image": image_head, "text": text_head}
+        head = (
+            makers[tower.branch](width, embed_dim, scalars=scalars)
+            if tower.branch in makers
+            else any_head(tower.branch, width, embed_dim, scalars)
+        )
     else:
         config["fusion"] = asdict(fusion)
         if tower.branch == "image":
             tower, maps, config["num_image_tokens"] = tap_image(tower, meta_inputs(tower, 2)["pixel_values"], fusion.scales)
             head = image_head(width, embed_dim, scalars, maps, fusion.width)
         else:
-            tower, head = tap_text(tower), text_head(width, embed_dim, fusion)
+            tower, head = tap_text(tower), text_head(width, embed_dim, fusion, scalars)
     return replace(tower, specs=(*tower.specs, head), config=config)
 
 
 def meta_inputs(tower: Tower, micro_batch_size: int, num_tokens: int | None = None) -> dict[str, Tensor]:
-    """The first layer's inputs, without data: shapes as in the run. `num_tokens`: default the tower's max_text_tokens."""
+    """The first layer's inputs, without data: shapes as in the run. `num_tokens` of a text: default the tower's max_text_tokens."""
+    if tower.example is not None:
+        return tower.example(micro_batch_size)
     if tower.branch == "image":
         size = tower.config["image_size"]
         return {"pixel_values": torch.empty(micro_batch_size, 3, size, size, device="meta")}
@@ -114,10 +125,11 @@ def describe_pairs(image: Tower, text: Tower, precision_bytes: int) -> LayerCoun
     return found
 
 
-def token_bytes(image: Tower, text: Tower, precision_bytes: int) -> dict[str, float]:
+def token_bytes(towers: Sequence[Tower], precision_bytes: int) -> dict[str, float]:
     """Of the tokens that the heads make for fusion of one image, and of one text as long as it can be; none without fusion."""
-    if "fusion" not in image.config:
+    if not any("fusion" in tower.config for tower in towers):
         return {}
+    image, text = towers
     numbers = {"image": image.config["num_image_tokens"], "text": text.config["max_text_tokens"]}
     return {branch: precision_bytes * number * image.config["fusion"]["width"] for branch, number in numbers.items()}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from models.towers.image import ARCHITECTURES, ResNetSizes
 from models.towers.names import join_name, split_name
-from models.towers.text import of_library
+from models.towers.text import OWN, of_library
 from models.weights.reading import canonical_names, find_weights, open_tensors
 
 SENTENCE_ENCODER = "modules.json"  # sentence-transformers writes it beside the weights, and names the folder of the pooling in it
@@ -40,6 +40,8 @@ def text_name(name: str, weights: str | None) -> str:
     `open_weights`. Errors: as there, and ValueError for a pooling that is not built.
     """
     base, given = split_name(name)
+    if base in OWN:
+        return name
     library, hub_id = of_library(base)
     if "pool" in given or library == "eos":
         return name

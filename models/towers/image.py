@@ -223,14 +223,20 @@ POOLS: dict[type, tuple[str, ...]] = {  # the library's own first
 }
 
 
+OWN: dict[str, Callable[[str, int], Tower]] = {}
+"""Towers of one's own: how names begin -> from a whole name and the image size to a tower without a head."""
+
+
 def image_tower(name: str, image_size: int) -> Tower:
     """The tower of `name` = ARCHITECTURE[:key=value,...] for images of `image_size` pixels a side; it has no head yet.
 
     Without `pool` its features are the library model's output with the last classifier linear replaced by the identity.
     """
     base, overrides = split_name(name)
+    if base in OWN:
+        return OWN[base](name, image_size)
     if base not in ARCHITECTURES:
-        raise refuse("image tower", base, ARCHITECTURES)
+        raise refuse("image tower", base, [*ARCHITECTURES, *OWN])
     sizes = ARCHITECTURES[base]
     kinds = {key: type(value) for key, value in asdict(sizes).items() if key != "bottleneck"}
     values = parse_overrides(name, overrides, {**kinds, "pool": str})

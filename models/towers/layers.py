@@ -127,6 +127,8 @@ class Tower:
     width: int
     specs: tuple[LayerSpec, ...]
     config: dict[str, Any] = field(compare=False)
+    example: Callable[[int], dict[str, Tensor]] | None = field(default=None, repr=False, compare=False)
+    """Of so many samples what enters the first layer, on the meta device. Images and texts: as their `config` says."""
 
     @property
     def num_parameters(self) -> int:

@@ -267,6 +267,10 @@ PRESETS = {
 # --------------------------------------------------------------------------------------------- the tower
 
 
+OWN: dict[str, Callable[[str, int, int], Tower]] = {}
+"""Towers of one's own: how names begin -> from a whole name, the size of the vocabulary and the most tokens to a tower without a head."""
+
+
 def text_tower(
     name: str, vocab_size: int | None, max_text_tokens: int, pad_token_id: int | None = None, eos_token_id: int | None = None
 ) -> Tower:
@@ -277,6 +281,8 @@ def text_tower(
     token; CLIP: the final norm at the end of the text).
     """
     base, overrides = split_name(name)
+    if base in OWN:
+        return OWN[base](name, vocab_size, max_text_tokens)
     config, hub_id = _find_config(base)
     family = _family(base, config)
     values = parse_overrides(name, overrides, {**family.keys, "pool": str})

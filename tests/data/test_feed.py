@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from data.batching.feed import BRANCHES, FeedRules, Knobs, Ladders, Looks, look, patch_ladder, scaled_size, size_ladder, typical
+from data.batching.feed import FeedRules, Knobs, Ladders, Looks, look, patch_ladder, scaled_size, size_ladder, typical
 
 INTERVAL, AHEAD = 20, 10  # steps between looks; steps until a move holds
+BRANCHES = ("image", "text")
 LADDERS = Ladders((1, 2, 3, 4, 5), patch_ladder(0.25), (160, 192, 224))
 
 

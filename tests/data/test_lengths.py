@@ -8,6 +8,7 @@ from data.index.sources import open_source
 from data.loader import MicroBatchDataset
 from data.modalities import lengths
 from data.modalities.lengths import token_counts
+from data.modalities.text import TextModality
 
 
 def test_counts_are_the_lengths_of_what_is_loaded(emoji_set, tokenizer, tmp_path, monkeypatch):
@@ -15,7 +16,7 @@ def test_counts_are_the_lengths_of_what_is_loaded(emoji_set, tokenizer, tmp_path
     source = open_source(f"jsonl:{emoji_set(30, texts=lambda caption: [caption, caption + ' once more', 'x'][: 1 + len(caption) % 3])}")
     subset = np.arange(3, 30, dtype=np.int64)
     counts = token_counts(source, subset, tokenizer, 9, tmp_path / "counts")
-    dataset = MicroBatchDataset(source, frozenset({"text"}), tokenizer=tokenizer, max_text_tokens=9, seed=5)
+    dataset = MicroBatchDataset(source, [TextModality(tokenizer, 9)], seed=5)
     for epoch in range(4):
         visited = np.random.default_rng(epoch).permutation(27)
         expected = dataset[MicroBatchRequest(0, epoch, subset[visited], visited, training=True)]["attention_mask"].sum(1)

@@ -17,6 +17,8 @@ from data.batching.sampler import GlobalOrder, MicroBatchRequest, TextRows, eval
 from data.cache import PictureCache, key_of
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset, host_bytes, micro_batches, resolve_workers
+from data.modalities.image import ImageModality
+from data.modalities.text import TextModality
 from data.modalities.transforms import eval_transform, train_transform
 
 BOTH = frozenset({"image", "text"})
@@ -25,7 +27,8 @@ SUBSET = np.arange(300, 340)
 
 
 def make(source, modalities=BOTH, tokenizer=None, seed=0):
-    return MicroBatchDataset(source, frozenset(modalities), train_transform(16), eval_transform(16), tokenizer, 32, seed)
+    made = {"image": ImageModality(train_transform(16), eval_transform(16)), "text": TextModality(tokenizer, 32)}
+    return MicroBatchDataset(source, [made[name] for name in sorted(modalities)], seed)
 
 
 def request(*indices, epoch=0, training=True):
@@ -48,6 +51,21 @@ class NoPictures:
 
     def image_bytes(self, i):
         raise AssertionError("decoded")
+
+
+class StillCaption:
+    """A single sample with a single text."""
+
+    spec = "still"
+
+    def __init__(self, text):
+        self.text = text
+
+    def __len__(self):
+        return 1
+
+    def captions(self, i):
+        return [self.text]
 
 
 class NoTexts:
@@ -78,14 +96,14 @@ def test_both_modalities(demo, tokenizer):
 
 
 def test_text_only_never_decodes(demo, tokenizer):
-    dataset = MicroBatchDataset(NoPictures(demo), frozenset({"text"}), tokenizer=tokenizer, max_text_tokens=32)
+    dataset = MicroBatchDataset(NoPictures(demo), [TextModality(tokenizer, 32)])
     assert set(dataset[request(1, 2)]) == {"input_ids", "attention_mask", "text_position", "text_index"}
     with pytest.raises(AssertionError, match="decoded"):
         make(NoPictures(demo), BOTH, tokenizer)[request(1, 2)]
 
 
 def test_image_only_never_reads_a_caption_and_needs_no_tokenizer(demo, tokenizer):
-    dataset = MicroBatchDataset(NoTexts(demo), frozenset({"image"}), train_transform(16), eval_transform(16))
+    dataset = make(NoTexts(demo), {"image"})
     assert set(dataset[request(1, 2)]) == {"pixel_values", "image_position", "image_index"}
     with pytest.raises(AssertionError, match="read a caption"):
         make(NoTexts(demo), BOTH, tokenizer)[request(1, 2)]
@@ -121,8 +139,9 @@ def test_caption_is_drawn_in_training_and_the_first_in_evaluation(tokenizer):
     assert drawn(dataset, 0) != drawn(dataset, 1)
     assert drawn(dataset, 0) != drawn(make(source, {"text"}, tokenizer, seed=1), 0)
     assert drawn(dataset, 0, training=False) == drawn(make(open_source("demo"), {"text"}, tokenizer), 0)
-    choices = [dataset._caption(request(3, epoch=e), 3, 0) for e in range(40)]
-    assert set(choices) == set(source.captions(3))
+    choices = {tokenizer.decode(dataset[request(3, epoch=e)]["input_ids"][0], skip_special_tokens=True) for e in range(40)}
+    alone = [make(StillCaption(text), {"text"}, tokenizer)[request(0)]["input_ids"][0] for text in source.captions(3)]
+    assert choices == {tokenizer.decode(tokens, skip_special_tokens=True) for tokens in alone}
 
 
 def test_unequal_replicas_see_the_same_samples_at_the_same_positions(demo, tokenizer):
@@ -187,7 +206,7 @@ def test_a_picture_that_cannot_be_read_gives_its_place_to_another_and_is_reporte
         [(4, "unreadable"), (2, "missing-file")],
     ]
     assert reports[0].bad[0][2].startswith(f"{file}:2: the picture has changed since")  # where, and what
-    assert [report.num_texts for report in reports] == [4, 2, 1, 2] and all(report.wait_s > 0 for report in reports)
+    assert [report.num_decoded for report in reports] == [4, 2, 1, 2] and all(report.wait_s > 0 for report in reports)
 
 
 def test_truncated_texts_are_counted(demo, tokenizer):
@@ -196,10 +215,10 @@ def test_truncated_texts_are_counted(demo, tokenizer):
     limits = sorted(set(whole))[:-1]  # each is the exact length of some text, which then does not count
     assert len(limits) >= 2
     for limit in limits:
-        dataset, reports = MicroBatchDataset(demo, frozenset({"text"}), tokenizer=tokenizer, max_text_tokens=limit), []
-        list(micro_batches(dataset, evaluation_requests(SUBSET, 0, 1, 16), on_load=reports.append))
-        assert sum(report.num_texts for report in reports) == 40
-        assert sum(report.num_truncated for report in reports) == sum(length > limit for length in whole) > 0
+        dataset, reports = MicroBatchDataset(demo, [TextModality(tokenizer, limit)]), []
+        loaded = list(micro_batches(dataset, evaluation_requests(SUBSET, 0, 1, 16), on_load=reports.append))
+        assert sum(len(micro_batch["input_ids"]) for micro_batch in loaded) == 40
+        assert sum(report.counts["truncated_texts"] for report in reports) == sum(length > limit for length in whole) > 0
 
 
 def test_micro_batches_that_are_kept_are_never_written_to_again(demo):
@@ -259,19 +278,19 @@ def test_cached_pictures_are_equal_bit_for_bit(emoji_set, tmp_path, workers):
     source = open_source(f"jsonl:{emoji_set(12)}")
     asked = [request(*range(12), epoch=e) for e in (0, 1)] + [request(*range(12), training=False)]
     plain = make(source, {"image"})
-    keys = [key_of(source.content_hash(i), plain.transform_train.stored) for i in range(12)]
+    keys = [key_of(source.content_hash(i), train_transform(16).stored) for i in range(12)]
     for _ in range(2):  # filling, then filled
         cached = make(source, {"image"})
-        cached.cache = PictureCache(tmp_path / "cache")
+        cached.modalities[0].cache = PictureCache(tmp_path / "cache")
         loaded = micro_batches(cached, itertools.cycle(asked), workers)
         for a, b in zip(micro_batches(plain, iter(asked)), loaded):
             assert_equal(a, b)
         deadline = time.monotonic() + 120
-        while not all(map(cached.cache.has, keys)):  # in the background, of a worker that may not end before
+        while not all(map(cached.modalities[0].cache.has, keys)):  # in the background, of a worker that may not end before
             assert time.monotonic() < deadline, "nothing is written"
             time.sleep(0.02)
         loaded.close()
-        cached.cache.close()
+        cached.modalities[0].cache.close()
 
 
 def test_evaluation_without_a_share(demo):
@@ -302,13 +321,8 @@ def test_refusals(demo, tokenizer):
             resolve_workers(asked, 1, 1, False)
     with pytest.raises(ValueError, match="ranks_on_node 0"):
         resolve_workers("auto", 0, 1, False)
-    for modalities in ({"images"}, set()):
-        with pytest.raises(ValueError, match="one or both of image, text are needed"):
-            make(demo, modalities, tokenizer)
-    with pytest.raises(ValueError, match="'image' needs transform_train"):
-        MicroBatchDataset(demo, frozenset({"image"}))
-    with pytest.raises(ValueError, match="'text' needs tokenizer"):
-        MicroBatchDataset(demo, frozenset({"text"}))
+    with pytest.raises(ValueError, match="of no modality is asked for: at least one is needed"):
+        make(demo, ())
     with pytest.raises(ValueError, match="seed -1"):
         make(demo, BOTH, tokenizer, seed=-1)
     for index in (-1, len(demo)):
@@ -347,7 +361,7 @@ def test_several_captions_of_a_sample_are_different_ones_while_it_has_them(token
 
 
 def test_kept_patches_are_a_share_of_the_grid_drawn_for_each_sample_and_epoch(demo):
-    dataset = MicroBatchDataset(demo, {"image"}, train_transform(32), eval_transform(32), side_multiple=8, patch_size=8)
+    dataset = MicroBatchDataset(demo, [ImageModality(train_transform(32), eval_transform(32), side_multiple=8, patch_size=8)])
 
     def kept(share, epoch, size=0, training=True):
         knobs = Knobs(kept_patches=share, image_size=size)
@@ -363,6 +377,6 @@ def test_kept_patches_are_a_share_of_the_grid_drawn_for_each_sample_and_epoch(de
 
 
 def test_buckets_shrink_with_the_image_size(demo):
-    dataset = MicroBatchDataset(demo, {"image"}, train_transform(64), eval_transform(64), side_multiple=16)
+    dataset = MicroBatchDataset(demo, [ImageModality(train_transform(64), eval_transform(64), side_multiple=16)])
     asked = MicroBatchRequest(0, 0, np.arange(2), np.arange(2), True, size=(48, 96), knobs=Knobs(image_size=32))
     assert dataset[asked]["pixel_values"].shape == (2, 3, 32, 48)

@@ -18,12 +18,13 @@ if __name__ == "__main__":
     import numpy as np
     from data.index import building as index_build
     from data import cache, processes
-    from data.loader import MicroBatchDataset, micro_batches
+    from data.modalities.image import ImageModality
+from data.loader import MicroBatchDataset, micro_batches
     from data.batching.sampler import MicroBatchRequest
     from data.index.sources import open_source
     from data.modalities.transforms import eval_transform, train_transform
 
-    dataset = MicroBatchDataset(open_source("demo"), frozenset({"image"}), train_transform(16), eval_transform(16))
+    dataset = MicroBatchDataset(open_source("demo"), [ImageModality(train_transform(16), eval_transform(16))])
     batches = micro_batches(dataset, (MicroBatchRequest(n, 0, np.array([n]), np.array([0]), True) for n in itertools.count()), 2)
     next(batches)
     for method, initializer in ((processes.start_method, cache._start_filling), (index_build._start_method, index_build._start_worker)):

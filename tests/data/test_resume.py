@@ -12,6 +12,8 @@ from plain_requests import plain_requests
 from data.batching.sampler import GlobalOrder
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset, micro_batches
+from data.modalities.image import ImageModality
+from data.modalities.text import TextModality
 from data.modalities.transforms import eval_transform, train_transform
 
 N, G, EPOCHS, KILLS = 240, 24, 6, 50
@@ -51,8 +53,8 @@ def source():
 def datasets(source, tokenizer):
     """Each branch loads its own modality only, as in a run."""
     return {
-        "image": MicroBatchDataset(source, frozenset({"image"}), train_transform(24), eval_transform(24), seed=7),
-        "text": MicroBatchDataset(source, frozenset({"text"}), tokenizer=tokenizer, max_text_tokens=32, seed=7),
+        "image": MicroBatchDataset(source, [ImageModality(train_transform(24), eval_transform(24))], seed=7),
+        "text": MicroBatchDataset(source, [TextModality(tokenizer, 32)], seed=7),
     }
 
 

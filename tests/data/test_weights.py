@@ -12,6 +12,8 @@ from data.batching.sampler import GlobalOrder, training_requests
 from data.batching.settings import Setting, Settings
 from data.batching.weights import LARGEST, SPREAD, Curriculum, loss_weights, sample_weights
 from data.loader import MicroBatchDataset, micro_batches
+from data.modalities.image import ImageModality
+from data.modalities.text import TextModality
 from data.modalities.transforms import eval_transform, train_transform
 
 RNG = np.random.default_rng(0)
@@ -82,8 +84,8 @@ def test_every_row_of_a_batch_has_the_weight_of_its_sample_in_the_whole_batch(de
     settings = Settings([Setting(0, {"image": 3, "text": 2}, knobs=Knobs(captions_per_image=captions))])
     expected = weights_of(subset[order.batch(2)])
     dataset = {
-        "image": MicroBatchDataset(demo, frozenset({"image"}), train_transform(16), eval_transform(16)),
-        "text": MicroBatchDataset(demo, frozenset({"text"}), tokenizer=tokenizer, max_text_tokens=16),
+        "image": MicroBatchDataset(demo, [ImageModality(train_transform(16), eval_transform(16))]),
+        "text": MicroBatchDataset(demo, [TextModality(tokenizer, 16)]),
     }
     for branch, per_sample in (("image", 1), ("text", captions)):
         found = np.zeros(12 * per_sample, np.int64)

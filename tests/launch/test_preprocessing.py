@@ -13,6 +13,7 @@ from transformers import CLIPImageProcessor, ViTImageProcessor
 from data.batching.sampler import evaluation_requests
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset
+from data.modalities.image import ImageModality
 from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
 from data.modalities.transforms import eval_transform
 from launch.run.folder import RunFolder, training_identity
@@ -50,7 +51,7 @@ def pictures(folder, sizes):
 def run_s_pixels(options, spec, number):
     """[number, 3, H, W] as a run with these options evaluates them."""
     transform = eval_transform(options.image_size, Preprocessing.from_options(vars(options)))
-    dataset = MicroBatchDataset(open_source(spec), frozenset({"image"}), transform, transform)
+    dataset = MicroBatchDataset(open_source(spec), [ImageModality(transform, transform)])
     (request,) = evaluation_requests(np.arange(number), 0, 1, number)
     return dataset[request]["pixel_values"]
 

@@ -115,8 +115,8 @@ def test_a_run_that_goes_on_keeps_its_numbers():
         "deepspeed_config": {**written, "optimizer": {"type": "AdamW", "params": SAID}, "scheduler": {"params": {"warmup_num_steps": 7}}},
         "branches": {"gradient_clipping": {"image": 2.0}, "optimizer_groups": None},
     }
-    config, block = as_begun(*read_config(FILE, BRANCHES), {"training": before})
+    config, block = as_begun(*read_config(FILE, BRANCHES), {"training": before}, BRANCHES)
     assert config["optimizer"]["params"] == SAID and config["scheduler"]["params"]["warmup_num_steps"] == 7
     assert "warmup_type" not in config["scheduler"]["params"]
     assert block.gradient_clipping == {"image": 2.0} and block.optimizer_groups is None
-    assert as_begun(*read_config(FILE, BRANCHES), None) == read_config(FILE, BRANCHES)
+    assert as_begun(*read_config(FILE, BRANCHES), None, BRANCHES) == read_config(FILE, BRANCHES)

@@ -1,0 +1,154 @@
+"""A data set class of one's own: `--data python:MODULE:NAME`, anything with `__len__` and `__getitem__`."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from data.formats.rows import ROWS_OF_A_PART, Format, Part, Row, Stamp, checked_captions, checked_id, near, stamp
+from data.formats.specs import local_path
+from data.index.bad_samples import FILE_LIMIT, Absent, BadSample
+
+USAGE = "python:MODULE:NAME, where NAME is a data set, or what makes one when it is called without arguments"
+ITEM = '{"image": ..., "text": ...} or (image, text)'
+
+
+class PythonFormat(Format):
+    """The items of a Python object, by number. An item is a mapping, or a pair (image, text) as torchvision's data sets give it.
+
+    "image": encoded bytes, a path, a PIL image or a uint8 array [H, W, 3]; "text": a text or several; "id": a name that stays, else the
+    number. Further keys hold further modalities. A key that is missing, or None: the sample lacks the modality.
+    Item i must be the same whenever it is asked for. The data set is made once in every process. It is looked at again when its module's
+    file changes, its length, or its attribute `fingerprint` if it has one.
+    """
+
+    pictures_are_files = False
+    holds = None
+
+    def __init__(self, where: str) -> None:
+        """`where`: `MODULE:NAME`. Errors: ValueError."""
+        self.module, _, self.name = where.partition(":")
+        self.spec = f"python:{where}"
+        if not self.module or not self.name:
+            raise ValueError(f"data spec '{self.spec}': write {USAGE}")
+        size = len(self._items) if hasattr(self._items, "__len__") and hasattr(self._items, "__getitem__") else None
+        if size is None:
+            raise ValueError(f"data spec '{self.spec}': it is a {type(self._items).__name__} without __len__ and __getitem__; {USAGE}")
+
+    @cached_property
+    def _items(self) -> Any:
+        folder = os.getcwd()
+        if folder not in sys.path:
+            sys.path.append(folder)  # last, so that nothing in it hides a module of the environment
+        try:
+            module = importlib.import_module(self.module)
+        except ImportError as error:
+            raise ValueError(
+                f"data spec '{self.spec}': cannot import {self.module}: {error}; give a module of the current folder or of PYTHONPATH"
+            ) from error
+        if not hasattr(module, self.name):
+            raise ValueError(f"data spec '{self.spec}': {self.module} has no '{self.name}'{near(self.name, dir(module))}")
+        found = getattr(module, self.name)
+        return found() if isinstance(found, type) or not hasattr(found, "__len__") and callable(found) else found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_items"}
+
+    def fingerprint(self) -> list[Stamp]:
+        file = getattr(importlib.import_module(self.module), "__file__", None)
+        own = str(getattr(self._items, "fingerprint", ""))
+        return [*([stamp(file)] if file else []), (f"{len(self._items)} items {own}", 0, 0)]
+
+    def total(self) -> int:
+        return len(self._items)
+
+    def parts(self) -> Iterator[Part]:
+        for start in range(0, len(self._items), ROWS_OF_A_PART):
+            numbers = range(start, min(start + ROWS_OF_A_PART, len(self._items)))
+            yield Part(self.spec, numbers, len(numbers))
+
+    def rows(self, part: Part) -> Iterator[Row]:
+        changed = max((time for _, _, time in self.fingerprint()), default=0)
+        for number in part.content:
+            row = Row(str(number), number, offset=number, mtime_ns=changed)
+            try:
+                item = self._item(number)
+                row.id = checked_id(item.get("id"), row.id)
+                for modality in self.modalities:
+                    try:
+                        self._take(row, item, modality)
+                    except BadSample as problem:
+                        row.lacks[modality] = problem
+            except BadSample as problem:
+                row.problem = problem
+            yield row
+
+    def _take(self, row: Row, item: Mapping[str, Any], modality: str) -> None:
+        value = item.get(modality)
+        if modality == "text":
+            row.captions = checked_captions(value)
+        elif value is None:
+            raise BadSample("no-value", f"item {row.number} has no '{modality}'; given: {', '.join(item) or 'nothing'}")
+        elif modality == "image":
+            row.image = encoded(value)
+            row.size = len(row.image)
+
+    def _item(self, number: int) -> Mapping[str, Any]:
+        """Raises BadSample."""
+        try:
+            item = self._items[number]
+        except Exception as error:  # the user's own code raises what it will
+            raise BadSample("unreadable", f"item {number}: {type(error).__name__}: {error}") from error
+        if isinstance(item, Mapping):
+            return item
+        if isinstance(item, Sequence) and not isinstance(item, str) and len(item) == 2:
+            return {"image": item[0], "text": item[1]}
+        raise BadSample("invalid-row", f"item {number} is a {type(item).__name__}; {ITEM} is needed")
+
+    def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
+        return encoded(self._item(offset).get("image"))
+
+    def value(self, modality: str, file: str, path: str, number: int) -> Any:
+        value = self._item(number).get(modality)
+        if value is None:
+            raise Absent(f"item {number} has no '{modality}'")
+        return value
+
+    def where(self, file: str, path: str, number: int) -> str:
+        return f"{self.spec}#{number}"
+
+
+def encoded(image: Any) -> bytes:
+    """A picture as the bytes of a file: PNG where it is not encoded yet. Raises BadSample."""
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, (str, os.PathLike)):
+        return _read(local_path(os.fspath(image)))
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3):
+        image = Image.fromarray(image)
+    if not isinstance(image, Image.Image):
+        what = f"a {type(image).__name__}" + (f" of {image.dtype}, shape {image.shape}" if isinstance(image, np.ndarray) else "")
+        raise BadSample("not-an-image", f"the image is {what}; bytes, a path, a PIL image or a uint8 array [H, W, 3] is needed")
+    with io.BytesIO() as file:
+        image.save(file, "PNG", compress_level=1)  # whatever the level, the pixels stay
+        return file.getvalue()
+
+
+def _read(path: str) -> bytes:
+    try:
+        if os.path.getsize(path) > FILE_LIMIT:
+            raise BadSample("unreadable", f"{path} has {os.path.getsize(path):,} bytes; at most {FILE_LIMIT:,} are read")
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError as error:
+        raise BadSample("missing-file", f"{path} does not exist") from error
+    except OSError as error:
+        raise BadSample("unreadable", f"{path}: {error.strerror}") from error

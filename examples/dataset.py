@@ -1,0 +1,34 @@
+"""A data set of one's own: anything with `__len__` and `__getitem__`.
+
+    python train.py --data python:examples.dataset:Palettes
+
+The emoji, their names, and of two thirds of them a palette: the mean colours of a grid of fields.
+`examples/modality.py` compares palettes with names; without it they are not looked at.
+"""
+
+import io
+
+import numpy as np
+from PIL import Image
+
+from data.index.sources import open_source
+
+GRID = 4  # fields a side
+
+
+class Palettes:
+    """Item i is the same whenever it is asked for. A key that is missing, or None: the sample lacks that modality."""
+
+    def __init__(self):
+        self.emoji = open_source("demo")
+
+    def __len__(self):
+        return len(self.emoji)
+
+    def __getitem__(self, i):
+        picture = self.emoji.image_bytes(i)  # encoded; a path, a PIL image or an array [H, W, 3] will do too
+        item = {"id": self.emoji.identity(i), "image": picture, "text": self.emoji.captions(i)}
+        if i % 3:
+            colours = Image.open(io.BytesIO(picture)).convert("RGBA").convert("RGB")
+            item["palette"] = np.asarray(colours.resize((GRID, GRID), Image.Resampling.BOX))  # uint8 [4, 4, 3]
+        return item
