@@ -7,6 +7,7 @@ deepspeed --num_gpus 8 train.py --deepspeed_config ds_configs/zero1_fp16.json --
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 
@@ -147,7 +148,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
 
     # Where a run goes on: its state.
     balancer = Balancer(balance, engine.replica, engine.place.name, workers)
-    loss_weights = LossWeights.of(options)
+    loss_weights = LossWeights.of(options, objective, data.held_out)
     step = saved_step = state["step"]
     if checkpoint is not None:
         notices += resume(engine, checkpoint, order, total_steps)
@@ -173,15 +174,26 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     batches = feeding.training(step, total_steps)
     evaluations = {}
 
+    def tell_loss_weights(reason: str | None) -> None:
+        if reason:
+            folder.log_loss_weights({"step": step, **loss_weights.weights(), "reason": reason})
+            show(f"step {step}: {reason}", first)
+
+    def weigh(found: Mapping[str, Mapping[str, float]]) -> None:
+        of_the_run = {name: found[name] for name in data.held_out}  # not of averaged weights
+        tell_loss_weights(loss_weights.after_evaluation(step, of_the_run))
+
     def evaluate() -> None:
-        evaluations[step] = {}
+        evaluations[step], found = {}, {}
         measured = {"": nullcontext()} | ({"ema/": engine.averaged_weights()} if options.eval_ema else {})
         for prefix, in_place in measured.items():
             with in_place:
                 for name, values in feeding.evaluate_held_out():
+                    found[prefix + name] = values
                     evaluations[step] |= {f"{prefix}{name}/{key}": value for key, value in values.items()}
                     folder.log({"step": step, "epoch": order.epochs_before(step), "held_out": prefix + name, **values})
         tracker.log({"step": step, **evaluations[step]})
+        weigh(found)
 
     def is_due(every: int | None) -> bool:  # None: once an epoch
         return step % every == 0 if every else order.ends_epoch(step)
@@ -189,8 +201,11 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     # The loop.
     run.watchdog.follow(lambda: engine.instructions_done + checkpoints.signs_of_life(), 60 * options.stall_limit)
     expected = {prefix + name for name in feeding.held_out_sizes() for prefix in ("", *(["ema/"] if options.eval_ema else []))}
-    if (step in (0, total_steps) or is_due(options.eval_every)) and from_first_rank(first and folder.lacks(step, expected)):
-        evaluate()  # of the untrained towers; and what the run before, which ended in the middle of it, had still to do
+    if step in (0, total_steps) or is_due(options.eval_every):
+        if from_first_rank(first and folder.lacks(step, expected)):
+            evaluate()  # of the untrained towers; and what the run before, which ended in the middle of it, had still to do
+        elif options.loss_weights == "alignment":  # a checkpoint is written before the evaluation of its step
+            weigh(from_first_rank(first and folder.evaluated(step)))
     sources, stopping = source_names(options.data), False
     with tqdm(total=total_steps, initial=step, unit="step", disable=not first, dynamic_ncols=True, mininterval=progress_interval()) as bar:
         while step < total_steps and not stopping:
@@ -208,10 +223,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
                 folder.log_look(seen)
                 for reason in filter(None, (seen["reason"], seen.get("mix", {}).get("reason"))):
                     show(f"step {step}: {reason}", first)
-            reason = loss_weights.after_step(step, metrics.losses)
-            if reason:
-                folder.log_loss_weights({"step": step, **loss_weights.weights(), "reason": reason})
-                show(f"step {step}: {reason}", first)
+            tell_loss_weights(loss_weights.after_step(step, metrics.losses))
             if is_sampled(step, options.trace_every):
                 ranks = engine.gather_trace()
                 if first:

@@ -195,9 +195,9 @@ class ForkEngine(PipelineEngine):
         `stop_requested` travels with the metrics, so that all ranks learn in the same step that one of them was asked to end. So do
         the numbers that `counts` returns at the end of the step, with the same names on all ranks: they are added up.
         `num_micro_batches`: of each replica of this line in this step, where it is not the number that was planned; `num_kept`: how many of
-        them keep their activations where the schedule recomputes, likewise. `loss_weights`: of the
-        two losses where a pair has `matching`, by "contrastive" and "matching", the same on all ranks; else 1. Raises OutOfMemory, with what to
-        change, where an allocation fails.
+        them keep their activations where the schedule recomputes, likewise. `loss_weights`: in place of those of the
+        objective, by the names in `Objective.losses`, the same on all ranks; ValueError for another
+        name. Raises OutOfMemory, with what to change, where an allocation fails.
         """
         if num_rows and self.schedule_type.loss_per_micro_batch:
             raise ValueError(
@@ -600,8 +600,8 @@ class ForkEngine(PipelineEngine):
             peak_memory_bytes=int(max(peak_bytes)),
             num_left_out=int(left_out),
             counts=dict(zip(counts, told["counts"])),
-            sources=losses_of_sources(self.objective.pairs, told["source_shares"], told["source_samples"]),
-            losses=losses_of(self.objective.pairs, told["losses"], self.tail_loss.weights),
+            sources=losses_of_sources(self.objective, told["source_shares"], told["source_samples"], self.tail_loss.weights),
+            losses=losses_of(self.objective, told["losses"], self.tail_loss.weights),
         )
 
     _NUM_SLOTS = 4

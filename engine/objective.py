@@ -108,6 +108,18 @@ class Objective:
         inputs = {tensor: branch.name for branch in self.branches for tensor in branch.inputs}
         return inputs | {tensor: pair.first for pair in self.pairs for tensor in pair.scalars.values()}
 
+    @cached_property
+    def losses(self) -> dict[str, float]:
+        """Name -> weight of every loss, in the order of the pairs. A pair's matching loss counts as
+        much as its contrastive one, unless `train_batch` is told otherwise."""
+        kinds = ("contrastive", "matching")
+        return {self.loss_name(kind, pair): pair.weight for pair in self.pairs for kind in kinds[: 2 if pair.matching else 1]}
+
+    def loss_name(self, kind: str, pair: Pair) -> str:
+        """`contrastive` or `matching`; where there are several pairs, with the name of the pair:
+        `contrastive/image_text`."""
+        return f"{kind}/{pair.name}" if len(self.pairs) > 1 else kind
+
     def scalars_of(self, branch: str) -> dict[str, float]:
         """Tensor name -> first value of the learned scalars that this branch owns."""
         return scalars_of(self.pairs, branch)
@@ -129,3 +141,10 @@ def scalars_of(pairs: Sequence[Pair], branch: str) -> dict[str, float]:
     """Tensor name -> first value of the learned scalars that a branch owns."""
     owned = [pair for pair in pairs if pair.first == branch]
     return {tensor: pair.loss.parameters[name] for pair in owned for name, tensor in pair.scalars.items()}
+
+
+def loss_metric(loss: str) -> str:
+    """The name of a loss's value among the metrics: `contrastive/image_text` is told as
+    `contrastive_loss/image_text`, `matching` as `matching_loss`."""
+    kind, slash, pair = loss.partition("/")
+    return f"{kind}_loss{slash}{pair}"

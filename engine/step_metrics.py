@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.objective import Pair
+from engine.objective import Objective, loss_metric
 from engine.optimizer.bad_steps import BadStep
 
 
@@ -28,40 +28,41 @@ def mean_losses(shares: Sequence[float], samples: Sequence[float]) -> tuple[Sour
     return tuple(SourceLoss(int(n), share * total / n if n else math.nan) for share, n in zip(shares, samples))
 
 
-def losses_of_sources(pairs: Sequence[Pair], shares: Sequence[float], samples: Sequence[float]) -> tuple[SourceLoss, ...]:
+def losses_of_sources(
+    objective: Objective, shares: Sequence[float], samples: Sequence[float], weights: Mapping[str, float]
+) -> tuple[SourceLoss, ...]:
     """By source, over all pairs: their losses by `mean_losses`, weighted; the samples of the pair that has most of them.
 
-    `shares` and `samples`: of each pair in turn, by source.
+    `shares` and `samples`: of each pair in turn, by source. `weights`: in this step, by loss.
     """
-    number = len(shares) // len(pairs)
+    number = len(shares) // len(objective.pairs)
     by_pair = [mean_losses(shares[start : start + number], samples[start : start + number]) for start in range(0, len(shares), number or 1)]
-    return tuple(_over_pairs(pairs, of_source) for of_source in zip(*by_pair))
+    of_pairs = [weights[objective.loss_name("contrastive", pair)] for pair in objective.pairs]
+    return tuple(_over_pairs(of_pairs, of_source) for of_source in zip(*by_pair))
 
 
-def _over_pairs(pairs: Sequence[Pair], losses: Sequence[SourceLoss]) -> SourceLoss:
-    if len(pairs) == 1:  # its weight is of the whole loss
+def _over_pairs(weights: Sequence[float], losses: Sequence[SourceLoss]) -> SourceLoss:
+    if len(weights) == 1:  # it is of the whole loss
         return losses[0]
-    there = [pair.weight * own.loss for pair, own in zip(pairs, losses) if own.samples]
+    there = [weight * own.loss for weight, own in zip(weights, losses) if own.samples]
     return SourceLoss(max(own.samples for own in losses), sum(there) if there else math.nan)
 
 
-def losses_of(pairs: Sequence[Pair], told: Sequence[float], weights: Mapping[str, float]) -> dict[str, float]:
+def losses_of(objective: Objective, told: Sequence[float], weights: Mapping[str, float]) -> dict[str, float]:
     """Of the losses of a step where there are several, without their weights: by pair, where there are several pairs, and the matching
-    losses with the part of the matching pairs that were judged rightly. `told`: four numbers of each pair, as in `Sums.losses`."""
+    losses with the part of the matching pairs that were judged rightly; and `weights`, by loss.
+    `told`: four numbers of each pair, as in `Sums.losses`."""
     found: dict[str, float] = {}
-    matching = any(pair.matching for pair in pairs)
-    if len(pairs) == 1 and not matching:
+    if len(weights) == 1:
         return found
-    for i, pair in enumerate(pairs):
+    for i, pair in enumerate(objective.pairs):
         contrastive, matched, num_right, num_pairs = told[4 * i : 4 * i + 4]
-        of_pair = f"/{pair.name}" if len(pairs) > 1 else ""
-        found[f"contrastive_loss{of_pair}"] = contrastive
+        found[loss_metric(objective.loss_name("contrastive", pair))] = contrastive
         if pair.matching:
-            found[f"matching_loss{of_pair}"] = matched
-            found[f"matching_accuracy{of_pair}"] = round(num_right / num_pairs, 4) if num_pairs else math.nan
-        if len(pairs) > 1:
-            found[f"pair_weight{of_pair}"] = pair.weight
-    return found | ({f"loss_weight/{name}": weight for name, weight in weights.items()} if matching else {})
+            found[loss_metric(objective.loss_name("matching", pair))] = matched
+            accuracy = objective.loss_name("matching_accuracy", pair)
+            found[accuracy] = round(num_right / num_pairs, 4) if num_pairs else math.nan
+    return found | {f"loss_weight/{name}": weight for name, weight in weights.items()}
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class StepMetrics:
     replicas; `data_wait_s`: by stage that loads, the seconds waited for micro-batches, mean of the replicas. `num_left_out`: samples of
     which a half could not be loaded. `sent_bytes`: by all ranks together, collectives counted as rings. `peak_memory_bytes`: of the rank that
     held most so far; on a CPU the whole process. `sources`: of each of several sources; of one there is nothing to tell. `losses`: where there
-    are two, see `losses_of`; `loss` is then their weighted sum, and `sources` are those of the contrastive one, weighted.
+    are several, see `losses_of`; `loss` is then their weighted sum, and `sources` are those of the contrastive ones, weighted.
     """
 
     loss: float

@@ -92,7 +92,10 @@ class Feeding:
         return counts
 
     def evaluate_held_out(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """(name, recalls and alignment) of each held-out set, computed through the stages, equal on all ranks."""
+        """(name, recalls and alignment) of each held-out set, through the stages, equal on all ranks.
+
+        Where there are several pairs, the figures of one end in its name: `alignment/image_text`.
+        """
         for name, held_out in self.data.held_out.items():
             requests = evaluation_requests(held_out.subset, self.engine.replica, self.batch.replicas, self.batch.micro_batch_size)
             batches = None
@@ -102,10 +105,13 @@ class Feeding:
                 batches = micro_batches(self._dataset(held_out.source), requests, workers, self.pin_memory, on_load=on_load, name=self.name)
             measured = self.engine.evaluate(batches, len(requests), len(held_out.subset), _measured)
             found: dict[str, float] = {}
-            for directions, num_samples in measured.values():
+            for pair in self.engine.objective.pairs:
+                directions, num_samples = measured[pair.name]
                 hits = {direction: sums[: len(RECALL_AT)].tolist() for direction, sums in directions.items()}
                 sums = [of_direction[len(RECALL_AT) :] for of_direction in directions.values()]
-                found |= recalls(hits, max(1, num_samples)) | alignment_figures(*sums, num_samples)
+                figures = alignment_figures(*sums, num_samples, pair.branches)
+                of_pair = f"/{pair.name}" if len(measured) > 1 else ""
+                found |= recalls(hits, max(1, num_samples)) | {f"{figure}{of_pair}": value for figure, value in figures.items()}
             yield name, found
 
     def held_out_sizes(self) -> Mapping[str, int]:

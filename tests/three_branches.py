@@ -43,6 +43,7 @@ class ThreeBranches:
     plain: bool = False  # all losses are functions of one's own
     lacking: dict[str, tuple[int, ...]] = field(default_factory=dict)
     not_loaded: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    loss_weights: dict[str, float] = field(default_factory=dict)  # as `train_batch` takes them
 
     @cached_property
     def world_size(self) -> int:
@@ -55,6 +56,7 @@ class ThreeBranches:
         parts += ["plain"] if self.plain else []
         parts += ["lacking"] if self.lacking else []
         parts += ["not_loaded"] if self.not_loaded else []
+        parts += ["weights"] if self.loss_weights else []
         return " ".join(map(str, parts)).replace("'", "").replace(" ", "")
 
     def rows(self, branch: str) -> list[int]:
@@ -162,6 +164,51 @@ def loaded(case: ThreeBranches, branch: str, places: Tensor, image_size: int) ->
 
 def train_three_split(case: ThreeBranches) -> dict[str, Any]:
     """On each rank: the metrics of one step, and the gradients as (name, offset, flat piece)."""
+    engine, image_size = engine_of(case)
+    gradients: list[tuple[str, int, Tensor]] = []
+    engine.basic_optimizer.register_step_pre_hook(lambda *_: gradients.extend(gradient_pieces(engine)))
+    num_rows = {name: len(case.rows(name)) for name in engine.objective.names if case.lacking}
+    metrics = engine.train_batch(_micro_batches(case, engine, image_size), num_rows=num_rows, loss_weights=case.loss_weights)
+    return {"metrics": metrics, "gradients": gradients, "graph": engine.graph.describe()}
+
+
+def train_with_alignment(case: ThreeBranches, steps: int) -> list[dict[str, Any]]:
+    """On each rank, step by step: the weights that followed the evaluations so far, and the metrics
+    of the step with them. The batch is the held-out set, too."""
+    from launch.balancing.loss_weights import LossWeights
+    from models.metrics.alignment import alignment_figures, alignment_sums
+
+    engine, image_size = engine_of(case)
+    weights, told = LossWeights("alignment", engine.objective.losses, 50), []
+    for step in range(steps):
+        loads = engine.place.loads
+        number = engine.batches[loads[0]].num_micro_batches if loads else 0
+        batches = _micro_batches(case, engine, image_size)
+        measured = engine.evaluate(batches, number, case.global_batch_size, alignment_sums)
+        figures = {}
+        for pair in engine.objective.pairs:
+            of_pair = alignment_figures(
+                *measured[pair.name].directions.values(),
+                measured[pair.name].num_samples,
+                pair.branches,
+            )
+            figures |= {f"{name}/{pair.name}": value for name, value in of_pair.items()}
+        reason = weights.after_evaluation(step, {"family": figures})
+        batches = _micro_batches(case, engine, image_size)
+        metrics = engine.train_batch(batches, loss_weights=weights.weights())
+        told.append(
+            {
+                "weights": weights.weights(),
+                "reason": reason,
+                "loss": metrics.loss,
+                "losses": metrics.losses,
+            }
+        )
+    return told
+
+
+def engine_of(case: ThreeBranches) -> tuple[Any, int]:
+    """The engine of this rank, and the pictures' size."""
     import torch.distributed as dist
     from cost_models import proportional
 
@@ -201,12 +248,7 @@ def train_three_split(case: ThreeBranches) -> dict[str, Any]:
         constant_shapes=dict.fromkeys(objective.names, False),
         equal_shares=not case.lacking,
     )
-    gradients: list[tuple[str, int, Tensor]] = []
-    engine.basic_optimizer.register_step_pre_hook(lambda *_: gradients.extend(gradient_pieces(engine)))
-    metrics = engine.train_batch(
-        _micro_batches(case, engine, image_size), num_rows={name: len(case.rows(name)) for name in objective.names if case.lacking}
-    )
-    return {"metrics": metrics, "gradients": gradients, "graph": engine.graph.describe()}
+    return engine, image_size
 
 
 def _micro_batches(case: ThreeBranches, engine, image_size: int):
@@ -267,7 +309,8 @@ def train_three_whole(case: ThreeBranches, batches: dict[str, tuple[int, int]]) 
             losses[pair.name] = (
                 F.cross_entropy(logits, target, label_smoothing=smoothing) + F.cross_entropy(logits.T, target, label_smoothing=smoothing)
             ) / 2
-    loss = sum(pair.weight * losses[pair.name] for pair in objective.pairs)
+    weights = {pair.name: case.loss_weights.get(f"contrastive/{pair.name}", pair.weight) for pair in objective.pairs}
+    loss = sum(weights[name] * own for name, own in losses.items())
     loss.backward()
     return {
         "loss": loss.item(),

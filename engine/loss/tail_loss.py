@@ -19,8 +19,6 @@ from engine.loss.exchange import NO_WEIGHT, Arrived, LossResult, Meeting, Rows, 
 from engine.loss.matching import match
 from engine.objective import Objective, Pair
 
-LOSSES = ("contrastive", "matching")
-
 
 @dataclass
 class Sums:
@@ -82,9 +80,16 @@ class TailLoss:
         weights: Mapping[str, float] | None = None,
     ) -> None:
         """`rows_per_sample`: of each branch, where it is not 1; `num_rows`: how many rows a branch has in this batch, where samples lack
-        its modality; `weights`: of the losses, where they are not 1."""
+        its modality; `weights`: by loss, where they are not those of the objective. Raises ValueError
+        for a loss that is not in the objective."""
+        losses = self.objective.losses
+        unknown = [name for name in weights or {} if name not in losses]
+        if unknown:
+            raise ValueError(
+                f"loss weights {dict(weights or {})}: {unknown[0]} is no loss of this run; give weights of {', '.join(losses)}"
+            )
         self.rows_per_sample, self.num_rows = dict(rows_per_sample or {}), dict(num_rows or {})
-        self.weights = {**dict.fromkeys(LOSSES, 1.0), **(weights or {})}
+        self.weights = {**losses, **(weights or {})}
         num_scalars = sum(len(pair.scalars) for pair in self.objective.pairs)
         self.sums = Sums.zero(len(self.objective.pairs), len(self._source_starts), num_scalars, self.device)
 
@@ -128,7 +133,7 @@ class TailLoss:
             self._note(number, pair, meeting, result, scalars, weight)
             # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each accumulated: times the
             # number of replicas makes that the sum. fp16: times the loss scale, which the optimizer takes out again.
-            scale = self.place.replicas * loss_scale * weight * pair.weight * self.weights["contrastive"]
+            scale = self.place.replicas * loss_scale * weight * self.weights[self.objective.loss_name("contrastive", pair)]
             scale = scale + (result.share - result.share)  # a share that is not finite: not-a-number, so that the step is skipped
             for branch, gradient in result.embeds.items():
                 whole[branch] += gradient * scale
@@ -136,9 +141,10 @@ class TailLoss:
                 pieces[pair.scalars[name]] = [result.parameters[name] * scale, *[torch.zeros_like(value)] * (len(outputs) - 1)]
             if pair.matching:
                 replicas = self.comm.graph.tail(pair.second).replicas
-                scale = torch.tensor(replicas * loss_scale * weight * pair.weight * self.weights["matching"], device=self.device)
+                of_matching = self.weights[self.objective.loss_name("matching", pair)]
+                scale = torch.tensor(replicas * loss_scale * weight * of_matching, device=self.device)
                 matched = match(self.comm, pair, fusion, meeting, outputs, shared, seed, most_pairs, scale, inject)
-                self.sums.loss += matched.share * weight * pair.weight * self.weights["matching"]
+                self.sums.loss += matched.share * weight * of_matching
                 self.sums.losses[number] += _vector(0.0, matched.share * weight, matched.num_right, matched.num_pairs, device=self.device)
                 for name, of_micro_batches in matched.gradients.items():
                     known = tokens[name]
@@ -157,7 +163,7 @@ class TailLoss:
 
     def _note(self, number: int, pair: Pair, meeting: Meeting, result: LossResult, scalars: Mapping[str, Tensor], weight: float) -> None:
         share = result.share * weight
-        self.sums.loss += share * pair.weight * self.weights["contrastive"]
+        self.sums.loss += share * self.weights[self.objective.loss_name("contrastive", pair)]
         self.sums.losses[number] += _vector(share, 0.0, 0.0, 0.0, device=self.device)
         if len(self._source_starts):
             shares, samples = by_source(pair, meeting, result, self._source_starts)

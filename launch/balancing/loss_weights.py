@@ -1,4 +1,9 @@
-"""How much each of two losses counts: fixed, or following what they do. Plain numbers, the same on every rank.
+"""How much each loss counts: fixed, or following the losses or the embeddings.
+
+Plain numbers, the same on every rank.
+
+Losses have their names from `Objective.losses`: `contrastive` and, with fusion, `matching`; with
+several pairs of branches `contrastive/image_text` and so on.
 
 Weights are what was asked for times a factor per loss, and together as much as was asked for, so that the size of a step stays what it was. A
 look comes every `interval` steps; losses are smoothed between looks, factors stay from 1 / MOST to MOST (that of matching, under `measured`, from
@@ -6,78 +11,143 @@ look comes every `interval` steps; losses are smoothed between looks, factors st
 
     uncertainty   log f = -s, and s follows the gradient of exp(-s) L + s, a loss with a learned uncertainty (Kendall, Gal & Cipolla 2018):
                   s <- s - RATE * (1 - exp(-s) L)
-    measured      a loss that falls more slowly than the other gets more (after Liu, Johns & Davison 2019), with L' at the look before:
-                  log f <- KEPT * log f + RATE * (log L/L' - the mean of both). And matching waits for the embeddings, for negatives are
-                  hard only where similarities mean something: f of matching is times max(1/MOST, 1 - L/L1), L the contrastive loss, L1
-                  that of the first look
+    measured      a loss that falls more slowly than the others gets more (after Liu, Johns & Davison
+                  2019), with L' at the look before:
+                  log f <- KEPT * log f + RATE * (log L/L' - the mean over all losses)
+                  And matching waits for the embeddings, for negatives are hard only where
+                  similarities mean something: f of matching is times max(1/MOST, 1 - L/L1), L the
+                  contrastive loss of its pair, L1 that of the first look
+    alignment     a pair whose held-out embeddings improve less than those of other pairs gets more.
+                  A look comes with each evaluation instead. The score S of a pair is its alignment
+                  plus the mean uniformity of its two branches (`models/metrics/alignment.py`), the
+                  sum that Wang & Isola (2020) minimise, lower where embeddings are better; mean
+                  over the held-out sets. With S1 at the first evaluation:
+                  log f <- KEPT * log f + RATE * (S - S1 - the mean of S - S1 over all pairs)
+                  Matching has no alignment, and keeps the weight that was asked for
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from engine.objective import Objective, loss_metric
 
 if TYPE_CHECKING:
     from launch.settings.options import Options
 
-MODES = ("fixed", "uncertainty", "measured")
+MODES = ("fixed", "uncertainty", "measured", "alignment")
 SMOOTHING = 0.1  # weight of a step in the smoothed loss
 RATE, KEPT, MOST = 0.2, 0.9, 4.0
+
+HeldOutFigures = Mapping[str, Mapping[str, float]]  # by held-out set and name
 
 
 @dataclass(frozen=True)
 class Followed:
-    """What is known of the losses, by name: JSON-like, for a checkpoint."""
+    """What is known of the losses, by name: JSON-like, for a checkpoint. Under `alignment` of their
+    scores."""
 
     logarithms: Mapping[str, float] = field(default_factory=dict)  # of the factors
     smoothed: Mapping[str, float] = field(default_factory=dict)
     before: Mapping[str, float] = field(default_factory=dict)  # at the last look
     first: Mapping[str, float] = field(default_factory=dict)  # at the first look
+    evaluated: int = -1  # the step after which the last evaluation was that counted
 
 
 class LossWeights:
-    """The weights of a run. `asked`: by loss, "contrastive" and, if pairs are matched, "matching"; `interval`: steps from look to look."""
+    """The weights of a run. `asked`: by loss, see above; `interval`: steps from look to look.
+
+    Raises ValueError for a mode or numbers that cannot be, and where `alignment` has no two pairs.
+    """
 
     def __init__(self, mode: str, asked: Mapping[str, float], interval: int):
         if mode not in MODES:
             raise ValueError(f"loss weights {mode!r} are not known; give one of {', '.join(MODES)}")
         if interval < 1 or any(not 0 < weight < math.inf for weight in asked.values()):
             raise ValueError(f"loss weights {dict(asked)}, a look every {interval} steps: weights must be above 0, and steps at least 1")
-        self.mode, self.asked, self.interval, self._followed = mode, dict(asked), interval, Followed()
+        check_mode(mode, asked)
+        self.mode, self.asked, self.interval, self._followed = (
+            mode,
+            dict(asked),
+            interval,
+            Followed(),
+        )
 
     @classmethod
-    def of(cls, options: Options) -> LossWeights:
-        matching = {"matching": options.matching_weight} if options.fusion else {}
-        return cls(options.loss_weights, {"contrastive": 1.0, **matching}, options.loss_weights_every)
+    def of(cls, options: Options, objective: Objective, held_out: Collection[str]) -> LossWeights:
+        """`held_out`: the names of the held-out sets. Raises ValueError where `alignment` has none."""
+        if options.loss_weights == "alignment" and not held_out:
+            raise ValueError(
+                "--loss-weights alignment goes by held-out samples, and none are held out; give "
+                "--val-fraction F above 0 or --val-data SPEC, or other --loss-weights"
+            )
+        asked = dict(objective.losses)
+        for name in filter(_is_matching, asked):
+            asked[name] *= options.matching_weight
+        return cls(options.loss_weights, asked, options.loss_weights_every)
 
     def weights(self) -> dict[str, float]:
         """What each loss counts in the next step."""
         factors = {name: math.exp(self._followed.logarithms.get(name, 0.0)) for name in self.asked}
-        if self.mode == "measured" and "matching" in factors:
-            factors["matching"] *= max(1 / MOST, aligned(self._followed))
-        total = sum(self.asked.values()) / sum(self.asked[name] * factor for name, factor in factors.items())
-        return {name: weight * factors[name] * total for name, weight in self.asked.items()}
+        if self.mode == "measured":
+            for name in filter(_is_matching, factors):
+                of_pair = name.replace("matching", "contrastive", 1)
+                factors[name] *= max(1 / MOST, aligned(self._followed, of_pair))
+        asked = {name: self.asked[name] for name in self._followers}
+        total = sum(asked.values()) / sum(weight * factors[name] for name, weight in asked.items())
+        return self.asked | {name: weight * factors[name] * total for name, weight in asked.items()}
+
+    @property
+    def _followers(self) -> list[str]:
+        """The losses whose weights move."""
+        return [name for name in self.asked if self.mode != "alignment" or not _is_matching(name)]
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """After the `step`-th step, from 1, with `contrastive_loss` and `matching_loss`: why weights are others now, at a look. Losses that
-        are not finite do not count."""
-        losses = {name: metrics.get(f"{name}_loss", math.nan) for name in self.asked}
-        if self.mode == "fixed" or not all(math.isfinite(loss) for loss in losses.values()):
+        """After the `step`-th step, from 1, with the metrics of the losses (`contrastive_loss`,
+        `matching_loss`, …): why weights are others now, at a look. Losses that are not finite do
+        not count."""
+        losses = {name: metrics.get(loss_metric(name), math.nan) for name in self.asked}
+        if self.mode in ("fixed", "alignment") or not all(map(math.isfinite, losses.values())):
             return None
         old = self._followed.smoothed or losses
         smoothed = {name: old[name] + SMOOTHING * (losses[name] - old[name]) for name in losses}
         self._followed = replace(self._followed, smoothed=smoothed)
-        if step % self.interval:
+        return None if step % self.interval else self._look(self._moved(), smoothed, "loss")
+
+    def after_evaluation(self, step: int, held_out: HeldOutFigures) -> str | None:
+        """Under `alignment`, after the evaluation that follows the `step`-th step: why weights are
+        others now.
+
+        `held_out`: by name of the set, the figures of `Feeding.evaluate_held_out`, such as
+        `alignment/image_text` and `uniformity/text/image_text`. An evaluation that is told again
+        changes nothing, and one with figures that are not finite does not count. Raises ValueError
+        for a pair of which no set has figures.
+        """
+        if self.mode != "alignment" or step <= self._followed.evaluated:
             return None
-        before = self.weights()
-        logarithms = {name: min(max(value, -math.log(MOST)), math.log(MOST)) for name, value in self._moved().items()}
-        self._followed = replace(self._followed, logarithms=logarithms, before=smoothed, first=self._followed.first or smoothed)
+        scores = {name: score(name.partition("/")[2], held_out) for name in self._followers}
+        if not all(map(math.isfinite, scores.values())):
+            return None
+        first = self._followed.first or scores
+        risen = {name: scores[name] - first[name] for name in scores}
+        reason = self._look(self._towards(risen), scores, "alignment + uniformity")
+        self._followed = replace(self._followed, evaluated=step)
+        return reason
+
+    def _look(self, moved: Mapping[str, float], seen: Mapping[str, float], of: str) -> str | None:
+        """Take these logarithms, within bounds; why weights are others then. `seen`: what they
+        follow from."""
+        before, limit = self.weights(), math.log(MOST)
+        logarithms = {name: min(max(value, -limit), limit) for name, value in moved.items()}
+        first = self._followed.first or seen
+        self._followed = replace(self._followed, logarithms=logarithms, before=seen, first=first)
         after = self.weights()
         if after == before:
             return None
-        changes = (f"{name} {before[name]:.3g} -> {after[name]:.3g} (loss {smoothed[name]:.3g})" for name in losses)
+        changes = (f"{name} {before[name]:.3g} -> {after[name]:.3g} ({of} {seen[name]:.3g})" for name in seen)
         return f"loss weights, {self.mode}: {', '.join(changes)}"
 
     def _moved(self) -> dict[str, float]:
@@ -86,9 +156,13 @@ class LossWeights:
         if self.mode == "uncertainty":
             return {name: log + RATE * (1 - math.exp(log) * now[name]) for name, log in known.items()}
         last = self._followed.before or now
-        fall = {name: math.log(now[name] / last[name]) if now[name] > 0 and last[name] > 0 else 0.0 for name in known}
-        mean = sum(fall.values()) / len(fall)
-        return {name: KEPT * log + RATE * (fall[name] - mean) for name, log in known.items()}
+        positive = {name: now[name] > 0 and last[name] > 0 for name in known}
+        return self._towards({name: math.log(now[name] / last[name]) if positive[name] else 0.0 for name in known})
+
+    def _towards(self, lag: Mapping[str, float]) -> dict[str, float]:
+        """The logarithms of the factors after a step towards what is behind the mean of all."""
+        known, mean = self._followed.logarithms, sum(lag.values()) / len(lag)
+        return {name: KEPT * known.get(name, 0.0) + RATE * (own - mean) for name, own in lag.items()}
 
     def state(self) -> dict[str, Any]:
         """JSON-like."""
@@ -98,8 +172,44 @@ class LossWeights:
         self._followed = Followed(**state)
 
 
-def aligned(followed: Followed) -> float:
-    """How far the contrastive loss had come at the last look from where it was at the first, from 0 to 1."""
-    if not followed.first or followed.first["contrastive"] <= 0:
+def check_mode(mode: str, losses: Collection[str]) -> None:
+    """Raises ValueError where these losses leave `mode` nothing to weigh."""
+    pairs = [name for name in losses if not _is_matching(name)]
+    if mode == "alignment" and len(pairs) < 2:
+        matched = len(pairs) < len(losses)
+        raise ValueError(
+            "loss weights 'alignment' move weight between the contrastive losses of pairs of "
+            "branches, so they need two pairs, and this run has one"
+            f"{', beside matching, of which no alignment is measured' if matched else ''}; "
+            f"give {'fixed, uncertainty or measured' if matched else 'fixed'}, or train another pair"
+        )
+
+
+def score(pair: str, held_out: HeldOutFigures) -> float:
+    """Alignment plus the mean uniformity of both branches of a pair, mean over the held-out sets;
+    lower is better. Sets in which fewer than two samples have both halves of the pair have no
+    figures and do not count; ValueError where that is all of them."""
+    scores = []
+    for figures in held_out.values():
+        names = [name for name in figures if name.startswith("uniformity/") and name.endswith(f"/{pair}")]
+        uniformity = [figures[name] for name in names]
+        if uniformity:
+            scores.append(figures[f"alignment/{pair}"] + sum(uniformity) / len(uniformity))
+    if not scores:
+        raise ValueError(
+            f"loss weights 'alignment': nothing was measured of the pair {pair}, which takes a "
+            f"held-out set in which two samples have both halves, and {', '.join(held_out) or 'no set'} "
+            "was evaluated; hold out samples of every pair, or give other --loss-weights"
+        )
+    return sum(scores) / len(scores)
+
+
+def aligned(followed: Followed, contrastive: str = "contrastive") -> float:
+    """How far a contrastive loss had come at the last look from the first, from 0 to 1."""
+    if not followed.first or followed.first[contrastive] <= 0:
         return 0.0
-    return max(0.0, 1 - followed.before["contrastive"] / followed.first["contrastive"])
+    return max(0.0, 1 - followed.before[contrastive] / followed.first[contrastive])
+
+
+def _is_matching(loss: str) -> bool:
+    return loss.partition("/")[0] == "matching"

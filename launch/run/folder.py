@@ -178,6 +178,15 @@ class RunFolder:
             self._replace(self.metrics, "".join(line + "\n" for line in lines if line not in of_it))
         return True
 
+    def evaluated(self, step: int) -> dict[str, dict[str, float]]:
+        """What metrics.jsonl has of the evaluation after `step`, by held-out set; null as nan."""
+        text = self.metrics.read_text(encoding="utf-8") if self.metrics.is_file() else ""
+        found = {}
+        for line in map(json.loads, text.splitlines()):
+            if line["step"] == step and "held_out" in line:
+                found[line["held_out"]] = {k: math.nan if v is None else v for k, v in line.items()}
+        return found
+
     def log(self, values: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl; not-a-number and infinity, which JSON does not have, become null."""
         values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
@@ -188,8 +197,12 @@ class RunFolder:
         self._append(self.looks, values)
 
     def log_loss_weights(self, values: Mapping[str, Any]) -> None:
-        """Append one line to loss_weights.jsonl."""
-        self._append(self.loss_weights, values)
+        """Append one line to loss_weights.jsonl, unless it ends in that line: a run that goes on
+        decides once more what follows from the evaluation at which it begins."""
+        there = self.first_rank and self.loss_weights.is_file()
+        written = self.loss_weights.read_text(encoding="utf-8").splitlines() if there else []
+        if json.dumps(values) not in written[-1:]:
+            self._append(self.loss_weights, values)
 
     def _append(self, path: Path, values: Mapping[str, Any]) -> None:
         if self.first_rank:
@@ -239,8 +252,10 @@ def training_identity(
     branches = {**branches, "balance": _of_training(branches.get("balance"))}
     if branches.get("sample_weights"):
         branches = {**branches, "sample_weights": asdict(SampleWeightsBlock(**branches["sample_weights"]))}
+    # these weights follow the evaluations, so what is trained depends on when they are
+    free = [key for key in FREE_TO_CHANGE if key != "eval_every" or options.loss_weights != "alignment"]
     known = {
-        "options": _without(FREE_TO_CHANGE, options.record()),
+        "options": _without(free, options.record()),
         "deepspeed_config": _without(DEEPSPEED_FREE_TO_CHANGE, config),
         "branches": _without(BRANCHES_FREE_TO_CHANGE if by_split else (*BRANCHES_FREE_TO_CHANGE, *BRANCHES_SPLIT), branches),
     }

@@ -257,10 +257,16 @@ def _objective(objective: argparse._ArgumentGroup) -> None:
         "--loss-weights",
         choices=MODES,
         default="fixed",
-        help="of both losses: as given, by a learned uncertainty of each, or by how they fall and how far the embeddings have come (default: fixed)",
+        help="of all losses: as given, by a learned uncertainty of each, by how they fall and how far "
+        "the embeddings have come, or, with several pairs, after each evaluation by the alignment and "
+        "uniformity of their held-out embeddings (default: fixed)",
     )
     objective.add_argument(
-        "--loss-weights-every", type=_at_least(1), default=50, metavar="N", help="steps between changes of --loss-weights (default: 50)"
+        "--loss-weights-every",
+        type=_at_least(1),
+        default=50,
+        metavar="N",
+        help="steps between changes of --loss-weights uncertainty or measured (default: 50)",
     )
 
 

@@ -13,6 +13,7 @@ from data.formats.rows import near
 from data.index.roots import from_anywhere, given_roots
 from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
 from data.options import IMAGE_TEXT, DataOptions, read_pairs
+from launch.balancing.loss_weights import check_mode
 from launch.run.records import PIXELS, options_of_export, read_run
 from launch.settings.flags import make_parser
 from launch.settings.modules import import_modules
@@ -286,9 +287,20 @@ def _check_pairs(parser: argparse.ArgumentParser, values: dict[str, Any]) -> Non
 def _check_fusion(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> None:
     if values["fusion"] and values["fusion_width"] % values["fusion_heads"]:
         parser.error(f"argument --fusion-width: {values['fusion_width']} is no multiple of --fusion-heads {values['fusion_heads']}")
-    for key in ("fusion_width", "fusion_heads", "fusion_scales", "matching_weight", "loss_weights", "loss_weights_every"):
-        if not values["fusion"] and values[key] != parser.get_default(key):
-            parser.error(f"argument --{key.replace('_', '-')}: {values[key]} is for a run with --fusion; add --fusion N, or leave it out")
+    pairs = read_pairs(values["pairs"])
+    try:
+        check_mode(
+            values["loss_weights"], [*(f"contrastive/{p.first}_{p.second}" for p in pairs), *(["matching"] if values["fusion"] else [])]
+        )
+    except ValueError as error:
+        parser.error(f"argument --loss-weights: {error}")
+    of_several = ("loss_weights", "loss_weights_every")  # losses: of pairs, or of matching beside that of the pair
+    for key in ("fusion_width", "fusion_heads", "fusion_scales", "matching_weight", *of_several):
+        if not values["fusion"] and values[key] != parser.get_default(key) and (key not in of_several or len(pairs) == 1):
+            also = " or several --pairs" if key in of_several else ""
+            parser.error(
+                f"argument --{key.replace('_', '-')}: {values[key]} is for a run with --fusion{also}; add --fusion N, or leave it out"
+            )
 
 
 def _weights(parser: argparse.ArgumentParser, given: str | None, data: tuple[str, ...]) -> tuple[float, ...] | None:

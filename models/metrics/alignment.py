@@ -12,6 +12,7 @@ With n pairs of unit vectors xᵢ (image) and yᵢ (text):
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,23 +39,27 @@ def alignment_sums(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
     return torch.cat([torch.stack([distance, cosine, every, spread]), own.double().sum(0), products.reshape(width * width)])
 
 
-def alignment_figures(image_to_text: Tensor, text_to_image: Tensor, num_pairs: int) -> dict[str, float]:
-    """The figures above from the sums of both directions; empty with less than two pairs."""
+def alignment_figures(
+    image_to_text: Tensor, text_to_image: Tensor, num_pairs: int, branches: Sequence[str] = ("image", "text")
+) -> dict[str, float]:
+    """The figures above from the sums of both directions; empty with less than two pairs.
+    `branches`: the names behind `uniformity/` and `effective_rank/`."""
     if num_pairs < 2:
         return {}
     width = int(((len(image_to_text) - PAIRWISE) * 4 + 1) ** 0.5 - 1) // 2  # D² + D
     distance, cosine, every, text_spread = image_to_text[:PAIRWISE].tolist()
     image_spread = float(text_to_image[PAIRWISE - 1])
     others = num_pairs * (num_pairs - 1)
-    sums = {"image": image_to_text[PAIRWISE:], "text": text_to_image[PAIRWISE:]}
+    first, second = branches
+    sums = {first: image_to_text[PAIRWISE:], second: text_to_image[PAIRWISE:]}
     means = {branch: values[:width] / num_pairs for branch, values in sums.items()}
     figures = {
         "alignment": distance / num_pairs,
-        "modality_gap": float((means["image"] - means["text"]).norm()),
+        "modality_gap": float((means[first] - means[second]).norm()),
         "cosine_pairs": cosine / num_pairs,
         "cosine_others": (every - cosine) / others,
     }
-    for branch, spread in (("image", image_spread), ("text", text_spread)):
+    for branch, spread in ((first, image_spread), (second, text_spread)):
         figures[f"uniformity/{branch}"] = float(torch.tensor(max(spread / others, 1e-300), dtype=torch.float64).log())
         covariance = sums[branch][width:].view(width, width) / num_pairs - torch.outer(means[branch], means[branch])
         figures[f"effective_rank/{branch}"] = _effective_rank(covariance)

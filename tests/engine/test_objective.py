@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.objective import Branch, Objective, Pair
-from models.losses import InfoNCE, Sigmoid
+from engine.objective import Branch, Objective, Pair, loss_metric
+from models.losses import InfoNCE, Matching, Sigmoid
 
 IMAGE, TEXT, SOUND = Branch("image", ("pixel_values",)), Branch("text", ("input_ids", "attention_mask")), Branch("sound", ("samples",))
 OBJECTIVE = Objective((IMAGE, TEXT, SOUND), (Pair("image", "text", InfoNCE()), Pair("sound", "text", Sigmoid(), prefix="sound_text_")))
@@ -35,6 +35,16 @@ def test_scalars_belong_to_the_first_branch_of_their_pair():
 def test_all_ranks_go_through_the_links_in_one_order():
     assert OBJECTIVE.names == ("image", "text", "sound")
     assert OBJECTIVE.links == (("image", "text"), ("text", "image"), ("sound", "text"), ("text", "sound"))
+
+
+def test_losses_are_named_after_their_pairs_where_there_are_several():
+    one = Objective((IMAGE, TEXT), (Pair("image", "text", InfoNCE(), weight=2.0, matching=Matching()),))
+    assert one.losses == {"contrastive": 2.0, "matching": 2.0}
+    assert OBJECTIVE.losses == {"contrastive/image_text": 1.0, "contrastive/sound_text": 1.0}
+    assert [loss_metric(name) for name in (*one.losses, *OBJECTIVE.losses)] == [
+        *("contrastive_loss", "matching_loss"),
+        *("contrastive_loss/image_text", "contrastive_loss/sound_text"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from split_training import LR, RELATIVE, Case, assemble, check_gradients, disagreement, refusal, train_split, train_whole
-from three_branches import ThreeBranches, train_three_split, train_three_whole
+from three_branches import PAIRS, WEIGHTS, ThreeBranches, train_three_split, train_three_whole, train_with_alignment
 
 
 def fork(image, text, micro_batch_size="auto", **kwargs):
@@ -512,6 +512,7 @@ def fork_of_three(stages, replicas, sizes, **more):
         fork_of_three((1, 1, 1), (1, 2, 1), (8, 4, 6), lacking=LACKING, not_loaded={"image": (3,), "sound": (0, 3)}),
         fork_of_three((1, 2, 1), (1, 1, 2), (8, 6, 4), schedule="replay", not_loaded={"text": (7, 8), "sound": (0, 23)}),
         fork_of_three((1, 1, 1), (2, 1, 1), (6, 8, 12), pairs="three", plain=True, lacking=LACKING),
+        fork_of_three((1, 1, 1), (2, 1, 1), (4, 8, 24), pairs="three", loss_weights={"contrastive/sound_text": 1.7}),
         three("merged", {"merged": 1}, 1, 8, pairs="three"),
         three("merged", {"merged": 1}, 2, 4, pairs="three", plain=True),
         three("merged", {"merged": 2}, 2, 4, schedule="replay", not_loaded={"image": (3,), "sound": (0, 3)}),
@@ -533,3 +534,27 @@ def test_three_branches_equal_unsplit_training(case):
     for pair, loss in reference["losses"].items():
         assert metrics.losses[f"contrastive_loss/{pair}"] == pytest.approx(loss, rel=RELATIVE)
     check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+    weights = {f"contrastive/{'_'.join(pair)}": WEIGHTS[pair] for pair in PAIRS[case.pairs]} | case.loss_weights
+    assert {name: metrics.losses[f"loss_weight/{name}"] for name in weights} == weights
+
+
+def test_weights_that_follow_the_alignment_of_each_pair_are_those_of_the_next_step():
+    """Evaluated through the stages, equal on all ranks; the loss is the sum with these weights."""
+    case = fork_of_three((1, 1, 1), (2, 1, 1), (4, 8, 24), pairs="three")
+    results = run_ranks(case.world_size, train_with_alignment, case, 3)
+    assert all(result == results[0] for result in results[1:])
+    asked = {f"contrastive/{'_'.join(pair)}": weight for pair, weight in WEIGHTS.items()}
+    assert results[0][0]["weights"] == asked and results[0][0]["reason"] is None
+    for step in results[0]:
+        expected = sum(weight * step["losses"][name.replace("/", "_loss/")] for name, weight in step["weights"].items())
+        assert step["loss"] == pytest.approx(expected, rel=1e-6)
+        assert sum(step["weights"].values()) == pytest.approx(3.5)
+    assert len({tuple(step["weights"].values()) for step in results[0]}) == 3
+    assert all("loss weights, alignment: contrastive/image_text" in step["reason"] for step in results[0][1:])
+
+
+def test_a_weight_of_a_loss_that_is_not_there_is_refused():
+    case = three("merged", {"merged": 1}, 1, 8, loss_weights={"contrastive": 2.0})
+    words = "contrastive is no loss of this run; give weights of contrastive/image_text, contrastive/sound_text"
+    with pytest.raises(RuntimeError, match=words):
+        run_ranks(1, train_three_split, case)

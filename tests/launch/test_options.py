@@ -136,6 +136,8 @@ def test_what_is_given_wins_over_the_defaults():
         (["--augmentation", "crop+crop"], ["--augmentation", "crop+crop"]),
         (["--matching-weight", "2"], ["--matching-weight", "2.0 is for a run with --fusion", "--fusion N"]),
         (["--loss-weights", "measured"], ["--loss-weights", "measured", "--fusion"]),
+        (["--loss-weights", "alignment"], ["--loss-weights", "need two pairs, and this run has one; give fixed"]),
+        (["--loss-weights", "alignment", "--fusion", "1"], ["--loss-weights", "need two pairs", "beside matching, of which no alignment"]),
         (["--fusion", "2", "--fusion-heads", "7"], ["--fusion-width", "512", "multiple", "7"]),
         (["--steps", "many"], ["--steps", "whole number", "'many'"]),
         (["--max-text-tokens", "3"], ["--max-text-tokens", "3 is below 4"]),

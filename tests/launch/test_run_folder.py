@@ -1,6 +1,8 @@
 """The folder of a run: it knows which run it holds, and its files can be read by anyone."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 from cost_models import proportional
@@ -103,6 +105,38 @@ def test_the_same_run_goes_on_split_and_computed_in_another_way(folder):
         "schedule": "replay",
     }
     folder.refuse_other_run(*identity(config=config, block=block, plan=plan_for(8)))
+
+
+def test_when_it_is_evaluated_belongs_to_a_run_whose_loss_weights_follow_that(tmp_path, decided):
+    def at(every):
+        options = replace(parse_options(["--eval-every", every]), loss_weights="alignment")
+        return options, training_identity(options, CONFIG, BLOCK)
+
+    folder = RunFolder(tmp_path / "a run", first_rank=True)
+    folder.write_config(*at("3"), *decided)
+    folder.refuse_other_run(*at("3"))
+    with pytest.raises(ValueError, match="options.eval_every: there 3, here 4"):
+        folder.refuse_other_run(*at("4"))
+
+
+def test_what_was_evaluated_after_a_step_comes_back(tmp_path):
+    folder = RunFolder(tmp_path / "a run", first_rank=True)
+    assert folder.evaluated(0) == {}
+    for step in (0, 5):
+        folder.log({"step": step, "loss": 1.0})
+        folder.log({"step": step, "held_out": "family", "alignment": step + 0.1 + 0.2, "effective_rank/image": math.nan})
+        folder.log({"step": step, "held_out": "ema/family", "alignment": 7.0})
+    found = folder.evaluated(5)
+    assert list(found) == ["family", "ema/family"] and found["family"]["alignment"] == 5 + 0.1 + 0.2
+    assert math.isnan(found["family"]["effective_rank/image"])
+
+
+def test_a_change_of_loss_weights_that_is_decided_once_more_is_listed_once(tmp_path):
+    folder = RunFolder(tmp_path / "a run", first_rank=True)
+    lines = [{"step": step, "contrastive": 0.1 * step, "reason": "why"} for step in (1, 2, 2, 3, 2)]
+    for line in lines:
+        folder.log_loss_weights(line)
+    assert [json.loads(line)["step"] for line in folder.loss_weights.read_text().splitlines()] == [1, 2, 3, 2]
 
 
 def test_a_loss_per_micro_batch_is_another_objective_and_belongs_to_its_split(folder, tmp_path, decided):
