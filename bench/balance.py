@@ -1,10 +1,10 @@
-"""Four ways to deal a global batch into micro-batches: at random, sorted by length, longest first (LPT), and balanced (`data/batching/dealing.py`).
+"""Four ways to deal texts into micro-batches: at random, sorted by length, longest first (LPT), and balanced (`data/batching/dealing.py`).
 
-    python bench/balance.py            writes bench/out/balance.md, in about 15 s on one core
+    python bench/balance.py            writes bench/out/balance.md, in about 10 s on one core
 
-Skewed sets of samples: texts of 4 to 77 tokens, log-normal, and pictures in four resolutions. For each way: padding, and the seconds of a
-step against the lower bound (all work divided evenly, nothing padded), for 2 to 8 stages and 1 to 8 replicas; then the time to deal. Steps
-are the instruction lists of the engine, walked with the seconds of every single micro-batch: `engine/planning/simulator.py` knows but one size of them.
+The texts have 4 to 77 tokens, log-normal. For each way: padding, and the seconds of a step against the lower bound (all work divided
+evenly, nothing padded), for 2 to 8 stages and 1 to 8 replicas; then the time to deal. Steps are the instruction lists of the engine,
+walked with the seconds of every single micro-batch: `engine/planning/simulator.py` knows only one size of them.
 
 Lengths are rounded up to a multiple of 8 before anything else, because the tokenizer pads so; what that costs stands below the table.
 """
@@ -44,11 +44,9 @@ STAGES, REPLICAS = (2, 4, 8), (1, 2, 4, 8)
 NUM_MICRO_BATCHES = 32  # of each replica, whatever the way; ours may also choose
 GLOBAL_BATCH_SIZE, LARGE = 4096, 65536
 MAX_TEXT_TOKENS = 77
-KILOPIXELS = (16, 26, 50, 83)  # 128², 160², 224², 288²
-SHARES = (0.15, 0.30, 0.45, 0.10)
 TEXT_COST = BranchCost(fixed_s=1e-3, per_sample_s=2e-5, per_token_s=1e-5, per_token_squared_s=5e-8)
-IMAGE_COST = BranchCost(fixed_s=1e-3, per_sample_s=1e-4, per_token_s=2e-5)
 MIN_SIZE = 4
+FIXED = DealBounds(MIN_SIZE, min_micro_batches=NUM_MICRO_BATCHES, max_micro_batches=NUM_MICRO_BATCHES)
 FORWARD_SHARE = 1 / 3  # of a micro-batch's seconds; the backward has the rest
 ROUNDS = 7
 
@@ -58,62 +56,34 @@ def num_tokens(samples: int, seed: int = 0) -> np.ndarray:
     return np.clip(np.rint(np.random.default_rng([seed, 0]).lognormal(2.8, 0.6, samples)), 4, MAX_TEXT_TOKENS).astype(np.int64)
 
 
-def kilopixels(samples: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, 1]).choice(KILOPIXELS, samples, p=SHARES)
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is dealt: one branch of a fork, or both together."""
-
-    name: str
-    works: Callable[[int], Sequence[BranchWork]]
-    same_stages: bool = False
-
-
-def _texts(samples: int) -> BranchWork:
+def texts(samples: int) -> BranchWork:
     return BranchWork(padded_lengths(num_tokens(samples), MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE), TEXT_COST)
-
-
-def _images(samples: int) -> BranchWork:
-    return BranchWork(kilopixels(samples), IMAGE_COST, apart=True)
-
-
-CASES = (
-    Case("fork, text", lambda samples: [_texts(samples)]),
-    Case("fork, image", lambda samples: [_images(samples)]),
-    Case("merged, both", lambda samples: [_images(samples), _texts(samples)], same_stages=True),
-)
 
 
 # -- ways to deal ------------------------------------------------------------------------------------------------------------
 
 
-def deal_at_random(works: Sequence[BranchWork], replicas: int, number: int) -> Deal:
+def deal_at_random(work: BranchWork, replicas: int, number: int) -> Deal:
     """As the order comes: the samples of a global batch are shuffled already."""
-    return _in_equal_parts(np.arange(works[0].lengths.size), replicas, number)
+    return _in_equal_parts(np.arange(work.lengths.size), replicas, number)
 
 
-def deal_sorted(works: Sequence[BranchWork], replicas: int, number: int) -> Deal:
-    """By cost, in equal parts, each replica's in a row: little padding, and the last replica has all the long ones."""
-    return _in_equal_parts(np.argsort(_own_seconds(works), kind="stable"), replicas, number)
+def deal_sorted(work: BranchWork, replicas: int, number: int) -> Deal:
+    """By length, in equal parts, each replica's in a row: little padding, and the last replica has all the long ones."""
+    return _in_equal_parts(np.argsort(work.lengths, kind="stable"), replicas, number)
 
 
-def deal_longest_first(works: Sequence[BranchWork], replicas: int, number: int) -> Deal:
+def deal_longest_first(work: BranchWork, replicas: int, number: int) -> Deal:
     """Each sample, the costliest first, to the micro-batch that has least so far (LPT, Graham 1969): even, if padding cost nothing."""
     parts: list[list[int]] = [[] for _ in range(replicas * number)]
     heap = [(0.0, i) for i in range(len(parts))]
-    seconds = _own_seconds(works)
+    seconds = work.cost.of_sample(work.lengths)
     for position in np.argsort(-seconds, kind="stable").tolist():
         load, i = heap[0]
         parts[i].append(position)
         heapq.heapreplace(heap, (load + float(seconds[position]), i))
     arrays = [np.array(sorted(part), dtype=np.int64) for part in parts]
     return [arrays[r * number : (r + 1) * number] for r in range(replicas)]
-
-
-def _own_seconds(works: Sequence[BranchWork]) -> np.ndarray:
-    return np.sum([work.cost.of_sample(work.lengths) for work in works], axis=0)
 
 
 def _in_equal_parts(order: np.ndarray, replicas: int, number: int) -> Deal:
@@ -160,52 +130,42 @@ def simulated_s(seconds: np.ndarray, num_stages: int, schedule: str = "batch_syn
 
 @dataclass(frozen=True)
 class Row:
-    case: str
     num_stages: int
     replicas: int
-    padding: dict[str, float]  # by way; of the branch that is padded most
+    padding: dict[str, float]  # by way
     over: dict[str, float]  # a step, above the lower bound
     free_number: int  # of micro-batches, where ours may choose
     free_over: float  # above the lower bound of the best number
-    resized: int  # pictures that balanced deals put together with larger ones
 
 
-def measure(case: Case, num_stages: int, replicas: int) -> Row:
-    works = case.works(GLOBAL_BATCH_SIZE)
-    bound_s = lower_bound_s(works, replicas, NUM_MICRO_BATCHES, num_stages, case.same_stages)
-    fixed = DealBounds(MIN_SIZE, min_micro_batches=NUM_MICRO_BATCHES, max_micro_batches=NUM_MICRO_BATCHES)
-    deals = {name: way(works, replicas, NUM_MICRO_BATCHES) for name, way in WAYS.items()}
-    deals["balanced"] = deal_balanced(works, replicas, fixed, num_stages, case.same_stages)
-    free = deal_balanced(works, replicas, DealBounds(MIN_SIZE), num_stages, case.same_stages)
-    best_s = min(lower_bound_s(works, replicas, number, num_stages, case.same_stages) for number in range(1, 65))
+def measure(num_stages: int, replicas: int) -> Row:
+    work = texts(GLOBAL_BATCH_SIZE)
+    deals = {name: way(work, replicas, NUM_MICRO_BATCHES) for name, way in WAYS.items()}
+    deals["balanced"] = deal_balanced(work, replicas, FIXED, num_stages)
+    free = deal_balanced(work, replicas, DealBounds(MIN_SIZE), num_stages)
+    bound_s = lower_bound_s(work, replicas, NUM_MICRO_BATCHES, num_stages)
+    best_s = min(lower_bound_s(work, replicas, number, num_stages) for number in range(1, 65))
     return Row(
-        case.name,
         num_stages,
         replicas,
-        {name: max(padding_share(deal, work.lengths) for work in works) for name, deal in deals.items()},
-        {name: _step_s(deal, case, num_stages) / bound_s - 1 for name, deal in deals.items()},
+        {name: padding_share(deal, work.lengths) for name, deal in deals.items()},
+        {name: _step_s(deal, work, num_stages) / bound_s - 1 for name, deal in deals.items()},
         len(free[0]),
-        _step_s(free, case, num_stages) / best_s - 1,
-        sum(_below_longest(deal, work.lengths) for deal in (deals["balanced"], free) for work in works if work.apart),
+        _step_s(free, work, num_stages) / best_s - 1,
     )
 
 
-def _below_longest(deal: Deal, lengths: np.ndarray) -> int:
-    return sum(int((lengths[part] < lengths[part].max()).sum()) for line in deal for part in line)
+def _step_s(deal: Deal, work: BranchWork, num_stages: int) -> float:
+    return simulated_s(micro_batch_seconds(deal, work), num_stages)
 
 
-def _step_s(deal: Deal, case: Case, num_stages: int) -> float:
-    return simulated_s(micro_batch_seconds(deal, case.works(GLOBAL_BATCH_SIZE), case.same_stages), num_stages)
-
-
-def times(samples: int, case: Case) -> dict[str, list[float]]:
+def times(samples: int) -> dict[str, list[float]]:
     """Milliseconds to deal to 8 replicas for 4 stages, each way in turn."""
-    works = case.works(samples)
-    fixed = DealBounds(MIN_SIZE, min_micro_batches=NUM_MICRO_BATCHES, max_micro_batches=NUM_MICRO_BATCHES)
+    work = texts(samples)
     ways: dict[str, Callable[[], Deal]] = {
-        **{name: (lambda way=way: way(works, 8, NUM_MICRO_BATCHES)) for name, way in WAYS.items()},
-        "balanced": lambda: deal_balanced(works, 8, fixed, 4, case.same_stages),
-        "balanced, any number": lambda: deal_balanced(works, 8, DealBounds(MIN_SIZE), 4, case.same_stages),
+        **{name: (lambda way=way: way(work, 8, NUM_MICRO_BATCHES)) for name, way in WAYS.items()},
+        "balanced": lambda: deal_balanced(work, 8, FIXED, 4),
+        "balanced, any number": lambda: deal_balanced(work, 8, DealBounds(MIN_SIZE), 4),
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
@@ -216,43 +176,39 @@ def times(samples: int, case: Case) -> dict[str, list[float]]:
     return found
 
 
-def report(rows: Sequence[Row], spent: dict[tuple[str, int], dict[str, list[float]]]) -> Iterator[str]:
+def report(rows: Sequence[Row], spent: dict[int, dict[str, list[float]]]) -> Iterator[str]:
     names = [*WAYS, "balanced"]
     yield "# Ways to deal a global batch\n"
     yield (
-        f"{GLOBAL_BATCH_SIZE:,} samples, {NUM_MICRO_BATCHES} micro-batches per replica, none below {MIN_SIZE} samples where balanced. A cell: a "
-        "step above the lower bound, and the padding (of the branch that has more). The last column: where the number of micro-batches is "
-        "free (1 to 64), above the lower bound of the best number.\n"
+        f"{GLOBAL_BATCH_SIZE:,} texts, {NUM_MICRO_BATCHES} micro-batches per replica, none below {MIN_SIZE} texts where balanced. A cell: a "
+        "step above the lower bound, and the padding. The last column: where the number of micro-batches is free (1 to 64), above the lower "
+        "bound of the best number.\n"
     )
-    yield "| | stages | replicas | " + " | ".join(names) + " | balanced, any number |"
-    yield "|---" * (len(names) + 4) + "|"
+    yield "| stages | replicas | " + " | ".join(names) + " | balanced, any number |"
+    yield "|---" * (len(names) + 3) + "|"
     for row in rows:
         cells = [f"+{row.over[name]:.1%}, {row.padding[name]:.1%}" for name in names]
-        yield f"| {row.case} | {row.num_stages} | {row.replicas} | " + " | ".join(cells) + f" | +{row.free_over:.1%} ({row.free_number}) |"
+        yield f"| {row.num_stages} | {row.replicas} | " + " | ".join(cells) + f" | +{row.free_over:.1%} ({row.free_number}) |"
     tokens = num_tokens(GLOBAL_BATCH_SIZE)
     rounding = 1 - tokens.sum() / padded_lengths(tokens, MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE).sum()
     yield f"\nNot in these figures, since no deal changes it: rounding up to a multiple of 8 makes {rounding:.1%} of the texts' tokens padding.\n"
     within = sum(row.over["balanced"] <= 0.05 for row in rows)
-    yield (
-        "Pictures dealt at random would be resized to the largest of their micro-batch, which is also another training; balanced deals resize "
-        f"{sum(row.resized for row in rows)} here. Longest first evens out work without regard to padding.\n"
-    )
     yield f"Balanced is within 5 % of the lower bound in {within} of {len(rows)} cases, at most {max(r.over['balanced'] for r in rows):.1%} above it.\n"
     yield f"Milliseconds to deal to 8 replicas for 4 stages, median of {ROUNDS} (least – most), on one core:\n"
-    yield "| | samples | " + " | ".join(next(iter(spent.values()))) + " |"
-    yield "|---" * (len(next(iter(spent.values()))) + 2) + "|"
-    for (name, samples), ways in spent.items():
+    yield "| texts | " + " | ".join(next(iter(spent.values()))) + " |"
+    yield "|---" * (len(next(iter(spent.values()))) + 1) + "|"
+    for samples, ways in spent.items():
         cells = [f"{median(ms):.1f} ({min(ms):.1f} – {max(ms):.1f})" for ms in ways.values()]
-        yield f"| {name} | {samples:,} | " + " | ".join(cells) + " |"
+        yield f"| {samples:,} | " + " | ".join(cells) + " |"
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     from tqdm import tqdm
 
-    cases = [(case, stages, replicas) for case in CASES for stages in STAGES for replicas in REPLICAS]
+    cases = [(stages, replicas) for stages in STAGES for replicas in REPLICAS]
     rows = [measure(*case) for case in tqdm(cases, unit="case")]
-    spent = {(case.name, samples): times(samples, case) for case in tqdm(CASES, unit="case") for samples in (GLOBAL_BATCH_SIZE, LARGE)}
+    spent = {samples: times(samples) for samples in (GLOBAL_BATCH_SIZE, LARGE)}
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / "balance.md").write_text("\n".join(report(rows, spent)) + "\n", encoding="utf-8")
     print((OUT / "balance.md").read_text(encoding="utf-8"))

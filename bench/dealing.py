@@ -61,7 +61,7 @@ def deal(step: int, way: str, num_micro_batches: int) -> Deal:
     work = BranchWork(
         padded_lengths(lengths(step), MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE), COST, most_padded=SETUP.micro_batch_size * MAX_TEXT_TOKENS
     )
-    return deal_balanced([work], 1, DealBounds(1, 1 << 30, num_micro_batches, num_micro_batches))
+    return deal_balanced(work, 1, DealBounds(1, 1 << 30, num_micro_batches, num_micro_batches))
 
 
 def micro_batches(branch: str, step: int, way: str, num_micro_batches: int) -> Iterator[dict[str, Tensor]]:

@@ -98,7 +98,7 @@ class ByCost:
         bounds = DealBounds(self.bounds.min_size, self.bounds.max_size, least, most)
         while True:
             try:
-                return deal_balanced([work], replicas, bounds, self.num_stages)
+                return deal_balanced(work, replicas, bounds, self.num_stages)
             except ValueError:
                 if not work.most_padded or work.most_padded > work.lengths.max() * work.lengths.size:
                     raise  # not for want of memory

@@ -40,11 +40,6 @@ class BranchCost:
         lengths = np.asarray(lengths, dtype=np.float64)
         return self.per_sample_s + lengths * (self.per_token_s + lengths * self.per_token_squared_s)
 
-    def times(self, captions: int) -> "BranchCost":
-        """Of samples that bring that many texts each."""
-        fixed_s, *of_sample = self.coefficients
-        return BranchCost(fixed_s, *(captions * c for c in of_sample), version=self.version)
-
     def at(self, num_samples: np.ndarray | int, lengths: np.ndarray | int) -> np.ndarray:
         """Seconds of a micro-batch of `num_samples` padded to `lengths`."""
         return self.fixed_s + num_samples * self.of_sample(lengths)

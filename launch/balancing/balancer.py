@@ -13,7 +13,7 @@ import numpy as np
 from data.batching.adaptation import Trends, after_step
 from data.batching.balance import ByCost
 from data.batching.branch_cost import BranchCost, fit_branch_cost, smoothed
-from data.batching.feed import Knobs, Looks, look, typical
+from data.batching.feed import Looks, look, typical
 from data.batching.mixture import Parts
 from data.batching.settings import Setting, Settings
 from engine.executor import ForkEngine
@@ -123,7 +123,6 @@ class Balancer:
         looks, knobs, reason = self._looks, now.knobs, None
         if self._dealt:
             looks, knobs, reason = look(looks, knobs, self.balance.ladders, self.balance.rules, busy_s, step - len(self._busy_s))
-        costs = _costs_with(costs, now.knobs, knobs)
         setting, from_step = None, max(first_step, now.from_step + 1)
         remixed = self._dealt and any(order.epoch(now.from_step) < epoch <= order.epoch(from_step) for epoch, _ in mixes)
         if knobs != now.knobs or costs != now.costs or remixed:
@@ -228,20 +227,13 @@ class Balancer:
             self.settings, self._looks, self._busy_s = before, Looks(**state["looks"]), list(state["busy_s"])
             return
         first, knobs = self.balance.first, before.at(step).knobs
-        setting = replace(first, from_step=step, knobs=knobs, costs=_costs_with(first.costs, first.knobs, knobs), reason="planned anew")
+        setting = replace(first, from_step=step, knobs=knobs, reason="planned anew")
         setting = replace(setting, num_micro_batches=self.balance.num_micro_batches(setting, step, before.mixes))
         self.settings = Settings([first, setting], before.mixes)
 
     def _split(self) -> dict[str, Any]:
         plan = self.balance.plan
         return {"stages": plan.graph.describe(), "batches": {branch: asdict(batch) for branch, batch in plan.batches.items()}}
-
-
-def _costs_with(costs: Mapping[str, BranchCost], before: Knobs, now: Knobs) -> Mapping[str, BranchCost]:
-    """What pictures cost follows from their size."""
-    if "image" not in costs or now == before:
-        return costs
-    return {**costs, "image": _scaled(costs["image"], now.load("image") / before.load("image"))}
 
 
 def branch_seconds(graph: StageGraph, busy_s: Mapping[str, float]) -> dict[str, float]:
@@ -283,7 +275,3 @@ def refitted(costs: Mapping[str, BranchCost], points: Mapping[str, Sequence[Poin
             # the mean of all fits, later of the last few; the profile was a guess
             new[branch] = smoothed(old, found, max(SMOOTHING, 1 / (1 + old.version)))
     return new
-
-
-def _scaled(cost: BranchCost, factor: float) -> BranchCost:
-    return BranchCost(*(factor * c for c in cost.coefficients), version=cost.version)

@@ -231,5 +231,5 @@ def explain_dealing(balance: Balance, settings: Settings, steps: range) -> str:
                 batch = balance.batch(step, settings.at(step), settings.mixes)
                 number = batch.setting.num_micro_batches[branch]
                 deal = dealer.deal(batch, plan.batches[branch].replicas, number, number)
-                lines.append(f"{branch}, step {step + 1}: {explain(deal, [dealer.work(batch)], dealer.num_stages)}")
+                lines.append(f"{branch}, step {step + 1}: {explain(deal, dealer.work(batch), dealer.num_stages)}")
     return "\n".join(lines)

@@ -101,7 +101,7 @@ def test_texts_are_cut_into_as_many_micro_batches_as_their_padding_asks_for(data
         batch = balance.batch(step, first)
         for n in seconds:
             deal, work = balance.dealers["text"].deal(batch, 1, n, n), balance.dealers["text"].work(batch)
-            seconds[n] += predicted_s(deal, [work])
+            seconds[n] += predicted_s(deal, work)
             if n == number["text"]:
                 shares_of_padding.append(padding_share(deal, work.lengths))
     assert min(seconds, key=seconds.get) == number["text"]  # neither whole nor in crumbs
