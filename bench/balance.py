@@ -1,12 +1,14 @@
-"""Four ways to deal texts into micro-batches: at random, sorted by length, longest first (LPT), and balanced (`data/batching/dealing.py`).
+"""Four ways to deal texts into micro-batches: random, sorted by length, longest first (LPT), balanced.
 
     python bench/balance.py            writes bench/out/balance.md, in about 10 s on one core
 
-The texts have 4 to 77 tokens, log-normal. For each way: padding, and the seconds of a step against the lower bound (all work divided
-evenly, nothing padded), for 2 to 8 stages and 1 to 8 replicas; then the time to deal. Steps are the instruction lists of the engine,
-walked with the seconds of every single micro-batch: `engine/planning/simulator.py` knows only one size of them.
+Balanced is `data/batching/dealing.py`. The texts have 4 to 77 tokens, log-normal. For each way: padding,
+and the seconds of a step against the lower bound (all work divided evenly, nothing padded), for 2 to 8
+stages and 1 to 8 replicas; then the time to deal. Steps are the instruction lists of the engine, walked
+with the seconds of each micro-batch, because `engine/planning/simulator.py` knows only one size of them.
 
-Lengths are rounded up to a multiple of 8 before anything else, because the tokenizer pads so; what that costs stands below the table.
+Lengths are rounded up to a multiple of 8 before anything else, because the tokenizer pads so. What that
+costs is given below the table.
 """
 
 from __future__ import annotations
@@ -160,7 +162,7 @@ def _step_s(deal: Deal, work: BranchWork, num_stages: int) -> float:
 
 
 def times(samples: int) -> dict[str, list[float]]:
-    """Milliseconds to deal to 8 replicas for 4 stages, each way in turn."""
+    """Milliseconds of processor time to deal to 8 replicas for 4 stages, each way in turn."""
     work = texts(samples)
     ways: dict[str, Callable[[], Deal]] = {
         **{name: (lambda way=way: way(work, 8, NUM_MICRO_BATCHES)) for name, way in WAYS.items()},
@@ -170,9 +172,9 @@ def times(samples: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():
-            start = time.perf_counter()
+            start = time.process_time()  # what else the machine does is not counted
             way()
-            found[name].append(1e3 * (time.perf_counter() - start))
+            found[name].append(1e3 * (time.process_time() - start))
     return found
 
 
@@ -194,7 +196,7 @@ def report(rows: Sequence[Row], spent: dict[int, dict[str, list[float]]]) -> Ite
     yield f"\nNot in these figures, since no deal changes it: rounding up to a multiple of 8 makes {rounding:.1%} of the texts' tokens padding.\n"
     within = sum(row.over["balanced"] <= 0.05 for row in rows)
     yield f"Balanced is within 5 % of the lower bound in {within} of {len(rows)} cases, at most {max(r.over['balanced'] for r in rows):.1%} above it.\n"
-    yield f"Milliseconds to deal to 8 replicas for 4 stages, median of {ROUNDS} (least – most), on one core:\n"
+    yield f"Milliseconds of processor time to deal to 8 replicas for 4 stages, median of {ROUNDS} (least – most):\n"
     yield "| texts | " + " | ".join(next(iter(spent.values()))) + " |"
     yield "|---" * (len(next(iter(spent.values()))) + 1) + "|"
     for samples, ways in spent.items():

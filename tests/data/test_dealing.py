@@ -52,7 +52,8 @@ def test_every_position_once_equal_counts_within_all_bounds(seed):
     min_size = int(rng.integers(1, 6))
     number = int(rng.integers(1, samples // (replicas * min_size) + 1))
     most_padded = 77 * max(2 * min_size, -(-2 * samples // (replicas * number)))
-    work = BranchWork(texts(samples, seed).lengths, TEXT, most_padded)
+    cost = TEXT if seed % 4 else BranchCost(1e-3, 1e-5)  # then lengths differ in memory alone
+    work = BranchWork(texts(samples, seed).lengths, cost, most_padded)
     if rng.random() < 0.7:
         bounds = exactly(number, min_size, -(-samples // (replicas * number)) + int(rng.integers(2, 40)))
     else:
@@ -64,6 +65,36 @@ def test_every_position_once_equal_counts_within_all_bounds(seed):
     assert bounds.min_micro_batches <= len(dealt[0]) <= bounds.max_micro_batches
     assert bounds.min_size <= sizes(dealt).min() and sizes(dealt).max() <= bounds.max_size
     assert max(len(part) * work.lengths[part].max() for line in dealt for part in line) <= work.most_padded
+
+
+def test_a_deal_is_found_wherever_the_bounds_leave_one():
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(300):
+        samples, replicas = int(rng.integers(1, 9)), int(rng.integers(1, 4))
+        min_size, number = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+        bounds = DealBounds(min_size, min_size + int(rng.integers(0, 4)), number, number + int(rng.integers(0, 3)))
+        work = BranchWork(rng.choice([8, 16, 40, 72], samples), BranchCost(1e-3, 1e-5, 1e-5), int(rng.integers(72, 300)))
+        possible = any(
+            cuts_within(np.sort(work.lengths), replicas * n, bounds, work.most_padded) for n in range(number, bounds.max_micro_batches + 1)
+        )
+        try:
+            deal_balanced(work, replicas, bounds, int(rng.integers(1, 5)))
+        except ValueError:
+            assert not possible
+        else:
+            assert possible
+        found.append(possible)
+    assert 50 < sum(found) < 250
+
+
+def cuts_within(lengths: np.ndarray, pieces: int, bounds: DealBounds, most_padded: int) -> bool:
+    """Whether any way to cut the sorted lengths is within the bounds."""
+    for cuts in combinations(range(1, lengths.size), pieces - 1):
+        parts = np.split(lengths, cuts)
+        if all(bounds.min_size <= len(part) <= bounds.max_size and len(part) * part[-1] <= most_padded for part in parts):
+            return True
+    return False
 
 
 def test_the_same_arguments_give_the_same_deal_and_only_ratios_of_costs_count():

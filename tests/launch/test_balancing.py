@@ -83,7 +83,7 @@ def test_a_deal_of_the_demo_has_little_padding_and_keeps_its_bounds(data, tmp_pa
     assert sorted(np.concatenate([p for p, _ in shares]).tolist()) == list(range(48))
     assert min(sizes) >= 5 and max(sizes) <= 30
     lengths = dealer.work(batch).lengths
-    in_order = np.arange(48).reshape(1, number, -1)
+    in_order = [np.array_split(np.arange(48), number)]
     assert padding_share([[p for p, _ in shares]], lengths) < padding_share(in_order, lengths)
 
 
