@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from data.batching.sampler import evaluation_requests, training_requests
+from data.batching.sampler import MicroBatchRequest, training_requests
 from data.cache import GIB, PictureCache, default_folder, open_cache
 from data.index.sources import Source
-from data.loader import LoadReport, MicroBatchDataset, micro_batches
+from data.loader import LoadReport, MicroBatchDataset, micro_batches, resolve_workers
 from data.modalities.image import ImageModality
 from data.modalities.modality import Modality
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.text import TextModality
 from data.modalities.transforms import augmented, eval_transform
 from data.prepare import PreparedData, bad_table
+from data.processes import start_early
 from engine.executor import ForkEngine
-from launch.balancing.balancer import Balancer
+from engine.processes.start import Processes
+from launch.balancing.batching import Batching
 from launch.balancing.choosing import side_multiple
 from launch.run.folder import RunFolder
-from launch.run.report import recalls
 from launch.settings.modalities import MODALITIES
 from launch.settings.options import Options
-from models.metrics.alignment import alignment_figures, alignment_sums
-from models.metrics.retrieval import RECALL_AT, recall_hits
 
 OF_STORAGE = ("unreadable", "missing-file")
 BAD_TO_JUDGE = 100  # a few pictures that break are no fraction yet
@@ -38,7 +37,7 @@ WORTH_WORKERS = 64
 
 
 class Feeding:
-    """Training micro-batches for `engine`, and its held-out sets."""
+    """Micro-batches for the stage of this rank: of training, and of held-out sets."""
 
     def __init__(
         self,
@@ -48,13 +47,11 @@ class Feeding:
         workers: int,
         pin_memory: bool,
         folder: RunFolder,
-        balancer: Balancer,
+        batching: Batching,
         patch_size: int | None,
-        weights_of: Callable[[np.ndarray], np.ndarray] | None,
     ):
-        """`weights_of`: what the samples of a global batch count in its loss; None: all the same."""
-        self.data, self.engine, self.options, self.folder, self.balancer = data, engine, options, folder, balancer
-        self.workers, self.pin_memory, self.patch_size, self.weights_of = workers, pin_memory, patch_size, weights_of
+        self.data, self.engine, self.options, self.folder, self.batching = data, engine, options, folder, batching
+        self.workers, self.pin_memory, self.patch_size = workers, pin_memory, patch_size
         self.branch = next(iter(engine.place.layers))
         self.modalities = frozenset(engine.place.loads)
         self.batch = engine.batches[self.branch]
@@ -72,16 +69,16 @@ class Feeding:
         if not self.modalities:
             return None
         requests = training_requests(
-            self.balancer.balance.order,
+            self.batching.balance.order,
             self.data.train,
             self.engine.replica,
             self.batch.replicas,
             self.branch,
-            self.balancer.settings,
+            self.batching.balancer.settings,
             start_step,
             stop_step,
-            [self.balancer.balance.dealers[branch] for branch in self.engine.place.loads],
-            self.weights_of,
+            [self.batching.balance.dealers[branch] for branch in self.engine.place.loads],
+            self.batching.weights_of,
         )
         on_load = partial(self._note, self.data.source, True)
         return micro_batches(self._dataset(self.data.source), requests, self.workers, self.pin_memory, on_load=on_load, name=self.name)
@@ -91,31 +88,13 @@ class Feeding:
         counts, self._counts = self._counts, dict.fromkeys(self._counts, 0.0)
         return counts
 
-    def evaluate_held_out(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """(name, recalls and alignment) of each held-out set, through the stages, equal on all ranks.
-
-        Where there are several pairs, the figures of one end in its name: `alignment/image_text`.
-        """
-        for name, held_out in self.data.held_out.items():
-            requests = evaluation_requests(held_out.subset, self.engine.replica, self.batch.replicas, self.batch.micro_batch_size)
-            batches = None
-            if self.modalities:
-                workers = self.workers if len(requests) >= WORTH_WORKERS else 0
-                on_load = partial(self._note, held_out.source, False)
-                batches = micro_batches(self._dataset(held_out.source), requests, workers, self.pin_memory, on_load=on_load, name=self.name)
-            measured = self.engine.evaluate(batches, len(requests), len(held_out.subset), _measured)
-            found: dict[str, float] = {}
-            for pair in self.engine.objective.pairs:
-                directions, num_samples = measured[pair.name]
-                hits = {direction: sums[: len(RECALL_AT)].tolist() for direction, sums in directions.items()}
-                sums = [of_direction[len(RECALL_AT) :] for of_direction in directions.values()]
-                figures = alignment_figures(*sums, num_samples, pair.branches)
-                of_pair = f"/{pair.name}" if len(measured) > 1 else ""
-                found |= recalls(hits, max(1, num_samples)) | {f"{figure}{of_pair}": value for figure, value in figures.items()}
-            yield name, found
-
-    def held_out_sizes(self) -> Mapping[str, int]:
-        return {name: len(held_out.subset) for name, held_out in self.data.held_out.items()}
+    def held_out(self, source: Source, requests: Sequence[MicroBatchRequest]) -> Iterator[dict[str, Tensor]] | None:
+        """This rank's micro-batches of a held-out set; None where nothing enters."""
+        if not self.modalities:
+            return None
+        workers = self.workers if len(requests) >= WORTH_WORKERS else 0
+        on_load = partial(self._note, source, False)
+        return micro_batches(self._dataset(source), requests, workers, self.pin_memory, on_load=on_load, name=self.name)
 
     def _dataset(self, source: Source) -> MicroBatchDataset:
         return micro_batch_dataset(self.data, source, self.options, self.modalities, self.cache, self.patch_size)
@@ -141,8 +120,15 @@ class Feeding:
             )
 
 
-def _measured(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
-    return torch.cat([recall_hits(own, other, target), alignment_sums(own, other, target)])
+def share_cores(options: Options, processes: Processes) -> int:
+    """How many loader processes each rank starts. Without a GPU the ranks of a node share its cores for their own work, too."""
+    cores, on_gpu = len(os.sched_getaffinity(0)), processes.device.type != "cpu"
+    if not on_gpu:
+        torch.set_num_threads(max(1, cores // processes.ranks_on_node))
+    workers = resolve_workers(options.num_workers(), processes.ranks_on_node, cores, on_gpu)
+    if workers:
+        start_early()
+    return workers
 
 
 def picture_cache(options: Options) -> PictureCache | None:

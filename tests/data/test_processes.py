@@ -18,8 +18,8 @@ if __name__ == "__main__":
     import numpy as np
     from data.index import building as index_build
     from data import cache, processes
+    from data.loader import MicroBatchDataset, micro_batches
     from data.modalities.image import ImageModality
-from data.loader import MicroBatchDataset, micro_batches
     from data.batching.sampler import MicroBatchRequest
     from data.index.sources import open_source
     from data.modalities.transforms import eval_transform, train_transform

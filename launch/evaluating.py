@@ -1,0 +1,65 @@
+"""Evaluation during training: retrieval and alignment of the held-out sets, through the stages that train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from data.batching.sampler import evaluation_requests
+from engine.executor import ForkEngine
+from launch.feeding import Feeding
+from launch.run.report import recalls
+from models.metrics.alignment import alignment_figures, alignment_sums
+from models.metrics.retrieval import RECALL_AT, recall_hits
+
+AVERAGED = "ema/"  # before the name of a set that the averaged weights were measured on
+
+
+class Evaluator:
+    """Measures the held-out sets with the weights of the run and, if `averaged`, with their moving average. All ranks call it together."""
+
+    def __init__(self, engine: ForkEngine, feeding: Feeding, averaged: bool):
+        self.engine, self.feeding = engine, feeding
+        self.prefixes = ("", AVERAGED) if averaged else ("",)
+
+    @property
+    def num_samples(self) -> Mapping[str, int]:
+        """Of each held-out set."""
+        return {name: len(held_out.subset) for name, held_out in self.feeding.data.held_out.items()}
+
+    @property
+    def names(self) -> set[str]:
+        """Of what `measure` returns."""
+        return {prefix + name for prefix in self.prefixes for name in self.num_samples}
+
+    def measure(self) -> dict[str, dict[str, float]]:
+        """By held-out set its recalls and figures of alignment, equal on all ranks. Those of the average have the prefix `ema/`."""
+        found = {}
+        for prefix in self.prefixes:
+            with self.engine.averaged_weights() if prefix else nullcontext():
+                found |= {prefix + name: values for name, values in self._held_out()}
+        return found
+
+    def _held_out(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """Where there are several pairs, the figures of one end in its name: `alignment/image_text`."""
+        for name, held_out in self.feeding.data.held_out.items():
+            share = self.feeding.batch
+            requests = evaluation_requests(held_out.subset, self.engine.replica, share.replicas, share.micro_batch_size)
+            batches = self.feeding.held_out(held_out.source, requests)
+            measured = self.engine.evaluate(batches, len(requests), len(held_out.subset), _measured)
+            values: dict[str, float] = {}
+            for pair in self.engine.objective.pairs:
+                directions, num_samples = measured[pair.name]
+                hits = {direction: sums[: len(RECALL_AT)].tolist() for direction, sums in directions.items()}
+                sums = [of_direction[len(RECALL_AT) :] for of_direction in directions.values()]
+                figures = alignment_figures(*sums, num_samples, pair.branches)
+                of_pair = f"/{pair.name}" if len(measured) > 1 else ""
+                values |= recalls(hits, max(1, num_samples)) | {f"{figure}{of_pair}": value for figure, value in figures.items()}
+            yield name, values
+
+
+def _measured(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
+    return torch.cat([recall_hits(own, other, target), alignment_sums(own, other, target)])

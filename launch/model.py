@@ -1,0 +1,58 @@
+"""What a run trains: towers as lists of layers, the objective between them, and the weights that they start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from engine.objective import Objective
+from launch.inference.trained import towers_of
+from launch.settings.objective import objective_of, pairs_of
+from launch.settings.options import Options
+from models.losses import Matching, build_loss
+from models.towers.layers import LayerSpec, Tower, Weights
+from models.weights.reading import open_model, open_weights
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """No layer is built before `build_layer` is asked for it. `pretrained`: readers of weights by branch; the others start from `seed`."""
+
+    towers: Sequence[Tower]
+    objective: Objective
+    seed: int
+    pretrained: Mapping[str, Weights] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: Options, tokenizer: PreTrainedTokenizerBase) -> RunModel:
+        """As the options say. Errors: ValueError, FileNotFoundError."""
+        towers = towers_of(vars(options), tokenizer)
+        loss = build_loss(options.loss, options.label_smoothing)
+        pairs = pairs_of(options.pairs, loss, Matching() if options.fusion else None)
+        return cls(towers, objective_of(towers, pairs), options.seed, _pretrained(options, towers))
+
+    @property
+    def layers(self) -> dict[str, Sequence[LayerSpec]]:
+        """Of each branch, in order."""
+        return {tower.branch: tower.specs for tower in self.towers}
+
+    @cached_property
+    def patch_size(self) -> int | None:
+        """Of the image tower, pixels; None: it has no patches, or there is none."""
+        return next((tower.config.get("patch_size") for tower in self.towers if tower.branch == "image"), None)
+
+    def build_layer(self, spec: LayerSpec) -> nn.Module:
+        """One layer with its first values, on the CPU."""
+        return spec.build(self.seed, self.pretrained.get(spec.branch))
+
+
+def _pretrained(options: Options, towers: Sequence[Tower]) -> dict[str, Weights]:
+    if options.imported:
+        both = [tower for tower in towers if tower.branch in ("image", "text")]
+        return dict.fromkeys((tower.branch for tower in both), open_model(options.imported, *both))
+    given = {"image": options.image_weights, "text": options.text_weights}
+    return {tower.branch: open_weights(tower.branch, given[tower.branch], tower) for tower in towers if given.get(tower.branch)}

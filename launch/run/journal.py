@@ -1,0 +1,81 @@
+"""What a run says while it trains: lines in its folder and in W&B, reasons in the terminal, sampled traces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.executor import ForkEngine
+from engine.step_metrics import StepMetrics
+from launch.balancing.loss_weights import HeldOutFigures
+from launch.run.folder import RunFolder
+from launch.run.report import retrieval_report, show
+from launch.run.trace_file import TraceFile, is_sampled
+from launch.run.tracking import Tracker
+from launch.settings.options import Options
+
+
+class Journal:
+    """On the first rank; on the others it does nothing, but for what all ranks gather together."""
+
+    def __init__(self, folder: RunFolder, trace_every: int):
+        self.folder, self.trace_every, self.tracker = folder, trace_every, None
+        self.trace = TraceFile(folder.path / "trace.json")
+        self._evaluations: dict[int, dict[str, float]] = {}
+
+    def track(self, options: Options, config: Mapping[str, Any]) -> None:
+        """From here on in Weights & Biases too, if --wandb asks for it."""
+        self.tracker = Tracker(options.wandb, options.wandb_project, self.folder.path, config, self.folder.first_rank)
+
+    def say(self, text: object) -> None:
+        """In the terminal, above the progress bar. Nothing where there is nothing to say."""
+        show(text, self.folder.first_rank and bool(text))
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """metrics.jsonl, and W&B."""
+        self.folder.log(line)
+        self.tracker.log(line)
+
+    def look(self, step: int, seen: Mapping[str, Any] | None) -> None:
+        """balance.jsonl, and the reasons of what was moved. None: there was no look."""
+        if seen is None:
+            return
+        self.folder.log_look(seen)
+        for reason in filter(None, (seen["reason"], seen.get("mix", {}).get("reason"))):
+            self.say(f"step {step}: {reason}")
+
+    def loss_weights(self, step: int, weights: Mapping[str, float], reason: str | None) -> None:
+        """loss_weights.jsonl, where there is a reason for other weights."""
+        if reason:
+            self.folder.log_loss_weights({"step": step, **weights, "reason": reason})
+            self.say(f"step {step}: {reason}")
+
+    def bad_step(self, step: int, metrics: StepMetrics, identity: Any) -> None:
+        """bad_steps.jsonl: the samples of a step that was skipped. `identity`: of a sample, by its index."""
+        self.folder.note_bad_step(step, metrics.loss, metrics.bad_step, identity)
+
+    def evaluation(self, step: int, epoch: float, found: HeldOutFigures) -> None:
+        """A line of metrics.jsonl for each held-out set, and W&B."""
+        self._evaluations[step] = {}
+        for name, values in found.items():
+            self._evaluations[step] |= {f"{name}/{key}": value for key, value in values.items()}
+            self.folder.log({"step": step, "epoch": epoch, "held_out": name, **values})
+        self.tracker.log({"step": step, **self._evaluations[step]})
+
+    def sampled_trace(self, step: int, engine: ForkEngine) -> None:
+        """trace.json, in the steps that are traced. All ranks call it together."""
+        if is_sampled(step, self.trace_every):
+            ranks = engine.gather_trace()
+            if self.folder.first_rank:
+                self.trace.add(step, engine.recorder.started_at_s, ranks)
+
+    def finish(self, exit_code: int) -> None:
+        """Nothing more will be tracked."""
+        if self.tracker is not None:
+            self.tracker.finish(exit_code)
+
+    def retrieval(self, num_samples: Mapping[str, int]) -> None:
+        """The table of the first and the last evaluation of this process, if there was one."""
+        steps: Sequence[int] = sorted({min(self._evaluations), max(self._evaluations)}) if self._evaluations else ()
+        if steps:
+            self.say(retrieval_report("Zero-shot retrieval of held-out samples", [self._evaluations[s] for s in steps], num_samples))
