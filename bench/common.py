@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine.config.reading import BranchesBlock
     from engine.executor import ForkEngine
     from engine.planning.costs import CostModel
-    from models.towers.layers import BRANCHES, Tower
+    from models.towers.layers import Tower
 
 SECONDS_PER_FLOP = 1e-11  # only ratios matter: stages and replicas are given, the costs say where a tower is cut
 TIMEOUT = timedelta(seconds=300)
@@ -123,6 +123,7 @@ def configuration(
     """What a JSON file would say. `branches` gives layout, stages, replicas and, if it is not batch_sync, the schedule; `deepspeed`:
     top-level keys in place of those here, or beside them."""
     from engine.config.reading import check_config
+    from models.towers.layers import BRANCHES
 
     return check_config(
         {

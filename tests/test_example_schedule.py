@@ -5,13 +5,14 @@ That its gradients are right is in tests/engine/test_parity.py.
 
 import json
 import sys
+from dataclasses import asdict
 
 import pytest
 from cost_models import proportional
 from launched import SMALL, fork_flags, metrics, run_to_end, write_pairs
 
 from engine.config.reading import BranchesBlock, check_config
-from engine.planning.costs import CostModel
+from engine.planning.costs import CostModel, cost_model_to_json
 from engine.planning.memory_advice import TRAINING, RankSetup, Work, advice
 from engine.planning.planner import plan_run, search_plans
 from engine.processes.shortage import Shortage
@@ -20,6 +21,7 @@ from launch.settings.modules import import_modules
 from launch.settings.options import parse_options
 from launch.tools.plan import parse_options as parse_plan_options
 from launch.tools.plan import run as run_plan
+from launch.tools.timeline import prediction
 from models.towers.layers import BRANCHES
 
 NAME, MODULE = "one_by_one", "examples.schedule"
@@ -134,6 +136,24 @@ def test_the_plan_tool_takes_it(capsys):
     assert run_plan(["--gpus", "2", "--layout", "chain", *own, *towers]) == 0 and f", {NAME}, " in capsys.readouterr().out
     assert run_plan(["--gpus", "2", "--import-module", "nowhere"]) == 2
     assert "error: --import-module nowhere: there is no module 'nowhere'" in capsys.readouterr().err
+
+
+def test_the_timeline_of_a_run_predicts_it_where_the_module_is_found(registered, registry, tmp_path, monkeypatch):
+    _, plan = plan_of(LINE | {"schedule": NAME})
+    del registry[NAME]
+    monkeypatch.delitem(sys.modules, MODULE)
+    (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(plan.costs), allow_nan=False))
+    record = {
+        "schedule": NAME,
+        "stage_graph": plan.graph.record(),
+        "trainable": plan.trainable,
+        "batches": {branch: asdict(batch) for branch, batch in plan.batches.items()},
+        "options": {"import_module": [MODULE]},
+    }
+    predicted, reason = prediction(tmp_path, record)
+    assert NAME in predicted.title and reason is None
+    predicted, reason = prediction(tmp_path, record | {"options": {"import_module": ["examples.nowhere"]}})
+    assert predicted is None and "nothing is predicted: --import-module examples.nowhere: there is no module" in reason
 
 
 def test_train_py_trains_with_it_and_one_rank_refuses_a_module_that_is_not_there(tmp_path):

@@ -29,6 +29,7 @@ from engine.topology import StageGraph
 from engine.trace import Span
 from launch.run.report import show
 from launch.run.trace_file import read_trace
+from launch.settings.modules import import_modules
 from launch.tools.drawing import Timeline, busy_s, idle_fraction, predicted_timeline, save_comparison_png, seconds, shape
 from launch.tools.plan import OneLineParser, picture
 
@@ -93,6 +94,10 @@ def prediction(run_dir: Path, record: Mapping[str, Any]) -> tuple[Timeline | Non
         )
     if "schedule" not in record:
         return None, f"{run_dir}: config.json names no schedule, so nothing is predicted; an older version wrote it, train again"
+    try:
+        import_modules(record.get("options", {}).get("import_module"))  # which register its schedule
+    except ValueError as error:
+        return None, f"{run_dir}: nothing is predicted: {error}"
     costs = cost_model_from_json(_read(run_dir / "costs.json", "train again"))
     graph = StageGraph.from_record(record["stage_graph"])
     costs = lock_costs(costs, record["trainable"])

@@ -5,6 +5,8 @@ import torch
 from baseline_training import SETUP, train_baseline, train_whole
 from ranks import run_ranks
 
+from bench.common import configuration
+
 
 @pytest.mark.parametrize("micro_batch_size", [None, SETUP.micro_batch_size], ids=["ddp", "ddp_cached"])
 def test_two_ranks_equal_one_process(micro_batch_size):
@@ -18,3 +20,10 @@ def test_two_ranks_equal_one_process(micro_batch_size):
             # Adam's first step divides a gradient by its own size: where it is nothing but rounding, the step can be anything up to lr
             firm = expected.abs() > 1e-4
             torch.testing.assert_close(rank["weights"][name][firm], whole["weights"][name][firm], rtol=1e-4, atol=1e-5)
+
+
+def test_the_configuration_of_the_measurements_is_accepted():
+    """It is made in the ranks of most scripts of bench/, which no other test starts."""
+    fork = {"layout": "fork", "stages": {"image": 1, "text": 1}}
+    config, block = configuration(SETUP, fork)
+    assert config["train_batch_size"] == SETUP.global_batch_size and block.layout == "fork"
