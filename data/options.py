@@ -37,6 +37,11 @@ def read_pairs(given: str) -> tuple[PairOption, ...]:
     return tuple(pairs)
 
 
+def branches_of(given: str) -> tuple[str, ...]:
+    """The modalities of `--pairs`, each a branch, in the order in which they are first named."""
+    return tuple(dict.fromkeys(name for pair in read_pairs(given) for name in pair.modalities))
+
+
 @dataclass(frozen=True)
 class DataOptions:
     """What to train on, and what to do about samples that should not be there."""

@@ -11,6 +11,7 @@ from launched import ROOT, metrics, run_to_end
 
 from launch.settings.modalities import MODALITIES
 from launch.settings.options import parse_options
+from launch.tools.plan import run as run_plan
 
 MODULE = "examples.modality"
 # no batch normalisation and no dropout, which see the split
@@ -91,6 +92,17 @@ def test_what_the_command_line_refuses(given, words, capsys):
     with pytest.raises(SystemExit):
         parse_options(given)
     assert words in capsys.readouterr().err
+
+
+def test_the_plan_tool_takes_any_number_of_branches(capsys):
+    towers = ["--image-tower", VIT, "--text-tower", BERT, "--tower", "palette=24", "--image-size", "32", "--max-text-tokens", "12"]
+    flags = ["--gpus", "4", "--layout", "fork", "--train-batch-size", "64", "--device", "A100", *towers]
+    assert run_plan([*flags, "--import-module", MODULE, "--pairs", PAIRS]) == 0
+    said = capsys.readouterr().out
+    assert "| palette 0 ×1" in said and said.count("fork") >= 2
+    MODALITIES.pop("palette")
+    assert run_plan([*flags, "--pairs", PAIRS]) == 2
+    assert "there is no modality 'palette'; there are image, text" in capsys.readouterr().err
 
 
 def test_data_without_the_modality_is_refused_by_name(tmp_path):

@@ -18,7 +18,7 @@ from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.objective import scalars_of
 from launch.run.records import WEIGHTS, options_of_export, read_export, read_run
 from launch.run.report import show
-from launch.settings.modalities import tower_of
+from launch.settings.modalities import Vocabulary, tower_of
 from launch.settings.modules import import_modules
 from launch.settings.objective import pairs_of
 from models.losses import build_loss
@@ -118,7 +118,9 @@ def towers_of(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) ->
     import_modules(options.get("import_module"))
     pairs = pairs_of(options.get("pairs", IMAGE_TEXT), build_loss(options["loss"]))
     branches = dict.fromkeys(name for pair in pairs for name in pair.branches)
-    return tuple(tower_of(branch, options, tokenizer, scalars_of(pairs, branch), fusion_sizes(options)) for branch in branches)
+    return tuple(
+        tower_of(branch, options, Vocabulary.of(tokenizer), scalars_of(pairs, branch), fusion_sizes(options)) for branch in branches
+    )
 
 
 def read_record(run_dir: Path) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def _towers(model: argparse._ArgumentGroup) -> None:
     model.add_argument(
         "--tower",
         action="append",
-        type=_named_tower,
+        type=named_tower,
         metavar="MODALITY=NAME",
         help="of another modality that --pairs names; NAME as its module says; repeat it for several (default: the modality's own)",
     )
@@ -211,7 +211,7 @@ def _towers(model: argparse._ArgumentGroup) -> None:
 def _objective(objective: argparse._ArgumentGroup) -> None:
     objective.add_argument(
         "--pairs",
-        type=_pairs,
+        type=pairs_given,
         default=IMAGE_TEXT,
         metavar="A:B[:WEIGHT],...",
         help="modalities that are compared, each pair with a loss of its own and its weight in the sum; a sample takes part in the pairs of which "
@@ -374,14 +374,14 @@ def _channels(text: str) -> tuple[float, ...]:
 _channels.__name__ = "list of three numbers"
 
 
-def _pairs(text: str) -> str:
+def pairs_given(text: str) -> str:
     try:
         return ",".join(f"{p.first}:{p.second}" + ("" if p.weight == 1 else f":{p.weight:g}") for p in read_pairs(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _named_tower(text: str) -> str:
+def named_tower(text: str) -> str:
     modality, equals, name = text.partition("=")
     if not modality or not equals or not name:
         raise argparse.ArgumentTypeError(f"'{text}' is not written MODALITY=NAME")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +32,18 @@ class ModalityEntry:
     tower: Callable[[str], Tower]
 
 
+class Vocabulary(NamedTuple):
+    """What a text tower must know of the tokenizer. None: as the tower's own configuration says."""
+
+    size: int | None = None
+    pad_id: int | None = None
+    end_id: int | None = None
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
+        return cls(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+
+
 MODALITIES: dict[str, ModalityEntry] = {}
 OWN_FLAGS = ("image", "text")
 
@@ -43,7 +55,7 @@ def known_modalities() -> tuple[str, ...]:
 def tower_of(
     branch: str,
     options: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: Vocabulary,
     scalars: Mapping[str, float],
     fusion: FusionSizes | None = None,
 ) -> Tower:
@@ -52,8 +64,11 @@ def tower_of(
     if branch == "image":
         tower = image_tower(options["image_tower"], options["image_size"])
     elif branch == "text":
-        vocabulary = (len(tokenizer), options["max_text_tokens"], tokenizer.pad_token_id, tokenizer.eos_token_id)
-        tower = text_tower(options["text_tower"], *vocabulary)
+        tower = text_tower(options["text_tower"], vocabulary.size, options["max_text_tokens"], vocabulary.pad_id, vocabulary.end_id)
+    elif branch not in MODALITIES:
+        raise ValueError(
+            f"there is no modality '{branch}'; there are {', '.join(known_modalities())}; a module that adds one is named by --import-module"
+        )
     else:
         tower = MODALITIES[branch].tower(named_towers(options.get("tower") or ()).get(branch, ""))
     return with_head(tower, options["embed_dim"], scalars, fusion)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from data.formats.rows import near
 from data.index.roots import from_anywhere, given_roots
 from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
-from data.options import IMAGE_TEXT, DataOptions, read_pairs
+from data.options import IMAGE_TEXT, DataOptions, branches_of, read_pairs
 from launch.balancing.loss_weights import check_mode
 from launch.run.records import PIXELS, options_of_export, read_run
 from launch.settings.flags import make_parser
@@ -93,7 +93,7 @@ class Options:
     @property
     def branches(self) -> tuple[str, ...]:
         """The modalities of the pairs, each a branch, in the order in which they are first named."""
-        return tuple(dict.fromkeys(name for pair in read_pairs(self.pairs) for name in pair.modalities))
+        return branches_of(self.pairs)
 
     def data_options(self) -> DataOptions:
         return DataOptions.from_record(vars(self))
@@ -265,7 +265,7 @@ def _check_pairs(parser: argparse.ArgumentParser, values: dict[str, Any]) -> Non
     from launch.settings.modalities import known_modalities  # imports torchvision, which --help can do without
 
     pairs = read_pairs(values["pairs"])
-    named = list(dict.fromkeys(name for pair in pairs for name in pair.modalities))
+    named = branches_of(values["pairs"])
     for name in named:
         if name not in known_modalities():
             parser.error(

@@ -25,7 +25,9 @@ if __name__ == "__main__":
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from data.options import IMAGE_TEXT, branches_of
 from engine.config.reading import AUTO, BranchesBlock, read_config
+from engine.objective import scalars_of
 from engine.optimizer.locking import lock_costs, trainable_layers
 from engine.planning.costs import CostModel
 from engine.planning.devices import DEVICES, Device, find_device
@@ -35,13 +37,15 @@ from engine.topology import LAYOUTS
 from launch.estimates import estimated_costs
 from launch.run.report import show
 from launch.settings.blocks import READERS
+from launch.settings.flags import named_tower, pairs_given
+from launch.settings.modalities import Vocabulary, tower_of
 from launch.settings.modules import add_module_flag, import_modules
+from launch.settings.objective import pairs_of
 from launch.settings.options import DEFAULTS, ROOT
 from launch.tools.drawing import FORMATS, save_plan_png, seconds
-from models.towers.building import build_towers
+from models.losses import build_loss
 from models.towers.defaults import image_name, text_name
 from models.towers.fusion import FusionSizes
-from models.towers.layers import BRANCHES
 
 SAMPLES_PER_GPU, MOST_SAMPLES = 1024, 32768  # of the default global batch
 
@@ -62,8 +66,10 @@ class PlanOptions:
     layout: str | None
     schedule: str | None
     activation_checkpoint_interval: int | None
+    pairs: str
     image_tower: str
     text_tower: str
+    tower: list[str] | None
     embed_dim: int
     image_size: int
     max_text_tokens: int
@@ -117,7 +123,7 @@ def picture(text: str) -> Path | None:
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="python -m launch.tools.plan",
-        description="Rank the ways to run two towers on N GPUs by simulated step time, and say why. Needs no GPU.",
+        description="Rank the ways to run a model on N GPUs by simulated step time, and say why. Needs no GPU.",
         epilog="Costs are estimated from counted operations and the device's data sheet; a run of train.py measures them.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
     )
@@ -147,7 +153,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"samples per step on all GPUs (default: the file's, else {SAMPLES_PER_GPU} per GPU, at most {MOST_SAMPLES})",
     )
-    run.add_argument("--micro-batch-size", type=at_least(1), metavar="N", help="samples, of both branches (default: searched)")
+    run.add_argument("--micro-batch-size", type=at_least(1), metavar="N", help="samples, of all branches (default: searched)")
     run.add_argument("--layout", choices=LAYOUTS, help="only this one (default: the file's, else searched)")
     known = "; ".join(f"{name}: {own.description}" for name, own in SCHEDULES.items())
     searched = " and ".join(name for name, own in SCHEDULES.items() if own.chosen_by_auto)
@@ -158,8 +164,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--activation-checkpoint-interval", type=at_least(0), metavar="N", help="layers; 0: none (default: the file's, else 0)"
     )
     towers = parser.add_argument_group("towers")
+    towers.add_argument("--pairs", type=pairs_given, default=IMAGE_TEXT, metavar="A:B,...", help="as in train.py (default: image:text)")
     towers.add_argument("--image-tower", default=DEFAULTS["image_tower"], metavar="NAME", help=f"(default: {DEFAULTS['image_tower']})")
     towers.add_argument("--text-tower", default=DEFAULTS["text_tower"], metavar="NAME", help=f"(default: {DEFAULTS['text_tower']})")
+    towers.add_argument(
+        "--tower", action="append", type=named_tower, metavar="MODALITY=NAME", help="as in train.py (default: the modality's own)"
+    )
     for flag, minimum, what in (
         ("embed_dim", 1, "width of the common space"),
         ("image_size", 1, "pixels a side"),
@@ -197,9 +207,9 @@ def parse_options(arguments: list[str] | None = None) -> PlanOptions:
 def configuration(options: PlanOptions) -> tuple[dict[str, Any], BranchesBlock]:
     """What train.py would be given: the file, or ZeRO-1 in the precision asked for with everything left to search; flags replace values."""
     if options.deepspeed_config:
-        config, block = read_config(options.deepspeed_config, BRANCHES, READERS)
+        config, block = read_config(options.deepspeed_config, branches_of(options.pairs), READERS)
     else:
-        config, _ = read_config(ROOT / "ds_configs" / f"zero1_{options.precision or 'bf16'}.json", BRANCHES, READERS)
+        config, _ = read_config(ROOT / "ds_configs" / f"zero1_{options.precision or 'bf16'}.json", branches_of(options.pairs), READERS)
         config["train_batch_size"] = min(SAMPLES_PER_GPU * options.gpus, MOST_SAMPLES)
         block = BranchesBlock()
     if options.train_batch_size:
@@ -217,17 +227,15 @@ def configuration(options: PlanOptions) -> tuple[dict[str, Any], BranchesBlock]:
 
 def cost_model(options: PlanOptions, config: Mapping[str, Any]) -> CostModel:
     """Estimated: counted operations of both towers against the device's data sheet."""
-    towers = build_towers(
-        image_name(options.image_tower, None),
-        text_name(options.text_tower, None),
-        options.embed_dim,
-        options.image_size,
-        options.vocab_size,
-        options.max_text_tokens,
-        fusion=FusionSizes(options.fusion) if options.fusion else None,
-    )
+    pairs = pairs_of(options.pairs, build_loss("infonce"))
+    names = {"image_tower": image_name(options.image_tower, None), "text_tower": text_name(options.text_tower, None)}
+    fusion = FusionSizes(options.fusion) if options.fusion else None
+    towers = [
+        tower_of(branch, {**vars(options), **names}, Vocabulary(options.vocab_size), scalars_of(pairs, branch), fusion)
+        for branch in branches_of(options.pairs)
+    ]
     memory_bytes = None if options.memory is None else options.memory * GIB
-    costs = estimated_costs(towers, config, options.embed_dim, options.device, memory_bytes)
+    costs = estimated_costs(towers, config, options.embed_dim, options.device, memory_bytes, compared=[pair.branches for pair in pairs])
     return replace(costs, machine=replace(costs.machine, ranks_per_node=options.gpus_per_node or costs.machine.ranks_per_node))
 
 
@@ -242,7 +250,7 @@ def plan_table(search: Search, batch_size: int, top: int) -> Table:
         box=SIMPLE_HEAD,
         padding=0,
         pad_edge=False,
-        caption="stages, replicas, micro-batches (samples × number): image + text, or the same for both; keeps: micro-batches that "
+        caption="stages, replicas, micro-batches (samples × number): image + text, or the same for all; keeps: micro-batches that "
         "need no second forward; idle: part of all rank-time; GiB: of the rank with most",
         caption_justify="left",
     )
