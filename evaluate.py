@@ -29,7 +29,14 @@ from data.index.sources import open_source
 from data.loader import resolve_workers
 from data.options import DataOptions
 from data.prepare import HeldOut, count_bad, first_bad, prepare_data
-from launch.inference.embedding import Embedder, forget_embeddings, line_of, refuse_other_content, refuse_other_pictures, write_embeddings
+from launch.inference.embedding import (
+    Embedder,
+    forget_embeddings,
+    line_of,
+    refuse_other_content,
+    refuse_other_pictures,
+    write_embeddings,
+)
 from launch.inference.evaluation import (
     classification,
     classification_table,
@@ -56,13 +63,27 @@ def parse() -> argparse.Namespace:
         description="Zero-shot retrieval (R@1, R@5, R@10, median rank, both directions) of a checkpoint as a table and as JSON; or classes, "
         "embeddings, a search.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run of train.py, or one that export.py wrote")
-    parser.add_argument("--checkpoint", metavar="NAME", help="folder below RUN_DIR/checkpoints (default: the newest)")
     parser.add_argument(
-        "--ema", action="store_true", help="the moving average of the weights (the JSON's ema block) instead of the weights"
+        "run_dir",
+        type=Path,
+        metavar="RUN_DIR",
+        help="folder of a run of train.py, or one that export.py wrote",
     )
     parser.add_argument(
-        "--val-data", action=Once, metavar="SPEC", help="samples to evaluate, see data/README.md (default: the held-out samples of the run)"
+        "--checkpoint",
+        metavar="NAME",
+        help="folder below RUN_DIR/checkpoints (default: the newest)",
+    )
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="the moving average of the weights (the JSON's ema block) instead of the weights",
+    )
+    parser.add_argument(
+        "--val-data",
+        action=Once,
+        metavar="SPEC",
+        help="samples to evaluate, see data/README.md (default: the held-out samples of the run)",
     )
     parser.add_argument(
         "--captions",
@@ -75,22 +96,46 @@ def parse() -> argparse.Namespace:
         metavar="SPEC",
         help="instead: classes of pictures, such as imagefolder:DIR; its captions are the prompts",
     )
-    parser.add_argument("--classify-train", metavar="SPEC", help="with it: train a linear probe and find neighbours in these")
+    parser.add_argument(
+        "--classify-train",
+        metavar="SPEC",
+        help="with it: train a linear probe and find neighbours in these",
+    )
     add_root_flag(parser, "--val-data, --classify and --classify-train")
     parser.add_argument(
-        "--rerank", type=int, metavar="K", help="also put the K nearest candidates of each query in the order of the fusion's scores"
+        "--rerank",
+        type=int,
+        metavar="K",
+        help="also put the K nearest candidates of each query in the order of the fusion's scores",
     )
-    parser.add_argument("--embeddings", type=Path, metavar="OUT", help="write the embeddings to this folder; with --query: search in it")
+    parser.add_argument(
+        "--embeddings",
+        type=Path,
+        metavar="OUT",
+        help="write the embeddings to this folder; with --query: search in it",
+    )
     parser.add_argument("--query", metavar="TEXT", help="instead: the pictures most like a text")
-    parser.add_argument("--number", type=int, metavar="N", help=f"pictures that --query shows (default: {NUM_ANSWERS})")
+    parser.add_argument(
+        "--number",
+        type=int,
+        metavar="N",
+        help=f"pictures that --query shows (default: {NUM_ANSWERS})",
+    )
     parser.add_argument(
         "--picture",
         type=Path,
         metavar="FILE",
         help="draw queries with their answers: .png, .svg or .pdf; a file for each of several held-out sets (default: none)",
     )
-    parser.add_argument("--batch-size", type=int, default=128, metavar="N", help="samples at a time (default: 128)")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that load pictures (default: what the machine has to spare)")
+    parser.add_argument(
+        "--batch-size", type=int, default=128, metavar="N", help="samples at a time (default: 128)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that load pictures (default: what the machine has to spare)",
+    )
     parser.add_argument(
         "--json",
         type=Path,
@@ -110,7 +155,12 @@ def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """What does not go together, before anything is loaded."""
     if given.classify_train and not given.classify:
         parser.error("--classify-train trains on what --classify is tested with; give that too")
-    of_pairs = {"--query": given.query is not None, "--embeddings": given.embeddings, "--picture": given.picture, "--rerank": given.rerank}
+    of_pairs = {
+        "--query": given.query is not None,
+        "--embeddings": given.embeddings,
+        "--picture": given.picture,
+        "--rerank": given.rerank,
+    }
     of_pairs |= {"--val-data": given.val_data, "--captions": given.captions}
     ignored = [flag for flag, is_given in of_pairs.items() if is_given]
     if given.classify and ignored:
@@ -125,14 +175,22 @@ def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         parser.error("--number is of --query; give a text to search for")
     for flag, least in (("batch_size", 1), ("number", 1), ("rerank", 1), ("workers", 0)):
         if getattr(given, flag) is not None and getattr(given, flag) < least:
-            parser.error(f"--{flag.replace('_', '-')} {getattr(given, flag)}: at least {least} is needed")
+            parser.error(
+                f"--{flag.replace('_', '-')} {getattr(given, flag)}: at least {least} is needed"
+            )
     if given.picture and given.picture.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"--picture {given.picture}: a name that ends in .png, .svg or .pdf is needed")
     if given.json and not given.json.absolute().parent.is_dir():
-        parser.error(f"--json {given.json}: there is no folder {given.json.absolute().parent}; make it first")
+        parser.error(
+            f"--json {given.json}: there is no folder {given.json.absolute().parent}; make it first"
+        )
     if given.json and given.json.is_dir():
         parser.error(f"--json {given.json}: is a folder; give the name of a file")
-    for flag, path in (("--json", given.json), ("--picture", given.picture), ("--embeddings", None if given.query else given.embeddings)):
+    for flag, path in (
+        ("--json", given.json),
+        ("--picture", given.picture),
+        ("--embeddings", None if given.query else given.embeddings),
+    ):
         there = path and next(folder for folder in path.absolute().parents if folder.exists())
         if there and not (there.is_dir() and os.access(there, os.W_OK)):
             parser.error(f"{flag} {path}: nothing can be written in {there}; give another place")
@@ -144,18 +202,28 @@ def main(arguments: argparse.Namespace) -> None:
         refuse_other_content(arguments.embeddings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained = open_model_folder(arguments.run_dir, arguments.checkpoint, device, arguments.ema)
-    name = f"{trained.checkpoint.resolve().name}-ema" if arguments.ema else trained.checkpoint.resolve().name
+    name = (
+        f"{trained.checkpoint.resolve().name}-ema"
+        if arguments.ema
+        else trained.checkpoint.resolve().name
+    )
     workers = "auto" if arguments.workers is None else arguments.workers
     workers = resolve_workers(workers, 1, len(os.sched_getaffinity(0)), device.type != "cpu")
     embedder = Embedder(trained, device, arguments.batch_size, workers)
     if arguments.query is not None:
         find(arguments, embedder, name)
         return
-    found = of_classes(arguments, embedder, name) if arguments.classify else of_pairs(arguments, embedder, name)
+    found = (
+        of_classes(arguments, embedder, name)
+        if arguments.classify
+        else of_pairs(arguments, embedder, name)
+    )
     output = arguments.json or arguments.run_dir / output_name(arguments, name)
     write_numbers(output, {"step": trained.step, **found.numbers})
     show(found.table)
-    notices = {draw_rows(rows, title, picture) for picture, (title, rows) in found.pictures.items()} - {None}
+    notices = {
+        draw_rows(rows, title, picture) for picture, (title, rows) in found.pictures.items()
+    } - {None}
     for line in (*sorted(notices), *found.pictures):
         print(line)
     print(output)
@@ -173,25 +241,41 @@ class Evaluated:
 def output_name(arguments: argparse.Namespace, name: str) -> str:
     """A name for each kind of question, so that no answer is written over another."""
     parts = ["classes" if arguments.classify else "evaluation", name]
-    parts += [re.sub(r"\W+", "-", spec).strip("-") for spec in (arguments.classify, arguments.val_data) if spec]
+    parts += [
+        re.sub(r"\W+", "-", spec).strip("-")
+        for spec in (arguments.classify, arguments.val_data)
+        if spec
+    ]
     parts += ["all-captions"] if arguments.captions == "all" else []
     whole = "-".join(parts)
     # names of files end at 255 bytes; what is cut off must still tell one question from another
-    return (whole if len(whole) <= 200 else f"{whole[:190]}-{hashlib.sha256(whole.encode()).hexdigest()[:9]}") + ".json"
+    return (
+        whole
+        if len(whole) <= 200
+        else f"{whole[:190]}-{hashlib.sha256(whole.encode()).hexdigest()[:9]}"
+    ) + ".json"
 
 
 def of_classes(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Evaluated:
     test, train = (opened(spec) for spec in (arguments.classify, arguments.classify_train))
     results = classification(embedder, test, train)
-    about = {"data": arguments.classify, "train_data": arguments.classify_train, "left_out": left_out(test)}
-    return Evaluated({**about, **results}, classification_table(results, f"Classes of {arguments.classify}, {name}"))
+    about = {
+        "data": arguments.classify,
+        "train_data": arguments.classify_train,
+        "left_out": left_out(test),
+    }
+    return Evaluated(
+        {**about, **results},
+        classification_table(results, f"Classes of {arguments.classify}, {name}"),
+    )
 
 
 def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Evaluated:
     """Retrieval among each set of samples, and with the same embeddings what else was asked for."""
     if arguments.rerank and embedder.fusion is None:
         raise ValueError(
-            f"--rerank: {arguments.run_dir} scores no pairs; it needs a run of train.py with --fusion (exports leave the fusion out)"
+            f"--rerank: {arguments.run_dir} scores no pairs; it needs a run of train.py with "
+            "--fusion (exports leave the fusion out)"
         )
     sizes, results, after, pictures, parts = {}, {}, {}, {}, held_out(arguments, embedder.trained)
     if arguments.embeddings:
@@ -201,7 +285,8 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
         sizes[part_name] = len(embedded.image)
         if repeated := len(embedded.texts) - len(set(embedded.texts)):
             show(
-                f"{part_name}: {repeated:,} of {len(embedded.texts):,} texts repeat an earlier one; each is right for its own picture only"
+                f"{part_name}: {repeated:,} of {len(embedded.texts):,} texts repeat an earlier "
+                "one; each is right for its own picture only"
             )
         results |= {f"{part_name}/{key}": value for key, value in retrieval(embedded).items()}
         if arguments.rerank:
@@ -213,12 +298,26 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
             write_embeddings(folder, embedded, part.source, model_of(arguments, embedder, name))
             print(folder)
         if arguments.picture:
-            picture = arguments.picture.with_stem(f"{arguments.picture.stem}-{beside}") if beside else arguments.picture
+            picture = (
+                arguments.picture.with_stem(f"{arguments.picture.stem}-{beside}")
+                if beside
+                else arguments.picture
+            )
             title = f"{part_name}: queries and their first answers by embeddings, {name}"
             pictures[picture] = title, examples(embedded, part.source, NUM_EXAMPLES)
-    how = f", by embeddings → the nearest {arguments.rerank} by matching" if arguments.rerank else ""
-    table = retrieval_table(f"Zero-shot retrieval, {name}{how}", [results, after] if arguments.rerank else [results], sizes)
-    about = {"data": arguments.val_data or "held out by the run", "captions": arguments.captions or "first", "num_samples": sizes}
+    how = (
+        f", by embeddings → the nearest {arguments.rerank} by matching" if arguments.rerank else ""
+    )
+    table = retrieval_table(
+        f"Zero-shot retrieval, {name}{how}",
+        [results, after] if arguments.rerank else [results],
+        sizes,
+    )
+    about = {
+        "data": arguments.val_data or "held out by the run",
+        "captions": arguments.captions or "first",
+        "num_samples": sizes,
+    }
     about |= {"left_out": left_out(parts["validation"])} if arguments.val_data else {}
     reranked = {"reranked": {"candidates": arguments.rerank, **after}} if arguments.rerank else {}
     return Evaluated({**about, **results, **reranked}, table, pictures)
@@ -226,7 +325,11 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
 
 def model_of(arguments: argparse.Namespace, embedder: Embedder, name: str) -> dict[str, str]:
     """What embeddings are of."""
-    return {"checkpoint": name, "run": str(arguments.run_dir), "checksum": embedder.trained.checksum()}
+    return {
+        "checkpoint": name,
+        "run": str(arguments.run_dir),
+        "checksum": embedder.trained.checksum(),
+    }
 
 
 def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldOut]:
@@ -234,17 +337,26 @@ def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldO
     if arguments.val_data:
         return {"validation": opened(arguments.val_data)}
     if "data" not in trained.options:
-        raise ValueError(f"{arguments.run_dir}: an exported model has no samples of its own; give some with --val-data")
+        raise ValueError(
+            f"{arguments.run_dir}: an exported model has no samples of its own; give some with "
+            "--val-data"
+        )
     options = DataOptions.from_record(trained.options)
     if options.val_data:
         return {"validation": opened(with_roots(options.val_data, options.data_root))}
     try:
-        parts = prepare_data(options, trained.record["tokenizer"], arguments.run_dir, progress=True).held_out
+        parts = prepare_data(
+            options, trained.record["tokenizer"], arguments.run_dir, progress=True
+        ).held_out
     except (ValueError, OSError) as error:
-        raise ValueError(f"{error}\nthe samples that the run held out cannot be had any more; give samples with --val-data") from error
+        raise ValueError(
+            f"{error}\nthe samples that the run held out cannot be had any more; give samples with "
+            "--val-data"
+        ) from error
     if not parts:
         raise ValueError(
-            f"{arguments.run_dir}: no samples were held out (--val-fraction 0), so there is nothing to evaluate; give samples with --val-data, or "
+            f"{arguments.run_dir}: no samples were held out (--val-fraction 0), so there is "
+            "nothing to evaluate; give samples with --val-data, or "
             "train a new run with --val-fraction 0.1"
         )
     return parts
@@ -258,7 +370,10 @@ def opened(spec: str | None) -> HeldOut | None:
     part = HeldOut(source, source.usable())
     if left_out(part):
         first = next(first_bad(source)).strip()
-        show(f"{left_out(part):,} of {len(source):,} samples of {spec} cannot be used and are left out; the first: {first}")
+        show(
+            f"{left_out(part):,} of {len(source):,} samples of {spec} cannot be used and are left "
+            f"out; the first: {first}"
+        )
     return part
 
 
@@ -267,23 +382,40 @@ def left_out(part: HeldOut) -> int:
 
 
 def find(arguments: argparse.Namespace, embedder: Embedder, name: str) -> None:
-    """--query: the pictures most like a text, in a folder of embeddings or in all samples to evaluate."""
+    """--query: the pictures most like a text, in a folder of embeddings or in all samples to
+    evaluate."""
     source = None
     if arguments.embeddings:
-        embeds, lines, specs = embeddings_of(arguments.embeddings, model_of(arguments, embedder, name))
+        embeds, lines, specs = embeddings_of(
+            arguments.embeddings, model_of(arguments, embedder, name)
+        )
         if arguments.val_data or arguments.picture:
-            source = open_sources([arguments.val_data] if arguments.val_data else specs, progress=True)
+            source = open_sources(
+                [arguments.val_data] if arguments.val_data else specs, progress=True
+            )
             refuse_other_pictures(arguments.embeddings, lines, source)
     else:
         parts = list(held_out(arguments, embedder.trained).values())
         source = parts[0].source  # of all parts
         index, embeds = embedder.images(source, np.concatenate([part.subset for part in parts]))
         lines = [line_of(source, i) for i in index.tolist()]
-    found = search(embedder.texts([arguments.query]), embeds, lines, arguments.number or NUM_ANSWERS)
+    found = search(
+        embedder.texts([arguments.query]), embeds, lines, arguments.number or NUM_ANSWERS
+    )
     show(search_table(arguments.query, found))
     if arguments.picture:
-        cells = [Found(source.image_bytes(line["index"]), source.captions(line["index"])[0], line["similarity"]) for line in found]
-        in_rows = [Row(arguments.query if not start else "", None, cells[start : start + 5]) for start in range(0, len(cells), 5)]
+        cells = [
+            Found(
+                source.image_bytes(line["index"]),
+                source.captions(line["index"])[0],
+                line["similarity"],
+            )
+            for line in found
+        ]
+        in_rows = [
+            Row(arguments.query if not start else "", None, cells[start : start + 5])
+            for start in range(0, len(cells), 5)
+        ]
         notice = draw_rows(in_rows, f"“{arguments.query}”, {name}", arguments.picture)
         if notice:
             print(notice)

@@ -18,12 +18,21 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="export.py",
         description="Write a checkpoint as a folder with safetensors, tokenizer and preprocessing: one that transformers' "
-        "VisionTextDualEncoderModel loads where it has the same towers, else one whose README.md loads it with torchvision and transformers.",
+        "VisionTextDualEncoderModel loads where it has the same towers, else one whose README.md "
+        "loads it with torchvision and transformers.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run of train.py")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
-    parser.add_argument("--checkpoint", metavar="NAME", help="folder below RUN_DIR/checkpoints (default: the newest)")
-    parser.add_argument("--ema", action="store_true", help="the moving average of the weights, where the run keeps one")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="NAME",
+        help="folder below RUN_DIR/checkpoints (default: the newest)",
+    )
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="the moving average of the weights, where the run keeps one",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT")
     return parser.parse_args()
 
@@ -32,11 +41,17 @@ def main(arguments: argparse.Namespace) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     refuse_to_overwrite(arguments.out, arguments.overwrite)
     if read_export(arguments.run_dir) is not None:
-        raise ValueError(f"{arguments.run_dir}: is an export already; give the folder of the run it came from")
+        raise ValueError(
+            f"{arguments.run_dir}: is an export already; give the folder of the run it came from"
+        )
     trained = open_run(arguments.run_dir, arguments.checkpoint, averaged=arguments.ema)
     differences = write_export(trained, arguments.out, arguments.overwrite)
     if differences:
-        print("a state dict, because " + "; ".join(differences) + f": {arguments.out / 'README.md'} loads it")
+        print(
+            "a state dict, because "
+            + "; ".join(differences)
+            + f": {arguments.out / 'README.md'} loads it"
+        )
     print(arguments.out)
 
 

@@ -1,7 +1,7 @@
 """Train a contrastive model as a forked pipeline: options -> data -> towers -> stages -> loop.
 
-deepspeed --num_gpus 8 train.py
-deepspeed --num_gpus 8 train.py --deepspeed_config ds_configs/zero1_fp16.json --data jsonl:pairs.jsonl
+deepspeed --num_gpus 8 train.py deepspeed --num_gpus 8 train.py --deepspeed_config
+ds_configs/zero1_fp16.json --data jsonl:pairs.jsonl
 """
 
 import os
@@ -20,7 +20,12 @@ from engine.checkpoint.layout import step_folder
 from engine.checkpoint.retention import Keep
 from engine.checkpoint.together import CheckpointWriter
 from engine.planning.planner import plan_run
-from engine.processes.start import first_rank_first, from_first_rank, start_processes, stop_processes
+from engine.processes.start import (
+    first_rank_first,
+    from_first_rank,
+    start_processes,
+    stop_processes,
+)
 from engine.processes.watchdog import Watchdog
 from engine.trace import HostClock
 from launch.balancing.batching import Batching
@@ -74,7 +79,13 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     with first_rank_first():
         padded_to = length_multiple(processes.device.type)
         tokenizer = options.tokenizer_source()
-        data = prepare_data(options.data_options(), tokenizer, folder.path, progress=first, length_multiple=padded_to)
+        data = prepare_data(
+            options.data_options(),
+            tokenizer,
+            folder.path,
+            progress=first,
+            length_multiple=padded_to,
+        )
         batching = Batching(data, options, block, config["train_batch_size"], state, folder.path)
     total_steps = batching.total_steps
     options, config, block, recipe = settle(options, config, block, total_steps)
@@ -83,7 +94,9 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     model = RunModel.of(options, data.tokenizer)
 
     # Which rank runs which layers: the fastest plan by what the layers cost, measured or estimated.
-    costs = run_costs(model.towers, model.build_layer, config, block, data, options, processes, folder)
+    costs = run_costs(
+        model.towers, model.build_layer, config, block, data, options, processes, folder
+    )
     plan = plan_run(config, block, processes.world_size, costs)
     run.watchdog.describe = plan.graph.describe_rank
     training = training_identity(options, config, asdict(block), plan)
@@ -93,7 +106,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     journal.say(describe_pixels(options) if options.image_weights or options.imported else "")
     journal.say(f"{plan.describe()}   {config_file.name}   {folder.path}")
 
-    # Which samples of a global batch make which micro-batch, and DeepSpeed around this rank's stage.
+    # Which samples of a global batch make which micro-batch, and DeepSpeed around this rank's
+    # stage.
     with first_rank_first():
         batching.divide(plan, costs, model.patch_size)
     journal.say(batching.describe_shapes())
@@ -126,7 +140,9 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     if first:
         folder.done.unlink(missing_ok=True)
     record = folder.write_config(options, training, plan, data.summary(), model.towers, total_steps)
-    checkpoints = CheckpointWriter(folder.checkpoints, record, Keep(options.keep_checkpoints, options.keep_every))
+    checkpoints = CheckpointWriter(
+        folder.checkpoints, record, Keep(options.keep_checkpoints, options.keep_every)
+    )
     journal.track(options, {**training, "batches": record["batches"]})
     journal.say(batching.explain(step))
 
@@ -148,7 +164,9 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
         journal.loss_weights(step, loss_weights.weights(), reason)
 
     # Evaluate before the first step, and what a run that was ended in its evaluation has left.
-    run.watchdog.follow(lambda: engine.instructions_done + checkpoints.signs_of_life(), 60 * options.stall_limit)
+    run.watchdog.follow(
+        lambda: engine.instructions_done + checkpoints.signs_of_life(), 60 * options.stall_limit
+    )
     if step in (0, total_steps) or is_due(options.eval_every):
         if from_first_rank(first and folder.lacks(step, evaluator.names)):
             evaluate()
@@ -156,34 +174,53 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
             weigh(from_first_rank(first and folder.evaluated(step)))
 
     stopping = False
-    with tqdm(total=total_steps, initial=step, unit="step", disable=not first, dynamic_ncols=True, mininterval=progress_interval()) as bar:
+    with tqdm(
+        total=total_steps,
+        initial=step,
+        unit="step",
+        disable=not first,
+        dynamic_ncols=True,
+        mininterval=progress_interval(),
+    ) as bar:
         while step < total_steps and not stopping:
             # Forward, exact loss over the global batch, backward, optimizer: the plan's schedule.
             start, shape = clock(), batching.shape(step)
-            metrics = engine.train_batch(batches, bool(stop), feeding.counts, **shape, loss_weights=loss_weights.weights())
+            metrics = engine.train_batch(
+                batches, bool(stop), feeding.counts, **shape, loss_weights=loss_weights.weights()
+            )
             step, stopping = engine.global_steps, metrics.stop_requested
 
             # A line per step, in metrics.jsonl and W&B.
             line = batching.line(metrics, step, clock() - start)
             journal.step(line)
 
-            # A loss or gradient that is not finite: the step was skipped. Too many in a row end the run.
+            # A loss or gradient that is not finite: the step was skipped. Too many in a row end the
+            # run.
             if metrics.bad_step is not None:
                 journal.bad_step(step, metrics, data.source.identity)
-                folder.refuse_more_bad_steps(metrics.bad_steps_in_a_row, block.max_bad_steps, checkpoints.newest)
+                folder.refuse_more_bad_steps(
+                    metrics.bad_steps_in_a_row, block.max_bad_steps, checkpoints.newest
+                )
 
             # What follows from measured times (batches) and from the losses (their weights).
             journal.look(step, batching.after_step(metrics))
             reason = loss_weights.after_step(step, metrics.losses)
             journal.loss_weights(step, loss_weights.weights(), reason)
             journal.sampled_trace(step, engine)
-            bar.set_postfix(loss=f"{metrics.loss:.3f}", samples_per_s=f"{line['samples_per_s']:.0f}", refresh=False)
+            bar.set_postfix(
+                loss=f"{metrics.loss:.3f}",
+                samples_per_s=f"{line['samples_per_s']:.0f}",
+                refresh=False,
+            )
             bar.update()
 
             # A checkpoint, written in the background while the next steps run.
             if is_due(options.save_every) or step == total_steps or stopping:
                 decided = {"balance": batching.state_dict(), "loss_weights": loss_weights.state()}
-                checkpoints.save(engine, {"step": step, "batch_sizes": batching.order.batch_sizes(step), **decided})
+                checkpoints.save(
+                    engine,
+                    {"step": step, "batch_sizes": batching.order.batch_sizes(step), **decided},
+                )
                 saved_step = step
 
             # Held-out samples. A run that was asked to stop does not wait for them.
@@ -195,8 +232,15 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     done = step >= total_steps
     if done:
         journal.retrieval(evaluator.num_samples)
-    ended = "done" if done else f"stopped ({stop.reason or 'as another rank was asked to'}; the same command with this --run-dir goes on)"
-    journal.say(f"{ended} at step {step} of {total_steps}   checkpoint {folder.checkpoints / step_folder(saved_step)}")
+    ended = (
+        "done"
+        if done
+        else f"stopped ({stop.reason or 'as another rank was asked to'}; the same command with this --run-dir goes on)"
+    )
+    journal.say(
+        f"{ended} at step {step} of {total_steps}   checkpoint "
+        f"{folder.checkpoints / step_folder(saved_step)}"
+    )
     if first and done:
         folder.done.touch()
     stop.forget()

@@ -1,14 +1,16 @@
-"""Four ways to deal texts into micro-batches: random, sorted by length, longest first (LPT), balanced.
+"""Four ways to deal texts into micro-batches: random, sorted by length, longest first (LPT),
+balanced.
 
     python bench/balance.py            writes bench/out/balance.md, in about 10 s on one core
 
-Balanced is `data/batching/dealing.py`. The texts have 4 to 77 tokens, log-normal. For each way: padding,
-and the seconds of a step against the lower bound (all work divided evenly, nothing padded), for 2 to 8
-stages and 1 to 8 replicas; then the time to deal. Steps are the instruction lists of the engine, walked
-with the seconds of each micro-batch, because `engine/planning/simulator.py` knows only one size of them.
+Balanced is `data/batching/dealing.py`. The texts have 4 to 77 tokens, log-normal. For each way:
+padding, and the seconds of a step against the lower bound (all work divided evenly, nothing
+padded), for 2 to 8 stages and 1 to 8 replicas; then the time to deal. Steps are the instruction
+lists of the engine, walked with the seconds of each micro-batch, because
+`engine/planning/simulator.py` knows only one size of them.
 
-Lengths are rounded up to a multiple of 8 before anything else, because the tokenizer pads so. What that
-costs is given below the table.
+Lengths are rounded up to a multiple of 8 before anything else, because the tokenizer pads so. What
+that costs is given below the table.
 """
 
 from __future__ import annotations
@@ -48,21 +50,28 @@ GLOBAL_BATCH_SIZE, LARGE = 4096, 65536
 MAX_TEXT_TOKENS = 77
 TEXT_COST = BranchCost(fixed_s=1e-3, per_sample_s=2e-5, per_token_s=1e-5, per_token_squared_s=5e-8)
 MIN_SIZE = 4
-FIXED = DealBounds(MIN_SIZE, min_micro_batches=NUM_MICRO_BATCHES, max_micro_batches=NUM_MICRO_BATCHES)
+FIXED = DealBounds(
+    MIN_SIZE, min_micro_batches=NUM_MICRO_BATCHES, max_micro_batches=NUM_MICRO_BATCHES
+)
 FORWARD_SHARE = 1 / 3  # of a micro-batch's seconds; the backward has the rest
 ROUNDS = 7
 
 
 def num_tokens(samples: int, seed: int = 0) -> np.ndarray:
     """[samples] whole numbers 4..77, median 16."""
-    return np.clip(np.rint(np.random.default_rng([seed, 0]).lognormal(2.8, 0.6, samples)), 4, MAX_TEXT_TOKENS).astype(np.int64)
+    return np.clip(
+        np.rint(np.random.default_rng([seed, 0]).lognormal(2.8, 0.6, samples)), 4, MAX_TEXT_TOKENS
+    ).astype(np.int64)
 
 
 def texts(samples: int) -> BranchWork:
-    return BranchWork(padded_lengths(num_tokens(samples), MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE), TEXT_COST)
+    return BranchWork(
+        padded_lengths(num_tokens(samples), MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE), TEXT_COST
+    )
 
 
-# -- ways to deal ------------------------------------------------------------------------------------------------------------
+# -- ways to deal
+# ------------------------------------------------------------------------------------------------------------
 
 
 def deal_at_random(work: BranchWork, replicas: int, number: int) -> Deal:
@@ -71,12 +80,14 @@ def deal_at_random(work: BranchWork, replicas: int, number: int) -> Deal:
 
 
 def deal_sorted(work: BranchWork, replicas: int, number: int) -> Deal:
-    """By length, in equal parts, each replica's in a row: little padding, and the last replica has all the long ones."""
+    """By length, in equal parts, each replica's in a row: little padding, and the last replica has
+    all the long ones."""
     return _in_equal_parts(np.argsort(work.lengths, kind="stable"), replicas, number)
 
 
 def deal_longest_first(work: BranchWork, replicas: int, number: int) -> Deal:
-    """Each sample, the costliest first, to the micro-batch that has least so far (LPT, Graham 1969): even, if padding cost nothing."""
+    """Each sample, the costliest first, to the micro-batch that has least so far (LPT, Graham
+    1969): even, if padding cost nothing."""
     parts: list[list[int]] = [[] for _ in range(replicas * number)]
     heap = [(0.0, i) for i in range(len(parts))]
     seconds = work.cost.of_sample(work.lengths)
@@ -96,28 +107,38 @@ def _in_equal_parts(order: np.ndarray, replicas: int, number: int) -> Deal:
 WAYS = {"random": deal_at_random, "sorted": deal_sorted, "longest first": deal_longest_first}
 
 
-# -- a step, simulated ---------------------------------------------------------------------------------------------------------
+# -- a step, simulated
+# ---------------------------------------------------------------------------------------------------------
 
 
-def simulated_s(seconds: np.ndarray, num_stages: int, schedule: str = "batch_sync", num_kept: int = 0) -> float:
-    """Seconds of a step of one line: its instruction lists, with `seconds` [R, M] for forward and backward of a micro-batch on each stage."""
+def simulated_s(
+    seconds: np.ndarray, num_stages: int, schedule: str = "batch_sync", num_kept: int = 0
+) -> float:
+    """Seconds of a step of one line: its instruction lists, with `seconds` [R, M] for forward and
+    backward of a micro-batch on each stage."""
     from engine.planning.ordering import put_in_order, shape_of
     from engine.planning.planner import BranchBatch
     from engine.schedule import SCHEDULES
     from engine.topology import merged
 
     replicas, number = seconds.shape
-    graph = merged({branch: [range(s, s + 1) for s in range(num_stages)] for branch in BRANCHES}, replicas)
+    graph = merged(
+        {branch: [range(s, s + 1) for s in range(num_stages)] for branch in BRANCHES}, replicas
+    )
     batches = {branch: BranchBatch(replicas, 1, number, num_kept) for branch in BRANCHES}
     program = put_in_order(shape_of(graph, batches), SCHEDULES[schedule])
-    shares = dict.fromkeys(("ForwardPass", "EmbedPass", "ReplayPass"), FORWARD_SHARE) | {"BackwardPass": 1 - FORWARD_SHARE}
+    shares = dict.fromkeys(("ForwardPass", "EmbedPass", "ReplayPass"), FORWARD_SHARE) | {
+        "BackwardPass": 1 - FORWARD_SHARE
+    }
     clock = np.zeros((num_stages, replicas))
     arrival = np.zeros((program.num_messages, replicas))
     labels = iter(program.labels)
     for operations, members in program.segments:
         for stage, message_in, _, _, message_out in operations:
             _, _, instructions = next(labels)
-            works_s = sum(shares[name] * seconds[:, m] for name, m, _ in instructions if name in shares)
+            works_s = sum(
+                shares[name] * seconds[:, m] for name, m, _ in instructions if name in shares
+            )
             clock[stage] = np.maximum(clock[stage], arrival[message_in]) + works_s
             if message_out:
                 arrival[message_out] = clock[stage]
@@ -127,7 +148,8 @@ def simulated_s(seconds: np.ndarray, num_stages: int, schedule: str = "batch_syn
     return float(clock.max())
 
 
-# -- measuring -------------------------------------------------------------------------------------------------------------------
+# -- measuring
+# -------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -182,17 +204,25 @@ def report(rows: Sequence[Row], spent: dict[int, dict[str, list[float]]]) -> Ite
     names = [*WAYS, "balanced"]
     yield "# Ways to deal a global batch\n"
     yield (
-        f"{GLOBAL_BATCH_SIZE:,} texts, {NUM_MICRO_BATCHES} micro-batches per replica, none below {MIN_SIZE} texts where balanced. A cell: a "
-        "step above the lower bound, and the padding. The last column: where the number of micro-batches is free (1 to 64), above the lower "
+        f"{GLOBAL_BATCH_SIZE:,} texts, {NUM_MICRO_BATCHES} micro-batches per replica, none below "
+        f"{MIN_SIZE} texts where balanced. A cell: a "
+        "step above the lower bound, and the padding. The last column: where the number of "
+        "micro-batches is free (1 to 64), above the lower "
         "bound of the best number.\n"
     )
     yield "| stages | replicas | " + " | ".join(names) + " | balanced, any number |"
     yield "|---" * (len(names) + 3) + "|"
     for row in rows:
         cells = [f"+{row.over[name]:.1%}, {row.padding[name]:.1%}" for name in names]
-        yield f"| {row.num_stages} | {row.replicas} | " + " | ".join(cells) + f" | +{row.free_over:.1%} ({row.free_number}) |"
+        yield (
+            f"| {row.num_stages} | {row.replicas} | "
+            + " | ".join(cells)
+            + f" | +{row.free_over:.1%} ({row.free_number}) |"
+        )
     tokens = num_tokens(GLOBAL_BATCH_SIZE)
-    rounding = 1 - tokens.sum() / padded_lengths(tokens, MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE).sum()
+    rounding = (
+        1 - tokens.sum() / padded_lengths(tokens, MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE).sum()
+    )
     yield f"\nNot in these figures, since no deal changes it: rounding up to a multiple of 8 makes {rounding:.1%} of the texts' tokens padding.\n"
     within = sum(row.over["balanced"] <= 0.05 for row in rows)
     yield f"Balanced is within 5 % of the lower bound in {within} of {len(rows)} cases, at most {max(r.over['balanced'] for r in rows):.1%} above it.\n"

@@ -1,12 +1,14 @@
-"""The same towers in plain PyTorch, without the engine: what two-tower models are trained with today.
+"""The same towers in plain PyTorch, without the engine: what two-tower models are trained with
+today.
 
-`ddp`: DistributedDataParallel. Every rank runs its share of the global batch through both towers in one forward. Embeddings are
-gathered over the ranks with gradient, and every rank computes the whole loss over the global batch: OpenCLIP's `--gather-with-grad`
-without `--local-loss`. Exact.
+`ddp`: DistributedDataParallel. Every rank runs its share of the global batch through both towers in
+one forward. Embeddings are gathered over the ranks with gradient, and every rank computes the whole
+loss over the global batch: OpenCLIP's `--gather-with-grad` without `--local-loss`. Exact.
 
-`ddp_cached`: the same with cached gradients (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited
-Setup"): forwards without gradient, micro-batch by micro-batch; gather; loss; gradients of the embeddings; then each forward again
-with its backward from those. Gradients are averaged once, with the last micro-batch. Exact.
+`ddp_cached`: the same with cached gradients (Gao et al. 2021, "Scaling Deep Contrastive Learning
+Batch Size under Memory Limited Setup"): forwards without gradient, micro-batch by micro-batch;
+gather; loss; gradients of the embeddings; then each forward again with its backward from those.
+Gradients are averaged once, with the last micro-batch. Exact.
 
 Scales. Every rank has the whole loss L, a mean over the B pairs.
 
@@ -35,7 +37,9 @@ from torch.nn.parallel import DistributedDataParallel
 from models.losses import logit_scale_exp
 from models.towers.layers import LayerSpec
 
-Embeddings = tuple[Tensor, Tensor, Tensor]  # image_embeds [b, D], text_embeds [b, D], logit_scale [1]
+Embeddings = tuple[
+    Tensor, Tensor, Tensor
+]  # image_embeds [b, D], text_embeds [b, D], logit_scale [1]
 
 
 class TwoTowers(nn.Module):
@@ -43,7 +47,9 @@ class TwoTowers(nn.Module):
 
     def __init__(self, image: Sequence[LayerSpec], text: Sequence[LayerSpec], seed: int):
         super().__init__()
-        self.image, self.text = (nn.ModuleList(spec.build(seed) for spec in specs) for specs in (image, text))
+        self.image, self.text = (
+            nn.ModuleList(spec.build(seed) for spec in specs) for specs in (image, text)
+        )
 
     def forward(self, tensors: dict[str, Tensor]) -> Embeddings:
         for layer in chain(self.image, self.text):
@@ -52,31 +58,52 @@ class TwoTowers(nn.Module):
 
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         layers = chain(self.image, self.text)
-        return {layer.canonical_names[name]: p for layer in layers for name, p in layer.named_parameters()}
+        return {
+            layer.canonical_names[name]: p
+            for layer in layers
+            for name, p in layer.named_parameters()
+        }
 
 
 def info_nce(image_embeds: Tensor, text_embeds: Tensor, logit_scale: Tensor) -> Tensor:
-    """Symmetric cross entropy over the global batch, both sides [B, D]: the mean over pairs and directions."""
+    """Symmetric cross entropy over the global batch, both sides [B, D]: the mean over pairs and
+    directions."""
     logits = logit_scale_exp(logit_scale) * image_embeds @ text_embeds.T  # [B, B]
     partner = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, partner) + F.cross_entropy(logits.T, partner)) / 2
 
 
 class Baseline:
-    """Data-parallel training of both towers. `micro_batch_size`: None runs a rank's share at once, otherwise gradients are cached."""
+    """Data-parallel training of both towers. `micro_batch_size`: None runs a rank's share at once,
+    otherwise gradients are cached."""
 
-    def __init__(self, towers: TwoTowers, lr: float, weight_decay: float, max_grad_norm: float, micro_batch_size: int | None = None):
-        # The choices that are kind to it: no second copy of the gradients, and no broadcast of buffers that never change.
-        self.ddp = DistributedDataParallel(towers, gradient_as_bucket_view=True, broadcast_buffers=False)
+    def __init__(
+        self,
+        towers: TwoTowers,
+        lr: float,
+        weight_decay: float,
+        max_grad_norm: float,
+        micro_batch_size: int | None = None,
+    ):
+        # The choices that are kind to it: no second copy of the gradients, and no broadcast of
+        # buffers that never change.
+        self.ddp = DistributedDataParallel(
+            towers, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
         self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
         parameters = towers.canonical_parameters()
         self.optimizer = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=weight_decay)
-        self.groups = [[p for n, p in parameters.items() if n.split(".", 1)[0] == group] for group in ("image", "text", "head")]
+        self.groups = [
+            [p for n, p in parameters.items() if n.split(".", 1)[0] == group]
+            for group in ("image", "text", "head")
+        ]
 
     def train_batch(self, tensors: dict[str, Tensor]) -> float:
-        """One step on this rank's share [b, …] of the global batch. Returns the loss over the whole."""
+        """One step on this rank's share [b, …] of the global batch. Returns the loss over the
+        whole."""
         self.ddp.train()
-        # Cached: gradients stay views of DDP's buckets; otherwise no_sync() would make a second copy of all of them.
+        # Cached: gradients stay views of DDP's buckets; otherwise no_sync() would make a second
+        # copy of all of them.
         self.optimizer.zero_grad(set_to_none=self.micro_batch_size is None)
         loss = self.backward(tensors)
         if self.max_grad_norm > 0:
@@ -95,21 +122,30 @@ class Baseline:
         return loss.item()
 
     def _cached_backward(self, tensors: dict[str, Tensor]) -> float:
-        parts = [dict(zip(tensors, part)) for part in zip(*(t.split(self.micro_batch_size) for t in tensors.values()))]
+        parts = [
+            dict(zip(tensors, part))
+            for part in zip(*(t.split(self.micro_batch_size) for t in tensors.values()))
+        ]
         states, embedded = [], []
         with torch.no_grad():
             for part in parts:
-                states.append(torch.get_rng_state())  # the second forward must draw the same dropout
+                states.append(
+                    torch.get_rng_state()
+                )  # the second forward must draw the same dropout
                 embedded.append(self.ddp.module(part))
         own = [torch.cat(rows).requires_grad_() for rows in list(zip(*embedded))[:2]]  # [b, D]
         logit_scale = embedded[0][2].requires_grad_()
         loss = info_nce(*(_gather(rows) for rows in own), logit_scale)
         loss.backward()
-        image_grads, text_grads = ((dist.get_world_size() * rows.grad).split(self.micro_batch_size) for rows in own)
+        image_grads, text_grads = (
+            (dist.get_world_size() * rows.grad).split(self.micro_batch_size) for rows in own
+        )
         after = torch.get_rng_state()
         for i, part in enumerate(parts):
             torch.set_rng_state(states[i])
-            scale_grad = logit_scale.grad if i == 0 else torch.zeros_like(logit_scale)  # the whole gradient goes with the first
+            scale_grad = (
+                logit_scale.grad if i == 0 else torch.zeros_like(logit_scale)
+            )  # the whole gradient goes with the first
             with contextlib.nullcontext() if i == len(parts) - 1 else self.ddp.no_sync():
                 torch.autograd.backward(self.ddp(part), [image_grads[i], text_grads[i], scale_grad])
         torch.set_rng_state(after)
@@ -118,7 +154,8 @@ class Baseline:
     def sent_bytes(self, global_batch_size: int, embed_dim: int) -> float:
         """What a rank sends per step, collectives counted as rings.
 
-        All-reduce of P fp32 gradients: 2·(N−1)/N · 4P. Gather of both embeddings: 2·(N−1)/N · 4BD; with gradient as much again on the way back.
+        All-reduce of P fp32 gradients: 2·(N−1)/N · 4P. Gather of both embeddings: 2·(N−1)/N · 4BD;
+        with gradient as much again on the way back.
         """
         others = (dist.get_world_size() - 1) / dist.get_world_size()
         gradients = 2 * others * 4 * sum(p.numel() for p in self.ddp.parameters())

@@ -1,10 +1,12 @@
-"""What a checkpoint costs a run: how long training waits, how slow steps are while it is written, seconds and bytes against DeepSpeed's own.
+"""What a checkpoint costs a run: how long training waits, how slow steps are while it is written,
+seconds and bytes against DeepSpeed's own.
 
     python bench/checkpoint.py            writes bench/out/checkpoint.md and prints it
 
-Two replicas of one stage under ZeRO-1, which DeepSpeed can save too. In each round, in turn: steps that nothing disturbs; a checkpoint of ours, with
-steps until it counts; a checkpoint of DeepSpeed's, which training waits for. Ours is flushed to the disk and read again before it counts; DeepSpeed's is
-left to the kernel.
+Two replicas of one stage under ZeRO-1, which DeepSpeed can save too. In each round, in turn: steps
+that nothing disturbs; a checkpoint of ours, with steps until it counts; a checkpoint of
+DeepSpeed's, which training waits for. Ours is flushed to the disk and read again before it counts;
+DeepSpeed's is left to the kernel.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ WARMUP_STEPS = 2
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds as rank 0 sees them. `undisturbed_s`, `while_writing_s`: of single steps; `waited_s`: of training for the checkpoint."""
+    """Seconds as rank 0 sees them. `undisturbed_s`, `while_writing_s`: of single steps; `waited_s`:
+    of training for the checkpoint."""
 
     undisturbed_s: list[float]
     while_writing_s: list[float]
@@ -75,9 +78,23 @@ def measure(folder: Path, rounds: int, steps: int) -> list[Round]:
             while_writing.append(_seconds(step))
         written = time.perf_counter() - asked
         writer.finish()
-        deepspeed_s = _seconds(lambda: engine.save_checkpoint(str(theirs), tag="one", save_latest=False))
-        found.append(Round(undisturbed, while_writing, waited, written, _bytes(checkpoint), deepspeed_s, _bytes(theirs)))
-        from_first_rank(shutil.rmtree(theirs, ignore_errors=True) if engine.comm.rank == 0 else None)
+        deepspeed_s = _seconds(
+            lambda: engine.save_checkpoint(str(theirs), tag="one", save_latest=False)
+        )
+        found.append(
+            Round(
+                undisturbed,
+                while_writing,
+                waited,
+                written,
+                _bytes(checkpoint),
+                deepspeed_s,
+                _bytes(theirs),
+            )
+        )
+        from_first_rank(
+            shutil.rmtree(theirs, ignore_errors=True) if engine.comm.rank == 0 else None
+        )
     return found
 
 
@@ -96,9 +113,19 @@ def report(rounds: list[Round]) -> str:
     waits = [r.deepspeed_s / r.waited_s for r in rounds]
     undisturbed = statistics.median(s for r in rounds for s in r.undisturbed_s)
     rows = [
-        ("training waits, s", [r.waited_s for r in rounds], [r.deepspeed_s for r in rounds], "{:.2f}"),
+        (
+            "training waits, s",
+            [r.waited_s for r in rounds],
+            [r.deepspeed_s for r in rounds],
+            "{:.2f}",
+        ),
         ("until it counts, s", [r.written_s for r in rounds], None, "{:.2f}"),
-        ("size, MiB", [r.num_bytes / MIB for r in rounds], [r.deepspeed_bytes / MIB for r in rounds], "{:.0f}"),
+        (
+            "size, MiB",
+            [r.num_bytes / MIB for r in rounds],
+            [r.deepspeed_bytes / MIB for r in rounds],
+            "{:.0f}",
+        ),
     ]
     return "\n".join(
         [
@@ -106,12 +133,16 @@ def report(rounds: list[Round]) -> str:
             "",
             f"{SETUP.describe()}; merged, two replicas, ZeRO-1; {len(rounds)} rounds in turn.",
             "",
-            f"**A step while a checkpoint is written ÷ a step otherwise ({undisturbed:.2f} s): {_spread(slowdowns, '{:.2f}')}**. "
+            f"**A step while a checkpoint is written ÷ a step otherwise ({undisturbed:.2f} s): "
+            f"{_spread(slowdowns, '{:.2f}')}**. "
             f"**DeepSpeed's wait ÷ ours: {_spread(waits, '{:.1f}')}**.",
             "",
             "| | ours | DeepSpeed's |",
             "|---|---|---|",
-            *(f"| {name} | {_spread(ours, form)} | {_spread(theirs, form) if theirs else '–'} |" for name, ours, theirs, form in rows),
+            *(
+                f"| {name} | {_spread(ours, form)} | {_spread(theirs, form) if theirs else '–'} |"
+                for name, ours, theirs, form in rows
+            ),
             "",
         ]
     )
@@ -123,10 +154,21 @@ def _spread(values: list[float], form: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="checkpoints of each kind (default: 5)")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="undisturbed steps in each round (default: 4)")
     parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="where to write, to measure that disk (default: the one for temporary files)"
+        "--rounds", type=int, default=5, metavar="N", help="checkpoints of each kind (default: 5)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=4,
+        metavar="N",
+        help="undisturbed steps in each round (default: 4)",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="where to write, to measure that disk (default: the one for temporary files)",
     )
     arguments = parser.parse_args()
     from ranks import run_ranks
@@ -134,7 +176,9 @@ def main() -> None:
     import bench.checkpoint as this  # so that the ranks find `measure` by name
 
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        rounds = run_ranks(2, this.measure, Path(folder), arguments.rounds, arguments.steps, timeout_s=1800)[0]
+        rounds = run_ranks(
+            2, this.measure, Path(folder), arguments.rounds, arguments.steps, timeout_s=1800
+        )[0]
     text = report(rounds)
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / "checkpoint.md").write_text(text, encoding="utf-8")

@@ -18,13 +18,20 @@ if TYPE_CHECKING:
     from engine.planning.costs import CostModel
     from models.towers.layers import Tower
 
-SECONDS_PER_FLOP = 1e-11  # only ratios matter: stages and replicas are given, the costs say where a tower is cut
+SECONDS_PER_FLOP = (
+    1e-11  # only ratios matter: stages and replicas are given, the costs say where a tower is cut
+)
 TIMEOUT = timedelta(seconds=300)
 
 
 def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`below` with what `above` says in its place, object by object; neither is changed by changing it."""
-    both = {key: laid_over(below[key], above[key]) for key in below.keys() & above.keys() if isinstance(below[key], Mapping)}
+    """`below` with what `above` says in its place, object by object; neither is changed by changing
+    it."""
+    both = {
+        key: laid_over(below[key], above[key])
+        for key in below.keys() & above.keys()
+        if isinstance(below[key], Mapping)
+    }
     return copy.deepcopy({**below, **above, **both})
 
 
@@ -69,21 +76,29 @@ class Setup:
         return {tower.branch: tower for tower in towers}
 
     def describe(self) -> str:
-        millions = ", ".join(f"{b} {t.num_parameters / 1e6:.1f} M parameters" for b, t in self.towers.items())
+        millions = ", ".join(
+            f"{b} {t.num_parameters / 1e6:.1f} M parameters" for b, t in self.towers.items()
+        )
         return (
-            f"`{self.image_tower}` at {self.image_size} pixels and `{self.text_tower}` at {self.num_tokens} tokens of {self.vocab_size:,} "
-            f"({millions}), embeddings of {self.embed_dim}, global batch {self.global_batch_size}, micro-batches of {self.micro_batch_size}, "
+            f"`{self.image_tower}` at {self.image_size} pixels and `{self.text_tower}` at "
+            f"{self.num_tokens} tokens of {self.vocab_size:,} "
+            f"({millions}), embeddings of {self.embed_dim}, global batch {self.global_batch_size}, "
+            f"micro-batches of {self.micro_batch_size}, "
             f"AdamW, fp32, one thread per rank"
         )
 
 
 def samples(setup: Setup, branch: str, step: int, positions: Tensor) -> dict[str, Tensor]:
-    """The samples at `positions` of the global batch of `step`, with the labels that the engine wants. The same on every rank."""
+    """The samples at `positions` of the global batch of `step`, with the labels that the engine
+    wants. The same on every rank."""
     import torch
 
     batch = step % setup.num_batches
     drawn = [_sample(setup, branch, batch * setup.global_batch_size + int(p)) for p in positions]
-    labels = {f"{branch}_position": positions, f"{branch}_index": positions + batch * setup.global_batch_size}
+    labels = {
+        f"{branch}_position": positions,
+        f"{branch}_index": positions + batch * setup.global_batch_size,
+    }
     if branch == "image":
         return {"pixel_values": torch.stack(drawn), **labels}
     tokens = torch.stack(drawn)
@@ -102,35 +117,51 @@ def _sample(setup: Setup, branch: str, index: int) -> Tensor:
 
 
 def cost_model(towers: Mapping[str, Tower], embed_dim: int) -> CostModel:
-    """Time in proportion to counted FLOPs, nothing else costs anything: enough to cut towers for a layout that is given."""
+    """Time in proportion to counted FLOPs, nothing else costs anything: enough to cut towers for a
+    layout that is given."""
     from engine.planning.costs import CostModel, Curve, LayerCost, Machine, StateBytes
     from models.towers.building import count_flops, meta_inputs
 
     def costs(tower: Tower) -> list[LayerCost]:
-        seconds = [SECONDS_PER_FLOP * flops / 2 for flops in count_flops(tower, meta_inputs(tower, 2))]
+        seconds = [
+            SECONDS_PER_FLOP * flops / 2 for flops in count_flops(tower, meta_inputs(tower, 2))
+        ]
         return [
-            LayerCost(spec.name, spec.num_parameters, *(Curve((1,), (value,)) for value in (s, 2 * s, 0.0, 0.0)))
+            LayerCost(
+                spec.name,
+                spec.num_parameters,
+                *(Curve((1,), (value,)) for value in (s, 2 * s, 0.0, 0.0)),
+            )
             for spec, s in zip(tower.specs, seconds)
         ]
 
     machine = Machine("bench", 1e15, 1e15, 0.0, 1 / SECONDS_PER_FLOP, 0.0, 0.0, 0.0)
-    return CostModel({b: costs(t) for b, t in towers.items()}, machine, StateBytes(8, 12, 4), embed_dim)
+    return CostModel(
+        {b: costs(t) for b, t in towers.items()}, machine, StateBytes(8, 12, 4), embed_dim
+    )
 
 
 def configuration(
     setup: Setup, branches: Mapping[str, Any], deepspeed: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[dict[str, Any], BranchesBlock]:
-    """What a JSON file would say. `branches` gives layout, stages, replicas and, if it is not batch_sync, the schedule; `deepspeed`:
-    top-level keys in place of those here, or beside them."""
+    """What a JSON file would say. `branches` gives layout, stages, replicas and, if it is not
+    batch_sync, the schedule; `deepspeed`: top-level keys in place of those here, or beside them."""
     from engine.config.reading import check_config
     from models.towers.layers import BRANCHES
 
     return check_config(
         {
             "train_batch_size": setup.global_batch_size,
-            "optimizer": {"type": "AdamW", "params": {"lr": setup.lr, "weight_decay": setup.weight_decay, "torch_adam": True}},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": setup.lr, "weight_decay": setup.weight_decay, "torch_adam": True},
+            },
             # as in ds_configs/cpu_fp32.json
-            "zero_optimization": {"stage": setup.zero_stage, "reduce_bucket_size": 4_000_000, "allgather_bucket_size": 4_000_000},
+            "zero_optimization": {
+                "stage": setup.zero_stage,
+                "reduce_bucket_size": 4_000_000,
+                "allgather_bucket_size": 4_000_000,
+            },
             "branches": {
                 "micro_batch_size": setup.micro_batch_size,
                 "schedule": "batch_sync",
@@ -151,7 +182,8 @@ def make_engine(
     constant_texts: bool = True,
     deepspeed: Mapping[str, Any] = MappingProxyType({}),
 ) -> ForkEngine:
-    """This rank's engine. The towers are cut by `costs`, or by counted operations. `constant_texts`: all texts have equal lengths."""
+    """This rank's engine. The towers are cut by `costs`, or by counted operations.
+    `constant_texts`: all texts have equal lengths."""
     import torch.distributed as dist
 
     from engine.build import build_engine
@@ -162,7 +194,9 @@ def make_engine(
     config, block = configuration(setup, branches, deepspeed)
     towers = setup.towers
     return build_engine(
-        plan_run(config, block, dist.get_world_size(), costs or cost_model(towers, setup.embed_dim)),
+        plan_run(
+            config, block, dist.get_world_size(), costs or cost_model(towers, setup.embed_dim)
+        ),
         config,
         layers={b: t.specs for b, t in towers.items()},
         build_layer=lambda spec: spec.build(setup.seed),
@@ -175,13 +209,21 @@ def make_engine(
     )
 
 
-def micro_batches(setup: Setup, engine: ForkEngine, step: int) -> Iterator[dict[str, Tensor]] | None:
-    """What the loader of this rank yields for one step: each micro-batch is made when it is asked for."""
+def micro_batches(
+    setup: Setup, engine: ForkEngine, step: int
+) -> Iterator[dict[str, Tensor]] | None:
+    """What the loader of this rank yields for one step: each micro-batch is made when it is asked
+    for."""
     import torch
 
     branches = engine.place.loads
     if not branches:
         return None
     deal = engine.batches[branches[0]]
-    places = torch.arange(setup.global_batch_size).view(deal.replicas, deal.num_micro_batches, deal.micro_batch_size)[engine.replica]
-    return ({name: t for b in branches for name, t in samples(setup, b, step, p).items()} for p in places)
+    places = torch.arange(setup.global_batch_size).view(
+        deal.replicas, deal.num_micro_batches, deal.micro_batch_size
+    )[engine.replica]
+    return (
+        {name: t for b in branches for name, t in samples(setup, b, step, p).items()}
+        for p in places
+    )

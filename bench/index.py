@@ -1,15 +1,18 @@
-"""What ten million samples cost a process: to open them, to draw the first global batch, to go on from any step; and in memory.
+"""What ten million samples cost a process: to open them, to draw the first global batch, to go on
+from any step; and in memory.
 
     python bench/index.py                          writes bench/out/index.md
     python bench/index.py --samples 1000000        a tenth
 
-The index is made up by numpy in seconds (`tests/data/large_index.py`): the rows are of the right size, the pictures do not exist. Everything
-else is what a rank does: open the source, drop the bad samples, make the order, map the training subset, take the first requests, read what
-a loader reads of each sample. It is measured in fresh processes, in turn.
+The index is made up by numpy in seconds (`tests/data/large_index.py`): the rows are of the right
+size, the pictures do not exist. Everything else is what a rank does: open the source, drop the bad
+samples, make the order, map the training subset, take the first requests, read what a loader reads
+of each sample. It is measured in fresh processes, in turn.
 
-Memory is the kernel's, of one process (/proc/PID/smaps_rollup). *Own*: anonymous pages, which each process has for itself. *Mapped*: pages of files,
-the index among them; they are there once, however many processes map them, and go when memory is short. Aims are for what is added to a
-process that has imported torch and the rooms of data/, and for all of it without torch.
+Memory is the kernel's, of one process (/proc/PID/smaps_rollup). *Own*: anonymous pages, which each
+process has for itself. *Mapped*: pages of files, the index among them; they are there once, however
+many processes map them, and go when memory is short. Aims are for what is added to a process that
+has imported torch and the rooms of data/, and for all of it without torch.
 """
 
 from __future__ import annotations
@@ -40,17 +43,26 @@ def memory() -> dict[str, float]:
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         name, value = line.split(":")
         fields[name] = int(value.split()[0]) * 1024 / 1e6
-    return {"resident": fields["Rss"], "own": fields["Anonymous"], "mapped": fields["Rss"] - fields["Anonymous"]}
+    return {
+        "resident": fields["Rss"],
+        "own": fields["Anonymous"],
+        "mapped": fields["Rss"] - fields["Anonymous"],
+    }
 
 
 def peak_mb() -> float:
     """The most this process has held at any time."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024 / 1e6
 
 
 def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
-    """In a process of its own. `with_torch`: the loaders are imported, as in a rank or a worker; else only what needs no torch."""
+    """In a process of its own. `with_torch`: the loaders are imported, as in a rank or a worker;
+    else only what needs no torch."""
     stages = {"python": memory()}
     import numpy as np
 
@@ -80,21 +92,31 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
     subset_start = time.perf_counter()
     subset = np.load(folder / "train.npy", mmap_mode="r")
     order = GlobalOrder(len(subset), GLOBAL_BATCH, SEED)
-    request = next(training_requests(order, subset, 0, REPLICAS, "image", settings, 0, order.steps_per_epoch))
-    read = [(source.captions(i), source.content_hash(i), source.where(i)) for i in request.index.tolist()]
+    request = next(
+        training_requests(order, subset, 0, REPLICAS, "image", settings, 0, order.steps_per_epoch)
+    )
+    read = [
+        (source.captions(i), source.content_hash(i), source.where(i))
+        for i in request.index.tolist()
+    ]
     first = time.perf_counter()
     stages["first requests"] = memory()
 
     step = int((RESUME_EPOCH + RESUME_FRACTION) * order.steps_per_epoch)
     resume_start = time.perf_counter()
     request = next(training_requests(order, subset, 3, REPLICAS, "image", settings, step, step + 1))
-    read += [(source.captions(i), source.content_hash(i), source.where(i)) for i in request.index.tolist()]
+    read += [
+        (source.captions(i), source.content_hash(i), source.where(i))
+        for i in request.index.tolist()
+    ]
     resumed = time.perf_counter()
     stages["resumed"] = memory()
 
     # Once more in the same epoch: what any later step costs.
     step_start = time.perf_counter()
-    later = list(training_requests(order, subset, 3, REPLICAS, "image", settings, step + 1, step + 101))
+    later = list(
+        training_requests(order, subset, 3, REPLICAS, "image", settings, step + 1, step + 101)
+    )
     step_ms = (time.perf_counter() - step_start) * 10
     return {
         "stages": stages,
@@ -108,8 +130,18 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
 
 
 def run_alone(spec: str, folder: Path, with_torch: bool) -> dict:
-    command = [sys.executable, __file__, "--measure", spec, "--folder", str(folder), *(["--with-torch"] if with_torch else [])]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        __file__,
+        "--measure",
+        spec,
+        "--folder",
+        str(folder),
+        *(["--with-torch"] if with_torch else []),
+    ]
+    run = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     if run.returncode:
         sys.exit(run.stderr[-2000:])
     return json.loads(run.stdout.splitlines()[-1])
@@ -128,7 +160,8 @@ def report(results: dict[str, list[dict]], samples: int, file_mb: float) -> str:
     lines = [
         "# Ten million samples" if samples == 10_000_000 else f"# {samples:,} samples",
         "",
-        f"{samples:,} samples, an index of {file_mb:,.0f} MB, global batch {GLOBAL_BATCH:,}; {rounds} rounds, each in fresh processes, "
+        f"{samples:,} samples, an index of {file_mb:,.0f} MB, global batch {GLOBAL_BATCH:,}; "
+        f"{rounds} rounds, each in fresh processes, "
         f"on {os.cpu_count()} cores: median (least – most).",
         "",
         "| resident memory of one process, MB | own | mapped | all |",
@@ -136,32 +169,66 @@ def report(results: dict[str, list[dict]], samples: int, file_mb: float) -> str:
     ]
     for kind, title in (("torch", "with the loaders"), ("plain", "without torch")):
         for stage in results[kind][0]["stages"]:
-            values = [median(results[kind], stage, memory_kind) for memory_kind in ("own", "mapped", "resident")]
-            lines.append(f"| {title}: {stage} | " + " | ".join(f"{value:,.0f}" for value in values) + " |")
+            values = [
+                median(results[kind], stage, memory_kind)
+                for memory_kind in ("own", "mapped", "resident")
+            ]
+            lines.append(
+                f"| {title}: {stage} | " + " | ".join(f"{value:,.0f}" for value in values) + " |"
+            )
     first = {kind: [r["first_s"] for r in results[kind]] for kind in results}
     resume = {kind: [r["resume_s"] for r in results[kind]] for kind in results}
-    added = median(results["torch"], "resumed", "resident") - median(results["torch"], "imported", "resident")
+    added = median(results["torch"], "resumed", "resident") - median(
+        results["torch"], "imported", "resident"
+    )
     own = median(results["torch"], "resumed", "own") - median(results["torch"], "imported", "own")
     alone = median(results["plain"], "resumed", "resident")
     peak = statistics.median(r["peak"] for r in results["plain"])
     rows = [
-        ("added to a process that has imported torch, MB", added, AIMS["resident"], f"{added:,.0f}, of that own {own:,.0f}"),
-        ("a whole process without torch, MB", alone, AIMS["resident"], f"{alone:,.0f}, at most {peak:,.0f}"),
-        ("first request batch, after the imports, s", statistics.median(first["torch"]), AIMS["first"], spread(first["torch"], 2)),
-        ("resume in another epoch, s", statistics.median(resume["torch"]), AIMS["resume"], spread(resume["torch"], 2)),
+        (
+            "added to a process that has imported torch, MB",
+            added,
+            AIMS["resident"],
+            f"{added:,.0f}, of that own {own:,.0f}",
+        ),
+        (
+            "a whole process without torch, MB",
+            alone,
+            AIMS["resident"],
+            f"{alone:,.0f}, at most {peak:,.0f}",
+        ),
+        (
+            "first request batch, after the imports, s",
+            statistics.median(first["torch"]),
+            AIMS["first"],
+            spread(first["torch"], 2),
+        ),
+        (
+            "resume in another epoch, s",
+            statistics.median(resume["torch"]),
+            AIMS["resume"],
+            spread(resume["torch"], 2),
+        ),
     ]
     lines += ["", "| | seen | aim | |", "|---|---|---|---|"]
-    lines += [f"| {what} | {seen} | {aim:g} | {'met' if value <= aim else '**MISSED**'} |" for what, value, aim, seen in rows]
     lines += [
-        f"| opening the index alone, s | {spread([r['open_s'] for r in results['torch']], 3)} | | |",
-        f"| any later step of the epoch, ms | {spread([r['step_ms'] for r in results['torch']], 2)} | | |",
+        f"| {what} | {seen} | {aim:g} | {'met' if value <= aim else '**MISSED**'} |"
+        for what, value, aim, seen in rows
+    ]
+    lines += [
+        f"| opening the index alone, s | {spread([r['open_s'] for r in results['torch']], 3)} | | "
+        "|",
+        "| any later step of the epoch, ms | "
+        f"{spread([r['step_ms'] for r in results['torch']], 2)} | | |",
     ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=10_000_000, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--samples", type=int, default=10_000_000, metavar="N", help="(default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--measure", metavar="SPEC", help=argparse.SUPPRESS)  # how it calls itself
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -176,7 +243,9 @@ def main() -> None:
         folder = Path(temporary)
         made = f"import sys; sys.path[:0] = {sys.path[:2]!r}; from pathlib import Path; from large_index import write_large_index; "
         made += f"print(write_large_index(Path({str(folder)!r}), {arguments.samples}))"
-        spec = subprocess.run([sys.executable, "-c", made], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+        spec = subprocess.run(
+            [sys.executable, "-c", made], capture_output=True, text=True, check=True, cwd=ROOT
+        ).stdout.strip()
         file_mb = sum(file.stat().st_size for file in folder.rglob("*.arrow")) / 1e6
         results: dict[str, list[dict]] = {"torch": [], "plain": []}
         run_alone(spec, folder, False)  # writes the training subset, and brings the file to memory

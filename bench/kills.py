@@ -1,11 +1,13 @@
-"""Ranks killed at random moments, again and again: does a run lose more than it must, and does it end where an undisturbed one ends?
+"""Ranks killed at random moments, again and again: does a run lose more than it must, and does it
+end where an undisturbed one ends?
 
     python bench/kills.py             writes bench/out/kills.md and prints it
 
-A fork of one image stage and one text stage with two replicas, ZeRO-1, dropout on. Each life goes on from the newest whole checkpoint, saves every
-few steps in the background, and ends when one of its ranks, drawn by chance, kills itself at a moment drawn by chance: in a step, in the copy, while
-files are written, while they are renamed. Only kernel and file system are left to tidy up. The last life is not disturbed; its parameters are
-compared bit by bit with those of a run that never was.
+A fork of one image stage and one text stage with two replicas, ZeRO-1, dropout on. Each life goes
+on from the newest whole checkpoint, saves every few steps in the background, and ends when one of
+its ranks, drawn by chance, kills itself at a moment drawn by chance: in a step, in the copy, while
+files are written, while they are renamed. Only kernel and file system are left to tidy up. The last
+life is not disturbed; its parameters are compared bit by bit with those of a run that never was.
 """
 
 from __future__ import annotations
@@ -37,12 +39,17 @@ SETUP = Setup(
     global_batch_size=8,
     micro_batch_size=2,
 )
-BRANCHES = {"layout": "fork", "stages": {"image": 1, "text": 1}, "replicas": {"image": 1, "text": 2}}
+BRANCHES = {
+    "layout": "fork",
+    "stages": {"image": 1, "text": 1},
+    "replicas": {"image": 1, "text": 2},
+}
 WORLD_SIZE = 3
 
 
 def live(folder: Path, num_steps: int, save_every: int, victim: int | None, after_s: float) -> str:
-    """On each rank: go on to step `num_steps`, unless the rank `victim` dies `after_s` seconds after its first step; the parameters' digest."""
+    """On each rank: go on to step `num_steps`, unless the rank `victim` dies `after_s` seconds
+    after its first step; the parameters' digest."""
     from engine.checkpoint.retention import Keep
     from engine.checkpoint.together import CheckpointWriter, load_checkpoint
     from launch.run.resuming import find_checkpoint
@@ -74,7 +81,8 @@ def _die(after_s: float) -> None:
 
 
 def lost_steps(log: Path) -> list[int]:
-    """Of each life but the last: how many steps that it had done were not in what the next one went on from."""
+    """Of each life but the last: how many steps that it had done were not in what the next one went
+    on from."""
     lost, reached = [], 0
     for line in log.read_text(encoding="utf-8").splitlines():
         if line.startswith("from "):
@@ -86,10 +94,26 @@ def lost_steps(log: Path) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100, metavar="N", help="lives that end early (default: 100)")
-    parser.add_argument("--save-every", type=int, default=3, metavar="N", help="steps between checkpoints (default: 3)")
-    parser.add_argument("--longest", type=float, default=3.0, metavar="S", help="seconds a life may last before it ends (default: 3.0)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of moments and victims (default: 0)")
+    parser.add_argument(
+        "--kills", type=int, default=100, metavar="N", help="lives that end early (default: 100)"
+    )
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=3,
+        metavar="N",
+        help="steps between checkpoints (default: 3)",
+    )
+    parser.add_argument(
+        "--longest",
+        type=float,
+        default=3.0,
+        metavar="S",
+        help="seconds a life may last before it ends (default: 3.0)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of moments and victims (default: 0)"
+    )
     arguments = parser.parse_args()
     from ranks import run_ranks
     from tqdm import tqdm
@@ -102,30 +126,46 @@ def main() -> None:
 
     draw = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as temporary:
-        disturbed, whole = Path(temporary) / "disturbed" / "checkpoints", Path(temporary) / "whole" / "checkpoints"
+        disturbed, whole = (
+            Path(temporary) / "disturbed" / "checkpoints",
+            Path(temporary) / "whole" / "checkpoints",
+        )
         for folder in (disturbed, whole):
             folder.mkdir(parents=True)
         endless, being_written = 10**9, 0
         for _ in tqdm(range(arguments.kills), unit="kill"):
             victim, after_s = draw.randrange(WORLD_SIZE), draw.uniform(0, arguments.longest)
             try:
-                run_ranks(WORLD_SIZE, live, disturbed, endless, arguments.save_every, victim, after_s)
+                run_ranks(
+                    WORLD_SIZE, live, disturbed, endless, arguments.save_every, victim, after_s
+                )
             except RuntimeError as error:
-                if f"rank {victim} ended without a result" not in str(error) and "onnection" not in str(error):
+                if f"rank {victim} ended without a result" not in str(
+                    error
+                ) and "onnection" not in str(error):
                     raise
             being_written += any(path.name.endswith(".writing") for path in disturbed.iterdir())
-        lost = [steps for rank in range(WORLD_SIZE) for steps in lost_steps(disturbed.parent / f"steps-{rank}")]
+        lost = [
+            steps
+            for rank in range(WORLD_SIZE)
+            for steps in lost_steps(disturbed.parent / f"steps-{rank}")
+        ]
         reached = max(int(path.name.split("-")[1]) for path in checkpoints_in(disturbed))
         last = reached + arguments.save_every
         after_all = run_ranks(WORLD_SIZE, live, disturbed, last, arguments.save_every, None, 0.0)
-        undisturbed = run_ranks(WORLD_SIZE, live, whole, last, arguments.save_every, None, 0.0, timeout_s=1800)
+        undisturbed = run_ranks(
+            WORLD_SIZE, live, whole, last, arguments.save_every, None, 0.0, timeout_s=1800
+        )
     rows = [
-        f"{arguments.kills} lives of {WORLD_SIZE} ranks, each ended by SIGKILL of one of them; {last} steps, a checkpoint every {arguments.save_every}.",
+        f"{arguments.kills} lives of {WORLD_SIZE} ranks, each ended by SIGKILL of one of them; "
+        f"{last} steps, a checkpoint every {arguments.save_every}.",
         "",
-        f"- lives that went on from a whole checkpoint, or from the beginning where there was none yet: {arguments.kills} of {arguments.kills}",
+        "- lives that went on from a whole checkpoint, or from the beginning where there was none "
+        f"yet: {arguments.kills} of {arguments.kills}",
         f"- steps lost by a kill: {sum(lost) / len(lost):.1f} on average, at most {max(lost)}",
         f"- kills that left a checkpoint half written: {being_written}",
-        f"- parameters of all ranks at step {last}: {'equal to the last bit' if after_all == undisturbed else 'DIFFERENT'}",
+        f"- parameters of all ranks at step {last}: "
+        f"{'equal to the last bit' if after_all == undisturbed else 'DIFFERENT'}",
     ]
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / "kills.md").write_text("\n".join(rows) + "\n", encoding="utf-8")

@@ -1,13 +1,16 @@
-"""How fast pictures are loaded: the usual PyTorch code, webdataset, and this project's loader, decoding and from its cache.
+"""How fast pictures are loaded: the usual PyTorch code, webdataset, and this project's loader,
+decoding and from its cache.
 
     python bench/loader.py                                      writes bench/out/loader.md
     python bench/loader.py --samples 256 --workers 2 --rounds 5
 
-The files are the same for all: 640×480 JPEGs of emoji on smooth backgrounds with noise, quality 85, about 85 KB each, in a folder with a
-jsonl file, and again in tar shards. All give float32 [b, 3, 224, 224], cropped at random and normalised, in the same number of worker
-processes. Each round runs every loader once, in turn, in fresh processes; ratios to the usual code are taken within a round. Time to the first
-micro-batch counts from the request, with the workers' start; speed counts from the end of the first epoch, so that neither the start nor what
-was prefetched until then is in it. All micro-batches are read by the process that asked for them, one value per page.
+The files are the same for all: 640×480 JPEGs of emoji on smooth backgrounds with noise, quality 85,
+about 85 KB each, in a folder with a jsonl file, and again in tar shards. All give float32 [b, 3,
+224, 224], cropped at random and normalised, in the same number of worker processes. Each round runs
+every loader once, in turn, in fresh processes; ratios to the usual code are taken within a round.
+Time to the first micro-batch counts from the request, with the workers' start; speed counts from
+the end of the first epoch, so that neither the start nor what was prefetched until then is in it.
+All micro-batches are read by the process that asked for them, one value per page.
 
     plain        DataLoader over PIL.Image.open, RandomResizedCrop, ToTensor, Normalize
     webdataset   the webdataset library on the tar shards, with the same transforms
@@ -42,7 +45,8 @@ LOADERS = ("plain", "webdataset", "decoding", "decoding_tar", "cached")
 
 
 def make_files(folder: Path, samples: int) -> int:
-    """The samples as folder/set.jsonl with pictures, and as folder/shard-*.tar. Returns the bytes of all pictures."""
+    """The samples as folder/set.jsonl with pictures, and as folder/shard-*.tar. Returns the bytes
+    of all pictures."""
     import numpy as np
     from PIL import Image
     from tqdm import tqdm
@@ -60,15 +64,27 @@ def make_files(folder: Path, samples: int) -> int:
             chosen = generator.integers(len(demo), size=3)
             for emoji in chosen.tolist():
                 side = int(generator.integers(120, 360))
-                drawn = upright_8bit(decode_bytes(demo.image_bytes(emoji))).convert("RGBA").resize((side, side), Image.Resampling.LANCZOS)
-                picture.paste(drawn, (int(generator.integers(WIDTH - 120)), int(generator.integers(HEIGHT - 120))), drawn)
+                drawn = (
+                    upright_8bit(decode_bytes(demo.image_bytes(emoji)))
+                    .convert("RGBA")
+                    .resize((side, side), Image.Resampling.LANCZOS)
+                )
+                picture.paste(
+                    drawn,
+                    (int(generator.integers(WIDTH - 120)), int(generator.integers(HEIGHT - 120))),
+                    drawn,
+                )
             noisy = np.asarray(picture) + generator.normal(0, 8, (HEIGHT, WIDTH, 1))
             encoded = io.BytesIO()
-            Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(encoded, "JPEG", quality=QUALITY)
+            Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(
+                encoded, "JPEG", quality=QUALITY
+            )
             text = " and ".join(demo.captions(emoji)[0] for emoji in chosen.tolist())
             name = f"{i:06d}"
             (folder / "pictures" / f"{name}.jpg").write_bytes(encoded.getvalue())
-            rows.write(json.dumps({"image_path": f"pictures/{name}.jpg", "text": text, "id": name}) + "\n")
+            rows.write(
+                json.dumps({"image_path": f"pictures/{name}.jpg", "text": text, "id": name}) + "\n"
+            )
             for suffix, content in (("jpg", encoded.getvalue()), ("txt", text.encode())):
                 member = tarfile.TarInfo(f"{name}.{suffix}")
                 member.size = len(content)
@@ -87,9 +103,13 @@ def usual_transforms():
 
     return transforms.Compose(
         [
-            transforms.RandomResizedCrop(IMAGE_SIZE, scale=(0.8, 1.0), interpolation=transforms.InterpolationMode.BICUBIC),
+            transforms.RandomResizedCrop(
+                IMAGE_SIZE, scale=(0.8, 1.0), interpolation=transforms.InterpolationMode.BICUBIC
+            ),
             transforms.ToTensor(),
-            transforms.Normalize((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+            transforms.Normalize(
+                (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+            ),
         ]
     )
 
@@ -139,7 +159,13 @@ def webdataset(folder: Path, samples: int, workers: int, pin: bool) -> Iterator:
 
     shards = [str(folder / f"shard-{n}.tar") for n in range(SHARDS)]
     dataset = wds.WebDataset(shards, shardshuffle=SHARDS, empty_check=False, seed=0)
-    dataset = dataset.shuffle(100).decode("pil").to_tuple("jpg").map_tuple(usual_transforms()).batched(BATCH_SIZE, partial=False)
+    dataset = (
+        dataset.shuffle(100)
+        .decode("pil")
+        .to_tuple("jpg")
+        .map_tuple(usual_transforms())
+        .batched(BATCH_SIZE, partial=False)
+    )
     loader = DataLoader(
         dataset.repeat(EPOCHS + 1),
         batch_size=None,
@@ -169,12 +195,21 @@ def ours(spec: str, workers: int, pin: bool, cache=None) -> Iterator:
 
     source = open_source(spec)
     order = GlobalOrder(len(source), BATCH_SIZE, seed=0)
-    dataset = MicroBatchDataset(source, [ImageModality(train_transform(IMAGE_SIZE), eval_transform(IMAGE_SIZE), cache)])
+    dataset = MicroBatchDataset(
+        source, [ImageModality(train_transform(IMAGE_SIZE), eval_transform(IMAGE_SIZE), cache)]
+    )
     if cache is not None:
         for i in range(len(source)):
             source.content_hash(i)  # what the index of a data set holds, made beforehand
     requests = training_requests(
-        order, np.arange(len(source)), 0, 1, "image", Settings([Setting(0, {"image": 1})]), 0, EPOCHS * order.steps_per_epoch
+        order,
+        np.arange(len(source)),
+        0,
+        1,
+        "image",
+        Settings([Setting(0, {"image": 1})]),
+        0,
+        EPOCHS * order.steps_per_epoch,
     )
     for micro_batch in micro_batches(dataset, requests, workers, pin):
         yield micro_batch["pixel_values"]
@@ -198,7 +233,8 @@ def cached(folder: Path, samples: int, workers: int, pin: bool) -> Iterator:
 
 
 def measure(loader: str, folder: Path, samples: int, workers: int, pin: bool) -> dict[str, float]:
-    """In a process of its own: samples/s after the first epoch, and seconds to the first micro-batch."""
+    """In a process of its own: samples/s after the first epoch, and seconds to the first
+    micro-batch."""
     import torch
     import torchvision.transforms  # noqa: F401  nobody's start-up pays for these imports
 
@@ -210,9 +246,14 @@ def measure(loader: str, folder: Path, samples: int, workers: int, pin: bool) ->
     seen, checksum, per_epoch = 0, 0.0, samples // BATCH_SIZE * BATCH_SIZE
     asked = time.perf_counter()
     for pixels in globals()[loader](folder, samples, workers, pin):
-        if tuple(pixels.shape) != (BATCH_SIZE, 3, IMAGE_SIZE, IMAGE_SIZE) or pixels.dtype != torch.float32:
+        if (
+            tuple(pixels.shape) != (BATCH_SIZE, 3, IMAGE_SIZE, IMAGE_SIZE)
+            or pixels.dtype != torch.float32
+        ):
             raise ValueError(f"{loader} gave {pixels.dtype} {tuple(pixels.shape)}")
-        checksum += float(pixels.as_strided((pixels.numel() // 1024,), (1024,)).sum())  # 4 bytes of each page, however they lie
+        checksum += float(
+            pixels.as_strided((pixels.numel() // 1024,), (1024,)).sum()
+        )  # 4 bytes of each page, however they lie
         if not seen:
             first = time.perf_counter()
         seen += len(pixels)
@@ -221,7 +262,11 @@ def measure(loader: str, folder: Path, samples: int, workers: int, pin: bool) ->
     last = time.perf_counter()
     if seen != EPOCHS * per_epoch:
         raise ValueError(f"{loader} gave {seen} samples")
-    return {"samples_per_s": (EPOCHS - 1) * per_epoch / (last - counted), "first_s": first - asked, "checksum": checksum}
+    return {
+        "samples_per_s": (EPOCHS - 1) * per_epoch / (last - counted),
+        "first_s": first - asked,
+        "checksum": checksum,
+    }
 
 
 def available(folder: Path) -> tuple[str, ...]:
@@ -234,45 +279,85 @@ def spread(values: list[float], digits: int = 2) -> str:
     return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} – {max(values):,.{digits}f})"
 
 
-def report(rounds: list[dict[str, dict[str, float]]], samples: int, workers: int, mean_kb: float) -> str:
+def report(
+    rounds: list[dict[str, dict[str, float]]], samples: int, workers: int, mean_kb: float
+) -> str:
     lines = [
         "# Loading pictures",
         "",
-        f"{samples} JPEGs of {WIDTH}×{HEIGHT} ({mean_kb:.0f} KB each) to {IMAGE_SIZE}×{IMAGE_SIZE}, micro-batches of {BATCH_SIZE}, "
-        f"{EPOCHS - 1} epochs after a first one, {workers} workers, {len(rounds)} rounds in turn on {os.cpu_count()} cores: median (least – most).",
+        f"{samples} JPEGs of {WIDTH}×{HEIGHT} ({mean_kb:.0f} KB each) to "
+        f"{IMAGE_SIZE}×{IMAGE_SIZE}, micro-batches of {BATCH_SIZE}, "
+        f"{EPOCHS - 1} epochs after a first one, {workers} workers, {len(rounds)} rounds in turn "
+        f"on {os.cpu_count()} cores: median (least – most).",
         "",
         "| loader | samples/s | ÷ plain | ÷ webdataset | first micro-batch after, s |",
         "|---|---|---|---|---|",
     ]
     for loader in rounds[0]:
         speed = [r[loader]["samples_per_s"] for r in rounds]
-        ratios = {other: [r[loader]["samples_per_s"] / r[other]["samples_per_s"] for r in rounds] for other in ("plain", "webdataset")}
+        ratios = {
+            other: [r[loader]["samples_per_s"] / r[other]["samples_per_s"] for r in rounds]
+            for other in ("plain", "webdataset")
+        }
         first = [r[loader]["first_s"] for r in rounds]
-        lines.append(f"| {loader} | {spread(speed, 0)} | {spread(ratios['plain'])} | {spread(ratios['webdataset'])} | {spread(first)} |")
+        lines.append(
+            f"| {loader} | {spread(speed, 0)} | {spread(ratios['plain'])} | "
+            f"{spread(ratios['webdataset'])} | {spread(first)} |"
+        )
     lines.append("")
     for loader, aim in AIMS.items():
-        ratio = statistics.median(r[loader]["samples_per_s"] / r["plain"]["samples_per_s"] for r in rounds)
-        lines.append(f"- {loader}: {ratio:.2f} × plain, the aim is {aim:g} ×: {'met' if ratio >= aim else 'MISSED'}")
+        ratio = statistics.median(
+            r[loader]["samples_per_s"] / r["plain"]["samples_per_s"] for r in rounds
+        )
+        lines.append(
+            f"- {loader}: {ratio:.2f} × plain, the aim is {aim:g} ×: "
+            f"{'met' if ratio >= aim else 'MISSED'}"
+        )
     if "decoding_tar" in rounds[0]:
-        ratio = statistics.median(r["decoding_tar"]["samples_per_s"] / r["webdataset"]["samples_per_s"] for r in rounds)
-        lines.append(f"- decoding_tar: {ratio:.2f} × webdataset, the aim is 1 ×: {'met' if ratio >= 1 else 'MISSED'}")
+        ratio = statistics.median(
+            r["decoding_tar"]["samples_per_s"] / r["webdataset"]["samples_per_s"] for r in rounds
+        )
+        lines.append(
+            f"- decoding_tar: {ratio:.2f} × webdataset, the aim is 1 ×: "
+            f"{'met' if ratio >= 1 else 'MISSED'}"
+        )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=384, metavar="N", help="pictures (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes that load (default: %(default)s)")
+    parser.add_argument(
+        "--samples", type=int, default=384, metavar="N", help="pictures (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=2,
+        metavar="N",
+        help="processes that load (default: %(default)s)",
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--pin-memory", action="store_true", help="needs a GPU")
-    parser.add_argument("--only", metavar="NAME[,NAME]", help=f"of {', '.join(LOADERS)}; plain and webdataset are always run")
-    parser.add_argument("--measure", metavar="LOADER:FOLDER", help=argparse.SUPPRESS)  # how it calls itself
+    parser.add_argument(
+        "--only",
+        metavar="NAME[,NAME]",
+        help=f"of {', '.join(LOADERS)}; plain and webdataset are always run",
+    )
+    parser.add_argument(
+        "--measure", metavar="LOADER:FOLDER", help=argparse.SUPPRESS
+    )  # how it calls itself
     arguments = parser.parse_args()
     if arguments.samples < 2 * BATCH_SIZE or arguments.rounds < 1:
         parser.error(f"--samples must be at least {2 * BATCH_SIZE}, --rounds at least 1")
     if arguments.measure:
         loader, _, folder = arguments.measure.partition(":")
-        print(json.dumps(measure(loader, Path(folder), arguments.samples, arguments.workers, arguments.pin_memory)))
+        print(
+            json.dumps(
+                measure(
+                    loader, Path(folder), arguments.samples, arguments.workers, arguments.pin_memory
+                )
+            )
+        )
         return
     from tqdm import tqdm
 
@@ -284,9 +369,15 @@ def main() -> None:
         folder = Path(temporary)
         mean_kb = make_files(folder, arguments.samples) / arguments.samples / 1000
         cache = PictureCache(folder / "cache")
-        fill(open_source(f"jsonl:{folder / 'set.jsonl'}"), train_transform(IMAGE_SIZE).stored, cache)
+        fill(
+            open_source(f"jsonl:{folder / 'set.jsonl'}"), train_transform(IMAGE_SIZE).stored, cache
+        )
         cache.close(60)
-        chosen = [n for n in available(folder) if not arguments.only or n in ("plain", "webdataset", *arguments.only.split(","))]
+        chosen = [
+            n
+            for n in available(folder)
+            if not arguments.only or n in ("plain", "webdataset", *arguments.only.split(","))
+        ]
         rounds: list[dict[str, dict[str, float]]] = []
         with tqdm(total=arguments.rounds * len(chosen), unit="run") as bar:
             for number in range(arguments.rounds):
@@ -296,7 +387,9 @@ def main() -> None:
                     bar.update()
                 rounds.append({loader: result[loader] for loader in chosen})
     OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / "loader.md").write_text(report(rounds, arguments.samples, arguments.workers, mean_kb), encoding="utf-8")
+    (OUT / "loader.md").write_text(
+        report(rounds, arguments.samples, arguments.workers, mean_kb), encoding="utf-8"
+    )
     print((OUT / "loader.md").read_text(encoding="utf-8"))
 
 
@@ -309,7 +402,9 @@ def run_alone(loader: str, folder: Path, arguments: argparse.Namespace) -> dict[
         *(["--pin-memory"] if arguments.pin_memory else []),
     ]
     command = [sys.executable, __file__, "--measure", f"{loader}:{folder}", *options]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    run = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     if run.returncode:
         sys.exit(f"{loader}: {run.stderr[-2000:]}")
     return json.loads(run.stdout.splitlines()[-1])

@@ -1,15 +1,19 @@
-"""The losses in blocks of rows against the whole matrix of logits: how much memory, and how much time?
+"""The losses in blocks of rows against the whole matrix of logits: how much memory, and how much
+time?
 
     python bench/loss.py                    writes bench/out/loss.md and prints it
     python bench/loss.py --memory-rows 0    the times alone
 
-One rank has all images and texts, one text per image, embeddings of 512; value and all gradients are computed. Plain is what is usually written:
-one matrix, torch's own loss on it, autograd. Memory is the growth of a fresh process over what it had with its embeddings; the whole
-matrix, which plain holds several times, is not there at all, so it is counted: 4 bytes a logit. Times are taken in turn, in one process.
+One rank has all images and texts, one text per image, embeddings of 512; value and all gradients
+are computed. Plain is what is usually written: one matrix, torch's own loss on it, autograd. Memory
+is the growth of a fresh process over what it had with its embeddings; the whole matrix, which plain
+holds several times, is not there at all, so it is counted: 4 bytes a logit. Times are taken in
+turn, in one process.
 
-Expected. Memory: 64 MiB for the blocks, and per side a gradient and a copy of the embeddings: 0.6 GiB of 16 GiB, 4 %. Time: InfoNCE makes the
-logits twice, 4 products of matrices instead of 3, so up to 1.33 where products are all that counts; but blocks stay in the cache, where plain
-goes through memory a dozen times: about 1. The sigmoid loss makes them once: below 1.
+Expected. Memory: 64 MiB for the blocks, and per side a gradient and a copy of the embeddings: 0.6
+GiB of 16 GiB, 4 %. Time: InfoNCE makes the logits twice, 4 products of matrices instead of 3, so up
+to 1.33 where products are all that counts; but blocks stay in the cache, where plain goes through
+memory a dozen times: about 1. The sigmoid loss makes them once: below 1.
 """
 
 from __future__ import annotations
@@ -46,7 +50,11 @@ def batch(rows: int) -> dict[str, Side]:
 
     generator = torch.Generator().manual_seed(0)
     return {
-        branch: Side(F.normalize(torch.randn(rows, WIDTH, generator=generator), dim=1), torch.arange(rows), None)
+        branch: Side(
+            F.normalize(torch.randn(rows, WIDTH, generator=generator), dim=1),
+            torch.arange(rows),
+            None,
+        )
         for branch in ("image", "text")
     }
 
@@ -68,7 +76,9 @@ def plain(name: str, sides: dict[str, Side]) -> Tensor:
     from bench.baselines import info_nce
     from models.losses import build_loss
 
-    scalars = [torch.tensor([value], requires_grad=True) for value in build_loss(name).parameters.values()]
+    scalars = [
+        torch.tensor([value], requires_grad=True) for value in build_loss(name).parameters.values()
+    ]
     image, text = (side.embeds.clone().requires_grad_() for side in sides.values())
     if name == "infonce":
         loss = info_nce(image, text, *scalars)
@@ -109,13 +119,20 @@ def measure_time(rows: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def timed(compute: Callable[[str, dict[str, Side]], Tensor], name: str, sides: dict[str, Side]) -> tuple[float, float]:
+def timed(
+    compute: Callable[[str, dict[str, Side]], Tensor], name: str, sides: dict[str, Side]
+) -> tuple[float, float]:
     start = time.perf_counter()
     value = float(compute(name, sides))
     return time.perf_counter() - start, value
 
 
-def report(memory: dict[str, dict[str, float]], memory_rows: int, times: dict[str, dict[str, list[float]]], rows: int) -> str:
+def report(
+    memory: dict[str, dict[str, float]],
+    memory_rows: int,
+    times: dict[str, dict[str, list[float]]],
+    rows: int,
+) -> str:
     lines = [f"# Losses in blocks, embeddings of {WIDTH}", ""]
     if memory:
         whole = 4 * memory_rows**2
@@ -128,7 +145,8 @@ def report(memory: dict[str, dict[str, float]], memory_rows: int, times: dict[st
         for name, seen in memory.items():
             share = seen["bytes"] / whole
             lines.append(
-                f"| {name} | {seen['bytes'] / GIB:.2f} | **{share:.1%}** | at most {AIMS['memory']:.0%}: {verdict(share, AIMS['memory'])} | "
+                f"| {name} | {seen['bytes'] / GIB:.2f} | **{share:.1%}** | at most "
+                f"{AIMS['memory']:.0%}: {verdict(share, AIMS['memory'])} | "
                 f"{seen['seconds']:.0f} |"
             )
         lines.append("")
@@ -143,8 +161,10 @@ def report(memory: dict[str, dict[str, float]], memory_rows: int, times: dict[st
         ratios = [ours / theirs for ours, theirs in zip(seen["in blocks"], seen["plain"])]
         median = statistics.median(ratios)
         lines.append(
-            f"| {name} | {statistics.median(seen['plain']):.1f} | {statistics.median(seen['in blocks']):.1f} | **{median:.2f}** "
-            f"({min(ratios):.2f} – {max(ratios):.2f}) | at most {AIMS['time']}: {verdict(median, AIMS['time'])} |"
+            f"| {name} | {statistics.median(seen['plain']):.1f} | "
+            f"{statistics.median(seen['in blocks']):.1f} | **{median:.2f}** "
+            f"({min(ratios):.2f} – {max(ratios):.2f}) | at most {AIMS['time']}: "
+            f"{verdict(median, AIMS['time'])} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -156,10 +176,26 @@ def verdict(seen: float, aim: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--memory-rows", type=int, default=65536, metavar="N", help="pairs whose memory is measured; 0: none (default: 65536)"
+        "--memory-rows",
+        type=int,
+        default=65536,
+        metavar="N",
+        help="pairs whose memory is measured; 0: none (default: 65536)",
     )
-    parser.add_argument("--rows", type=int, default=16384, metavar="N", help="pairs whose time is measured (default: 16384)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times each way is measured, in turn (default: 3)")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=16384,
+        metavar="N",
+        help="pairs whose time is measured (default: 16384)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="times each way is measured, in turn (default: 3)",
+    )
     arguments = parser.parse_args()
     if arguments.memory_rows < 0 or arguments.rows < 2 or arguments.rounds < 1:
         parser.error("--memory-rows must be at least 0, --rows at least 2, --rounds at least 1")
@@ -171,10 +207,17 @@ def main() -> None:
         return run_ranks(1, function, *given, timeout_s=3600)[0]
 
     times = alone(this.measure_time, arguments.rows, arguments.rounds)
-    memory = {name: alone(this.measure_memory, name, arguments.memory_rows) for name in LOSSES if arguments.memory_rows}
+    memory = {
+        name: alone(this.measure_memory, name, arguments.memory_rows)
+        for name in LOSSES
+        if arguments.memory_rows
+    }
     for name, seen in times.items():
         if max(seen["values"]) - min(seen["values"]) > 1e-5 * max(seen["values"]):
-            sys.exit(f"bench/loss.py: {name}: both ways must give the same loss, but it was {min(seen['values'])} to {max(seen['values'])}")
+            sys.exit(
+                f"bench/loss.py: {name}: both ways must give the same loss, but it was "
+                f"{min(seen['values'])} to {max(seen['values'])}"
+            )
     text = report(memory, arguments.memory_rows, times, arguments.rows)
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / "loss.md").write_text(text, encoding="utf-8")

@@ -1,13 +1,17 @@
-"""Peak memory of a fork of two ranks as the number of micro-batches grows, under `batch_sync` and under `replay`.
+"""Peak memory of a fork of two ranks as the number of micro-batches grows, under `batch_sync` and
+under `replay`.
 
     python bench/memory.py            writes bench/out/memory.md and bench/out/memory.png
 
-Micro-batches stay the same size, so the global batch grows with their number. `batch_sync` keeps the activations of all of them,
-`replay` those of one: its peak with 64 micro-batches should be within 5 % of that with 8. What still grows under `replay` is small but
-real: what was loaded, which waits in host memory for the second forward; the embeddings of the global batch [B, D]; its similarities [B, B].
+Micro-batches stay the same size, so the global batch grows with their number. `batch_sync` keeps
+the activations of all of them, `replay` those of one: its peak with 64 micro-batches should be
+within 5 % of that with 8. What still grows under `replay` is small but real: what was loaded, which
+waits in host memory for the second forward; the embeddings of the global batch [B, D]; its
+similarities [B, B].
 
-On a CPU host memory is the memory that is measured, so what was loaded **is** counted in every figure, and stands in a column of its own; on a GPU it
-would lie outside the device's memory. Each point is a fresh process group; tensor bytes come from a run of their own (`bench/memory_probe.py`).
+On a CPU host memory is the memory that is measured, so what was loaded **is** counted in every
+figure, and stands in a column of its own; on a GPU it would lie outside the device's memory. Each
+point is a fresh process group; tensor bytes come from a run of their own (`bench/memory_probe.py`).
 """
 
 from __future__ import annotations
@@ -86,16 +90,22 @@ def report(points: Sequence[Point]) -> str:
     lines = [
         "# Peak memory against the number of micro-batches",
         "",
-        f"{SETUP.describe().replace(f'global batch {SETUP.global_batch_size}, ', '')}; fork of two ranks. MiB per rank, "
+        f"{SETUP.describe().replace(f'global batch {SETUP.global_batch_size}, ', '')}; fork of two "
+        "ranks. MiB per rank, "
         "image / text. What was loaded is part of the tensor bytes and of the process growth.",
         "",
-        "| schedule | micro-batches | global batch | peak tensor MiB | process growth MiB | of these loaded inputs MiB |",
+        "| schedule | micro-batches | global batch | peak tensor MiB | process growth MiB | of "
+        "these loaded inputs MiB |",
         "|---|---|---|---|---|---|",
     ]
     for p in points:
-        cells = [" / ".join(f"{n / MIB:.1f}" for n in values) for values in (p.tensor_bytes, p.process_bytes, p.loaded_bytes)]
+        cells = [
+            " / ".join(f"{n / MIB:.1f}" for n in values)
+            for values in (p.tensor_bytes, p.process_bytes, p.loaded_bytes)
+        ]
         lines.append(
-            f"| {p.schedule} | {p.num_micro_batches} | {p.num_micro_batches * SETUP.micro_batch_size} | " + " | ".join(cells) + " |"
+            f"| {p.schedule} | {p.num_micro_batches} | "
+            f"{p.num_micro_batches * SETUP.micro_batch_size} | " + " | ".join(cells) + " |"
         )
     return "\n".join([*lines, "", *_verdicts(points)]) + "\n"
 
@@ -113,7 +123,8 @@ def _verdicts(points: Sequence[Point]) -> list[str]:
             if schedule == "replay":
                 verdict = f": {'within' if max(ratios) <= 1 + TOLERANCE else 'NOT within'} {TOLERANCE:.0%}"
             lines.append(
-                f"- {schedule}, {what.replace('_', ' ')}, 64 micro-batches ÷ 8: image {ratios[0]:.3f}, text {ratios[1]:.3f}{verdict}"
+                f"- {schedule}, {what.replace('_', ' ')}, 64 micro-batches ÷ 8: image "
+                f"{ratios[0]:.3f}, text {ratios[1]:.3f}{verdict}"
             )
     return lines
 
@@ -126,14 +137,26 @@ def plot(points: Sequence[Point], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for panel, what, title in zip(panels, ("tensor_bytes", "process_bytes"), ("tensors", "process growth")):
+    for panel, what, title in zip(
+        panels, ("tensor_bytes", "process_bytes"), ("tensors", "process growth")
+    ):
         for schedule, colour in zip(SCHEDULES, ("tab:blue", "tab:olive")):
             own = [p for p in points if p.schedule == schedule]
             for rank, (branch, style) in enumerate((("image", "-"), ("text", "--"))):
                 values = [getattr(p, what)[rank] / MIB for p in own]
-                panel.plot([p.num_micro_batches for p in own], values, style, marker="o", color=colour, label=f"{schedule}, {branch} rank")
+                panel.plot(
+                    [p.num_micro_batches for p in own],
+                    values,
+                    style,
+                    marker="o",
+                    color=colour,
+                    label=f"{schedule}, {branch} rank",
+                )
         panel.set_xscale("log", base=2)
-        panel.set_xticks(sorted({p.num_micro_batches for p in points}), sorted({p.num_micro_batches for p in points}))
+        panel.set_xticks(
+            sorted({p.num_micro_batches for p in points}),
+            sorted({p.num_micro_batches for p in points}),
+        )
         panel.set_title(title)
         panel.set_xlabel(f"micro-batches of {SETUP.micro_batch_size}")
     panels[0].set_ylabel("peak per rank, MiB")
@@ -146,7 +169,10 @@ def plot(points: Sequence[Point], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--points", default=",".join(map(str, POINTS)), metavar="N[,N]", help="numbers of micro-batches (default: %(default)s)"
+        "--points",
+        default=",".join(map(str, POINTS)),
+        metavar="N[,N]",
+        help="numbers of micro-batches (default: %(default)s)",
     )
     numbers = [int(n) for n in parser.parse_args().points.split(",")]
     from ranks import run_ranks
@@ -160,7 +186,9 @@ def main() -> None:
         process, loaded = zip(*run_ranks(2, this.measure_process, schedule, number, timeout_s=600))
         tensors = run_ranks(2, this.measure_tensors, schedule, number, timeout_s=900)
         points.append(Point(schedule, number, tensors, process, loaded))
-        (OUT / "memory.md").write_text(report(points), encoding="utf-8")  # after every point: what was measured is kept
+        (OUT / "memory.md").write_text(
+            report(points), encoding="utf-8"
+        )  # after every point: what was measured is kept
     print((OUT / "memory.md").read_text(encoding="utf-8"))
     save_plot(plot, points, OUT / "memory.png")
 

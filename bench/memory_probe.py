@@ -1,13 +1,16 @@
-"""How much memory a step takes, seen from two sides: tensors, byte by byte, and the process, as the kernel counts it.
+"""How much memory a step takes, seen from two sides: tensors, byte by byte, and the process, as the
+kernel counts it.
 
-`TensorBytes` counts what torch's CPU allocator gives out. torch.profiler records every allocation and release with its size
-(`[memory]` events); their running sum is what is held, and its largest value after a mark is the peak. The recording begins before
-the model is built, so nothing has to be added that was there before: also what only C++ holds is in the sum (the buckets of DDP, what
-autograd saved), which a search through Python's objects would miss. Not seen: memory that is not a tensor's (libraries' scratch
-space, gloo's buffers) and tensors made in threads other than the caller's.
+`TensorBytes` counts what torch's CPU allocator gives out. torch.profiler records every allocation
+and release with its size (`[memory]` events); their running sum is what is held, and its largest
+value after a mark is the peak. The recording begins before the model is built, so nothing has to be
+added that was there before: also what only C++ holds is in the sum (the buckets of DDP, what
+autograd saved), which a search through Python's objects would miss. Not seen: memory that is not a
+tensor's (libraries' scratch space, gloo's buffers) and tensors made in threads other than the
+caller's.
 
-`ProcessGrowth` sees all of that, and also what the allocator keeps after it was given back: the most the process has held in
-physical memory since, less what it held then.
+`ProcessGrowth` sees all of that, and also what the allocator keeps after it was given back: the
+most the process has held in physical memory since, less what it held then.
 """
 
 from __future__ import annotations
@@ -17,13 +20,16 @@ import os
 from itertools import accumulate
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own log; read when torch is first imported, in the ranks
+os.environ.setdefault(
+    "KINETO_LOG_LEVEL", "99"
+)  # the profiler's own log; read when torch is first imported, in the ranks
 MARK = "memory_probe.mark"
 KIB = 1024
 
 
 class TensorBytes:
-    """Record tensors' bytes in a `with` block; afterwards `peak_bytes` is the most held after the last `mark`, `marked_bytes` what was held at it.
+    """Record tensors' bytes in a `with` block; afterwards `peak_bytes` is the most held after the
+    last `mark`, `marked_bytes` what was held at it.
 
     Recording slows the block down several times: measure time elsewhere.
     """
@@ -53,7 +59,8 @@ class TensorBytes:
 
 
 def peak_after(changes: list[tuple[int, int]], moment: int) -> tuple[int, int]:
-    """(bytes held at `moment`, most bytes held from then on) of `changes` (time, bytes more or fewer), in order of time."""
+    """(bytes held at `moment`, most bytes held from then on) of `changes` (time, bytes more or
+    fewer), in order of time."""
     held = list(accumulate((nbytes for _, nbytes in changes), initial=0))
     before = sum(time < moment for time, _ in changes)
     return held[before], max(held[before:])
@@ -63,7 +70,9 @@ class ProcessGrowth:
     """Bytes of physical memory the process has taken at most since this object was made."""
 
     def __init__(self) -> None:
-        with contextlib.suppress(OSError):  # where it is not allowed, an earlier peak may hide a lower one
+        with contextlib.suppress(
+            OSError
+        ):  # where it is not allowed, an earlier peak may hide a lower one
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again at VmRSS
         self._before = _status_bytes("VmRSS")
 

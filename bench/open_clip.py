@@ -1,24 +1,29 @@
-"""OpenCLIP's own trainer and this program, side by side: what is learned by step and by second, samples/s, and memory.
+"""OpenCLIP's own trainer and this program, side by side: what is learned by step and by second,
+samples/s, and memory.
 
     python bench/open_clip.py                         3 seeds of each variant, 4 epochs; tables and curves to bench/out/open_clip/
     python bench/open_clip.py --speed                 throughput alone, in rounds
     python bench/open_clip.py --language zh           the same pictures with their Chinese names
     pip install -r requirements-test.txt              what it needs beside the project's requirements
 
-Both programs read the same csv files with the same tokenizer, on two ranks without a GPU: about 28 million parameters (a ResNet-50 at 64
-pixels, a BERT of 4 layers), fp32, global batch 256. `RECIPE` has the optimizer and the schedule, which are equal in all variants but the one that is called so.
-Everything else is each program's own default: `VARIANTS` lists what is compared, and a further variant is one more line there. What the defaults differ in
-(augmentation, initial weights, the pooling of texts, clipping, micro-batches) is thus part of what is measured.
+Both programs read the same csv files with the same tokenizer, on two ranks without a GPU: about 28
+million parameters (a ResNet-50 at 64 pixels, a BERT of 4 layers), fp32, global batch 256. `RECIPE`
+has the optimizer and the schedule, which are equal in all variants but the one that is called so.
+Everything else is each program's own default: `VARIANTS` lists what is compared, and a further
+variant is one more line there. What the defaults differ in (augmentation, initial weights, the
+pooling of texts, clipping, micro-batches) is thus part of what is measured.
 
-OpenCLIP runs as `open_clip_train.main.main` under torchrun, with DistributedDataParallel over gloo, `--local-loss` and `--gather-with-grad`
-(bench/open_clip_rank.py). Both programs drop the samples that do not fill a batch and evaluate after each epoch. Seconds are those of
-steps, their waiting for data included; the start, evaluations and checkpoints are in none of them, on either side. OpenCLIP logs the loss
-of its first rank, 128 of the 256 rows, where this program logs the loss of all. A rank's memory is the largest resident size of its
-process (VmHWM) from start to end.
+OpenCLIP runs as `open_clip_train.main.main` under torchrun, with DistributedDataParallel over gloo,
+`--local-loss` and `--gather-with-grad` (bench/open_clip_rank.py). Both programs drop the samples
+that do not fill a batch and evaluate after each epoch. Seconds are those of steps, their waiting
+for data included; the start, evaluations and checkpoints are in none of them, on either side.
+OpenCLIP logs the loss of its first rank, 128 of the 256 rows, where this program logs the loss of
+all. A rank's memory is the largest resident size of its process (VmHWM) from start to end.
 
-Runs come in turn, seed by seed and variant by variant, so that what else the machine does hits all alike. A finished run is kept in
-bench/out/open_clip/runs/ and is not run again: after an interruption the same command goes on. A run that was broken off starts anew.
-After a change of the program, delete that folder.
+Runs come in turn, seed by seed and variant by variant, so that what else the machine does hits all
+alike. A finished run is kept in bench/out/open_clip/runs/ and is not run again: after an
+interruption the same command goes on. A run that was broken off starts anew. After a change of the
+program, delete that folder.
 """
 
 from __future__ import annotations
@@ -40,26 +45,48 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
-# Python puts bench/ at the front of the path of a script that lies there. There `import open_clip` would find this file, not the library.
+# Python puts bench/ at the front of the path of a script that lies there. There `import open_clip`
+# would find this file, not the library.
 sys.path = [str(ROOT), *(folder for folder in sys.path if Path(folder).resolve() != ROOT / "bench")]
 OUT = ROOT / "bench" / "out" / "open_clip"
 
 import psutil
 
 from bench.common import laid_over
-from bench.open_clip_data import EMBED_DIM, IMAGE_SIZE, MAX_TEXT_TOKENS, Files, prepare_data, text_weights, tower_description
-from bench.open_clip_report import Record, by_second, by_step, draw, load_record, read_open_clip, read_own, save_record, speed
+from bench.open_clip_data import (
+    EMBED_DIM,
+    IMAGE_SIZE,
+    MAX_TEXT_TOKENS,
+    Files,
+    prepare_data,
+    text_weights,
+    tower_description,
+)
+from bench.open_clip_report import (
+    Record,
+    by_second,
+    by_step,
+    draw,
+    load_record,
+    read_open_clip,
+    read_own,
+    save_record,
+    speed,
+)
 
 RANKS = 2
 RUN_LIMIT_S = 4 * 3600
-SAMPLED_EVERY_S = 1.0  # VmHWM never falls, so only what a process takes in its last second can be missed
+SAMPLED_EVERY_S = (
+    1.0  # VmHWM never falls, so only what a process takes in its last second can be missed
+)
 WARMUP_STEPS = 3  # of a measurement of speed: memory is allocated for the first time in them
 NEVER = "1000000000"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is equal in both programs. The rate rises in equal steps from lr / `warmup_steps` in the first step, and then stays at `lr`."""
+    """What is equal in both programs. The rate rises in equal steps from lr / `warmup_steps` in the
+    first step, and then stays at `lr`."""
 
     batch_size: int = 256
     lr: float = 5e-4
@@ -76,9 +103,10 @@ RECIPE = Recipe()
 class Variant:
     """One way to train, by OpenCLIP's trainer or by this program ("wye").
 
-    `options` are further flags of the program, which win over those of `RECIPE`. `config` is laid over the JSON file that it is given: for
-    OpenCLIP the description of its towers, for this program the DeepSpeed file. With `shipped`, this program leaves the optimizer and the
-    schedule to ds_configs/cpu_fp32.json instead of `RECIPE`: what a user gets who gives no numbers.
+    `options` are further flags of the program, which win over those of `RECIPE`. `config` is laid
+    over the JSON file that it is given: for OpenCLIP the description of its towers, for this
+    program the DeepSpeed file. With `shipped`, this program leaves the optimizer and the schedule
+    to ds_configs/cpu_fp32.json instead of `RECIPE`: what a user gets who gives no numbers.
     """
 
     name: str
@@ -99,7 +127,8 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a variant. `evaluated`: on the held-out samples after each epoch; a measurement of speed is not."""
+    """One run of a variant. `evaluated`: on the held-out samples after each epoch; a measurement of
+    speed is not."""
 
     variant: Variant
     seed: int
@@ -110,12 +139,23 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The name ends with a hash of what is trained and how, so that a changed recipe or variant does not find earlier runs."""
-        identity = {**asdict(self), "recipe": asdict(RECIPE), "open_clip": version("open_clip_torch")}
+        """The name ends with a hash of what is trained and how, so that a changed recipe or variant
+        does not find earlier runs."""
+        identity = {
+            **asdict(self),
+            "recipe": asdict(RECIPE),
+            "open_clip": version("open_clip_torch"),
+        }
         del identity["variant"]["name"]
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-        words = "".join(c if c.isascii() and c.isalnum() else "-" for c in self.variant.name.lower())
-        return OUT / "runs" / f"{words}-{self.language}-{'seed' if self.evaluated else 'speed'}-{self.seed}-{digest}"
+        words = "".join(
+            c if c.isascii() and c.isalnum() else "-" for c in self.variant.name.lower()
+        )
+        return (
+            OUT
+            / "runs"
+            / f"{words}-{self.language}-{'seed' if self.evaluated else 'speed'}-{self.seed}-{digest}"
+        )
 
     def file(self, ending: str) -> Path:
         """A file beside the folder, which must not exist when the program starts."""
@@ -127,14 +167,18 @@ class Run:
         return self.file("record.json")
 
 
-# -- how each program is called ------------------------------------------------------------------------------------------------
+# -- how each program is called
+# ------------------------------------------------------------------------------------------------
 
 
 def open_clip_command(run: Run, files: Files, port: int) -> list[str]:
-    """OpenCLIP's trainer under torchrun, the module found from ROOT. Writes the JSON files that it and the trainer read."""
+    """OpenCLIP's trainer under torchrun, the module found from ROOT. Writes the JSON files that it
+    and the trainer read."""
     towers, arguments = run.file("towers.json"), run.file("arguments.json")
     description = tower_description(text_weights(files, run.seed), files.tokenizer)
-    towers.write_text(json.dumps(laid_over(description, run.variant.config), indent=2), encoding="utf-8")
+    towers.write_text(
+        json.dumps(laid_over(description, run.variant.config), indent=2), encoding="utf-8"
+    )
     options = {
         "train-data": files.train,
         **({"val-data": files.held_out} if run.evaluated else {}),
@@ -160,13 +204,24 @@ def open_clip_command(run: Run, files: Files, port: int) -> list[str]:
     }
     flags = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     flags += ["--local-loss", "--gather-with-grad", *run.variant.options]
-    arguments.write_text(json.dumps({"towers": str(towers), "options": flags}, indent=2), encoding="utf-8")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", str(port)]
+    arguments.write_text(
+        json.dumps({"towers": str(towers), "options": flags}, indent=2), encoding="utf-8"
+    )
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(RANKS),
+        "--master-port",
+        str(port),
+    ]
     return [*launcher, "-m", "bench.open_clip_rank", str(arguments)]
 
 
 def own_command(run: Run, files: Files, port: int) -> list[str]:
-    """train.py under DeepSpeed's launcher, the script found from ROOT. Writes the JSON file with the recipe."""
+    """train.py under DeepSpeed's launcher, the script found from ROOT. Writes the JSON file with
+    the recipe."""
     config = run.file("deepspeed.json")
     config.write_text(json.dumps(own_configuration(run.variant), indent=2), encoding="utf-8")
     options = {
@@ -186,8 +241,20 @@ def own_command(run: Run, files: Files, port: int) -> list[str]:
         "save-every": NEVER,
         "trace-every": 0,
     }
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--quiet", "--num_gpus", str(RANKS), "--master_port", str(port), "train.py"]
-    return [*launcher, *(word for key, value in options.items() for word in (f"--{key}", str(value))), *run.variant.options]
+    launcher = [
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--quiet",
+        "--num_gpus",
+        str(RANKS),
+        "--master_port",
+        str(port),
+        "train.py",
+    ]
+    return [
+        *launcher,
+        *(word for key, value in options.items() for word in (f"--{key}", str(value))),
+        *run.variant.options,
+    ]
 
 
 def own_configuration(variant: Variant) -> dict[str, Any]:
@@ -195,8 +262,18 @@ def own_configuration(variant: Variant) -> dict[str, Any]:
     if variant.shipped:
         shipped = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text(encoding="utf-8"))
         return laid_over({**shipped, "train_batch_size": RECIPE.batch_size}, variant.config)
-    optimizer = {"lr": RECIPE.lr, "betas": RECIPE.betas, "eps": RECIPE.eps, "weight_decay": RECIPE.weight_decay, "torch_adam": True}
-    schedule = {"warmup_num_steps": RECIPE.warmup_steps, "warmup_max_lr": RECIPE.lr, "warmup_type": "linear"}
+    optimizer = {
+        "lr": RECIPE.lr,
+        "betas": RECIPE.betas,
+        "eps": RECIPE.eps,
+        "weight_decay": RECIPE.weight_decay,
+        "torch_adam": True,
+    }
+    schedule = {
+        "warmup_num_steps": RECIPE.warmup_steps,
+        "warmup_max_lr": RECIPE.lr,
+        "warmup_type": "linear",
+    }
     recipe = {
         "train_batch_size": RECIPE.batch_size,
         "optimizer": {"type": "AdamW", "params": optimizer},
@@ -211,7 +288,8 @@ def table_spec(file: Path) -> str:
     return f"csv:{file}?separator=%09"
 
 
-# -- running ------------------------------------------------------------------------------------------------------------------
+# -- running
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def finished(run: Run, files: Files) -> Record:
@@ -224,14 +302,19 @@ def finished(run: Run, files: Files) -> Record:
         of_open_clip = run.variant.program == "open_clip"
         command = (open_clip_command if of_open_clip else own_command)(run, files, free_port())
         peaks = launch(command, run.file("log"), f"{run.variant.name}, seed {run.seed}")
-        read = read_open_clip(run.folder, RECIPE.batch_size, peaks) if of_open_clip else read_own(run.folder, peaks)
+        read = (
+            read_open_clip(run.folder, RECIPE.batch_size, peaks)
+            if of_open_clip
+            else read_own(run.folder, peaks)
+        )
         shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # 0.3 GB
         save_record(run.record, read)
     return load_record(run.record)
 
 
 def launch(command: Sequence[str], log: Path, what: str) -> list[int]:
-    """Run the command to its end; returns the largest resident size of each rank, in bytes. Ends this program when the command fails."""
+    """Run the command to its end; returns the largest resident size of each rank, in bytes. Ends
+    this program when the command fails."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // RANKS)),
@@ -242,20 +325,28 @@ def launch(command: Sequence[str], log: Path, what: str) -> list[int]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
         try:
             with RankMemory(process.pid) as memory:
                 status = process.wait(RUN_LIMIT_S)
         finally:
-            if process.poll() is None:  # interrupted, or over the time limit: the ranks would go on without their launcher
+            if (
+                process.poll() is None
+            ):  # interrupted, or over the time limit: the ranks would go on without their launcher
                 kill_all(process)
     if status or set(memory.peaks) != set(range(RANKS)):
-        sys.exit(f"bench/open_clip.py: {what} ended with status {status}; {log} ends with:\n{log.read_text(encoding='utf-8')[-1500:]}")
+        sys.exit(
+            f"bench/open_clip.py: {what} ended with status {status}; {log} ends "
+            f"with:\n{log.read_text(encoding='utf-8')[-1500:]}"
+        )
     return [memory.peaks[rank] for rank in range(RANKS)]
 
 
 def kill_all(launcher: subprocess.Popen) -> None:
-    """The launcher and all processes below it. torchrun puts each rank in a session of its own, so a signal to a group would miss them."""
+    """The launcher and all processes below it. torchrun puts each rank in a session of its own, so
+    a signal to a group would miss them."""
     processes = [*psutil.Process(launcher.pid).children(recursive=True), launcher]
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -264,10 +355,11 @@ def kill_all(launcher: subprocess.Popen) -> None:
 
 
 class RankMemory:
-    """In a `with` block: the largest resident size of each rank below the launcher `pid`, in bytes, in `peaks`.
+    """In a `with` block: the largest resident size of each rank below the launcher `pid`, in bytes,
+    in `peaks`.
 
-    Both launchers give a rank its number in the environment variable RANK, which the loader processes of the rank inherit; the largest
-    process of a rank counts.
+    Both launchers give a rank its number in the environment variable RANK, which the loader
+    processes of the rank inherit; the largest process of a rank counts.
     """
 
     def __init__(self, pid: int) -> None:
@@ -303,32 +395,59 @@ class RankMemory:
 
 
 def peak_resident_bytes(pid: int) -> int:
-    """The most physical memory the process has had so far; 0 for one that has ended and was not waited for."""
+    """The most physical memory the process has had so far; 0 for one that has ended and was not
+    waited for."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
 
 
-# -- the command line ---------------------------------------------------------------------------------------------------------
+# -- the command line
+# ---------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [variant.name for variant in VARIANTS]
-    parser.add_argument("--variant", choices=names, action="append", help="which (default: all); may be repeated")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="(default: 0 1 2)")
-    parser.add_argument("--epochs", type=int, default=4, metavar="N", help="of 13 steps (default: 4)")
-    parser.add_argument("--language", default="en", metavar="LANG", help="of the emoji's names, as in --data demo:LANG (default: en)")
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="loader processes per rank, of both programs (default: 0)")
+    parser.add_argument(
+        "--variant", choices=names, action="append", help="which (default: all); may be repeated"
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="(default: 0 1 2)"
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=4, metavar="N", help="of 13 steps (default: 4)"
+    )
+    parser.add_argument(
+        "--language",
+        default="en",
+        metavar="LANG",
+        help="of the emoji's names, as in --data demo:LANG (default: en)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="loader processes per rank, of both programs (default: 0)",
+    )
     parser.add_argument("--speed", action="store_true", help="throughput alone, without evaluation")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of --speed, an epoch each (default: 5)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="of --speed, an epoch each (default: 5)"
+    )
     arguments = parser.parse_args()
     if arguments.epochs < 1 or arguments.rounds < 1:
         parser.error("--epochs and --rounds must be at least 1")
-    missing = [name for name in ("open_clip", "open_clip_train", "timm", "pandas", "webdataset") if importlib.util.find_spec(name) is None]
+    missing = [
+        name
+        for name in ("open_clip", "open_clip_train", "timm", "pandas", "webdataset")
+        if importlib.util.find_spec(name) is None
+    ]
     if missing:
-        parser.error(f"not installed: {', '.join(missing)}; run: pip install -r requirements-test.txt")
+        parser.error(
+            f"not installed: {', '.join(missing)}; run: pip install -r requirements-test.txt"
+        )
     try:
         files = prepare_data(OUT / "data" / arguments.language, arguments.language)
     except (ValueError, FileNotFoundError) as error:
@@ -339,8 +458,12 @@ def main() -> None:
     print(compare(variants, files, arguments))
 
 
-def measure_learning(variants: Sequence[Variant], files: Files, arguments: argparse.Namespace) -> str:
-    records = run_in_turn(variants, arguments.seeds, arguments.epochs, files, arguments, evaluated=True)
+def measure_learning(
+    variants: Sequence[Variant], files: Files, arguments: argparse.Namespace
+) -> str:
+    records = run_in_turn(
+        variants, arguments.seeds, arguments.epochs, files, arguments, evaluated=True
+    )
     seeds = ", ".join(map(str, arguments.seeds))
     title = f"Names in language {arguments.language}, seeds {seeds}: mean (least – most)"
     text = f"{title}\n\n{by_step(records)}\n{by_second(records, RECIPE.batch_size)}"
@@ -352,9 +475,7 @@ def measure_learning(variants: Sequence[Variant], files: Files, arguments: argpa
 def measure_speed(variants: Sequence[Variant], files: Files, arguments: argparse.Namespace) -> str:
     records = run_in_turn(variants, range(arguments.rounds), 1, files, arguments, evaluated=False)
     steps = len(next(iter(records.values()))[0].step_s)
-    title = (
-        f"{arguments.rounds} rounds of {steps} steps in turn, the first {WARMUP_STEPS} of each left out: samples/s as mean (least – most), "
-    )
+    title = f"{arguments.rounds} rounds of {steps} steps in turn, the first {WARMUP_STEPS} of each left out: samples/s as mean (least – most), "
     title += "ratios within a round as median (least – most)"
     text = f"{title}\n\n{speed(records, RECIPE.batch_size, WARMUP_STEPS)}"
     (OUT / f"{arguments.language}-speed.md").write_text(text, encoding="utf-8")
@@ -362,13 +483,20 @@ def measure_speed(variants: Sequence[Variant], files: Files, arguments: argparse
 
 
 def run_in_turn(
-    variants: Sequence[Variant], seeds: Sequence[int], epochs: int, files: Files, arguments: argparse.Namespace, evaluated: bool
+    variants: Sequence[Variant],
+    seeds: Sequence[int],
+    epochs: int,
+    files: Files,
+    arguments: argparse.Namespace,
+    evaluated: bool,
 ) -> dict[str, list[Record]]:
     """The records of each variant, in the order of the seeds."""
     from tqdm import tqdm
 
     records: dict[str, list[Record]] = {variant.name: [] for variant in variants}
-    for seed, variant in tqdm([(seed, variant) for seed in seeds for variant in variants], unit="run"):
+    for seed, variant in tqdm(
+        [(seed, variant) for seed in seeds for variant in variants], unit="run"
+    ):
         run = Run(variant, seed, epochs, arguments.language, arguments.workers, evaluated)
         records[variant.name].append(finished(run, files))
     return records

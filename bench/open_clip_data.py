@@ -1,12 +1,14 @@
-"""What bench/open_clip.py trains on: files that this program and OpenCLIP's trainer both read, and the start of OpenCLIP's towers.
+"""What bench/open_clip.py trains on: files that this program and OpenCLIP's trainer both read, and
+the start of OpenCLIP's towers.
 
     data/en/pictures/*.png            RGB, flattened onto white
     data/en/train.csv, val.csv        columns filepath and title, separated by tabs, which is OpenCLIP's default
     data/en/tokenizer/                trained on the titles of train.csv; both programs use it
     data/en/text-seed-0/              a BERT of transformers with random weights, of which OpenCLIP makes its text tower
 
-The demo's pictures are RGBA. Flattening them beforehand keeps the choice of a background out of the comparison: OpenCLIP would show the
-colours behind the transparent parts, and this program a random light colour.
+The demo's pictures are RGBA. Flattening them beforehand keeps the choice of a background out of the
+comparison: OpenCLIP would show the colours behind the transparent parts, and this program a random
+light colour.
 """
 
 from __future__ import annotations
@@ -59,12 +61,15 @@ class Files:
 
 
 def prepare_data(folder: Path, language: str) -> Files:
-    """Write the emoji with their names in `language` to `folder`, unless that was done before. Errors: ValueError, FileNotFoundError."""
+    """Write the emoji with their names in `language` to `folder`, unless that was done before.
+    Errors: ValueError, FileNotFoundError."""
     files = Files(folder)
     if not folder.is_dir():
         from data.modalities.tokenizer import load_tokenizer
 
-        partial = folder.with_name(f"{folder.name}.partial")  # renamed when it is whole, so an interruption leaves no half of a data set
+        partial = folder.with_name(
+            f"{folder.name}.partial"
+        )  # renamed when it is whole, so an interruption leaves no half of a data set
         shutil.rmtree(partial, ignore_errors=True)
         write_samples(partial, demo_samples(language), folder)
         titles = [row["title"] for row in read_rows(partial / files.train.name)]
@@ -83,7 +88,8 @@ def demo_samples(language: str) -> Iterator[Sample]:
 
 
 def write_samples(folder: Path, samples: Iterable[Sample], final_folder: Path) -> None:
-    """Pictures, train.csv and val.csv. The paths in the csv files are those below `final_folder`, to which the caller moves `folder`."""
+    """Pictures, train.csv and val.csv. The paths in the csv files are those below `final_folder`,
+    to which the caller moves `folder`."""
     (folder / "pictures").mkdir(parents=True)
     rows, hashes = [], []
     for sample in samples:
@@ -107,11 +113,14 @@ def flattened(picture: bytes) -> Image.Image:
 def held_out_rows(hashes: Sequence[bytes], share: float, seed: int) -> set[int]:
     """A random `share` of all rows, drawn among those whose picture occurs once.
 
-    Some emoji share one picture, such as the flags of Norway and of its islands. One of them held out would be a sample that was trained on.
+    Some emoji share one picture, such as the flags of Norway and of its islands. One of them held
+    out would be a sample that was trained on.
     """
     count = Counter(hashes)
     unique = [row for row, digest in enumerate(hashes) if count[digest] == 1]
-    drawn = np.random.default_rng(seed).choice(unique, size=round(share * len(hashes)), replace=False)
+    drawn = np.random.default_rng(seed).choice(
+        unique, size=round(share * len(hashes)), replace=False
+    )
     return set(drawn.tolist())
 
 
@@ -128,10 +137,12 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 
 
 def text_weights(files: Files, seed: int) -> Path:
-    """The folder of OpenCLIP's text tower with random weights drawn from `seed`; written where it is not there yet.
+    """The folder of OpenCLIP's text tower with random weights drawn from `seed`; written where it
+    is not there yet.
 
-    OpenCLIP's trainer always reads the weights of a Hugging Face text tower from its folder, so seeds that are to begin with different
-    weights need a folder each. The image tower has no such folder: OpenCLIP draws its weights from its own `--seed`.
+    OpenCLIP's trainer always reads the weights of a Hugging Face text tower from its folder, so
+    seeds that are to begin with different weights need a folder each. The image tower has no such
+    folder: OpenCLIP draws its weights from its own `--seed`.
     """
     folder = files.folder / f"text-seed-{seed}"
     if not folder.is_dir():
@@ -140,10 +151,16 @@ def text_weights(files: Files, seed: int) -> Path:
 
 
 def tower_description(weights: Path, tokenizer: Path) -> dict[str, Any]:
-    """A model configuration of OpenCLIP, with the sizes of this program's `resnet50` and `bert-mini`."""
+    """A model configuration of OpenCLIP, with the sizes of this program's `resnet50` and
+    `bert-mini`."""
     return {
         "embed_dim": EMBED_DIM,
-        "vision_cfg": {"timm_model_name": "resnet50", "timm_pool": "avg", "timm_proj": "linear", "image_size": IMAGE_SIZE},
+        "vision_cfg": {
+            "timm_model_name": "resnet50",
+            "timm_pool": "avg",
+            "timm_proj": "linear",
+            "image_size": IMAGE_SIZE,
+        },
         "text_cfg": {
             "context_length": MAX_TEXT_TOKENS,
             "hf_model_name": str(weights),

@@ -2,15 +2,18 @@
 
     torchrun --nproc-per-node 2 -m bench.open_clip_rank RUN.json        {"towers": FILE, "options": [options of open_clip_train]}
 
-The options come in a file because torchrun would take some of them for its own (`--logs` for `--logs-specs`).
+The options come in a file because torchrun would take some of them for its own (`--logs` for
+`--logs-specs`).
 
 It calls `open_clip_train.main.main`, which stays as it is. Two things are done around it:
 
-- The towers' file is made known to OpenCLIP under its name, as `open_clip.add_model_config` is meant to be used.
-- DistributedDataParallel is called without `device_ids`. OpenCLIP gives `[device]` even for a CPU, and torch refuses that.
+- The towers' file is made known to OpenCLIP under its name, as `open_clip.add_model_config` is
+  meant to be used.
+- DistributedDataParallel is called without `device_ids`. OpenCLIP gives `[device]` even for a CPU,
+  and torch refuses that.
 
-This must run as a module from the root of the repository. Started as a file it would have bench/ at the front of its path, where
-`import open_clip` finds bench/open_clip.py instead of the library.
+This must run as a module from the root of the repository. Started as a file it would have bench/ at
+the front of its path, where `import open_clip` finds bench/open_clip.py instead of the library.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from open_clip_train.main import main
 from torch.nn.parallel import DistributedDataParallel
 
 
-def without_device_ids(module: torch.nn.Module, device_ids: Any = None, **options: Any) -> DistributedDataParallel:
+def without_device_ids(
+    module: torch.nn.Module, device_ids: Any = None, **options: Any
+) -> DistributedDataParallel:
     return DistributedDataParallel(module, **options)
 
 

@@ -1,9 +1,11 @@
-"""Predicted against measured step time on two ranks, for many ways to run, and how good the planner's choice is.
+"""Predicted against measured step time on two ranks, for many ways to run, and how good the
+planner's choice is.
 
     python bench/prediction.py                 writes bench/out/prediction.md and prints it
 
-Per pair of towers: the layers are profiled on two ranks together, as `"layout": "auto"` does; then every combination of layout,
-schedule and number of micro-batches is simulated with these costs and run, each in fresh processes.
+Per pair of towers: the layers are profiled on two ranks together, as `"layout": "auto"` does; then
+every combination of layout, schedule and number of micro-batches is simulated with these costs and
+run, each in fresh processes.
 """
 
 from __future__ import annotations
@@ -37,13 +39,19 @@ VIT = Setup(
 RESNET = replace(VIT, image_tower="resnet18", image_size=64)
 TOWERS = {"ViT + BERT": VIT, "ResNet-18 + BERT": RESNET}
 LAYOUTS = {
-    "fork 1 + 1": {"layout": "fork", "stages": {"image": 1, "text": 1}, "replicas": {"image": 1, "text": 1}},
+    "fork 1 + 1": {
+        "layout": "fork",
+        "stages": {"image": 1, "text": 1},
+        "replicas": {"image": 1, "text": 1},
+    },
     "merged × 2": {"layout": "merged", "stages": {"merged": 1}, "replicas": 2},
     "merged 2": {"layout": "merged", "stages": {"merged": 2}, "replicas": 1},
     "chain 1 + 1": {"layout": "chain", "stages": {"image": 1, "text": 1}, "replicas": 1},
 }
 COMBINATIONS = [
-    (layout, schedule, size) for layout in LAYOUTS for schedule, size in (("batch_sync", 16), ("replay", 16), ("batch_sync", 8))
+    (layout, schedule, size)
+    for layout in LAYOUTS
+    for schedule, size in (("batch_sync", 16), ("replay", 16), ("batch_sync", 8))
 ]
 
 
@@ -61,7 +69,10 @@ def profile(setup: Setup, cache: str) -> dict:
     measured = profile_together(
         {branch: tower.specs for branch, tower in towers.items()},
         lambda spec: spec.build(setup.seed),
-        {branch: lambda size, b=branch: samples(setup, b, 0, torch.arange(size)) for branch in towers},
+        {
+            branch: lambda size, b=branch: samples(setup, b, 0, torch.arange(size))
+            for branch in towers
+        },
         torch.float32,
         torch.device("cpu"),
         dict.fromkeys(towers, sizes),
@@ -70,11 +81,16 @@ def profile(setup: Setup, cache: str) -> dict:
         2,
         20.0,
     )
-    return cost_model_to_json(CostModel.of(measured.layers, measured.machine, config, setup.embed_dim))
+    return cost_model_to_json(
+        CostModel.of(measured.layers, measured.machine, config, setup.embed_dim)
+    )
 
 
-def measure(setup: Setup, branches: dict, record: dict, steps: int) -> tuple[list[float], dict[str, float], dict[str, float]]:
-    """On every rank: seconds of each step after two, the mean of `idle`, and seconds per instruction."""
+def measure(
+    setup: Setup, branches: dict, record: dict, steps: int
+) -> tuple[list[float], dict[str, float], dict[str, float]]:
+    """On every rank: seconds of each step after two, the mean of `idle`, and seconds per
+    instruction."""
     from engine.planning.costs import cost_model_from_json
 
     engine = make_engine(setup, branches, cost_model_from_json(record))
@@ -112,35 +128,52 @@ def report(rows: list[dict]) -> str:
     lines = [
         "# Predicted and measured step time, two ranks, one thread each",
         "",
-        f"**{within} of {len(rows)} combinations within 10 %**; predicted ÷ measured: median {statistics.median(ratios):.2f}, "
+        f"**{within} of {len(rows)} combinations within 10 %**; predicted ÷ measured: median "
+        f"{statistics.median(ratios):.2f}, "
         f"least {min(ratios):.2f}, most {max(ratios):.2f}. Global batch {VIT.global_batch_size}.",
         "",
     ]
     for towers in TOWERS:
         own = [row for row in rows if row["towers"] == towers]
         if own:
-            chosen, best = min(own, key=lambda r: r["predicted_s"]), min(own, key=lambda r: r["measured_s"])
+            chosen, best = (
+                min(own, key=lambda r: r["predicted_s"]),
+                min(own, key=lambda r: r["measured_s"]),
+            )
             lines.append(
-                f"{towers}: the choice by prediction is {chosen['name']}, measured {1e3 * chosen['measured_s']:.0f} ms; the best measured is "
-                f"{best['name']}, {1e3 * best['measured_s']:.0f} ms: **{chosen['measured_s'] / best['measured_s'] - 1:+.1%}**."
+                f"{towers}: the choice by prediction is {chosen['name']}, measured "
+                f"{1e3 * chosen['measured_s']:.0f} ms; the best measured is "
+                f"{best['name']}, {1e3 * best['measured_s']:.0f} ms: "
+                f"**{chosen['measured_s'] / best['measured_s'] - 1:+.1%}**."
             )
     lines += [
         "",
-        "| towers | way to run | predicted, ms | measured, ms (least–most) | predicted ÷ measured | idle predicted | idle measured |",
+        "| towers | way to run | predicted, ms | measured, ms (least–most) | predicted ÷ measured "
+        "| idle predicted | idle measured |",
         "|---|---|---|---|---|---|---|",
     ]
     for row, ratio in zip(rows, ratios):
         lines.append(
-            f"| {row['towers']} | {row['name']} | {1e3 * row['predicted_s']:.0f} | {1e3 * row['measured_s']:.0f} "
-            f"({1e3 * row['least_s']:.0f}–{1e3 * row['most_s']:.0f}) | {ratio:.2f} | {row['idle_predicted']} | {row['idle_measured']} |"
+            f"| {row['towers']} | {row['name']} | {1e3 * row['predicted_s']:.0f} | "
+            f"{1e3 * row['measured_s']:.0f} "
+            f"({1e3 * row['least_s']:.0f}–{1e3 * row['most_s']:.0f}) | {ratio:.2f} | "
+            f"{row['idle_predicted']} | {row['idle_measured']} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="runs of each combination, in turn (default: 1)")
-    parser.add_argument("--steps", type=int, default=6, metavar="N", help="steps per measurement (default: 6)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs of each combination, in turn (default: 1)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=6, metavar="N", help="steps per measurement (default: 6)"
+    )
     arguments = parser.parse_args()
     from ranks import run_ranks
     from tqdm import tqdm
@@ -158,14 +191,26 @@ def main() -> None:
                     layout, schedule, size = combination
                     own = replace(setup, micro_batch_size=size)
                     ranks = run_ranks(
-                        2, this.measure, own, {**LAYOUTS[layout], "schedule": schedule}, record, arguments.steps, timeout_s=600
+                        2,
+                        this.measure,
+                        own,
+                        {**LAYOUTS[layout], "schedule": schedule},
+                        record,
+                        arguments.steps,
+                        timeout_s=600,
                     )
-                    seconds.setdefault(combination, []).extend(max(times) for times in zip(*(rank[0] for rank in ranks)))
+                    seconds.setdefault(combination, []).extend(
+                        max(times) for times in zip(*(rank[0] for rank in ranks))
+                    )
                     idle[combination] = ranks[0][1]
                     bar.update()
             for layout, schedule, size in COMBINATIONS:
                 times = seconds[layout, schedule, size]
-                predicted = predict(replace(setup, micro_batch_size=size), {**LAYOUTS[layout], "schedule": schedule}, record)
+                predicted = predict(
+                    replace(setup, micro_batch_size=size),
+                    {**LAYOUTS[layout], "schedule": schedule},
+                    record,
+                )
                 rows.append(
                     {
                         "towers": towers,
@@ -174,8 +219,12 @@ def main() -> None:
                         "measured_s": statistics.median(times),
                         "least_s": min(times),
                         "most_s": max(times),
-                        "idle_predicted": " / ".join(f"{stage.idle_fraction:.0%}" for stage in predicted.stages),
-                        "idle_measured": " / ".join(f"{i:.0%}" for i in idle[layout, schedule, size].values()),
+                        "idle_predicted": " / ".join(
+                            f"{stage.idle_fraction:.0%}" for stage in predicted.stages
+                        ),
+                        "idle_measured": " / ".join(
+                            f"{i:.0%}" for i in idle[layout, schedule, size].values()
+                        ),
                     }
                 )
     text = report(rows)

@@ -1,8 +1,10 @@
-"""Eight processes, four stages in two replicas, `replay`, 16 micro-batches whose shapes vary: many steps, no hang.
+"""Eight processes, four stages in two replicas, `replay`, 16 micro-batches whose shapes vary: many
+steps, no hang.
 
     python bench/soak.py                       200 steps of a merged line of four stages, then of a fork of 2 + 2; some minutes on two cores
 
-Every rank has a time limit; a rank that hangs ends the run with the names of those that did not finish.
+Every rank has a time limit; a rank that hangs ends the run with the names of those that did not
+finish.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ SETUP = Setup(
 )
 LINES = {
     "merged, 4 stages × 2": {"layout": "merged", "stages": {"merged": 4}, "replicas": 2},
-    "fork, (2 + 2) stages × 2": {"layout": "fork", "stages": {"image": 2, "text": 2}, "replicas": {"image": 2, "text": 2}},
+    "fork, (2 + 2) stages × 2": {
+        "layout": "fork",
+        "stages": {"image": 2, "text": 2},
+        "replicas": {"image": 2, "text": 2},
+    },
 }
 
 
@@ -41,20 +47,40 @@ def train(branches: dict, steps: int) -> dict[str, float]:
     for step in range(steps):
         batch = micro_batches(SETUP, engine, step)
         if batch is not None:
-            batch = ({n: _cut(n, t, step, m) for n, t in tensors.items()} for m, tensors in enumerate(batch))
+            batch = (
+                {n: _cut(n, t, step, m) for n, t in tensors.items()}
+                for m, tensors in enumerate(batch)
+            )
         losses.append(engine.train_batch(batch).loss)
     number = next(iter(engine.batches.values())).num_micro_batches
-    return {"steps": len(losses), "micro-batches": number, "first loss": losses[0], "last loss": losses[-1]}
+    return {
+        "steps": len(losses),
+        "micro-batches": number,
+        "first loss": losses[0],
+        "last loss": losses[-1],
+    }
 
 
 def _cut(name: str, tensor, step: int, m: int):
-    return tensor[:, : 9 + (7 * step + 5 * m) % 24].contiguous() if name in ("input_ids", "attention_mask") else tensor
+    return (
+        tensor[:, : 9 + (7 * step + 5 * m) % 24].contiguous()
+        if name in ("input_ids", "attention_mask")
+        else tensor
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help="optimizer steps per line (default: 200)")
-    parser.add_argument("--limit", type=float, default=1800, metavar="S", help="seconds per line (default: 1800)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=200,
+        metavar="N",
+        help="optimizer steps per line (default: 200)",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=1800, metavar="S", help="seconds per line (default: 1800)"
+    )
     arguments = parser.parse_args()
     from ranks import run_ranks
 

@@ -2,8 +2,9 @@
 
     python bench/split_vs_single.py            writes bench/out/split_vs_single.md and prints it
 
-The fork has two cores where the single rank has one, so 2.0 is perfect. What is missing from it: the branches wait for
-each other at the loss when their towers take unequal time, the exchange itself, and cores that share a memory bus.
+The fork has two cores where the single rank has one, so 2.0 is perfect. What is missing from it:
+the branches wait for each other at the loss when their towers take unequal time, the exchange
+itself, and cores that share a memory bus.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ OUT = ROOT / "bench" / "out"
 
 from bench.common import Setup, make_engine, micro_batches
 
-# About equal seconds per sample on one core: that is what "balanced" means here; the measured share of both is printed.
+# About equal seconds per sample on one core: that is what "balanced" means here; the measured share
+# of both is printed.
 SETUP = Setup(
     image_tower="vit_b_16:hidden_dim=192,num_layers=4,num_heads=3,mlp_dim=768,patch_size=8",
     image_size=64,
@@ -50,7 +52,11 @@ def measure(branches: dict, micro_batch_size: int, warmup: int, steps: int) -> d
     for _ in range(steps):
         engine.train_batch(iter(batch))
     step_s = (time.perf_counter() - start) / steps
-    return {"name": engine.place.name, "step_s": step_s, "instructions_s": {k: v / steps for k, v in engine.instruction_seconds.items()}}
+    return {
+        "name": engine.place.name,
+        "step_s": step_s,
+        "instructions_s": {k: v / steps for k, v in engine.instruction_seconds.items()},
+    }
 
 
 def report(rounds: list[tuple[list, list]]) -> str:
@@ -61,10 +67,13 @@ def report(rounds: list[tuple[list, list]]) -> str:
         "",
         f"{SETUP.describe()}; {len(rounds)} rounds in turn.",
         "",
-        f"**samples/s of the fork ÷ samples/s of the single rank: median {statistics.median(ratios):.2f}** "
-        f"(least {min(ratios):.2f}, most {max(ratios):.2f}; by round: {', '.join(f'{r:.2f}' for r in ratios)}). Perfect is 2.",
+        "**samples/s of the fork ÷ samples/s of the single rank: median "
+        f"{statistics.median(ratios):.2f}** "
+        f"(least {min(ratios):.2f}, most {max(ratios):.2f}; by round: "
+        f"{', '.join(f'{r:.2f}' for r in ratios)}). Perfect is 2.",
         "",
-        "| rank | step, ms | forward + backward | loss and waiting for it | optimizer | the rest | not tower compute |",
+        "| rank | step, ms | forward + backward | loss and waiting for it | optimizer | the rest | "
+        "not tower compute |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind, index in (("fork", 0), ("single", 1)):
@@ -85,14 +94,30 @@ def _row(samples: list[dict]) -> list[str]:
     tower = median(lambda s: seconds(s, "ForwardPass", "BackwardPass") / s["step_s"])
     loss = median(lambda s: seconds(s, "ComputeLoss") / s["step_s"])
     optimizer = median(lambda s: seconds(s, "ReduceGrads", "OptimizerStep") / s["step_s"])
-    return [f"{1000 * step:.0f}", *(f"{100 * share:.1f} %" for share in (tower, loss, optimizer, 1 - tower - loss - optimizer, 1 - tower))]
+    return [
+        f"{1000 * step:.0f}",
+        *(
+            f"{100 * share:.1f} %"
+            for share in (tower, loss, optimizer, 1 - tower - loss - optimizer, 1 - tower)
+        ),
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="pairs of measurements (default: 5)")
-    parser.add_argument("--steps", type=int, default=12, metavar="N", help="steps per measurement (default: 12)")
-    parser.add_argument("--micro-batch-size", type=int, default=32, metavar="N", help="samples per micro-batch on both sides (default: 32)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="pairs of measurements (default: 5)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=12, metavar="N", help="steps per measurement (default: 12)"
+    )
+    parser.add_argument(
+        "--micro-batch-size",
+        type=int,
+        default=32,
+        metavar="N",
+        help="samples per micro-batch on both sides (default: 32)",
+    )
     arguments = parser.parse_args()
     from ranks import run_ranks
     from tqdm import tqdm
@@ -102,7 +127,15 @@ def main() -> None:
     rounds = []
     for _ in tqdm(range(arguments.rounds), unit="round"):
         fork, single = (
-            run_ranks(world, this.measure, branches, arguments.micro_batch_size, 3, arguments.steps, timeout_s=600)
+            run_ranks(
+                world,
+                this.measure,
+                branches,
+                arguments.micro_batch_size,
+                3,
+                arguments.steps,
+                timeout_s=600,
+            )
             for world, branches in ((2, FORK), (1, SINGLE))
         )
         rounds.append((fork, single))

@@ -1,11 +1,14 @@
-"""Bytes of weights, gradients and optimizer state that each rank holds, predicted and measured: ZeRO 0 and 1, an offloaded optimizer, a locked tower.
+"""Bytes of weights, gradients and optimizer state that each rank holds, predicted and measured:
+ZeRO 0 and 1, an offloaded optimizer, a locked tower.
 
     python bench/state_bytes.py                 writes bench/out/state_bytes.md and prints it
 
-A fork of three ranks, image 0 on two replicas and text 0 on one. Predicted: what the simulator counts, parameters × bytes per parameter
-(`engine/planning/costs.py`, StateBytes). Measured: the bytes of all tensors as the last backward of a step makes its last gradient; what the forwards kept is
-gone by then, all gradients are there (`bench/memory_probe.py`). Without a GPU all tensors are in one memory: of an offloaded optimizer those that DeepSpeed
-makes on the CPU whatever the device are counted one by one, and told apart.
+A fork of three ranks, image 0 on two replicas and text 0 on one. Predicted: what the simulator
+counts, parameters × bytes per parameter (`engine/planning/costs.py`, StateBytes). Measured: the
+bytes of all tensors as the last backward of a step makes its last gradient; what the forwards kept
+is gone by then, all gradients are there (`bench/memory_probe.py`). Without a GPU all tensors are in
+one memory: of an offloaded optimizer those that DeepSpeed makes on the CPU whatever the device are
+counted one by one, and told apart.
 
 Expected: measured = predicted within 5 %.
 """
@@ -37,7 +40,11 @@ if TYPE_CHECKING:
 FORK = {"layout": "fork", "stages": {"image": 1, "text": 1}, "replicas": {"image": 2, "text": 1}}
 WORLD_SIZE, STEPS = 3, 2
 ZERO_1 = {"stage": 1, "reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000}
-BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": ZERO_1}
+BF16 = {
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "zero_optimization": ZERO_1,
+}
 OFFLOADED = {"zero_optimization": {**ZERO_1, "offload_optimizer": {"device": "cpu"}}}
 # What is run: DeepSpeed's keys, and the keys of `branches`.
 WAYS = {
@@ -50,7 +57,8 @@ WAYS = {
 
 
 def measure(deepspeed: dict[str, Any], branches: dict[str, Any]) -> tuple[int, int]:
-    """On each rank: (bytes of tensors at the end of the last backward, of these what an offloaded optimizer has on the CPU)."""
+    """On each rank: (bytes of tensors at the end of the last backward, of these what an offloaded
+    optimizer has on the CPU)."""
     setup = replace(SETUP, global_batch_size=2 * SETUP.micro_batch_size)
     with TensorBytes() as probe:
         engine = make_engine(setup, {**FORK, **branches}, deepspeed=deepspeed)
@@ -63,7 +71,8 @@ def measure(deepspeed: dict[str, Any], branches: dict[str, Any]) -> tuple[int, i
 
 
 def offloaded_tensors(engine: ForkEngine) -> Iterator[Tensor]:
-    """Those of DeepSpeed's ZeRO-1 optimizer that are on the CPU whatever the device is; none if it is not offloaded."""
+    """Those of DeepSpeed's ZeRO-1 optimizer that are on the CPU whatever the device is; none if it
+    is not offloaded."""
     optimizer = engine.optimizer
     if not getattr(optimizer, "cpu_offload", False):
         return
@@ -71,7 +80,9 @@ def offloaded_tensors(engine: ForkEngine) -> Iterator[Tensor]:
         yield weights
         if weights.grad is not None:
             yield weights.grad
-        yield from (t for t in engine.basic_optimizer.state.get(weights, {}).values() if hasattr(t, "numel"))
+        yield from (
+            t for t in engine.basic_optimizer.state.get(weights, {}).values() if hasattr(t, "numel")
+        )
     yield from optimizer.param_buffer_of_bit16_for_cpu_offload_groups
     yield optimizer.temp_grad_buffer_for_cpu_offload
     yield from optimizer.accumulated_grads_in_cpu.values()
@@ -88,24 +99,35 @@ def predict(deepspeed: dict[str, Any], branches: dict[str, Any]) -> list[float]:
     config, block = configuration(setup, {**FORK, **branches}, deepspeed)
     costs = replace(cost_model(setup.towers, setup.embed_dim), state=StateBytes.of(config))
     plan = plan_run(config, block, WORLD_SIZE, costs)
-    return [stage.state_bytes for stage in simulate(plan.graph, plan.batches, plan.schedule, lock_costs(costs, plan.trainable)).stages]
+    return [
+        stage.state_bytes
+        for stage in simulate(
+            plan.graph, plan.batches, plan.schedule, lock_costs(costs, plan.trainable)
+        ).stages
+    ]
 
 
 def report(rows: list[tuple[str, list[float], list[tuple[int, int]]]]) -> str:
-    """Markdown: a row for each way, image rank / text rank; of the two image replicas the one that holds more."""
+    """Markdown: a row for each way, image rank / text rank; of the two image replicas the one that
+    holds more."""
     lines = [
         "# Weights, gradients and optimizer state by rank",
         "",
-        f"{SETUP.describe().split(', global batch')[0]}, Adam; image 0 on two replicas, text 0 on one. MiB per rank, image / text.",
+        f"{SETUP.describe().split(', global batch')[0]}, Adam; image 0 on two replicas, text 0 on "
+        "one. MiB per rank, image / text.",
         "",
-        "| | predicted | measured | measured ÷ predicted | on the CPU, where the optimizer is offloaded |",
+        "| | predicted | measured | measured ÷ predicted | on the CPU, where the optimizer is "
+        "offloaded |",
         "|---|---|---|---|---|",
     ]
     for name, predicted, ranks in rows:
         most = [max(ranks[:2], key=sum), ranks[2]]
         device, cpu = [held - on_cpu for held, on_cpu in most], [on_cpu for _, on_cpu in most]
         ratios = " / ".join(f"{d / p:.3f}" for d, p in zip(device, predicted))
-        lines.append(f"| {name} | {_mib(predicted)} | {_mib(device)} | {ratios} | {_mib(cpu) if any(cpu) else '–'} |")
+        lines.append(
+            f"| {name} | {_mib(predicted)} | {_mib(device)} | {ratios} | "
+            f"{_mib(cpu) if any(cpu) else '–'} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -124,7 +146,9 @@ def main() -> None:
     rows = []
     for name, way in tqdm(WAYS.items(), unit="way"):
         rows.append((name, predict(*way), run_ranks(WORLD_SIZE, this.measure, *way, timeout_s=600)))
-        (OUT / "state_bytes.md").write_text(report(rows), encoding="utf-8")  # after each: what was measured is kept
+        (OUT / "state_bytes.md").write_text(
+            report(rows), encoding="utf-8"
+        )  # after each: what was measured is kept
     print((OUT / "state_bytes.md").read_text(encoding="utf-8"))
 
 

@@ -1,20 +1,24 @@
-"""Every way to split the same training, side by side: samples/s, memory, bytes sent, loss; each as a ratio to plain DDP.
+"""Every way to split the same training, side by side: samples/s, memory, bytes sent, loss; each as
+a ratio to plain DDP.
 
     python bench/strategies.py                  writes bench/out/strategies.md and bench/out/strategies.png
     python bench/strategies.py --ranks 3 --global-batch 96 --only ddp,fork-unequal-batch_sync
 
-The aim that it examines: on two ranks of one thread, a fork trains at least 1.1 × as many samples/s as DDP, with at most 0.65 of its peak
-memory per rank, at the same global batch.
+The aim that it examines: on two ranks of one thread, a fork trains at least 1.1 × as many samples/s
+as DDP, with at most 0.65 of its peak memory per rank, at the same global batch.
 
-The towers. Both are transformers of width 384 and depth 6, each about 10.7 M parameters, and about as many tokens per sample (37 patches, 32
-words): one core takes about as long for an image as for a text, so that no branch of the fork waits for the other. The text tower has a
-real vocabulary besides, 30,522 words (BERT's), 11.7 M parameters more, because that is what text towers have: it makes the text rank the one
-with the most memory and the longest optimizer step. DDP averages the gradients of all 33 M parameters and steps all of them on every rank; a rank of
-the fork has one tower and averages nothing. How much that matters depends on the tokens per rank and step: here some 2,000, few beside
-what a GPU is given, and that is kind to the fork. `--global-batch` changes it.
+The towers. Both are transformers of width 384 and depth 6, each about 10.7 M parameters, and about
+as many tokens per sample (37 patches, 32 words): one core takes about as long for an image as for a
+text, so that no branch of the fork waits for the other. The text tower has a real vocabulary
+besides, 30,522 words (BERT's), 11.7 M parameters more, because that is what text towers have: it
+makes the text rank the one with the most memory and the longest optimizer step. DDP averages the
+gradients of all 33 M parameters and steps all of them on every rank; a rank of the fork has one
+tower and averages nothing. How much that matters depends on the tokens per rank and step: here some
+2,000, few beside what a GPU is given, and that is kind to the fork. `--global-batch` changes it.
 
-Strategies are measured in turn, each time in fresh processes, so that what else the machine does hits all alike. Ratios are taken within a
-round. Tensor bytes come from a run of their own (`bench/memory_probe.py`), since recording them slows a step down.
+Strategies are measured in turn, each time in fresh processes, so that what else the machine does
+hits all alike. Ratios are taken within a round. Tensor bytes come from a run of their own
+(`bench/memory_probe.py`), since recording them slows a step down.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ SETUP = Setup(
     image_tower="vit_b_16:hidden_dim=384,num_layers=6,num_heads=6,mlp_dim=1536,patch_size=8",
     image_size=48,
     text_tower="bert-mini:hidden_size=384,num_attention_heads=6,intermediate_size=1536,num_hidden_layers=6,"
-    "hidden_dropout_prob=0,attention_probs_dropout_prob=0",  # without dropout all exact strategies have the same loss
+    # without dropout all exact strategies have the same loss
+    "hidden_dropout_prob=0,attention_probs_dropout_prob=0",
     num_tokens=32,
     vocab_size=30522,
     embed_dim=256,
@@ -52,7 +57,8 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Strategy:
-    """`branches`: the engine's block; None: a baseline. `skip`: why it cannot run on this many ranks."""
+    """`branches`: the engine's block; None: a baseline. `skip`: why it cannot run on this many
+    ranks."""
 
     name: str
     branches: Mapping[str, Any] | None = None
@@ -65,12 +71,22 @@ class Strategy:
 
 def strategies(setup: Setup, ranks: int) -> list[Strategy]:
     """All of them, in the order of the table."""
-    num_micro_batches = setup.global_batch_size // setup.micro_batch_size // (ranks // 2)  # of the fork with equal replicas
+    num_micro_batches = (
+        setup.global_batch_size // setup.micro_batch_size // (ranks // 2)
+    )  # of the fork with equal replicas
     half, uneven = ranks // 2, {"image": ranks - ranks // 2, "text": ranks // 2}
     layouts = {
         "chain": {"layout": "chain", "stages": uneven, "replicas": 1},
-        "fork-equal": {"layout": "fork", "stages": {"image": 1, "text": 1}, "replicas": {"image": half, "text": half}},
-        "fork-unequal": {"layout": "fork", "stages": {"image": 1, "text": 1}, "replicas": {"image": ranks - 1, "text": 1}},
+        "fork-equal": {
+            "layout": "fork",
+            "stages": {"image": 1, "text": 1},
+            "replicas": {"image": half, "text": half},
+        },
+        "fork-unequal": {
+            "layout": "fork",
+            "stages": {"image": 1, "text": 1},
+            "replicas": {"image": ranks - 1, "text": 1},
+        },
         "merged-replicas": {"layout": "merged", "stages": {"merged": 1}, "replicas": ranks},
         "merged-stages": {"layout": "merged", "stages": {"merged": ranks}, "replicas": 1},
     }
@@ -92,13 +108,20 @@ def strategies(setup: Setup, ranks: int) -> list[Strategy]:
                 {**layouts["fork-equal"], "schedule": "replay", "kept_micro_batches": kept},
                 skips["fork-equal"],
             )
-            for word, kept in (("half-kept", num_micro_batches // 2), ("most-kept", num_micro_batches - 1))
+            for word, kept in (
+                ("half-kept", num_micro_batches // 2),
+                ("most-kept", num_micro_batches - 1),
+            )
         ),
-        Strategy("merged-replicas-per_micro_batch", {**layouts["merged-replicas"], "schedule": "per_micro_batch"}),
+        Strategy(
+            "merged-replicas-per_micro_batch",
+            {**layouts["merged-replicas"], "schedule": "per_micro_batch"},
+        ),
     ]
 
 
-# -- on each rank ----------------------------------------------------------------------------------------------------------
+# -- on each rank
+# ----------------------------------------------------------------------------------------------------------
 
 
 class Run:
@@ -117,7 +140,9 @@ class Run:
             self.engine = make_engine(setup, strategy.branches)
             return
         towers = setup.towers
-        self.positions = torch.arange(setup.global_batch_size).view(self.world_size, -1)[dist.get_rank()]
+        self.positions = torch.arange(setup.global_batch_size).view(self.world_size, -1)[
+            dist.get_rank()
+        ]
         self.baseline = Baseline(
             TwoTowers(towers["image"].specs, towers["text"].specs, setup.seed),
             setup.lr,
@@ -133,11 +158,14 @@ class Run:
         if self.baseline is not None:
             self.sent_bytes = self.baseline.sent_bytes(setup.global_batch_size, setup.embed_dim)
             return self.baseline.train_batch(
-                samples(setup, "image", number, self.positions) | samples(setup, "text", number, self.positions)
+                samples(setup, "image", number, self.positions)
+                | samples(setup, "text", number, self.positions)
             )
         metrics = self.engine.train_batch(micro_batches(setup, self.engine, number))
         graph = self.engine.graph
-        self.bubbles.append(sum(metrics.idle[s.name] * s.replicas for s in graph.stages) / graph.world_size)
+        self.bubbles.append(
+            sum(metrics.idle[s.name] * s.replicas for s in graph.stages) / graph.world_size
+        )
         self.sent_bytes = metrics.sent_bytes / self.world_size
         return metrics.loss
 
@@ -175,12 +203,14 @@ def measure_tensors(setup: Setup, strategy: Strategy) -> int:
     return probe.peak_bytes
 
 
-# -- the report --------------------------------------------------------------------------------------------------------------
+# -- the report
+# --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Result:
-    """One strategy over all rounds: `ratios` to DDP's samples/s, round by round; memory of the rank that needs most."""
+    """One strategy over all rounds: `ratios` to DDP's samples/s, round by round; memory of the rank
+    that needs most."""
 
     strategy: Strategy
     samples_per_s: float
@@ -193,10 +223,14 @@ class Result:
     loss: float
 
 
-def summarise(setup: Setup, strategy: Strategy, rounds: Sequence[Mapping[str, list[dict]]], tensor_bytes: int) -> Result:
+def summarise(
+    setup: Setup, strategy: Strategy, rounds: Sequence[Mapping[str, list[dict]]], tensor_bytes: int
+) -> Result:
     """`rounds[i][name]` is what the ranks returned."""
     steps = [max(rank["step_s"] for rank in one[strategy.name]) for one in rounds]
-    ddp = [max(rank["step_s"] for rank in one["ddp"]) for one in rounds] if "ddp" in rounds[0] else []
+    ddp = (
+        [max(rank["step_s"] for rank in one["ddp"]) for one in rounds] if "ddp" in rounds[0] else []
+    )
     ranks = [rank for one in rounds for rank in one[strategy.name]]
     bubbles = [rank["bubble"] for rank in ranks if rank["bubble"] is not None]
     step_s = statistics.median(steps)
@@ -213,30 +247,46 @@ def summarise(setup: Setup, strategy: Strategy, rounds: Sequence[Mapping[str, li
     )
 
 
-def report(setup: Setup, ranks: int, num_rounds: int, steps: int, results: Sequence[Result], skipped: Sequence[Strategy]) -> str:
+def report(
+    setup: Setup,
+    ranks: int,
+    num_rounds: int,
+    steps: int,
+    results: Sequence[Result],
+    skipped: Sequence[Strategy],
+) -> str:
     """Markdown."""
     ddp = next((r for r in results if r.strategy.name == "ddp"), None)
     lines = [
         "# Every way to split the same training",
         "",
-        f"{setup.describe()}; {ranks} ranks, {num_rounds} rounds in turn of {WARMUP_STEPS} + {steps} steps; ZeRO-{setup.zero_stage} in the "
-        f"engine where a stage has replicas; gradients clipped at {setup.max_grad_norm} by group in all.",
+        f"{setup.describe()}; {ranks} ranks, {num_rounds} rounds in turn of {WARMUP_STEPS} + "
+        f"{steps} steps; ZeRO-{setup.zero_stage} in the "
+        f"engine where a stage has replicas; gradients clipped at {setup.max_grad_norm} by group "
+        "in all.",
         "",
-        "| strategy | samples/s | ÷ ddp: median (least – most) | step, ms | bubble | peak tensor MiB per rank | ÷ ddp | process growth MiB per rank | "
+        "| strategy | samples/s | ÷ ddp: median (least – most) | step, ms | bubble | peak tensor "
+        "MiB per rank | ÷ ddp | process growth MiB per rank | "
         f"÷ ddp | sent MiB per step and rank | loss after {WARMUP_STEPS + steps} steps |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
         *(_row(result, ddp) for result in results),
         *(f"| {s.name} | skipped: {s.skip} |" + " |" * 9 for s in skipped),
         "",
-        "Bubble: mean over steps and ranks of the part of a step in which a rank does not compute. Memory: the rank that needs most; process "
-        "growth is the most over the rounds. Sent bytes count collectives as rings; for the baselines by formula (`Baseline.sent_bytes`).",
+        "Bubble: mean over steps and ranks of the part of a step in which a rank does not compute. "
+        "Memory: the rank that needs most; process "
+        "growth is the most over the rounds. Sent bytes count collectives as rings; for the "
+        "baselines by formula (`Baseline.sent_bytes`).",
         *_aim(results, ddp),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _row(r: Result, ddp: Result | None) -> str:
-    spread = f"{statistics.median(r.ratios):.2f} ({min(r.ratios):.2f} – {max(r.ratios):.2f})" if r.ratios else "–"
+    spread = (
+        f"{statistics.median(r.ratios):.2f} ({min(r.ratios):.2f} – {max(r.ratios):.2f})"
+        if r.ratios
+        else "–"
+    )
     cells = [
         r.strategy.name + r.strategy.note,
         f"{r.samples_per_s:.1f}",
@@ -261,7 +311,10 @@ def _aim(results: Sequence[Result], ddp: Result | None) -> list[str]:
     for r in results:
         if r.strategy.name.startswith("fork"):
             speed, memory = statistics.median(r.ratios), r.tensor_bytes / ddp.tensor_bytes
-            verdicts = f"{'met' if speed >= 1.1 else 'missed'} at {speed:.2f}", f"{'met' if memory <= 0.65 else 'missed'} at {memory:.2f}"
+            verdicts = (
+                f"{'met' if speed >= 1.1 else 'missed'} at {speed:.2f}",
+                f"{'met' if memory <= 0.65 else 'missed'} at {memory:.2f}",
+            )
             lines.append(f"- {r.strategy.name}: samples/s {verdicts[0]}, memory {verdicts[1]}")
     return lines if len(lines) > 3 else []
 
@@ -274,11 +327,23 @@ def plot(results: Sequence[Result], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     names = [r.strategy.name + r.strategy.note for r in results]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 0.42 * len(names) + 1.6), sharey=True, layout="constrained")
-    colours = ["tab:grey" if r.strategy.branches is None else "tab:blue" if "fork" in r.strategy.name else "tab:olive" for r in results]
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(13, 0.42 * len(names) + 1.6), sharey=True, layout="constrained"
+    )
+    colours = [
+        "tab:grey"
+        if r.strategy.branches is None
+        else "tab:blue"
+        if "fork" in r.strategy.name
+        else "tab:olive"
+        for r in results
+    ]
     if all(r.ratios for r in results):
         medians = [statistics.median(r.ratios) for r in results]
-        spread = [[m - min(r.ratios) for m, r in zip(medians, results)], [max(r.ratios) - m for m, r in zip(medians, results)]]
+        spread = [
+            [m - min(r.ratios) for m, r in zip(medians, results)],
+            [max(r.ratios) - m for m, r in zip(medians, results)],
+        ]
         left.barh(names, medians, xerr=spread, color=colours, capsize=3)
         left.axvline(1, color="black", linewidth=0.8)
     left.set_xlabel("samples/s ÷ samples/s of ddp: median, least, most")
@@ -299,22 +364,54 @@ def save_plot(draw, *arguments: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="times every strategy is measured, in turn (default: 5)")
-    parser.add_argument("--steps", type=int, default=6, metavar="N", help="steps per measurement (default: 6)")
-    parser.add_argument("--micro-batch-size", type=int, default=SETUP.micro_batch_size, metavar="N", help="samples (default: %(default)s)")
-    parser.add_argument("--global-batch", type=int, default=SETUP.global_batch_size, metavar="N", help="samples (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes of one thread each, at least 2 (default: 2)")
-    parser.add_argument("--only", metavar="NAME[,NAME]", help="these strategies only; ratios need ddp among them")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        metavar="N",
+        help="times every strategy is measured, in turn (default: 5)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=6, metavar="N", help="steps per measurement (default: 6)"
+    )
+    parser.add_argument(
+        "--micro-batch-size",
+        type=int,
+        default=SETUP.micro_batch_size,
+        metavar="N",
+        help="samples (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--global-batch",
+        type=int,
+        default=SETUP.global_batch_size,
+        metavar="N",
+        help="samples (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=2,
+        metavar="N",
+        help="processes of one thread each, at least 2 (default: 2)",
+    )
+    parser.add_argument(
+        "--only", metavar="NAME[,NAME]", help="these strategies only; ratios need ddp among them"
+    )
     arguments = parser.parse_args()
-    setup = replace(SETUP, micro_batch_size=arguments.micro_batch_size, global_batch_size=arguments.global_batch)
+    setup = replace(
+        SETUP, micro_batch_size=arguments.micro_batch_size, global_batch_size=arguments.global_batch
+    )
     asked = strategies(setup, max(2, arguments.ranks))
     known = [s.name for s in asked]
     if arguments.ranks < 2 or arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--ranks must be at least 2, --rounds and --steps at least 1")
     if setup.global_batch_size % (arguments.ranks * setup.micro_batch_size):
         parser.error(
-            f"--global-batch {setup.global_batch_size} is not a multiple of {arguments.ranks} ranks × micro-batches of {setup.micro_batch_size}; "
-            f"use {arguments.ranks * setup.micro_batch_size * max(1, round(setup.global_batch_size / arguments.ranks / setup.micro_batch_size))}"
+            f"--global-batch {setup.global_batch_size} is not a multiple of {arguments.ranks} "
+            f"ranks × micro-batches of {setup.micro_batch_size}; "
+            "use "
+            f"{arguments.ranks * setup.micro_batch_size * max(1, round(setup.global_batch_size / arguments.ranks / setup.micro_batch_size))}"
         )
     if arguments.only:
         wanted = arguments.only.split(",")
@@ -329,7 +426,13 @@ def main() -> None:
 
 
 def run_all(
-    setup: Setup, ranks: int, num_rounds: int, steps: int, runnable: Sequence[Strategy], skipped: Sequence[Strategy], timeout_s: float = 900
+    setup: Setup,
+    ranks: int,
+    num_rounds: int,
+    steps: int,
+    runnable: Sequence[Strategy],
+    skipped: Sequence[Strategy],
+    timeout_s: float = 900,
 ) -> None:
     from ranks import run_ranks
     from tqdm import tqdm
@@ -344,9 +447,13 @@ def run_all(
             for strategy in (there[s.name] for s in runnable):
                 bar.set_postfix_str(strategy.name)
                 if number == num_rounds:
-                    tensor_bytes[strategy.name] = max(run_ranks(ranks, this.measure_tensors, setup, strategy, timeout_s=timeout_s))
+                    tensor_bytes[strategy.name] = max(
+                        run_ranks(ranks, this.measure_tensors, setup, strategy, timeout_s=timeout_s)
+                    )
                 else:
-                    results[strategy.name] = run_ranks(ranks, this.measure, setup, strategy, steps, timeout_s=timeout_s)
+                    results[strategy.name] = run_ranks(
+                        ranks, this.measure, setup, strategy, steps, timeout_s=timeout_s
+                    )
                 bar.update()
             if results:
                 rounds.append(results)

@@ -1,1 +1,2 @@
-"""From samples (a picture and its texts) to micro-batches: sources, splits, transforms, tokenizer, order, loader."""
+"""From samples (a picture and its texts) to micro-batches: sources, splits, transforms, tokenizer,
+order, loader."""

@@ -1,4 +1,5 @@
-"""What is in a data set: counts, sizes, lengths, bad samples, and a sheet of pictures with their captions.
+"""What is in a data set: counts, sizes, lengths, bad samples, and a sheet of pictures with their
+captions.
 
 python -m data.inspect demo
 python -m data.inspect 'webdataset:/data/cc3m/{00000..00331}.tar' --sheet cc3m.png --count 48
@@ -25,7 +26,13 @@ from data.modalities.fonts import Font, Fonts, fonts_for, wrapped
 from data.modalities.pictures import decode_bytes, upright_8bit
 from data.prepare import count_bad
 
-TILE, CAPTION_LINES, LINE, GAP, LETTER_SIZE = 160, 3, 15, 10, 11  # pixels, but for the number of lines
+TILE, CAPTION_LINES, LINE, GAP, LETTER_SIZE = (
+    160,
+    3,
+    15,
+    10,
+    11,
+)  # pixels, but for the number of lines
 BAR = 30  # characters
 COLUMNS = (
     ("width", "width, pixels"),
@@ -37,14 +44,17 @@ COLUMNS = (
 
 
 def histogram(values: np.ndarray, bins: int = 8) -> list[tuple[float, float, int]]:
-    """(from, up to, count) of `bins` equal classes between the 1st and the 99th percentile; what lies outside is in the outer ones."""
+    """(from, up to, count) of `bins` equal classes between the 1st and the 99th percentile; what
+    lies outside is in the outer ones."""
     low, high = np.percentile(values, (1, 99))
     if low == high:
         return [(float(values.min()), float(values.max()), len(values))]
     if np.issubdtype(values.dtype, np.integer):
         bins = min(bins, int(high - low) + 1)
     edges = np.linspace(low, high, bins + 1)
-    counts = np.bincount(np.clip(np.searchsorted(edges, values, side="right") - 1, 0, bins - 1), minlength=bins)
+    counts = np.bincount(
+        np.clip(np.searchsorted(edges, values, side="right") - 1, 0, bins - 1), minlength=bins
+    )
     edges[0], edges[-1] = values.min(), values.max()
     return [(float(a), float(b), int(n)) for a, b, n in zip(edges, edges[1:], counts)]
 
@@ -76,7 +86,9 @@ def report(source: Source, most_bad: int = 10) -> list[Table]:
             )
     tables.append(shapes)
     if bad:
-        listed = Table(title=f"Bad samples, the first {min(most_bad, sum(bad.values()))}", title_justify="left")
+        listed = Table(
+            title=f"Bad samples, the first {min(most_bad, sum(bad.values()))}", title_justify="left"
+        )
         for name in ("where", "reason", "what was found"):
             listed.add_column(name, overflow="fold")
         for (_, where, reason, detail), _ in zip(source.bad_samples(), range(most_bad)):
@@ -85,11 +97,15 @@ def report(source: Source, most_bad: int = 10) -> list[Table]:
     return tables
 
 
-def contact_sheet(source: Source, count: int = 24, seed: int = 0, columns: int = 6) -> tuple[Image.Image, str | None]:
-    """`count` usable samples drawn at random, each with its first caption below, cut after three lines; and what to say of characters
-    that no font has."""
+def contact_sheet(
+    source: Source, count: int = 24, seed: int = 0, columns: int = 6
+) -> tuple[Image.Image, str | None]:
+    """`count` usable samples drawn at random, each with its first caption below, cut after three
+    lines; and what to say of characters that no font has."""
     usable = source.usable()
-    drawn = np.sort(np.random.default_rng(seed).choice(usable, min(count, len(usable)), replace=False))
+    drawn = np.sort(
+        np.random.default_rng(seed).choice(usable, min(count, len(usable)), replace=False)
+    )
     rows = -(-len(drawn) // columns)
     height = TILE + CAPTION_LINES * LINE + GAP
     sheet = Image.new("RGB", (columns * (TILE + GAP) + GAP, rows * (height + GAP) + GAP), "white")
@@ -99,17 +115,31 @@ def contact_sheet(source: Source, count: int = 24, seed: int = 0, columns: int =
         left, top = GAP + place % columns * (TILE + GAP), GAP + place // columns * (height + GAP)
         draw.rectangle((left - 1, top - 1, left + TILE, top + TILE), outline="lightgrey")
         try:
-            picture = upright_8bit(decode_bytes(source.image_bytes(i), at_least=(TILE, TILE))).convert("RGBA")
+            picture = upright_8bit(
+                decode_bytes(source.image_bytes(i), at_least=(TILE, TILE))
+            ).convert("RGBA")
             picture = ImageOps.contain(picture, (TILE, TILE))
-            sheet.paste(picture, (left + (TILE - picture.width) // 2, top + (TILE - picture.height) // 2), picture)
+            sheet.paste(
+                picture,
+                (left + (TILE - picture.width) // 2, top + (TILE - picture.height) // 2),
+                picture,
+            )
         except BadSample as problem:  # of what only a full decoding shows
             _draw_line(draw, (left + 4, top + 4), problem.reason, fonts, "red")
-        for number, line in enumerate(wrapped(caption, CAPTION_LINES, lambda text: _width(draw, text, fonts) <= TILE)):
+        for number, line in enumerate(
+            wrapped(caption, CAPTION_LINES, lambda text: _width(draw, text, fonts) <= TILE)
+        ):
             _draw_line(draw, (left, top + TILE + 2 + number * LINE), line, fonts)
     return sheet, fonts.notice()
 
 
-def _draw_line(draw: ImageDraw.ImageDraw, place: tuple[float, float], line: str, fonts: Fonts, fill: str = "black") -> None:
+def _draw_line(
+    draw: ImageDraw.ImageDraw,
+    place: tuple[float, float],
+    line: str,
+    fonts: Fonts,
+    fill: str = "black",
+) -> None:
     """On one base line, whatever the fonts. `place`: left, top."""
     left, top = place
     baseline = top + _at_size(fonts.fonts[0]).getmetrics()[0]
@@ -133,21 +163,41 @@ def _number(value: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m data.inspect", description="What is in a data set: counts, histograms, bad samples, a sheet of pictures."
+        prog="python -m data.inspect",
+        description="What is in a data set: counts, histograms, bad samples, a sheet of pictures.",
     )
     parser.add_argument("spec", metavar="SPEC", help="as --data of train.py")
     add_root_flag(parser, "SPEC")
     parser.add_argument(
-        "--sheet", type=Path, default=Path("inspect.png"), metavar="FILE", help="where the pictures go (default: inspect.png)"
+        "--sheet",
+        type=Path,
+        default=Path("inspect.png"),
+        metavar="FILE",
+        help="where the pictures go (default: inspect.png)",
     )
-    parser.add_argument("--count", type=int, default=24, metavar="N", help="pictures on the sheet; 0: none (default: 24)")
+    parser.add_argument(
+        "--count",
+        type=int,
+        default=24,
+        metavar="N",
+        help="pictures on the sheet; 0: none (default: 24)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which ones (default: 0)")
-    parser.add_argument("--bad", type=int, default=10, metavar="N", help="bad samples to list (default: 10)")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that look at pictures (default: one per core)")
+    parser.add_argument(
+        "--bad", type=int, default=10, metavar="N", help="bad samples to list (default: 10)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that look at pictures (default: one per core)",
+    )
     options = parser.parse_args(arguments)
     roots = given_roots(parser, options.data_root, [options.spec])
     try:
-        source = open_source(with_roots(options.spec, roots), workers=options.workers, progress=True)
+        source = open_source(
+            with_roots(options.spec, roots), workers=options.workers, progress=True
+        )
         console = Console(highlight=False, width=max(100, Console().width))
         for table in report(source, options.bad):
             console.print(table)

@@ -1,4 +1,5 @@
-"""From requests to tensors: a data set whose items are whole micro-batches, and the workers that make them.
+"""From requests to tensors: a data set whose items are whole micro-batches, and the workers that
+make them.
 
 n: rows of a modality in the micro-batch.
 """
@@ -34,21 +35,25 @@ MAX_WORKERS_GPU, MAX_WORKERS_CPU = 8, 2
 class LoadReport:
     """What there is to say about one micro-batch."""
 
-    bad: list[tuple[int, str, str]] = field(default_factory=list)  # (index, reason, detail) of what cannot be read
+    bad: list[tuple[int, str, str]] = field(
+        default_factory=list
+    )  # (index, reason, detail) of what cannot be read
     counts: Mapping[str, float] = field(default_factory=dict)  # of all modalities, by name
     num_decoded: int = 0  # values that may turn out bad while they are loaded, with those that did
     wait_s: float = 0.0  # how long the caller of `micro_batches` waited for it
 
 
 class MicroBatchDataset(Dataset):
-    """`dataset[request]` is one whole micro-batch, a pure function of the source, the request and `seed`.
+    """`dataset[request]` is one whole micro-batch, a pure function of the source, the request and
+    `seed`.
 
-    It holds the tensors of each modality, and of each modality NAME int64 [n]: NAME_position, the row's place in the global batch, and
-    NAME_index, its sample in the source; where the request has weights also NAME_weight, millionths that each row counts in the loss. Only
-    what the modalities ask for is done: without the images nothing is decoded, without the texts nothing is tokenized.
+    It holds the tensors of each modality, and of each modality NAME int64 [n]: NAME_position, the
+    row's place in the global batch, and NAME_index, its sample in the source; where the request has
+    weights also NAME_weight, millionths that each row counts in the loss. Only what the modalities
+    ask for is done: without the images nothing is decoded, without the texts nothing is tokenized.
 
-    A sample that lacks the modality, or whose value cannot be read, shows a stand-in, and its index is -1 - index, so that the loss leaves
-    the row out.
+    A sample that lacks the modality, or whose value cannot be read, shows a stand-in, and its index
+    is -1 - index, so that the loss leaves the row out.
     """
 
     def __init__(self, source: Source, modalities: Sequence[Modality], seed: int = 0) -> None:
@@ -61,11 +66,20 @@ class MicroBatchDataset(Dataset):
     def __getitem__(self, request: MicroBatchRequest) -> dict[str, Tensor]:
         return self.load(request)[0]
 
-    def load(self, request: MicroBatchRequest, memory: Memory | None = None) -> tuple[dict[str, Tensor], LoadReport]:
-        """The micro-batch and its report. `memory`: gives flat float32 memory for so many pixel values."""
-        asked = [*request.index.tolist(), *(() if request.dealt_texts is None else request.dealt_texts.index.tolist())]
+    def load(
+        self, request: MicroBatchRequest, memory: Memory | None = None
+    ) -> tuple[dict[str, Tensor], LoadReport]:
+        """The micro-batch and its report. `memory`: gives flat float32 memory for so many pixel
+        values."""
+        asked = [
+            *request.index.tolist(),
+            *(() if request.dealt_texts is None else request.dealt_texts.index.tolist()),
+        ]
         if min(asked) < 0 or max(asked) >= len(self.source):
-            raise ValueError(f"samples {min(asked)}..{max(asked)} asked for; {self.source.spec} has 0..{len(self.source) - 1}")
+            raise ValueError(
+                f"samples {min(asked)}..{max(asked)} asked for; {self.source.spec} has "
+                f"0..{len(self.source) - 1}"
+            )
         micro_batch: dict[str, Tensor] = {}
         bad: list[tuple[int, str, str]] = []
         counts: dict[str, float] = {}
@@ -96,11 +110,13 @@ def micro_batches(
     on_load: Callable[[LoadReport], None] | None = None,
     name: str = "",
 ) -> Iterator[dict[str, Tensor]]:
-    """The micro-batches of `requests`, in their order, made in this process (workers 0) or ahead of time in others.
+    """The micro-batches of `requests`, in their order, made in this process (workers 0) or ahead of
+    time in others.
 
-    `prefetch`: micro-batches that each worker keeps ready. `on_load` is called here, before a micro-batch is handed out.
-    `name`: whose loader this is, for messages, for example "rank 3". What a worker raises is raised here, with the same type
-    and message, when its micro-batch is due. Errors: ValueError, OSError; ChildProcessError when a worker was killed, at most a few
+    `prefetch`: micro-batches that each worker keeps ready. `on_load` is called here, before a
+    micro-batch is handed out. `name`: whose loader this is, for messages, for example "rank 3".
+    What a worker raises is raised here, with the same type and message, when its micro-batch is
+    due. Errors: ValueError, OSError; ChildProcessError when a worker was killed, at most a few
     seconds later.
     """
     token = uuid.uuid4().hex
@@ -114,26 +130,36 @@ def micro_batches(
         persistent_workers=workers > 0,
         worker_init_fn=_start_worker if workers > 0 else None,
         multiprocessing_context=start_method() if workers > 0 else None,
-        generator=torch.Generator(),  # its own: making a loader must not move the model's random state
+        # its own: making a loader must not move the model's random state
+        generator=torch.Generator(),
     )
     return _unpacked(loader, token, on_load, name)
 
 
-def host_bytes(workers: int, prefetch: int, micro_batch_bytes: int, pin_memory: bool = False) -> int:
-    """Most memory of this machine that one loader's micro-batches take: `prefetch` of each worker, and the one handed out.
+def host_bytes(
+    workers: int, prefetch: int, micro_batch_bytes: int, pin_memory: bool = False
+) -> int:
+    """Most memory of this machine that one loader's micro-batches take: `prefetch` of each worker,
+    and the one handed out.
 
-    Pinning holds one more, while it is copied. What the caller keeps beyond the newest is the caller's, and comes on top.
+    Pinning holds one more, while it is copied. What the caller keeps beyond the newest is the
+    caller's, and comes on top.
     """
     if min(workers, prefetch, micro_batch_bytes) < 0:
-        raise ValueError(f"workers {workers}, prefetch {prefetch}, micro_batch_bytes {micro_batch_bytes}: none may be below 0")
+        raise ValueError(
+            f"workers {workers}, prefetch {prefetch}, micro_batch_bytes {micro_batch_bytes}: none "
+            "may be below 0"
+        )
     return (workers * prefetch + 1 + int(pin_memory)) * micro_batch_bytes
 
 
 def resolve_workers(asked: str | int, ranks_on_node: int, cpu_count: int, on_gpu: bool) -> int:
-    """How many loader processes one rank starts: `asked` where it is a number, else what the machine has to spare.
+    """How many loader processes one rank starts: `asked` where it is a number, else what the
+    machine has to spare.
 
-    "auto" with a GPU: the cores beside each rank's own, 1 to 8. Without: towers compute on the cores, so at most 2, and
-    0 (load in the rank itself) when no rank has a core to spare. Errors: ValueError.
+    "auto" with a GPU: the cores beside each rank's own, 1 to 8. Without: towers compute on the
+    cores, so at most 2, and 0 (load in the rank itself) when no rank has a core to spare. Errors:
+    ValueError.
     """
     if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0:
         return asked
@@ -156,7 +182,8 @@ class _WorkerTraceback(Exception):
 
 
 class _ByValue:
-    """A small tensor that travels inside the message; each other one costs a connection to the worker, to hand over its memory."""
+    """A small tensor that travels inside the message; each other one costs a connection to the
+    worker, to hand over its memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -166,7 +193,8 @@ class _ByValue:
 
 
 class _Carrier(Dataset):
-    """Hands over micro-batches with their reports, and errors as items: DataLoader would wrap the message in a traceback of the worker."""
+    """Hands over micro-batches with their reports, and errors as items: DataLoader would wrap the
+    message in a traceback of the worker."""
 
     def __init__(self, dataset: MicroBatchDataset, token: str | None) -> None:
         self.dataset = dataset
@@ -176,7 +204,10 @@ class _Carrier(Dataset):
     def __getitem__(self, request: MicroBatchRequest) -> Any:
         try:
             return self.dataset.load(request) if self.token is None else self._packed(request)
-        except (ValueError, OSError) as error:  # what data/ raises; these survive the way between processes
+        except (
+            ValueError,
+            OSError,
+        ) as error:  # what data/ raises; these survive the way between processes
             return _Failure(error, traceback.format_exc())
 
     def _packed(self, request: MicroBatchRequest) -> tuple[dict[str, Any], LoadReport]:
@@ -189,14 +220,18 @@ class _Carrier(Dataset):
             return taken[0].out
 
         micro_batch, report = self.dataset.load(request, memory)
-        packed: dict[str, Any] = {name: _ByValue(tensor) for name, tensor in micro_batch.items() if name != "pixel_values"}
+        packed: dict[str, Any] = {
+            name: _ByValue(tensor) for name, tensor in micro_batch.items() if name != "pixel_values"
+        }
         if taken:
             b, _, height, width = micro_batch["pixel_values"].shape
             packed["pixel_values"] = replace(taken[0], shape=(b, height, width))
         return packed, report
 
 
-def _unpacked(loader: DataLoader, token: str, on_load: Callable[[LoadReport], None] | None, name: str) -> Iterator[dict[str, Tensor]]:
+def _unpacked(
+    loader: DataLoader, token: str, on_load: Callable[[LoadReport], None] | None, name: str
+) -> Iterator[dict[str, Tensor]]:
     others = multiprocessing.active_children()
     iterator = iter(loader)
     workers = [child for child in multiprocessing.active_children() if child not in others]
@@ -207,7 +242,11 @@ def _unpacked(loader: DataLoader, token: str, on_load: Callable[[LoadReport], No
                 item = next(iterator)
             except StopIteration:
                 return
-            except (RuntimeError, EOFError, OSError) as error:  # of the way between the processes: others come as _Failure
+            except (
+                RuntimeError,
+                EOFError,
+                OSError,
+            ) as error:  # of the way between the processes: others come as _Failure
                 dead = _dead(workers, str(error)) if loader.num_workers else []
                 if not dead:
                     raise
@@ -225,30 +264,51 @@ def _unpacked(loader: DataLoader, token: str, on_load: Callable[[LoadReport], No
         shared_pixels.forget(token)
 
 
-def _dead(workers: list[multiprocessing.process.BaseProcess], message: str) -> list[tuple[int, int, int | None]]:
-    """(number, process id, exit code) of the workers that are gone, and of those that `message` says are."""
-    named = {int(pid) for pids in re.findall(r"DataLoader worker \(pids?(?:\(s\))? ([\d, ]+)\)", message) for pid in pids.split(",")}
-    return [(n, worker.pid, worker.exitcode) for n, worker in enumerate(workers) if worker.pid in named or worker.exitcode is not None]
+def _dead(
+    workers: list[multiprocessing.process.BaseProcess], message: str
+) -> list[tuple[int, int, int | None]]:
+    """(number, process id, exit code) of the workers that are gone, and of those that `message`
+    says are."""
+    named = {
+        int(pid)
+        for pids in re.findall(r"DataLoader worker \(pids?(?:\(s\))? ([\d, ]+)\)", message)
+        for pid in pids.split(",")
+    }
+    return [
+        (n, worker.pid, worker.exitcode)
+        for n, worker in enumerate(workers)
+        if worker.pid in named or worker.exitcode is not None
+    ]
 
 
 def _obituary(dead: list[tuple[int, int, int | None]], workers: int, name: str) -> str:
     of = f" of {name}" if name else ""
-    fates = ", ".join(f"worker {number} of {workers} (process {pid}) {_fate(code)}" for number, pid, code in dead)
+    fates = ", ".join(
+        f"worker {number} of {workers} (process {pid}) {_fate(code)}" for number, pid, code in dead
+    )
     return (
-        f"the loader{of} lost {fates}. Most often the machine ran out of memory and the system killed it: see dmesg, and in a container its "
-        "memory limit and the size of /dev/shm. Give fewer --workers, smaller micro-batches, or the machine more memory"
+        f"the loader{of} lost {fates}. Most often the machine ran out of memory and the system "
+        "killed it: see dmesg, and in a container its "
+        "memory limit and the size of /dev/shm. Give fewer --workers, smaller micro-batches, or "
+        "the machine more memory"
     )
 
 
 def _fate(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"to {signal.Signals(-code).name}" if -code in iter(signal.Signals) else f"to signal {-code}"
+        return (
+            f"to {signal.Signals(-code).name}"
+            if -code in iter(signal.Signals)
+            else f"to signal {-code}"
+        )
     return "without a word" if code is None else f"to its own exit with status {code}"
 
 
 def _start_worker(worker: int) -> None:
     end_with_parent()
     outlast_signals()
-    warnings.filterwarnings("ignore", module="PIL")  # remarks on odd files: what cannot be read is reported as such
+    warnings.filterwarnings(
+        "ignore", module="PIL"
+    )  # remarks on odd files: what cannot be read is reported as such
     torch.set_num_threads(1)  # the cores are shared out by resolve_workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,4 +1,5 @@
-"""What to train on, as the command line says it. Imports nothing of data/, so that a plan can be made without it."""
+"""What to train on, as the command line says it. Imports nothing of data/, so that a plan can be
+made without it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -9,7 +10,8 @@ IMAGE_TEXT = "image:text"
 
 @dataclass(frozen=True)
 class PairOption:
-    """One pair of `--pairs`: two modalities, and what their loss counts in the sum over the pairs."""
+    """One pair of `--pairs`: two modalities, and what their loss counts in the sum over the
+    pairs."""
 
     first: str
     second: str
@@ -30,7 +32,8 @@ def read_pairs(given: str) -> tuple[PairOption, ...]:
             pairs.append(PairOption(first, second, float(weight)))
         except ValueError:
             raise ValueError(
-                f"'{each}' is no pair; write FIRST:SECOND or FIRST:SECOND:WEIGHT, such as image:text or tone:text:0.5"
+                f"'{each}' is no pair; write FIRST:SECOND or FIRST:SECOND:WEIGHT, such as "
+                "image:text or tone:text:0.5"
             ) from None
         if not first or not second or not 0 < pairs[-1].weight < float("inf"):
             raise ValueError(f"'{each}': two modalities and a weight above 0 are needed")
@@ -55,10 +58,14 @@ class DataOptions:
     limit_samples: int | None = None  # train on so many, drawn at random
     max_bad_fraction: float = 0.01
     on_leak: str = "refuse"  # or "drop"
-    leak_bits: int | None = None  # pictures whose perceptual hashes differ in so many bits are the same
+    leak_bits: int | None = (
+        None  # pictures whose perceptual hashes differ in so many bits are the same
+    )
     index_check: str = "decode"  # or "header"
     seed: int = 0
-    data_root: tuple[str, ...] | None = None  # further folders that the pictures of all specs may lie in
+    data_root: tuple[str, ...] | None = (
+        None  # further folders that the pictures of all specs may lie in
+    )
     pairs: str = IMAGE_TEXT  # of modalities that are compared: a sample must have both of one
 
     def compared(self) -> tuple[tuple[str, str], ...]:
@@ -69,4 +76,9 @@ class DataOptions:
     def from_record(cls, record: Mapping[str, Any]) -> "DataOptions":
         """Of train.py's options by name, as config.json keeps them; others are passed over."""
         known = {field.name: record[field.name] for field in fields(cls) if field.name in record}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+        return cls(
+            **{
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in known.items()
+            }
+        )

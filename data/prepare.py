@@ -24,7 +24,11 @@ from data.modalities.tokenizer import load_tokenizer
 from data.options import IMAGE_TEXT, DataOptions
 
 TRAIN = "train"
-OF_THE_ORDER = ("data_weights", "data_temperature", "data_floors")  # say how often a sample comes, not which ones there are
+OF_THE_ORDER = (
+    "data_weights",
+    "data_temperature",
+    "data_floors",
+)  # say how often a sample comes, not which ones there are
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,8 @@ class HeldOut:
 class PreparedData:
     """The training samples `train` [N] of `source`, the held-out sets, and the tokenizer of both.
 
-    `parts`: (samples, weight) of each data set in `train`, none where there is one. `leaks`: what was found and dropped.
-    `length_multiple`: what texts are padded to.
+    `parts`: (samples, weight) of each data set in `train`, none where there is one. `leaks`: what
+    was found and dropped. `length_multiple`: what texts are padded to.
     """
 
     source: Source
@@ -75,24 +79,42 @@ def prepare_data(
     progress: bool = False,
     length_multiple: int = 1,
 ) -> PreparedData:
-    """Open, check, divide and tokenize; what takes long is kept in `folder`, or in the cache, and found there the next time.
+    """Open, check, divide and tokenize; what takes long is kept in `folder`, or in the cache, and
+    found there the next time.
 
-    Held-out samples come from `val_data` when given, else are `val_fraction` of `data`. `tokenizer` is a folder or a
-    Hugging Face id; None trains a WordPiece on the training captions. Bad samples are listed in `folder`/bad_samples.jsonl.
-    Where processes share `folder`, one goes first and the others find what it made. Errors: ValueError, OSError.
+    Held-out samples come from `val_data` when given, else are `val_fraction` of `data`. `tokenizer`
+    is a folder or a Hugging Face id; None trains a WordPiece on the training captions. Bad samples
+    are listed in `folder`/bad_samples.jsonl. Where processes share `folder`, one goes first and the
+    others find what it made. Errors: ValueError, OSError.
     """
-    building = {"workers": workers, "progress": progress, "check": options.index_check, "pairs": options.compared()}
-    source = open_sources([with_roots(spec, options.data_root) for spec in options.data], **building)
+    building = {
+        "workers": workers,
+        "progress": progress,
+        "check": options.index_check,
+        "pairs": options.compared(),
+    }
+    source = open_sources(
+        [with_roots(spec, options.data_root) for spec in options.data], **building
+    )
     refuse_too_many_bad(source, options.max_bad_fraction)
-    validation = open_source(with_roots(options.val_data, options.data_root), **building) if options.val_data is not None else None
+    validation = (
+        open_source(with_roots(options.val_data, options.data_root), **building)
+        if options.val_data is not None
+        else None
+    )
     if validation is not None:
         refuse_too_many_bad(validation, options.max_bad_fraction)
     kept = _Kept(folder / "samples", options, source, validation)
     found = kept.read()
     if found is None:
-        write_bad_samples(folder / "bad_samples.jsonl", [source, *([validation] if validation else [])])
+        write_bad_samples(
+            folder / "bad_samples.jsonl", [source, *([validation] if validation else [])]
+        )
         found = kept.write(_divide(options, source, validation))
-    held_out = {name: HeldOut(source if validation is None else validation, subset) for name, subset in found.held_out.items()}
+    held_out = {
+        name: HeldOut(source if validation is None else validation, subset)
+        for name, subset in found.held_out.items()
+    }
     parts: Parts = ()
     if isinstance(source, Mixture):
         asked = source.parts(found.train, options.data_weights or (1.0,) * len(options.data))
@@ -101,14 +123,19 @@ def prepare_data(
     if tokenizer is None and words.is_dir():
         made = load_tokenizer(str(words))
     else:
-        captions = (caption for i in found.train for caption in source.captions(int(i))) if tokenizer is None else None
+        captions = (
+            (caption for i in found.train for caption in source.captions(int(i)))
+            if tokenizer is None
+            else None
+        )
         made = load_tokenizer(tokenizer, captions, words if tokenizer is None else None)
     return PreparedData(source, found.train, held_out, made, parts, found.leaks, length_multiple)
 
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """Which samples are trained on, which are held out, and how many were left out of training because they would be both."""
+    """Which samples are trained on, which are held out, and how many were left out of training
+    because they would be both."""
 
     train: np.ndarray
     held_out: Mapping[str, np.ndarray]
@@ -126,17 +153,25 @@ def _divide(options: DataOptions, source: Source, validation: Source | None) -> 
         if found and options.on_leak == "refuse":
             told = describe_leaks(source, validation, validation.spec, found)
             raise ValueError(
-                f"{told}\nmeasured on them, retrieval would look better than it is: remove them, or leave them out with --on-leak drop"
+                f"{told}\nmeasured on them, retrieval would look better than it is: remove them, "
+                "or leave them out with --on-leak drop"
             )
         leaks = count_leaks(found)
         if found:
-            train = np.setdiff1d(train, np.concatenate([leak.train for leak in found]), assume_unique=True)
+            train = np.setdiff1d(
+                train, np.concatenate([leak.train for leak in found]), assume_unique=True
+            )
     if options.limit_samples is not None and options.limit_samples < len(train):
-        train = np.sort(np.random.default_rng([options.seed, LIMIT]).choice(train, options.limit_samples, replace=False))
+        train = np.sort(
+            np.random.default_rng([options.seed, LIMIT]).choice(
+                train, options.limit_samples, replace=False
+            )
+        )
     return Division(train, held_out, leaks)
 
 
-# -- bad samples -----------------------------------------------------------------------------------------------------------
+# -- bad samples
+# -----------------------------------------------------------------------------------------------------------
 
 
 def count_bad(source: Source) -> dict[str, int]:
@@ -146,10 +181,15 @@ def count_bad(source: Source) -> dict[str, int]:
 
 
 def refuse_too_many_bad(source: Source, max_bad_fraction: float) -> None:
-    """Raises ValueError with the table of reasons when more than this part of the samples is bad."""
+    """Raises ValueError with the table of reasons when more than this part of the samples is
+    bad."""
     counts = count_bad(source)
     if sum(counts.values()) > max_bad_fraction * len(source):
-        raise ValueError(bad_table(source.spec, Counter(counts), len(source), max_bad_fraction, first_bad(source)))
+        raise ValueError(
+            bad_table(
+                source.spec, Counter(counts), len(source), max_bad_fraction, first_bad(source)
+            )
+        )
 
 
 def first_bad(source: Source, most: int = 5) -> Iterator[str]:
@@ -157,12 +197,17 @@ def first_bad(source: Source, most: int = 5) -> Iterator[str]:
         yield f"    {where}: {reason}: {detail}"
 
 
-def bad_table(spec: str, counts: Counter, total: int, max_bad_fraction: float, examples: Iterator[str]) -> str:
+def bad_table(
+    spec: str, counts: Counter, total: int, max_bad_fraction: float, examples: Iterator[str]
+) -> str:
     number = sum(counts.values())
-    rows = [f"    {count:>8,}  {reason:<16} {REASONS[reason]}" for reason, count in counts.most_common()]
+    rows = [
+        f"    {count:>8,}  {reason:<16} {REASONS[reason]}" for reason, count in counts.most_common()
+    ]
     return "\n".join(
         [
-            f"{spec}: {number:,} of {total:,} samples cannot be used, {number / total:.1%}, more than the {max_bad_fraction:.1%} of "
+            f"{spec}: {number:,} of {total:,} samples cannot be used, {number / total:.1%}, more "
+            f"than the {max_bad_fraction:.1%} of "
             "--max-bad-fraction; mend them, or raise it:",
             *rows,
             "the first:",
@@ -172,26 +217,41 @@ def bad_table(spec: str, counts: Counter, total: int, max_bad_fraction: float, e
 
 
 def write_bad_samples(file: Path, sources: Sequence[Source]) -> None:
-    """A line for each: {"data", "id", "where", "reason", "detail"}. No file where there are none."""
+    """A line for each: {"data", "id", "where", "reason", "detail"}. No file where there are
+    none."""
     if not any(source.column("bad").any() for source in sources):
         file.unlink(missing_ok=True)
         return
     with file.open("w", encoding="utf-8") as lines:
         for source in sources:
             for identity, where, reason, detail in source.bad_samples():
-                record = {"data": source.spec, "id": identity, "where": where, "reason": reason, "detail": detail}
+                record = {
+                    "data": source.spec,
+                    "id": identity,
+                    "where": where,
+                    "reason": reason,
+                    "detail": detail,
+                }
                 lines.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-# -- what is kept in the run's folder --------------------------------------------------------------------------------------
+# -- what is kept in the run's folder
+# --------------------------------------------------------------------------------------
 
 
 class _Kept:
-    """Who is trained on and who held out, as arrays that every process maps: a folder that appears whole."""
+    """Who is trained on and who held out, as arrays that every process maps: a folder that appears
+    whole."""
 
-    def __init__(self, folder: Path, options: DataOptions, source: Source, validation: Source | None) -> None:
+    def __init__(
+        self, folder: Path, options: DataOptions, source: Source, validation: Source | None
+    ) -> None:
         self.folder = folder
-        asked = {name: value for name, value in vars(options).items() if name not in (*OF_THE_ORDER, "max_bad_fraction")}
+        asked = {
+            name: value
+            for name, value in vars(options).items()
+            if name not in (*OF_THE_ORDER, "max_bad_fraction")
+        }
         if options.pairs == IMAGE_TEXT:
             del asked["pairs"]  # as runs before there was a choice recorded it
         self.made_of = json.loads(json.dumps(asked))
@@ -203,18 +263,25 @@ class _Kept:
         except FileNotFoundError:
             return None
         options = record["options"]  # what is not there was not asked for
-        changed = [name for name in options | self.made_of if options.get(name) != self.made_of.get(name)]
+        changed = [
+            name for name in options | self.made_of if options.get(name) != self.made_of.get(name)
+        ]
         if changed:
             raise ValueError(
-                f"{self.folder}: holds other samples than are asked for ({', '.join(changed)} changed: there "
+                f"{self.folder}: holds other samples than are asked for ({', '.join(changed)} "
+                "changed: there "
                 f"{ {name: options.get(name) for name in changed} }); give another --run-dir"
             )
         if record["sizes"] != self.sizes:
             raise ValueError(
-                f"{self.folder}: made of {record['sizes']} samples (all, usable), but now there are {self.sizes}; the data changed under the "
+                f"{self.folder}: made of {record['sizes']} samples (all, usable), but now there "
+                f"are {self.sizes}; the data changed under the "
                 "run: give another --run-dir, or the data of before"
             )
-        arrays = {name: np.load(self.folder / f"{name}.npy", mmap_mode="r") for name in (TRAIN, *record["held_out"])}
+        arrays = {
+            name: np.load(self.folder / f"{name}.npy", mmap_mode="r")
+            for name in (TRAIN, *record["held_out"])
+        }
         train = arrays.pop(TRAIN)
         return Division(train, arrays, record["leaks"])
 
@@ -224,8 +291,15 @@ class _Kept:
         beside.mkdir(parents=True)
         for name, subset in {TRAIN: division.train, **division.held_out}.items():
             np.save(beside / f"{name}.npy", subset)
-        record = {"options": self.made_of, "sizes": self.sizes, "held_out": list(division.held_out), "leaks": dict(division.leaks)}
-        (beside / "made_of.json").write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
+        record = {
+            "options": self.made_of,
+            "sizes": self.sizes,
+            "held_out": list(division.held_out),
+            "leaks": dict(division.leaks),
+        }
+        (beside / "made_of.json").write_text(
+            json.dumps(record, ensure_ascii=False), encoding="utf-8"
+        )
         shutil.rmtree(self.folder, ignore_errors=True)
         os.replace(beside, self.folder)
         return self.read()

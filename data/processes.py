@@ -1,4 +1,5 @@
-"""How the processes of data/ start and end: those that load and those that fill the cache share one fork server."""
+"""How the processes of data/ start and end: those that load and those that fill the cache share one
+fork server."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -15,30 +16,37 @@ GRACE_S = 20.0  # of the 30 that DeepSpeed's launcher leaves between asking and 
 def start_method() -> multiprocessing.context.BaseContext:
     """Workers start from a fork server, or where there is none afresh; not by forking this process.
 
-    In a rank run the threads of CUDA, NCCL and the tokenizer; a lock that one of them holds stays shut for ever in a fork.
+    In a rank run the threads of CUDA, NCCL and the tokenizer; a lock that one of them holds stays
+    shut for ever in a fork.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # Imported once by the server instead of once by each worker; "__main__" is Python's own default.
+    # Imported once by the server instead of once by each worker; "__main__" is Python's own
+    # default.
     context.set_forkserver_preload(["__main__", "data.loader"])
     return context
 
 
 def start_early() -> None:
-    """Start the fork server, without waiting for it: what workers import takes some seconds, in which this process can do other things."""
+    """Start the fork server, without waiting for it: what workers import takes some seconds, in
+    which this process can do other things."""
     if start_method().get_start_method() == "forkserver":
         multiprocessing.forkserver.ensure_running()
 
 
 def end_with_parent() -> None:
-    """In a worker, once: from now on it ends at once when the process that asked for it is gone, however that ended.
+    """In a worker, once: from now on it ends at once when the process that asked for it is gone,
+    however that ended.
 
-    Else it would stay for ever: its parent by number is the fork server, and that waits for the last of its workers.
+    Else it would stay for ever: its parent by number is the fork server, and that waits for the
+    last of its workers.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_wait_and_end, args=(parent.sentinel,), name="end-with-parent", daemon=True).start()
+        threading.Thread(
+            target=_wait_and_end, args=(parent.sentinel,), name="end-with-parent", daemon=True
+        ).start()
 
 
 def _wait_and_end(sentinel: int) -> None:
@@ -47,7 +55,8 @@ def _wait_and_end(sentinel: int) -> None:
 
 
 def outlast_signals() -> None:
-    """In a worker, once: what asks all processes of a run to end lets it load on for `GRACE_S`, so that its rank can finish the step."""
+    """In a worker, once: what asks all processes of a run to end lets it load on for `GRACE_S`, so
+    that its rank can finish the step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_later)

@@ -1,4 +1,5 @@
-"""From a plan to a running engine: the communicator, the stage of this rank, DeepSpeed around it."""
+"""From a plan to a running engine: the communicator, the stage of this rank, DeepSpeed around
+it."""
 
 from __future__ import annotations
 
@@ -43,19 +44,30 @@ def build_engine(
 ) -> ForkEngine:
     """The engine of this rank. All ranks call it together, after the process group is up.
 
-    `layers[branch]` describes every layer of a branch in order; `build_layer` makes one of them, and is called for this
-    rank's own only. `total_num_steps` resolves an "auto" in the learning-rate schedule. `constant_shapes[branch]` promises that all
-    training micro-batches of a branch have equal shapes, so that they need to be announced only once; `equal_shares` that each
-    replica of a stage has equally many samples of every global batch. `source_starts`: the first index of each of several sources of
-    the samples, ascending, whose losses are told apart; None: there is one. A pair of the `objective` may have a `matching` loss where the
-    last layer of its second branch has a `fusion`. `clock`: what steps are measured by on a CPU. Raises ValueError for a pattern (of
-    clipping or decay) that matches no parameter, OutOfMemory when the stage does not fit.
+    `layers[branch]` describes every layer of a branch in order; `build_layer` makes one of them,
+    and is called for this rank's own only. `total_num_steps` resolves an "auto" in the
+    learning-rate schedule. `constant_shapes[branch]` promises that all training micro-batches of a
+    branch have equal shapes, so that they need to be announced only once; `equal_shares` that each
+    replica of a stage has equally many samples of every global batch. `source_starts`: the first
+    index of each of several sources of the samples, ascending, whose losses are told apart; None:
+    there is one. A pair of the `objective` may have a `matching` loss where the last layer of its
+    second branch has a `fusion`. `clock`: what steps are measured by on a CPU. Raises ValueError
+    for a pattern (of clipping or decay) that matches no parameter, OutOfMemory when the stage does
+    not fit.
     """
     rank = dist.get_rank()
     device = torch.device(get_accelerator().current_device_name())
-    refuse_idle_patterns(plan.clipping, [name for specs in layers.values() for spec in specs for name in spec.canonical_parameters])
+    refuse_idle_patterns(
+        plan.clipping,
+        [name for specs in layers.values() for spec in specs for name in spec.canonical_parameters],
+    )
     branch = next(iter(plan.graph.stage_of(rank).layers))
-    resolved = deepspeed_config(config, plan.batches[branch], total_num_steps, max(stage.replicas for stage in plan.graph.stages))
+    resolved = deepspeed_config(
+        config,
+        plan.batches[branch],
+        total_num_steps,
+        max(stage.replicas for stage in plan.graph.stages),
+    )
     groups = {
         b: [
             {group_of(name, plan.clipping) for name in spec.canonical_parameters if learns}
@@ -63,14 +75,24 @@ def build_engine(
         ]
         for b, specs in layers.items()
     }
-    sets_of_groups = rank_sets(plan.graph, groups, sharded=resolved.get("zero_optimization", {}).get("stage", 0) > 0)
+    sets_of_groups = rank_sets(
+        plan.graph, groups, sharded=resolved.get("zero_optimization", {}).get("stage", 0) > 0
+    )
     settings = settings_of(plan.optimizer_groups, layers, config["optimizer"])
     own_sets = [ranks for sets in sets_of_groups.values() for ranks in sets]
     comm = Communicator(plan.graph, objective, rank, device, timeout, own_sets, clock)
     setup = RankSetup(plan, config, plan.graph.stage_of(rank), device.type == "cuda")
     with explained(device, partial(message, plan.graph.describe_rank(rank), setup, Work(BUILDING))):
         module = StageModule(
-            plan.graph, rank, layers, build_layer, comm.stage_group, seed, settings, plan.trainable, plan.batch_norm_locked
+            plan.graph,
+            rank,
+            layers,
+            build_layer,
+            comm.stage_group,
+            seed,
+            settings,
+            plan.trainable,
+            plan.batch_norm_locked,
         )
         return ForkEngine(
             module,

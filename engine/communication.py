@@ -1,12 +1,16 @@
-"""Everything ranks say to each other: named tensors along an edge, embeddings among last stages, sums over groups.
+"""Everything ranks say to each other: named tensors along an edge, embeddings among last stages,
+sums over groups.
 
-Nothing outside `engine/` calls a collective, and inside it the pipeline's own traffic goes through this module.
+Nothing outside `engine/` calls a collective, and inside it the pipeline's own traffic goes through
+this module.
 
-An edge carries a message per micro-batch: the tensors in their true dtypes, so that token ids and masks travel beside
-activations, and before them a header (names, dtypes, shapes) where the receiver cannot know them. Each direction of an edge has
-a process group of its own, so that a receive never stands behind the other direction.
+An edge carries a message per micro-batch: the tensors in their true dtypes, so that token ids and
+masks travel beside activations, and before them a header (names, dtypes, shapes) where the receiver
+cannot know them. Each direction of an edge has a process group of its own, so that a receive never
+stands behind the other direction.
 
-The last stages of a fork exchange their rows in two moves, both without padding to a common size across branches:
+The last stages of a fork exchange their rows in two moves, both without padding to a common size
+across branches:
 
     1. the replicas of one last stage gather their rows:       images 0, 1, 2  ->  each of them has all B rows
     2. for each pair the whole crosses over, both ways, one    texts t  ->  the images i with i mod n_text = t
@@ -34,7 +38,9 @@ from engine.topology import StageGraph
 from engine.trace import WAIT, HostClock, Recorder
 
 HEADER_BYTES = 1024
-Signature = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]  # name, dtype, shape of each tensor of a message
+Signature = tuple[
+    tuple[str, torch.dtype, tuple[int, ...]], ...
+]  # name, dtype, shape of each tensor of a message
 # What both gloo and NCCL move. Masks travel as integers.
 _DTYPES = {
     str(dtype): dtype
@@ -52,16 +58,25 @@ _DTYPES = {
 
 
 class Channel:
-    """One direction between two ranks. `send` returns at once; `expect` posts a receive, `receive` waits for what was posted.
+    """One direction between two ranks. `send` returns at once; `expect` posts a receive, `receive`
+    waits for what was posted.
 
-    Both ends may know a message's signature beforehand: a gradient has that of its activation, a replayed activation that of
-    the first time. Then no header travels. A posted receive is served by a thread, so that a message whose header comes first
-    travels while this rank computes.
+    Both ends may know a message's signature beforehand: a gradient has that of its activation, a
+    replayed activation that of the first time. Then no header travels. A posted receive is served
+    by a thread, so that a message whose header comes first travels while this rank computes.
     """
 
-    SENDS_IN_FLIGHT = 2  # messages; a third waits until the first has left, so that a fast stage does not fill the memory
+    # messages; a third waits until the first has left, so that a fast stage does not fill the
+    # memory
+    SENDS_IN_FLIGHT = 2
 
-    def __init__(self, peer: int, group: dist.ProcessGroup, header_group: dist.ProcessGroup, device: torch.device):
+    def __init__(
+        self,
+        peer: int,
+        group: dist.ProcessGroup,
+        header_group: dist.ProcessGroup,
+        device: torch.device,
+    ):
         self.peer, self.group, self.header_group, self.device = peer, group, header_group, device
         # gloo moves host memory only; with it, tensors of a GPU are staged through the host.
         self.wire = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
@@ -73,7 +88,8 @@ class Channel:
         self._thread: threading.Thread | None = None
 
     def send(self, tensors: Mapping[str, Tensor], known: Signature | None = None) -> Signature:
-        """Send a message; `known` is the signature that the receiver expects, None where it must be told."""
+        """Send a message; `known` is the signature that the receiver expects, None where it must be
+        told."""
         signature = signature_of(tensors)
         message = []
         if known is None:
@@ -82,7 +98,10 @@ class Channel:
             self.sent_bytes += HEADER_BYTES
             self.num_headers += 1
         elif signature != known:
-            raise RuntimeError(f"rank {self.peer} expects a message of {_in_words(known)}, but this stage made {_in_words(signature)}")
+            raise RuntimeError(
+                f"rank {self.peer} expects a message of {_in_words(known)}, but this stage made "
+                f"{_in_words(signature)}"
+            )
         for tensor in tensors.values():
             if tensor.numel():
                 tensor = tensor.detach().to(self.wire).contiguous()
@@ -96,7 +115,9 @@ class Channel:
     def expect(self, known: Signature | None = None) -> None:
         """Post the receive of the next message. Messages arrive in the order of their posting."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, daemon=True, name=f"receive from rank {self.peer}")
+            self._thread = threading.Thread(
+                target=self._serve, daemon=True, name=f"receive from rank {self.peer}"
+            )
             self._thread.start()
         self._asked.put(known)
 
@@ -148,28 +169,46 @@ class Channel:
 
 
 def signature_of(tensors: Mapping[str, Tensor]) -> Signature:
-    """Names, dtypes and shapes of a message, in its order. Raises TypeError for a dtype that does not travel."""
+    """Names, dtypes and shapes of a message, in its order. Raises TypeError for a dtype that does
+    not travel."""
     for name, tensor in tensors.items():
         if str(tensor.dtype) not in _DTYPES:
-            raise TypeError(f"tensor {name!r} has dtype {tensor.dtype}, which does not travel between stages; use one of {sorted(_DTYPES)}")
+            raise TypeError(
+                f"tensor {name!r} has dtype {tensor.dtype}, which does not travel between stages; "
+                f"use one of {sorted(_DTYPES)}"
+            )
     return tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
 def gradients_of(signature: Signature, objective: Objective, trained: Collection[str]) -> Signature:
-    """What comes back for a message: its floating-point tensors of the branches that need gradients where it comes from."""
-    return tuple(entry for entry in signature if entry[1].is_floating_point and objective.branch_of(entry[0]) in trained)
+    """What comes back for a message: its floating-point tensors of the branches that need gradients
+    where it comes from."""
+    return tuple(
+        entry
+        for entry in signature
+        if entry[1].is_floating_point and objective.branch_of(entry[0]) in trained
+    )
 
 
 def _in_words(signature: Signature) -> str:
-    return ", ".join(f"{name} {str(dtype).removeprefix('torch.')} {list(shape)}" for name, dtype, shape in signature) or "nothing"
+    return (
+        ", ".join(
+            f"{name} {str(dtype).removeprefix('torch.')} {list(shape)}"
+            for name, dtype, shape in signature
+        )
+        or "nothing"
+    )
 
 
 def pack_header(signature: Signature) -> Tensor:
     """A signature as uint8 [HEADER_BYTES], zero-padded JSON."""
-    text = json.dumps([[name, str(dtype), shape] for name, dtype, shape in signature], separators=(",", ":")).encode()
+    text = json.dumps(
+        [[name, str(dtype), shape] for name, dtype, shape in signature], separators=(",", ":")
+    ).encode()
     if len(text) > HEADER_BYTES:
         raise ValueError(
-            f"a message of {len(signature)} tensors needs a header of {len(text)} bytes; at most {HEADER_BYTES} fit: send fewer tensors"
+            f"a message of {len(signature)} tensors needs a header of {len(text)} bytes; at most "
+            f"{HEADER_BYTES} fit: send fewer tensors"
         )
     header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
     header[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -182,10 +221,12 @@ def unpack_header(header: Tensor) -> Signature:
 
 
 class Communicator:
-    """The groups and channels of one rank. Every rank makes its own, at the same time, from the same graph.
+    """The groups and channels of one rank. Every rank makes its own, at the same time, from the
+    same graph.
 
-    `rank_sets`: further sets of ranks, ascending, that add numbers up (the clipping groups'); a rank outside a set never calls on it.
-    `num_sums`: how often each of them was called on. `clock`: the recorder's.
+    `rank_sets`: further sets of ranks, ascending, that add numbers up (the clipping groups'); a
+    rank outside a set never calls on it. `num_sums`: how often each of them was called on. `clock`:
+    the recorder's.
     """
 
     def __init__(
@@ -205,14 +246,20 @@ class Communicator:
         self.stage, self.replica = graph.stage_of(rank), graph.replica_of(rank)
         self._stage_groups = {stage.stage_id: self._group(stage.ranks) for stage in graph.stages}
         self.stage_group = self._stage_groups[self.stage.stage_id]
-        self._rank_sets = {stage.ranks: self._stage_groups[stage.stage_id] for stage in graph.stages}
+        self._rank_sets = {
+            stage.ranks: self._stage_groups[stage.stage_id] for stage in graph.stages
+        }
         for ranks in sorted(set(rank_sets)):
             if len(ranks) > 1 and ranks not in self._rank_sets:
                 self._rank_sets[ranks] = self._group(ranks)
         self.num_sums: Counter[tuple[int, ...]] = Counter()
         self._make_channels()
         self._crossings = self._make_crossings()
-        self._joins = {pair.branches: self._make_joins(*pair.branches) for pair in objective.pairs if pair.matching}
+        self._joins = {
+            pair.branches: self._make_joins(*pair.branches)
+            for pair in objective.pairs
+            if pair.matching
+        }
 
     def _group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         return dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
@@ -221,7 +268,8 @@ class Communicator:
         self.activations_in = self.activations_out = self.gradients_in = self.gradients_out = None
         edges, headers = list(self.graph.edges()), None
         if edges and dist.get_backend() != "gloo":
-            # A header is read on the host: no device synchronisation for it. One group of all ranks: torch before 2.15 lets those that are not in a
+            # A header is read on the host: no device synchronisation for it. One group of all
+            # ranks: torch before 2.15 lets those that are not in a
             # gloo group split the NCCL group of all, and the others not.
             headers = self._group(range(self.graph.world_size), backend="gloo")
         for source, target in edges:
@@ -231,24 +279,30 @@ class Communicator:
                 if self.rank == source:
                     channel = Channel(target, group, header_group, self.device)
                     self.activations_out, self.gradients_in = (
-                        (channel, self.gradients_in) if downstream else (self.activations_out, channel)
+                        (channel, self.gradients_in)
+                        if downstream
+                        else (self.activations_out, channel)
                     )
                 elif self.rank == target:
                     channel = Channel(source, group, header_group, self.device)
                     self.activations_in, self.gradients_out = (
-                        (channel, self.gradients_out) if downstream else (self.activations_in, channel)
+                        (channel, self.gradients_out)
+                        if downstream
+                        else (self.activations_in, channel)
                     )
 
     def _make_crossings(self) -> dict[tuple[str, str], tuple[int, dist.ProcessGroup]]:
-        """(from, to) of two branches -> (source rank, group) of the broadcast that brings, or takes, what the first one's last stage has.
-        None where both end in one stage."""
+        """(from, to) of two branches -> (source rank, group) of the broadcast that brings, or
+        takes, what the first one's last stage has. None where both end in one stage."""
         crossings = {}
         for link in self.objective.links:
             sources, receivers = (self.graph.tail(branch).ranks for branch in link)
             if sources == receivers:
                 continue
             for position, source in enumerate(sources):
-                audience = [rank for i, rank in enumerate(receivers) if i % len(sources) == position]
+                audience = [
+                    rank for i, rank in enumerate(receivers) if i % len(sources) == position
+                ]
                 if audience:
                     group = self._group((source, *audience))
                     if self.rank == source or self.rank in audience:
@@ -256,9 +310,14 @@ class Communicator:
         return crossings
 
     def _make_joins(self, first: str, second: str) -> list[dist.ProcessGroup]:
-        """Of each replica where the first branch ends, with all of the second; none where one rank is all of them."""
+        """Of each replica where the first branch ends, with all of the second; none where one rank
+        is all of them."""
         sources, receivers = self.graph.tail(first).ranks, self.graph.tail(second).ranks
-        return [] if sources == receivers and len(sources) == 1 else [self._group(sorted({rank, *receivers})) for rank in sources]
+        return (
+            []
+            if sources == receivers and len(sources) == 1
+            else [self._group(sorted({rank, *receivers})) for rank in sources]
+        )
 
     def drain(self) -> None:
         for channel in (self.activations_out, self.gradients_out):
@@ -267,8 +326,11 @@ class Communicator:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes this rank has sent so far: its messages, and its part of the collectives, counted as rings."""
-        return self._sent_bytes + sum(c.sent_bytes for c in (self.activations_out, self.gradients_out) if c is not None)
+        """Bytes this rank has sent so far: its messages, and its part of the collectives, counted
+        as rings."""
+        return self._sent_bytes + sum(
+            c.sent_bytes for c in (self.activations_out, self.gradients_out) if c is not None
+        )
 
     def share_objects(self, value: Any) -> list[Any]:
         """The values of all ranks, in order, on every rank. For small records, now and then."""
@@ -277,7 +339,8 @@ class Communicator:
         return shared
 
     def gather_objects(self, value: Any) -> list[Any] | None:
-        """The values of all ranks, in order, on rank 0; None elsewhere. For small records, now and then."""
+        """The values of all ranks, in order, on rank 0; None elsewhere. For small records, now and
+        then."""
         gathered = [None] * self.graph.world_size if self.rank == 0 else None
         dist.gather_object(value, gathered, dst=0)
         return gathered
@@ -286,10 +349,13 @@ class Communicator:
         return torch.device("cpu") if dist.get_backend(group) == "gloo" else self.device
 
     def gather_replicas(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
-        """The rows of all replicas of this stage, replica by replica. Shapes [rows[r], ...] -> [sum(rows), ...]. No gradient."""
+        """The rows of all replicas of this stage, replica by replica. Shapes [rows[r], ...] ->
+        [sum(rows), ...]. No gradient."""
         if self.stage.replicas == 1:
             return tensor
-        padded = tensor.new_zeros((max(rows), *tensor.shape[1:]), device=self._wire(self.stage_group))
+        padded = tensor.new_zeros(
+            (max(rows), *tensor.shape[1:]), device=self._wire(self.stage_group)
+        )
         padded[: tensor.shape[0]] = tensor
         gathered = [torch.empty_like(padded) for _ in rows]
         with self.recorder.span(WAIT):
@@ -299,38 +365,53 @@ class Communicator:
 
     def gather_counts(self, count: int) -> list[int]:
         """How many rows each replica of this stage has."""
-        return self.gather_replicas(torch.tensor([count], device=self.device), [1] * self.stage.replicas).tolist()
+        return self.gather_replicas(
+            torch.tensor([count], device=self.device), [1] * self.stage.replicas
+        ).tolist()
 
     def cross(self, source_branch: str, target_branch: str, tensor: Tensor) -> Tensor:
-        """Last stages of a fork: that of the first branch gives `tensor`; that of the second passes an empty one of its shape and gets
-        the content."""
-        if (source_branch, target_branch) not in self._crossings:  # more sources than receivers: this source has no audience
+        """Last stages of a fork: that of the first branch gives `tensor`; that of the second passes
+        an empty one of its shape and gets the content."""
+        if (
+            source_branch,
+            target_branch,
+        ) not in self._crossings:  # more sources than receivers: this source has no audience
             return tensor
         source, group = self._crossings[source_branch, target_branch]
         wired = tensor.to(self._wire(group)).contiguous()
         with self.recorder.span(WAIT):
             dist.broadcast(wired, source, group=group)
-        self._sent_bytes += _bytes(wired) * (dist.get_world_size(group) - 1) if source == self.rank else 0
+        self._sent_bytes += (
+            _bytes(wired) * (dist.get_world_size(group) - 1) if source == self.rank else 0
+        )
         return wired.to(self.device)
 
     def from_first(self, pair: Pair, replica: int, tensor: Tensor) -> Tensor:
-        """That replica where the first branch ends gives `tensor`; those of the second pass an empty one of its shape and dtype and get
-        the content."""
+        """That replica where the first branch ends gives `tensor`; those of the second pass an
+        empty one of its shape and dtype and get the content."""
         if not self._joins[pair.branches] or not tensor.numel():
             return tensor
-        group, source = self._joins[pair.branches][replica], self.graph.tail(pair.first).ranks[replica]
+        group, source = (
+            self._joins[pair.branches][replica],
+            self.graph.tail(pair.first).ranks[replica],
+        )
         wired = tensor.to(self._wire(group)).contiguous()
         with self.recorder.span(WAIT):
             dist.broadcast(wired, source, group=group)
-        self._sent_bytes += _bytes(wired) * (dist.get_world_size(group) - 1) if source == self.rank else 0
+        self._sent_bytes += (
+            _bytes(wired) * (dist.get_world_size(group) - 1) if source == self.rank else 0
+        )
         return wired.to(self.device)
 
     def sum_to_first(self, pair: Pair, replica: int, tensor: Tensor) -> Tensor:
-        """Sum over where the second branch ends, for that replica of the first, whose own `tensor` counts too; what others get back is
-        of no use."""
+        """Sum over where the second branch ends, for that replica of the first, whose own `tensor`
+        counts too; what others get back is of no use."""
         if not self._joins[pair.branches] or not tensor.numel():
             return tensor
-        group, target = self._joins[pair.branches][replica], self.graph.tail(pair.first).ranks[replica]
+        group, target = (
+            self._joins[pair.branches][replica],
+            self.graph.tail(pair.first).ranks[replica],
+        )
         wired = tensor.to(self._wire(group)).contiguous()
         with self.recorder.span(WAIT):
             dist.reduce(wired, target, group=group)
@@ -343,24 +424,39 @@ class Communicator:
         with self.recorder.span(WAIT):
             dist.all_reduce(wired, group=group)
         members = dist.get_world_size(group)
-        self._sent_bytes += 2 * (members - 1) / members * _bytes(wired)  # a ring: reduce-scatter, then all-gather
+        self._sent_bytes += (
+            2 * (members - 1) / members * _bytes(wired)
+        )  # a ring: reduce-scatter, then all-gather
         return wired.to(self.device)
 
-    def sum_parts(self, parts: Mapping[str, Tensor | Sequence[Tensor | float]]) -> dict[str, list[float]]:
-        """Several vectors, of the same lengths on all ranks, each summed over all ranks: one message, in float64."""
+    def sum_parts(
+        self, parts: Mapping[str, Tensor | Sequence[Tensor | float]]
+    ) -> dict[str, list[float]]:
+        """Several vectors, of the same lengths on all ranks, each summed over all ranks: one
+        message, in float64."""
         vectors = [self._vector(part) for part in parts.values()]
         told = iter(self.sum_over(torch.cat(vectors)).tolist())
-        return {name: list(itertools.islice(told, len(vector))) for name, vector in zip(parts, vectors)}
+        return {
+            name: list(itertools.islice(told, len(vector))) for name, vector in zip(parts, vectors)
+        }
 
     def _vector(self, part: Tensor | Sequence[Tensor | float]) -> Tensor:
         if isinstance(part, Tensor):
             return part.double().flatten()
-        numbers = [torch.as_tensor(number, dtype=torch.float64, device=self.device).reshape(()) for number in part]
-        return torch.stack(numbers) if numbers else torch.zeros(0, dtype=torch.float64, device=self.device)
+        numbers = [
+            torch.as_tensor(number, dtype=torch.float64, device=self.device).reshape(())
+            for number in part
+        ]
+        return (
+            torch.stack(numbers)
+            if numbers
+            else torch.zeros(0, dtype=torch.float64, device=self.device)
+        )
 
     def sum_in_order(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """Sum of a small tensor over one of the `rank_sets`. Added up in the order of the ranks, whatever the backend would do: the same
-        bits on all of them, and in every set that adds up the same numbers."""
+        """Sum of a small tensor over one of the `rank_sets`. Added up in the order of the ranks,
+        whatever the backend would do: the same bits on all of them, and in every set that adds up
+        the same numbers."""
         if len(ranks) == 1:
             return tensor
         group = self._rank_sets[ranks]
@@ -373,7 +469,8 @@ class Communicator:
         return torch.stack(parts).sum(0).to(self.device)
 
     def average_over_replicas(self, tensors: Sequence[Tensor]) -> None:
-        """Mean of each floating-point tensor over the replicas of this stage, in place, in one message."""
+        """Mean of each floating-point tensor over the replicas of this stage, in place, in one
+        message."""
         if self.stage.replicas == 1 or not tensors:
             return
         flat = torch.cat([t.reshape(-1).float() for t in tensors])

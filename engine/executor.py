@@ -1,8 +1,10 @@
-"""The executor: a DeepSpeed `PipelineEngine` that runs the instruction lists of `engine/schedule.py` with real tensors.
+"""The executor: a DeepSpeed `PipelineEngine` that runs the instruction lists of
+`engine/schedule.py` with real tensors.
 
-DeepSpeed keeps what it is good at (ZeRO-1, averaging over replicas, mixed precision, optimizer, learning-rate schedule); this
-class replaces the linear chain: named tensors, own buffers per micro-batch, and one loss for the whole global batch. The
-contract of every scale is written where it is applied.
+DeepSpeed keeps what it is good at (ZeRO-1, averaging over replicas, mixed precision, optimizer,
+learning-rate schedule); this class replaces the linear chain: named tensors, own buffers per
+micro-batch, and one loss for the whole global batch. The contract of every scale is written where
+it is applied.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ from engine.step_metrics import StepMetrics, losses_of, losses_of_sources
 from engine.topology import Stage, StageGraph
 from engine.trace import Span
 
-# DeepSpeed's: of the engine, whose micro-steps stay 0 under a pipeline, and of its dynamic loss scale
+# DeepSpeed's: of the engine, whose micro-steps stay 0 under a pipeline, and of its dynamic loss
+# scale
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 OF_PAIRS = -1  # in the place of a layer, where negatives are drawn
 _OF_FUSION = ("_tokens", "_mask")  # how the names end of what the heads make for it
@@ -75,7 +78,8 @@ def _explains_memory(activity: str) -> Callable[[Callable], Callable]:
 
 
 class ForkEngine(PipelineEngine):
-    """Trains one stage of a stage graph. `train_batch` runs one global batch, `evaluate` a held-out set."""
+    """Trains one stage of a stage graph. `train_batch` runs one global batch, `evaluate` a held-out
+    set."""
 
     _ready = False
 
@@ -111,7 +115,9 @@ class ForkEngine(PipelineEngine):
         self.comm, self.place, self.replica = comm, comm.stage, comm.replica
         self.tail_loss = TailLoss(comm, embed_dim, equal_shares, source_starts)
         self.batches, self.schedule_type = dict(batches), SCHEDULES[schedule]
-        self.clipping = GroupedClipping(module.canonical_parameters, clipping, sets_of_groups, comm, self.optimizer)
+        self.clipping = GroupedClipping(
+            module.canonical_parameters, clipping, sets_of_groups, comm, self.optimizer
+        )
         self.basic_optimizer.register_step_pre_hook(lambda *_: self.clipping.clip())
         stepped = [p for group in self.basic_optimizer.param_groups for p in group["params"]]
         self.average = WeightAverage(stepped, average) if average else None
@@ -119,24 +125,33 @@ class ForkEngine(PipelineEngine):
         self._setup = setup
         self._running: tuple[StageSchedule, ds_schedule.PipeInstruction] | None = None
         self._num_steps_done = 0  # by this process
-        self.instructions_done = 0  # of training and evaluation: while it grows, this rank is not stuck
+        self.instructions_done = (
+            0  # of training and evaluation: while it grows, this rank is not stuck
+        )
         self.recorder = comm.recorder
         self._num_micro_batches = batches[self._branch].num_micro_batches  # of the present step
-        self.instruction_seconds: dict[str, float] = defaultdict(float)  # by instruction, over all steps so far
+        self.instruction_seconds: dict[str, float] = defaultdict(
+            float
+        )  # by instruction, over all steps so far
         self._sent_bytes_before = 0.0
         self._constant = {
-            "in": self.place.previous is not None and _constant(self.graph, self.graph.stages[self.place.previous], constant_shapes),
+            "in": self.place.previous is not None
+            and _constant(self.graph, self.graph.stages[self.place.previous], constant_shapes),
             "out": _constant(self.graph, self.place, constant_shapes),
         }
         # by the rows per sample of the branches
-        self._training_shapes: dict[tuple[tuple[str, int], ...], dict[str, dict[int, Signature]]] = {}
+        self._training_shapes: dict[
+            tuple[tuple[str, int], ...], dict[str, dict[int, Signature]]
+        ] = {}
         self._reset_buffers()
         self._ready = True
 
-    # -- what the base class asks ------------------------------------------------------------------------------------
+    # -- what the base class asks
+    # ------------------------------------------------------------------------------------
 
     def is_first_stage(self) -> bool:
-        """Does input enter here? During construction always yes: there is no linear chain to warm up."""
+        """Does input enter here? During construction always yes: there is no linear chain to warm
+        up."""
         return not self._ready or bool(self.place.loads)
 
     def is_last_stage(self) -> bool:
@@ -146,17 +161,27 @@ class ForkEngine(PipelineEngine):
         """DeepSpeed's schedule, scaled by group (`engine/optimizer/parameter_groups.py`)."""
         settings = [setting for setting, _ in self.module.parameter_groups]
         warmups = [rule.warmup_steps for rule in self.optimizer_groups.rules.values()]
-        self.lr_scheduler = GroupSchedule(self.basic_optimizer, self._make_schedule, settings, warmups)
+        self.lr_scheduler = GroupSchedule(
+            self.basic_optimizer, self._make_schedule, settings, warmups
+        )
 
     def _make_schedule(self, warmup_steps: int | None) -> Any:
         if self.scheduler_name() is None:
             return None
         own = {} if warmup_steps is None else {"warmup_num_steps": warmup_steps}
-        module = lr_schedules if hasattr(lr_schedules, self.scheduler_name()) else torch.optim.lr_scheduler
-        return getattr(module, self.scheduler_name())(self.basic_optimizer, **{**(self.scheduler_params() or {}), **own})
+        module = (
+            lr_schedules
+            if hasattr(lr_schedules, self.scheduler_name())
+            else torch.optim.lr_scheduler
+        )
+        return getattr(module, self.scheduler_name())(
+            self.basic_optimizer, **{**(self.scheduler_params() or {}), **own}
+        )
 
     def _backward_prologue_per_tensor(self, grad: Tensor) -> Tensor:
-        return grad  # the base class divides by the number of micro-batches; our loss is already the mean over the batch
+        # the base class divides by the number of micro-batches; our loss is already the mean over
+        # the batch
+        return grad
 
     @property
     def graph(self) -> StageGraph:
@@ -166,7 +191,8 @@ class ForkEngine(PipelineEngine):
     def objective(self) -> Objective:
         return self.comm.objective
 
-    # -- one step ----------------------------------------------------------------------------------------------------
+    # -- one step
+    # ----------------------------------------------------------------------------------------------------
 
     @_explains_memory(TRAINING)
     def train_batch(
@@ -180,24 +206,29 @@ class ForkEngine(PipelineEngine):
         num_rows: Mapping[str, int] | None = None,
         loss_weights: Mapping[str, float] | None = None,
     ) -> StepMetrics:
-        """One optimizer step over one global batch. Stages that load input take their micro-batches from `data_iter`.
+        """One optimizer step over one global batch. Stages that load input take their micro-batches
+        from `data_iter`.
 
-        A micro-batch may bring a weight for each of its rows in the loss, int64 [b], whole millionths, named after its branch
-        (`text_weight`). All micro-batches of all ranks bring them, or none. `rows_per_sample` says how many rows each sample has in a branch
-        in this batch, the same on all ranks (several texts per image); 1 where nothing is said. The row at place p of 0..cG−1
-        (`text_position`) belongs to sample p // c and carries its index. Where the schedule has a loss per micro-batch, the rows of a
-        micro-batch stand sample by sample.
+        A micro-batch may bring a weight for each of its rows in the loss, int64 [b], whole
+        millionths, named after its branch (`text_weight`). All micro-batches of all ranks bring
+        them, or none. `rows_per_sample` says how many rows each sample has in a branch in this
+        batch, the same on all ranks (several texts per image); 1 where nothing is said. The row at
+        place p of 0..cG−1 (`text_position`) belongs to sample p // c and carries its index. Where
+        the schedule has a loss per micro-batch, the rows of a micro-batch stand sample by sample.
 
-        Where samples lack the modality of a branch, `num_rows` says how many rows the branch has in this batch; no row comes for the others,
-        and they are left out of the pairs with that branch. The replicas of a stage then hold different numbers of rows, so the engine must
-        have been built without `equal_shares`.
+        Where samples lack the modality of a branch, `num_rows` says how many rows the branch has in
+        this batch; no row comes for the others, and they are left out of the pairs with that
+        branch. The replicas of a stage then hold different numbers of rows, so the engine must have
+        been built without `equal_shares`.
 
-        `stop_requested` travels with the metrics, so that all ranks learn in the same step that one of them was asked to end. So do
-        the numbers that `counts` returns at the end of the step, with the same names on all ranks: they are added up.
-        `num_micro_batches`: of each replica of this line in this step, where it is not the number that was planned; `num_kept`: how many of
-        them keep their activations where the schedule recomputes, likewise. `loss_weights`: in place of those of the
-        objective, by the names in `Objective.losses`, the same on all ranks; ValueError for another
-        name. Raises OutOfMemory, with what to change, where an allocation fails.
+        `stop_requested` travels with the metrics, so that all ranks learn in the same step that one
+        of them was asked to end. So do the numbers that `counts` returns at the end of the step,
+        with the same names on all ranks: they are added up. `num_micro_batches`: of each replica of
+        this line in this step, where it is not the number that was planned; `num_kept`: how many of
+        them keep their activations where the schedule recomputes, likewise. `loss_weights`: in
+        place of those of the objective, by the names in `Objective.losses`, the same on all ranks;
+        ValueError for another name. Raises OutOfMemory, with what to change, where an allocation
+        fails.
         """
         if num_rows and self.schedule_type.loss_per_micro_batch:
             raise ValueError(
@@ -208,8 +239,11 @@ class ForkEngine(PipelineEngine):
         self.set_dataiterator(data_iter)
         self._reset_buffers()
         self.tail_loss.start_step(rows_per_sample, num_rows, loss_weights)
-        # Messages whose shapes never change are announced in the first step only, for each number of rows per sample.
-        known = self._training_shapes.setdefault(tuple(sorted((rows_per_sample or {}).items())), {"in": {}, "out": {}})
+        # Messages whose shapes never change are announced in the first step only, for each number
+        # of rows per sample.
+        known = self._training_shapes.setdefault(
+            tuple(sorted((rows_per_sample or {}).items())), {"in": {}, "out": {}}
+        )
         self._shapes = {end: kept if self._constant[end] else {} for end, kept in known.items()}
         self._lr = dict(self.lr_scheduler.rates)
         self.clipping.start_step()
@@ -222,7 +256,8 @@ class ForkEngine(PipelineEngine):
         self._exec_schedule(self.schedule_type(self.place, self._num_micro_batches, kept))
         self.comm.drain()
         if self._step_applied:
-            # Replicas saw different samples; the mean of their running statistics is that of the whole batch's. After every
+            # Replicas saw different samples; the mean of their running statistics is that of the
+            # whole batch's. After every
             # step, so that what is evaluated and saved does not depend on when it is.
             self.comm.average_over_replicas(self.module.running_statistics())
             if self.average:
@@ -240,8 +275,9 @@ class ForkEngine(PipelineEngine):
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         """The optimizer's step, or none where a gradient of any rank is not finite.
 
-        DeepSpeed's own optimizers look for themselves (`engine/optimizer/bad_steps.py`); fp32 without ZeRO has none of them. There the step is skipped
-        here, as they do it: counted, gradients dropped, and no step of the learning-rate schedule.
+        DeepSpeed's own optimizers look for themselves (`engine/optimizer/bad_steps.py`); fp32
+        without ZeRO has none of them. There the step is skipped here, as they do it: counted,
+        gradients dropped, and no step of the learning-rate schedule.
         """
         if self.clipping.partitioned or self.clipping.finite_everywhere():
             super()._take_model_step(lr_kwargs)
@@ -254,13 +290,16 @@ class ForkEngine(PipelineEngine):
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """In here the weights are their average (the `ema` block); running statistics are the run's. All ranks enter and leave together.
+        """In here the weights are their average (the `ema` block); running statistics are the
+        run's. All ranks enter and leave together.
 
-        After an error in here they stay the average: to put the weights back takes a collective, in which this rank would wait for others
-        that go on, instead of saying what went wrong.
+        After an error in here they stay the average: to put the weights back takes a collective, in
+        which this rank would wait for others that go on, instead of saying what went wrong.
         """
         if self.average is None:
-            raise ValueError('the weights are not averaged: add "ema": {"decay": 0.9999, "warmup": true} to "branches"')
+            raise ValueError(
+                'the weights are not averaged: add "ema": {"decay": 0.9999, "warmup": true} to "branches"'
+            )
         self._exchange_average()
         yield
         self._exchange_average()
@@ -269,11 +308,13 @@ class ForkEngine(PipelineEngine):
         with self.memory_explained(AVERAGING):
             self.average.exchange()
             if self.clipping.partitioned:
-                self.optimizer.update_lp_params()  # DeepSpeed: from each rank's slice to all weights of the stage
+                # DeepSpeed: from each rank's slice to all weights of the stage
+                self.optimizer.update_lp_params()
 
     @contextlib.contextmanager
     def memory_explained(self, activity: str) -> Iterator[None]:
-        """An allocation that fails in here is an OutOfMemory that says where, and what to change (`engine/processes/out_of_memory.py`)."""
+        """An allocation that fails in here is an OutOfMemory that says where, and what to change
+        (`engine/processes/out_of_memory.py`)."""
         self._running, step = None, self.global_steps + 1
 
         def words(shortage: Shortage) -> str:
@@ -294,7 +335,8 @@ class ForkEngine(PipelineEngine):
     def _exec_schedule(self, pipe_schedule: StageSchedule) -> None:
         program = [instruction for instructions in pipe_schedule for instruction in instructions]
         self._awaited = {
-            kind: deque(i.buffer_id for i in program if type(i) is kind) for kind in (ds_schedule.RecvActivation, ds_schedule.RecvGrad)
+            kind: deque(i.buffer_id for i in program if type(i) is kind)
+            for kind in (ds_schedule.RecvActivation, ds_schedule.RecvGrad)
         }
         self._posted = dict.fromkeys(self._awaited, False)
         for instruction in program:
@@ -306,16 +348,21 @@ class ForkEngine(PipelineEngine):
         self._running = None
 
     def _post_receives(self) -> None:
-        """Keep one receive posted per channel, so that the next message travels while this rank computes."""
+        """Keep one receive posted per channel, so that the next message travels while this rank
+        computes."""
         for kind, awaited in self._awaited.items():
             if awaited and not self._posted[kind]:
-                known = self._shapes["in" if kind is ds_schedule.RecvActivation else "out"].get(awaited[0])
+                known = self._shapes["in" if kind is ds_schedule.RecvActivation else "out"].get(
+                    awaited[0]
+                )
                 if kind is ds_schedule.RecvActivation:
                     self.comm.activations_in.expect(known)
                 elif known is None:
                     continue  # nothing was sent yet that a gradient could come back for
                 else:
-                    self.comm.gradients_in.expect(gradients_of(known, self.objective, self.place.trained))
+                    self.comm.gradients_in.expect(
+                        gradients_of(known, self.objective, self.place.trained)
+                    )
                 self._posted[kind] = True
 
     def _receive(self, kind: type, channel: Channel) -> dict[str, Tensor]:
@@ -324,22 +371,28 @@ class ForkEngine(PipelineEngine):
         return channel.receive()
 
     def _reset_buffers(self) -> None:
-        """Buffers by micro-batch: named tensors that came in, that go out, and the gradients of what went out."""
+        """Buffers by micro-batch: named tensors that came in, that go out, and the gradients of
+        what went out."""
         self._inputs: dict[int, dict[str, Tensor]] = defaultdict(dict)
         self._kept: dict[int, dict[str, Tensor]] = {}  # in host memory, for a second forward
         self._outputs: dict[int, dict[str, Tensor]] = {}
         self._output_grads: dict[int, dict[str, Tensor]] = {}
-        self._shapes: dict[str, dict[int, Signature]] = {"in": {}, "out": {}}  # of the messages along both edges
+        self._shapes: dict[str, dict[int, Signature]] = {
+            "in": {},
+            "out": {},
+        }  # of the messages along both edges
         self._data_wait_s = 0.0
 
     @property
     def _branch(self) -> str:
         return next(iter(self.place.layers))
 
-    # -- state -------------------------------------------------------------------------------------------------------
+    # -- state
+    # -------------------------------------------------------------------------------------------------------
 
     def progress(self) -> dict[str, Any]:
-        """What a run needs to go on besides tensors, small, as JSON: a rank tells what is equal on all, and of its own."""
+        """What a run needs to go on besides tensors, small, as JSON: a rank tells what is equal on
+        all, and of its own."""
         scaler = getattr(self.optimizer, "loss_scaler", None)
         return {
             "counters": {name: getattr(self, name) for name in _COUNTERS},
@@ -347,11 +400,14 @@ class ForkEngine(PipelineEngine):
             "clipping": self.clipping.state_dict(),
             "num_averaged": self.average.num_updates if self.average else 0,
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else {},
-            "loss_scaler": {name: getattr(scaler, name) for name in _LOSS_SCALER} if getattr(scaler, "dynamic", False) else {},
+            "loss_scaler": {name: getattr(scaler, name) for name in _LOSS_SCALER}
+            if getattr(scaler, "dynamic", False)
+            else {},
         }
 
     def load_progress(self, progress: Mapping[str, Any]) -> None:
-        """Go on from what `progress` told, of all ranks put together. A loss scale that only one of the two precisions has is left as it is."""
+        """Go on from what `progress` told, of all ranks put together. A loss scale that only one of
+        the two precisions has is left as it is."""
         for name in _COUNTERS:
             setattr(self, name, progress["counters"][name])
         self.bad_steps_in_a_row = progress["bad_steps_in_a_row"]
@@ -360,11 +416,14 @@ class ForkEngine(PipelineEngine):
             self.average.num_updates = progress["num_averaged"]
         if self.lr_scheduler is not None and progress["lr_scheduler"]:
             self.lr_scheduler.load_state_dict(progress["lr_scheduler"])
-        if progress["loss_scaler"] and getattr(getattr(self.optimizer, "loss_scaler", None), "dynamic", False):
+        if progress["loss_scaler"] and getattr(
+            getattr(self.optimizer, "loss_scaler", None), "dynamic", False
+        ):
             for name in _LOSS_SCALER:
                 setattr(self.optimizer.loss_scaler, name, progress["loss_scaler"][name])
 
-    # -- instructions ------------------------------------------------------------------------------------------------
+    # -- instructions
+    # ------------------------------------------------------------------------------------------------
 
     def _exec_load_micro_batch(self, buffer_id: int, keep: bool = False) -> None:
         asked = self.recorder.clock()
@@ -378,7 +437,9 @@ class ForkEngine(PipelineEngine):
     def _exec_reload_micro_batch(self, buffer_id: int) -> None:
         kept = self._kept.pop(buffer_id)
         if self._keeps_what_layers_made:  # in their dtypes
-            self._inputs[buffer_id] |= {name: tensor.to(self.device, non_blocking=True) for name, tensor in kept.items()}
+            self._inputs[buffer_id] |= {
+                name: tensor.to(self.device, non_blocking=True) for name, tensor in kept.items()
+            }
         else:
             self._take_in(buffer_id, kept)
 
@@ -386,27 +447,40 @@ class ForkEngine(PipelineEngine):
         dtype = self.get_data_types()[0]
         for name, tensor in loaded.items():
             tensor = tensor.to(self.device, non_blocking=True)
-            self._inputs[buffer_id][name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            self._inputs[buffer_id][name] = (
+                tensor.to(dtype) if tensor.is_floating_point() else tensor
+            )
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
         received = self._receive(ds_schedule.RecvActivation, self.comm.activations_in)
         self._shapes["in"][buffer_id] = signature_of(received)
         trained = self.graph.stages[self.place.previous].trained
         for name, tensor in received.items():
-            needs = tensor.is_floating_point() and torch.is_grad_enabled() and self.objective.branch_of(name) in trained
+            needs = (
+                tensor.is_floating_point()
+                and torch.is_grad_enabled()
+                and self.objective.branch_of(name) in trained
+            )
             self._inputs[buffer_id][name] = tensor.requires_grad_(needs)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         outputs = self._forward(buffer_id, self._inputs.pop(buffer_id))
         if self.place.is_tail and not self.module.training:  # what is evaluated are embeddings
-            outputs = {name: tensor for name, tensor in outputs.items() if not name.endswith(_OF_FUSION)}
+            outputs = {
+                name: tensor for name, tensor in outputs.items() if not name.endswith(_OF_FUSION)
+            }
         self._outputs[buffer_id] = outputs
 
     def _forward(self, buffer_id: int, inputs: dict[str, Tensor], **part: int) -> dict[str, Tensor]:
-        """Run the stage's layers, or a part of them; of the inputs stay those that a gradient is made for."""
+        """Run the stage's layers, or a part of them; of the inputs stay those that a gradient is
+        made for."""
         number = self.replica * self._num_micro_batches + buffer_id
         self.module.seed_micro_batch(self.global_steps, number)
-        received = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad and tensor.is_leaf}
+        received = {
+            name: tensor
+            for name, tensor in inputs.items()
+            if tensor.requires_grad and tensor.is_leaf
+        }
         if received and torch.is_grad_enabled():
             self._inputs[buffer_id] = received
         return super(PipelineEngine, self).forward(inputs, **part)
@@ -423,16 +497,24 @@ class ForkEngine(PipelineEngine):
 
     def _exec_replay_pass(self, buffer_id: int) -> None:
         with self.module.statistics_untouched():  # the first forward has updated them
-            self._outputs[buffer_id] = self._forward(buffer_id, self._inputs.pop(buffer_id), start=self._num_skipped_again)
+            self._outputs[buffer_id] = self._forward(
+                buffer_id, self._inputs.pop(buffer_id), start=self._num_skipped_again
+            )
 
     @property
     def _num_skipped_again(self) -> int:
-        """Locked layers at the front, which a second forward skips; none where their inputs come again with others that need it."""
-        return self.module.num_locked_first if self.place.previous is None or not self.place.sends_gradients else 0
+        """Locked layers at the front, which a second forward skips; none where their inputs come
+        again with others that need it."""
+        return (
+            self.module.num_locked_first
+            if self.place.previous is None or not self.place.sends_gradients
+            else 0
+        )
 
     @property
     def _keeps_what_layers_made(self) -> bool:
-        """For a second forward: of locked layers, here or on the stage above, whose output does not come again; else what was loaded."""
+        """For a second forward: of locked layers, here or on the stage above, whose output does not
+        come again; else what was loaded."""
         return self._num_skipped_again > 0 or not self.place.sends_gradients
 
     def _exec_send_activations(self, buffer_id: int) -> None:
@@ -449,19 +531,26 @@ class ForkEngine(PipelineEngine):
         differentiable = {name: tensor for name, tensor in outputs.items() if tensor.requires_grad}
         if not set(differentiable) <= set(grads):
             raise RuntimeError(
-                f"{self.place.name}: sent {sorted(differentiable)} and got gradients of {sorted(grads)} for micro-batch {buffer_id}; "
-                "every floating-point tensor that leaves a stage and needs a gradient must reach the loss"
+                f"{self.place.name}: sent {sorted(differentiable)} and got gradients of "
+                f"{sorted(grads)} for micro-batch {buffer_id}; "
+                "every floating-point tensor that leaves a stage and needs a gradient must reach "
+                "the loss"
             )
         self._inject([(tensor, grads[name]) for name, tensor in differentiable.items()])
 
     def _inject(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Backward from gradients that came from elsewhere, the way the base class runs its own (BF16: fp32 accumulation)."""
-        accumulates = isinstance(self.optimizer, BF16_Optimizer) and not self.optimizer.immediate_grad_update
+        """Backward from gradients that came from elsewhere, the way the base class runs its own
+        (BF16: fp32 accumulation)."""
+        accumulates = (
+            isinstance(self.optimizer, BF16_Optimizer) and not self.optimizer.immediate_grad_update
+        )
         if isinstance(self.optimizer, BF16_Optimizer):
             self.optimizer.clear_lp_grads()
         self._running_engine_backward = True
         try:
-            torch.autograd.backward([tensor for tensor, _ in pairs], [grad.to(tensor.dtype) for tensor, grad in pairs])
+            torch.autograd.backward(
+                [tensor for tensor, _ in pairs], [grad.to(tensor.dtype) for tensor, grad in pairs]
+            )
         finally:
             self._running_engine_backward = False
         if accumulates:
@@ -478,14 +567,20 @@ class ForkEngine(PipelineEngine):
         missing = [name for name, tensor in received.items() if tensor.grad is None]
         if missing:
             raise RuntimeError(
-                f"{self.place.name}: received {missing} but its layers made no gradient for them; drop tensors no layer uses"
+                f"{self.place.name}: received {missing} but its layers made no gradient for them; "
+                "drop tensors no layer uses"
             )
         # in the order and the dtype of the activations: that is what the other side expects
-        known = gradients_of(self._shapes["in"][buffer_id], self.objective, self.graph.stages[self.place.previous].trained)
+        known = gradients_of(
+            self._shapes["in"][buffer_id],
+            self.objective,
+            self.graph.stages[self.place.previous].trained,
+        )
         self.comm.gradients_out.send({name: received[name].grad for name, _, _ in known}, known)
 
     def _exec_compute_loss(self, buffer_id: int | None = None) -> None:
-        """One loss over everything that is waiting here: the global batch, or, with `buffer_id`, a micro-batch of each replica."""
+        """One loss over everything that is waiting here: the global batch, or, with `buffer_id`, a
+        micro-batch of each replica."""
         number = 1 if buffer_id is None else self._num_micro_batches  # of losses in this step
         waiting = sorted(self._outputs)
         outputs = [self._outputs[m] for m in waiting]
@@ -502,25 +597,37 @@ class ForkEngine(PipelineEngine):
         )
         for m, made, of_made in zip(waiting, outputs, gradients):
             self._output_grads[m] = of_made
-            self._outputs[m] = {name: tensor for name, tensor in made.items() if tensor.requires_grad}
+            self._outputs[m] = {
+                name: tensor for name, tensor in made.items() if tensor.requires_grad
+            }
         if not self.place.has_backward:
             self._outputs, self._output_grads = {}, {}
 
     def _loss_scale(self) -> float:
-        return float(self.optimizer.loss_scale) if self.fp16_enabled() and hasattr(self.optimizer, "loss_scale") else 1.0
+        return (
+            float(self.optimizer.loss_scale)
+            if self.fp16_enabled() and hasattr(self.optimizer, "loss_scale")
+            else 1.0
+        )
 
-    # -- held-out sets -----------------------------------------------------------------------------------------------
+    # -- held-out sets
+    # -----------------------------------------------------------------------------------------------
 
     @_explains_memory(EVALUATION)
     @torch.no_grad()
     def evaluate(
-        self, data_iter: Iterator[dict[str, Tensor]] | None, num_micro_batches: int, num_samples: int, measure: Callable[..., Tensor]
+        self,
+        data_iter: Iterator[dict[str, Tensor]] | None,
+        num_micro_batches: int,
+        num_samples: int,
+        measure: Callable[..., Tensor],
     ) -> dict[str, PairTotals]:
-        """Run a held-out set of `num_samples` through the stages and measure both directions of every pair, by its name, on every rank.
+        """Run a held-out set of `num_samples` through the stages and measure both directions of
+        every pair, by its name, on every rank.
 
-        `num_micro_batches` is the number on this replica (it may differ between replicas, and be 0); `measure(own, other,
-        target)` returns a vector that is summed over all own rows. Samples of which a half is missing are left out. Raises OutOfMemory
-        where an allocation fails.
+        `num_micro_batches` is the number on this replica (it may differ between replicas, and be
+        0); `measure(own, other, target)` returns a vector that is summed over all own rows. Samples
+        of which a half is missing are left out. Raises OutOfMemory where an allocation fails.
         """
         self.module.eval()
         self.set_dataiterator(data_iter)
@@ -530,11 +637,17 @@ class ForkEngine(PipelineEngine):
         arrived = None
         if self.place.is_tail:
             own = self.tail_loss.own_rows([self._outputs[m] for m in sorted(self._outputs)])
-            counts = {branch: self.comm.gather_counts(len(rows.position)) for branch, rows in own.items()}
+            counts = {
+                branch: self.comm.gather_counts(len(rows.position)) for branch, rows in own.items()
+            }
             arrived = gather(self.comm, self.objective, own, counts, num_samples, {}, {})
         totals = {}
         for pair in self.objective.pairs:
-            meeting = meet(arrived, pair) if arrived is not None and set(pair.branches) & set(arrived.own) else None
+            meeting = (
+                meet(arrived, pair)
+                if arrived is not None and set(pair.branches) & set(arrived.own)
+                else None
+            )
             directions = {}
             for branch, other in (pair.branches, pair.branches[::-1]):
                 if meeting is not None and branch in meeting.own:
@@ -542,7 +655,9 @@ class ForkEngine(PipelineEngine):
                     part = measure(rows.embeds, meeting.everyone[other].embeds, rows.position)
                 else:
                     blank = torch.zeros(0, self.tail_loss.embed_dim, device=self.device)
-                    part = measure(blank, blank, torch.zeros(0, dtype=torch.int64, device=self.device))
+                    part = measure(
+                        blank, blank, torch.zeros(0, dtype=torch.int64, device=self.device)
+                    )
                 directions[f"{branch}_to_{other}"] = self.comm.sum_over(part)
             speaks = self.comm.rank == self.graph.tail(pair.first).ranks[0]
             number = torch.tensor(float(meeting.num_rows if speaks else 0), device=self.device)
@@ -550,35 +665,60 @@ class ForkEngine(PipelineEngine):
         self._reset_buffers()
         return totals
 
-    # -- metrics -----------------------------------------------------------------------------------------------------
+    # -- metrics
+    # -----------------------------------------------------------------------------------------------------
 
     def _step_metrics(self, stop_requested: bool, counts: Mapping[str, float]) -> StepMetrics:
-        """Gather the numbers of one step from the ranks that have them: each is given by one rank, zeros by the others."""
+        """Gather the numbers of one step from the ranks that have them: each is given by one rank,
+        zeros by the others."""
         losses, sent_bytes = self.tail_loss.sums, self.comm.sent_bytes + self._reduced_bytes()
         told = self.comm.sum_parts(
             {
                 **losses.told(),
                 "groups": self.clipping.told(self._step_applied),
-                "sums": [float(stop_requested), sent_bytes - self._sent_bytes_before, float(losses.num_left_out)],
+                "sums": [
+                    float(stop_requested),
+                    sent_bytes - self._sent_bytes_before,
+                    float(losses.num_left_out),
+                ],
                 "counts": list(counts.values()),
                 "ranks": self._own_slots(),
             }
         )
         self._sent_bytes_before = sent_bytes
-        (loss,), (misaligned,), (stopping, sent, left_out) = told["loss"], told["misaligned"], told["sums"]
+        (loss,), (misaligned,), (stopping, sent, left_out) = (
+            told["loss"],
+            told["misaligned"],
+            told["sums"],
+        )
         if misaligned:
             raise RuntimeError(
-                f"the {' and '.join(self.objective.names)} branches disagree about {int(misaligned)} samples of this batch; all must be given the same "
-                "samples at the same positions (data order, seed and number of samples must be equal on all ranks)"
+                f"the {' and '.join(self.objective.names)} branches disagree about "
+                f"{int(misaligned)} samples of this batch; all must be given the same "
+                "samples at the same positions (data order, seed and number of samples must be "
+                "equal on all ranks)"
             )
         bad = None
         if not self._step_applied and not is_loss_scale_search(self.optimizer, loss):
             bad = bad_step(self.comm.share_objects(seen_by(losses.given)), self.objective.names)
-        self.bad_steps_in_a_row = 0 if self._step_applied else self.bad_steps_in_a_row + (bad is not None)
-        scalars = dict(zip([tensor for pair in self.objective.pairs for tensor in pair.scalars.values()], told["scalars"]))
-        norms, coefficients, shares = (dict(zip(self.clipping.rules, told["groups"][i::3])) for i in range(3))
-        busy_s, step_s, peak_bytes, data_wait_s = (told["ranks"][i :: self._NUM_SLOTS] for i in range(self._NUM_SLOTS))
-        stage_busy_s = {s.name: sum(busy_s[r] for r in s.ranks) / s.replicas for s in self.graph.stages}
+        self.bad_steps_in_a_row = (
+            0 if self._step_applied else self.bad_steps_in_a_row + (bad is not None)
+        )
+        scalars = dict(
+            zip(
+                [tensor for pair in self.objective.pairs for tensor in pair.scalars.values()],
+                told["scalars"],
+            )
+        )
+        norms, coefficients, shares = (
+            dict(zip(self.clipping.rules, told["groups"][i::3])) for i in range(3)
+        )
+        busy_s, step_s, peak_bytes, data_wait_s = (
+            told["ranks"][i :: self._NUM_SLOTS] for i in range(self._NUM_SLOTS)
+        )
+        stage_busy_s = {
+            s.name: sum(busy_s[r] for r in s.ranks) / s.replicas for s in self.graph.stages
+        }
         return StepMetrics(
             loss=loss,
             scalars=dict(_readable(name, value) for name, value in scalars.items()),
@@ -586,43 +726,73 @@ class ForkEngine(PipelineEngine):
             clip_coefficient=coefficients,
             clipped_share=shares,
             lr=self._lr[None],
-            group_lr=self.optimizer_groups.rates(self._lr, (self.optimizer_params() or {}).get("lr")),
+            group_lr=self.optimizer_groups.rates(
+                self._lr, (self.optimizer_params() or {}).get("lr")
+            ),
             step_applied=self._step_applied,
             skipped_steps=self.skipped_steps,
             bad_step=bad,
             bad_steps_in_a_row=self.bad_steps_in_a_row,
             loss_scale=self._loss_scale(),
             stop_requested=stopping > 0,
-            idle={name: max(0.0, 1 - seconds / max(step_s)) for name, seconds in stage_busy_s.items()},
+            idle={
+                name: max(0.0, 1 - seconds / max(step_s)) for name, seconds in stage_busy_s.items()
+            },
             busy_s=stage_busy_s,
-            data_wait_s={s.name: sum(data_wait_s[r] for r in s.ranks) / s.replicas for s in self.graph.stages if s.loads},
+            data_wait_s={
+                s.name: sum(data_wait_s[r] for r in s.ranks) / s.replicas
+                for s in self.graph.stages
+                if s.loads
+            },
             sent_bytes=int(sent),
             peak_memory_bytes=int(max(peak_bytes)),
             num_left_out=int(left_out),
             counts=dict(zip(counts, told["counts"])),
-            sources=losses_of_sources(self.objective, told["source_shares"], told["source_samples"], self.tail_loss.weights),
+            sources=losses_of_sources(
+                self.objective,
+                told["source_shares"],
+                told["source_samples"],
+                self.tail_loss.weights,
+            ),
             losses=losses_of(self.objective, told["losses"], self.tail_loss.weights),
         )
 
     _NUM_SLOTS = 4
 
     def _own_slots(self) -> list[float]:
-        """What this rank alone tells, between the zeros of the others: seconds computed, seconds of the step, most bytes held,
-        seconds waited for data."""
+        """What this rank alone tells, between the zeros of the others: seconds computed, seconds of
+        the step, most bytes held, seconds waited for data."""
         before, after = self.comm.rank, self.graph.world_size - self.comm.rank - 1
-        mine = [self.recorder.busy_s(), self.recorder.step_s, float(peak_memory_bytes(self.device)), self._data_wait_s]
+        mine = [
+            self.recorder.busy_s(),
+            self.recorder.step_s,
+            float(peak_memory_bytes(self.device)),
+            self._data_wait_s,
+        ]
         return [0.0] * (before * self._NUM_SLOTS) + mine + [0.0] * (after * self._NUM_SLOTS)
 
     def _reduced_bytes(self) -> float:
-        """What DeepSpeed has sent so far to average this stage's gradients and, under ZeRO-1, to hand the new weights round."""
+        """What DeepSpeed has sent so far to average this stage's gradients and, under ZeRO-1, to
+        hand the new weights round."""
         replicas = self.place.replicas
-        weights = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
-        gradients = 2 * weights if isinstance(self.optimizer, BF16_Optimizer) else weights  # those are fp32
-        return self.global_steps * (replicas - 1) / replicas * (2 * gradients + (weights if self.clipping.partitioned else 0))
+        weights = sum(
+            p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad
+        )
+        gradients = (
+            2 * weights if isinstance(self.optimizer, BF16_Optimizer) else weights
+        )  # those are fp32
+        return (
+            self.global_steps
+            * (replicas - 1)
+            / replicas
+            * (2 * gradients + (weights if self.clipping.partitioned else 0))
+        )
 
     def gather_trace(self) -> list[tuple[str, list[Span]]] | None:
         """On rank 0: (who, spans of the last step) of every rank. All ranks call it together."""
-        return self.comm.gather_objects((self.graph.describe_rank(self.comm.rank), self.recorder.spans))
+        return self.comm.gather_objects(
+            (self.graph.describe_rank(self.comm.rank), self.recorder.spans)
+        )
 
     _INSTRUCTION_MAP = {
         ds_schedule.LoadMicroBatch: _exec_load_micro_batch,
@@ -644,12 +814,15 @@ class ForkEngine(PipelineEngine):
 class PairTotals(NamedTuple):
     """What `ForkEngine.evaluate` measured of one pair."""
 
-    directions: dict[str, Tensor]  # such as image_to_text and text_to_image: what `measure` returned, summed over all rows
+    directions: dict[
+        str, Tensor
+    ]  # such as image_to_text and text_to_image: what `measure` returned, summed over all rows
     num_samples: int  # that have both halves
 
 
 def _readable(name: str, value: float) -> tuple[str, float]:
-    """A learned scalar as it is logged: a scale as its exponential, at most 100 as the losses use it."""
+    """A learned scalar as it is logged: a scale as its exponential, at most 100 as the losses use
+    it."""
     if name.endswith("logit_scale"):
         return f"{name}_exp", math.exp(min(value, math.log(100.0)))
     return name, value
@@ -662,7 +835,8 @@ def _told(setting: Setting, parameters: Sequence[nn.Parameter]) -> dict[str, Any
 
 
 def _constant(graph: StageGraph, stage: Stage, constant_shapes: Mapping[str, bool]) -> bool:
-    """Does every message that leaves this stage have the same shapes? Where nothing that varies has entered at it or before it."""
+    """Does every message that leaves this stage have the same shapes? Where nothing that varies has
+    entered at it or before it."""
     while True:
         if not all(constant_shapes[branch] for branch in stage.loads):
             return False
@@ -677,7 +851,8 @@ def _check_weights(loaded: Mapping[str, Tensor], branches: Sequence[str]) -> Non
         weight = loaded[name]
         if weight.dtype != torch.int64 or not bool(((weight >= 0) & (weight <= MAX_WEIGHT)).all()):
             raise ValueError(
-                f"{name} has dtype {weight.dtype} and values from {weight.min()} to {weight.max()}; weights are int64 from 0 to "
+                f"{name} has dtype {weight.dtype} and values from {weight.min()} to "
+                f"{weight.max()}; weights are int64 from 0 to "
                 f"{MAX_WEIGHT}: millionths, so give 1,000,000 for a weight of 1"
             )
 

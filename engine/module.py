@@ -1,8 +1,10 @@
-"""The stage of this rank as a DeepSpeed `PipelineModule`, and the grid that tells DeepSpeed who its replicas are.
+"""The stage of this rank as a DeepSpeed `PipelineModule`, and the grid that tells DeepSpeed who its
+replicas are.
 
-DeepSpeed's grid is Cartesian: every stage has the same number of replicas. The way out, without touching its code: it is
-built for a stand-in topology in which every rank is its own pipe coordinate, and the subclass then answers with the
-replicas of the rank's own stage when the engine asks for its data-parallel group.
+DeepSpeed's grid is Cartesian: every stage has the same number of replicas. The way out, without
+touching its code: it is built for a stand-in topology in which every rank is its own pipe
+coordinate, and the subclass then answers with the replicas of the rank's own stage when the engine
+asks for its data-parallel group.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from engine.topology import Stage, StageGraph
 
 
 class DescribesLayer(Protocol):
-    """What the engine needs to know of a layer before it exists: its name, and its parameters' shapes by their names in the run."""
+    """What the engine needs to know of a layer before it exists: its name, and its parameters'
+    shapes by their names in the run."""
 
     name: str
     canonical_parameters: Mapping[str, Sequence[int]]
@@ -36,12 +39,16 @@ class StageGrid(PipelineParallelGrid):
     def __init__(self, graph: StageGraph, rank: int, stage_group: Any, world_group: Any):
         stage = graph.stage_of(rank)
         self._own_stage_id, self._own_replica = stage.stage_id, graph.replica_of(rank)
-        super().__init__(topology=PipeDataParallelTopology(num_pp=graph.world_size, num_dp=1), process_group=world_group)
+        super().__init__(
+            topology=PipeDataParallelTopology(num_pp=graph.world_size, num_dp=1),
+            process_group=world_group,
+        )
         self.dp_group = list(stage.ranks)
         self.dp_groups = [list(s.ranks) for s in graph.stages]
         self.dp_proc_group = stage_group
         self.data_parallel_size = stage.replicas
-        # The model-parallel group stays the whole world, so that an overflow anywhere is seen everywhere.
+        # The model-parallel group stays the whole world, so that an overflow anywhere is seen
+        # everywhere.
 
     def get_stage_id(self) -> int:
         return self._own_stage_id
@@ -51,10 +58,12 @@ class StageGrid(PipelineParallelGrid):
 
 
 class StageModule(PipelineModule):
-    """The layers of one stage. Builds only its own; `forward` takes and returns a dictionary of named tensors.
+    """The layers of one stage. Builds only its own; `forward` takes and returns a dictionary of
+    named tensors.
 
-    Each layer draws its random numbers (dropout, stochastic depth) from a seed that is a function of the layer and of the
-    micro-batch alone, so that training does not depend on how layers are split, and a resumed run draws the same again.
+    Each layer draws its random numbers (dropout, stochastic depth) from a seed that is a function
+    of the layer and of the micro-batch alone, so that training does not depend on how layers are
+    split, and a resumed run draws the same again.
     """
 
     def __init__(
@@ -69,17 +78,29 @@ class StageModule(PipelineModule):
         trainable: Trainable,
         batch_norm_locked: bool = False,
     ):
-        """`settings`: of every parameter of the run, by canonical name (`engine/optimizer/parameter_groups.py`); `trainable`: which layers learn.
+        """`settings`: of every parameter of the run, by canonical name
+        (`engine/optimizer/parameter_groups.py`); `trainable`: which layers learn.
 
-        `batch_norm_locked`: layers that do not learn normalise by their running statistics, and leave them as they are.
+        `batch_norm_locked`: layers that do not learn normalise by their running statistics, and
+        leave them as they are.
         """
         self._trainable, self._batch_norm_locked = trainable, batch_norm_locked
-        self._graph, self._rank, self._layers, self._build_layer, self._seed = graph, rank, layers, build_layer, seed
+        self._graph, self._rank, self._layers, self._build_layer, self._seed = (
+            graph,
+            rank,
+            layers,
+            build_layer,
+            seed,
+        )
         self._stage: Stage = graph.stage_of(rank)
         self._micro_batch = 0, 0
         specs = [spec for branch in graph.branches for spec in layers[branch]]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its (stand-in) topology
-            super().__init__(specs, topology=PipeDataParallelTopology(num_pp=graph.world_size, num_dp=1), base_seed=seed)
+            super().__init__(
+                specs,
+                topology=PipeDataParallelTopology(num_pp=graph.world_size, num_dp=1),
+                base_seed=seed,
+            )
             self._grid = StageGrid(graph, rank, stage_group, self.world_group)
         self.stage_id = self._stage.stage_id
         self._group_parameters(settings)
@@ -87,7 +108,9 @@ class StageModule(PipelineModule):
     def _partition_layers(self, method: str = "uniform") -> None:
         offset, locked, self._own_indices = 0, [], []
         for branch in self._graph.branches:
-            learned = [any(self._trainable[branch][: i + 1]) for i in range(len(self._layers[branch]))]
+            learned = [
+                any(self._trainable[branch][: i + 1]) for i in range(len(self._layers[branch]))
+            ]
             own = self._stage.layers.get(branch, ())
             locked += [offset + i for i in own if not learned[i]]
             self._own_indices += [offset + i for i in own if learned[i]]
@@ -114,18 +137,27 @@ class StageModule(PipelineModule):
         self._draws = [bool(getattr(layer, "draws", True)) for layer in self.forward_funcs]
 
     def _group_parameters(self, settings: Mapping[str, Setting]) -> None:
-        """Make `parameter_groups`: what each is told, and its parameters; as many on every stage, because ZeRO-1 has collectives for each.
+        """Make `parameter_groups`: what each is told, and its parameters; as many on every stage,
+        because ZeRO-1 has collectives for each.
 
-        Where a stage has fewer than another, a group holds a placeholder: one number that is never used, with a gradient of zero.
+        Where a stage has fewer than another, a group holds a placeholder: one number that is never
+        used, with a gradient of zero.
         """
-        own = {id(p): name for name, p in reversed(self.canonical_parameters.items()) if p.requires_grad}  # of two names the first
+        own = {
+            id(p): name
+            for name, p in reversed(self.canonical_parameters.items())
+            if p.requires_grad
+        }  # of two names the first
         names = [name for name, p in self.canonical_parameters.items() if own.get(id(p)) == name]
         self.parameter_groups = [
             (setting, [self.canonical_parameters[name] for name in members])
             for setting, members in groups_of_names(names, settings).items()
         ]
         self.placeholders = nn.ParameterList()
-        for _ in range(len(self.parameter_groups), _most_groups(self._graph, self._layers, settings, self._trainable)):
+        for _ in range(
+            len(self.parameter_groups),
+            _most_groups(self._graph, self._layers, settings, self._trainable),
+        ):
             placeholder = nn.Parameter(torch.zeros(1))
             placeholder.ds_pipe_replicated = False
             self.placeholders.append(placeholder)
@@ -133,16 +165,31 @@ class StageModule(PipelineModule):
 
     @property
     def fusion(self) -> nn.Module | None:
-        """What scores matching pairs, where a layer of this stage has it. The loss asks it, the forward does not."""
-        return next((layer.fusion for layer in self.forward_funcs if getattr(layer, "fusion", None) is not None), None)
+        """What scores matching pairs, where a layer of this stage has it. The loss asks it, the
+        forward does not."""
+        return next(
+            (
+                layer.fusion
+                for layer in self.forward_funcs
+                if getattr(layer, "fusion", None) is not None
+            ),
+            None,
+        )
 
     def changing_buffers(self) -> list[Tensor]:
-        """Buffers that training changes: batch normalisation's running means and variances, and its count of micro-batches."""
-        return [buffer for module in _batch_norms(self) if module not in self._locked_norms for buffer in module.buffers()]
+        """Buffers that training changes: batch normalisation's running means and variances, and its
+        count of micro-batches."""
+        return [
+            buffer
+            for module in _batch_norms(self)
+            if module not in self._locked_norms
+            for buffer in module.buffers()
+        ]
 
     @property
     def canonical_buffers(self) -> dict[str, Tensor]:
-        """Those that are part of the state. Asked anew each time: DeepSpeed puts others in their place when it moves or casts the module."""
+        """Those that are part of the state. Asked anew each time: DeepSpeed puts others in their
+        place when it moves or casts the module."""
         return {
             layer.canonical_names[name]: buffer
             for layer in self.forward_funcs
@@ -161,12 +208,16 @@ class StageModule(PipelineModule):
         return self
 
     def seed_micro_batch(self, step: int, branch_micro_batch: int) -> None:
-        """Fix the random numbers of the next forward: step and number of the micro-batch within the global batch."""
+        """Fix the random numbers of the next forward: step and number of the micro-batch within the
+        global batch."""
         self._micro_batch = step, branch_micro_batch
 
-    def forward(self, tensors: dict[str, Tensor], start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
-        """Run the layers from `start` to `stop`; with `activation_checkpoint_interval` k, k at a time keep their inputs only and run again
-        in the backward; layers without a backward keep nothing as it is."""
+    def forward(
+        self, tensors: dict[str, Tensor], start: int = 0, stop: int | None = None
+    ) -> dict[str, Tensor]:
+        """Run the layers from `start` to `stop`; with `activation_checkpoint_interval` k, k at a
+        time keep their inputs only and run again in the backward; layers without a backward keep
+        nothing as it is."""
         micro_batch, number = self._micro_batch, len(self.forward_funcs) if stop is None else stop
         if not (self.activation_checkpoint_interval and self.training and torch.is_grad_enabled()):
             return self._run(range(start, number), micro_batch, tensors)
@@ -174,7 +225,8 @@ class StageModule(PipelineModule):
         tensors = self._run(range(start, learning), micro_batch, tensors)
         for start in range(learning, number, self.activation_checkpoint_interval):
             part = range(start, min(start + self.activation_checkpoint_interval, number))
-            # Not reentrant: exact for inputs without gradient too. The seeds make random state equal, nothing needs to be saved.
+            # Not reentrant: exact for inputs without gradient too. The seeds make random state
+            # equal, nothing needs to be saved.
             tensors = checkpoint(
                 self._run,
                 part,
@@ -182,11 +234,16 @@ class StageModule(PipelineModule):
                 tensors,
                 use_reentrant=False,
                 preserve_rng_state=False,
-                context_fn=lambda part=part: (contextlib.nullcontext(), self.statistics_untouched(part)),
+                context_fn=lambda part=part: (
+                    contextlib.nullcontext(),
+                    self.statistics_untouched(part),
+                ),
             )
         return tensors
 
-    def _run(self, part: range, micro_batch: tuple[int, int], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _run(
+        self, part: range, micro_batch: tuple[int, int], tensors: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         for i in part:
             if self._draws[i] and self.training:
                 torch.manual_seed(layer_seed(self._seed, *micro_batch, self._own_indices[i]))
@@ -195,7 +252,8 @@ class StageModule(PipelineModule):
 
     @contextlib.contextmanager
     def statistics_untouched(self, part: range | None = None) -> Iterator[None]:
-        """A forward in here is the same function as one outside, but leaves the buffers (running means) of the layers as they were."""
+        """A forward in here is the same function as one outside, but leaves the buffers (running
+        means) of the layers as they were."""
         layers = self.forward_funcs if part is None else self.forward_funcs[part.start : part.stop]
         buffers = [buffer for layer in layers for buffer in layer.buffers()]
         before = [buffer.clone() for buffer in buffers]
@@ -203,7 +261,8 @@ class StageModule(PipelineModule):
             yield
         finally:
             for buffer, value in zip(buffers, before):
-                # .data: batch normalisation updates its buffers behind autograd's back as well, other backwards still refer to them
+                # .data: batch normalisation updates its buffers behind autograd's back as well,
+                # other backwards still refer to them
                 buffer.data.copy_(value)
 
 
@@ -212,23 +271,34 @@ def _batch_norms(module: nn.Module) -> list[nn.Module]:
 
 
 def _most_groups(
-    graph: StageGraph, layers: Mapping[str, Sequence[DescribesLayer]], settings: Mapping[str, Setting], trainable: Trainable
+    graph: StageGraph,
+    layers: Mapping[str, Sequence[DescribesLayer]],
+    settings: Mapping[str, Setting],
+    trainable: Trainable,
 ) -> int:
     """Of parameters, on the stage with the most; at least 1."""
     names = [
-        [n for branch, own in stage.layers.items() for i in own if trainable[branch][i] for n in layers[branch][i].canonical_parameters]
+        [
+            n
+            for branch, own in stage.layers.items()
+            for i in own
+            if trainable[branch][i]
+            for n in layers[branch][i].canonical_parameters
+        ]
         for stage in graph.stages
     ]
     return max(1, *(len(groups_of_names(of_stage, settings)) for of_stage in names))
 
 
 def layer_seed(seed: int, step: int, micro_batch: int, layer: int) -> int:
-    """What a layer draws from: `micro_batch` counts within the global batch of a branch, `layer` over the layers of all branches."""
+    """What a layer draws from: `micro_batch` counts within the global batch of a branch, `layer`
+    over the layers of all branches."""
     return _mix(seed, step * 1_000_003 + micro_batch, layer)
 
 
 def _mix(*values: int) -> int:
-    """A 63-bit seed out of several numbers (splitmix64's finaliser, Steele et al. 2014), so that near inputs give far seeds."""
+    """A 63-bit seed out of several numbers (splitmix64's finaliser, Steele et al. 2014), so that
+    near inputs give far seeds."""
     state = 0
     for value in values:
         state = (state + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF

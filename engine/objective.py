@@ -1,4 +1,5 @@
-"""What is trained: branches, and the pairs of branches that losses compare. Records; no tensor and no process here.
+"""What is trained: branches, and the pairs of branches that losses compare. Records; no tensor and
+no process here.
 
     image ──┐
             ├── image_text: InfoNCE ──┐
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 class Branch:
     """A modality's path through the pipeline.
 
-    Its tensors are those whose names begin with `name` and an underscore (`image_embeds` [B, D], `image_position` [B]), and those in
-    `inputs`, which are named otherwise where they enter (`pixel_values`).
+    Its tensors are those whose names begin with `name` and an underscore (`image_embeds` [B, D],
+    `image_position` [B]), and those in `inputs`, which are named otherwise where they enter
+    (`pixel_values`).
     """
 
     name: str
@@ -37,9 +39,10 @@ class Branch:
 class Pair:
     """Two branches and the loss between them.
 
-    `first` owns what the loss learns: the last layer of its tower emits these scalars, each [1], as tensors named `prefix` + the loss's
-    own name for it. `weight`: of this loss in the sum over all pairs. `matching`: a second loss, of single (first, second) pairs, which
-    the last layer of the `second` tower scores; None: there is none.
+    `first` owns what the loss learns: the last layer of its tower emits these scalars, each [1], as
+    tensors named `prefix` + the loss's own name for it. `weight`: of this loss in the sum over all
+    pairs. `matching`: a second loss, of single (first, second) pairs, which the last layer of the
+    `second` tower scores; None: there is none.
     """
 
     first: str
@@ -65,9 +68,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Objective:
-    """All branches of a run, in the order of their layers and ranks, and all pairs. Checked when made.
+    """All branches of a run, in the order of their layers and ranks, and all pairs. Checked when
+    made.
 
-    Raises ValueError for a pair of unknown branches, a branch without a pair, and names that stand twice.
+    Raises ValueError for a pair of unknown branches, a branch without a pair, and names that stand
+    twice.
     """
 
     branches: tuple[Branch, ...]
@@ -75,22 +80,40 @@ class Objective:
 
     def __post_init__(self):
         if len(set(self.names)) < len(self.names):
-            raise ValueError(f"objective: the branches {', '.join(self.names)} do not have different names")
+            raise ValueError(
+                f"objective: the branches {', '.join(self.names)} do not have different names"
+            )
         for pair in self.pairs:
             unknown = [name for name in pair.branches if name not in self.names]
             if unknown:
-                raise ValueError(f"objective: pair {pair.name} is of branch {unknown[0]}, which is none of {', '.join(self.names)}")
+                raise ValueError(
+                    f"objective: pair {pair.name} is of branch {unknown[0]}, which is none of "
+                    f"{', '.join(self.names)}"
+                )
             if pair.first == pair.second:
-                raise ValueError(f"objective: pair {pair.name} compares a branch with itself; name two branches")
+                raise ValueError(
+                    f"objective: pair {pair.name} compares a branch with itself; name two branches"
+                )
         sets = [frozenset(pair.branches) for pair in self.pairs]
         if len(set(sets)) < len(sets):
-            raise ValueError(f"objective: {', '.join(pair.name for pair in self.pairs)} compare two branches twice; give each pair once")
-        alone = [name for name in self.names if not any(name in pair.branches for pair in self.pairs)]
+            raise ValueError(
+                f"objective: {', '.join(pair.name for pair in self.pairs)} compare two branches "
+                "twice; give each pair once"
+            )
+        alone = [
+            name for name in self.names if not any(name in pair.branches for pair in self.pairs)
+        ]
         if alone:
-            raise ValueError(f"objective: branch {alone[0]} is in no pair, so it would not learn; add a pair with it, or leave it out")
+            raise ValueError(
+                f"objective: branch {alone[0]} is in no pair, so it would not learn; add a pair "
+                "with it, or leave it out"
+            )
         scalars = [tensor for pair in self.pairs for tensor in pair.scalars.values()]
         if len(set(scalars)) < len(scalars):
-            raise ValueError(f"objective: the learned scalars {', '.join(scalars)} do not have different names; give pairs a prefix")
+            raise ValueError(
+                f"objective: the learned scalars {', '.join(scalars)} do not have different names; "
+                "give pairs a prefix"
+            )
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -99,21 +122,28 @@ class Objective:
 
     @cached_property
     def links(self) -> tuple[tuple[str, str], ...]:
-        """(from, to) of every exchange between two branches, in the one order in which all ranks go through them."""
+        """(from, to) of every exchange between two branches, in the one order in which all ranks go
+        through them."""
         return tuple(link for pair in self.pairs for link in (pair.branches, pair.branches[::-1]))
 
     @cached_property
     def _owners(self) -> dict[str, str]:
         """Tensors that are not named after their branch -> the branch."""
         inputs = {tensor: branch.name for branch in self.branches for tensor in branch.inputs}
-        return inputs | {tensor: pair.first for pair in self.pairs for tensor in pair.scalars.values()}
+        return inputs | {
+            tensor: pair.first for pair in self.pairs for tensor in pair.scalars.values()
+        }
 
     @cached_property
     def losses(self) -> dict[str, float]:
         """Name -> weight of every loss, in the order of the pairs. A pair's matching loss counts as
         much as its contrastive one, unless `train_batch` is told otherwise."""
         kinds = ("contrastive", "matching")
-        return {self.loss_name(kind, pair): pair.weight for pair in self.pairs for kind in kinds[: 2 if pair.matching else 1]}
+        return {
+            self.loss_name(kind, pair): pair.weight
+            for pair in self.pairs
+            for kind in kinds[: 2 if pair.matching else 1]
+        }
 
     def loss_name(self, kind: str, pair: Pair) -> str:
         """`contrastive` or `matching`; where there are several pairs, with the name of the pair:
@@ -125,14 +155,17 @@ class Objective:
         return scalars_of(self.pairs, branch)
 
     def branch_of(self, tensor: str) -> str:
-        """The branch that a named tensor belongs to. Raises ValueError for a name that is nobody's."""
+        """The branch that a named tensor belongs to. Raises ValueError for a name that is
+        nobody's."""
         if tensor in self._owners:
             return self._owners[tensor]
         found = [name for name in self.names if tensor.startswith(f"{name}_")]
         if not found:
             raise ValueError(
-                f"tensor {tensor!r} belongs to no branch: a name begins with one of {', '.join(f'{name}_' for name in self.names)}, "
-                f"or is one of {', '.join(sorted(self._owners)) or 'the inputs of a branch'}; rename it, or add it to the inputs of its branch"
+                f"tensor {tensor!r} belongs to no branch: a name begins with one of "
+                f"{', '.join(f'{name}_' for name in self.names)}, "
+                f"or is one of {', '.join(sorted(self._owners)) or 'the inputs of a branch'}; "
+                "rename it, or add it to the inputs of its branch"
             )
         return max(found, key=len)
 
@@ -140,7 +173,11 @@ class Objective:
 def scalars_of(pairs: Sequence[Pair], branch: str) -> dict[str, float]:
     """Tensor name -> first value of the learned scalars that a branch owns."""
     owned = [pair for pair in pairs if pair.first == branch]
-    return {tensor: pair.loss.parameters[name] for pair in owned for name, tensor in pair.scalars.items()}
+    return {
+        tensor: pair.loss.parameters[name]
+        for pair in owned
+        for name, tensor in pair.scalars.items()
+    }
 
 
 def loss_metric(loss: str) -> str:

@@ -1,32 +1,35 @@
 """What each stage does, in which order: lists of instructions, made without a process group.
 
-The instructions are DeepSpeed's own and four of ours; `buffer_id` is the number of the micro-batch. The executor runs them, the
-simulator times them, tests read them. Two stages, four micro-batches:
+The instructions are DeepSpeed's own and four of ours; `buffer_id` is the number of the micro-batch.
+The executor runs them, the simulator times them, tests read them. Two stages, four micro-batches:
 
-`batch_sync`: all forwards, one loss over the global batch, all backwards. Keeps the activations of all micro-batches.
+`batch_sync`: all forwards, one loss over the global batch, all backwards. Keeps the activations of
+all micro-batches.
 
     stage 0   F0 F1 F2 F3 ............... B0 B1 B2 B3  R S
     stage 1      F0 F1 F2 F3  L  B0 B1 B2 B3           R S      F forward, L loss, B backward, R reduce, S optimizer step
 
-`replay`: forwards that keep nothing, one loss, then forwards again, each followed by a backward as soon as it can be. Keeps the
-activations of `num_downstream` + 1 micro-batches at most.
+`replay`: forwards that keep nothing, one loss, then forwards again, each followed by a backward as
+soon as it can be. Keeps the activations of `num_downstream` + 1 micro-batches at most.
 
     stage 0   E0 E1 E2 E3    F0 F1 .. B0 F2 B1 F3 B2 .. B3  R S
     stage 1      E0 E1 E2 E3  L F0 B0 F1 B1 F2 B2 F3 B3     R S      E forward without gradient, for the embeddings only
 
-Where memory is left, the first `num_kept` micro-batches keep their activations and need no second forward. Here 2 do:
+Where memory is left, the first `num_kept` micro-batches keep their activations and need no second
+forward. Here 2 do:
 
     stage 0   F0 F1 E2 E3    .. B0 F2 B1 F3 B2 .. B3  R S
     stage 1      F0 F1 E2 E3  L B0 B1 F2 B2 F3 B3     R S
 
-`per_micro_batch`: a loss for each micro-batch by itself. Another objective, with fewer negatives; for ablation only.
+`per_micro_batch`: a loss for each micro-batch by itself. Another objective, with fewer negatives;
+for ablation only.
 
     stage 0   F0 F1 .... B0 F2 .... B1 F3 .. B2 .. B3  R S
     stage 1      F0 L0 B0 F1 L1 B1 F2 L2 B2 F3 L3 B3  R S
 
-A schedule says what it is in the class attributes of `StageSchedule`. The configuration, the planner,
-the simulator, the executor and the advice about memory read these and compare no names, so a new
-schedule is a class that is added to `SCHEDULES` (`examples/schedule.py`).
+A schedule says what it is in the class attributes of `StageSchedule`. The configuration, the
+planner, the simulator, the executor and the advice about memory read these and compare no names, so
+a new schedule is a class that is added to `SCHEDULES` (`examples/schedule.py`).
 """
 
 from __future__ import annotations
@@ -53,12 +56,14 @@ from engine.topology import Stage
 
 
 class EmbedPass(BufferOpInstruction):
-    """A forward without gradient. Its inputs that were loaded here, or came from a stage that will not send them again, stay in host memory
-    for the second forward; of locked layers at the front, what leaves them stays instead."""
+    """A forward without gradient. Its inputs that were loaded here, or came from a stage that will
+    not send them again, stay in host memory for the second forward; of locked layers at the front,
+    what leaves them stays instead."""
 
 
 class ReloadMicroBatch(BufferOpInstruction):
-    """Bring back what was kept of the micro-batch's EmbedPass: what was loaded, or what locked layers made of it."""
+    """Bring back what was kept of the micro-batch's EmbedPass: what was loaded, or what locked
+    layers made of it."""
 
 
 class ReplayPass(BufferOpInstruction):
@@ -66,27 +71,33 @@ class ReplayPass(BufferOpInstruction):
 
 
 class ComputeLoss(PipeInstruction):
-    """Tails: exchange the embeddings of the global batch, compute the loss and the gradients of the own embeddings.
+    """Tails: exchange the embeddings of the global batch, compute the loss and the gradients of the
+    own embeddings.
 
-    With a `buffer_id` the batch is one micro-batch of each replica, and the loss counts 1/num_micro_batches.
+    With a `buffer_id` the batch is one micro-batch of each replica, and the loss counts
+    1/num_micro_batches.
     """
 
 
 class StageSchedule(PipeSchedule):
     """The instructions of one stage for one global batch of `num_micro_batches` micro-batches.
 
-    A subclass writes `steps`, which yields lists of instructions. `num_kept`: how many micro-batches,
-    the first ones, keep their activations; 0 for a schedule that does not recompute. The attributes
-    below are for a loss over the global batch, with all activations kept, unless a subclass sets them.
+    A subclass writes `steps`, which yields lists of instructions. `num_kept`: how many
+    micro-batches, the first ones, keep their activations; 0 for a schedule that does not recompute.
+    The attributes below are for a loss over the global batch, with all activations kept, unless a
+    subclass sets them.
     """
 
     # What it does, in a few words: for help texts and messages.
     description: ClassVar[str] = ""
-    # Is the loss computed for each micro-batch by itself? Then each ComputeLoss has the `buffer_id` of
+    # Is the loss computed for each micro-batch by itself? Then each ComputeLoss has the `buffer_id`
+    # of
     # its micro-batch. Else there is one ComputeLoss, without, over the global batch.
     loss_per_micro_batch: ClassVar[bool] = False
-    # Do only the first `num_kept` micro-batches keep their activations until their backward, and the
-    # others run forward twice? Then `kept_micro_batches` may be given. Else every micro-batch keeps them.
+    # Do only the first `num_kept` micro-batches keep their activations until their backward, and
+    # the
+    # others run forward twice? Then `kept_micro_batches` may be given. Else every micro-batch keeps
+    # them.
     recomputes: ClassVar[bool] = False
     # May "schedule": "auto" choose it? Never where there is a loss per micro-batch: "auto" does not
     # change what is trained.
@@ -97,7 +108,10 @@ class StageSchedule(PipeSchedule):
         self.place, self.num_kept = stage, num_kept
 
     def forward(
-        self, m: int, run: Callable[[int], PipeInstruction] = ForwardPass, load: Callable[[int], PipeInstruction] = LoadMicroBatch
+        self,
+        m: int,
+        run: Callable[[int], PipeInstruction] = ForwardPass,
+        load: Callable[[int], PipeInstruction] = LoadMicroBatch,
     ) -> list[PipeInstruction]:
         """Take in micro-batch m, run it, hand it on."""
         stage = self.place
@@ -109,7 +123,8 @@ class StageSchedule(PipeSchedule):
         ]
 
     def embed(self, m: int) -> list[PipeInstruction]:
-        """`forward` without gradient. Kept are a tail's output and, in host memory, what `again` needs."""
+        """`forward` without gradient. Kept are a tail's output and, in host memory, what `again`
+        needs."""
         return self.forward(m, EmbedPass, lambda m: LoadMicroBatch(m, keep=self.place.has_backward))
 
     def again(self, m: int) -> list[PipeInstruction]:
@@ -128,7 +143,8 @@ class StageSchedule(PipeSchedule):
         ]
 
     def backward(self, m: int) -> list[PipeInstruction]:
-        """Take in the gradient of what was handed on, differentiate micro-batch m, hand its gradient back."""
+        """Take in the gradient of what was handed on, differentiate micro-batch m, hand its
+        gradient back."""
         stage = self.place
         if not stage.has_backward:
             return []
@@ -138,11 +154,15 @@ class StageSchedule(PipeSchedule):
             *([SendGrad(m)] if stage.previous is not None and stage.sends_gradients else []),
         ]
 
-    def one_forward_one_backward(self, forward, num_done: int = 0) -> Iterator[list[PipeInstruction]]:
-        """Fill the pipeline, then a backward after each `forward(m)`, then empty it (PipeDream-Flush, Narayanan et al. 2021).
+    def one_forward_one_backward(
+        self, forward, num_done: int = 0
+    ) -> Iterator[list[PipeInstruction]]:
+        """Fill the pipeline, then a backward after each `forward(m)`, then empty it
+        (PipeDream-Flush, Narayanan et al. 2021).
 
-        A stage with d stages behind it runs d forwards ahead, so it holds the activations of at most d + 1 micro-batches. The
-        first `num_done` micro-batches have had their forward: their places in the order stay empty.
+        A stage with d stages behind it runs d forwards ahead, so it holds the activations of at
+        most d + 1 micro-batches. The first `num_done` micro-batches have had their forward: their
+        places in the order stay empty.
         """
         ahead = min(self.place.num_downstream, self.micro_batches)
         for m in range(num_done, ahead):
@@ -170,9 +190,12 @@ class BatchSync(StageSchedule):
 
 
 class Replay(StageSchedule):
-    """Forwards for the embeddings, one loss, then one forward, one backward with the embeddings' gradients (Gao et al. 2021, GradCache)."""
+    """Forwards for the embeddings, one loss, then one forward, one backward with the embeddings'
+    gradients (Gao et al. 2021, GradCache)."""
 
-    description = "forwards for the embeddings, one loss, then each micro-batch again, forward and backward"
+    description = (
+        "forwards for the embeddings, one loss, then each micro-batch again, forward and backward"
+    )
     recomputes = True
     chosen_by_auto = True
 
@@ -189,14 +212,17 @@ class Replay(StageSchedule):
 
 
 class PerMicroBatch(StageSchedule):
-    """One forward, one loss, one backward: what DeepSpeed's own schedule computes. Not the loss over the global batch."""
+    """One forward, one loss, one backward: what DeepSpeed's own schedule computes. Not the loss
+    over the global batch."""
 
     description = "a loss per micro-batch, with fewer negatives"
     loss_per_micro_batch = True
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         tail = self.place.is_tail
-        yield from self.one_forward_one_backward(lambda m: [*self.forward(m), *([ComputeLoss(buffer_id=m)] if tail else [])])
+        yield from self.one_forward_one_backward(
+            lambda m: [*self.forward(m), *([ComputeLoss(buffer_id=m)] if tail else [])]
+        )
         yield [ReduceGrads(), OptimizerStep()]
 
 
@@ -209,7 +235,11 @@ class ForwardOnly(StageSchedule):
 
 
 # By the name that "schedule" in the JSON file takes. A user's module adds its own to it.
-SCHEDULES: dict[str, type[StageSchedule]] = {"batch_sync": BatchSync, "replay": Replay, "per_micro_batch": PerMicroBatch}
+SCHEDULES: dict[str, type[StageSchedule]] = {
+    "batch_sync": BatchSync,
+    "replay": Replay,
+    "per_micro_batch": PerMicroBatch,
+}
 
 
 def exact_schedules() -> list[str]:
@@ -218,5 +248,6 @@ def exact_schedules() -> list[str]:
 
 
 def recomputing_schedules() -> list[str]:
-    """The names of those that are exact and recompute; the first is advised where memory runs out."""
+    """The names of those that are exact and recompute; the first is advised where memory runs
+    out."""
     return [name for name in exact_schedules() if SCHEDULES[name].recomputes]

@@ -12,31 +12,44 @@ from engine.optimizer.bad_steps import BadStep
 
 
 class SourceLoss(NamedTuple):
-    """Of the samples of one source in a step: how many counted in the loss, and what they added to it per sample, see `mean_losses`."""
+    """Of the samples of one source in a step: how many counted in the loss, and what they added to
+    it per sample, see `mean_losses`."""
 
     samples: int
     loss: float
 
 
 def mean_losses(shares: Sequence[float], samples: Sequence[float]) -> tuple[SourceLoss, ...]:
-    """By source: B / n of what its n samples add to a loss over B samples of all sources; nan where there are none.
+    """By source: B / n of what its n samples add to a loss over B samples of all sources; nan where
+    there are none.
 
-    So Σ n / B · loss over the sources is the whole loss. Of samples with weights it is the mean of weight · loss, weights in parts of their
-    mean over the batch: heavy samples make the loss of their source larger.
+    So Σ n / B · loss over the sources is the whole loss. Of samples with weights it is the mean of
+    weight · loss, weights in parts of their mean over the batch: heavy samples make the loss of
+    their source larger.
     """
     total = sum(samples)
-    return tuple(SourceLoss(int(n), share * total / n if n else math.nan) for share, n in zip(shares, samples))
+    return tuple(
+        SourceLoss(int(n), share * total / n if n else math.nan)
+        for share, n in zip(shares, samples)
+    )
 
 
 def losses_of_sources(
-    objective: Objective, shares: Sequence[float], samples: Sequence[float], weights: Mapping[str, float]
+    objective: Objective,
+    shares: Sequence[float],
+    samples: Sequence[float],
+    weights: Mapping[str, float],
 ) -> tuple[SourceLoss, ...]:
-    """By source, over all pairs: their losses by `mean_losses`, weighted; the samples of the pair that has most of them.
+    """By source, over all pairs: their losses by `mean_losses`, weighted; the samples of the pair
+    that has most of them.
 
     `shares` and `samples`: of each pair in turn, by source. `weights`: in this step, by loss.
     """
     number = len(shares) // len(objective.pairs)
-    by_pair = [mean_losses(shares[start : start + number], samples[start : start + number]) for start in range(0, len(shares), number or 1)]
+    by_pair = [
+        mean_losses(shares[start : start + number], samples[start : start + number])
+        for start in range(0, len(shares), number or 1)
+    ]
     of_pairs = [weights[objective.loss_name("contrastive", pair)] for pair in objective.pairs]
     return tuple(_over_pairs(of_pairs, of_source) for of_source in zip(*by_pair))
 
@@ -48,10 +61,12 @@ def _over_pairs(weights: Sequence[float], losses: Sequence[SourceLoss]) -> Sourc
     return SourceLoss(max(own.samples for own in losses), sum(there) if there else math.nan)
 
 
-def losses_of(objective: Objective, told: Sequence[float], weights: Mapping[str, float]) -> dict[str, float]:
-    """Of the losses of a step where there are several, without their weights: by pair, where there are several pairs, and the matching
-    losses with the part of the matching pairs that were judged rightly; and `weights`, by loss.
-    `told`: four numbers of each pair, as in `Sums.losses`."""
+def losses_of(
+    objective: Objective, told: Sequence[float], weights: Mapping[str, float]
+) -> dict[str, float]:
+    """Of the losses of a step where there are several, without their weights: by pair, where there
+    are several pairs, and the matching losses with the part of the matching pairs that were judged
+    rightly; and `weights`, by loss. `told`: four numbers of each pair, as in `Sums.losses`."""
     found: dict[str, float] = {}
     if len(weights) == 1:
         return found
@@ -69,19 +84,24 @@ def losses_of(objective: Objective, told: Sequence[float], weights: Mapping[str,
 class StepMetrics:
     """What one step tells, equal on all ranks. `loss` is over the global batch.
 
-    `lr`: of the schedule; `group_lr`: of the groups of `optimizer_groups` that have one of their own, at their head.
-    By clipping group: `grad_norm` before clipping, `clip_coefficient` the norm behind the clipping in parts of that (both not-a-number where the
-    step was skipped), `clipped_share` of all applied steps so far. `skipped_steps` so far; `bad_step`: what a step was made of that was
-    skipped for its loss or gradients; `bad_steps_in_a_row`: with this one.
-    `idle`: by stage, the part of the step in which its ranks did not compute; `busy_s`: the seconds in which they did, mean of the
-    replicas; `data_wait_s`: by stage that loads, the seconds waited for micro-batches, mean of the replicas. `num_left_out`: samples of
-    which a half could not be loaded. `sent_bytes`: by all ranks together, collectives counted as rings. `peak_memory_bytes`: of the rank that
-    held most so far; on a CPU the whole process. `sources`: of each of several sources; of one there is nothing to tell. `losses`: where there
-    are several, see `losses_of`; `loss` is then their weighted sum, and `sources` are those of the contrastive ones, weighted.
+    `lr`: of the schedule; `group_lr`: of the groups of `optimizer_groups` that have one of their
+    own, at their head. By clipping group: `grad_norm` before clipping, `clip_coefficient` the norm
+    behind the clipping in parts of that (both not-a-number where the step was skipped),
+    `clipped_share` of all applied steps so far. `skipped_steps` so far; `bad_step`: what a step was
+    made of that was skipped for its loss or gradients; `bad_steps_in_a_row`: with this one. `idle`:
+    by stage, the part of the step in which its ranks did not compute; `busy_s`: the seconds in
+    which they did, mean of the replicas; `data_wait_s`: by stage that loads, the seconds waited for
+    micro-batches, mean of the replicas. `num_left_out`: samples of which a half could not be
+    loaded. `sent_bytes`: by all ranks together, collectives counted as rings. `peak_memory_bytes`:
+    of the rank that held most so far; on a CPU the whole process. `sources`: of each of several
+    sources; of one there is nothing to tell. `losses`: where there are several, see `losses_of`;
+    `loss` is then their weighted sum, and `sources` are those of the contrastive ones, weighted.
     """
 
     loss: float
-    scalars: Mapping[str, float]  # what the loss learns, before the step; the scale as its exponential
+    scalars: Mapping[
+        str, float
+    ]  # what the loss learns, before the step; the scale as its exponential
     grad_norm: Mapping[str, float]
     clip_coefficient: Mapping[str, float]
     clipped_share: Mapping[str, float]
@@ -103,7 +123,9 @@ class StepMetrics:
     sources: tuple[SourceLoss, ...] = ()
     losses: Mapping[str, float] = field(default_factory=dict)
 
-    def record(self, step: int, epoch: float, samples_per_s: float, step_s: float) -> dict[str, float]:
+    def record(
+        self, step: int, epoch: float, samples_per_s: float, step_s: float
+    ) -> dict[str, float]:
         """The line of metrics.jsonl."""
         return {
             "step": step,
@@ -114,14 +136,23 @@ class StepMetrics:
             **{f"lr/{group}": rate for group, rate in self.group_lr.items()},
             **self.scalars,
             **{f"grad_norm/{group}": norm for group, norm in self.grad_norm.items()},
-            **{f"clip_coefficient/{group}": coefficient for group, coefficient in self.clip_coefficient.items()},
-            **{f"clipped_share/{group}": round(share, 6) for group, share in self.clipped_share.items()},
+            **{
+                f"clip_coefficient/{group}": coefficient
+                for group, coefficient in self.clip_coefficient.items()
+            },
+            **{
+                f"clipped_share/{group}": round(share, 6)
+                for group, share in self.clipped_share.items()
+            },
             "skipped_steps": self.skipped_steps,
             "samples_per_s": round(samples_per_s, 2),
             "step_s": round(step_s, 5),
             **{f"idle/{stage}": round(fraction, 4) for stage, fraction in self.idle.items()},
             **{f"busy_s/{stage}": round(seconds, 5) for stage, seconds in self.busy_s.items()},
-            **{f"data_wait_s/{stage}": round(seconds, 5) for stage, seconds in self.data_wait_s.items()},
+            **{
+                f"data_wait_s/{stage}": round(seconds, 5)
+                for stage, seconds in self.data_wait_s.items()
+            },
             "sent_bytes": self.sent_bytes,
             "peak_memory_bytes": self.peak_memory_bytes,
             **{name: round(value, 5) for name, value in self.counts.items()},

@@ -8,7 +8,8 @@
 
 Any number of branches, in the order in which the cuts name them.
 
-Ranks are counted stage by stage, the replicas of one stage side by side (DeepSpeed's order of its pipe and data axes).
+Ranks are counted stage by stage, the replicas of one stage side by side (DeepSpeed's order of its
+pipe and data axes).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ LAYOUTS = ("fork", "chain", "merged")
 class Stage:
     """One stage of the pipeline: a slice of one branch's layers, or of all.
 
-    `layers` maps a branch to the half-open range of its layers that this stage holds; `ranks[r]` runs replica r.
-    `previous` and `next` are the stage ids it receives activations from and sends them to; `num_downstream` stages lie
-    between it and the loss.
+    `layers` maps a branch to the half-open range of its layers that this stage holds; `ranks[r]`
+    runs replica r. `previous` and `next` are the stage ids it receives activations from and sends
+    them to; `num_downstream` stages lie between it and the loss.
     """
 
     stage_id: int
@@ -39,7 +40,9 @@ class Stage:
     loads: tuple[str, ...]  # branches whose micro-batches enter here
     tail_of: tuple[str, ...]  # branches whose embeddings leave the pipeline here
     num_downstream: int
-    trained: tuple[str, ...]  # branches whose tensors need gradients where they leave; none: the stage has no backward
+    trained: tuple[
+        str, ...
+    ]  # branches whose tensors need gradients where they leave; none: the stage has no backward
     sends_gradients: bool = True  # to the stage it receives from
 
     @property
@@ -65,12 +68,16 @@ class StageGraph:
     def __post_init__(self):
         ranks = [rank for stage in self.stages for rank in stage.ranks]
         if sorted(ranks) != list(range(len(ranks))):
-            raise ValueError(f"stage graph: ranks {ranks} do not number the world 0..{len(ranks) - 1}, each once")
+            raise ValueError(
+                f"stage graph: ranks {ranks} do not number the world 0..{len(ranks) - 1}, each once"
+            )
         for stage in self.stages:
             if stage.next is not None and self.stages[stage.next].replicas != stage.replicas:
                 raise ValueError(
-                    f"stage graph: {stage.name} has {stage.replicas} replicas and feeds {self.stages[stage.next].name}, which has "
-                    f"{self.stages[stage.next].replicas}; stages along one line need equal numbers of replicas"
+                    f"stage graph: {stage.name} has {stage.replicas} replicas and feeds "
+                    f"{self.stages[stage.next].name}, which has "
+                    f"{self.stages[stage.next].replicas}; stages along one line need equal numbers "
+                    "of replicas"
                 )
 
     @cached_property
@@ -84,7 +91,11 @@ class StageGraph:
 
     @cached_property
     def _places(self) -> dict[int, tuple[Stage, int]]:
-        return {rank: (stage, replica) for stage in self.stages for replica, rank in enumerate(stage.ranks)}
+        return {
+            rank: (stage, replica)
+            for stage in self.stages
+            for replica, rank in enumerate(stage.ranks)
+        }
 
     def stage_of(self, rank: int) -> Stage:
         return self._places[rank][0]
@@ -120,7 +131,9 @@ class StageGraph:
                 "layout": self.layout,
                 "name": stage.name,
                 "ranks": list(stage.ranks),
-                "layers": {branch: [layers.start, layers.stop] for branch, layers in stage.layers.items()},
+                "layers": {
+                    branch: [layers.start, layers.stop] for branch, layers in stage.layers.items()
+                },
                 "previous": stage.previous,
                 "next": stage.next,
                 "loads": list(stage.loads),
@@ -154,24 +167,30 @@ class StageGraph:
             )
             return cls(record[0]["layout"], stages)
         except KeyError as error:
-            raise ValueError(f"stage graph: the record has no {error}; an older version wrote it") from error
+            raise ValueError(
+                f"stage graph: the record has no {error}; an older version wrote it"
+            ) from error
 
     def describe_rank(self, rank: int) -> str:
         """Such as `rank 5 (image 1, replica 2)`."""
         return f"rank {rank} ({self.stage_of(rank).name}, replica {self.replica_of(rank)})"
 
     def describe(self) -> str:
-        """One line a person can read, for example `fork: image 0 ×3 ─ image 1 ×3 | text 0 ×2`; long lines are shortened."""
+        """One line a person can read, for example `fork: image 0 ×3 ─ image 1 ×3 | text 0 ×2`;
+        long lines are shortened."""
         lines: list[list[str]] = []
         for stage in self.stages:
             if stage.previous is None:
                 lines.append([])
             lines[-1].append(f"{stage.name} ×{stage.replicas}")
-        return f"{self.layout}: " + " | ".join(" ─ ".join(line if len(line) <= 4 else [line[0], "…", line[-1]]) for line in lines)
+        return f"{self.layout}: " + " | ".join(
+            " ─ ".join(line if len(line) <= 4 else [line[0], "…", line[-1]]) for line in lines
+        )
 
 
 def fork(cuts: Mapping[str, Sequence[range]], replicas: Mapping[str, int]) -> StageGraph:
-    """Branches side by side. `cuts[branch]` lists the layer ranges of its stages; `replicas[branch]` may differ per branch."""
+    """Branches side by side. `cuts[branch]` lists the layer ranges of its stages;
+    `replicas[branch]` may differ per branch."""
     stages: list[Stage] = []
     first_rank = 0
     for branch in cuts:
@@ -197,24 +216,46 @@ def fork(cuts: Mapping[str, Sequence[range]], replicas: Mapping[str, int]) -> St
 
 
 def chain(cuts: Mapping[str, Sequence[range]], replicas: int) -> StageGraph:
-    """One line: the stages of one branch, then those of the next, which pass its embeddings along; the loss is at the end."""
-    pieces = [(branch, position, layers) for branch in cuts for position, layers in enumerate(cuts[branch])]
+    """One line: the stages of one branch, then those of the next, which pass its embeddings along;
+    the loss is at the end."""
+    pieces = [
+        (branch, position, layers)
+        for branch in cuts
+        for position, layers in enumerate(cuts[branch])
+    ]
     return StageGraph(
         "chain",
         tuple(
-            _on_line(i, len(pieces), f"{branch} {position}", {branch: layers}, replicas, (branch,) if position == 0 else (), tuple(cuts))
+            _on_line(
+                i,
+                len(pieces),
+                f"{branch} {position}",
+                {branch: layers},
+                replicas,
+                (branch,) if position == 0 else (),
+                tuple(cuts),
+            )
             for i, (branch, position, layers) in enumerate(pieces)
         ),
     )
 
 
 def merged(cuts: Mapping[str, Sequence[range]], replicas: int) -> StageGraph:
-    """One line in which every stage holds a slice of all branches. One stage: ordinary data-parallel training."""
+    """One line in which every stage holds a slice of all branches. One stage: ordinary
+    data-parallel training."""
     branches, count = tuple(cuts), len(next(iter(cuts.values())))
     return StageGraph(
         "merged",
         tuple(
-            _on_line(i, count, f"merged {i}", {b: cuts[b][i] for b in branches}, replicas, branches if i == 0 else (), branches)
+            _on_line(
+                i,
+                count,
+                f"merged {i}",
+                {b: cuts[b][i] for b in branches},
+                replicas,
+                branches if i == 0 else (),
+                branches,
+            )
             for i in range(count)
         ),
     )
@@ -245,13 +286,18 @@ def _on_line(
 
 
 def balanced_cuts(costs: Sequence[float], parts: int) -> list[range]:
-    """Cut a line of layers into `parts` non-empty runs so that the costliest run is as cheap as possible.
+    """Cut a line of layers into `parts` non-empty runs so that the costliest run is as cheap as
+    possible.
 
-    Exact by dynamic programming over (layers, parts). Raises ValueError when there are more parts than layers.
+    Exact by dynamic programming over (layers, parts). Raises ValueError when there are more parts
+    than layers.
     """
     count = len(costs)
     if not 1 <= parts <= count:
-        raise ValueError(f"{parts} stages for {count} layers: every stage needs at least one layer; use 1 to {count} stages")
+        raise ValueError(
+            f"{parts} stages for {count} layers: every stage needs at least one layer; use 1 to "
+            f"{count} stages"
+        )
     prefix = [0.0]
     for cost in costs:
         prefix.append(prefix[-1] + cost)

@@ -1,7 +1,7 @@
 """What a rank did in a step, and when: every instruction, and the waiting inside it.
 
-On a GPU the times are those of the device, by events that are recorded without waiting for them; on a CPU those of the host's clock, which
-whoever starts the run may give.
+On a GPU the times are those of the device, by events that are recorded without waiting for them; on
+a CPU those of the host's clock, which whoever starts the run may give.
 """
 
 from __future__ import annotations
@@ -15,8 +15,17 @@ from typing import Any
 
 import torch
 
-# Instructions in which a rank computes. In all others it waits: for input, for another stage, for a message to leave.
-COMPUTE = ("EmbedPass", "ForwardPass", "ReplayPass", "BackwardPass", "ComputeLoss", "ReduceGrads", "OptimizerStep")
+# Instructions in which a rank computes. In all others it waits: for input, for another stage, for a
+# message to leave.
+COMPUTE = (
+    "EmbedPass",
+    "ForwardPass",
+    "ReplayPass",
+    "BackwardPass",
+    "ComputeLoss",
+    "ReduceGrads",
+    "OptimizerStep",
+)
 WAIT = "wait"
 
 HostClock = Callable[[], float]  # seconds since any moment; never goes back
@@ -24,7 +33,8 @@ HostClock = Callable[[], float]  # seconds since any moment; never goes back
 
 @dataclass(frozen=True)
 class Span:
-    """Seconds since the step began. `WAIT` spans lie inside instructions: the rank stands in a collective."""
+    """Seconds since the step began. `WAIT` spans lie inside instructions: the rank stands in a
+    collective."""
 
     name: str
     micro_batch: int | None
@@ -37,7 +47,8 @@ class Span:
 
 
 class Recorder:
-    """Records the spans of one step at a time. Between `finish` and `start` it records nothing. `clock`: of the host."""
+    """Records the spans of one step at a time. Between `finish` and `start` it records nothing.
+    `clock`: of the host."""
 
     def __init__(self, device: torch.device, clock: HostClock = time.perf_counter):
         self._on_gpu = device.type == "cuda"
@@ -63,11 +74,15 @@ class Recorder:
             self._marks.append((name, micro_batch, start, self._now()))
 
     def finish(self) -> None:
-        """Read the times. Waits for the device to reach the end of the step, which the step's metrics do anyway."""
+        """Read the times. Waits for the device to reach the end of the step, which the step's
+        metrics do anyway."""
         end = self._now()
         if self._on_gpu:
             end.synchronize()
-        self.spans = [Span(name, m, self._since(start), self._since(stop)) for name, m, start, stop in self._marks or ()]
+        self.spans = [
+            Span(name, m, self._since(start), self._since(stop))
+            for name, m, start, stop in self._marks or ()
+        ]
         self.step_s, self._marks = self._since(end), None
 
     def seconds(self) -> dict[str, float]:

@@ -17,7 +17,8 @@ GRID = 4  # fields a side
 
 
 class Palettes:
-    """Item i is the same whenever it is asked for. A key that is missing, or None: the sample lacks that modality."""
+    """Item i is the same whenever it is asked for. A key that is missing, or None: the sample lacks
+    that modality."""
 
     def __init__(self):
         self.emoji = open_source("demo")
@@ -26,9 +27,13 @@ class Palettes:
         return len(self.emoji)
 
     def __getitem__(self, i):
-        picture = self.emoji.image_bytes(i)  # encoded; a path, a PIL image or an array [H, W, 3] will do too
+        picture = self.emoji.image_bytes(
+            i
+        )  # encoded; a path, a PIL image or an array [H, W, 3] will do too
         item = {"id": self.emoji.identity(i), "image": picture, "text": self.emoji.captions(i)}
         if i % 3:
             colours = Image.open(io.BytesIO(picture)).convert("RGBA").convert("RGB")
-            item["palette"] = np.asarray(colours.resize((GRID, GRID), Image.Resampling.BOX))  # uint8 [4, 4, 3]
+            item["palette"] = np.asarray(
+                colours.resize((GRID, GRID), Image.Resampling.BOX)
+            )  # uint8 [4, 4, 3]
         return item

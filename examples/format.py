@@ -2,13 +2,25 @@
 
     python train.py --import-module examples.format --data named:FOLDER
 
-The index, splits, checks, cache and mixing with other data come with it. A data set that Python can hold is simpler: `examples/dataset.py`.
+The index, splits, checks, cache and mixing with other data come with it. A data set that Python can
+hold is simpler: `examples/dataset.py`.
 """
 
 import os
 from collections.abc import Iterator
 
-from data.formats.rows import PICTURE_ENDINGS, Format, Part, Roots, Row, Stamp, checked_captions, in_parts, place, stamp
+from data.formats.rows import (
+    PICTURE_ENDINGS,
+    Format,
+    Part,
+    Roots,
+    Row,
+    Stamp,
+    checked_captions,
+    in_parts,
+    place,
+    stamp,
+)
 from data.formats.specs import local_folder
 from data.index.bad_samples import BadSample
 from data.index.sources import KINDS
@@ -28,7 +40,11 @@ class NamedFormat(Format):
 
     def parts(self) -> Iterator[Part]:
         """Pieces that processes look at side by side."""
-        names = sorted(name for name in os.listdir(self.folder) if name.rpartition(".")[2].lower() in PICTURE_ENDINGS)
+        names = sorted(
+            name
+            for name in os.listdir(self.folder)
+            if name.rpartition(".")[2].lower() in PICTURE_ENDINGS
+        )
         return in_parts(self.folder, ((entry, 1, 1) for entry in enumerate(names)))
 
     def rows(self, part: Part) -> Iterator[Row]:

@@ -28,7 +28,8 @@ class Palette(ValueModality):
 
 
 class Mix(Layer):
-    """`palette_values` [B, 48] -> `palette_features` [B, width]. A tower of several layers can be cut into as many stages."""
+    """`palette_values` [B, 48] -> `palette_features` [B, width]. A tower of several layers can be
+    cut into as many stages."""
 
     reads = drops = ("palette_values",)
     makes = ("palette_features",)
@@ -46,7 +47,9 @@ def palette_tower(name: str) -> Tower:
     width = int(name or 128)
     with torch.device("meta"):
         layer = Mix(width)
-    return Tower("palette", f"mix{width}", width, cut("palette", layer, [("mix", layer)], reset), {}, example)
+    return Tower(
+        "palette", f"mix{width}", width, cut("palette", layer, [("mix", layer)], reset), {}, example
+    )
 
 
 def example(samples: int) -> dict[str, Tensor]:

@@ -3,9 +3,10 @@
     stage 0   E0 E1 E2 E3    F0 ..... B0 F1 ..... B1 F2 ..... B2 F3 ..... B3  R S
     stage 1      E0 E1 E2 E3  L F0 B0       F1 B1       F2 B2       F3 B3     R S
 
-E is a forward without gradient, L one loss over the global batch, then each micro-batch goes forward
-and backward by itself. `replay` holds the activations of one micro-batch more for each stage behind
-a stage; in return its stages compute at the same time. The gradients are the same. To use it:
+E is a forward without gradient, L one loss over the global batch, then each micro-batch goes
+forward and backward by itself. `replay` holds the activations of one micro-batch more for each
+stage behind a stage; in return its stages compute at the same time. The gradients are the same. To
+use it:
 
     deepspeed --num_gpus 2 train.py --import-module examples.schedule --deepspeed_config how.json
 

@@ -1,4 +1,5 @@
-"""An image tower of one's own: patches, and blocks that mix them (after Tolstikhin et al. 2021, MLP-Mixer, with channels alone).
+"""An image tower of one's own: patches, and blocks that mix them (after Tolstikhin et al. 2021,
+MLP-Mixer, with channels alone).
 
 python train.py --import-module examples.tower --image-tower mixer:width=64,depth=4
 """
@@ -32,7 +33,9 @@ class Block(Layer):
 
     def __init__(self, width: int):
         super().__init__()
-        self.net = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.net = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def compute(self, image_hidden: Tensor) -> Tensor:
         return image_hidden + self.net(image_hidden)
@@ -49,11 +52,21 @@ class Pool(Layer):
 
 
 def mixer(name: str, image_size: int) -> Tower:
-    sizes = {"width": 64, "depth": 2} | parse_overrides(name, split_name(name)[1], {"width": int, "depth": int})
+    sizes = {"width": 64, "depth": 2} | parse_overrides(
+        name, split_name(name)[1], {"width": int, "depth": int}
+    )
     with torch.device("meta"):
-        model = nn.Sequential(Patches(sizes["width"]), *(Block(sizes["width"]) for _ in range(sizes["depth"])), Pool())
+        model = nn.Sequential(
+            Patches(sizes["width"]), *(Block(sizes["width"]) for _ in range(sizes["depth"])), Pool()
+        )
     layers = [(f"layer{i}", layer) for i, layer in enumerate(model)]
-    return Tower("image", name, sizes["width"], cut("image", model, layers, reset), {"image_size": image_size, **sizes})
+    return Tower(
+        "image",
+        name,
+        sizes["width"],
+        cut("image", model, layers, reset),
+        {"image_size": image_size, **sizes},
+    )
 
 
 OWN["mixer"] = mixer

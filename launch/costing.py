@@ -15,7 +15,14 @@ from tqdm import tqdm
 from data.batching.sampler import MicroBatchRequest
 from data.prepare import PreparedData
 from engine.config.reading import AUTO, BranchesBlock
-from engine.planning.costs import CostModel, Curve, StateBytes, cost_model_from_json, cost_model_to_json, precision_of
+from engine.planning.costs import (
+    CostModel,
+    Curve,
+    StateBytes,
+    cost_model_from_json,
+    cost_model_to_json,
+    precision_of,
+)
 from engine.planning.devices import find_device
 from engine.planning.measured import device_identity
 from engine.planning.profile import profile_together
@@ -29,12 +36,19 @@ from models.towers.building import token_bytes
 from models.towers.fusion import fusion_sizes, pair_inputs, pair_scores
 from models.towers.layers import Tower
 
-# Where the layout is given nothing is measured: stages are cut, and texts dealt, by the ratios of estimates for such a device.
-NOMINAL = {"cuda": "A100", "cpu": "flops=50e9,memory=8e9,bandwidth=10e9"}  # a core, as torch reaches it
+# Where the layout is given nothing is measured: stages are cut, and texts dealt, by the ratios of
+# estimates for such a device.
+NOMINAL = {
+    "cuda": "A100",
+    "cpu": "flops=50e9,memory=8e9,bandwidth=10e9",
+}  # a core, as torch reaches it
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGET_S = 15.0  # for repeats; each layer is run at least twice
 EXAMPLE_TEXTS = 1024  # training samples among which texts of the mean length are looked for
-MEASURED_SIZES = {"cpu": (4, 16, 64), "cuda": (8, 32, 128)}  # samples per micro-batch; straight lines between
+MEASURED_SIZES = {
+    "cpu": (4, 16, 64),
+    "cuda": (8, 32, 128),
+}  # samples per micro-batch; straight lines between
 
 
 def run_costs(
@@ -47,29 +61,55 @@ def run_costs(
     processes: Processes,
     folder: RunFolder,
 ) -> CostModel:
-    """Measured on all ranks together where the layout is "auto", else estimated. A run that goes on keeps what was measured when it began, as long
-    as it computes in the same precision on the same kind of device.
+    """Measured on all ranks together where the layout is "auto", else estimated. A run that goes on
+    keeps what was measured when it began, as long as it computes in the same precision on the same
+    kind of device.
 
     All ranks call it together and get the same.
     """
     compared = options.data_options().compared()
     known = from_first_rank(folder.read_costs() if processes.rank == 0 else None)
-    if known is not None and are_of(costs := cost_model_from_json(known), towers, config, processes.device):
+    if known is not None and are_of(
+        costs := cost_model_from_json(known), towers, config, processes.device
+    ):
         machine = replace(costs.machine, measured=True)  # files of earlier versions do not say so
-        return CostModel.of(costs.layers, machine, config, options.embed_dim, costs.pairs, costs.token_bytes, compared)
+        return CostModel.of(
+            costs.layers,
+            machine,
+            config,
+            options.embed_dim,
+            costs.pairs,
+            costs.token_bytes,
+            compared,
+        )
     # where they are dealt, texts of about equal lengths come together
-    dealt = "text" in options.branches and dealing(block).strategy != "off" and not block.loss_per_micro_batch
+    dealt = (
+        "text" in options.branches
+        and dealing(block).strategy != "off"
+        and not block.loss_per_micro_batch
+    )
     lengths = _text_lengths(data, options) if dealt else None
     if block.layout != AUTO:
         device = find_device(NOMINAL.get(processes.device.type, "A100"))
         num_tokens = None if lengths is None else round(lengths.mean())
-        return estimated_costs(towers, config, options.embed_dim, device, float("inf"), num_tokens, compared)
+        return estimated_costs(
+            towers, config, options.embed_dim, device, float("inf"), num_tokens, compared
+        )
     sizes = _sizes(config, block, processes.device.type, options.branches)
-    with tqdm(total=0, desc="measuring what each layer costs", disable=processes.rank != 0, leave=False, bar_format="{desc}"):
+    with tqdm(
+        total=0,
+        desc="measuring what each layer costs",
+        disable=processes.rank != 0,
+        leave=False,
+        bar_format="{desc}",
+    ):
         profile = profile_together(
             {tower.branch: tower.specs for tower in towers},
             build_layer,
-            {tower.branch: partial(_example, data, options, tower.branch, lengths) for tower in towers},
+            {
+                tower.branch: partial(_example, data, options, tower.branch, lengths)
+                for tower in towers
+            },
             DTYPES[precision_of(config)],
             processes.device,
             sizes,
@@ -77,23 +117,47 @@ def run_costs(
             options.embed_dim,
             processes.ranks_on_node,
             BUDGET_S,
-            (pair_scores(fusion), partial(_example_pairs, towers), sizes["text"]) if (fusion := fusion_sizes(vars(options))) else None,
+            (pair_scores(fusion), partial(_example_pairs, towers), sizes["text"])
+            if (fusion := fusion_sizes(vars(options)))
+            else None,
         )
     precision_bytes = DTYPES[precision_of(config)].itemsize
     layers = dict(profile.layers)
-    if lengths is not None:  # seconds are those of texts of the mean length; the memory must hold a micro-batch of the longest
+    if (
+        lengths is not None
+    ):  # seconds are those of texts of the mean length; the memory must hold a micro-batch of the longest
         longer = options.max_text_tokens / lengths.mean()
-        layers["text"] = [replace(layer, activation_bytes=_times(layer.activation_bytes, longer)) for layer in layers["text"]]
-    costs = CostModel.of(layers, profile.machine, config, options.embed_dim, profile.pairs, token_bytes(towers, precision_bytes), compared)
+        layers["text"] = [
+            replace(layer, activation_bytes=_times(layer.activation_bytes, longer))
+            for layer in layers["text"]
+        ]
+    costs = CostModel.of(
+        layers,
+        profile.machine,
+        config,
+        options.embed_dim,
+        profile.pairs,
+        token_bytes(towers, precision_bytes),
+        compared,
+    )
     folder.write_costs(cost_model_to_json(costs))
     return costs
 
 
-def are_of(costs: CostModel, towers: Sequence[Tower], config: Mapping[str, Any], device: torch.device) -> bool:
-    """Are these the costs of these towers here? Those of others are left when a first start failed before it wrote config.json."""
-    here = costs.machine.name == device_identity(device)["device"] and costs.state.weight == StateBytes.of(config).weight
-    return here and {tower.branch: [(s.name, s.num_parameters) for s in tower.specs] for tower in towers} == {
-        branch: [(layer.name, layer.num_parameters) for layer in layers] for branch, layers in costs.layers.items()
+def are_of(
+    costs: CostModel, towers: Sequence[Tower], config: Mapping[str, Any], device: torch.device
+) -> bool:
+    """Are these the costs of these towers here? Those of others are left when a first start failed
+    before it wrote config.json."""
+    here = (
+        costs.machine.name == device_identity(device)["device"]
+        and costs.state.weight == StateBytes.of(config).weight
+    )
+    return here and {
+        tower.branch: [(s.name, s.num_parameters) for s in tower.specs] for tower in towers
+    } == {
+        branch: [(layer.name, layer.num_parameters) for layer in layers]
+        for branch, layers in costs.layers.items()
     }
 
 
@@ -101,10 +165,19 @@ def _times(curve: Curve, factor: float) -> Curve:
     return Curve(curve.sizes, tuple(factor * value for value in curve.values))
 
 
-def _sizes(config: Mapping[str, Any], block: BranchesBlock, device_type: str, branches: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The micro-batch sizes to measure per branch: the one that is given, or a few that the global batch has room for."""
-    given = block.micro_batch_size if isinstance(block.micro_batch_size, dict) else dict.fromkeys(branches, block.micro_batch_size)
-    few = tuple(size for size in MEASURED_SIZES[device_type] if size <= config["train_batch_size"]) or (config["train_batch_size"],)
+def _sizes(
+    config: Mapping[str, Any], block: BranchesBlock, device_type: str, branches: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    """The micro-batch sizes to measure per branch: the one that is given, or a few that the global
+    batch has room for."""
+    given = (
+        block.micro_batch_size
+        if isinstance(block.micro_batch_size, dict)
+        else dict.fromkeys(branches, block.micro_batch_size)
+    )
+    few = tuple(
+        size for size in MEASURED_SIZES[device_type] if size <= config["train_batch_size"]
+    ) or (config["train_batch_size"],)
     sizes = {}
     for branch in branches:
         size = given.get(branch, AUTO)
@@ -113,9 +186,12 @@ def _sizes(config: Mapping[str, Any], block: BranchesBlock, device_type: str, br
     return sizes
 
 
-def _example(data: PreparedData, options: Options, branch: str, lengths: np.ndarray | None, size: int) -> dict[str, Tensor]:
-    """A micro-batch as the run will see them, from the first training samples: texts have their true lengths. `lengths`, of the first
-    samples' texts: texts of about equal lengths come together, here those of about the mean length."""
+def _example(
+    data: PreparedData, options: Options, branch: str, lengths: np.ndarray | None, size: int
+) -> dict[str, Tensor]:
+    """A micro-batch as the run will see them, from the first training samples: texts have their
+    true lengths. `lengths`, of the first samples' texts: texts of about equal lengths come
+    together, here those of about the mean length."""
     dataset = micro_batch_dataset(data, data.source, options, frozenset({branch}))
     number = np.arange(size)
     if branch == "text" and lengths is not None:
@@ -127,7 +203,9 @@ def _example(data: PreparedData, options: Options, branch: str, lengths: np.ndar
 def _text_lengths(data: PreparedData, options: Options) -> np.ndarray:
     """Tokens of the first training samples' texts, at most those that the tower takes."""
     first = [(data.source.captions(int(i)) or [""])[0] for i in data.train[:EXAMPLE_TEXTS]]
-    encoded = data.tokenizer(first, truncation=True, max_length=options.max_text_tokens, padding=False)["input_ids"]
+    encoded = data.tokenizer(
+        first, truncation=True, max_length=options.max_text_tokens, padding=False
+    )["input_ids"]
     return np.array([len(tokens) for tokens in encoded])
 
 

@@ -21,14 +21,22 @@ def estimated_costs(
     num_tokens: int | None = None,
     compared: Sequence[tuple[str, str]] = (),
 ) -> CostModel:
-    """Counted operations of all towers against the device's data sheet; `memory_bytes` instead of the device's own. `num_tokens` of a
-    text: default the most that the tower takes. `compared`: the pairs of branches; where there are two, they are one."""
+    """Counted operations of all towers against the device's data sheet; `memory_bytes` instead of
+    the device's own. `num_tokens` of a text: default the most that the tower takes. `compared`: the
+    pairs of branches; where there are two, they are one."""
     precision = precision_of(config)
-    layers = {tower.branch: estimated_layers(describe_layers(tower, BYTES[precision], num_tokens), device, precision) for tower in towers}
+    layers = {
+        tower.branch: estimated_layers(
+            describe_layers(tower, BYTES[precision], num_tokens), device, precision
+        )
+        for tower in towers
+    }
     pairs = None
     if "fusion" in towers[0].config:
         (pairs,) = estimated_layers([describe_pairs(*towers, BYTES[precision])], device, precision)
     machine = estimated_machine(device, precision)
     if memory_bytes is not None:
         machine = replace(machine, memory_bytes=memory_bytes)
-    return CostModel.of(layers, machine, config, embed_dim, pairs, token_bytes(towers, BYTES[precision]), compared)
+    return CostModel.of(
+        layers, machine, config, embed_dim, pairs, token_bytes(towers, BYTES[precision]), compared
+    )

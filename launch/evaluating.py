@@ -1,4 +1,5 @@
-"""Evaluation during training: retrieval and alignment of the held-out sets, through the stages that train."""
+"""Evaluation during training: retrieval and alignment of the held-out sets, through the stages that
+train."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ AVERAGED = "ema/"  # before the name of a set that the averaged weights were mea
 
 
 class Evaluator:
-    """Measures the held-out sets with the weights of the run and, if `averaged`, with their moving average. All ranks call it together."""
+    """Measures the held-out sets with the weights of the run and, if `averaged`, with their moving
+    average. All ranks call it together."""
 
     def __init__(self, engine: ForkEngine, feeding: Feeding, averaged: bool):
         self.engine, self.feeding = engine, feeding
@@ -36,7 +38,8 @@ class Evaluator:
         return {prefix + name for prefix in self.prefixes for name in self.num_samples}
 
     def measure(self) -> dict[str, dict[str, float]]:
-        """By held-out set its recalls and figures of alignment, equal on all ranks. Those of the average have the prefix `ema/`."""
+        """By held-out set its recalls and figures of alignment, equal on all ranks. Those of the
+        average have the prefix `ema/`."""
         found = {}
         for prefix in self.prefixes:
             with self.engine.averaged_weights() if prefix else nullcontext():
@@ -44,20 +47,28 @@ class Evaluator:
         return found
 
     def _held_out(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """Where there are several pairs, the figures of one end in its name: `alignment/image_text`."""
+        """Where there are several pairs, the figures of one end in its name:
+        `alignment/image_text`."""
         for name, held_out in self.feeding.data.held_out.items():
             share = self.feeding.batch
-            requests = evaluation_requests(held_out.subset, self.engine.replica, share.replicas, share.micro_batch_size)
+            requests = evaluation_requests(
+                held_out.subset, self.engine.replica, share.replicas, share.micro_batch_size
+            )
             batches = self.feeding.held_out(held_out.source, requests)
             measured = self.engine.evaluate(batches, len(requests), len(held_out.subset), _measured)
             values: dict[str, float] = {}
             for pair in self.engine.objective.pairs:
                 directions, num_samples = measured[pair.name]
-                hits = {direction: sums[: len(RECALL_AT)].tolist() for direction, sums in directions.items()}
+                hits = {
+                    direction: sums[: len(RECALL_AT)].tolist()
+                    for direction, sums in directions.items()
+                }
                 sums = [of_direction[len(RECALL_AT) :] for of_direction in directions.values()]
                 figures = alignment_figures(*sums, num_samples, pair.branches)
                 of_pair = f"/{pair.name}" if len(measured) > 1 else ""
-                values |= recalls(hits, max(1, num_samples)) | {f"{figure}{of_pair}": value for figure, value in figures.items()}
+                values |= recalls(hits, max(1, num_samples)) | {
+                    f"{figure}{of_pair}": value for figure, value in figures.items()
+                }
             yield name, values
 
 

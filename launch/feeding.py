@@ -1,4 +1,5 @@
-"""What a rank feeds its stage with: the micro-batches of the branches that enter there, and nothing else."""
+"""What a rank feeds its stage with: the micro-batches of the branches that enter there, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -50,7 +51,13 @@ class Feeding:
         batching: Batching,
         patch_size: int | None,
     ):
-        self.data, self.engine, self.options, self.folder, self.batching = data, engine, options, folder, batching
+        self.data, self.engine, self.options, self.folder, self.batching = (
+            data,
+            engine,
+            options,
+            folder,
+            batching,
+        )
         self.workers, self.pin_memory, self.patch_size = workers, pin_memory, patch_size
         self.branch = next(iter(engine.place.layers))
         self.modalities = frozenset(engine.place.loads)
@@ -58,14 +65,19 @@ class Feeding:
         self.cache = picture_cache(options) if "image" in self.modalities else None
         self.name = engine.graph.describe_rank(engine.comm.rank)
         # counted on every rank by the same names, whatever it loads
-        every = (name for branch in options.branches for name in _modality(branch, data, options, self.cache, patch_size).count_names)
+        every = (
+            name
+            for branch in options.branches
+            for name in _modality(branch, data, options, self.cache, patch_size).count_names
+        )
         self._counts = dict.fromkeys(every, 0.0)
         self._unreadable: Counter[str] = Counter()
         self._loaded = 0
         self._listed: set[tuple[str, int]] = set()
 
     def training(self, start_step: int, stop_step: int) -> Iterator[dict[str, Tensor]] | None:
-        """This rank's micro-batches for the steps start_step..stop_step-1; None where nothing enters."""
+        """This rank's micro-batches for the steps start_step..stop_step-1; None where nothing
+        enters."""
         if not self.modalities:
             return None
         requests = training_requests(
@@ -81,26 +93,45 @@ class Feeding:
             self.batching.weights_of,
         )
         on_load = partial(self._note, self.data.source, True)
-        return micro_batches(self._dataset(self.data.source), requests, self.workers, self.pin_memory, on_load=on_load, name=self.name)
+        return micro_batches(
+            self._dataset(self.data.source),
+            requests,
+            self.workers,
+            self.pin_memory,
+            on_load=on_load,
+            name=self.name,
+        )
 
     def counts(self) -> dict[str, float]:
         """What was counted since the last call; the same names on every rank."""
         counts, self._counts = self._counts, dict.fromkeys(self._counts, 0.0)
         return counts
 
-    def held_out(self, source: Source, requests: Sequence[MicroBatchRequest]) -> Iterator[dict[str, Tensor]] | None:
+    def held_out(
+        self, source: Source, requests: Sequence[MicroBatchRequest]
+    ) -> Iterator[dict[str, Tensor]] | None:
         """This rank's micro-batches of a held-out set; None where nothing enters."""
         if not self.modalities:
             return None
         workers = self.workers if len(requests) >= WORTH_WORKERS else 0
         on_load = partial(self._note, source, False)
-        return micro_batches(self._dataset(source), requests, workers, self.pin_memory, on_load=on_load, name=self.name)
+        return micro_batches(
+            self._dataset(source),
+            requests,
+            workers,
+            self.pin_memory,
+            on_load=on_load,
+            name=self.name,
+        )
 
     def _dataset(self, source: Source) -> MicroBatchDataset:
-        return micro_batch_dataset(self.data, source, self.options, self.modalities, self.cache, self.patch_size)
+        return micro_batch_dataset(
+            self.data, source, self.options, self.modalities, self.cache, self.patch_size
+        )
 
     def _note(self, source: Source, training: bool, report: LoadReport) -> None:
-        """Count, list what could not be read, and stop when that is too much of what was loaded. Texts of held-out samples are no step's."""
+        """Count, list what could not be read, and stop when that is too much of what was loaded.
+        Texts of held-out samples are no step's."""
         for name, number in report.counts.items():
             if training or name.startswith("unreadable"):
                 self._counts[name] += number
@@ -110,18 +141,27 @@ class Feeding:
             if (source.spec, i) not in self._listed:  # it comes again in every epoch
                 self._listed.add((source.spec, i))
                 where = source.where(i)
-                self.folder.note_bad_sample(source.spec, source.identity(i), where, reason, detail.removeprefix(f"{where}: "))
+                self.folder.note_bad_sample(
+                    source.spec,
+                    source.identity(i),
+                    where,
+                    reason,
+                    detail.removeprefix(f"{where}: "),
+                )
         number, limit = sum(self._unreadable.values()), self.options.max_bad_fraction
         if number >= BAD_TO_JUDGE and number > limit * self._loaded:
             examples = (f"    {detail}" for _, _, detail in report.bad)
-            of_storage = sum(self._unreadable[reason] for reason in OF_STORAGE)  # it may be mended when the run is started again
+            of_storage = sum(
+                self._unreadable[reason] for reason in OF_STORAGE
+            )  # it may be mended when the run is started again
             raise (OSError if 2 * of_storage > number else ValueError)(
                 bad_table(source.spec, self._unreadable, self._loaded, limit, examples)
             )
 
 
 def share_cores(options: Options, processes: Processes) -> int:
-    """How many loader processes each rank starts. Without a GPU the ranks of a node share its cores for their own work, too."""
+    """How many loader processes each rank starts. Without a GPU the ranks of a node share its cores
+    for their own work, too."""
     cores, on_gpu = len(os.sched_getaffinity(0)), processes.device.type != "cpu"
     if not on_gpu:
         torch.set_num_threads(max(1, cores // processes.ranks_on_node))
@@ -135,7 +175,10 @@ def picture_cache(options: Options) -> PictureCache | None:
     """Where --cache says; None when it is off or cannot be used, which is warned of."""
     if options.cache == "off":
         return None
-    return open_cache(default_folder() if options.cache == "auto" else Path(options.cache), int(options.cache_limit * GIB))
+    return open_cache(
+        default_folder() if options.cache == "auto" else Path(options.cache),
+        int(options.cache_limit * GIB),
+    )
 
 
 def micro_batch_dataset(
@@ -146,15 +189,32 @@ def micro_batch_dataset(
     cache: PictureCache | None = None,
     patch_size: int | None = None,
 ) -> MicroBatchDataset:
-    """Micro-batches of `source` as the run sees them, with what `modalities` need and nothing else."""
-    return MicroBatchDataset(source, [_modality(name, data, options, cache, patch_size) for name in sorted(modalities)], options.seed)
+    """Micro-batches of `source` as the run sees them, with what `modalities` need and nothing
+    else."""
+    return MicroBatchDataset(
+        source,
+        [_modality(name, data, options, cache, patch_size) for name in sorted(modalities)],
+        options.seed,
+    )
 
 
-def _modality(name: str, data: PreparedData, options: Options, cache: PictureCache | None, patch_size: int | None) -> Modality:
+def _modality(
+    name: str,
+    data: PreparedData,
+    options: Options,
+    cache: PictureCache | None,
+    patch_size: int | None,
+) -> Modality:
     if name in MODALITIES:
         return MODALITIES[name].load()
     if name == "text":
         return TextModality(data.tokenizer, options.max_text_tokens, data.length_multiple)
     preprocessing = Preprocessing.from_options(vars(options))
     train = augmented(options.image_size, options.augmentation, preprocessing)
-    return ImageModality(train, eval_transform(options.image_size, preprocessing), cache, side_multiple(patch_size), patch_size)
+    return ImageModality(
+        train,
+        eval_transform(options.image_size, preprocessing),
+        cache,
+        side_multiple(patch_size),
+        patch_size,
+    )

@@ -1,4 +1,5 @@
-"""What a run trains: towers as lists of layers, the objective between them, and the weights that they start from."""
+"""What a run trains: towers as lists of layers, the objective between them, and the weights that
+they start from."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from models.weights.reading import open_model, open_weights
 
 @dataclass(frozen=True)
 class RunModel:
-    """No layer is built before `build_layer` is asked for it. `pretrained`: readers of weights by branch; the others start from `seed`."""
+    """No layer is built before `build_layer` is asked for it. `pretrained`: readers of weights by
+    branch; the others start from `seed`."""
 
     towers: Sequence[Tower]
     objective: Objective
@@ -43,7 +45,10 @@ class RunModel:
     @cached_property
     def patch_size(self) -> int | None:
         """Of the image tower, pixels; None: it has no patches, or there is none."""
-        return next((tower.config.get("patch_size") for tower in self.towers if tower.branch == "image"), None)
+        return next(
+            (tower.config.get("patch_size") for tower in self.towers if tower.branch == "image"),
+            None,
+        )
 
     def build_layer(self, spec: LayerSpec) -> nn.Module:
         """One layer with its first values, on the CPU."""
@@ -55,4 +60,8 @@ def _pretrained(options: Options, towers: Sequence[Tower]) -> dict[str, Weights]
         both = [tower for tower in towers if tower.branch in ("image", "text")]
         return dict.fromkeys((tower.branch for tower in both), open_model(options.imported, *both))
     given = {"image": options.image_weights, "text": options.text_weights}
-    return {tower.branch: open_weights(tower.branch, given[tower.branch], tower) for tower in towers if given.get(tower.branch)}
+    return {
+        tower.branch: open_weights(tower.branch, given[tower.branch], tower)
+        for tower in towers
+        if given.get(tower.branch)
+    }

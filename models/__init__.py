@@ -1,1 +1,2 @@
-"""Towers as ordered lists of layers, the heads, the losses; nothing here knows of processes (see README.md)."""
+"""Towers as ordered lists of layers, the heads, the losses; nothing here knows of processes (see
+README.md)."""

@@ -1,4 +1,5 @@
-"""What each rank does in the tests of averaged weights; a module of its own, because ranks import it by name."""
+"""What each rank does in the tests of averaged weights; a module of its own, because ranks import
+it by name."""
 
 from __future__ import annotations
 
@@ -19,22 +20,29 @@ DECAY = 0.5
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
-    return {name: p.detach().float().clone() for name, p in engine.module.canonical_parameters.items()}
+    return {
+        name: p.detach().float().clone() for name, p in engine.module.canonical_parameters.items()
+    }
 
 
 def state_of(engine) -> dict[str, Any]:
-    return {"num_updates": engine.average.num_updates, "averages": [average.clone() for average in engine.average.averages]}
+    return {
+        "num_updates": engine.average.num_updates,
+        "averages": [average.clone() for average in engine.average.averages],
+    }
 
 
 def train_and_average(case: Case, folder: str) -> dict[str, Any]:
-    """Train, save, and train one step more; the weights before and after each step, their average as it was in its place and as the
-    checkpoint has it, and its state behind the last step."""
+    """Train, save, and train one step more; the weights before and after each step, their average
+    as it was in its place and as the checkpoint has it, and its state behind the last step."""
     engine, _, image_size = make_engine(case)
     history = [weights_of(engine)]
     for step in range(case.steps):
         engine.train_batch(micro_batches_of_rank(case, engine, step, image_size))
         history.append(weights_of(engine))
-    stepped = [p.detach().clone() for group in engine.basic_optimizer.param_groups for p in group["params"]]
+    stepped = [
+        p.detach().clone() for group in engine.basic_optimizer.param_groups for p in group["params"]
+    ]
     averages = state_of(engine)["averages"]
     with engine.averaged_weights():
         averaged = weights_of(engine)
@@ -49,8 +57,15 @@ def train_and_average(case: Case, folder: str) -> dict[str, Any]:
         all(torch.equal(weight, history[-1][name]) for name, weight in weights_of(engine).items()),
     ]
     with CheckpointReader(Path(folder) / step_folder(case.steps)) as reader:
-        layers = [load_layer(reader, copy.deepcopy(layer), averaged=True) for layer in engine.module.forward_funcs]
-    saved = {layer.canonical_names[name]: p.detach().float() for layer in layers for name, p in layer.named_parameters()}
+        layers = [
+            load_layer(reader, copy.deepcopy(layer), averaged=True)
+            for layer in engine.module.forward_funcs
+        ]
+    saved = {
+        layer.canonical_names[name]: p.detach().float()
+        for layer in layers
+        for name, p in layer.named_parameters()
+    }
     return {
         "history": {name: [weights[name] for weights in history] for name in averaged},
         "averaged": averaged,

@@ -1,4 +1,5 @@
-"""The two sides of the claim that the baselines are exact: DDP on each rank, and the same batch in one process."""
+"""The two sides of the claim that the baselines are exact: DDP on each rank, and the same batch in
+one process."""
 
 from __future__ import annotations
 
@@ -38,14 +39,19 @@ def towers() -> TwoTowers:
 
 
 def train_baseline(micro_batch_size: int | None) -> dict[str, Any]:
-    """On each rank: the loss, the gradients before clipping, and the weights after one clipped step."""
+    """On each rank: the loss, the gradients before clipping, and the weights after one clipped
+    step."""
     model = towers()
     baseline = Baseline(model, SETUP.lr, SETUP.weight_decay, SETUP.max_grad_norm, micro_batch_size)
     mine = share(dist.get_rank(), dist.get_world_size())
     loss = baseline.backward(mine)
     gradients = {name: p.grad.clone() for name, p in model.canonical_parameters().items()}
     baseline.train_batch(mine)
-    return {"loss": loss, "gradients": gradients, "weights": {n: p.detach() for n, p in model.canonical_parameters().items()}}
+    return {
+        "loss": loss,
+        "gradients": gradients,
+        "weights": {n: p.detach() for n, p in model.canonical_parameters().items()},
+    }
 
 
 def train_whole() -> dict[str, Any]:
@@ -58,6 +64,13 @@ def train_whole() -> dict[str, Any]:
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in parameters.items()}
     for group in ("image", "text", "head"):
-        torch.nn.utils.clip_grad_norm_([p for name, p in parameters.items() if name.startswith(group + ".")], SETUP.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(
+            [p for name, p in parameters.items() if name.startswith(group + ".")],
+            SETUP.max_grad_norm,
+        )
     torch.optim.AdamW(parameters.values(), lr=SETUP.lr, weight_decay=SETUP.weight_decay).step()
-    return {"loss": loss.item(), "gradients": gradients, "weights": {n: p.detach() for n, p in parameters.items()}}
+    return {
+        "loss": loss.item(),
+        "gradients": gradients,
+        "weights": {n: p.detach() for n, p in parameters.items()},
+    }

@@ -8,7 +8,9 @@ LIMIT_S = 120  # ends what hangs
 
 
 def picture(n: int, size: int = 40) -> np.ndarray:
-    return np.random.default_rng(n).integers(0, 256, (size, size + n % 7, 3 + n % 2)).astype(np.uint8)
+    return (
+        np.random.default_rng(n).integers(0, 256, (size, size + n % 7, 3 + n % 2)).astype(np.uint8)
+    )
 
 
 def items(numbers) -> list[tuple[bytes, np.ndarray]]:

@@ -1,4 +1,5 @@
-"""What the processes of a checkpoint's tests do: train, save, go on elsewhere; write until they are killed."""
+"""What the processes of a checkpoint's tests do: train, save, go on elsewhere; write until they are
+killed."""
 
 from __future__ import annotations
 
@@ -22,9 +23,12 @@ from engine.checkpoint.retention import Keep
 from engine.checkpoint.writing import commit, make_folder, write_rank, writing_folder
 
 
-def train_from(case: Case, steps: int, source: Path | None = None, folder: Path | None = None, save_at: int = 0) -> dict[str, Any]:
-    """On each rank: train `steps` steps from the beginning or from the checkpoint `source`, and save after step `save_at` into `folder`
-    while training goes on. Tells losses and learning rates by step, and the state before the first step, at the save and at the end."""
+def train_from(
+    case: Case, steps: int, source: Path | None = None, folder: Path | None = None, save_at: int = 0
+) -> dict[str, Any]:
+    """On each rank: train `steps` steps from the beginning or from the checkpoint `source`, and
+    save after step `save_at` into `folder` while training goes on. Tells losses and learning rates
+    by step, and the state before the first step, at the save and at the end."""
     from engine.checkpoint.together import CheckpointWriter, load_checkpoint
 
     engine, _, image_size = make_engine(case)
@@ -35,7 +39,9 @@ def train_from(case: Case, steps: int, source: Path | None = None, folder: Path 
         metrics = engine.train_batch(micro_batches_of_rank(case, engine, step, image_size))
         assert engine.global_steps == step + 1
         told["losses"][step + 1], told["lr"][step + 1] = metrics.loss, metrics.lr
-        told["buffers"][step + 1] = {name: buffer.clone() for name, buffer in engine.module.canonical_buffers.items()}
+        told["buffers"][step + 1] = {
+            name: buffer.clone() for name, buffer in engine.module.canonical_buffers.items()
+        }
         if step + 1 == save_at:
             told["saved"] = state_of(engine)
             writer.save(engine, {"step": step + 1})
@@ -49,7 +55,11 @@ def state_of(engine) -> dict[str, Any]:
     from engine.checkpoint.engine_state import snapshot
 
     taken = snapshot(engine)
-    tensors = {fragment: tensor.clone() for fragment, tensor in taken.tensors.items() if fragment.kind != "random"}
+    tensors = {
+        fragment: tensor.clone()
+        for fragment, tensor in taken.tensors.items()
+        if fragment.kind != "random"
+    }
     return {"tensors": tensors, "scalars": taken.scalars, "progress": taken.progress}
 
 
@@ -59,18 +69,21 @@ def whole(states: list[dict[str, Any]]) -> dict[tuple[str, str], Tensor]:
     for state in states:
         for fragment, tensor in state["tensors"].items():
             into = found.setdefault(
-                (fragment.kind, fragment.name), torch.full((torch.Size(fragment.shape).numel(),), float("nan")).double()
+                (fragment.kind, fragment.name),
+                torch.full((torch.Size(fragment.shape).numel(),), float("nan")).double(),
             )
             into[fragment.offset : fragment.offset + fragment.numel] = tensor.double()
     return found
 
 
-# -- disks that are full -----------------------------------------------------------------------------------------------------
+# -- disks that are full
+# -----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def largest_file(num_bytes: int):
-    """Writing more than that into one file fails in here, as it does on a full disk: in the middle of the file."""
+    """Writing more than that into one file fails in here, as it does on a full disk: in the middle
+    of the file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -80,7 +93,8 @@ def largest_file(num_bytes: int):
 
 
 def train_on_a_disk_that_fills_up(case: Case, folder: Path, full_on: int) -> dict[str, Any]:
-    """On each rank: save after steps 1, 2, 3 and 4. The disk of rank `full_on` has no room for 2 and 4. What is there after 3 and 4."""
+    """On each rank: save after steps 1, 2, 3 and 4. The disk of rank `full_on` has no room for 2
+    and 4. What is there after 3 and 4."""
     from engine.checkpoint.together import CheckpointWriter
 
     engine, _, image_size = make_engine(case)
@@ -88,7 +102,11 @@ def train_on_a_disk_that_fills_up(case: Case, folder: Path, full_on: int) -> dic
     with contextlib.redirect_stderr(io.StringIO()) as warned:
         for step in range(1, 5):
             engine.train_batch(micro_batches_of_rank(case, engine, step - 1, image_size))
-            with largest_file(10_000) if engine.comm.rank == full_on and step in (2, 4) else contextlib.nullcontext():
+            with (
+                largest_file(10_000)
+                if engine.comm.rank == full_on and step in (2, 4)
+                else contextlib.nullcontext()
+            ):
                 writer.save(engine, {"step": step})
                 there[step] = sorted(path.name for path in folder.iterdir() if path.name != OWNER)
                 for thread in threading.enumerate():
@@ -103,22 +121,34 @@ def train_on_a_disk_that_fills_up(case: Case, folder: Path, full_on: int) -> dic
     }
 
 
-# -- without an engine -------------------------------------------------------------------------------------------------------
+# -- without an engine
+# -------------------------------------------------------------------------------------------------------
 
-TENSORS = {"image.weight": torch.arange(600.0).view(20, 30), "text.bias": torch.arange(7.0), "head.logit_scale": torch.tensor([2.5])}
+TENSORS = {
+    "image.weight": torch.arange(600.0).view(20, 30),
+    "text.bias": torch.arange(7.0),
+    "head.logit_scale": torch.tensor([2.5]),
+}
 KEEP = Keep()
 
 
-def write_small(folder: Path, step: int, keep: Keep = KEEP, num_ranks: int = 2, owner: str = "") -> Path:
+def write_small(
+    folder: Path, step: int, keep: Keep = KEEP, num_ranks: int = 2, owner: str = ""
+) -> Path:
     """A checkpoint of `TENSORS` + step, cut evenly over ranks, with one kind of optimizer state."""
     make_folder(folder, step)
     for rank in range(num_ranks):
         tensors, scalars = {}, {}
         for name, tensor in TENSORS.items():
-            first, last = tensor.numel() * rank // num_ranks, tensor.numel() * (rank + 1) // num_ranks
+            first, last = (
+                tensor.numel() * rank // num_ranks,
+                tensor.numel() * (rank + 1) // num_ranks,
+            )
             for kind, values in (("parameter", tensor + step), ("optimizer.exp_avg", -tensor)):
                 if first < last:
-                    tensors[Fragment(kind, name, tuple(tensor.shape), first, last - first)] = values.flatten()[first:last].clone()
+                    tensors[Fragment(kind, name, tuple(tensor.shape), first, last - first)] = (
+                        values.flatten()[first:last].clone()
+                    )
             scalars[name] = {"step": {"dtype": "float32", "value": float(step)}}
         progress = {"counters": {"global_steps": step}, f"of rank {rank}": {"seen": rank}}
         write_rank(writing_folder(folder, step), rank, tensors, scalars, (), progress)
@@ -137,12 +167,15 @@ def write_for_ever(folder: Path, first_step: int, told: Any) -> None:
 
 
 def write_until(folder: Path, step: int, operation: int) -> int:
-    """In a process of its own: write one checkpoint, and be killed before that operation on the disk, counted from 0. Its exit status."""
+    """In a process of its own: write one checkpoint, and be killed before that operation on the
+    disk, counted from 0. Its exit status."""
     left = operation
 
     def look(event: str, arguments: tuple) -> None:
         nonlocal left
-        if event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod") or (event == "open" and arguments[1] not in ("r", "rb")):
+        if event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod") or (
+            event == "open" and arguments[1] not in ("r", "rb")
+        ):
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             left -= 1

@@ -1,4 +1,5 @@
-"""What each rank does in the tests of clipping and of skipped steps; a module of its own, because ranks import it by name."""
+"""What each rank does in the tests of clipping and of skipped steps; a module of its own, because
+ranks import it by name."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from split_training import Case, gradient_pieces, make_engine, micro_batches_of_rank, towers_of, with_loss
+from split_training import (
+    Case,
+    gradient_pieces,
+    make_engine,
+    micro_batches_of_rank,
+    towers_of,
+    with_loss,
+)
 
 from engine.communication import Communicator
 from engine.optimizer.clipping import GroupedClipping
@@ -17,10 +25,22 @@ from engine.optimizer.clipping_rules import clipping_rules, group_of, rank_sets
 from models.losses import InfoNCE
 from models.towers.layers import BRANCHES
 
-TIED = ("text.encoder.layers.0.mlp.fc2.weight", "text.encoder.layers.1.mlp.fc2.weight")  # on ranks that have both
+TIED = (
+    "text.encoder.layers.0.mlp.fc2.weight",
+    "text.encoder.layers.1.mlp.fc2.weight",
+)  # on ranks that have both
 FROZEN = "image.encoder.layers.encoder_layer_1.mlp.0.bias"
 SPIKE = 50.0
-FACTORS = (1.0, 1.2, 0.8, SPIKE, 1.0, SPIKE, 1.5, 0.9)  # by which the adaptive group's gradients are multiplied, step by step
+FACTORS = (
+    1.0,
+    1.2,
+    0.8,
+    SPIKE,
+    1.0,
+    SPIKE,
+    1.5,
+    0.9,
+)  # by which the adaptive group's gradients are multiplied, step by step
 
 
 class Layers:
@@ -42,45 +62,79 @@ class Layers:
         return layer
 
 
-def clip_under_rules(case: Case, blocks: dict[str, Any], adaptive: dict[str, Any], tied: bool) -> dict[str, Any]:
-    """In the first optimizer step of a run: the gradients, and what each of the `gradient_clipping` blocks makes of them.
+def clip_under_rules(
+    case: Case, blocks: dict[str, Any], adaptive: dict[str, Any], tied: bool
+) -> dict[str, Any]:
+    """In the first optimizer step of a run: the gradients, and what each of the `gradient_clipping`
+    blocks makes of them.
 
-    There is one parameter group: of several, ZeRO-1 hands the optimizer one at a time (`test_parameter_groups.py`)."""
-    engine, plan, image_size = make_engine(replace(case, optimizer_groups={"no_decay": []}), Layers(case, tied))
+    There is one parameter group: of several, ZeRO-1 hands the optimizer one at a time
+    (`test_parameter_groups.py`)."""
+    engine, plan, image_size = make_engine(
+        replace(case, optimizer_groups={"no_decay": []}), Layers(case, tied)
+    )
     towers, _ = towers_of(case)
-    rules = {name: clipping_rules(block, BRANCHES) for name, block in {**blocks, "adaptive": adaptive}.items()}
+    rules = {
+        name: clipping_rules(block, BRANCHES)
+        for name, block in {**blocks, "adaptive": adaptive}.items()
+    }
     sets = {
         name: rank_sets(
             plan.graph,
-            {b: [{group_of(n, rule) for n in spec.canonical_parameters} for spec in tower.specs] for b, tower in towers.items()},
+            {
+                b: [{group_of(n, rule) for n in spec.canonical_parameters} for spec in tower.specs]
+                for b, tower in towers.items()
+            },
             sharded=engine.clipping.partitioned,
         )
         for name, rule in rules.items()
     }
-    everything = [ranks for of_groups in sets.values() for one in of_groups.values() for ranks in one]
-    comm = Communicator(plan.graph, engine.objective, engine.comm.rank, engine.device, timedelta(seconds=300), everything)
+    everything = [
+        ranks for of_groups in sets.values() for one in of_groups.values() for ranks in one
+    ]
+    comm = Communicator(
+        plan.graph,
+        engine.objective,
+        engine.comm.rank,
+        engine.device,
+        timedelta(seconds=300),
+        everything,
+    )
     result: dict[str, Any] = {}
 
     def clipping(name: str) -> GroupedClipping:
-        return GroupedClipping(engine.module.canonical_parameters, rules[name], sets[name], comm, engine.optimizer)
+        return GroupedClipping(
+            engine.module.canonical_parameters, rules[name], sets[name], comm, engine.optimizer
+        )
 
     def try_all(*_) -> None:
-        parameters = {id(p): p for p in engine.module.canonical_parameters.values() if p.requires_grad}.values()
+        parameters = {
+            id(p): p for p in engine.module.canonical_parameters.values() if p.requires_grad
+        }.values()
         gradients = [g for g in map(engine.clipping.gradient, parameters) if g is not None]
         original = [g.clone() for g in gradients]
         result["gradients"] = gradient_pieces(engine)
         for name in blocks:
             own, calls = clipping(name), comm.num_sums.copy()
             own.clip()
-            result[name] = {"clipped": gradient_pieces(engine), "sums": dict(comm.num_sums - calls), **numbers(own)}
+            result[name] = {
+                "clipped": gradient_pieces(engine),
+                "sums": dict(comm.num_sums - calls),
+                **numbers(own),
+            }
             torch._foreach_copy_(gradients, original)
         result["adaptive"], own = [], clipping("adaptive")
         for number, factor in enumerate(FACTORS):
             torch._foreach_copy_(gradients, torch._foreach_mul(original, factor))
             if number == len(FACTORS) // 2:  # go on from what was saved
                 state, own = own.state_dict(), clipping("adaptive")
-                own.load_state_dict({**copy.deepcopy(state), "mean_norm": {**state["mean_norm"], "another": 1.0}})
-                with pytest.raises(ValueError, match="clipping state: mean_norm of .* is not in the checkpoint, which has that of"):
+                own.load_state_dict(
+                    {**copy.deepcopy(state), "mean_norm": {**state["mean_norm"], "another": 1.0}}
+                )
+                with pytest.raises(
+                    ValueError,
+                    match="clipping state: mean_norm of .* is not in the checkpoint, which has that of",
+                ):
                     own.load_state_dict({**state, "mean_norm": {"another": 1.0}})
             own.start_step()
             own.clip()
@@ -96,22 +150,28 @@ def clip_under_rules(case: Case, blocks: dict[str, Any], adaptive: dict[str, Any
 def numbers(clipping: GroupedClipping) -> dict[str, dict[str, float]]:
     return {
         "norms": {group: float(norm) for group, norm in clipping.norms.items()},
-        "coefficients": {group: float(coefficient) for group, coefficient in clipping.coefficients.items()},
+        "coefficients": {
+            group: float(coefficient) for group, coefficient in clipping.coefficients.items()
+        },
         "shares": {group: float(share) for group, share in clipping.clipped_share.items()},
     }
 
 
-# -- steps that are skipped ------------------------------------------------------------------------------------------------
+# -- steps that are skipped
+# ------------------------------------------------------------------------------------------------
 
 BAD_PLACE = 5  # in the global batch: the sample whose picture or text is spoilt
 
 
-def train_with_bad_steps(case: Case, picture: int, gradients: dict[int, tuple[int, float]], loss: int = -1) -> dict[str, Any]:
-    """Train; in step `picture` one picture is not-a-number, in the steps of `gradients` = {step: (rank, value)} one gradient is `value`, and in
-    step `loss` the loss is infinite, but none of its gradients.
+def train_with_bad_steps(
+    case: Case, picture: int, gradients: dict[int, tuple[int, float]], loss: int = -1
+) -> dict[str, Any]:
+    """Train; in step `picture` one picture is not-a-number, in the steps of `gradients` = {step:
+    (rank, value)} one gradient is `value`, and in step `loss` the loss is infinite, but none of its
+    gradients.
 
-    Returns the metrics, the final parameters and buffers, and of each step whether it left parameters, buffers, optimizer state and learning
-    rate as they were, to the last bit.
+    Returns the metrics, the final parameters and buffers, and of each step whether it left
+    parameters, buffers, optimizer state and learning rate as they were, to the last bit.
     """
     engine, _, image_size = make_engine(case)
     step = 0
@@ -120,7 +180,9 @@ def train_with_bad_steps(case: Case, picture: int, gradients: dict[int, tuple[in
         def _part(self, *given, **more):
             part = super()._part(*given, **more)
             spoilt = float("inf") if step == loss else 0.0
-            return part._replace(shares={branch: shares + spoilt for branch, shares in part.shares.items()})
+            return part._replace(
+                shares={branch: shares + spoilt for branch, shares in part.shares.items()}
+            )
 
     engine.tail_loss.objective = with_loss(engine.objective, Spoilt())
 
@@ -133,7 +195,11 @@ def train_with_bad_steps(case: Case, picture: int, gradients: dict[int, tuple[in
     for step in range(case.steps):
         before = everything(engine)
         batches = micro_batches_of_rank(case, engine, step, image_size)
-        metrics.append(engine.train_batch(spoilt(batches) if step == picture and batches is not None else batches))
+        metrics.append(
+            engine.train_batch(
+                spoilt(batches) if step == picture and batches is not None else batches
+            )
+        )
         untouched.append(equal(before, everything(engine)))
         scales.append(metrics[-1].loss_scale)
     return {
@@ -141,7 +207,9 @@ def train_with_bad_steps(case: Case, picture: int, gradients: dict[int, tuple[in
         "untouched": untouched,
         "loss_scales": scales,
         "learning_rates": engine.get_lr(),
-        "parameters": {n: p.detach().float().clone() for n, p in engine.module.canonical_parameters.items()},
+        "parameters": {
+            n: p.detach().float().clone() for n, p in engine.module.canonical_parameters.items()
+        },
         "buffers": {n: b.detach().clone() for n, b in engine.module.canonical_buffers.items()},
         "optimizer": type(engine.optimizer).__name__,
         "stage": engine.place.name,
@@ -162,7 +230,9 @@ def everything(engine) -> Any:
             "parameters": [p.detach() for p in engine.module.parameters()],
             "buffers": list(engine.module.buffers()),
             "optimizer": engine.basic_optimizer.state_dict()["state"],
-            "master weights": [p.detach() for group in engine.basic_optimizer.param_groups for p in group["params"]],
+            "master weights": [
+                p.detach() for group in engine.basic_optimizer.param_groups for p in group["params"]
+            ],
             "learning rate": engine.get_lr(),
             "clipping": engine.clipping.state_dict(),
         }

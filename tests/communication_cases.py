@@ -1,4 +1,5 @@
-"""What each rank does in the communication tests; a module of its own, because ranks import it by name."""
+"""What each rank does in the communication tests; a module of its own, because ranks import it by
+name."""
 
 from __future__ import annotations
 
@@ -15,15 +16,27 @@ from models.towers.layers import BRANCHES
 
 TIMEOUT = timedelta(seconds=120)
 OBJECTIVE = Objective(tuple(map(Branch, BRANCHES)), (Pair(*BRANCHES, InfoNCE()),))
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
 
 
 def communicator(graph: StageGraph, rank_sets: list[tuple[int, ...]] | None = None) -> Communicator:
-    return Communicator(graph, OBJECTIVE, dist.get_rank(), torch.device("cpu"), TIMEOUT, rank_sets or [])
+    return Communicator(
+        graph, OBJECTIVE, dist.get_rank(), torch.device("cpu"), TIMEOUT, rank_sets or []
+    )
 
 
 def message(number: int, replica: int) -> dict[str, torch.Tensor]:
-    """Every dtype; shapes, number of tensors and even the rank of a tensor change from message to message."""
+    """Every dtype; shapes, number of tensors and even the rank of a tensor change from message to
+    message."""
     generator = torch.Generator().manual_seed(1000 * replica + number)
     shapes = [(number + 1, 3), (2, number + 1, 2), (5,), (), (0,), (number % 2, 4), (3, 0)]
     tensors = {}
@@ -36,15 +49,23 @@ def message(number: int, replica: int) -> dict[str, torch.Tensor]:
 
 def equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     return list(got) == list(expected) and all(
-        got[name].dtype == tensor.dtype and got[name].shape == tensor.shape and got[name].equal(tensor) for name, tensor in expected.items()
+        got[name].dtype == tensor.dtype
+        and got[name].shape == tensor.shape
+        and got[name].equal(tensor)
+        for name, tensor in expected.items()
     )
 
 
 def both_directions_at_once(number: int) -> bool:
-    """A chain of 2 stages × 2 replicas: each end sends as much as may be on its way, then receives; no send waits for a receive."""
+    """A chain of 2 stages × 2 replicas: each end sends as much as may be on its way, then receives;
+    no send waits for a receive."""
     comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 2))
     upstream = comm.stage.next is not None
-    out, back = (comm.activations_out, comm.gradients_in) if upstream else (comm.gradients_out, comm.activations_in)
+    out, back = (
+        (comm.activations_out, comm.gradients_in)
+        if upstream
+        else (comm.gradients_out, comm.activations_in)
+    )
     mine, theirs = (0, 500) if upstream else (500, 0)
     received = []
     for start in range(0, number, Channel.SENDS_IN_FLIGHT):
@@ -55,8 +76,15 @@ def both_directions_at_once(number: int) -> bool:
             back.expect()
             received.append(back.receive())
     comm.drain()
-    nothing_else = {comm.activations_in, comm.activations_out, comm.gradients_in, comm.gradients_out} == {out, back, None}
-    return nothing_else and all(equal(got, message(theirs + m, comm.replica)) for m, got in enumerate(received))
+    nothing_else = {
+        comm.activations_in,
+        comm.activations_out,
+        comm.gradients_in,
+        comm.gradients_out,
+    } == {out, back, None}
+    return nothing_else and all(
+        equal(got, message(theirs + m, comm.replica)) for m, got in enumerate(received)
+    )
 
 
 def empty_messages() -> list[list[str]]:
@@ -70,11 +98,15 @@ def empty_messages() -> list[list[str]]:
         return []
     for _ in sent:
         comm.activations_in.expect()
-    return [[f"{name} {list(tensor.shape)}" for name, tensor in comm.activations_in.receive().items()] for _ in sent]
+    return [
+        [f"{name} {list(tensor.shape)}" for name, tensor in comm.activations_in.receive().items()]
+        for _ in sent
+    ]
 
 
 def known_shapes(last_width: int) -> dict:
-    """Three messages: the first is announced, the others have a signature that both ends know. `last_width` 3 keeps the promise."""
+    """Three messages: the first is announced, the others have a signature that both ends know.
+    `last_width` 3 keeps the promise."""
     comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 1))
     first = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.int64)}
     if comm.activations_out is not None:
@@ -94,11 +126,15 @@ def known_shapes(last_width: int) -> dict:
     for _ in range(2):
         comm.activations_in.expect(signature_of(got[0]))
         got.append(comm.activations_in.receive())
-    return {"equal": equal(got[0], first) and equal(got[1], {name: tensor + 1 for name, tensor in first.items()})}
+    return {
+        "equal": equal(got[0], first)
+        and equal(got[1], {name: tensor + 1 for name, tensor in first.items()})
+    }
 
 
 def posted_receives_overlap() -> bool:
-    """The receiver posts, and is busy until the message has left the sender: else both wait for each other. Is it the message?"""
+    """The receiver posts, and is busy until the message has left the sender: else both wait for
+    each other. Is it the message?"""
     comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 1))
     tensors = {"a": torch.arange(1_000_000.0)}
     if comm.activations_out is not None:
@@ -118,12 +154,18 @@ def gathering_and_crossing(replicas: dict[str, int], rows: dict[str, list[int]])
     (branch,) = comm.stage.layers
     counts = comm.gather_counts(rows[branch][comm.replica])
     first = sum(rows[branch][: comm.replica])
-    own = torch.arange(first, first + rows[branch][comm.replica])[:, None] * torch.tensor([1, 10]) + (1000 if branch == "text" else 0)
+    own = torch.arange(first, first + rows[branch][comm.replica])[:, None] * torch.tensor(
+        [1, 10]
+    ) + (1000 if branch == "text" else 0)
     whole = comm.gather_replicas(own, counts)
     crossed = {
-        source: comm.cross(source, target, whole if source == branch else torch.empty_like(whole)) for source, target in OBJECTIVE.links
+        source: comm.cross(source, target, whole if source == branch else torch.empty_like(whole))
+        for source, target in OBJECTIVE.links
     }
-    buffers = [torch.full((2,), float(comm.replica)), torch.tensor(10.0 * comm.replica, dtype=torch.float64)]
+    buffers = [
+        torch.full((2,), float(comm.replica)),
+        torch.tensor(10.0 * comm.replica, dtype=torch.float64),
+    ]
     comm.average_over_replicas(buffers)
     return {
         "branch": branch,

@@ -1,4 +1,5 @@
-"""What each rank does in the test that runs every file of ds_configs/; a module of its own, because ranks import it by name."""
+"""What each rank does in the test that runs every file of ds_configs/; a module of its own, because
+ranks import it by name."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ SMALLER = {"fork_bf16.json": ONE_OF_EACH, "pipeline_bf16.json": ONE_OF_EACH}
 
 
 def train_by_file(file: str, steps: int) -> dict[str, Any]:
-    """Some steps of small towers on random data as a file says, but for sizes (replicas, batch, buffers, first loss scale) and whose Adam it is."""
+    """Some steps of small towers on random data as a file says, but for sizes (replicas, batch,
+    buffers, first loss scale) and whose Adam it is."""
     from engine.build import build_engine
     from engine.config.auto import filled
     from engine.config.reading import check_config
@@ -35,16 +37,26 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
     written = json.loads(Path(file).read_text()) | {"train_batch_size": BATCH}
     written["branches"] |= SMALLER.get(Path(file).name, {})
     pretrained = dict.fromkeys(("image", "text"), False)
-    config, block = filled(*check_config(written, BRANCHES), RECIPES["short"].values(BATCH, steps, pretrained), BRANCHES)
+    config, block = filled(
+        *check_config(written, BRANCHES),
+        RECIPES["short"].values(BATCH, steps, pretrained),
+        BRANCHES,
+    )
     config["zero_optimization"] |= {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
     if "fp16" in config:
         config["fp16"]["initial_scale_power"] = 10  # else the first steps search for it
-    config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own for an offloaded state would be compiled first
+    config["optimizer"]["params"]["torch_adam"] = (
+        True  # DeepSpeed's own for an offloaded state would be compiled first
+    )
     case = Case("fork", {"image": 1, "text": 1}, {"image": 1, "text": 1}, global_batch_size=BATCH)
     towers, image_size = towers_of(case)
-    costs = proportional({branch: count_flops(tower, meta_inputs(tower, 2)) for branch, tower in towers.items()})
+    costs = proportional(
+        {branch: count_flops(tower, meta_inputs(tower, 2)) for branch, tower in towers.items()}
+    )
     plan = plan_run(config, block, dist.get_world_size(), costs)
-    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):  # slow on most CPUs, but right
+    with mock.patch.object(
+        type(get_accelerator()), "is_fp16_supported", lambda self: True
+    ):  # slow on most CPUs, but right
         engine = build_engine(
             plan,
             config,
@@ -57,7 +69,9 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
             timeout=timedelta(seconds=300),
             constant_shapes={"image": True, "text": False},
         )
-    metrics = [engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size)) for _ in range(steps)]  # one batch, again and again
+    metrics = [
+        engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size)) for _ in range(steps)
+    ]  # one batch, again and again
     return {
         "losses": [m.loss for m in metrics],
         "rates": [m.lr for m in metrics],

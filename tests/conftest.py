@@ -1,7 +1,9 @@
-"""One torch extensions cache per environment, so that a killed run elsewhere cannot block the tests, nor the tests others.
+"""One torch extensions cache per environment, so that a killed run elsewhere cannot block the
+tests, nor the tests others.
 
-`pytest --numprocesses 2 --dist loadgroup` runs files side by side. Those that start train.py follow one another, and so do those that start ranks
-of their own: they have time limits, so no more than two of them may share the cores.
+`pytest --numprocesses 2 --dist loadgroup` runs files side by side. Those that start train.py follow
+one another, and so do those that start ranks of their own: they have time limits, so no more than
+two of them may share the cores.
 """
 
 import hashlib
@@ -15,12 +17,21 @@ from pathlib import Path
 import pytest
 
 # a cache that two environments share is compiled anew each time they take turns
-ENVIRONMENT = hashlib.blake2b(f"{sys.prefix} {version('torch')}".encode(), digest_size=6).hexdigest()
+ENVIRONMENT = hashlib.blake2b(
+    f"{sys.prefix} {version('torch')}".encode(), digest_size=6
+).hexdigest()
 os.environ.setdefault(
-    "TORCH_EXTENSIONS_DIR", os.path.join(tempfile.gettempdir(), f"wye-tests-{os.getuid()}", f"torch_extensions-{ENVIRONMENT}")
+    "TORCH_EXTENSIONS_DIR",
+    os.path.join(
+        tempfile.gettempdir(), f"wye-tests-{os.getuid()}", f"torch_extensions-{ENVIRONMENT}"
+    ),
 )
-os.environ.setdefault("WYE_CACHE", os.path.join(tempfile.gettempdir(), f"wye-tests-{os.getuid()}", "costs"))
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # also where there is a GPU: more ranks than that are asked for
+os.environ.setdefault(
+    "WYE_CACHE", os.path.join(tempfile.gettempdir(), f"wye-tests-{os.getuid()}", "costs")
+)
+os.environ.setdefault(
+    "DS_ACCELERATOR", "cpu"
+)  # also where there is a GPU: more ranks than that are asked for
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -29,12 +40,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 def pytest_sessionstart() -> None:
     """The first time, before any test's time limit begins: a minute or two."""
     if not list(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/*.so")):
-        compiling = "from engine.processes import compile_shared_memory_op; compile_shared_memory_op()"
-        subprocess.run([sys.executable, "-c", compiling], cwd=Path(__file__).parents[1], stdout=subprocess.DEVNULL)
+        compiling = (
+            "from engine.processes import compile_shared_memory_op; compile_shared_memory_op()"
+        )
+        subprocess.run(
+            [sys.executable, "-c", compiling],
+            cwd=Path(__file__).parents[1],
+            stdout=subprocess.DEVNULL,
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         used = {getattr(each, "__module__", None) for each in vars(item.module).values()}
-        group = next((starter for starter in ("launched", "ranks") if starter in used), str(item.path))
+        group = next(
+            (starter for starter in ("launched", "ranks") if starter in used), str(item.path)
+        )
         item.add_marker(pytest.mark.xdist_group(group))

@@ -1,4 +1,5 @@
-"""train.py by a clock that counts: its seconds are the floating-point operations of a rank so far. All machines measure the same, busy or not."""
+"""train.py by a clock that counts: its seconds are the floating-point operations of a rank so far.
+All machines measure the same, busy or not."""
 
 import sys
 from typing import Any
@@ -10,15 +11,20 @@ import train
 from launch.run.failures import Run, report_and_exit
 from launch.settings.options import parse_options
 
-FLOPS_PER_S = 2**30  # a power of two: differences of seconds are exact, whenever a process has begun to count
+FLOPS_PER_S = (
+    2**30
+)  # a power of two: differences of seconds are exact, whenever a process has begun to count
 
 
 class CountedWork(TorchDispatchMode):
-    """Counts the matrix products, convolutions and attentions that run in here, forward and backward."""
+    """Counts the matrix products, convolutions and attentions that run in here, forward and
+    backward."""
 
     flops = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         count = flop_registry.get(func._overloadpacket)
         if count is not None:

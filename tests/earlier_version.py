@@ -19,9 +19,9 @@ SAVED, STEPS = 3, 6
 
 
 def main(source: Path, work: Path, run: list[str]) -> None:
-    """Trains STEPS steps in WORK/whole; exports that to WORK/export; resumes WORK/earlier, a copy of
-    it that ends with the checkpoint of step SAVED; and evaluates whole and export. WORK/present is
-    another such copy, for the present version."""
+    """Trains STEPS steps in WORK/whole; exports that to WORK/export; resumes WORK/earlier, a copy
+    of it that ends with the checkpoint of step SAVED; and evaluates whole and export. WORK/present
+    is another such copy, for the present version."""
     os.chdir(source)  # the server from which ranks are forked looks for modules here
     sys.path[:0] = [str(source), str(source / "tests")]
     import launched

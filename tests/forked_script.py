@@ -1,4 +1,5 @@
-"""What a process that `launched.start` forks does: lead the ranks of a script, each a fork of it."""
+"""What a process that `launched.start` forks does: lead the ranks of a script, each a fork of
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def lead(argv: list[str], environments: list[dict[str, str]], output: Path) -> NoReturn:
-    """A rank for each environment, in a session of their own. Nobody ends them, as a launcher does: each has to leave by itself.
+    """A rank for each environment, in a session of their own. Nobody ends them, as a launcher does:
+    each has to leave by itself.
 
     Ends with the first status that is not 0.
     """

@@ -1,8 +1,9 @@
 """train.py and its companions in real processes, and what tests ask of a run.
 
-`launch` starts train.py as a user does: DeepSpeed's launcher imports DeepSpeed twice before the ranks import it once more, which takes 15 s
-and more on two cores. Where the start is not the question, `start` runs the same scripts in processes that are forked from the server of
-`ranks.py`, which has imported all of it once.
+`launch` starts train.py as a user does: DeepSpeed's launcher imports DeepSpeed twice before the
+ranks import it once more, which takes 15 s and more on two cores. Where the start is not the
+question, `start` runs the same scripts in processes that are forked from the server of `ranks.py`,
+which has imported all of it once.
 """
 
 from __future__ import annotations
@@ -29,10 +30,22 @@ from ranks import PRELOAD
 from data.index.sources import open_source
 from engine.processes.start import free_port
 
-SMALL = ["--image-tower", "resnet18:layers=1-1-1-1", "--image-size", "32", "--text-tower", "bert-tiny", "--embed-dim", "32"]
+SMALL = [
+    "--image-tower",
+    "resnet18:layers=1-1-1-1",
+    "--image-size",
+    "32",
+    "--text-tower",
+    "bert-tiny",
+    "--embed-dim",
+    "32",
+]
 BATCH = 24
-LIMIT_S = 1200  # ends what hangs, and nothing else: eight ranks that start beside other tests take three minutes
-OUTPUTS = tempfile.TemporaryDirectory(prefix="wye-tests-")  # what runs say, until the tests are over
+# ends what hangs, and nothing else: eight ranks that start beside other tests take three minutes
+LIMIT_S = 1200
+OUTPUTS = tempfile.TemporaryDirectory(
+    prefix="wye-tests-"
+)  # what runs say, until the tests are over
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -57,7 +70,16 @@ def launch(world_size: int, *arguments: Any) -> Run:
 
 
 def launcher(world_size: int, port: str, script: str = "train.py") -> list[str]:
-    return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(world_size), "--master_port", port, script]
+    return [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_gpus",
+        str(world_size),
+        "--master_port",
+        port,
+        script,
+    ]
 
 
 def command(words: Callable[[str], list[Any]]) -> Run:
@@ -65,29 +87,65 @@ def command(words: Callable[[str], list[Any]]) -> Run:
     env, output = environment(), _new_output()
     with output.open("w") as file:
         process = subprocess.Popen(
-            list(map(str, words(env["MASTER_PORT"]))), cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            list(map(str, words(env["MASTER_PORT"]))),
+            cwd=ROOT,
+            env=env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-    return _noted(Run(process.pid, process.poll, lambda p: "--local_rank" in " ".join(p.cmdline()), env["MASTER_PORT"], output))
+    return _noted(
+        Run(
+            process.pid,
+            process.poll,
+            lambda p: "--local_rank" in " ".join(p.cmdline()),
+            env["MASTER_PORT"],
+            output,
+        )
+    )
 
 
 def start(script: str, *arguments: Any, ranks: int | None = None) -> Run:
-    """A script on `ranks` ranks without a launcher; or alone, as `python SCRIPT` is, without the variables that make it a rank."""
+    """A script on `ranks` ranks without a launcher; or alone, as `python SCRIPT` is, without the
+    variables that make it a rank."""
     env, output = environment(), _new_output()
-    environments = [env] if ranks is None else [env | _rank_variables(rank, ranks) for rank in range(ranks)]
+    environments = (
+        [env] if ranks is None else [env | _rank_variables(rank, ranks) for rank in range(ranks)]
+    )
     _context.set_forkserver_preload(PRELOAD)
-    process = _context.Process(target=lead, args=([script, *map(str, arguments)], environments, output))
+    process = _context.Process(
+        target=lead, args=([script, *map(str, arguments)], environments, output)
+    )
     process.start()
-    return _noted(Run(process.pid, lambda: process.exitcode, lambda p: p.ppid() == process.pid, env["MASTER_PORT"], output))
+    return _noted(
+        Run(
+            process.pid,
+            lambda: process.exitcode,
+            lambda p: p.ppid() == process.pid,
+            env["MASTER_PORT"],
+            output,
+        )
+    )
 
 
 def environment() -> dict[str, str]:
     # the launcher's default port may be in use by another run on this machine
-    return {**os.environ, "DLTS_HOSTFILE": "/nonexistent", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return {
+        **os.environ,
+        "DLTS_HOSTFILE": "/nonexistent",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
 
 
 def _rank_variables(rank: int, ranks: int) -> dict[str, str]:
     """As DeepSpeed's launcher sets them."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+    }
 
 
 def _new_output() -> Path:
@@ -150,17 +208,30 @@ def metrics(run_dir: Path, key: str = "loss") -> dict[int, dict[str, Any]]:
 
 def reached(run_dir: Path, step: int) -> Callable[[], bool]:
     file = run_dir / "metrics.jsonl"
-    return lambda: file.is_file() and any(f'"step": {step},' in line and '"loss"' in line for line in file.read_text().splitlines())
+    return lambda: (
+        file.is_file()
+        and any(
+            f'"step": {step},' in line and '"loss"' in line
+            for line in file.read_text().splitlines()
+        )
+    )
 
 
 def fork_flags(folder: Path) -> list[Any]:
-    """A configuration that measures nothing and chooses nothing: for tests that compare runs or look for a stage by its rank."""
+    """A configuration that measures nothing and chooses nothing: for tests that compare runs or
+    look for a stage by its rank."""
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
     config["train_batch_size"] = BATCH
-    config["branches"] |= {"layout": "fork", "stages": {"image": 1, "text": 1}, "schedule": "batch_sync"}
+    config["branches"] |= {
+        "layout": "fork",
+        "stages": {"image": 1, "text": 1},
+        "schedule": "batch_sync",
+    }
     adaptive = {"kind": "adaptive", "factor": 1.01, "decay": 0.9, "warmup_steps": 2}
     config["branches"]["gradient_clipping"] = {"image": 1.0, "text": adaptive, "head": 1.0}
-    config["branches"]["optimizer_groups"] = {"image": {"lr": 2e-3, "layer_decay": 0.8, "warmup_steps": 3}}
+    config["branches"]["optimizer_groups"] = {
+        "image": {"lr": 2e-3, "layer_decay": 0.8, "warmup_steps": 3}
+    }
     config["branches"]["ema"] = {"decay": 0.9}
     file = folder / "fork.json"
     file.write_text(json.dumps(config))
@@ -168,11 +239,21 @@ def fork_flags(folder: Path) -> list[Any]:
 
 
 def write_pairs(folder: Path, number: int, languages: str = "en") -> str:
-    """The spec of a JSONL set of `number` emoji with their names: small enough to be prepared and evaluated at once."""
+    """The spec of a JSONL set of `number` emoji with their names: small enough to be prepared and
+    evaluated at once."""
     demo = open_source(f"demo:{languages}")
     (folder / "pictures").mkdir(parents=True)
     with (folder / "pairs.jsonl").open("w", encoding="utf-8") as lines:
         for i in range(0, len(demo), len(demo) // number)[:number]:
             (folder / "pictures" / f"{i}.png").write_bytes(demo.image_bytes(i))
-            lines.write(json.dumps({"image_path": f"pictures/{i}.png", "text": demo.captions(i), "id": demo.identity(i)}) + "\n")
+            lines.write(
+                json.dumps(
+                    {
+                        "image_path": f"pictures/{i}.png",
+                        "text": demo.captions(i),
+                        "id": demo.identity(i),
+                    }
+                )
+                + "\n"
+            )
     return f"jsonl:{folder / 'pairs.jsonl'}"

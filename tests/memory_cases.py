@@ -1,4 +1,5 @@
-"""What each rank does in the tests of memory that runs out; a module of its own, because ranks import it by name.
+"""What each rank does in the tests of memory that runs out; a module of its own, because ranks
+import it by name.
 
 The allocations fail for real: no machine has 2**60 bytes.
 """
@@ -43,7 +44,8 @@ class HungryLoss(InfoNCE):
 
 
 def hungry_engine(case: Case, layer: str, where: str, at: int = 0):
-    """An engine whose layer `layer` allocates too much where it is built, or in its `forward` or `backward` number `at`, from 0."""
+    """An engine whose layer `layer` allocates too much where it is built, or in its `forward` or
+    `backward` number `at`, from 0."""
     passes: list[None] = []
 
     def before_forward(*_: Any) -> None:
@@ -75,16 +77,23 @@ def fail_in_a_layer(case: Case, layer: str, where: str, at: int = 0, steps: int 
 
 
 def fail_while_averaged(case: Case, layer: str) -> None:
-    """A step, then an evaluation of the averaged weights in which rank 1 fails, after one forward in the step."""
+    """A step, then an evaluation of the averaged weights in which rank 1 fails, after one forward
+    in the step."""
     rank = dist.get_rank()
     engine, _, image_size = hungry_engine(case, layer, "forward" if rank == 1 else "never", at=1)
     engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size))
     with engine.averaged_weights():
-        engine.evaluate(micro_batches_of_rank(case, engine, 1, image_size), 1, case.global_batch_size, lambda own, *_: own.sum()[None])
+        engine.evaluate(
+            micro_batches_of_rank(case, engine, 1, image_size),
+            1,
+            case.global_batch_size,
+            lambda own, *_: own.sum()[None],
+        )
 
 
 def failures(case: Case, layer: str) -> dict[str, tuple[str, bool, str]]:
-    """One rank: what it says, whether another start would meet it again, and what it was raised from, by where the allocation failed."""
+    """One rank: what it says, whether another start would meet it again, and what it was raised
+    from, by where the allocation failed."""
     engine, _, image_size = make_engine(case)
     engines = {where: make_engine(case)[0] for where in ("loss", "averaging", "step", "comparing")}
     engines["loss"].tail_loss.objective = with_loss(engines["loss"].objective, HungryLoss())
@@ -97,7 +106,10 @@ def failures(case: Case, layer: str) -> dict[str, tuple[str, bool, str]]:
 
     def evaluate(engine: Any, measure: Any) -> None:
         engine.evaluate(
-            micro_batches_of_rank(case, engine, 0, image_size), engine.batches["image"].num_micro_batches, case.global_batch_size, measure
+            micro_batches_of_rank(case, engine, 0, image_size),
+            engine.batches["image"].num_micro_batches,
+            case.global_batch_size,
+            measure,
         )
 
     number = engine.batches["image"].num_micro_batches
@@ -107,7 +119,9 @@ def failures(case: Case, layer: str) -> dict[str, tuple[str, bool, str]]:
         "backward": lambda: train(hungry_engine(case, layer, "backward", 2)[0]),
         "second step": lambda: train(hungry_engine(case, layer, "forward", number)[0], 2),
         "loading": lambda: engine.train_batch(map(allocate_too_much, [0])),
-        "evaluation": lambda: evaluate(hungry_engine(case, layer, "forward")[0], lambda own, *_: own.sum()[None]),
+        "evaluation": lambda: evaluate(
+            hungry_engine(case, layer, "forward")[0], lambda own, *_: own.sum()[None]
+        ),
         "comparing": lambda: evaluate(engines["comparing"], allocate_too_much),
         "loss": lambda: train(engines["loss"]),
         "averaging": lambda: train(engines["averaging"]),

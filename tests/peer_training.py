@@ -1,7 +1,10 @@
-"""One rank of OpenCLIP's own program, from weights and batches that are given to it: python peer_training.py GIVEN RESULT.
+"""One rank of OpenCLIP's own program, from weights and batches that are given to it: python
+peer_training.py GIVEN RESULT.
 
-`GIVEN` is what `torch.save` wrote: `arguments`, the program's own; `config`, the file of its model's configuration; `batches`, (pictures, ids) of the whole
-global batch step by step, of which this rank takes its part. `RESULT-<rank>` gets this rank's loss of each step. RANK, WORLD_SIZE and the rest are in the environment.
+`GIVEN` is what `torch.save` wrote: `arguments`, the program's own; `config`, the file of its
+model's configuration; `batches`, (pictures, ids) of the whole global batch step by step, of which
+this rank takes its part. `RESULT-<rank>` gets this rank's loss of each step. RANK, WORLD_SIZE and
+the rest are in the environment.
 """
 
 import os

@@ -25,7 +25,12 @@ class Block(nn.Module):
         self.seen = None
 
     def forward(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        self.seen = (self.training, torch.is_grad_enabled(), tensors["hidden"].requires_grad, tensors["hidden"].dtype)
+        self.seen = (
+            self.training,
+            torch.is_grad_enabled(),
+            tensors["hidden"].requires_grad,
+            tensors["hidden"].dtype,
+        )
         return {**tensors, "hidden": torch.relu(self.linear(self.dropout(tensors["hidden"])))}
 
 
@@ -100,7 +105,8 @@ def tower(length: int, **settings) -> list[Spec]:
 
 
 def inputs(size: int) -> dict[str, Tensor]:
-    """As data gives them: a slice of something larger, a mask and a place that only pass through."""
+    """As data gives them: a slice of something larger, a mask and a place that only pass
+    through."""
     return {
         "hidden": torch.randn(1000, WIDTH)[:size],
         "attention_mask": torch.ones(size, 5, dtype=torch.int64),
@@ -109,9 +115,12 @@ def inputs(size: int) -> dict[str, Tensor]:
 
 
 def together(cache: str) -> list[dict]:
-    """Profile two towers on all ranks, three times: nobody knows them, all do, only the first rank does."""
+    """Profile two towers on all ranks, three times: nobody knows them, all do, only the first rank
+    does."""
     rank = dist.get_rank()
-    return [_profile(folder) for folder in (cache, cache, cache if rank == 0 else f"{cache}-{rank}")]
+    return [
+        _profile(folder) for folder in (cache, cache, cache if rank == 0 else f"{cache}-{rank}")
+    ]
 
 
 def _profile(cache: str) -> dict:

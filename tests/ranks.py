@@ -1,7 +1,9 @@
-"""Run a function on several ranks of this machine, each a process of its own, and get what they return.
+"""Run a function on several ranks of this machine, each a process of its own, and get what they
+return.
 
-For tests and measurements. The processes are forked from a server that has imported torch and DeepSpeed once, so a call costs
-a fork, not an import, and leaves no state behind. Each call has its own port and a time limit; no process outlives it.
+For tests and measurements. The processes are forked from a server that has imported torch and
+DeepSpeed once, so a call costs a fork, not an import, and leaves no state behind. Each call has its
+own port and a time limit; no process outlives it.
 """
 
 from __future__ import annotations
@@ -15,20 +17,32 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-PRELOAD = ["train"]  # and with it torch, DeepSpeed, torchvision, transformers, and all of ours that a rank needs
-PRELOAD += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # which ZeRO imports, and with it torch's compiler: 3 s
+PRELOAD = [
+    "train"
+]  # and with it torch, DeepSpeed, torchvision, transformers, and all of ours that a rank needs
+PRELOAD += [
+    "deepspeed.runtime.zero.muon.muon_optimizer"
+]  # which ZeRO imports, and with it torch's compiler: 3 s
 
-LIMIT_S = 600.0  # ends what hangs: no call takes a tenth of it, and a busy machine may be five times as slow
+# ends what hangs: no call takes a tenth of it, and a busy machine may be five times as slow
+LIMIT_S = 600.0
 COLLECTIVE_LIMIT_S = 300.0  # less than that, so that a rank which waits for ever says where
 
 _context = multiprocessing.get_context("forkserver")
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = LIMIT_S, **kwargs: Any) -> list[Any]:
-    """`function(*args, **kwargs)` on ranks 0..world_size-1 of one process group; returns their results in order.
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = LIMIT_S,
+    **kwargs: Any,
+) -> list[Any]:
+    """`function(*args, **kwargs)` on ranks 0..world_size-1 of one process group; returns their
+    results in order.
 
-    `function` must be importable (module level). Raises RuntimeError with the first failing rank's traceback, or
-    TimeoutError with the ranks that did not finish in `timeout_s`.
+    `function` must be importable (module level). Raises RuntimeError with the first failing rank's
+    traceback, or TimeoutError with the ranks that did not finish in `timeout_s`.
     """
     _context.set_forkserver_preload(PRELOAD)
     from engine.processes.start import free_port
@@ -46,7 +60,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             "MASTER_PORT": str(port),
             **{name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR",) if name in os.environ},
         }
-        worker = _context.Process(target=_main, args=(send, environment, function, args, kwargs), daemon=True)
+        worker = _context.Process(
+            target=_main, args=(send, environment, function, args, kwargs), daemon=True
+        )
         worker.start()
         send.close()
         pipes.append(receive)
@@ -63,22 +79,31 @@ def _collect(pipes: list, workers: list, deadline: float, timeout_s: float) -> l
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
-        ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        ready = multiprocessing.connection.wait(
+            list(waiting), timeout=max(0.0, deadline - time.monotonic())
+        )
         if not ready:
-            raise TimeoutError(f"ranks {sorted(waiting.values())} of {len(pipes)} did not finish within {timeout_s} s")
+            raise TimeoutError(
+                f"ranks {sorted(waiting.values())} of {len(pipes)} did not finish within "
+                f"{timeout_s} s"
+            )
         for pipe in ready:
             rank = waiting[pipe]
             try:
                 ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                raise RuntimeError(f"rank {rank} ended without a result (exit code {workers[rank].exitcode})") from None
+                raise RuntimeError(
+                    f"rank {rank} ended without a result (exit code {workers[rank].exitcode})"
+                ) from None
             if not ok:
                 raise RuntimeError(f"rank {rank} failed:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _main(send: Any, environment: dict[str, str], function: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+def _main(
+    send: Any, environment: dict[str, str], function: Callable[..., Any], args: tuple, kwargs: dict
+) -> None:
     os.environ.update(environment)
     import torch
 

@@ -1,8 +1,10 @@
-"""The two sides of the parity claim: training split over ranks by the engine, and the same training unsplit in plain torch.
+"""The two sides of the parity claim: training split over ranks by the engine, and the same training
+unsplit in plain torch.
 
-The unsplit side shares no code with the engine: it runs every micro-batch through the whole towers in one process, lets
-autograd differentiate one loss over the global batch, and steps torch.optim.AdamW. Batch normalisation sees
-micro-batches on both sides, since that is what a micro-batch means to it.
+The unsplit side shares no code with the engine: it runs every micro-batch through the whole towers
+in one process, lets autograd differentiate one loss over the global batch, and steps
+torch.optim.AdamW. Batch normalisation sees micro-batches on both sides, since that is what a
+micro-batch means to it.
 
 A batch has G samples: G images and c·G texts, those of image p at the places c·p to c·p + c − 1.
 """
@@ -25,7 +27,11 @@ from torch import Tensor
 from models.towers.layers import BRANCHES
 
 TOWERS = {
-    "resnet+bert": ("resnet50:layers=1-1-1-1,width_per_group=8", "bert-tiny:hidden_size=48,intermediate_size=64,num_hidden_layers=3", 64),
+    "resnet+bert": (
+        "resnet50:layers=1-1-1-1,width_per_group=8",
+        "bert-tiny:hidden_size=48,intermediate_size=64,num_hidden_layers=3",
+        64,
+    ),
     "vit+clip": (
         "vit_b_16:hidden_dim=48,num_heads=4,num_layers=3,mlp_dim=64,patch_size=8",
         "clip-text-base:hidden_size=48,intermediate_size=64,num_hidden_layers=3,num_attention_heads=4",
@@ -33,10 +39,22 @@ TOWERS = {
     ),
 }
 TOWERS |= {
-    "resnet, max+bert, mean": (f"{TOWERS['resnet+bert'][0]},pool=max", f"{TOWERS['resnet+bert'][1]},pool=mean", 64),
-    "vit, attention+clip, attention": (f"{TOWERS['vit+clip'][0]},pool=attention", f"{TOWERS['vit+clip'][1]},pool=attention", 32),
+    "resnet, max+bert, mean": (
+        f"{TOWERS['resnet+bert'][0]},pool=max",
+        f"{TOWERS['resnet+bert'][1]},pool=mean",
+        64,
+    ),
+    "vit, attention+clip, attention": (
+        f"{TOWERS['vit+clip'][0]},pool=attention",
+        f"{TOWERS['vit+clip'][1]},pool=attention",
+        32,
+    ),
     "resnet18+bert, mean": ("resnet18", f"{TOWERS['resnet+bert'][1]},pool=mean", 64),
-    "vit, avg+bert, last": (f"{TOWERS['vit+clip'][0]},pool=avg", f"{TOWERS['resnet+bert'][1]},pool=last", 32),
+    "vit, avg+bert, last": (
+        f"{TOWERS['vit+clip'][0]},pool=avg",
+        f"{TOWERS['resnet+bert'][1]},pool=last",
+        32,
+    ),
 }
 VOCAB, MAX_TOKENS, EMBED_DIM, SEED = 128, 16, 24, 5
 FIRST_INDEX = 10_000  # of the samples in their source
@@ -62,22 +80,36 @@ class Case:
     imported: str | None = None  # the module that registers this schedule
     kept_micro_batches: Any = None  # under replay
     checkpoint_interval: int = 0
-    deals: dict[str, tuple] = field(default_factory=dict)  # branch -> [replica][micro-batch] -> samples; not given: equal, in order
-    kept_of_deals: dict[str, int] = field(default_factory=dict)  # branch -> how many of its dealt micro-batches keep their activations
+    deals: dict[str, tuple] = field(
+        default_factory=dict
+    )  # branch -> [replica][micro-batch] -> samples; not given: equal, in order
+    kept_of_deals: dict[str, int] = field(
+        default_factory=dict
+    )  # branch -> how many of its dealt micro-batches keep their activations
     deals_texts: bool = False  # the deal of the text branch is of texts, not of samples
-    not_loaded: dict[str, tuple[int, ...]] = field(default_factory=dict)  # branch -> places of its rows in the global batch
+    not_loaded: dict[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # branch -> places of its rows in the global batch
     loss: str = "infonce"
     label_smoothing: float = 0.0
     texts_per_image: tuple[int, ...] = (1,)  # step by step, then from the first again
-    full_texts: bool = False  # as long as they can be: all micro-batches of a branch have equal shapes
+    full_texts: bool = (
+        False  # as long as they can be: all micro-batches of a branch have equal shapes
+    )
     weighted: tuple[str, ...] = ()  # branches whose micro-batches bring weights
-    clipping: dict[str, Any] = field(default_factory=dict)  # the gradient_clipping block; limits of norms only, for the unsplit side
+    clipping: dict[str, Any] = field(
+        default_factory=dict
+    )  # the gradient_clipping block; limits of norms only, for the unsplit side
     optimizer_groups: dict[str, Any] = field(default_factory=dict)  # the block
     locked: dict[str, Any] = field(default_factory=dict)  # the block
     ema: dict[str, Any] | None = None  # the block
     offload: bool = False  # the optimizer's state to the CPU
-    scheduler: dict[str, Any] = field(default_factory=dict)  # on the unsplit side a warm-up, linear, then constant
-    source_starts: tuple[int, ...] | None = None  # places of samples, of which each begins another source
+    scheduler: dict[str, Any] = field(
+        default_factory=dict
+    )  # on the unsplit side a warm-up, linear, then constant
+    source_starts: tuple[int, ...] | None = (
+        None  # places of samples, of which each begins another source
+    )
     skipped: tuple[int, ...] = ()  # steps whose update the unsplit side leaves out
     fusion: int = 0  # scales of the image tower's maps; 0: none
     loss_weights: dict[str, float] = field(default_factory=dict)
@@ -93,8 +125,15 @@ class Case:
     def config(self) -> dict[str, Any]:
         config = {
             "train_batch_size": self.global_batch_size,
-            "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY, "torch_adam": True}},
-            "zero_optimization": {"stage": self.zero_stage, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": LR, "weight_decay": WEIGHT_DECAY, "torch_adam": True},
+            },
+            "zero_optimization": {
+                "stage": self.zero_stage,
+                "reduce_bucket_size": 100_000,
+                "allgather_bucket_size": 100_000,
+            },
             "branches": {
                 "layout": self.layout,
                 "stages": self.stages,
@@ -115,7 +154,13 @@ class Case:
         if self.scheduler:
             config["scheduler"] = self.scheduler
         if self.precision == "fp16":
-            config |= {"fp16": {"enabled": True, "initial_scale_power": LOSS_SCALE.bit_length() - 1, "hysteresis": 1}}
+            config |= {
+                "fp16": {
+                    "enabled": True,
+                    "initial_scale_power": LOSS_SCALE.bit_length() - 1,
+                    "hysteresis": 1,
+                }
+            }
         if self.precision == "bf16":
             config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         return config
@@ -124,22 +169,37 @@ class Case:
         return self.texts_per_image[step % len(self.texts_per_image)]
 
     def rows_of(self, branch: str, samples: Tensor, step: int) -> Tensor:
-        """The places of their images, or of their texts: all first ones before all second ones, unless each micro-batch is its own batch."""
+        """The places of their images, or of their texts: all first ones before all second ones,
+        unless each micro-batch is its own batch."""
         if branch == "image":
             return samples
-        places = samples * self.texts_of(step) + torch.arange(self.texts_of(step))[:, None]  # [c, b]
+        places = (
+            samples * self.texts_of(step) + torch.arange(self.texts_of(step))[:, None]
+        )  # [c, b]
         return (places.T if self.schedule == "per_micro_batch" else places).flatten()
 
     def rows_of_share(self, branch: str, share: Tensor, step: int) -> Tensor:
         """The places of the rows of a micro-batch."""
-        return share if self.deals_texts and branch in self.deals else self.rows_of(branch, share, step)
+        return (
+            share
+            if self.deals_texts and branch in self.deals
+            else self.rows_of(branch, share, step)
+        )
 
     def weights(self, samples: Tensor) -> Tensor:
         """[len(samples)] int64, millionths; some are 0."""
         return samples * 7 % 5 * 250_000
 
     def __str__(self) -> str:
-        parts = [self.layout, self.stages, self.replicas, self.micro_batch_size, self.towers, f"zero{self.zero_stage}", self.precision]
+        parts = [
+            self.layout,
+            self.stages,
+            self.replicas,
+            self.micro_batch_size,
+            self.towers,
+            f"zero{self.zero_stage}",
+            self.precision,
+        ]
         parts += [self.schedule] if self.schedule != "batch_sync" else []
         parts += [f"keep{self.kept_micro_batches}"] if self.kept_micro_batches is not None else []
         parts += [f"checkpoint{self.checkpoint_interval}"] if self.checkpoint_interval else []
@@ -166,7 +226,11 @@ def towers_of(case: Case):
 
     image, text, image_size = TOWERS[case.towers]
     if case.dropout:
-        text += f",hidden_dropout_prob={case.dropout}" if "bert" in text else f",attention_dropout={case.dropout}"
+        text += (
+            f",hidden_dropout_prob={case.dropout}"
+            if "bert" in text
+            else f",attention_dropout={case.dropout}"
+        )
     else:
         text += ",hidden_dropout_prob=0,attention_probs_dropout_prob=0" if "bert" in text else ""
     image_tower, text_tower = build_towers(
@@ -179,7 +243,9 @@ def towers_of(case: Case):
         pad_token_id=0,
         eos_token_id=2,
         scalars=build_loss(case.loss).parameters,
-        fusion=FusionSizes(layers=2, width=16, heads=2, scales=case.fusion) if case.fusion else None,
+        fusion=FusionSizes(layers=2, width=16, heads=2, scales=case.fusion)
+        if case.fusion
+        else None,
     )
     return {"image": image_tower, "text": text_tower}, image_size
 
@@ -187,33 +253,54 @@ def towers_of(case: Case):
 def global_batch(case: Case, step: int, image_size: int) -> dict[str, Tensor]:
     """Random images, and texts of varying length so that masks and padding matter."""
     generator = torch.Generator().manual_seed(1000 + step)
-    pixel_values = torch.randn(case.global_batch_size, 3, image_size, image_size, generator=generator)
+    pixel_values = torch.randn(
+        case.global_batch_size, 3, image_size, image_size, generator=generator
+    )
     count = case.global_batch_size * case.texts_of(step)
     input_ids = torch.randint(5, VOCAB, (count, MAX_TOKENS), generator=generator)
-    lengths = torch.randint(MAX_TOKENS if case.full_texts else 4, MAX_TOKENS + 1, (count,), generator=generator)
+    lengths = torch.randint(
+        MAX_TOKENS if case.full_texts else 4, MAX_TOKENS + 1, (count,), generator=generator
+    )
     attention_mask = (torch.arange(MAX_TOKENS) < lengths[:, None]).long()
-    input_ids = input_ids.scatter(1, lengths[:, None] - 1, 2) * attention_mask  # 2 ends each text, 0 pads it
+    input_ids = (
+        input_ids.scatter(1, lengths[:, None] - 1, 2) * attention_mask
+    )  # 2 ends each text, 0 pads it
     return {"pixel_values": pixel_values, "input_ids": input_ids, "attention_mask": attention_mask}
 
 
-def micro_batch(case: Case, batch: dict[str, Tensor], branch: str, position: Tensor) -> dict[str, Tensor]:
-    """The images or texts at `position`, texts cut to their longest: shapes differ from micro-batch to micro-batch."""
-    sample = position if branch == "image" else position // (len(batch["input_ids"]) // case.global_batch_size)
+def micro_batch(
+    case: Case, batch: dict[str, Tensor], branch: str, position: Tensor
+) -> dict[str, Tensor]:
+    """The images or texts at `position`, texts cut to their longest: shapes differ from micro-batch
+    to micro-batch."""
+    sample = (
+        position
+        if branch == "image"
+        else position // (len(batch["input_ids"]) // case.global_batch_size)
+    )
     index = sample + FIRST_INDEX
     broken = torch.isin(position, torch.tensor(case.not_loaded.get(branch, ()), dtype=torch.int64))
-    labels = {f"{branch}_position": position, f"{branch}_index": torch.where(broken, -1 - index, index)}
+    labels = {
+        f"{branch}_position": position,
+        f"{branch}_index": torch.where(broken, -1 - index, index),
+    }
     if branch in case.weighted:
         labels[f"{branch}_weight"] = case.weights(sample)
     if branch == "image":
         return {"pixel_values": batch["pixel_values"][position], **labels}
     mask = batch["attention_mask"][position]
     longest = int(mask.sum(1).max())
-    return {"input_ids": batch["input_ids"][position][:, :longest], "attention_mask": mask[:, :longest], **labels}
+    return {
+        "input_ids": batch["input_ids"][position][:, :longest],
+        "attention_mask": mask[:, :longest],
+        **labels,
+    }
 
 
 @cache
 def recording_matching():
-    """The loss of pairs, and a note of every negative that it draws on this rank: (branch, row, negative)."""
+    """The loss of pairs, and a note of every negative that it draws on this rank: (branch, row,
+    negative)."""
     from models.losses import Matching
 
     class Recording(Matching):
@@ -228,7 +315,8 @@ def recording_matching():
 
 
 def make_engine(case: Case, build_layer: Callable | None = None):
-    """The engine of this rank, its plan and the pictures' size. `build_layer`: default, the layers as they come."""
+    """The engine of this rank, its plan and the pictures' size. `build_layer`: default, the layers
+    as they come."""
     from datetime import timedelta
     from unittest import mock
 
@@ -247,12 +335,20 @@ def make_engine(case: Case, build_layer: Callable | None = None):
     towers, image_size = towers_of(case)
     config, block = check_config(case.config, BRANCHES)
     # equal layers: to count what each computes takes longer than the steps that are compared
-    costs = proportional({b: [1.0 if spec.num_parameters else 0.1 for spec in t.specs] for b, t in towers.items()})
+    costs = proportional(
+        {b: [1.0 if spec.num_parameters else 0.1 for spec in t.specs] for b, t in towers.items()}
+    )
     layers = {
-        b: [replace(own, num_parameters=spec.num_parameters) for own, spec in zip(costs.layers[b], t.specs)] for b, t in towers.items()
+        b: [
+            replace(own, num_parameters=spec.num_parameters)
+            for own, spec in zip(costs.layers[b], t.specs)
+        ]
+        for b, t in towers.items()
     }
     plan = plan_run(config, block, dist.get_world_size(), replace(costs, layers=layers))
-    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):  # slow on most CPUs, but right
+    with mock.patch.object(
+        type(get_accelerator()), "is_fp16_supported", lambda self: True
+    ):  # slow on most CPUs, but right
         engine = build_engine(
             plan,
             config,
@@ -260,7 +356,11 @@ def make_engine(case: Case, build_layer: Callable | None = None):
             build_layer=build_layer or (lambda spec: spec.build(case.seed)),
             objective=objective_of(
                 towers.values(),
-                pairs_of("image:text", build_loss(case.loss, case.label_smoothing), recording_matching() if case.fusion else None),
+                pairs_of(
+                    "image:text",
+                    build_loss(case.loss, case.label_smoothing),
+                    recording_matching() if case.fusion else None,
+                ),
             ),
             embed_dim=EMBED_DIM,
             total_num_steps=10,
@@ -268,7 +368,8 @@ def make_engine(case: Case, build_layer: Callable | None = None):
             timeout=timedelta(seconds=300),
             constant_shapes={"image": not case.deals, "text": case.full_texts},
             equal_shares=not case.deals,
-            source_starts=case.source_starts and [start + FIRST_INDEX for start in case.source_starts],
+            source_starts=case.source_starts
+            and [start + FIRST_INDEX for start in case.source_starts],
         )
     return engine, plan, image_size
 
@@ -279,26 +380,42 @@ def with_loss(objective, loss):
 
 
 def micro_batches_of_rank(case: Case, engine, step: int, image_size: int):
-    """What the loader of this rank yields: every branch that enters here, micro-batch by micro-batch."""
+    """What the loader of this rank yields: every branch that enters here, micro-batch by
+    micro-batch."""
     batch = global_batch(case, step, image_size)
     branches = engine.place.loads
     if not branches:
         return None
     number = num_micro_batches(case, engine)
     shares = {
-        b: dealt(case, b, engine.batches[b].micro_batch_size)[engine.replica * number : (engine.replica + 1) * number] for b in branches
+        b: dealt(case, b, engine.batches[b].micro_batch_size)[
+            engine.replica * number : (engine.replica + 1) * number
+        ]
+        for b in branches
     }
     loaded = [
-        {b: micro_batch(case, batch, b, case.rows_of_share(b, own, step)) for b, own in zip(branches, each)}
+        {
+            b: micro_batch(case, batch, b, case.rows_of_share(b, own, step))
+            for b, own in zip(branches, each)
+        }
         for each in zip(*shares.values())
     ]
-    return iter([{name: tensor for of_branch in one.values() for name, tensor in of_branch.items()} for one in loaded])
+    return iter(
+        [
+            {name: tensor for of_branch in one.values() for name, tensor in of_branch.items()}
+            for one in loaded
+        ]
+    )
 
 
 def num_micro_batches(case: Case, engine) -> int:
     """Of each replica of this line: a deal may have another number than was planned."""
     branch = next(iter(engine.place.layers))
-    return len(case.deals[branch][0]) if branch in case.deals else engine.batches[branch].num_micro_batches
+    return (
+        len(case.deals[branch][0])
+        if branch in case.deals
+        else engine.batches[branch].num_micro_batches
+    )
 
 
 def dealt(case: Case, branch: str, micro_batch_size: int) -> list[Tensor]:
@@ -309,7 +426,8 @@ def dealt(case: Case, branch: str, micro_batch_size: int) -> list[Tensor]:
 
 
 def train_split(case: Case) -> dict[str, Any]:
-    """On each rank: losses, norms, the gradients of the first step as (name, offset, flat piece), the final parameters."""
+    """On each rank: losses, norms, the gradients of the first step as (name, offset, flat piece),
+    the final parameters."""
     engine, plan, image_size = make_engine(case)
     gradients: list[tuple[str, int, Tensor]] = []
 
@@ -335,14 +453,23 @@ def train_split(case: Case) -> dict[str, Any]:
     return {
         "metrics": metrics,
         "gradients": gradients,
-        "parameters": {n: p.detach().float().clone() for n, p in engine.module.canonical_parameters.items()},
+        "parameters": {
+            n: p.detach().float().clone() for n, p in engine.module.canonical_parameters.items()
+        },
         "buffers": {n: b.detach().clone() for n, b in engine.module.canonical_buffers.items()},
         "drawn": list(recording_matching().noted) if case.fusion else [],
         "stage": engine.place.name,
         "optimizer": type(engine.optimizer).__name__,
         "forwards": dict(forwards),  # by layer, in all steps
-        "gradient_bytes": engine.comm.gradients_out.sent_bytes if engine.comm.gradients_out is not None else 0,  # to the stage before
-        "num_state_numbers": sum(t.numel() for own in engine.basic_optimizer.state.values() for t in own.values() if torch.is_tensor(t)),
+        "gradient_bytes": engine.comm.gradients_out.sent_bytes
+        if engine.comm.gradients_out is not None
+        else 0,  # to the stage before
+        "num_state_numbers": sum(
+            t.numel()
+            for own in engine.basic_optimizer.state.values()
+            for t in own.values()
+            if torch.is_tensor(t)
+        ),
     }
 
 
@@ -351,7 +478,15 @@ def disagreement(case: Case) -> str:
     engine, _, image_size = make_engine(case)
     loaded = micro_batches_of_rank(case, engine, 0, image_size)
     if loaded is not None:
-        loaded = iter([{name: tensor.roll(1) if name == "text_index" else tensor for name, tensor in one.items()} for one in loaded])
+        loaded = iter(
+            [
+                {
+                    name: tensor.roll(1) if name == "text_index" else tensor
+                    for name, tensor in one.items()
+                }
+                for one in loaded
+            ]
+        )
     try:
         engine.train_batch(loaded)
     except RuntimeError as error:
@@ -363,14 +498,18 @@ def refusal(case: Case) -> str:
     """What each rank says when it is asked for the first step."""
     engine, _, image_size = make_engine(case)
     try:
-        engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size), rows_per_sample={"text": case.texts_of(1)})
+        engine.train_batch(
+            micro_batches_of_rank(case, engine, 0, image_size),
+            rows_per_sample={"text": case.texts_of(1)},
+        )
     except (RuntimeError, ValueError) as error:
         return str(error)
     return "nothing"
 
 
 def gradient_pieces(engine) -> list[tuple[str, int, Tensor]]:
-    """Inside the optimizer's step: (name, offset, flat piece) of what this rank has of each gradient."""
+    """Inside the optimizer's step: (name, offset, flat piece) of what this rank has of each
+    gradient."""
     pieces = []
     for name, parameter in engine.module.canonical_parameters.items():
         gradient = engine.clipping.gradient(parameter) if parameter.requires_grad else None
@@ -382,20 +521,36 @@ def gradient_pieces(engine) -> list[tuple[str, int, Tensor]]:
 
 
 def compared(case: Case, micro_batch_size: int) -> list[Tensor]:
-    """Which samples are each other's negatives: all, or, per micro-batch, the m-th micro-batches of the replicas."""
+    """Which samples are each other's negatives: all, or, per micro-batch, the m-th micro-batches of
+    the replicas."""
     texts = case.texts_of(0)
-    missing = [place // (texts if branch == "text" else 1) for branch, places in case.not_loaded.items() for place in places]
-    everyone = torch.tensor([place for place in range(case.global_batch_size) if place not in missing])
+    missing = [
+        place // (texts if branch == "text" else 1)
+        for branch, places in case.not_loaded.items()
+        for place in places
+    ]
+    everyone = torch.tensor(
+        [place for place in range(case.global_batch_size) if place not in missing]
+    )
     if case.schedule != "per_micro_batch":
         return [everyone]
     replicas = case.replicas["image"] if case.layout == "fork" else case.replicas
-    return [part.flatten() for part in everyone.view(replicas, -1, micro_batch_size).transpose(0, 1)]
+    return [
+        part.flatten() for part in everyone.view(replicas, -1, micro_batch_size).transpose(0, 1)
+    ]
 
 
-def contrastive(case: Case, embeds: dict[str, Tensor], scalars: dict[str, Tensor], samples: Tensor, step: int) -> Tensor:
-    """[len(samples)], the losses of some samples, each image against each text; their mean is the loss. Weights are in parts of their mean."""
+def contrastive(
+    case: Case, embeds: dict[str, Tensor], scalars: dict[str, Tensor], samples: Tensor, step: int
+) -> Tensor:
+    """[len(samples)], the losses of some samples, each image against each text; their mean is the
+    loss. Weights are in parts of their mean."""
     rows = {branch: case.rows_of(branch, samples, step) for branch in embeds}
-    logits = scalars["logit_scale"].exp() * embeds["image"][rows["image"]] @ embeds["text"][rows["text"]].T
+    logits = (
+        scalars["logit_scale"].exp()
+        * embeds["image"][rows["image"]]
+        @ embeds["text"][rows["text"]].T
+    )
     positive = (samples[:, None] == rows["text"] // case.texts_of(step)).float()
     by_image = case.weights(samples).float() if case.weighted else torch.ones(len(samples))
     by_text = by_image[positive.argmax(0)]
@@ -406,7 +561,9 @@ def contrastive(case: Case, embeds: dict[str, Tensor], scalars: dict[str, Tensor
 
     def direction(logits: Tensor, positive: Tensor, weight: Tensor) -> Tensor:
         target = positive / positive.sum(1, keepdim=True)
-        rows = F.cross_entropy(logits, target, reduction="none", label_smoothing=case.label_smoothing)
+        rows = F.cross_entropy(
+            logits, target, reduction="none", label_smoothing=case.label_smoothing
+        )
         return weight / weight.mean() * rows
 
     of_texts = direction(logits.T, positive.T, by_text)
@@ -433,15 +590,30 @@ def by_hand(case: Case, named: dict[str, Tensor], layers: dict[str, list]) -> li
     depths = {}
     for branch in layers.values():
         held = [layer for layer in branch if list(layer.parameters())]
-        depths |= {layer.canonical_names[n]: len(held) - 1 - i for i, layer in enumerate(held) for n, _ in layer.named_parameters()}
+        depths |= {
+            layer.canonical_names[n]: len(held) - 1 - i
+            for i, layer in enumerate(held)
+            for n, _ in layer.named_parameters()
+        }
     groups = []
     for name, parameter in named.items():
         own = case.optimizer_groups.get(name.split(".")[0], {})
         patterns = case.optimizer_groups.get("no_decay")
-        undecayed = parameter.dim() < 2 if patterns is None else any(fnmatch(name, pattern) for pattern in patterns)
+        undecayed = (
+            parameter.dim() < 2
+            if patterns is None
+            else any(fnmatch(name, pattern) for pattern in patterns)
+        )
         rate = own.get("lr", LR) * own.get("layer_decay", 1.0) ** depths[name]
         decay = 0.0 if undecayed else own.get("weight_decay", WEIGHT_DECAY)
-        groups.append({"params": [parameter], "weight_decay": decay, "highest": rate, "warmup_steps": own.get("warmup_steps")})
+        groups.append(
+            {
+                "params": [parameter],
+                "weight_decay": decay,
+                "highest": rate,
+                "warmup_steps": own.get("warmup_steps"),
+            }
+        )
     return groups
 
 
@@ -454,12 +626,21 @@ def warmth(case: Case, step: int, warmup_steps: int | None) -> float:
 
 
 def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[str, Any]:
-    """The reference. `plan_batches[branch]` = (micro_batch_size, number of micro-batches of all replicas)."""
+    """The reference. `plan_batches[branch]` = (micro_batch_size, number of micro-batches of all
+    replicas)."""
     from engine.module import layer_seed
 
     towers, image_size = towers_of(case)
-    layers = {branch: [spec.build(case.seed).train() for spec in tower.specs] for branch, tower in towers.items()}
-    named = {layer.canonical_names[n]: p for branch in layers.values() for layer in branch for n, p in layer.named_parameters()}
+    layers = {
+        branch: [spec.build(case.seed).train() for spec in tower.specs]
+        for branch, tower in towers.items()
+    }
+    named = {
+        layer.canonical_names[n]: p
+        for branch in layers.values()
+        for layer in branch
+        for n, p in layer.named_parameters()
+    }
     lock_by_hand(case, layers)
     optimizer = torch.optim.AdamW(by_hand(case, named, layers), lr=LR)
     losses, of_samples, norms, first_gradients, drawn = [], [], [], {}, []
@@ -467,40 +648,61 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
         batch, embeds, scalars = global_batch(case, step, image_size), {}, {}
         tokens = {"image": {}, "text": {}}  # by place: [T, F], [L, F] without padding
         for branch in ("image", "text"):
-            rows = torch.zeros(len(batch["pixel_values" if branch == "image" else "input_ids"]), EMBED_DIM)
+            rows = torch.zeros(
+                len(batch["pixel_values" if branch == "image" else "input_ids"]), EMBED_DIM
+            )
             for number_of, samples in enumerate(dealt(case, branch, plan_batches[branch][0])):
                 position = case.rows_of_share(branch, samples, step)
                 tensors = micro_batch(case, batch, branch, position)
                 for i, layer in enumerate(layers[branch]):
                     # the same random numbers as the split side, by its documented rule
-                    torch.manual_seed(layer_seed(case.seed, step, number_of, i + (len(layers["image"]) if branch == "text" else 0)))
+                    torch.manual_seed(
+                        layer_seed(
+                            case.seed,
+                            step,
+                            number_of,
+                            i + (len(layers["image"]) if branch == "text" else 0),
+                        )
+                    )
                     tensors = in_precision(case, layer, tensors)
                 rows = rows.index_copy(0, position, tensors[f"{branch}_embeds"])
                 for row, place in enumerate(position.tolist() if case.fusion else ()):
                     kept = slice(None) if branch == "image" else tensors["text_mask"][row] == 1
                     tokens[branch][place] = tensors[f"{branch}_tokens"][row][kept]
-                scalars |= {name: tensors[name] for name in ("logit_scale", "logit_bias") if name in tensors}
+                scalars |= {
+                    name: tensors[name] for name in ("logit_scale", "logit_bias") if name in tensors
+                }
             embeds[branch] = rows
         groups = compared(case, plan_batches["image"][0])
         of_groups = [contrastive(case, embeds, scalars, group, step) for group in groups]
         of_samples.append(dict(zip(torch.cat(groups).tolist(), torch.cat(of_groups).tolist())))
         loss = torch.stack([of_group.mean() for of_group in of_groups]).mean()
         if case.fusion:
-            groups_of_pairs = [matching(case, layers["text"][-1].fusion, embeds, scalars, tokens, g, step, m) for m, g in enumerate(groups)]
+            groups_of_pairs = [
+                matching(case, layers["text"][-1].fusion, embeds, scalars, tokens, g, step, m)
+                for m, g in enumerate(groups)
+            ]
             drawn.append([whom for _, whom in groups_of_pairs])
             weight = {"contrastive": 1.0, "matching": 1.0, **case.loss_weights}
-            loss = weight["contrastive"] * loss + weight["matching"] * torch.stack([own for own, _ in groups_of_pairs]).mean()
+            loss = (
+                weight["contrastive"] * loss
+                + weight["matching"] * torch.stack([own for own, _ in groups_of_pairs]).mean()
+            )
         optimizer.zero_grad()
         (loss * LOSS_SCALE if case.precision == "fp16" else loss).backward()
         for parameter in named.values() if case.precision == "fp16" else ():
             if parameter.grad is not None:
                 parameter.grad /= LOSS_SCALE
         if step == 0:
-            first_gradients = {name: p.grad.detach().clone() for name, p in named.items() if p.requires_grad}
+            first_gradients = {
+                name: p.grad.detach().clone() for name, p in named.items() if p.requires_grad
+            }
         norms.append({})
         for group in ("image", "text", "head"):
             members = [p for n, p in named.items() if n.startswith(group + ".")]
-            norms[-1][group] = float(torch.nn.utils.clip_grad_norm_(members, case.clipping.get(group, float("inf"))))
+            norms[-1][group] = float(
+                torch.nn.utils.clip_grad_norm_(members, case.clipping.get(group, float("inf")))
+            )
         for group in optimizer.param_groups:
             group["lr"] = group["highest"] * warmth(case, step, group["warmup_steps"])
         if step not in case.skipped:
@@ -524,15 +726,21 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
 
 
 def in_precision(case: Case, module: torch.nn.Module, *inputs: Any) -> Any:
-    """The module's output with its parameters rounded; their gradients come back to what was rounded, in fp32, use by use."""
+    """The module's output with its parameters rounded; their gradients come back to what was
+    rounded, in fp32, use by use."""
     if case.precision == "fp32":
         return module(*inputs)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.precision]
-    return torch.func.functional_call(module, {name: parameter.to(dtype) for name, parameter in module.named_parameters()}, inputs)
+    return torch.func.functional_call(
+        module, {name: parameter.to(dtype) for name, parameter in module.named_parameters()}, inputs
+    )
 
 
-def matching(case: Case, fusion, embeds, scalars, tokens, samples: Tensor, step: int, batch: int) -> tuple[Tensor, dict[str, list[int]]]:
-    """The loss of the pairs of some samples, pair by pair, and who was drawn for whom, by branch. Negatives from the whole matrix, by the documented rule."""
+def matching(
+    case: Case, fusion, embeds, scalars, tokens, samples: Tensor, step: int, batch: int
+) -> tuple[Tensor, dict[str, list[int]]]:
+    """The loss of the pairs of some samples, pair by pair, and who was drawn for whom, by branch.
+    Negatives from the whole matrix, by the documented rule."""
     from engine.module import layer_seed
     from models.losses.matching import gumbel_noise
 
@@ -547,8 +755,12 @@ def matching(case: Case, fusion, embeds, scalars, tokens, samples: Tensor, step:
     drawn_image = (logits.T + gumbel_noise(~seed, torch.arange(len(texts)), len(samples))).argmax(1)
     drawn = {"image": drawn_text.tolist(), "text": drawn_image.tolist()}
     pairs = [(image, text, True) for image, text in zip(image_of.tolist(), texts.tolist())]
-    pairs += [(image, text, False) for image, text in zip(samples[drawn_image].tolist(), texts.tolist())]
-    pairs += [(image, text, False) for image, text in zip(samples.tolist(), texts[drawn_text].tolist())]
+    pairs += [
+        (image, text, False) for image, text in zip(samples[drawn_image].tolist(), texts.tolist())
+    ]
+    pairs += [
+        (image, text, False) for image, text in zip(samples.tolist(), texts[drawn_text].tolist())
+    ]
     weights = [torch.ones(len(samples)), torch.ones(len(texts))]
     if case.weighted:
         weights = [case.weights(which).float() for which in (samples, image_of)]
@@ -574,13 +786,21 @@ RELATIVE, EMBEDDING_TABLE, FLOOR = 1e-5, 1e-4, 1e-7
 
 
 def check_gradients(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
-    """fp32: the same sums are taken in another order (over replicas, rows, micro-batches), which moves the last bits of
-    numbers of about the size of a gradient's largest parts. A gradient is held to 1e-5 of its own norm (embedding tables to
-    1e-4: a row is the sum of few terms of both signs), but not below 1e-7 of the norm of its group: key biases have a true
-    gradient of zero, since a constant added to every key does not change a softmax, and what is left of them is rounding.
+    """fp32: the same sums are taken in another order (over replicas, rows, micro-batches), which
+    moves the last bits of numbers of about the size of a gradient's largest parts. A gradient is
+    held to 1e-5 of its own norm (embedding tables to 1e-4: a row is the sum of few terms of both
+    signs), but not below 1e-7 of the norm of its group: key biases have a true gradient of zero,
+    since a constant added to every key does not change a softmax, and what is left of them is
+    rounding.
     """
     group_norm = {
-        group: math.sqrt(sum(float(g.double().square().sum()) for n, g in reference.items() if n.startswith(group)))
+        group: math.sqrt(
+            sum(
+                float(g.double().square().sum())
+                for n, g in reference.items()
+                if n.startswith(group)
+            )
+        )
         for group in {name.split(".")[0] for name in reference}
     }
     for name, expected in reference.items():

@@ -1,4 +1,5 @@
-"""Bad data and train.py: a run goes on with what is good and says what was bad; what it cannot go on with is one message."""
+"""Bad data and train.py: a run goes on with what is good and says what was bad; what it cannot go
+on with is one message."""
 
 import io
 import json
@@ -35,7 +36,12 @@ def cache_folder(tmp_path, monkeypatch):
 def fork(tmp_path):
     """Images on rank 0, texts on rank 1; nothing is measured."""
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
-    config["branches"] |= {"layout": "fork", "stages": {"image": 1, "text": 1}, "schedule": "batch_sync", "micro_batch_size": 4}
+    config["branches"] |= {
+        "layout": "fork",
+        "stages": {"image": 1, "text": 1},
+        "schedule": "batch_sync",
+        "micro_batch_size": 4,
+    }
     (tmp_path / "fork.json").write_text(json.dumps(config | {"train_batch_size": G}))
     return [*SMALL, "--max-text-tokens", "16", "--deepspeed_config", tmp_path / "fork.json"]
 
@@ -51,8 +57,12 @@ def emoji():
     rows = [row for part in demo.parts() for row in demo.rows(part)]
     for row in rows[:: len(rows) // GOOD][:GOOD]:
         out = io.BytesIO()
-        picture = Image.open(io.BytesIO(demo.image_bytes("", row.path, 0, row.size))).convert("RGBA")
-        Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB").save(out, "JPEG")
+        picture = Image.open(io.BytesIO(demo.image_bytes("", row.path, 0, row.size))).convert(
+            "RGBA"
+        )
+        Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert(
+            "RGB"
+        ).save(out, "JPEG")
         samples.append((out.getvalue(), row.captions[0]))
     return samples
 
@@ -62,7 +72,10 @@ def write_jsonl(file: Path, samples) -> str:
     with file.open("a", encoding="utf-8") as lines:
         for n, (picture, caption) in enumerate(samples):
             (file.parent / "emoji" / f"{n}.jpg").write_bytes(picture)
-            lines.write(json.dumps({"id": f"emoji-{n}", "image_path": f"emoji/{n}.jpg", "text": caption}) + "\n")
+            lines.write(
+                json.dumps({"id": f"emoji-{n}", "image_path": f"emoji/{n}.jpg", "text": caption})
+                + "\n"
+            )
     return f"jsonl:{file}"
 
 
@@ -76,13 +89,20 @@ def write_shard(file: Path, samples) -> str:
 
 def told(run_dir: Path) -> list[tuple[str, str]]:
     """(id, reason) of each line of bad_samples.jsonl."""
-    lines = [json.loads(line) for line in (run_dir / "bad_samples.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert all(line["reason"] in REASONS and line["detail"] and line["data"] and line["where"] for line in lines)
+    lines = [
+        json.loads(line)
+        for line in (run_dir / "bad_samples.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert all(
+        line["reason"] in REASONS and line["detail"] and line["data"] and line["where"]
+        for line in lines
+    )
     return [(line["id"], line["reason"]) for line in lines]
 
 
 def bad_set(tmp_path: Path, kind: str, emoji):
-    """(spec, (id, reason) of the bad samples, number of good ones): everything that can be wrong, and GOOD good samples more."""
+    """(spec, (id, reason) of the bad samples, number of good ones): everything that can be wrong,
+    and GOOD good samples more."""
     spec, expected, good = SETS[kind](tmp_path)
     if kind == "jsonl":
         write_jsonl(Path(spec.partition(":")[2]), emoji)
@@ -95,19 +115,30 @@ def bad_set(tmp_path: Path, kind: str, emoji):
 def test_a_data_set_with_every_kind_of_bad_input_is_trained_on(tmp_path, fork, emoji, kind):
     spec, expected, good = bad_set(tmp_path, kind, emoji)
     run_dir = tmp_path / "run"
-    status, output = finish(train(fork, "--data", spec, "--steps", 3, "--max-bad-fraction", 0.9, "--run-dir", run_dir))
+    status, output = finish(
+        train(fork, "--data", spec, "--steps", 3, "--max-bad-fraction", 0.9, "--run-dir", run_dir)
+    )
     assert status == 0, output[-3000:]
     assert set(metrics(run_dir)) == {1, 2, 3} and not metrics(run_dir, "left_out_samples")
     assert sorted(told(run_dir)) == sorted(expected)
     record = json.loads((run_dir / "config.json").read_text())["data"]
-    assert record["bad_samples"] == Counter(reason for _, reason in expected) and record["samples"] == len(expected) + good
+    assert (
+        record["bad_samples"] == Counter(reason for _, reason in expected)
+        and record["samples"] == len(expected) + good
+    )
     assert record["train_samples"] + sum(record["held_out_samples"].values()) == good
 
 
-def test_too_many_bad_samples_end_the_run_with_one_message_and_the_table_of_reasons(tmp_path, fork, emoji):
+def test_too_many_bad_samples_end_the_run_with_one_message_and_the_table_of_reasons(
+    tmp_path, fork, emoji
+):
     spec, expected, good = bad_set(tmp_path, "jsonl", emoji)
-    status, output = finish(train(fork, "--data", spec, "--steps", 3, "--run-dir", tmp_path / "run"))
-    assert status != 0 and output.count("train.py: error:") == 1 and "Traceback" not in output, output[-3000:]
+    status, output = finish(
+        train(fork, "--data", spec, "--steps", 3, "--run-dir", tmp_path / "run")
+    )
+    assert status != 0 and output.count("train.py: error:") == 1 and "Traceback" not in output, (
+        output[-3000:]
+    )
     assert f"{len(expected)} of {len(expected) + good} samples cannot be used" in output
     assert "more than the 1.0% of --max-bad-fraction; mend them, or raise it:" in output
     for reason, number in Counter(reason for _, reason in expected).items():
@@ -116,12 +147,21 @@ def test_too_many_bad_samples_end_the_run_with_one_message_and_the_table_of_reas
 
 def truncated_bodies(tmp_path, emoji):
     """Broken from the start, but only the headers were looked at."""
-    samples = [(picture[:-300] if n < 6 else picture, caption) for n, (picture, caption) in enumerate(emoji)]
-    return write_jsonl(tmp_path / "set.jsonl", samples), ["--index-check", "header"], {f"emoji-{n}" for n in range(6)}, "truncated-image"
+    samples = [
+        (picture[:-300] if n < 6 else picture, caption)
+        for n, (picture, caption) in enumerate(emoji)
+    ]
+    return (
+        write_jsonl(tmp_path / "set.jsonl", samples),
+        ["--index-check", "header"],
+        {f"emoji-{n}" for n in range(6)},
+        "truncated-image",
+    )
 
 
 def rotten_shard(tmp_path, emoji):
-    """Every picture was decoded when the index was made; then bytes of the shard change, and neither its size nor its time does."""
+    """Every picture was decoded when the index was made; then bytes of the shard change, and
+    neither its size nor its time does."""
     spec = write_shard(tmp_path / "set.tar", emoji)
     source = open_source(spec)
     before = os.stat(tmp_path / "set.tar")
@@ -134,22 +174,43 @@ def rotten_shard(tmp_path, emoji):
 
 
 @pytest.mark.parametrize("late", [truncated_bodies, rotten_shard])
-def test_pictures_that_break_after_the_index_was_made_are_left_out_and_listed_once(tmp_path, fork, emoji, late):
+def test_pictures_that_break_after_the_index_was_made_are_left_out_and_listed_once(
+    tmp_path, fork, emoji, late
+):
     spec, options, broken, reason = late(tmp_path, emoji)
     source = open_source(spec, check="header" if options else "decode")
     run_dir = tmp_path / "run"
-    run = train(fork, *options, "--data", spec, "--val-fraction", 0.25, "--seed", 1, "--steps", 6, "--run-dir", run_dir)
+    run = train(
+        fork,
+        *options,
+        "--data",
+        spec,
+        "--val-fraction",
+        0.25,
+        "--seed",
+        1,
+        "--steps",
+        6,
+        "--run-dir",
+        run_dir,
+    )
     status, output = finish(run)
     assert status == 0, output[-3000:]
     steps, evaluations = metrics(run_dir), metrics(run_dir, "held_out")
-    assert set(steps) == set(range(1, 7)) and all(isinstance(line["loss"], float) for line in steps.values())
-    assert all(isinstance(line["image_to_text_R@1"], float) for line in evaluations.values()) and set(evaluations) == {0, 3, 6}
+    assert set(steps) == set(range(1, 7)) and all(
+        isinstance(line["loss"], float) for line in steps.values()
+    )
+    assert all(
+        isinstance(line["image_to_text_R@1"], float) for line in evaluations.values()
+    ) and set(evaluations) == {0, 3, 6}
     trained_on = [source.identity(int(i)) for i in np.load(run_dir / "samples" / "train.npy")]
     in_training = len(broken.intersection(trained_on))
     assert len(trained_on) == 24 and 0 < in_training < len(broken)  # some are held out
     for epoch in (range(1, 4), range(4, 7)):  # 24 samples in batches of 8
         assert sum(steps[step].get("left_out_samples", 0) for step in epoch) == in_training
-    assert sorted(told(run_dir)) == sorted((identity, reason) for identity in broken)  # met again and again, listed once
+    assert sorted(told(run_dir)) == sorted(
+        (identity, reason) for identity in broken
+    )  # met again and again, listed once
     assert json.loads((run_dir / "config.json").read_text())["data"]["bad_samples"] == {}
 
 
@@ -159,13 +220,22 @@ def test_killed_loader_workers_end_the_run_with_one_message(tmp_path, fork, emoj
     run = train(fork, "--data", spec, "--workers", 2, *length, "--run-dir", tmp_path / "run")
     wait_for(reached(tmp_path / "run", 3), run)
     images = ranks_of(run)[0]
-    workers = [p for p in images.children(recursive=True) if p.ppid() != images.pid and "forkserver" in " ".join(p.cmdline())]
+    workers = [
+        p
+        for p in images.children(recursive=True)
+        if p.ppid() != images.pid and "forkserver" in " ".join(p.cmdline())
+    ]
     assert len(workers) == 2, [p.cmdline() for p in images.children(recursive=True)]
     for worker in workers:
         worker.send_signal(signal.SIGKILL)
     status, output = finish(run)
     assert status != 0
     assert output.count("train.py: error:") == 1 and "Traceback" not in output, output[-3000:]
-    assert "the loader of" in output and "image" in output and "SIGKILL" in output and "--workers" in output
+    assert (
+        "the loader of" in output
+        and "image" in output
+        and "SIGKILL" in output
+        and "--workers" in output
+    )
     assert any(f"process {worker.pid}" in output for worker in workers)
     assert not any(psutil.pid_exists(worker.pid) for worker in workers)

@@ -15,7 +15,14 @@ from launched import SMALL, command, finish, fork_flags, run_to_end, write_pairs
 # The commit before the objective of a run became records of branches and pairs, the names of its
 # losses followed from those, and the modules moved into folders.
 BEFORE_OBJECTIVES = "e23d955"
-OF_THE_MACHINE = ("samples_per_s", "step_s", "idle/", "busy_s/", "data_wait_s/", "peak_memory_bytes")
+OF_THE_MACHINE = (
+    "samples_per_s",
+    "step_s",
+    "idle/",
+    "busy_s/",
+    "data_wait_s/",
+    "peak_memory_bytes",
+)
 OF_THE_MACHINE += ("images_per_s", "text_tokens_per_s")
 
 
@@ -26,7 +33,9 @@ def source(tmp_path):
     try:
         packed = subprocess.run(archive, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip(f"needs the code of commit {BEFORE_OBJECTIVES}: git, and the history of this repository")
+        pytest.skip(
+            f"needs the code of commit {BEFORE_OBJECTIVES}: git, and the history of this repository"
+        )
     folder = tmp_path / "source"
     with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as files:
         files.extractall(folder, filter="data")
@@ -50,14 +59,14 @@ def evaluated(file):
 
 
 def test_a_run_and_an_export_from_before_objectives_were_records(tmp_path, source):
-    """Trained for SAVED steps by the earlier version on two ranks, and for the others by either: every
-    metric and every figure of the evaluations has the same name and is equal to the last bit. Dropout,
-    augmentation, batch normalisation, clipping, averaged weights, matching, and loss weights that
-    follow the losses are all on.
+    """Trained for SAVED steps by the earlier version on two ranks, and for the others by either:
+    every metric and every figure of the evaluations has the same name and is equal to the last bit.
+    Dropout, augmentation, batch normalisation, clipping, averaged weights, matching, and loss
+    weights that follow the losses are all on.
 
     The layout is a fork, since other layouts deal texts to micro-batches in another way than the
-    earlier version did. The rate and the warm-up that the JSON leaves "auto" are others now; the run
-    keeps those with which it began.
+    earlier version did. The rate and the warm-up that the JSON leaves "auto" are others now; the
+    run keeps those with which it began.
     """
     data = write_pairs(tmp_path, 96)
     how = [*SMALL, *fork_flags(tmp_path), "--data", data, "--val-fraction", 0.25, "--workers", 0]

@@ -1,4 +1,5 @@
-"""`examples/schedule.py`, registered by --import-module: everything that asks about a schedule takes it.
+"""`examples/schedule.py`, registered by --import-module: everything that asks about a schedule
+takes it.
 
 That its gradients are right is in tests/engine/test_parity.py.
 """
@@ -48,7 +49,12 @@ def registered(registry):
 
 def plan_of(branches, world_size=4):
     config, block = check_config(CONFIG | {"branches": branches}, BRANCHES)
-    return config, plan_run(config, block, world_size, CostModel.of(COSTS.layers, COSTS.machine, config, COSTS.embed_dim))
+    return config, plan_run(
+        config,
+        block,
+        world_size,
+        CostModel.of(COSTS.layers, COSTS.machine, config, COSTS.embed_dim),
+    )
 
 
 def test_without_the_module_the_name_is_refused():
@@ -58,8 +64,12 @@ def test_without_the_module_the_name_is_refused():
 
 def test_the_planner_and_the_simulator_take_it(registered):
     plans = {name: plan_of(LINE | {"schedule": name})[1] for name in ("batch_sync", "replay", NAME)}
-    batch_sync, replay, own = ([stage.activation_bytes for stage in plan.predicted] for plan in plans.values())
-    assert own[-1] == replay[-1] and own[0] < replay[0] < batch_sync[0]  # one micro-batch, one for each stage behind it too, all 12
+    batch_sync, replay, own = (
+        [stage.activation_bytes for stage in plan.predicted] for plan in plans.values()
+    )
+    assert (
+        own[-1] == replay[-1] and own[0] < replay[0] < batch_sync[0]
+    )  # one micro-batch, one for each stage behind it too, all 12
     assert f", {NAME}, micro-batches 4×12" in plans[NAME].describe()
     kept = plan_of(LINE | {"schedule": NAME, "kept_micro_batches": 5})[1]
     assert f"{NAME} keeping 5" in kept.describe() and kept.predicted[0].activation_bytes > own[0]
@@ -78,7 +88,9 @@ def test_auto_chooses_only_what_says_that_it_may(registered):
 def test_the_advice_about_memory_is_about_its_own_keys(registered):
     config, plan = plan_of(LINE | {"schedule": NAME, "kept_micro_batches": 8})
     short = Shortage(on_gpu=True)
-    (first, *_) = advice(RankSetup(plan, config, plan.graph.stages[0], True), Work(TRAINING, "ForwardPass"), short)
+    (first, *_) = advice(
+        RankSetup(plan, config, plan.graph.stages[0], True), Work(TRAINING, "ForwardPass"), short
+    )
     assert first.keys == {"branches": {"schedule": NAME, "kept_micro_batches": 4}}
 
 
@@ -93,13 +105,17 @@ def test_losses_that_are_not_as_the_class_says_are_refused(registry):
 
     for name, own in (("unsaid", Unsaid), ("untrue", Untrue)):
         registry[name] = own
-        with pytest.raises(ValueError, match=f"{own.__name__}: its ComputeLoss has (a|no) buffer_id"):
+        with pytest.raises(
+            ValueError, match=f"{own.__name__}: its ComputeLoss has (a|no) buffer_id"
+        ):
             plan_of(LINE | {"schedule": name})
 
 
 def test_the_flag_is_repeatable_and_recorded():
     options = parse_options(["--import-module", f"{MODULE},json", "--import-module", "math"])
-    assert options.import_module == (MODULE, "json", "math") and options.record()["import_module"] == [MODULE, "json", "math"]
+    assert options.import_module == (MODULE, "json", "math") and options.record()[
+        "import_module"
+    ] == [MODULE, "json", "math"]
     assert parse_options([]).import_module is None
 
 
@@ -107,19 +123,29 @@ def test_the_flag_is_repeatable_and_recorded():
     "source, words",
     [
         (None, ["there is no module 'mine'", "start in the folder that holds it"]),
-        ("import nowhere_to_be_found", ["ModuleNotFoundError: No module named 'nowhere_to_be_found' (line 1 of", "mine.py"]),
-        ("\nSCHEDULES['mine'] = 1", ["NameError: name 'SCHEDULES' is not defined (line 2 of", "mine.py); mend the module"]),
+        (
+            "import nowhere_to_be_found",
+            ["ModuleNotFoundError: No module named 'nowhere_to_be_found' (line 1 of", "mine.py"],
+        ),
+        (
+            "\nSCHEDULES['mine'] = 1",
+            ["NameError: name 'SCHEDULES' is not defined (line 2 of", "mine.py); mend the module"],
+        ),
         ("class:", ["SyntaxError", "mine.py, line 1"]),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_named_with_the_reason(tmp_path, monkeypatch, source, words):
+def test_a_module_that_cannot_be_imported_is_named_with_the_reason(
+    tmp_path, monkeypatch, source, words
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     if source is not None:
         (tmp_path / "mine.py").write_text(source)
     with pytest.raises(ValueError) as refused:
         import_modules(["mine"])
-    assert str(refused.value).startswith("--import-module mine: ") and all(word in str(refused.value) for word in words)
+    assert str(refused.value).startswith("--import-module mine: ") and all(
+        word in str(refused.value) for word in words
+    )
 
 
 @pytest.mark.parametrize("given", ["examples/schedule.py", "a,,b", ""])
@@ -127,22 +153,41 @@ def test_what_is_no_module_name_is_refused_by_the_command_line(given, capsys):
     for parse, others in ((parse_options, []), (parse_plan_options, ["--gpus", "2"])):
         with pytest.raises(SystemExit):
             parse([*others, "--import-module", given])
-        assert f"{given!r} is not a list of module names, such as examples.schedule" in capsys.readouterr().err
+        assert (
+            f"{given!r} is not a list of module names, such as examples.schedule"
+            in capsys.readouterr().err
+        )
 
 
 def test_the_plan_tool_takes_it(capsys):
-    towers = ["--image-tower", "resnet18:layers=1-1-1-1", "--text-tower", "bert-mini", "--image-size", "64", "--max-text-tokens", "32"]
+    towers = [
+        "--image-tower",
+        "resnet18:layers=1-1-1-1",
+        "--text-tower",
+        "bert-mini",
+        "--image-size",
+        "64",
+        "--max-text-tokens",
+        "32",
+    ]
     own = ["--import-module", MODULE, "--schedule", NAME]
-    assert run_plan(["--gpus", "2", "--layout", "chain", *own, *towers]) == 0 and f", {NAME}, " in capsys.readouterr().out
+    assert (
+        run_plan(["--gpus", "2", "--layout", "chain", *own, *towers]) == 0
+        and f", {NAME}, " in capsys.readouterr().out
+    )
     assert run_plan(["--gpus", "2", "--import-module", "nowhere"]) == 2
     assert "error: --import-module nowhere: there is no module 'nowhere'" in capsys.readouterr().err
 
 
-def test_the_timeline_of_a_run_predicts_it_where_the_module_is_found(registered, registry, tmp_path, monkeypatch):
+def test_the_timeline_of_a_run_predicts_it_where_the_module_is_found(
+    registered, registry, tmp_path, monkeypatch
+):
     _, plan = plan_of(LINE | {"schedule": NAME})
     del registry[NAME]
     monkeypatch.delitem(sys.modules, MODULE)
-    (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(plan.costs), allow_nan=False))
+    (tmp_path / "costs.json").write_text(
+        json.dumps(cost_model_to_json(plan.costs), allow_nan=False)
+    )
     record = {
         "schedule": NAME,
         "stage_graph": plan.graph.record(),
@@ -152,22 +197,49 @@ def test_the_timeline_of_a_run_predicts_it_where_the_module_is_found(registered,
     }
     predicted, reason = prediction(tmp_path, record)
     assert NAME in predicted.title and reason is None
-    predicted, reason = prediction(tmp_path, record | {"options": {"import_module": ["examples.nowhere"]}})
-    assert predicted is None and "nothing is predicted: --import-module examples.nowhere: there is no module" in reason
+    predicted, reason = prediction(
+        tmp_path, record | {"options": {"import_module": ["examples.nowhere"]}}
+    )
+    assert (
+        predicted is None
+        and "nothing is predicted: --import-module examples.nowhere: there is no module" in reason
+    )
 
 
 def test_train_py_trains_with_it_and_one_rank_refuses_a_module_that_is_not_there(tmp_path):
-    pairs = ["--data", write_pairs(tmp_path / "pairs", 96), "--val-fraction", 0.25, "--max-text-tokens", 16, "--workers", 0]
+    pairs = [
+        "--data",
+        write_pairs(tmp_path / "pairs", 96),
+        "--val-fraction",
+        0.25,
+        "--max-text-tokens",
+        16,
+        "--workers",
+        0,
+    ]
     file = fork_flags(tmp_path)[1]
     config = json.loads(file.read_text())
     config["branches"] |= {"schedule": NAME, "micro_batch_size": 8}
     file.write_text(json.dumps(config))
-    arguments = [*SMALL, *pairs, "--deepspeed_config", file, "--steps", 2, "--run-dir", tmp_path / "run"]
+    arguments = [
+        *SMALL,
+        *pairs,
+        "--deepspeed_config",
+        file,
+        "--steps",
+        2,
+        "--run-dir",
+        tmp_path / "run",
+    ]
     status, output = run_to_end("train.py", *arguments, "--import-module", MODULE, ranks=2)
     assert status == 0 and f", {NAME}, micro-batches 8×3" in output, output[-3000:]
     assert set(metrics(tmp_path / "run")) == {1, 2}
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["schedule"] == NAME and record["options"]["import_module"] == [MODULE]
-    status, output = run_to_end("train.py", *arguments, "--import-module", "examples.nowhere", ranks=2)
-    assert status == 2 and output.count("train.py: error:") == 1 and "Traceback" not in output, output[-3000:]
+    status, output = run_to_end(
+        "train.py", *arguments, "--import-module", "examples.nowhere", ranks=2
+    )
+    assert status == 2 and output.count("train.py: error:") == 1 and "Traceback" not in output, (
+        output[-3000:]
+    )
     assert "--import-module examples.nowhere: there is no module 'examples.nowhere'" in output

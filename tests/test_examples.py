@@ -1,4 +1,5 @@
-"""The other examples of what a user adds without editing a file: a tower, a loss, a data format, a data set.
+"""The other examples of what a user adds without editing a file: a tower, a loss, a data format, a
+data set.
 
 `examples/schedule.py` and `examples/modality.py` have tests of their own.
 """
@@ -18,7 +19,12 @@ from models.towers.image import OWN
 
 MODULES = ["examples.tower", "examples.loss", "examples.format"]
 BERT = "bert-tiny:hidden_dropout_prob=0,attention_probs_dropout_prob=0"
-FORK = {"layout": "fork", "stages": {"image": 2, "text": 1}, "micro_batch_size": {"image": 4, "text": 12}, "schedule": "replay"}
+FORK = {
+    "layout": "fork",
+    "stages": {"image": 2, "text": 1},
+    "micro_batch_size": {"image": 4, "text": 12},
+    "schedule": "replay",
+}
 SPLITS = {1: {"layout": "merged", "stages": {"merged": 1}, "micro_batch_size": 24}, 3: FORK}
 RELATIVE = 1e-5  # fp32, whose sums come in another order
 
@@ -39,9 +45,31 @@ def test_a_tower_a_loss_and_a_format_of_ones_own_train_split_as_they_do_on_one_r
     folder = tmp_path / "named pictures"
     folder.mkdir()
     for i in range(48):
-        Image.new("RGB", (20, 20), (5 * i, 255 - 5 * i, 90)).save(folder / f"a_{'dark bright'.split()[i % 2]}_colour_{i}.png")
-    flags = ["--import-module", ",".join(MODULES), "--data", f"named:{folder}", "--loss", "alignment+uniformity", "--val-fraction", 0.2]
-    flags += ["--image-tower", "mixer:width=16,depth=3", "--text-tower", BERT, "--image-size", 32, "--embed-dim", 16, "--workers", 0]
+        Image.new("RGB", (20, 20), (5 * i, 255 - 5 * i, 90)).save(
+            folder / f"a_{'dark bright'.split()[i % 2]}_colour_{i}.png"
+        )
+    flags = [
+        "--import-module",
+        ",".join(MODULES),
+        "--data",
+        f"named:{folder}",
+        "--loss",
+        "alignment+uniformity",
+        "--val-fraction",
+        0.2,
+    ]
+    flags += [
+        "--image-tower",
+        "mixer:width=16,depth=3",
+        "--text-tower",
+        BERT,
+        "--image-size",
+        32,
+        "--embed-dim",
+        16,
+        "--workers",
+        0,
+    ]
     flags += ["--max-text-tokens", 12, "--steps", 2]
     seen = {}
     for ranks, branches in SPLITS.items():
@@ -55,26 +83,47 @@ def test_a_tower_a_loss_and_a_format_of_ones_own_train_split_as_they_do_on_one_r
         assert status == 0, output[-3000:]
         seen[ranks] = metrics(run_dir)
         if ranks == 1:
-            status, output = run_to_end("evaluate.py", run_dir)  # finds the modules in the run's record
+            status, output = run_to_end(
+                "evaluate.py", run_dir
+            )  # finds the modules in the run's record
             assert status == 0 and "text → image" in output, output[-3000:]
     for step in (1, 2):
-        compared = [name for name in seen[1][step] if name == "loss" or name.startswith("grad_norm/")]
+        compared = [
+            name for name in seen[1][step] if name == "loss" or name.startswith("grad_norm/")
+        ]
         assert {name: seen[3][step][name] for name in compared} == pytest.approx(
             {name: seen[1][step][name] for name in compared}, rel=RELATIVE
         )
     assert seen[1][1]["loss"] != seen[1][2]["loss"]
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.py")), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "examples").glob("*.py")), ids=lambda file: file.name
+)
 def test_an_example_is_short_and_its_command_is_understood(file: Path):
     text = file.read_text()
     assert len(text.splitlines()) < 60
-    command = text.partition("train.py ")[2].partition("\n\n")[0].partition('"""')[0].replace("\\\n", " ").split()
-    options = parse_options([word for word in command if word not in ("--deepspeed_config", "how.json")])
-    assert options.import_module or options.data == ("python:examples.dataset:Palettes",) or file.name == "__init__.py"
+    command = (
+        text.partition("train.py ")[2]
+        .partition("\n\n")[0]
+        .partition('"""')[0]
+        .replace("\\\n", " ")
+        .split()
+    )
+    options = parse_options(
+        [word for word in command if word not in ("--deepspeed_config", "how.json")]
+    )
+    assert (
+        options.import_module
+        or options.data == ("python:examples.dataset:Palettes",)
+        or file.name == "__init__.py"
+    )
 
 
 def test_a_loss_that_nobody_registered_is_refused(capsys):
     with pytest.raises(SystemExit):
         parse_options(["--loss", "infonec"])
-    assert "there is no loss 'infonec'; there are infonce, sigmoid; did you mean 'infonce'?" in capsys.readouterr().err
+    assert (
+        "there is no loss 'infonec'; there are infonce, sigmoid; did you mean 'infonce'?"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,5 @@
-"""What ends a run early, in real processes: each time one message, nobody left, and a checkpoint to go on from."""
+"""What ends a run early, in real processes: each time one message, nobody left, and a checkpoint to
+go on from."""
 
 import json
 import os
@@ -30,11 +31,19 @@ from launch.run.stopping import STOPPED
 def small(tmp_path_factory):
     """Towers, configuration and data of a fork on two ranks."""
     folder = tmp_path_factory.mktemp("small")
-    return [*SMALL, *fork_flags(folder), "--data", write_pairs(folder, 320), "--max-text-tokens", 16]
+    return [
+        *SMALL,
+        *fork_flags(folder),
+        "--data",
+        write_pairs(folder, 320),
+        "--max-text-tokens",
+        16,
+    ]
 
 
 def test_a_rank_that_is_stuck_ends_all_and_says_where_each_stands(tmp_path, small):
-    """The first rank writes to a file system that does not answer: metrics.jsonl turns into a pipe that nobody reads."""
+    """The first rank writes to a file system that does not answer: metrics.jsonl turns into a pipe
+    that nobody reads."""
     length = ["--steps", 100_000, "--save-every", 2, "--eval-every", 100_000, "--workers", 0]
     run = start("train.py", *small, *length, "--stall-limit", 0.1, "--run-dir", tmp_path, ranks=2)
     wait_for(reached(tmp_path, 2), run)
@@ -42,30 +51,59 @@ def test_a_rank_that_is_stuck_ends_all_and_says_where_each_stands(tmp_path, smal
     (tmp_path / "pipe").replace(tmp_path / "metrics.jsonl")
     status, output = finish(run)
     assert status == 1
-    assert output.count("no rank has finished anything for 6 s (--stall-limit)") == 1, output[-5000:]
+    assert output.count("no rank has finished anything for 6 s (--stall-limit)") == 1, output[
+        -5000:
+    ]
     stacks = output.split("--- rank ")[1:]
-    assert stacks[0].startswith("0 (image 0, replica 0):") and "launch/run/folder.py" in stacks[0], output[-5000:]
-    assert stacks[1].startswith("1 (text 0, replica 0):") and "distributed" in stacks[1], output[-5000:]
+    assert (
+        stacks[0].startswith("0 (image 0, replica 0):") and "launch/run/folder.py" in stacks[0]
+    ), output[-5000:]
+    assert stacks[1].startswith("1 (text 0, replica 0):") and "distributed" in stacks[1], output[
+        -5000:
+    ]
     assert (tmp_path / "checkpoints" / "latest").is_file()
 
 
-def test_when_a_rank_dies_all_leave_one_says_why_and_a_supervised_run_goes_on(tmp_path, monkeypatch, small):
-    """From the newest checkpoint, to its end; and what a signal stops is not started again. The rank dies, and the signal comes, in the middle."""
+def test_when_a_rank_dies_all_leave_one_says_why_and_a_supervised_run_goes_on(
+    tmp_path, monkeypatch, small
+):
+    """From the newest checkpoint, to its end; and what a signal stops is not started again. The
+    rank dies, and the signal comes, in the middle."""
     run_dir = tmp_path / "a run"
     run_dir.mkdir()
     (run_dir / "hold").touch()
     monkeypatch.setenv("HOLD_AFTER", "4")
-    arguments = [*small, "--run-dir", run_dir, "--wandb", "offline", "--steps", 12, "--save-every", 3, "--eval-every", 100, "--workers", 0]
+    arguments = [
+        *small,
+        "--run-dir",
+        run_dir,
+        "--wandb",
+        "offline",
+        "--steps",
+        12,
+        "--save-every",
+        3,
+        "--eval-every",
+        100,
+        "--workers",
+        0,
+    ]
     supervise = ["bash", "launch/supervise.sh", "--wait", 0, "--"]
-    run = command(lambda port: [*supervise, *launcher(2, port, "tests/held_training.py"), *arguments])
+    run = command(
+        lambda port: [*supervise, *launcher(2, port, "tests/held_training.py"), *arguments]
+    )
     try:
         wait_for(reached(run_dir, 4), run)
-        wait_for(lambda: (run_dir / "checkpoints" / "latest").is_file(), run)  # it is written in the background
+        wait_for(
+            lambda: (run_dir / "checkpoints" / "latest").is_file(), run
+        )  # it is written in the background
         (first, victim), before = ranks_of(run), metrics(run_dir)[4]
         victim.kill()
         wait_for(lambda: "start 1 of 3" in run.said(), run)
         wait_for(lambda: not first.is_running(), run)
-        wait_for(lambda: metrics(run_dir).get(4, before) != before, run)  # the second start has come as far
+        wait_for(
+            lambda: metrics(run_dir).get(4, before) != before, run
+        )  # the second start has come as far
         os.kill(run.pid, signal.SIGTERM)
         wait_for(lambda: (run_dir / "stop").is_file(), run)
         (run_dir / "hold").unlink()
@@ -75,14 +113,22 @@ def test_when_a_rank_dies_all_leave_one_says_why_and_a_supervised_run_goes_on(tm
         end(run)  # first, or it would start again what ends
         for p in left:
             p.kill()
-    assert status == STOPPED and "start 1 of 3 from checkpoint 'step-0000000" in output, output[-3000:]
-    assert output.count("error: rank 1 (text 0, replica 0) died without a message") == 1 and "Traceback" not in output
+    assert status == STOPPED and "start 1 of 3 from checkpoint 'step-0000000" in output, output[
+        -3000:
+    ]
+    assert (
+        output.count("error: rank 1 (text 0, replica 0) died without a message") == 1
+        and "Traceback" not in output
+    )
     assert "SIGTERM: the run saves and ends after its current step" in output
     stopped_at = max(metrics(run_dir))
     assert 4 < stopped_at < 12 and sorted(metrics(run_dir)) == list(range(1, stopped_at + 1))
     status, output = run_to_end("train.py", *arguments, ranks=2)
     assert status == 0 and len(metrics(run_dir)) == 12, output[-2000:]
-    assert len({folder.name.rsplit("-", 1)[1] for folder in (run_dir / "wandb").glob("offline-run-*")}) == 1  # one W&B run
+    assert (
+        len({folder.name.rsplit("-", 1)[1] for folder in (run_dir / "wandb").glob("offline-run-*")})
+        == 1
+    )  # one W&B run
 
 
 def test_ctrl_c_in_a_terminal_saves_before_the_launcher_ends_the_ranks(tmp_path, small):
@@ -98,12 +144,24 @@ def test_ctrl_c_in_a_terminal_saves_before_the_launcher_ends_the_ranks(tmp_path,
 
 
 def test_memory_that_runs_out_is_one_message_with_what_to_change(tmp_path):
-    """The image rank may map 300 MB more than it has once it is built: its first convolution alone makes 420 MB of 256 pictures."""
+    """The image rank may map 300 MB more than it has once it is built: its first convolution alone
+    makes 420 MB of 256 pictures."""
     (folder := tmp_path / "config").mkdir()
     flags = fork_flags(folder)
     config = json.loads(flags[1].read_text()) | {"train_batch_size": 256}
     flags[1].write_text(json.dumps(config))
-    large = [*SMALL, *flags, "--image-size", 160, "--data", write_pairs(tmp_path, 320), "--val-fraction", 0.1, "--max-text-tokens", 16]
+    large = [
+        *SMALL,
+        *flags,
+        "--image-size",
+        160,
+        "--data",
+        write_pairs(tmp_path, 320),
+        "--val-fraction",
+        0.1,
+        "--max-text-tokens",
+        16,
+    ]
     run_dir = tmp_path / "run"
     run = start("train.py", *large, "--steps", 2, "--workers", 0, "--run-dir", run_dir, ranks=2)
     wait_for((run_dir / "config.json").is_file, run)
@@ -114,11 +172,25 @@ def test_memory_that_runs_out_is_one_message_with_what_to_change(tmp_path):
     assert status == 2, output[-3000:]  # in its first step: another start would end the same way
     assert output.count("error:") == 1 and "Traceback" not in output, output[-5000:]
     said = output.split("train.py: error: ")[1].splitlines()
-    assert said[0] == "rank 0 (image 0, replica 0) ran out of memory in ForwardPass of micro-batch 0 (of 1, counted from 0), in step 1"
-    assert said[1].startswith("asked for: 400.00 MiB; this process's address space (ulimit -v) has ")
-    assert said[3].startswith("predicted for a training step of image 0: at most ") and "an estimate" in said[3]
-    assert said[5].startswith('  "branches": {"schedule": "replay", "micro_batch_size": {"image": 128, "text": 256}}: instead of 256; ')
+    assert (
+        said[0]
+        == "rank 0 (image 0, replica 0) ran out of memory in ForwardPass of micro-batch 0 (of 1, counted from 0), in step 1"
+    )
+    assert said[1].startswith(
+        "asked for: 400.00 MiB; this process's address space (ulimit -v) has "
+    )
+    assert (
+        said[3].startswith("predicted for a training step of image 0: at most ")
+        and "an estimate" in said[3]
+    )
+    assert said[5].startswith(
+        '  "branches": {"schedule": "replay", "micro_batch_size": {"image": 128, "text": 256}}: instead of 256; '
+    )
     assert f"(traceback: {run_dir / 'error-rank0.txt'})" in output
     kept = (run_dir / "error-rank0.txt").read_text()
-    assert "DefaultCPUAllocator: can't allocate memory" in kept and "_exec_forward_pass" in kept and said[0] in kept
+    assert (
+        "DefaultCPUAllocator: can't allocate memory" in kept
+        and "_exec_forward_pass" in kept
+        and said[0] in kept
+    )
     assert not (run_dir / "error-rank1.txt").exists() and not (run_dir / "done").exists()

@@ -1,4 +1,5 @@
-"""ds_configs/README.md tells the truth: its snippets are accepted, come out as it says, and no key is missing from its tables."""
+"""ds_configs/README.md tells the truth: its snippets are accepted, come out as it says, and no key
+is missing from its tables."""
 
 import json
 import re
@@ -7,7 +8,13 @@ from pathlib import Path
 import pytest
 from cost_models import proportional
 
-from engine.config.reading import DEEPSPEED_KEYS, NOT_WITH_A_PIPELINE, BranchesBlock, check_config, read_config
+from engine.config.reading import (
+    DEEPSPEED_KEYS,
+    NOT_WITH_A_PIPELINE,
+    BranchesBlock,
+    check_config,
+    read_config,
+)
 from engine.planning.planner import deepspeed_config, plan_run
 from launch.settings.blocks import READERS, BalanceBlock
 from models.towers.layers import BRANCHES
@@ -18,7 +25,9 @@ MINIMAL = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr
 COSTS = proportional({"image": [3.0] * 4, "text": [1.0] * 4})  # "an image costs three times a text"
 
 # A snippet, and the line of four spaces below it that says what comes out, if there is one.
-SNIPPETS = re.findall(r"```json\n(.*?)```\n(?:\n    ((?:fork|chain|merged): [^\n]*)\n)?", PAGE, flags=re.DOTALL)
+SNIPPETS = re.findall(
+    r"```json\n(.*?)```\n(?:\n    ((?:fork|chain|merged): [^\n]*)\n)?", PAGE, flags=re.DOTALL
+)
 EXAMPLES = [(text, result) for text, result in SNIPPETS if result]
 
 
@@ -37,14 +46,30 @@ def test_examples_come_out_as_the_page_says(text, result):
     read, block = check_config(MINIMAL | json.loads(text), BRANCHES, READERS)
     plan = plan_run(read, block, sum(map(int, re.findall(r"×(\d+)", described))), COSTS)
     assert plan.graph.describe() == described
-    batches = {branch: (batch.micro_batch_size, batch.num_micro_batches, batch.replicas) for branch, batch in plan.batches.items()}
-    assert ", ".join(f"{branch} {micro} × {number} × {replicas}" for branch, (micro, number, replicas) in batches.items()) == dealt
+    batches = {
+        branch: (batch.micro_batch_size, batch.num_micro_batches, batch.replicas)
+        for branch, batch in plan.batches.items()
+    }
+    assert (
+        ", ".join(
+            f"{branch} {micro} × {number} × {replicas}"
+            for branch, (micro, number, replicas) in batches.items()
+        )
+        == dealt
+    )
     for branch, (micro, number, replicas) in batches.items():
         assert micro * number * replicas == read["train_batch_size"]
-        assert deepspeed_config(read, plan.batches[branch], 10)["train_micro_batch_size_per_gpu"] == micro
+        assert (
+            deepspeed_config(read, plan.batches[branch], 10)["train_micro_batch_size_per_gpu"]
+            == micro
+        )
 
 
-FILES = re.findall(r"^`(\w+\.json)`: .*?\n\n    ((?:fork|chain|merged): [^\n]*)\n", PAGE, flags=re.DOTALL | re.MULTILINE)
+FILES = re.findall(
+    r"^`(\w+\.json)`: .*?\n\n    ((?:fork|chain|merged): [^\n]*)\n",
+    PAGE,
+    flags=re.DOTALL | re.MULTILINE,
+)
 
 
 def test_the_files_with_arithmetic_come_out_as_the_page_says():
@@ -54,13 +79,24 @@ def test_the_files_with_arithmetic_come_out_as_the_page_says():
         config, block = read_config(ROOT / "ds_configs" / name, BRANCHES, READERS)
         plan = plan_run(config, block, 8, COSTS)
         assert plan.graph.describe() == described
-        batches = {branch: (batch.micro_batch_size, batch.num_micro_batches, batch.replicas) for branch, batch in plan.batches.items()}
-        assert ", ".join(f"{branch} {micro} × {number} × {replicas}" for branch, (micro, number, replicas) in batches.items()) == dealt
+        batches = {
+            branch: (batch.micro_batch_size, batch.num_micro_batches, batch.replicas)
+            for branch, batch in plan.batches.items()
+        }
+        assert (
+            ", ".join(
+                f"{branch} {micro} × {number} × {replicas}"
+                for branch, (micro, number, replicas) in batches.items()
+            )
+            == dealt
+        )
 
 
 def rows(section: str) -> str:
     """The first cells of the tables of a section, those of its subsections left out."""
-    (body,) = re.findall(rf"^###? {re.escape(section)}\n(.*?)(?=^###? |\Z)", PAGE, flags=re.DOTALL | re.MULTILINE)
+    (body,) = re.findall(
+        rf"^###? {re.escape(section)}\n(.*?)(?=^###? |\Z)", PAGE, flags=re.DOTALL | re.MULTILINE
+    )
     return "\n".join(line.split("|")[1] for line in body.splitlines() if line.startswith("|"))
 
 
@@ -72,13 +108,20 @@ def test_the_tables_have_every_key_and_no_other():
 
 
 def test_the_table_has_every_file():
-    assert {name for name in re.findall(r"`(\w+\.json)`", PAGE)} == {file.name for file in (ROOT / "ds_configs").glob("*.json")}
+    assert {name for name in re.findall(r"`(\w+\.json)`", PAGE)} == {
+        file.name for file in (ROOT / "ds_configs").glob("*.json")
+    }
 
 
 @pytest.mark.parametrize("page", ["ds_configs/README.md", "engine/README.md"])
 def test_the_files_a_page_names_exist(page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    for path in re.findall(r"\b(?:tests|engine|launch|models|data|ds_configs|bench)/[\w/]+\.(?:py|json|md|sh)\b", text):
+    for path in re.findall(
+        r"\b(?:tests|engine|launch|models|data|ds_configs|bench)/[\w/]+\.(?:py|json|md|sh)\b", text
+    ):
         assert (ROOT / path).is_file(), path
     for name in re.findall(r"\b(?:tests/[\w/]+\.py)::(\w+)", text):
-        assert any(f"def {name}(" in file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py")), name
+        assert any(
+            f"def {name}(" in file.read_text(encoding="utf-8")
+            for file in (ROOT / "tests").rglob("test_*.py")
+        ), name

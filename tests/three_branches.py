@@ -1,7 +1,9 @@
-"""Three branches, split over ranks by the engine and unsplit in plain torch: a picture, a text, and a toy modality called sound.
+"""Three branches, split over ranks by the engine and unsplit in plain torch: a picture, a text, and
+a toy modality called sound.
 
-The unsplit side shares no code with the engine: whole towers in one process, and autograd through one loss over the global batch. A sample
-may lack a modality: no row comes for it (`lacking`), or the row comes and could not be loaded (`not_loaded`).
+The unsplit side shares no code with the engine: whole towers in one process, and autograd through
+one loss over the global batch. A sample may lack a modality: no row comes for it (`lacking`), or
+the row comes and could not be loaded (`not_loaded`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from split_training import EMBED_DIM, FIRST_INDEX, SEED, Case, global_batch, gradient_pieces, micro_batch, towers_of
+from split_training import (
+    EMBED_DIM,
+    FIRST_INDEX,
+    SEED,
+    Case,
+    global_batch,
+    gradient_pieces,
+    micro_batch,
+    towers_of,
+)
 from torch import Tensor, nn
 
 from models.losses import InfoNCE, PlainLoss, Sigmoid
@@ -52,7 +63,14 @@ class ThreeBranches:
         return sum(self.stages.values()) * self.replicas
 
     def __str__(self) -> str:
-        parts = [self.layout, self.stages, self.replicas, self.micro_batch_size, self.pairs, self.schedule]
+        parts = [
+            self.layout,
+            self.stages,
+            self.replicas,
+            self.micro_batch_size,
+            self.pairs,
+            self.schedule,
+        ]
         parts += ["plain"] if self.plain else []
         parts += ["lacking"] if self.lacking else []
         parts += ["not_loaded"] if self.not_loaded else []
@@ -61,7 +79,11 @@ class ThreeBranches:
 
     def rows(self, branch: str) -> list[int]:
         """The samples that come."""
-        return [place for place in range(self.global_batch_size) if place not in self.lacking.get(branch, ())]
+        return [
+            place
+            for place in range(self.global_batch_size)
+            if place not in self.lacking.get(branch, ())
+        ]
 
     def shares(self, branch: str, replicas: int, number: int) -> list[list[Tensor]]:
         """[replica][micro-batch] -> places."""
@@ -69,7 +91,8 @@ class ThreeBranches:
         return [list(part.tensor_split(number)) for part in places.tensor_split(replicas)]
 
 
-# -- a modality that the engine has never heard of -----------------------------------------------------------------------------
+# -- a modality that the engine has never heard of
+# -----------------------------------------------------------------------------
 
 
 class SoundStem(Layer):
@@ -104,7 +127,12 @@ class SoundPool(Layer):
 def sound_tower(scalars: dict[str, float]) -> Tower:
     specs = []
     with torch.device("meta"):
-        for name, layer in (("stem", SoundStem()), ("block0", SoundBlock()), ("block1", SoundBlock()), ("pool", SoundPool())):
+        for name, layer in (
+            ("stem", SoundStem()),
+            ("block0", SoundBlock()),
+            ("block1", SoundBlock()),
+            ("pool", SoundPool()),
+        ):
             layer.canonical_names = {own: f"sound.{name}.{own}" for own in layer.state_dict()}
             specs.append(LayerSpec(f"sound.{name}", "sound", layer, reset))
     return Tower("sound", "toy", 16, (*specs, head("sound", 16, EMBED_DIM, scalars)), {})
@@ -125,7 +153,11 @@ def all_of(case: ThreeBranches):
     """The objective, the towers with their heads, the pictures' size."""
     from engine.objective import Branch, Objective, Pair
 
-    losses = {("image", "text"): InfoNCE(), ("sound", "text"): InfoNCE(0.1), ("image", "sound"): Sigmoid()}
+    losses = {
+        ("image", "text"): InfoNCE(),
+        ("sound", "text"): InfoNCE(0.1),
+        ("image", "sound"): Sigmoid(),
+    }
     if case.plain:
         losses = {
             ("image", "text"): PlainLoss(symmetric, {"logit_scale": 1.5}),
@@ -133,42 +165,70 @@ def all_of(case: ThreeBranches):
             ("image", "sound"): PlainLoss(symmetric, {"logit_scale": 0.5}),
         }
     pairs = tuple(
-        Pair(*pair, losses[pair], weight=WEIGHTS[pair], prefix="" if pair == ("image", "text") else f"{pair[0]}_{pair[1]}_")
+        Pair(
+            *pair,
+            losses[pair],
+            weight=WEIGHTS[pair],
+            prefix="" if pair == ("image", "text") else f"{pair[0]}_{pair[1]}_",
+        )
         for pair in PAIRS[case.pairs]
     )
     towers, image_size = towers_of(Case("fork", 1, 1))
     objective = Objective(tuple(Branch(name, inputs) for name, inputs in INPUTS.items()), pairs)
     image = towers["image"]
-    towers["image"] = replace(image, specs=(*image.specs[:-1], image_head(image.width, EMBED_DIM, objective.scalars_of("image"))))
+    towers["image"] = replace(
+        image,
+        specs=(
+            *image.specs[:-1],
+            image_head(image.width, EMBED_DIM, objective.scalars_of("image")),
+        ),
+    )
     towers["sound"] = sound_tower(objective.scalars_of("sound"))
     assert {name: towers[name].inputs for name in INPUTS} == INPUTS
     return objective, towers, image_size
 
 
-INPUTS = {"image": ("pixel_values", "kept_patches"), "text": ("input_ids", "attention_mask"), "sound": ("samples",)}
+INPUTS = {
+    "image": ("pixel_values", "kept_patches"),
+    "text": ("input_ids", "attention_mask"),
+    "sound": ("samples",),
+}
 
 
 def loaded(case: ThreeBranches, branch: str, places: Tensor, image_size: int) -> dict[str, Tensor]:
     """A micro-batch of one branch."""
-    of_two = Case("fork", 1, 1, global_batch_size=case.global_batch_size, not_loaded=case.not_loaded)
+    of_two = Case(
+        "fork", 1, 1, global_batch_size=case.global_batch_size, not_loaded=case.not_loaded
+    )
     if branch != "sound":
         return micro_batch(of_two, global_batch(of_two, 0, image_size), branch, places)
-    samples = torch.randn(case.global_batch_size, SOUND_WIDTH, generator=torch.Generator().manual_seed(77))
+    samples = torch.randn(
+        case.global_batch_size, SOUND_WIDTH, generator=torch.Generator().manual_seed(77)
+    )
     index = places + FIRST_INDEX
     broken = torch.isin(places, torch.tensor(case.not_loaded.get("sound", ()), dtype=torch.int64))
-    return {"samples": samples[places], "sound_position": places, "sound_index": torch.where(broken, -1 - index, index)}
+    return {
+        "samples": samples[places],
+        "sound_position": places,
+        "sound_index": torch.where(broken, -1 - index, index),
+    }
 
 
-# -- split ---------------------------------------------------------------------------------------------------------------------
+# -- split
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def train_three_split(case: ThreeBranches) -> dict[str, Any]:
     """On each rank: the metrics of one step, and the gradients as (name, offset, flat piece)."""
     engine, image_size = engine_of(case)
     gradients: list[tuple[str, int, Tensor]] = []
-    engine.basic_optimizer.register_step_pre_hook(lambda *_: gradients.extend(gradient_pieces(engine)))
+    engine.basic_optimizer.register_step_pre_hook(
+        lambda *_: gradients.extend(gradient_pieces(engine))
+    )
     num_rows = {name: len(case.rows(name)) for name in engine.objective.names if case.lacking}
-    metrics = engine.train_batch(_micro_batches(case, engine, image_size), num_rows=num_rows, loss_weights=case.loss_weights)
+    metrics = engine.train_batch(
+        _micro_batches(case, engine, image_size), num_rows=num_rows, loss_weights=case.loss_weights
+    )
     return {"metrics": metrics, "gradients": gradients, "graph": engine.graph.describe()}
 
 
@@ -220,7 +280,11 @@ def engine_of(case: ThreeBranches) -> tuple[Any, int]:
     config = {
         "train_batch_size": case.global_batch_size,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": case.zero_stage, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000},
+        "zero_optimization": {
+            "stage": case.zero_stage,
+            "reduce_bucket_size": 100_000,
+            "allgather_bucket_size": 100_000,
+        },
         "branches": {
             "layout": case.layout,
             "stages": case.stages,
@@ -233,7 +297,11 @@ def engine_of(case: ThreeBranches) -> tuple[Any, int]:
     config, block = check_config(config, objective.names)
     towers = {name: towers[name] for name in objective.names}
     costs = proportional(
-        {name: [1.0 if spec.num_parameters else 0.1 for spec in tower.specs] for name, tower in towers.items()}, compared=PAIRS[case.pairs]
+        {
+            name: [1.0 if spec.num_parameters else 0.1 for spec in tower.specs]
+            for name, tower in towers.items()
+        },
+        compared=PAIRS[case.pairs],
     )
     engine = build_engine(
         plan_run(config, block, dist.get_world_size(), costs),
@@ -258,25 +326,40 @@ def _micro_batches(case: ThreeBranches, engine, image_size: int):
     shares = {}
     for branch in engine.place.loads:
         batch = engine.batches[branch]
-        shares[branch] = case.shares(branch, batch.replicas, batch.num_micro_batches)[engine.replica]
+        shares[branch] = case.shares(branch, batch.replicas, batch.num_micro_batches)[
+            engine.replica
+        ]
     return iter(
         [
-            {name: tensor for branch, own in zip(shares, parts) for name, tensor in loaded(case, branch, own, image_size).items()}
+            {
+                name: tensor
+                for branch, own in zip(shares, parts)
+                for name, tensor in loaded(case, branch, own, image_size).items()
+            }
             for parts in zip(*shares.values())
         ]
     )
 
 
-# -- unsplit -------------------------------------------------------------------------------------------------------------------
+# -- unsplit
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def train_three_whole(case: ThreeBranches, batches: dict[str, tuple[int, int]]) -> dict[str, Any]:
-    """The reference. `batches[branch]`: replicas and micro-batches of each of them, which dropout knows."""
+    """The reference. `batches[branch]`: replicas and micro-batches of each of them, which dropout
+    knows."""
     from engine.module import layer_seed
 
     objective, towers, image_size = all_of(case)
-    layers = {name: [spec.build(SEED).train() for spec in towers[name].specs] for name in objective.names}
-    named = {layer.canonical_names[n]: p for own in layers.values() for layer in own for n, p in layer.named_parameters()}
+    layers = {
+        name: [spec.build(SEED).train() for spec in towers[name].specs] for name in objective.names
+    }
+    named = {
+        layer.canonical_names[n]: p
+        for own in layers.values()
+        for layer in own
+        for n, p in layer.named_parameters()
+    }
     embeds, scalars, first_layer = {}, {}, 0
     for name in objective.names:
         rows = torch.zeros(case.global_batch_size, EMBED_DIM)
@@ -293,7 +376,11 @@ def train_three_whole(case: ThreeBranches, batches: dict[str, tuple[int, int]]) 
         first_layer += len(layers[name])
     losses = {}
     for pair in objective.pairs:
-        left_out = {p for b in pair.branches for p in (*case.lacking.get(b, ()), *case.not_loaded.get(b, ()))}
+        left_out = {
+            p
+            for b in pair.branches
+            for p in (*case.lacking.get(b, ()), *case.not_loaded.get(b, ()))
+        }
         both = torch.tensor([p for p in range(case.global_batch_size) if p not in left_out])
         first, second = (embeds[branch][both] for branch in pair.branches)
         learned = {name: scalars[tensor] for name, tensor in pair.scalars.items()}
@@ -303,13 +390,19 @@ def train_three_whole(case: ThreeBranches, batches: dict[str, tuple[int, int]]) 
         logits = learned["logit_scale"].exp() * first @ second.T
         if isinstance(pair.loss, Sigmoid):
             signs = 2 * torch.eye(len(both)) - 1
-            losses[pair.name] = -F.logsigmoid(signs * (logits + learned["logit_bias"])).sum() / len(both)
+            losses[pair.name] = -F.logsigmoid(signs * (logits + learned["logit_bias"])).sum() / len(
+                both
+            )
         else:
             target, smoothing = torch.arange(len(both)), pair.loss.label_smoothing
             losses[pair.name] = (
-                F.cross_entropy(logits, target, label_smoothing=smoothing) + F.cross_entropy(logits.T, target, label_smoothing=smoothing)
+                F.cross_entropy(logits, target, label_smoothing=smoothing)
+                + F.cross_entropy(logits.T, target, label_smoothing=smoothing)
             ) / 2
-    weights = {pair.name: case.loss_weights.get(f"contrastive/{pair.name}", pair.weight) for pair in objective.pairs}
+    weights = {
+        pair.name: case.loss_weights.get(f"contrastive/{pair.name}", pair.weight)
+        for pair in objective.pairs
+    }
     loss = sum(weights[name] * own for name, own in losses.items())
     loss.backward()
     return {

@@ -1,7 +1,9 @@
-"""Which positions of a global batch make which micro-batch: in order, by the shape of the picture, or by what they cost.
+"""Which positions of a global batch make which micro-batch: in order, by the shape of the picture,
+or by what they cost.
 
-The loss is over the whole global batch, so a deal changes the speed and nothing else. Every rank works it out by itself: it is a pure
-function of seed, step and the costs, which are the same everywhere.
+The loss is over the whole global batch, so a deal changes the speed and nothing else. Every rank
+works it out by itself: it is a pure function of seed, step and the costs, which are the same
+everywhere.
 
 G: samples of a global batch, R: replicas of the branch, M: micro-batches of each.
 """
@@ -19,12 +21,15 @@ from data.batching.settings import Setting
 from data.modalities.lengths import TokenCounts
 
 Size = tuple[int, int]  # H, W in pixels
-Share = tuple[np.ndarray, Size | None]  # positions [b] int64, size of their pictures (None: the transform's)
+Share = tuple[
+    np.ndarray, Size | None
+]  # positions [b] int64, size of their pictures (None: the transform's)
 
 
 @dataclass(frozen=True, eq=False)
 class GlobalBatch:
-    """`visited` [G]: numbers in the training subset; `indices` [G]: the same samples in the source; `setting`: what holds in this step."""
+    """`visited` [G]: numbers in the training subset; `indices` [G]: the same samples in the source;
+    `setting`: what holds in this step."""
 
     step: int
     epoch: int
@@ -36,8 +41,9 @@ class GlobalBatch:
 class Dealer(Protocol):
     """Deals global batches to the micro-batches of one branch.
 
-    `deals_texts`: it deals texts, c · G of them where an image has c captions in the setting, and not samples; those of the image at p have the
-    positions c · p .. c · p + c − 1. `equal_shares`: all micro-batches have equally many samples.
+    `deals_texts`: it deals texts, c · G of them where an image has c captions in the setting, and
+    not samples; those of the image at p have the positions c · p .. c · p + c − 1. `equal_shares`:
+    all micro-batches have equally many samples.
     """
 
     deals_texts: bool
@@ -53,7 +59,9 @@ class InOrder:
     deals_texts, equal_shares = False, True
 
     def shares(self, batch: GlobalBatch, replicas: int, num_micro_batches: int) -> list[Share]:
-        parts = np.arange(len(batch.visited), dtype=np.int64).reshape(replicas * num_micro_batches, -1)
+        parts = np.arange(len(batch.visited), dtype=np.int64).reshape(
+            replicas * num_micro_batches, -1
+        )
         return [(part, None) for part in parts]
 
 
@@ -67,16 +75,21 @@ class ByShape:
     def shares(self, batch: GlobalBatch, replicas: int, num_micro_batches: int) -> list[Share]:
         number = replicas * num_micro_batches
         positions, bucket = deal_by_bucket(self.buckets.number[batch.visited], number)
-        return [(part, self.buckets.sizes[b]) for part, b in zip(positions.reshape(number, -1), bucket)]
+        return [
+            (part, self.buckets.sizes[b]) for part, b in zip(positions.reshape(number, -1), bucket)
+        ]
 
 
 @dataclass(frozen=True, eq=False)
 class ByCost:
-    """Texts, by what they cost: those of similar lengths together, so equal work and little padding. Costs are those of the setting.
+    """Texts, by what they cost: those of similar lengths together, so equal work and little
+    padding. Costs are those of the setting.
 
-    Texts alone, also where images share the line: batch normalisation sees the images of a micro-batch, and a caption's length says what
-    is in the picture. `num_stages` of the line. `length_multiple`: to which lengths are rounded up. `largest`: texts times the length they
-    are padded to, at most, in one micro-batch; a batch that does not fit exceeds it by as little as goes.
+    Texts alone, also where images share the line: batch normalisation sees the images of a
+    micro-batch, and a caption's length says what is in the picture. `num_stages` of the line.
+    `length_multiple`: to which lengths are rounded up. `largest`: texts times the length they are
+    padded to, at most, in one micro-batch; a batch that does not fit exceeds it by as little as
+    goes.
     """
 
     tokens: TokenCounts
@@ -100,12 +113,17 @@ class ByCost:
             try:
                 return deal_balanced(work, replicas, bounds, self.num_stages)
             except ValueError:
-                if not work.most_padded or work.most_padded > work.lengths.max() * work.lengths.size:
+                if (
+                    not work.most_padded
+                    or work.most_padded > work.lengths.max() * work.lengths.size
+                ):
                     raise  # not for want of memory
                 work = replace(work, most_padded=work.most_padded * 9 // 8 + 1)
 
     def work(self, batch: GlobalBatch) -> BranchWork:
         captions = batch.setting.knobs.captions_per_image
-        counts = self.tokens.of(batch.visited, batch.indices, self.seed, batch.epoch, captions)  # [G, captions]
+        counts = self.tokens.of(
+            batch.visited, batch.indices, self.seed, batch.epoch, captions
+        )  # [G, captions]
         lengths = padded_lengths(counts, self.max_text_tokens, self.length_multiple).ravel()
         return BranchWork(lengths, batch.setting.costs["text"], self.largest)

@@ -1,6 +1,7 @@
 """What a micro-batch costs a branch: four numbers, fitted to measured seconds. numpy only.
 
-n: samples of the micro-batch, L: what each of them is padded to (text: tokens; image: the pixels of its bucket, in thousands or in patches).
+n: samples of the micro-batch, L: what each of them is padded to (text: tokens; image: the pixels of
+its bucket, in thousands or in patches).
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,11 @@ AS_GOOD = 1 + 1e-9  # a fit must be better than this to deserve another coeffici
 
 @dataclass(frozen=True)
 class BranchCost:
-    """Seconds = fixed_s + n · (per_sample_s + per_token_s · L + per_token_squared_s · L²), of the branch's slowest stage.
+    """Seconds = fixed_s + n · (per_sample_s + per_token_s · L + per_token_squared_s · L²), of the
+    branch's slowest stage.
 
-    `version` counts the refits, so that a record can say which costs a step was dealt by. All replicas must have the very same numbers.
+    `version` counts the refits, so that a record can say which costs a step was dealt by. All
+    replicas must have the very same numbers.
     """
 
     fixed_s: float
@@ -28,8 +31,13 @@ class BranchCost:
     version: int = 0
 
     def __post_init__(self) -> None:
-        if not all(np.isfinite(c) and c >= 0 for c in self.coefficients) or not any(self.coefficients):
-            raise ValueError(f"branch cost {self.coefficients}: finite numbers >= 0 are needed, and not all of them 0")
+        if not all(np.isfinite(c) and c >= 0 for c in self.coefficients) or not any(
+            self.coefficients
+        ):
+            raise ValueError(
+                f"branch cost {self.coefficients}: finite numbers >= 0 are needed, and not all of "
+                "them 0"
+            )
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
@@ -45,19 +53,30 @@ class BranchCost:
         return self.fixed_s + num_samples * self.of_sample(lengths)
 
 
-def fit_branch_cost(num_samples: Sequence[int], lengths: Sequence[int], seconds: Sequence[float], version: int = 0) -> BranchCost:
-    """The cost that measured micro-batches speak for: coefficients >= 0, errors relative to what is predicted, outliers held off.
+def fit_branch_cost(
+    num_samples: Sequence[int], lengths: Sequence[int], seconds: Sequence[float], version: int = 0
+) -> BranchCost:
+    """The cost that measured micro-batches speak for: coefficients >= 0, errors relative to what is
+    predicted, outliers held off.
 
-    Huber's loss (Huber 1964) by iteratively reweighted least squares. What the points cannot tell apart (one length only, one size only)
-    is given to as few coefficients as explain them, to those of the samples before `fixed_s`.
-    Errors: ValueError for no points, or points that are not positive.
+    Huber's loss (Huber 1964) by iteratively reweighted least squares. What the points cannot tell
+    apart (one length only, one size only) is given to as few coefficients as explain them, to those
+    of the samples before `fixed_s`. Errors: ValueError for no points, or points that are not
+    positive.
     """
-    n, length, measured = (np.asarray(values, dtype=np.float64) for values in (num_samples, lengths, seconds))
-    if not (n.ndim == 1 and 0 < n.size == length.size == measured.size) or not all((v > 0).all() for v in (n, length, measured)):
+    n, length, measured = (
+        np.asarray(values, dtype=np.float64) for values in (num_samples, lengths, seconds)
+    )
+    if not (n.ndim == 1 and 0 < n.size == length.size == measured.size) or not all(
+        (v > 0).all() for v in (n, length, measured)
+    ):
         raise ValueError(
-            f"{n.size} sizes, {length.size} lengths, {measured.size} seconds: as many of each as there were micro-batches, all > 0, are needed"
+            f"{n.size} sizes, {length.size} lengths, {measured.size} seconds: as many of each as "
+            "there were micro-batches, all > 0, are needed"
         )
-    columns = np.stack([n, n * length, n * length**2, np.ones_like(n)], axis=1) / measured[:, None]  # relative: aim at 1 everywhere
+    columns = (
+        np.stack([n, n * length, n * length**2, np.ones_like(n)], axis=1) / measured[:, None]
+    )  # relative: aim at 1 everywhere
     scale = columns.max(axis=0)
     weights = np.ones_like(n)
     for _ in range(30):
@@ -70,15 +89,21 @@ def fit_branch_cost(num_samples: Sequence[int], lengths: Sequence[int], seconds:
 
 
 def smoothed(old: BranchCost, new: BranchCost, weight: float = 0.3) -> BranchCost:
-    """`old` moved towards `new` by `weight`: exponential smoothing of everything predicted, since that is linear in the coefficients."""
+    """`old` moved towards `new` by `weight`: exponential smoothing of everything predicted, since
+    that is linear in the coefficients."""
     if not 0 < weight <= 1:
-        raise ValueError(f"weight {weight}: more than 0 (nothing would be learned) and at most 1 is needed")
-    mixed = (float((1 - weight) * a + weight * b) for a, b in zip(old.coefficients, new.coefficients))
+        raise ValueError(
+            f"weight {weight}: more than 0 (nothing would be learned) and at most 1 is needed"
+        )
+    mixed = (
+        float((1 - weight) * a + weight * b) for a, b in zip(old.coefficients, new.coefficients)
+    )
     return BranchCost(*mixed, version=old.version + 1)
 
 
 def _non_negative_least_squares(columns: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Exactly: the solution is the plain one on the columns it uses, so all 15 choices of columns are tried, the fewest first."""
+    """Exactly: the solution is the plain one on the columns it uses, so all 15 choices of columns
+    are tried, the fewest first."""
     rows, aim = columns * np.sqrt(weights)[:, None], np.sqrt(weights)
     best, best_error = np.zeros(columns.shape[1]), float("inf")
     for number in range(1, columns.shape[1] + 1):

@@ -1,7 +1,9 @@
-"""Buckets: a few input sizes (H, W) instead of one square, for towers that accept various sizes; numpy only.
+"""Buckets: a few input sizes (H, W) instead of one square, for towers that accept various sizes;
+numpy only.
 
-A picture goes to the bucket whose shape is nearest to its own and loses least of its area to the crop. All buckets have about the
-same area, so that micro-batches of any bucket cost about the same. N: pictures, K: buckets, G: samples of a global batch.
+A picture goes to the bucket whose shape is nearest to its own and loses least of its area to the
+crop. All buckets have about the same area, so that micro-batches of any bucket cost about the same.
+N: pictures, K: buckets, G: samples of a global batch.
 """
 
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ class Buckets:
     sizes: tuple[tuple[int, int], ...]
 
     def assign(self, width: np.ndarray, height: np.ndarray) -> np.ndarray:
-        """[N] int8: the number of the bucket that crops least away; of equally good ones the first."""
+        """[N] int8: the number of the bucket that crops least away; of equally good ones the
+        first."""
         width, height = np.asarray(width), np.asarray(height)
         _check_pictures(width, height)
         return np.argmax(kept_area(width / height, np.array(self.sizes)), axis=1).astype(np.int8)
@@ -36,26 +39,37 @@ class BucketedSamples:
     number: np.ndarray
 
     @classmethod
-    def choose(cls, width: np.ndarray, height: np.ndarray, image_size: int, multiple: int, max_buckets: int) -> "BucketedSamples":
+    def choose(
+        cls, width: np.ndarray, height: np.ndarray, image_size: int, multiple: int, max_buckets: int
+    ) -> "BucketedSamples":
         """Of the samples' widths and heights [N], as the index has them. Errors: ValueError."""
         chosen = choose_buckets(width, height, image_size, multiple, max_buckets)
         return cls(chosen.sizes, chosen.assign(width, height))
 
 
-def choose_buckets(width: np.ndarray, height: np.ndarray, image_size: int, multiple: int = 32, max_buckets: int = 5) -> Buckets:
-    """At most `max_buckets` sizes for the pictures `width`, `height` [N] (pixels, as shown), a pure function of them.
+def choose_buckets(
+    width: np.ndarray, height: np.ndarray, image_size: int, multiple: int = 32, max_buckets: int = 5
+) -> Buckets:
+    """At most `max_buckets` sizes for the pictures `width`, `height` [N] (pixels, as shown), a pure
+    function of them.
 
-    Candidates: for each height that is a multiple of `multiple`, the width, also a multiple, whose area comes nearest to
-    image_size². Among them, those that keep most of the pictures' area: all choices are compared where there are few, else the
-    best next one is added until `max_buckets` are there, and they are exchanged for others as long as that helps. Sizes that no
-    picture would use are left out.
-    Errors: ValueError.
+    Candidates: for each height that is a multiple of `multiple`, the width, also a multiple, whose
+    area comes nearest to image_size². Among them, those that keep most of the pictures' area: all
+    choices are compared where there are few, else the best next one is added until `max_buckets`
+    are there, and they are exchanged for others as long as that helps. Sizes that no picture would
+    use are left out. Errors: ValueError.
     """
     width, height = np.asarray(width), np.asarray(height)
     _check_pictures(width, height)
-    if image_size < multiple or multiple < 1 or max_buckets < 1 or max_buckets > np.iinfo(np.int8).max:
+    if (
+        image_size < multiple
+        or multiple < 1
+        or max_buckets < 1
+        or max_buckets > np.iinfo(np.int8).max
+    ):
         raise ValueError(
-            f"image_size {image_size}, multiple {multiple}, max_buckets {max_buckets}: 1 <= multiple <= image_size and "
+            f"image_size {image_size}, multiple {multiple}, max_buckets {max_buckets}: 1 <= "
+            "multiple <= image_size and "
             "1 <= max_buckets <= 127 are needed"
         )
     sizes = _candidates(image_size, multiple)
@@ -67,23 +81,29 @@ def choose_buckets(width: np.ndarray, height: np.ndarray, image_size: int, multi
 
 
 def kept_area(ratio: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """[N, K]: the share of its area that a picture of shape `ratio` [N] = w / h keeps in a crop of shape `sizes` [K, 2] = (H, W)."""
+    """[N, K]: the share of its area that a picture of shape `ratio` [N] = w / h keeps in a crop of
+    shape `sizes` [K, 2] = (H, W)."""
     shape = sizes[:, 1] / sizes[:, 0]  # [K]
     return np.minimum(ratio[:, None] / shape, shape / ratio[:, None])
 
 
-def deal_by_bucket(bucket_of_position: np.ndarray, num_shares: int) -> tuple[np.ndarray, np.ndarray]:
+def deal_by_bucket(
+    bucket_of_position: np.ndarray, num_shares: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Orders a global batch so that its contiguous, equal shares are as pure as possible.
 
-    `bucket_of_position` [G] -> (positions [G] int64 in their new order, bucket [num_shares] int8 of each share: the most
-    common in it, of equally common ones the lowest). No other order has more positions in a share of their own bucket:
-    each bucket fills as many whole shares as it can; of what is left over, the largest remainders lead a share each, and the
-    others fill them up, in the order of their numbers. A pure function. Errors: ValueError when G is not a multiple of num_shares.
+    `bucket_of_position` [G] -> (positions [G] int64 in their new order, bucket [num_shares] int8 of
+    each share: the most common in it, of equally common ones the lowest). No other order has more
+    positions in a share of their own bucket: each bucket fills as many whole shares as it can; of
+    what is left over, the largest remainders lead a share each, and the others fill them up, in the
+    order of their numbers. A pure function. Errors: ValueError when G is not a multiple of
+    num_shares.
     """
     bucket_of_position = np.asarray(bucket_of_position)
     if num_shares < 1 or len(bucket_of_position) % num_shares or not len(bucket_of_position):
         raise ValueError(
-            f"{len(bucket_of_position)} positions cannot be dealt to {num_shares} shares; they must be a multiple of it, and >= 1"
+            f"{len(bucket_of_position)} positions cannot be dealt to {num_shares} shares; they "
+            "must be a multiple of it, and >= 1"
         )
     size = len(bucket_of_position) // num_shares
     shares: list[np.ndarray] = []
@@ -93,8 +113,13 @@ def deal_by_bucket(bucket_of_position: np.ndarray, num_shares: int) -> tuple[np.
         full = len(positions) - len(positions) % size
         shares += list(positions[:full].reshape(-1, size))
         rest.append(positions[full:])
-    leading = sorted(sorted(range(len(rest)), key=lambda k: -len(rest[k]))[: num_shares - len(shares)])
-    filling = np.concatenate([positions for k, positions in enumerate(rest) if k not in leading] or [np.empty(0, np.int64)])
+    leading = sorted(
+        sorted(range(len(rest)), key=lambda k: -len(rest[k]))[: num_shares - len(shares)]
+    )
+    filling = np.concatenate(
+        [positions for k, positions in enumerate(rest) if k not in leading]
+        or [np.empty(0, np.int64)]
+    )
     for k in leading:
         missing = size - len(rest[k])
         shares.append(np.concatenate([rest[k], filling[:missing]]))
@@ -114,10 +139,13 @@ def _candidates(image_size: int, multiple: int) -> np.ndarray:
 
 
 def _shapes(ratio: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The shapes of all pictures in at most SHAPES classes, evenly spaced in their logarithm: (middle, number of pictures)."""
+    """The shapes of all pictures in at most SHAPES classes, evenly spaced in their logarithm:
+    (middle, number of pictures)."""
     limit = np.log(2 * MAX_RATIO)
     edges = np.linspace(-limit, limit, SHAPES)
-    nearest = np.rint((np.log(ratio).clip(-limit, limit) + limit) / (2 * limit) * (SHAPES - 1)).astype(np.int64)
+    nearest = np.rint(
+        (np.log(ratio).clip(-limit, limit) + limit) / (2 * limit) * (SHAPES - 1)
+    ).astype(np.int64)
     number = np.bincount(nearest, minlength=SHAPES)
     return np.exp(edges[number > 0]), number[number > 0].astype(np.float64)
 
@@ -133,7 +161,9 @@ def _best(kept: np.ndarray, weight: np.ndarray, number: int) -> list[int]:
         return list(max(combinations(candidates, number), key=score))
     chosen: list[int] = []
     while len(chosen) < number:
-        chosen.append(max((c for c in candidates if c not in chosen), key=lambda c: score([*chosen, c])))
+        chosen.append(
+            max((c for c in candidates if c not in chosen), key=lambda c: score([*chosen, c]))
+        )
     better = True
     while better:
         better = False
@@ -146,7 +176,13 @@ def _best(kept: np.ndarray, weight: np.ndarray, number: int) -> list[int]:
 
 
 def _check_pictures(width: np.ndarray, height: np.ndarray) -> None:
-    if width.shape != height.shape or width.ndim != 1 or not len(width) or min(width.min(), height.min()) < 1:
+    if (
+        width.shape != height.shape
+        or width.ndim != 1
+        or not len(width)
+        or min(width.min(), height.min()) < 1
+    ):
         raise ValueError(
-            f"width {width.shape}, height {height.shape}: one of each per picture is needed, at least one picture, no side below 1"
+            f"width {width.shape}, height {height.shape}: one of each per picture is needed, at "
+            "least one picture, no side below 1"
         )

@@ -1,18 +1,26 @@
-"""What is drawn for a sample: pure functions of seed, epoch and sample, so that it does not matter who loads it, or when."""
+"""What is drawn for a sample: pure functions of seed, epoch and sample, so that it does not matter
+who loads it, or when."""
 
 import numpy as np
 
-# Last word of the seeds: the streams of the draws differ, and differ from that of GlobalOrder, which ends in 0
+# Last word of the seeds: the streams of the draws differ, and differ from that of GlobalOrder,
+# which ends in 0
 # (numpy reads [seed, epoch] as [seed, epoch, 0, 0]).
 AUGMENTATION, CAPTION, PARTS, LIMIT, PATCHES = 1, 2, 3, 4, 5
 
 
 def caption_numbers(seed: int, epoch: int, i: int, captions: int, shown: int = 1) -> list[int]:
-    """Which of its captions 0..captions-1 sample `i` of the source shows in an epoch: so many in a row from a drawn one on, round the end."""
-    first = int(np.random.default_rng([seed, epoch, i, CAPTION]).integers(captions)) if captions > 1 else 0
+    """Which of its captions 0..captions-1 sample `i` of the source shows in an epoch: so many in a
+    row from a drawn one on, round the end."""
+    first = (
+        int(np.random.default_rng([seed, epoch, i, CAPTION]).integers(captions))
+        if captions > 1
+        else 0
+    )
     return [(first + k) % captions for k in range(shown)]
 
 
 def patch_numbers(seed: int, epoch: int, i: int, patches: int, kept: int) -> np.ndarray:
-    """[kept] int64, ascending: which of its patches 0..patches-1 the picture of sample `i` shows in an epoch."""
+    """[kept] int64, ascending: which of its patches 0..patches-1 the picture of sample `i` shows in
+    an epoch."""
     return np.sort(np.random.default_rng([seed, epoch, i, PATCHES]).permutation(patches)[:kept])

@@ -1,10 +1,14 @@
-"""Feed rates: how much of each modality a step takes in, moved until no branch waits for another. Pure Python decides.
+"""Feed rates: how much of each modality a step takes in, moved until no branch waits for another.
+Pure Python decides.
 
-With a and b the seconds that the fastest and the slowest branch compute in a step, the fastest one idles for 1 − a / b of it. Where that is
-more than `dead_band`, in three looks running, one knob is moved by one move: first the branch that waits is given more to do, as long as it does
-not become the slower one; failing that, the slower one is relieved. A knob never leaves its ladder, whose ends are the bounds in the JSON.
+With a and b the seconds that the fastest and the slowest branch compute in a step, the fastest one
+idles for 1 − a / b of it. Where that is more than `dead_band`, in three looks running, one knob is
+moved by one move: first the branch that waits is given more to do, as long as it does not become
+the slower one; failing that, the slower one is relieved. A knob never leaves its ladder, whose ends
+are the bounds in the JSON.
 
-Seconds are taken to follow the load: captions of an image, patches kept, pixels. What a move really did is measured before the next.
+Seconds are taken to follow the load: captions of an image, patches kept, pixels. What a move really
+did is measured before the next.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ PATCH_STEPS = 16  # kept_patches moves in sixteenths
 
 @dataclass(frozen=True)
 class Knobs:
-    """What a step takes in. `image_size`: pixels a side (a bucket is scaled with it); `kept_patches`: the share that a ViT sees."""
+    """What a step takes in. `image_size`: pixels a side (a bucket is scaled with it);
+    `kept_patches`: the share that a ViT sees."""
 
     captions_per_image: int = 1
     kept_patches: float = 1.0
@@ -27,7 +32,11 @@ class Knobs:
 
     def load(self, branch: str) -> float:
         """In proportion to the seconds of a branch; only quotients mean something."""
-        return float(self.captions_per_image) if branch == "text" else self.kept_patches * max(1, self.image_size) ** 2
+        return (
+            float(self.captions_per_image)
+            if branch == "text"
+            else self.kept_patches * max(1, self.image_size) ** 2
+        )
 
 
 BRANCH_OF = {"captions_per_image": "text", "kept_patches": "image", "image_size": "image"}
@@ -35,7 +44,8 @@ BRANCH_OF = {"captions_per_image": "text", "kept_patches": "image", "image_size"
 
 @dataclass(frozen=True)
 class Ladders:
-    """The values that each knob may take, ascending: its bounds are the first and the last. A knob with one value does not move."""
+    """The values that each knob may take, ascending: its bounds are the first and the last. A knob
+    with one value does not move."""
 
     captions_per_image: tuple[int, ...] = (1,)
     kept_patches: tuple[float, ...] = (1.0,)
@@ -56,7 +66,8 @@ class Ladders:
 
 @dataclass(frozen=True)
 class FeedRules:
-    """`dead_band`: part of a step that a branch may wait without a move; `max_change`: most that a move changes the load of a branch."""
+    """`dead_band`: part of a step that a branch may wait without a move; `max_change`: most that a
+    move changes the load of a branch."""
 
     dead_band: float = 0.1
     max_change: float = 2.0
@@ -68,7 +79,8 @@ class FeedRules:
 
 @dataclass(frozen=True)
 class Looks:
-    """What was seen since the last move. `busy_s`: smoothed, by branch; `from_step`: looks at steps before it are of no use."""
+    """What was seen since the last move. `busy_s`: smoothed, by branch; `from_step`: looks at steps
+    before it are of no use."""
 
     busy_s: Mapping[str, float] = field(default_factory=dict)
     asking: int = 0  # looks in a row that asked for a move
@@ -77,7 +89,8 @@ class Looks:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The mean without the lowest and the highest tenth: steps in which something else happened do not count."""
+    """The mean without the lowest and the highest tenth: steps in which something else happened do
+    not count."""
     kept = sorted(seconds)[len(seconds) // 10 : len(seconds) - len(seconds) // 10]
     return sum(kept) / len(kept)
 
@@ -93,15 +106,26 @@ def size_ladder(least: int, most: int, multiple: int) -> tuple[int, ...]:
 
 
 def look(
-    looks: Looks, knobs: Knobs, ladders: Ladders, rules: FeedRules, busy_s: Mapping[str, float], first_step: int
+    looks: Looks,
+    knobs: Knobs,
+    ladders: Ladders,
+    rules: FeedRules,
+    busy_s: Mapping[str, float],
+    first_step: int,
 ) -> tuple[Looks, Knobs, str | None]:
-    """The knobs after a look at `busy_s`, seconds by branch that a step from `first_step` on took; a reason where there is something to say.
+    """The knobs after a look at `busy_s`, seconds by branch that a step from `first_step` on took;
+    a reason where there is something to say.
 
     Whoever moves the knobs sets `Looks.from_step` to the step from which they hold.
     """
     if first_step < looks.from_step:
         return looks, knobs, None
-    smoothed = {b: busy_s[b] if b not in looks.busy_s else looks.busy_s[b] + SMOOTHING * (busy_s[b] - looks.busy_s[b]) for b in busy_s}
+    smoothed = {
+        b: busy_s[b]
+        if b not in looks.busy_s
+        else looks.busy_s[b] + SMOOTHING * (busy_s[b] - looks.busy_s[b])
+        for b in busy_s
+    }
     looks = replace(looks, busy_s=smoothed)
     if _waiting(smoothed) <= rules.dead_band:
         return replace(looks, asking=0, at_bound=False), knobs, None
@@ -115,7 +139,11 @@ def look(
         name, value = moved
         reason = f"{name} {_said(getattr(knobs, name))} -> {_said(value)}: {seen}"
         return Looks(), replace(knobs, **{name: value}), reason
-    reason = None if looks.at_bound else f"bound reached: {seen}, and no knob can better it within {_ranges(knobs, ladders)}"
+    reason = (
+        None
+        if looks.at_bound
+        else f"bound reached: {seen}, and no knob can better it within {_ranges(knobs, ladders)}"
+    )
     return replace(looks, at_bound=True), knobs, reason
 
 
@@ -125,16 +153,26 @@ def _waiting(busy_s: Mapping[str, float]) -> float:
 
 
 def _move(
-    knobs: Knobs, ladders: Ladders, rules: FeedRules, busy_s: Mapping[str, float], busy: str, idle: str
+    knobs: Knobs,
+    ladders: Ladders,
+    rules: FeedRules,
+    busy_s: Mapping[str, float],
+    busy: str,
+    idle: str,
 ) -> tuple[str, int | float] | None:
-    """(knob, value) of the best move: more for who waits, else less for whom all wait for. None: no move makes a difference worth it."""
+    """(knob, value) of the best move: more for who waits, else less for whom all wait for. None: no
+    move makes a difference worth it."""
     worth = _waiting(busy_s) - rules.dead_band / 2
     for branch, more in ((idle, True), (busy, False)):
         best = None
         for name, ladder in ladders.items():
             for value in ladder if BRANCH_OF[name] == branch else ():
                 change = replace(knobs, **{name: value}).load(branch) / knobs.load(branch)
-                if change == 1 or (change > 1) != more or not 1 / rules.max_change <= change <= rules.max_change:
+                if (
+                    change == 1
+                    or (change > 1) != more
+                    or not 1 / rules.max_change <= change <= rules.max_change
+                ):
                     continue
                 after = {**busy_s, branch: busy_s[branch] * change}
                 overshoots = after[idle] > after[busy] and _waiting(after) > rules.dead_band
@@ -162,6 +200,11 @@ def kept_number(num_patches: int, kept_patches: float) -> int:
     return max(1, round(kept_patches * num_patches))
 
 
-def scaled_size(size: tuple[int, int], image_size: int, full_size: int, multiple: int) -> tuple[int, int]:
-    """(H, W) of a bucket made for `full_size`, at `image_size`: both sides scaled alike, to multiples of what the tower asks for."""
-    return tuple(max(multiple, round(side * image_size / full_size / multiple) * multiple) for side in size)
+def scaled_size(
+    size: tuple[int, int], image_size: int, full_size: int, multiple: int
+) -> tuple[int, int]:
+    """(H, W) of a bucket made for `full_size`, at `image_size`: both sides scaled alike, to
+    multiples of what the tower asks for."""
+    return tuple(
+        max(multiple, round(side * image_size / full_size / multiple) * multiple) for side in size
+    )

@@ -1,10 +1,12 @@
-"""What a sample weighs: the more there is to see and to read in it, the more. For the loss, or for an order from easy to hard.
+"""What a sample weighs: the more there is to see and to read in it, the more. For the loss, or for
+an order from easy to hard.
 
     weight = a · complexity / mean complexity + b · length / mean length,   then divided by its own mean
 
-Complexity is bytes of the encoded picture per pixel, a column of the index. Length is that of the longest caption in tokens,
-counted once: in characters a Chinese caption would weigh a third of an English one that takes as many tokens. So every rank
-knows both of every sample, and nothing is decoded for it.
+Complexity is bytes of the encoded picture per pixel, a column of the index. Length is that of the
+longest caption in tokens, counted once: in characters a Chinese caption would weigh a third of an
+English one that takes as many tokens. So every rank knows both of every sample, and nothing is
+decoded for it.
 
 G: samples of a global batch, N: of the training subset.
 """
@@ -22,8 +24,11 @@ LARGEST = 2_000 * MILLIONTHS  # a weight fits 31 bits, whatever the size of the 
 SPREAD = 0.25  # part of the plain shuffle in the first epoch of a curriculum
 
 
-def sample_weights(complexity: np.ndarray, length: np.ndarray, image: float, text: float) -> np.ndarray:
-    """[n] float64 with mean 1, of n samples that are weighed against each other. `image`, `text`: a and b, >= 0."""
+def sample_weights(
+    complexity: np.ndarray, length: np.ndarray, image: float, text: float
+) -> np.ndarray:
+    """[n] float64 with mean 1, of n samples that are weighed against each other. `image`, `text`: a
+    and b, >= 0."""
     return _of_mean_one(image * _of_mean_one(complexity) + text * _of_mean_one(length))
 
 
@@ -33,34 +38,50 @@ def _of_mean_one(values: np.ndarray) -> np.ndarray:
     return values / mean if mean > 0 else np.ones_like(values)  # all 0: none is more than another
 
 
-def loss_weights(source: Source, subset: np.ndarray, lengths: np.ndarray, image: float, text: float, indices: np.ndarray) -> np.ndarray:
-    """[G] int64, millionths: what the samples `indices` [G] of a global batch count in its loss, 1,000,000 on average.
+def loss_weights(
+    source: Source,
+    subset: np.ndarray,
+    lengths: np.ndarray,
+    image: float,
+    text: float,
+    indices: np.ndarray,
+) -> np.ndarray:
+    """[G] int64, millionths: what the samples `indices` [G] of a global batch count in its loss,
+    1,000,000 on average.
 
-    `subset` [N], ascending: the training samples, whose texts have `lengths` [N]. Whole numbers, so that they are the same on
-    every machine and travel unchanged in any precision.
+    `subset` [N], ascending: the training samples, whose texts have `lengths` [N]. Whole numbers, so
+    that they are the same on every machine and travel unchanged in any precision.
     """
-    complexity, length = source.column("complexity")[indices], lengths[np.searchsorted(subset, indices)]
-    return np.minimum(np.rint(sample_weights(complexity, length, image, text) * MILLIONTHS), LARGEST).astype(np.int64)
+    complexity, length = (
+        source.column("complexity")[indices],
+        lengths[np.searchsorted(subset, indices)],
+    )
+    return np.minimum(
+        np.rint(sample_weights(complexity, length, image, text) * MILLIONTHS), LARGEST
+    ).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Curriculum:
-    """From easy to hard in the first `epochs` epochs. `difficulty` [N]: of the samples of the training subset; only its order counts.
+    """From easy to hard in the first `epochs` epochs. `difficulty` [N]: of the samples of the
+    training subset; only its order counts.
 
-    Of the n visits of epoch e < E, let u be their places 0..n-1 in the plain shuffle and r their ranks 0..n-1 by difficulty. They are visited
-    in the order of
+    Of the n visits of epoch e < E, let u be their places 0..n-1 in the plain shuffle and r their
+    ranks 0..n-1 by difficulty. They are visited in the order of
 
         (1 − m) · r + m · u,      m = SPREAD + (1 − SPREAD) · e / E
 
-    which shows each of them once. With m = 1, which epoch E would have, it is the plain shuffle; with m = 1/4 in the first epoch a global batch
-    in the middle of it has samples from a third of all ranks, so that its negatives are not all alike.
+    which shows each of them once. With m = 1, which epoch E would have, it is the plain shuffle;
+    with m = 1/4 in the first epoch a global batch in the middle of it has samples from a third of
+    all ranks, so that its negatives are not all alike.
     """
 
     difficulty: np.ndarray
     epochs: int
 
     def arranged(self, visits: np.ndarray, epoch: int) -> np.ndarray:
-        """[n] numbers 0..N-1 in the order of the plain shuffle -> the same in the order of this epoch."""
+        """[n] numbers 0..N-1 in the order of the plain shuffle -> the same in the order of this
+        epoch."""
         if epoch >= self.epochs:
             return visits
         mixed = SPREAD + (1 - SPREAD) * epoch / self.epochs

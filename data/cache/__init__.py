@@ -1,15 +1,19 @@
-"""Decoded pictures, kept on disk: what phase A of the transforms gives, in LMDB, shared by all processes of a machine.
+"""Decoded pictures, kept on disk: what phase A of the transforms gives, in LMDB, shared by all
+processes of a machine.
 
     python -m data.cache SPEC --image-size N --workers N [--cache DIR] [--limit GB]      fill it beforehand; can be broken off and called again
 
-Without that it fills in the first epoch: a miss is decoded as ever and handed to a thread that writes by the batch. The key is the hash of
-the encoded picture with the name of phase A, so a changed picture, another size or another version of the code never finds old pixels.
-A value is a header of 16 bytes (magic, height, width, channels, CRC-32) and the raw pixels; one that does not fit its header is a miss.
+Without that it fills in the first epoch: a miss is decoded as ever and handed to a thread that
+writes by the batch. The key is the hash of the encoded picture with the name of phase A, so a
+changed picture, another size or another version of the code never finds old pixels. A value is a
+header of 16 bytes (magic, height, width, channels, CRC-32) and the raw pixels; one that does not
+fit its header is a miss.
 
-A cache never stops a run: whatever fails here is told once, and pictures are decoded. Nor does it keep one waiting: writers take turns by a
-lock file, and one that does not get its turn in time drops what it has. Nothing is flushed to disk after a write (LMDB's sync is off):
-a process may die at any moment without harm, but after a power failure the file may be broken; then delete the folder. The folder must
-lie on a local disk, as LMDB's locks do not work over a network.
+A cache never stops a run: whatever fails here is told once, and pictures are decoded. Nor does it
+keep one waiting: writers take turns by a lock file, and one that does not get its turn in time
+drops what it has. Nothing is flushed to disk after a write (LMDB's sync is off): a process may die
+at any moment without harm, but after a power failure the file may be broken; then delete the
+folder. The folder must lie on a local disk, as LMDB's locks do not work over a network.
 
 Only pictures are kept. Captions are tokenized faster than they could be fetched.
 """
@@ -41,11 +45,15 @@ from data.index.sources import Source
 from data.modalities.transforms import Stored
 from data.processes import end_with_parent, start_method
 
-HEADER = struct.Struct("<4sHHB3xI")  # magic, height, width, channels, CRC-32 of the header before it and of the pixels
+HEADER = struct.Struct(
+    "<4sHHB3xI"
+)  # magic, height, width, channels, CRC-32 of the header before it and of the pixels
 MAGIC = b"WyeA"
 GIB = 1 << 30
 DEFAULT_LIMIT = 50 * GIB
-ADDRESSES = 1 << 40  # of address space, neither of memory nor of disk: large, so that processes with different limits agree
+ADDRESSES = (
+    1 << 40
+)  # of address space, neither of memory nor of disk: large, so that processes with different limits agree
 MAX_READERS = 4096
 QUEUE_BYTES = 64 << 20  # waiting to be written, per process
 BATCH_BYTES = 16 << 20  # written in one transaction
@@ -61,17 +69,21 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True)
 class PictureCache:
-    """Pictures by key, in `folder`, up to `limit_bytes`. Small to pickle; each process opens the file when it first needs it."""
+    """Pictures by key, in `folder`, up to `limit_bytes`. Small to pickle; each process opens the
+    file when it first needs it."""
 
     folder: Path
     limit_bytes: int = DEFAULT_LIMIT
 
     def __post_init__(self) -> None:
         if self.limit_bytes < 1:
-            raise ValueError(f"limit of the picture cache: {self.limit_bytes} bytes; at least 1 is needed")
+            raise ValueError(
+                f"limit of the picture cache: {self.limit_bytes} bytes; at least 1 is needed"
+            )
 
     def picture(self, content_hash: bytes, stored: Stored, read: Callable[[], bytes]) -> np.ndarray:
-        """What `stored` makes of the bytes that `read` gives; from the cache if it is there. Errors: those of `read` and BadSample."""
+        """What `stored` makes of the bytes that `read` gives; from the cache if it is there.
+        Errors: those of `read` and BadSample."""
         key = key_of(content_hash, stored)
         picture = self.get(key)
         if picture is None:
@@ -83,15 +95,18 @@ class PictureCache:
         return picture
 
     def get(self, key: bytes) -> np.ndarray | None:
-        """uint8 [h, w, 3 or 4], the caller's own; None where there is none, or none that is whole."""
+        """uint8 [h, w, 3 or 4], the caller's own; None where there is none, or none that is
+        whole."""
         return _file(self).get(key)
 
     def put(self, key: bytes, picture: np.ndarray) -> None:
-        """Soon, in the background; dropped when too much is waiting or the limit is reached. `picture` must not be changed afterwards."""
+        """Soon, in the background; dropped when too much is waiting or the limit is reached.
+        `picture` must not be changed afterwards."""
         _file(self).put(key, picture)
 
     def write(self, pictures: Sequence[tuple[bytes, np.ndarray]], turn_s: float = TURN_S) -> bool:
-        """At once, in one transaction. False if they could not be written: full, broken, or no turn within `turn_s`."""
+        """At once, in one transaction. False if they could not be written: full, broken, or no turn
+        within `turn_s`."""
         return _file(self).write(pictures, turn_s)
 
     def has(self, key: bytes) -> bool:
@@ -108,7 +123,8 @@ class PictureCache:
         return _file(self).used_bytes()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what is waiting, for as long as `timeout_s`, and close the file in this process; the next use opens it again."""
+        """Write what is waiting, for as long as `timeout_s`, and close the file in this process;
+        the next use opens it again."""
         file = _FILES.pop(_place(self), None)
         if file is not None:
             file.close(timeout_s)
@@ -119,7 +135,8 @@ def key_of(content_hash: bytes, stored: Stored) -> bytes:
 
 
 def open_cache(folder: Path | None = None, limit_bytes: int = DEFAULT_LIMIT) -> PictureCache | None:
-    """The cache in `folder` (default: below WYE_CACHE, else ~/.cache/wye), or None, with a warning, if it cannot be used."""
+    """The cache in `folder` (default: below WYE_CACHE, else ~/.cache/wye), or None, with a warning,
+    if it cannot be used."""
     cache = PictureCache(folder or default_folder(), limit_bytes)
     return cache if cache.is_open() else None
 
@@ -152,12 +169,18 @@ class _File:
             return None
 
     def put(self, key: bytes, picture: np.ndarray) -> None:
-        if self.refuses_writes or self.is_broken or self._waiting_bytes + picture.nbytes > QUEUE_BYTES:
+        if (
+            self.refuses_writes
+            or self.is_broken
+            or self._waiting_bytes + picture.nbytes > QUEUE_BYTES
+        ):
             return
         with self._counting:
             self._waiting_bytes += picture.nbytes
             if self._writer is None:
-                self._writer = threading.Thread(target=self._write_what_waits, name="picture-cache", daemon=True)
+                self._writer = threading.Thread(
+                    target=self._write_what_waits, name="picture-cache", daemon=True
+                )
                 self._writer.start()
         self._waiting.put((key, picture))
 
@@ -170,7 +193,8 @@ class _File:
             with FileLock(self.folder / "writer.lock", timeout=turn_s, thread_local=False):
                 if self.used_bytes() + sum(map(_bytes_on_disk, pictures)) > self.limit_bytes:
                     self._stop_writing(
-                        f"holds {self.used_bytes() / GIB:.1f} GiB and would pass its limit of {self.limit_bytes / GIB:.1f} GiB"
+                        f"holds {self.used_bytes() / GIB:.1f} GiB and would pass its limit of "
+                        f"{self.limit_bytes / GIB:.1f} GiB"
                     )
                     return False
                 with environment.begin(write=True) as transaction:
@@ -181,7 +205,12 @@ class _File:
             return True
         except Timeout:
             return False
-        except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.PanicError) as error:
+        except (
+            lmdb.CorruptedError,
+            lmdb.PageNotFoundError,
+            lmdb.InvalidError,
+            lmdb.PanicError,
+        ) as error:
             self._give_up(error)
         except (lmdb.Error, OSError) as error:  # full disk, no permission
             self._stop_writing(f"cannot be written ({error})")
@@ -195,7 +224,9 @@ class _File:
         if self._writer is not None:
             self._waiting.put(None)
             self._writer.join(timeout_s)
-            if self._writer.is_alive():  # it holds the environment; the end of the process ends both
+            if (
+                self._writer.is_alive()
+            ):  # it holds the environment; the end of the process ends both
                 return
         if self.environment is not None:
             self.environment.close()
@@ -207,7 +238,9 @@ class _File:
             batch, size, deadline = [], 0, None
             while size < BATCH_BYTES:
                 try:
-                    item = self._waiting.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+                    item = self._waiting.get(
+                        timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
+                    )
                 except queue.Empty:
                     break
                 if item is None:
@@ -234,12 +267,17 @@ class _File:
 
     def _give_up(self, error: Exception) -> None:
         if not self.is_broken:
-            self._warn(f"cannot be used ({error}); pictures are decoded instead. If the file is broken, delete the folder")
+            self._warn(
+                f"cannot be used ({error}); pictures are decoded instead. If the file is broken, "
+                "delete the folder"
+            )
         self.is_broken, self.environment = True, None  # not closed: another thread may be reading
 
     def _stop_writing(self, why: str) -> None:
         if not self.refuses_writes:
-            self._warn(f"{why}; what it lacks is decoded each time. Give it more room, or another folder")
+            self._warn(
+                f"{why}; what it lacks is decoded each time. Give it more room, or another folder"
+            )
         self.refuses_writes = True
 
     def _warn(self, what: str) -> None:
@@ -265,7 +303,8 @@ def _file(cache: PictureCache) -> _File:
     if file is None:
         with _OPENING:
             if not _FILES:
-                # Loader workers run multiprocessing's finalizers when they end, but not those of atexit; a main process runs both.
+                # Loader workers run multiprocessing's finalizers when they end, but not those of
+                # atexit; a main process runs both.
                 Finalize(None, _close_all, exitpriority=10)
             file = _FILES.setdefault(place, _File(cache))
     return file
@@ -295,7 +334,9 @@ def _open(folder: Path, limit_bytes: int) -> lmdb.Environment:
     size = (folder / "data.mdb").stat().st_size
     if size < extent:
         environment.close()
-        raise OSError(f"data.mdb has {size:,} bytes of {extent:,}")  # to read what is missing would kill the process
+        raise OSError(
+            f"data.mdb has {size:,} bytes of {extent:,}"
+        )  # to read what is missing would kill the process
     return environment
 
 
@@ -343,14 +384,21 @@ class Filled:
     examples: list[str] = field(default_factory=list)  # of bad ones, a few
 
     def __iadd__(self, other: "Filled") -> "Filled":
-        self.stored, self.present, self.refused = self.stored + other.stored, self.present + other.present, self.refused + other.refused
+        self.stored, self.present, self.refused = (
+            self.stored + other.stored,
+            self.present + other.present,
+            self.refused + other.refused,
+        )
         self.bad += other.bad
         self.examples = (self.examples + other.examples)[:5]
         return self
 
 
-def fill(source: Source, stored: Stored, cache: PictureCache, workers: int = 0, progress: bool = False) -> Filled:
-    """Put every usable picture of `source` into `cache`, in `workers` processes (0: here); those that are there are skipped.
+def fill(
+    source: Source, stored: Stored, cache: PictureCache, workers: int = 0, progress: bool = False
+) -> Filled:
+    """Put every usable picture of `source` into `cache`, in `workers` processes (0: here); those
+    that are there are skipped.
 
     Stops at the limit. Errors: ValueError, ChildProcessError when a worker dies.
     """
@@ -372,7 +420,9 @@ def _filled_chunks(
     if workers == 0:
         yield from ((_fill(source, stored, cache, chunk), len(chunk)) for chunk in chunks)
         return
-    with ProcessPoolExecutor(workers, start_method(), _start_filling, (source, stored, cache)) as pool:
+    with ProcessPoolExecutor(
+        workers, start_method(), _start_filling, (source, stored, cache)
+    ) as pool:
         pending: dict[Future, int] = {}
         left = iter(chunks)
         try:
@@ -385,7 +435,8 @@ def _filled_chunks(
                     yield future.result(), pending.pop(future)
         except BrokenProcessPool as error:
             raise ChildProcessError(
-                "a process that fills the picture cache was killed, most often because memory ran out; give fewer --workers. What is stored stays"
+                "a process that fills the picture cache was killed, most often because memory ran "
+                "out; give fewer --workers. What is stored stays"
             ) from error
 
 
@@ -418,7 +469,9 @@ def _fill(source: Source, stored: Stored, cache: PictureCache, chunk: np.ndarray
                 done.present += 1
                 continue
             data = source.image_bytes(i)
-            pictures.append((key_of(hashlib.blake2b(data, digest_size=16).digest(), stored), stored(data)))
+            pictures.append(
+                (key_of(hashlib.blake2b(data, digest_size=16).digest(), stored), stored(data))
+            )
         except BadSample as error:
             done.bad[error.reason] += 1
             done.examples.append(f"{source.where(i)}: {error}")

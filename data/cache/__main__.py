@@ -16,34 +16,73 @@ from data.modalities.transforms import train_transform
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m data.cache", description="Fill the cache of decoded pictures before training.")
+    parser = argparse.ArgumentParser(
+        prog="python -m data.cache",
+        description="Fill the cache of decoded pictures before training.",
+    )
     parser.add_argument("spec", metavar="SPEC", help="the data set, as --data of train.py")
     add_root_flag(parser, "SPEC")
-    parser.add_argument("--image-size", type=int, required=True, metavar="N", help="pixels, as --image-size of train.py")
-    parser.add_argument("--image-resize", type=int, metavar="N", help="pixels, as --image-resize of the run (default: --image-size)")
     parser.add_argument(
-        "--image-interpolation", choices=INTERPOLATIONS, default=CLIP.interpolation, help="as in the run (default: %(default)s)"
+        "--image-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="pixels, as --image-size of train.py",
     )
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes; 0: none beside this (default: %(default)s)"
+        "--image-resize",
+        type=int,
+        metavar="N",
+        help="pixels, as --image-resize of the run (default: --image-size)",
     )
-    parser.add_argument("--cache", type=Path, metavar="DIR", help=f"where it is (default: {default_folder()})")
-    parser.add_argument("--limit", type=float, default=DEFAULT_LIMIT / GIB, metavar="GB", help="most GiB on disk (default: %(default).0f)")
+    parser.add_argument(
+        "--image-interpolation",
+        choices=INTERPOLATIONS,
+        default=CLIP.interpolation,
+        help="as in the run (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes; 0: none beside this (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cache", type=Path, metavar="DIR", help=f"where it is (default: {default_folder()})"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=DEFAULT_LIMIT / GIB,
+        metavar="GB",
+        help="most GiB on disk (default: %(default).0f)",
+    )
     arguments = parser.parse_args(words)
     if arguments.workers < 0 or arguments.limit <= 0:
         parser.error("--workers must be >= 0 and --limit > 0")
     resize = arguments.image_resize or arguments.image_size
-    preprocessing = replace(CLIP, interpolation=arguments.image_interpolation, crop_pct=arguments.image_size / resize)
+    preprocessing = replace(
+        CLIP, interpolation=arguments.image_interpolation, crop_pct=arguments.image_size / resize
+    )
     roots = given_roots(parser, arguments.data_root, [arguments.spec])
     start = time.monotonic()
     source = open_source(with_roots(arguments.spec, roots), progress=True)
     cache = open_cache(arguments.cache, int(arguments.limit * GIB))
     if cache is None:
         return 1
-    done = fill(source, train_transform(arguments.image_size, preprocessing=preprocessing).stored, cache, arguments.workers, progress=True)
+    done = fill(
+        source,
+        train_transform(arguments.image_size, preprocessing=preprocessing).stored,
+        cache,
+        arguments.workers,
+        progress=True,
+    )
     print(
-        f"{cache.folder}: {done.stored:,} pictures stored, {done.present:,} were there, {sum(done.bad.values()):,} unreadable, "
-        f"{done.refused:,} not stored; {cache.used_bytes() / GIB:.2f} GiB of {arguments.limit:g}, {time.monotonic() - start:.1f} s"
+        f"{cache.folder}: {done.stored:,} pictures stored, {done.present:,} were there, "
+        f"{sum(done.bad.values()):,} unreadable, "
+        f"{done.refused:,} not stored; {cache.used_bytes() / GIB:.2f} GiB of {arguments.limit:g}, "
+        f"{time.monotonic() - start:.1f} s"
     )
     for reason, number in done.bad.most_common():
         print(f"  {reason}: {number:,}")

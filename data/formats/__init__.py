@@ -1,1 +1,2 @@
-"""How data sets are written: a file per kind, each of which lists rows; see `data/formats/rows.py`."""
+"""How data sets are written: a file per kind, each of which lists rows; see
+`data/formats/rows.py`."""

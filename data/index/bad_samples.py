@@ -6,7 +6,8 @@ ASPECT_LIMIT = 100  # longer side / shorter side
 CAPTION_LIMIT = 10_000  # characters
 FILE_LIMIT = 1 << 30  # bytes of one encoded picture
 
-# The position in this table is part of every index: new reasons go to its end, and none is ever taken out.
+# The position in this table is part of every index: new reasons go to its end, and none is ever
+# taken out.
 REASONS: dict[str, str] = {
     "missing-file": "the picture's file does not exist",
     "outside-root": "the picture's path leaves the folders it may lie in (--data-root), by itself or through a link; it was not opened",
@@ -51,9 +52,13 @@ class Absent(LookupError):
 
 
 def check_size(width: int, height: int, pixel_limit: int = PIXEL_LIMIT) -> None:
-    """Width and height in pixels, as a picture's header has them. Raises BadSample: impossible-size, too-many-pixels."""
+    """Width and height in pixels, as a picture's header has them. Raises BadSample:
+    impossible-size, too-many-pixels."""
     shorter, longer = min(width, height), max(width, height)
     if shorter < 1 or longer > SIDE_LIMIT or longer > ASPECT_LIMIT * shorter:
         raise BadSample("impossible-size", f"{width} x {height} pixels")
     if width * height > pixel_limit:
-        raise BadSample("too-many-pixels", f"{width} x {height} = {width * height:,} pixels; at most {pixel_limit:,} are read")
+        raise BadSample(
+            "too-many-pixels",
+            f"{width} x {height} = {width * height:,} pixels; at most {pixel_limit:,} are read",
+        )

@@ -1,4 +1,5 @@
-"""Makes the index of a data set: lists its rows, looks at every picture, writes one Arrow file; what has not changed is not looked at again."""
+"""Makes the index of a data set: lists its rows, looks at every picture, writes one Arrow file;
+what has not changed is not looked at again."""
 
 import contextlib
 import hashlib
@@ -49,7 +50,11 @@ DETAIL_LIMIT = 1000  # characters: several long paths, and what to do behind the
 DECODED_SIDE = 64  # pixels, for the perceptual hash
 HASH_SIDE = 8  # of the perceptual hash, bits; 8 * 8 = 64
 DUPLICATE = CODES["duplicate-id"]
-UNNAMED = (CODES["invalid-row"], CODES["invalid-utf8"], CODES["nul-character"])  # rows whose id may not be their own
+UNNAMED = (
+    CODES["invalid-row"],
+    CODES["invalid-utf8"],
+    CODES["nul-character"],
+)  # rows whose id may not be their own
 MAY_PASS = (CODES["missing-file"], CODES["unreadable"])  # looked at again by every build
 
 
@@ -61,11 +66,13 @@ def load_index(
     check: str = "decode",
     refresh: bool = False,
 ) -> Index:
-    """The data set's index, open; made first, or made anew where the data changed, in its folder (see `index_folder`).
+    """The data set's index, open; made first, or made anew where the data changed, in its folder
+    (see `index_folder`).
 
-    workers: processes that look at pictures; None: a core each, at most 16. check: "decode" decodes every picture, so that
-    all who open the index agree on which are bad; "header" reads sizes only, and leaves the rest to be found in training.
-    refresh: compare every file, however many there are. Errors: ValueError, OSError.
+    workers: processes that look at pictures; None: a core each, at most 16. check: "decode" decodes
+    every picture, so that all who open the index agree on which are bad; "header" reads sizes only,
+    and leaves the rest to be found in training. refresh: compare every file, however many there
+    are. Errors: ValueError, OSError.
     """
     if check not in CHECKS:
         raise ValueError(f"check '{check}': one of {', '.join(CHECKS)} is needed")
@@ -77,7 +84,10 @@ def load_index(
         lock = FileLock(target / "lock")
         lock.acquire()
     except OSError as error:
-        raise OSError(f"cannot write the index of {format.spec} to {target}: {error}; name another folder in WYE_CACHE") from error
+        raise OSError(
+            f"cannot write the index of {format.spec} to {target}: {error}; name another folder in "
+            "WYE_CACHE"
+        ) from error
     try:
         if not refresh and (index := open_index(format, target)):
             return index  # made by another process while this one waited
@@ -88,7 +98,9 @@ def load_index(
         lock.release()
     index = kept_index(target)
     if index is None:
-        raise OSError(f"{target}: the index that was just written cannot be read; is the disk full or faulty?")
+        raise OSError(
+            f"{target}: the index that was just written cannot be read; is the disk full or faulty?"
+        )
     return index
 
 
@@ -104,7 +116,8 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Done:
-    """A listed part: its rows are in the file `PART.arrow`, or from `start` on in the index of before."""
+    """A listed part: its rows are in the file `PART.arrow`, or from `start` on in the index of
+    before."""
 
     number: int
     file: str
@@ -129,7 +142,16 @@ def _build(format: Format, target: Path, workers: int | None, progress: bool, ch
             raise ValueError(f"{format.spec} holds no sample")
         files = list(dict.fromkeys(part.file for part in done))
         _write(build, done, old, format, files)
-        publish(target, build / "index.arrow", format.spec, check, fingerprint, files, _starts(done), format.modalities)
+        publish(
+            target,
+            build / "index.arrow",
+            format.spec,
+            check,
+            fingerprint,
+            files,
+            _starts(done),
+            format.modalities,
+        )
     finally:
         shutil.rmtree(build, ignore_errors=True)
 
@@ -144,7 +166,8 @@ def publish(
     parts: dict[str, tuple[int, int]],
     modalities: Sequence[str] = IMAGE_TEXT[0],
 ) -> None:
-    """Move the Arrow file `written` into the folder of the index, and then name it: others find it whole, or the one before."""
+    """Move the Arrow file `written` into the folder of the index, and then name it: others find it
+    whole, or the one before."""
     name = f"{uuid.uuid4().hex}.arrow"
     meta = {
         "version": VERSION,
@@ -179,10 +202,18 @@ def _starts(done: list[_Done]) -> dict[str, tuple[int, int]]:
 
 
 def _listed(work: _Work, workers: int | None, progress: bool) -> Iterator[_Done]:
-    """All parts, in order: at first in this process, and in several when that is not done after some seconds."""
+    """All parts, in order: at first in this process, and in several when that is not done after
+    some seconds."""
     format, known = work.format, work.old.meta.get("parts", {}) if work.old is not None else {}
     workers = workers if workers is not None else min(_cores(), MAX_WORKERS)
-    bar = tqdm(total=format.total(), desc="looking at the data", unit=format.unit, unit_scale=True, delay=2, disable=not progress)
+    bar = tqdm(
+        total=format.total(),
+        desc="looking at the data",
+        unit=format.unit,
+        unit_scale=True,
+        delay=2,
+        disable=not progress,
+    )
     with bar, contextlib.ExitStack() as stack:
         began, pool = time.monotonic(), None
         pending: deque[tuple[Part, int, Future | None]] = deque()
@@ -197,7 +228,8 @@ def _listed(work: _Work, workers: int | None, progress: bool) -> Iterator[_Done]
                     result = _Done(number, part.file, part.stamp, future.result())
                 except BrokenProcessPool as error:
                     raise RuntimeError(
-                        f"{format.spec}: a process that looked at pictures was killed, perhaps because memory ran out; use fewer workers"
+                        f"{format.spec}: a process that looked at pictures was killed, perhaps "
+                        "because memory ran out; use fewer workers"
                     ) from error
             bar.update(part.weight)
             return result
@@ -207,9 +239,22 @@ def _listed(work: _Work, workers: int | None, progress: bool) -> Iterator[_Done]
                 pending.append((part, number, None))
             else:
                 if pool is None and workers > 1 and time.monotonic() - began > POOL_AFTER_S:
-                    pool = ProcessPoolExecutor(workers, mp_context=_start_method(), initializer=_start_worker, initargs=(work,))
+                    pool = ProcessPoolExecutor(
+                        workers,
+                        mp_context=_start_method(),
+                        initializer=_start_worker,
+                        initargs=(work,),
+                    )
                     stack.callback(pool.shutdown, cancel_futures=True)
-                pending.append((part, number, pool.submit(_look_at_in_worker, part, number) if pool else _now(work, part, number)))
+                pending.append(
+                    (
+                        part,
+                        number,
+                        pool.submit(_look_at_in_worker, part, number)
+                        if pool
+                        else _now(work, part, number),
+                    )
+                )
             while len(pending) > (PARTS_AHEAD * workers if pool else 0):
                 yield take()
         while pending:
@@ -228,7 +273,9 @@ def _now(work: _Work, part: Part, number: int) -> Future:
 
 def _start_method() -> multiprocessing.context.BaseContext:
     # Not by forking: threads of this process may hold locks.
-    return multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
+    return multiprocessing.get_context(
+        "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    )
 
 
 _work: _Work | None = None  # of a worker process
@@ -261,12 +308,22 @@ def _look_at(work: _Work, part: Part, number: int) -> int:
 
 
 def _as_batch(records: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
-    return pa.record_batch([pa.array([record[field.name] for record in records], field.type) for field in schema], schema=schema)
+    return pa.record_batch(
+        [pa.array([record[field.name] for record in records], field.type) for field in schema],
+        schema=schema,
+    )
 
 
-# -- one row -----------------------------------------------------------------------------------------------------------------------------
+# -- one row
+# -----------------------------------------------------------------------------------------------------------------------------
 
-_UNSEEN = {"width": 0, "height": 0, "complexity": 0.0, "perceptual_hash": 0, "content_hash": bytes(HASH_BYTES)}
+_UNSEEN = {
+    "width": 0,
+    "height": 0,
+    "complexity": 0.0,
+    "perceptual_hash": 0,
+    "content_hash": bytes(HASH_BYTES),
+}
 
 
 def _record(work: _Work, part: Part, row: Row, known: "_KnownPictures") -> dict[str, Any]:
@@ -282,7 +339,9 @@ def _record(work: _Work, part: Part, row: Row, known: "_KnownPictures") -> dict[
             lacks["image"] = of_picture
             key = 0 if CODES[of_picture.reason] in MAY_PASS else key
     absent = sum(1 << bit for bit, name in enumerate(work.format.modalities) if name in lacks)
-    if problem is None and not any(first not in lacks and second not in lacks for first, second in work.format.pairs):
+    if problem is None and not any(
+        first not in lacks and second not in lacks for first, second in work.format.pairs
+    ):
         problem = next(lacks[name] for name in work.format.modalities if name in lacks)
     return {
         "id": _clean(row.id),
@@ -316,10 +375,16 @@ def _see(work: _Work, part: Part, row: Row) -> tuple[dict[str, Any], BadSample |
         if work.check == "decode":
             # A JPEG is read to its last byte at any scale, and small ones take a third of the time.
             shown = upright_8bit(decode_bytes(image, at_least=DECODED_SIDE))
-            if (width > height) != (shown.width > shown.height):  # some formats tell after the pixels how to turn them
+            if (width > height) != (
+                shown.width > shown.height
+            ):  # some formats tell after the pixels how to turn them
                 width, height = height, width
             seen["perceptual_hash"] = perceptual_hash(shown)
-        seen["width"], seen["height"], seen["complexity"] = width, height, len(image) / (width * height)
+        seen["width"], seen["height"], seen["complexity"] = (
+            width,
+            height,
+            len(image) / (width * height),
+        )
         return seen, None
     except BadSample as problem:
         return seen, problem
@@ -331,13 +396,16 @@ def content_hash(image: bytes) -> bytes:
 
 
 def perceptual_hash(image: Image.Image) -> int:
-    """64 bits: of an 8 x 8 grid, whether each field is darker than its right neighbour (dHash); transparency counts as white."""
+    """64 bits: of an 8 x 8 grid, whether each field is darker than its right neighbour (dHash);
+    transparency counts as white."""
     image = upright_8bit(image)
     if image.mode == "RGBA":
         background = Image.new("RGB", image.size, (255, 255, 255))
         background.paste(image, mask=image.getchannel("A"))
         image = background
-    grey = np.asarray(image.convert("L").resize((HASH_SIDE + 1, HASH_SIDE), Image.Resampling.BOX))  # [8, 9]
+    grey = np.asarray(
+        image.convert("L").resize((HASH_SIDE + 1, HASH_SIDE), Image.Resampling.BOX)
+    )  # [8, 9]
     return int.from_bytes(np.packbits(grey[:, :-1] < grey[:, 1:]).tobytes(), "big")
 
 
@@ -357,7 +425,11 @@ class _KnownPictures:
         if at == len(self._keys) or int(self._keys[at]) != key:
             return None
         i, old = int(self._rows[at]), self._old
-        same = (int(old.column("size")[i]), int(old.column("mtime_ns")[i]), int(old.column("offset")[i])) == (
+        same = (
+            int(old.column("size")[i]),
+            int(old.column("mtime_ns")[i]),
+            int(old.column("offset")[i]),
+        ) == (
             row.size,
             row.mtime_ns,
             row.offset,
@@ -367,7 +439,11 @@ class _KnownPictures:
         seen = {name: old.column(name)[i].item() for name in _UNSEEN if name != "content_hash"}
         seen["content_hash"] = old.content_hash(i)
         code = int(old.column("bad")[i])
-        problem = BadSample(REASON_OF_CODE[code], old.text("detail", i)) if code not in (0, DUPLICATE) else None
+        problem = (
+            BadSample(REASON_OF_CODE[code], old.text("detail", i))
+            if code not in (0, DUPLICATE)
+            else None
+        )
         return seen, problem
 
 
@@ -377,7 +453,9 @@ def _picture_key(format: Format, part: Part, row: Row) -> int:
 
 
 def _hash64(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest(), "little"
+    )
 
 
 def _clean(text: str) -> str:
@@ -385,11 +463,15 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-# -- one file of all parts ---------------------------------------------------------------------------------------------------------------
+# -- one file of all parts
+# ---------------------------------------------------------------------------------------------------------------
 
 
-def _write(build: Path, done: list[_Done], old: Index | None, format: Format, files: list[str]) -> None:
-    """`index.arrow` of all parts, in order, through a file per buffer: memory does not grow with the number of rows."""
+def _write(
+    build: Path, done: list[_Done], old: Index | None, format: Format, files: list[str]
+) -> None:
+    """`index.arrow` of all parts, in order, through a file per buffer: memory does not grow with
+    the number of rows."""
     first_of = _duplicates(build, done, old, format)
     number_of = {file: number for number, file in enumerate(files)}
     buffers = _Buffers(build, schema_of(format.modalities))
@@ -397,14 +479,19 @@ def _write(build: Path, done: list[_Done], old: Index | None, format: Format, fi
         for batch in _batches(build, part, old):
             buffers.append(_joined(batch, buffers.rows, number_of[part.file], first_of))
     batch = buffers.as_batch()
-    with pa.OSFile(str(build / "index.arrow"), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+    with (
+        pa.OSFile(str(build / "index.arrow"), "wb") as sink,
+        pa.ipc.new_file(sink, batch.schema) as writer,
+    ):
         writer.write_batch(batch)
 
 
 def _batches(build: Path, part: _Done, old: Index | None) -> Iterator[pa.RecordBatch]:
     if part.start >= 0:
         for start in range(part.start, part.start + part.rows, ROWS_AT_ONCE):
-            yield _without_duplicates(old.slice(start, min(ROWS_AT_ONCE, part.start + part.rows - start)))
+            yield _without_duplicates(
+                old.slice(start, min(ROWS_AT_ONCE, part.start + part.rows - start))
+            )
         return
     with pa.memory_map(str(build / f"{part.number}.arrow")) as mapped:
         reader = pa.ipc.open_file(mapped)
@@ -418,11 +505,20 @@ def _without_duplicates(batch: pa.RecordBatch) -> pa.RecordBatch:
     if not (bad == DUPLICATE).any():
         return batch
     details = batch.column("detail").to_pylist()
-    batch = _with(batch, "detail", pa.array(["" if code == DUPLICATE else text for code, text in zip(bad, details)], pa.large_string()))
+    batch = _with(
+        batch,
+        "detail",
+        pa.array(
+            ["" if code == DUPLICATE else text for code, text in zip(bad, details)],
+            pa.large_string(),
+        ),
+    )
     return _with(batch, "bad", pa.array(np.where(bad == DUPLICATE, 0, bad).astype(np.int8)))
 
 
-def _joined(batch: pa.RecordBatch, start: int, part: int, first_of: tuple[np.ndarray, list[str]]) -> pa.RecordBatch:
+def _joined(
+    batch: pa.RecordBatch, start: int, part: int, first_of: tuple[np.ndarray, list[str]]
+) -> pa.RecordBatch:
     """The batch with its file's number, and the rows marked whose id an earlier row has."""
     batch = _with(batch, "part", pa.array(np.full(batch.num_rows, part, np.int32)))
     rows, wheres = first_of
@@ -432,7 +528,12 @@ def _joined(batch: pa.RecordBatch, start: int, part: int, first_of: tuple[np.nda
     bad, details = batch.column("bad").to_numpy().copy(), batch.column("detail").to_pylist()
     for row, where in zip(rows[low:high] - start, wheres[low:high]):
         if bad[row] == 0:
-            bad[row], details[row] = DUPLICATE, f"id '{batch.column('id')[row]}' is already that of {where}; ids must differ"[:DETAIL_LIMIT]
+            bad[row], details[row] = (
+                DUPLICATE,
+                f"id '{batch.column('id')[row]}' is already that of {where}; ids must differ"[
+                    :DETAIL_LIMIT
+                ],
+            )
     return _with(_with(batch, "bad", pa.array(bad)), "detail", pa.array(details, pa.large_string()))
 
 
@@ -441,8 +542,11 @@ def _with(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.RecordBatch:
     return pa.record_batch(columns, schema=batch.schema)
 
 
-def _duplicates(build: Path, done: list[_Done], old: Index | None, format: Format) -> tuple[np.ndarray, list[str]]:
-    """Rows [d] int64, ascending, whose id an earlier row has, and where the first row with that id stands."""
+def _duplicates(
+    build: Path, done: list[_Done], old: Index | None, format: Format
+) -> tuple[np.ndarray, list[str]]:
+    """Rows [d] int64, ascending, whose id an earlier row has, and where the first row with that id
+    stands."""
     total = sum(part.rows for part in done)
     hashes, named = np.empty(total, np.uint64), np.empty(total, bool)
     at = 0
@@ -454,7 +558,9 @@ def _duplicates(build: Path, done: list[_Done], old: Index | None, format: Forma
             at = stop
     candidates = np.flatnonzero(named)
     candidates = candidates[np.argsort(hashes[candidates], kind="stable")]
-    again = hashes[candidates][1:] == hashes[candidates][:-1]  # [n - 1]: the same id as the one before it
+    again = (
+        hashes[candidates][1:] == hashes[candidates][:-1]
+    )  # [n - 1]: the same id as the one before it
     if not again.any():
         return np.empty(0, np.int64), []
     run = np.cumsum(np.concatenate([[True], ~again]))  # which group of equal ids
@@ -466,12 +572,17 @@ def _duplicates(build: Path, done: list[_Done], old: Index | None, format: Forma
     return rows[order], [wheres[first] for first in firsts[order].tolist()]
 
 
-def _wheres(build: Path, done: list[_Done], old: Index | None, format: Format, rows: np.ndarray) -> dict[int, str]:
+def _wheres(
+    build: Path, done: list[_Done], old: Index | None, format: Format, rows: np.ndarray
+) -> dict[int, str]:
     wheres, at = {}, 0
     for part in done:
         for batch in _batches(build, part, old):
             for row in rows[slice(*np.searchsorted(rows, [at, at + batch.num_rows]))].tolist():
-                path, number = batch.column("path")[row - at].as_py(), batch.column("row")[row - at].as_py()
+                path, number = (
+                    batch.column("path")[row - at].as_py(),
+                    batch.column("row")[row - at].as_py(),
+                )
                 wheres[row] = format.where(part.file, path, number)
             at += batch.num_rows
     return wheres
@@ -506,7 +617,9 @@ class _Buffers:
             width = array.type.byte_width
             self._put(name, array.buffers()[1][first * width : last * width])
 
-    def _append_offsets(self, name: str, buffer: pa.Buffer | None, first: int, last: int) -> tuple[int, int]:
+    def _append_offsets(
+        self, name: str, buffer: pa.Buffer | None, first: int, last: int
+    ) -> tuple[int, int]:
         """Where the content of rows first..last-1 starts and stops in the batch's own buffer."""
         if name not in self._ends:
             self._ends[name] = 0
@@ -527,16 +640,27 @@ class _Buffers:
         """On memory maps of the files."""
         for file in self._files.values():
             file.close()
-        return pa.record_batch([self._array(field.name, field.type, self.rows) for field in self._schema], schema=self._schema)
+        return pa.record_batch(
+            [self._array(field.name, field.type, self.rows) for field in self._schema],
+            schema=self._schema,
+        )
 
     def _array(self, name: str, kind: pa.DataType, length: int) -> pa.Array:
         if pa.types.is_large_string(kind):
-            return pa.Array.from_buffers(kind, length, [None, self._get(f"{name}.offsets"), self._get(f"{name}.content")])
+            return pa.Array.from_buffers(
+                kind, length, [None, self._get(f"{name}.offsets"), self._get(f"{name}.content")]
+            )
         if pa.types.is_large_list(kind):
             items = self._array(f"{name}.item", kind.value_type, self._ends[name])
-            return pa.Array.from_buffers(kind, length, [None, self._get(f"{name}.offsets")], children=[items])
+            return pa.Array.from_buffers(
+                kind, length, [None, self._get(f"{name}.offsets")], children=[items]
+            )
         return pa.Array.from_buffers(kind, length, [None, self._get(name)])
 
     def _get(self, name: str) -> pa.Buffer:
         path = self._folder / name
-        return pa.py_buffer(b"") if not path.stat().st_size else pa.py_buffer(np.memmap(path, np.uint8, mode="r"))
+        return (
+            pa.py_buffer(b"")
+            if not path.stat().st_size
+            else pa.py_buffer(np.memmap(path, np.uint8, mode="r"))
+        )

@@ -1,4 +1,5 @@
-"""Samples that training and a held-out set share: by the bytes of the picture, by their id, or by looking alike."""
+"""Samples that training and a held-out set share: by the bytes of the picture, by their id, or by
+looking alike."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True, eq=False)
 class Leak:
-    """Training samples [n] that also are in a held-out set, and their partners there [n]; the first found of each."""
+    """Training samples [n] that also are in a held-out set, and their partners there [n]; the first
+    found of each."""
 
     kind: str  # "content", "id" or "near"
     train: np.ndarray
@@ -24,25 +26,40 @@ class Leak:
 
 
 def find_leaks(
-    train: Source, train_subset: np.ndarray, held_out: Source, held_out_subset: np.ndarray, near_bits: int | None = None
+    train: Source,
+    train_subset: np.ndarray,
+    held_out: Source,
+    held_out_subset: np.ndarray,
+    near_bits: int | None = None,
 ) -> list[Leak]:
-    """Each training sample once, as the strongest kind of leak that it is: content before id before near.
+    """Each training sample once, as the strongest kind of leak that it is: content before id before
+    near.
 
-    content: the encoded pictures are equal byte for byte. id: the ids are equal and so is a caption (ids that only number the
-    samples of a shard are equal by chance). near: perceptual hashes differ in at most `near_bits` of 64 bits; None: not looked for.
+    content: the encoded pictures are equal byte for byte. id: the ids are equal and so is a caption
+    (ids that only number the samples of a shard are equal by chance). near: perceptual hashes
+    differ in at most `near_bits` of 64 bits; None: not looked for.
     """
     found, left = [], np.ones(len(train_subset), bool)
     looks = ["content", "id"] + (["near"] if near_bits is not None else [])
     for kind in looks:
         if kind == "near":
-            hashes = (source.column("perceptual_hash")[subset] for source, subset in ((train, train_subset), (held_out, held_out_subset)))
+            hashes = (
+                source.column("perceptual_hash")[subset]
+                for source, subset in ((train, train_subset), (held_out, held_out_subset))
+            )
             own, other = _near(*hashes, near_bits)
         else:
-            own, other = _equal(train.keys(kind)[train_subset], held_out.keys(kind)[held_out_subset])
+            own, other = _equal(
+                train.keys(kind)[train_subset], held_out.keys(kind)[held_out_subset]
+            )
         fresh = left[own]
         if kind == "id":
             fresh &= np.array(
-                [_share_a_caption(train, int(i), held_out, int(j)) for i, j in zip(train_subset[own], held_out_subset[other])], bool
+                [
+                    _share_a_caption(train, int(i), held_out, int(j))
+                    for i, j in zip(train_subset[own], held_out_subset[other])
+                ],
+                bool,
             )
         own, other = own[fresh], other[fresh]
         left[own] = False
@@ -56,7 +73,8 @@ def _share_a_caption(train: Source, i: int, held_out: Source, j: int) -> bool:
 
 
 def _equal(own: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places in `own` [n] whose key is in `other`, ascending, and the first place there [n]. Key 0 is no key."""
+    """Places in `own` [n] whose key is in `other`, ascending, and the first place there [n]. Key 0
+    is no key."""
     order = np.argsort(other, kind="stable")
     keys = other[order]
     at = np.searchsorted(keys, own)
@@ -66,7 +84,8 @@ def _equal(own: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _near(own: np.ndarray, other: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """As `_equal`, for hashes at most `bits` apart: those agree in one of `bits` + 1 bands of bits at least, so only such are compared."""
+    """As `_equal`, for hashes at most `bits` apart: those agree in one of `bits` + 1 bands of bits
+    at least, so only such are compared."""
     partner = np.full(len(own), len(other), np.int64)
     edges = np.linspace(0, HASH_BITS, bits + 2).astype(int)
     for low, high in zip(edges, edges[1:]):
@@ -75,12 +94,18 @@ def _near(own: np.ndarray, other: np.ndarray, bits: int) -> tuple[np.ndarray, np
         bands = (other & mask)[order]
         for first in range(0, len(own), ROWS_AT_ONCE):
             rows = own[first : first + ROWS_AT_ONCE]
-            start, stop = (np.searchsorted(bands, rows & mask, side=side) for side in ("left", "right"))
+            start, stop = (
+                np.searchsorted(bands, rows & mask, side=side) for side in ("left", "right")
+            )
             counts = stop - start
             row = np.repeat(np.arange(len(rows)), counts)
             within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
             candidate = order[np.repeat(start, counts) + within]
-            close = (_bits_set(other[candidate] ^ rows[row]) <= bits) & (other[candidate] != 0) & (rows[row] != 0)
+            close = (
+                (_bits_set(other[candidate] ^ rows[row]) <= bits)
+                & (other[candidate] != 0)
+                & (rows[row] != 0)
+            )
             np.minimum.at(partner, first + row[close], candidate[close])
     places = np.flatnonzero(partner < len(other))
     return places, partner[places]
@@ -94,10 +119,20 @@ def _bits_set(values: np.ndarray) -> np.ndarray:
 def describe_leaks(train: Source, held_out: Source, name: str, leaks: list[Leak]) -> str:
     """How many of each kind, and the first few."""
     counts = ", ".join(f"{len(leak.train)} by {leak.kind}" for leak in leaks)
-    pairs = [(leak.kind, int(i), int(j)) for leak in leaks for i, j in zip(leak.train, leak.held_out)]
-    shown = [f"    {train.where(i)} is {held_out.where(j)} ({kind})" for kind, i, j in pairs[:MAX_SHOWN]]
+    pairs = [
+        (leak.kind, int(i), int(j)) for leak in leaks for i, j in zip(leak.train, leak.held_out)
+    ]
+    shown = [
+        f"    {train.where(i)} is {held_out.where(j)} ({kind})" for kind, i, j in pairs[:MAX_SHOWN]
+    ]
     more = [f"    ... and {len(pairs) - MAX_SHOWN} more"] if len(pairs) > MAX_SHOWN else []
-    return "\n".join([f"{len(pairs)} training samples are also in the held-out set '{name}' ({counts}):", *shown, *more])
+    return "\n".join(
+        [
+            f"{len(pairs)} training samples are also in the held-out set '{name}' ({counts}):",
+            *shown,
+            *more,
+        ]
+    )
 
 
 def count_leaks(leaks: list[Leak]) -> Mapping[str, int]:

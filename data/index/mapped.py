@@ -1,4 +1,5 @@
-"""The index of a data set: one Arrow file with a row per sample, made once and then memory-mapped by every process.
+"""The index of a data set: one Arrow file with a row per sample, made once and then memory-mapped
+by every process.
 
     index_build.py  makes it
     Index           reads it: whole columns without a copy, single values in microseconds
@@ -28,9 +29,13 @@ from data.formats.specs import cache_folder
 from data.index.bad_samples import CODES
 
 VERSION = 1
-RECHECKED_FILES = 100_000  # pictures that are files: up to so many, each one's size and time are compared whenever the index is opened
+# pictures that are files: up to so many, each one's size and time are compared whenever the index
+# is opened
+RECHECKED_FILES = 100_000
 CHECKSUM_BLOCK, CHECKSUM_BLOCKS = 1 << 16, 256
-READS_KEPT = 32  # after so many reads of single rows, this process lets go of the pages that it has mapped
+READS_KEPT = (
+    32  # after so many reads of single rows, this process lets go of the pages that it has mapped
+)
 HASH_BYTES = 16
 
 NUMBERS = {
@@ -43,8 +48,10 @@ NUMBERS = {
     "num_characters": np.int32,  # of the longest caption
     "width": np.int32,  # pixels, as shown (upright)
     "height": np.int32,
-    "complexity": np.float32,  # bytes of the encoded picture / pixels: what an entropy coder needs, a cheap measure of detail
-    "perceptual_hash": np.uint64,  # equal or few bits apart for pictures that look alike; 0 with check "header"
+    # bytes of the encoded picture / pixels: what an entropy coder needs, a cheap measure of detail
+    "complexity": np.float32,
+    # equal or few bits apart for pictures that look alike; 0 with check "header"
+    "perceptual_hash": np.uint64,
     "bad": np.int8,  # 0: usable, else 1 + position in REASONS
     "key": np.uint64,  # of the picture's place, size and time; 0: not looked at
     "id_hash": np.uint64,
@@ -58,12 +65,17 @@ SCHEMA = pa.schema(
 )
 
 ABSENT = "absent"
-"""int64 [N], a bit for each of the index's modalities that the sample lacks. Only an index of other pairs than images and texts has it."""
+"""int64 [N], a bit for each of the index's modalities that the sample lacks. Only an index of other
+pairs than images and texts has it."""
 
 
 def schema_of(modalities: Sequence[str]) -> pa.Schema:
     """Of an index for these modalities."""
-    return SCHEMA if tuple(modalities) == IMAGE_TEXT[0] else SCHEMA.append(pa.field(ABSENT, pa.int64()))
+    return (
+        SCHEMA
+        if tuple(modalities) == IMAGE_TEXT[0]
+        else SCHEMA.append(pa.field(ABSENT, pa.int64()))
+    )
 
 
 class IndexDamaged(ValueError):
@@ -83,13 +95,18 @@ class Index:
         self._captions, self._ids = self._batch.column("captions"), self._batch.column("id")
         self.modalities = modalities_of(meta)
         numbers = [name for name in self._batch.schema.names if name in NUMBERS or name == ABSENT]
-        self._columns = {name: self._batch.column(name).to_numpy(zero_copy_only=True) for name in numbers}
+        self._columns = {
+            name: self._batch.column(name).to_numpy(zero_copy_only=True) for name in numbers
+        }
 
     def __len__(self) -> int:
         return self._batch.num_rows
 
     def __reduce__(self):
-        return Index, (self.file, {name: value for name, value in self.meta.items() if name != "parts"})
+        return Index, (
+            self.file,
+            {name: value for name, value in self.meta.items() if name != "parts"},
+        )
 
     def column(self, name: str) -> np.ndarray:
         """[N], one of `NUMBERS`, without a copy and not to be written to."""
@@ -108,9 +125,11 @@ class Index:
         return self._read(self._batch.column("content_hash"), i)
 
     def _read(self, column: pa.Array, i: int) -> Any:
-        """Rows are read in any order, and each maps far more than itself: without letting go, in an epoch all of the file.
+        """Rows are read in any order, and each maps far more than itself: without letting go, in an
+        epoch all of the file.
 
-        What is let go of stays in the system's memory, where every process finds it again without reading the disk.
+        What is let go of stays in the system's memory, where every process finds it again without
+        reading the disk.
         """
         self._reads += 1
         if self._reads % READS_KEPT == 0 and hasattr(mmap, "MADV_DONTNEED"):
@@ -121,7 +140,9 @@ class Index:
         """Does usable sample i have nothing of a modality?"""
         if ABSENT not in self._columns:
             return modality not in self.modalities
-        return modality not in self.modalities or bool(self._columns[ABSENT][i] >> self.modalities.index(modality) & 1)
+        return modality not in self.modalities or bool(
+            self._columns[ABSENT][i] >> self.modalities.index(modality) & 1
+        )
 
     def lacking(self, modality: str) -> np.ndarray:
         """[N] bool: which usable samples have nothing of a modality."""
@@ -156,11 +177,15 @@ def _mapped(file: Path, meta: dict[str, Any]) -> tuple[mmap.mmap, pa.RecordBatch
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             mapped.madvise(mmap.MADV_NOHUGEPAGE)
         reader = pa.ipc.open_file(pa.py_buffer(mapped))
-        if reader.num_record_batches != 1 or not reader.schema.equals(schema_of(modalities_of(meta))):
+        if reader.num_record_batches != 1 or not reader.schema.equals(
+            schema_of(modalities_of(meta))
+        ):
             raise IndexDamaged(f"{file} has other columns")
         return mapped, reader.get_batch(0)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{file}: this index was replaced, because the data changed; start the run again") from None
+        raise FileNotFoundError(
+            f"{file}: this index was replaced, because the data changed; start the run again"
+        ) from None
     except (pa.ArrowException, KeyError, TypeError) as error:
         raise IndexDamaged(f"{file}: {error}") from error
 
@@ -171,7 +196,8 @@ def modalities_of(meta: dict[str, Any]) -> tuple[str, ...]:
 
 
 def checksum(file: Path) -> int:
-    """Of the whole file up to 16 MiB; of a larger one of so much of it, spread evenly: reading all would take longer than opening may."""
+    """Of the whole file up to 16 MiB; of a larger one of so much of it, spread evenly: reading all
+    would take longer than opening may."""
     size = os.path.getsize(file)
     starts = range(0, size, CHECKSUM_BLOCK)
     if len(starts) > CHECKSUM_BLOCKS:
@@ -185,19 +211,32 @@ def checksum(file: Path) -> int:
 
 def index_folder(format: Format, check: str = "decode", folder: Path | None = None) -> Path:
     """Where the index of a data set lies; `folder` instead of the cache folder's `index`."""
-    name = hashlib.blake2b(f"{VERSION}\0{check}\0{format.index_name()}".encode(errors="backslashreplace"), digest_size=12).hexdigest()
+    name = hashlib.blake2b(
+        f"{VERSION}\0{check}\0{format.index_name()}".encode(errors="backslashreplace"),
+        digest_size=12,
+    ).hexdigest()
     return (folder or cache_folder() / "index") / name
 
 
 def open_index(format: Format, folder: Path, recheck: bool = True) -> Index | None:
     """The index in `folder` if it is whole and made from the files as they are now, else None.
 
-    `recheck` also compares the size and time of every picture that is a file of its own, up to 100,000 of them.
+    `recheck` also compares the size and time of every picture that is a file of its own, up to
+    100,000 of them.
     """
     index = kept_index(folder)
-    if index is None or index.meta["fingerprint"] != fingerprint_of(format) or _refused_by_an_earlier_rule(index):
+    if (
+        index is None
+        or index.meta["fingerprint"] != fingerprint_of(format)
+        or _refused_by_an_earlier_rule(index)
+    ):
         return None
-    if recheck and format.pictures_are_files and len(index) <= RECHECKED_FILES and _pictures_changed(format, index):
+    if (
+        recheck
+        and format.pictures_are_files
+        and len(index) <= RECHECKED_FILES
+        and _pictures_changed(format, index)
+    ):
         return None
     return index
 
@@ -212,14 +251,20 @@ def kept_index(folder: Path) -> Index | None:
 
 def fingerprint_of(format: Format) -> str:
     """Equal as long as everything that lists the rows is what it was."""
-    return hashlib.blake2b(repr([format.spec, format.fingerprint()]).encode(errors="backslashreplace"), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        repr([format.spec, format.fingerprint()]).encode(errors="backslashreplace"), digest_size=16
+    ).hexdigest()
 
 
 def _refused_by_an_earlier_rule(index: Index) -> bool:
-    """Does the index have rows that were refused only because their path is absolute, as all once were?"""
+    """Does the index have rows that were refused only because their path is absolute, as all once
+    were?"""
     if index.meta.get("absolute_paths"):
         return False
-    return any(index.text("path", int(i)).startswith("/") for i in np.flatnonzero(index.column("bad") == CODES["outside-root"]))
+    return any(
+        index.text("path", int(i)).startswith("/")
+        for i in np.flatnonzero(index.column("bad") == CODES["outside-root"])
+    )
 
 
 def _pictures_changed(format: Format, index: Index) -> bool:
@@ -229,7 +274,9 @@ def _pictures_changed(format: Format, index: Index) -> bool:
         if bad[i] == outside or (sizes[i] < 0 and bad[i] != missing):
             continue  # nothing that may be looked at, or the row names no file
         found = _status(format.roots, index.text("path", i))
-        if (found is None) != (bad[i] == missing) or (found and (found.st_size != sizes[i] or found.st_mtime_ns != times[i])):
+        if (found is None) != (bad[i] == missing) or (
+            found and (found.st_size != sizes[i] or found.st_mtime_ns != times[i])
+        ):
             return True
     return False
 

@@ -1,4 +1,5 @@
-"""Further folders that pictures may lie in: `--data-root DIR` of the commands, which is `?root=DIR` in each of their data specs."""
+"""Further folders that pictures may lie in: `--data-root DIR` of the commands, which is `?root=DIR`
+in each of their data specs."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from urllib.parse import unquote
 
 from data.formats.specs import ROOT, has_options, is_remote, local_path, root_folder
 
-KINDS_WITH_PATHS = ("jsonl", "csv", "tsv", "parquet", "coco")  # their pictures may be files of their own, named by paths
+KINDS_WITH_PATHS = (
+    "jsonl",
+    "csv",
+    "tsv",
+    "parquet",
+    "coco",
+)  # their pictures may be files of their own, named by paths
 ESCAPES = {"%": "%25", "&": "%26", "?": "%3F"}  # what has a meaning in a spec; see split_options
 FLAG = "--data-root"
 
@@ -22,7 +29,8 @@ def with_roots(spec: str, roots: Sequence[str] | None) -> str:
 
 
 def from_anywhere(spec: str) -> str:
-    """The spec with the absolute paths of its roots, so that it means the same folders wherever it is opened."""
+    """The spec with the absolute paths of its roots, so that it means the same folders wherever it
+    is opened."""
     kind, _, where = spec.partition(":")
     if not takes_roots(spec) or not has_options(kind, where):
         return spec
@@ -36,14 +44,17 @@ def takes_roots(spec: str) -> bool:
 
 def _absolute(word: str) -> str:
     key, _, value = word.partition("=")
-    return word if key != ROOT or not value or is_remote(unquote(value)) else _option(unquote(value))
+    return (
+        word if key != ROOT or not value or is_remote(unquote(value)) else _option(unquote(value))
+    )
 
 
 def _option(root: str) -> str:
     return f"{ROOT}=" + "".join(ESCAPES.get(letter, letter) for letter in local_path(root))
 
 
-# -- on the command line ---------------------------------------------------------------------------------------------------
+# -- on the command line
+# ---------------------------------------------------------------------------------------------------
 
 
 def add_root_flag(group: argparse._ActionsContainer, of: str) -> None:
@@ -58,11 +69,17 @@ def add_root_flag(group: argparse._ActionsContainer, of: str) -> None:
     )
 
 
-def given_roots(parser: argparse.ArgumentParser, given: Sequence[str] | None, specs: Sequence[str]) -> tuple[str, ...] | None:
-    """What the flag was given, each once; None: nothing. Ends the program when none of `specs` names pictures by paths."""
+def given_roots(
+    parser: argparse.ArgumentParser, given: Sequence[str] | None, specs: Sequence[str]
+) -> tuple[str, ...] | None:
+    """What the flag was given, each once; None: nothing. Ends the program when none of `specs`
+    names pictures by paths."""
     if given and not any(map(takes_roots, specs)):
         kinds = ", ".join(KINDS_WITH_PATHS)
-        parser.error(f"argument {FLAG}: {given[0]}; it is for data specs of the kinds {kinds}, and none is given; leave it out")
+        parser.error(
+            f"argument {FLAG}: {given[0]}; it is for data specs of the kinds {kinds}, and none is "
+            "given; leave it out"
+        )
     return tuple(dict.fromkeys(given)) if given else None
 
 

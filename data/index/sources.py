@@ -1,4 +1,5 @@
-"""Where samples come from: the interface that every kind of data set offers, and the words that open one."""
+"""Where samples come from: the interface that every kind of data set offers, and the words that
+open one."""
 
 import difflib
 from collections import Counter
@@ -26,20 +27,23 @@ MAX_SHOWN = 5
 
 @runtime_checkable
 class Source(Protocol):
-    """A data set of numbered samples 0..len-1; each is one picture and one or more texts, or is bad and says why. Where more modalities are
-    compared, a usable sample may lack some of them."""
+    """A data set of numbered samples 0..len-1; each is one picture and one or more texts, or is bad
+    and says why. Where more modalities are compared, a usable sample may lack some of them."""
 
     spec: str
     """What it was opened with, for example `jsonl:train.jsonl`."""
 
     def __len__(self) -> int:
-        """All samples, the bad ones too, so that the number of a sample does not change because another is bad."""
+        """All samples, the bad ones too, so that the number of a sample does not change because
+        another is bad."""
 
     def identity(self, i: int) -> str:
-        """A name of the sample that stays when other samples come or go; unique among the usable ones."""
+        """A name of the sample that stays when other samples come or go; unique among the usable
+        ones."""
 
     def captions(self, i: int) -> list[str]:
-        """At least one text, none of them empty, if the sample is usable; none if it lacks texts."""
+        """At least one text, none of them empty, if the sample is usable; none if it lacks
+        texts."""
 
     def image_bytes(self, i: int) -> bytes:
         """The encoded picture. Raises Absent, BadSample."""
@@ -57,13 +61,13 @@ class Source(Protocol):
         """For messages: FILE:LINE, SHARD.tar#member, folder/name.jpg."""
 
     def column(self, name: str) -> np.ndarray:
-        """[N] of all samples, not copied, not to be written to: width and height int32 (pixels), num_captions int16,
-        num_characters int32 (longest caption), complexity float32 (bytes / pixel), perceptual_hash uint64,
-        bad int8 (0: usable, else 1 + position in REASONS)."""
+        """[N] of all samples, not copied, not to be written to: width and height int32 (pixels),
+        num_captions int16, num_characters int32 (longest caption), complexity float32 (bytes /
+        pixel), perceptual_hash uint64, bad int8 (0: usable, else 1 + position in REASONS)."""
 
     def keys(self, kind: str) -> np.ndarray:
-        """[N] uint64, equal for samples with equal encoded pictures (kind "content") or equal ids ("id"); 0: there is none. Different
-        ones are equal by chance once in 10^19 pairs."""
+        """[N] uint64, equal for samples with equal encoded pictures (kind "content") or equal ids
+        ("id"); 0: there is none. Different ones are equal by chance once in 10^19 pairs."""
 
     def usable(self) -> np.ndarray:
         """[n] int64, ascending: the samples that are not bad."""
@@ -74,7 +78,8 @@ class Source(Protocol):
 
 @runtime_checkable
 class ConceptSource(Source, Protocol):
-    """A source that knows which samples are variants of one concept, so that whole concepts can be held out."""
+    """A source that knows which samples are variants of one concept, so that whole concepts can be
+    held out."""
 
     def family(self, i: int) -> str:
         """Equal for all skin tones and genders of one concept."""
@@ -101,21 +106,34 @@ class IndexedSource:
         return self.index.captions(i)
 
     def image_bytes(self, i: int) -> bytes:
-        """Raises BadSample for a sample that the index calls bad, and when the picture is not the one that it knows."""
+        """Raises BadSample for a sample that the index calls bad, and when the picture is not the
+        one that it knows."""
         if code := int(self.column("bad")[i]):
             raise BadSample(REASON_OF_CODE[code], self.index.text("detail", i))
         if self.index.lacks("image", i):
             raise Absent(f"{self.where(i)} has no picture")
         offset, size = int(self.column("offset")[i]), int(self.column("size")[i])
-        image = self.format.image_bytes(self.index.container(i), self.index.text("path", i), offset, size)
-        if content_hash(image) != self.content_hash(i):  # a GB/s; bytes of another picture would go unnoticed into every cache
-            raise BadSample("unreadable", "the picture has changed since it was checked; start again, and it is checked anew")
+        image = self.format.image_bytes(
+            self.index.container(i), self.index.text("path", i), offset, size
+        )
+        if content_hash(image) != self.content_hash(
+            i
+        ):  # a GB/s; bytes of another picture would go unnoticed into every cache
+            raise BadSample(
+                "unreadable",
+                "the picture has changed since it was checked; start again, and it is checked anew",
+            )
         return image
 
     def value(self, modality: str, i: int) -> Any:
         if self.index.lacks(modality, i):
             raise Absent(f"{self.where(i)} has no {modality}")
-        return self.format.value(modality, self.index.container(i), self.index.text("path", i), int(self.column("row")[i]))
+        return self.format.value(
+            modality,
+            self.index.container(i),
+            self.index.text("path", i),
+            int(self.column("row")[i]),
+        )
 
     def lacking(self, modality: str) -> np.ndarray:
         return self.index.lacking(modality)
@@ -124,7 +142,9 @@ class IndexedSource:
         return self.index.content_hash(i)
 
     def where(self, i: int) -> str:
-        return self.format.where(self.index.container(i), self.index.text("path", i), int(self.column("row")[i]))
+        return self.format.where(
+            self.index.container(i), self.index.text("path", i), int(self.column("row")[i])
+        )
 
     def column(self, name: str) -> np.ndarray:
         return self.index.column(name)
@@ -137,8 +157,15 @@ class IndexedSource:
 
     def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
         bad = self.column("bad")
-        for i in np.flatnonzero(bad):  # a numpy integer each: nothing of the size of the data set is made
-            yield self.identity(i), self.where(i), REASON_OF_CODE[int(bad[i])], self.index.text("detail", i)
+        for i in np.flatnonzero(
+            bad
+        ):  # a numpy integer each: nothing of the size of the data set is made
+            yield (
+                self.identity(i),
+                self.where(i),
+                REASON_OF_CODE[int(bad[i])],
+                self.index.text("detail", i),
+            )
 
 
 class DemoSource(IndexedSource):
@@ -163,11 +190,19 @@ KINDS: dict[str, tuple[str, Callable[..., Format]]] = {
     "python": ("python:MODULE:NAME", PythonFormat),
 }
 """Kind -> how it is written, and what reads it, made from what follows the colon."""
-ENDINGS = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".tar": "webdataset"}
+ENDINGS = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".tar": "webdataset",
+}
 
 
 def open_format(spec: str, pairs: Pairs = IMAGE_TEXT) -> Format:
-    """What lists the rows of a data set. `pairs`: of modalities that will be compared. Errors: ValueError, OSError."""
+    """What lists the rows of a data set. `pairs`: of modalities that will be compared. Errors:
+    ValueError, OSError."""
     kind, _, where = spec.partition(":")
     if kind not in KINDS:
         known = ", ".join(usage for usage, _ in KINDS.values())
@@ -178,21 +213,26 @@ def open_format(spec: str, pairs: Pairs = IMAGE_TEXT) -> Format:
         raise ValueError(f"data spec '{spec}': unknown kind '{kind}'; known: {known}; {hint}")
     format = KINDS[kind][1](where)
     if pairs != IMAGE_TEXT:
-        format.pairs = tuple((first, second) for first, second in pairs if not format.lacks_all({first, second}))
+        format.pairs = tuple(
+            (first, second) for first, second in pairs if not format.lacks_all({first, second})
+        )
         if not format.pairs:
             raise ValueError(
-                f"data spec '{spec}': it holds {' and '.join(format.holds)}, and --pairs compares {', '.join(map(':'.join, pairs))}; give data "
+                f"data spec '{spec}': it holds {' and '.join(format.holds)}, and --pairs compares "
+                f"{', '.join(map(':'.join, pairs))}; give data "
                 "of the modalities of a pair, such as python:MODULE:NAME, or other --pairs"
             )
     return format
 
 
 def open_source(spec: str, pairs: Pairs = IMAGE_TEXT, **building: Any) -> IndexedSource:
-    """Open a data set by its spec, `KIND` or `KIND:WHERE`; see `KINDS`. The first time its index is made, which looks at every picture.
-    `pairs`: of modalities that are compared; a sample that has both of none is bad.
+    """Open a data set by its spec, `KIND` or `KIND:WHERE`; see `KINDS`. The first time its index is
+    made, which looks at every picture. `pairs`: of modalities that are compared; a sample that has
+    both of none is bad.
 
-    `building`: workers, progress, check, refresh, folder of `data.index.building.load_index`. Processes may call this together.
-    Errors: ValueError for a spec that breaks a rule or data without a usable sample, OSError (FileNotFoundError) for files.
+    `building`: workers, progress, check, refresh, folder of `data.index.building.load_index`.
+    Processes may call this together. Errors: ValueError for a spec that breaks a rule or data
+    without a usable sample, OSError (FileNotFoundError) for files.
     """
     format = open_format(spec, pairs)
     source = (DemoSource if isinstance(format, DemoFormat) else IndexedSource)(
@@ -207,6 +247,15 @@ def _no_usable_sample(source: IndexedSource) -> str:
     codes, counts = np.unique(source.column("bad"), return_counts=True)
     reasons = Counter({REASON_OF_CODE[int(code)]: int(count) for code, count in zip(codes, counts)})
     of = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
-    first = [f"{where}: {reason}: {detail}" for (_, where, reason, detail), _ in zip(source.bad_samples(), range(MAX_SHOWN))]
+    first = [
+        f"{where}: {reason}: {detail}"
+        for (_, where, reason, detail), _ in zip(source.bad_samples(), range(MAX_SHOWN))
+    ]
     more = [f"... and {len(source) - MAX_SHOWN} more"] if len(source) > MAX_SHOWN else []
-    return "\n".join([f"{source.spec}: none of {len(source)} samples can be used ({of}); mend them", *first, *more])
+    return "\n".join(
+        [
+            f"{source.spec}: none of {len(source)} samples can be used ({of}); mend them",
+            *first,
+            *more,
+        ]
+    )

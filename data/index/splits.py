@@ -1,7 +1,8 @@
 """Training samples on one side, held-out samples on the other, and no content on both.
 
-Two samples belong together when their pictures are equal, pixel by pixel, or when they share a caption (upper and lower
-case and spacing aside). Such groups, and for `family` whole concepts, are never divided.
+Two samples belong together when their pictures are equal, pixel by pixel, or when they share a
+caption (upper and lower case and spacing aside). Such groups, and for `family` whole concepts, are
+never divided.
 """
 
 import hashlib
@@ -24,22 +25,31 @@ class Splits:
     def __post_init__(self) -> None:
         every = np.concatenate([self.train, *self.held_out.values()])
         if len(np.unique(every)) < len(every):
-            raise ValueError(f"splits share samples: {len(every)} indices, {len(np.unique(every))} different; each sample is on one side")
+            raise ValueError(
+                f"splits share samples: {len(every)} indices, {len(np.unique(every))} different; "
+                "each sample is on one side"
+            )
 
 
-def split_source(source: Source, val_fraction: float = 0.1, seed: int = 0, progress: bool = False) -> Splits:
+def split_source(
+    source: Source, val_fraction: float = 0.1, seed: int = 0, progress: bool = False
+) -> Splits:
     """Hold out samples; a pure function of the source's content, `val_fraction` and `seed`.
 
-    A source that knows concepts (the demo) gives two held-out sets of about `val_fraction` of all samples each:
-    `family`, concepts of which training has no variant, and `composition`, drawn at random from the rest. Any other
-    gives one, `validation`. Bad samples are on no side. 0 holds out nothing and reads nothing; otherwise all captions are
-    compared; `progress` shows a bar when that takes long.
-    Errors: ValueError when the fraction is out of range or the samples cannot be divided.
+    A source that knows concepts (the demo) gives two held-out sets of about `val_fraction` of all
+    samples each: `family`, concepts of which training has no variant, and `composition`, drawn at
+    random from the rest. Any other gives one, `validation`. Bad samples are on no side. 0 holds out
+    nothing and reads nothing; otherwise all captions are compared; `progress` shows a bar when that
+    takes long. Errors: ValueError when the fraction is out of range or the samples cannot be
+    divided.
     """
     names = ("family", "composition") if isinstance(source, ConceptSource) else ("validation",)
     limit = 1 / len(names)
     if not 0 <= val_fraction < limit:
-        raise ValueError(f"val_fraction {val_fraction} with held-out sets {', '.join(names)}: 0 <= val_fraction < {limit:g} is needed")
+        raise ValueError(
+            f"val_fraction {val_fraction} with held-out sets {', '.join(names)}: 0 <= val_fraction "
+            f"< {limit:g} is needed"
+        )
     everything = source.usable()
     if val_fraction == 0:
         return Splits(train=everything)
@@ -56,41 +66,61 @@ def split_source(source: Source, val_fraction: float = 0.1, seed: int = 0, progr
     if not free.any() or any(len(part) == 0 for part in held_out.values()):
         sizes = ", ".join(f"{name} {len(part)}" for name, part in held_out.items())
         raise ValueError(
-            f"{source.spec}: {len(everything)} samples in {len(np.unique(groups))} groups of equal content cannot be divided with "
-            f"val_fraction {val_fraction}: train {free.sum()}, {sizes}; no side may be empty; give more samples, or val_fraction 0"
+            f"{source.spec}: {len(everything)} samples in {len(np.unique(groups))} groups of equal "
+            "content cannot be divided with "
+            f"val_fraction {val_fraction}: train {free.sum()}, {sizes}; no side may be empty; give "
+            "more samples, or val_fraction 0"
         )
     return Splits(train=everything[free], held_out=held_out)
 
 
 def content_groups(source: Source, subset: np.ndarray, progress: bool = False) -> np.ndarray:
-    """[n] int64: equal numbers for samples of the subset joined, directly or through others, by an equal picture or caption."""
+    """[n] int64: equal numbers for samples of the subset joined, directly or through others, by an
+    equal picture or caption."""
     with_picture = np.flatnonzero(~source.lacking("image")[subset])
     with_text = np.flatnonzero(~source.lacking("text")[subset])
     samples, keys = [with_picture], [_picture_keys(source, subset[with_picture])]
     first_text = np.zeros(len(with_text), np.uint64)
-    for place, sample in enumerate(tqdm(with_text, desc="comparing captions", unit="sample", delay=2, disable=not progress)):
+    for place, sample in enumerate(
+        tqdm(with_text, desc="comparing captions", unit="sample", delay=2, disable=not progress)
+    ):
         texts = {" ".join(text.split()).casefold() for text in source.captions(int(subset[sample]))}
         first_text[place], *others = [_hash64(text) for text in texts]
         if others:
             samples.append(np.full(len(others), sample))
             keys.append(np.array(others, np.uint64))
-    return _connected(len(subset), np.concatenate([*samples, with_text]), np.concatenate([*keys, first_text]))
+    return _connected(
+        len(subset), np.concatenate([*samples, with_text]), np.concatenate([*keys, first_text])
+    )
 
 
 def concept_groups(source: ConceptSource, subset: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """[n] int64: `groups` joined further, so that all variants of a concept have one number."""
     families = np.array([_hash64(source.family(int(i))) for i in subset], np.uint64)
     places = np.arange(len(subset))
-    return _connected(len(subset), np.concatenate([places, places]), np.concatenate([groups.astype(np.uint64), families]))
+    return _connected(
+        len(subset),
+        np.concatenate([places, places]),
+        np.concatenate([groups.astype(np.uint64), families]),
+    )
 
 
 def _picture_keys(source: Source, subset: np.ndarray) -> np.ndarray:
-    """[n] uint64, equal for pictures with equal pixels. Only those are decoded that look alike and are not equal byte for byte."""
+    """[n] uint64, equal for pictures with equal pixels. Only those are decoded that look alike and
+    are not equal byte for byte."""
     keys = source.keys("content")[subset]
-    looks = np.stack([source.column(name)[subset].astype(np.uint64) for name in ("width", "height", "perceptual_hash")], 1)
+    looks = np.stack(
+        [
+            source.column(name)[subset].astype(np.uint64)
+            for name in ("width", "height", "perceptual_hash")
+        ],
+        1,
+    )
     _, look = np.unique(looks, axis=0, return_inverse=True)
     look = look.reshape(-1)
-    each, first, of = np.unique(keys, return_index=True, return_inverse=True)  # each different content, once
+    each, first, of = np.unique(
+        keys, return_index=True, return_inverse=True
+    )  # each different content, once
     _, alike, count = np.unique(look[first], return_inverse=True, return_counts=True)
     for n in np.flatnonzero((count[alike] > 1) & (looks[first, 2] != 0)):
         each[n] = _hash64(pixel_key(decode_bytes(source.image_bytes(int(subset[first[n]])))))
@@ -98,11 +128,14 @@ def _picture_keys(source: Source, subset: np.ndarray) -> np.ndarray:
 
 
 def _hash64(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest(), "little"
+    )
 
 
 def _connected(count: int, samples: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """[count]: the smallest number among all samples that a sample is joined with. `samples[k]` has the key `keys[k]`."""
+    """[count]: the smallest number among all samples that a sample is joined with. `samples[k]` has
+    the key `keys[k]`."""
     _, key = np.unique(keys, return_inverse=True)
     key = key.reshape(-1)
     labels = np.arange(count)
@@ -124,12 +157,17 @@ def split_report(source: Source, splits: Splits) -> dict[str, int]:
     counts |= {name: len(indices) for name, indices in splits.held_out.items()}
     if isinstance(source, ConceptSource) and "composition" in splits.held_out:
         trained = {source.toneless(int(i)) for i in splits.train}
-        counts["composition_in_another_skin_tone"] = sum(source.toneless(int(i)) in trained for i in splits.held_out["composition"])
+        counts["composition_in_another_skin_tone"] = sum(
+            source.toneless(int(i)) in trained for i in splits.held_out["composition"]
+        )
     return counts
 
 
-def _draw(groups: np.ndarray, free: np.ndarray, wanted: int, rng: np.random.Generator) -> np.ndarray:
-    """[N] bool: whole groups of free samples in random order, each taken if it still fits, as near to `wanted` as that gets."""
+def _draw(
+    groups: np.ndarray, free: np.ndarray, wanted: int, rng: np.random.Generator
+) -> np.ndarray:
+    """[N] bool: whole groups of free samples in random order, each taken if it still fits, as near
+    to `wanted` as that gets."""
     labels, sizes = np.unique(groups[free], return_counts=True)
     size = dict(zip(labels.tolist(), sizes.tolist()))
     left, taken = wanted, []
@@ -140,7 +178,8 @@ def _draw(groups: np.ndarray, free: np.ndarray, wanted: int, rng: np.random.Gene
         if left == 0:
             break
     others = sorted((size[label], label) for label in set(size).difference(taken))
-    # One group too many is taken where that is nearer to the wanted number, or where else nothing would be held out.
+    # One group too many is taken where that is nearer to the wanted number, or where else nothing
+    # would be held out.
     if len(others) > 1 and left and (others[0][0] - left < left or not taken):
         taken.append(others[0][1])
     return free & np.isin(groups, taken)

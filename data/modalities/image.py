@@ -27,11 +27,11 @@ GREY = 128  # where a micro-batch has no readable picture at all
 
 
 class ImageModality(Modality):
-    """pixel_values float32 [b, 3, H, W], channels-last; with `patch_size` (ViT) and fewer patches asked for kept_patches int64 [b, K],
-    ascending.
+    """pixel_values float32 [b, 3, H, W], channels-last; with `patch_size` (ViT) and fewer patches
+    asked for kept_patches int64 [b, K], ascending.
 
-    `side_multiple`: of the sides that the tower takes. `cache` changes no value. A picture that cannot be read shows another one of the
-    micro-batch.
+    `side_multiple`: of the sides that the tower takes. `cache` changes no value. A picture that
+    cannot be read shows another one of the micro-batch.
     """
 
     name = "image"
@@ -45,15 +45,25 @@ class ImageModality(Modality):
         side_multiple: int = 1,
         patch_size: int | None = None,
     ) -> None:
-        self.transform_train, self.transform_eval, self.cache = transform_train, transform_eval, cache
+        self.transform_train, self.transform_eval, self.cache = (
+            transform_train,
+            transform_eval,
+            cache,
+        )
         self.side_multiple, self.patch_size = side_multiple, patch_size
 
-    def load(self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None) -> Loaded:
+    def load(
+        self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
+    ) -> Loaded:
         transform = self._transform(request)
         pictures: list[np.ndarray | None] = []
         bad, absent = [], []
         for i in request.index.tolist():
-            generator = np.random.default_rng([seed, request.epoch, i, AUGMENTATION]) if request.training else None
+            generator = (
+                np.random.default_rng([seed, request.epoch, i, AUGMENTATION])
+                if request.training
+                else None
+            )
             try:
                 pictures.append(transform(self._stored(source, transform, i), generator))
             except Absent:
@@ -62,27 +72,48 @@ class ImageModality(Modality):
             except BadSample as error:
                 pictures.append(None)
                 bad.append((i, error.reason, f"{source.where(i)}: {error.detail}"))
-        pictures = shown(pictures, lambda: np.full((*transform.size, 3), GREY, np.uint8))  # b times uint8 [H, W, 3]
+        pictures = shown(
+            pictures, lambda: np.full((*transform.size, 3), GREY, np.uint8)
+        )  # b times uint8 [H, W, 3]
         out = memory and memory(sum(picture.size for picture in pictures))
         tensors = {"pixel_values": normalised(pictures, out, self.transform_eval.preprocessing)}
         if request.knobs.kept_patches < 1 and self.patch_size:
             tensors["kept_patches"] = self._kept_patches(request, seed, pictures[0].shape[:2])
-        return Loaded(tensors, request.position, request.index, request.weight, bad, absent, {"unreadable_pictures": len(bad)})
+        return Loaded(
+            tensors,
+            request.position,
+            request.index,
+            request.weight,
+            bad,
+            absent,
+            {"unreadable_pictures": len(bad)},
+        )
 
     def _transform(self, request: MicroBatchRequest) -> ImageTransform:
         transform = self.transform_train if request.training else self.transform_eval
         size = request.size or transform.size
         if request.training and request.knobs.image_size:
-            size = scaled_size(size, request.knobs.image_size, max(transform.size), self.side_multiple)
+            size = scaled_size(
+                size, request.knobs.image_size, max(transform.size), self.side_multiple
+            )
         return replace(transform, size=size)
 
     def _stored(self, source: Source, transform: ImageTransform, i: int) -> np.ndarray:
         """The picture before augmentation."""
         if self.cache is None:
             return transform.stored(source.image_bytes(i))
-        return self.cache.picture(source.content_hash(i), transform.stored, lambda: source.image_bytes(i))
+        return self.cache.picture(
+            source.content_hash(i), transform.stored, lambda: source.image_bytes(i)
+        )
 
     def _kept_patches(self, request: MicroBatchRequest, seed: int, size: tuple[int, int]) -> Tensor:
         patches = (size[0] // self.patch_size) * (size[1] // self.patch_size)
         kept = kept_number(patches, request.knobs.kept_patches)
-        return torch.from_numpy(np.stack([patch_numbers(seed, request.epoch, i, patches, kept) for i in request.index.tolist()]))
+        return torch.from_numpy(
+            np.stack(
+                [
+                    patch_numbers(seed, request.epoch, i, patches, kept)
+                    for i in request.index.tolist()
+                ]
+            )
+        )

@@ -24,19 +24,29 @@ TEXTS_AT_ONCE = 1000
 
 @dataclass(frozen=True, eq=False)
 class TokenCounts:
-    """`counts` [T] uint16; sample k of the training subset has those from `starts[k]` to `starts[k + 1]`, [N + 1] int64."""
+    """`counts` [T] uint16; sample k of the training subset has those from `starts[k]` to `starts[k
+    + 1]`, [N + 1] int64."""
 
     counts: np.ndarray
     starts: np.ndarray
 
-    def of(self, visited: np.ndarray, indices: np.ndarray, seed: int, epoch: int, captions_per_image: int = 1) -> np.ndarray:
-        """[G, c] int64: tokens of the c captions that each sample shows in this epoch. `visited` [G]: numbers in the subset, `indices` [G] in
-        the source."""
+    def of(
+        self,
+        visited: np.ndarray,
+        indices: np.ndarray,
+        seed: int,
+        epoch: int,
+        captions_per_image: int = 1,
+    ) -> np.ndarray:
+        """[G, c] int64: tokens of the c captions that each sample shows in this epoch. `visited`
+        [G]: numbers in the subset, `indices` [G] in the source."""
         first = self.starts[visited]
         number = self.starts[visited + 1] - first
         shown = np.zeros((len(visited), captions_per_image), np.int64)
         for k in np.flatnonzero(number > 1).tolist():
-            shown[k] = caption_numbers(seed, epoch, int(indices[k]), int(number[k]), captions_per_image)
+            shown[k] = caption_numbers(
+                seed, epoch, int(indices[k]), int(number[k]), captions_per_image
+            )
         return self.counts[first[:, None] + shown].astype(np.int64)
 
     def longest(self) -> np.ndarray:
@@ -45,10 +55,20 @@ class TokenCounts:
 
 
 def token_counts(
-    source: Source, subset: np.ndarray, tokenizer: PreTrainedTokenizerBase, max_text_tokens: int, folder: Path, progress: bool = False
+    source: Source,
+    subset: np.ndarray,
+    tokenizer: PreTrainedTokenizerBase,
+    max_text_tokens: int,
+    folder: Path,
+    progress: bool = False,
 ) -> TokenCounts:
-    """Those in `folder`, counted there first where they are not. The special tokens count too; longer texts count `max_text_tokens`."""
-    made_of = {"samples": len(subset), "max_text_tokens": max_text_tokens, "vocabulary": len(tokenizer)}
+    """Those in `folder`, counted there first where they are not. The special tokens count too;
+    longer texts count `max_text_tokens`."""
+    made_of = {
+        "samples": len(subset),
+        "max_text_tokens": max_text_tokens,
+        "vocabulary": len(tokenizer),
+    }
     file = folder / "made_of.json"
     if not (file.is_file() and json.loads(file.read_text(encoding="utf-8")) == made_of):
         counts, starts = _count(source, subset, tokenizer, max_text_tokens, progress)
@@ -60,11 +80,17 @@ def token_counts(
         (beside / "made_of.json").write_text(json.dumps(made_of), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(beside, folder)
-    return TokenCounts(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("counts", "starts")))
+    return TokenCounts(
+        *(np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("counts", "starts"))
+    )
 
 
 def _count(
-    source: Source, subset: np.ndarray, tokenizer: PreTrainedTokenizerBase, max_text_tokens: int, progress: bool
+    source: Source,
+    subset: np.ndarray,
+    tokenizer: PreTrainedTokenizerBase,
+    max_text_tokens: int,
+    progress: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
     # a sample without a text shows an empty one, which no pair compares
     numbers = np.maximum(source.column("num_captions")[subset], 1).astype(np.int64)
@@ -74,14 +100,24 @@ def _count(
     for i in tqdm(subset, desc="counting tokens", unit="sample", delay=2, disable=not progress):
         waiting += source.captions(int(i)) or [""]
         while len(waiting) >= TEXTS_AT_ONCE:
-            counts[filled : filled + TEXTS_AT_ONCE] = _lengths(tokenizer, waiting[:TEXTS_AT_ONCE], max_text_tokens)
+            counts[filled : filled + TEXTS_AT_ONCE] = _lengths(
+                tokenizer, waiting[:TEXTS_AT_ONCE], max_text_tokens
+            )
             filled, waiting = filled + TEXTS_AT_ONCE, waiting[TEXTS_AT_ONCE:]
     counts[filled:] = _lengths(tokenizer, waiting, max_text_tokens)
     return counts, starts
 
 
-def _lengths(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_text_tokens: int) -> list[int]:
+def _lengths(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_text_tokens: int
+) -> list[int]:
     if not texts:
         return []
-    encoded = tokenizer(list(texts), truncation=True, max_length=max_text_tokens, padding=False, return_attention_mask=False)["input_ids"]
+    encoded = tokenizer(
+        list(texts),
+        truncation=True,
+        max_length=max_text_tokens,
+        padding=False,
+        return_attention_mask=False,
+    )["input_ids"]
     return [len(tokens) for tokens in encoded]

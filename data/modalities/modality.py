@@ -1,4 +1,5 @@
-"""What turns samples into the tensors of a branch: one class per modality, one file each in this folder.
+"""What turns samples into the tensors of a branch: one class per modality, one file each in this
+folder.
 
 b: samples of a micro-batch, n: rows that a modality makes of them (b, or several per sample).
 """
@@ -22,16 +23,18 @@ if TYPE_CHECKING:
     from data.index.sources import Source
 
 Memory = Callable[[int], Tensor]
-"""Gives flat float32 memory for so many values, which reaches the training process without a copy."""
+"""Gives flat float32 memory for so many values, which reaches the training process without a
+copy."""
 
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
     """The rows of one modality in a micro-batch.
 
-    `tensors`: what enters the branch, each [n, ...]. `position` [n], `index` [n] int64: of each row its place in the global batch and its
-    sample in the source. `weight` [n] int64 millionths: what each row counts in the loss; None: all the same. `bad`: (index, reason,
-    detail) of samples that could not be read; a stand-in has their place in `tensors`. `counts`: of `Modality.count_names`.
+    `tensors`: what enters the branch, each [n, ...]. `position` [n], `index` [n] int64: of each row
+    its place in the global batch and its sample in the source. `weight` [n] int64 millionths: what
+    each row counts in the loss; None: all the same. `bad`: (index, reason, detail) of samples that
+    could not be read; a stand-in has their place in `tensors`. `counts`: of `Modality.count_names`.
     """
 
     tensors: dict[str, Tensor]
@@ -44,43 +47,56 @@ class Loaded:
 
 
 class Modality(ABC):
-    """Makes the rows of one modality: a pure function of source, request and seed. Pickled, it travels to the loader's processes."""
+    """Makes the rows of one modality: a pure function of source, request and seed. Pickled, it
+    travels to the loader's processes."""
 
     name: str
     """Of the modality and its branch."""
     count_names: tuple[str, ...] = ()
     """What `Loaded.counts` counts, for metrics."""
     decodes = True
-    """Whether a value may turn out bad while it is loaded; the others were read whole when the index was made."""
+    """Whether a value may turn out bad while it is loaded; the others were read whole when the
+    index was made."""
 
     @abstractmethod
-    def load(self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None) -> Loaded:
+    def load(
+        self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
+    ) -> Loaded:
         """The rows of the request's samples, in their order. `memory`: for the largest tensor."""
 
 
 class ValueModality(Modality):
     """A modality with one value per sample and one row for it: the base of a modality of one's own.
 
-    A subclass says how a value becomes tensors. Samples without the modality, and values that `encode` refuses, are left out of the loss.
+    A subclass says how a value becomes tensors. Samples without the modality, and values that
+    `encode` refuses, are left out of the loss.
     """
 
     @abstractmethod
     def encode(self, value: Any, generator: np.random.Generator | None) -> dict[str, Tensor]:
-        """The tensors of one sample, without a batch dimension and with equal shapes for all samples.
+        """The tensors of one sample, without a batch dimension and with equal shapes for all
+        samples.
 
-        `value`: what the data set holds. `generator`: for augmentation, drawn from seed, epoch and sample; None: evaluation. Raises
-        BadSample for a value that cannot be used.
+        `value`: what the data set holds. `generator`: for augmentation, drawn from seed, epoch and
+        sample; None: evaluation. Raises BadSample for a value that cannot be used.
         """
 
     @abstractmethod
     def blank(self) -> dict[str, Tensor]:
-        """Tensors shaped as those of `encode`, for a sample without a value in a micro-batch that has no other to show."""
+        """Tensors shaped as those of `encode`, for a sample without a value in a micro-batch that
+        has no other to show."""
 
-    def load(self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None) -> Loaded:
+    def load(
+        self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
+    ) -> Loaded:
         encoded: list[dict[str, Tensor] | None] = []
         bad, absent = [], []
         for i in request.index.tolist():
-            generator = np.random.default_rng([seed, request.epoch, i, AUGMENTATION]) if request.training else None
+            generator = (
+                np.random.default_rng([seed, request.epoch, i, AUGMENTATION])
+                if request.training
+                else None
+            )
             try:
                 encoded.append(self.encode(source.value(self.name, i), generator))
             except Absent:
@@ -95,12 +111,16 @@ class ValueModality(Modality):
 
 
 def shown(values: list[Any], blank: Callable[[], Any]) -> list[Any]:
-    """With another value of the list in the place of each None, by turns; with `blank` where there is no other.
+    """With another value of the list in the place of each None, by turns; with `blank` where there
+    is no other.
 
-    A stand-in that is a real value leaves the statistics of batch normalisation near what they were.
+    A stand-in that is a real value leaves the statistics of batch normalisation near what they
+    were.
     """
     if all(value is not None for value in values):
         return values
     readable = [value for value in values if value is not None] or [blank()]
     before = np.cumsum([value is not None for value in values])  # readable ones up to here
-    return [readable[n % len(readable)] if value is None else value for value, n in zip(values, before)]
+    return [
+        readable[n % len(readable)] if value is None else value for value, n in zip(values, before)
+    ]

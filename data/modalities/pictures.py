@@ -1,7 +1,9 @@
-"""Pictures as they come out of files: decode safely, turn upright, bring to 8-bit RGB or RGBA, recognise equal ones.
+"""Pictures as they come out of files: decode safely, turn upright, bring to 8-bit RGB or RGBA,
+recognise equal ones.
 
-Bytes are read by content, never by name, with Pillow's decoders of a few formats. The size that the header claims is
-checked before a pixel is decoded, by limits of our own: Pillow's are neither needed nor changed.
+Bytes are read by content, never by name, with Pillow's decoders of a few formats. The size that the
+header claims is checked before a pixel is decoded, by limits of our own: Pillow's are neither
+needed nor changed.
 """
 
 import hashlib
@@ -24,7 +26,13 @@ from data.index.bad_samples import PIXEL_LIMIT, BadSample, check_size
 
 # What Pillow opens beside these is rare in data sets, and some of it (EPS, for one) runs programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-TRUNCATED = ("truncated", "unexpected end", "not enough image data", "no more images", "only got")  # in decoders' messages
+TRUNCATED = (
+    "truncated",
+    "unexpected end",
+    "not enough image data",
+    "no more images",
+    "only got",
+)  # in decoders' messages
 UPRIGHT = {  # EXIF orientation -> what makes it upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -37,97 +45,136 @@ UPRIGHT = {  # EXIF orientation -> what makes it upright
 SIDES_SWAPPED = (5, 6, 7, 8)
 
 
-def decode_bytes(data: bytes, pixel_limit: int = PIXEL_LIMIT, at_least: int | tuple[int, int] | None = None) -> Image.Image:
+def decode_bytes(
+    data: bytes, pixel_limit: int = PIXEL_LIMIT, at_least: int | tuple[int, int] | None = None
+) -> Image.Image:
     """Fully decode an encoded picture; any mode; of an animation the first frame.
 
-    `at_least`, pixels: a JPEG is decoded at the smallest of libjpeg's scales 1/8, 1/4, 1/2 and 1 that leaves the shorter
-    side with at least so many; a pair is (height, width) of the upright picture. Each pixel of a smaller scale is
-    about the mean of those it stands for, so it is as good as decoding all and shrinking. Other formats come whole.
-    Errors: BadSample, with reason empty-file, not-an-image, truncated-image, too-many-pixels, impossible-size or unreadable.
+    `at_least`, pixels: a JPEG is decoded at the smallest of libjpeg's scales 1/8, 1/4, 1/2 and 1
+    that leaves the shorter side with at least so many; a pair is (height, width) of the upright
+    picture. Each pixel of a smaller scale is about the mean of those it stands for, so it is as
+    good as decoding all and shrinking. Other formats come whole. Errors: BadSample, with reason
+    empty-file, not-an-image, truncated-image, too-many-pixels, impossible-size or unreadable.
     """
     if not data:
         raise BadSample("empty-file", "0 bytes")
     try:
         image = _opened(data)
         check_size(*image.size, pixel_limit)
-        if at_least is not None and image.format == "JPEG":  # asking a PNG how it lies decodes it, and hides what is wrong with it
+        if (
+            at_least is not None and image.format == "JPEG"
+        ):  # asking a PNG how it lies decodes it, and hides what is wrong with it
             height, width = (at_least, at_least) if isinstance(at_least, int) else at_least
-            image.draft(None, (height, width) if _orientation(image) in SIDES_SWAPPED else (width, height))
+            image.draft(
+                None, (height, width) if _orientation(image) in SIDES_SWAPPED else (width, height)
+            )
         image.load()
-        check_size(*image.size, pixel_limit)  # the first frame of an animation may reach beyond what the header says
+        check_size(
+            *image.size, pixel_limit
+        )  # the first frame of an animation may reach beyond what the header says
         return image
     except (BadSample, MemoryError):
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadSample("too-many-pixels", str(error)) from error
     except Exception as error:  # the set of types that decoders raise is open
-        raise BadSample("truncated-image" if _is_truncated(data, error) else "unreadable", f"{type(error).__name__}: {error}") from error
+        raise BadSample(
+            "truncated-image" if _is_truncated(data, error) else "unreadable",
+            f"{type(error).__name__}: {error}",
+        ) from error
 
 
 def picture_size(data: bytes) -> tuple[int, int]:
     """Width and height in pixels as shown, from the header alone.
 
-    Errors: BadSample, with reason empty-file, not-an-image, too-many-pixels, impossible-size or unreadable.
+    Errors: BadSample, with reason empty-file, not-an-image, too-many-pixels, impossible-size or
+    unreadable.
     """
     if not data:
         raise BadSample("empty-file", "0 bytes")
     try:
         image = _opened(data)
-        # Pillow decodes a PNG to look for EXIF behind its pixels, so there only what lies before them counts.
-        turned = (image.format != "PNG" or "exif" in image.info) and _orientation(image) in SIDES_SWAPPED
+        # Pillow decodes a PNG to look for EXIF behind its pixels, so there only what lies before
+        # them counts.
+        turned = (image.format != "PNG" or "exif" in image.info) and _orientation(
+            image
+        ) in SIDES_SWAPPED
     except (BadSample, MemoryError):
         raise
     except Exception as error:  # the set of types that decoders raise is open
-        raise BadSample("truncated-image" if _is_truncated(data, error) else "unreadable", f"{type(error).__name__}: {error}") from error
+        raise BadSample(
+            "truncated-image" if _is_truncated(data, error) else "unreadable",
+            f"{type(error).__name__}: {error}",
+        ) from error
     width, height = image.size
     check_size(width, height)
     return (height, width) if turned else (width, height)
 
 
 def upright_8bit(image: Image.Image) -> Image.Image:
-    """The picture a viewer would show, as mode RGB, or RGBA where it has transparency; 8 bits a channel.
+    """The picture a viewer would show, as mode RGB, or RGBA where it has transparency; 8 bits a
+    channel.
 
-    EXIF rotation is applied; EXIF that cannot be read counts as none. 16-bit greyscale keeps its upper 8 bits (Pillow's own
-    conversion would clip at 255); float greyscale is read as 0..1 when no value is above 1, else as 0..255. CMYK is
-    converted by Pillow, which also knows that JPEG stores it inverted.
+    EXIF rotation is applied; EXIF that cannot be read counts as none. 16-bit greyscale keeps its
+    upper 8 bits (Pillow's own conversion would clip at 255); float greyscale is read as 0..1 when
+    no value is above 1, else as 0..255. CMYK is converted by Pillow, which also knows that JPEG
+    stores it inverted.
     """
     orientation = _orientation(image)
     if orientation in UPRIGHT:
         image = image.transpose(UPRIGHT[orientation])
-        image.info = {name: value for name, value in image.info.items() if name == "transparency"}  # so that it is not turned again
+        image.info = {
+            name: value for name, value in image.info.items() if name == "transparency"
+        }  # so that it is not turned again
     if image.mode in ("RGB", "RGBA") and "transparency" not in image.info:
         return image
-    if image.mode == "I" or image.mode.startswith("I;16"):  # "I": how Pillow before 11 opened a 16-bit PNG
+    if image.mode == "I" or image.mode.startswith(
+        "I;16"
+    ):  # "I": how Pillow before 11 opened a 16-bit PNG
         image = _from_16bit(np.asarray(image).clip(0, 65535), image.info.get("transparency"))
     elif image.mode == "F":
         values = np.nan_to_num(np.asarray(image))
-        image = Image.fromarray((values * (255.0 if values.max() <= 1.0 else 1.0)).clip(0, 255).astype(np.uint8))
+        image = Image.fromarray(
+            (values * (255.0 if values.max() <= 1.0 else 1.0)).clip(0, 255).astype(np.uint8)
+        )
     transparent = image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
     return image.convert("RGBA" if transparent else "RGB")
 
 
 def pixel_key(image: Image.Image) -> str:
-    """A hash that is equal for two pictures that look equal: same size, same visible pixels, whatever the file format."""
+    """A hash that is equal for two pictures that look equal: same size, same visible pixels,
+    whatever the file format."""
     image = upright_8bit(image)
     pixels = np.asarray(image)  # [H, W, 3 or 4]
     if image.mode == "RGBA":
         opaque = pixels[..., 3:]
-        # The colour beneath a fully transparent pixel cannot be seen; a fully opaque picture is an RGB picture.
-        pixels = pixels[..., :3] if opaque.min() == 255 else np.where(opaque > 0, pixels, 0).astype(np.uint8)
+        # The colour beneath a fully transparent pixel cannot be seen; a fully opaque picture is an
+        # RGB picture.
+        pixels = (
+            pixels[..., :3]
+            if opaque.min() == 255
+            else np.where(opaque > 0, pixels, 0).astype(np.uint8)
+        )
     digest = hashlib.blake2b(np.ascontiguousarray(pixels).tobytes(), digest_size=16)
     digest.update(repr(pixels.shape).encode())
     return digest.hexdigest()
 
 
 def _opened(data: bytes) -> Image.Image:
-    """By the plugin whose signature the bytes bear. `Image.open` would first check Pillow's own limits of size."""
+    """By the plugin whose signature the bytes bear. `Image.open` would first check Pillow's own
+    limits of size."""
     prefix = data[:16]
     for name in FORMATS:
         opens, accepts = Image.OPEN[name]
         accepted = accepts(prefix)
-        if accepted and not isinstance(accepted, str):  # a text says what is missing here to read it
+        if accepted and not isinstance(
+            accepted, str
+        ):  # a text says what is missing here to read it
             return opens(io.BytesIO(data), "")
-    raise BadSample("not-an-image", f"{len(data):,} bytes that begin with {data[:8]!r}; read are {', '.join(FORMATS)}")
+    raise BadSample(
+        "not-an-image",
+        f"{len(data):,} bytes that begin with {data[:8]!r}; read are {', '.join(FORMATS)}",
+    )
 
 
 def _orientation(image: Image.Image) -> int:
@@ -140,7 +187,9 @@ def _orientation(image: Image.Image) -> int:
 def _is_truncated(data: bytes, error: Exception) -> bool:
     if isinstance(error, EOFError) or any(words in str(error).lower() for words in TRUNCATED):
         return True
-    return data[:4] == b"RIFF" and int.from_bytes(data[4:8], "little") + 8 > len(data)  # WebP's decoder does not say
+    return data[:4] == b"RIFF" and int.from_bytes(data[4:8], "little") + 8 > len(
+        data
+    )  # WebP's decoder does not say
 
 
 def _from_16bit(values: np.ndarray, transparent: int | None) -> Image.Image:

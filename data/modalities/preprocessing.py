@@ -1,7 +1,9 @@
-"""How pictures become the numbers that an image tower was trained on: size, resampling, mean and standard deviation.
+"""How pictures become the numbers that an image tower was trained on: size, resampling, mean and
+standard deviation.
 
-A pretrained tower that is given other pixels than in its training still runs, but its features are wrong. Training and
-evaluation therefore take these values from the weights (`launch/settings/preprocessing.py`) and record them.
+A pretrained tower that is given other pixels than in its training still runs, but its features are
+wrong. Training and evaluation therefore take these values from the weights
+(`launch/settings/preprocessing.py`) and record them.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ INTERPOLATIONS = ("bicubic", "bilinear")  # those that torch and Pillow have wit
 class Preprocessing:
     """What is done to a picture besides augmentation. Checked when made; the defaults are CLIP's.
 
-    `mean`, `std`: of channel values from 0 to 1, subtracted and divided by. `interpolation`: of every resizing. `crop_pct`: the
-    tower's input ÷ what the shorter side is resized to before the centre is cropped, in evaluation (timm's word; 224 / 232 for
-    torchvision's ResNet-50).
+    `mean`, `std`: of channel values from 0 to 1, subtracted and divided by. `interpolation`: of
+    every resizing. `crop_pct`: the tower's input ÷ what the shorter side is resized to before the
+    centre is cropped, in evaluation (timm's word; 224 / 232 for torchvision's ResNet-50).
     """
 
     mean: Values = NORMALIZATIONS["clip"][0]
@@ -42,14 +44,23 @@ class Preprocessing:
     def __post_init__(self) -> None:
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) != 3 or not all(math.isfinite(value) for value in values):
-                raise ValueError(f"image {name} {values}: three numbers are needed, for red, green and blue")
+                raise ValueError(
+                    f"image {name} {values}: three numbers are needed, for red, green and blue"
+                )
         if min(self.std) <= 0:
-            raise ValueError(f"image std {self.std}: each channel is divided by its own, so every number must be above 0")
+            raise ValueError(
+                f"image std {self.std}: each channel is divided by its own, so every number must "
+                "be above 0"
+            )
         if self.interpolation not in INTERPOLATIONS:
-            raise ValueError(f"image interpolation {self.interpolation!r}: use one of {', '.join(INTERPOLATIONS)}")
+            raise ValueError(
+                f"image interpolation {self.interpolation!r}: use one of "
+                f"{', '.join(INTERPOLATIONS)}"
+            )
         if not 0.25 <= self.crop_pct <= 1:
             raise ValueError(
-                f"image crop: the tower's input is {self.crop_pct:g} of what pictures are resized to; it must be from 0.25 to 1"
+                f"image crop: the tower's input is {self.crop_pct:g} of what pictures are resized "
+                "to; it must be from 0.25 to 1"
             )
 
     def resized(self, size: tuple[int, int]) -> tuple[int, int]:
@@ -58,11 +69,17 @@ class Preprocessing:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Preprocessing:
-        """Of train.py's options by name, as config.json and wye.json keep them. Where they are missing, CLIP's were used."""
+        """Of train.py's options by name, as config.json and wye.json keep them. Where they are
+        missing, CLIP's were used."""
         if "image_mean" not in options:
             return cls()
         crop_pct = options["image_size"] / options["image_resize"]
-        return cls(tuple(options["image_mean"]), tuple(options["image_std"]), options["image_interpolation"], crop_pct)
+        return cls(
+            tuple(options["image_mean"]),
+            tuple(options["image_std"]),
+            options["image_interpolation"],
+            crop_pct,
+        )
 
     def options(self, image_size: int) -> dict[str, Any]:
         """The inverse of `from_options` for towers of `image_size` pixels a side."""

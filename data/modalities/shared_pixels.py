@@ -1,10 +1,13 @@
-"""Pixels on their way from a loader's worker to the process that asked, in shared memory that is used again and again.
+"""Pixels on their way from a loader's worker to the process that asked, in shared memory that is
+used again and again.
 
-Fresh shared memory costs a page fault for every 4 KiB, on both sides: for float pictures more than to crop and resize them. So a worker
-keeps its blocks. A block carries a mark: 1 from when the worker fills it until the last tensor on it, wherever it went, is gone
-in the other process; then the worker may fill it again. There are as many blocks as are ever in use at once.
+Fresh shared memory costs a page fault for every 4 KiB, on both sides: for float pictures more than
+to crop and resize them. So a worker keeps its blocks. A block carries a mark: 1 from when the
+worker fills it until the last tensor on it, wherever it went, is gone in the other process; then
+the worker may fill it again. There are as many blocks as are ever in use at once.
 
-The mark is the last byte of the block. Blocks have no name in the file system, so nothing is left behind when a process is killed.
+The mark is the last byte of the block. Blocks have no name in the file system, so nothing is left
+behind when a process is killed.
 """
 
 import os
@@ -60,7 +63,9 @@ class Blocks:
             for small in free:  # instead of keeping every size there ever was
                 self.blocks.remove(small)
                 self.retired.append((self.loader, os.getpid(), small.number))
-            block = Block(self.number, torch.empty(num_bytes + MARK_BYTES, dtype=torch.uint8).share_memory_())
+            block = Block(
+                self.number, torch.empty(num_bytes + MARK_BYTES, dtype=torch.uint8).share_memory_()
+            )
             self.blocks.append(block)
             self.number += 1
         block.memory[-1] = USED
@@ -85,10 +90,22 @@ class SharedPixels:
         memory = None if self.block.is_known else self.block.memory
         retired, self.owner.retired = tuple(self.owner.retired), []
         self.block.is_known = True
-        return _receive, ((self.owner.loader, os.getpid(), self.block.number), memory, self.num_values, self.shape, retired)
+        return _receive, (
+            (self.owner.loader, os.getpid(), self.block.number),
+            memory,
+            self.num_values,
+            self.shape,
+            retired,
+        )
 
 
-def _receive(token: Token, memory: Tensor | None, num_values: int, shape: tuple[int, int, int], retired: tuple[Token, ...]) -> Tensor:
+def _receive(
+    token: Token,
+    memory: Tensor | None,
+    num_values: int,
+    shape: tuple[int, int, int],
+    retired: tuple[Token, ...],
+) -> Tensor:
     """float32 [b, 3, H, W], channels-last, on the block itself."""
     for old in retired:
         _RECEIVED.pop(old, None)
@@ -104,6 +121,7 @@ def _receive(token: Token, memory: Tensor | None, num_values: int, shape: tuple[
 
 
 def forget(loader: str) -> None:
-    """The blocks of a loader that has ended; what tensors still lie on stays until they are gone."""
+    """The blocks of a loader that has ended; what tensors still lie on stays until they are
+    gone."""
     for token in [token for token in _RECEIVED if token[0] == loader]:
         _RECEIVED.pop(token, None)

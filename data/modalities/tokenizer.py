@@ -9,28 +9,50 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import (
+    AutoTokenizer,
+    BatchEncoding,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in this order: [PAD] is 0
 CONTINUES = "##"
-TENSOR_CORE_MULTIPLE = 8  # sides of half-precision products that tensor cores take without padding of their own
+TENSOR_CORE_MULTIPLE = (
+    8  # sides of half-precision products that tensor cores take without padding of their own
+)
 
 
 def load_tokenizer(
-    where: str | None, captions: Iterable[str] | None = None, save_to: Path | None = None, vocab_size: int = 8192
+    where: str | None,
+    captions: Iterable[str] | None = None,
+    save_to: Path | None = None,
+    vocab_size: int = 8192,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer at `where` (a local folder or a Hugging Face id); without `where`, a WordPiece trained on `captions`.
+    """The tokenizer at `where` (a local folder or a Hugging Face id); without `where`, a WordPiece
+    trained on `captions`.
 
-    A trained one is a pure function of the captions and `vocab_size` (the most entries it may have; every character
-    seen is always one), and is written to the folder `save_to`, from which `load_tokenizer(str(save_to))` reads it
-    again. Where several processes share that folder, one of them trains and the others load.
-    Errors: ValueError, FileNotFoundError.
+    A trained one is a pure function of the captions and `vocab_size` (the most entries it may have;
+    every character seen is always one), and is written to the folder `save_to`, from which
+    `load_tokenizer(str(save_to))` reads it again. Where several processes share that folder, one of
+    them trains and the others load. Errors: ValueError, FileNotFoundError.
     """
     if where is not None:
         return _loaded(where)
     if captions is None:
-        raise ValueError("no tokenizer given: either name a folder or Hugging Face id, or give captions to train one on")
+        raise ValueError(
+            "no tokenizer given: either name a folder or Hugging Face id, or give captions to "
+            "train one on"
+        )
     tokenizer = _trained(list(captions), vocab_size)
     if save_to is not None:
         tokenizer.save_pretrained(str(save_to))
@@ -38,37 +60,57 @@ def load_tokenizer(
 
 
 def length_multiple(device_type: str) -> int:
-    """What the length of a micro-batch's texts is rounded up to: 8 on a GPU, where odd sizes are slower than some padding; 1 on a CPU."""
+    """What the length of a micro-batch's texts is rounded up to: 8 on a GPU, where odd sizes are
+    slower than some padding; 1 on a CPU."""
     return TENSOR_CORE_MULTIPLE if device_type == "cuda" else 1
 
 
 def batch_tokens(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_text_tokens: int, multiple: int = 1
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    max_text_tokens: int,
+    multiple: int = 1,
 ) -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask` (1 = keep), both int64 [B, L].
 
-    Texts are cut at `max_text_tokens` tokens, the special ones included. L is the longest of them, rounded up to a
-    multiple of `multiple`, but at most `max_text_tokens`. Padding is on the right.
+    Texts are cut at `max_text_tokens` tokens, the special ones included. L is the longest of them,
+    rounded up to a multiple of `multiple`, but at most `max_text_tokens`. Padding is on the right.
     """
     return batch_tokens_counted(tokenizer, texts, max_text_tokens, multiple)[0]
 
 
 def batch_tokens_counted(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_text_tokens: int, multiple: int = 1
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    max_text_tokens: int,
+    multiple: int = 1,
 ) -> tuple[dict[str, torch.Tensor], int]:
     """(`batch_tokens`, how many of the texts were cut)."""
-    encoded = tokenizer(list(texts), truncation=True, max_length=max_text_tokens, padding=False, return_attention_mask=False)
+    encoded = tokenizer(
+        list(texts),
+        truncation=True,
+        max_length=max_text_tokens,
+        padding=False,
+        return_attention_mask=False,
+    )
     lengths = np.fromiter(map(len, encoded["input_ids"]), np.int64, len(texts))  # [B]
     length = min(-(-int(lengths.max()) // multiple) * multiple, max_text_tokens)
     kept = np.arange(length) < lengths[:, None]  # [B, L]
     input_ids = np.full(kept.shape, tokenizer.pad_token_id, np.int64)
-    input_ids[kept] = np.fromiter(chain.from_iterable(encoded["input_ids"]), np.int64, int(lengths.sum()))  # row by row, as `kept` counts
-    tensors = {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(kept.astype(np.int64))}
+    input_ids[kept] = np.fromiter(
+        chain.from_iterable(encoded["input_ids"]), np.int64, int(lengths.sum())
+    )  # row by row, as `kept` counts
+    tensors = {
+        "input_ids": torch.from_numpy(input_ids),
+        "attention_mask": torch.from_numpy(kept.astype(np.int64)),
+    }
     full = np.flatnonzero(lengths == max_text_tokens)  # only these can have been cut
     return tensors, sum(_is_cut(tokenizer, encoded, int(row), texts) for row in full)
 
 
-def _is_cut(tokenizer: PreTrainedTokenizerBase, encoded: BatchEncoding, row: int, texts: Sequence[str]) -> bool:
+def _is_cut(
+    tokenizer: PreTrainedTokenizerBase, encoded: BatchEncoding, row: int, texts: Sequence[str]
+) -> bool:
     if encoded.encodings is not None:  # a fast tokenizer keeps what it cut off
         return bool(encoded.encodings[row].overflowing)
     return len(tokenizer(texts[row])["input_ids"]) > len(encoded["input_ids"][row])
@@ -77,28 +119,54 @@ def _is_cut(tokenizer: PreTrainedTokenizerBase, encoded: BatchEncoding, row: int
 def _loaded(where: str) -> PreTrainedTokenizerBase:
     folder = Path(where)
     if not folder.is_dir() and (folder.is_absolute() or where.startswith((".", "~"))):
-        raise FileNotFoundError(f"tokenizer '{where}': no such folder; give a folder with tokenizer.json, or a Hugging Face id")
+        raise FileNotFoundError(
+            f"tokenizer '{where}': no such folder; give a folder with tokenizer.json, or a Hugging "
+            "Face id"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, use_fast=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        what = "holds no tokenizer that transformers can load" if folder.is_dir() else "is no folder here and cannot be had from the hub"
-        raise ValueError(f"tokenizer '{where}' {what}; give a folder with tokenizer.json, or a Hugging Face id ({error})") from error
+        what = (
+            "holds no tokenizer that transformers can load"
+            if folder.is_dir()
+            else "is no folder here and cannot be had from the hub"
+        )
+        raise ValueError(
+            f"tokenizer '{where}' {what}; give a folder with tokenizer.json, or a Hugging Face id "
+            f"({error})"
+        ) from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
-            raise ValueError(f"tokenizer '{where}' has neither a padding nor an end token; add \"pad_token\" to its tokenizer_config.json")
-        tokenizer.pad_token = tokenizer.eos_token  # as GPT-2 is commonly padded; attention_mask hides it
+            raise ValueError(
+                f"tokenizer '{where}' has neither a padding nor an end token; add \"pad_token\" to "
+                "its tokenizer_config.json"
+            )
+        tokenizer.pad_token = (
+            tokenizer.eos_token
+        )  # as GPT-2 is commonly padded; attention_mask hides it
     return tokenizer
 
 
 def _trained(captions: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    # Accents stay: BERT's stripping would also take apart Hangul, kana with voicing marks and Arabic vowel signs.
+    # Accents stay: BERT's stripping would also take apart Hangul, kana with voicing marks and
+    # Arabic vowel signs.
     # NFC first, so that composed and decomposed spellings are one.
-    normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.BertNormalizer(lowercase=True, strip_accents=False)])
+    normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.BertNormalizer(lowercase=True, strip_accents=False)]
+    )
     splitter = pre_tokenizers.BertPreTokenizer()
-    words = {word for text in set(captions) for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))}
+    words = {
+        word
+        for text in set(captions)
+        for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))
+    }
     if not words:
-        raise ValueError(f"cannot train a tokenizer: {len(captions)} captions hold no word; give captions, or a tokenizer")
-    # The trainer numbers characters in the order of a hash map and breaks ties by number, so two runs would differ.
+        raise ValueError(
+            f"cannot train a tokenizer: {len(captions)} captions hold no word; give captions, or a "
+            "tokenizer"
+        )
+    # The trainer numbers characters in the order of a hash map and breaks ties by number, so two
+    # runs would differ.
     # Declared beforehand they have fixed numbers, and training is deterministic.
     starts = sorted({char for word in words for char in word})
     continuations = sorted({CONTINUES + char for word in words for char in word[1:]})
@@ -115,10 +183,17 @@ def _trained(captions: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def _wrapped(vocabulary: dict[str, int], normalizer, splitter) -> PreTrainedTokenizerFast:
-    """A fresh tokenizer on the trained vocabulary, in which only the five BERT tokens are special."""
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", continuing_subword_prefix=CONTINUES))
+    """A fresh tokenizer on the trained vocabulary, in which only the five BERT tokens are
+    special."""
+    tokenizer = Tokenizer(
+        models.WordPiece(vocabulary, unk_token="[UNK]", continuing_subword_prefix=CONTINUES)
+    )
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
     tokenizer.decoder = decoders.WordPiece(prefix=CONTINUES)
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL_TOKENS))
+    tokenizer.post_processor = processors.BertProcessing(
+        ("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"])
+    )
+    names = dict(
+        zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL_TOKENS)
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)

@@ -1,13 +1,17 @@
-"""From encoded pictures to what an image tower reads: float32 [b, 3, H, W], channels-last, normalised as its weights expect.
+"""From encoded pictures to what an image tower reads: float32 [b, 3, H, W], channels-last,
+normalised as its weights expect.
 
 Two phases, so that a cache can stand between them and change nothing:
 
-    A  `Stored`: bytes -> uint8 picture [h, w, 3 or 4], deterministic: decoded at a reduced scale, upright, RGB or RGBA, and shrunk
+    A  `Stored`: bytes -> uint8 picture [h, w, 3 or 4], deterministic: decoded at a reduced scale,
+    upright, RGB or RGBA, and shrunk
        if it is much larger than the tower needs
-    B  `TrainTransform`, `EvalTransform`: that picture -> uint8 [H, W, 3], at random in training, always the same in evaluation
+    B  `TrainTransform`, `EvalTransform`: that picture -> uint8 [H, W, 3], at random in training,
+    always the same in evaluation
 
-`normalised` then turns the pictures of a whole micro-batch into one tensor. H, W: the tower's input; h, w: a stored picture.
-Chance comes from a numpy Generator that the caller seeds for each sample.
+`normalised` then turns the pictures of a whole micro-batch into one tensor. H, W: the tower's
+input; h, w: a stored picture. Chance comes from a numpy Generator that the caller seeds for each
+sample.
 """
 
 from collections.abc import Sequence
@@ -23,12 +27,17 @@ from torchvision.transforms.v2 import functional
 from data.modalities.pictures import decode_bytes, upright_8bit
 from data.modalities.preprocessing import CLIP, Preprocessing
 
-VERSION = "1"  # of phase A: raise it whenever `Stored` gives other pixels, so that caches do not answer with old ones
+# of phase A: raise it whenever `Stored` gives other pixels, so that caches do not answer with old
+# ones
+VERSION = "1"
 WHITE = 255
-LIGHTEST_DARK = 176  # random backgrounds have channels of 176..255: light enough for the outlines of emoji
+LIGHTEST_DARK = (
+    176  # random backgrounds have channels of 176..255: light enough for the outlines of emoji
+)
 CROP_AREA, CROP_RATIO = (0.8, 1.0), (0.9, 1.1)
 COLOUR_JITTER = 0.2  # where it is asked for
-# Pictures more than KEPT times as large as needed are shrunk to SHRUNK times: the smallest crop, sqrt(0.8) of a side, is then
+# Pictures more than KEPT times as large as needed are shrunk to SHRUNK times: the smallest crop,
+# sqrt(0.8) of a side, is then
 # still 1.03 times as large as what it becomes, so no detail that the tower could see is lost.
 KEPT, SHRUNK = 1.25, 1.15
 
@@ -37,9 +46,11 @@ Size = tuple[int, int]  # H, W
 
 @dataclass(frozen=True)
 class Stored:
-    """Phase A for towers that read `size` = (H, W): bytes -> uint8 [h, w, 3], or [h, w, 4] where something is transparent.
+    """Phase A for towers that read `size` = (H, W): bytes -> uint8 [h, w, 3], or [h, w, 4] where
+    something is transparent.
 
-    h >= H and w >= W wherever the file has as much; a smaller picture stays as it is. Resizing uses `interpolation`.
+    h >= H and w >= W wherever the file has as much; a smaller picture stays as it is. Resizing uses
+    `interpolation`.
     """
 
     size: Size
@@ -64,19 +75,22 @@ class Stored:
 
     @property
     def name(self) -> str:
-        """Equal for two that give the same pixels for the same bytes. The mean and standard deviation are applied to what
-        is stored, so they are not part of it."""
+        """Equal for two that give the same pixels for the same bytes. The mean and standard
+        deviation are applied to what is stored, so they are not part of it."""
         resampling = "" if self.interpolation == "bicubic" else f":{self.interpolation}"
         return f"{VERSION}:{self.size[0]}x{self.size[1]}{resampling}"
 
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """Phase B of training: uint8 [h, w, 3 or 4] -> uint8 [H, W, 3]; all chance is drawn from `generator`.
+    """Phase B of training: uint8 [h, w, 3 or 4] -> uint8 [H, W, 3]; all chance is drawn from
+    `generator`.
 
-    The crop has 80 to 100 % of the area of the largest box of the target's shape, changed in shape by up to 10 %, anywhere in the picture.
-    Transparent parts show a random light colour, or with `white` what they show in evaluation. `flip` (the probability of mirroring) is off
-    because captions say left and right; `colour_jitter` (relative change of brightness and contrast) because captions name colours and skin tones.
+    The crop has 80 to 100 % of the area of the largest box of the target's shape, changed in shape
+    by up to 10 %, anywhere in the picture. Transparent parts show a random light colour, or with
+    `white` what they show in evaluation. `flip` (the probability of mirroring) is off because
+    captions say left and right; `colour_jitter` (relative change of brightness and contrast)
+    because captions name colours and skin tones.
     """
 
     size: Size
@@ -90,8 +104,12 @@ class TrainTransform:
         return _stored(self.size, self.preprocessing)
 
     def __call__(self, picture: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-        drawn = generator.random(10)  # all at once, and always all: what one option draws never shifts another
-        colour = tuple(LIGHTEST_DARK + int(part * (WHITE + 1 - LIGHTEST_DARK)) for part in drawn[:3])
+        drawn = generator.random(
+            10
+        )  # all at once, and always all: what one option draws never shifts another
+        colour = tuple(
+            LIGHTEST_DARK + int(part * (WHITE + 1 - LIGHTEST_DARK)) for part in drawn[:3]
+        )
         picture = _on_background(picture, (WHITE, WHITE, WHITE) if self.white else colour)
         top, left, height, width = _crop_box(picture.shape[:2], self.size, *drawn[3:7])
         crop = np.array(picture[top : top + height, left : left + width])
@@ -101,17 +119,20 @@ class TrainTransform:
         if self.colour_jitter:
             brightness, contrast = (1 + self.colour_jitter * (2 * part - 1) for part in drawn[8:10])
             channels_first = torch.from_numpy(picture).permute(2, 0, 1)  # [3, H, W]
-            channels_first = functional.adjust_contrast(functional.adjust_brightness(channels_first, brightness), contrast)
+            channels_first = functional.adjust_contrast(
+                functional.adjust_brightness(channels_first, brightness), contrast
+            )
             picture = np.ascontiguousarray(channels_first.permute(1, 2, 0).numpy())
         return picture
 
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """Phase B of evaluation: uint8 [h, w, 3 or 4] -> uint8 [H, W, 3]: on white, resized, and its centre cropped.
+    """Phase B of evaluation: uint8 [h, w, 3 or 4] -> uint8 [H, W, 3]: on white, resized, and its
+    centre cropped.
 
-    Sizes and offsets are rounded as in torchvision's `Resize` and `CenterCrop`, so a picture that phase A has not shrunk has
-    the pixels of the presets of torchvision and OpenCLIP.
+    Sizes and offsets are rounded as in torchvision's `Resize` and `CenterCrop`, so a picture that
+    phase A has not shrunk has the pixels of the presets of torchvision and OpenCLIP.
     """
 
     size: Size
@@ -121,11 +142,14 @@ class EvalTransform:
     def stored(self) -> Stored:
         return _stored(self.size, self.preprocessing)
 
-    def __call__(self, picture: np.ndarray, generator: np.random.Generator | None = None) -> np.ndarray:
+    def __call__(
+        self, picture: np.ndarray, generator: np.random.Generator | None = None
+    ) -> np.ndarray:
         picture = _on_background(picture, (WHITE, WHITE, WHITE))
         (height, width), (h, w) = self.size, picture.shape[:2]
         least_h, least_w = self.preprocessing.resized(self.size)
-        # One side becomes the least that is asked for, the other follows in proportion and is cut off, not rounded.
+        # One side becomes the least that is asked for, the other follows in proportion and is cut
+        # off, not rounded.
         shorter_h = least_h * w >= least_w * h
         size = (least_h, least_h * w // h) if shorter_h else (least_w * h // w, least_w)
         picture = _resized(picture, size, self.preprocessing.interpolation)
@@ -137,17 +161,30 @@ ImageTransform = TrainTransform | EvalTransform
 
 
 def train_transform(
-    image_size: int | Size, colour_jitter: float = 0.0, flip: float = 0.0, preprocessing: Preprocessing = CLIP, white: bool = False
+    image_size: int | Size,
+    colour_jitter: float = 0.0,
+    flip: float = 0.0,
+    preprocessing: Preprocessing = CLIP,
+    white: bool = False,
 ) -> TrainTransform:
     """For square towers or a size (H, W), pixels. Errors: ValueError for a size below 1 pixel."""
     return TrainTransform(_checked(image_size), colour_jitter, flip, preprocessing, white)
 
 
-def augmented(image_size: int | Size, words: Sequence[str], preprocessing: Preprocessing = CLIP) -> ImageTransform:
-    """What training does to pictures: `words` of train.py's --augmentation; without any, what evaluation does. Flips are of half of them."""
+def augmented(
+    image_size: int | Size, words: Sequence[str], preprocessing: Preprocessing = CLIP
+) -> ImageTransform:
+    """What training does to pictures: `words` of train.py's --augmentation; without any, what
+    evaluation does. Flips are of half of them."""
     if not words:
         return eval_transform(image_size, preprocessing)
-    return train_transform(image_size, COLOUR_JITTER * ("colour" in words), 0.5 * ("flip" in words), preprocessing, "white" in words)
+    return train_transform(
+        image_size,
+        COLOUR_JITTER * ("colour" in words),
+        0.5 * ("flip" in words),
+        preprocessing,
+        "white" in words,
+    )
 
 
 def eval_transform(image_size: int | Size, preprocessing: Preprocessing = CLIP) -> EvalTransform:
@@ -155,11 +192,14 @@ def eval_transform(image_size: int | Size, preprocessing: Preprocessing = CLIP) 
     return EvalTransform(_checked(image_size), preprocessing)
 
 
-def normalised(pictures: Sequence[np.ndarray], out: Tensor | None = None, preprocessing: Preprocessing = CLIP) -> Tensor:
-    """uint8 [H, W, 3] each -> float32 [b, 3, H, W], channels-last: (value / 255 - mean) / std of each channel.
+def normalised(
+    pictures: Sequence[np.ndarray], out: Tensor | None = None, preprocessing: Preprocessing = CLIP
+) -> Tensor:
+    """uint8 [H, W, 3] each -> float32 [b, 3, H, W], channels-last: (value / 255 - mean) / std of
+    each channel.
 
-    `out`: memory to write to, float32, flat, of as many values; else it is allocated. Convolutions follow the memory
-    format of their input, and are faster on channels-last on CPU and GPU alike.
+    `out`: memory to write to, float32, flat, of as many values; else it is allocated. Convolutions
+    follow the memory format of their input, and are faster on channels-last on CPU and GPU alike.
     """
     height, width = pictures[0].shape[:2]
     out = torch.empty(len(pictures) * height * width * 3) if out is None else out
@@ -168,8 +208,12 @@ def normalised(pictures: Sequence[np.ndarray], out: Tensor | None = None, prepro
     mean, std = preprocessing.mean, preprocessing.std
     scale = torch.tensor([1 / (255 * s) for s in std]).repeat(width)  # [3 W]
     shift = torch.tensor([-m / s for m, s in zip(mean, std)]).repeat(width)
-    for row, picture in zip(rows, pictures):  # picture by picture: in between, the values stay in the processor's cache
-        torch.addcmul(shift, torch.from_numpy(picture).view(height, width * 3).float(), scale, out=row)
+    for row, picture in zip(
+        rows, pictures
+    ):  # picture by picture: in between, the values stay in the processor's cache
+        torch.addcmul(
+            shift, torch.from_numpy(picture).view(height, width * 3).float(), scale, out=row
+        )
     return out.view(len(pictures), height, width, 3).permute(0, 3, 1, 2)
 
 
@@ -178,11 +222,14 @@ def _stored(size: Size, preprocessing: Preprocessing) -> Stored:
     return Stored(preprocessing.resized(size), preprocessing.interpolation)
 
 
-def _crop_box(picture: Size, target: Size, area: float, ratio: float, down: float, right: float) -> tuple[int, int, int, int]:
+def _crop_box(
+    picture: Size, target: Size, area: float, ratio: float, down: float, right: float
+) -> tuple[int, int, int, int]:
     """(top, left, height, width) of a random crop; `area` .. `right` are drawn evenly from 0..1.
 
-    torchvision's RandomResizedCrop measures the area of the whole picture; a square of 80 % of a 4:3 photo does not fit, and
-    it falls back to the same centre nearly every time. Here the area is that of the largest box that fits.
+    torchvision's RandomResizedCrop measures the area of the whole picture; a square of 80 % of a
+    4:3 photo does not fit, and it falls back to the same centre nearly every time. Here the area is
+    that of the largest box that fits.
     """
     (h, w), shape = picture, target[1] / target[0]
     largest = min(h, w / shape) * min(w, h * shape)
@@ -205,13 +252,20 @@ def _on_background(picture: np.ndarray, colour: tuple[int, ...]) -> np.ndarray:
 
 def _resized(picture: np.ndarray, size: Size, interpolation: str) -> np.ndarray:
     """uint8 [h, w, 3], contiguous -> uint8 [H, W, 3], contiguous; antialiased."""
-    channels_first = torch.from_numpy(picture).permute(2, 0, 1)  # [3, h, w], channels-last in memory: its fast path
-    resized = functional.resize(channels_first, list(size), InterpolationMode(interpolation), antialias=True)
+    channels_first = torch.from_numpy(picture).permute(
+        2, 0, 1
+    )  # [3, h, w], channels-last in memory: its fast path
+    resized = functional.resize(
+        channels_first, list(size), InterpolationMode(interpolation), antialias=True
+    )
     return np.ascontiguousarray(resized.permute(1, 2, 0).numpy())
 
 
 def _checked(image_size: int | Size) -> Size:
     height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
     if min(height, width) < 1:
-        raise ValueError(f"image_size {image_size}: a whole number of pixels >= 1 is needed, or two of them, height and width")
+        raise ValueError(
+            f"image_size {image_size}: a whole number of pixels >= 1 is needed, or two of them, "
+            "height and width"
+        )
     return height, width

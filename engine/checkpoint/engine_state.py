@@ -1,9 +1,10 @@
 """An engine's state as flat fragments of named tensors, and back, whatever the optimizer's wrapper.
 
-Under ZeRO-1 and BF16_Optimizer a rank's optimizer steps one flat slice of the stage's parameters, in fp32; otherwise it steps the
-parameters, on every replica alike. Both are runs of elements of named parameters, so both are saved in the same form: the values
-that the optimizer steps (fp32 also where the model is not), and each tensor that it keeps for them (exp_avg, ...). What all
-replicas hold is dealt to them evenly.
+Under ZeRO-1 and BF16_Optimizer a rank's optimizer steps one flat slice of the stage's parameters,
+in fp32; otherwise it steps the parameters, on every replica alike. Both are runs of elements of
+named parameters, so both are saved in the same form: the values that the optimizer steps (fp32 also
+where the model is not), and each tensor that it keeps for them (exp_avg, ...). What all replicas
+hold is dealt to them evenly.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from engine.checkpoint.reading import CheckpointReader
 from engine.executor import ForkEngine
 from engine.schedule import SCHEDULES
 
-SCALAR_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.int32, torch.int64)}
+SCALAR_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float64, torch.int32, torch.int64)
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Elements offset..offset+numel of the parameter `name` are elements start..start+numel of the flattened `held`, which the
-    optimizer steps: the parameter itself, or a flat slice of many."""
+    """Elements offset..offset+numel of the parameter `name` are elements start..start+numel of the
+    flattened `held`, which the optimizer steps: the parameter itself, or a flat slice of many."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,21 +54,33 @@ class Run:
 
 
 def runs_of(engine: ForkEngine) -> list[Run]:
-    """What this rank's optimizer holds of the parameters of its stage; parameters that it does not train are held by themselves."""
+    """What this rank's optimizer holds of the parameters of its stage; parameters that it does not
+    train are held by themselves."""
     groups, runs = get_torch_optimizer(engine.optimizer).param_groups, []
     for name, parameter in engine.module.canonical_parameters.items():
         shape = tuple(parameter.shape)
         if not (engine.clipping.partitioned and parameter.requires_grad):
             runs.append(Run(name, shape, 0, parameter.numel(), parameter, 0))
-        elif (mapping := parameter._hp_mapping) is not None:  # DeepSpeed's: where the parameter lies in this rank's flat slice
-            own, held = mapping.get_hp_fragment_address(), groups[mapping.param_group_index]["params"][0]
-            runs.append(Run(name, shape, mapping.lp_fragment_address.start, own.numel, held, own.start))
+        elif (
+            mapping := parameter._hp_mapping
+        ) is not None:  # DeepSpeed's: where the parameter lies in this rank's flat slice
+            own, held = (
+                mapping.get_hp_fragment_address(),
+                groups[mapping.param_group_index]["params"][0],
+            )
+            runs.append(
+                Run(name, shape, mapping.lp_fragment_address.start, own.numel, held, own.start)
+            )
     return runs
 
 
 def averages_of(engine: ForkEngine) -> dict[int, Tensor]:
     """By the id of what the optimizer steps: its average, of the same shape."""
-    stepped = [tensor for group in get_torch_optimizer(engine.optimizer).param_groups for tensor in group["params"]]
+    stepped = [
+        tensor
+        for group in get_torch_optimizer(engine.optimizer).param_groups
+        for tensor in group["params"]
+    ]
     return dict(zip(map(id, stepped), engine.average.averages)) if engine.average else {}
 
 
@@ -76,16 +92,20 @@ def dealt(runs: Iterable[Run], part: int, parts: int) -> Iterator[Run]:
     for run in runs:
         skipped, end = max(0, first - position), min(run.numel, last - position)
         if skipped < end:
-            yield replace(run, offset=run.offset + skipped, numel=end - skipped, start=run.start + skipped)
+            yield replace(
+                run, offset=run.offset + skipped, numel=end - skipped, start=run.start + skipped
+            )
         position += run.numel
 
 
-# -- out of the engine -------------------------------------------------------------------------------------------------------
+# -- out of the engine
+# -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """This rank's part of a checkpoint. The tensors are views of what training changes: copy them before it goes on."""
+    """This rank's part of a checkpoint. The tensors are views of what training changes: copy them
+    before it goes on."""
 
     tensors: Mapping[Fragment, Tensor]
     scalars: Mapping[str, Mapping[str, Any]]
@@ -98,8 +118,12 @@ class Snapshot:
 
 
 def snapshot(engine: ForkEngine) -> Snapshot:
-    """What this rank is to save. Raises ValueError for an optimizer whose state cannot be told apart by parameter."""
-    optimizer, parameters = get_torch_optimizer(engine.optimizer), engine.module.canonical_parameters
+    """What this rank is to save. Raises ValueError for an optimizer whose state cannot be told
+    apart by parameter."""
+    optimizer, parameters = (
+        get_torch_optimizer(engine.optimizer),
+        engine.module.canonical_parameters,
+    )
     runs, tensors, scalars, options, stateless = runs_of(engine), {}, {}, {}, []
     averages = averages_of(engine)
     on_every_replica = [run for run in runs if run.held is parameters[run.name]]
@@ -111,7 +135,11 @@ def snapshot(engine: ForkEngine) -> Snapshot:
         tensors[run.fragment(PARAMETER)] = run.of(run.held)
         if id(run.held) in averages:
             tensors[run.fragment(AVERAGE)] = run.of(averages[id(run.held)])
-        kept = {key: value for key, value in optimizer.state.get(run.held, {}).items() if value is not None}
+        kept = {
+            key: value
+            for key, value in optimizer.state.get(run.held, {}).items()
+            if value is not None
+        }
         if not kept:
             stateless.append(run.name)
         for key, value in kept.items():
@@ -121,15 +149,21 @@ def snapshot(engine: ForkEngine) -> Snapshot:
                 scalars.setdefault(run.name, {})[key] = _scalar_to_json(key, value)
     if engine.replica == 0:  # the replicas' buffers are equal after every step
         for name, buffer in engine.module.canonical_buffers.items():
-            tensors[Fragment(BUFFER, name, tuple(buffer.shape), 0, buffer.numel())] = buffer.detach().reshape(-1)
+            tensors[Fragment(BUFFER, name, tuple(buffer.shape), 0, buffer.numel())] = (
+                buffer.detach().reshape(-1)
+            )
     drawn = torch.frombuffer(bytearray(json.dumps(random_states()).encode()), dtype=torch.uint8)
     tensors[Fragment(RANDOM, str(engine.comm.rank), tuple(drawn.shape), 0, drawn.numel())] = drawn
-    progress = {**engine.progress(), "optimizer": {"type": type(optimizer).__name__, "options": options}}
+    progress = {
+        **engine.progress(),
+        "optimizer": {"type": type(optimizer).__name__, "options": options},
+    }
     return Snapshot(tensors, scalars, tuple(stateless), progress)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a schedule may change of a parameter group: its numbers (lr, betas, ...). Switches are not."""
+    """What a schedule may change of a parameter group: its numbers (lr, betas, ...). Switches are
+    not."""
     return {key: value for key, value in group.items() if _is_number(value)}
 
 
@@ -145,25 +179,39 @@ def _scalar_to_json(key: str, value: Any) -> Any:
         return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
     if _is_number(value):
         return value
-    what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    what = (
+        f"a tensor of shape {list(value.shape)}"
+        if isinstance(value, Tensor)
+        else f"a {type(value).__name__}"
+    )
     raise ValueError(
-        f"the optimizer keeps {what} as {key!r} for a parameter of another shape, which no other topology could read; "
-        "use an optimizer such as AdamW, SGD or Lion, which keeps numbers and tensors of the parameter's own shape"
+        f"the optimizer keeps {what} as {key!r} for a parameter of another shape, which no other "
+        "topology could read; "
+        "use an optimizer such as AdamW, SGD or Lion, which keeps numbers and tensors of the "
+        "parameter's own shape"
     )
 
 
 def _scalar_from_json(value: Any) -> Any:
-    return torch.tensor(value["value"], dtype=SCALAR_DTYPES[value["dtype"]]) if isinstance(value, dict) else value
+    return (
+        torch.tensor(value["value"], dtype=SCALAR_DTYPES[value["dtype"]])
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def random_states() -> dict[str, Any]:
-    """Of this process's generators, as JSON. Training draws from none of them (`engine/module.py`); what a caller draws goes on."""
+    """Of this process's generators, as JSON. Training draws from none of them (`engine/module.py`);
+    what a caller draws goes on."""
     states = {"torch": torch.get_rng_state()}
     if get_accelerator().device_name() != "cpu":
         states["device"] = get_accelerator().get_rng_state()
     name, keys, *position = np.random.get_state()
     return {
-        **{where: base64.b64encode(state.numpy().tobytes()).decode() for where, state in states.items()},
+        **{
+            where: base64.b64encode(state.numpy().tobytes()).decode()
+            for where, state in states.items()
+        },
         "python": random.getstate(),
         "numpy": [name, keys.tolist(), *position],
     }
@@ -184,14 +232,16 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *position))
 
 
-# -- into the engine ---------------------------------------------------------------------------------------------------------
+# -- into the engine
+# ---------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def restore(engine: ForkEngine, reader: CheckpointReader) -> None:
     """Fill this rank's stage, optimizer and counters. For an engine that has not trained yet.
 
-    Raises ValueError when something is missing or of another shape, or when another kind of optimizer was trained with.
+    Raises ValueError when something is missing or of another shape, or when another kind of
+    optimizer was trained with.
     """
     runs = runs_of(engine)
     by_name = {run.name: run for run in runs}
@@ -206,18 +256,26 @@ def restore(engine: ForkEngine, reader: CheckpointReader) -> None:
     averages = averages_of(engine)
     for run in runs:
         if id(run.held) in averages:
-            run.of(averages[id(run.held)]).copy_(reader.read(AVERAGE, run.name, run.shape, run.offset, run.offset + run.numel))
+            run.of(averages[id(run.held)]).copy_(
+                reader.read(AVERAGE, run.name, run.shape, run.offset, run.offset + run.numel)
+            )
     engine.load_progress(reader.manifest.progress)
-    if (shape := reader.shape(RANDOM, str(engine.comm.rank))) is not None:  # a world that has grown: the new ranks keep theirs
-        set_random_states(json.loads(reader.read(RANDOM, str(engine.comm.rank), shape).numpy().tobytes()))
+    if (
+        shape := reader.shape(RANDOM, str(engine.comm.rank))
+    ) is not None:  # a world that has grown: the new ranks keep theirs
+        set_random_states(
+            json.loads(reader.read(RANDOM, str(engine.comm.rank), shape).numpy().tobytes())
+        )
 
 
 def _restore_optimizer(engine: ForkEngine, reader: CheckpointReader, runs: list[Run]) -> None:
-    """Through the optimizer's own `load_state_dict`, which puts tensors where the optimizer wants them."""
+    """Through the optimizer's own `load_state_dict`, which puts tensors where the optimizer wants
+    them."""
     optimizer, saved = get_torch_optimizer(engine.optimizer), reader.manifest.progress["optimizer"]
     if saved["type"] != type(optimizer).__name__:
         raise ValueError(
-            f"checkpoint {reader.checkpoint}: was trained with the optimizer {saved['type']}, and this run has {type(optimizer).__name__}; "
+            f"checkpoint {reader.checkpoint}: was trained with the optimizer {saved['type']}, and "
+            f"this run has {type(optimizer).__name__}; "
             "go on with the optimizer that it was trained with, or choose another checkpoint"
         )
     by_held: dict[int, list[Run]] = {}
@@ -228,8 +286,20 @@ def _restore_optimizer(engine: ForkEngine, reader: CheckpointReader, runs: list[
     for group, filled in zip(optimizer.param_groups, whole["param_groups"]):
         names = [run.name for tensor in group["params"] for run in by_held.get(id(tensor), [])]
         # of a group whose slice is all padding here, any: nothing is stepped
-        options = next((saved["options"][name] for name in (*names, *saved["options"]) if name in saved["options"]), {})
-        filled.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+        options = next(
+            (
+                saved["options"][name]
+                for name in (*names, *saved["options"])
+                if name in saved["options"]
+            ),
+            {},
+        )
+        filled.update(
+            {
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in options.items()
+            }
+        )
         for index, tensor in zip(filled["params"], group["params"]):
             if state := _state_of(tensor, by_held.get(id(tensor), []), reader):
                 whole["state"][index] = state
@@ -237,8 +307,8 @@ def _restore_optimizer(engine: ForkEngine, reader: CheckpointReader, runs: list[
 
 
 def _state_of(held: Tensor, runs: list[Run], reader: CheckpointReader) -> dict[str, Any]:
-    """What the optimizer keeps for `held`; where parameters had nothing, zeros, which is what optimizers begin with. A slice that is all
-    padding has the numbers of the other parameters."""
+    """What the optimizer keeps for `held`; where parameters had nothing, zeros, which is what
+    optimizers begin with. A slice that is all padding has the numbers of the other parameters."""
     with_state = [run for run in runs if run.name not in reader.stateless]
     if runs and not with_state:
         return {}
@@ -246,10 +316,16 @@ def _state_of(held: Tensor, runs: list[Run], reader: CheckpointReader) -> dict[s
     for kind in reader.optimizer_kinds:
         state[kind.removeprefix(OPTIMIZER)] = whole = torch.zeros_like(held)
         for run in with_state:
-            run.of(whole).copy_(reader.read(kind, run.name, run.shape, run.offset, run.offset + run.numel))
+            run.of(whole).copy_(
+                reader.read(kind, run.name, run.shape, run.offset, run.offset + run.numel)
+            )
     scalars = [reader.scalars(run.name) for run in with_state] if runs else reader.all_scalars()
-    for key in {key for found in scalars for key in found}:  # one number for all of a slice: the largest
-        state[key] = max((_scalar_from_json(found[key]) for found in scalars if key in found), key=float)
+    for key in {
+        key for found in scalars for key in found
+    }:  # one number for all of a slice: the largest
+        state[key] = max(
+            (_scalar_from_json(found[key]) for found in scalars if key in found), key=float
+        )
     return state
 
 
@@ -258,25 +334,36 @@ def topology_of(engine: ForkEngine) -> dict[str, Any]:
     return {
         "stages": engine.graph.describe(),
         "stage_graph": engine.graph.record(),
-        "schedule": next(name for name, schedule in SCHEDULES.items() if schedule is engine.schedule_type),
-        "micro_batch_size": {branch: batch.micro_batch_size for branch, batch in engine.batches.items()},
+        "schedule": next(
+            name for name, schedule in SCHEDULES.items() if schedule is engine.schedule_type
+        ),
+        "micro_batch_size": {
+            branch: batch.micro_batch_size for branch, batch in engine.batches.items()
+        },
         "precision": str(engine.get_data_types()[0]).removeprefix("torch."),
     }
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between the topology that a run had and the one it goes on with, and what that does to its numbers."""
+    """What differs between the topology that a run had and the one it goes on with, and what that
+    does to its numbers."""
     found = []
     if before["stage_graph"] != now["stage_graph"] or before["schedule"] != now["schedule"]:
         found.append(
-            f"split as {now['stages']}, {now['schedule']}, and before as {before['stages']}, {before['schedule']}: "
-            "sums are taken in another order, which moves last bits; running means of BatchNorm are those of other replicas"
+            f"split as {now['stages']}, {now['schedule']}, and before as {before['stages']}, "
+            f"{before['schedule']}: "
+            "sums are taken in another order, which moves last bits; running means of BatchNorm "
+            "are those of other replicas"
         )
     for branch, size in now["micro_batch_size"].items():
         if (other := before["micro_batch_size"][branch]) != size:
-            found.append(f"{branch} micro-batches of {size}, and before of {other}: BatchNorm and dropout see other micro-batches")
+            found.append(
+                f"{branch} micro-batches of {size}, and before of {other}: BatchNorm and dropout "
+                "see other micro-batches"
+            )
     if before["precision"] != now["precision"]:
         found.append(
-            f"computed in {now['precision']}, and before in {before['precision']}: numbers differ from those of a run that did not change"
+            f"computed in {now['precision']}, and before in {before['precision']}: numbers differ "
+            "from those of a run that did not change"
         )
     return found

@@ -1,4 +1,5 @@
-"""What a checkpoint's folder holds, and whether it is whole. Files only: nothing here needs a process group, and nothing is unpickled.
+"""What a checkpoint's folder holds, and whether it is whole. Files only: nothing here needs a
+process group, and nothing is unpickled.
 
     checkpoints/step-00000100/rank-00000.safetensors    what this rank had of the state: flat fragments of named tensors
                               rank-00001.safetensors
@@ -10,8 +11,8 @@
     checkpoints/step-00000050.deleting/                 likewise
     checkpoints/step-00000300.set-aside/                of steps that were undone: the run went on from an older checkpoint
 
-A folder named `step-NNNNNNNN` came by that name through one rename, after all its files were written, flushed and read again, and loses
-it by another before they are deleted.
+A folder named `step-NNNNNNNN` came by that name through one rename, after all its files were
+written, flushed and read again, and loses it by another before they are deleted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ FORMAT, VERSION = "wye-checkpoint", 1
 MANIFEST, LATEST, OWNER, SEAL = "manifest.json", "latest", "owner", "seal"
 WRITING, DELETING, SET_ASIDE = ".writing", ".deleting", ".set-aside"
 # kinds; the last is followed by the state's own name
-PARAMETER, AVERAGE, BUFFER, RANDOM, OPTIMIZER = "parameter", "average", "buffer", "random", "optimizer."
+PARAMETER, AVERAGE, BUFFER, RANDOM, OPTIMIZER = (
+    "parameter",
+    "average",
+    "buffer",
+    "random",
+    "optimizer.",
+)
 STEP_FOLDER = r"step-(\d{8,})"
 CHUNK_BYTES = 1 << 20
 
@@ -44,7 +51,8 @@ class BrokenCheckpoint(ValueError):
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements offset..offset+numel of the flattened tensor `name`, whose whole shape is `shape`. In the rank's file under `key`."""
+    """Elements offset..offset+numel of the flattened tensor `name`, whose whole shape is `shape`.
+    In the rank's file under `key`."""
 
     kind: str
     name: str
@@ -56,8 +64,13 @@ class Fragment:
         if not (isinstance(self.kind, str) and isinstance(self.name, str)):
             raise ValueError(f"fragment {self.kind!r} of {self.name!r}: both must be words")
         sizes = (*self.shape, self.offset, self.numel)
-        if not all(type(size) is int and size >= 0 for size in sizes) or self.offset + self.numel > math.prod(self.shape):
-            raise ValueError(f"fragment {self.key}: {self.numel} elements from {self.offset} on do not lie in shape {list(self.shape)}")
+        if not all(
+            type(size) is int and size >= 0 for size in sizes
+        ) or self.offset + self.numel > math.prod(self.shape):
+            raise ValueError(
+                f"fragment {self.key}: {self.numel} elements from {self.offset} on do not lie in "
+                f"shape {list(self.shape)}"
+            )
 
     @property
     def key(self) -> str:
@@ -66,8 +79,9 @@ class Fragment:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank wrote. `scalars[name][key]`: numbers that the optimizer keeps for a parameter; `stateless`: parameters for which
-    it keeps nothing (yet); `progress`: see `ForkEngine.progress`."""
+    """What one rank wrote. `scalars[name][key]`: numbers that the optimizer keeps for a parameter;
+    `stateless`: parameters for which it keeps nothing (yet); `progress`: see
+    `ForkEngine.progress`."""
 
     num_bytes: int
     checksum: str  # xxh3_128 of the file
@@ -78,14 +92,18 @@ class RankRecord:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RankRecord:
-        fragments = tuple(Fragment(**{**fragment, "shape": tuple(fragment["shape"])}) for fragment in record["fragments"])
+        fragments = tuple(
+            Fragment(**{**fragment, "shape": tuple(fragment["shape"])})
+            for fragment in record["fragments"]
+        )
         return cls(**{**record, "fragments": fragments, "stateless": tuple(record["stateless"])})
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A whole checkpoint. `topology`: what wrote it (`engine_state.topology_of`); `state`: the caller's; `configuration`: the run's as
-    resolved. Raises ValueError unless every element of every tensor is in one fragment."""
+    """A whole checkpoint. `topology`: what wrote it (`engine_state.topology_of`); `state`: the
+    caller's; `configuration`: the run's as resolved. Raises ValueError unless every element of
+    every tensor is in one fragment."""
 
     step: int
     written: str  # time of day, ISO 8601
@@ -101,7 +119,9 @@ class Manifest:
             shape, end = found[0][1].shape, 0
             for _, fragment in found:
                 if fragment.shape != shape or fragment.offset != end:
-                    raise ValueError(f"does not have the elements of {kind} {name!r} from {end} on, or not once")
+                    raise ValueError(
+                        f"does not have the elements of {kind} {name!r} from {end} on, or not once"
+                    )
                 end += fragment.numel
             if end != math.prod(shape):
                 raise ValueError(f"does not have the elements of {kind} {name!r} from {end} on")
@@ -112,11 +132,15 @@ class Manifest:
         for rank, record in enumerate(self.ranks):
             for fragment in record.fragments:
                 found.setdefault((fragment.kind, fragment.name), []).append((rank, fragment))
-        return {key: sorted(parts, key=lambda part: (part[1].offset, part[1].numel)) for key, parts in found.items()}
+        return {
+            key: sorted(parts, key=lambda part: (part[1].offset, part[1].numel))
+            for key, parts in found.items()
+        }
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What all ranks tell, put together: a rank tells what is equal everywhere, and of its own."""
+        """What all ranks tell, put together: a rank tells what is equal everywhere, and of its
+        own."""
         told: dict[str, Any] = {}
         for record in self.ranks:
             told = _united(told, record.progress)
@@ -131,13 +155,20 @@ class Manifest:
         if record.pop("format", None) != FORMAT:
             raise ValueError("is not that of a checkpoint")
         if (version := record.pop("version", None)) != VERSION:
-            raise ValueError(f"has format version {version}, and this program reads version {VERSION}; use the program that wrote it")
+            raise ValueError(
+                f"has format version {version}, and this program reads version {VERSION}; use the "
+                "program that wrote it"
+            )
         return cls(**{**record, "ranks": tuple(map(RankRecord.from_json, record["ranks"]))})
 
 
 def _united(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """All keys of both, dictionaries inside likewise; what both have otherwise is the first's."""
-    inside = {key for key in first.keys() & second.keys() if isinstance(first[key], Mapping) and isinstance(second[key], Mapping)}
+    inside = {
+        key
+        for key in first.keys() & second.keys()
+        if isinstance(first[key], Mapping) and isinstance(second[key], Mapping)
+    }
     return {**second, **first, **{key: _united(first[key], second[key]) for key in inside}}
 
 
@@ -159,7 +190,8 @@ def _checksum_of_json(record: Mapping[str, Any]) -> str:
 
 
 def checksum_of_file(file: Path) -> str:
-    """xxh3_128, 32 hexadecimal digits: against accidents, at the speed of the memory (8 GB/s where SHA-256 does 1.2)."""
+    """xxh3_128, 32 hexadecimal digits: against accidents, at the speed of the memory (8 GB/s where
+    SHA-256 does 1.2)."""
     digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(CHUNK_BYTES))
     with file.open("rb", buffering=0) as source:
         while count := source.readinto(chunk):
@@ -167,7 +199,8 @@ def checksum_of_file(file: Path) -> str:
     return digest.hexdigest()
 
 
-# -- names -------------------------------------------------------------------------------------------------------------------
+# -- names
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def step_folder(step: int) -> str:
@@ -186,21 +219,28 @@ def tensors_file(rank: int) -> str:
 
 
 def marker_file(rank: int) -> str:
-    """A rank's record while the checkpoint is written: that it is there means that the rank is done. The manifest takes it up."""
+    """A rank's record while the checkpoint is written: that it is there means that the rank is
+    done. The manifest takes it up."""
     return f"rank-{rank:05d}.json"
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Folders that are named as checkpoints, newest first. Links are none."""
-    named = [path for path in folder.glob("step-*") if re.fullmatch(STEP_FOLDER, path.name) and path.is_dir() and not path.is_symlink()]
+    named = [
+        path
+        for path in folder.glob("step-*")
+        if re.fullmatch(STEP_FOLDER, path.name) and path.is_dir() and not path.is_symlink()
+    ]
     return sorted(named, key=step_of, reverse=True)
 
 
-# -- onto the disk ------------------------------------------------------------------------------------------------------------
+# -- onto the disk
+# ------------------------------------------------------------------------------------------------------------
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Put a text file in place by a rename, so that it is there whole or not at all, also after a power cut."""
+    """Put a text file in place by a rename, so that it is there whole or not at all, also after a
+    power cut."""
     beside = file.with_name(file.name + WRITING)
     beside.write_text(text, encoding="utf-8")
     flush(beside)
@@ -209,7 +249,8 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def flush(path: Path, forget: bool = False) -> None:
-    """Wait until a file or a folder is on the disk. `forget`: drop it from the kernel's memory, so that reading it asks the disk."""
+    """Wait until a file or a folder is on the disk. `forget`: drop it from the kernel's memory, so
+    that reading it asks the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -219,17 +260,23 @@ def flush(path: Path, forget: bool = False) -> None:
         os.close(descriptor)
 
 
-# -- is it whole? ------------------------------------------------------------------------------------------------------------
+# -- is it whole?
+# ------------------------------------------------------------------------------------------------------------
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there and have their sizes; what is in them is not looked at.
+    """The manifest of a checkpoint whose files are all there and have their sizes; what is in them
+    is not looked at.
 
     Raises BrokenCheckpoint.
     """
     try:
         if not (checkpoint / MANIFEST).is_file():
-            what = f"has no {MANIFEST}: it was not written to the end, or is of another format" if checkpoint.is_dir() else "no such folder"
+            what = (
+                f"has no {MANIFEST}: it was not written to the end, or is of another format"
+                if checkpoint.is_dir()
+                else "no such folder"
+            )
             raise BrokenCheckpoint(f"{checkpoint}: {what}")
         manifest = Manifest.from_text((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         if re.fullmatch(STEP_FOLDER, checkpoint.name) and step_of(checkpoint) != manifest.step:
@@ -249,43 +296,70 @@ def _look_at(file: Path, num_bytes: int) -> None:
     try:
         found = file.lstat()
     except OSError as error:
-        raise _passing(error) or BrokenCheckpoint(f"{file.parent}: {file.name} is missing ({error.strerror})") from error
+        raise _passing(error) or BrokenCheckpoint(
+            f"{file.parent}: {file.name} is missing ({error.strerror})"
+        ) from error
     if not stat.S_ISREG(found.st_mode):
         raise BrokenCheckpoint(f"{file.parent}: {file.name} is a link or a folder, not a file")
     if found.st_size != num_bytes:
-        raise BrokenCheckpoint(f"{file.parent}: {file.name} has {found.st_size:,} bytes, and was written with {num_bytes:,}")
+        raise BrokenCheckpoint(
+            f"{file.parent}: {file.name} has {found.st_size:,} bytes, and was written with "
+            f"{num_bytes:,}"
+        )
 
 
-PASSING = (errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ECONNRESET, errno.EHOSTDOWN)
+PASSING = (
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EAGAIN,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+)
 
 
 def _passing(error: Exception) -> OSError | None:
-    """Storage that does not answer now is no broken checkpoint: older ones must not be taken for the newest."""
+    """Storage that does not answer now is no broken checkpoint: older ones must not be taken for
+    the newest."""
     return (
-        OSError(error.errno, f"{error.strerror}; start again when the storage answers", error.filename)
+        OSError(
+            error.errno, f"{error.strerror}; start again when the storage answers", error.filename
+        )
         if getattr(error, "errno", None) in PASSING
         else None
     )
 
 
 def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> Manifest:
-    """The manifest of a checkpoint that is as it was written. Raises BrokenCheckpoint with what is wrong.
+    """The manifest of a checkpoint that is as it was written. Raises BrokenCheckpoint with what is
+    wrong.
 
-    Sizes are always looked at; of the contents every `parts`-th file from `part` on, so that ranks can share the reading.
+    Sizes are always looked at; of the contents every `parts`-th file from `part` on, so that ranks
+    can share the reading.
     """
     manifest = read_manifest(checkpoint)
     for rank in range(part, len(manifest.ranks), parts):
         try:
             checksum = checksum_of_file(checkpoint / tensors_file(rank))
         except OSError as error:
-            raise _passing(error) or BrokenCheckpoint(f"{checkpoint}: {tensors_file(rank)} cannot be read: {error}") from error
+            raise _passing(error) or BrokenCheckpoint(
+                f"{checkpoint}: {tensors_file(rank)} cannot be read: {error}"
+            ) from error
         if checksum != manifest.ranks[rank].checksum:
-            raise BrokenCheckpoint(f"{checkpoint}: {tensors_file(rank)} does not have the checksum that it was written with")
+            raise BrokenCheckpoint(
+                f"{checkpoint}: {tensors_file(rank)} does not have the checksum that it was "
+                "written with"
+            )
     return manifest
 
 
-def newest_of(candidates: list[Path], check: Callable[[Path], Any] = verify) -> tuple[Path | None, list[str]]:
-    """The first of `candidates` that `check` finds nothing wrong with, and what is wrong with those before it."""
+def newest_of(
+    candidates: list[Path], check: Callable[[Path], Any] = verify
+) -> tuple[Path | None, list[str]]:
+    """The first of `candidates` that `check` finds nothing wrong with, and what is wrong with those
+    before it."""
     passed_over = []
     for checkpoint in candidates:
         try:

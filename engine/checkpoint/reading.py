@@ -1,4 +1,5 @@
-"""Tensors of a checkpoint by kind and name, whatever topology wrote them; and a tower's layers filled from them."""
+"""Tensors of a checkpoint by kind and name, whatever topology wrote them; and a tower's layers
+filled from them."""
 
 from __future__ import annotations
 
@@ -12,15 +13,29 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from engine.checkpoint.layout import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, BrokenCheckpoint, Fragment, read_manifest, tensors_file
+from engine.checkpoint.layout import (
+    AVERAGE,
+    BUFFER,
+    OPTIMIZER,
+    PARAMETER,
+    BrokenCheckpoint,
+    Fragment,
+    read_manifest,
+    tensors_file,
+)
 
-PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+PRECISIONS = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
+}
 
 
 class CheckpointReader:
-    """Reads what is asked for and no more. A context manager: files are opened when they are needed, and stay open until its end.
+    """Reads what is asked for and no more. A context manager: files are opened when they are
+    needed, and stay open until its end.
 
-    Raises BrokenCheckpoint for a folder that is not a whole checkpoint; `layout.verify` also looks at what is in its files.
+    Raises BrokenCheckpoint for a folder that is not a whole checkpoint; `layout.verify` also looks
+    at what is in its files.
     """
 
     def __init__(self, checkpoint: Path):
@@ -28,7 +43,9 @@ class CheckpointReader:
         self._fragments = self.manifest.fragments()
         self._files: dict[int, Any] = {}
         self._open = contextlib.ExitStack()
-        self.optimizer_kinds = sorted({kind for kind, _ in self._fragments if kind.startswith(OPTIMIZER)})
+        self.optimizer_kinds = sorted(
+            {kind for kind, _ in self._fragments if kind.startswith(OPTIMIZER)}
+        )
         self.stateless = {name for record in self.manifest.ranks for name in record.stateless}
 
     def __enter__(self) -> CheckpointReader:
@@ -46,21 +63,30 @@ class CheckpointReader:
         """None: there is no such tensor."""
         return self._fragments[kind, name][0][1].shape if (kind, name) in self._fragments else None
 
-    def read(self, kind: str, name: str, shape: Sequence[int], start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements start..stop of the flattened tensor, in host memory and in the dtype in which they were saved: [stop - start].
+    def read(
+        self, kind: str, name: str, shape: Sequence[int], start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """Elements start..stop of the flattened tensor, in host memory and in the dtype in which
+        they were saved: [stop - start].
 
-        Raises ValueError when the checkpoint has no such tensor, or one of another shape than `shape`.
+        Raises ValueError when the checkpoint has no such tensor, or one of another shape than
+        `shape`.
         """
         parts = self._fragments.get((kind, name))
         if parts is None:
-            near = difflib.get_close_matches(name, [other for k, other in self._fragments if k == kind], 1)
+            near = difflib.get_close_matches(
+                name, [other for k, other in self._fragments if k == kind], 1
+            )
             raise ValueError(
-                f"checkpoint {self.checkpoint}: has no {kind} {name!r}{f'; the nearest is {near[0]!r}' if near else ''}. "
-                "It was made with other towers; choose another checkpoint, or the towers that it was made with"
+                f"checkpoint {self.checkpoint}: has no {kind} "
+                f"{name!r}{f'; the nearest is {near[0]!r}' if near else ''}. "
+                "It was made with other towers; choose another checkpoint, or the towers that it "
+                "was made with"
             )
         if parts[0][1].shape != tuple(shape):
             raise ValueError(
-                f"checkpoint {self.checkpoint}: {kind} {name!r} has shape {list(parts[0][1].shape)}, and {list(shape)} is needed. "
+                f"checkpoint {self.checkpoint}: {kind} {name!r} has shape "
+                f"{list(parts[0][1].shape)}, and {list(shape)} is needed. "
                 "It was made with towers of other sizes; choose another checkpoint, or those sizes"
             )
         stop = sum(fragment.numel for _, fragment in parts) if stop is None else stop
@@ -72,30 +98,56 @@ class CheckpointReader:
         if first >= last:
             return torch.empty(0)
         if rank not in self._files:
-            self._files[rank] = self._open.enter_context(safe_open(self.checkpoint / tensors_file(rank), framework="pt"))
-        part = self._files[rank].get_slice(fragment.key)[first - fragment.offset : last - fragment.offset]
+            self._files[rank] = self._open.enter_context(
+                safe_open(self.checkpoint / tensors_file(rank), framework="pt")
+            )
+        part = self._files[rank].get_slice(fragment.key)[
+            first - fragment.offset : last - fragment.offset
+        ]
         if part.shape != (last - first,):
-            raise BrokenCheckpoint(f"{self.checkpoint}: {tensors_file(rank)} has other elements of {fragment.key} than its manifest says")
+            raise BrokenCheckpoint(
+                f"{self.checkpoint}: {tensors_file(rank)} has other elements of {fragment.key} "
+                "than its manifest says"
+            )
         return part
 
     def scalars(self, name: str) -> dict[str, Any]:
         """The numbers that the optimizer keeps for a parameter."""
-        return {key: value for record in self.manifest.ranks for key, value in record.scalars.get(name, {}).items()}
+        return {
+            key: value
+            for record in self.manifest.ranks
+            for key, value in record.scalars.get(name, {}).items()
+        }
 
     def all_scalars(self) -> list[dict[str, Any]]:
         """Of every parameter that has some."""
-        return [self.scalars(name) for name in sorted({name for record in self.manifest.ranks for name in record.scalars})]
+        return [
+            self.scalars(name)
+            for name in sorted({name for record in self.manifest.ranks for name in record.scalars})
+        ]
 
 
-def load_layer(reader: CheckpointReader, layer: nn.Module, device: torch.device | str = "cpu", averaged: bool = False) -> nn.Module:
-    """Fill one built layer, in the precision it was trained in; buffers stay in theirs. `layer.canonical_names`: local name -> name in
-    the run. Raises ValueError where the checkpoint was made with other towers."""
+def load_layer(
+    reader: CheckpointReader,
+    layer: nn.Module,
+    device: torch.device | str = "cpu",
+    averaged: bool = False,
+) -> nn.Module:
+    """Fill one built layer, in the precision it was trained in; buffers stay in theirs.
+    `layer.canonical_names`: local name -> name in the run. Raises ValueError where the checkpoint
+    was made with other towers."""
     dtype = PRECISIONS[reader.manifest.topology["precision"]]
     for local, parameter in layer.named_parameters():
-        kind = AVERAGE if averaged and reader.shape(AVERAGE, layer.canonical_names[local]) is not None else PARAMETER  # locked: itself
+        kind = (
+            AVERAGE
+            if averaged and reader.shape(AVERAGE, layer.canonical_names[local]) is not None
+            else PARAMETER
+        )  # locked: itself
         value = reader.read(kind, layer.canonical_names[local], parameter.shape)
         parameter.data = value.view(parameter.shape).to(dtype)
     for local, buffer in layer.named_buffers():
         if local in layer.canonical_names:
-            buffer.copy_(reader.read(BUFFER, layer.canonical_names[local], buffer.shape).view(buffer.shape))
+            buffer.copy_(
+                reader.read(BUFFER, layer.canonical_names[local], buffer.shape).view(buffer.shape)
+            )
     return layer.to(device)

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.checkpoint.layout import DELETING, SET_ASIDE, WRITING, BrokenCheckpoint, checkpoints_in, read_manifest, step_of
+from engine.checkpoint.layout import (
+    DELETING,
+    SET_ASIDE,
+    WRITING,
+    BrokenCheckpoint,
+    checkpoints_in,
+    read_manifest,
+    step_of,
+)
 
 SPARE_BYTES = 64 << 20  # beside what is written: metrics, traces, other processes
 GIB = 2**30
@@ -16,7 +24,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay: the `last` newest ones, and with `every` N the first one at or after each multiple of N steps."""
+    """Which checkpoints stay: the `last` newest ones, and with `every` N the first one at or after
+    each multiple of N steps."""
 
     last: int = 3
     every: int | None = None
@@ -24,7 +33,8 @@ class Keep:
     def __post_init__(self):
         if self.last < 1 or (self.every is not None and self.every < 1):
             raise ValueError(
-                f"keep the last {self.last} checkpoints and one every {self.every} steps: both take whole numbers of at least 1"
+                f"keep the last {self.last} checkpoints and one every {self.every} steps: both "
+                "take whole numbers of at least 1"
             )
 
     def goes(self, steps: Sequence[int]) -> list[int]:
@@ -39,8 +49,8 @@ class Keep:
 
 
 def delete_old(folder: Path, newest: Path, keep: Keep) -> None:
-    """Delete older checkpoints than `newest`, which was just written and checked. Broken ones do not count as kept; those older than
-    all that stay go too."""
+    """Delete older checkpoints than `newest`, which was just written and checked. Broken ones do
+    not count as kept; those older than all that stay go too."""
     older = [path for path in checkpoints_in(folder) if step_of(path) <= step_of(newest)]
     whole = [step_of(path) for path in older if not _is_broken(path)]
     goes = set(keep.goes(whole))
@@ -51,7 +61,8 @@ def delete_old(folder: Path, newest: Path, keep: Keep) -> None:
 
 
 def clear_away(folder: Path) -> None:
-    """What is left of checkpoints whose writing or deleting was broken off. What a network's disk still holds open goes another time."""
+    """What is left of checkpoints whose writing or deleting was broken off. What a network's disk
+    still holds open goes another time."""
     for ending in (WRITING, DELETING):
         for left in folder.glob(f"step-*{ending}"):
             shutil.rmtree(left, ignore_errors=True)
@@ -65,7 +76,8 @@ def _is_broken(checkpoint: Path) -> bool:
 
 
 def set_aside_from(folder: Path, step: int) -> None:
-    """Rename checkpoints of `step` and later ones: the run went on from an older one, so their steps are undone, or they are broken."""
+    """Rename checkpoints of `step` and later ones: the run went on from an older one, so their
+    steps are undone, or they are broken."""
     for path in checkpoints_in(folder):
         if step_of(path) >= step:
             aside, number = path.with_name(path.name + SET_ASIDE), 1
@@ -76,7 +88,8 @@ def set_aside_from(folder: Path, step: int) -> None:
 
 
 def too_little_room(folder: Path, num_bytes: int) -> str | None:
-    """Why `num_bytes` do not fit on the disk of `folder`, in words; None: they do. A quota is not seen."""
+    """Why `num_bytes` do not fit on the disk of `folder`, in words; None: they do. A quota is not
+    seen."""
     free = shutil.disk_usage(folder).free
     if free >= num_bytes + SPARE_BYTES:
         return None

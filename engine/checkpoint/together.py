@@ -1,10 +1,11 @@
-"""What all ranks do together: save in the background, agree on a checkpoint that is whole, go on from it.
+"""What all ranks do together: save in the background, agree on a checkpoint that is whole, go on
+from it.
 
     step 100 ─ copy ─ step 101 ─ step 102 ─ … ─ step 200 ─ wait for step-00000100, copy ─ step 201
                  └─ write, flush, read again; then the first rank renames
 
-Training waits for the copy to host memory. One checkpoint is in flight at most. No thread calls a collective: what the writers
-found is told when the next checkpoint is asked for, or at the end.
+Training waits for the copy to host memory. One checkpoint is in flight at most. No thread calls a
+collective: what the writers found is told when the next checkpoint is asked for, or at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from torch import Tensor
 
 from engine.checkpoint import writing
 from engine.checkpoint.engine_state import changes, restore, snapshot, topology_of
-from engine.checkpoint.layout import BrokenCheckpoint, Fragment, checkpoints_in, newest_of, read_manifest, step_folder, verify
+from engine.checkpoint.layout import (
+    BrokenCheckpoint,
+    Fragment,
+    checkpoints_in,
+    newest_of,
+    read_manifest,
+    step_folder,
+    verify,
+)
 from engine.checkpoint.reading import CheckpointReader
 from engine.checkpoint.retention import Keep, too_little_room
 from engine.executor import ForkEngine
@@ -40,12 +49,20 @@ NICENESS = 10  # of the threads that write, to the scheduler
 class CheckpointWriter:
     """Saves a run's checkpoints below `folder`. All ranks make one, and call its methods together.
 
-    `configuration`: what the run decided, as JSON. A checkpoint that fails is warned of, by the first rank, and training goes on. `limit_s`: how
-    long the first rank waits for the parts of the others, and how long writing counts as a sign of life.
+    `configuration`: what the run decided, as JSON. A checkpoint that fails is warned of, by the
+    first rank, and training goes on. `limit_s`: how long the first rank waits for the parts of the
+    others, and how long writing counts as a sign of life.
     """
 
-    def __init__(self, folder: Path, configuration: Mapping[str, Any], keep: Keep, limit_s: float = 1800.0):
-        self.folder, self.configuration, self.keep, self.limit_s = folder, configuration, keep, limit_s
+    def __init__(
+        self, folder: Path, configuration: Mapping[str, Any], keep: Keep, limit_s: float = 1800.0
+    ):
+        self.folder, self.configuration, self.keep, self.limit_s = (
+            folder,
+            configuration,
+            keep,
+            limit_s,
+        )
         self._first = dist.get_rank() == 0
         self._step = 0  # of the checkpoint asked for last,
         self._refused: str | None = None  # why it was not begun,
@@ -56,19 +73,28 @@ class CheckpointWriter:
         self._begun_s, self._signs = 0.0, 0
         self._owner = ""
         if self._first:
-            with contextlib.suppress(OSError):  # a disk that is full or read-only is warned of when there is something to lose
+            with contextlib.suppress(
+                OSError
+            ):  # a disk that is full or read-only is warned of when there is something to lose
                 self._owner = writing.claim(folder)
-        self._host: dict[str, Tensor] = {}  # memory for the copy, by key: used again from one checkpoint to the next
+        self._host: dict[
+            str, Tensor
+        ] = {}  # memory for the copy, by key: used again from one checkpoint to the next
 
     def save(self, engine: ForkEngine, state: Mapping[str, Any]) -> None:
-        """Save what the engine is after the current step. `state`: the caller's, small, as JSON, equal on all ranks.
+        """Save what the engine is after the current step. `state`: the caller's, small, as JSON,
+        equal on all ranks.
 
-        Waits for the checkpoint before, if it is still being written, and for the copy. Raises ValueError for an optimizer whose state
-        cannot be saved; what goes wrong with the disk is only warned of.
+        Waits for the checkpoint before, if it is still being written, and for the copy. Raises
+        ValueError for an optimizer whose state cannot be saved; what goes wrong with the disk is
+        only warned of.
         """
         if reason := self._landed():
             self._warn(reason)
-        taken, told = snapshot(engine), json.loads(json.dumps(state))  # a copy: the caller goes on changing its own
+        taken, told = (
+            snapshot(engine),
+            json.loads(json.dumps(state)),
+        )  # a copy: the caller goes on changing its own
         num_bytes = sum(from_all_ranks(taken.num_bytes))
         self._step, self._warned = engine.global_steps, False
         self._refused = from_first_rank(self._prepare(num_bytes) if self._first else None)
@@ -76,23 +102,48 @@ class CheckpointWriter:
             self._warn(self._refused)
             return
         self._begun_s = time.monotonic()
-        folder, rank, step = writing.writing_folder(self.folder, self._step), engine.comm.rank, self._step
+        folder, rank, step = (
+            writing.writing_folder(self.folder, self._step),
+            engine.comm.rank,
+            self._step,
+        )
         with engine.memory_explained(SAVING):
             tensors = _copied_to_host(taken.tensors, self._host)
         self._files = self._in_background(
-            "checkpoint files", lambda: writing.write_rank(folder, rank, tensors, taken.scalars, taken.stateless, taken.progress)
+            "checkpoint files",
+            lambda: writing.write_rank(
+                folder, rank, tensors, taken.scalars, taken.stateless, taken.progress
+            ),
         )
         if self._first:
-            about = {"topology": topology_of(engine), "state": told, "configuration": self.configuration}
+            about = {
+                "topology": topology_of(engine),
+                "state": told,
+                "configuration": self.configuration,
+            }
             num_ranks, self._cancelled = engine.graph.world_size, threading.Event()
             self._commit = self._in_background(
                 "checkpoint manifest",
-                lambda: writing.commit(self.folder, step, num_ranks, about, self.keep, self.limit_s, self._cancelled, self._owner),
+                lambda: writing.commit(
+                    self.folder,
+                    step,
+                    num_ranks,
+                    about,
+                    self.keep,
+                    self.limit_s,
+                    self._cancelled,
+                    self._owner,
+                ),
             )
 
     def signs_of_life(self) -> int:
-        """Goes up with each call while this rank writes, for `limit_s` at most: whoever waits for a checkpoint is not stuck."""
-        in_flight = [future for future in (self._files, self._commit) if future is not None and not future.done()]
+        """Goes up with each call while this rank writes, for `limit_s` at most: whoever waits for a
+        checkpoint is not stuck."""
+        in_flight = [
+            future
+            for future in (self._files, self._commit)
+            if future is not None and not future.done()
+        ]
         if in_flight and time.monotonic() < self._begun_s + self.limit_s:
             self._signs += 1
         return self._signs
@@ -104,12 +155,14 @@ class CheckpointWriter:
         return from_first_rank(newest_of(checkpoints_in(self.folder), read_manifest)[0])
 
     def finish(self) -> None:
-        """Wait until the checkpoint asked for last is there. Raises OSError on all ranks when it could not be written."""
+        """Wait until the checkpoint asked for last is there. Raises OSError on all ranks when it
+        could not be written."""
         if reason := self._landed() or self._refused:
             raise OSError(self._message(reason))
 
     def _prepare(self, num_bytes: int) -> str | None:
-        """An empty folder to write to; why there is none, in words. Raises ValueError when another run writes here."""
+        """An empty folder to write to; why there is none, in words. Raises ValueError when another
+        run writes here."""
         try:
             self._owner = self._owner or writing.claim(self.folder)
             writing.refuse_other_owner(self.folder, self._owner)
@@ -154,23 +207,32 @@ class CheckpointWriter:
         """Once for a checkpoint, on the first rank."""
         if self._first and not self._warned:
             self._warned = True
-            print(f"wye: warning: {self._message(reason)}. Training goes on", file=sys.stderr, flush=True)
+            print(
+                f"wye: warning: {self._message(reason)}. Training goes on",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _message(self, reason: str) -> str:
         newest, _ = newest_of(checkpoints_in(self.folder), read_manifest)
         return (
-            f"checkpoint {self.folder / step_folder(self._step)} was not written: {reason}. Nothing was deleted, and the newest one is "
-            f"{newest.name if newest else 'not there yet'}; make room on that disk: one more than are kept must fit"
+            f"checkpoint {self.folder / step_folder(self._step)} was not written: {reason}. "
+            "Nothing was deleted, and the newest one is "
+            f"{newest.name if newest else 'not there yet'}; make room on that disk: one more than "
+            "are kept must fit"
         )
 
 
 def _give_way() -> None:
-    """Let this thread have about a tenth of a core that another one wants: the steps that go on meanwhile. Linux alone counts threads."""
+    """Let this thread have about a tenth of a core that another one wants: the steps that go on
+    meanwhile. Linux alone counts threads."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def _copied_to_host(tensors: Mapping[Fragment, Tensor], host: dict[str, Tensor]) -> dict[Fragment, Tensor]:
+def _copied_to_host(
+    tensors: Mapping[Fragment, Tensor], host: dict[str, Tensor]
+) -> dict[Fragment, Tensor]:
     """Copies in the memory of `host`. From a GPU into pinned memory, all at once."""
     on_gpu = any(tensor.is_cuda for tensor in tensors.values())
     copies = {}
@@ -191,19 +253,26 @@ def _reason(future: Future) -> str | None:
 
 
 def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+    return (
+        str(error)
+        if isinstance(error, (OSError, ValueError))
+        else f"{type(error).__name__}: {error}"
+    )
 
 
-# -- going on ----------------------------------------------------------------------------------------------------------------
+# -- going on
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint in `folder`, and what is wrong with newer ones. All ranks call it together and get the same."""
+    """The newest whole checkpoint in `folder`, and what is wrong with newer ones. All ranks call it
+    together and get the same."""
     return newest_of(from_first_rank(checkpoints_in(folder)), verify_together)
 
 
 def verify_together(checkpoint: Path) -> None:
-    """Raise BrokenCheckpoint on all ranks when one of them finds something wrong; each reads its part of the files."""
+    """Raise BrokenCheckpoint on all ranks when one of them finds something wrong; each reads its
+    part of the files."""
     found = None
     try:
         verify(checkpoint, dist.get_rank(), dist.get_world_size())
@@ -214,10 +283,11 @@ def verify_together(checkpoint: Path) -> None:
 
 
 def load_checkpoint(engine: ForkEngine, checkpoint: Path) -> tuple[dict[str, Any], list[str]]:
-    """Go on from `checkpoint`, whatever topology wrote it: (the caller's state, what differs and may change the numbers).
+    """Go on from `checkpoint`, whatever topology wrote it: (the caller's state, what differs and
+    may change the numbers).
 
-    All ranks call it, with an engine that has not trained yet. Raises ValueError when the checkpoint is of other towers or of another
-    optimizer, BrokenCheckpoint when it is not whole.
+    All ranks call it, with an engine that has not trained yet. Raises ValueError when the
+    checkpoint is of other towers or of another optimizer, BrokenCheckpoint when it is not whole.
     """
     with CheckpointReader(checkpoint) as reader:
         with engine.memory_explained(RESUMING):

@@ -1,9 +1,11 @@
-"""Writing a checkpoint so that at every moment there is a whole one: all files beside, flushed and read again, then one rename.
+"""Writing a checkpoint so that at every moment there is a whole one: all files beside, flushed and
+read again, then one rename.
 
     every rank          write_rank    its tensors, flushed, compared with what is in memory, their checksum; last its marker
     the first rank      commit        waits for all markers, looks at the sizes, writes the manifest, renames the folder, then `latest`
 
-A process that is killed leaves a folder `step-NNNNNNNN.writing` behind, which nobody reads and `make_folder` clears away.
+A process that is killed leaves a folder `step-NNNNNNNN.writing` behind, which nobody reads and
+`make_folder` clears away.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def writing_folder(folder: Path, step: int) -> Path:
 
 
 def claim(folder: Path) -> str:
-    """From now on checkpoints in `folder` are those of this process; the words that say so. On the first rank."""
+    """From now on checkpoints in `folder` are those of this process; the words that say so. On the
+    first rank."""
     folder.mkdir(parents=True, exist_ok=True)
     owner = f"process {os.getpid()} of {socket.gethostname()}, {uuid.uuid4().hex}"
     replace_text(folder / OWNER, owner)
@@ -66,13 +69,15 @@ def refuse_other_owner(folder: Path, owner: str) -> None:
     found = file.read_text(encoding="utf-8") if file.is_file() else owner
     if found != owner:
         raise ValueError(
-            f"{folder}: {found.split(',')[0]} has begun to write checkpoints here, too. This run ends so that the files of two do not mix; the "
+            f"{folder}: {found.split(',')[0]} has begun to write checkpoints here, too. This run "
+            "ends so that the files of two do not mix; the "
             "other one goes on. If neither should, stop that process as well"
         )
 
 
 def make_folder(folder: Path, step: int) -> None:
-    """An empty folder for `step`; what killed writers left behind is cleared away. On the first rank."""
+    """An empty folder for `step`; what killed writers left behind is cleared away. On the first
+    rank."""
     folder.mkdir(parents=True, exist_ok=True)
     clear_away(folder)
     writing_folder(folder, step).mkdir()
@@ -86,9 +91,11 @@ def write_rank(
     stateless: tuple[str, ...],
     progress: Mapping[str, Any],
 ) -> None:
-    """This rank's part of the checkpoint that is written in `folder`. `tensors`: flat, in host memory, unchanged until this returns.
+    """This rank's part of the checkpoint that is written in `folder`. `tensors`: flat, in host
+    memory, unchanged until this returns.
 
-    Raises OSError or safetensors' error when it cannot be written, BrokenCheckpoint when it reads back differently.
+    Raises OSError or safetensors' error when it cannot be written, BrokenCheckpoint when it reads
+    back differently.
     """
     file = folder / tensors_file(rank)
     try:
@@ -96,7 +103,14 @@ def write_rank(
         file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it for its owner alone
         flush(file, forget=True)
         refuse_other_content(file, tensors)
-        record = RankRecord(file.stat().st_size, checksum_of_file(file), tuple(tensors), scalars, stateless, progress)
+        record = RankRecord(
+            file.stat().st_size,
+            checksum_of_file(file),
+            tuple(tensors),
+            scalars,
+            stateless,
+            progress,
+        )
         replace_text(folder / marker_file(rank), sealed(asdict(record)))
     except Exception:
         file.unlink(missing_ok=True)  # the disk may be full, and others write to it too
@@ -108,7 +122,10 @@ def refuse_other_content(file: Path, tensors: Mapping[Fragment, Tensor]) -> None
     with safe_open(file, framework="pt") as written:
         for fragment, tensor in tensors.items():
             if _digest(written.get_tensor(fragment.key)) != _digest(tensor):
-                raise BrokenCheckpoint(f"{file} reads back differently in {fragment.key}; the disk or the memory is faulty")
+                raise BrokenCheckpoint(
+                    f"{file} reads back differently in {fragment.key}; the disk or the memory is "
+                    "faulty"
+                )
 
 
 def _digest(tensor: Tensor) -> bytes:
@@ -126,21 +143,30 @@ def commit(
     cancelled: threading.Event,
     owner: str,
 ) -> None:
-    """Make the checkpoint of `step` count, when all ranks have written theirs. `about`: the manifest's topology, state and configuration.
+    """Make the checkpoint of `step` count, when all ranks have written theirs. `about`: the
+    manifest's topology, state and configuration.
 
-    Checkpoints of this step and of later ones belong to steps that were undone, and are put aside. Nothing happens when `cancelled` before
-    all ranks are done. Raises TimeoutError when they are not within `limit_s`, ValueError when what they wrote is no whole checkpoint, or another than
+    Checkpoints of this step and of later ones belong to steps that were undone, and are put aside.
+    Nothing happens when `cancelled` before all ranks are done. Raises TimeoutError when they are
+    not within `limit_s`, ValueError when what they wrote is no whole checkpoint, or another than
     `owner` writes here.
     """
     writing = writing_folder(folder, step)
     if not _await_markers(writing, num_ranks, limit_s, cancelled):
         return
     markers = [writing / marker_file(rank) for rank in range(num_ranks)]
-    records = tuple(RankRecord.from_json(unsealed(marker.read_text(encoding="utf-8"))) for marker in markers)
+    records = tuple(
+        RankRecord.from_json(unsealed(marker.read_text(encoding="utf-8"))) for marker in markers
+    )
     for rank, record in enumerate(records):
         if (found := (writing / tensors_file(rank)).stat().st_size) != record.num_bytes:
-            raise BrokenCheckpoint(f"{writing}: {tensors_file(rank)} has {found:,} bytes, and rank {rank} wrote {record.num_bytes:,}")
-    manifest = Manifest(step, datetime.now(timezone.utc).isoformat(timespec="seconds"), ranks=records, **about)
+            raise BrokenCheckpoint(
+                f"{writing}: {tensors_file(rank)} has {found:,} bytes, and rank {rank} wrote "
+                f"{record.num_bytes:,}"
+            )
+    manifest = Manifest(
+        step, datetime.now(timezone.utc).isoformat(timespec="seconds"), ranks=records, **about
+    )
     replace_text(writing / MANIFEST, manifest.to_text())
     for marker in markers:
         marker.unlink()
@@ -154,12 +180,15 @@ def commit(
     delete_old(folder, checkpoint, keep)
 
 
-def _await_markers(writing: Path, num_ranks: int, limit_s: float, cancelled: threading.Event) -> bool:
+def _await_markers(
+    writing: Path, num_ranks: int, limit_s: float, cancelled: threading.Event
+) -> bool:
     deadline, missing = time.monotonic() + limit_s, list(range(num_ranks))
     while missing := [rank for rank in missing if not (writing / marker_file(rank)).is_file()]:
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"ranks {missing} have not written their part within {limit_s:.0f} s; all nodes must see the same folder {writing.parent}"
+                f"ranks {missing} have not written their part within {limit_s:.0f} s; all nodes "
+                f"must see the same folder {writing.parent}"
             )
         if cancelled.wait(LOOK_EVERY_S):
             return False

@@ -1,4 +1,5 @@
-"""Numbers that the JSON may leave "auto": which ones, and how they are filled in before anything is planned. Plain Python."""
+"""Numbers that the JSON may leave "auto": which ones, and how they are filled in before anything is
+planned. Plain Python."""
 
 from __future__ import annotations
 
@@ -17,9 +18,13 @@ def asked(config: Mapping[str, Any], block: BranchesBlock) -> list[str]:
 
 
 def filled(
-    config: Mapping[str, Any], block: BranchesBlock, values: Mapping[str, Any], branches: Sequence[str]
+    config: Mapping[str, Any],
+    block: BranchesBlock,
+    values: Mapping[str, Any],
+    branches: Sequence[str],
 ) -> tuple[dict[str, Any], BranchesBlock]:
-    """The configuration with `values`, by place, where it says "auto"; checked anew. A place without a value is left to its default: its key goes."""
+    """The configuration with `values`, by place, where it says "auto"; checked anew. A place
+    without a value is left to its default: its key goes."""
     whole = copy.deepcopy({**config, "branches": asdict(block)})
     for place in asked(config, block):
         *outer, key = place.split(".")
@@ -32,7 +37,8 @@ def filled(
 
 
 def recorded(training: Mapping[str, Any]) -> dict[str, Any]:
-    """By place, what a run was trained with; `training` is what it recorded. A place that it did not have is left out."""
+    """By place, what a run was trained with; `training` is what it recorded. A place that it did
+    not have is left out."""
     whole = {**training["deepspeed_config"], "branches": training["branches"]}
     found = {place: _found(whole, place) for place in AUTO_PLACES}
     return {place: value for place, value in found.items() if value is not None}

@@ -18,10 +18,16 @@ def check_choice(name: str, value: Any, valid: Sequence[str]) -> None:
 
 
 def check_counts(
-    name: str, value: Any, keys: Sequence[str] | None, auto_inside: bool = False, least: int = 1, merged: bool = False
+    name: str,
+    value: Any,
+    keys: Sequence[str] | None,
+    auto_inside: bool = False,
+    least: int = 1,
+    merged: bool = False,
 ) -> None:
-    """`value` is "auto", a whole number of at least `least`, or an object of those by branch. `keys`: those that it may have; None: names of
-    branches, which are checked elsewhere, and with `merged` that word."""
+    """`value` is "auto", a whole number of at least `least`, or an object of those by branch.
+    `keys`: those that it may have; None: names of branches, which are checked elsewhere, and with
+    `merged` that word."""
     if value == AUTO:
         return
     entries = value if isinstance(value, dict) else {"": value}
@@ -36,15 +42,26 @@ def check_counts(
         if auto_inside and count == AUTO:
             continue
         if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise ValueError(f"branches.{name}{'.' + key if key else ''}: got {count!r}; it takes whole numbers of at least {least}")
+            raise ValueError(
+                f"branches.{name}{'.' + key if key else ''}: got {count!r}; it takes whole numbers "
+                f"of at least {least}"
+            )
 
 
 def check_bounds(name: str, value: Any, kind: type, least: float, most: float) -> None:
-    """`value` is None or [low, high] with least <= low <= high <= most; `kind` int: whole numbers."""
+    """`value` is None or [low, high] with least <= low <= high <= most; `kind` int: whole
+    numbers."""
     if value is None:
         return
     kinds = (int,) if kind is int else (int, float)
-    pair = isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(v, kinds) and not isinstance(v, bool) for v in value)
+    pair = (
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and all(isinstance(v, kinds) and not isinstance(v, bool) for v in value)
+    )
     if not pair or not least <= value[0] <= value[1] <= most:
         words = "whole numbers" if kind is int else "numbers"
-        raise ValueError(f"branches.{name}: got {value!r}; it takes [least, most], two {words} from {least:g} to {most:g}")
+        raise ValueError(
+            f"branches.{name}: got {value!r}; it takes [least, most], two {words} from {least:g} "
+            f"to {most:g}"
+        )

@@ -1,4 +1,5 @@
-"""The keys inside DeepSpeed's own blocks, from DeepSpeed itself: a misspelt one is answered with the nearest. Plain Python.
+"""The keys inside DeepSpeed's own blocks, from DeepSpeed itself: a misspelt one is answered with
+the nearest. Plain Python.
 
 DeepSpeed refuses some of them late, on every rank, and passes others over without a word.
 """
@@ -23,21 +24,42 @@ MODELS = {
     "fp16": DeepSpeedFP16Config,
     "bf16": DeepSpeedBF16Config,
 }
-# Of `optimizer.params`, by type in small letters: of classes that are imported only when they are used, because some compile at once.
+# Of `optimizer.params`, by type in small letters: of classes that are imported only when they are
+# used, because some compile at once.
 COMPILED_OPTIMIZERS = {
-    "lamb": ("lr", "bias_correction", "betas", "eps", "eps_inside_sqrt", "weight_decay", "max_coeff", "min_coeff", "amsgrad"),
+    "lamb": (
+        "lr",
+        "bias_correction",
+        "betas",
+        "eps",
+        "eps_inside_sqrt",
+        "weight_decay",
+        "max_coeff",
+        "min_coeff",
+        "amsgrad",
+    ),
     "lion": ("lr", "betas", "weight_decay", "set_grad_none"),
 }
-ADAM = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # DeepSpeed's own switches beside the arguments of Adam
+ADAM = (
+    "torch_adam",
+    "adam_w_mode",
+    "fp32_optimizer_states",
+)  # DeepSpeed's own switches beside the arguments of Adam
 
 
 def check_blocks(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a key that DeepSpeed does not know in one of its blocks, with the nearest that it does."""
+    """Raise ValueError for a key that DeepSpeed does not know in one of its blocks, with the
+    nearest that it does."""
     for where, model in MODELS.items():
-        valid = [name for key, field in model.model_fields.items() for name in (key, field.alias) if name]
+        valid = [
+            name for key, field in model.model_fields.items() for name in (key, field.alias) if name
+        ]
         _refuse(where, _block(config, where), valid)
     _refuse("data_types", _block(config, "data_types"), ["grad_accum_dtype"])
-    for name, parameters in (("optimizer", _optimizer_parameters), ("scheduler", _scheduler_parameters)):
+    for name, parameters in (
+        ("optimizer", _optimizer_parameters),
+        ("scheduler", _scheduler_parameters),
+    ):
         block = _block(config, name)
         _refuse(name, block, ["type", "params"])
         if "type" in block:
@@ -48,7 +70,9 @@ def _block(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     for key in where.split("."):
         config = config.get(key) or {}
         if not isinstance(config, Mapping):
-            raise ValueError(f"{where}: got {config!r}; it is an object, as in DeepSpeed's documentation")
+            raise ValueError(
+                f"{where}: got {config!r}; it is an object, as in DeepSpeed's documentation"
+            )
     return config
 
 
@@ -70,11 +94,17 @@ def _optimizer_parameters(kind: Any) -> list[str] | None:
 
 
 def _scheduler_parameters(kind: Any) -> list[str]:
-    own = {name: cls for name, cls in vars(lr_schedules).items() if inspect.isclass(cls) and name in lr_schedules.VALID_LR_SCHEDULES}
+    own = {
+        name: cls
+        for name, cls in vars(lr_schedules).items()
+        if inspect.isclass(cls) and name in lr_schedules.VALID_LR_SCHEDULES
+    }
     if kind not in own and not hasattr(torch.optim.lr_scheduler, str(kind)):
         raise ValueError(f"scheduler.type: unknown value {kind!r}{nearest(str(kind), list(own))}")
     return _arguments(own.get(kind) or getattr(torch.optim.lr_scheduler, kind))
 
 
 def _arguments(cls: type) -> list[str]:
-    return [name for name in inspect.signature(cls).parameters if name not in ("params", "optimizer")]
+    return [
+        name for name in inspect.signature(cls).parameters if name not in ("params", "optimizer")
+    ]

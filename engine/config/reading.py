@@ -1,7 +1,8 @@
-"""The JSON that says how to run: DeepSpeed's own keys plus one strict block, `branches`. Plain Python, no process group.
+"""The JSON that says how to run: DeepSpeed's own keys plus one strict block, `branches`. Plain
+Python, no process group.
 
-`read_config` reads a file and refuses what is unknown, misspelt or impossible under a pipeline; what is "auto" in it is
-decided by `engine/planning/planner.py`.
+`read_config` reads a file and refuses what is unknown, misspelt or impossible under a pipeline;
+what is "auto" in it is decided by `engine/planning/planner.py`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,22 @@ from engine.optimizer.parameter_groups import OptimizerGroups, check_groups, opt
 from engine.schedule import SCHEDULES, recomputing_schedules
 from engine.topology import LAYOUTS
 
-# What may be "auto" besides what the planner searches and the length of the run: `engine/config/auto.py`.
+# What may be "auto" besides what the planner searches and the length of the run:
+# `engine/config/auto.py`.
 AUTO_PLACES = (
     *(f"optimizer.params.{key}" for key in ("lr", "betas", "eps", "weight_decay")),
     *(f"scheduler.params.{key}" for key in ("warmup_num_steps", "warmup_type")),
     *(f"branches.{key}" for key in ("gradient_clipping", "optimizer_groups")),
 )
-NEEDS_GPU = ("lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")  # optimizers, as DeepSpeed compares them
-# DeepSpeed's keys that mean something under this engine; it accepts unknown ones silently, we do not.
+NEEDS_GPU = (
+    "lamb",
+    "lion",
+    "onebitadam",
+    "onebitlamb",
+    "zerooneadam",
+)  # optimizers, as DeepSpeed compares them
+# DeepSpeed's keys that mean something under this engine; it accepts unknown ones silently, we do
+# not.
 DEEPSPEED_KEYS = [
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -72,8 +81,9 @@ NOT_WITH_A_PIPELINE = {
 
 @dataclass(frozen=True)
 class BranchesBlock:
-    """The `branches` block as written. Checked when made, but for the names of branches in it, see `check_names`, and for `balance` and
-    `sample_weights`, which whoever loads the data reads (`launch/settings/blocks.py`)."""
+    """The `branches` block as written. Checked when made, but for the names of branches in it, see
+    `check_names`, and for `balance` and `sample_weights`, which whoever loads the data reads
+    (`launch/settings/blocks.py`)."""
 
     layout: str = AUTO
     stages: Any = AUTO
@@ -96,11 +106,14 @@ class BranchesBlock:
         check_counts("replicas", self.replicas, None)
         check_counts("micro_batch_size", self.micro_batch_size, None, auto_inside=True)
         if self.kept_micro_batches is not None:
-            check_counts("kept_micro_batches", self.kept_micro_batches, None, auto_inside=True, least=0)
+            check_counts(
+                "kept_micro_batches", self.kept_micro_batches, None, auto_inside=True, least=0
+            )
             if self.schedule != AUTO and not SCHEDULES[self.schedule].recomputes:
                 raise ValueError(
                     f'branches.kept_micro_batches: {self.kept_micro_batches!r} with schedule "{self.schedule}", which leaves no choice '
-                    f"which activations to keep; remove the key, or use {' or '.join(recomputing_schedules())}"
+                    "which activations to keep; remove the key, or use "
+                    f"{' or '.join(recomputing_schedules())}"
                 )
         if self.moves_work and (self.layout == "merged" or self.loss_per_micro_batch):
             raise ValueError(
@@ -108,22 +121,32 @@ class BranchesBlock:
                 f'"{"merged" if self.layout == "merged" else self.schedule}" does not have; use "deal"'
             )
         self.averaging()
-        if isinstance(self.max_bad_steps, bool) or not isinstance(self.max_bad_steps, int) or self.max_bad_steps < 1:
-            raise ValueError(f"branches.max_bad_steps: got {self.max_bad_steps!r}; it is a whole number of at least 1")
+        if (
+            isinstance(self.max_bad_steps, bool)
+            or not isinstance(self.max_bad_steps, int)
+            or self.max_bad_steps < 1
+        ):
+            raise ValueError(
+                f"branches.max_bad_steps: got {self.max_bad_steps!r}; it is a whole number of at "
+                "least 1"
+            )
 
     def check_names(self, branches: Sequence[str]) -> None:
         """Raise ValueError for a key that should be one of these branches and is not."""
         for name in ("stages", "replicas", "micro_batch_size", "kept_micro_batches"):
             value = getattr(self, name)
             for key in value if isinstance(value, dict) else ():
-                check_choice(f"{name}: key", key, (*branches, *(("merged",) if name == "stages" else ())))
+                check_choice(
+                    f"{name}: key", key, (*branches, *(("merged",) if name == "stages" else ()))
+                )
         self.clipping(branches)
         self.learning(branches)
         locked_block(self.locked, branches)
 
     def num_kept(self, branch: str) -> int | str:
-        """How many micro-batches keep their activations under a schedule that recomputes. Where nothing is said: as many as fit, where
-        also the schedule is the planner's choice; none where the schedule is given."""
+        """How many micro-batches keep their activations under a schedule that recomputes. Where
+        nothing is said: as many as fit, where also the schedule is the planner's choice; none where
+        the schedule is given."""
         kept = self.kept_micro_batches
         if isinstance(kept, dict):
             kept = kept.get(branch)
@@ -136,35 +159,50 @@ class BranchesBlock:
 
     @property
     def moves_work(self) -> bool:
-        """Does the `balance` block move work between branches? Then they must run on different ranks and meet at one loss."""
+        """Does the `balance` block move work between branches? Then they must run on different
+        ranks and meet at one loss."""
         return isinstance(self.balance, dict) and self.balance.get("strategy") == "feed"
 
     def clipping(self, branches: Sequence[str]) -> dict[str, ClippingRule]:
         """group -> rule. Raises ValueError for what is wrong in the `gradient_clipping` block."""
-        return clipping_rules({} if self.gradient_clipping == AUTO else self.gradient_clipping, branches)
+        return clipping_rules(
+            {} if self.gradient_clipping == AUTO else self.gradient_clipping, branches
+        )
 
     def learning(self, branches: Sequence[str]) -> OptimizerGroups:
         """The `optimizer_groups` block. Raises ValueError for what is wrong in it."""
-        return optimizer_groups(None if self.optimizer_groups == AUTO else self.optimizer_groups, branches)
+        return optimizer_groups(
+            None if self.optimizer_groups == AUTO else self.optimizer_groups, branches
+        )
 
     def locking(self) -> LockedBlock:
         """The `locked` block. Raises ValueError for what is wrong in it."""
         return locked_block(self.locked)
 
     def averaging(self) -> AverageBlock | None:
-        """The `ema` block; None: the weights are not averaged. Raises ValueError for what is wrong in it."""
+        """The `ema` block; None: the weights are not averaged. Raises ValueError for what is wrong
+        in it."""
         return average_block(self.ema)
 
 
-Readers = Mapping[str, Callable[[Any], Any]]  # key of the `branches` block -> what reads its value; ValueError for what is wrong in it
+Readers = Mapping[
+    str, Callable[[Any], Any]
+]  # key of the `branches` block -> what reads its value; ValueError for what is wrong in it
 
 
-def read_config(path: str | Path, branches: Sequence[str], readers: Readers = MappingProxyType({})) -> tuple[dict[str, Any], BranchesBlock]:
-    """DeepSpeed's part of a JSON file and the `branches` block. `branches`: the names of the run's; `readers`: of the keys that are read
-    elsewhere. Raises ValueError or FileNotFoundError with file and key."""
+def read_config(
+    path: str | Path, branches: Sequence[str], readers: Readers = MappingProxyType({})
+) -> tuple[dict[str, Any], BranchesBlock]:
+    """DeepSpeed's part of a JSON file and the `branches` block. `branches`: the names of the run's;
+    `readers`: of the keys that are read elsewhere. Raises ValueError or FileNotFoundError with file
+    and key."""
     path = Path(path)
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.json")], 1) if path.parent.is_dir() else []
+        near = (
+            difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.json")], 1)
+            if path.parent.is_dir()
+            else []
+        )
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise FileNotFoundError(f"--deepspeed_config {path}: no such file{hint}")
     try:
@@ -172,7 +210,9 @@ def read_config(path: str | Path, branches: Sequence[str], readers: Readers = Ma
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path}: holds a {type(config).__name__}; a configuration is a JSON object")
+        raise ValueError(
+            f"{path}: holds a {type(config).__name__}; a configuration is a JSON object"
+        )
     try:
         return check_config(config, branches, readers)
     except ValueError as error:
@@ -182,8 +222,8 @@ def read_config(path: str | Path, branches: Sequence[str], readers: Readers = Ma
 def check_config(
     config: dict[str, Any], branches: Sequence[str], readers: Readers = MappingProxyType({})
 ) -> tuple[dict[str, Any], BranchesBlock]:
-    """Refuse what is unknown, misspelt or impossible under a pipeline; split off the `branches` block. `branches`, `readers`: as in
-    `read_config`."""
+    """Refuse what is unknown, misspelt or impossible under a pipeline; split off the `branches`
+    block. `branches`, `readers`: as in `read_config`."""
     config = copy.deepcopy(config)
     block = config.pop("branches", {})
     for key in config:
@@ -192,7 +232,9 @@ def check_config(
         if key not in DEEPSPEED_KEYS:
             raise ValueError(f"unknown key {key!r}{nearest(key, [*DEEPSPEED_KEYS, 'branches'])}")
     if not isinstance(block, dict):
-        raise ValueError(f"branches: got {block!r}; it is an object with the keys {keys_of(BranchesBlock)}")
+        raise ValueError(
+            f"branches: got {block!r}; it is an object with the keys {keys_of(BranchesBlock)}"
+        )
     for key in block:
         if key not in keys_of(BranchesBlock):
             raise ValueError(f"unknown key 'branches.{key}'{nearest(key, keys_of(BranchesBlock))}")
@@ -200,10 +242,13 @@ def check_config(
     _check_values(config, block)
     _check_precision_and_zero(config)
     if config.get("gradient_clipping", 0):
-        _refuse_global_clipping(config["gradient_clipping"], block.get("gradient_clipping"), branches)
+        _refuse_global_clipping(
+            config["gradient_clipping"], block.get("gradient_clipping"), branches
+        )
     if not isinstance(config.get("train_batch_size"), int) or config["train_batch_size"] < 2:
         raise ValueError(
-            f"train_batch_size: got {config.get('train_batch_size')!r}; the global batch of a contrastive loss is a whole number of at least 2"
+            f"train_batch_size: got {config.get('train_batch_size')!r}; the global batch of a "
+            "contrastive loss is a whole number of at least 2"
         )
     _check_optimizer(config)
     checked = BranchesBlock(**block)
@@ -217,8 +262,16 @@ def check_config(
 def _refuse_global_clipping(limit: Any, written: Any, branches: Sequence[str]) -> NoReturn:
     """`written`: the block's own clipping, whose groups are named in the message."""
     groups = dict.fromkeys((*branches, HEAD), limit)
-    own = {group: rule for group, rule in (written if isinstance(written, dict) else {}).items() if group not in groups}
-    groups |= {group: {"match": rule["match"], "kind": "norm", "limit": limit} for group, rule in own.items() if "match" in rule}
+    own = {
+        group: rule
+        for group, rule in (written if isinstance(written, dict) else {}).items()
+        if group not in groups
+    }
+    groups |= {
+        group: {"match": rule["match"], "kind": "norm", "limit": limit}
+        for group, rule in own.items()
+        if "match" in rule
+    }
     raise ValueError(
         f"gradient_clipping: {limit} clips all parameters as one; say it in groups: "
         f'"branches": {{"gradient_clipping": {json.dumps(groups)}}}'
@@ -233,25 +286,47 @@ def _check_optimizer(config: Mapping[str, Any]) -> None:
     if not isinstance(optimizer.get("type"), str):
         raise ValueError(f"optimizer: {json.dumps(optimizer)} names no type; for example {example}")
     if optimizer["type"].lower() == "muon":
-        raise ValueError("optimizer.type: Muon needs parameters marked for it, which these towers are not; use AdamW, SGD, Lamb or Lion")
+        raise ValueError(
+            "optimizer.type: Muon needs parameters marked for it, which these towers are not; use "
+            "AdamW, SGD, Lamb or Lion"
+        )
     for name, known in (("optimizer", ()), ("scheduler", ("scheduler.params.total_num_steps",))):
         for key, value in (config.get(name, {}).get("params") or {}).items():
             if value == AUTO and (place := f"{name}.params.{key}") not in (*AUTO_PLACES, *known):
-                choices = [p.rsplit(".", 1)[1] for p in (*AUTO_PLACES, *known) if p.startswith(f"{name}.params.")]
-                raise ValueError(f'{place}: "auto" is known for {", ".join(choices)} only; give a value')
+                choices = [
+                    p.rsplit(".", 1)[1]
+                    for p in (*AUTO_PLACES, *known)
+                    if p.startswith(f"{name}.params.")
+                ]
+                raise ValueError(
+                    f'{place}: "auto" is known for {", ".join(choices)} only; give a value'
+                )
 
 
 def _check_values(config: Mapping[str, Any], block: Mapping[str, Any]) -> None:
-    for key in ("optimizer", "scheduler", "fp16", "bf16", "data_types", "zero_optimization", "pipeline"):
+    for key in (
+        "optimizer",
+        "scheduler",
+        "fp16",
+        "bf16",
+        "data_types",
+        "zero_optimization",
+        "pipeline",
+    ):
         if not isinstance(config.get(key, {}), dict):
-            raise ValueError(f"{key}: got {config[key]!r}; it is an object, as in DeepSpeed's documentation")
+            raise ValueError(
+                f"{key}: got {config[key]!r}; it is an object, as in DeepSpeed's documentation"
+            )
     for key, value in config.get("pipeline", {}).items():
         if key != "activation_checkpoint_interval":
             raise ValueError(
                 f'unknown key \'pipeline.{key}\'; stages are described in "branches", here stands "activation_checkpoint_interval"'
             )
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"pipeline.{key}: got {value!r}; it is a number of layers, and 0 means no activation checkpoints")
+            raise ValueError(
+                f"pipeline.{key}: got {value!r}; it is a number of layers, and 0 means no "
+                "activation checkpoints"
+            )
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     for key in sizes:
         value = config.get(key, AUTO)
@@ -261,7 +336,8 @@ def _check_values(config: Mapping[str, Any], block: Mapping[str, Any]) -> None:
     given += ["branches.micro_batch_size"] if block.get("micro_batch_size", AUTO) != AUTO else []
     if len(given) > 1 and "gradient_accumulation_steps" in given:
         raise ValueError(
-            f"{' and '.join(given)}: the number of micro-batches follows from their size and train_batch_size; give one of them"
+            f"{' and '.join(given)}: the number of micro-batches follows from their size and "
+            "train_batch_size; give one of them"
         )
 
 
@@ -269,7 +345,8 @@ def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (0, 1):
         raise ValueError(
-            f"zero_optimization.stage: {stage} shards gradients or parameters, which a pipeline needs whole between its micro-batches; use 0 or 1"
+            f"zero_optimization.stage: {stage} shards gradients or parameters, which a pipeline "
+            "needs whole between its micro-batches; use 0 or 1"
         )
     _check_offload(config.get("zero_optimization", {}), stage)
     for key in ("fp16", "bf16"):
@@ -279,19 +356,25 @@ def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
     if fp16 and bf16:
         raise ValueError("fp16 and bf16 are both enabled; enable one of them, or none for fp32")
     if fp16 and stage == 0:
-        raise ValueError('fp16 with zero_optimization.stage 0: the loss would not be scaled; use "zero_optimization": {"stage": 1}')
+        raise ValueError(
+            'fp16 with zero_optimization.stage 0: the loss would not be scaled; use "zero_optimization": {"stage": 1}'
+        )
     if bf16 and config.get("data_types", {}).get("grad_accum_dtype") != "fp32":
-        raise ValueError('bf16 without "data_types": {"grad_accum_dtype": "fp32"} would add up gradients in bf16; add that block')
+        raise ValueError(
+            'bf16 without "data_types": {"grad_accum_dtype": "fp32"} would add up gradients in bf16; add that block'
+        )
     if config.get("zero_optimization", {}).get("compute_grad_norm", True) is not True:
         raise ValueError(
-            "zero_optimization.compute_grad_norm: by the norm DeepSpeed sees that a step must be skipped, on all ranks alike; remove the key"
+            "zero_optimization.compute_grad_norm: by the norm DeepSpeed sees that a step must be "
+            "skipped, on all ranks alike; remove the key"
         )
 
 
 def _check_offload(zero: Mapping[str, Any], stage: int) -> None:
     if zero.get("offload_param") is not None:
         raise ValueError(
-            "zero_optimization.offload_param: a pipeline needs its parameters in place; remove the key, or use offload_optimizer"
+            "zero_optimization.offload_param: a pipeline needs its parameters in place; remove the "
+            "key, or use offload_optimizer"
         )
     offload = zero.get("offload_optimizer")
     if not isinstance(offload, Mapping):
@@ -301,18 +384,28 @@ def _check_offload(zero: Mapping[str, Any], stage: int) -> None:
             f'zero_optimization.offload_optimizer.device: got {offload.get("device")!r}; ZeRO-1 offloads to "cpu"; "none": not'
         )
     if offload["device"] == "cpu" and stage != 1:
-        raise ValueError(f'zero_optimization.offload_optimizer with stage {stage}: only ZeRO-1 offloads; use "stage": 1, or remove the key')
+        raise ValueError(
+            f'zero_optimization.offload_optimizer with stage {stage}: only ZeRO-1 offloads; use "stage": 1, or remove the key'
+        )
 
 
-def check_hardware(config: Mapping[str, Any], fp16_supported: bool, bf16_supported: bool, device: str) -> None:
-    """Refuse a precision or an optimizer that the hardware does not have, before anything is built."""
+def check_hardware(
+    config: Mapping[str, Any], fp16_supported: bool, bf16_supported: bool, device: str
+) -> None:
+    """Refuse a precision or an optimizer that the hardware does not have, before anything is
+    built."""
     for key, supported in (("fp16", fp16_supported), ("bf16", bf16_supported)):
         if config.get(key, {}).get("enabled", False) and not supported:
             other = "ds_configs/cpu_fp32.json" if device == "cpu" else "ds_configs/zero1_fp32.json"
-            raise ValueError(f"{key} is enabled, but this hardware ({device}) does not compute in {key}; use --deepspeed_config {other}")
+            raise ValueError(
+                f"{key} is enabled, but this hardware ({device}) does not compute in {key}; use "
+                f"--deepspeed_config {other}"
+            )
     optimizer = config.get("optimizer", {}).get("type", "")
     if device == "cpu" and optimizer.lower() in NEEDS_GPU:
-        raise ValueError(f'optimizer.type {optimizer!r}: DeepSpeed has it for GPUs only; on a CPU give "AdamW", "Adam", "SGD" or "Adagrad"')
+        raise ValueError(
+            f'optimizer.type {optimizer!r}: DeepSpeed has it for GPUs only; on a CPU give "AdamW", "Adam", "SGD" or "Adagrad"'
+        )
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""What somebody may have meant, for messages that refuse a word; and the strict reading of a block of words."""
+"""What somebody may have meant, for messages that refuse a word; and the strict reading of a block
+of words."""
 
 from __future__ import annotations
 
@@ -9,17 +10,25 @@ from typing import Any
 
 
 def nearest(given: str, valid: Sequence[str]) -> str:
-    """`; did you mean …?` with the valid word that is most like `given`; where none is, all valid ones."""
+    """`; did you mean …?` with the valid word that is most like `given`; where none is, all valid
+    ones."""
     near = difflib.get_close_matches(given, valid, 1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else f"; valid keys: {', '.join(valid)}"
 
 
 def nearest_pattern(pattern: str, names: Sequence[str]) -> str:
-    """`; did you mean …?` with what else could be written for a pattern of parameters: a name, or all names below one of its parts."""
+    """`; did you mean …?` with what else could be written for a pattern of parameters: a name, or
+    all names below one of its parts."""
     parts = [name.split(".") for name in names]
-    valid = sorted({*names, *(".".join(part[:i]) + ".*" for part in parts for i in range(1, len(part)))})
+    valid = sorted(
+        {*names, *(".".join(part[:i]) + ".*" for part in parts for i in range(1, len(part)))}
+    )
     near = difflib.get_close_matches(pattern, valid, 1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are for example {', '.join(names[:: max(1, len(names) // 3)][:3])}"
+    return (
+        f"; did you mean {near[0]!r}?"
+        if near
+        else f"; there are for example {', '.join(names[:: max(1, len(names) // 3)][:3])}"
+    )
 
 
 def keys_of(cls: type) -> list[str]:
@@ -27,7 +36,8 @@ def keys_of(cls: type) -> list[str]:
 
 
 def strict_block(name: str, value: Any, cls: type, example: str) -> dict[str, Any]:
-    """`branches.<name>` as written, if it is an object with keys of the dataclass `cls` only. Errors: ValueError with the key."""
+    """`branches.<name>` as written, if it is an object with keys of the dataclass `cls` only.
+    Errors: ValueError with the key."""
     if not isinstance(value, dict):
         raise ValueError(f"branches.{name}: got {value!r}; it is an object such as {example}")
     for key in value:

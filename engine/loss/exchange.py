@@ -1,24 +1,31 @@
-"""The exchange of a pair of branches: one exact loss over the global batch, shared out among the last stages without a root.
+"""The exchange of a pair of branches: one exact loss over the global batch, shared out among the
+last stages without a root.
 
-For images U and texts V (or any two branches), with s = logit_scale_exp · U Vᵀ over all B of them, InfoNCE with one text per image is
+For images U and texts V (or any two branches), with s = logit_scale_exp · U Vᵀ over all B of them,
+InfoNCE with one text per image is
 
     L = 1/2B Σᵢ (rowᵢ − sᵢᵢ) + 1/2B Σⱼ (colⱼ − sⱼⱼ),      rowᵢ = logsumexpⱼ sᵢⱼ,   colⱼ = logsumexpᵢ sᵢⱼ
     ∂L/∂sᵢⱼ = (exp(sᵢⱼ − rowᵢ) + exp(sᵢⱼ − colⱼ) − 2·[i = j]) / 2B
 
-A last stage of images computes its rows of s and so rowᵢ of its images; one of texts its columns and so colⱼ of its texts. They exchange
-these B numbers, and each has the exact gradient of its own embeddings. A last stage that has both branches and all replicas (R = 1)
-computes each block of s once and uses it for both sides. A loss that judges each pair alone has nothing to exchange but the embeddings.
-The formulas are the loss's own (`models/README.md`); here is who computes which rows of them.
+A last stage of images computes its rows of s and so rowᵢ of its images; one of texts its columns
+and so colⱼ of its texts. They exchange these B numbers, and each has the exact gradient of its own
+embeddings. A last stage that has both branches and all replicas (R = 1) computes each block of s
+once and uses it for both sides. A loss that judges each pair alone has nothing to exchange but the
+embeddings. The formulas are the loss's own (`models/README.md`); here is who computes which rows of
+them.
 
-A global batch has G samples. A branch with c rows per sample gives them the places 0..cG−1: the row at place p belongs to sample p // c.
-Every row carries the index of its sample in the data, which must be the same in all branches.
+A global batch has G samples. A branch with c rows per sample gives them the places 0..cG−1: the row
+at place p belongs to sample p // c. Every row carries the index of its sample in the data, which
+must be the same in all branches.
 
-A sample that has only one half of a pair is left out of that pair: the loss is the mean over the samples that have both. A row that could
-not be loaded comes with the index i as −1 − i; a row of a modality that the sample does not have need not come at all. Every last stage
-learns of both in the exchange. Where one of a sample's several rows is missing, the sample goes with all of them.
+A sample that has only one half of a pair is left out of that pair: the loss is the mean over the
+samples that have both. A row that could not be loaded comes with the index i as −1 − i; a row of a
+modality that the sample does not have need not come at all. Every last stage learns of both in the
+exchange. Where one of a sample's several rows is missing, the sample goes with all of them.
 
-Rows may have weights, whole millionths. A weight travels in the upper half of its row's place, so that it costs no byte and every last
-stage sees who brought some: all rows of both branches, or none.
+Rows may have weights, whole millionths. A weight travels in the upper half of its row's place, so
+that it costs no byte and every last stage sees who brought some: all rows of both branches, or
+none.
 """
 
 from __future__ import annotations
@@ -35,7 +42,8 @@ from engine.objective import Objective, Pair
 
 
 class Side(NamedTuple):
-    """All rows of a branch, in global order. Rows with equal labels belong together: the label is the place of the sample in the batch."""
+    """All rows of a branch, in global order. Rows with equal labels belong together: the label is
+    the place of the sample in the batch."""
 
     embeds: Tensor  # [B, D]
     label: Tensor  # [B] int64
@@ -47,16 +55,23 @@ class LossPart(Protocol):
 
     shares: Mapping[str, Tensor]  # branch -> [b], of the loss, of each of these rows
     embeds: Mapping[str, Tensor]  # branch -> the whole ∂L/∂ of these rows [b, D]
-    parameters: Mapping[str, Tensor]  # ∂L/∂ of the learned scalars from these rows; the rows of either side add up to the whole
+    parameters: Mapping[
+        str, Tensor
+    ]  # ∂L/∂ of the learned scalars from these rows; the rows of either side add up to the whole
 
 
 class ContrastiveLoss(Protocol):
-    """What the exchange asks of a loss; it knows nothing of processes. `sides`: of the two branches, the first of the pair first;
-    `mine` [b]: places of own rows among those of the branch."""
+    """What the exchange asks of a loss; it knows nothing of processes. `sides`: of the two
+    branches, the first of the pair first; `mine` [b]: places of own rows among those of the
+    branch."""
 
-    parameters: Mapping[str, float]  # the [1]-shaped learned scalars it uses, with first values; the first branch emits them
+    parameters: Mapping[
+        str, float
+    ]  # the [1]-shaped learned scalars it uses, with first values; the first branch emits them
 
-    def statistics(self, sides: Mapping[str, Side], branch: str, mine: Tensor, parameters: Mapping[str, Tensor]) -> Tensor | None:
+    def statistics(
+        self, sides: Mapping[str, Side], branch: str, mine: Tensor, parameters: Mapping[str, Tensor]
+    ) -> Tensor | None:
         """[b], what the other side needs of these rows; None: nothing, whatever the rows."""
 
     def part(
@@ -67,12 +82,15 @@ class ContrastiveLoss(Protocol):
         statistics: Mapping[str, Tensor | None],
         parameters: Mapping[str, Tensor],
     ) -> LossPart:
-        """`statistics`: of all rows of both branches. The parts of all rows of both branches add up to the loss."""
+        """`statistics`: of all rows of both branches. The parts of all rows of both branches add up
+        to the loss."""
 
     def whole(self, sides: Mapping[str, Side], parameters: Mapping[str, Tensor]) -> LossPart:
         """All rows of both branches."""
 
-    def constrained(self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def constrained(
+        self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """The whole gradients of the scalars as the optimizer is to see them."""
 
 
@@ -84,10 +102,11 @@ _PLACES = 2**32
 
 @dataclass(frozen=True)
 class Rows:
-    """Embeddings [b, D] float32 with the place of each row in the global batch, the index of its sample in the data set, and its weight.
+    """Embeddings [b, D] float32 with the place of each row in the global batch, the index of its
+    sample in the data set, and its weight.
 
-    All int64 [b]. An index below 0 stands for −1 − index, a sample that could not be loaded. Weights are millionths, at most `MAX_WEIGHT`;
-    `NO_WEIGHT` where rows have none.
+    All int64 [b]. An index below 0 stands for −1 − index, a sample that could not be loaded.
+    Weights are millionths, at most `MAX_WEIGHT`; `NO_WEIGHT` where rows have none.
     """
 
     embeds: Tensor
@@ -101,7 +120,8 @@ class Rows:
 
 
 class Gathered(NamedTuple):
-    """All rows of one branch, in global order: as its replicas brought them, before anything is left out of a pair."""
+    """All rows of one branch, in global order: as its replicas brought them, before anything is
+    left out of a pair."""
 
     embeds: Tensor  # [R, D] float32; zero where no row came
     index: Tensor  # [R] int64; `NOBODY` where no row came
@@ -114,24 +134,36 @@ class Arrived:
 
     own: Mapping[str, Rows]  # of the branches that end here
     everyone: Mapping[str, Gathered]  # of these and of their partners
-    places: Mapping[str, Tensor]  # of the branches that end here, [R] int64, in the order in which the replicas hold them
+    places: Mapping[
+        str, Tensor
+    ]  # of the branches that end here, [R] int64, in the order in which the replicas hold them
     counts: Mapping[str, Sequence[int]]  # of the branches that end here: rows of each replica
     rows_per_sample: Mapping[str, int]
-    num_rows: Mapping[str, int]  # of each branch: how many places it is to have; the others lack its modality
+    num_rows: Mapping[
+        str, int
+    ]  # of each branch: how many places it is to have; the others lack its modality
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What one last stage knows of a pair that it takes part in: its own rows, and all rows of both branches, in global order.
+    """What one last stage knows of a pair that it takes part in: its own rows, and all rows of both
+    branches, in global order.
 
-    Samples that do not have both halves are in neither: B and b count the others, and places are numbered anew.
+    Samples that do not have both halves are in neither: B and b count the others, and places are
+    numbered anew.
     """
 
     own: Mapping[str, Rows]
     everyone: Mapping[str, Side]  # the first branch of the pair, then the second
-    counts: Mapping[str, Sequence[int]]  # branch that ends here -> rows of each replica of this stage; they add up to B
-    present: Mapping[str, Tensor]  # branch -> bool, which of the rows that this stage brought are in `own`
-    num_misaligned: Tensor  # [] how many places hold different samples in the two branches, or nothing where a row was to come
+    counts: Mapping[
+        str, Sequence[int]
+    ]  # branch that ends here -> rows of each replica of this stage; they add up to B
+    present: Mapping[
+        str, Tensor
+    ]  # branch -> bool, which of the rows that this stage brought are in `own`
+    # [] how many places hold different samples in the two branches, or nothing where a row was to
+    # come
+    num_misaligned: Tensor
     num_not_loaded: int  # samples of which a half could not be loaded
     num_left_out: int  # these, and the samples that do not have both halves
 
@@ -141,20 +173,26 @@ class Meeting:
         return len(next(iter(self.everyone.values())).label)
 
     def restored(self, branch: str, values: Tensor) -> Tensor:
-        """[b, D] of the own rows -> of all rows that this stage brought, zero where they were left out."""
+        """[b, D] of the own rows -> of all rows that this stage brought, zero where they were left
+        out."""
         if self.num_left_out == 0:
             return values
         present = self.present[branch]
-        return values.new_zeros(len(present), *values.shape[1:]).masked_scatter_(present[:, None], values)
+        return values.new_zeros(len(present), *values.shape[1:]).masked_scatter_(
+            present[:, None], values
+        )
 
 
 @dataclass(frozen=True)
 class LossResult:
-    """What this stage's own rows add to the loss of a pair, and ∂L/∂ of its own embeddings and of the loss's scalars."""
+    """What this stage's own rows add to the loss of a pair, and ∂L/∂ of its own embeddings and of
+    the loss's scalars."""
 
     shares: Mapping[str, Tensor]  # branch -> [b], of the rows that the meeting left in
     embeds: Mapping[str, Tensor]
-    parameters: Mapping[str, Tensor]  # by the loss's names; empty where the first branch does not end here
+    parameters: Mapping[
+        str, Tensor
+    ]  # by the loss's names; empty where the first branch does not end here
 
     @property
     def share(self) -> Tensor:
@@ -173,17 +211,26 @@ def gather(
 ) -> Arrived:
     """Exchange rows among all last stages, which call it together.
 
-    `counts[branch][r]`: rows of replica r of this stage, for each branch that ends in it. `num_samples`: of the global batch;
-    `rows_per_sample`: of each branch, 1 where nothing is said; `num_rows`: of each branch of which some samples lack the modality.
+    `counts[branch][r]`: rows of replica r of this stage, for each branch that ends in it.
+    `num_samples`: of the global batch; `rows_per_sample`: of each branch, 1 where nothing is said;
+    `num_rows`: of each branch of which some samples lack the modality.
     """
     rows_per_sample = {name: rows_per_sample.get(name, 1) for name in objective.names}
-    num_rows = {name: num_rows.get(name, num_samples * number) for name, number in rows_per_sample.items()}
+    num_rows = {
+        name: num_rows.get(name, num_samples * number) for name, number in rows_per_sample.items()
+    }
     gathered = {
-        branch: (comm.gather_replicas(rows.embeds, counts[branch]), comm.gather_replicas(rows.tags(), counts[branch]))
+        branch: (
+            comm.gather_replicas(rows.embeds, counts[branch]),
+            comm.gather_replicas(rows.tags(), counts[branch]),
+        )
         for branch, rows in own.items()
     }
     places = {branch: tags[:, 0] % _PLACES for branch, (_, tags) in gathered.items()}
-    ordered = {branch: _in_order(embeds, tags, num_samples * rows_per_sample[branch]) for branch, (embeds, tags) in gathered.items()}
+    ordered = {
+        branch: _in_order(embeds, tags, num_samples * rows_per_sample[branch])
+        for branch, (embeds, tags) in gathered.items()
+    }
     if len(own) == 1:  # a fork: the partners end elsewhere
         ((branch, mine),) = ordered.items()
         for source, target in objective.links:
@@ -192,14 +239,17 @@ def gather(
                 comm.cross(source, target, torch.stack([mine.index, mine.weight], 1))
             elif branch == target:
                 number = num_samples * rows_per_sample[source]
-                embeds = comm.cross(source, target, mine.embeds.new_empty(number, mine.embeds.shape[1]))
+                embeds = comm.cross(
+                    source, target, mine.embeds.new_empty(number, mine.embeds.shape[1])
+                )
                 labels = comm.cross(source, target, mine.index.new_empty(number, 2))
                 ordered[source] = Gathered(embeds, *labels.unbind(1))
     return Arrived(own, ordered, places, counts, rows_per_sample, num_rows)
 
 
 def _in_order(embeds: Tensor, tags: Tensor, number: int) -> Gathered:
-    """Rows [r, D] with their tags [r, 2], as the replicas hold them -> all `number` places of the branch."""
+    """Rows [r, D] with their tags [r, 2], as the replicas hold them -> all `number` places of the
+    branch."""
     place, weight = tags[:, 0] % _PLACES, tags[:, 0] // _PLACES + NO_WEIGHT
     return Gathered(
         embeds.new_zeros(number, embeds.shape[1]).index_copy_(0, place, embeds),
@@ -211,42 +261,62 @@ def _in_order(embeds: Tensor, tags: Tensor, number: int) -> Gathered:
 def meet(arrived: Arrived, pair: Pair) -> Meeting:
     """The rows of one pair, without the samples that do not have both halves. Nothing is sent.
 
-    Errors: RuntimeError, the same on all last stages of the pair, when some rows have weights and others have none, or all have weight 0.
+    Errors: RuntimeError, the same on all last stages of the pair, when some rows have weights and
+    others have none, or all have weight 0.
     """
     rows = {branch: arrived.everyone[branch] for branch in pair.branches}
-    first, second = (rows[branch].index.view(-1, arrived.rows_per_sample[branch]) for branch in pair.branches)  # [G, c] each
+    first, second = (
+        rows[branch].index.view(-1, arrived.rows_per_sample[branch]) for branch in pair.branches
+    )  # [G, c] each
     came = (first != NOBODY).all(1) & (second != NOBODY).all(1)  # [G]
     reference = _sample(first[:, :1])
-    misaligned = (came & ((_sample(first) != reference).any(1) | (_sample(second) != reference).any(1))).sum()
-    # A row that claims another one's place leaves its own empty. That is no sample without the modality: those are told beforehand.
-    lost = sum((own.index != NOBODY).sum().sub(arrived.num_rows[branch]).abs() for branch, own in rows.items())
-    not_loaded = ((first < 0) & (first != NOBODY)).any(1) | ((second < 0) & (second != NOBODY)).any(1)
-    out = not_loaded | (~came & (lost == 0))  # where rows are lost the step ends with an error, which all ranks learn with the metrics
-    left_out = {branch: out.repeat_interleave(arrived.rows_per_sample[branch]) for branch in pair.branches}
+    misaligned = (
+        came & ((_sample(first) != reference).any(1) | (_sample(second) != reference).any(1))
+    ).sum()
+    # A row that claims another one's place leaves its own empty. That is no sample without the
+    # modality: those are told beforehand.
+    lost = sum(
+        (own.index != NOBODY).sum().sub(arrived.num_rows[branch]).abs()
+        for branch, own in rows.items()
+    )
+    not_loaded = ((first < 0) & (first != NOBODY)).any(1) | ((second < 0) & (second != NOBODY)).any(
+        1
+    )
+    out = not_loaded | (
+        ~came & (lost == 0)
+    )  # where rows are lost the step ends with an error, which all ranks learn with the metrics
+    left_out = {
+        branch: out.repeat_interleave(arrived.rows_per_sample[branch]) for branch in pair.branches
+    }
     # rows that never came have neither a weight nor none
     unweighted = [(own.weight == NO_WEIGHT) & (own.index != NOBODY) for own in rows.values()]
     num_came = sum((own.index != NOBODY).sum() for own in rows.values())
     weight_left = [(own.weight * ~left_out[branch]).sum() for branch, own in rows.items()]
     counted = [out.sum(), not_loaded.sum(), torch.cat(unweighted).sum(), num_came, *weight_left]
     # the host waits for the device here, where the stage waits for the others anyway
-    num_left_out, num_not_loaded, num_unweighted, num_came, *weight_left = torch.stack(counted).tolist()
+    num_left_out, num_not_loaded, num_unweighted, num_came, *weight_left = torch.stack(
+        counted
+    ).tolist()
     what = " and ".join(f"{branch} rows" for branch in pair.branches)
     keys = " and ".join(f"{branch}_weight" for branch in pair.branches)
     if 0 < num_unweighted < num_came:
         raise RuntimeError(
-            f"{num_unweighted} of {num_came} {what} of this batch came without a weight, the others with one; "
+            f"{num_unweighted} of {num_came} {what} of this batch came without a weight, the "
+            "others with one; "
             f"give {keys} for all samples, or neither for any"
         )
     weighted = num_unweighted < num_came
     if weighted and num_left_out < len(out) and not all(weight_left):
         raise RuntimeError(
-            f"all {pair.first} rows, or all {pair.second} rows, of this batch that could be loaded have weight 0, so there is no loss; "
+            f"all {pair.first} rows, or all {pair.second} rows, of this batch that could be loaded "
+            "have weight 0, so there is no loss; "
             f"give one of them a weight above 0 in {keys}"
         )
     everyone = {
         branch: Side(
             own.embeds,
-            torch.arange(len(own.index), device=own.index.device) // arrived.rows_per_sample[branch],
+            torch.arange(len(own.index), device=own.index.device)
+            // arrived.rows_per_sample[branch],
             own.weight if weighted else None,
         )
         for branch, own in rows.items()
@@ -254,7 +324,9 @@ def meet(arrived: Arrived, pair: Pair) -> Meeting:
     mine = {branch: arrived.own[branch] for branch in pair.branches if branch in arrived.own}
     present = {branch: ~left_out[branch][own.position] for branch, own in mine.items()}
     counts = {branch: arrived.counts[branch] for branch in mine}
-    meeting = Meeting(mine, everyone, counts, present, misaligned + lost, num_not_loaded, num_left_out)
+    meeting = Meeting(
+        mine, everyone, counts, present, misaligned + lost, num_not_loaded, num_left_out
+    )
     return _without(meeting, left_out, arrived.places) if num_left_out else meeting
 
 
@@ -262,11 +334,19 @@ def _sample(index: Tensor) -> Tensor:
     return torch.where(index < 0, -1 - index, index)
 
 
-def _without(meeting: Meeting, left_out: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> Meeting:
-    """The rows that remain, numbered anew. `places`: of the branches that end here, as their replicas brought them."""
+def _without(
+    meeting: Meeting, left_out: Mapping[str, Tensor], places: Mapping[str, Tensor]
+) -> Meeting:
+    """The rows that remain, numbered anew. `places`: of the branches that end here, as their
+    replicas brought them."""
     place = {branch: (~out).cumsum(0) - 1 for branch, out in left_out.items()}
     own = {
-        branch: Rows(*(values[meeting.present[branch]] for values in (rows.embeds, place[branch][rows.position], rows.index, rows.weight)))
+        branch: Rows(
+            *(
+                values[meeting.present[branch]]
+                for values in (rows.embeds, place[branch][rows.position], rows.index, rows.weight)
+            )
+        )
         for branch, rows in meeting.own.items()
     }
     everyone = {
@@ -274,39 +354,57 @@ def _without(meeting: Meeting, left_out: Mapping[str, Tensor], places: Mapping[s
         for branch, side in meeting.everyone.items()
     }
     counts = {
-        branch: [int((~left_out[branch][p]).sum()) for p in places[branch].split(list(each))] for branch, each in meeting.counts.items()
+        branch: [int((~left_out[branch][p]).sum()) for p in places[branch].split(list(each))]
+        for branch, each in meeting.counts.items()
     }
     return replace(meeting, own=own, everyone=everyone, counts=counts)
 
 
-def share_parameters(comm: Communicator, pair: Pair, meeting: Meeting, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The loss's learned scalars, by its own names, on every last stage of the pair. `parameters`: the same where the first branch
-    ends; elsewhere {}."""
+def share_parameters(
+    comm: Communicator, pair: Pair, meeting: Meeting, parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The loss's learned scalars, by its own names, on every last stage of the pair. `parameters`:
+    the same where the first branch ends; elsewhere {}."""
     if len(meeting.own) == 2 or not pair.loss.parameters:
         return dict(parameters)
     embeds = next(iter(meeting.own.values())).embeds
     names = list(pair.loss.parameters)
-    values = torch.cat([parameters[name] for name in names]) if parameters else embeds.new_empty(len(names))
+    values = (
+        torch.cat([parameters[name] for name in names])
+        if parameters
+        else embeds.new_empty(len(names))
+    )
     values = comm.cross(pair.first, pair.second, values)
     return {name: values[i : i + 1] for i, name in enumerate(names)}
 
 
-def exchange_loss(comm: Communicator, pair: Pair, meeting: Meeting, parameters: Mapping[str, Tensor]) -> LossResult:
-    """The exact loss of a pair over the global batch and its gradients, as far as this stage needs them.
+def exchange_loss(
+    comm: Communicator, pair: Pair, meeting: Meeting, parameters: Mapping[str, Tensor]
+) -> LossResult:
+    """The exact loss of a pair over the global batch and its gradients, as far as this stage needs
+    them.
 
-    `parameters` are the loss's learned scalars, see `share_parameters`. Each replica of the first branch returns an equal part of their
-    gradients: the whole is constrained by the loss first, which the parts could not be. Where no sample has both halves the loss and all
-    gradients are 0.
+    `parameters` are the loss's learned scalars, see `share_parameters`. Each replica of the first
+    branch returns an equal part of their gradients: the whole is constrained by the loss first,
+    which the parts could not be. Where no sample has both halves the loss and all gradients are 0.
     """
     sides, loss = meeting.everyone, pair.loss
     if not meeting.num_rows:
         return _nothing(pair, meeting, parameters)
     if len(meeting.own) == 2 and comm.stage.replicas == 1:
         part = loss.whole(sides, parameters)
-        embeds = {branch: meeting.restored(branch, part.embeds[branch][rows.position]) for branch, rows in meeting.own.items()}
-        shares = {branch: part.shares[branch][rows.position] for branch, rows in meeting.own.items()}
+        embeds = {
+            branch: meeting.restored(branch, part.embeds[branch][rows.position])
+            for branch, rows in meeting.own.items()
+        }
+        shares = {
+            branch: part.shares[branch][rows.position] for branch, rows in meeting.own.items()
+        }
         return LossResult(shares, embeds, loss.constrained(part.parameters, parameters))
-    statistics = {branch: loss.statistics(sides, branch, rows.position, parameters) for branch, rows in meeting.own.items()}
+    statistics = {
+        branch: loss.statistics(sides, branch, rows.position, parameters)
+        for branch, rows in meeting.own.items()
+    }
     if any(values is not None for values in statistics.values()):
         statistics = _share_statistics(comm, pair, meeting, statistics)
     shares, embeds, parameter_gradients = {}, {}, {}
@@ -315,20 +413,39 @@ def exchange_loss(comm: Communicator, pair: Pair, meeting: Meeting, parameters: 
         shares[branch] = part.shares[branch]
         embeds[branch] = meeting.restored(branch, part.embeds[branch])
         if branch == pair.first:
-            whole = {name: comm.sum_over(gradient, comm.stage_group) for name, gradient in part.parameters.items()}
-            parameter_gradients = {name: g / comm.stage.replicas for name, g in loss.constrained(whole, parameters).items()}
+            whole = {
+                name: comm.sum_over(gradient, comm.stage_group)
+                for name, gradient in part.parameters.items()
+            }
+            parameter_gradients = {
+                name: g / comm.stage.replicas
+                for name, g in loss.constrained(whole, parameters).items()
+            }
     return LossResult(shares, embeds, parameter_gradients)
 
 
 def _nothing(pair: Pair, meeting: Meeting, parameters: Mapping[str, Tensor]) -> LossResult:
-    """Of a batch in which no sample has both halves. All last stages of the pair see that, so nothing is exchanged."""
+    """Of a batch in which no sample has both halves. All last stages of the pair see that, so
+    nothing is exchanged."""
     shares = {branch: rows.embeds.new_zeros(0) for branch, rows in meeting.own.items()}
-    embeds = {branch: meeting.restored(branch, torch.zeros_like(rows.embeds)) for branch, rows in meeting.own.items()}
-    return LossResult(shares, embeds, {name: torch.zeros_like(p) for name, p in parameters.items()} if pair.first in meeting.own else {})
+    embeds = {
+        branch: meeting.restored(branch, torch.zeros_like(rows.embeds))
+        for branch, rows in meeting.own.items()
+    }
+    return LossResult(
+        shares,
+        embeds,
+        {name: torch.zeros_like(p) for name, p in parameters.items()}
+        if pair.first in meeting.own
+        else {},
+    )
 
 
-def by_source(pair: Pair, meeting: Meeting, result: LossResult, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the own rows, by the source that their sample is of, [S] float64 each: shares of the loss; samples, counted by the first branch.
+def by_source(
+    pair: Pair, meeting: Meeting, result: LossResult, starts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of the own rows, by the source that their sample is of, [S] float64 each: shares of the loss;
+    samples, counted by the first branch.
 
     `starts` [S] int64: the first index of each source, ascending.
     """
@@ -342,7 +459,9 @@ def by_source(pair: Pair, meeting: Meeting, result: LossResult, starts: Tensor) 
     return shares, samples
 
 
-def _share_statistics(comm: Communicator, pair: Pair, meeting: Meeting, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _share_statistics(
+    comm: Communicator, pair: Pair, meeting: Meeting, own: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """branch -> [B] statistics of all its rows, in global order."""
     everyone = {}
     for branch, rows in meeting.own.items():
@@ -351,7 +470,9 @@ def _share_statistics(comm: Communicator, pair: Pair, meeting: Meeting, own: Map
         everyone[branch] = torch.zeros_like(values).index_copy_(0, position, values)
     if len(everyone) == 1:
         (given,) = everyone.values()
-        blank = {branch: given.new_empty(len(side.label)) for branch, side in meeting.everyone.items()}
+        blank = {
+            branch: given.new_empty(len(side.label)) for branch, side in meeting.everyone.items()
+        }
         everyone = {
             source: comm.cross(source, target, everyone.get(source, blank[source]))
             for source, target in (pair.branches, pair.branches[::-1])

@@ -1,13 +1,15 @@
-"""Image-text matching over the global batch: pairs of tokens through the fusion layers, where the second branch of the pair ends.
+"""Image-text matching over the global batch: pairs of tokens through the fusion layers, where the
+second branch of the pair ends.
 
     images end, replica r   ── tokens of a micro-batch ──>   texts end, each replica: the pairs of these images with its own texts,
                             <── their gradient, summed ──    scored and differentiated at once
 
-Images and texts stand for the first and the second branch of any pair with a `matching` loss. Each text tail (a replica where the texts
-end) draws a negative image for each of its texts and, for its share of all images, a negative text; the latter they tell each other. A
-pair is scored by the tail that has its text. Images come in blocks, a micro-batch of one replica each, and are gone when the next one
-comes, so memory grows with a tail's own tokens and one block, not with the global batch. Where a tail has both branches, the same goes on
-among its replicas.
+Images and texts stand for the first and the second branch of any pair with a `matching` loss. Each
+text tail (a replica where the texts end) draws a negative image for each of its texts and, for its
+share of all images, a negative text; the latter they tell each other. A pair is scored by the tail
+that has its text. Images come in blocks, a micro-batch of one replica each, and are gone when the
+next one comes, so memory grows with a tail's own tokens and one block, not with the global batch.
+Where a tail has both branches, the same goes on among its replicas.
 """
 
 from __future__ import annotations
@@ -27,8 +29,16 @@ from engine.objective import Pair
 class MatchingLoss(Protocol):
     """What is asked of a loss of pairs; it knows nothing of processes."""
 
-    def negatives(self, sides: Mapping[str, Side], branch: str, mine: Tensor, parameters: Mapping[str, Tensor], seed: int) -> Tensor:
-        """[b] int64: for each of the rows `mine` [b] one of the other side that does not belong to it; −1: there is none."""
+    def negatives(
+        self,
+        sides: Mapping[str, Side],
+        branch: str,
+        mine: Tensor,
+        parameters: Mapping[str, Tensor],
+        seed: int,
+    ) -> Tensor:
+        """[b] int64: for each of the rows `mine` [b] one of the other side that does not belong to
+        it; −1: there is none."""
 
     def weights(self, sides: Mapping[str, Side]) -> Mapping[str, Tensor]:
         """branch -> [B], what a pair counts that was made for this row."""
@@ -38,12 +48,15 @@ class MatchingLoss(Protocol):
 
 
 class Matched(NamedTuple):
-    """What this tail's pairs add to the loss, and the gradients of the tokens that it made, by micro-batch; `match`'s `scale` is in them."""
+    """What this tail's pairs add to the loss, and the gradients of the tokens that it made, by
+    micro-batch; `match`'s `scale` is in them."""
 
     share: Tensor  # [], those of all tails add up to the loss
     num_right: Tensor  # []
     num_pairs: int
-    gradients: Mapping[str, Sequence[Tensor]]  # by tensor name, such as image_tokens [b, T, F], text_tokens [b, L, F]
+    gradients: Mapping[
+        str, Sequence[Tensor]
+    ]  # by tensor name, such as image_tokens [b, T, F], text_tokens [b, L, F]
 
 
 class _Pairs(NamedTuple):
@@ -61,7 +74,8 @@ class _Texts:
     mask: Tensor  # [n, L], 1 = keep
     image: Tensor  # [n] int64, place of the image that a text belongs to
     drawn_image: Tensor  # [n] int64; −1: none
-    drawn_text: Tensor  # [M] int64, row here of the text drawn for each image; −1: none, or another tail has it
+    # [M] int64, row here of the text drawn for each image; −1: none, or another tail has it
+    drawn_text: Tensor
     weight: Tensor  # [n], of the pairs made for a text
     image_weight: Tensor  # [M], of the pair made for an image
 
@@ -78,13 +92,19 @@ def match(
     scale: Tensor,
     inject: Callable[[list[tuple[Tensor, Tensor]]], None],
 ) -> Matched:
-    """All tails call it together. `outputs`: of the own micro-batches, with the tokens of the branches that end here; `parameters`: those
-    of the contrastive loss, the same on all tails; `fusion`: on text tails; `most_pairs` are scored at a time.
+    """All tails call it together. `outputs`: of the own micro-batches, with the tokens of the
+    branches that end here; `parameters`: those of the contrastive loss, the same on all tails;
+    `fusion`: on text tails; `most_pairs` are scored at a time.
 
-    `inject` runs a backward from (tensor, gradient) pairs; it is given parts of the loss with `scale`, which is that of a text tail's gradients.
+    `inject` runs a backward from (tensor, gradient) pairs; it is given parts of the loss with
+    `scale`, which is that of a text tail's gradients.
     """
     loss = pair.matching
-    texts = _texts(comm, pair, meeting, outputs, parameters, seed) if pair.second in meeting.own else None
+    texts = (
+        _texts(comm, pair, meeting, outputs, parameters, seed)
+        if pair.second in meeting.own
+        else None
+    )
     text_gradient = None if texts is None else torch.zeros_like(texts.tokens, dtype=torch.float32)
     image_gradients, shares, right, num_pairs = [], [scale.new_zeros(())], [scale.new_zeros(())], 0
     image, text = (comm.graph.tail(branch) for branch in pair.branches)
@@ -98,7 +118,9 @@ def match(
                 scores = fusion(tokens, told, texts.mask[pairs.text, :longest])
                 share = (loss.losses(scores, pairs.belong) * pairs.weight).sum()
             share_told = share.detach()
-            inject([(share, scale + (share_told - share_told))])  # not-a-number where it is not finite, so that the step is skipped
+            inject(
+                [(share, scale + (share_told - share_told))]
+            )  # not-a-number where it is not finite, so that the step is skipped
             gradient.index_add_(0, pairs.image, tokens.grad.float())
             text_gradient[:, :longest].index_add_(0, pairs.text, told.grad.float())
             shares.append(share_told)
@@ -107,7 +129,8 @@ def match(
         if pair.first in image.trained:
             gradient = comm.sum_to_first(pair, replica, gradient)
         if comm.rank == image.ranks[replica]:
-            # a tail's own gradients are averaged over its replicas: `scale` makes up for those of the text tail
+            # a tail's own gradients are averaged over its replicas: `scale` makes up for those of
+            # the text tail
             image_gradients.append((gradient * (image.replicas / text.replicas)).to(block.dtype))
     if texts is not None and not num_pairs:  # every replica has a gradient to average
         held = torch.stack([parameter.sum() for parameter in fusion.parameters()])
@@ -117,23 +140,37 @@ def match(
         gradients[f"{pair.first}_tokens"] = _restored(meeting, pair.first, outputs, image_gradients)
     if texts is not None:
         name = f"{pair.second}_tokens"
-        rows = text_gradient.split([int(present.sum()) for present in _present(meeting, pair.second, outputs)])
+        rows = text_gradient.split(
+            [int(present.sum()) for present in _present(meeting, pair.second, outputs)]
+        )
         lengths = [output[name].shape[1] for output in outputs]
-        gradients[name] = _restored(meeting, pair.second, outputs, [own[:, :length] for own, length in zip(rows, lengths)])
+        gradients[name] = _restored(
+            meeting, pair.second, outputs, [own[:, :length] for own, length in zip(rows, lengths)]
+        )
     return Matched(torch.stack(shares).sum(), torch.stack(right).sum(), num_pairs, gradients)
 
 
-def _present(meeting: Meeting, branch: str, outputs: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+def _present(
+    meeting: Meeting, branch: str, outputs: Sequence[Mapping[str, Tensor]]
+) -> list[Tensor]:
     """Of each micro-batch, which of its rows the meeting left in: bool [b]."""
-    return list(meeting.present[branch].split([len(output[f"{branch}_tokens"]) for output in outputs]))
+    return list(
+        meeting.present[branch].split([len(output[f"{branch}_tokens"]) for output in outputs])
+    )
 
 
 def _left_in(meeting: Meeting, values: Tensor, present: Tensor) -> Tensor:
-    """The rows that the meeting left in; where it left out none, `values` itself: a copy would be as large as all tokens."""
+    """The rows that the meeting left in; where it left out none, `values` itself: a copy would be
+    as large as all tokens."""
     return values[present] if meeting.num_left_out else values
 
 
-def _restored(meeting: Meeting, branch: str, outputs: Sequence[Mapping[str, Tensor]], gradients: Sequence[Tensor]) -> list[Tensor]:
+def _restored(
+    meeting: Meeting,
+    branch: str,
+    outputs: Sequence[Mapping[str, Tensor]],
+    gradients: Sequence[Tensor],
+) -> list[Tensor]:
     """In the tokens' dtype, with zeros for the rows that were left out."""
     tokens = [output[f"{branch}_tokens"] for output in outputs]
     gradients = [gradient.to(like.dtype) for like, gradient in zip(tokens, gradients, strict=True)]
@@ -158,19 +195,30 @@ def _texts(
     present = _present(meeting, second, outputs)
     longest = max(output[f"{second}_tokens"].shape[1] for output in outputs)
     tokens, mask = (
-        torch.cat([_padded(_left_in(meeting, output[name].detach(), own), longest) for output, own in zip(outputs, present)])
+        torch.cat(
+            [
+                _padded(_left_in(meeting, output[name].detach(), own), longest)
+                for output, own in zip(outputs, present)
+            ]
+        )
         for name in (f"{second}_tokens", f"{second}_mask")
     )
     # each replica draws for its share of the images, whoever has them
-    shares = torch.arange(len(sides[first].label), device=place.device).tensor_split(comm.stage.replicas)
+    shares = torch.arange(len(sides[first].label), device=place.device).tensor_split(
+        comm.stage.replicas
+    )
     drawn = loss.negatives(sides, first, shares[comm.replica], parameters, seed)
     drawn = comm.gather_replicas(drawn, [len(share) for share in shares])
-    row_here = torch.full_like(sides[second].label, -1).index_copy_(0, place, torch.arange(len(place), device=place.device))
+    row_here = torch.full_like(sides[second].label, -1).index_copy_(
+        0, place, torch.arange(len(place), device=place.device)
+    )
     weights = loss.weights(sides)
     return _Texts(
         tokens,
         mask,
-        torch.searchsorted(sides[first].label, sides[second].label[place]),  # labels ascend, with gaps where samples were left out
+        torch.searchsorted(
+            sides[first].label, sides[second].label[place]
+        ),  # labels ascend, with gaps where samples were left out
         loss.negatives(sides, second, place, parameters, seed),
         torch.where(drawn < 0, -1, row_here[drawn]),
         weights[second][place],
@@ -180,15 +228,19 @@ def _texts(
 
 def _padded(values: Tensor, longest: int) -> Tensor:
     """[b, L, ...] with zeros behind -> [b, longest, ...]."""
-    return torch.cat([values, values.new_zeros(values.shape[0], longest - values.shape[1], *values.shape[2:])], 1)
+    return torch.cat(
+        [values, values.new_zeros(values.shape[0], longest - values.shape[1], *values.shape[2:])], 1
+    )
 
 
 def _blocks(
     comm: Communicator, pair: Pair, meeting: Meeting, outputs: Sequence[Mapping[str, Tensor]]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(replica of the image tail, places [b], tokens [b, T, F]) of one micro-batch after the other, replica by replica.
+    """(replica of the image tail, places [b], tokens [b, T, F]) of one micro-batch after the other,
+    replica by replica.
 
-    Image tails see their own ones only, text tails all. Sizes are told first, so that nobody need know how the others deal.
+    Image tails see their own ones only, text tails all. Sizes are told first, so that nobody need
+    know how the others deal.
     """
     first, second = pair.branches
     image, device = comm.graph.tail(first), comm.device
@@ -197,27 +249,43 @@ def _blocks(
         present = _present(meeting, first, outputs)
         places = meeting.own[first].position.split([int(rows.sum()) for rows in present])
         own = [
-            (place, _left_in(meeting, output[f"{first}_tokens"].detach(), rows)) for place, output, rows in zip(places, outputs, present)
+            (place, _left_in(meeting, output[f"{first}_tokens"].detach(), rows))
+            for place, output, rows in zip(places, outputs, present)
         ]
     for replica, rank in enumerate(image.ranks):
         if rank != comm.rank and second not in meeting.own:
             continue
         mine = own if rank == comm.rank else []
-        sizes = torch.tensor([tokens.shape[:2] for _, tokens in mine], dtype=torch.int64, device=device)
+        sizes = torch.tensor(
+            [tokens.shape[:2] for _, tokens in mine], dtype=torch.int64, device=device
+        )
         number = comm.from_first(pair, replica, torch.tensor([len(mine)], device=device))
         sizes = comm.from_first(pair, replica, sizes if mine else sizes.new_empty(int(number), 2))
         like = outputs[0][f"{first}_tokens" if mine else f"{second}_tokens"]
         for i, (rows, length) in enumerate(sizes.tolist()):
-            place, tokens = mine[i] if mine else (sizes.new_empty(rows), like.new_empty(rows, length, like.shape[2]))
-            yield replica, comm.from_first(pair, replica, place), comm.from_first(pair, replica, tokens)
+            place, tokens = (
+                mine[i]
+                if mine
+                else (sizes.new_empty(rows), like.new_empty(rows, length, like.shape[2]))
+            )
+            yield (
+                replica,
+                comm.from_first(pair, replica, place),
+                comm.from_first(pair, replica, tokens),
+            )
 
 
 def _pairs(texts: _Texts, place: Tensor) -> _Pairs:
-    """Those of the own texts with the images at `place` [b]: each text with its own, with the one that was drawn for it, and with the images
-    that it was drawn for."""
-    row = torch.full_like(texts.drawn_text, -1).index_copy_(0, place, torch.arange(len(place), device=place.device))  # [M]
+    """Those of the own texts with the images at `place` [b]: each text with its own, with the one
+    that was drawn for it, and with the images that it was drawn for."""
+    row = torch.full_like(texts.drawn_text, -1).index_copy_(
+        0, place, torch.arange(len(place), device=place.device)
+    )  # [M]
     everyone = torch.arange(len(texts.image), device=place.device)
-    belonging, drawn = row[texts.image], torch.where(texts.drawn_image < 0, -1, row[texts.drawn_image])
+    belonging, drawn = (
+        row[texts.image],
+        torch.where(texts.drawn_image < 0, -1, row[texts.drawn_image]),
+    )
     found = [
         _Pairs(belonging, everyone, torch.ones_like(belonging, dtype=torch.bool), texts.weight),
         _Pairs(drawn, everyone, torch.zeros_like(drawn, dtype=torch.bool), texts.weight),

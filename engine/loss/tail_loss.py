@@ -1,4 +1,5 @@
-"""What a last stage does when it comes to `ComputeLoss`: its rows into the losses of its pairs, the gradients of what its layers made.
+"""What a last stage does when it comes to `ComputeLoss`: its rows into the losses of its pairs, the
+gradients of what its layers made.
 
 outputs of the waiting micro-batches ── gather ── for each pair: meet ── exchange_loss ─────┐
                                                                      └── match, if asked ───┴── gradients by micro-batch, added up
@@ -15,32 +16,56 @@ import torch
 from torch import Tensor, nn
 
 from engine.communication import Communicator
-from engine.loss.exchange import NO_WEIGHT, Arrived, LossResult, Meeting, Rows, by_source, exchange_loss, gather, meet, share_parameters
+from engine.loss.exchange import (
+    NO_WEIGHT,
+    Arrived,
+    LossResult,
+    Meeting,
+    Rows,
+    by_source,
+    exchange_loss,
+    gather,
+    meet,
+    share_parameters,
+)
 from engine.loss.matching import match
 from engine.objective import Objective, Pair
 
 
 @dataclass
 class Sums:
-    """Of the losses of one step on this rank, all as float64 vectors that ranks add up; zero where there is no last stage.
+    """Of the losses of one step on this rank, all as float64 vectors that ranks add up; zero where
+    there is no last stage.
 
     P pairs, S sources.
     """
 
     loss: Tensor  # [1], the weighted sum of all losses
-    losses: Tensor  # [P, 4], shares of both losses of a pair without their weights, matching pairs judged rightly, matching pairs
+    # [P, 4], shares of both losses of a pair without their weights, matching pairs judged rightly,
+    # matching pairs
+    losses: Tensor
     sources: Tensor  # [2, P, S], shares of the contrastive losses and samples, by pair and source
     scalars: Tensor  # what the losses learn, in the order of the pairs, each told by one rank
-    misaligned: Tensor  # [1], places with different samples in two branches, told by one rank of each pair
+    misaligned: (
+        Tensor  # [1], places with different samples in two branches, told by one rank of each pair
+    )
     num_left_out: int = 0  # samples that could not be loaded, told by one rank of the first pair
-    given: list[dict[str, Rows]] = field(default_factory=list)  # what went into each loss, by branch
+    given: list[dict[str, Rows]] = field(
+        default_factory=list
+    )  # what went into each loss, by branch
 
     @classmethod
     def zero(cls, num_pairs: int, num_sources: int, num_scalars: int, device: torch.device) -> Sums:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
-        return cls(zeros(1), zeros(num_pairs, 4), zeros(2, num_pairs, num_sources), zeros(num_scalars), zeros(1))
+        return cls(
+            zeros(1),
+            zeros(num_pairs, 4),
+            zeros(2, num_pairs, num_sources),
+            zeros(num_scalars),
+            zeros(1),
+        )
 
     def told(self) -> dict[str, Tensor]:
         return {
@@ -54,9 +79,11 @@ class Sums:
 
 
 class TailLoss:
-    """The losses of the pairs that this rank's last stage takes part in. `source_starts` [S]: as in `by_source`.
+    """The losses of the pairs that this rank's last stage takes part in. `source_starts` [S]: as in
+    `by_source`.
 
-    `equal_shares`: each replica of a stage has equally many samples of every global batch; else they tell each other.
+    `equal_shares`: each replica of a stage has equally many samples of every global batch; else
+    they tell each other.
     """
 
     def __init__(
@@ -66,11 +93,18 @@ class TailLoss:
         equal_shares: bool,
         source_starts: Sequence[int] | None,
     ):
-        self.comm, self.place, self.device, self.embed_dim = comm, comm.stage, comm.device, embed_dim
+        self.comm, self.place, self.device, self.embed_dim = (
+            comm,
+            comm.stage,
+            comm.device,
+            embed_dim,
+        )
         self.objective: Objective = comm.objective
         self._equal_shares = equal_shares
         # of one source nothing is told beside the loss
-        self._source_starts = torch.tensor(source_starts or (), dtype=torch.int64, device=self.device)
+        self._source_starts = torch.tensor(
+            source_starts or (), dtype=torch.int64, device=self.device
+        )
         self.start_step()
 
     def start_step(
@@ -79,19 +113,22 @@ class TailLoss:
         num_rows: Mapping[str, int] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> None:
-        """`rows_per_sample`: of each branch, where it is not 1; `num_rows`: how many rows a branch has in this batch, where samples lack
-        its modality; `weights`: by loss, where they are not those of the objective. Raises ValueError
-        for a loss that is not in the objective."""
+        """`rows_per_sample`: of each branch, where it is not 1; `num_rows`: how many rows a branch
+        has in this batch, where samples lack its modality; `weights`: by loss, where they are not
+        those of the objective. Raises ValueError for a loss that is not in the objective."""
         losses = self.objective.losses
         unknown = [name for name in weights or {} if name not in losses]
         if unknown:
             raise ValueError(
-                f"loss weights {dict(weights or {})}: {unknown[0]} is no loss of this run; give weights of {', '.join(losses)}"
+                f"loss weights {dict(weights or {})}: {unknown[0]} is no loss of this run; give "
+                f"weights of {', '.join(losses)}"
             )
         self.rows_per_sample, self.num_rows = dict(rows_per_sample or {}), dict(num_rows or {})
         self.weights = {**losses, **(weights or {})}
         num_scalars = sum(len(pair.scalars) for pair in self.objective.pairs)
-        self.sums = Sums.zero(len(self.objective.pairs), len(self._source_starts), num_scalars, self.device)
+        self.sums = Sums.zero(
+            len(self.objective.pairs), len(self._source_starts), num_scalars, self.device
+        )
 
     def gradients(
         self,
@@ -105,78 +142,164 @@ class TailLoss:
         most_pairs: int,
         inject: Callable[[list[tuple[Tensor, Tensor]]], None],
     ) -> list[dict[str, Tensor]]:
-        """Of what the layers made of each micro-batch, by name. `outputs`: of the micro-batches that wait here, a batch of `num_samples`
-        samples with those of the other replicas; `batch`: which of several in this step, each of the same `weight`; None: the global one.
+        """Of what the layers made of each micro-batch, by name. `outputs`: of the micro-batches
+        that wait here, a batch of `num_samples` samples with those of the other replicas; `batch`:
+        which of several in this step, each of the same `weight`; None: the global one.
 
         `loss_scale`: fp16's, else 1. `seed`, `fusion`, `most_pairs`, `inject`: see `match`.
         """
-        sizes = {branch: [len(output[f"{branch}_embeds"]) for output in outputs] for branch in self.place.tail_of}
+        sizes = {
+            branch: [len(output[f"{branch}_embeds"]) for output in outputs]
+            for branch in self.place.tail_of
+        }
         counts = self._counts(sizes, num_samples)
         own = self.own_rows(outputs)
         self.sums.given.append(own)
-        if batch is not None:  # a batch of its own: its rows are numbered from 0, replica by replica
+        if (
+            batch is not None
+        ):  # a batch of its own: its rows are numbered from 0, replica by replica
             own = {
-                b: replace(rows, position=torch.arange(len(rows.position), device=self.device) + sum(counts[b][: self.comm.replica]))
+                b: replace(
+                    rows,
+                    position=torch.arange(len(rows.position), device=self.device)
+                    + sum(counts[b][: self.comm.replica]),
+                )
                 for b, rows in own.items()
             }
         with torch.no_grad():
-            arrived = gather(self.comm, self.objective, own, counts, num_samples, self.rows_per_sample, self.num_rows)
+            arrived = gather(
+                self.comm,
+                self.objective,
+                own,
+                counts,
+                num_samples,
+                self.rows_per_sample,
+                self.num_rows,
+            )
         # A branch that is in several pairs gets the sum of their gradients.
-        whole: dict[str, Tensor] = {branch: torch.zeros_like(rows.embeds) for branch, rows in own.items()}
+        whole: dict[str, Tensor] = {
+            branch: torch.zeros_like(rows.embeds) for branch, rows in own.items()
+        }
         pieces: dict[str, Sequence[Tensor]] = {}
         tokens: dict[str, list[Tensor]] = defaultdict(list)
         for number, pair in enumerate(self.objective.pairs):
             if not set(pair.branches) & set(self.place.tail_of):
                 continue
-            scalars = {name: outputs[0][tensor].detach() for name, tensor in pair.scalars.items() if tensor in outputs[0]}
+            scalars = {
+                name: outputs[0][tensor].detach()
+                for name, tensor in pair.scalars.items()
+                if tensor in outputs[0]
+            }
             meeting, shared, result = self._pair_loss(pair, arrived, scalars)
             self._note(number, pair, meeting, result, scalars, weight)
-            # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each accumulated: times the
-            # number of replicas makes that the sum. fp16: times the loss scale, which the optimizer takes out again.
-            scale = self.place.replicas * loss_scale * weight * self.weights[self.objective.loss_name("contrastive", pair)]
-            scale = scale + (result.share - result.share)  # a share that is not finite: not-a-number, so that the step is skipped
+            # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each
+            # accumulated: times the
+            # number of replicas makes that the sum. fp16: times the loss scale, which the optimizer
+            # takes out again.
+            scale = (
+                self.place.replicas
+                * loss_scale
+                * weight
+                * self.weights[self.objective.loss_name("contrastive", pair)]
+            )
+            scale = scale + (
+                result.share - result.share
+            )  # a share that is not finite: not-a-number, so that the step is skipped
             for branch, gradient in result.embeds.items():
                 whole[branch] += gradient * scale
-            for name, value in scalars.items():  # the whole gradient goes with the first micro-batch
-                pieces[pair.scalars[name]] = [result.parameters[name] * scale, *[torch.zeros_like(value)] * (len(outputs) - 1)]
+            for (
+                name,
+                value,
+            ) in scalars.items():  # the whole gradient goes with the first micro-batch
+                pieces[pair.scalars[name]] = [
+                    result.parameters[name] * scale,
+                    *[torch.zeros_like(value)] * (len(outputs) - 1),
+                ]
             if pair.matching:
                 replicas = self.comm.graph.tail(pair.second).replicas
                 of_matching = self.weights[self.objective.loss_name("matching", pair)]
-                scale = torch.tensor(replicas * loss_scale * weight * of_matching, device=self.device)
-                matched = match(self.comm, pair, fusion, meeting, outputs, shared, seed, most_pairs, scale, inject)
+                scale = torch.tensor(
+                    replicas * loss_scale * weight * of_matching, device=self.device
+                )
+                matched = match(
+                    self.comm,
+                    pair,
+                    fusion,
+                    meeting,
+                    outputs,
+                    shared,
+                    seed,
+                    most_pairs,
+                    scale,
+                    inject,
+                )
                 self.sums.loss += matched.share * weight * of_matching
-                self.sums.losses[number] += _vector(0.0, matched.share * weight, matched.num_right, matched.num_pairs, device=self.device)
+                self.sums.losses[number] += _vector(
+                    0.0,
+                    matched.share * weight,
+                    matched.num_right,
+                    matched.num_pairs,
+                    device=self.device,
+                )
                 for name, of_micro_batches in matched.gradients.items():
                     known = tokens[name]
-                    tokens[name] = [a + b for a, b in zip(known, of_micro_batches)] if known else list(of_micro_batches)
-        pieces |= {f"{branch}_embeds": gradient.split(sizes[branch]) for branch, gradient in whole.items()} | tokens
-        return [{name: of_micro_batches[i] for name, of_micro_batches in pieces.items()} for i in range(len(outputs))]
+                    tokens[name] = (
+                        [a + b for a, b in zip(known, of_micro_batches)]
+                        if known
+                        else list(of_micro_batches)
+                    )
+        pieces |= {
+            f"{branch}_embeds": gradient.split(sizes[branch]) for branch, gradient in whole.items()
+        } | tokens
+        return [
+            {name: of_micro_batches[i] for name, of_micro_batches in pieces.items()}
+            for i in range(len(outputs))
+        ]
 
     @torch.no_grad()
-    def _pair_loss(self, pair: Pair, arrived: Arrived, scalars: Mapping[str, Tensor]) -> tuple[Meeting, dict[str, Tensor], LossResult]:
-        """The exchange of one pair; the learned scalars as all of its last stages know them; the loss."""
+    def _pair_loss(
+        self, pair: Pair, arrived: Arrived, scalars: Mapping[str, Tensor]
+    ) -> tuple[Meeting, dict[str, Tensor], LossResult]:
+        """The exchange of one pair; the learned scalars as all of its last stages know them; the
+        loss."""
         meeting = meet(arrived, pair)
         if len(self.objective.pairs) == 1 and not meeting.num_rows:
-            raise OSError("not one pair of this batch could be loaded; see bad_samples.jsonl in the folder of the run")
+            raise OSError(
+                "not one pair of this batch could be loaded; see bad_samples.jsonl in the folder "
+                "of the run"
+            )
         shared = share_parameters(self.comm, pair, meeting, scalars)
         return meeting, shared, exchange_loss(self.comm, pair, meeting, shared)
 
-    def _note(self, number: int, pair: Pair, meeting: Meeting, result: LossResult, scalars: Mapping[str, Tensor], weight: float) -> None:
+    def _note(
+        self,
+        number: int,
+        pair: Pair,
+        meeting: Meeting,
+        result: LossResult,
+        scalars: Mapping[str, Tensor],
+        weight: float,
+    ) -> None:
         share = result.share * weight
         self.sums.loss += share * self.weights[self.objective.loss_name("contrastive", pair)]
         self.sums.losses[number] += _vector(share, 0.0, 0.0, 0.0, device=self.device)
         if len(self._source_starts):
             shares, samples = by_source(pair, meeting, result, self._source_starts)
             self.sums.sources[:, number] += torch.stack([shares * weight, samples])
-        if self.comm.rank == self.comm.graph.tail(pair.first).ranks[0]:  # every last stage of the pair sees the same; one counts
+        if (
+            self.comm.rank == self.comm.graph.tail(pair.first).ranks[0]
+        ):  # every last stage of the pair sees the same; one counts
             self.sums.misaligned += meeting.num_misaligned
             self.sums.num_left_out += meeting.num_not_loaded if number == 0 else 0
         if scalars and self.comm.replica == 0:
             before = sum(len(earlier.scalars) for earlier in self.objective.pairs[:number])
-            self.sums.scalars[before : before + len(scalars)] = torch.cat([scalars[name] for name in pair.scalars]).double()
+            self.sums.scalars[before : before + len(scalars)] = torch.cat(
+                [scalars[name] for name in pair.scalars]
+            ).double()
 
     def _counts(self, sizes: Mapping[str, list[int]], num_samples: int) -> dict[str, list[int]]:
-        """Rows of each replica of this stage, for each branch that ends in it. `sizes`: rows of each of its own micro-batches."""
+        """Rows of each replica of this stage, for each branch that ends in it. `sizes`: rows of
+        each of its own micro-batches."""
         counts = {branch: [sum(each)] * self.place.replicas for branch, each in sizes.items()}
         if not self._equal_shares:
             counts = {branch: self.comm.gather_counts(sum(each)) for branch, each in sizes.items()}
@@ -185,8 +308,10 @@ class TailLoss:
             expected = self.num_rows.get(branch, num_samples * of_sample)
             if sum(each) != expected:
                 raise RuntimeError(
-                    f"{self.place.name}: {sum(each)} rows of {branch} came for a batch of {num_samples} samples with "
-                    f"{of_sample} of them per sample, which needs {expected}; load as many as train_batch was told"
+                    f"{self.place.name}: {sum(each)} rows of {branch} came for a batch of "
+                    f"{num_samples} samples with "
+                    f"{of_sample} of them per sample, which needs {expected}; load as many as "
+                    "train_batch was told"
                 )
         return counts
 
@@ -197,10 +322,17 @@ class TailLoss:
         rows = {}
         for branch in self.place.tail_of:
             embeds, position, index = (
-                [output[f"{branch}_{part}"].detach() for output in outputs] for part in ("embeds", "position", "index")
+                [output[f"{branch}_{part}"].detach() for output in outputs]
+                for part in ("embeds", "position", "index")
             )
-            weight = [o.get(f"{branch}_weight", torch.full_like(p, NO_WEIGHT)) for o, p in zip(outputs, position)]
-            rows[branch] = Rows(torch.cat([blank, *embeds]), *(torch.cat([none, *part]) for part in (position, index, weight)))
+            weight = [
+                o.get(f"{branch}_weight", torch.full_like(p, NO_WEIGHT))
+                for o, p in zip(outputs, position)
+            ]
+            rows[branch] = Rows(
+                torch.cat([blank, *embeds]),
+                *(torch.cat([none, *part]) for part in (position, index, weight)),
+            )
         return rows
 
 

@@ -1,9 +1,11 @@
-"""The exponential moving average of the weights, kept where they are stepped: each rank averages its own, in fp32.
+"""The exponential moving average of the weights, kept where they are stepped: each rank averages
+its own, in fp32.
 
     average ← average + (1 − d) · (weight − average)   after every applied step t = 1, 2, …
     d = decay, or with a warm-up min(decay, (1 + t) / (10 + t)), so that the first weights are soon forgotten
 
-The rule of TensorFlow's ExponentialMovingAverage. Under ZeRO-1 and bf16 what is stepped, and so averaged, is this rank's slice of the fp32 weights.
+The rule of TensorFlow's ExponentialMovingAverage. Under ZeRO-1 and bf16 what is stepped, and so
+averaged, is this rank's slice of the fp32 weights.
 """
 
 from __future__ import annotations
@@ -26,8 +28,15 @@ class AverageBlock:
     warmup: bool = True
 
     def __post_init__(self):
-        if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not 0 < self.decay < 1:
-            raise ValueError(f"branches.ema.decay: got {self.decay!r}; it is a number between 0 and 1, such as 0.9999")
+        if (
+            isinstance(self.decay, bool)
+            or not isinstance(self.decay, (int, float))
+            or not 0 < self.decay < 1
+        ):
+            raise ValueError(
+                f"branches.ema.decay: got {self.decay!r}; it is a number between 0 and 1, such as "
+                "0.9999"
+            )
         if not isinstance(self.warmup, bool):
             raise ValueError(f"branches.ema.warmup: got {self.warmup!r}; it is true or false")
 
@@ -40,14 +49,20 @@ def average_block(written: Any) -> AverageBlock | None:
     """`branches.ema` as written; None: nothing is averaged. Errors: ValueError with the key."""
     if written is None:
         return None
-    return AverageBlock(**strict_block("ema", written, AverageBlock, '{"decay": 0.9999, "warmup": true}'))
+    return AverageBlock(
+        **strict_block("ema", written, AverageBlock, '{"decay": 0.9999, "warmup": true}')
+    )
 
 
 class WeightAverage:
     """The average of some fp32 tensors, of any shapes, which an optimizer changes in place."""
 
     def __init__(self, weights: Sequence[Tensor], block: AverageBlock):
-        self.weights, self.block, self.num_updates = [weight.detach() for weight in weights], block, 0
+        self.weights, self.block, self.num_updates = (
+            [weight.detach() for weight in weights],
+            block,
+            0,
+        )
         self.averages = [weight.clone() for weight in self.weights]
 
     @torch.no_grad()
@@ -58,7 +73,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Put the averages in the place of the weights, and the weights in theirs; a second time undoes it to the last bit."""
+        """Put the averages in the place of the weights, and the weights in theirs; a second time
+        undoes it to the last bit."""
         for weight, average in zip(self.weights, self.averages):
             kept = weight.clone()
             weight.copy_(average)

@@ -7,7 +7,8 @@
 | bf16 | BF16_Optimizer, by the norm over all ranks | the same |
 | fp16 | DeepSpeed's ZeRO optimizer, by every rank's gradients, still scaled | the same, and its loss scale falls, once for all ranks |
 
-A loss that is not finite makes the gradients not finite where they are injected, so that whoever looks at gradients sees it too.
+A loss that is not finite makes the gradients not finite where they are injected, so that whoever
+looks at gradients sees it too.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ import torch
 
 from engine.loss.exchange import Rows
 
-Seen = dict[str, list[tuple[int, int, bool]]]  # branch -> (place in the global batch, index, is the embedding finite) of rows
+Seen = dict[
+    str, list[tuple[int, int, bool]]
+]  # branch -> (place in the global batch, index, is the embedding finite) of rows
 
 
 @dataclass(frozen=True)
 class BadStep:
     """The samples of a skipped step, as indices in the data set.
 
-    `samples`: the global batch, in its order. `not_finite`: by branch, those whose embedding was not finite; empty where only a gradient
-    was not. Batch normalisation carries a sample's not-a-number into its whole micro-batch.
+    `samples`: the global batch, in its order. `not_finite`: by branch, those whose embedding was
+    not finite; empty where only a gradient was not. Batch normalisation carries a sample's
+    not-a-number into its whole micro-batch.
     """
 
     samples: tuple[int, ...]
@@ -40,22 +44,33 @@ def seen_by(own: Iterable[Mapping[str, Rows]]) -> Seen:
     """What a tail knows of the rows that it gave to the loss. Waits for the device."""
     seen: Seen = {}
     for branch, rows in ((branch, rows) for part in own for branch, rows in part.items()):
-        finite = torch.isfinite(rows.embeds).all(1) | (rows.index < 0)  # a sample that could not be loaded is not in the loss
+        finite = torch.isfinite(rows.embeds).all(1) | (
+            rows.index < 0
+        )  # a sample that could not be loaded is not in the loss
         index = torch.where(rows.index < 0, -1 - rows.index, rows.index)
-        seen.setdefault(branch, []).extend(zip(rows.position.tolist(), index.tolist(), finite.tolist()))
+        seen.setdefault(branch, []).extend(
+            zip(rows.position.tolist(), index.tolist(), finite.tolist())
+        )
     return seen
 
 
 def bad_step(seen: Sequence[Seen], branches: Sequence[str]) -> BadStep:
     """From what every rank has seen. The first of the branches names the samples."""
-    rows = {branch: sorted(row for one in seen for row in one.get(branch, ())) for branch in branches}
+    rows = {
+        branch: sorted(row for one in seen for row in one.get(branch, ())) for branch in branches
+    }
     return BadStep(
         tuple(index for _, index, _ in rows[branches[0]]),
-        {branch: tuple(index for _, index, finite in one if not finite) for branch, one in rows.items()},
+        {
+            branch: tuple(index for _, index, finite in one if not finite)
+            for branch, one in rows.items()
+        },
     )
 
 
 def is_loss_scale_search(optimizer: Any, loss: float) -> bool:
-    """Was a step skipped because fp16's dynamic loss scale was too high? Then its samples are not to blame, and the scale ends the
-    run by itself when it can fall no further."""
-    return bool(getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False)) and math.isfinite(loss)
+    """Was a step skipped because fp16's dynamic loss scale was too high? Then its samples are not
+    to blame, and the scale ends the run by itself when it can fall no further."""
+    return bool(
+        getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False)
+    ) and math.isfinite(loss)

@@ -1,19 +1,23 @@
-"""Gradient clipping by group: every group has its own norm and its own rule (`engine/optimizer/clipping_rules.py`).
+"""Gradient clipping by group: every group has its own norm and its own rule
+(`engine/optimizer/clipping_rules.py`).
 
     ‖g‖ = sqrt(Σ over the group's parameters of Σ g²)       added up over the ranks that hold a part of the group, no others
 
-All groups with the same ranks are added up in one message. An adaptive limit follows the norms that it has let through, as AdaGC's
-(Wang et al. 2025) does for single parameters; t counts applied steps from 1, c is the clip coefficient:
+All groups with the same ranks are added up in one message. An adaptive limit follows the norms that
+it has let through, as AdaGC's (Wang et al. 2025) does for single parameters; t counts applied steps
+from 1, c is the clip coefficient:
 
     limit_t = factor · m_(t−1)                                                         for t > warmup_steps; before: `limit` or none
     m_t = m_(t−1) + (1 − decay) / (1 − decay^t) · (c_t · ‖g_t‖ − m_(t−1))              the exponential mean, corrected for its start as in Adam
 
-so that a spike moves the mean by no more than (factor − 1) · (1 − decay) / (1 − decay^t) of itself. A mean of zero sets no limit.
+so that a spike moves the mean by no more than (factor − 1) · (1 − decay) / (1 − decay^t) of itself.
+A mean of zero sets no limit.
 
-`clip` runs as a step hook of the optimizer that DeepSpeed wraps: there the gradients are reduced over the replicas, unscaled
-and in the optimizer's precision, whatever the wrapper (none, ZeRO-1, BF16_Optimizer). A step that is skipped does not come here. ZeRO-1
-steps its parameter groups one after the other and unscales each when its turn comes: the first call measures all, each call clips those
-whose turn it is.
+`clip` runs as a step hook of the optimizer that DeepSpeed wraps: there the gradients are reduced
+over the replicas, unscaled and in the optimizer's precision, whatever the wrapper (none, ZeRO-1,
+BF16_Optimizer). A step that is skipped does not come here. ZeRO-1 steps its parameter groups one
+after the other and unscales each when its turn comes: the first call measures all, each call clips
+those whose turn it is.
 """
 
 from __future__ import annotations
@@ -35,8 +39,9 @@ EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 class GroupedClipping:
     """Measures and clips the gradients of this rank's parameters, group by group.
 
-    Of the step at hand, for the groups that this rank holds, [] float64: `norms` before clipping, and `coefficients`, the norm behind the
-    clipping in parts of the norm before it; of all applied steps, `clipped_share`.
+    Of the step at hand, for the groups that this rank holds, [] float64: `norms` before clipping,
+    and `coefficients`, the norm behind the clipping in parts of the norm before it; of all applied
+    steps, `clipped_share`.
     """
 
     def __init__(
@@ -49,61 +54,95 @@ class GroupedClipping:
     ):
         """`optimizer`: the one that steps the parameters, or DeepSpeed's wrapper of it."""
         self.comm, self.rules, self.optimizer = comm, dict(rules), optimizer
-        # ZeRO-1 and BF16_Optimizer step one flat slice for each parameter group instead of its parameters.
+        # ZeRO-1 and BF16_Optimizer step one flat slice for each parameter group instead of its
+        # parameters.
         self.partitioned = isinstance(optimizer, ZeROOptimizer)
-        self._slices = [group["params"][0] for group in optimizer.param_groups] if self.partitioned else []
-        self.speakers = {group: min(map(min, sets)) for group, sets in sets_of_groups.items()}  # who tells a group's numbers
-        # Set of ranks -> groups, in an order that all ranks share: no rank waits for one that waits for it.
-        own = [(ranks, group) for group, sets in sets_of_groups.items() for ranks in sets if comm.rank in ranks]
-        self._groups_of_set = {ranks: [g for r, g in own if r == ranks] for ranks in sorted({ranks for ranks, _ in own})}
+        self._slices = (
+            [group["params"][0] for group in optimizer.param_groups] if self.partitioned else []
+        )
+        self.speakers = {
+            group: min(map(min, sets)) for group, sets in sets_of_groups.items()
+        }  # who tells a group's numbers
+        # Set of ranks -> groups, in an order that all ranks share: no rank waits for one that waits
+        # for it.
+        own = [
+            (ranks, group)
+            for group, sets in sets_of_groups.items()
+            for ranks in sets
+            if comm.rank in ranks
+        ]
+        self._groups_of_set = {
+            ranks: [g for r, g in own if r == ranks]
+            for ranks in sorted({ranks for ranks, _ in own})
+        }
         self.members = {group: _members(parameters, rules, group) for _, group in own}
         self._steps = 0
         self._clipped_steps = {group: self._number(0) for group in self.members}
-        self._mean_norm = {group: self._number(0) for group in self.members if self.rules[group].kind == "adaptive"}
+        self._mean_norm = {
+            group: self._number(0) for group in self.members if self.rules[group].kind == "adaptive"
+        }
         self.start_step()
 
     def start_step(self) -> None:
         """Forget the numbers of the step before."""
         self.norms: dict[str, Tensor] = {}
         self.coefficients: dict[str, Tensor] = {}
-        self._within: dict[str, Tensor] = {}  # of groups clipped by value: the norm of what the limit leaves
+        self._within: dict[
+            str, Tensor
+        ] = {}  # of groups clipped by value: the norm of what the limit leaves
 
     @property
     def clipped_share(self) -> dict[str, Tensor]:
-        """Of each group: clipped steps in parts of all applied steps so far, [] float64; 0 before the first."""
-        return {group: number / max(1, self._steps) for group, number in self._clipped_steps.items()}
+        """Of each group: clipped steps in parts of all applied steps so far, [] float64; 0 before
+        the first."""
+        return {
+            group: number / max(1, self._steps) for group, number in self._clipped_steps.items()
+        }
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Fill `norms`: one collective for each set of ranks that this rank is in, all groups of that set in one vector."""
+        """Fill `norms`: one collective for each set of ranks that this rank is in, all groups of
+        that set in one vector."""
         for ranks, groups in self._groups_of_set.items():
-            norms = self.comm.sum_in_order(torch.cat([self._squares(group, ranks) for group in groups]), ranks).sqrt()
+            norms = self.comm.sum_in_order(
+                torch.cat([self._squares(group, ranks) for group in groups]), ranks
+            ).sqrt()
             for group, (norm, within) in zip(groups, norms.view(-1, 2)):
                 self.norms[group], self._within[group] = norm, within
 
     def _squares(self, group: str, ranks: Sequence[int]) -> Tensor:
         """[2] float64: this rank's part of Σ g², and of the same behind a limit of the elements."""
-        rule, squares = self.rules[group], torch.zeros(2, dtype=torch.float64, device=self.comm.device)
+        rule, squares = (
+            self.rules[group],
+            torch.zeros(2, dtype=torch.float64, device=self.comm.device),
+        )
         gradients = [g for g in map(self._measurable, self.members[group]) if g is not None]
         if rule.kind == "value":  # tensor by tensor, so that one limited copy is there at a time
             for g in gradients:
-                squares += torch.stack([_square([g]), _square([g.clamp(-rule.limit, rule.limit)])]).to(squares.device)
+                squares += torch.stack(
+                    [_square([g]), _square([g.clamp(-rule.limit, rule.limit)])]
+                ).to(squares.device)
         else:
             squares += _square(gradients).to(squares.device)
         if not self.partitioned:
-            squares /= len(set(ranks) & set(self.comm.stage.ranks))  # these replicas hold the whole gradient: count it once
+            squares /= len(
+                set(ranks) & set(self.comm.stage.ranks)
+            )  # these replicas hold the whole gradient: count it once
         return squares
 
     @torch.no_grad()
     def clip(self) -> None:
-        """Clip in place the gradients whose turn it is, measured before or now; the first call of a step counts it."""
+        """Clip in place the gradients whose turn it is, measured before or now; the first call of a
+        step counts it."""
         if not self.norms:
             self.measure()
         if not self.coefficients:
             self._count_step()
         for group, coefficient in self.coefficients.items():
             rule = self.rules[group]
-            for gradient in filter(lambda g: g is not None, map(self.gradient, self.members[group])):
+            for gradient in filter(
+                lambda g: g is not None, map(self.gradient, self.members[group])
+            ):
                 if rule.kind == "value":
                     gradient.clamp_(-rule.limit, rule.limit)
                 elif rule.kind != "none":
@@ -125,20 +164,29 @@ class GroupedClipping:
             return torch.where(norm > 0, self._within[group] / norm, 1.0)
         if rule.kind == "adaptive" and self._steps > rule.warmup_steps:
             mean = self._mean_norm[group]
-            return torch.where(mean > 0, (rule.factor * mean / (norm + EPSILON)).clamp(max=1.0), 1.0)
+            return torch.where(
+                mean > 0, (rule.factor * mean / (norm + EPSILON)).clamp(max=1.0), 1.0
+            )
         if rule.limit is None:
             return torch.ones_like(norm)
         return (rule.limit / (norm + EPSILON)).clamp(max=1.0)
 
     def finite_everywhere(self) -> bool:
-        """Measure, and learn whether the norm of every group is finite: one sum over the world. All ranks call it together."""
+        """Measure, and learn whether the norm of every group is finite: one sum over the world. All
+        ranks call it together."""
         self.measure()
         number = sum(~norm.isfinite() for norm in self.norms.values())
-        return bool(self.comm.sum_over(torch.as_tensor(number, dtype=torch.float32, device=self.comm.device)) == 0)
+        return bool(
+            self.comm.sum_over(
+                torch.as_tensor(number, dtype=torch.float32, device=self.comm.device)
+            )
+            == 0
+        )
 
     def told(self, step_applied: bool) -> list[Tensor]:
-        """Norm, coefficient and clipped share of every group, one after the other, as the metrics have them: zero where another rank tells
-        them; norm and coefficient not-a-number in a step that was skipped. A group without parameters has norm 0."""
+        """Norm, coefficient and clipped share of every group, one after the other, as the metrics
+        have them: zero where another rank tells them; norm and coefficient not-a-number in a step
+        that was skipped. A group without parameters has norm 0."""
         zero, nan = self._number(0), self._number(math.nan)
         shares, numbers = self.clipped_share, []
         for group in self.rules:
@@ -147,11 +195,16 @@ class GroupedClipping:
             elif not step_applied:
                 numbers += [nan, nan, shares.get(group, zero)]
             else:
-                numbers += [self.norms.get(group, zero), self.coefficients.get(group, zero + 1), shares.get(group, zero)]
+                numbers += [
+                    self.norms.get(group, zero),
+                    self.coefficients.get(group, zero + 1),
+                    shares.get(group, zero),
+                ]
         return [number.float() for number in numbers]
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Inside the optimizer's step: the gradient it is about to use, or this rank's slice of it; None where it is not this one's turn."""
+        """Inside the optimizer's step: the gradient it is about to use, or this rank's slice of it;
+        None where it is not this one's turn."""
         if not self.partitioned:
             return parameter.grad
         where = self._place(parameter)
@@ -163,8 +216,12 @@ class GroupedClipping:
         return flat.grad.narrow(0, *where[1:])
 
     def _measurable(self, parameter: nn.Parameter) -> Tensor | None:
-        """The same, also before its turn: there it is still scaled, and but for an offloaded optimizer a list of pieces."""
-        gradient, where = self.gradient(parameter), self._place(parameter) if self.partitioned else None
+        """The same, also before its turn: there it is still scaled, and but for an offloaded
+        optimizer a list of pieces."""
+        gradient, where = (
+            self.gradient(parameter),
+            self._place(parameter) if self.partitioned else None,
+        )
         if gradient is not None or where is None:
             return gradient
         group, start, length = where
@@ -174,11 +231,14 @@ class GroupedClipping:
             if start == 0:
                 return piece.float() / self.optimizer.loss_scale
             start -= piece.numel()
-        raise RuntimeError(f"no piece of parameter group {group} begins where DeepSpeed's mapping says")
+        raise RuntimeError(
+            f"no piece of parameter group {group} begins where DeepSpeed's mapping says"
+        )
 
     @staticmethod
     def _place(parameter: nn.Parameter) -> tuple[int, int, int] | None:
-        """(parameter group, start, number of elements): where this rank's slice of the parameter lies in its flat slices."""
+        """(parameter group, start, number of elements): where this rank's slice of the parameter
+        lies in its flat slices."""
         mapping = parameter._hp_mapping  # DeepSpeed's
         if mapping is None:
             return None
@@ -186,7 +246,8 @@ class GroupedClipping:
         return mapping.param_group_index, address.start, address.numel
 
     def state_dict(self) -> dict[str, Any]:
-        """What later steps depend on, of the groups of this rank; equal on all ranks that hold a group."""
+        """What later steps depend on, of the groups of this rank; equal on all ranks that hold a
+        group."""
         return {
             "steps": self._steps,
             "clipped_steps": {group: int(number) for group, number in self._clipped_steps.items()},
@@ -194,11 +255,13 @@ class GroupedClipping:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Also from a state with more groups than this rank has. Raises ValueError where one of them is missing."""
+        """Also from a state with more groups than this rank has. Raises ValueError where one of
+        them is missing."""
         for key, own in (("clipped_steps", self._clipped_steps), ("mean_norm", self._mean_norm)):
             if missing := sorted(set(own) - set(state[key])):
                 raise ValueError(
-                    f"clipping state: {key} of {', '.join(missing)} is not in the checkpoint, which has that of {sorted(state[key])}; "
+                    f"clipping state: {key} of {', '.join(missing)} is not in the checkpoint, "
+                    f"which has that of {sorted(state[key])}; "
                     "go on with the gradient_clipping that it was made with"
                 )
             own.update({group: self._number(state[key][group]) for group in own})
@@ -213,7 +276,14 @@ def _square(gradients: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm(gradients).double().square()
 
 
-def _members(parameters: Mapping[str, nn.Parameter], rules: Mapping[str, ClippingRule], group: str) -> list[nn.Parameter]:
-    """The trainable parameters of a group, each once: one with two names belongs to the group of the first."""
+def _members(
+    parameters: Mapping[str, nn.Parameter], rules: Mapping[str, ClippingRule], group: str
+) -> list[nn.Parameter]:
+    """The trainable parameters of a group, each once: one with two names belongs to the group of
+    the first."""
     first_names = {id(p): name for name, p in reversed(parameters.items())}
-    return [p for name, p in parameters.items() if p.requires_grad and first_names[id(p)] == name and group_of(name, rules) == group]
+    return [
+        p
+        for name, p in parameters.items()
+        if p.requires_grad and first_names[id(p)] == name and group_of(name, rules) == group
+    ]

@@ -1,7 +1,9 @@
-"""What is clipped together and how: the `gradient_clipping` block, read and checked. Plain Python, no process group.
+"""What is clipped together and how: the `gradient_clipping` block, read and checked. Plain Python,
+no process group.
 
-A group is always there for each branch, named after it, and one named `head`: the first part of a parameter's canonical name. A group of
-one's own takes the parameters whose names its patterns match, first come, first served; what is left stays in these.
+A group is always there for each branch, named after it, and one named `head`: the first part of a
+parameter's canonical name. A group of one's own takes the parameters whose names its patterns
+match, first come, first served; what is left stays in these.
 
 | kind | what happens to the gradient g of a group, ‖g‖ its norm |
 |---|---|
@@ -25,18 +27,25 @@ from engine.topology import StageGraph
 
 HEAD = "head"  # the group of what stands behind the towers
 # What each kind may be told besides `match`. `limit` must be given to the first two.
-KEYS_OF_KIND = {"norm": ("limit",), "value": ("limit",), "adaptive": ("factor", "decay", "warmup_steps", "limit"), "none": ()}
+KEYS_OF_KIND = {
+    "norm": ("limit",),
+    "value": ("limit",),
+    "adaptive": ("factor", "decay", "warmup_steps", "limit"),
+    "none": (),
+}
 FACTOR, DECAY, WARMUP_STEPS = 1.5, 0.99, 100
 
 
 @dataclass(frozen=True)
 class ClippingRule:
-    """How the gradients of one group are clipped. Checked when made: ValueError, with the key that is wrong.
+    """How the gradients of one group are clipped. Checked when made: ValueError, with the key that
+    is wrong.
 
-    `limit`: of the norm (norm), of every element (value), of the norm during the warm-up (adaptive; None: none holds then).
-    `match`: patterns of canonical names as in `fnmatch`, for a group of one's own; empty for those of the branches and the head.
-    The last three belong to adaptive: the limit is `factor` times the mean, `decay` is the mean's weight of the past, and
-    `warmup_steps` are the applied steps before that limit holds.
+    `limit`: of the norm (norm), of every element (value), of the norm during the warm-up (adaptive;
+    None: none holds then). `match`: patterns of canonical names as in `fnmatch`, for a group of
+    one's own; empty for those of the branches and the head. The last three belong to adaptive: the
+    limit is `factor` times the mean, `decay` is the mean's weight of the past, and `warmup_steps`
+    are the applied steps before that limit holds.
     """
 
     kind: str
@@ -48,30 +57,51 @@ class ClippingRule:
 
     def __post_init__(self):
         if self.kind not in list(KEYS_OF_KIND):
-            raise ValueError(f"kind: unknown value {self.kind!r}{nearest(str(self.kind), list(KEYS_OF_KIND))}")
+            raise ValueError(
+                f"kind: unknown value {self.kind!r}{nearest(str(self.kind), list(KEYS_OF_KIND))}"
+            )
         if self.kind in ("norm", "value") and self.limit is None:
             raise ValueError(f'a rule of kind "{self.kind}" needs a "limit", such as 1.0')
         if self.limit is not None and not (_is_number(self.limit) and self.limit > 0):
-            raise ValueError(f'limit: got {self.limit!r}; a limit is a number above 0; to clip nothing, write {{"kind": "none"}}')
+            raise ValueError(
+                f'limit: got {self.limit!r}; a limit is a number above 0; to clip nothing, write {{"kind": "none"}}'
+            )
         if not (_is_number(self.factor) and self.factor > 1):
-            raise ValueError(f"factor: got {self.factor!r}; it is a number above 1, or the limit would fall from step to step")
+            raise ValueError(
+                f"factor: got {self.factor!r}; it is a number above 1, or the limit would fall "
+                "from step to step"
+            )
         if not (_is_number(self.decay) and 0 < self.decay < 1):
-            raise ValueError(f"decay: got {self.decay!r}; it is a number between 0 and 1, such as {DECAY}")
-        if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or self.warmup_steps < 1:
-            raise ValueError(f"warmup_steps: got {self.warmup_steps!r}; it is a whole number of at least 1: a mean needs a step")
+            raise ValueError(
+                f"decay: got {self.decay!r}; it is a number between 0 and 1, such as {DECAY}"
+            )
+        if (
+            isinstance(self.warmup_steps, bool)
+            or not isinstance(self.warmup_steps, int)
+            or self.warmup_steps < 1
+        ):
+            raise ValueError(
+                f"warmup_steps: got {self.warmup_steps!r}; it is a whole number of at least 1: a "
+                "mean needs a step"
+            )
 
 
 def clipping_rules(block: Any, branches: Sequence[str]) -> dict[str, ClippingRule]:
-    """group -> rule, of every group: those of the branches, the head, then one's own in the order of the block.
+    """group -> rule, of every group: those of the branches, the head, then one's own in the order
+    of the block.
 
-    `block` is `branches.gradient_clipping` as written. None: a limit of 1 for each of the former; otherwise what is not named is not
-    clipped. A bare number is a limit of the norm, and 0 means none. Errors: ValueError with the key.
+    `block` is `branches.gradient_clipping` as written. None: a limit of 1 for each of the former;
+    otherwise what is not named is not clipped. A bare number is a limit of the norm, and 0 means
+    none. Errors: ValueError with the key.
     """
     given = (*branches, HEAD)
     if block is None:
         return {group: ClippingRule("norm", 1.0) for group in given}
     if not isinstance(block, Mapping):
-        raise ValueError(f"branches.gradient_clipping: got {block!r}; give each group its limit: {json.dumps(dict.fromkeys(given, 1.0))}")
+        raise ValueError(
+            f"branches.gradient_clipping: got {block!r}; give each group its limit: "
+            f"{json.dumps(dict.fromkeys(given, 1.0))}"
+        )
     own = {group: _read_rule(group, written, given) for group, written in block.items()}
     return {group: own.pop(group, ClippingRule("none")) for group in given} | own
 
@@ -81,34 +111,49 @@ def _read_rule(group: str, written: Any, given: Sequence[str]) -> ClippingRule:
     has_pattern = isinstance(written, Mapping) and "match" in written
     if group not in given and not has_pattern:
         raise ValueError(
-            f"branches.gradient_clipping: unknown group {group!r} (a group of your own says which parameters it takes: "
+            f"branches.gradient_clipping: unknown group {group!r} (a group of your own says which "
+            "parameters it takes: "
             f'{{"match": ["{given[0]}.embeddings.*"], "kind": "norm", "limit": 1.0}}){nearest(group, given)}'
         )
     if group in given and has_pattern:
         raise ValueError(
-            f"{where}.match: {group!r} is every parameter of that name which no other group takes; give a group of another name"
+            f"{where}.match: {group!r} is every parameter of that name which no other group takes; "
+            "give a group of another name"
         )
     if not isinstance(written, Mapping):
         if not (_is_number(written) and written >= 0):
             raise ValueError(
-                f"{where}: got {written!r}; a limit is a number ≥ 0, and 0 means no clipping; or an object such as "
+                f"{where}: got {written!r}; a limit is a number ≥ 0, and 0 means no clipping; or "
+                "an object such as "
                 '{"kind": "norm", "limit": 1.0}'
             )
         return ClippingRule("norm", float(written)) if written else ClippingRule("none")
     try:
         kind = written.get("kind", "norm")
-        valid = ("kind", *(("match",) if has_pattern else ()), *(KEYS_OF_KIND[kind] if kind in list(KEYS_OF_KIND) else written))
+        valid = (
+            "kind",
+            *(("match",) if has_pattern else ()),
+            *(KEYS_OF_KIND[kind] if kind in list(KEYS_OF_KIND) else written),
+        )
         for key in written:
             if key not in valid:
                 raise ValueError(f'unknown key {key!r} for kind "{kind}"{nearest(key, valid)}')
-        return ClippingRule(**{**written, "kind": kind, "match": _patterns(written.get("match", ()))})
+        return ClippingRule(
+            **{**written, "kind": kind, "match": _patterns(written.get("match", ()))}
+        )
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
 def _patterns(match: Any) -> tuple[str, ...]:
-    if not isinstance(match, (list, tuple)) or not all(isinstance(pattern, str) for pattern in match) or match == []:
-        raise ValueError(f'match: got {match!r}; it is a list of patterns of parameter names, such as ["head.*"]')
+    if (
+        not isinstance(match, (list, tuple))
+        or not all(isinstance(pattern, str) for pattern in match)
+        or match == []
+    ):
+        raise ValueError(
+            f'match: got {match!r}; it is a list of patterns of parameter names, such as ["head.*"]'
+        )
     return tuple(match)
 
 
@@ -117,41 +162,67 @@ def _is_number(value: Any) -> bool:
 
 
 def group_of(canonical_name: str, rules: Mapping[str, ClippingRule]) -> str:
-    """The clipping group of a parameter: the first that has a pattern for it, else the first part of its name."""
+    """The clipping group of a parameter: the first that has a pattern for it, else the first part
+    of its name."""
     for group, rule in rules.items():
         if any(fnmatchcase(canonical_name, pattern) for pattern in rule.match):
             return group
     group = canonical_name.split(".", 1)[0]
     if group not in rules:
         given = [group for group, rule in rules.items() if not rule.match]
-        raise ValueError(f"parameter {canonical_name!r} belongs to no clipping group; names start with one of {', '.join(given)}")
+        raise ValueError(
+            f"parameter {canonical_name!r} belongs to no clipping group; names start with one of "
+            f"{', '.join(given)}"
+        )
     return group
 
 
 def refuse_idle_patterns(rules: Mapping[str, ClippingRule], canonical_names: Sequence[str]) -> None:
-    """Raise ValueError for a pattern that matches no parameter, and for a group whose parameters all belong to an earlier one."""
+    """Raise ValueError for a pattern that matches no parameter, and for a group whose parameters
+    all belong to an earlier one."""
     taken = {group_of(name, rules) for name in canonical_names}
     for group, rule in rules.items():
         where = f"branches.gradient_clipping.{group}"
         for pattern in rule.match:
             if not any(fnmatchcase(name, pattern) for name in canonical_names):
-                raise ValueError(f"{where}.match: {pattern!r} matches no parameter{nearest_pattern(pattern, canonical_names)}")
+                raise ValueError(
+                    f"{where}.match: {pattern!r} matches no "
+                    f"parameter{nearest_pattern(pattern, canonical_names)}"
+                )
         if rule.match and group not in taken:
-            raise ValueError(f"{where}: every parameter that it matches belongs to a group before it; put the narrower patterns first")
+            raise ValueError(
+                f"{where}: every parameter that it matches belongs to a group before it; put the "
+                "narrower patterns first"
+            )
 
 
 def rank_sets(
     graph: StageGraph, groups_of_layers: Mapping[str, Sequence[set[str]]], sharded: bool
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """group -> the sets of ranks that each add up its norm by themselves. `groups_of_layers[branch][i]`: the groups in layer i.
+    """group -> the sets of ranks that each add up its norm by themselves.
+    `groups_of_layers[branch][i]`: the groups in layer i.
 
-    Where replicas share the gradients out (`sharded`), a norm needs all ranks that hold the group: one set. Where every replica has them
-    whole, one replica of each stage is enough: as many sets as the stages' numbers of replicas have in common, replica r in set r
-    modulo that number.
+    Where replicas share the gradients out (`sharded`), a norm needs all ranks that hold the group:
+    one set. Where every replica has them whole, one replica of each stage is enough: as many sets
+    as the stages' numbers of replicas have in common, replica r in set r modulo that number.
     """
     sets = {}
-    for group in dict.fromkeys(group for layers in groups_of_layers.values() for groups in layers for group in sorted(groups)):
-        stages = [s for s in graph.stages if any(group in groups_of_layers[b][i] for b, layers in s.layers.items() for i in layers)]
+    for group in dict.fromkeys(
+        group
+        for layers in groups_of_layers.values()
+        for groups in layers
+        for group in sorted(groups)
+    ):
+        stages = [
+            s
+            for s in graph.stages
+            if any(
+                group in groups_of_layers[b][i] for b, layers in s.layers.items() for i in layers
+            )
+        ]
         number = 1 if sharded else math.gcd(*(stage.replicas for stage in stages))
-        sets[group] = tuple(tuple(sorted(rank for stage in stages for rank in stage.ranks[k::number])) for k in range(number))
+        sets[group] = tuple(
+            tuple(sorted(rank for stage in stages for rank in stage.ranks[k::number]))
+            for k in range(number)
+        )
     return sets

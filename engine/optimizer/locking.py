@@ -1,8 +1,9 @@
 """Which layers are locked: the `locked` block, read and checked. Plain Python.
 
-A locked tower keeps its pretrained weights while the other tower learns to read it (Zhai et al. 2022, LiT). Layers are locked from the
-input on, so what is locked needs no backward: no gradient leaves the first layer that learns, and a stage of locked layers alone runs
-forwards and nothing else. The head, a layer of its own behind each tower, learns unless it is locked too.
+A locked tower keeps its pretrained weights while the other tower learns to read it (Zhai et al.
+2022, LiT). Layers are locked from the input on, so what is locked needs no backward: no gradient
+leaves the first layer that learns, and a stage of locked layers alone runs forwards and nothing
+else. The head, a layer of its own behind each tower, learns unless it is locked too.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ Trainable = Mapping[str, Sequence[bool]]  # branch -> of each of its layers, the
 class LockedBlock:
     """The `locked` block inside `branches`. Checked when made.
 
-    `towers`, by branch: is it locked; {"all_but_last": k}: but for its last k layers with parameters; a branch that is not there is not.
-    `head`: the projections and what the losses learn. `batch_norm`: "locked", the locked layers normalise by their running statistics and
-    leave them; "free": by the micro-batch, as in training.
+    `towers`, by branch: is it locked; {"all_but_last": k}: but for its last k layers with
+    parameters; a branch that is not there is not. `head`: the projections and what the losses
+    learn. `batch_norm`: "locked", the locked layers normalise by their running statistics and leave
+    them; "free": by the micro-batch, as in training.
     """
 
     towers: Mapping[str, Any] = field(default_factory=dict)
@@ -33,7 +35,11 @@ class LockedBlock:
 
     def __post_init__(self):
         for branch, value in self.towers.items():
-            last = value.get("all_but_last") if isinstance(value, dict) and set(value) == {"all_but_last"} else None
+            last = (
+                value.get("all_but_last")
+                if isinstance(value, dict) and set(value) == {"all_but_last"}
+                else None
+            )
             if not isinstance(value, bool) and (type(last) is not int or last < 1):
                 raise ValueError(
                     f'branches.locked.{branch}: got {value!r}; it is true, false or {{"all_but_last": k}} with a whole number k of at least 1'
@@ -42,14 +48,16 @@ class LockedBlock:
             raise ValueError(f"branches.locked.head: got {self.head!r}; it is true or false")
         if self.batch_norm not in ("locked", "free"):
             raise ValueError(
-                f"branches.locked.batch_norm: unknown value {self.batch_norm!r}{nearest(str(self.batch_norm), ('locked', 'free'))}"
+                "branches.locked.batch_norm: unknown value "
+                f"{self.batch_norm!r}{nearest(str(self.batch_norm), ('locked', 'free'))}"
             )
 
     def __bool__(self) -> bool:
         return any(self.towers.values()) or self.head
 
     def trainable(self, num_parameters: Mapping[str, Sequence[int]]) -> dict[str, tuple[bool, ...]]:
-        """From the parameters of each branch's layers. Raises ValueError where a tower has no more than `all_but_last` layers."""
+        """From the parameters of each branch's layers. Raises ValueError where a tower has no more
+        than `all_but_last` layers."""
         found = {}
         for branch, counts in num_parameters.items():
             tower, value = counts[:-1], self.towers.get(branch, False)
@@ -57,7 +65,8 @@ class LockedBlock:
             last = len(held) if value is False else 0 if value is True else value["all_but_last"]
             if value and last >= len(held):
                 raise ValueError(
-                    f"branches.locked.{branch}: {value} would lock nothing: the tower has {len(held)} layers with parameters; use at most "
+                    f"branches.locked.{branch}: {value} would lock nothing: the tower has "
+                    f"{len(held)} layers with parameters; use at most "
                     f'{len(held) - 1}, or "{branch}": false'
                 )
             first = held[len(held) - last] if last else len(tower)
@@ -66,8 +75,8 @@ class LockedBlock:
 
 
 def locked_block(written: Any, branches: Sequence[str] | None = None) -> LockedBlock:
-    """`branches.locked` as written; None: nothing is locked. `branches`: the names that it may have; None: any. Errors: ValueError with
-    the key."""
+    """`branches.locked` as written; None: nothing is locked. `branches`: the names that it may
+    have; None: any. Errors: ValueError with the key."""
     if written is None:
         return LockedBlock()
     if not isinstance(written, Mapping):
@@ -81,31 +90,49 @@ def locked_block(written: Any, branches: Sequence[str] | None = None) -> LockedB
             raise ValueError(f"unknown key 'branches.locked.{branch}'{nearest(branch, valid)}")
     locked = LockedBlock(towers, **own)
     if locked.head and all(towers.get(branch) is True for branch in branches or ("",)):
-        raise ValueError(f"branches.locked: {', '.join(branches)} and head are all locked, so nothing would learn; leave one of them out")
+        raise ValueError(
+            f"branches.locked: {', '.join(branches)} and head are all locked, so nothing would "
+            "learn; leave one of them out"
+        )
     return locked
 
 
 def trainable_layers(locked: LockedBlock, costs: CostModel) -> dict[str, tuple[bool, ...]]:
     """Which layers learn, of the towers that were priced."""
-    return locked.trainable({branch: [layer.num_parameters for layer in line] for branch, line in costs.layers.items()})
+    return locked.trainable(
+        {branch: [layer.num_parameters for layer in line] for branch, line in costs.layers.items()}
+    )
 
 
 def lock_graph(graph: StageGraph, trainable: Trainable) -> StageGraph:
-    """The graph with what is known of gradients: of which branches' tensors they are needed, and whether the stage above wants any."""
+    """The graph with what is known of gradients: of which branches' tensors they are needed, and
+    whether the stage above wants any."""
     stages = []
     for stage in graph.stages:
         above = () if stage.previous is None else stages[stage.previous].trained
-        own = [branch for branch, layers in stage.layers.items() if any(trainable[branch][i] for i in layers)]
+        own = [
+            branch
+            for branch, layers in stage.layers.items()
+            if any(trainable[branch][i] for i in layers)
+        ]
         trained = tuple(branch for branch in graph.branches if branch in above or branch in own)
-        stages.append(replace(stage, trained=trained, sends_gradients=stage.previous is None or bool(above)))
+        stages.append(
+            replace(stage, trained=trained, sends_gradients=stage.previous is None or bool(above))
+        )
     return replace(graph, stages=tuple(stages))
 
 
 def lock_costs(costs: CostModel, trainable: Trainable) -> CostModel:
-    """The cost model in which locked layers have no gradients, and layers before the first that learns no backward."""
+    """The cost model in which locked layers have no gradients, and layers before the first that
+    learns no backward."""
     layers = {
         branch: [
-            replace(layer, trainable=trainable[branch][i], differentiated=any(trainable[branch][: i + 1])) for i, layer in enumerate(line)
+            replace(
+                layer,
+                trainable=trainable[branch][i],
+                differentiated=any(trainable[branch][: i + 1]),
+            )
+            for i, layer in enumerate(line)
         ]
         for branch, line in costs.layers.items()
     }

@@ -1,15 +1,18 @@
-"""Which parameters learn how fast and decay how much: the `optimizer_groups` block, and the schedule that carries it out.
+"""Which parameters learn how fast and decay how much: the `optimizer_groups` block, and the
+schedule that carries it out.
 
 A parameter's rate in a step is
 
     rate(step) = schedule(step) · lr / optimizer.params.lr · layer_decay^depth
 
-with `schedule` DeepSpeed's own, `lr` that of the parameter's group (its branch or `head`, the first part of its canonical name) and `depth`
-the number of layers with parameters between it and the head of its branch, counted from 1 (Bao et al. 2022, BEiT, section 3.2). A group
-with `warmup_steps` follows the same schedule with that many `warmup_num_steps`. Biases, norms and what the loss learns, which all have
-one dimension, are not decayed; `no_decay` says it by names instead.
+with `schedule` DeepSpeed's own, `lr` that of the parameter's group (its branch or `head`, the first
+part of its canonical name) and `depth` the number of layers with parameters between it and the head
+of its branch, counted from 1 (Bao et al. 2022, BEiT, section 3.2). A group with `warmup_steps`
+follows the same schedule with that many `warmup_num_steps`. Biases, norms and what the loss learns,
+which all have one dimension, are not decayed; `no_decay` says it by names instead.
 
-Reading, checking and grouping are plain Python; `GroupSchedule` acts on one rank's optimizer and calls no collective.
+Reading, checking and grouping are plain Python; `GroupSchedule` acts on one rank's optimizer and
+calls no collective.
 """
 
 from __future__ import annotations
@@ -26,9 +29,11 @@ from engine.optimizer.clipping_rules import HEAD
 
 @dataclass(frozen=True)
 class GroupRule:
-    """How the parameters of one group learn. Checked when made: ValueError, with the key that is wrong.
+    """How the parameters of one group learn. Checked when made: ValueError, with the key that is
+    wrong.
 
-    None: as the `optimizer` and `scheduler` blocks say. `layer_decay`: of the rate from a layer to the one before it, above 0 up to 1.
+    None: as the `optimizer` and `scheduler` blocks say. `layer_decay`: of the rate from a layer to
+    the one before it, above 0 up to 1.
     """
 
     lr: float | None = None
@@ -38,30 +43,55 @@ class GroupRule:
 
     def __post_init__(self):
         if self.lr is not None and not (_is_number(self.lr) and self.lr > 0):
-            raise ValueError(f'lr: got {self.lr!r}; a rate is a number above 0; to hold a tower still, use "locked"')
-        if self.weight_decay is not None and not (_is_number(self.weight_decay) and self.weight_decay >= 0):
-            raise ValueError(f"weight_decay: got {self.weight_decay!r}; it is a number of at least 0")
+            raise ValueError(
+                f'lr: got {self.lr!r}; a rate is a number above 0; to hold a tower still, use "locked"'
+            )
+        if self.weight_decay is not None and not (
+            _is_number(self.weight_decay) and self.weight_decay >= 0
+        ):
+            raise ValueError(
+                f"weight_decay: got {self.weight_decay!r}; it is a number of at least 0"
+            )
         if not (_is_number(self.layer_decay) and 0 < self.layer_decay <= 1):
-            raise ValueError(f"layer_decay: got {self.layer_decay!r}; it is a number above 0 up to 1, such as 0.75")
-        if self.warmup_steps is not None and not (type(self.warmup_steps) is int and self.warmup_steps >= 1):
-            raise ValueError(f"warmup_steps: got {self.warmup_steps!r}; it is a whole number of at least 1")
+            raise ValueError(
+                f"layer_decay: got {self.layer_decay!r}; it is a number above 0 up to 1, such as "
+                "0.75"
+            )
+        if self.warmup_steps is not None and not (
+            type(self.warmup_steps) is int and self.warmup_steps >= 1
+        ):
+            raise ValueError(
+                f"warmup_steps: got {self.warmup_steps!r}; it is a whole number of at least 1"
+            )
 
 
 @dataclass(frozen=True)
 class OptimizerGroups:
-    """The `optimizer_groups` block. `no_decay`: patterns of canonical names as in `fnmatch`; None: parameters of one dimension."""
+    """The `optimizer_groups` block. `no_decay`: patterns of canonical names as in `fnmatch`; None:
+    parameters of one dimension."""
 
     rules: Mapping[str, GroupRule]
     no_decay: tuple[str, ...] | None = None
 
-    def rates(self, schedules: Mapping[int | None, float], base_lr: float | None) -> dict[str, float]:
-        """The present rate of each group that has one of its own, at its head. `schedules`: the rate of each length of warm-up."""
-        own = {group: rule for group, rule in self.rules.items() if rule.lr is not None or rule.warmup_steps is not None}
-        return {g: schedules[rule.warmup_steps] * (1.0 if rule.lr is None else rule.lr / base_lr) for g, rule in own.items()}
+    def rates(
+        self, schedules: Mapping[int | None, float], base_lr: float | None
+    ) -> dict[str, float]:
+        """The present rate of each group that has one of its own, at its head. `schedules`: the
+        rate of each length of warm-up."""
+        own = {
+            group: rule
+            for group, rule in self.rules.items()
+            if rule.lr is not None or rule.warmup_steps is not None
+        }
+        return {
+            g: schedules[rule.warmup_steps] * (1.0 if rule.lr is None else rule.lr / base_lr)
+            for g, rule in own.items()
+        }
 
 
 class Setting(NamedTuple):
-    """What a parameter group of the optimizer is told. `weight_decay`, `warmup_steps` None: as the JSON's blocks say."""
+    """What a parameter group of the optimizer is told. `weight_decay`, `warmup_steps` None: as the
+    JSON's blocks say."""
 
     lr_scale: float
     weight_decay: float | None
@@ -69,25 +99,36 @@ class Setting(NamedTuple):
 
 
 def optimizer_groups(block: Any, branches: Sequence[str]) -> OptimizerGroups:
-    """`branches.optimizer_groups` as written, checked; None: all groups alike. Errors: ValueError with the key."""
+    """`branches.optimizer_groups` as written, checked; None: all groups alike. Errors: ValueError
+    with the key."""
     where, groups = "branches.optimizer_groups", (*branches, HEAD)
     block = {} if block is None else block
     if not isinstance(block, Mapping):
-        raise ValueError(f'{where}: got {block!r}; it is an object such as {{"{groups[0]}": {{"lr": 1e-4, "layer_decay": 0.75}}}}')
+        raise ValueError(
+            f'{where}: got {block!r}; it is an object such as {{"{groups[0]}": {{"lr": 1e-4, "layer_decay": 0.75}}}}'
+        )
     for key in block:
         if key not in (*groups, "no_decay"):
             raise ValueError(f"unknown key '{where}.{key}'{nearest(key, (*groups, 'no_decay'))}")
     no_decay = block.get("no_decay")
-    if no_decay is not None and not (isinstance(no_decay, list) and all(isinstance(pattern, str) for pattern in no_decay)):
-        raise ValueError(f'{where}.no_decay: got {no_decay!r}; it is a list of patterns of parameter names, such as ["*.bias"]')
+    if no_decay is not None and not (
+        isinstance(no_decay, list) and all(isinstance(pattern, str) for pattern in no_decay)
+    ):
+        raise ValueError(
+            f'{where}.no_decay: got {no_decay!r}; it is a list of patterns of parameter names, such as ["*.bias"]'
+        )
     rules = {group: _read_rule(f"{where}.{group}", group, block.get(group, {})) for group in groups}
     return OptimizerGroups(rules, None if no_decay is None else tuple(no_decay))
 
 
 def _read_rule(where: str, group: str, written: Any) -> GroupRule:
     if not isinstance(written, Mapping):
-        raise ValueError(f'{where}: got {written!r}; it is an object such as {{"lr": 1e-4, "weight_decay": 0.1}}')
-    valid = [field.name for field in fields(GroupRule) if group != HEAD or field.name != "layer_decay"]  # the head is one layer
+        raise ValueError(
+            f'{where}: got {written!r}; it is an object such as {{"lr": 1e-4, "weight_decay": 0.1}}'
+        )
+    valid = [
+        field.name for field in fields(GroupRule) if group != HEAD or field.name != "layer_decay"
+    ]  # the head is one layer
     for key in written:
         if key not in valid:
             raise ValueError(f"unknown key '{where}.{key}'{nearest(key, valid)}")
@@ -98,14 +139,16 @@ def _read_rule(where: str, group: str, written: Any) -> GroupRule:
 
 
 def check_groups(groups: OptimizerGroups, config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a rule that DeepSpeed's `optimizer` and `scheduler` blocks leave nothing to stand on."""
+    """Raise ValueError for a rule that DeepSpeed's `optimizer` and `scheduler` blocks leave nothing
+    to stand on."""
     base = config["optimizer"].get("params", {}).get("lr")
     schedule = config.get("scheduler", {}).get("params", {})
     for group, rule in groups.rules.items():
         where = f"branches.optimizer_groups.{group}"
         if rule.lr is not None and base != "auto" and not (_is_number(base) and base > 0):
             raise ValueError(
-                f"{where}.lr: the schedule is scaled by it ÷ optimizer.params.lr, which is {base!r}; give a number above 0 there"
+                f"{where}.lr: the schedule is scaled by it ÷ optimizer.params.lr, which is "
+                f"{base!r}; give a number above 0 there"
             )
         if rule.warmup_steps is not None and "warmup_num_steps" not in schedule:
             raise ValueError(
@@ -115,36 +158,57 @@ def check_groups(groups: OptimizerGroups, config: Mapping[str, Any]) -> None:
 
 
 class DescribesParameters(Protocol):
-    """What is asked of a layer before it exists: the shape of each of its parameters, by its name in the run."""
+    """What is asked of a layer before it exists: the shape of each of its parameters, by its name
+    in the run."""
 
     canonical_parameters: Mapping[str, Sequence[int]]
 
 
 def settings_of(
-    groups: OptimizerGroups, layers: Mapping[str, Sequence[DescribesParameters]], optimizer: Mapping[str, Any]
+    groups: OptimizerGroups,
+    layers: Mapping[str, Sequence[DescribesParameters]],
+    optimizer: Mapping[str, Any],
 ) -> dict[str, Setting]:
-    """canonical name -> what its parameter group is told. `layers[branch]`: all layers in order, the head last; `optimizer`: DeepSpeed's
-    block. Raises ValueError for a pattern that matches no parameter."""
+    """canonical name -> what its parameter group is told. `layers[branch]`: all layers in order,
+    the head last; `optimizer`: DeepSpeed's block. Raises ValueError for a pattern that matches no
+    parameter."""
     params, found = optimizer.get("params", {}), {}
     for specs in layers.values():
         held = [spec.canonical_parameters for spec in specs if spec.canonical_parameters]
         for depth, parameters in enumerate(reversed(held)):  # from the head, which is at depth 0
             for name, shape in parameters.items():
                 rule = groups.rules[name.split(".", 1)[0]]
-                scale = (1.0 if rule.lr is None else rule.lr / params["lr"]) * rule.layer_decay**depth
-                decay = params.get("weight_decay") if rule.weight_decay is None else rule.weight_decay
-                found[name] = Setting(scale, 0.0 if _is_not_decayed(name, shape, groups.no_decay) else decay, rule.warmup_steps)
+                scale = (
+                    1.0 if rule.lr is None else rule.lr / params["lr"]
+                ) * rule.layer_decay**depth
+                decay = (
+                    params.get("weight_decay") if rule.weight_decay is None else rule.weight_decay
+                )
+                found[name] = Setting(
+                    scale,
+                    0.0 if _is_not_decayed(name, shape, groups.no_decay) else decay,
+                    rule.warmup_steps,
+                )
     for pattern in groups.no_decay or ():
         if not any(fnmatchcase(name, pattern) for name in found):
-            raise ValueError(f"branches.optimizer_groups.no_decay: {pattern!r} matches no parameter{nearest_pattern(pattern, list(found))}")
+            raise ValueError(
+                f"branches.optimizer_groups.no_decay: {pattern!r} matches no "
+                f"parameter{nearest_pattern(pattern, list(found))}"
+            )
     return found
 
 
 def _is_not_decayed(name: str, shape: Sequence[int], patterns: Sequence[str] | None) -> bool:
-    return len(shape) <= 1 if patterns is None else any(fnmatchcase(name, pattern) for pattern in patterns)
+    return (
+        len(shape) <= 1
+        if patterns is None
+        else any(fnmatchcase(name, pattern) for pattern in patterns)
+    )
 
 
-def groups_of_names(names: Sequence[str], settings: Mapping[str, Setting]) -> dict[Setting, list[str]]:
+def groups_of_names(
+    names: Sequence[str], settings: Mapping[str, Setting]
+) -> dict[Setting, list[str]]:
     """The names that are told the same, in the order in which they come."""
     found: dict[Setting, list[str]] = {}
     for name in names:
@@ -157,17 +221,27 @@ def _is_number(value: Any) -> bool:
 
 
 class GroupSchedule:
-    """DeepSpeed's learning-rate schedule, scaled for each parameter group, with a schedule for each length of warm-up.
+    """DeepSpeed's learning-rate schedule, scaled for each parameter group, with a schedule for each
+    length of warm-up.
 
-    `make(warmup_steps)` builds DeepSpeed's schedule on `optimizer` with that many `warmup_num_steps` (None: as written), or returns None where the rate is
-    constant. `settings[i]` is of the optimizer's i-th group; `warmups`: all that occur in the run, so that the state is equal on
-    all ranks. A schedule sees each group at the same base rate; what it makes of it is `rates[warmup_steps]`.
+    `make(warmup_steps)` builds DeepSpeed's schedule on `optimizer` with that many
+    `warmup_num_steps` (None: as written), or returns None where the rate is constant. `settings[i]`
+    is of the optimizer's i-th group; `warmups`: all that occur in the run, so that the state is
+    equal on all ranks. A schedule sees each group at the same base rate; what it makes of it is
+    `rates[warmup_steps]`.
 
-    By itself DeepSpeed's warm-up holds two steps at its least rate, 0 unless another is given. Here step k of a run, counted from 1, is step k of its
-    schedule: in a linear warm-up of N steps it has k / N of the rate, as in OpenCLIP.
+    By itself DeepSpeed's warm-up holds two steps at its least rate, 0 unless another is given. Here
+    step k of a run, counted from 1, is step k of its schedule: in a linear warm-up of N steps it
+    has k / N of the rate, as in OpenCLIP.
     """
 
-    def __init__(self, optimizer: Any, make: Callable[[int | None], Any], settings: Sequence[Setting], warmups: Sequence[int | None]):
+    def __init__(
+        self,
+        optimizer: Any,
+        make: Callable[[int | None], Any],
+        settings: Sequence[Setting],
+        warmups: Sequence[int | None],
+    ):
         self.optimizer, self.settings = optimizer, settings
         base = optimizer.param_groups[0]["lr"]
         self.schedules, self.rates = {}, {}
@@ -189,7 +263,9 @@ class GroupSchedule:
         self._scale()
 
     def _scale(self) -> None:
-        self._set([self.rates[setting.warmup_steps] * setting.lr_scale for setting in self.settings])
+        self._set(
+            [self.rates[setting.warmup_steps] * setting.lr_scale for setting in self.settings]
+        )
 
     def _set(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -202,20 +278,28 @@ class GroupSchedule:
     def state_dict(self) -> dict[str, Any]:
         return {
             "rates": {str(warmup): rate for warmup, rate in self.rates.items()},
-            "schedules": {str(warmup): schedule.state_dict() for warmup, schedule in self.schedules.items() if schedule is not None},
+            "schedules": {
+                str(warmup): schedule.state_dict()
+                for warmup, schedule in self.schedules.items()
+                if schedule is not None
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state["rates"]) != set(map(str, self.rates)):
             raise ValueError(
-                f"learning-rate schedule: the state has warm-ups of {list(state['rates'])} steps, and this run of {list(self.rates)} (None: "
-                "the scheduler's own); go on with the optimizer_groups that the checkpoint was made with"
+                f"learning-rate schedule: the state has warm-ups of {list(state['rates'])} steps, "
+                f"and this run of {list(self.rates)} (None: "
+                "the scheduler's own); go on with the optimizer_groups that the checkpoint was "
+                "made with"
             )
         self.rates = {warmup: state["rates"][str(warmup)] for warmup in self.rates}
         for warmup, schedule in self.schedules.items():
             if schedule is not None:
                 schedule.load_state_dict(state["schedules"][str(warmup)])
                 if (done := state["schedules"][str(warmup)].get("last_batch_iteration", -1)) >= 0:
-                    schedule.step(done)  # DeepSpeed's own: the rate that it makes of so many steps now, in a run of another length, too
+                    schedule.step(
+                        done
+                    )  # DeepSpeed's own: the rate that it makes of so many steps now, in a run of another length, too
                     self.rates[warmup] = self.optimizer.param_groups[0]["lr"]
         self._scale()

@@ -1,7 +1,8 @@
 """What things cost, in seconds and bytes: the input of the simulator and the planner. Plain Python.
 
-A cost comes from a measurement on the present device (`engine/planning/profile.py`) or from counted operations and a device's data
-sheet (`engine/planning/devices.py`); from here on nobody asks which, but for the message that says what was predicted when memory runs out.
+A cost comes from a measurement on the present device (`engine/planning/profile.py`) or from counted
+operations and a device's data sheet (`engine/planning/devices.py`); from here on nobody asks which,
+but for the message that says what was predicted when memory runs out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Curve:
-    """A cost as a function of the micro-batch size: straight lines between the points known, continued beyond them.
+    """A cost as a function of the micro-batch size: straight lines between the points known,
+    continued beyond them.
 
     One point is a proportion. `sizes` rise; `values` have the unit of the cost.
     """
@@ -23,8 +25,16 @@ class Curve:
     values: tuple[float, ...]
 
     def __post_init__(self):
-        if not self.sizes or len(self.sizes) != len(self.values) or list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
-            raise ValueError(f"curve: sizes {self.sizes} with values {self.values}; sizes rise from 1 on, one value each")
+        if (
+            not self.sizes
+            or len(self.sizes) != len(self.values)
+            or list(self.sizes) != sorted(set(self.sizes))
+            or self.sizes[0] < 1
+        ):
+            raise ValueError(
+                f"curve: sizes {self.sizes} with values {self.values}; sizes rise from 1 on, one "
+                "value each"
+            )
 
     def at(self, size: float) -> float:
         if len(self.sizes) == 1:
@@ -43,10 +53,14 @@ class LayerCost:
     num_parameters: int
     forward_s: Curve
     backward_s: Curve
-    activation_bytes: Curve  # kept from the forward until the backward; its output is in it, its input in the layer's that made it
+    # kept from the forward until the backward; its output is in it, its input in the layer's that
+    # made it
+    activation_bytes: Curve
     output_bytes: Curve  # what travels if the pipeline is cut behind this layer
     trainable: bool = True  # else its parameters have no gradients and no optimizer state
-    differentiated: bool = True  # else nothing in it or before it learns: it has no backward and keeps nothing for one
+    differentiated: bool = (
+        True  # else nothing in it or before it learns: it has no backward and keeps nothing for one
+    )
 
     def training_s(self, size: float) -> float:
         """Of a forward and, if it has one, a backward."""
@@ -63,12 +77,16 @@ class Machine:
     link_latency_s: float
     flops_per_s: float  # of the loss's matrix products, fp32
     optimizer_s_per_parameter: float  # clip and step one parameter in its owner
-    gradient_s_per_parameter: float  # bring one gradient into the buffers it is reduced in, and its parameter back
+    gradient_s_per_parameter: (
+        float  # bring one gradient into the buffers it is reduced in, and its parameter back
+    )
     instruction_s: float  # host time of an instruction, whatever it does
     ranks_per_node: int = 1_000_000
     node_bytes_per_s: float = float("inf")  # between two ranks of different nodes
     node_latency_s: float = 0.0
-    collective_s_per_byte: float = 0.0  # of a tensor that goes round a ring, besides its messages: copies and sums
+    collective_s_per_byte: float = (
+        0.0  # of a tensor that goes round a ring, besides its messages: copies and sums
+    )
     measured: bool = False  # these numbers and the layers' costs; else they are counted
 
 
@@ -79,7 +97,8 @@ def precision_of(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter that a rank holds throughout: `whole` on every replica, `sharded` divided among them (ZeRO-1)."""
+    """Bytes per parameter that a rank holds throughout: `whole` on every replica, `sharded` divided
+    among them (ZeRO-1)."""
 
     whole: float
     sharded: float
@@ -88,25 +107,37 @@ class StateBytes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> StateBytes:
-        """From DeepSpeed's configuration, for Adam. fp32: weight and gradient, two moments. Half precision: weight and gradient
-        in half, a gradient in fp32 where they are added up in fp32 (bf16), master weight and two moments in fp32. State that is offloaded
-        to the CPU is not counted."""
+        """From DeepSpeed's configuration, for Adam. fp32: weight and gradient, two moments. Half
+        precision: weight and gradient in half, a gradient in fp32 where they are added up in fp32
+        (bf16), master weight and two moments in fp32. State that is offloaded to the CPU is not
+        counted."""
         zero = config.get("zero_optimization", {})
-        stage, offloaded = zero.get("stage", 0), (zero.get("offload_optimizer") or {}).get("device") == "cpu"
+        stage, offloaded = (
+            zero.get("stage", 0),
+            (zero.get("offload_optimizer") or {}).get("device") == "cpu",
+        )
         bf16, fp16 = (config.get(key, {}).get("enabled", False) for key in ("bf16", "fp16"))
         weight = 2 if bf16 or fp16 else 4
         whole = 2 * weight + (4 if bf16 else 0)
-        state = 12 if bf16 or fp16 else 8 + (4 if stage else 0)  # ZeRO-1 keeps an fp32 copy of its slice also under fp32
-        return cls(whole + (0 if stage else state), state if stage and not offloaded else 0, 4 if bf16 or not fp16 else 2, weight)
+        state = (
+            12 if bf16 or fp16 else 8 + (4 if stage else 0)
+        )  # ZeRO-1 keeps an fp32 copy of its slice also under fp32
+        return cls(
+            whole + (0 if stage else state),
+            state if stage and not offloaded else 0,
+            4 if bf16 or not fp16 else 2,
+            weight,
+        )
 
 
 @dataclass(frozen=True)
 class CostModel:
     """Everything the simulator asks. `layers[branch]` are all layers of a tower in order.
 
-    `compared`: the pairs of branches that a loss compares; where nothing is said, the two that there are. `pairs`: where a pair is matched,
-    what that takes for so many rows of its second branch, parameters not counted; `token_bytes`, by branch, of the tokens of one sample, the
-    first branch of that pair before the second.
+    `compared`: the pairs of branches that a loss compares; where nothing is said, the two that
+    there are. `pairs`: where a pair is matched, what that takes for so many rows of its second
+    branch, parameters not counted; `token_bytes`, by branch, of the tokens of one sample, the first
+    branch of that pair before the second.
     """
 
     layers: Mapping[str, Sequence[LayerCost]]
@@ -121,7 +152,10 @@ class CostModel:
 
     def __post_init__(self):
         if not self.compared and len(self.layers) != 2:
-            raise ValueError(f"cost model: {len(self.layers)} branches ({', '.join(self.layers)}) and no pairs; say which are compared")
+            raise ValueError(
+                f"cost model: {len(self.layers)} branches ({', '.join(self.layers)}) and no pairs; "
+                "say which are compared"
+            )
 
     @property
     def all_compared(self) -> tuple[tuple[str, str], ...]:
@@ -138,7 +172,8 @@ class CostModel:
         token_bytes: Mapping[str, float] | None = None,
         compared: Sequence[tuple[str, str]] = (),
     ) -> CostModel:
-        """With what DeepSpeed's configuration says of precision, ZeRO and activation checkpoints."""
+        """With what DeepSpeed's configuration says of precision, ZeRO and activation
+        checkpoints."""
         return cls(
             layers,
             machine,
@@ -158,20 +193,38 @@ def cost_model_to_json(costs: CostModel) -> dict[str, Any]:
 
 
 def cost_model_from_json(record: Mapping[str, Any]) -> CostModel:
-    """The model that `cost_model_to_json` wrote. Raises ValueError, with the reason, when it is not one."""
+    """The model that `cost_model_to_json` wrote. Raises ValueError, with the reason, when it is not
+    one."""
     try:
         layers = {branch: list(map(_layer, line)) for branch, line in record["layers"].items()}
         pairs = record["pairs"] and _layer(record["pairs"])
-        machine = {key: float("inf") if value is None else value for key, value in record["machine"].items()}
-        compared = tuple(map(tuple, record.get("compared", ())))  # files of earlier versions do not say it
-        objects = {"layers": layers, "pairs": pairs, "machine": Machine(**machine), "state": StateBytes(**record["state"])}
+        machine = {
+            key: float("inf") if value is None else value
+            for key, value in record["machine"].items()
+        }
+        compared = tuple(
+            map(tuple, record.get("compared", ()))
+        )  # files of earlier versions do not say it
+        objects = {
+            "layers": layers,
+            "pairs": pairs,
+            "machine": Machine(**machine),
+            "state": StateBytes(**record["state"]),
+        }
         return CostModel(**{**record, **objects, "compared": compared})
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a cost model of this version: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"not a cost model of this version: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _layer(record: Mapping[str, Any]) -> LayerCost:
-    return LayerCost(**{key: _curve(value) if isinstance(value, dict) else value for key, value in record.items()})
+    return LayerCost(
+        **{
+            key: _curve(value) if isinstance(value, dict) else value
+            for key, value in record.items()
+        }
+    )
 
 
 def _curve(record: Mapping[str, Any]) -> Curve:

@@ -1,10 +1,11 @@
-"""Costs on hardware that is not here: counted operations and bytes against a device's data sheet. Plain Python.
+"""Costs on hardware that is not here: counted operations and bytes against a device's data sheet.
+Plain Python.
 
     forward_s(b) = max(b · flops / (peak rate · EFFICIENCY),  (b · bytes moved + weights) / (bandwidth · BANDWIDTH_EFFICIENCY),  launches)
     backward_s   = 2 · forward_s, because each product has two gradients
 
-The roofline (Williams, Waterman, Patterson 2009) of a whole layer. It tells which plan is faster and what fits; a measurement on the device
-(`engine/planning/profile.py`) tells how long it takes.
+The roofline (Williams, Waterman, Patterson 2009) of a whole layer. It tells which plan is faster
+and what fits; a measurement on the device (`engine/planning/profile.py`) tells how long it takes.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ from typing import Protocol
 
 from engine.planning.costs import Curve, LayerCost, Machine
 
-# Assumptions, not data: what training in eager torch reaches of the peaks. Large transformers in half precision are reported at 0.4 to 0.55
-# of peak (Megatron-LM: Narayanan et al. 2021, table 1); a copy reaches about 0.8 of the bandwidth. A user who knows better gives a number.
+# Assumptions, not data: what training in eager torch reaches of the peaks. Large transformers in
+# half precision are reported at 0.4 to 0.55
+# of peak (Megatron-LM: Narayanan et al. 2021, table 1); a copy reaches about 0.8 of the bandwidth.
+# A user who knows better gives a number.
 EFFICIENCY = 0.45
 BANDWIDTH_EFFICIENCY = 0.8
-LAUNCH_S = 8e-6  # host time of one operation in eager torch; a device that is faster than its host waits for it
+# host time of one operation in eager torch; a device that is faster than its host waits for it
+LAUNCH_S = 8e-6
 
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of a weight
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-# Bytes that pass through memory per parameter, counted in the operations that `engine/planning/profile_machine.py` imitates. AdamW of torch without fusing:
-# decay 8, two moments 32, denominator 24, update 16. The norm, the clip, the flat copy, and the weights handed back are the rest.
+# Bytes that pass through memory per parameter, counted in the operations that
+# `engine/planning/profile_machine.py` imitates. AdamW of torch without fusing:
+# decay 8, two moments 32, denominator 24, update 16. The norm, the clip, the flat copy, and the
+# weights handed back are the rest.
 _STEP_BYTES = {"fp32": 140.0, "fp16": 160.0, "bf16": 120.0}
 _REDUCE_PASSES = {"fp32": 4, "fp16": 4, "bf16": 3}  # each reads and writes a gradient
 _INSTRUCTION_S = 2e-4
@@ -35,7 +41,8 @@ _LINK_LATENCY_S, _NODE_LATENCY_S = 1e-5, 2e-5
 
 @dataclass(frozen=True)
 class Device:
-    """A data sheet. Rates are dense (half of those "with sparsity"), links are one direction, per GPU."""
+    """A data sheet. Rates are dense (half of those "with sparsity"), links are one direction, per
+    GPU."""
 
     name: str
     flops_per_s: Mapping[str, float]  # by precision: fp32 (without tensor cores), tf32, bf16, fp16
@@ -48,34 +55,50 @@ class Device:
     def rate(self, precision: str) -> tuple[float, float]:
         """Peak FLOP/s of matrix products and of convolutions.
 
-        They differ for fp32: torch leaves matrix products in full precision and runs cuDNN's convolutions in TF32, by default
-        (torch.backends.cuda.matmul.allow_tf32 is False, torch.backends.cudnn.allow_tf32 is True). Raises ValueError for another precision.
+        They differ for fp32: torch leaves matrix products in full precision and runs cuDNN's
+        convolutions in TF32, by default (torch.backends.cuda.matmul.allow_tf32 is False,
+        torch.backends.cudnn.allow_tf32 is True). Raises ValueError for another precision.
         """
         if precision not in BYTES:
             raise ValueError(f"precision {precision!r} must be one of {', '.join(BYTES)}")
-        return self.flops_per_s[precision], self.flops_per_s["tf32" if precision == "fp32" else precision]
+        return self.flops_per_s[precision], self.flops_per_s[
+            "tf32" if precision == "fp32" else precision
+        ]
 
 
-# NVIDIA A100 80GB, H100 and H200 Tensor Core GPU data sheets, SXM. NVLink is given there as the sum of both directions. Networks are
+# NVIDIA A100 80GB, H100 and H200 Tensor Core GPU data sheets, SXM. NVLink is given there as the sum
+# of both directions. Networks are
 # those of DGX A100 (8 × 200 Gbit/s), DGX H100 and DGX H200 (8 × 400 Gbit/s) for 8 GPUs.
 _HOPPER = {"fp32": 67e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12}
 DEVICES = {
     device.name: device
     for device in (
-        Device("A100", {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12}, 80e9, 2.039e12, 300e9, 25e9),
+        Device(
+            "A100",
+            {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12},
+            80e9,
+            2.039e12,
+            300e9,
+            25e9,
+        ),
         Device("H100", _HOPPER, 80e9, 3.35e12, 450e9, 50e9),
         Device("H200", _HOPPER, 141e9, 4.8e12, 450e9, 50e9),
     )
 }
 
 _FORM = "flops=312e12,memory=80e9,bandwidth=2.0e12[,link=300e9,network=25e9,ranks_per_node=8]"
-_REQUIRED, _OPTIONAL = ("flops", "memory", "bandwidth"), {"link": 50e9, "network": 25e9, "ranks_per_node": 8.0}
+_REQUIRED, _OPTIONAL = (
+    ("flops", "memory", "bandwidth"),
+    {"link": 50e9, "network": 25e9, "ranks_per_node": 8.0},
+)
 
 
 def find_device(text: str) -> Device:
-    """A device by its name in `DEVICES`, or from numbers in FLOP/s, bytes and bytes/s: `flops=…,memory=…,bandwidth=…`.
+    """A device by its name in `DEVICES`, or from numbers in FLOP/s, bytes and bytes/s:
+    `flops=…,memory=…,bandwidth=…`.
 
-    One `flops` holds for every precision. Raises ValueError that names the devices known and the form of the numbers.
+    One `flops` holds for every precision. Raises ValueError that names the devices known and the
+    form of the numbers.
     """
     if "=" not in text:
         known = {name.lower(): name for name in DEVICES}
@@ -83,13 +106,24 @@ def find_device(text: str) -> Device:
             return DEVICES[known[text.lower()]]
         near = difflib.get_close_matches(text.lower(), known, n=1)
         hint = f"; did you mean {known[near[0]]}?" if near else "."
-        raise ValueError(f"device {text!r} is not known{hint} Known: {', '.join(DEVICES)}. Or give its numbers: {_FORM}")
+        raise ValueError(
+            f"device {text!r} is not known{hint} Known: {', '.join(DEVICES)}. Or give its numbers: "
+            f"{_FORM}"
+        )
     values = {**_OPTIONAL, **_numbers(text)}
     missing = [key for key in _REQUIRED if key not in values]
     if missing:
-        raise ValueError(f"device {text!r} lacks {', '.join(missing)}; write {_FORM}, or one of {', '.join(DEVICES)}")
+        raise ValueError(
+            f"device {text!r} lacks {', '.join(missing)}; write {_FORM}, or one of "
+            f"{', '.join(DEVICES)}"
+        )
     rates = dict.fromkeys(BYTES, values["flops"])
-    return Device(text, rates, *(values[key] for key in ("memory", "bandwidth", "link", "network")), int(values["ranks_per_node"]))
+    return Device(
+        text,
+        rates,
+        *(values[key] for key in ("memory", "bandwidth", "link", "network")),
+        int(values["ranks_per_node"]),
+    )
 
 
 def _numbers(text: str) -> dict[str, float]:
@@ -102,13 +136,15 @@ def _numbers(text: str) -> dict[str, float]:
             values[key] = float("nan")
         if key not in (*_REQUIRED, *_OPTIONAL) or not 0 < values[key] < float("inf"):
             raise ValueError(
-                f"device {text!r}: {part!r} is no KEY=NUMBER above 0 with a known key; write {_FORM}, or one of {', '.join(DEVICES)}"
+                f"device {text!r}: {part!r} is no KEY=NUMBER above 0 with a known key; write "
+                f"{_FORM}, or one of {', '.join(DEVICES)}"
             )
     return values
 
 
 class CountedLayer(Protocol):
-    """Counts of one layer, per sample, as `models/towers/building.py: describe_layers` gives them for a precision."""
+    """Counts of one layer, per sample, as `models/towers/building.py: describe_layers` gives them
+    for a precision."""
 
     name: str
     num_parameters: int
@@ -128,20 +164,35 @@ def estimated_layers(
     efficiency: float = EFFICIENCY,
     launch_s: float = LAUNCH_S,
 ) -> list[LayerCost]:
-    """The cost of every layer, in order, for micro-batches of `sizes`. `precision`: fp32, tf32, bf16 or fp16; counts must be of the same."""
-    return [_estimated(layer, device, precision, tuple(sizes), efficiency, launch_s) for layer in counts]
+    """The cost of every layer, in order, for micro-batches of `sizes`. `precision`: fp32, tf32,
+    bf16 or fp16; counts must be of the same."""
+    return [
+        _estimated(layer, device, precision, tuple(sizes), efficiency, launch_s) for layer in counts
+    ]
 
 
 def _estimated(
-    layer: CountedLayer, device: Device, precision: str, sizes: tuple[int, ...], efficiency: float, launch_s: float
+    layer: CountedLayer,
+    device: Device,
+    precision: str,
+    sizes: tuple[int, ...],
+    efficiency: float,
+    launch_s: float,
 ) -> LayerCost:
     products, convolutions = device.rate(precision)
-    compute_s = ((layer.flops - layer.convolution_flops) / products + layer.convolution_flops / convolutions) / efficiency
+    compute_s = (
+        (layer.flops - layer.convolution_flops) / products + layer.convolution_flops / convolutions
+    ) / efficiency
     bandwidth = device.bandwidth_bytes_per_s * BANDWIDTH_EFFICIENCY
-    weights_s, move_s = layer.num_parameters * BYTES[precision] / bandwidth, layer.moved_bytes / bandwidth
+    weights_s, move_s = (
+        layer.num_parameters * BYTES[precision] / bandwidth,
+        layer.moved_bytes / bandwidth,
+    )
     if not (layer.moved_bytes or layer.flops):
         weights_s = 0.0  # a layer that only hands on
-    forward = tuple(max(b * compute_s, b * move_s + weights_s, layer.num_kernels * launch_s) for b in sizes)
+    forward = tuple(
+        max(b * compute_s, b * move_s + weights_s, layer.num_kernels * launch_s) for b in sizes
+    )
     return LayerCost(
         layer.name,
         layer.num_parameters,
@@ -153,7 +204,8 @@ def _estimated(
 
 
 def estimated_machine(device: Device, precision: str, efficiency: float = EFFICIENCY) -> Machine:
-    """The rest of a rank's costs, for ZeRO-1 or BF16_Optimizer with torch's AdamW. The loss is in fp32 whatever the precision."""
+    """The rest of a rank's costs, for ZeRO-1 or BF16_Optimizer with torch's AdamW. The loss is in
+    fp32 whatever the precision."""
     kind = "fp32" if precision == "tf32" else precision
     device.rate(precision)  # refuses what it does not know
     bandwidth = device.bandwidth_bytes_per_s * BANDWIDTH_EFFICIENCY

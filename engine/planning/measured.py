@@ -1,4 +1,5 @@
-"""Which layers cost the same, and what earlier starts measured: keys of layers, the device's identity, a folder of measurements."""
+"""Which layers cost the same, and what earlier starts measured: keys of layers, the device's
+identity, a folder of measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One layer at one micro-batch size. `outputs`: (name, dtype, shape, wants gradient) of all named tensors behind the layer."""
+    """One layer at one micro-batch size. `outputs`: (name, dtype, shape, wants gradient) of all
+    named tensors behind the layer."""
 
     forward_s: float
     backward_s: float
@@ -29,28 +31,46 @@ class Measurement:
 
     @property
     def output_bytes(self) -> int:
-        return sum(torch.Size(shape).numel() * getattr(torch, dtype).itemsize for _, dtype, shape, _ in self.outputs)
+        return sum(
+            torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+            for _, dtype, shape, _ in self.outputs
+        )
 
 
-# -- which layers are equal --------------------------------------------------------------------------------------------
+# -- which layers are equal
+# --------------------------------------------------------------------------------------------
 
-_WHICH_ONE = ("layer_idx", "layer_id", "layer_index", "layer_number")  # says where a layer stands, not what it does
+_WHICH_ONE = (
+    "layer_idx",
+    "layer_id",
+    "layer_index",
+    "layer_number",
+)  # says where a layer stands, not what it does
 
 
 def layer_key(layer: nn.Module) -> str:
-    """What decides a layer's cost: classes, parameters, and settings of all its modules. Equal layers of a tower have equal keys.
+    """What decides a layer's cost: classes, parameters, and settings of all its modules. Equal
+    layers of a tower have equal keys.
 
     Numbers that are no counts (a dropout probability, an epsilon) matter only in being zero or not.
     """
-    lines = [f"{name}: {type(module).__module__}.{type(module).__qualname__} {_settings(module)}" for name, module in layer.named_modules()]
+    lines = [
+        f"{name}: {type(module).__module__}.{type(module).__qualname__} {_settings(module)}"
+        for name, module in layer.named_modules()
+    ]
     tensors = [
-        f"{name} {tuple(t.shape)} {getattr(t, 'requires_grad', False)}" for name, t in (*layer.named_parameters(), *layer.named_buffers())
+        f"{name} {tuple(t.shape)} {getattr(t, 'requires_grad', False)}"
+        for name, t in (*layer.named_parameters(), *layer.named_buffers())
     ]
     return "\n".join(lines + tensors)
 
 
 def _settings(module: nn.Module) -> str:
-    values = {name: _setting(value) for name, value in vars(module).items() if not name.startswith("__") and name not in _WHICH_ONE}
+    values = {
+        name: _setting(value)
+        for name, value in vars(module).items()
+        if not name.startswith("__") and name not in _WHICH_ONE
+    }
     return json.dumps({name: value for name, value in sorted(values.items()) if value is not None})
 
 
@@ -64,17 +84,30 @@ def _setting(value: object) -> Any:
         return [_setting(part) for part in value]
     if callable(getattr(value, "to_dict", None)):  # a library's configuration
         whole = {**value.to_dict(), "attention": getattr(value, "_attn_implementation", None)}
-        return {str(name): _setting(part) for name, part in sorted(whole.items(), key=lambda item: str(item[0]))}
-    return getattr(value, "__qualname__", None) if callable(value) and not isinstance(value, nn.Module) else None
+        return {
+            str(name): _setting(part)
+            for name, part in sorted(whole.items(), key=lambda item: str(item[0]))
+        }
+    return (
+        getattr(value, "__qualname__", None)
+        if callable(value) and not isinstance(value, nn.Module)
+        else None
+    )
 
 
 def signature(tensors: Tensors) -> list:
-    return [[name, str(t.dtype), list(t.shape), t.requires_grad] for name, t in sorted(tensors.items())]
+    return [
+        [name, str(t.dtype), list(t.shape), t.requires_grad] for name, t in sorted(tensors.items())
+    ]
 
 
 def device_identity(device: torch.device) -> dict[str, Any]:
     """What a measured time depends on beside the layer."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_processor()}, {os.cpu_count()} cores"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{_processor()}, {os.cpu_count()} cores"
+    )
     return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
@@ -87,21 +120,40 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-# -- the cache ---------------------------------------------------------------------------------------------------------
+# -- the cache
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Cache:
-    """A JSON file per measurement. It never fails: what cannot be read was not there, what cannot be written is not kept."""
+    """A JSON file per measurement. It never fails: what cannot be read was not there, what cannot
+    be written is not kept."""
 
     def __init__(self, folder: Path | None = None):
-        self.folder = folder or Path(os.environ.get("WYE_CACHE") or Path.home() / ".cache" / "wye") / "profiles"
+        self.folder = (
+            folder
+            or Path(os.environ.get("WYE_CACHE") or Path.home() / ".cache" / "wye") / "profiles"
+        )
 
     def read(self, name: str) -> Measurement | None:
         try:
-            values = json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))["measured"]
-            outputs = tuple((str(n), str(dtype), tuple(map(int, shape)), bool(wants)) for n, dtype, shape, wants in values["outputs"])
-            found = Measurement(float(values["forward_s"]), float(values["backward_s"]), int(values["activation_bytes"]), outputs)
-            return found if found.output_bytes >= 0 and 0 < found.forward_s + found.backward_s < float("inf") else None
+            values = json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))[
+                "measured"
+            ]
+            outputs = tuple(
+                (str(n), str(dtype), tuple(map(int, shape)), bool(wants))
+                for n, dtype, shape, wants in values["outputs"]
+            )
+            found = Measurement(
+                float(values["forward_s"]),
+                float(values["backward_s"]),
+                int(values["activation_bytes"]),
+                outputs,
+            )
+            return (
+                found
+                if found.output_bytes >= 0 and 0 < found.forward_s + found.backward_s < float("inf")
+                else None
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -109,7 +161,9 @@ class Cache:
         """In one rename: other processes read all of it or nothing."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".part", delete=False, encoding="utf-8") as file:
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self.folder, suffix=".part", delete=False, encoding="utf-8"
+            ) as file:
                 json.dump({"of": key, "measured": asdict(measured)}, file, indent=1)
             os.replace(file.name, self.folder / f"{name}.json")
         except OSError:

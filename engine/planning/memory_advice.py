@@ -1,4 +1,5 @@
-"""What to change in a run that does not fit the memory: what is not in use yet, and what the planner predicts of it. Plain Python."""
+"""What to change in a run that does not fit the memory: what is not in use yet, and what the
+planner predicts of it. Plain Python."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Work:
 
 @dataclass(frozen=True)
 class RankSetup:
-    """How a rank runs: the plan, DeepSpeed's part of the JSON file, and the stage of the rank. `on_gpu`: it computes on one."""
+    """How a rank runs: the plan, DeepSpeed's part of the JSON file, and the stage of the rank.
+    `on_gpu`: it computes on one."""
 
     plan: RunPlan
     config: Mapping[str, Any]
@@ -63,28 +65,47 @@ class RankSetup:
         return self.plan.batches[self.branch]
 
     def fullest(self, of: str) -> float:
-        """The bytes of one kind (`peak_bytes`, `state_bytes`) that the planner predicts, of the stage of this branch that has most of them."""
-        return max(getattr(self.plan.predicted[s.stage_id], of) for s in self.plan.graph.stages if self.branch in s.layers)
+        """The bytes of one kind (`peak_bytes`, `state_bytes`) that the planner predicts, of the
+        stage of this branch that has most of them."""
+        return max(
+            getattr(self.plan.predicted[s.stage_id], of)
+            for s in self.plan.graph.stages
+            if self.branch in s.layers
+        )
 
     def after(self, remedy: Remedy) -> RankSetup | None:
-        """As it would run with that changed and nothing else; the fullest stage of the branch. None: the planner refuses it."""
+        """As it would run with that changed and nothing else; the fullest stage of the branch.
+        None: the planner refuses it."""
         keys = dict(remedy.keys or {})
-        changes, config, costs = keys.pop("branches", {}), _merged(self.config, keys), self.plan.costs
-        machine = replace(costs.machine, memory_bytes=float("inf"))  # how much is needed is asked, not whether it fits
-        costs = CostModel.of(costs.layers, machine, config, costs.embed_dim, costs.pairs, costs.token_bytes)
+        changes, config, costs = (
+            keys.pop("branches", {}),
+            _merged(self.config, keys),
+            self.plan.costs,
+        )
+        machine = replace(
+            costs.machine, memory_bytes=float("inf")
+        )  # how much is needed is asked, not whether it fits
+        costs = CostModel.of(
+            costs.layers, machine, config, costs.embed_dim, costs.pairs, costs.token_bytes
+        )
         try:
             block = replace(_as_planned(self.plan), **changes)
             plan = plan_run(config, block, remedy.ranks or self.plan.graph.world_size, costs)
         except (ValueError, RuntimeError):
             return None
         stages = [stage for stage in plan.graph.stages if self.branch in stage.layers]
-        return RankSetup(plan, config, max(stages, key=lambda s: plan.predicted[s.stage_id].peak_bytes), self.on_gpu)
+        return RankSetup(
+            plan,
+            config,
+            max(stages, key=lambda s: plan.predicted[s.stage_id].peak_bytes),
+            self.on_gpu,
+        )
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """`keys`: what to change in the JSON file, if it is there; `words`: the rest of the advice. `ranks`: that it needs, if others than
-    now; `predicted`: what comes of it."""
+    """`keys`: what to change in the JSON file, if it is there; `words`: the rest of the advice.
+    `ranks`: that it needs, if others than now; `predicted`: what comes of it."""
 
     words: str
     keys: Mapping[str, Any] | None = None
@@ -93,15 +114,18 @@ class Remedy:
 
     def describe(self) -> str:
         where = f" on {self.ranks} ranks" if self.ranks is not None else ""
-        return (f"{json.dumps(self.keys)[1:-1]}{where}: {self.words}" if self.keys else self.words) + self.predicted
+        return (
+            f"{json.dumps(self.keys)[1:-1]}{where}: {self.words}" if self.keys else self.words
+        ) + self.predicted
 
 
 def advice(setup: RankSetup, work: Work, shortage: Shortage) -> list[Remedy]:
-    """What is not in use yet and needs less memory, each on top of those before it. What costs more comes later: time, then ranks.
+    """What is not in use yet and needs less memory, each on top of those before it. What costs more
+    comes later: time, then ranks.
 
-    The planner says which: it must accept the change and predict clearly fewer bytes, of the whole peak of a training step, or, where the
-    activations are not there, of weights, gradients and optimizer state. Evaluation is not simulated: there smaller micro-batches
-    always help.
+    The planner says which: it must accept the change and predict clearly fewer bytes, of the whole
+    peak of a training step, or, where the activations are not there, of weights, gradients and
+    optimizer state. Evaluation is not simulated: there smaller micro-batches always help.
     """
     if shortage.on_gpu != setup.on_gpu:
         return _of_the_host()
@@ -109,38 +133,63 @@ def advice(setup: RankSetup, work: Work, shortage: Shortage) -> list[Remedy]:
     if work.activity == SAVING and setup.on_gpu:
         return [*first, *_of_the_host()]
     if work.activity == EVALUATION and work.instruction is None:
-        held_out = Remedy("fewer held-out samples, whose embeddings are compared: a smaller --val-fraction, or other --val-data")
+        held_out = Remedy(
+            "fewer held-out samples, whose embeddings are compared: a smaller --val-fraction, or "
+            "other --val-data"
+        )
         return [*first, held_out, *_of_state(setup)]
     if work.activity == EVALUATION:
-        smaller = [remedy for remedy in smaller_micro_batches(setup) if setup.after(remedy) is not None]
+        smaller = [
+            remedy for remedy in smaller_micro_batches(setup) if setup.after(remedy) is not None
+        ]
         return [*first, *smaller, *_of_state(setup)]
     if work.activity != TRAINING or work.instruction is None or work.instruction in _AFTER_BACKWARD:
         return [*first, *_of_state(setup)]
-    at_loss = work.instruction == "ComputeLoss" and not setup.plan.schedule_type.loss_per_micro_batch
+    at_loss = (
+        work.instruction == "ComputeLoss" and not setup.plan.schedule_type.loss_per_micro_batch
+    )
     keeps_nothing = setup.plan.schedule_type.recomputes and setup.batch.num_kept == 0
     found = _of_state(setup) if at_loss and keeps_nothing else _of_a_pass(setup)
-    batch_size = Remedy('a smaller "train_batch_size", whose embeddings the loss holds; it also changes what is trained')
+    batch_size = Remedy(
+        'a smaller "train_batch_size", whose embeddings the loss holds; it also changes what is trained'
+    )
     return [*first, *found, *([batch_size] if at_loss else [])]
 
 
 def smaller_size(size: int, share: int) -> int | None:
-    """Half of a micro-batch size, or the nearest below it that divides the `share` of a replica evenly; None: there is none."""
+    """Half of a micro-batch size, or the nearest below it that divides the `share` of a replica
+    evenly; None: there is none."""
     return max((each for each in range(1, size // 2 + 1) if share % each == 0), default=None)
 
 
-# -- in the JSON file --------------------------------------------------------------------------------------------------------
+# -- in the JSON file
+# --------------------------------------------------------------------------------------------------------
 
 
 def _of_a_pass(setup: RankSetup) -> list[Remedy]:
-    makers = (recomputing, fewer_kept, smaller_micro_batches, checkpoints, shared_out, offloaded, more_stages)
+    makers = (
+        recomputing,
+        fewer_kept,
+        smaller_micro_batches,
+        checkpoints,
+        shared_out,
+        offloaded,
+        more_stages,
+    )
     return list(_on_top(setup, makers, "peak_bytes", "; predicted {} at most"))
 
 
 def _of_state(setup: RankSetup) -> list[Remedy]:
-    return list(_on_top(setup, (shared_out, offloaded, more_stages), "state_bytes", "; predicted {} of state"))
+    return list(
+        _on_top(
+            setup, (shared_out, offloaded, more_stages), "state_bytes", "; predicted {} of state"
+        )
+    )
 
 
-def _on_top(setup: RankSetup, makers: Sequence[Callable[[RankSetup], Iterable[Remedy]]], of: str, words: str) -> Iterator[Remedy]:
+def _on_top(
+    setup: RankSetup, makers: Sequence[Callable[[RankSetup], Iterable[Remedy]]], of: str, words: str
+) -> Iterator[Remedy]:
     """Of each maker's remedies the first that saves enough."""
     for maker in makers:
         for remedy in maker(setup):
@@ -152,7 +201,8 @@ def _on_top(setup: RankSetup, makers: Sequence[Callable[[RankSetup], Iterable[Re
 
 
 def recomputing(setup: RankSetup) -> list[Remedy]:
-    """A schedule that recomputes, with the same loss. With smaller micro-batches, where these are too few to hold less than all of them."""
+    """A schedule that recomputes, with the same loss. With smaller micro-batches, where these are
+    too few to hold less than all of them."""
     own = setup.plan.schedule_type
     if own.recomputes or own.loss_per_micro_batch or not setup.stage.has_backward:
         return []
@@ -173,7 +223,9 @@ def fewer_kept(setup: RankSetup) -> list[Remedy]:
     number = setup.batch.num_kept
     if not setup.plan.schedule_type.recomputes or not number:
         return []
-    kept = _by_branch(setup, {branch: batch.num_kept for branch, batch in setup.plan.batches.items()}, number // 2)
+    kept = _by_branch(
+        setup, {branch: batch.num_kept for branch, batch in setup.plan.batches.items()}, number // 2
+    )
     keys = {"schedule": setup.plan.schedule, "kept_micro_batches": kept}
     return [Remedy(f"instead of {number} that keep their activations", {"branches": keys})]
 
@@ -193,9 +245,17 @@ def smaller_micro_batches(setup: RankSetup) -> list[Remedy]:
 
 
 def checkpoints(setup: RankSetup) -> list[Remedy]:
-    if setup.config.get("pipeline", {}).get("activation_checkpoint_interval", 0) or not setup.stage.has_backward:
+    if (
+        setup.config.get("pipeline", {}).get("activation_checkpoint_interval", 0)
+        or not setup.stage.has_backward
+    ):
         return []
-    return [Remedy("each layer keeps its input only, and runs again in the backward", {"pipeline": {"activation_checkpoint_interval": 1}})]
+    return [
+        Remedy(
+            "each layer keeps its input only, and runs again in the backward",
+            {"pipeline": {"activation_checkpoint_interval": 1}},
+        )
+    ]
 
 
 def shared_out(setup: RankSetup) -> list[Remedy]:
@@ -208,13 +268,23 @@ def shared_out(setup: RankSetup) -> list[Remedy]:
 
 def offloaded(setup: RankSetup) -> list[Remedy]:
     zero = setup.config.get("zero_optimization", {})
-    if not setup.on_gpu or zero.get("stage", 0) != 1 or (zero.get("offload_optimizer") or {}).get("device") == "cpu":
+    if (
+        not setup.on_gpu
+        or zero.get("stage", 0) != 1
+        or (zero.get("offload_optimizer") or {}).get("device") == "cpu"
+    ):
         return []
-    return [Remedy("the optimizer's state and its step move to the CPU", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})]
+    return [
+        Remedy(
+            "the optimizer's state and its step move to the CPU",
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        )
+    ]
 
 
 def more_stages(setup: RankSetup) -> Iterator[Remedy]:
-    """For this stage's branch, with the replicas that it has; from one more on, since the fullest of one more may hold as many layers."""
+    """For this stage's branch, with the replicas that it has; from one more on, since the fullest
+    of one more may hold as many layers."""
     stages, world_size = _stages(setup.plan), setup.plan.graph.world_size
     name = "merged" if setup.plan.graph.layout == "merged" else setup.branch
     most = min(MAX_STAGES, *(len(setup.plan.trainable[branch]) for branch in setup.stage.layers))
@@ -244,7 +314,9 @@ def _as_planned(plan: RunPlan) -> BranchesBlock:
         layout=plan.graph.layout,
         stages=_stages(plan),
         replicas=written({branch: plan.graph.tail(branch).replicas for branch in plan.batches}),
-        micro_batch_size=written({branch: batch.micro_batch_size for branch, batch in plan.batches.items()}),
+        micro_batch_size=written(
+            {branch: batch.micro_batch_size for branch, batch in plan.batches.items()}
+        ),
         schedule=plan.schedule,
         kept_micro_batches=written(kept) if plan.schedule_type.recomputes else None,
     )
@@ -253,7 +325,10 @@ def _as_planned(plan: RunPlan) -> BranchesBlock:
 def _stages(plan: RunPlan) -> dict[str, int]:
     if plan.graph.layout == "merged":
         return {"merged": len(plan.graph.stages)}
-    return {branch: sum(branch in stage.layers for stage in plan.graph.stages) for branch in plan.batches}
+    return {
+        branch: sum(branch in stage.layers for stage in plan.graph.stages)
+        for branch in plan.batches
+    }
 
 
 def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,18 +338,32 @@ def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return merged
 
 
-# -- elsewhere ---------------------------------------------------------------------------------------------------------------
+# -- elsewhere
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _of_the_allocator(shortage: Shortage) -> list[Remedy]:
     found = []
     if shortage.others and shortage.would_fit_alone:
-        found.append(Remedy(f"end the other processes on {shortage.device}: without them it would fit"))
-    if shortage.can_expand and None not in (shortage.asked, shortage.cached) and shortage.cached >= shortage.asked:
+        found.append(
+            Remedy(f"end the other processes on {shortage.device}: without them it would fit")
+        )
+    if (
+        shortage.can_expand
+        and None not in (shortage.asked, shortage.cached)
+        and shortage.cached >= shortage.asked
+    ):
         words = "torch had reserved enough, in pieces that were too small"
-        found.append(Remedy(f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment: {words}"))
+        found.append(
+            Remedy(f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment: {words}")
+        )
     return found
 
 
 def _of_the_host() -> list[Remedy]:
-    return [Remedy("the machine's memory ran out, not the GPU's: give fewer --workers, fewer ranks on this machine, or more memory to it")]
+    return [
+        Remedy(
+            "the machine's memory ran out, not the GPU's: give fewer --workers, fewer ranks on "
+            "this machine, or more memory to it"
+        )
+    ]

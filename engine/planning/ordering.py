@@ -1,7 +1,9 @@
-"""The instructions of all stages in one order in which everything comes after what it waits for. Plain Python, without costs.
+"""The instructions of all stages in one order in which everything comes after what it waits for.
+Plain Python, without costs.
 
-The order depends on the shape of a graph and on the schedule alone, so it is remembered: a planner that compares thousands of
-candidates orders each shape once and pays one pass over a flat list (`engine/planning/simulator.py`) for each.
+The order depends on the shape of a graph and on the schedule alone, so it is remembered: a planner
+that compares thousands of candidates orders each shape once and pays one pass over a flat list
+(`engine/planning/simulator.py`) for each.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from engine.topology import Stage, StageGraph
 if TYPE_CHECKING:
     from engine.planning.planner import BranchBatch
 
-_NOTHING, _FORWARD, _AGAIN, _BACKWARD, _LOSS, _REDUCE, _STEP = range(7)  # kinds of work; the order of `_Times`
+_NOTHING, _FORWARD, _AGAIN, _BACKWARD, _LOSS, _REDUCE, _STEP = range(
+    7
+)  # kinds of work; the order of `_Times`
 _WORK = {
     ForwardPass: _FORWARD,
     EmbedPass: _FORWARD,
@@ -40,7 +44,10 @@ _WORK = {
     ReduceGrads: _REDUCE,
     OptimizerStep: _STEP,
 }
-_COLLECTIVES = (ComputeLoss, OptimizerStep)  # between stages; the replicas of one stage are alike and wait for nobody
+_COLLECTIVES = (
+    ComputeLoss,
+    OptimizerStep,
+)  # between stages; the replicas of one stage are alike and wait for nobody
 DOWNSTREAM, UPSTREAM = 0, 1  # the two links that leave stage s have the numbers 2 s and 2 s + 1
 _SENDS = {SendActivation: DOWNSTREAM, SendGrad: UPSTREAM}
 _RECEIVES = (RecvActivation, RecvGrad)
@@ -62,7 +69,8 @@ class Place(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What a stage's list holds, and how many micro-batches have activations: at most, and when the loss is computed."""
+    """What a stage's list holds, and how many micro-batches have activations: at most, and when the
+    loss is computed."""
 
     forwards: int
     replays: int
@@ -78,16 +86,21 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """The instructions of all stages in one order in which everything comes after what it waits for.
+    """The instructions of all stages in one order in which everything comes after what it waits
+    for.
 
-    An operation is a run of instructions that waits only at its start and sends only at its end. As tuples of integers, for speed:
-    (stage, message it waits for, its duration's index, link it sends on or −1, message it sends). Message 0 is there from the start.
-    A segment is a run of operations and then one collective: (stage, its duration's index) of its members.
-    `durations` says what an index stands for: (stage, kind of work, number of instructions).
-    `labels` names the instructions, (name, micro-batch, kind of work), of every operation and member in the order of the segments.
+    An operation is a run of instructions that waits only at its start and sends only at its end. As
+    tuples of integers, for speed: (stage, message it waits for, its duration's index, link it sends
+    on or −1, message it sends). Message 0 is there from the start. A segment is a run of operations
+    and then one collective: (stage, its duration's index) of its members. `durations` says what an
+    index stands for: (stage, kind of work, number of instructions). `labels` names the
+    instructions, (name, micro-batch, kind of work), of every operation and member in the order of
+    the segments.
     """
 
-    segments: tuple[tuple[tuple[tuple[int, int, int, int, int], ...], tuple[tuple[int, int], ...]], ...]
+    segments: tuple[
+        tuple[tuple[tuple[int, int, int, int, int], ...], tuple[tuple[int, int], ...]], ...
+    ]
     durations: tuple[tuple[int, int, int], ...]
     labels: tuple[tuple[int, int, tuple[tuple[str, int | None, int], ...]], ...]
     counts: tuple[Counts, ...]
@@ -115,20 +128,30 @@ def shape_of(graph: StageGraph, batches: Mapping[str, BranchBatch]) -> tuple[Pla
 
 @lru_cache(maxsize=512)  # some 0.1 MB each
 def put_in_order(shape: tuple[Place, ...], schedule: type[StageSchedule]) -> Program:
-    """Order the instructions of all stages. Raises RuntimeError that names where each stage is stuck, if it cannot be done, and
-    ValueError where the losses in the lists are not those that the schedule says it has."""
+    """Order the instructions of all stages. Raises RuntimeError that names where each stage is
+    stuck, if it cannot be done, and ValueError where the losses in the lists are not those that the
+    schedule says it has."""
     lists = [_listed(_nameless(place), schedule) for place in shape]
-    losses = {o.meets[1] is not None for operations, _ in lists for o in operations if o.meets and o.meets[0] is ComputeLoss}
+    losses = {
+        o.meets[1] is not None
+        for operations, _ in lists
+        for o in operations
+        if o.meets and o.meets[0] is ComputeLoss
+    }
     if losses - {schedule.loss_per_micro_batch}:
         raise ValueError(
-            f"{schedule.__name__}: its ComputeLoss has {'a' if True in losses else 'no'} buffer_id, and its "
-            f"loss_per_micro_batch is {schedule.loss_per_micro_batch}; a loss per micro-batch has one, a "
+            f"{schedule.__name__}: its ComputeLoss has {'a' if True in losses else 'no'} "
+            "buffer_id, and its "
+            f"loss_per_micro_batch is {schedule.loss_per_micro_batch}; a loss per micro-batch has "
+            "one, a "
             "loss over the global batch has none"
         )
     linker = _Linker(shape, [operations for operations, _ in lists])
     stuck = linker.link()
     if stuck:
-        raise RuntimeError(f"{schedule.__name__}: these instructions wait for ever: " + "; ".join(stuck))
+        raise RuntimeError(
+            f"{schedule.__name__}: these instructions wait for ever: " + "; ".join(stuck)
+        )
     return Program(
         tuple(linker.segments),
         tuple(linker.durations),
@@ -139,11 +162,14 @@ def put_in_order(shape: tuple[Place, ...], schedule: type[StageSchedule]) -> Pro
 
 
 class _Operation(NamedTuple):
-    """A run of instructions as long as it can be timed as one: a receive only at the start, one piece of work, a send only at the end."""
+    """A run of instructions as long as it can be timed as one: a receive only at the start, one
+    piece of work, a send only at the end."""
 
     receives: tuple[bool, int] | None  # (is it an activation?, micro-batch)
     sends: tuple[int, int] | None  # (direction, micro-batch)
-    meets: tuple[type[PipeInstruction], int | None] | None  # the collective that it is, and of which micro-batch
+    meets: (
+        tuple[type[PipeInstruction], int | None] | None
+    )  # the collective that it is, and of which micro-batch
     work: int
     instructions: tuple[tuple[str, int | None, int], ...]  # (name, micro-batch, kind of work)
 
@@ -182,7 +208,9 @@ def _operation(run: Sequence[PipeInstruction]) -> _Operation:
 
 
 def _instructions(place: Place, schedule: type[StageSchedule]) -> list[PipeInstruction]:
-    trained = (place.name,) if place.has_backward else ()  # all that a schedule asks of it is whether there is anything
+    trained = (
+        (place.name,) if place.has_backward else ()
+    )  # all that a schedule asks of it is whether there is anything
     stage = Stage(
         0,
         place.name,
@@ -196,7 +224,11 @@ def _instructions(place: Place, schedule: type[StageSchedule]) -> list[PipeInstr
         trained,
         place.sends_gradients,
     )
-    return [instruction for group in schedule(stage, place.num_micro_batches, place.num_kept) for instruction in group]
+    return [
+        instruction
+        for group in schedule(stage, place.num_micro_batches, place.num_kept)
+        for instruction in group
+    ]
 
 
 def _count(instructions: Sequence[PipeInstruction]) -> Counts:
@@ -225,13 +257,22 @@ def _count(instructions: Sequence[PipeInstruction]) -> Counts:
 
 
 def counts_of(place: Place, schedule: type[StageSchedule]) -> Counts:
-    """The counts of a stage, without writing down long lists: beyond what fills the pipeline each micro-batch adds the same."""
+    """The counts of a stage, without writing down long lists: beyond what fills the pipeline each
+    micro-batch adds the same."""
     filled = max(place.num_downstream, place.num_kept) + 3
     place = _nameless(place)
     if place.num_micro_batches <= filled:
         return _few_counts(place, schedule)
-    last, before = (_few_counts(place._replace(num_micro_batches=number), schedule) for number in (filled, filled - 1))
-    return Counts(*(end + (place.num_micro_batches - filled) * (end - start) for end, start in zip(last, before)))
+    last, before = (
+        _few_counts(place._replace(num_micro_batches=number), schedule)
+        for number in (filled, filled - 1)
+    )
+    return Counts(
+        *(
+            end + (place.num_micro_batches - filled) * (end - start)
+            for end, start in zip(last, before)
+        )
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -244,12 +285,15 @@ def _micro_batch(instruction: PipeInstruction) -> int | None:
 
 
 class _Linker:
-    """Walks all stages forward together and writes down what they do, in the order it becomes possible."""
+    """Walks all stages forward together and writes down what they do, in the order it becomes
+    possible."""
 
     def __init__(self, shape: Sequence[Place], operations: Sequence[Sequence[_Operation]]):
         self.shape, self.operations = shape, operations
         self.position = [0] * len(shape)
-        self.links: dict[int, deque[tuple[int | None, int]]] = defaultdict(deque)  # (micro-batch, message) on their way
+        self.links: dict[int, deque[tuple[int | None, int]]] = defaultdict(
+            deque
+        )  # (micro-batch, message) on their way
         self.num_messages = 1
         self.durations: dict[tuple[int, int, int], int] = {}
         self.segments: list = []
@@ -257,13 +301,18 @@ class _Linker:
         self._open: list = []  # the segment being written
 
     def link(self) -> list[str]:
-        """Everything, in order. Returns what is left over, in words: [] when all stages came to their end."""
+        """Everything, in order. Returns what is left over, in words: [] when all stages came to
+        their end."""
         moved = True
         while moved:
             moved = any([self._advance(stage) for stage in range(len(self.shape))])
             moved = self._meet() or moved
         self._close(())
-        return [self._describe(stage, operation) for stage in range(len(self.shape)) if (operation := self._now(stage))] + [
+        return [
+            self._describe(stage, operation)
+            for stage in range(len(self.shape))
+            if (operation := self._now(stage))
+        ] + [
             f"{self.shape[link // 2].name} sends micro-batch {m} and nobody receives it"
             for link, queue in self.links.items()
             for m, _ in queue
@@ -285,16 +334,21 @@ class _Linker:
             if message_in is None:
                 break
             link, message_out = self._give(stage, operation.sends)
-            self._open.append((stage, message_in, self._write_down(stage, operation), link, message_out))
+            self._open.append(
+                (stage, message_in, self._write_down(stage, operation), link, message_out)
+            )
         return self.position[stage] > start
 
     def _take(self, stage: int, receives: tuple[bool, int] | None) -> int | None:
-        """The message an operation starts with; 0: it needs none; None: it is not there yet, or another comes before it."""
+        """The message an operation starts with; 0: it needs none; None: it is not there yet, or
+        another comes before it."""
         if receives is None:
             return 0
         activation, m = receives
         place = self.shape[stage]
-        queue = self.links[2 * place.previous + DOWNSTREAM if activation else 2 * place.next + UPSTREAM]
+        queue = self.links[
+            2 * place.previous + DOWNSTREAM if activation else 2 * place.next + UPSTREAM
+        ]
         return queue.popleft()[1] if queue and queue[0][0] == m else None
 
     def _give(self, stage: int, sends: tuple[int, int] | None) -> tuple[int, int]:
@@ -310,7 +364,11 @@ class _Linker:
         """One collective whose members have all come to it. False: there is none."""
         collectives = [self._collective(stage) for stage in range(len(self.shape))]
         for collective in filter(None, collectives):
-            members = [stage for stage, place in enumerate(self.shape) if place.tail_of or collective[0] is OptimizerStep]
+            members = [
+                stage
+                for stage, place in enumerate(self.shape)
+                if place.tail_of or collective[0] is OptimizerStep
+            ]
             if all(collectives[stage] == collective for stage in members):
                 self._close(members)
                 return True
@@ -323,11 +381,18 @@ class _Linker:
 
     def _close(self, members: Sequence[int]) -> None:
         operations, self._open = self._open, []
-        self.segments.append((tuple(operations), tuple((stage, self._write_down(stage, self._now(stage))) for stage in members)))
+        self.segments.append(
+            (
+                tuple(operations),
+                tuple((stage, self._write_down(stage, self._now(stage))) for stage in members),
+            )
+        )
 
     def _write_down(self, stage: int, operation: _Operation) -> int:
         """Label the operation, leave it behind, and return the index of its duration."""
-        duration = self.durations.setdefault((stage, operation.work, len(operation.instructions)), len(self.durations))
+        duration = self.durations.setdefault(
+            (stage, operation.work, len(operation.instructions)), len(self.durations)
+        )
         self.labels.append((stage, duration, operation.instructions))
         self.position[stage] += 1
         return duration

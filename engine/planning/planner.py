@@ -1,11 +1,13 @@
-"""From a configuration, a world size and a cost model to a plan: layout, stages, replicas, micro-batches, schedule. Plain Python.
+"""From a configuration, a world size and a cost model to a plan: layout, stages, replicas,
+micro-batches, schedule. Plain Python.
 
 The arithmetic of a batch, per branch:
 
     train_batch_size = micro_batch_size × num_micro_batches × replicas
 
-Whatever the `branches` block leaves "auto" is searched: every candidate that the block and the batch allow is timed by the
-simulator, those that do not fit the memory are put aside, and the fastest is taken.
+Whatever the `branches` block leaves "auto" is searched: every candidate that the block and the
+batch allow is timed by the simulator, those that do not fit the memory are put aside, and the
+fastest is taken.
 """
 
 from __future__ import annotations
@@ -31,16 +33,36 @@ from engine.schedule import SCHEDULES, StageSchedule, exact_schedules, recomputi
 from engine.topology import LAYOUTS, StageGraph, balanced_cuts, chain, fork, merged
 
 MAX_STAGES = 16  # per line, where "auto" chooses: deeper lines idle more than they save
-FEW_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)  # per line, where "auto" chooses for three branches or more: all combinations would be too many
+FEW_STAGES = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    16,
+)  # per line, where "auto" chooses for three branches or more: all combinations would be too many
 ALIKE = 1.02  # of one graph: numbers of micro-batches this near the fastest are not told apart
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # per replica, where "auto" chooses: as near below as the batch allows
-AS_GOOD = 1.10  # predictions this near the best are taken as equal: steps take up to 10 % less or more than predicted (bench/README.md)
+MICRO_BATCHES = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+    64,
+)  # per replica, where "auto" chooses: as near below as the batch allows
+# predictions this near the best are taken as equal: steps take up to 10 % less or more than
+# predicted (bench/README.md)
+AS_GOOD = 1.10
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class BranchBatch:
-    """How the global batch is dealt to one branch: every replica runs `num_micro_batches` of `micro_batch_size` samples.
+    """How the global batch is dealt to one branch: every replica runs `num_micro_batches` of
+    `micro_batch_size` samples.
 
     Under a schedule that recomputes the first `num_kept` of them keep their activations.
     """
@@ -82,26 +104,40 @@ class Search:
 
     @property
     def best(self) -> Candidate:
-        """Of the graphs and schedules that are as fast as the fastest the one that needs the least memory per rank; of equal ones a
-        fork, then the one with the fewest stages, then the fastest. Each has the fewest micro-batches with which it is at its fastest:
-        small ones save little memory, and batch normalisation wants large ones."""
+        """Of the graphs and schedules that are as fast as the fastest the one that needs the least
+        memory per rank; of equal ones a fork, then the one with the fewest stages, then the
+        fastest. Each has the fewest micro-batches with which it is at its fastest: small ones save
+        little memory, and batch normalisation wants large ones."""
         fastest_s = self.ranked[0].simulation.step_s
         groups: dict[tuple[str, str], list[Candidate]] = {}
         for candidate in self.ranked:
-            groups.setdefault((candidate.graph.describe(), candidate.schedule), []).append(candidate)
-        near = [group for group in groups.values() if group[0].simulation.step_s <= fastest_s * AS_GOOD]
+            groups.setdefault((candidate.graph.describe(), candidate.schedule), []).append(
+                candidate
+            )
+        near = [
+            group for group in groups.values() if group[0].simulation.step_s <= fastest_s * AS_GOOD
+        ]
         return min(map(_fewest_micro_batches, near), key=self._preference)
 
     def _preference(self, candidate: Candidate) -> tuple[float, bool, int, float]:
-        memory = round(candidate.peak_bytes / self.ranked[0].peak_bytes, 2)  # to a percent: it is predicted no better than that
-        return memory, candidate.graph.layout != "fork", len(candidate.graph.stages), candidate.simulation.step_s
+        memory = round(
+            candidate.peak_bytes / self.ranked[0].peak_bytes, 2
+        )  # to a percent: it is predicted no better than that
+        return (
+            memory,
+            candidate.graph.layout != "fork",
+            len(candidate.graph.stages),
+            candidate.simulation.step_s,
+        )
 
     def why(self) -> str:
-        """A few lines that a person can read: what was chosen, and what the best of each other kind would cost."""
+        """A few lines that a person can read: what was chosen, and what the best of each other kind
+        would cost."""
         best = self.best
         lines = [
             f"auto: {best.describe()}",
-            f"  predicted {_seconds(best.simulation.step_s)} a step, {best.simulation.bubble_fraction:.0%} idle, "
+            f"  predicted {_seconds(best.simulation.step_s)} a step, "
+            f"{best.simulation.bubble_fraction:.0%} idle, "
             f"at most {best.peak_bytes / GIB:.2f} GiB a rank; {self.num_candidates} ways compared"
             + (f", {self.num_too_large} too large for the memory" if self.num_too_large else ""),
         ]
@@ -110,23 +146,32 @@ class Search:
             if (other.graph.layout, other.schedule) not in seen:
                 seen.add((other.graph.layout, other.schedule))
                 ratio = other.simulation.step_s / best.simulation.step_s
-                lines.append(f"  {ratio:.2f} × the time, {other.peak_bytes / best.peak_bytes:.2f} × the memory: {other.describe()}")
+                lines.append(
+                    f"  {ratio:.2f} × the time, {other.peak_bytes / best.peak_bytes:.2f} × the "
+                    f"memory: {other.describe()}"
+                )
         return "\n".join(lines)
 
 
 def _fewest_micro_batches(group: Sequence[Candidate]) -> Candidate:
     """`group`: fastest first."""
     fastest = [c for c in group if c.simulation.step_s <= group[0].simulation.step_s * ALIKE]
-    return min(fastest, key=lambda c: (sum(batch.num_micro_batches for batch in c.batches.values()), c.simulation.step_s))
+    return min(
+        fastest,
+        key=lambda c: (
+            sum(batch.num_micro_batches for batch in c.batches.values()),
+            c.simulation.step_s,
+        ),
+    )
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What was decided for this world: the stage graph, the deal of the batch, the schedule, which layers learn, and how each group is clipped and
-    learns.
+    """What was decided for this world: the stage graph, the deal of the batch, the schedule, which
+    layers learn, and how each group is clipped and learns.
 
-    `block` and `costs`: what it was decided from. `predicted`: what the simulator says of each stage, by its id. `reasons`: lines to show
-    at the start.
+    `block` and `costs`: what it was decided from. `predicted`: what the simulator says of each
+    stage, by its id. `reasons`: lines to show at the start.
     """
 
     graph: StageGraph
@@ -135,7 +180,9 @@ class RunPlan:
     clipping: Mapping[str, ClippingRule]
     optimizer_groups: OptimizerGroups
     trainable: Trainable
-    block: BranchesBlock = field(repr=False, compare=False)  # as it was written: two ways to write the same are one plan
+    block: BranchesBlock = field(
+        repr=False, compare=False
+    )  # as it was written: two ways to write the same are one plan
     costs: CostModel = field(repr=False)
     predicted: tuple[StageResult, ...] = field(repr=False)
     batch_norm_locked: bool = False
@@ -151,9 +198,11 @@ class RunPlan:
         return _describe(self.graph, self.batches, self.schedule)
 
 
-def plan_run(config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel) -> RunPlan:
-    """Decide everything for `world_size` ranks. Raises ValueError when the block, the batch and the world do not go together,
-    or when nothing fits the memory."""
+def plan_run(
+    config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel
+) -> RunPlan:
+    """Decide everything for `world_size` ranks. Raises ValueError when the block, the batch and the
+    world do not go together, or when nothing fits the memory."""
     locked, branches = block.locking(), tuple(costs.layers)
     search = search_plans(config, block, world_size, costs)
     best = search.best
@@ -179,22 +228,31 @@ def plan_run(config: Mapping[str, Any], block: BranchesBlock, world_size: int, c
     )
 
 
-def check_world(config: Mapping[str, Any], block: BranchesBlock, world_size: int, branches: Sequence[str]) -> None:
-    """Refuse what does not go together on `world_size` ranks, whatever the towers of the `branches` are and cost: before anything is
-    prepared.
+def check_world(
+    config: Mapping[str, Any], block: BranchesBlock, world_size: int, branches: Sequence[str]
+) -> None:
+    """Refuse what does not go together on `world_size` ranks, whatever the towers of the `branches`
+    are and cost: before anything is prepared.
 
-    What needs the towers (a stage for each layer at most, the memory) `plan_run` refuses. Errors: ValueError.
+    What needs the towers (a stage for each layer at most, the memory) `plan_run` refuses. Errors:
+    ValueError.
     """
     next(_splits(config, block, world_size, dict.fromkeys(branches, inf)))
 
 
-def search_plans(config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel) -> Search:
-    """Time all candidates. Those whose bound says that they cannot be as good as the best of their layout and schedule are not
-    simulated."""
+def search_plans(
+    config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel
+) -> Search:
+    """Time all candidates. Those whose bound says that they cannot be as good as the best of their
+    layout and schedule are not simulated."""
     costs = lock_costs(costs, trainable_layers(block.locking(), costs))
     candidates = list(_candidates(config, block, world_size, costs))
     outlines = [bounds(graph, batches, schedule, costs) for graph, batches, schedule in candidates]
-    fitting = sorted((seconds, i) for i, (seconds, peak_bytes) in enumerate(outlines) if peak_bytes <= costs.machine.memory_bytes)
+    fitting = sorted(
+        (seconds, i)
+        for i, (seconds, peak_bytes) in enumerate(outlines)
+        if peak_bytes <= costs.machine.memory_bytes
+    )
     if not fitting:
         smallest = min(range(len(candidates)), key=lambda i: outlines[i][1])
         raise ValueError(_nothing_fits(config, block, world_size, costs, *candidates[smallest]))
@@ -204,26 +262,43 @@ def search_plans(config: Mapping[str, Any], block: BranchesBlock, world_size: in
         graph, batches, schedule = candidates[i]
         known = best.get((graph.layout, schedule), float("inf"))
         if seconds <= AS_GOOD * ALIKE * known:
-            simulated.append(Candidate(graph, batches, schedule, simulate(graph, batches, schedule, costs)))
+            simulated.append(
+                Candidate(graph, batches, schedule, simulate(graph, batches, schedule, costs))
+            )
             best[graph.layout, schedule] = min(known, simulated[-1].simulation.step_s)
-    return Search(tuple(sorted(simulated, key=lambda c: c.simulation.step_s)), len(candidates), len(candidates) - len(fitting))
+    return Search(
+        tuple(sorted(simulated, key=lambda c: c.simulation.step_s)),
+        len(candidates),
+        len(candidates) - len(fitting),
+    )
 
 
-def deepspeed_config(config: Mapping[str, Any], batch: BranchBatch, total_num_steps: int, most_replicas: int = 2) -> dict[str, Any]:
-    """The dictionary DeepSpeed reads on a rank of this branch: the file's keys with the branch's batch filled in.
+def deepspeed_config(
+    config: Mapping[str, Any], batch: BranchBatch, total_num_steps: int, most_replicas: int = 2
+) -> dict[str, Any]:
+    """The dictionary DeepSpeed reads on a rank of this branch: the file's keys with the branch's
+    batch filled in.
 
-    `most_replicas`: of any stage. Where no stage has two, ZeRO-1 has nothing to shard, and under fp32 it would only add copies of the
-    weights and gradients; fp16 and bf16 need its wrapper, and so does an offloaded optimizer.
+    `most_replicas`: of any stage. Where no stage has two, ZeRO-1 has nothing to shard, and under
+    fp32 it would only add copies of the weights and gradients; fp16 and bf16 need its wrapper, and
+    so does an offloaded optimizer.
     """
     resolved = copy.deepcopy(dict(config))
     zero = resolved.get("zero_optimization", {})
-    if most_replicas == 1 and precision_of(config) == "fp32" and zero and "offload_optimizer" not in zero:
+    if (
+        most_replicas == 1
+        and precision_of(config) == "fp32"
+        and zero
+        and "offload_optimizer" not in zero
+    ):
         resolved["zero_optimization"]["stage"] = 0
     resolved["train_batch_size"] = batch.global_batch_size
     resolved["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
     resolved["gradient_accumulation_steps"] = batch.num_micro_batches
     resolved["gradient_clipping"] = (
-        0.0  # DeepSpeed's default is 1.0, over all parameters of a stage; engine/optimizer/clipping.py clips by group
+        # DeepSpeed's default is 1.0, over all parameters of a stage; engine/optimizer/clipping.py
+        # clips by group
+        0.0
     )
     resolved.setdefault("steps_per_print", None)
     if "pipeline" in resolved:
@@ -232,12 +307,17 @@ def deepspeed_config(config: Mapping[str, Any], batch: BranchBatch, total_num_st
     for key, value in scheduler.items():
         if value == AUTO:
             if key != "total_num_steps":
-                raise ValueError(f'scheduler.params.{key}: "auto" is only known for total_num_steps; give a number')
-            scheduler[key] = total_num_steps + 1  # which a run does not reach: a decay to 0 would waste its last step
+                raise ValueError(
+                    f'scheduler.params.{key}: "auto" is only known for total_num_steps; give a number'
+                )
+            scheduler[key] = (
+                total_num_steps + 1
+            )  # which a run does not reach: a decay to 0 would waste its last step
     return resolved
 
 
-# -- candidates ------------------------------------------------------------------------------------------------------------
+# -- candidates
+# ------------------------------------------------------------------------------------------------------------
 
 
 Deal = dict[str, BranchBatch]
@@ -245,7 +325,8 @@ Deal = dict[str, BranchBatch]
 
 @dataclass(frozen=True)
 class Split:
-    """Who runs what, before layers are cut into stages: stages by name, replicas by branch, and the (deal, schedule) that go with them."""
+    """Who runs what, before layers are cut into stages: stages by name, replicas by branch, and the
+    (deal, schedule) that go with them."""
 
     layout: str
     stages: Mapping[str, int]
@@ -256,15 +337,27 @@ class Split:
 def _candidates(
     config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel
 ) -> Iterator[tuple[StageGraph, Deal, str]]:
-    """Every (graph, deal, schedule) that the block allows. Raises ValueError, with the reason, when there is none."""
+    """Every (graph, deal, schedule) that the block allows. Raises ValueError, with the reason, when
+    there is none."""
     graph_of = _graphs_of(block, costs)
-    for split in _splits(config, block, world_size, {branch: len(layers) for branch, layers in costs.layers.items()}):
+    for split in _splits(
+        config, block, world_size, {branch: len(layers) for branch, layers in costs.layers.items()}
+    ):
         graph = graph_of(split)
         for deal, schedule in split.ways:
-            yield graph, _keeping(block, graph, deal, costs) if SCHEDULES[schedule].recomputes else deal, schedule
+            yield (
+                graph,
+                _keeping(block, graph, deal, costs) if SCHEDULES[schedule].recomputes else deal,
+                schedule,
+            )
 
 
-def _splits(config: Mapping[str, Any], block: BranchesBlock, world_size: int, num_layers: Mapping[str, float]) -> Iterator[Split]:
+def _splits(
+    config: Mapping[str, Any],
+    block: BranchesBlock,
+    world_size: int,
+    num_layers: Mapping[str, float],
+) -> Iterator[Split]:
     """Every split that the block allows. Raises ValueError, with the reason, when there is none."""
     layouts = [block.layout] if block.layout != AUTO else ["merged"] if world_size == 1 else LAYOUTS
     if block.moves_work:
@@ -273,17 +366,27 @@ def _splits(config: Mapping[str, Any], block: BranchesBlock, world_size: int, nu
             raise ValueError(
                 'branches.balance: "feed" moves work between branches on different ranks, and there is one; use "deal" or more ranks'
             )
-    schedules = [block.schedule] if block.schedule != AUTO else [name for name in exact_schedules() if SCHEDULES[name].chosen_by_auto]
+    schedules = (
+        [block.schedule]
+        if block.schedule != AUTO
+        else [name for name in exact_schedules() if SCHEDULES[name].chosen_by_auto]
+    )
     found, reasons = False, []
     for layout in layouts:
         try:
             if block.layout != AUTO and (reason := _refuse_kept(block, layout, num_layers)):
                 raise ValueError(reason)
-            for stages, replicas in _stages_and_replicas(config, block, layout, world_size, num_layers):
+            for stages, replicas in _stages_and_replicas(
+                config, block, layout, world_size, num_layers
+            ):
                 ways = []
                 for deal in _deals(config, block, layout, replicas, reasons):
                     for schedule in schedules:
-                        kept = _refuse_kept(block, layout, num_layers) if SCHEDULES[schedule].recomputes else None
+                        kept = (
+                            _refuse_kept(block, layout, num_layers)
+                            if SCHEDULES[schedule].recomputes
+                            else None
+                        )
                         if reason := kept or _refuse_schedule(schedule, deal):
                             reasons.append(reason)
                         else:
@@ -296,39 +399,63 @@ def _splits(config: Mapping[str, Any], block: BranchesBlock, world_size: int, nu
                 raise
             reasons.append(str(error))
     if not found:
-        raise ValueError(reasons[0] if reasons else f"nothing runs on {_ranks(world_size)} with branches {block}")
+        raise ValueError(
+            reasons[0] if reasons else f"nothing runs on {_ranks(world_size)} with branches {block}"
+        )
 
 
 def _stages_and_replicas(
-    config: Mapping[str, Any], block: BranchesBlock, layout: str, world_size: int, num_layers: Mapping[str, float]
+    config: Mapping[str, Any],
+    block: BranchesBlock,
+    layout: str,
+    world_size: int,
+    num_layers: Mapping[str, float],
 ) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
-    """Every (stages, replicas) of a layout that fills the world. Raises ValueError where none does."""
+    """Every (stages, replicas) of a layout that fills the world. Raises ValueError where none
+    does."""
     filled, reason = False, None
     for stages in _stage_counts(block, layout, world_size, num_layers):
         try:
-            choices = _replicas(config["train_batch_size"], block, layout, stages, world_size, tuple(num_layers))
+            choices = _replicas(
+                config["train_batch_size"], block, layout, stages, world_size, tuple(num_layers)
+            )
         except ValueError as error:
             reason = reason or error
             continue
         filled = True
-        whole = [r for r in choices if all(config["train_batch_size"] % own == 0 for own in r.values())]
-        for replicas in whole or choices[:1]:  # where the batch comes out even with none, the deal says so
+        whole = [
+            r for r in choices if all(config["train_batch_size"] % own == 0 for own in r.values())
+        ]
+        for replicas in (
+            whole or choices[:1]
+        ):  # where the batch comes out even with none, the deal says so
             yield stages, replicas
     if not filled:
         raise reason or ValueError(f"{layout}: no number of stages fills {_ranks(world_size)}")
 
 
 def _graphs_of(block: BranchesBlock, costs: CostModel) -> Callable[[Split], StageGraph]:
-    """What makes the stage graph of a split: layers cut so that the costliest stage is as cheap as possible."""
-    seconds = {branch: tuple(map(_seconds_per_sample, layers)) for branch, layers in costs.layers.items()}
+    """What makes the stage graph of a split: layers cut so that the costliest stage is as cheap as
+    possible."""
+    seconds = {
+        branch: tuple(map(_seconds_per_sample, layers)) for branch, layers in costs.layers.items()
+    }
     locked = block.locking()
     trainable = trainable_layers(locked, costs) if locked else None
 
     def graph_of(split: Split) -> StageGraph:
-        parts = dict.fromkeys(seconds, split.stages["merged"]) if split.layout == "merged" else split.stages
+        parts = (
+            dict.fromkeys(seconds, split.stages["merged"])
+            if split.layout == "merged"
+            else split.stages
+        )
         cuts = {branch: _cut(own, parts[branch]) for branch, own in seconds.items()}
         line = merged if split.layout == "merged" else chain
-        graph = fork(cuts, split.replicas) if split.layout == "fork" else line(cuts, next(iter(split.replicas.values())))
+        graph = (
+            fork(cuts, split.replicas)
+            if split.layout == "fork"
+            else line(cuts, next(iter(split.replicas.values())))
+        )
         return graph if trainable is None else lock_graph(graph, trainable)
 
     return graph_of
@@ -343,29 +470,41 @@ def _cut(seconds: tuple[float, ...], parts: int) -> list[range]:
     return balanced_cuts(seconds, parts)
 
 
-def _stage_counts(block: BranchesBlock, layout: str, world_size: int, num_layers: Mapping[str, float]) -> Iterator[dict[str, int]]:
+def _stage_counts(
+    block: BranchesBlock, layout: str, world_size: int, num_layers: Mapping[str, float]
+) -> Iterator[dict[str, int]]:
     if block.stages == AUTO:
         most = min(world_size, MAX_STAGES)
         if layout == "merged":
             yield from ({"merged": s} for s in range(1, min(most, *num_layers.values()) + 1))
         else:
             numbers = range(1, most + 1) if len(num_layers) <= 2 else FEW_STAGES
-            counts = product(*([n for n in numbers if n <= min(most, number)] for number in num_layers.values()))
-            yield from (dict(zip(num_layers, each)) for each in counts if sum(each) <= max(world_size, len(num_layers)))
+            counts = product(
+                *([n for n in numbers if n <= min(most, number)] for number in num_layers.values())
+            )
+            yield from (
+                dict(zip(num_layers, each))
+                for each in counts
+                if sum(each) <= max(world_size, len(num_layers))
+            )
         return
     stages = _given_stages(block, layout, world_size, tuple(num_layers))
     for name, count in stages.items():
         for branch in num_layers if name == "merged" else (name,):
             if count > num_layers[branch]:
                 raise ValueError(
-                    f"branches.stages: {count} {name} stages, but the {branch} tower has {num_layers[branch]} layers and every "
+                    f"branches.stages: {count} {name} stages, but the {branch} tower has "
+                    f"{num_layers[branch]} layers and every "
                     f"stage needs one; use at most {num_layers[branch]}"
                 )
     yield stages
 
 
-def _given_stages(block: BranchesBlock, layout: str, world_size: int, branches: Sequence[str]) -> dict[str, int]:
-    """`branches.stages` as written, by name: of each branch, or {"merged": n}. One number is that of every name."""
+def _given_stages(
+    block: BranchesBlock, layout: str, world_size: int, branches: Sequence[str]
+) -> dict[str, int]:
+    """`branches.stages` as written, by name: of each branch, or {"merged": n}. One number is that
+    of every name."""
     names = ("merged",) if layout == "merged" else branches
     if isinstance(block.stages, int):
         return dict.fromkeys(names, block.stages)
@@ -374,8 +513,12 @@ def _given_stages(block: BranchesBlock, layout: str, world_size: int, branches: 
     given = f"branches.stages: {json.dumps(block.stages)} does not fit layout {layout!r}"
     if layout != "merged":
         example = json.dumps({name: 2 if name == names[0] else 1 for name in names})
-        raise ValueError(f'{given}; write for example "stages": {example}, or one number, which every branch gets')
-    fits = next(n for n in range(max(block.stages.values(), default=1), 0, -1) if world_size % n == 0)
+        raise ValueError(
+            f'{given}; write for example "stages": {example}, or one number, which every branch gets'
+        )
+    fits = next(
+        n for n in range(max(block.stages.values(), default=1), 0, -1) if world_size % n == 0
+    )
     only = ", the only one for one rank" if block.layout == AUTO and world_size == 1 else ""
     raise ValueError(
         f'{given}{only}: a merged stage holds a slice of every branch, so write "stages": {{"merged": {fits}}} (or "stages": {fits})'
@@ -383,16 +526,27 @@ def _given_stages(block: BranchesBlock, layout: str, world_size: int, branches: 
 
 
 def _replicas(
-    batch_size: int, block: BranchesBlock, layout: str, stages: Mapping[str, int], world_size: int, branches: Sequence[str]
+    batch_size: int,
+    block: BranchesBlock,
+    layout: str,
+    stages: Mapping[str, int],
+    world_size: int,
+    branches: Sequence[str],
 ) -> list[dict[str, int]]:
-    """The numbers of replicas, by branch, with which these stages fill the world; there is at least one."""
+    """The numbers of replicas, by branch, with which these stages fill the world; there is at least
+    one."""
     if layout == "fork":
         return _fork_replicas(batch_size, block, stages, world_size)
     line = sum(stages.values())
     if isinstance(block.replicas, dict):
-        why = "a merged stage holds a slice of every branch" if layout == "merged" else "all stages of a chain have equally many"
+        why = (
+            "a merged stage holds a slice of every branch"
+            if layout == "merged"
+            else "all stages of a chain have equally many"
+        )
         raise ValueError(
-            f"branches.replicas: {json.dumps(block.replicas)} does not fit layout {layout!r}: {why}, so write one number, "
+            f"branches.replicas: {json.dumps(block.replicas)} does not fit layout {layout!r}: "
+            f"{why}, so write one number, "
             f'such as "replicas": {max(1, world_size // line)}'
         )
     _refuse_too_few(layout, stages, world_size)
@@ -400,42 +554,57 @@ def _replicas(
     if replicas * line != world_size:
         asked = "" if block.replicas == AUTO else f" and {block.replicas} replicas"
         raise ValueError(
-            f"{layout} of {line} stages{asked} does not fill {_ranks(world_size)}; use {_ranks(replicas * line)} or change branches.stages"
+            f"{layout} of {line} stages{asked} does not fill {_ranks(world_size)}; use "
+            f"{_ranks(replicas * line)} or change branches.stages"
         )
     return [dict.fromkeys(branches, replicas)]
 
 
-def _fork_replicas(batch_size: int, block: BranchesBlock, stages: Mapping[str, int], world_size: int) -> list[dict[str, int]]:
+def _fork_replicas(
+    batch_size: int, block: BranchesBlock, stages: Mapping[str, int], world_size: int
+) -> list[dict[str, int]]:
     example = "{" + ", ".join(f'"{branch}": …' for branch in stages) + "}"
     if isinstance(block.replicas, int):
-        raise ValueError(f"branches.replicas: {block.replicas} for a fork; give each branch its own: {example}")
+        raise ValueError(
+            f"branches.replicas: {block.replicas} for a fork; give each branch its own: {example}"
+        )
     if block.replicas != AUTO:
         if set(block.replicas) != set(stages):
-            raise ValueError(f"branches.replicas: {block.replicas}; give each branch its own: {example}")
+            raise ValueError(
+                f"branches.replicas: {block.replicas}; give each branch its own: {example}"
+            )
         replicas = {branch: block.replicas[branch] for branch in stages}
         _refuse_too_few("fork", stages, world_size)
         need = sum(stages[b] * replicas[b] for b in stages)
         if need != world_size:
             terms = " + ".join(f"{b} {stages[b]}×{replicas[b]}" for b in stages)
             raise ValueError(
-                f"stages × replicas ({terms}) fill {need} ranks, but there are {world_size}; start {need} ranks or change branches.replicas"
+                f"stages × replicas ({terms}) fill {need} ranks, but there are {world_size}; start "
+                f"{need} ranks or change branches.replicas"
             )
         return [replicas]
     _refuse_too_few("fork", stages, world_size)
-    # Of several branches only such numbers as the batch can be dealt to, for there are many; any, where there is none of these.
+    # Of several branches only such numbers as the batch can be dealt to, for there are many; any,
+    # where there is none of these.
     numbers = range(1, world_size + 1)
-    fits = list(_fills(tuple(stages.values()), world_size, [n for n in numbers if batch_size % n == 0]))
+    fits = list(
+        _fills(tuple(stages.values()), world_size, [n for n in numbers if batch_size % n == 0])
+    )
     fits = fits or list(islice(_fills(tuple(stages.values()), world_size, numbers), 1))
     if not fits:
         terms = " ".join(f"{branch}={count}" for branch, count in stages.items())
         raise ValueError(
-            f"stages {terms} cannot fill {world_size} ranks with whole replicas; use {sum(stages.values())} ranks, or fewer stages"
+            f"stages {terms} cannot fill {world_size} ranks with whole replicas; use "
+            f"{sum(stages.values())} ranks, or fewer stages"
         )
     return [dict(zip(stages, fit)) for fit in fits]
 
 
-def _fills(stages: Sequence[int], world_size: int, numbers: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Numbers of replicas, each one of `numbers` (ascending), with which so many stages of each branch fill the world exactly."""
+def _fills(
+    stages: Sequence[int], world_size: int, numbers: Sequence[int]
+) -> Iterator[tuple[int, ...]]:
+    """Numbers of replicas, each one of `numbers` (ascending), with which so many stages of each
+    branch fill the world exactly."""
     first, *others = stages
     if not others:
         replicas, rest = divmod(world_size, first)
@@ -453,10 +622,16 @@ def _refuse_too_few(layout: str, stages: Mapping[str, int], world_size: int) -> 
     need = sum(stages.values())
     if world_size < need:
         terms = ", ".join(f"{name} {count}" for name, count in stages.items())
-        instead = 'take "layout": "merged", which runs on one' if world_size == 1 and layout != "merged" else "take fewer stages"
+        instead = (
+            'take "layout": "merged", which runs on one'
+            if world_size == 1 and layout != "merged"
+            else "take fewer stages"
+        )
         raise ValueError(
-            f"layout {layout!r} needs a rank for each of its {need} stages ({terms}), but there {'is' if world_size == 1 else 'are'} "
-            f"{world_size}; start at least {need} processes (deepspeed --num_gpus {need}), or {instead}"
+            f"layout {layout!r} needs a rank for each of its {need} stages ({terms}), but there "
+            f"{'is' if world_size == 1 else 'are'} "
+            f"{world_size}; start at least {need} processes (deepspeed --num_gpus {need}), or "
+            f"{instead}"
         )
 
 
@@ -464,16 +639,29 @@ def _ranks(number: int) -> str:
     return f"{number} rank" if number == 1 else f"{number} ranks"
 
 
-def _deals(config: Mapping[str, Any], block: BranchesBlock, layout: str, replicas: Mapping[str, int], reasons: list[str]) -> list[Deal]:
+def _deals(
+    config: Mapping[str, Any],
+    block: BranchesBlock,
+    layout: str,
+    replicas: Mapping[str, int],
+    reasons: list[str],
+) -> list[Deal]:
     """The ways to deal the batch to these replicas; why there are none is added to `reasons`."""
     found: list[Deal] = []
     for wish in MICRO_BATCHES:
         try:
-            deal = {branch: _deal(config, block, branch, own, wish) for branch, own in replicas.items()}
+            deal = {
+                branch: _deal(config, block, branch, own, wish) for branch, own in replicas.items()
+            }
             if layout != "fork" and not _alike(deal.values()):
-                why = "a merged stage holds a slice of every branch" if layout == "merged" else "a chain runs all of them in one line"
+                why = (
+                    "a merged stage holds a slice of every branch"
+                    if layout == "merged"
+                    else "a chain runs all of them in one line"
+                )
                 raise ValueError(
-                    f"branches.micro_batch_size: {json.dumps(block.micro_batch_size)} differs between the branches, which only a fork allows; "
+                    f"branches.micro_batch_size: {json.dumps(block.micro_batch_size)} differs "
+                    "between the branches, which only a fork allows; "
                     f'{why}, so write one number, such as "micro_batch_size": {min(d.micro_batch_size for d in deal.values())}'
                 )
         except ValueError as error:
@@ -484,14 +672,18 @@ def _deals(config: Mapping[str, Any], block: BranchesBlock, layout: str, replica
     return found
 
 
-def _deal(config: Mapping[str, Any], block: BranchesBlock, branch: str, replicas: int, wish: int) -> BranchBatch:
-    """The batch of one branch; where nothing is said, in the largest number of micro-batches up to `wish`."""
+def _deal(
+    config: Mapping[str, Any], block: BranchesBlock, branch: str, replicas: int, wish: int
+) -> BranchBatch:
+    """The batch of one branch; where nothing is said, in the largest number of micro-batches up to
+    `wish`."""
     global_batch_size = config["train_batch_size"]
     share, rest = divmod(global_batch_size, replicas)
     if rest or not share:
         near = max(global_batch_size - rest, replicas)
         raise ValueError(
-            f"train_batch_size {global_batch_size} cannot be dealt to {replicas} {branch} replicas in equal shares; "
+            f"train_batch_size {global_batch_size} cannot be dealt to {replicas} {branch} replicas "
+            "in equal shares; "
             f"use {near} or {near + replicas}"
         )
     size = block.micro_batch_size
@@ -506,19 +698,23 @@ def _deal(config: Mapping[str, Any], block: BranchesBlock, branch: str, replicas
         size, rest = divmod(share, number)
         if rest or size == 0:
             raise ValueError(
-                f"gradient_accumulation_steps {number} does not divide the {share} samples of a {branch} replica "
+                f"gradient_accumulation_steps {number} does not divide the {share} samples of a "
+                f"{branch} replica "
                 f"({global_batch_size} over {replicas}); use a divisor of {share}"
             )
     if share % size:
         raise ValueError(
-            f"{branch}: micro_batch_size {size} × num_micro_batches × {replicas} replicas cannot give train_batch_size {global_batch_size}: "
-            f"{share} samples per replica are not a multiple of {size}; use {_near_divisor(share, size)}"
+            f"{branch}: micro_batch_size {size} × num_micro_batches × {replicas} replicas cannot "
+            f"give train_batch_size {global_batch_size}: "
+            f"{share} samples per replica are not a multiple of {size}; use "
+            f"{_near_divisor(share, size)}"
         )
     return BranchBatch(replicas, size, share // size)
 
 
 def _keeping(block: BranchesBlock, graph: StageGraph, deal: Deal, costs: CostModel) -> Deal:
-    """The deal with the number of micro-batches that keep their activations: as asked for, or, where that is "auto", as many as fit."""
+    """The deal with the number of micro-batches that keep their activations: as asked for, or,
+    where that is "auto", as many as fit."""
     asked = {branch: block.num_kept(branch) for branch in deal}
     fits = most_kept(graph, deal, costs) if AUTO in asked.values() else {}
     found = {}
@@ -529,8 +725,12 @@ def _keeping(block: BranchesBlock, graph: StageGraph, deal: Deal, costs: CostMod
         else:  # in eighths: many graphs then share one order of instructions, which is what a search spends its time on
             kept = fits[branch] - fits[branch] % max(1, number // 8)
         found[branch] = replace(batch, num_kept=kept)
-    if block.schedule == AUTO and all(batch.num_kept == batch.num_micro_batches for batch in found.values()):
-        return deal  # everything fits: that is a schedule that keeps all, beside which stands what this one would save
+    if block.schedule == AUTO and all(
+        batch.num_kept == batch.num_micro_batches for batch in found.values()
+    ):
+        # everything fits: that is a schedule that keeps all, beside which stands what this one
+        # would save
+        return deal
     return found
 
 
@@ -547,36 +747,47 @@ def _refuse_kept(block: BranchesBlock, layout: str, branches: Iterable[str]) -> 
     """Why this layout cannot keep the activations that `kept_micro_batches` names, if it cannot."""
     if layout == "fork" or _alike(map(block.num_kept, branches)):
         return None
-    return (
-        f"branches.kept_micro_batches: {block.kept_micro_batches} differs between the branches, which only a fork allows; give one number"
-    )
+    return f"branches.kept_micro_batches: {block.kept_micro_batches} differs between the branches, which only a fork allows; give one number"
 
 
 def _refuse_schedule(schedule: str, deal: Deal) -> str | None:
     """Why this deal cannot run under the schedule, if it cannot."""
     if not SCHEDULES[schedule].loss_per_micro_batch or _alike(deal.values()):
         return None
-    deals = ", ".join(f"{b} {d.micro_batch_size} × {d.num_micro_batches} × {d.replicas}" for b, d in deal.items())
+    deals = ", ".join(
+        f"{b} {d.micro_batch_size} × {d.num_micro_batches} × {d.replicas}" for b, d in deal.items()
+    )
     return (
         f'branches.schedule: "{schedule}" compares the samples of one micro-batch, so all branches need the same micro-batches, '
-        f"but micro × num × replicas are {deals}; give equal replicas and micro_batch_size, or use {' or '.join(exact_schedules())}"
+        f"but micro × num × replicas are {deals}; give equal replicas and micro_batch_size, or use "
+        f"{' or '.join(exact_schedules())}"
     )
 
 
-# -- when nothing fits -------------------------------------------------------------------------------------------------------
+# -- when nothing fits
+# -------------------------------------------------------------------------------------------------------
 
 
 def _nothing_fits(
-    config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel, graph: StageGraph, batches: Deal, schedule: str
+    config: Mapping[str, Any],
+    block: BranchesBlock,
+    world_size: int,
+    costs: CostModel,
+    graph: StageGraph,
+    batches: Deal,
+    schedule: str,
 ) -> str:
     """By how much the smallest candidate does not fit, and what would."""
     smallest = Candidate(graph, batches, schedule, simulate(graph, batches, schedule, costs))
     limit = costs.machine.memory_bytes
     stage = max(smallest.simulation.stages, key=lambda s: s.peak_bytes)
     text = (
-        f"nothing fits {world_size} ranks of {limit / GIB:.1f} GiB ({costs.machine.name}): what needs least, {smallest.describe()}, needs "
-        f"{stage.peak_bytes / GIB:.1f} GiB in {stage.name}, {(stage.peak_bytes - limit) / GIB:.1f} GiB too much "
-        f"({stage.state_bytes / GIB:.1f} GiB of it weights, gradients and optimizer state, {stage.activation_bytes / GIB:.1f} GiB activations)"
+        f"nothing fits {world_size} ranks of {limit / GIB:.1f} GiB ({costs.machine.name}): what "
+        f"needs least, {smallest.describe()}, needs "
+        f"{stage.peak_bytes / GIB:.1f} GiB in {stage.name}, {(stage.peak_bytes - limit) / GIB:.1f} "
+        "GiB too much "
+        f"({stage.state_bytes / GIB:.1f} GiB of it weights, gradients and optimizer state, "
+        f"{stage.activation_bytes / GIB:.1f} GiB activations)"
     )
     if not SCHEDULES[schedule].loss_per_micro_batch:
         schedule = recomputing_schedules()[0]
@@ -584,10 +795,21 @@ def _nothing_fits(
     checkpointed = replace(costs, checkpoint_interval=1)
     remedies = [
         (f'"schedule": "{schedule}" and "micro_batch_size": "auto"', free, world_size, costs),
-        ('these and "pipeline": {"activation_checkpoint_interval": 1}', free, world_size, checkpointed),
+        (
+            'these and "pipeline": {"activation_checkpoint_interval": 1}',
+            free,
+            world_size,
+            checkpointed,
+        ),
     ]
     remedies += [
-        (f"{n * world_size} ranks with {schedule}, small micro-batches and activation checkpoints", free, n * world_size, checkpointed)
+        (
+            f"{n * world_size} ranks with {schedule}, small micro-batches and activation "
+            "checkpoints",
+            free,
+            n * world_size,
+            checkpointed,
+        )
         for n in (2, 4, 8, 16)
     ]
     for words, changed, ranks, model in remedies:
@@ -597,18 +819,27 @@ def _nothing_fits(
     return f"{text}. No number of ranks up to {16 * world_size} would fit: use smaller towers, or ranks with more memory"
 
 
-def _least_peak(config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel) -> float:
-    """The bytes of the fullest rank in the smallest candidate, found among the smallest micro-batches of each graph."""
+def _least_peak(
+    config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel
+) -> float:
+    """The bytes of the fullest rank in the smallest candidate, found among the smallest
+    micro-batches of each graph."""
     graph_of, peaks = _graphs_of(block, costs), [inf]
     with suppress(ValueError):  # this block does not go with that many ranks
-        for split in _splits(config, block, world_size, {branch: len(layers) for branch, layers in costs.layers.items()}):
+        for split in _splits(
+            config,
+            block,
+            world_size,
+            {branch: len(layers) for branch, layers in costs.layers.items()},
+        ):
             deal, schedule = split.ways[-1]
             peaks.append(bounds(graph_of(split), deal, schedule, costs)[1])
     return min(peaks)
 
 
 def _describe(graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: str) -> str:
-    """Such as `fork: image 0 ×6 | text 0 ×2, replay, micro-batches image 32×5, text 480×1` (samples × number of them)."""
+    """Such as `fork: image 0 ×6 | text 0 ×2, replay, micro-batches image 32×5, text 480×1` (samples
+    × number of them)."""
     deals = {b: f"{d.micro_batch_size}×{d.num_micro_batches}" for b, d in batches.items()}
     return f"{graph.describe()}, {describe_schedule(schedule, batches)}, micro-batches {_by_branch(deals)}"
 
@@ -621,7 +852,11 @@ def describe_schedule(schedule: str, batches: Mapping[str, BranchBatch]) -> str:
 
 def _by_branch(values: Mapping[str, Any]) -> str:
     """One value where the branches agree, else each with its name."""
-    return str(next(iter(values.values()))) if _alike(values.values()) else ", ".join(f"{b} {value}" for b, value in values.items())
+    return (
+        str(next(iter(values.values())))
+        if _alike(values.values())
+        else ", ".join(f"{b} {value}" for b, value in values.items())
+    )
 
 
 def _seconds(value: float) -> str:

@@ -1,4 +1,5 @@
-"""Costs measured on the present device: each layer for some micro-batch sizes, the optimizer, the loss, the links.
+"""Costs measured on the present device: each layer for some micro-batch sizes, the optimizer, the
+loss, the links.
 
 profile_layers.py     one tower's layers, one at a time
 profile_machine.py    what is no layer's: the loss's products, gradients into their buffers, the optimizer's step; links between
@@ -44,26 +45,48 @@ def profile_together(
     budget_s: float = 60.0,
     pairs: tuple[ProfiledLayer, Callable[[int], Tensors], Sequence[int]] | None = None,
 ) -> Profile:
-    """Measure on every rank of the default process group at the same time. All ranks call it together and get the same numbers.
+    """Measure on every rank of the default process group at the same time. All ranks call it
+    together and get the same numbers.
 
-    Branches share `budget_s` equally; it bounds the repeats, not the first two passes of each layer. `pairs`: a layer that scores matching
-    pairs, what it is given for so many of them, and how many to try. For the rest see `profile_layers` and `profile_machine`.
+    Branches share `budget_s` equally; it bounds the repeats, not the first two passes of each
+    layer. `pairs`: a layer that scores matching pairs, what it is given for so many of them, and
+    how many to try. For the rest see `profile_layers` and `profile_machine`.
     """
     ranks = Together(device, ranks_on_node)
     measured = {
         branch: profile_layers(
-            specs, build_layer, inputs[branch], dtype, device, sizes[branch], Effort(budget_s=budget_s / len(layers)), ranks
+            specs,
+            build_layer,
+            inputs[branch],
+            dtype,
+            device,
+            sizes[branch],
+            Effort(budget_s=budget_s / len(layers)),
+            ranks,
         )
         for branch, specs in layers.items()
     }
     of_pairs = None
     if pairs is not None:
         spec, given, sizes_of_pairs = pairs
-        (of_pairs,) = profile_layers([spec], build_layer, given, dtype, device, sizes_of_pairs, Effort(budget_s=budget_s / 4), ranks)
-    parameter_sizes = [p.numel() for specs in layers.values() for spec in specs for p in spec.template.parameters()]
+        (of_pairs,) = profile_layers(
+            [spec],
+            build_layer,
+            given,
+            dtype,
+            device,
+            sizes_of_pairs,
+            Effort(budget_s=budget_s / 4),
+            ranks,
+        )
+    parameter_sizes = [
+        p.numel() for specs in layers.values() for spec in specs for p in spec.template.parameters()
+    ]
     machine = profile_machine(device, dtype, parameter_sizes, batch_size, embed_dim, ranks)
     if dist.get_world_size() > 1:
-        machine = replace(machine, ranks_per_node=ranks_on_node, **asdict(measure_links(device, ranks)))
+        machine = replace(
+            machine, ranks_per_node=ranks_on_node, **asdict(measure_links(device, ranks))
+        )
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return Profile(measured, machine, of_pairs)

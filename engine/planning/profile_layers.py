@@ -1,7 +1,9 @@
-"""What each layer costs, measured on the present device: one layer at a time, built, measured, freed. Equal layers are measured once.
+"""What each layer costs, measured on the present device: one layer at a time, built, measured,
+freed. Equal layers are measured once.
 
-A layer runs as the executor runs it: in training mode, on named tensors, its parameters' gradients adding up. What was measured
-is kept in `WYE_CACHE` (default ~/.cache/wye), so the next start with the same layers on the same hardware measures nothing.
+A layer runs as the executor runs it: in training mode, on named tensors, its parameters' gradients
+adding up. What was measured is kept in `WYE_CACHE` (default ~/.cache/wye), so the next start with
+the same layers on the same hardware measures nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +20,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.planning.costs import Curve, LayerCost
-from engine.planning.measured import Cache, Measurement, Tensors, device_identity, digest, layer_key, signature
+from engine.planning.measured import (
+    Cache,
+    Measurement,
+    Tensors,
+    device_identity,
+    digest,
+    layer_key,
+    signature,
+)
 from engine.processes.out_of_memory import explained, message_of_profile
 
 
 class ProfiledLayer(Protocol):
-    """What is asked of a layer's description: its name, and the layer itself without memory (meta device), which is only looked at."""
+    """What is asked of a layer's description: its name, and the layer itself without memory (meta
+    device), which is only looked at."""
 
     name: str
     template: nn.Module
@@ -31,9 +42,12 @@ class ProfiledLayer(Protocol):
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure. After a pass that is not counted, passes are repeated until there are `most_repeats` or time is over."""
+    """How long to measure. After a pass that is not counted, passes are repeated until there are
+    `most_repeats` or time is over."""
 
-    budget_s: float = 60.0  # for all layers of a call; each measurement gets an equal part of what is left
+    budget_s: float = (
+        60.0  # for all layers of a call; each measurement gets an equal part of what is left
+    )
     least_repeats: int = 2  # even when there is no time
     most_repeats: int = 9
 
@@ -41,7 +55,8 @@ class Effort:
         return min(self.most_repeats, max(self.least_repeats, int(share_s / max(pass_s, 1e-9))))
 
 
-# -- ranks that measure at the same time ---------------------------------------------------------------------------------
+# -- ranks that measure at the same time
+# ---------------------------------------------------------------------------------
 
 
 class Alone:
@@ -75,7 +90,9 @@ class Together(Alone):
         return int(self._reduce([number], dist.ReduceOp.MIN)[0])
 
     def mean(self, numbers: Sequence[float]) -> list[float]:
-        return [number / dist.get_world_size() for number in self._reduce(numbers, dist.ReduceOp.SUM)]
+        return [
+            number / dist.get_world_size() for number in self._reduce(numbers, dist.ReduceOp.SUM)
+        ]
 
     def _reduce(self, numbers: Sequence[float], op: dist.ReduceOp) -> list[float]:
         wired = torch.tensor(numbers, dtype=torch.float64, device=self._wire)
@@ -83,7 +100,8 @@ class Together(Alone):
         return wired.tolist()
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
+# -- layers
+# ------------------------------------------------------------------------------------------------------------
 
 
 def profile_layers(
@@ -96,18 +114,22 @@ def profile_layers(
     effort: Effort | None = None,
     ranks: Alone | None = None,
 ) -> list[LayerCost]:
-    """Seconds and bytes of each layer, in order, for the micro-batch sizes in `sizes`; `device` holds one layer at a time.
+    """Seconds and bytes of each layer, in order, for the micro-batch sizes in `sizes`; `device`
+    holds one layer at a time.
 
-    `inputs(size)` gives what the first layer reads, as it will come from the data, and tensors that only pass through (they travel
-    too). Layers behind it get random numbers of the right shapes. `build_layer` is called for layers that must be measured. Equal
-    layers, by `layer_key` and inputs, are measured once, in this call and, through the cache, in others. Raises OutOfMemory, with the layer and
-    the size, where one does not fit.
+    `inputs(size)` gives what the first layer reads, as it will come from the data, and tensors that
+    only pass through (they travel too). Layers behind it get random numbers of the right shapes.
+    `build_layer` is called for layers that must be measured. Equal layers, by `layer_key` and
+    inputs, are measured once, in this call and, through the cache, in others. Raises OutOfMemory,
+    with the layer and the size, where one does not fit.
     """
     sizes = sorted(set(sizes))
     structures = [layer_key(spec.template) for spec in specs]
     profiler = _Profiler(specs, build_layer, dtype, device, effort or Effort(), ranks or Alone())
     costs = []
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # the run draws as if nothing had been measured
+    with torch.random.fork_rng(
+        devices=[device] if device.type == "cuda" else []
+    ):  # the run draws as if nothing had been measured
         tensors = {size: _placed(inputs(size), dtype, device) for size in sizes}
         for position, spec in enumerate(specs):
             left = len(set(structures[position:])) * len(sizes)
@@ -122,7 +144,11 @@ def _layer_cost(spec: ProfiledLayer, measured: Mapping[int, Measurement]) -> Lay
         return Curve(tuple(measured), tuple(float(getattr(m, of)) for m in measured.values()))
 
     num_parameters = sum(parameter.numel() for parameter in spec.template.parameters())
-    return LayerCost(spec.name, num_parameters, *map(curve, ("forward_s", "backward_s", "activation_bytes", "output_bytes")))
+    return LayerCost(
+        spec.name,
+        num_parameters,
+        *map(curve, ("forward_s", "backward_s", "activation_bytes", "output_bytes")),
+    )
 
 
 class _Profiler:
@@ -137,27 +163,48 @@ class _Profiler:
         effort: Effort,
         ranks: Alone,
     ):
-        self.build_layer, self.dtype, self.device, self.effort, self.ranks = build_layer, dtype, device, effort, ranks
+        self.build_layer, self.dtype, self.device, self.effort, self.ranks = (
+            build_layer,
+            dtype,
+            device,
+            effort,
+            ranks,
+        )
         self.num_layers = len(specs)
-        self.weight_bytes = sum(p.numel() for spec in specs for p in spec.template.parameters()) * dtype.itemsize
+        self.weight_bytes = (
+            sum(p.numel() for spec in specs for p in spec.template.parameters()) * dtype.itemsize
+        )
         self.deadline = time.monotonic() + effort.budget_s
         self.known: dict[str, Measurement] = {}
         self.cache = Cache()
-        self.where = {**device_identity(device), "dtype": str(dtype), "ranks_on_node": ranks.ranks_on_node}
+        self.where = {
+            **device_identity(device),
+            "dtype": str(dtype),
+            "ranks_on_node": ranks.ranks_on_node,
+        }
 
-    def measure(self, spec: ProfiledLayer, structure: str, tensors: Mapping[int, Tensors], left: int) -> dict[int, Measurement]:
-        """By micro-batch size. `structure`: its `layer_key`; `left`: how many measurements share what is left of the time, at most."""
+    def measure(
+        self, spec: ProfiledLayer, structure: str, tensors: Mapping[int, Tensors], left: int
+    ) -> dict[int, Measurement]:
+        """By micro-batch size. `structure`: its `layer_key`; `left`: how many measurements share
+        what is left of the time, at most."""
         measured, layer = {}, None
         for size, given in tensors.items():
             key = {**self.where, "structure": digest(structure), "inputs": signature(given)}
             name = digest(key)
             if name not in self.known:
                 found = self.cache.read(name)
-                all_know = self.ranks.all(found is not None)  # if one does not, all measure: they slow each other down
+                all_know = self.ranks.all(
+                    found is not None
+                )  # if one does not, all measure: they slow each other down
                 if not all_know:
-                    with explained(self.device, partial(message_of_profile, self.ranks.who, spec.name, size)):
+                    with explained(
+                        self.device, partial(message_of_profile, self.ranks.who, spec.name, size)
+                    ):
                         layer = layer if layer is not None else self._built(spec)
-                        found = self._measure(layer, given, max(0.0, self.deadline - time.monotonic()) / left)
+                        found = self._measure(
+                            layer, given, max(0.0, self.deadline - time.monotonic()) / left
+                        )
                 self.known[name] = self._agreed(found)
                 if not all_know:
                     self.cache.write(name, {"layer": spec.name, **key}, self.known[name])
@@ -171,15 +218,23 @@ class _Profiler:
 
     def _built(self, spec: ProfiledLayer) -> nn.Module:
         layer = self.build_layer(spec).to(self.device).train()
-        for parameter in layer.parameters():  # DeepSpeed casts parameters and leaves buffers in fp32
+        for (
+            parameter
+        ) in layer.parameters():  # DeepSpeed casts parameters and leaves buffers in fp32
             parameter.data = parameter.data.to(self.dtype)
         return layer
 
     def _measure(self, layer: nn.Module, given: Tensors, share_s: float) -> Measurement:
-        """The first pass counts the bytes, the second warms up, the third tells how many more fit into `share_s`."""
+        """The first pass counts the bytes, the second warms up, the third tells how many more fit
+        into `share_s`."""
         activation_bytes, outputs = _count_bytes(layer, given)
-        gradients = {name: torch.randn_like(t) * 1e-3 for name, t in outputs.items() if t.requires_grad}
-        signature = tuple((name, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.requires_grad) for name, t in outputs.items())
+        gradients = {
+            name: torch.randn_like(t) * 1e-3 for name, t in outputs.items() if t.requires_grad
+        }
+        signature = tuple(
+            (name, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.requires_grad)
+            for name, t in outputs.items()
+        )
         del outputs
         cooler = Cooler(self.weight_bytes, self.num_layers * activation_bytes, self.device)
         passes = _Passes(layer, given, gradients, self.dtype, self.device, cooler)
@@ -191,24 +246,45 @@ class _Profiler:
 class _Passes:
     """Forward and backward of one layer, again and again, as the executor runs a micro-batch."""
 
-    def __init__(self, layer: nn.Module, given: Tensors, gradients: Tensors, dtype: torch.dtype, device: torch.device, cooler: Cooler):
-        self.layer, self.given, self.gradients, self.cooler, self.clock = layer, given, gradients, cooler, Clock(device)
+    def __init__(
+        self,
+        layer: nn.Module,
+        given: Tensors,
+        gradients: Tensors,
+        dtype: torch.dtype,
+        device: torch.device,
+        cooler: Cooler,
+    ):
+        self.layer, self.given, self.gradients, self.cooler, self.clock = (
+            layer,
+            given,
+            gradients,
+            cooler,
+            Clock(device),
+        )
         self.draws = bool(getattr(layer, "draws", True))
         self.parameters = [p for p in layer.parameters() if p.requires_grad]
         # bf16: DeepSpeed's BF16_Optimizer adds every micro-batch's gradients up in fp32
-        self.sums = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters] if dtype == torch.bfloat16 else []
+        self.sums = (
+            [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
+            if dtype == torch.bfloat16
+            else []
+        )
 
     def run(self, repeats: int) -> tuple[float, float]:
         """Median seconds of a forward and of a backward."""
         marks = [self._pass() for _ in range(repeats)]
         self.clock.wait()
-        return tuple(statistics.median(self.clock.between(*both[i]) for both in marks) for i in (0, 1))
+        return tuple(
+            statistics.median(self.clock.between(*both[i]) for both in marks) for i in (0, 1)
+        )
 
     def _pass(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """(start, end) of the forward and of the backward."""
         given = _fresh(self.given)
         self.cooler.before_forward(given.values())
-        self.clock.wait()  # else a GPU would be busy with that while the host gets ahead, and launches would look free
+        # else a GPU would be busy with that while the host gets ahead, and launches would look free
+        self.clock.wait()
         start = self.clock.mark()
         if self.draws:
             torch.manual_seed(0)  # the executor does, before each layer that draws
@@ -218,7 +294,9 @@ class _Passes:
         self.clock.wait()
         start = self.clock.mark()
         self._clear()
-        torch.autograd.backward([outputs[name] for name in self.gradients], list(self.gradients.values()))
+        torch.autograd.backward(
+            [outputs[name] for name in self.gradients], list(self.gradients.values())
+        )
         self._add_up()
         del outputs
         return forward, (start, self.clock.mark())
@@ -238,16 +316,23 @@ LARGEST_CACHE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 
 
 class Cooler:
-    """Leaves the caches as they are when a layer's turn comes: full of the other layers, but with what its neighbour just made.
+    """Leaves the caches as they are when a layer's turn comes: full of the other layers, but with
+    what its neighbour just made.
 
-    Repeated without it, a layer would find its weights in the cache; in training it does only where the whole tower fits. Between two
-    forwards the tower touches its weights and a micro-batch's activations, between two backwards its gradients as well.
+    Repeated without it, a layer would find its weights in the cache; in training it does only where
+    the whole tower fits. Between two forwards the tower touches its weights and a micro-batch's
+    activations, between two backwards its gradients as well.
     """
 
     def __init__(self, weight_bytes: float, activation_bytes: float, device: torch.device):
         most = LARGEST_CACHE_BYTES.get(device.type, LARGEST_CACHE_BYTES["cpu"])
         self._forward, self._backward = (
-            torch.zeros(int(min(most, n * weight_bytes + activation_bytes)), dtype=torch.uint8, device=device) for n in (1, 2)
+            torch.zeros(
+                int(min(most, n * weight_bytes + activation_bytes)),
+                dtype=torch.uint8,
+                device=device,
+            )
+            for n in (1, 2)
         )
 
     def before_forward(self, warm: Iterable[Tensor] = ()) -> None:
@@ -264,7 +349,8 @@ class Cooler:
 
 
 class Clock:
-    """Device events on a GPU, so that what is measured is the device's time; the host's clock on a CPU."""
+    """Device events on a GPU, so that what is measured is the device's time; the host's clock on a
+    CPU."""
 
     def __init__(self, device: torch.device):
         self._device = device if device.type == "cuda" else None
@@ -288,8 +374,9 @@ class Clock:
 def _count_bytes(layer: nn.Module, given: Tensors) -> tuple[int, Tensors]:
     """What one micro-batch keeps from forward to backward because of this layer, and its outputs.
 
-    Counted are storages, each once: those that the graph saves, and the outputs, which the next layer saves or the executor holds.
-    Not counted: parameters and buffers, and inputs that another layer made, for they are counted there as outputs.
+    Counted are storages, each once: those that the graph saves, and the outputs, which the next
+    layer saves or the executor holds. Not counted: parameters and buffers, and inputs that another
+    layer made, for they are counted there as outputs.
     """
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -311,23 +398,40 @@ def _count_bytes(layer: nn.Module, given: Tensors) -> tuple[int, Tensors]:
 
 def _fresh(tensors: Tensors) -> Tensors:
     """The same values as leaves of a new graph."""
-    return {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()}
+    return {
+        name: tensor.detach().requires_grad_(tensor.requires_grad)
+        for name, tensor in tensors.items()
+    }
 
 
 def _placed(tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Tensors:
-    """As the executor loads a micro-batch: floats in the layers' precision, none of them wants a gradient, nothing else in their storage."""
-    return {name: t.detach().to(device, dtype if t.is_floating_point() else t.dtype, copy=True) for name, t in tensors.items()}
+    """As the executor loads a micro-batch: floats in the layers' precision, none of them wants a
+    gradient, nothing else in their storage."""
+    return {
+        name: t.detach().to(device, dtype if t.is_floating_point() else t.dtype, copy=True)
+        for name, t in tensors.items()
+    }
 
 
 def _behind(measured: Measurement, given: Tensors, device: torch.device) -> Tensors:
-    """What the next layer is given: random floats, and zeros, which are an index into anything; what passed through, as it was."""
+    """What the next layer is given: random floats, and zeros, which are an index into anything;
+    what passed through, as it was."""
     tensors = {}
     for name, kind, shape, wants_gradient in measured.outputs:
         kind = getattr(torch, kind)
         passed = given.get(name)
-        if passed is not None and not wants_gradient and passed.dtype == kind and passed.shape == shape:
+        if (
+            passed is not None
+            and not wants_gradient
+            and passed.dtype == kind
+            and passed.shape == shape
+        ):
             tensors[name] = passed
         else:
-            made = torch.randn(shape, device=device).to(kind) if kind.is_floating_point else torch.zeros(shape, dtype=kind, device=device)
+            made = (
+                torch.randn(shape, device=device).to(kind)
+                if kind.is_floating_point
+                else torch.zeros(shape, dtype=kind, device=device)
+            )
             tensors[name] = made.requires_grad_(wants_gradient)
     return tensors

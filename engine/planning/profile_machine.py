@@ -1,4 +1,5 @@
-"""What is no layer's, measured: the loss's products, gradients into their buffers, the optimizer's step, links between ranks."""
+"""What is no layer's, measured: the loss's products, gradients into their buffers, the optimizer's
+step, links between ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +18,21 @@ from engine.planning.costs import Machine
 from engine.planning.measured import device_identity
 from engine.planning.profile_layers import Alone, Clock, Cooler, Together
 
-ELEMENTWISE_FLOPS = 10  # per logit: what the simulator adds to the loss's products for its exponentials and sums
-NUM_PARAMETERS = 1 << 23  # that are measured: more than a cache holds, as after a backward; few enough for any device
-MOST_TENSORS = 1024
-INSTRUCTION_OPERATIONS = (
-    100  # a forward or backward of one micro-batch was 0.2 to 0.3 ms longer than its layers, where an operation took 2.5 µs
+ELEMENTWISE_FLOPS = (
+    10  # per logit: what the simulator adds to the loss's products for its exponentials and sums
 )
+NUM_PARAMETERS = (
+    1 << 23
+)  # that are measured: more than a cache holds, as after a backward; few enough for any device
+MOST_TENSORS = 1024
+# a forward or backward of one micro-batch was 0.2 to 0.3 ms longer than its layers, where an
+# operation took 2.5 µs
+INSTRUCTION_OPERATIONS = 100
 MOST_ROWS = 2048
-NOMINAL_LINK = {"cpu": (1e9, 1e-4), "cuda": (50e9, 2e-5)}  # bytes/s, s: only where there is one rank, which sends nothing
+NOMINAL_LINK = {
+    "cpu": (1e9, 1e-4),
+    "cuda": (50e9, 2e-5),
+}  # bytes/s, s: only where there is one rank, which sends nothing
 
 
 def profile_machine(
@@ -37,15 +45,18 @@ def profile_machine(
 ) -> Machine:
     """This rank's hardware, without links: those of one rank by itself are nominal.
 
-    `parameter_sizes`: elements of every parameter of the model; kernels have a price of their own, so they matter beside the sum.
-    `batch_size` is the global one. Times are those of DeepSpeed's ZeRO-1, or for bf16 of its BF16_Optimizer with fp32 sums, with
-    torch's AdamW, and of `engine/optimizer/clipping.py`, imitated pass by pass; a replica's messages are not in them.
+    `parameter_sizes`: elements of every parameter of the model; kernels have a price of their own,
+    so they matter beside the sum. `batch_size` is the global one. Times are those of DeepSpeed's
+    ZeRO-1, or for bf16 of its BF16_Optimizer with fp32 sums, with torch's AdamW, and of
+    `engine/optimizer/clipping.py`, imitated pass by pass; a replica's messages are not in them.
     """
     ranks = ranks or Alone()
     sample = _sample(parameter_sizes)
     imitation = (_BF16Step if dtype == torch.bfloat16 else _ZeroStep)(sample, dtype, device)
     rows = min(batch_size, MOST_ROWS)
-    cool = Cooler(float("inf"), 0.0, device).before_forward  # the towers' backwards come before a step
+    cool = Cooler(
+        float("inf"), 0.0, device
+    ).before_forward  # the towers' backwards come before a step
     loss_s, reduce_s, step_s, host_s = ranks.mean(
         [
             _seconds(_loss_like(rows, embed_dim, device), device),
@@ -69,11 +80,15 @@ def profile_machine(
 
 
 def _sample(sizes: Sequence[int]) -> list[int]:
-    """As many sizes as have about `NUM_PARAMETERS` elements, in the proportions of all: every n-th, or all of them n times."""
+    """As many sizes as have about `NUM_PARAMETERS` elements, in the proportions of all: every n-th,
+    or all of them n times."""
     total = sum(sizes)
     if not total:
         return [NUM_PARAMETERS]
-    every, times = -(-total // NUM_PARAMETERS), -(-min(NUM_PARAMETERS, MOST_TENSORS * total // len(sizes)) // total)
+    every, times = (
+        -(-total // NUM_PARAMETERS),
+        -(-min(NUM_PARAMETERS, MOST_TENSORS * total // len(sizes)) // total),
+    )
     return [min(size, NUM_PARAMETERS) for size in sorted(sizes)[::-1][::every]] * times
 
 
@@ -84,7 +99,8 @@ def _seconds(
     typical: Callable[[Iterable[float]], float] = statistics.median,
     repeats: int = 5,
 ) -> float:
-    """Of one call, each after one of `after`, which is not counted, and after two calls that are not either."""
+    """Of one call, each after one of `after`, which is not counted, and after two calls that are
+    not either."""
     clock, marks = Clock(device), []
     for _ in range(repeats + 2):
         after()
@@ -97,20 +113,27 @@ def _seconds(
 
 
 def _loss_like(rows: int, width: int, device: torch.device) -> Callable[[], Tensor]:
-    """One side's logits [rows, rows], their softmax in both directions, and the gradient of its embeddings [rows, width]."""
+    """One side's logits [rows, rows], their softmax in both directions, and the gradient of its
+    embeddings [rows, width]."""
     own, other = torch.randn(2, rows, width, device=device).unbind()
 
     def work() -> Tensor:
         logits = own @ other.T
         statistics_ = logits.logsumexp(1)
-        d_logits = (logits - statistics_[:, None]).exp_().add_((logits - statistics_[None, :]).exp_()).div_(2 * rows)
+        d_logits = (
+            (logits - statistics_[:, None])
+            .exp_()
+            .add_((logits - statistics_[None, :]).exp_())
+            .div_(2 * rows)
+        )
         return d_logits @ other
 
     return torch.no_grad()(work)
 
 
 class _Imitation:
-    """Gradients of these sizes, and an AdamW over one flat fp32 copy of the weights, as DeepSpeed keeps them."""
+    """Gradients of these sizes, and an AdamW over one flat fp32 copy of the weights, as DeepSpeed
+    keeps them."""
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device):
         self.sizes, self.total, self.dtype, self.device = list(sizes), sum(sizes), dtype, device
@@ -119,7 +142,8 @@ class _Imitation:
         self.optimizer = torch.optim.AdamW([self.master], lr=1e-6)
 
     def _clip_and_step(self) -> None:
-        """`engine/optimizer/clipping.py`, then the optimizer, then the weights back into their own precision."""
+        """`engine/optimizer/clipping.py`, then the optimizer, then the weights back into their own
+        precision."""
         pieces, offset = [], 0
         for size in self.sizes:
             pieces.append(self.master.grad.narrow(0, offset, size))
@@ -135,7 +159,8 @@ class _Imitation:
 
 
 class _ZeroStep(_Imitation):
-    """`zero/stage_1_and_2.py` of DeepSpeed 0.19: `reduce_gradients`, then `step`; one replica, so without its messages."""
+    """`zero/stage_1_and_2.py` of DeepSpeed 0.19: `reduce_gradients`, then `step`; one replica, so
+    without its messages."""
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device):
         super().__init__(sizes, dtype, device)
@@ -143,8 +168,10 @@ class _ZeroStep(_Imitation):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Gradients into a bucket (reduce_independent_p_g_buckets_and_remove_grads); divided (average_tensor); copied onto itself where
-        the message would be (allreduce_and_copy_with_multiple_ranks); out of the bucket to their owner (copy_grads_in_partition)."""
+        """Gradients into a bucket (reduce_independent_p_g_buckets_and_remove_grads); divided
+        (average_tensor); copied onto itself where the message would be
+        (allreduce_and_copy_with_multiple_ranks); out of the bucket to their owner
+        (copy_grads_in_partition)."""
         bucket = torch.empty(self.total, dtype=self.dtype, device=self.device)
         self._move_into(bucket)
         bucket.div_(1.0)
@@ -161,14 +188,23 @@ class _ZeroStep(_Imitation):
 
     @torch.no_grad()
     def step(self) -> None:
-        """A look for overflow (fp16: has_overflow); the norm in double precision (get_grad_norm_direct); one flat gradient in fp32; fp16:
-        the scale taken out; clip, step, weights back."""
+        """A look for overflow (fp16: has_overflow); the norm in double precision
+        (get_grad_norm_direct); one flat gradient in fp32; fp16: the scale taken out; clip, step,
+        weights back."""
         scaled = self.dtype == torch.float16
         if scaled:
-            sum(torch.isfinite(g.amax()).logical_and(torch.isfinite(g.amin())).logical_not() for g in self.gradients)
-        norms = [torch.linalg.vector_norm(g.data.to(torch.double).detach()).to(self.device) for g in self.gradients]
+            sum(
+                torch.isfinite(g.amax()).logical_and(torch.isfinite(g.amin())).logical_not()
+                for g in self.gradients
+            )
+        norms = [
+            torch.linalg.vector_norm(g.data.to(torch.double).detach()).to(self.device)
+            for g in self.gradients
+        ]
         torch.stack(norms).pow(2).sum()
-        self.master.grad = torch.cat([gradient.view(-1) for gradient in self.gradients]).to(torch.float32)
+        self.master.grad = torch.cat([gradient.view(-1) for gradient in self.gradients]).to(
+            torch.float32
+        )
         if scaled:
             self.master.grad.mul_(1.0)
         self._clip_and_step()
@@ -176,7 +212,8 @@ class _ZeroStep(_Imitation):
 
 
 class _BF16Step(_Imitation):
-    """`bf16_optimizer.py` of DeepSpeed 0.19 with fp32 sums: the gradients are views of one flat tensor, and stay."""
+    """`bf16_optimizer.py` of DeepSpeed 0.19 with fp32 sums: the gradients are views of one flat
+    tensor, and stay."""
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device):
         super().__init__(sizes, dtype, device)
@@ -193,15 +230,19 @@ class _BF16Step(_Imitation):
 
     @torch.no_grad()
     def step(self) -> None:
-        """The norm (get_global_norm_of_tensors); clip, step, weights back; sums set to zero in `step` and again in `zero_grad`."""
-        torch.stack([gradient.detach().float().norm(2.0).to(self.device) for gradient in self.gradients]).pow(2).sum()
+        """The norm (get_global_norm_of_tensors); clip, step, weights back; sums set to zero in
+        `step` and again in `zero_grad`."""
+        torch.stack(
+            [gradient.detach().float().norm(2.0).to(self.device) for gradient in self.gradients]
+        ).pow(2).sum()
         self._clip_and_step()
         self.master.grad.zero_()
         self.master.grad.zero_()
 
 
 def _host_s() -> float:
-    """Host time of one instruction in the engine and DeepSpeed's part of it: that of `INSTRUCTION_OPERATIONS` operations on almost nothing."""
+    """Host time of one instruction in the engine and DeepSpeed's part of it: that of
+    `INSTRUCTION_OPERATIONS` operations on almost nothing."""
     tiny = torch.zeros(1)
 
     def work() -> None:
@@ -211,11 +252,14 @@ def _host_s() -> float:
     return _seconds(work, tiny.device)
 
 
-GPU_SHARE = 0.9  # the rest is for CUDA itself, NCCL, ZeRO's buckets, and gaps that the allocator leaves
+GPU_SHARE = (
+    0.9  # the rest is for CUDA itself, NCCL, ZeRO's buckets, and gaps that the allocator leaves
+)
 
 
 def _memory_bytes(device: torch.device, ranks_on_node: int) -> int:
-    """What one rank may use: most of its GPU; on a CPU its part of what is free, or of what the container may have."""
+    """What one rank may use: most of its GPU; on a CPU its part of what is free, or of what the
+    container may have."""
     if device.type == "cuda":
         return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
     free = psutil.virtual_memory().available
@@ -224,7 +268,8 @@ def _memory_bytes(device: torch.device, ranks_on_node: int) -> int:
     return free // ranks_on_node
 
 
-# -- links -------------------------------------------------------------------------------------------------------------
+# -- links
+# -------------------------------------------------------------------------------------------------------------
 
 BUCKET_BYTES = 2**24  # 4 M gradients in fp32, as in ds_configs/cpu_fp32.json
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22
@@ -232,7 +277,8 @@ SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes/s and seconds of a message between two ranks of a node, and of different nodes, while all ranks send at once."""
+    """Bytes/s and seconds of a message between two ranks of a node, and of different nodes, while
+    all ranks send at once."""
 
     link_bytes_per_s: float
     link_latency_s: float
@@ -242,7 +288,8 @@ class Links:
 
 
 def measure_links(device: torch.device, ranks: Together) -> Links:
-    """Every rank of the default group sends to its neighbour and hears from the other one: within its node, then across. All call together.
+    """Every rank of the default group sends to its neighbour and hears from the other one: within
+    its node, then across. All call together.
 
     With gloo tensors are in host memory, as in `engine/communication.py`.
     """
@@ -251,17 +298,24 @@ def measure_links(device: torch.device, ranks: Together) -> Links:
     first, found = rank - rank % size, {}
     members = min(size, world - first)
     if size > 1:
-        found["link"] = _link((rank + 1 - first) % members + first, (rank - 1 - first) % members + first, wire, ranks)
+        found["link"] = _link(
+            (rank + 1 - first) % members + first, (rank - 1 - first) % members + first, wire, ranks
+        )
     if world > size:
         found["node"] = _link((rank + size) % world, (rank - size) % world, wire, ranks)
     within, across = found.get("link", found.get("node")), found.get("node", (float("inf"), 0.0))
     messages_s = (world - 1) * (within[1] + BUCKET_BYTES / world / min(within[0], across[0]))
-    passes_s = ranks.mean([_step_of_replicas_s(wire, world)])[0] / 3  # there and back, and there once more
-    return Links(*within, *across, collective_s_per_byte=max(0.0, passes_s - messages_s) / BUCKET_BYTES)
+    passes_s = (
+        ranks.mean([_step_of_replicas_s(wire, world)])[0] / 3
+    )  # there and back, and there once more
+    return Links(
+        *within, *across, collective_s_per_byte=max(0.0, passes_s - messages_s) / BUCKET_BYTES
+    )
 
 
 def _step_of_replicas_s(wire: torch.device, world: int) -> float:
-    """An all-reduce of a bucket of gradients, then an all-gather of as many weights, as ZeRO-1 does."""
+    """An all-reduce of a bucket of gradients, then an all-gather of as many weights, as ZeRO-1
+    does."""
     bucket = torch.zeros(BUCKET_BYTES // 4 // world * world, device=wire)
     parts = list(bucket.chunk(world))
 
@@ -273,8 +327,11 @@ def _step_of_replicas_s(wire: torch.device, world: int) -> float:
 
 
 def _link(to: int, source: int, wire: torch.device, ranks: Together) -> tuple[float, float]:
-    """Bytes/s and seconds, the mean over the ranks of the quickest exchange: what else the machine does only adds to it."""
-    small_s, large_s = ranks.mean([_message_s(to, source, num_bytes, wire) for num_bytes in (SMALL_BYTES, LARGE_BYTES)])
+    """Bytes/s and seconds, the mean over the ranks of the quickest exchange: what else the machine
+    does only adds to it."""
+    small_s, large_s = ranks.mean(
+        [_message_s(to, source, num_bytes, wire) for num_bytes in (SMALL_BYTES, LARGE_BYTES)]
+    )
     return LARGE_BYTES / max(large_s - small_s, large_s / 4), small_s
 
 
@@ -282,7 +339,9 @@ def _message_s(to: int, source: int, num_bytes: int, wire: torch.device) -> floa
     given, taken = (torch.zeros(num_bytes, dtype=torch.uint8, device=wire) for _ in range(2))
 
     def exchange() -> None:
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, given, to), dist.P2POp(dist.irecv, taken, source)]):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, given, to), dist.P2POp(dist.irecv, taken, source)]
+        ):
             work.wait()
 
     return _seconds(exchange, wire, typical=min, repeats=9)

@@ -1,6 +1,8 @@
-"""The same instruction lists under a cost model: seconds and bytes where the executor has tensors. Plain Python.
+"""The same instruction lists under a cost model: seconds and bytes where the executor has tensors.
+Plain Python.
 
-The replicas of a stage are alike, so one rank per stage is simulated: 1,024 ranks cost what 8 do. What is modelled:
+The replicas of a stage are alike, so one rank per stage is simulated: 1,024 ranks cost what 8 do.
+What is modelled:
 
     any instruction    takes `instruction_s` of host time and what it works; a rank does one after the other
     send               returns at once; the messages of one direction of an edge travel one after the other
@@ -9,10 +11,12 @@ The replicas of a stage are alike, so one rank per stage is simulated: 1,024 ran
     ReduceGrads        a ring over the replicas of the stage
     OptimizerStep      all stages wait for each other (overflow and norms concern all), then owners step and hand back weights
 
-Where replicas differ (one pair of ranks within a node, another across), the slowest counts for all. Not modelled: links that
-several pairs of ranks share, a send that waits because too many are under way, the memory of the loaded inputs.
+Where replicas differ (one pair of ranks within a node, another across), the slowest counts for all.
+Not modelled: links that several pairs of ranks share, a send that waits because too many are under
+way, the memory of the loaded inputs.
 
-The instructions come in an order that `engine/planning/ordering.py` has found; here is what they cost, and one pass over them.
+The instructions come in an order that `engine/planning/ordering.py` has found; here is what they
+cost, and one pass over them.
 """
 
 from __future__ import annotations
@@ -23,23 +27,36 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.planning.costs import CostModel, Machine
-from engine.planning.ordering import DOWNSTREAM, UPSTREAM, Counts, Program, counts_of, put_in_order, shape_of
+from engine.planning.ordering import (
+    DOWNSTREAM,
+    UPSTREAM,
+    Counts,
+    Program,
+    counts_of,
+    put_in_order,
+    shape_of,
+)
 from engine.schedule import SCHEDULES
 from engine.topology import Stage, StageGraph
 
 if TYPE_CHECKING:
-    from engine.planning.planner import BranchBatch  # which asks the simulator: at run time it imports this module, not the reverse
+    from engine.planning.planner import (
+        BranchBatch,
+    )  # which asks the simulator: at run time it imports this module, not the reverse
 
 FLOAT_BYTES = 4  # embeddings and logits are fp32
 ELEMENTWISE_FLOPS = 10  # of the loss per logit: two exponentials, their sums and differences
 LABEL_BYTES = 16  # place in the batch and index in the data, int64 each
-LOGITS_COPIES = 4  # of a block of logits that exist at once: itself, which are positives, what is made of them
+LOGITS_COPIES = (
+    4  # of a block of logits that exist at once: itself, which are positives, what is made of them
+)
 LOGITS_BYTES = 64 * 2**20  # what they take at most: the loss makes larger ones in blocks of rows
 
 
 @dataclass(frozen=True)
 class Span:
-    """One instruction of one stage, from when the rank comes to it until it goes on; waiting is inside."""
+    """One instruction of one stage, from when the rank comes to it until it goes on; waiting is
+    inside."""
 
     stage_id: int
     name: str  # of the instruction's class
@@ -52,9 +69,9 @@ class Span:
 class StageResult:
     """One rank of a stage over one step.
 
-    `busy_s`: passes, the loss's arithmetic, reduction and optimizer step, without waiting. `peak_bytes` is everything: state,
-    activations (at their peak: `activation_bytes`), messages, embeddings and logits. `sent_bytes`: along edges, in the loss's exchange
-    and over the replicas.
+    `busy_s`: passes, the loss's arithmetic, reduction and optimizer step, without waiting.
+    `peak_bytes` is everything: state, activations (at their peak: `activation_bytes`), messages,
+    embeddings and logits. `sent_bytes`: along edges, in the loss's exchange and over the replicas.
     """
 
     name: str
@@ -76,11 +93,18 @@ class Simulation:
     spans: tuple[Span, ...]  # those of one stage in order; empty unless asked for
 
 
-def simulate(graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: str, costs: CostModel, timeline: bool = False) -> Simulation:
+def simulate(
+    graph: StageGraph,
+    batches: Mapping[str, BranchBatch],
+    schedule: str,
+    costs: CostModel,
+    timeline: bool = False,
+) -> Simulation:
     """One step of `schedule` on `graph`. `timeline` adds the spans.
 
-    Raises RuntimeError when instructions wait for each other for ever (a loss per micro-batch with numbers of micro-batches that differ
-    between the branches). `costs` must not be changed after its first use: sums over its layers are remembered.
+    Raises RuntimeError when instructions wait for each other for ever (a loss per micro-batch with
+    numbers of micro-batches that differ between the branches). `costs` must not be changed after
+    its first use: sums over its layers are remembered.
     """
     program = put_in_order(shape_of(graph, batches), SCHEDULES[schedule])
     bill = _bill(graph, batches, costs, SCHEDULES[schedule].loss_per_micro_batch)
@@ -91,25 +115,42 @@ def simulate(graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: st
     idle_s = sum(stage.replicas * (step_s - busy_s) for stage, busy_s in zip(graph.stages, busy))
     return Simulation(
         step_s,
-        tuple(_stage_result(stage, bill, program.counts[stage.stage_id], busy[stage.stage_id], step_s, costs) for stage in graph.stages),
+        tuple(
+            _stage_result(
+                stage, bill, program.counts[stage.stage_id], busy[stage.stage_id], step_s, costs
+            )
+            for stage in graph.stages
+        ),
         idle_s / (graph.world_size * step_s) if step_s else 0.0,
         _spans(program, seconds, ends, bill.times) if timeline else (),
     )
 
 
-def bounds(graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: str, costs: CostModel) -> tuple[float, float]:
-    """Seconds that a step takes at least, and the bytes that the fullest rank holds (exact), without ordering the instructions.
+def bounds(
+    graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: str, costs: CostModel
+) -> tuple[float, float]:
+    """Seconds that a step takes at least, and the bytes that the fullest rank holds (exact),
+    without ordering the instructions.
 
-    At least what the busiest stage works, and one micro-batch's way to it and back: before a stage's first forward every stage
-    above it ran one; after its last backward every stage above it runs one more. Then comes the optimizer step of the slowest.
+    At least what the busiest stage works, and one micro-batch's way to it and back: before a
+    stage's first forward every stage above it ran one; after its last backward every stage above it
+    runs one more. Then comes the optimizer step of the slowest.
     """
     every = [counts_of(place, SCHEDULES[schedule]) for place in shape_of(graph, batches)]
     bill = _bill(graph, batches, costs, SCHEDULES[schedule].loss_per_micro_batch)
-    longest, above = 0.0, []  # by stage: a forward and a backward of all stages above it, the reduction of the first of them
+    longest, above = (
+        0.0,
+        [],
+    )  # by stage: a forward and a backward of all stages above it, the reduction of the first of them
     for stage, own, counts in zip(graph.stages, bill.times, every):
-        fill_s, drain_s, reduce_s = above[stage.previous] if stage.previous is not None else (0.0, 0.0, own.reduce_s)
+        fill_s, drain_s, reduce_s = (
+            above[stage.previous] if stage.previous is not None else (0.0, 0.0, own.reduce_s)
+        )
         works_s = (
-            counts.forwards * own.forward_s + counts.replays * own.replay_s + counts.backwards * own.backward_s + counts.losses * own.loss_s
+            counts.forwards * own.forward_s
+            + counts.replays * own.replay_s
+            + counts.backwards * own.backward_s
+            + counts.losses * own.loss_s
         )
         longest = max(longest, fill_s + works_s + max(own.reduce_s, drain_s + reduce_s))
         above.append((fill_s + own.forward_s, drain_s + own.backward_s, reduce_s))
@@ -118,14 +159,22 @@ def bounds(graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: str,
     )
 
 
-def most_kept(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: CostModel) -> dict[str, int]:
-    """Of how many micro-batches a schedule that recomputes can keep the activations within the memory of the ranks, by branch; 0 where nothing fits."""
+def most_kept(
+    graph: StageGraph, batches: Mapping[str, BranchBatch], costs: CostModel
+) -> dict[str, int]:
+    """Of how many micro-batches a schedule that recomputes can keep the activations within the
+    memory of the ranks, by branch; 0 where nothing fits."""
     bill = _bill(graph, batches, costs, per_micro_batch=False)
     most = {branch: batch.num_micro_batches for branch, batch in batches.items()}
     for stage, layers, loss in zip(graph.stages, bill.layers, bill.losses):
-        free_bytes = costs.machine.memory_bytes - _fixed_bytes(stage, bill, costs) - (loss.rows_bytes if loss else 0.0)
+        free_bytes = (
+            costs.machine.memory_bytes
+            - _fixed_bytes(stage, bill, costs)
+            - (loss.rows_bytes if loss else 0.0)
+        )
         free_bytes -= max(layers.working_bytes, loss.work_bytes if loss else 0.0)
-        # without activations or without a limit (costs that were estimated, where the layout is given) all of them fit
+        # without activations or without a limit (costs that were estimated, where the layout is
+        # given) all of them fit
         bounded = layers.kept_bytes and free_bytes < float("inf")
         room = int(max(0.0, free_bytes) // layers.kept_bytes) if bounded else max(most.values())
         for branch in stage.layers if graph.layout == "fork" else batches:
@@ -133,11 +182,13 @@ def most_kept(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: Cost
     return most
 
 
-# -- what a graph costs ------------------------------------------------------------------------------------------------
+# -- what a graph costs
+# ------------------------------------------------------------------------------------------------
 
 
 class _LayersCost(NamedTuple):
-    """The layers of one stage, one micro-batch. `replay_s`: of a second forward; `num_parameters` that learn, `num_locked` that do not.
+    """The layers of one stage, one micro-batch. `replay_s`: of a second forward; `num_parameters`
+    that learn, `num_locked` that do not.
 
     `kept_bytes`: from its forward to its backward; `working_bytes`: during a pass only.
     """
@@ -153,7 +204,8 @@ class _LayersCost(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """Seconds of one instruction on a stage's rank, by kind of work. The exchange is part of the loss, but no work of this rank."""
+    """Seconds of one instruction on a stage's rank, by kind of work. The exchange is part of the
+    loss, but no work of this rank."""
 
     instruction_s: float  # and nothing else; it is in all others too
     forward_s: float
@@ -167,7 +219,8 @@ class _Times(NamedTuple):
 
 @dataclass(frozen=True)
 class _Bill:
-    """All costs of a candidate, by stage id; `links` by number: seconds a message holds the link, and its latency after that."""
+    """All costs of a candidate, by stage id; `links` by number: seconds a message holds the link,
+    and its latency after that."""
 
     layers: Sequence[_LayersCost]
     losses: Sequence[_Loss | None]
@@ -185,29 +238,41 @@ class _Link(NamedTuple):
         return self.latency_s + num_bytes / self.bytes_per_s
 
     def ring_s(self, replicas: int, num_bytes: float) -> float:
-        """Around a ring until all have the `num_bytes` that each had a part of: an all-gather, or either half of an all-reduce."""
-        return (replicas - 1) * self.message_s(num_bytes / replicas) + (num_bytes * self.collective_s_per_byte if replicas > 1 else 0.0)
+        """Around a ring until all have the `num_bytes` that each had a part of: an all-gather, or
+        either half of an all-reduce."""
+        return (replicas - 1) * self.message_s(num_bytes / replicas) + (
+            num_bytes * self.collective_s_per_byte if replicas > 1 else 0.0
+        )
 
 
 class _Matching(NamedTuple):
-    """What a tail has to do with the pairs of one ComputeLoss, as in `engine/loss/matching.py`; all zero where there are none."""
+    """What a tail has to do with the pairs of one ComputeLoss, as in `engine/loss/matching.py`; all
+    zero where there are none."""
 
     seconds: float = 0.0  # to score and differentiate those of its own texts
-    held_bytes: float = 0.0  # own tokens and their gradients, a micro-batch of images, and what some pairs keep for their backward
-    moved_bytes: float = 0.0  # tokens of all images, and their gradients in fp32, to and from each text tail; none where it is alone
+    # own tokens and their gradients, a micro-batch of images, and what some pairs keep for their
+    # backward
+    held_bytes: float = 0.0
+    # tokens of all images, and their gradients in fp32, to and from each text tail; none where it
+    # is alone
+    moved_bytes: float = 0.0
 
 
 class _Loss(NamedTuple):
-    """One ComputeLoss of one tail: b own rows and the B rows of its batch, width D. The cases are those of `engine/loss/exchange.py`.
+    """One ComputeLoss of one tail: b own rows and the B rows of its batch, width D. The cases are
+    those of `engine/loss/exchange.py`.
 
-    Priced as InfoNCE with one row per sample; the sigmoid loss makes each matrix once and exchanges no statistics.
+    Priced as InfoNCE with one row per sample; the sigmoid loss makes each matrix once and exchanges
+    no statistics.
     """
 
     branches: int  # that end in this tail
     known: int  # branches whose rows it knows: these and their partners
     pairs: int  # that it takes part in
     sides: int  # of these pairs, that end here
-    receivers: tuple[int, ...]  # replicas of each tail that it sends its rows to, a number for each pair with the other side there
+    receivers: tuple[
+        int, ...
+    ]  # replicas of each tail that it sends its rows to, a number for each pair with the other side there
     replicas: int
     own: int  # b
     everyone: int  # B
@@ -216,12 +281,14 @@ class _Loss(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many matrices of logits [b, B]; where one rank has everything, one serves both sides."""
+        """How many matrices of logits [b, B]; where one rank has everything, one serves both
+        sides."""
         return self.pairs if self.replicas == 1 else self.sides
 
     @property
     def flops(self) -> float:
-        """Of each matrix, which is made twice, for the log-sum-exps and for the gradient; and of the gradient of the own rows of each side."""
+        """Of each matrix, which is made twice, for the log-sum-exps and for the gradient; and of
+        the gradient of the own rows of each side."""
         products = 2 * self.width * (2 * self.blocks + self.sides)
         return (products + ELEMENTWISE_FLOPS * self.blocks) * self.own * self.everyone
 
@@ -236,14 +303,16 @@ class _Loss(NamedTuple):
 
     @property
     def work_bytes(self) -> float:
-        """What is gone before the first backward: a block of logits; the embeddings once more, as they came and not yet in order; own rows, and
-        their gradients, a few times; where one rank has all of them, those of the other branch, too; tokens and pairs."""
+        """What is gone before the first backward: a block of logits; the embeddings once more, as
+        they came and not yet in order; own rows, and their gradients, a few times; where one rank
+        has all of them, those of the other branch, too; tokens and pairs."""
         copies = (1 if self.replicas > 1 else 2) * self.known * self.everyone + 4 * self.own
         return self.logits_bytes + copies * FLOAT_BYTES * self.width + self.matching.held_bytes
 
     @property
     def messages(self) -> tuple[float, float]:
-        """Bytes that a branch's replicas gather and that cross over: rows with their labels; one log-sum-exp per row, for each pair."""
+        """Bytes that a branch's replicas gather and that cross over: rows with their labels; one
+        log-sum-exp per row, for each pair."""
         return self.everyone * (FLOAT_BYTES * self.width + LABEL_BYTES), self.everyone * FLOAT_BYTES
 
     def gather_s(self, ring: _Link) -> float:
@@ -251,24 +320,43 @@ class _Loss(NamedTuple):
         return self.branches * rows + self.sides * statistics
 
 
-def _bill(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: CostModel, per_micro_batch: bool) -> _Bill:
+def _bill(
+    graph: StageGraph, batches: Mapping[str, BranchBatch], costs: CostModel, per_micro_batch: bool
+) -> _Bill:
     layers = _layers_costs(graph, batches, costs)
-    losses = [_loss(graph, stage, batches, costs, per_micro_batch) if stage.is_tail else None for stage in graph.stages]
+    losses = [
+        _loss(graph, stage, batches, costs, per_micro_batch) if stage.is_tail else None
+        for stage in graph.stages
+    ]
     message_bytes = _message_bytes(graph, batches, costs, layers)
     rings = [_link(costs.machine, stage.ranks) for stage in graph.stages]
     exchange_s = _exchange_s(graph, losses, rings, costs.machine)
-    pairs_s = max(loss.matching.seconds for loss in losses if loss)  # for which tails without texts wait
+    pairs_s = max(
+        loss.matching.seconds for loss in losses if loss
+    )  # for which tails without texts wait
     times = [
-        _times(stage, costs, own, loss, ring, exchange_s + (pairs_s - loss.matching.seconds if loss else 0.0))
+        _times(
+            stage,
+            costs,
+            own,
+            loss,
+            ring,
+            exchange_s + (pairs_s - loss.matching.seconds if loss else 0.0),
+        )
         for stage, own, loss, ring in zip(graph.stages, layers, losses, rings)
     ]
     return _Bill(layers, losses, message_bytes, _edges(graph, costs.machine, message_bytes), times)
 
 
-def _layers_costs(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: CostModel) -> list[_LayersCost]:
+def _layers_costs(
+    graph: StageGraph, batches: Mapping[str, BranchBatch], costs: CostModel
+) -> list[_LayersCost]:
     known, found = _remembered(costs), []
     for stage in graph.stages:
-        pieces = tuple((branch, layers, batches[branch].micro_batch_size) for branch, layers in stage.layers.items())
+        pieces = tuple(
+            (branch, layers, batches[branch].micro_batch_size)
+            for branch, layers in stage.layers.items()
+        )
         if pieces not in known:
             known[pieces] = _layers_cost(pieces, costs)
         found.append(known[pieces])
@@ -276,19 +364,33 @@ def _layers_costs(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: 
 
 
 def _layers_cost(pieces: Sequence[tuple[str, range, int]], costs: CostModel) -> _LayersCost:
-    """Add up the layers. With checkpoints only what leaves each group of layers is kept, and a group at a time is worked out again."""
-    layers = [(layer, size) for branch, where, size in pieces for layer in costs.layers[branch][where.start : where.stop]]
+    """Add up the layers. With checkpoints only what leaves each group of layers is kept, and a
+    group at a time is worked out again."""
+    layers = [
+        (layer, size)
+        for branch, where, size in pieces
+        for layer in costs.layers[branch][where.start : where.stop]
+    ]
     learning = [(layer, size) for layer, size in layers if layer.differentiated]
     forward_s = sum(layer.forward_s.at(size) for layer, size in layers)
     replay_s = sum(layer.forward_s.at(size) for layer, size in learning)
     backward_s = sum(layer.backward_s.at(size) for layer, size in learning)
     kept_bytes = sum(layer.activation_bytes.at(size) for layer, size in learning)
-    working_bytes = max((layer.activation_bytes.at(size) for layer, size in layers if not layer.differentiated), default=0.0)
+    working_bytes = max(
+        (layer.activation_bytes.at(size) for layer, size in layers if not layer.differentiated),
+        default=0.0,
+    )
     if costs.checkpoint_interval and learning:
-        groups = [learning[i : i + costs.checkpoint_interval] for i in range(0, len(learning), costs.checkpoint_interval)]
+        groups = [
+            learning[i : i + costs.checkpoint_interval]
+            for i in range(0, len(learning), costs.checkpoint_interval)
+        ]
         backward_s += replay_s
         kept_bytes = sum(group[-1][0].output_bytes.at(group[-1][1]) for group in groups)
-        working_bytes = max(working_bytes, *(sum(layer.activation_bytes.at(size) for layer, size in group) for group in groups))
+        working_bytes = max(
+            working_bytes,
+            *(sum(layer.activation_bytes.at(size) for layer, size in group) for group in groups),
+        )
     return _LayersCost(
         forward_s,
         replay_s,
@@ -297,7 +399,10 @@ def _layers_cost(pieces: Sequence[tuple[str, range, int]], costs: CostModel) -> 
         sum(layer.num_parameters for layer, _ in layers if not layer.trainable),
         kept_bytes,
         working_bytes,
-        sum(costs.layers[branch][where.stop - 1].output_bytes.at(size) for branch, where, size in pieces),
+        sum(
+            costs.layers[branch][where.stop - 1].output_bytes.at(size)
+            for branch, where, size in pieces
+        ),
     )
 
 
@@ -305,14 +410,21 @@ _REMEMBERED: dict[int, dict] = {}
 
 
 def _remembered(costs: CostModel) -> dict:
-    """The sums of this very cost model, forgotten with it. (By identity: comparing all its layers would cost more than adding them up.)"""
+    """The sums of this very cost model, forgotten with it. (By identity: comparing all its layers
+    would cost more than adding them up.)"""
     if id(costs) not in _REMEMBERED:
         _REMEMBERED[id(costs)] = {}
         weakref.finalize(costs, _REMEMBERED.pop, id(costs), None)
     return _REMEMBERED[id(costs)]
 
 
-def _loss(graph: StageGraph, stage: Stage, batches: Mapping[str, BranchBatch], costs: CostModel, per_micro_batch: bool) -> _Loss:
+def _loss(
+    graph: StageGraph,
+    stage: Stage,
+    batches: Mapping[str, BranchBatch],
+    costs: CostModel,
+    per_micro_batch: bool,
+) -> _Loss:
     here = set(stage.tail_of)
     pairs = [set(pair) for pair in costs.all_compared if here & set(pair)]
     elsewhere = [branch for pair in pairs for branch in pair - here]
@@ -337,7 +449,10 @@ def _loss(graph: StageGraph, stage: Stage, batches: Mapping[str, BranchBatch], c
 
 def _matching(stage: Stage, batch: BranchBatch, own: int, costs: CostModel) -> _Matching:
     first, second = tuple(costs.token_bytes) or costs.all_compared[0]
-    size, alone = batch.micro_batch_size, {first, second} <= set(stage.tail_of) and batch.replicas == 1
+    size, alone = (
+        batch.micro_batch_size,
+        {first, second} <= set(stage.tail_of) and batch.replicas == 1,
+    )
     with_sums = 1 + FLOAT_BYTES / costs.state.weight  # gradients are added up in fp32
     tokens = {first: 0.0, second: 0.0, **costs.token_bytes}
     held_bytes = 2 * own * tokens[first] if first in stage.tail_of else 0.0
@@ -349,13 +464,21 @@ def _matching(stage: Stage, batch: BranchBatch, own: int, costs: CostModel) -> _
     return _Matching(own / size * costs.pairs.training_s(size), held_bytes, moved_bytes)
 
 
-def _message_bytes(graph: StageGraph, batches: Mapping[str, BranchBatch], costs: CostModel, layers: Sequence[_LayersCost]) -> list[float]:
-    """A stage sends what its layers put out, and in a chain the embeddings of the branch that ended above it."""
+def _message_bytes(
+    graph: StageGraph,
+    batches: Mapping[str, BranchBatch],
+    costs: CostModel,
+    layers: Sequence[_LayersCost],
+) -> list[float]:
+    """A stage sends what its layers put out, and in a chain the embeddings of the branch that ended
+    above it."""
     found, passed = [], []  # passed: branches whose layers a message has gone through, by stage
     for stage, own in zip(graph.stages, layers):
         above = passed[stage.previous] if stage.previous is not None else set()
         ended = above - stage.layers.keys()
-        carried = sum(FLOAT_BYTES * costs.embed_dim * batches[branch].micro_batch_size for branch in ended)
+        carried = sum(
+            FLOAT_BYTES * costs.embed_dim * batches[branch].micro_batch_size for branch in ended
+        )
         passed.append(above | stage.layers.keys())
         found.append(0.0 if stage.is_tail else own.output_bytes + carried)
     return found
@@ -365,11 +488,17 @@ def _link(machine: Machine, ranks: Collection[int]) -> _Link:
     """The slowest link among these ranks, each named once."""
     size = machine.ranks_per_node
     across = len(ranks) > size or min(ranks) // size != max(ranks) // size
-    speed = (machine.node_bytes_per_s, machine.node_latency_s) if across else (machine.link_bytes_per_s, machine.link_latency_s)
+    speed = (
+        (machine.node_bytes_per_s, machine.node_latency_s)
+        if across
+        else (machine.link_bytes_per_s, machine.link_latency_s)
+    )
     return _Link(*speed, machine.collective_s_per_byte)
 
 
-def _edges(graph: StageGraph, machine: Machine, message_bytes: Sequence[float]) -> list[tuple[float, float]]:
+def _edges(
+    graph: StageGraph, machine: Machine, message_bytes: Sequence[float]
+) -> list[tuple[float, float]]:
     """The two links that leave each stage. An edge is as slow as its slowest pair of replicas."""
     links = [(0.0, 0.0)] * (2 * len(graph.stages))
     size, one_node = machine.ranks_per_node, graph.world_size <= machine.ranks_per_node
@@ -377,31 +506,51 @@ def _edges(graph: StageGraph, machine: Machine, message_bytes: Sequence[float]) 
         if stage.next is None:
             continue
         pairs = () if one_node else zip(stage.ranks, graph.stages[stage.next].ranks)
-        link = _link(machine, next((pair for pair in pairs if pair[0] // size != pair[1] // size), stage.ranks[:1]))
+        link = _link(
+            machine,
+            next((pair for pair in pairs if pair[0] // size != pair[1] // size), stage.ranks[:1]),
+        )
         both = (message_bytes[stage.stage_id] / link.bytes_per_s, link.latency_s)
         links[2 * stage.stage_id + DOWNSTREAM] = links[2 * stage.next + UPSTREAM] = both
     return links
 
 
-def _exchange_s(graph: StageGraph, losses: Sequence[_Loss | None], rings: Sequence[_Link], machine: Machine) -> float:
-    """Replicas gather their rows, the branches of a fork at the same time; then each whole crosses over, one after the other.
+def _exchange_s(
+    graph: StageGraph, losses: Sequence[_Loss | None], rings: Sequence[_Link], machine: Machine
+) -> float:
+    """Replicas gather their rows, the branches of a fork at the same time; then each whole crosses
+    over, one after the other.
 
     The log-sum-exps go the same ways, `logit_scale` crosses once.
     """
     tails = [losses[stage.stage_id] for stage in graph.tails]
     gather_s = max(loss.gather_s(rings[stage.stage_id]) for stage, loss in zip(graph.tails, tails))
-    crossing = _link(machine, {rank for stage in graph.tails for rank in (min(stage.ranks), max(stage.ranks))})
+    crossing = _link(
+        machine, {rank for stage in graph.tails for rank in (min(stage.ranks), max(stage.ranks))}
+    )
     gather_s += max(loss.matching.moved_bytes for loss in tails) / crossing.bytes_per_s
     if len(tails) == 1:
         return gather_s
     return (
         gather_s
         + crossing.latency_s
-        + sum(crossing.message_s(num_bytes) for loss in tails for _ in loss.receivers for num_bytes in loss.messages)
+        + sum(
+            crossing.message_s(num_bytes)
+            for loss in tails
+            for _ in loss.receivers
+            for num_bytes in loss.messages
+        )
     )
 
 
-def _times(stage: Stage, costs: CostModel, layers: _LayersCost, loss: _Loss | None, ring: _Link, exchange_s: float) -> _Times:
+def _times(
+    stage: Stage,
+    costs: CostModel,
+    layers: _LayersCost,
+    loss: _Loss | None,
+    ring: _Link,
+    exchange_s: float,
+) -> _Times:
     machine, replicas = costs.machine, stage.replicas
     host_s = machine.instruction_s
     owned = layers.num_parameters / replicas if costs.sharded_optimizer else layers.num_parameters
@@ -411,20 +560,28 @@ def _times(stage: Stage, costs: CostModel, layers: _LayersCost, loss: _Loss | No
         host_s + layers.forward_s,
         host_s + layers.replay_s,
         host_s + layers.backward_s,
-        host_s + exchange_s + loss.flops / machine.flops_per_s + loss.matching.seconds if loss else 0.0,
-        host_s + machine.gradient_s_per_parameter * layers.num_parameters + 2 * ring.ring_s(replicas, gradients),
-        host_s + machine.optimizer_s_per_parameter * owned + (ring.ring_s(replicas, weights) if weights else 0.0),
+        host_s + exchange_s + loss.flops / machine.flops_per_s + loss.matching.seconds
+        if loss
+        else 0.0,
+        host_s
+        + machine.gradient_s_per_parameter * layers.num_parameters
+        + 2 * ring.ring_s(replicas, gradients),
+        host_s
+        + machine.optimizer_s_per_parameter * owned
+        + (ring.ring_s(replicas, weights) if weights else 0.0),
         exchange_s,
     )
 
 
 def _reduced_bytes(stage: Stage, costs: CostModel, layers: _LayersCost) -> tuple[float, float]:
-    """Gradients that replicas average, and updated weights that their owners hand back under ZeRO-1."""
+    """Gradients that replicas average, and updated weights that their owners hand back under
+    ZeRO-1."""
     weights = layers.num_parameters * costs.state.weight if costs.sharded_optimizer else 0.0
     return layers.num_parameters * costs.state.gradient, weights
 
 
-# -- one pass ----------------------------------------------------------------------------------------------------------
+# -- one pass
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _durations(program: Program, times: Sequence[_Times]) -> list[float]:
@@ -433,7 +590,9 @@ def _durations(program: Program, times: Sequence[_Times]) -> list[float]:
     return [times[stage][work] + host_s * (number - 1) for stage, work, number in program.durations]
 
 
-def _run(program: Program, seconds: Sequence[float], links: Sequence[tuple[float, float]]) -> list[float]:
+def _run(
+    program: Program, seconds: Sequence[float], links: Sequence[tuple[float, float]]
+) -> list[float]:
     """When each operation ends, in seconds from the start of the step, in the program's order."""
     clock = [0.0] * len(program.counts)
     free = [0.0] * len(links)
@@ -470,7 +629,9 @@ def _busy_s(times: _Times, counts: Counts) -> float:
     )
 
 
-def _stage_result(stage: Stage, bill: _Bill, counts: Counts, busy_s: float, step_s: float, costs: CostModel) -> StageResult:
+def _stage_result(
+    stage: Stage, bill: _Bill, counts: Counts, busy_s: float, step_s: float, costs: CostModel
+) -> StageResult:
     layers = bill.layers[stage.stage_id]
     gradients, weights = _reduced_bytes(stage, costs, layers)
     bytes_in, bytes_out = _bytes_in_and_out(stage, bill)
@@ -490,12 +651,17 @@ def _stage_result(stage: Stage, bill: _Bill, counts: Counts, busy_s: float, step
 
 def _peak_bytes(stage: Stage, bill: _Bill, counts: Counts, costs: CostModel) -> float:
     loss = bill.losses[stage.stage_id]
-    return _fixed_bytes(stage, bill, costs) + _activations_and_loss_bytes(bill.layers[stage.stage_id], loss, counts)
+    return _fixed_bytes(stage, bill, costs) + _activations_and_loss_bytes(
+        bill.layers[stage.stage_id], loss, counts
+    )
 
 
 def _fixed_bytes(stage: Stage, bill: _Bill, costs: CostModel) -> float:
-    """State, and two messages of each direction of an edge: one travels while the other is made or used."""
-    return _state_bytes(stage, bill.layers[stage.stage_id], costs) + 4 * sum(_bytes_in_and_out(stage, bill))
+    """State, and two messages of each direction of an edge: one travels while the other is made or
+    used."""
+    return _state_bytes(stage, bill.layers[stage.stage_id], costs) + 4 * sum(
+        _bytes_in_and_out(stage, bill)
+    )
 
 
 def _state_bytes(stage: Stage, layers: _LayersCost, costs: CostModel) -> float:
@@ -504,11 +670,14 @@ def _state_bytes(stage: Stage, layers: _LayersCost, costs: CostModel) -> float:
 
 
 def _bytes_in_and_out(stage: Stage, bill: _Bill) -> tuple[float, float]:
-    return bill.message_bytes[stage.previous] if stage.previous is not None else 0.0, bill.message_bytes[stage.stage_id]
+    return bill.message_bytes[
+        stage.previous
+    ] if stage.previous is not None else 0.0, bill.message_bytes[stage.stage_id]
 
 
 def _activations_and_loss_bytes(layers: _LayersCost, loss: _Loss | None, counts: Counts) -> float:
-    """Activations and, on a tail, the loss's embeddings throughout; logits and pairs are gone before the first backward."""
+    """Activations and, on a tail, the loss's embeddings throughout; logits and pairs are gone
+    before the first backward."""
     activation_bytes = counts.in_flight * layers.kept_bytes + layers.working_bytes
     if loss is None:
         return activation_bytes
@@ -517,17 +686,23 @@ def _activations_and_loss_bytes(layers: _LayersCost, loss: _Loss | None, counts:
 
 
 def _exchanged_bytes(stage: Stage, losses: Sequence[_Loss | None]) -> float:
-    """Sent in one ComputeLoss: a replica's part of the ring; in a fork the wholes, one to every tail of a partner."""
+    """Sent in one ComputeLoss: a replica's part of the ring; in a fork the wholes, one to every
+    tail of a partner."""
     loss = losses[stage.stage_id]
     if loss is None:
         return 0.0
     rows, statistics = loss.messages
     around = (loss.replicas - 1) * (loss.branches * rows + loss.sides * statistics)
-    return (loss.matching.moved_bytes + around + sum(loss.receivers) * (rows + statistics)) / loss.replicas
+    return (
+        loss.matching.moved_bytes + around + sum(loss.receivers) * (rows + statistics)
+    ) / loss.replicas
 
 
-def _spans(program: Program, seconds: Sequence[float], ends: Sequence[float], times: Sequence[_Times]) -> tuple[Span, ...]:
-    """Take the operations apart again. An operation waits before its own seconds, in its first instruction."""
+def _spans(
+    program: Program, seconds: Sequence[float], ends: Sequence[float], times: Sequence[_Times]
+) -> tuple[Span, ...]:
+    """Take the operations apart again. An operation waits before its own seconds, in its first
+    instruction."""
     clock, spans = [0.0] * len(times), []
     for (stage, duration, instructions), end in zip(program.labels, ends):
         now = end - seconds[duration]

@@ -1,7 +1,7 @@
 """An allocation that failed: what the error's text says of it, and what was held on the device.
 
-The texts are those of torch's allocators (`c10/cuda/CUDACachingAllocator.cpp`, `c10/core/impl/alloc_cpu.cpp`), of CUDA's
-libraries, of NCCL and of NumPy.
+The texts are those of torch's allocators (`c10/cuda/CUDACachingAllocator.cpp`,
+`c10/core/impl/alloc_cpu.cpp`), of CUDA's libraries, of NCCL and of NumPy.
 """
 
 from __future__ import annotations
@@ -14,22 +14,28 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
-_UNITS = {unit: 1024**power for power, unit in enumerate(("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))}
+_UNITS = {
+    unit: 1024**power
+    for power, unit in enumerate(("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
+}
 _SIZE = rf"([\d.]+) ({'|'.join(_UNITS)})"
 # Not all of them come as torch.OutOfMemoryError: only torch's own allocator raises that.
 _ON_A_GPU = re.compile(
     r"CUDA out of memory|CUDA error: out of memory|CUDA ran out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure( \d+)? 'out of memory'"
 )
-_ON_THE_HOST = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory)|std::bad_alloc")
+_ON_THE_HOST = re.compile(
+    r"DefaultCPUAllocator: (can't allocate memory|not enough memory)|std::bad_alloc"
+)
 
 
 @dataclass(frozen=True)
 class Shortage:
     """An allocation that failed. All numbers are bytes; None: not known.
 
-    `own` is all that this process held of `total`, `others` what other processes held. Of a GPU, torch's allocator held
-    `allocated` in tensors and `cached` besides. `can_expand`: torch suggests expandable segments, which are not in use.
-    `limited`: `total` is the limit of this process's address space (`ulimit -v`), not what the machine has.
+    `own` is all that this process held of `total`, `others` what other processes held. Of a GPU,
+    torch's allocator held `allocated` in tensors and `cached` besides. `can_expand`: torch suggests
+    expandable segments, which are not in use. `limited`: `total` is the limit of this process's
+    address space (`ulimit -v`), not what the machine has.
     """
 
     on_gpu: bool
@@ -48,16 +54,22 @@ class Shortage:
     @property
     def would_fit_alone(self) -> bool:
         """Would it have fitted without the other processes? False where that is not known."""
-        return None not in (self.asked, self.own, self.total) and self.asked + self.own <= self.total
+        return (
+            None not in (self.asked, self.own, self.total) and self.asked + self.own <= self.total
+        )
 
 
 def shortage_of(error: BaseException) -> Shortage | None:
     """What `error` says, if it is an allocation that failed; None for any other error."""
     text = str(error)
     line = text.splitlines()[0] if text else type(error).__name__
-    if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _ON_A_GPU.search(text)):
+    if isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and _ON_A_GPU.search(text)
+    ):
         return replace(_of_gpu(text), text=line)
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _ON_THE_HOST.search(text)):
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and _ON_THE_HOST.search(text)
+    ):
         asked = re.search(r"tried to allocate (\d+) bytes", text)
         array = re.search(rf"Unable to allocate {_SIZE}", text)  # NumPy's
         return Shortage(False, line, asked=float(asked[1]) if asked else _bytes(array))
@@ -65,11 +77,16 @@ def shortage_of(error: BaseException) -> Shortage | None:
 
 
 def with_what_is_held(shortage: Shortage, device: torch.device) -> Shortage:
-    """Add what the text did not say, as far as `device` and the system tell. The text's own numbers are of the moment of the failure;
-    by now, some tensors may be gone."""
-    with contextlib.suppress(RuntimeError, ValueError, OSError, psutil.Error):  # a message that knows less is better than another error
+    """Add what the text did not say, as far as `device` and the system tell. The text's own numbers
+    are of the moment of the failure; by now, some tensors may be gone."""
+    with contextlib.suppress(
+        RuntimeError, ValueError, OSError, psutil.Error
+    ):  # a message that knows less is better than another error
         found = _held_on_gpu(device) if shortage.on_gpu else _held_on_host()
-        return replace(shortage, **{name: value for name, value in found.items() if getattr(shortage, name) is None})
+        return replace(
+            shortage,
+            **{name: value for name, value in found.items() if getattr(shortage, name) is None},
+        )
     return shortage
 
 
@@ -95,10 +112,16 @@ def _of_gpu(text: str) -> Shortage:
             rf"{_SIZE} is reserved by PyTorch but unallocated",
         )
     )
-    asked = _bytes(re.search(rf"Tried to allocate {_SIZE}", text) or re.search(rf"Requested size: {_SIZE}", text))
-    processes = sorted(_bytes(found) for found in re.finditer(rf"Process \d+ has {_SIZE} memory in use", text))
+    asked = _bytes(
+        re.search(rf"Tried to allocate {_SIZE}", text)
+        or re.search(rf"Requested size: {_SIZE}", text)
+    )
+    processes = sorted(
+        _bytes(found) for found in re.finditer(rf"Process \d+ has {_SIZE} memory in use", text)
+    )
     if this is None and allocated is not None:
-        # In a container the numbers of processes are not those that the driver knows, and this process is named like the others.
+        # In a container the numbers of processes are not those that the driver knows, and this
+        # process is named like the others.
         this = next((each for each in processes if each >= allocated + (cached or 0.0)), None)
         if this is not None:
             processes.remove(this)

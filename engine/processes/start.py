@@ -1,4 +1,5 @@
-"""Starting and ending the processes of a run: environment, the one C++ op DeepSpeed compiles, the process group."""
+"""Starting and ending the processes of a run: environment, the one C++ op DeepSpeed compiles, the
+process group."""
 
 from __future__ import annotations
 
@@ -37,19 +38,32 @@ class Processes:
 
 
 def start_processes(timeout_s: float = 1800.0) -> Processes:
-    """Join the process group that the launcher describes in the environment; without a launcher, a group of one.
+    """Join the process group that the launcher describes in the environment; without a launcher, a
+    group of one.
 
-    `timeout_s` limits every wait in a collective. Raises ValueError for more processes on this node than GPUs, before any of them is touched;
-    TimeoutError when the C++ op is not compiled within ten minutes.
+    `timeout_s` limits every wait in a collective. Raises ValueError for more processes on this node
+    than GPUs, before any of them is touched; TimeoutError when the C++ op is not compiled within
+    ten minutes.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     alone = "WORLD_SIZE" not in os.environ
     if alone:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        os.environ.update(
+            RANK="0",
+            WORLD_SIZE="1",
+            LOCAL_RANK="0",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(free_port()),
+        )
+    missing = [
+        name
+        for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        if name not in os.environ
+    ]
     if missing:
         raise ValueError(
-            f"WORLD_SIZE is set and {', '.join(missing)} not; start with deepspeed or torchrun, which set all, or unset WORLD_SIZE"
+            f"WORLD_SIZE is set and {', '.join(missing)} not; start with deepspeed or torchrun, "
+            "which set all, or unset WORLD_SIZE"
         )
     local_rank = int(os.environ["LOCAL_RANK"])
     ranks_on_node = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -61,24 +75,34 @@ def start_processes(timeout_s: float = 1800.0) -> Processes:
     else:
         accelerator.set_device(local_rank)
     timeout = timedelta(seconds=timeout_s)
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints that its op is built, on every rank
+    with contextlib.redirect_stdout(
+        io.StringIO()
+    ):  # DeepSpeed prints that its op is built, on every rank
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
     _unlink_shared_memory()
     return Processes(
-        dist.get_rank(), dist.get_world_size(), local_rank, ranks_on_node, torch.device(accelerator.device_name(local_rank)), timeout
+        dist.get_rank(),
+        dist.get_world_size(),
+        local_rank,
+        ranks_on_node,
+        torch.device(accelerator.device_name(local_rank)),
+        timeout,
     )
 
 
 def check_devices(ranks_on_node: int, num_devices: int, device: str) -> None:
-    """Refuse more processes on a node than it has GPUs: each needs its own. `device`: its kind; on a "cpu" nothing is counted. Errors: ValueError."""
+    """Refuse more processes on a node than it has GPUs: each needs its own. `device`: its kind; on
+    a "cpu" nothing is counted. Errors: ValueError."""
     if device == "cpu" or ranks_on_node <= num_devices:
         return
     if num_devices == 0:
         raise ValueError(
-            f"DS_ACCELERATOR asks for {device}, but no such device is visible on this node; unset it, or look at CUDA_VISIBLE_DEVICES and the driver"
+            f"DS_ACCELERATOR asks for {device}, but no such device is visible on this node; unset "
+            "it, or look at CUDA_VISIBLE_DEVICES and the driver"
         )
     raise ValueError(
-        f"{ranks_on_node} processes on this node, but {num_devices} GPU{'s' if num_devices > 1 else ''} ({device}): each process needs its own; "
+        f"{ranks_on_node} processes on this node, but {num_devices} "
+        f"GPU{'s' if num_devices > 1 else ''} ({device}): each process needs its own; "
         f"start `deepspeed --num_gpus {num_devices} train.py ...`, with a layout for that many"
     )
 
@@ -87,16 +111,18 @@ def _check_path(torch_folder: Path) -> None:
     """torch links extensions with its own folder unquoted. Errors: ValueError."""
     if any(letter.isspace() for letter in str(torch_folder)):
         raise ValueError(
-            f"torch is installed in {torch_folder}: the path holds a space, and torch cannot link extensions there, of which "
-            "DeepSpeed needs one without a GPU; use an environment whose path has none (launch/quickstart.sh makes one)"
+            f"torch is installed in {torch_folder}: the path holds a space, and torch cannot link "
+            "extensions there, of which "
+            "DeepSpeed needs one without a GPU; use an environment whose path has none "
+            "(launch/quickstart.sh makes one)"
         )
 
 
 def _keep_freed_memory() -> None:
     """Let glibc keep what a step frees for the next one, as torch does on a GPU.
 
-    Otherwise a step's activations go back to the kernel and come again page by page, which takes 4 to 7 % of a small model's step and
-    makes its time uneven. Without glibc nothing changes.
+    Otherwise a step's activations go back to the kernel and come again page by page, which takes 4
+    to 7 % of a small model's step and makes its time uneven. Without glibc nothing changes.
     """
     largest_block, trim_threshold, mmap_threshold = (
         32 * 2**20,
@@ -125,9 +151,11 @@ def from_all_ranks(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def first_rank_first() -> Iterator[None]:
-    """The first rank goes through the body alone, then all others do: what it leaves on disk is there for them.
+    """The first rank goes through the body alone, then all others do: what it leaves on disk is
+    there for them.
 
-    They wait for up to a day, since looking at millions of pictures takes hours. That the first rank lives, the watchdog sees.
+    They wait for up to a day, since looking at millions of pictures takes hours. That the first
+    rank lives, the watchdog sees.
     """
     group = dist.new_group(backend="gloo", timeout=PREPARATION_LIMIT)
     if dist.get_rank() > 0:
@@ -158,23 +186,32 @@ def free_port() -> int:
 
 
 def _unlink_shared_memory() -> None:
-    """Take this rank's buffer out of /dev/shm: DeepSpeed's op never does, and leaves 66 MiB of memory per rank and run.
+    """Take this rank's buffer out of /dev/shm: DeepSpeed's op never does, and leaves 66 MiB of
+    memory per rank and run.
 
-    Once every rank has mapped every buffer, names are not needed any more; the memory goes with the last process, however it ends.
+    Once every rank has mapped every buffer, names are not needed any more; the memory goes with the
+    last process, however it ends.
     """
     dist.barrier()
-    name = "deepspeed_allreduce_buffer_{}_{MASTER_ADDR}_{MASTER_PORT}_{RANK}".format(os.getuid(), **os.environ)
+    name = "deepspeed_allreduce_buffer_{}_{MASTER_ADDR}_{MASTER_PORT}_{RANK}".format(
+        os.getuid(), **os.environ
+    )
     Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def compile_shared_memory_op() -> None:
-    """Build DeepSpeed's shared-memory collectives once per machine, under a lock that dies with its holder.
+    """Build DeepSpeed's shared-memory collectives once per machine, under a lock that dies with its
+    holder.
 
-    torch guards its build folder with a plain file: a process killed while it compiles leaves that file behind and every
-    later run waits for it for ever. Under our lock nobody else of ours is compiling, so such a file is a leftover.
+    torch guards its build folder with a plain file: a process killed while it compiles leaves that
+    file behind and every later run waits for it for ever. Under our lock nobody else of ours is
+    compiling, so such a file is a leftover.
     """
     cache = Path(
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "wye" / f"torch_extensions-{torch.__version__}"))
+        os.environ.setdefault(
+            "TORCH_EXTENSIONS_DIR",
+            str(Path.home() / ".cache" / "wye" / f"torch_extensions-{torch.__version__}"),
+        )
     )
     cache.mkdir(parents=True, exist_ok=True)
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
@@ -189,6 +226,7 @@ def compile_shared_memory_op() -> None:
                 builder.load(verbose=False)
     except Timeout as error:
         raise TimeoutError(
-            f"waited {COMPILE_LIMIT_S} s for another process to compile DeepSpeed's {builder.name} in {cache}; "
+            f"waited {COMPILE_LIMIT_S} s for another process to compile DeepSpeed's {builder.name} "
+            f"in {cache}; "
             "end that process, or set TORCH_EXTENSIONS_DIR to another folder"
         ) from error

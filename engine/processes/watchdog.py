@@ -1,11 +1,13 @@
-"""No rank waits for a dead one, or for one that is stuck: heartbeats through the rendezvous store, and one message from one rank.
+"""No rank waits for a dead one, or for one that is stuck: heartbeats through the rendezvous store,
+and one message from one rank.
 
-Every rank has a thread that counts up its own heartbeat and watches its neighbour's. When a neighbour stands still for
-`SILENCE_LIMIT_S`, the process of a rank of the same node is gone, or a rank reports its own failure, the reason is put in the store, and every rank leaves on reading it.
+Every rank has a thread that counts up its own heartbeat and watches its neighbour's. When a
+neighbour stands still for `SILENCE_LIMIT_S`, the process of a rank of the same node is gone, or a
+rank reports its own failure, the reason is put in the store, and every rank leaves on reading it.
 The thread needs no collective, so it works while the main thread waits in one.
 
-It also sees whether the main threads get on. Where none finishes anything for a given time, every rank tells where its main thread
-stands: the one that is stuck, and those that wait for it.
+It also sees whether the main threads get on. Where none finishes anything for a given time, every
+rank tells where its main thread stands: the one that is stuck, and those that wait for it.
 """
 
 from __future__ import annotations
@@ -28,9 +30,12 @@ EXIT_STATUS = 1
 
 
 class Watchdog:
-    """Watches over the other ranks from `start` to `stop`. `describe(rank)` says what a rank is, for the message."""
+    """Watches over the other ranks from `start` to `stop`. `describe(rank)` says what a rank is,
+    for the message."""
 
-    def __init__(self, rank: int, world_size: int, describe: Callable[[int], str] = "rank {}".format):
+    def __init__(
+        self, rank: int, world_size: int, describe: Callable[[int], str] = "rank {}".format
+    ):
         self.rank, self.world_size, self.describe = rank, world_size, describe
         self._progress: Callable[[], int] | None = None
         self._stall_limit_s = 0.0
@@ -38,8 +43,11 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._here: dict[int, int | None] = {}  # rank -> its process, None on another node
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # A connection of our own to the store of the process group: its own client may be busy in a blocking call.
-        self._store = dist.PrefixStore("wye", dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30)))
+        # A connection of our own to the store of the process group: its own client may be busy in a
+        # blocking call.
+        self._store = dist.PrefixStore(
+            "wye", dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
+        )
 
     def start(self) -> Watchdog:
         self._store.set(f"place/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
@@ -48,8 +56,9 @@ class Watchdog:
         return self
 
     def follow(self, progress: Callable[[], int], limit_s: float) -> None:
-        """From now on all ranks are stuck when the numbers `progress()` of all of them stay the same for `limit_s` seconds: one that is stuck stops
-        the others sooner or later, and one that waits for others that get on is not."""
+        """From now on all ranks are stuck when the numbers `progress()` of all of them stay the
+        same for `limit_s` seconds: one that is stuck stops the others sooner or later, and one that
+        waits for others that get on is not."""
         self._stall_limit_s, self._progress = limit_s, progress
 
     def stop(self) -> None:
@@ -58,7 +67,8 @@ class Watchdog:
             self._thread.join(timeout=2 * BEAT_S)
 
     def claim_failure(self, message: str, status: int = EXIT_STATUS) -> bool:
-        """Report this rank's failure, and the exit status of all. True for the rank that is to print it; the others leave quietly."""
+        """Report this rank's failure, and the exit status of all. True for the rank that is to
+        print it; the others leave quietly."""
         claim = f"{self.rank} {status} {message}"  # two ranks may have found out the same
         try:
             return self._store.compare_set("failure", "", claim).decode() == claim
@@ -66,14 +76,17 @@ class Watchdog:
             return self.rank == 1 or self.world_size == 1
 
     def linger(self) -> None:
-        """Before rank 0 ends on a failure: leave the others the time to read it from the store that ends with rank 0."""
+        """Before rank 0 ends on a failure: leave the others the time to read it from the store that
+        ends with rank 0."""
         if self.rank == 0 and self.world_size > 1:
             time.sleep(3 * BEAT_S)
 
     def cause_elsewhere(self, wait_s: float) -> tuple[str | None, int | None]:
-        """Why another rank failed, as far as can be found out within `wait_s`, and the exit status of all if it has said so itself.
+        """Why another rank failed, as far as can be found out within `wait_s`, and the exit status
+        of all if it has said so itself.
 
-        (reason, status): a rank reported it. (description, None): a rank died without a word. (None, None): nothing found.
+        (reason, status): a rank reported it. (description, None): a rank died without a word.
+        (None, None): nothing found.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -98,13 +111,18 @@ class Watchdog:
         alive, getting_on, told, everyone = _Unchanged(), _Unchanged(), 0, 0
         while not self._stop.wait(BEAT_S):
             beats += 1
-            # where a call holds Python's lock, this thread stands still too, and only faulthandler's can speak
+            # where a call holds Python's lock, this thread stands still too, and only
+            # faulthandler's can speak
             faulthandler.dump_traceback_later(SILENCE_LIMIT_S - 2 * BEAT_S)
             try:
                 self._store.set(f"beat/{self.rank}", str(beats))
                 dead = self._dead_on_this_node()
                 reported = self._reported()  # after that: who spoke before it died is heard
-                current = self._store.get(f"beat/{neighbour}") if self._store.check([f"beat/{neighbour}"]) else None
+                current = (
+                    self._store.get(f"beat/{neighbour}")
+                    if self._store.check([f"beat/{neighbour}"])
+                    else None
+                )
                 if self._progress is not None:
                     progress = self._progress()
                     everyone, told = self._store.add("progress", progress - told), progress
@@ -133,15 +151,20 @@ class Watchdog:
             return
         self._tell_stack()
         deadline = time.monotonic() + 4 * BEAT_S
-        while time.monotonic() < deadline and not all(self._store.check([f"stack/{rank}"]) for rank in range(self.world_size)):
+        while time.monotonic() < deadline and not all(
+            self._store.check([f"stack/{rank}"]) for rank in range(self.world_size)
+        ):
             time.sleep(0.1)
         stacks = [
-            f"--- {self.describe(rank)}:\n{self._store.get(f'stack/{rank}').decode() if self._store.check([f'stack/{rank}']) else 'no answer'}"
+            "--- "
+            f"{self.describe(rank)}:\n{self._store.get(f'stack/{rank}').decode() if self._store.check([f'stack/{rank}']) else 'no answer'}"
             for rank in range(self.world_size)
         ]
         message = (
-            f"no rank has finished anything for {self._stall_limit_s:.0f} s (--stall-limit); all ranks end, the newest "
-            f"checkpoint is whole. Those that wait in communication wait for one that does not:\n{''.join(stacks)}"
+            f"no rank has finished anything for {self._stall_limit_s:.0f} s (--stall-limit); all "
+            "ranks end, the newest "
+            "checkpoint is whole. Those that wait in communication wait for one that does "
+            f"not:\n{''.join(stacks)}"
         )
         self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
 

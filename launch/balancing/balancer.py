@@ -1,5 +1,5 @@
-"""From measured times to the next setting of the balance, and from losses to how data sets are mixed. The first rank decides, for a step
-that no loader has begun with; all take it over."""
+"""From measured times to the next setting of the balance, and from losses to how data sets are
+mixed. The first rank decides, for a step that no loader has begun with; all take it over."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ PASSES = ("EmbedPass", "ForwardPass", "ReplayPass", "BackwardPass")
 
 Mix = tuple[int, Parts]  # from an epoch on
 Decision = tuple[Setting | None, Looks, Mix | None, dict[str, Any]]
-Point = tuple[int, int, float]  # samples or texts of a micro-batch, what they are padded to, seconds
+Point = tuple[
+    int, int, float
+]  # samples or texts of a micro-batch, what they are padded to, seconds
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank tells at a look: seconds of its micro-batches, and how many steps its loader may be ahead."""
+    """What one rank tells at a look: seconds of its micro-batches, and how many steps its loader
+    may be ahead."""
 
     stage: str
     points: list[Point]
@@ -43,7 +46,8 @@ class Report:
 
 
 class Balancer:
-    """Holds the settings of a run, and adds to them every `interval` steps. What the losses did is followed by all ranks, and asked of the first."""
+    """Holds the settings of a run, and adds to them every `interval` steps. What the losses did is
+    followed by all ranks, and asked of the first."""
 
     def __init__(self, balance: Balance, replica: int, stage_name: str, workers: int):
         self.balance = balance
@@ -51,8 +55,11 @@ class Balancer:
         self._trends = balance.adaptation and Trends.start(len(balance.adaptation.parts))
         self._looks, self._replica, self._stage_name = Looks(), replica, stage_name
         self._graph: StageGraph = balance.plan.graph
-        self._branch = next(iter(next(s for s in self._graph.stages if s.name == stage_name).layers))
-        # two micro-batches per worker are made ahead, at worst each of another step, and the step after them is being dealt
+        self._branch = next(
+            iter(next(s for s in self._graph.stages if s.name == stage_name).layers)
+        )
+        # two micro-batches per worker are made ahead, at worst each of another step, and the step
+        # after them is being dealt
         self._ahead = 2 * workers + 2
         self._busy_s: list[dict[str, float]] = []  # of the steps since the last look, by branch
         self._spans: list[tuple[int, Sequence[Span]]] = []  # of the last steps
@@ -73,23 +80,37 @@ class Balancer:
         return {
             "num_micro_batches": setting.num_micro_batches[self._branch],
             "num_kept": self.balance.num_kept(self._branch, setting),
-            "rows_per_sample": {"text": setting.knobs.captions_per_image} if "text" in self.balance.dealers else {},
+            "rows_per_sample": {"text": setting.knobs.captions_per_image}
+            if "text" in self.balance.dealers
+            else {},
         }
 
     def after_step(self, engine: ForkEngine, metrics: StepMetrics) -> dict[str, Any] | None:
-        """All ranks call it together, after each step. At a look: what was seen and what follows, on every rank."""
+        """All ranks call it together, after each step. At a look: what was seen and what follows,
+        on every rank."""
         step = engine.global_steps  # done so far; the next one has this number
         if not self.note(step, metrics.busy_s, engine.recorder.spans, metrics.sources):
             return None
         reports = engine.comm.gather_objects(self.report())
-        return self.take_over(from_first_rank(None if reports is None else self.decide(step, reports)))
+        return self.take_over(
+            from_first_rank(None if reports is None else self.decide(step, reports))
+        )
 
-    def note(self, step: int, busy_s: Mapping[str, float], spans: Sequence[Span], sources: Sequence[SourceLoss] = ()) -> bool:
-        """Keep what a step took and what its loss was, the `step`-th from 1. Is it time for a look?"""
+    def note(
+        self,
+        step: int,
+        busy_s: Mapping[str, float],
+        spans: Sequence[Span],
+        sources: Sequence[SourceLoss] = (),
+    ) -> bool:
+        """Keep what a step took and what its loss was, the `step`-th from 1. Is it time for a
+        look?"""
         if not self.looks_every:
             return False
         if self._trends is not None:
-            self._trends = after_step(self._trends, [each.loss for each in sources], [each.samples for each in sources])
+            self._trends = after_step(
+                self._trends, [each.loss for each in sources], [each.samples for each in sources]
+            )
             if self.balance.order.ends_epoch(step):
                 self._trends = self.balance.adaptation.after_epoch(self._trends)
         self._busy_s.append(branch_seconds(self._graph, busy_s))
@@ -105,16 +126,19 @@ class Balancer:
             self.settings.add(setting)
         return record
 
-    # -- what the first rank decides ------------------------------------------------------------------------------------
+    # -- what the first rank decides
+    # ------------------------------------------------------------------------------------
 
     def decide(self, step: int, reports: Sequence[Report]) -> Decision:
-        """After `step` steps, from what all ranks report: the next setting, if any, what is known of the feed rates, the next mix, if any,
-        and the line to log."""
+        """After `step` steps, from what all ranks report: the next setting, if any, what is known
+        of the feed rates, the next mix, if any, and the line to log."""
         now, order = self.settings.newest, self.balance.order
         first_step = step + max(report.ahead for report in reports)
         mix = self._next_mix(first_step)
         mixes = self.settings.mixes if mix is None else (*self.settings.mixes, mix)
-        busy_s = {branch: typical([one[branch] for one in self._busy_s]) for branch in self._busy_s[0]}
+        busy_s = {
+            branch: typical([one[branch] for one in self._busy_s]) for branch in self._busy_s[0]
+        }
         # where the newest setting does not hold yet, nothing is changed a second time
         holds = now.from_step <= step - len(self._busy_s)
         points = slowest_points(self._graph, reports)
@@ -122,26 +146,52 @@ class Balancer:
         costs = refitted(now.costs, points) if refits else now.costs
         looks, knobs, reason = self._looks, now.knobs, None
         if self._dealt:
-            looks, knobs, reason = look(looks, knobs, self.balance.ladders, self.balance.rules, busy_s, step - len(self._busy_s))
+            looks, knobs, reason = look(
+                looks,
+                knobs,
+                self.balance.ladders,
+                self.balance.rules,
+                busy_s,
+                step - len(self._busy_s),
+            )
         setting, from_step = None, max(first_step, now.from_step + 1)
-        remixed = self._dealt and any(order.epoch(now.from_step) < epoch <= order.epoch(from_step) for epoch, _ in mixes)
+        remixed = self._dealt and any(
+            order.epoch(now.from_step) < epoch <= order.epoch(from_step) for epoch, _ in mixes
+        )
         if knobs != now.knobs or costs != now.costs or remixed:
             words = [reason] if knobs != now.knobs else []
-            words += ["costs refitted"] if any(costs[b].version != now.costs[b].version for b in costs) else []
+            words += (
+                ["costs refitted"]
+                if any(costs[b].version != now.costs[b].version for b in costs)
+                else []
+            )
             words += ["other weights of the data sets"] if remixed else []
-            setting = replace(now, from_step=from_step, knobs=knobs, costs=costs, reason="; ".join(filter(None, words)))
-            setting = replace(setting, num_micro_batches=self.balance.num_micro_batches(setting, from_step, mixes))
+            setting = replace(
+                now,
+                from_step=from_step,
+                knobs=knobs,
+                costs=costs,
+                reason="; ".join(filter(None, words)),
+            )
+            setting = replace(
+                setting, num_micro_batches=self.balance.num_micro_batches(setting, from_step, mixes)
+            )
             if knobs != now.knobs:
                 looks = replace(looks, from_step=from_step)
         return setting, looks, mix, self._record(step, busy_s, points, reason, setting, mix)
 
     def _next_mix(self, first_step: int) -> Mix | None:
-        """What the losses of whole epochs have made of the weights, from the first epoch on that begins with `first_step` or later."""
+        """What the losses of whole epochs have made of the weights, from the first epoch on that
+        begins with `first_step` or later."""
         if self._trends is None:
             return None
         parts = self.balance.adaptation.mix(self._trends)
         epoch, newest = self._newest_mix()
-        return None if parts == newest else (max(epoch, self.balance.order.epoch(first_step - 1)) + 1, parts)
+        return (
+            None
+            if parts == newest
+            else (max(epoch, self.balance.order.epoch(first_step - 1)) + 1, parts)
+        )
 
     def _newest_mix(self) -> Mix:
         return self.settings.mixes[-1] if self.settings.mixes else (0, self.balance.order.parts)
@@ -182,7 +232,8 @@ class Balancer:
             "reason": self.balance.adaptation.reason(self._trends, self._newest_mix()[1], parts),
         }
 
-    # -- what each rank saw ---------------------------------------------------------------------------------------------
+    # -- what each rank saw
+    # ---------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
         return Report(self._stage_name, self._points(), self._ahead)
@@ -199,13 +250,19 @@ class Balancer:
             own = dealer.shares(batch, self.balance.plan.batches[self._branch].replicas, number)
             own = own[self._replica * number : (self._replica + 1) * number]
             seconds = seconds_of_micro_batches(spans)
-            points += [(len(part), int(lengths[part].max()), seconds[m]) for m, (part, _) in enumerate(own) if seconds.get(m, 0) > 0]
+            points += [
+                (len(part), int(lengths[part].max()), seconds[m])
+                for m, (part, _) in enumerate(own)
+                if seconds.get(m, 0) > 0
+            ]
         return points
 
-    # -- the state ------------------------------------------------------------------------------------------------------
+    # -- the state
+    # ------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """JSON-like. Seconds of single micro-batches, of the last steps before a look, are not part of it."""
+        """JSON-like. Seconds of single micro-batches, of the last steps before a look, are not part
+        of it."""
         return {
             "split": self._split(),
             "settings": self.settings.records(),
@@ -216,29 +273,46 @@ class Balancer:
         }
 
     def go_on_from(self, state: Mapping[str, Any], step: int) -> None:
-        """With step `step`, the next. Split in another way, what was measured no longer holds: as planned then, with the knobs and the mixes of
-        before, which decide what is trained. So it is with global batches of another size, which may end an epoch."""
+        """With step `step`, the next. Split in another way, what was measured no longer holds: as
+        planned then, with the knobs and the mixes of before, which decide what is trained. So it is
+        with global batches of another size, which may end an epoch."""
         before = Settings.from_records(state["settings"], state["mixes"])
-        self._trends = self._trends and Trends(**{name: tuple(values) for name, values in state["trends"].items()})
+        self._trends = self._trends and Trends(
+            **{name: tuple(values) for name, values in state["trends"].items()}
+        )
         if self._trends and any(self._trends.samples) and self.balance.order.ends_epoch(step):
             self._trends = self.balance.adaptation.after_epoch(self._trends)
-        dealt_alike = before.at(step).costs.keys() == self.balance.first.costs.keys()  # else it was dealt in order, or by shape
+        dealt_alike = (
+            before.at(step).costs.keys() == self.balance.first.costs.keys()
+        )  # else it was dealt in order, or by shape
         if state["split"] == self._split() and dealt_alike:
-            self.settings, self._looks, self._busy_s = before, Looks(**state["looks"]), list(state["busy_s"])
+            self.settings, self._looks, self._busy_s = (
+                before,
+                Looks(**state["looks"]),
+                list(state["busy_s"]),
+            )
             return
         first, knobs = self.balance.first, before.at(step).knobs
         setting = replace(first, from_step=step, knobs=knobs, reason="planned anew")
-        setting = replace(setting, num_micro_batches=self.balance.num_micro_batches(setting, step, before.mixes))
+        setting = replace(
+            setting, num_micro_batches=self.balance.num_micro_batches(setting, step, before.mixes)
+        )
         self.settings = Settings([first, setting], before.mixes)
 
     def _split(self) -> dict[str, Any]:
         plan = self.balance.plan
-        return {"stages": plan.graph.describe(), "batches": {branch: asdict(batch) for branch, batch in plan.batches.items()}}
+        return {
+            "stages": plan.graph.describe(),
+            "batches": {branch: asdict(batch) for branch, batch in plan.batches.items()},
+        }
 
 
 def branch_seconds(graph: StageGraph, busy_s: Mapping[str, float]) -> dict[str, float]:
     """Of each branch's slowest stage, from the seconds of the stages."""
-    return {branch: max(busy_s[s.name] for s in graph.stages if branch in s.layers) for branch in graph.branches}
+    return {
+        branch: max(busy_s[s.name] for s in graph.stages if branch in s.layers)
+        for branch in graph.branches
+    }
 
 
 def seconds_of_micro_batches(spans: Sequence[Span]) -> dict[int, float]:
@@ -251,7 +325,8 @@ def seconds_of_micro_batches(spans: Sequence[Span]) -> dict[int, float]:
 
 
 def slowest_points(graph: StageGraph, reports: Sequence[Report]) -> dict[str, list[Point]]:
-    """Those of all replicas of each branch's slowest stage. A merged stage has no times of one branch alone, so it reports none."""
+    """Those of all replicas of each branch's slowest stage. A merged stage has no times of one
+    branch alone, so it reports none."""
     by_stage: dict[str, list[Point]] = defaultdict(list)
     for report in reports:
         by_stage[report.stage] += report.points
@@ -263,8 +338,11 @@ def slowest_points(graph: StageGraph, reports: Sequence[Report]) -> dict[str, li
     return found
 
 
-def refitted(costs: Mapping[str, BranchCost], points: Mapping[str, Sequence[Point]]) -> dict[str, BranchCost]:
-    """Costs moved towards those that the points speak for, where they predict them badly; else as they are."""
+def refitted(
+    costs: Mapping[str, BranchCost], points: Mapping[str, Sequence[Point]]
+) -> dict[str, BranchCost]:
+    """Costs moved towards those that the points speak for, where they predict them badly; else as
+    they are."""
     new = dict(costs)
     for branch, seen in points.items():
         if branch not in costs:

@@ -1,7 +1,9 @@
-"""How the global batches of a run are made: their order, their division into micro-batches, and what follows measured times and losses.
+"""How the global batches of a run are made: their order, their division into micro-batches, and
+what follows measured times and losses.
 
-train.py sees this one object. Behind it are the order with its mixing, windows and curriculum (`data/batching/sampler.py`), texts dealt by
-cost (`choosing.py`), costs and feed rates that follow measured times (`balancer.py`), and the weights of samples (`weighting.py`).
+train.py sees this one object. Behind it are the order with its mixing, windows and curriculum
+(`data/batching/sampler.py`), texts dealt by cost (`choosing.py`), costs and feed rates that follow
+measured times (`balancer.py`), and the weights of samples (`weighting.py`).
 """
 
 from __future__ import annotations
@@ -27,9 +29,18 @@ from launch.settings.options import Options
 
 
 class Batching:
-    """`state`: of the checkpoint that the run goes on from. Where processes share `folder`, one goes first and counts tokens for all."""
+    """`state`: of the checkpoint that the run goes on from. Where processes share `folder`, one
+    goes first and counts tokens for all."""
 
-    def __init__(self, data: PreparedData, options: Options, block: BranchesBlock, batch_size: int, state: Mapping[str, Any], folder: Path):
+    def __init__(
+        self,
+        data: PreparedData,
+        options: Options,
+        block: BranchesBlock,
+        batch_size: int,
+        state: Mapping[str, Any],
+        folder: Path,
+    ):
         self.data, self.options, self.block, self.folder = data, options, block, folder
         weights = weighting(block)
         lengths = text_lengths(data, weights, options.max_text_tokens, folder, progress=True)
@@ -37,14 +48,25 @@ class Batching:
         self.order = training_order(data, batch_size, options.seed, weights, lengths, earlier)
         self.total_steps = options.steps or self.order.first_step(options.epochs)
         self.weights_of = loss_weights_of(data, weights, lengths)
-        """The samples of a global batch [G] -> what they count in its loss, [G] int64 millionths; None: all the same."""
+        """The samples of a global batch [G] -> what they count in its loss, [G] int64 millionths;
+        None: all the same."""
         self.sources = source_names(options.data)
 
     def divide(self, plan: RunPlan, costs: CostModel, patch_size: int | None) -> None:
-        """Decide which samples make which micro-batch of the plan. Errors: ValueError for bounds that these towers or data do not have."""
+        """Decide which samples make which micro-batch of the plan. Errors: ValueError for bounds
+        that these towers or data do not have."""
         self.buckets = image_buckets(self.data, self.options, patch_size)
         self.balance = make_balance(
-            dealing(self.block), plan, costs, self.data, self.order, self.buckets, patch_size, self.options, self.folder, progress=True
+            dealing(self.block),
+            plan,
+            costs,
+            self.data,
+            self.order,
+            self.buckets,
+            patch_size,
+            self.options,
+            self.folder,
+            progress=True,
         )
 
     def describe_shapes(self) -> str:
@@ -54,8 +76,12 @@ class Batching:
         return f"pictures of {', '.join(f'{h}×{w}' for h, w in self.buckets.sizes)} pixels (height × width)"
 
     def follow(self, engine: ForkEngine, workers: int) -> None:
-        """From here on with what the stage of this rank measures. `workers`: loader processes of a rank."""
-        self.engine, self.balancer = engine, Balancer(self.balance, engine.replica, engine.place.name, workers)
+        """From here on with what the stage of this rank measures. `workers`: loader processes of a
+        rank."""
+        self.engine, self.balancer = (
+            engine,
+            Balancer(self.balance, engine.replica, engine.place.name, workers),
+        )
 
     @property
     def constant_shapes(self) -> dict[str, bool]:
@@ -68,7 +94,8 @@ class Batching:
         return self.balance.equal_shares
 
     def shape(self, step: int) -> dict[str, Any]:
-        """What `train_batch` must know of a step: the numbers of micro-batches, and rows per sample."""
+        """What `train_batch` must know of a step: the numbers of micro-batches, and rows per
+        sample."""
         return self.balancer.shape(step)
 
     def line(self, metrics: StepMetrics, step: int, step_s: float) -> dict[str, float]:
@@ -76,11 +103,13 @@ class Batching:
         return step_line(metrics, step, step_s, self.balance, self.balancer.settings, self.sources)
 
     def after_step(self, metrics: StepMetrics) -> dict[str, Any] | None:
-        """At a look at the measured times, which all ranks take together: the line of balance.jsonl."""
+        """At a look at the measured times, which all ranks take together: the line of
+        balance.jsonl."""
         return self.balancer.after_step(self.engine, metrics)
 
     def explain(self, step: int) -> str:
-        """Tables of how the next --explain-balance global batches are divided; empty: none were asked for."""
+        """Tables of how the next --explain-balance global batches are divided; empty: none were
+        asked for."""
         steps = range(step, min(step + self.options.explain_balance, self.total_steps))
         return explain_dealing(self.balance, self.balancer.settings, steps) if steps else ""
 

@@ -1,4 +1,5 @@
-"""How the global batches of a run are dealt, and fed: from the `balance` block, a plan and costs to dealers and their first setting."""
+"""How the global batches of a run are dealt, and fed: from the `balance` block, a plan and costs to
+dealers and their first setting."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from launch.settings.blocks import BalanceBlock
 from launch.settings.options import Options
 
 LOOKED_AT = 4  # global batches that decide how many micro-batches there are
-MOST_DEALT = 32  # micro-batches of a branch that is dealt alone: more leave next to no padding to save
+MOST_DEALT = (
+    32  # micro-batches of a branch that is dealt alone: more leave next to no padding to save
+)
 INSTRUCTIONS = 3  # of a micro-batch on a stage, at least: load or receive, forward, backward
 CONV_STRIDE = 32  # of ResNets and ConvNeXts, in pixels
 MARGIN = 0.9  # of the memory of a micro-batch: other global batches may have longer texts
@@ -57,45 +60,77 @@ class Balance:
     def constant_shapes(self) -> dict[str, bool]:
         """By branch: do all micro-batches have equal shapes?"""
         still = len(self.ladders.image_size) == len(self.ladders.kept_patches) == 1
-        return {branch: isinstance(dealer, InOrder) and branch != "text" and still for branch, dealer in self.dealers.items()}
+        return {
+            branch: isinstance(dealer, InOrder) and branch != "text" and still
+            for branch, dealer in self.dealers.items()
+        }
 
     def num_kept(self, branch: str, setting: Setting) -> int:
-        """Micro-batches that keep their activations where the schedule recomputes: those of as many samples as planned."""
+        """Micro-batches that keep their activations where the schedule recomputes: those of as many
+        samples as planned."""
         planned, number = self.plan.batches[branch], setting.num_micro_batches[branch]
         expected = planned.num_micro_batches * self._captions(branch, setting)
         return planned.num_kept * number // expected
 
     def batch(self, step: int, setting: Setting, mixes: Mixes = ()) -> GlobalBatch:
-        return global_batch(self.order, self.train, Settings([replace(setting, from_step=0)], mixes), step)
+        return global_batch(
+            self.order, self.train, Settings([replace(setting, from_step=0)], mixes), step
+        )
 
     def num_micro_batches(self, setting: Setting, step: int, mixes: Mixes = ()) -> dict[str, int]:
-        """As many as take least time for the global batches from `step` on, by the costs and with the knobs of `setting`."""
-        return {branch: self._num_micro_batches(branch, setting, step, mixes) for branch in self.dealers}
+        """As many as take least time for the global batches from `step` on, by the costs and with
+        the knobs of `setting`."""
+        return {
+            branch: self._num_micro_batches(branch, setting, step, mixes) for branch in self.dealers
+        }
 
     def _num_micro_batches(self, branch: str, setting: Setting, step: int, mixes: Mixes) -> int:
         dealer, planned = self.dealers[branch], self.plan.batches[branch]
-        # texts of several captions are so many more; with one each, the memory of the plan is enough for as many micro-batches as it has
+        # texts of several captions are so many more; with one each, the memory of the plan is
+        # enough for as many micro-batches as it has
         captions = self._captions(branch, setting)
-        # On a shared line all branches have as many, and memory and batch normalisation see the images: the planned number stays.
+        # On a shared line all branches have as many, and memory and batch normalisation see the
+        # images: the planned number stays.
         if not isinstance(dealer, ByCost) or self.plan.graph.layout != "fork":
-            share, wanted = self.order.global_batch_size // planned.replicas, planned.num_micro_batches * captions
+            share, wanted = (
+                self.order.global_batch_size // planned.replicas,
+                planned.num_micro_batches * captions,
+            )
             most = max(1, share // self.block.min_size)
             if wanted > most:
                 return max(m for m in range(1, most + 1) if share % m == 0)
             return next((m for m in range(wanted, share) if share % m == 0), share)
         positions = self.order.global_batch_size * (captions if dealer.deals_texts else 1)
-        most = max(1, min(planned.num_micro_batches * captions, positions // (planned.replicas * self.block.min_size)))
-        # Shorter texts together need less memory than the planned micro-batches, so there may be more of them.
+        most = max(
+            1,
+            min(
+                planned.num_micro_batches * captions,
+                positions // (planned.replicas * self.block.min_size),
+            ),
+        )
+        # Shorter texts together need less memory than the planned micro-batches, so there may be
+        # more of them.
         most = max(most, min(MOST_DEALT, positions // (planned.replicas * self.block.min_size)))
-        careful = replace(dealer, largest=dealer.largest and max(dealer.max_text_tokens, int(MARGIN * dealer.largest)))
-        return max(len(careful.deal(self.batch(s, setting, mixes), planned.replicas, 1, most)[0]) for s in self._looked_at(step))
+        careful = replace(
+            dealer,
+            largest=dealer.largest and max(dealer.max_text_tokens, int(MARGIN * dealer.largest)),
+        )
+        return max(
+            len(careful.deal(self.batch(s, setting, mixes), planned.replicas, 1, most)[0])
+            for s in self._looked_at(step)
+        )
 
     def _captions(self, branch: str, setting: Setting) -> int:
         """Of each image, in the line that holds `branch`."""
-        return setting.knobs.captions_per_image if branch == "text" or self.plan.graph.layout != "fork" else 1
+        return (
+            setting.knobs.captions_per_image
+            if branch == "text" or self.plan.graph.layout != "fork"
+            else 1
+        )
 
     def _looked_at(self, step: int) -> list[int]:
-        """Steps whose global batches decide: those from `step` on, and under a curriculum the hardest, which end the epoch."""
+        """Steps whose global batches decide: those from `step` on, and under a curriculum the
+        hardest, which end the epoch."""
         steps = range(step, step + LOOKED_AT)
         if self.order.curriculum is None:
             return [*steps]
@@ -115,22 +150,48 @@ def make_balance(
     folder: Path,
     progress: bool = False,
 ) -> Balance:
-    """The first rank that comes counts tokens and keeps them in `folder`. `patch_size` of a ViT. Errors: ValueError for bounds that these towers or data do not have."""
+    """The first rank that comes counts tokens and keeps them in `folder`. `patch_size` of a ViT.
+    Errors: ValueError for bounds that these towers or data do not have."""
     adaptation = _adaptation(block, order, options)
     # Branches that share a line share the deal of their samples, so all have that of the images.
-    dealers: dict[str, Dealer] = dict.fromkeys(plan.batches, InOrder() if buckets is None else ByShape(buckets))
+    dealers: dict[str, Dealer] = dict.fromkeys(
+        plan.batches, InOrder() if buckets is None else ByShape(buckets)
+    )
     planned = {branch: batch.num_micro_batches for branch, batch in plan.batches.items()}
     if block.strategy == "off" or plan.schedule_type.loss_per_micro_batch or "text" not in dealers:
-        return Balance(block, plan, dealers, order, data.train, Ladders(), FeedRules(), Setting(0, planned), adaptation)
-    tokens = token_counts(data.source, data.train, data.tokenizer, options.max_text_tokens, folder / "token_counts", progress)
-    typical = float(padded_lengths(tokens.counts[:TYPICAL_TEXTS], options.max_text_tokens, data.length_multiple).mean())
+        return Balance(
+            block,
+            plan,
+            dealers,
+            order,
+            data.train,
+            Ladders(),
+            FeedRules(),
+            Setting(0, planned),
+            adaptation,
+        )
+    tokens = token_counts(
+        data.source,
+        data.train,
+        data.tokenizer,
+        options.max_text_tokens,
+        folder / "token_counts",
+        progress,
+    )
+    typical = float(
+        padded_lengths(
+            tokens.counts[:TYPICAL_TEXTS], options.max_text_tokens, data.length_multiple
+        ).mean()
+    )
     by_cost = ByCost(
         tokens,
         options.max_text_tokens,
         options.seed,
         DealBounds(block.min_size, block.max_size or 1 << 30),
         plan.batches["text"].micro_batch_size * options.max_text_tokens,
-        sum("text" in stage.layers for stage in plan.graph.stages) if plan.graph.layout == "fork" else len(plan.graph.stages),
+        sum("text" in stage.layers for stage in plan.graph.stages)
+        if plan.graph.layout == "fork"
+        else len(plan.graph.stages),
         data.length_multiple,
     )
     dealers["text"] = by_cost
@@ -145,9 +206,17 @@ def make_balance(
         ladders = _ladders(block, plan, data, options, patch_size, typical)
         rules = FeedRules(block.dead_band, block.max_change)
     dealt = ["text"]
-    first = Setting(0, planned, {branch: branch_cost(costs, plan, branch, typical) for branch in dealt}, ladders.start())
+    first = Setting(
+        0,
+        planned,
+        {branch: branch_cost(costs, plan, branch, typical) for branch in dealt},
+        ladders.start(),
+    )
     balance = Balance(block, plan, dealers, order, data.train, ladders, rules, first, adaptation)
-    return replace(balance, first=replace(first, num_micro_batches=balance.num_micro_batches(first, order.changed_at)))
+    return replace(
+        balance,
+        first=replace(first, num_micro_batches=balance.num_micro_batches(first, order.changed_at)),
+    )
 
 
 def _adaptation(block: BalanceBlock, order: GlobalOrder, options: Options) -> Adaptation | None:
@@ -156,26 +225,42 @@ def _adaptation(block: BalanceBlock, order: GlobalOrder, options: Options) -> Ad
         return None
     if not block.looks_every(adapts=True):
         raise ValueError(
-            f"--data-adapt {options.data_adapt:g} decides when measured times are looked at, and branches.balance.interval is 0, never; give "
+            f"--data-adapt {options.data_adapt:g} decides when measured times are looked at, and "
+            "branches.balance.interval is 0, never; give "
             "an interval of at least 1, or leave --data-adapt out"
         )
-    return Adaptation(source_names(options.data), order.parts, options.data_adapt, options.data_floors)
+    return Adaptation(
+        source_names(options.data), order.parts, options.data_adapt, options.data_floors
+    )
 
 
-def image_buckets(data: PreparedData, options: Options, patch_size: int | None) -> BucketedSamples | None:
-    """The input sizes that --image-buckets asks for, chosen from the sizes of the training pictures; None: one square."""
+def image_buckets(
+    data: PreparedData, options: Options, patch_size: int | None
+) -> BucketedSamples | None:
+    """The input sizes that --image-buckets asks for, chosen from the sizes of the training
+    pictures; None: one square."""
     if options.image_buckets == 1:
         return None
     sides = (data.source.column(name)[data.train] for name in ("width", "height"))
-    return BucketedSamples.choose(*sides, options.image_size, side_multiple(patch_size), options.image_buckets)
+    return BucketedSamples.choose(
+        *sides, options.image_size, side_multiple(patch_size), options.image_buckets
+    )
 
 
 def side_multiple(patch_size: int | None) -> int:
-    """Pixels that the sides of a picture are multiples of. `patch_size` of a ViT; None: convolutions."""
+    """Pixels that the sides of a picture are multiples of. `patch_size` of a ViT; None:
+    convolutions."""
     return patch_size or CONV_STRIDE
 
 
-def _ladders(block: BalanceBlock, plan: RunPlan, data: PreparedData, options: Options, patch_size: int | None, typical: float) -> Ladders:
+def _ladders(
+    block: BalanceBlock,
+    plan: RunPlan,
+    data: PreparedData,
+    options: Options,
+    patch_size: int | None,
+    typical: float,
+) -> Ladders:
     """The values that the bounds leave for these towers and data."""
     captions, patches, sizes = (1,), (1.0,), (0,)
     if block.captions_per_image is not None:
@@ -183,40 +268,63 @@ def _ladders(block: BalanceBlock, plan: RunPlan, data: PreparedData, options: Op
         have = int(data.source.column("num_captions")[data.train].max())
         if least > have:
             raise ValueError(
-                f"branches.balance.captions_per_image: [{least}, {most}], but no picture of this data has more than {have} captions"
+                f"branches.balance.captions_per_image: [{least}, {most}], but no picture of this "
+                f"data has more than {have} captions"
             )
-        # where all activations wait for the loss: no more padded tokens than the plan had at their longest
-        room = most if plan.schedule_type.recomputes else max(1, int(MARGIN * options.max_text_tokens / typical))
+        # where all activations wait for the loss: no more padded tokens than the plan had at their
+        # longest
+        room = (
+            most
+            if plan.schedule_type.recomputes
+            else max(1, int(MARGIN * options.max_text_tokens / typical))
+        )
         captions = tuple(range(least, max(least, min(most, have, room)) + 1))
     if block.kept_patches is not None:
         if patch_size is None:
             raise ValueError(
-                f"branches.balance.kept_patches: {options.image_tower} has no patches to leave out; use a ViT, or remove the key"
+                f"branches.balance.kept_patches: {options.image_tower} has no patches to leave "
+                "out; use a ViT, or remove the key"
             )
         patches = patch_ladder(*map(float, block.kept_patches))
     if block.image_size is not None:
         least, most = block.image_size
         if most > options.image_size:
-            raise ValueError(f"branches.balance.image_size: [{least}, {most}] goes beyond --image-size {options.image_size}")
+            raise ValueError(
+                f"branches.balance.image_size: [{least}, {most}] goes beyond --image-size "
+                f"{options.image_size}"
+            )
         sizes = size_ladder(least, most, side_multiple(patch_size))
     return Ladders(captions, patches, sizes)
 
 
 def branch_cost(costs: CostModel, plan: RunPlan, branch: str, typical_length: float) -> BranchCost:
-    """Of the branch's slowest stage: a line through the seconds of its smallest and largest measured micro-batch. A text's seconds are
-    in proportion to the length it is padded to, an image's to nothing."""
+    """Of the branch's slowest stage: a line through the seconds of its smallest and largest
+    measured micro-batch. A text's seconds are in proportion to the length it is padded to, an
+    image's to nothing."""
     costs = lock_costs(costs, plan.trainable)
     found = []
     for stage in plan.graph.stages:
         layers = [costs.layers[branch][i] for i in stage.layers.get(branch, ())]
         if layers:
             sizes = layers[0].forward_s.sizes
-            few, many = (sum(layer.training_s(size) for layer in layers) for size in (sizes[0], sizes[-1]))
-            slope = (many - few) / (sizes[-1] - sizes[0]) if len(sizes) > 1 and many > few else few / sizes[0]
+            few, many = (
+                sum(layer.training_s(size) for layer in layers) for size in (sizes[0], sizes[-1])
+            )
+            slope = (
+                (many - few) / (sizes[-1] - sizes[0])
+                if len(sizes) > 1 and many > few
+                else few / sizes[0]
+            )
             found.append((max(0.0, few - slope * sizes[0]), slope))
-    fixed_s, per_sample_s = max(found, key=lambda line: line[0] + plan.batches[branch].micro_batch_size * line[1])
+    fixed_s, per_sample_s = max(
+        found, key=lambda line: line[0] + plan.batches[branch].micro_batch_size * line[1]
+    )
     fixed_s += INSTRUCTIONS * costs.machine.instruction_s
-    return BranchCost(fixed_s, per_sample_s) if branch == "image" else BranchCost(fixed_s, 0.0, per_sample_s / typical_length)
+    return (
+        BranchCost(fixed_s, per_sample_s)
+        if branch == "image"
+        else BranchCost(fixed_s, 0.0, per_sample_s / typical_length)
+    )
 
 
 def explain_dealing(balance: Balance, settings: Settings, steps: range) -> str:
@@ -225,11 +333,17 @@ def explain_dealing(balance: Balance, settings: Settings, steps: range) -> str:
     for branch, dealer in balance.dealers.items():
         if not isinstance(dealer, ByCost):
             words = "by shape" if isinstance(dealer, ByShape) else "in order"
-            lines.append(f"{branch}: {words}, {plan.batches[branch].micro_batch_size} samples in every micro-batch")
+            lines.append(
+                f"{branch}: {words}, {plan.batches[branch].micro_batch_size} samples in every "
+                "micro-batch"
+            )
         else:
             for step in steps:
                 batch = balance.batch(step, settings.at(step), settings.mixes)
                 number = batch.setting.num_micro_batches[branch]
                 deal = dealer.deal(batch, plan.batches[branch].replicas, number, number)
-                lines.append(f"{branch}, step {step + 1}: {explain(deal, dealer.work(batch), dealer.num_stages)}")
+                lines.append(
+                    f"{branch}, step {step + 1}: "
+                    f"{explain(deal, dealer.work(batch), dealer.num_stages)}"
+                )
     return "\n".join(lines)

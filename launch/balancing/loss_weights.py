@@ -5,9 +5,10 @@ Plain numbers, the same on every rank.
 Losses have their names from `Objective.losses`: `contrastive` and, with fusion, `matching`; with
 several pairs of branches `contrastive/image_text` and so on.
 
-Weights are what was asked for times a factor per loss, and together as much as was asked for, so that the size of a step stays what it was. A
-look comes every `interval` steps; losses are smoothed between looks, factors stay from 1 / MOST to MOST (that of matching, under `measured`, from
-1 / MOST² on), and every change has a reason.
+Weights are what was asked for times a factor per loss, and together as much as was asked for, so
+that the size of a step stays what it was. A look comes every `interval` steps; losses are smoothed
+between looks, factors stay from 1 / MOST to MOST (that of matching, under `measured`, from 1 /
+MOST² on), and every change has a reason.
 
     uncertainty   log f = -s, and s follows the gradient of exp(-s) L + s, a loss with a learned uncertainty (Kendall, Gal & Cipolla 2018):
                   s <- s - RATE * (1 - exp(-s) L)
@@ -67,7 +68,10 @@ class LossWeights:
         if mode not in MODES:
             raise ValueError(f"loss weights {mode!r} are not known; give one of {', '.join(MODES)}")
         if interval < 1 or any(not 0 < weight < math.inf for weight in asked.values()):
-            raise ValueError(f"loss weights {dict(asked)}, a look every {interval} steps: weights must be above 0, and steps at least 1")
+            raise ValueError(
+                f"loss weights {dict(asked)}, a look every {interval} steps: weights must be above "
+                "0, and steps at least 1"
+            )
         check_mode(mode, asked)
         self.mode, self.asked, self.interval, self._followed = (
             mode,
@@ -78,7 +82,8 @@ class LossWeights:
 
     @classmethod
     def of(cls, options: Options, objective: Objective, held_out: Collection[str]) -> LossWeights:
-        """`held_out`: the names of the held-out sets. Raises ValueError where `alignment` has none."""
+        """`held_out`: the names of the held-out sets. Raises ValueError where `alignment` has
+        none."""
         if options.loss_weights == "alignment" and not held_out:
             raise ValueError(
                 "--loss-weights alignment goes by held-out samples, and none are held out; give "
@@ -147,22 +152,34 @@ class LossWeights:
         after = self.weights()
         if after == before:
             return None
-        changes = (f"{name} {before[name]:.3g} -> {after[name]:.3g} ({of} {seen[name]:.3g})" for name in seen)
+        changes = (
+            f"{name} {before[name]:.3g} -> {after[name]:.3g} ({of} {seen[name]:.3g})"
+            for name in seen
+        )
         return f"loss weights, {self.mode}: {', '.join(changes)}"
 
     def _moved(self) -> dict[str, float]:
         """The logarithms of the factors, by the formulas above."""
-        now, known = self._followed.smoothed, {name: self._followed.logarithms.get(name, 0.0) for name in self.asked}
+        now, known = (
+            self._followed.smoothed,
+            {name: self._followed.logarithms.get(name, 0.0) for name in self.asked},
+        )
         if self.mode == "uncertainty":
-            return {name: log + RATE * (1 - math.exp(log) * now[name]) for name, log in known.items()}
+            return {
+                name: log + RATE * (1 - math.exp(log) * now[name]) for name, log in known.items()
+            }
         last = self._followed.before or now
         positive = {name: now[name] > 0 and last[name] > 0 for name in known}
-        return self._towards({name: math.log(now[name] / last[name]) if positive[name] else 0.0 for name in known})
+        return self._towards(
+            {name: math.log(now[name] / last[name]) if positive[name] else 0.0 for name in known}
+        )
 
     def _towards(self, lag: Mapping[str, float]) -> dict[str, float]:
         """The logarithms of the factors after a step towards what is behind the mean of all."""
         known, mean = self._followed.logarithms, sum(lag.values()) / len(lag)
-        return {name: KEPT * known.get(name, 0.0) + RATE * (own - mean) for name, own in lag.items()}
+        return {
+            name: KEPT * known.get(name, 0.0) + RATE * (own - mean) for name, own in lag.items()
+        }
 
     def state(self) -> dict[str, Any]:
         """JSON-like."""
@@ -181,7 +198,8 @@ def check_mode(mode: str, losses: Collection[str]) -> None:
             "loss weights 'alignment' move weight between the contrastive losses of pairs of "
             "branches, so they need two pairs, and this run has one"
             f"{', beside matching, of which no alignment is measured' if matched else ''}; "
-            f"give {'fixed, uncertainty or measured' if matched else 'fixed'}, or train another pair"
+            f"give {'fixed, uncertainty or measured' if matched else 'fixed'}, or train another "
+            "pair"
         )
 
 
@@ -191,14 +209,17 @@ def score(pair: str, held_out: HeldOutFigures) -> float:
     figures and do not count; ValueError where that is all of them."""
     scores = []
     for figures in held_out.values():
-        names = [name for name in figures if name.startswith("uniformity/") and name.endswith(f"/{pair}")]
+        names = [
+            name for name in figures if name.startswith("uniformity/") and name.endswith(f"/{pair}")
+        ]
         uniformity = [figures[name] for name in names]
         if uniformity:
             scores.append(figures[f"alignment/{pair}"] + sum(uniformity) / len(uniformity))
     if not scores:
         raise ValueError(
             f"loss weights 'alignment': nothing was measured of the pair {pair}, which takes a "
-            f"held-out set in which two samples have both halves, and {', '.join(held_out) or 'no set'} "
+            "held-out set in which two samples have both halves, and "
+            f"{', '.join(held_out) or 'no set'} "
             "was evaluated; hold out samples of every pair, or give other --loss-weights"
         )
     return sum(scores) / len(scores)

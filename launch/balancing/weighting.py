@@ -1,4 +1,5 @@
-"""What the `sample_weights` block makes of a run: the order of the training samples, and what each counts in the loss."""
+"""What the `sample_weights` block makes of a run: the order of the training samples, and what each
+counts in the loss."""
 
 from __future__ import annotations
 
@@ -16,15 +17,26 @@ from launch.settings.blocks import SampleWeightsBlock
 
 
 def text_lengths(
-    data: PreparedData, block: SampleWeightsBlock | None, max_text_tokens: int, run_folder: Path, progress: bool = False
+    data: PreparedData,
+    block: SampleWeightsBlock | None,
+    max_text_tokens: int,
+    run_folder: Path,
+    progress: bool = False,
 ) -> np.ndarray | None:
-    """[N] lengths of the training samples' longest captions, in the block's unit; None: nothing is weighed. Tokens are counted by the first
-    process that comes and kept in the run's folder."""
+    """[N] lengths of the training samples' longest captions, in the block's unit; None: nothing is
+    weighed. Tokens are counted by the first process that comes and kept in the run's folder."""
     if block is None:
         return None
     if block.length == "characters":
         return data.source.column("num_characters")[data.train]
-    return token_counts(data.source, data.train, data.tokenizer, max_text_tokens, run_folder / "token_counts", progress).longest()
+    return token_counts(
+        data.source,
+        data.train,
+        data.tokenizer,
+        max_text_tokens,
+        run_folder / "token_counts",
+        progress,
+    ).longest()
 
 
 def training_order(
@@ -35,19 +47,24 @@ def training_order(
     lengths: np.ndarray | None,
     earlier: BatchSizes = (),
 ) -> GlobalOrder:
-    """`lengths`: as `text_lengths` gives them. `earlier`: the sizes that global batches had before. Errors: ValueError when the training
-    samples do not fill one global batch."""
+    """`lengths`: as `text_lengths` gives them. `earlier`: the sizes that global batches had before.
+    Errors: ValueError when the training samples do not fill one global batch."""
     curriculum = None
     if block is not None and block.use == "curriculum":
         complexity = data.source.column("complexity")[data.train]
-        curriculum = Curriculum(sample_weights(complexity, lengths, block.image, block.text), block.epochs)
-    return GlobalOrder(len(data.train), global_batch_size, seed, data.parts, curriculum=curriculum, earlier=earlier)
+        curriculum = Curriculum(
+            sample_weights(complexity, lengths, block.image, block.text), block.epochs
+        )
+    return GlobalOrder(
+        len(data.train), global_batch_size, seed, data.parts, curriculum=curriculum, earlier=earlier
+    )
 
 
 def loss_weights_of(
     data: PreparedData, block: SampleWeightsBlock | None, lengths: np.ndarray | None
 ) -> Callable[[np.ndarray], np.ndarray] | None:
-    """The samples of a global batch [G] -> what they count in its loss [G] int64, millionths; None: all the same."""
+    """The samples of a global batch [G] -> what they count in its loss [G] int64, millionths; None:
+    all the same."""
     if block is None or block.use != "loss":
         return None
     return partial(loss_weights, data.source, data.train, lengths, block.image, block.text)

@@ -1,8 +1,10 @@
-"""Embeddings of a data set by a trained model, on one device: in memory, or in a folder that other programs map.
+"""Embeddings of a data set by a trained model, on one device: in memory, or in a folder that other
+programs map.
 
-A folder of embeddings has `image.npy` float32 [n, D] and `text.npy` float32 [m, D], rows of length 1; `images.jsonl`, a line per row of the first with
-`index` in the data, `id`, `where` and `content`, a checksum of the picture; `texts.jsonl`, a line per row of the second with `image`, its row in the first, and `text`; and `about.json`, which says
-what model they are of.
+A folder of embeddings has `image.npy` float32 [n, D] and `text.npy` float32 [m, D], rows of length
+1; `images.jsonl`, a line per row of the first with `index` in the data, `id`, `where` and
+`content`, a checksum of the picture; `texts.jsonl`, a line per row of the second with `image`, its
+row in the first, and `text`; and `about.json`, which says what model they are of.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ FILES = ("about.json", "image.npy", "text.npy", "images.jsonl", "texts.jsonl")
 
 @dataclass(frozen=True)
 class Embedded:
-    """n pictures and m texts, on the CPU, of length 1. A picture that cannot be read is left out, with its texts."""
+    """n pictures and m texts, on the CPU, of length 1. A picture that cannot be read is left out,
+    with its texts."""
 
     index: Tensor  # [n] int64, in the data
     image: Tensor  # [n, D] float32
@@ -53,9 +56,16 @@ class Embedder:
     """The towers of `trained` on `device`, `batch_size` pictures or texts at a time."""
 
     def __init__(self, trained: Trained, device: torch.device | str, batch_size: int, workers: int):
-        self.trained, self.device, self.batch_size, self.workers = trained, torch.device(device), batch_size, workers
+        self.trained, self.device, self.batch_size, self.workers = (
+            trained,
+            torch.device(device),
+            batch_size,
+            workers,
+        )
         layers = iter(trained.layers)
-        self._layers = {tower.branch: list(islice(layers, len(tower.specs))) for tower in trained.towers}
+        self._layers = {
+            tower.branch: list(islice(layers, len(tower.specs))) for tower in trained.towers
+        }
 
     def images(self, source: Source, subset: np.ndarray) -> tuple[Tensor, Tensor]:
         """Of the samples `subset` whose pictures can be read: (their indices int64 [n], [n, D])."""
@@ -88,17 +98,27 @@ class Embedder:
         return tokens
 
     def embedded(self, source: Source, subset: np.ndarray, all_captions: bool = False) -> Embedded:
-        """A data set: with the first caption of each picture, as training evaluates, or with all."""
+        """A data set: with the first caption of each picture, as training evaluates, or with
+        all."""
         index, image = self.images(source, subset)
-        captions = [source.captions(i) if all_captions else source.captions(i)[:1] for i in index.tolist()]
+        captions = [
+            source.captions(i) if all_captions else source.captions(i)[:1] for i in index.tolist()
+        ]
         texts = list(chain.from_iterable(captions))
-        whose = torch.repeat_interleave(torch.arange(len(captions)), torch.tensor([len(own) for own in captions], dtype=torch.int64))
+        whose = torch.repeat_interleave(
+            torch.arange(len(captions)),
+            torch.tensor([len(own) for own in captions], dtype=torch.int64),
+        )
         return Embedded(index, image, self.texts(texts), whose, texts)
 
-    def _of_images(self, source: Source, subset: np.ndarray) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    def _of_images(
+        self, source: Source, subset: np.ndarray
+    ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         """(what was loaded, what the tower makes of it) of one batch after the other."""
         transform = eval_transform(self.trained.options["image_size"], self.trained.preprocessing)
-        dataset = MicroBatchDataset(source, [ImageModality(transform, transform)], self.trained.options["seed"])
+        dataset = MicroBatchDataset(
+            source, [ImageModality(transform, transform)], self.trained.options["seed"]
+        )
         requests, reports = evaluation_requests(np.asarray(subset), 0, 1, self.batch_size), []
         batches = micro_batches(dataset, requests, self.workers, on_load=reports.append)
         for batch in _with_progress(batches, len(requests), "pictures"):
@@ -111,10 +131,18 @@ class Embedder:
             show(f"{message}. They are left out.")
 
     def _of_texts(self, texts: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        starts, limit = range(0, len(texts), self.batch_size), self.trained.options["max_text_tokens"]
+        starts, limit = (
+            range(0, len(texts), self.batch_size),
+            self.trained.options["max_text_tokens"],
+        )
         multiple = length_multiple(self.device.type)
         for start in _with_progress(starts, len(starts), "texts"):
-            yield self._run("text", batch_tokens(self.trained.tokenizer, texts[start : start + self.batch_size], limit, multiple))
+            yield self._run(
+                "text",
+                batch_tokens(
+                    self.trained.tokenizer, texts[start : start + self.batch_size], limit, multiple
+                ),
+            )
 
     @torch.no_grad()
     def _run(self, branch: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -125,7 +153,9 @@ class Embedder:
 
 
 def _with_progress(batches: Iterable[Any], total: int, of: str) -> Iterable[Any]:
-    return tqdm(batches, total=total, unit="batch", leave=False, desc=of, mininterval=progress_interval())
+    return tqdm(
+        batches, total=total, unit="batch", leave=False, desc=of, mininterval=progress_interval()
+    )
 
 
 def _together(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -136,18 +166,29 @@ def _rows(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if parts else torch.zeros(0, 0)
 
 
-# -- folders -----------------------------------------------------------------------------------------------------------------
+# -- folders
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def refuse_other_content(folder: Path) -> None:
-    """Errors: FileExistsError for a folder that holds something else than embeddings, of one or of several held-out sets."""
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not folders_of(folder))):
-        raise FileExistsError(f"--embeddings {folder}: holds something else; give a new folder, or one with earlier embeddings")
+    """Errors: FileExistsError for a folder that holds something else than embeddings, of one or of
+    several held-out sets."""
+    if folder.exists() and (
+        not folder.is_dir() or (any(folder.iterdir()) and not folders_of(folder))
+    ):
+        raise FileExistsError(
+            f"--embeddings {folder}: holds something else; give a new folder, or one with earlier "
+            "embeddings"
+        )
 
 
 def folders_of(folder: Path) -> list[Path]:
     """Itself, or those in it that hold embeddings."""
-    return [folder] if (folder / "about.json").is_file() else sorted(file.parent for file in folder.glob("*/about.json"))
+    return (
+        [folder]
+        if (folder / "about.json").is_file()
+        else sorted(file.parent for file in folder.glob("*/about.json"))
+    )
 
 
 def forget_embeddings(folder: Path) -> None:
@@ -157,39 +198,65 @@ def forget_embeddings(folder: Path) -> None:
             (part / name).unlink(missing_ok=True)
 
 
-def write_embeddings(folder: Path, embedded: Embedded, source: Source, about: dict[str, Any]) -> None:
+def write_embeddings(
+    folder: Path, embedded: Embedded, source: Source, about: dict[str, Any]
+) -> None:
     """about.json last: a folder counts with it."""
     folder.mkdir(parents=True, exist_ok=True)
     np.save(folder / "image.npy", embedded.image.numpy())
     np.save(folder / "text.npy", embedded.text.numpy())
     _write_lines(folder / "images.jsonl", (line_of(source, i) for i in embedded.index.tolist()))
     _write_lines(
-        folder / "texts.jsonl", ({"image": row, "text": text} for row, text in zip(embedded.image_of_text.tolist(), embedded.texts))
+        folder / "texts.jsonl",
+        (
+            {"image": row, "text": text}
+            for row, text in zip(embedded.image_of_text.tolist(), embedded.texts)
+        ),
     )
-    (folder / "about.json").write_text(json.dumps({**about, "data": specs_of(source)}, indent=2) + "\n", encoding="utf-8")
+    (folder / "about.json").write_text(
+        json.dumps({**about, "data": specs_of(source)}, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def line_of(source: Source, i: int) -> dict[str, Any]:
     """What images.jsonl says of a sample."""
-    return {"index": i, "id": source.identity(i), "where": source.where(i), "content": source.content_hash(i).hex()}
+    return {
+        "index": i,
+        "id": source.identity(i),
+        "where": source.where(i),
+        "content": source.content_hash(i).hex(),
+    }
 
 
 def refuse_other_pictures(folder: Path, lines: Sequence[dict[str, Any]], source: Source) -> None:
     """Errors: ValueError where the samples of `source` are not those that were embedded."""
     for line in lines:
-        if line["index"] >= len(source) or source.content_hash(line["index"]).hex() != line.get("content"):
+        if line["index"] >= len(source) or source.content_hash(line["index"]).hex() != line.get(
+            "content"
+        ):
             raise ValueError(
-                f"--embeddings {folder}: {line['where']} is no longer what it was when it was embedded, or another data set is given; make them "
+                f"--embeddings {folder}: {line['where']} is no longer what it was when it was "
+                "embedded, or another data set is given; make them "
                 "again without --query, or give the data of then with --val-data"
             )
 
 
 def read_images(folder: Path) -> tuple[np.ndarray, list[dict[str, Any]], dict[str, Any]]:
-    """Of a folder of embeddings: (pictures' [n, D], mapped from the disk; the line of each; about.json). Errors: FileNotFoundError."""
+    """Of a folder of embeddings: (pictures' [n, D], mapped from the disk; the line of each;
+    about.json). Errors: FileNotFoundError."""
     if not (folder / "about.json").is_file():
-        raise FileNotFoundError(f"{folder}: holds no about.json; make it with evaluate.py RUN_DIR --embeddings {folder}")
-    lines = [json.loads(line) for line in (folder / "images.jsonl").read_text(encoding="utf-8").splitlines()]
-    return np.load(folder / "image.npy", mmap_mode="r"), lines, json.loads((folder / "about.json").read_text(encoding="utf-8"))
+        raise FileNotFoundError(
+            f"{folder}: holds no about.json; make it with evaluate.py RUN_DIR --embeddings {folder}"
+        )
+    lines = [
+        json.loads(line)
+        for line in (folder / "images.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    return (
+        np.load(folder / "image.npy", mmap_mode="r"),
+        lines,
+        json.loads((folder / "about.json").read_text(encoding="utf-8")),
+    )
 
 
 def _write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:

@@ -35,20 +35,27 @@ SHOWN = 5  # answers to a query
 
 
 def retrieval(embedded: Embedded) -> dict[str, float]:
-    """{"image_to_text_R@1": …, …, "image_to_text_median_rank": …} and the same from text to image; as `best_ranks` counts;
-    with one text for each picture also how they lie to each other (`models/metrics/alignment.py`). Empty data: none."""
+    """{"image_to_text_R@1": …, …, "image_to_text_median_rank": …} and the same from text to image;
+    as `best_ranks` counts; with one text for each picture also how they lie to each other
+    (`models/metrics/alignment.py`). Empty data: none."""
     values = {}
     for direction, sides in directions(embedded).items():
         values |= rank_figures(direction, best_ranks(*sides))
     if embedded.is_paired:
         pictures = torch.arange(len(embedded.image))
-        values |= alignment_figures(*(alignment_sums(*sides, pictures) for sides in _both(embedded.image, embedded.text)), len(pictures))
+        values |= alignment_figures(
+            *(alignment_sums(*sides, pictures) for sides in _both(embedded.image, embedded.text)),
+            len(pictures),
+        )
     return values
 
 
 def directions(embedded: Embedded) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """direction -> (queries, the picture of each, candidates, the picture of each)."""
-    image, text = (embedded.image, torch.arange(len(embedded.image))), (embedded.text, embedded.image_of_text)
+    image, text = (
+        (embedded.image, torch.arange(len(embedded.image))),
+        (embedded.text, embedded.image_of_text),
+    )
     return {"image_to_text": (*image, *text), "text_to_image": (*text, *image)}
 
 
@@ -56,7 +63,9 @@ def rank_figures(direction: str, ranks: Tensor) -> dict[str, float]:
     """Of no queries: none."""
     if not len(ranks):
         return {}
-    return recalls({direction: hits(ranks).tolist()}, len(ranks)) | {f"{direction}_median_rank": median_rank(ranks)}
+    return recalls({direction: hits(ranks).tolist()}, len(ranks)) | {
+        f"{direction}_median_rank": median_rank(ranks)
+    }
 
 
 def _both(image: Tensor, text: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -64,42 +73,65 @@ def _both(image: Tensor, text: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Ten
 
 
 def classification(embedder: Embedder, test: HeldOut, train: HeldOut | None) -> dict[str, float]:
-    """Of data whose samples of a class have the same captions: zero-shot, by these as prompts; with `train` by neighbours and a linear probe.
+    """Of data whose samples of a class have the same captions: zero-shot, by these as prompts; with
+    `train` by neighbours and a linear probe.
 
-    Zero-shot, a picture is one of the classes of `test`; to those that `train` has besides, neighbours and probe may take it.
+    Zero-shot, a picture is one of the classes of `test`; to those that `train` has besides,
+    neighbours and probe may take it.
     """
     if train:
         refuse_unlike(test, train)
     index, image = embedder.images(test.source, test.subset)
-    train_index, train_image = embedder.images(train.source, train.subset) if train else (index[:0], image[:0])
+    train_index, train_image = (
+        embedder.images(train.source, train.subset) if train else (index[:0], image[:0])
+    )
     captions = [test.source.captions(i) for i in index.tolist()]
     train_captions = [train.source.captions(i) for i in train_index.tolist()]
     prompts = {own[0]: own for own in captions}  # of each class, by its first
     classes = sorted(prompts)
     every = [*classes, *sorted({own[0] for own in train_captions} - set(classes))]
     number = {name: n for n, name in enumerate(every)}
-    label, train_label = (torch.tensor([number[own[0]] for own in each], dtype=torch.int64) for each in (captions, train_captions))
+    label, train_label = (
+        torch.tensor([number[own[0]] for own in each], dtype=torch.int64)
+        for each in (captions, train_captions)
+    )
     of_prompt = torch.tensor([n for n, name in enumerate(classes) for _ in prompts[name]])
-    by_class = class_embeds(embedder.texts([text for name in classes for text in prompts[name]]), of_prompt, len(classes))
+    by_class = class_embeds(
+        embedder.texts([text for name in classes for text in prompts[name]]),
+        of_prompt,
+        len(classes),
+    )
     values = {"num_samples": len(index), "num_classes": len(classes)}
-    values |= {f"zero_shot_{key}": value for key, value in zero_shot_accuracy(image, label, by_class).items()}
+    values |= {
+        f"zero_shot_{key}": value
+        for key, value in zero_shot_accuracy(image, label, by_class).items()
+    }
     if train:
-        values["neighbours_top_1"] = neighbour_accuracy(train_image, train_label, image, label, len(every))
-        values["linear_probe_top_1"], values["linear_probe_strength"] = probe_accuracy(train_image, train_label, image, label)
+        values["neighbours_top_1"] = neighbour_accuracy(
+            train_image, train_label, image, label, len(every)
+        )
+        values["linear_probe_top_1"], values["linear_probe_strength"] = probe_accuracy(
+            train_image, train_label, image, label
+        )
     return values
 
 
 def refuse_unlike(test: HeldOut, train: HeldOut) -> None:
-    """Errors: ValueError where classes cannot be learned from `train`: a class is known by its first caption."""
-    tested, trained = ({part.source.captions(i)[0] for i in part.subset.tolist()} for part in (test, train))
+    """Errors: ValueError where classes cannot be learned from `train`: a class is known by its
+    first caption."""
+    tested, trained = (
+        {part.source.captions(i)[0] for i in part.subset.tolist()} for part in (test, train)
+    )
     if unknown := sorted(tested - trained):
         raise ValueError(
-            f"{len(unknown)} of {len(tested)} classes of {test.source.spec} are not among those of {train.source.spec}, the first is "
+            f"{len(unknown)} of {len(tested)} classes of {test.source.spec} are not among those of "
+            f"{train.source.spec}, the first is "
             f"{unknown[0]!r}; give both the same names and templates"
         )
     if len(train.subset) < LEAST_TO_PROBE or len(trained) < 2:
         raise ValueError(
-            f"a linear probe needs at least {LEAST_TO_PROBE} training pictures of 2 classes; {train.source.spec} has {len(train.subset)} of "
+            f"a linear probe needs at least {LEAST_TO_PROBE} training pictures of 2 classes; "
+            f"{train.source.spec} has {len(train.subset)} of "
             f"{len(trained)}"
         )
 
@@ -111,20 +143,31 @@ def classification_table(values: Mapping[str, float], title: str) -> Table:
     table.add_column("top-5 %", justify="right")
     table.add_row("zero-shot", *(f"{100 * values[f'zero_shot_top_{k}']:.1f}" for k in TOP))
     if "neighbours_top_1" in values:
-        table.add_row(f"{NEIGHBOURS} nearest neighbours", f"{100 * values['neighbours_top_1']:.1f}", "")
-        table.add_row(f"linear probe, C = {values['linear_probe_strength']:g}", f"{100 * values['linear_probe_top_1']:.1f}", "")
+        table.add_row(
+            f"{NEIGHBOURS} nearest neighbours", f"{100 * values['neighbours_top_1']:.1f}", ""
+        )
+        table.add_row(
+            f"linear probe, C = {values['linear_probe_strength']:g}",
+            f"{100 * values['linear_probe_top_1']:.1f}",
+            "",
+        )
     chance = [min(1.0, k / values["num_classes"]) for k in TOP]
-    table.add_row(f"chance, {values['num_classes']:.0f} classes", *(f"{100 * c:.1f}" for c in chance))
+    table.add_row(
+        f"chance, {values['num_classes']:.0f} classes", *(f"{100 * c:.1f}" for c in chance)
+    )
     return table
 
 
 def examples(embedded: Embedded, source: Source, number: int, seed: int = 0) -> list[Row]:
-    """Queries drawn by chance, half of them texts and half pictures, with their first `SHOWN` answers."""
+    """Queries drawn by chance, half of them texts and half pictures, with their first `SHOWN`
+    answers."""
     draw = torch.Generator().manual_seed(seed)
     texts = torch.randperm(len(embedded.text), generator=draw)[: -(-number // 2)]
     pictures = torch.randperm(len(embedded.image), generator=draw)[: number // 2]
     rows = []
-    for query, *answers in zip(texts.tolist(), *map(Tensor.tolist, nearest(embedded.text[texts], embedded.image, SHOWN))):
+    for query, *answers in zip(
+        texts.tolist(), *map(Tensor.tolist, nearest(embedded.text[texts], embedded.image, SHOWN))
+    ):
         found = [
             Found(
                 source.image_bytes(int(embedded.index[i])),
@@ -135,16 +178,34 @@ def examples(embedded: Embedded, source: Source, number: int, seed: int = 0) -> 
             for i, s in zip(*answers)
         ]
         rows.append(Row(embedded.texts[query], None, found))
-    for query, *answers in zip(pictures.tolist(), *map(Tensor.tolist, nearest(embedded.image[pictures], embedded.text, SHOWN))):
-        found = [Found(None, embedded.texts[i], s, int(embedded.image_of_text[i]) == query) for i, s in zip(*answers)]
-        rows.append(Row(source.captions(int(embedded.index[query]))[0], source.image_bytes(int(embedded.index[query])), found))
+    for query, *answers in zip(
+        pictures.tolist(),
+        *map(Tensor.tolist, nearest(embedded.image[pictures], embedded.text, SHOWN)),
+    ):
+        found = [
+            Found(None, embedded.texts[i], s, int(embedded.image_of_text[i]) == query)
+            for i, s in zip(*answers)
+        ]
+        rows.append(
+            Row(
+                source.captions(int(embedded.index[query]))[0],
+                source.image_bytes(int(embedded.index[query])),
+                found,
+            )
+        )
     return rows
 
 
-def search(query: Tensor, embeds: Tensor | np.ndarray, lines: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any]]:
-    """The `number` pictures most like a query [1, D], best first: their lines, with "similarity"."""
+def search(
+    query: Tensor, embeds: Tensor | np.ndarray, lines: Sequence[Mapping[str, Any]], number: int
+) -> list[dict[str, Any]]:
+    """The `number` pictures most like a query [1, D], best first: their lines, with
+    "similarity"."""
     index, similarity = nearest(query, torch.as_tensor(np.array(embeds)), number)
-    return [{**lines[i], "similarity": round(s, 4)} for i, s in zip(index[0].tolist(), similarity[0].tolist())]
+    return [
+        {**lines[i], "similarity": round(s, 4)}
+        for i, s in zip(index[0].tolist(), similarity[0].tolist())
+    ]
 
 
 def search_table(query: str, found: Sequence[Mapping[str, Any]]) -> Table:
@@ -156,18 +217,26 @@ def search_table(query: str, found: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def embeddings_of(folder: Path, model: Mapping[str, str]) -> tuple[np.ndarray, list[dict[str, Any]], list[str]]:
-    """A folder of embeddings, or of several, if these weights made them: (pictures, their lines, the specs of the data). `model`: its `checksum`,
-    the name of its `checkpoint`, and where its `run` is. Errors: ValueError, FileNotFoundError."""
+def embeddings_of(
+    folder: Path, model: Mapping[str, str]
+) -> tuple[np.ndarray, list[dict[str, Any]], list[str]]:
+    """A folder of embeddings, or of several, if these weights made them: (pictures, their lines,
+    the specs of the data). `model`: its `checksum`, the name of its `checkpoint`, and where its
+    `run` is. Errors: ValueError, FileNotFoundError."""
     embeds, lines, abouts = zip(*(read_images(part) for part in folders_of(folder) or [folder]))
     for about in abouts:
         if any(about[key] != model[key] for key in ("checkpoint", "checksum")):
             raise ValueError(
-                f"--embeddings {folder}: are of {about['checkpoint']} in {about['run']}, not of the weights of {model['checkpoint']} in "
+                f"--embeddings {folder}: are of {about['checkpoint']} in {about['run']}, not of "
+                f"the weights of {model['checkpoint']} in "
                 f"{model['run']}; give another folder, or make them again without --query"
             )
     specs = list(dict.fromkeys(chain.from_iterable(about["data"] for about in abouts)))
-    return embeds[0] if len(embeds) == 1 else np.concatenate(embeds), list(chain.from_iterable(lines)), specs
+    return (
+        embeds[0] if len(embeds) == 1 else np.concatenate(embeds),
+        list(chain.from_iterable(lines)),
+        specs,
+    )
 
 
 def write_numbers(path: Path, values: Mapping[str, Any]) -> None:
@@ -177,6 +246,10 @@ def write_numbers(path: Path, values: Mapping[str, Any]) -> None:
 
 def _for_json(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: _for_json(value) if isinstance(value, Mapping) else None if isinstance(value, float) and not math.isfinite(value) else value
+        key: _for_json(value)
+        if isinstance(value, Mapping)
+        else None
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
         for key, value in values.items()
     }

@@ -1,4 +1,5 @@
-"""The README.md of an exported folder: what the model is, and code that loads it with public libraries alone."""
+"""The README.md of an exported folder: what the model is, and code that loads it with public
+libraries alone."""
 
 from __future__ import annotations
 
@@ -109,26 +110,34 @@ class AttentionPool(torch.nn.Module):
 """
 ATTENTION_OF = """{branch}_pool = AttentionPool("{branch}", {width}, {heads})
 """
-OTHER_POOL = {"max": "\nimage.avgpool = torch.nn.AdaptiveMaxPool2d(1)", "attention": "\nimage.avgpool = torch.nn.Identity()"}  # of maps
+OTHER_POOL = {
+    "max": "\nimage.avgpool = torch.nn.AdaptiveMaxPool2d(1)",
+    "attention": "\nimage.avgpool = torch.nn.Identity()",
+}  # of maps
 
 
 def export_page(trained: Trained, differences: list[str]) -> str:
-    """Markdown. Its code, in order, defines `embed` and `pixel_values`, run in the exported folder."""
+    """Markdown. Its code, in order, defines `embed` and `pixel_values`, run in the exported
+    folder."""
     options, (image, text), pixels = trained.options, trained.towers, trained.preprocessing
     resize = pixels.options(options["image_size"])["image_resize"]
     bias = " plus `logit_bias`" if "logit_bias" in image.specs[-1].template.scalars else ""
     parts = [
         f"# {options['image_tower']} and {options['text_tower']}",
-        f"An image–text model: both towers give embeddings of length 1 in {options['embed_dim']} dimensions. Trained with the loss "
-        f"`{options['loss']}` for {trained.step:,} steps; pictures of {options['image_size']} pixels a side, texts of at most "
+        f"An image–text model: both towers give embeddings of length 1 in {options['embed_dim']} "
+        "dimensions. Trained with the loss "
+        f"`{options['loss']}` for {trained.step:,} steps; pictures of {options['image_size']} "
+        "pixels a side, texts of at most "
         f"{options['max_text_tokens']} tokens. Weights are in fp32. The loss read "
         f"`exp(logit_scale)` times the products of the embeddings{bias}; the scale is at most 100.",
         "## Load it",
         _intro(differences),
         _state_dict_example(image, text) if differences else DUAL_ENCODER,
         "## Pictures",
-        "`preprocessor_config.json` is for transformers' `CLIPImageProcessor`, which gives the very pixels of training for opaque pictures between "
-        f"{resize} and {int(KEPT * resize)} pixels on their shorter side, but for those whose margin around the centre is rounded the other way. "
+        "`preprocessor_config.json` is for transformers' `CLIPImageProcessor`, which gives the "
+        "very pixels of training for opaque pictures between "
+        f"{resize} and {int(KEPT * resize)} pixels on their shorter side, but for those whose "
+        "margin around the centre is rounded the other way. "
         "For all others it is near; this is what the model was evaluated with:",
         PIXELS.format(
             size=options["image_size"],
@@ -150,19 +159,25 @@ def _intro(differences: list[str]) -> str:
         "transformers has no model that is this one as a whole:\n\n"
         + "\n".join(f"- {difference}" for difference in differences)
         + "\n\n`model.safetensors` has the tensors of the image tower under torchvision's names behind `image.`, those of the text tower under "
-        "transformers' behind `text.`, and the projections and scalars behind `head.`; `text/config.json` is transformers'."
+        "transformers' behind `text.`, and the projections and scalars behind `head.`; "
+        "`text/config.json` is transformers'."
     )
 
 
 def _state_dict_example(image: Tower, text: Tower) -> str:
     imports, constructor = _constructor(image)
     learned = [tower for tower in (image, text) if tower.config["pool"] == "attention"]
-    pools = "".join(ATTENTION_OF.format(branch=tower.branch, width=tower.width, heads=num_heads(tower.width)) for tower in learned)
+    pools = "".join(
+        ATTENTION_OF.format(branch=tower.branch, width=tower.width, heads=num_heads(tower.width))
+        for tower in learned
+    )
     return STATE_DICT.format(
         constructor_import=imports,
         constructor=constructor,
         text_folder="text",
-        no_pooler=", add_pooling_layer=False" if POOLED_TEXT.get(text.config["architecture"]) == "pooler" != text.config["pool"] else "",
+        no_pooler=", add_pooling_layer=False"
+        if POOLED_TEXT.get(text.config["architecture"]) == "pooler" != text.config["pool"]
+        else "",
         attention=ATTENTION + pools if learned else "",
         image_features=_image_features(image),
         text_features=_text_features(text),
@@ -189,7 +204,9 @@ def _image_features(image: Tower) -> str:
 def _text_features(text: Tower) -> str:
     pool, eos_token_id = text.config["pool"], text.config["eos_token_id"]
     if pool == "eos" and eos_token_id is not None:
-        return f"output.last_hidden_state[range(len(ids)), (ids == {eos_token_id}).int().argmax(-1)]"
+        return (
+            f"output.last_hidden_state[range(len(ids)), (ids == {eos_token_id}).int().argmax(-1)]"
+        )
     return {
         "mean": "(output.last_hidden_state * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)",
         "first": "output.last_hidden_state[:, 0]",
@@ -202,13 +219,15 @@ def _text_features(text: Tower) -> str:
 
 
 def _constructor(image: Tower) -> tuple[str, str]:
-    """The import and the lines that make torchvision's model of these sizes, without its classifier, as `image`."""
+    """The import and the lines that make torchvision's model of these sizes, without its
+    classifier, as `image`."""
     sizes = image.config
     if "layers" in sizes:
         block = "Bottleneck" if sizes["bottleneck"] else "BasicBlock"
         return (
             f"from torchvision.models.resnet import {block}, ResNet",
-            f"image = ResNet({block}, {list(sizes['layers'])}, width_per_group={sizes['width_per_group']}, groups={sizes['groups']})\n"
+            f"image = ResNet({block}, {list(sizes['layers'])}, "
+            f"width_per_group={sizes['width_per_group']}, groups={sizes['groups']})\n"
             "image.fc = torch.nn.Identity()" + OTHER_POOL.get(sizes["pool"], ""),
         )
     if "patch_size" in sizes:
@@ -222,5 +241,6 @@ def _constructor(image: Tower) -> tuple[str, str]:
     blocks = ", ".join(f"CNBlockConfig({a}, {b}, {depth})" for a, b, depth in settings)
     return (
         "from torchvision.models.convnext import CNBlockConfig, ConvNeXt",
-        f"image = ConvNeXt([{blocks}])\nimage.classifier[2] = torch.nn.Identity()" + OTHER_POOL.get(sizes["pool"], ""),
+        f"image = ConvNeXt([{blocks}])\nimage.classifier[2] = torch.nn.Identity()"
+        + OTHER_POOL.get(sizes["pool"], ""),
     )

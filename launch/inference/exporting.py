@@ -1,4 +1,5 @@
-"""A trained model as a folder that needs nothing of ours: weights, tokenizer, preprocessing, and a page that says how to load it."""
+"""A trained model as a folder that needs nothing of ours: weights, tokenizer, preprocessing, and a
+page that says how to load it."""
 
 from __future__ import annotations
 
@@ -21,18 +22,24 @@ from launch.run.records import OPTIONS, RECORD, TEXT_FOLDER, WEIGHTS, read_expor
 from models.losses import LOGIT_SCALE_LIMIT
 from models.towers.head import FUSION_NAMES
 from models.towers.layers import Layer
-from models.weights.dual_encoder import dual_encoder_config, dual_encoder_pairs, text_config, what_differs
+from models.weights.dual_encoder import (
+    dual_encoder_config,
+    dual_encoder_pairs,
+    text_config,
+    what_differs,
+)
 from models.weights.translation import to_theirs
 
 DUAL_ENCODER, STATE_DICT = "VisionTextDualEncoderModel", "state dict"
 
 
 def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> list[str]:
-    """Write the model to `folder`, which appears whole or not at all; returns why it is not transformers' dual encoder, if it is not.
+    """Write the model to `folder`, which appears whole or not at all; returns why it is not
+    transformers' dual encoder, if it is not.
 
-    Weights are in fp32, whatever they were trained in: no number changes, but that a scale beyond the limit at which the loss reads it is
-    written as the limit. Raises ValueError for a folder that is not empty, unless
-    `overwrite` says that an earlier export may go.
+    Weights are in fp32, whatever they were trained in: no number changes, but that a scale beyond
+    the limit at which the loss reads it is written as the limit. Raises ValueError for a folder
+    that is not empty, unless `overwrite` says that an earlier export may go.
     """
     folder = folder.expanduser().resolve()
     refuse_to_overwrite(folder, overwrite)
@@ -42,10 +49,16 @@ def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> lis
     beside.mkdir(parents=True)
 
     # towers, heads and scalars: what scores pairs in training has no place in an encoder of either
-    state = {name: tensor for name, tensor in canonical_state(trained.layers).items() if not name.startswith(FUSION_NAMES)}
+    state = {
+        name: tensor
+        for name, tensor in canonical_state(trained.layers).items()
+        if not name.startswith(FUSION_NAMES)
+    }
     state["head.logit_scale"] = state["head.logit_scale"].clamp(max=LOGIT_SCALE_LIMIT)
     if not differences:
-        dual_encoder_config(*trained.towers, state["head.logit_scale"].item()).save_pretrained(beside)
+        dual_encoder_config(*trained.towers, state["head.logit_scale"].item()).save_pretrained(
+            beside
+        )
         state = to_theirs(dual_encoder_pairs(*trained.towers), state)
     save_file(state, beside / WEIGHTS, metadata={"format": "pt"})
     (beside / TEXT_FOLDER).mkdir()
@@ -69,22 +82,34 @@ def refuse_to_overwrite(folder: Path, overwrite: bool) -> None:
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not overwrite:
-        raise ValueError(f"{folder}: is not empty; give another folder, or replace an earlier export with --overwrite")
+        raise ValueError(
+            f"{folder}: is not empty; give another folder, or replace an earlier export with "
+            "--overwrite"
+        )
     if read_export(folder) is None:
         raise ValueError(
-            f"{folder}: holds no {RECORD}, so it is no earlier export, and --overwrite would delete what it holds; give another folder"
+            f"{folder}: holds no {RECORD}, so it is no earlier export, and --overwrite would "
+            "delete what it holds; give another folder"
         )
 
 
 def canonical_state(layers: list[Layer]) -> dict[str, Tensor]:
     """Every tensor of the run by its canonical name, floating-point ones in fp32, on the CPU."""
-    tensors = {layer.canonical_names[local]: tensor.cpu() for layer in layers for local, tensor in layer.state_dict().items()}
-    return {name: (tensor.float() if tensor.is_floating_point() else tensor).contiguous() for name, tensor in tensors.items()}
+    tensors = {
+        layer.canonical_names[local]: tensor.cpu()
+        for layer in layers
+        for local, tensor in layer.state_dict().items()
+    }
+    return {
+        name: (tensor.float() if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in tensors.items()
+    }
 
 
 def image_processor(preprocessing: Preprocessing, image_size: int) -> CLIPImageProcessor:
-    """transformers' nearest to `data.modalities.transforms.eval_transform`. Other are: pictures over 1.25 times as large as they are resized to, which are
-    shrunk in two steps in training; those where the margin around the centre is odd; transparent ones."""
+    """transformers' nearest to `data.modalities.transforms.eval_transform`. Other are: pictures
+    over 1.25 times as large as they are resized to, which are shrunk in two steps in training;
+    those where the margin around the centre is odd; transparent ones."""
     return CLIPImageProcessor(
         size={"shortest_edge": preprocessing.options(image_size)["image_resize"]},
         crop_size={"height": image_size, "width": image_size},

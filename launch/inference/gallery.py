@@ -1,4 +1,5 @@
-"""Pictures that a person can judge: queries with what was found for them, right and wrong marked."""
+"""Pictures that a person can judge: queries with what was found for them, right and wrong
+marked."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from matplotlib.figure import Figure
 from data.modalities.fonts import columns_of, fonts_for, wrapped
 from data.modalities.pictures import decode_bytes, upright_8bit
 
-RIGHT, WRONG = "#009E73", "#D55E00"  # Okabe and Ito's, told apart also by the colour-blind; a word says it too
+RIGHT, WRONG = (
+    "#009E73",
+    "#D55E00",
+)  # Okabe and Ito's, told apart also by the colour-blind; a word says it too
 DOTS_PER_INCH, CELL_INCHES = 110, 1.6
 LETTERS, LETTERS_ALONE = 26, 18  # of a line below a picture, and of a text in the place of one
 
@@ -38,8 +42,14 @@ class Row:
 
 
 def draw_rows(rows: Sequence[Row], title: str, path: Path) -> str | None:
-    """A line per query. `path`: .png, .svg or .pdf. Returns what to say of characters that no font of this machine has."""
-    fonts = fonts_for([title, *(text for row in rows for text in (row.text, *(found.text for found in row.found)))])
+    """A line per query. `path`: .png, .svg or .pdf. Returns what to say of characters that no font
+    of this machine has."""
+    fonts = fonts_for(
+        [
+            title,
+            *(text for row in rows for text in (row.text, *(found.text for found in row.found))),
+        ]
+    )
     with rc_context({"font.family": fonts.families}):
         _draw_rows(rows, title, path, fonts.drawable)
     return fonts.notice()
@@ -47,7 +57,10 @@ def draw_rows(rows: Sequence[Row], title: str, path: Path) -> str | None:
 
 def _draw_rows(rows: Sequence[Row], title: str, path: Path, drawable: Callable[[str], str]) -> None:
     columns = 1 + max(len(row.found) for row in rows)
-    figure = Figure(figsize=(CELL_INCHES * columns * 1.15, CELL_INCHES * 1.35 * len(rows) + 0.6), layout="constrained")
+    figure = Figure(
+        figsize=(CELL_INCHES * columns * 1.15, CELL_INCHES * 1.35 * len(rows) + 0.6),
+        layout="constrained",
+    )
     axes = np.atleast_2d(figure.subplots(len(rows), columns, squeeze=False))
     for row, cells in zip(rows, axes):
         for cell in cells:
@@ -55,7 +68,13 @@ def _draw_rows(rows: Sequence[Row], title: str, path: Path, drawable: Callable[[
         _draw_cell(cells[0], row.picture, drawable(row.text), "query", None)
         for found, cell in zip(row.found, cells[1:]):
             mark = {True: "right", False: "wrong", None: ""}[found.right]
-            _draw_cell(cell, found.picture, drawable(found.text), f"{mark} {found.similarity:.2f}".strip(), found.right)
+            _draw_cell(
+                cell,
+                found.picture,
+                drawable(found.text),
+                f"{mark} {found.similarity:.2f}".strip(),
+                found.right,
+            )
     figure.suptitle(drawable(title), fontsize=11, parse_math=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DOTS_PER_INCH)
@@ -65,10 +84,28 @@ def _draw_cell(cell, picture: bytes | None, text: str, heading: str, right: bool
     colour = {True: RIGHT, False: WRONG, None: "black"}[right]
     cell.set_title(heading, fontsize=8, color=colour, parse_math=False)
     if picture is None:
-        cell.text(0.5, 0.5, _lines(text, 6, LETTERS_ALONE), ha="center", va="center", fontsize=8, color=colour, parse_math=False)
+        cell.text(
+            0.5,
+            0.5,
+            _lines(text, 6, LETTERS_ALONE),
+            ha="center",
+            va="center",
+            fontsize=8,
+            color=colour,
+            parse_math=False,
+        )
         return
     cell.imshow(on_white(picture))
-    cell.text(0.5, -0.04, _lines(text, 3, LETTERS), ha="center", va="top", fontsize=6.5, transform=cell.transAxes, parse_math=False)
+    cell.text(
+        0.5,
+        -0.04,
+        _lines(text, 3, LETTERS),
+        ha="center",
+        va="top",
+        fontsize=6.5,
+        transform=cell.transAxes,
+        parse_math=False,
+    )
     for side in cell.spines.values():
         side.set(color=colour, linewidth=2)
     if right is not None:

@@ -1,6 +1,8 @@
-"""Retrieval by pairs: the candidates nearest to a query, put in the order of the fusion's scores (ALBEF: Li et al. 2021, section 5).
+"""Retrieval by pairs: the candidates nearest to a query, put in the order of the fusion's scores
+(ALBEF: Li et al. 2021, section 5).
 
-Embeddings choose, since a score takes a pass through the fusion for each pair; tokens of texts are kept, those of pictures come in batches.
+Embeddings choose, since a score takes a pass through the fusion for each pair; tokens of texts are
+kept, those of pictures come in batches.
 """
 
 from __future__ import annotations
@@ -15,25 +17,42 @@ from launch.inference.evaluation import directions, rank_figures
 from models.metrics.retrieval import best_ranks, nearest, reranked
 
 
-def reranked_retrieval(embedder: Embedder, embedded: Embedded, source: Source, number: int) -> dict[str, float]:
-    """As `retrieval` counts, after the first `number` candidates of each query were scored. Empty data: none."""
+def reranked_retrieval(
+    embedder: Embedder, embedded: Embedded, source: Source, number: int
+) -> dict[str, float]:
+    """As `retrieval` counts, after the first `number` candidates of each query were scored. Empty
+    data: none."""
     queries, number_of_texts = directions(embedded), max(1, len(embedded.text))
-    found = {direction: nearest(own, other, number)[0] for direction, (own, _, other, _) in queries.items()}  # [b, k]
+    found = {
+        direction: nearest(own, other, number)[0]
+        for direction, (own, _, other, _) in queries.items()
+    }  # [b, k]
     pairs = {}  # as numbers: by picture, then by text
     for direction, candidates in found.items():
         query = torch.arange(len(candidates))[:, None]
-        pairs[direction] = query * number_of_texts + candidates if direction == "image_to_text" else candidates * number_of_texts + query
+        pairs[direction] = (
+            query * number_of_texts + candidates
+            if direction == "image_to_text"
+            else candidates * number_of_texts + query
+        )
     every = torch.cat([each.flatten() for each in pairs.values()]).unique()
-    scores, values = pair_scores(embedder, embedded, source, every // number_of_texts, every % number_of_texts), {}
+    scores, values = (
+        pair_scores(embedder, embedded, source, every // number_of_texts, every % number_of_texts),
+        {},
+    )
     for direction, (own, own_label, other, other_label) in queries.items():
         of_pairs = scores[torch.searchsorted(every, pairs[direction])]
         right = own_label[:, None] == other_label[found[direction]]
-        values |= rank_figures(direction, reranked(best_ranks(own, own_label, other, other_label), of_pairs, right))
+        values |= rank_figures(
+            direction, reranked(best_ranks(own, own_label, other, other_label), of_pairs, right)
+        )
     return values
 
 
 @torch.no_grad()
-def pair_scores(embedder: Embedder, embedded: Embedded, source: Source, image: Tensor, text: Tensor) -> Tensor:
+def pair_scores(
+    embedder: Embedder, embedded: Embedded, source: Source, image: Tensor, text: Tensor
+) -> Tensor:
     """[P] float32 of pairs of rows of `embedded`, [P] each, in which those of `image` ascend."""
     told, first, scores = embedder.text_tokens(embedded.texts), 0, [torch.zeros(0)]
     for tokens in embedder.image_tokens(source, embedded.index):
@@ -41,7 +60,11 @@ def pair_scores(embedder: Embedder, embedded: Embedded, source: Source, image: T
         for part in torch.arange(start, end).split(embedder.batch_size):
             own = [told[i] for i in text[part].tolist()]
             padded = pad_sequence(own, batch_first=True).to(embedder.device)
-            mask = pad_sequence([torch.ones(len(each)) for each in own], batch_first=True).to(embedder.device)
-            scores.append(embedder.fusion(tokens[image[part].to(embedder.device) - first], padded, mask).cpu())
+            mask = pad_sequence([torch.ones(len(each)) for each in own], batch_first=True).to(
+                embedder.device
+            )
+            scores.append(
+                embedder.fusion(tokens[image[part].to(embedder.device) - first], padded, mask).cpu()
+            )
         first += len(tokens)
     return torch.cat(scores)

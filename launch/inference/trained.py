@@ -1,4 +1,5 @@
-"""A trained model as its run left it: what evaluate.py and export.py read of a run's folder, whatever topology it was trained on."""
+"""A trained model as its run left it: what evaluate.py and export.py read of a run's folder,
+whatever topology it was trained on."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from transformers import PreTrainedTokenizerBase
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer import load_tokenizer
 from data.options import IMAGE_TEXT
-from engine.checkpoint.layout import AVERAGE, MANIFEST, checkpoints_in, checksum_of_file, newest_of, step_of, verify
+from engine.checkpoint.layout import (
+    AVERAGE,
+    MANIFEST,
+    checkpoints_in,
+    checksum_of_file,
+    newest_of,
+    step_of,
+    verify,
+)
 from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.objective import scalars_of
 from launch.run.records import WEIGHTS, options_of_export, read_export, read_run
@@ -33,7 +42,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trained:
-    """The model of one checkpoint. `record`: what was decided when the run began; `layers`: those of all towers in order, for evaluation."""
+    """The model of one checkpoint. `record`: what was decided when the run began; `layers`: those
+    of all towers in order, for evaluation."""
 
     record: dict[str, Any]
     checkpoint: Path
@@ -58,12 +68,18 @@ class Trained:
         return checksum_of_file(file if file.is_file() else self.checkpoint / WEIGHTS)
 
 
-def open_model_folder(folder: Path, checkpoint: str | None, device: torch.device | str, averaged: bool) -> Trained:
-    """A run of train.py, or what export.py wrote. Errors: as `open_run`; ValueError for a checkpoint asked of an export, which is one."""
+def open_model_folder(
+    folder: Path, checkpoint: str | None, device: torch.device | str, averaged: bool
+) -> Trained:
+    """A run of train.py, or what export.py wrote. Errors: as `open_run`; ValueError for a
+    checkpoint asked of an export, which is one."""
     if read_export(folder) is None:
         return open_run(folder, checkpoint, device, averaged)
     if checkpoint or averaged:
-        raise ValueError(f"{folder}: was exported from one checkpoint; --checkpoint and --ema are of a run's folder")
+        raise ValueError(
+            f"{folder}: was exported from one checkpoint; --checkpoint and --ema are of a run's "
+            "folder"
+        )
     return open_export(folder, device)
 
 
@@ -74,14 +90,25 @@ def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
     tokenizer = load_tokenizer(options["tokenizer"])
     towers = towers_of(options, tokenizer)
     reader = open_model(str(folder), *towers)
-    layers = [spec.build(options["seed"], reader).eval().to(device) for tower in towers for spec in tower.specs]
+    layers = [
+        spec.build(options["seed"], reader).eval().to(device)
+        for tower in towers
+        for spec in tower.specs
+    ]
     return Trained({"options": options}, folder, record["step"], tokenizer, towers, layers)
 
 
-def open_run(run_dir: Path, checkpoint: str | None = None, device: torch.device | str = "cpu", averaged: bool = False) -> Trained:
-    """The model of `checkpoint`, the name of a folder below RUN_DIR/checkpoints; None: of the newest. `averaged`: with the weights' moving average.
+def open_run(
+    run_dir: Path,
+    checkpoint: str | None = None,
+    device: torch.device | str = "cpu",
+    averaged: bool = False,
+) -> Trained:
+    """The model of `checkpoint`, the name of a folder below RUN_DIR/checkpoints; None: of the
+    newest. `averaged`: with the weights' moving average.
 
-    Errors: FileNotFoundError for a folder of no run and for a checkpoint that is not there, ValueError.
+    Errors: FileNotFoundError for a folder of no run and for a checkpoint that is not there,
+    ValueError.
     """
     record = read_record(run_dir)
     found = find_checkpoint(run_dir / "checkpoints", checkpoint)
@@ -91,16 +118,23 @@ def open_run(run_dir: Path, checkpoint: str | None = None, device: torch.device 
     specs = [spec for tower in towers for spec in tower.specs]
     with CheckpointReader(found) as reader:
         if averaged and not reader.has(AVERAGE):
-            raise ValueError(f"--ema: {found} holds no moving average of the weights; a run keeps one where its JSON has an ema block")
-        layers = [load_layer(reader, spec.build(options["seed"]), device, averaged).eval() for spec in specs]
+            raise ValueError(
+                f"--ema: {found} holds no moving average of the weights; a run keeps one where its "
+                "JSON has an ema block"
+            )
+        layers = [
+            load_layer(reader, spec.build(options["seed"]), device, averaged).eval()
+            for spec in specs
+        ]
     return Trained(record, found, step_of(found), tokenizer, towers, layers)
 
 
 def with_named_towers(options: Options, previous: Mapping[str, Any] | None) -> Options:
-    """The options of a run with what the names of its towers leave open written out (`models/towers/defaults.py`).
+    """The options of a run with what the names of its towers leave open written out
+    (`models/towers/defaults.py`).
 
-    `previous`: the record of the run that goes on, None for a new one. A model that is gone on with keeps the names by which it is known. Errors:
-    those of weights that are not found.
+    `previous`: the record of the run that goes on, None for a new one. A model that is gone on with
+    keeps the names by which it is known. Errors: those of weights that are not found.
     """
     known = options_of_export(Path(options.imported)) if options.imported else {}
     known |= (previous or {}).get("options", {})
@@ -113,13 +147,20 @@ def with_named_towers(options: Options, previous: Mapping[str, Any] | None) -> O
 
 
 def towers_of(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[Tower, ...]:
-    """Those that train.py's `options`, by name, ask for, a tower for each modality of the pairs; no layer is built yet. Errors: ValueError,
-    FileNotFoundError."""
+    """Those that train.py's `options`, by name, ask for, a tower for each modality of the pairs; no
+    layer is built yet. Errors: ValueError, FileNotFoundError."""
     import_modules(options.get("import_module"))
     pairs = pairs_of(options.get("pairs", IMAGE_TEXT), build_loss(options["loss"]))
     branches = dict.fromkeys(name for pair in pairs for name in pair.branches)
     return tuple(
-        tower_of(branch, options, Vocabulary.of(tokenizer), scalars_of(pairs, branch), fusion_sizes(options)) for branch in branches
+        tower_of(
+            branch,
+            options,
+            Vocabulary.of(tokenizer),
+            scalars_of(pairs, branch),
+            fusion_sizes(options),
+        )
+        for branch in branches
     )
 
 
@@ -128,10 +169,14 @@ def read_record(run_dir: Path) -> dict[str, Any]:
     record = read_run(run_dir)
     if record is None:
         raise FileNotFoundError(
-            f"{run_dir}: holds no config.json; give the folder of a run of train.py, or of an export where that will do"
+            f"{run_dir}: holds no config.json; give the folder of a run of train.py, or of an "
+            "export where that will do"
         )
     if "options" not in record:
-        raise ValueError(f"{run_dir}: its config.json is of another program; give the folder of a run of train.py")
+        raise ValueError(
+            f"{run_dir}: its config.json is of another program; give the folder of a run of "
+            "train.py"
+        )
     return record
 
 
@@ -139,7 +184,9 @@ def find_checkpoint(folder: Path, name: str | None) -> Path:
     """The one that is asked for, or the newest; whole in either case."""
     there = {path.name: path for path in checkpoints_in(folder)}
     if name is not None and name not in there:
-        raise FileNotFoundError(f"{folder / name}: no such checkpoint; there are: {', '.join(sorted(there)) or 'none'}")
+        raise FileNotFoundError(
+            f"{folder / name}: no such checkpoint; there are: {', '.join(sorted(there)) or 'none'}"
+        )
     checkpoint, broken = newest_of(list(there.values()) if name is None else [there[name]], verify)
     if checkpoint is None:
         raise FileNotFoundError("\n".join(broken) or f"{folder}: holds no checkpoint yet")

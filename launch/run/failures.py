@@ -14,7 +14,8 @@ from engine.processes.out_of_memory import OutOfMemory, in_words
 from engine.processes.watchdog import Watchdog
 from launch.run.folder import RunFolder
 
-# What a user can mend and a message explains. Anything else is a fault of ours, and shows its traceback.
+# What a user can mend and a message explains. Anything else is a fault of ours, and shows its
+# traceback.
 EXPLAINED = (ValueError, OSError, OutOfMemory)
 LOST_CONNECTION_WAIT_S = 10.0
 # Exit status of what a second start would meet again, and of what it may not.
@@ -32,7 +33,8 @@ class Run:
 def report_and_exit(program: str, error: BaseException, run: Run) -> NoReturn:
     """Say once what went wrong, keep the traceback in the run's folder, and end this process.
 
-    Before there is a process group the ranks cannot agree on who speaks: then the first of each node does.
+    Before there is a process group the ranks cannot agree on who speaks: then the first of each
+    node does.
     """
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     details = "".join(traceback.format_exception(error))
@@ -47,22 +49,37 @@ def report_and_exit(program: str, error: BaseException, run: Run) -> NoReturn:
     if run.watchdog is not None:
         run.watchdog.linger()
     elif not first:
-        time.sleep(LOST_CONNECTION_WAIT_S)  # the launcher ends all when one ends: leave the first the time to speak
+        time.sleep(
+            LOST_CONNECTION_WAIT_S
+        )  # the launcher ends all when one ends: leave the first the time to speak
     os._exit(status)  # not sys.exit: the collectives of other ranks must not hold this one
 
 
 def _status(error: BaseException) -> int:
-    return BAD_INPUT if isinstance(error, ValueError) or (isinstance(error, OutOfMemory) and error.repeats) else FAILED
+    return (
+        BAD_INPUT
+        if isinstance(error, ValueError) or (isinstance(error, OutOfMemory) and error.repeats)
+        else FAILED
+    )
 
 
 def _explain(error: BaseException, details: str) -> str:
-    return str(error) if isinstance(error, EXPLAINED) else f"unexpected {type(error).__name__}\n{details}"
+    return (
+        str(error)
+        if isinstance(error, EXPLAINED)
+        else f"unexpected {type(error).__name__}\n{details}"
+    )
 
 
-def _agree(watchdog: Watchdog, error: BaseException, message: str, status: int) -> tuple[str, int, bool]:
-    """What to say, the exit status, and whether this rank says it. A lost connection is the echo of a failure elsewhere: look for that."""
+def _agree(
+    watchdog: Watchdog, error: BaseException, message: str, status: int
+) -> tuple[str, int, bool]:
+    """What to say, the exit status, and whether this rank says it. A lost connection is the echo of
+    a failure elsewhere: look for that."""
     if not isinstance(error, EXPLAINED):
-        cause, told = watchdog.cause_elsewhere(LOST_CONNECTION_WAIT_S if _from_a_collective(error) else 0.0)
+        cause, told = watchdog.cause_elsewhere(
+            LOST_CONNECTION_WAIT_S if _from_a_collective(error) else 0.0
+        )
         if told is not None:
             return message, told, False
         message = cause or message
@@ -71,7 +88,8 @@ def _agree(watchdog: Watchdog, error: BaseException, message: str, status: int) 
 
 def _from_a_collective(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
-        "distributed" in frame.filename or "deepspeed/comm" in frame.filename for frame in traceback.extract_tb(error.__traceback__)
+        "distributed" in frame.filename or "deepspeed/comm" in frame.filename
+        for frame in traceback.extract_tb(error.__traceback__)
     )
 
 

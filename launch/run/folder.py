@@ -1,4 +1,5 @@
-"""The folder of a run: what it is (config.json), what it measured (metrics.jsonl), where it can go on (checkpoints/)."""
+"""The folder of a run: what it is (config.json), what it measured (metrics.jsonl), where it can go
+on (checkpoints/)."""
 
 from __future__ import annotations
 
@@ -28,17 +29,58 @@ from models.towers.building import Tower
 # module registers is chosen by name elsewhere, and that name is compared.)
 FREE_TO_CHANGE = (
     "import_module",
-    *("run_dir", "resume", "workers", "wandb", "wandb_project", "save_every", "eval_every", "eval_ema", "trace_every", "deepspeed_config"),
-    *("cache", "cache_limit", "max_bad_fraction", "explain_balance", "keep_checkpoints", "keep_every", "max_hours", "stall_limit"),
+    *(
+        "run_dir",
+        "resume",
+        "workers",
+        "wandb",
+        "wandb_project",
+        "save_every",
+        "eval_every",
+        "eval_ema",
+        "trace_every",
+        "deepspeed_config",
+    ),
+    *(
+        "cache",
+        "cache_limit",
+        "max_bad_fraction",
+        "explain_balance",
+        "keep_checkpoints",
+        "keep_every",
+        "max_hours",
+        "stall_limit",
+    ),
 )
-# Of the JSON file: the size of the global batch, how it is split and computed. What that does to the numbers is said when the run goes on.
+# Of the JSON file: the size of the global batch, how it is split and computed. What that does to
+# the numbers is said when the run goes on.
 DEEPSPEED_FREE_TO_CHANGE = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "pipeline", "zero_optimization"),
-    *("fp16", "bf16", "data_types", "communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
+    *(
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "pipeline",
+        "zero_optimization",
+    ),
+    *(
+        "fp16",
+        "bf16",
+        "data_types",
+        "communication_data_type",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+    ),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
     *("steps_per_print", "memory_breakdown", "comms_logger", "tensorboard", "csv_monitor"),
 )
-BRANCHES_SPLIT = ("layout", "stages", "replicas", "micro_batch_size", "schedule", "kept_micro_batches")
+BRANCHES_SPLIT = (
+    "layout",
+    "stages",
+    "replicas",
+    "micro_batch_size",
+    "schedule",
+    "kept_micro_batches",
+)
 BRANCHES_FREE_TO_CHANGE = ("max_bad_steps",)
 PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillow")
 
@@ -98,26 +140,36 @@ class RunFolder:
         return self.path / "costs.json"
 
     def previous(self) -> dict[str, Any] | None:
-        """The configuration of the run this folder already holds; None: it holds none. Errors: ValueError for the record of another program."""
+        """The configuration of the run this folder already holds; None: it holds none. Errors:
+        ValueError for the record of another program."""
         record = read_run(self.path)
         if record is not None and "training" not in record:
-            raise ValueError(f"--run-dir {self.path}: its config.json is of another program; give another folder")
+            raise ValueError(
+                f"--run-dir {self.path}: its config.json is of another program; give another folder"
+            )
         return record
 
     def refuse_other_run(self, options: Options, training: Mapping[str, Any]) -> None:
-        """Raise ValueError when the folder holds a run that is not this one. `training`: what is known so far of what decides the numbers."""
+        """Raise ValueError when the folder holds a run that is not this one. `training`: what is
+        known so far of what decides the numbers."""
         previous = self.previous()
         if previous is None:
             return
         if options.resume == "never":
-            raise ValueError(f"--run-dir {self.path}: already holds a run, and --resume is never; give another folder, or --resume auto")
+            raise ValueError(
+                f"--run-dir {self.path}: already holds a run, and --resume is never; give another "
+                "folder, or --resume auto"
+            )
         recorded = _completed(previous["training"])
         before = {key: recorded.get(key) for key in training}
         differences = list(_differences(before, json.loads(json.dumps(training))))
         if differences:
-            shown = "\n".join(f"    {line}" for line in differences[:8]) + ("\n    …" if len(differences) > 8 else "")
+            shown = "\n".join(f"    {line}" for line in differences[:8]) + (
+                "\n    …" if len(differences) > 8 else ""
+            )
             raise ValueError(
-                f"--run-dir {self.path}: already holds a run with another configuration; give another folder, or the same configuration:\n{shown}"
+                f"--run-dir {self.path}: already holds a run with another configuration; give "
+                f"another folder, or the same configuration:\n{shown}"
             )
 
     def write_config(
@@ -129,7 +181,8 @@ class RunFolder:
         towers: Sequence[Tower],
         total_steps: int,
     ) -> dict[str, Any]:
-        """Everything that was decided; returns it. `training` is what `refuse_other_run` compares."""
+        """Everything that was decided; returns it. `training` is what `refuse_other_run`
+        compares."""
         record = {
             "training": training,
             "options": options.record(),
@@ -142,17 +195,27 @@ class RunFolder:
             "trainable": plan.trainable,
             "batches": {branch: asdict(batch) for branch, batch in plan.batches.items()},
             "data": data,
-            "towers": {tower.branch: {**tower.config, "num_parameters": tower.num_parameters} for tower in towers},
-            "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+            "towers": {
+                tower.branch: {**tower.config, "num_parameters": tower.num_parameters}
+                for tower in towers
+            },
+            "versions": {
+                "python": platform.python_version(),
+                **{name: version(name) for name in PACKAGES},
+            },
             "git_commit": _git_commit(),
         }
-        self._replace(self.path / RUN_RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        self._replace(
+            self.path / RUN_RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+        )
         return record
 
     def read_costs(self) -> dict[str, Any] | None:
         """What this run was planned by, if it was measured, and the file is not damaged."""
         try:
-            return json.loads(self.costs.read_text(encoding="utf-8")) if self.costs.is_file() else None
+            return (
+                json.loads(self.costs.read_text(encoding="utf-8")) if self.costs.is_file() else None
+            )
         except ValueError:
             return None
 
@@ -161,7 +224,8 @@ class RunFolder:
         self._replace(self.costs, json.dumps(costs) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drop what was logged of steps after `step`: the run goes on from there and measures them again."""
+        """Drop what was logged of steps after `step`: the run goes on from there and measures them
+        again."""
         for file in (self.metrics, self.looks, self.bad_steps, self.loss_weights):
             if self.first_rank and file.is_file():
                 lines = file.read_text(encoding="utf-8").splitlines()
@@ -169,9 +233,16 @@ class RunFolder:
                 self._replace(file, "".join(line + "\n" for line in kept))
 
     def lacks(self, step: int, held_out: Set[str]) -> bool:
-        """Was one of the sets `held_out` not evaluated after `step`? What there is of that evaluation is dropped then."""
-        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.is_file() else []
-        of_it = {line: record["held_out"] for line in lines if (record := json.loads(line))["step"] == step and "held_out" in record}
+        """Was one of the sets `held_out` not evaluated after `step`? What there is of that
+        evaluation is dropped then."""
+        lines = (
+            self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.is_file() else []
+        )
+        of_it = {
+            line: record["held_out"]
+            for line in lines
+            if (record := json.loads(line))["step"] == step and "held_out" in record
+        }
         if held_out <= set(of_it.values()):
             return False
         if of_it:
@@ -188,8 +259,12 @@ class RunFolder:
         return found
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl; not-a-number and infinity, which JSON does not have, become null."""
-        values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
+        """Append one line to metrics.jsonl; not-a-number and infinity, which JSON does not have,
+        become null."""
+        values = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in values.items()
+        }
         self._append(self.metrics, values)
 
     def log_look(self, values: Mapping[str, Any]) -> None:
@@ -209,30 +284,50 @@ class RunFolder:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
 
-    def note_bad_sample(self, data: str, identity: str, where: str, reason: str, detail: str) -> None:
-        """Append a line to bad_samples.jsonl, on whichever rank found it: short enough to be written in one piece."""
-        record = {"data": data, "id": identity, "where": where, "reason": reason, "detail": detail[:500]}
+    def note_bad_sample(
+        self, data: str, identity: str, where: str, reason: str, detail: str
+    ) -> None:
+        """Append a line to bad_samples.jsonl, on whichever rank found it: short enough to be
+        written in one piece."""
+        record = {
+            "data": data,
+            "id": identity,
+            "where": where,
+            "reason": reason,
+            "detail": detail[:500],
+        }
         with (self.path / "bad_samples.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
-    def note_bad_step(self, step: int, loss: float, bad: BadStep, identity: Callable[[int], str]) -> None:
-        """Append a line to bad_steps.jsonl: the ids of the samples of a skipped step. `identity`: of a sample, by its index."""
+    def note_bad_step(
+        self, step: int, loss: float, bad: BadStep, identity: Callable[[int], str]
+    ) -> None:
+        """Append a line to bad_steps.jsonl: the ids of the samples of a skipped step. `identity`:
+        of a sample, by its index."""
         if self.first_rank:
             record = {
                 "step": step,
                 "loss": loss if math.isfinite(loss) else None,
-                "not_finite": {branch: [identity(i) for i in indices] for branch, indices in bad.not_finite.items()},
+                "not_finite": {
+                    branch: [identity(i) for i in indices]
+                    for branch, indices in bad.not_finite.items()
+                },
                 "samples": [identity(i) for i in bad.samples],
             }
             with self.bad_steps.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
-    def refuse_more_bad_steps(self, in_a_row: int, most: int, newest_checkpoint: Callable[[], Path | None]) -> None:
-        """Raise ValueError when `most` or more steps in a row were skipped because they were not finite."""
+    def refuse_more_bad_steps(
+        self, in_a_row: int, most: int, newest_checkpoint: Callable[[], Path | None]
+    ) -> None:
+        """Raise ValueError when `most` or more steps in a row were skipped because they were not
+        finite."""
         if in_a_row >= most:
             raise ValueError(
                 f'{in_a_row} steps in a row had a loss or gradients that are not finite, and "max_bad_steps" is {most}; '
-                f"the last good checkpoint is {newest_checkpoint() or 'not there, none was saved'}. Lower the learning rate, or mend the samples that "
+                "the last good checkpoint is "
+                f"{newest_checkpoint() or 'not there, none was saved'}. Lower the learning rate, "
+                "or mend the samples that "
                 f'{self.bad_steps} lists; to go on as it is, raise "max_bad_steps"'
             )
 
@@ -242,28 +337,43 @@ class RunFolder:
 
 
 def training_identity(
-    options: Options, config: Mapping[str, Any], branches: Mapping[str, Any], plan: RunPlan | None = None
+    options: Options,
+    config: Mapping[str, Any],
+    branches: Mapping[str, Any],
+    plan: RunPlan | None = None,
 ) -> dict[str, Any]:
-    """What decides what a run trains: two runs with equal identities differ by rounding, by precision, and by what BatchNorm and dropout
-    see, and by nothing else. Where the schedule has a loss per micro-batch the split decides the negatives, so it belongs to what is
-    trained; `plan` is known later than the rest."""
-    schedule = SCHEDULES.get(branches.get("schedule"))  # None: "auto", which chooses none with a loss per micro-batch
+    """What decides what a run trains: two runs with equal identities differ by rounding, by
+    precision, and by what BatchNorm and dropout see, and by nothing else. Where the schedule has a
+    loss per micro-batch the split decides the negatives, so it belongs to what is trained; `plan`
+    is known later than the rest."""
+    schedule = SCHEDULES.get(
+        branches.get("schedule")
+    )  # None: "auto", which chooses none with a loss per micro-batch
     by_split = schedule is not None and schedule.loss_per_micro_batch
     branches = {**branches, "balance": _of_training(branches.get("balance"))}
     if branches.get("sample_weights"):
-        branches = {**branches, "sample_weights": asdict(SampleWeightsBlock(**branches["sample_weights"]))}
+        branches = {
+            **branches,
+            "sample_weights": asdict(SampleWeightsBlock(**branches["sample_weights"])),
+        }
     # these weights follow the evaluations, so what is trained depends on when they are
-    free = [key for key in FREE_TO_CHANGE if key != "eval_every" or options.loss_weights != "alignment"]
+    free = [
+        key for key in FREE_TO_CHANGE if key != "eval_every" or options.loss_weights != "alignment"
+    ]
     known = {
         "options": _without(free, options.record()),
         "deepspeed_config": _without(DEEPSPEED_FREE_TO_CHANGE, config),
-        "branches": _without(BRANCHES_FREE_TO_CHANGE if by_split else (*BRANCHES_FREE_TO_CHANGE, *BRANCHES_SPLIT), branches),
+        "branches": _without(
+            BRANCHES_FREE_TO_CHANGE if by_split else (*BRANCHES_FREE_TO_CHANGE, *BRANCHES_SPLIT),
+            branches,
+        ),
     }
     return {**known, "stages": plan.describe()} if by_split and plan is not None else known
 
 
 def _completed(training: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of an earlier run, with the options that did not exist when it began, as they are now written for what it did."""
+    """The identity of an earlier run, with the options that did not exist when it began, as they
+    are now written for what it did."""
     options = training.get("options", {})
     if "image_mean" not in options and "image_size" in options:
         options = {**options, **CLIP.options(options["image_size"])}
@@ -273,19 +383,23 @@ def _completed(training: Mapping[str, Any]) -> dict[str, Any]:
         branches = {**branches, "balance": _of_training(branches["balance"])}
     weights = branches.get("sample_weights")
     if weights and "length" not in weights:
-        branches = {**branches, "sample_weights": asdict(SampleWeightsBlock(**weights, length="characters"))}
+        branches = {
+            **branches,
+            "sample_weights": asdict(SampleWeightsBlock(**weights, length="characters")),
+        }
     return json.loads(json.dumps({**training, "options": options, "branches": branches}))
 
 
 def _of_training(balance: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The `balance` block where it changes what is trained. Dealing a global batch in another way does not; other feed rates and
-    global batches of other samples do."""
+    """The `balance` block where it changes what is trained. Dealing a global batch in another way
+    does not; other feed rates and global batches of other samples do."""
     balance = balance or {}
     return balance if balance.get("strategy") == "feed" or balance.get("window", 1) > 1 else None
 
 
 def _step_of(line: str) -> float:
-    """Of a line that a run wrote; infinity where the machine went down before it was on the disk."""
+    """Of a line that a run wrote; infinity where the machine went down before it was on the
+    disk."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -307,7 +421,12 @@ def _differences(before: Any, now: Any, path: str = ""):
 def _git_commit() -> str | None:
     """None where the code came without its history, or there is no git."""
     try:
-        result = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            ["git", "-C", str(ROOT), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     except OSError:
         return None
     return result.stdout.strip() or None

@@ -1,4 +1,5 @@
-"""What a run says while it trains: lines in its folder and in W&B, reasons in the terminal, sampled traces."""
+"""What a run says while it trains: lines in its folder and in W&B, reasons in the terminal, sampled
+traces."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class Journal:
 
     def track(self, options: Options, config: Mapping[str, Any]) -> None:
         """From here on in Weights & Biases too, if --wandb asks for it."""
-        self.tracker = Tracker(options.wandb, options.wandb_project, self.folder.path, config, self.folder.first_rank)
+        self.tracker = Tracker(
+            options.wandb, options.wandb_project, self.folder.path, config, self.folder.first_rank
+        )
 
     def say(self, text: object) -> None:
         """In the terminal, above the progress bar. Nothing where there is nothing to say."""
@@ -51,7 +54,8 @@ class Journal:
             self.say(f"step {step}: {reason}")
 
     def bad_step(self, step: int, metrics: StepMetrics, identity: Any) -> None:
-        """bad_steps.jsonl: the samples of a step that was skipped. `identity`: of a sample, by its index."""
+        """bad_steps.jsonl: the samples of a step that was skipped. `identity`: of a sample, by its
+        index."""
         self.folder.note_bad_step(step, metrics.loss, metrics.bad_step, identity)
 
     def evaluation(self, step: int, epoch: float, found: HeldOutFigures) -> None:
@@ -76,6 +80,14 @@ class Journal:
 
     def retrieval(self, num_samples: Mapping[str, int]) -> None:
         """The table of the first and the last evaluation of this process, if there was one."""
-        steps: Sequence[int] = sorted({min(self._evaluations), max(self._evaluations)}) if self._evaluations else ()
+        steps: Sequence[int] = (
+            sorted({min(self._evaluations), max(self._evaluations)}) if self._evaluations else ()
+        )
         if steps:
-            self.say(retrieval_report("Zero-shot retrieval of held-out samples", [self._evaluations[s] for s in steps], num_samples))
+            self.say(
+                retrieval_report(
+                    "Zero-shot retrieval of held-out samples",
+                    [self._evaluations[s] for s in steps],
+                    num_samples,
+                )
+            )

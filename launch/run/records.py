@@ -1,4 +1,5 @@
-"""What the folder of a run, or of export.py, says about the model in it. Imports neither torch nor transformers: the command line reads it."""
+"""What the folder of a run, or of export.py, says about the model in it. Imports neither torch nor
+transformers: the command line reads it."""
 
 from __future__ import annotations
 
@@ -8,17 +9,29 @@ from typing import Any
 
 RUN_RECORD = "config.json"
 RECORD, WEIGHTS, TEXT_FOLDER = "wye.json", "model.safetensors", "text"
-OPTIONS = ("image_tower", "embed_dim", "image_size", "max_text_tokens")  # of train.py, as the model was trained with
-PIXELS = ("image_mean", "image_std", "image_interpolation", "image_resize")  # likewise; earlier exports, of CLIP's values, have none
+OPTIONS = (
+    "image_tower",
+    "embed_dim",
+    "image_size",
+    "max_text_tokens",
+)  # of train.py, as the model was trained with
+PIXELS = (
+    "image_mean",
+    "image_std",
+    "image_interpolation",
+    "image_resize",
+)  # likewise; earlier exports, of CLIP's values, have none
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
-    """What was decided when the run in `folder` began; None where there is none. Errors: ValueError for a damaged record."""
+    """What was decided when the run in `folder` began; None where there is none. Errors: ValueError
+    for a damaged record."""
     return _read(folder / RUN_RECORD, "delete it, and the same command writes it again")
 
 
 def read_export(folder: Path) -> dict[str, Any] | None:
-    """Its record, or None where `folder` is no folder that export.py made. Errors: ValueError for a damaged record."""
+    """Its record, or None where `folder` is no folder that export.py made. Errors: ValueError for a
+    damaged record."""
     return _read(folder.expanduser() / RECORD, "export again")
 
 
@@ -30,11 +43,14 @@ def _read(file: Path, remedy: str) -> dict[str, Any] | None:
 
 
 def options_of_export(folder: Path) -> dict[str, Any]:
-    """train.py's options that go on with an exported model; none where there is no record (a file of weights)."""
+    """train.py's options that go on with an exported model; none where there is no record (a file
+    of weights)."""
     record = read_export(folder)
     if record is None:
         return {}
-    pool = f":pool={record['text_pool']}" if "text_pool" in record else ""  # earlier ones have the library's
+    pool = (
+        f":pool={record['text_pool']}" if "text_pool" in record else ""
+    )  # earlier ones have the library's
     return {
         **{key: record[key] for key in OPTIONS},
         **{key: record[key] for key in PIXELS if key in record},

@@ -1,4 +1,5 @@
-"""What a person sees in the terminal: the plan of the run, the progress bar, the retrieval table."""
+"""What a person sees in the terminal: the plan of the run, the progress bar, the retrieval
+table."""
 
 from __future__ import annotations
 
@@ -17,41 +18,75 @@ DIRECTIONS = {"image_to_text": "image → text", "text_to_image": "text → imag
 def measured_directions(values: Mapping[str, float], held_out: str) -> dict[str, str]:
     """Of the recalls of a held-out set: name -> in words, `tone_to_text` -> "tone → text"."""
     prefix, end = f"{held_out}/", "_R@1"
-    found = [key[len(prefix) : -len(end)] for key in values if key.startswith(prefix) and key.endswith(end)]
+    found = [
+        key[len(prefix) : -len(end)]
+        for key in values
+        if key.startswith(prefix) and key.endswith(end)
+    ]
     return {key: key.replace("_to_", " → ") for key in found}
 
 
 def recalls(totals: Mapping[str, Sequence[float]], num_samples: int) -> dict[str, float]:
     """{"image_to_text_R@1": …} in 0..1 from the hits per direction."""
-    return {f"{direction}_R@{k}": float(hits) / num_samples for direction, counts in totals.items() for k, hits in zip(RECALL_AT, counts)}
+    return {
+        f"{direction}_R@{k}": float(hits) / num_samples
+        for direction, counts in totals.items()
+        for k, hits in zip(RECALL_AT, counts)
+    }
 
 
-def retrieval_table(title: str, evaluations: Sequence[Mapping[str, float]], num_samples: Mapping[str, int]) -> Table:
-    """Rows: held-out set and direction; columns: R@1, R@5, R@10 and, where it was measured, the median rank, each as first → last of
-    `evaluations` (one: just that)."""
+def retrieval_table(
+    title: str, evaluations: Sequence[Mapping[str, float]], num_samples: Mapping[str, int]
+) -> Table:
+    """Rows: held-out set and direction; columns: R@1, R@5, R@10 and, where it was measured, the
+    median rank, each as first → last of `evaluations` (one: just that)."""
     with_median = all(
-        key.removesuffix("_R@1") + "_median_rank" in values for values in evaluations for key in values if key.endswith("_R@1")
+        key.removesuffix("_R@1") + "_median_rank" in values
+        for values in evaluations
+        for key in values
+        if key.endswith("_R@1")
     )
     table = Table(title=title, title_justify="left")
     for name in ("held-out set", "query → answer"):
         table.add_column(name, no_wrap=True)
-    for name in (*(f"R@{k} %" for k in RECALL_AT), *(["median rank"] if with_median else []), f"chance R@{RECALL_AT[-1]} %"):
+    for name in (
+        *(f"R@{k} %" for k in RECALL_AT),
+        *(["median rank"] if with_median else []),
+        f"chance R@{RECALL_AT[-1]} %",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for held_out, count in num_samples.items():
         for key, direction in measured_directions(evaluations[0], held_out).items():
-            cells = [" → ".join(f"{100 * values[f'{held_out}/{key}_R@{k}']:.1f}" for values in evaluations) for k in RECALL_AT]
+            cells = [
+                " → ".join(
+                    f"{100 * values[f'{held_out}/{key}_R@{k}']:.1f}" for values in evaluations
+                )
+                for k in RECALL_AT
+            ]
             if with_median:
-                cells.append(" → ".join(f"{values[f'{held_out}/{key}_median_rank']:g}" for values in evaluations))
-            table.add_row(f"{held_out} ({count})", direction, *cells, f"{100 * min(1.0, RECALL_AT[-1] / count):.1f}")
+                cells.append(
+                    " → ".join(
+                        f"{values[f'{held_out}/{key}_median_rank']:g}" for values in evaluations
+                    )
+                )
+            table.add_row(
+                f"{held_out} ({count})",
+                direction,
+                *cells,
+                f"{100 * min(1.0, RECALL_AT[-1] / count):.1f}",
+            )
     return table
 
 
-def retrieval_report(title: str, evaluations: Sequence[Mapping[str, float]], num_samples: Mapping[str, int]) -> Table | str:
+def retrieval_report(
+    title: str, evaluations: Sequence[Mapping[str, float]], num_samples: Mapping[str, int]
+) -> Table | str:
     """`retrieval_table`, or one line where there is no held-out set (`num_samples` is empty)."""
     if num_samples:
         return retrieval_table(title, evaluations, num_samples)
     return (
-        "no samples were held out (--val-fraction 0), so nothing was evaluated; to hold samples out, train a new run with "
+        "no samples were held out (--val-fraction 0), so nothing was evaluated; to hold samples "
+        "out, train a new run with "
         "--val-fraction 0.1 or --val-data SPEC"
     )
 
@@ -66,8 +101,14 @@ def show(thing: object, first_rank: bool = True) -> None:
     if not first_rank:
         return
     # a table is shown whole: a narrow terminal breaks its lines, and loses no number
-    needed = Console(width=1000, markup=False, emoji=False).measure(thing).maximum if isinstance(thing, Table) else 0
-    console = Console(highlight=False, markup=False, emoji=False, width=max(100, needed, Console().width))
+    needed = (
+        Console(width=1000, markup=False, emoji=False).measure(thing).maximum
+        if isinstance(thing, Table)
+        else 0
+    )
+    console = Console(
+        highlight=False, markup=False, emoji=False, width=max(100, needed, Console().width)
+    )
     with console.capture() as captured:
         console.print(thing)
     tqdm.write(captured.get().rstrip("\n"))

@@ -1,4 +1,5 @@
-"""Where a run goes on: the checkpoint that --resume asks for, where that is in the data, and what to say about it."""
+"""Where a run goes on: the checkpoint that --resume asks for, where that is in the data, and what
+to say about it."""
 
 from __future__ import annotations
 
@@ -24,53 +25,66 @@ def find_checkpoint(asked: str, checkpoints: Path) -> tuple[Path | None, list[st
         if newest is None and broken:
             listed = "\n".join(f"    {reason}" for reason in broken)
             raise ValueError(
-                f"--resume auto: no checkpoint can be used; give a whole one with --resume PATH, or another --run-dir:\n{listed}"
+                "--resume auto: no checkpoint can be used; give a whole one with --resume PATH, "
+                f"or another --run-dir:\n{listed}"
             )
         return newest, [f"passed over: {reason}" for reason in broken]
     checkpoint = Path(asked)
-    if checkpoint.resolve().parent != checkpoints.resolve() and from_first_rank(checkpoints_in(checkpoints)):
+    if checkpoint.resolve().parent != checkpoints.resolve() and from_first_rank(
+        checkpoints_in(checkpoints)
+    ):
         newest, notices = find_checkpoint("auto", checkpoints)
-        return newest, [f"--resume {checkpoint} is where this run began; it has checkpoints of its own now", *notices]
+        return newest, [
+            f"--resume {checkpoint} is where this run began; it has checkpoints of its own now",
+            *notices,
+        ]
     if not checkpoint.is_dir():
         raise FileNotFoundError(
-            f"--resume {checkpoint}: no such folder; give auto, never, or a folder such as RUN_DIR/checkpoints/step-00000100"
+            f"--resume {checkpoint}: no such folder; give auto, never, or a folder such as "
+            "RUN_DIR/checkpoints/step-00000100"
         )
     try:
         verify_together(checkpoint)
     except BrokenCheckpoint as error:
-        raise ValueError(f"--resume {error}; give auto for the newest whole checkpoint, or another one") from error
+        raise ValueError(
+            f"--resume {error}; give auto for the newest whole checkpoint, or another one"
+        ) from error
     return checkpoint, []
 
 
 def state_of(checkpoint: Path | None) -> Mapping[str, Any]:
-    """What train.py saved with it; None: of a run that begins. Errors: ValueError when it was not train.py as it is now."""
+    """What train.py saved with it; None: of a run that begins. Errors: ValueError when it was not
+    train.py as it is now."""
     if checkpoint is None:
         return {"step": 0, "batch_sizes": ()}
     state = read_manifest(checkpoint).state
     if not state.keys() >= STATE:
         raise ValueError(
-            f"--resume {checkpoint}: its state has {', '.join(state)}, and {', '.join(sorted(STATE))} are needed, so another program wrote "
+            f"--resume {checkpoint}: its state has {', '.join(state)}, and "
+            f"{', '.join(sorted(STATE))} are needed, so another program wrote "
             "it; go on with that one, or export.py its model and begin another run with --import"
         )
     return state
 
 
 def earlier_sizes(batch_sizes: Sequence[Sequence[int]], now: int) -> BatchSizes:
-    """Of `(number of steps, samples of each), ...` so far: those before the size that a run goes on with."""
+    """Of `(number of steps, samples of each), ...` so far: those before the size that a run goes on
+    with."""
     sizes = tuple((number, size) for number, size in batch_sizes)
     return sizes[:-1] if sizes and sizes[-1][1] == now else sizes
 
 
 def resume(engine: ForkEngine, checkpoint: Path, order: GlobalOrder, total_steps: int) -> list[str]:
-    """Fill `engine` from a checkpoint; notices of what differs since. `order`, `total_steps`: of the run from here on. All ranks call it
-    together."""
+    """Fill `engine` from a checkpoint; notices of what differs since. `order`, `total_steps`: of
+    the run from here on. All ranks call it together."""
     state, changes = load_checkpoint(engine, checkpoint)
     changes = [*changes, *filter(None, [change_of_size(order, state["step"], total_steps)])]
     return [f"goes on from {checkpoint.name}, {change}" for change in changes]
 
 
 def change_of_size(order: GlobalOrder, step: int, total_steps: int) -> str | None:
-    """What it means that global batches have another size from `step` on; None when they have not."""
+    """What it means that global batches have another size from `step` on; None when they have
+    not."""
     if not order.earlier or step != order.changed_at:
         return None
     begun = order.epoch(step - 1)  # the epoch that the last steps were in
@@ -79,8 +93,11 @@ def change_of_size(order: GlobalOrder, step: int, total_steps: int) -> str | Non
     if order.epoch(step) == begun:
         where = f"{visited:,} samples of epoch {begun + 1} are behind it, the {left:,} that are left follow in their order"
     else:
-        where = f"epoch {begun + 2} begins" + (f", the {left:,} samples left of the one before do not fill a batch" if left else "")
+        where = f"epoch {begun + 2} begins" + (
+            f", the {left:,} samples left of the one before do not fill a batch" if left else ""
+        )
     return (
-        f"{order.global_batch_size:,} samples a step, and before {order.earlier[-1][1]:,}: {where}; the learning rate's schedule counts "
+        f"{order.global_batch_size:,} samples a step, and before {order.earlier[-1][1]:,}: "
+        f"{where}; the learning rate's schedule counts "
         f"steps, {total_steps:,} in all, so it is not what it would have been"
     )

@@ -13,21 +13,34 @@ if TYPE_CHECKING:  # who reads lines needs none of it
 
 
 def step_line(
-    metrics: StepMetrics, step: int, step_s: float, balance: Balance, settings: Settings, sources: Sequence[str]
+    metrics: StepMetrics,
+    step: int,
+    step_s: float,
+    balance: Balance,
+    settings: Settings,
+    sources: Sequence[str],
 ) -> dict[str, float]:
-    """Of the `step`-th step, from 1, which took `step_s` seconds. Beside what the engine measured: rates, the knobs that may move, and
-    of each of several `sources` `loss/<source>`, see `mean_losses`, and `epochs/<source>`, how often its samples have been visited so far."""
+    """Of the `step`-th step, from 1, which took `step_s` seconds. Beside what the engine measured:
+    rates, the knobs that may move, and of each of several `sources` `loss/<source>`, see
+    `mean_losses`, and `epochs/<source>`, how often its samples have been visited so far."""
     order, knobs = balance.order, settings.at(step - 1).knobs
     line = metrics.record(step, order.epochs_before(step), order.global_batch_size / step_s, step_s)
-    movable = {name: getattr(knobs, name) for name, ladder in balance.ladders.items() if len(ladder) > 1}
+    movable = {
+        name: getattr(knobs, name) for name, ladder in balance.ladders.items() if len(ladder) > 1
+    }
     losses = {f"loss/{name}": source.loss for name, source in zip(sources, metrics.sources)}
     visited = order.visits(step, settings.mixes)
-    visits = {f"epochs/{name}": round(number, 4) for name, number in zip(sources, visited) if not math.isnan(number)}
+    visits = {
+        f"epochs/{name}": round(number, 4)
+        for name, number in zip(sources, visited)
+        if not math.isnan(number)
+    }
     return line | rates(line) | movable | losses | visits
 
 
 def rates(line: Mapping[str, float]) -> dict[str, float]:
-    """Pictures and text tokens per second, and the share of the texts' rectangles that is padding. A sample has one picture."""
+    """Pictures and text tokens per second, and the share of the texts' rectangles that is padding.
+    A sample has one picture."""
     tokens, padded = line.get("text_tokens", 0), line.get("padded_text_tokens", 0)
     return {
         "images_per_s": line["samples_per_s"],

@@ -1,4 +1,5 @@
-"""Asked to end early: by a signal, by a file, or because the hours are over. The step under way is finished and a checkpoint saved."""
+"""Asked to end early: by a signal, by a file, or because the hours are over. The step under way is
+finished and a checkpoint saved."""
 
 from __future__ import annotations
 
@@ -11,14 +12,21 @@ from types import FrameType
 
 import psutil
 
-# EX_TEMPFAIL of sysexits.h: not done, and the same command goes on. Schedulers and supervise.sh tell it from a failure.
+# EX_TEMPFAIL of sysexits.h: not done, and the same command goes on. Schedulers and supervise.sh
+# tell it from a failure.
 STOPPED = 75
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C, a scheduler's end, Slurm's warning before it
-SOON_S = 1.0  # a terminal gives Ctrl-C to every process, and the launcher may pass it on: that is one Ctrl-C
+SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+)  # Ctrl-C, a scheduler's end, Slurm's warning before it
+# a terminal gives Ctrl-C to every process, and the launcher may pass it on: that is one Ctrl-C
+SOON_S = 1.0
 
 
 class StopRequest:
-    """True once an end was asked for. Signals set it from now on; a second Ctrl-C ends this process at once. `clock`: seconds."""
+    """True once an end was asked for. Signals set it from now on; a second Ctrl-C ends this process
+    at once. `clock`: seconds."""
 
     def __init__(self, max_hours: float | None = None, clock: Callable[[], float] = time.monotonic):
         self.reason: str | None = None
@@ -31,7 +39,8 @@ class StopRequest:
             signal.signal(number, self._note)
 
     def watch(self, file: Path) -> None:
-        """Also when `file` appears. One that was there before this process is left from another run."""
+        """Also when `file` appears. One that was there before this process is left from another
+        run."""
         self._file = file
 
     def forget(self) -> None:
@@ -40,7 +49,11 @@ class StopRequest:
             self._file.unlink(missing_ok=True)
 
     def __bool__(self) -> bool:
-        if self.reason is None and self._max_hours is not None and self._clock() - self._started_s >= 3600 * self._max_hours:
+        if (
+            self.reason is None
+            and self._max_hours is not None
+            and self._clock() - self._started_s >= 3600 * self._max_hours
+        ):
             self.reason = f"--max-hours {self._max_hours:g}"
         if self.reason is None and self._file is not None and self._asks():
             self.reason = str(self._file)

@@ -1,4 +1,5 @@
-"""`trace.json` in the run's folder: sampled steps, one track per rank, for https://ui.perfetto.dev or chrome://tracing."""
+"""`trace.json` in the run's folder: sampled steps, one track per rank, for https://ui.perfetto.dev
+or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -34,11 +35,16 @@ class TraceFile:
                 if event["ph"] == "X":
                     self._samples.setdefault(event["args"]["step"], []).append(event)
 
-    def add(self, step: int, started_at_s: float, ranks: Sequence[tuple[str, Sequence[Span]]]) -> None:
-        """`ranks[r]`: its name and its spans of the step, which began at `started_at_s` (seconds, any clock that goes on)."""
+    def add(
+        self, step: int, started_at_s: float, ranks: Sequence[tuple[str, Sequence[Span]]]
+    ) -> None:
+        """`ranks[r]`: its name and its spans of the step, which began at `started_at_s` (seconds,
+        any clock that goes on)."""
         self._samples[step] = [
             {
-                "name": span.name if span.micro_batch is None else f"{span.name} {span.micro_batch}",
+                "name": span.name
+                if span.micro_batch is None
+                else f"{span.name} {span.micro_batch}",
                 "cat": "wait" if span.name == WAIT else "instruction",
                 "ph": "X",
                 "ts": round(1e6 * (started_at_s + span.start_s), 3),
@@ -52,20 +58,38 @@ class TraceFile:
         ]
         for old in sorted(self._samples)[:-MAX_SAMPLES]:
             del self._samples[old]
-        tracks = [{"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": name}} for rank, (name, _) in enumerate(ranks)]
-        text = json.dumps({"displayTimeUnit": "ms", "traceEvents": tracks + [e for s in sorted(self._samples) for e in self._samples[s]]})
+        tracks = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": name}}
+            for rank, (name, _) in enumerate(ranks)
+        ]
+        text = json.dumps(
+            {
+                "displayTimeUnit": "ms",
+                "traceEvents": tracks
+                + [e for s in sorted(self._samples) for e in self._samples[s]],
+            }
+        )
         replace_text(self.path, text)
 
 
 def read_trace(path: Path) -> dict[int, dict[int, list[Span]]]:
     """step -> rank -> spans, with seconds from the beginning of the step."""
-    events = [event for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if event["ph"] == "X"]
+    events = [
+        event
+        for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        if event["ph"] == "X"
+    ]
     steps: dict[int, dict[int, list[Span]]] = {}
     for step in sorted({event["args"]["step"] for event in events}):
         own = [event for event in events if event["args"]["step"] == step]
         origin = min(event["ts"] for event in own)
         for event in own:
             start_s = (event["ts"] - origin) / 1e6
-            span = Span(event["args"]["instruction"], event["args"]["micro_batch"], start_s, start_s + event["dur"] / 1e6)
+            span = Span(
+                event["args"]["instruction"],
+                event["args"]["micro_batch"],
+                start_s,
+                start_s + event["dur"] / 1e6,
+            )
             steps.setdefault(step, {}).setdefault(event["tid"], []).append(span)
     return steps

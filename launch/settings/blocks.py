@@ -1,4 +1,5 @@
-"""Two parts of the JSON's `branches` block that concern the samples: `balance` and `sample_weights`. Plain Python."""
+"""Two parts of the JSON's `branches` block that concern the samples: `balance` and
+`sample_weights`. Plain Python."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ LOOKS_EVERY = 20  # steps
 
 @dataclass(frozen=True)
 class BalanceBlock:
-    """The `balance` block inside `branches`: how global batches are dealt to micro-batches, and how much of each modality a step takes in.
-    Checked when made.
+    """The `balance` block inside `branches`: how global batches are dealt to micro-batches, and how
+    much of each modality a step takes in. Checked when made.
 
-    "deal": by cost, sizes from `min_size` to `max_size` (None: whatever the memory of the planned micro-batches holds); "off": in order;
-    "feed": dealt, and feed rates within bounds [least, most], moved when a branch waits more than `dead_band` of a step, by a load of at
-    most `max_change` times. Measured times are looked at every `interval` steps (0: never; None: `looks_every`). `window`:
-    global batches dealt together.
+    "deal": by cost, sizes from `min_size` to `max_size` (None: whatever the memory of the planned
+    micro-batches holds); "off": in order; "feed": dealt, and feed rates within bounds [least,
+    most], moved when a branch waits more than `dead_band` of a step, by a load of at most
+    `max_change` times. Measured times are looked at every `interval` steps (0: never; None:
+    `looks_every`). `window`: global batches dealt together.
     """
 
     strategy: str = "deal"
@@ -44,13 +46,27 @@ class BalanceBlock:
         if self.max_size is not None:
             check_counts("balance.max_size", self.max_size, ())
             if self.max_size < self.min_size:
-                raise ValueError(f"branches.balance: min_size {self.min_size} is above max_size {self.max_size}; exchange them")
-        for name, kind, least, most in (("captions_per_image", int, 1, 64), ("image_size", int, 8, 4096), ("kept_patches", float, 0.05, 1)):
+                raise ValueError(
+                    f"branches.balance: min_size {self.min_size} is above max_size "
+                    f"{self.max_size}; exchange them"
+                )
+        for name, kind, least, most in (
+            ("captions_per_image", int, 1, 64),
+            ("image_size", int, 8, 4096),
+            ("kept_patches", float, 0.05, 1),
+        ):
             check_bounds(f"balance.{name}", getattr(self, name), kind, least, most)
         for name, least, most in (("dead_band", 0.0, 1.0), ("max_change", 1.0, 16.0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < most:
-                raise ValueError(f"branches.balance.{name}: got {value!r}; it takes a number between {least:g} and {most:g}")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not least < value < most
+            ):
+                raise ValueError(
+                    f"branches.balance.{name}: got {value!r}; it takes a number between {least:g} "
+                    f"and {most:g}"
+                )
         moved = [name for name in KNOBS if getattr(self, name) is not None]
         if self.strategy == "feed" and (not moved or self.interval == 0):
             raise ValueError(
@@ -58,29 +74,37 @@ class BalanceBlock:
                 "an interval of at least 1"
             )
         if self.strategy != "feed" and moved:
-            raise ValueError(f'branches.balance.{moved[0]}: only "strategy": "feed" moves it, this one is "{self.strategy}"')
+            raise ValueError(
+                f'branches.balance.{moved[0]}: only "strategy": "feed" moves it, this one is "{self.strategy}"'
+            )
         if self.strategy == "off" and self.window > 1:
-            raise ValueError('branches.balance.window: "strategy": "off" deals nothing; use "deal" or "feed"')
+            raise ValueError(
+                'branches.balance.window: "strategy": "off" deals nothing; use "deal" or "feed"'
+            )
 
     def looks_every(self, adapts: bool) -> int:
-        """Steps between looks at measured times. Where it is not said: only where something is decided by them, feed rates or
-        (`adapts`) the mix of the data sets. Without looks the costs stay as planned, and equal runs are equal to the last bit."""
+        """Steps between looks at measured times. Where it is not said: only where something is
+        decided by them, feed rates or (`adapts`) the mix of the data sets. Without looks the costs
+        stay as planned, and equal runs are equal to the last bit."""
         if self.interval is not None:
             return self.interval
         return LOOKS_EVERY if self.strategy == "feed" or adapts else 0
 
     @property
     def refits(self) -> bool:
-        """Do costs follow measured times? Where nothing else is decided by them only if it was asked for."""
+        """Do costs follow measured times? Where nothing else is decided by them only if it was
+        asked for."""
         return self.strategy == "feed" or bool(self.interval)
 
 
 @dataclass(frozen=True)
 class SampleWeightsBlock:
-    """The `sample_weights` block inside `branches`: samples weighed by what there is to see and to read in them. Checked when made.
+    """The `sample_weights` block inside `branches`: samples weighed by what there is to see and to
+    read in them. Checked when made.
 
-    `use`: "loss", each counts by its weight, or "curriculum", from light to heavy in the first `epochs` epochs. `image`, `text`: how much the
-    complexity of the picture and the length of the text count. `length`: in "tokens" or, as runs before it was a choice, in "characters".
+    `use`: "loss", each counts by its weight, or "curriculum", from light to heavy in the first
+    `epochs` epochs. `image`, `text`: how much the complexity of the picture and the length of the
+    text count. `length`: in "tokens" or, as runs before it was a choice, in "characters".
     """
 
     use: str | None = None
@@ -94,17 +118,33 @@ class SampleWeightsBlock:
         if self.use is None:
             raise ValueError('branches.sample_weights: no "use"; it takes "loss" or "curriculum"')
         check_choice("sample_weights.use", self.use, ("loss", "curriculum"))
-        weights = {field.name: getattr(self, field.name) for field in fields(self) if isinstance(field.default, float)}
+        weights = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if isinstance(field.default, float)
+        }
         for name, value in weights.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise ValueError(f"branches.sample_weights.{name}: got {value!r}; it takes a number of at least 0")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not 0 <= value < float("inf")
+            ):
+                raise ValueError(
+                    f"branches.sample_weights.{name}: got {value!r}; it takes a number of at least "
+                    "0"
+                )
         if not any(weights.values()):
             raise ValueError(
-                f"branches.sample_weights: {' and '.join(weights)} are both 0, so nothing is weighed; raise one, or remove the block"
+                f"branches.sample_weights: {' and '.join(weights)} are both 0, so nothing is "
+                "weighed; raise one, or remove the block"
             )
         if self.use == "loss" and self.epochs is not None:
-            raise ValueError('branches.sample_weights.epochs: only "use": "curriculum" ends; remove the key')
-        if self.use == "curriculum" and (isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1):
+            raise ValueError(
+                'branches.sample_weights.epochs: only "use": "curriculum" ends; remove the key'
+            )
+        if self.use == "curriculum" and (
+            isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1
+        ):
             raise ValueError(
                 f'branches.sample_weights.epochs: got {self.epochs!r}; "use": "curriculum" needs the number of epochs after which the order is the '
                 "plain shuffle, a whole number of at least 1"
@@ -112,15 +152,23 @@ class SampleWeightsBlock:
 
 
 def balance_block(written: Any) -> BalanceBlock:
-    """`branches.balance` as written; None: its defaults. Raises ValueError for what is wrong in it."""
-    return BalanceBlock(**strict_block("balance", {} if written is None else written, BalanceBlock, '{"strategy": "deal"}'))
+    """`branches.balance` as written; None: its defaults. Raises ValueError for what is wrong in
+    it."""
+    return BalanceBlock(
+        **strict_block(
+            "balance", {} if written is None else written, BalanceBlock, '{"strategy": "deal"}'
+        )
+    )
 
 
 def sample_weights_block(written: Any) -> SampleWeightsBlock | None:
-    """`branches.sample_weights` as written; None: all samples count the same. Raises ValueError for what is wrong in it."""
+    """`branches.sample_weights` as written; None: all samples count the same. Raises ValueError for
+    what is wrong in it."""
     if written is None:
         return None
-    return SampleWeightsBlock(**strict_block("sample_weights", written, SampleWeightsBlock, '{"use": "loss"}'))
+    return SampleWeightsBlock(
+        **strict_block("sample_weights", written, SampleWeightsBlock, '{"use": "loss"}')
+    )
 
 
 READERS = {"balance": balance_block, "sample_weights": sample_weights_block}

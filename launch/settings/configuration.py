@@ -14,12 +14,22 @@ from launch.settings.blocks import READERS
 from launch.settings.options import Options, default_config
 
 
-def read_configuration(options: Options, processes: Processes) -> tuple[Path, dict[str, Any], BranchesBlock]:
-    """--deepspeed_config, or the file that suits the hardware; DeepSpeed's keys of it; and its `branches` block. Errors: ValueError, OSError."""
+def read_configuration(
+    options: Options, processes: Processes
+) -> tuple[Path, dict[str, Any], BranchesBlock]:
+    """--deepspeed_config, or the file that suits the hardware; DeepSpeed's keys of it; and its
+    `branches` block. Errors: ValueError, OSError."""
     on_gpu, accelerator = processes.device.type != "cpu", get_accelerator()
-    file = options.deepspeed_config or default_config(on_gpu, has_bf16(processes.device), processes.world_size)
+    file = options.deepspeed_config or default_config(
+        on_gpu, has_bf16(processes.device), processes.world_size
+    )
     config, block = read_config(file, options.branches, READERS)
-    check_hardware(config, accelerator.is_fp16_supported(), accelerator.is_bf16_supported(), processes.device.type)
+    check_hardware(
+        config,
+        accelerator.is_fp16_supported(),
+        accelerator.is_bf16_supported(),
+        processes.device.type,
+    )
     check_world(config, block, processes.world_size, options.branches)
     options.refuse_beside(block)
     return Path(file), config, block

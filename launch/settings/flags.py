@@ -48,24 +48,45 @@ def make_parser() -> argparse.ArgumentParser:
     _objective(parser.add_argument_group("objective"))
     _length(parser.add_argument_group("length"))
     _tracking(parser.add_argument_group("tracking"))
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by DeepSpeed's launcher, which also sets LOCAL_RANK
+    parser.add_argument(
+        "--local_rank", type=int, help=argparse.SUPPRESS
+    )  # given by DeepSpeed's launcher, which also sets LOCAL_RANK
     return parser
 
 
 def _how_to_run(run: argparse._ArgumentGroup) -> None:
     run.add_argument(
-        "--deepspeed_config", type=Path, metavar="FILE", help="how to run (default: the file in ds_configs/ that suits the hardware)"
+        "--deepspeed_config",
+        type=Path,
+        metavar="FILE",
+        help="how to run (default: the file in ds_configs/ that suits the hardware)",
     )
     add_module_flag(run)
-    run.add_argument("--run-dir", type=Path, metavar="DIR", help="everything the run writes (default: runs/<time>-<data>)")
+    run.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="everything the run writes (default: runs/<time>-<data>)",
+    )
     run.add_argument(
         "--resume",
         default="auto",
         metavar="auto|never|PATH",
         help="go on from the newest whole checkpoint in --run-dir, or from PATH (default: auto)",
     )
-    run.add_argument("--workers", default="auto", metavar="auto|N", help="data loading processes per rank (default: auto)")
-    run.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of weights, order, augmentation and dropout (default: 0)")
+    run.add_argument(
+        "--workers",
+        default="auto",
+        metavar="auto|N",
+        help="data loading processes per rank (default: auto)",
+    )
+    run.add_argument(
+        "--seed",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="of weights, order, augmentation and dropout (default: 0)",
+    )
 
 
 def _data(data: argparse._ArgumentGroup) -> None:
@@ -74,10 +95,15 @@ def _data(data: argparse._ArgumentGroup) -> None:
         action="append",
         metavar="SPEC",
         help="demo | demo:LANG[+LANG...] | jsonl:FILE | csv:FILE | tsv:FILE | parquet:FILES | coco:IMAGES:CAPTIONS.json | imagefolder:DIR | "
-        "webdataset:SHARDS | python:MODULE:NAME; repeat it to mix several (data/README.md; default: demo)",
+        "webdataset:SHARDS | python:MODULE:NAME; repeat it to mix several (data/README.md; "
+        "default: demo)",
     )
     add_root_flag(data, "--data and --val-data")
-    data.add_argument("--data-weights", metavar="W,W,...", help="how often the samples of each --data come in an epoch (default: once)")
+    data.add_argument(
+        "--data-weights",
+        metavar="W,W,...",
+        help="how often the samples of each --data come in an epoch (default: once)",
+    )
     data.add_argument(
         "--data-temperature",
         type=_positive,
@@ -85,7 +111,11 @@ def _data(data: argparse._ArgumentGroup) -> None:
         metavar="T",
         help="the share of a --data in an epoch goes with (samples * weight)^(1/T); large: all the same (default: 1.0)",
     )
-    data.add_argument("--data-floors", metavar="F,F,...", help="smallest share of each --data in an epoch, together at most 1 (default: 0)")
+    data.add_argument(
+        "--data-floors",
+        metavar="F,F,...",
+        help="smallest share of each --data in an epoch, together at most 1 (default: 0)",
+    )
     data.add_argument(
         "--data-adapt",
         type=_rate,
@@ -94,13 +124,30 @@ def _data(data: argparse._ArgumentGroup) -> None:
         help="how fast the weights of each --data follow its loss, from epoch to epoch: where it falls more slowly they grow; 0: not at all "
         "(default: 0.0)",
     )
-    data.add_argument("--val-data", action=Once, metavar="SPEC", help="held-out samples from elsewhere, instead of a part of --data")
     data.add_argument(
-        "--val-fraction", type=_fraction, default=0.1, metavar="F", help="part of --data held out, never trained on (default: 0.1)"
+        "--val-data",
+        action=Once,
+        metavar="SPEC",
+        help="held-out samples from elsewhere, instead of a part of --data",
     )
-    data.add_argument("--limit-samples", type=_at_least(2), metavar="N", help="train on N samples only, to try a pipeline")
     data.add_argument(
-        "--on-leak", choices=("refuse", "drop"), default="refuse", help="training samples that are also in --val-data (default: refuse)"
+        "--val-fraction",
+        type=_fraction,
+        default=0.1,
+        metavar="F",
+        help="part of --data held out, never trained on (default: 0.1)",
+    )
+    data.add_argument(
+        "--limit-samples",
+        type=_at_least(2),
+        metavar="N",
+        help="train on N samples only, to try a pipeline",
+    )
+    data.add_argument(
+        "--on-leak",
+        choices=("refuse", "drop"),
+        default="refuse",
+        help="training samples that are also in --val-data (default: refuse)",
     )
     data.add_argument(
         "--leak-bits",
@@ -109,7 +156,11 @@ def _data(data: argparse._ArgumentGroup) -> None:
         help="pictures count as equal when their perceptual hashes differ in up to N of 64 bits (default: only equal files do)",
     )
     data.add_argument(
-        "--max-bad-fraction", type=_fraction, default=0.01, metavar="F", help="stop when more of the samples cannot be used (default: 0.01)"
+        "--max-bad-fraction",
+        type=_fraction,
+        default=0.01,
+        metavar="F",
+        help="stop when more of the samples cannot be used (default: 0.01)",
     )
     data.add_argument(
         "--index-check",
@@ -122,7 +173,8 @@ def _data(data: argparse._ArgumentGroup) -> None:
         type=_augmentation,
         metavar="crop[+white][+flip][+colour]|none",
         help="of training pictures: a crop of 80 to 100 %% of the area and a light colour behind transparent parts; white behind them, as in "
-        "evaluation; mirrored, where captions do not say left and right; other brightness and contrast, where they do not name colours (default: as "
+        "evaluation; mirrored, where captions do not say left and right; other brightness and "
+        "contrast, where they do not name colours (default: as "
         "the recipe says, ds_configs/README.md)",
     )
     data.add_argument(
@@ -131,12 +183,20 @@ def _data(data: argparse._ArgumentGroup) -> None:
         metavar="off|auto|DIR",
         help="keep decoded and resized pictures; auto: in ~/.cache/wye, or the folder that WYE_CACHE names (default: off)",
     )
-    data.add_argument("--cache-limit", type=float, default=50, metavar="GB", help="size limit of --cache, GiB (default: 50)")
+    data.add_argument(
+        "--cache-limit",
+        type=float,
+        default=50,
+        metavar="GB",
+        help="size limit of --cache, GiB (default: 50)",
+    )
 
 
 def _towers(model: argparse._ArgumentGroup) -> None:
     model.add_argument(
-        "--image-tower", metavar="NAME", help="torchvision architecture, NAME[:key=value,...] (default: resnet50; demo: a ResNet-10)"
+        "--image-tower",
+        metavar="NAME",
+        help="torchvision architecture, NAME[:key=value,...] (default: resnet50; demo: a ResNet-10)",
     )
     model.add_argument(
         "--text-tower",
@@ -144,9 +204,15 @@ def _towers(model: argparse._ArgumentGroup) -> None:
         help="architecture, Hugging Face id or local folder (default: bert-base-uncased; demo: bert-mini)",
     )
     model.add_argument(
-        "--image-weights", metavar="WHERE", help="pretrained: library name, Hugging Face id, folder or file (default: from scratch)"
+        "--image-weights",
+        metavar="WHERE",
+        help="pretrained: library name, Hugging Face id, folder or file (default: from scratch)",
     )
-    model.add_argument("--text-weights", metavar="WHERE", help="pretrained: Hugging Face id, folder or file (default: from scratch)")
+    model.add_argument(
+        "--text-weights",
+        metavar="WHERE",
+        help="pretrained: Hugging Face id, folder or file (default: from scratch)",
+    )
     model.add_argument(
         "--import",
         dest="imported",
@@ -167,7 +233,12 @@ def _towers(model: argparse._ArgumentGroup) -> None:
         metavar="MODALITY=NAME",
         help="of another modality that --pairs names; NAME as its module says; repeat it for several (default: the modality's own)",
     )
-    model.add_argument("--embed-dim", type=_at_least(1), metavar="N", help="width of the common space (default: 512; demo: 256)")
+    model.add_argument(
+        "--embed-dim",
+        type=_at_least(1),
+        metavar="N",
+        help="width of the common space (default: 512; demo: 256)",
+    )
     model.add_argument(
         "--image-size",
         type=_at_least(1),
@@ -185,7 +256,9 @@ def _towers(model: argparse._ArgumentGroup) -> None:
         metavar="R,G,B",
         help="of channel values from 0 to 1, together with --image-std, instead of --image-normalization (default: as there)",
     )
-    model.add_argument("--image-std", type=_channels, metavar="R,G,B", help="see --image-mean (default: as there)")
+    model.add_argument(
+        "--image-std", type=_channels, metavar="R,G,B", help="see --image-mean (default: as there)"
+    )
     model.add_argument(
         "--image-interpolation",
         choices=INTERPOLATIONS,
@@ -205,7 +278,12 @@ def _towers(model: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="input shapes of about that area, chosen to suit the pictures; a micro-batch has one of them; 1: square (default: 1)",
     )
-    model.add_argument("--max-text-tokens", type=_at_least(4), metavar="N", help="longer texts are cut (default: 77; demo: 32)")
+    model.add_argument(
+        "--max-text-tokens",
+        type=_at_least(4),
+        metavar="N",
+        help="longer texts are cut (default: 77; demo: 32)",
+    )
 
 
 def _objective(objective: argparse._ArgumentGroup) -> None:
@@ -238,8 +316,20 @@ def _objective(objective: argparse._ArgumentGroup) -> None:
         help="layers of cross-attention that learn to tell whether an image and a text belong together, from hard negatives of the global batch; "
         "0: none (default: 0)",
     )
-    objective.add_argument("--fusion-width", type=_at_least(1), default=512, metavar="N", help="of its tokens (default: 512)")
-    objective.add_argument("--fusion-heads", type=_at_least(1), default=8, metavar="N", help="of its attention (default: 8)")
+    objective.add_argument(
+        "--fusion-width",
+        type=_at_least(1),
+        default=512,
+        metavar="N",
+        help="of its tokens (default: 512)",
+    )
+    objective.add_argument(
+        "--fusion-heads",
+        type=_at_least(1),
+        default=8,
+        metavar="N",
+        help="of its attention (default: 8)",
+    )
     objective.add_argument(
         "--fusion-scales",
         type=_at_least(1),
@@ -258,7 +348,8 @@ def _objective(objective: argparse._ArgumentGroup) -> None:
         choices=MODES,
         default="fixed",
         help="of all losses: as given, by a learned uncertainty of each, by how they fall and how far "
-        "the embeddings have come, or, with several pairs, after each evaluation by the alignment and "
+        "the embeddings have come, or, with several pairs, after each evaluation by the alignment "
+        "and "
         "uniformity of their held-out embeddings (default: fixed)",
     )
     objective.add_argument(
@@ -272,14 +363,33 @@ def _objective(objective: argparse._ArgumentGroup) -> None:
 
 def _length(length: argparse._ArgumentGroup) -> None:
     exclusive = length.add_mutually_exclusive_group()
-    exclusive.add_argument("--epochs", type=_at_least(1), metavar="N", help="passes over the training samples (default: 30; demo: 12)")
-    exclusive.add_argument("--steps", type=_at_least(1), metavar="N", help="optimizer steps, instead of epochs")
-    length.add_argument(
-        "--save-every", type=_at_least(1), metavar="N", help="steps between checkpoints (default: one epoch); one is always made at the end"
+    exclusive.add_argument(
+        "--epochs",
+        type=_at_least(1),
+        metavar="N",
+        help="passes over the training samples (default: 30; demo: 12)",
     )
-    length.add_argument("--keep-checkpoints", type=_at_least(1), default=3, metavar="K", help="the newest ones that stay (default: 3)")
+    exclusive.add_argument(
+        "--steps", type=_at_least(1), metavar="N", help="optimizer steps, instead of epochs"
+    )
     length.add_argument(
-        "--keep-every", type=_at_least(1), metavar="N", help="also keep the first checkpoint of every N steps (default: none)"
+        "--save-every",
+        type=_at_least(1),
+        metavar="N",
+        help="steps between checkpoints (default: one epoch); one is always made at the end",
+    )
+    length.add_argument(
+        "--keep-checkpoints",
+        type=_at_least(1),
+        default=3,
+        metavar="K",
+        help="the newest ones that stay (default: 3)",
+    )
+    length.add_argument(
+        "--keep-every",
+        type=_at_least(1),
+        metavar="N",
+        help="also keep the first checkpoint of every N steps (default: none)",
     )
     length.add_argument(
         "--eval-every",
@@ -309,7 +419,10 @@ def _length(length: argparse._ArgumentGroup) -> None:
 
 def _tracking(tracking: argparse._ArgumentGroup) -> None:
     tracking.add_argument(
-        "--wandb", choices=("online", "offline", "disabled"), default="disabled", help="Weights & Biases (default: disabled)"
+        "--wandb",
+        choices=("online", "offline", "disabled"),
+        default="disabled",
+        help="Weights & Biases (default: disabled)",
     )
     tracking.add_argument(
         "--trace-every",
@@ -325,15 +438,21 @@ def _tracking(tracking: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="print how N global batches are dealt before training starts (default: 0)",
     )
-    tracking.add_argument("--wandb-project", default="wye", metavar="NAME", help="project there (default: wye)")
+    tracking.add_argument(
+        "--wandb-project", default="wye", metavar="NAME", help="project there (default: wye)"
+    )
 
 
 class Once(argparse.Action):
-    """Keep the value; an option that is given twice is an error, where argparse would take the last."""
+    """Keep the value; an option that is given twice is an error, where argparse would take the
+    last."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         if getattr(namespace, self.dest) is not None:
-            parser.error(f"{option_string} is given twice, {getattr(namespace, self.dest)} and {values}; give it once")
+            parser.error(
+                f"{option_string} is given twice, {getattr(namespace, self.dest)} and {values}; "
+                "give it once"
+            )
         setattr(namespace, self.dest, values)
 
 
@@ -359,15 +478,23 @@ _fraction.__name__ = "number"
 
 def _augmentation(text: str) -> tuple[str, ...]:
     words = () if text == "none" else tuple(text.split("+"))
-    if words and (words[0] != "crop" or len(set(words)) != len(words) or not set(words) <= {"crop", "white", "flip", "colour"}):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither none nor crop, with +white, +flip and +colour behind it as wanted")
+    if words and (
+        words[0] != "crop"
+        or len(set(words)) != len(words)
+        or not set(words) <= {"crop", "white", "flip", "colour"}
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither none nor crop, with +white, +flip and +colour behind it as wanted"
+        )
     return words
 
 
 def _channels(text: str) -> tuple[float, ...]:
     values = tuple(float(word) for word in text.split(","))
     if len(values) != 3 or not all(map(math.isfinite, values)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not three numbers, for red, green and blue, such as 0.485,0.456,0.406")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not three numbers, for red, green and blue, such as 0.485,0.456,0.406"
+        )
     return values
 
 
@@ -376,7 +503,10 @@ _channels.__name__ = "list of three numbers"
 
 def pairs_given(text: str) -> str:
     try:
-        return ",".join(f"{p.first}:{p.second}" + ("" if p.weight == 1 else f":{p.weight:g}") for p in read_pairs(text))
+        return ",".join(
+            f"{p.first}:{p.second}" + ("" if p.weight == 1 else f":{p.weight:g}")
+            for p in read_pairs(text)
+        )
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

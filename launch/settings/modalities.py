@@ -1,10 +1,12 @@
 """The modalities of a run: what loads each one's samples, and which tower its branch has.
 
-Images and texts have flags of their own. Any other modality is an entry of `MODALITIES`, which a module of one's own adds to:
+Images and texts have flags of their own. Any other modality is an entry of `MODALITIES`, which a
+module of one's own adds to:
 
     MODALITIES["tone"] = ModalityEntry(load=Tone, tower=tone_tower)
 
-and is then asked for by `--pairs image:text,tone:text` and `--tower tone=NAME` (`data/README.md`, "Add a modality").
+and is then asked for by `--pairs image:text,tone:text` and `--tower tone=NAME` (`data/README.md`,
+"Add a modality").
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from models.towers.text import text_tower
 
 @dataclass(frozen=True)
 class ModalityEntry:
-    """`load`: makes what turns samples into the tensors of the branch. `tower`: from the name in --tower, "" where none is given, to the
-    branch's tower without a head; its `example` says what enters it."""
+    """`load`: makes what turns samples into the tensors of the branch. `tower`: from the name in
+    --tower, "" where none is given, to the branch's tower without a head; its `example` says what
+    enters it."""
 
     load: Callable[[], Modality]
     tower: Callable[[str], Tower]
@@ -59,15 +62,23 @@ def tower_of(
     scalars: Mapping[str, float],
     fusion: FusionSizes | None = None,
 ) -> Tower:
-    """The tower of a branch with its head, from train.py's options by name; no layer is built yet. `scalars`: what its head owns of the
-    losses' learned scalars, with first values. Errors: ValueError, FileNotFoundError."""
+    """The tower of a branch with its head, from train.py's options by name; no layer is built yet.
+    `scalars`: what its head owns of the losses' learned scalars, with first values. Errors:
+    ValueError, FileNotFoundError."""
     if branch == "image":
         tower = image_tower(options["image_tower"], options["image_size"])
     elif branch == "text":
-        tower = text_tower(options["text_tower"], vocabulary.size, options["max_text_tokens"], vocabulary.pad_id, vocabulary.end_id)
+        tower = text_tower(
+            options["text_tower"],
+            vocabulary.size,
+            options["max_text_tokens"],
+            vocabulary.pad_id,
+            vocabulary.end_id,
+        )
     elif branch not in MODALITIES:
         raise ValueError(
-            f"there is no modality '{branch}'; there are {', '.join(known_modalities())}; a module that adds one is named by --import-module"
+            f"there is no modality '{branch}'; there are {', '.join(known_modalities())}; a module "
+            "that adds one is named by --import-module"
         )
     else:
         tower = MODALITIES[branch].tower(named_towers(options.get("tower") or ()).get(branch, ""))

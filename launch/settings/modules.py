@@ -41,13 +41,20 @@ def import_modules(names: Sequence[str] | None) -> None:
 
 
 def _why(name: str, error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and error.name
+        and f"{name}.".startswith(f"{error.name}.")
+    ):
         return (
-            f"there is no module {error.name!r} in the environment or in {os.getcwd()}; give the name "
+            f"there is no module {error.name!r} in the environment or in {os.getcwd()}; give the "
+            "name "
             "of one that is there, or start in the folder that holds it"
         )
     file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
-    where = "" if isinstance(error, SyntaxError) else f" (line {line} of {file})"  # a SyntaxError names its own
+    where = (
+        "" if isinstance(error, SyntaxError) else f" (line {line} of {file})"
+    )  # a SyntaxError names its own
     what = f"{type(error).__name__}: {error}{where}"
     return f"importing it failed with {what}; mend the module, or leave it out"
 
@@ -55,5 +62,7 @@ def _why(name: str, error: Exception) -> str:
 def _names(text: str) -> list[str]:
     names = text.split(",")
     if not all(part.isidentifier() for name in names for part in name.split(".")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of module names, such as examples.schedule or mine.a,mine.b")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of module names, such as examples.schedule or mine.a,mine.b"
+        )
     return names

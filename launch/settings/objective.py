@@ -11,8 +11,11 @@ from engine.objective import Branch, Objective, Pair
 from models.towers.layers import Tower
 
 
-def pairs_of(given: str, loss: ContrastiveLoss, matching: MatchingLoss | None = None) -> tuple[Pair, ...]:
-    """The pairs of `--pairs`, each with the loss and what it learns: `logit_scale` of images and texts, `tone_text_logit_scale` of others."""
+def pairs_of(
+    given: str, loss: ContrastiveLoss, matching: MatchingLoss | None = None
+) -> tuple[Pair, ...]:
+    """The pairs of `--pairs`, each with the loss and what it learns: `logit_scale` of images and
+    texts, `tone_text_logit_scale` of others."""
     return tuple(
         Pair(
             pair.first,
@@ -27,5 +30,6 @@ def pairs_of(given: str, loss: ContrastiveLoss, matching: MatchingLoss | None = 
 
 
 def objective_of(towers: Sequence[Tower], pairs: Sequence[Pair]) -> Objective:
-    """The branches of the towers, and the pairs of them that losses compare. The first tower of a pair owns what its loss learns."""
+    """The branches of the towers, and the pairs of them that losses compare. The first tower of a
+    pair owns what its loss learns."""
     return Objective(tuple(Branch(tower.branch, tower.inputs) for tower in towers), tuple(pairs))

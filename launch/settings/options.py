@@ -92,7 +92,8 @@ class Options:
 
     @property
     def branches(self) -> tuple[str, ...]:
-        """The modalities of the pairs, each a branch, in the order in which they are first named."""
+        """The modalities of the pairs, each a branch, in the order in which they are first
+        named."""
         return branches_of(self.pairs)
 
     def data_options(self) -> DataOptions:
@@ -102,14 +103,21 @@ class Options:
         return self.workers if self.workers == "auto" else int(self.workers)
 
     def tokenizer_source(self) -> str | None:
-        """Where the tokenizer comes from: asked for, or beside the text tower's weights or configuration; None: train one."""
+        """Where the tokenizer comes from: asked for, or beside the text tower's weights or
+        configuration; None: train one."""
         if self.tokenizer is not None:
             return self.tokenizer
         for where in (self.text_weights, split_name(self.text_tower)[0]):
-            if where is not None and any((Path(where) / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
+            if where is not None and any(
+                (Path(where) / name).is_file() for name in ("tokenizer.json", "vocab.txt")
+            ):
                 return where
         weights = self.text_weights
-        return weights if weights is not None and "/" in weights and not Path(weights).exists() else None
+        return (
+            weights
+            if weights is not None and "/" in weights and not Path(weights).exists()
+            else None
+        )
 
     def refuse_beside(self, block: BranchesBlock) -> None:
         """Raise ValueError for a flag that does not go with what the `branches` block says."""
@@ -118,12 +126,15 @@ class Options:
                 '--eval-ema: the weights are not averaged; add "ema": {"decay": 0.9999, "warmup": true} to "branches", or leave it out'
             )
         if self.fusion and block.locking().head:
-            raise ValueError(f'--fusion {self.fusion}: it would not learn; set "head" of "branches.locked" to false, or leave --fusion out')
+            raise ValueError(
+                f'--fusion {self.fusion}: it would not learn; set "head" of "branches.locked" to false, or leave --fusion out'
+            )
 
     def record(self) -> dict[str, Any]:
         plain = {Path: str, tuple: list}
         return {
-            key: next((to(value) for kind, to in plain.items() if isinstance(value, kind)), value) for key, value in asdict(self).items()
+            key: next((to(value) for kind, to in plain.items() if isinstance(value, kind)), value)
+            for key, value in asdict(self).items()
         }
 
 
@@ -151,10 +162,14 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     values = vars(parser.parse_args(arguments))
     values.pop("local_rank")
     if values["workers"] != "auto" and not values["workers"].isdigit():
-        parser.error(f"argument --workers: {values['workers']!r} is neither 'auto' nor a whole number")
+        parser.error(
+            f"argument --workers: {values['workers']!r} is neither 'auto' nor a whole number"
+        )
     values["import_module"] = values["import_module"] and tuple(values["import_module"])
     try:
-        import_modules(values["import_module"])  # first: what they register are values of other flags
+        import_modules(
+            values["import_module"]
+        )  # first: what they register are values of other flags
     except ValueError as error:
         parser.error(str(error))
     _check_loss(parser, values)
@@ -163,68 +178,113 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     pixels = _given_pixels(parser, values)
     values["data"] = tuple(map(from_anywhere, values["data"] or ["demo"]))
     values["val_data"] = values["val_data"] and from_anywhere(values["val_data"])
-    values["data_root"] = given_roots(parser, values["data_root"], [*values["data"], *filter(None, [values["val_data"]])])
+    values["data_root"] = given_roots(
+        parser, values["data_root"], [*values["data"], *filter(None, [values["val_data"]])]
+    )
     values["data_weights"] = _weights(parser, values["data_weights"], values["data"])
     values["data_floors"] = _floors(parser, values["data_floors"], values["data"])
     if len(values["data"]) == 1 and values["data_temperature"] != 1:
-        parser.error(f"argument --data-temperature: {values['data_temperature']:g}; one --data has nothing to share, give several")
+        parser.error(
+            f"argument --data-temperature: {values['data_temperature']:g}; one --data has nothing "
+            "to share, give several"
+        )
     if len(values["data"]) == 1 and values["data_adapt"]:
-        parser.error(f"argument --data-adapt: {values['data_adapt']:g}; one --data has nothing to share, give several")
+        parser.error(
+            f"argument --data-adapt: {values['data_adapt']:g}; one --data has nothing to share, "
+            "give several"
+        )
     if values["imported"]:
         for other in ("image_weights", "text_weights"):
             if values[other]:
-                parser.error(f"argument --import: it holds both towers; leave out --{other.replace('_', '-')}")
+                parser.error(
+                    "argument --import: it holds both towers; leave out "
+                    f"--{other.replace('_', '-')}"
+                )
         for key, default in options_of_export(Path(values["imported"])).items():
             if key not in PIXELS:
                 values[key] = default if values[key] is None else values[key]
     for key in ("tokenizer", "imported"):
         values[key] = _from_anywhere(values[key])
-    for key in ("image_weights", "text_weights"):  # NAME is also one that a library knows; ./NAME is not
+    for key in (
+        "image_weights",
+        "text_weights",
+    ):  # NAME is also one that a library knows; ./NAME is not
         values[key] = _from_anywhere(values[key]) if "/" in (values[key] or "") else values[key]
     if "/" in (values["text_tower"] or ""):
         base, overrides = split_name(values["text_tower"])
         values["text_tower"] = join_name(_from_anywhere(base), overrides)
     sized = values["image_size"] is not None
-    # What the command of a run that goes on leaves out stays what it was, also where defaults have changed since.
+    # What the command of a run that goes on leaves out stays what it was, also where defaults have
+    # changed since.
     recorded = (values["run_dir"] and read_run(values["run_dir"]) or {}).get("options", {})
-    defaults = DEMO_DEFAULTS if all(spec.split(":")[0] == "demo" for spec in values["data"]) else DEFAULTS
+    defaults = (
+        DEMO_DEFAULTS if all(spec.split(":")[0] == "demo" for spec in values["data"]) else DEFAULTS
+    )
     for key, default in defaults.items():
         if values[key] is None and not (key == "epochs" and values["steps"] is not None):
             values[key] = recorded.get(key) or default
-    for key in ("augmentation", "label_smoothing"):  # not given and not recorded: the recipe says (launch/settings/recipe.py)
+    for key in (
+        "augmentation",
+        "label_smoothing",
+    ):  # not given and not recorded: the recipe says (launch/settings/recipe.py)
         values[key] = recorded.get(key) if values[key] is None else values[key]
-    values["augmentation"] = None if values["augmentation"] is None else tuple(values["augmentation"])
+    values["augmentation"] = (
+        None if values["augmentation"] is None else tuple(values["augmentation"])
+    )
     values |= _pixels(parser, pixels, values, sized, recorded)
     return Options(**values)
 
 
 def _given_pixels(parser: argparse.ArgumentParser, values: dict[str, Any]) -> dict[str, Any]:
-    """What the command line says of mean, standard deviation, interpolation and resize, taken out of `values`; None: nothing."""
+    """What the command line says of mean, standard deviation, interpolation and resize, taken out
+    of `values`; None: nothing."""
     normalization = values.pop("image_normalization")
     given = {key: values.pop(key) for key in PIXELS}
     if (given["image_mean"] is None) != (given["image_std"] is None):
-        parser.error("argument --image-mean: it goes together with --image-std; give both, or --image-normalization")
+        parser.error(
+            "argument --image-mean: it goes together with --image-std; give both, or "
+            "--image-normalization"
+        )
     if normalization and given["image_mean"]:
-        parser.error("argument --image-normalization: --image-mean and --image-std say the same; give one of them")
+        parser.error(
+            "argument --image-normalization: --image-mean and --image-std say the same; give one "
+            "of them"
+        )
     if normalization:
         given["image_mean"], given["image_std"] = NORMALIZATIONS[normalization]
     return given
 
 
 def _pixels(
-    parser: argparse.ArgumentParser, given: Mapping[str, Any], values: Mapping[str, Any], sized: bool, recorded: Mapping[str, Any]
+    parser: argparse.ArgumentParser,
+    given: Mapping[str, Any],
+    values: Mapping[str, Any],
+    sized: bool,
+    recorded: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The image size and the four options of PIXELS: as given, else as the weights were trained, else CLIP's. `sized`: the size was given.
-    A run that recorded none of them was trained with CLIP's, whatever its weights."""
-    from launch.settings.preprocessing import trained_with  # imports torchvision, which --help can do without
+    """The image size and the four options of PIXELS: as given, else as the weights were trained,
+    else CLIP's. `sized`: the size was given. A run that recorded none of them was trained with
+    CLIP's, whatever its weights."""
+    from launch.settings.preprocessing import (
+        trained_with,
+    )  # imports torchvision, which --help can do without
 
-    weights, earlier = values["imported"] or values["image_weights"], bool(recorded) and PIXELS[0] not in recorded
+    weights, earlier = (
+        values["imported"] or values["image_weights"],
+        bool(recorded) and PIXELS[0] not in recorded,
+    )
     found = None if weights is None or earlier else trained_with(weights, values["image_tower"])
     trained, size = found or (CLIP, values["image_size"])
     size = values["image_size"] if sized else size
-    pixels = {key: default if given[key] is None else given[key] for key, default in trained.options(size).items()}
+    pixels = {
+        key: default if given[key] is None else given[key]
+        for key, default in trained.options(size).items()
+    }
     if pixels["image_resize"] < size:
-        parser.error(f"argument --image-resize: {pixels['image_resize']} is below --image-size {size}; the centre is cropped from it")
+        parser.error(
+            f"argument --image-resize: {pixels['image_resize']} is below --image-size {size}; the "
+            "centre is cropped from it"
+        )
     try:
         Preprocessing.from_options({**pixels, "image_size": size})
     except ValueError as error:
@@ -233,13 +293,19 @@ def _pixels(
 
 
 def _from_anywhere(where: str | None) -> str | None:
-    """A file or folder that is here by its absolute path, so that evaluate.py and export.py find it from elsewhere; all else as it was given."""
-    return str(Path(where).expanduser().absolute()) if where and Path(where).expanduser().exists() else where
+    """A file or folder that is here by its absolute path, so that evaluate.py and export.py find it
+    from elsewhere; all else as it was given."""
+    return (
+        str(Path(where).expanduser().absolute())
+        if where and Path(where).expanduser().exists()
+        else where
+    )
 
 
 def default_config(on_gpu: bool, bf16_supported: bool, world_size: int) -> Path:
-    """The JSON file that suits the hardware found. Without a GPU a fork where there are processes for one: it is planned from counted
-    operations, so nothing is measured, and equal runs are equal."""
+    """The JSON file that suits the hardware found. Without a GPU a fork where there are processes
+    for one: it is planned from counted operations, so nothing is measured, and equal runs are
+    equal."""
     if on_gpu:
         name = "zero1_bf16.json" if bf16_supported else "zero1_fp16.json"
     else:
@@ -252,75 +318,124 @@ def _check_loss(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> N
 
     if values["loss"] not in LOSSES:
         parser.error(
-            f"argument --loss: there is no loss '{values['loss']}'; there are {', '.join(LOSSES)}{near(values['loss'], list(LOSSES))}"
+            f"argument --loss: there is no loss '{values['loss']}'; there are "
+            f"{', '.join(LOSSES)}{near(values['loss'], list(LOSSES))}"
         )
     if values["label_smoothing"] and values["loss"] != "infonce":
         parser.error(
-            f"argument --label-smoothing: {values['label_smoothing']} is for --loss infonce; {values['loss']} has no targets to smooth, so "
+            f"argument --label-smoothing: {values['label_smoothing']} is for --loss infonce; "
+            f"{values['loss']} has no targets to smooth, so "
             "leave it out"
         )
 
 
 def _check_pairs(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:
-    from launch.settings.modalities import known_modalities  # imports torchvision, which --help can do without
+    from launch.settings.modalities import (
+        known_modalities,
+    )  # imports torchvision, which --help can do without
 
     pairs = read_pairs(values["pairs"])
     named = branches_of(values["pairs"])
     for name in named:
         if name not in known_modalities():
             parser.error(
-                f"argument --pairs: there is no modality '{name}'; there are {', '.join(known_modalities())}{near(name, known_modalities())}; a "
+                f"argument --pairs: there is no modality '{name}'; there are "
+                f"{', '.join(known_modalities())}{near(name, known_modalities())}; a "
                 "module that adds one is named by --import-module"
             )
-    if any(pair.first == pair.second for pair in pairs) or len({frozenset(pair.modalities) for pair in pairs}) < len(pairs):
-        parser.error(f"argument --pairs: {values['pairs']}: a pair is of two different modalities, and is named once")
+    if any(pair.first == pair.second for pair in pairs) or len(
+        {frozenset(pair.modalities) for pair in pairs}
+    ) < len(pairs):
+        parser.error(
+            f"argument --pairs: {values['pairs']}: a pair is of two different modalities, and is "
+            "named once"
+        )
     if values["fusion"] and values["pairs"] != IMAGE_TEXT:
-        parser.error(f"argument --fusion: it scores images with texts, and --pairs is {values['pairs']}; leave one of them out")
+        parser.error(
+            f"argument --fusion: it scores images with texts, and --pairs is {values['pairs']}; "
+            "leave one of them out"
+        )
     values["tower"] = tuple(values["tower"] or ())
     for name in (each.partition("=")[0] for each in values["tower"]):
         if name in ("image", "text"):
             parser.error(f"argument --tower: {name} has a flag of its own, --{name}-tower")
         if name not in named:
-            parser.error(f"argument --tower: no pair of --pairs {values['pairs']} has '{name}'{near(name, named)}")
+            parser.error(
+                f"argument --tower: no pair of --pairs {values['pairs']} has "
+                f"'{name}'{near(name, named)}"
+            )
 
 
 def _check_fusion(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> None:
     if values["fusion"] and values["fusion_width"] % values["fusion_heads"]:
-        parser.error(f"argument --fusion-width: {values['fusion_width']} is no multiple of --fusion-heads {values['fusion_heads']}")
+        parser.error(
+            f"argument --fusion-width: {values['fusion_width']} is no multiple of --fusion-heads "
+            f"{values['fusion_heads']}"
+        )
     pairs = read_pairs(values["pairs"])
     try:
         check_mode(
-            values["loss_weights"], [*(f"contrastive/{p.first}_{p.second}" for p in pairs), *(["matching"] if values["fusion"] else [])]
+            values["loss_weights"],
+            [
+                *(f"contrastive/{p.first}_{p.second}" for p in pairs),
+                *(["matching"] if values["fusion"] else []),
+            ],
         )
     except ValueError as error:
         parser.error(f"argument --loss-weights: {error}")
-    of_several = ("loss_weights", "loss_weights_every")  # losses: of pairs, or of matching beside that of the pair
+    of_several = (
+        "loss_weights",
+        "loss_weights_every",
+    )  # losses: of pairs, or of matching beside that of the pair
     for key in ("fusion_width", "fusion_heads", "fusion_scales", "matching_weight", *of_several):
-        if not values["fusion"] and values[key] != parser.get_default(key) and (key not in of_several or len(pairs) == 1):
+        if (
+            not values["fusion"]
+            and values[key] != parser.get_default(key)
+            and (key not in of_several or len(pairs) == 1)
+        ):
             also = " or several --pairs" if key in of_several else ""
             parser.error(
-                f"argument --{key.replace('_', '-')}: {values[key]} is for a run with --fusion{also}; add --fusion N, or leave it out"
+                f"argument --{key.replace('_', '-')}: {values[key]} is for a run with "
+                f"--fusion{also}; add --fusion N, or leave it out"
             )
 
 
-def _weights(parser: argparse.ArgumentParser, given: str | None, data: tuple[str, ...]) -> tuple[float, ...] | None:
+def _weights(
+    parser: argparse.ArgumentParser, given: str | None, data: tuple[str, ...]
+) -> tuple[float, ...] | None:
     if given is None:
         return None
     weights = _numbers(given)
-    if len(weights) != len(data) or not all(0 <= weight < math.inf for weight in weights) or not any(weights):
-        parser.error(f"argument --data-weights: {given!r}; {len(data)} --data need {len(data)} numbers >= 0, not all 0, such as 1,0.5")
+    if (
+        len(weights) != len(data)
+        or not all(0 <= weight < math.inf for weight in weights)
+        or not any(weights)
+    ):
+        parser.error(
+            f"argument --data-weights: {given!r}; {len(data)} --data need {len(data)} numbers >= "
+            "0, not all 0, such as 1,0.5"
+        )
     return weights
 
 
-def _floors(parser: argparse.ArgumentParser, given: str | None, data: tuple[str, ...]) -> tuple[float, ...] | None:
+def _floors(
+    parser: argparse.ArgumentParser, given: str | None, data: tuple[str, ...]
+) -> tuple[float, ...] | None:
     if given is None:
         return None
     if len(data) == 1:
-        parser.error(f"argument --data-floors: {given!r}; one --data has nothing to share, give several")
-    floors = _numbers(given)
-    if len(floors) != len(data) or not all(0 <= floor <= 1 for floor in floors) or math.fsum(floors) > 1 + 1e-9:
         parser.error(
-            f"argument --data-floors: {given!r}; {len(data)} --data need {len(data)} numbers from 0 to 1, together at most 1, such as 0.2,0"
+            f"argument --data-floors: {given!r}; one --data has nothing to share, give several"
+        )
+    floors = _numbers(given)
+    if (
+        len(floors) != len(data)
+        or not all(0 <= floor <= 1 for floor in floors)
+        or math.fsum(floors) > 1 + 1e-9
+    ):
+        parser.error(
+            f"argument --data-floors: {given!r}; {len(data)} --data need {len(data)} numbers from "
+            "0 to 1, together at most 1, such as 0.2,0"
         )
     return floors
 

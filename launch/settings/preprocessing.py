@@ -1,6 +1,8 @@
-"""How the pixels of a run are prepared: as the command line says, else as the image weights were trained, else as CLIP's.
+"""How the pixels of a run are prepared: as the command line says, else as the image weights were
+trained, else as CLIP's.
 
-torchvision, transformers and OpenCLIP write this beside their weights, each in its own way; here it becomes a `Preprocessing`.
+torchvision, transformers and OpenCLIP write this beside their weights, each in its own way; here it
+becomes a `Preprocessing`.
 """
 
 from __future__ import annotations
@@ -24,24 +26,33 @@ TORCHVISION = "give --image-normalization imagenet if torchvision or timm traine
 
 
 def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | None:
-    """How the pixels were prepared that weights were trained on, and the tower's input in pixels; None: the weights do not say.
+    """How the pixels were prepared that weights were trained on, and the tower's input in pixels;
+    None: the weights do not say.
 
-    `where`: as --image-weights or --import. Known are torchvision's weights by name and by their files' names, and folders with
-    a preprocessor_config.json, files beside one, and folders from export.py.
+    `where`: as --image-weights or --import. Known are torchvision's weights by name and by their
+    files' names, and folders with a preprocessor_config.json, files beside one, and folders from
+    export.py.
     """
     path = Path(where).expanduser()
     if path.is_dir():
         return _of_export(path) or _of_folder(path / PREPROCESSOR)
-    return _of_torchvision(path.name, split_name(image_tower)[0]) or (_of_folder(path.parent / PREPROCESSOR) if path.is_file() else None)
+    return _of_torchvision(path.name, split_name(image_tower)[0]) or (
+        _of_folder(path.parent / PREPROCESSOR) if path.is_file() else None
+    )
 
 
 def describe_pixels(options: Options) -> str:
     """One line for the start of a run."""
-    mean, std = (", ".join(f"{value:.4g}" for value in values) for values in (options.image_mean, options.image_std))
-    line = (
-        f"pixels: mean {mean}; std {std}; {options.image_interpolation}; shorter side {options.image_resize}, centre {options.image_size}"
+    mean, std = (
+        ", ".join(f"{value:.4g}" for value in values)
+        for values in (options.image_mean, options.image_std)
     )
-    weights, flag = (options.imported, "--import") if options.imported else (options.image_weights, "--image-weights")
+    line = f"pixels: mean {mean}; std {std}; {options.image_interpolation}; shorter side {options.image_resize}, centre {options.image_size}"
+    weights, flag = (
+        (options.imported, "--import")
+        if options.imported
+        else (options.image_weights, "--image-weights")
+    )
     if weights is None:
         return line
     found = trained_with(weights, options.image_tower)
@@ -49,7 +60,11 @@ def describe_pixels(options: Options) -> str:
     if found is None:
         hint = f"; {TORCHVISION}" if used.mean == CLIP.mean and not options.imported else ""
         return f"{line}. {flag} {weights} does not say what it was trained with{hint}"
-    same = (found[0].mean, found[0].std, found[0].interpolation) == (used.mean, used.std, used.interpolation)
+    same = (found[0].mean, found[0].std, found[0].interpolation) == (
+        used.mean,
+        used.std,
+        used.interpolation,
+    )
     return f"{line} ({'as' if same else 'not as'} {flag} {weights} was trained)"
 
 
@@ -65,18 +80,33 @@ def _of_folder(file: Path) -> tuple[Preprocessing, int] | None:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         resize = _side(config["size"])
-        crop = _side(config["crop_size"]) if config.get("do_center_crop", "crop_size" in config) else resize
-        interpolation = Image.Resampling(config.get("resample", Image.Resampling.BICUBIC)).name.lower()
-        return Preprocessing(tuple(config["image_mean"]), tuple(config["image_std"]), interpolation, crop / resize), crop
+        crop = (
+            _side(config["crop_size"])
+            if config.get("do_center_crop", "crop_size" in config)
+            else resize
+        )
+        interpolation = Image.Resampling(
+            config.get("resample", Image.Resampling.BICUBIC)
+        ).name.lower()
+        return Preprocessing(
+            tuple(config["image_mean"]), tuple(config["image_std"]), interpolation, crop / resize
+        ), crop
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{file}: does not describe how images are prepared ({type(error).__name__}: {error}); mend it, or remove it and give "
+            f"{file}: does not describe how images are prepared ({type(error).__name__}: {error}); "
+            "mend it, or remove it and give "
             "--image-normalization"
         ) from error
 
 
 def _side(size: Any) -> int:
-    return size if isinstance(size, int) else size["shortest_edge"] if "shortest_edge" in size else min(size["height"], size["width"])
+    return (
+        size
+        if isinstance(size, int)
+        else size["shortest_edge"]
+        if "shortest_edge" in size
+        else min(size["height"], size["width"])
+    )
 
 
 def _of_torchvision(name: str, architecture: str) -> tuple[Preprocessing, int] | None:
@@ -86,9 +116,13 @@ def _of_torchvision(name: str, architecture: str) -> tuple[Preprocessing, int] |
     except ValueError:  # not one of torchvision's: the tower's own error says so
         return None
     members = dict(known.__members__)  # with the alias DEFAULT
-    weights = members.get(name) or next((one for one in known if one.url.endswith(f"/{name}")), None)
+    weights = members.get(name) or next(
+        (one for one in known if one.url.endswith(f"/{name}")), None
+    )
     if weights is None:
         return None
     preset = weights.transforms()
     (crop,), (resize,) = preset.crop_size, preset.resize_size
-    return Preprocessing(tuple(preset.mean), tuple(preset.std), preset.interpolation.value, crop / resize), crop
+    return Preprocessing(
+        tuple(preset.mean), tuple(preset.std), preset.interpolation.value, crop / resize
+    ), crop

@@ -1,4 +1,5 @@
-"""The numbers that neither the command line nor the JSON says: a recipe for each way to train, chosen by measurement (bench/EVIDENCE.md).
+"""The numbers that neither the command line nor the JSON says: a recipe for each way to train,
+chosen by measurement (bench/EVIDENCE.md).
 
 | way | when |
 |---|---|
@@ -8,7 +9,8 @@
 | fine-tuning | a whole model, heads included |
 | locked | a tower that is locked |
 
-Measured is the first; the others are the values of their sources. A run keeps the numbers that it began with. Plain Python.
+Measured is the first; the others are the values of their sources. A run keeps the numbers that it
+began with. Plain Python.
 """
 
 from __future__ import annotations
@@ -26,16 +28,19 @@ if TYPE_CHECKING:
     from launch.settings.options import Options
 
 LONG = 5_000  # steps
-BATCH = 128  # samples of a step that a scaled `lr` is for; smaller ones have it times the square root of the ratio (Malladi et al. 2022)
-# A ResNet-50 from scratch at 1e-3 with 5 steps of warm-up learns more slowly than at 5e-4; with 20 steps it learns faster (bench/EVIDENCE.md)
+# samples of a step that a scaled `lr` is for; smaller ones have it times the square root of the
+# ratio (Malladi et al. 2022)
+BATCH = 128
+# A ResNet-50 from scratch at 1e-3 with 5 steps of warm-up learns more slowly than at 5e-4; with 20
+# steps it learns faster (bench/EVIDENCE.md)
 LEAST_WARMUP = 20  # steps, where the run has twice as many
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`lr`: of a step of `BATCH` samples or more where `scaled`, else of any. `pretrained_lr`: in parts of it, for a tower that starts from
-    weights. `warmup`: in parts of the run, `LEAST_WARMUP` to `most_warmup` steps. `clips_spikes`: by the adaptive rule, once the warm-up is
-    over."""
+    """`lr`: of a step of `BATCH` samples or more where `scaled`, else of any. `pretrained_lr`: in
+    parts of it, for a tower that starts from weights. `warmup`: in parts of the run, `LEAST_WARMUP`
+    to `most_warmup` steps. `clips_spikes`: by the adaptive rule, once the warm-up is over."""
 
     name: str
     lr: float
@@ -50,18 +55,33 @@ class Recipe:
     label_smoothing: float = 0.0
 
     def values(
-        self, batch_size: int, total_steps: int, pretrained: Mapping[str, bool], lr: float | None = None, warmup: int | None = None
+        self,
+        batch_size: int,
+        total_steps: int,
+        pretrained: Mapping[str, bool],
+        lr: float | None = None,
+        warmup: int | None = None,
     ) -> dict[str, Any]:
-        """By place in the JSON. `pretrained[branch]`: whether its tower starts from weights. `lr`, `warmup`: as given; what follows from them
-        follows from these."""
+        """By place in the JSON. `pretrained[branch]`: whether its tower starts from weights. `lr`,
+        `warmup`: as given; what follows from them follows from these."""
         if lr is None:
-            lr = float(f"{self.lr * math.sqrt(min(1.0, batch_size / BATCH)):.2g}") if self.scaled else self.lr
+            lr = (
+                float(f"{self.lr * math.sqrt(min(1.0, batch_size / BATCH)):.2g}")
+                if self.scaled
+                else self.lr
+            )
         if warmup is None:
             warmup = min(self.most_warmup, max(LEAST_WARMUP, round(self.warmup * total_steps)))
             warmup = max(2, min(warmup, total_steps // 2))
-        clipping = dict.fromkeys((*pretrained, "head"), {"kind": "adaptive", "warmup_steps": warmup}) if self.clips_spikes else {}
+        clipping = (
+            dict.fromkeys((*pretrained, "head"), {"kind": "adaptive", "warmup_steps": warmup})
+            if self.clips_spikes
+            else {}
+        )
         own = {
-            branch: {"lr": float(f"{lr * self.pretrained_lr:.2g}")} for branch, has in pretrained.items() if has and self.pretrained_lr != 1
+            branch: {"lr": float(f"{lr * self.pretrained_lr:.2g}")}
+            for branch, has in pretrained.items()
+            if has and self.pretrained_lr != 1
         }
         return {
             "optimizer.params.lr": lr,
@@ -77,7 +97,8 @@ class Recipe:
 
 RECIPES = {
     "short": Recipe("from scratch, short", lr=1e-3, weight_decay=0.1),
-    # Radford et al. 2021 and OpenCLIP have 5e-4 to 1e-3 for batches of 1,024 to 86,000, so the rate does not follow the batch
+    # Radford et al. 2021 and OpenCLIP have 5e-4 to 1e-3 for batches of 1,024 to 86,000, so the rate
+    # does not follow the batch
     "long": Recipe("from scratch, long", lr=5e-4, scaled=False, clips_spikes=True),
     "pretrained": Recipe("pretrained tower", lr=1e-3, pretrained_lr=0.1, weight_decay=0.1),
     "fine-tuning": Recipe("fine-tuning", lr=5e-5, scaled=False, weight_decay=0.1),
@@ -96,35 +117,54 @@ def choose(options: Options, block: BranchesBlock, total_steps: int) -> Recipe:
 
 
 def as_begun(
-    config: Mapping[str, Any], block: BranchesBlock, previous: Mapping[str, Any] | None, branches: Sequence[str]
+    config: Mapping[str, Any],
+    block: BranchesBlock,
+    previous: Mapping[str, Any] | None,
+    branches: Sequence[str],
 ) -> tuple[dict[str, Any], BranchesBlock]:
-    """What is "auto" as the run that goes on was trained with, also where recipes have changed since. `previous`: its record; None: a new run."""
-    return (dict(config), block) if previous is None else filled(config, block, recorded(previous["training"]), branches)
+    """What is "auto" as the run that goes on was trained with, also where recipes have changed
+    since. `previous`: its record; None: a new run."""
+    return (
+        (dict(config), block)
+        if previous is None
+        else filled(config, block, recorded(previous["training"]), branches)
+    )
 
 
 def settle(
     options: Options, config: Mapping[str, Any], block: BranchesBlock, total_steps: int
 ) -> tuple[Options, dict[str, Any], BranchesBlock, str]:
-    """The options and the configuration with nothing left open, and a line that says what was decided; empty: nothing was open.
+    """The options and the configuration with nothing left open, and a line that says what was
+    decided; empty: nothing was open.
 
     Errors: ValueError for "auto" with an optimizer that no recipe is for.
     """
     open_places = asked(config, block)
-    open_options = [name for name in ("augmentation", "label_smoothing") if getattr(options, name) is None]
+    open_options = [
+        name for name in ("augmentation", "label_smoothing") if getattr(options, name) is None
+    ]
     if not open_places and not open_options:
         return options, dict(config), block, ""
     kind = config["optimizer"]["type"]
-    if kind.lower() not in ("adam", "adamw") and any(place.startswith("optimizer.") for place in open_places):
-        raise ValueError(f'{open_places[0]}: "auto" is measured for AdamW, and the optimizer is {kind}; give numbers')
+    if kind.lower() not in ("adam", "adamw") and any(
+        place.startswith("optimizer.") for place in open_places
+    ):
+        raise ValueError(
+            f'{open_places[0]}: "auto" is measured for AdamW, and the optimizer is {kind}; give numbers'
+        )
     recipe = choose(options, block, total_steps)
     weights = {"image": options.image_weights, "text": options.text_weights}
     pretrained = {branch: bool(weights.get(branch)) for branch in options.branches}
-    lr, warmup = (_given(config, *place) for place in (("optimizer", "lr"), ("scheduler", "warmup_num_steps")))
+    lr, warmup = (
+        _given(config, *place) for place in (("optimizer", "lr"), ("scheduler", "warmup_num_steps"))
+    )
     values = recipe.values(config["train_batch_size"], total_steps, pretrained, lr, warmup)
     smoothing = recipe.label_smoothing if options.loss == "infonce" else 0.0
     chosen = {"augmentation": recipe.augmentation, "label_smoothing": smoothing}
     chosen = {name: chosen[name] for name in open_options}
-    words = [_in_words(place.rsplit(".", 1)[1], values[place]) for place in open_places] + [_in_words(*item) for item in chosen.items()]
+    words = [_in_words(place.rsplit(".", 1)[1], values[place]) for place in open_places] + [
+        _in_words(*item) for item in chosen.items()
+    ]
     said = f"recipe: {recipe.name}, {total_steps:,} steps of {config['train_batch_size']:,} samples: {', '.join(filter(None, words))}"
     return replace(options, **chosen), *filled(config, block, values, options.branches), said
 

@@ -1,4 +1,5 @@
-"""What the balance of a run did: a picture over its steps, a table of how it began and how it ended, and every decision with its reason.
+"""What the balance of a run did: a picture over its steps, a table of how it began and how it
+ended, and every decision with its reason.
 
 python -m launch.tools.balance RUN_DIR                        the picture is RUN_DIR/balance.png
 python -m launch.tools.balance RUN_DIR --output balance.svg
@@ -16,7 +17,9 @@ from statistics import median
 from typing import Any
 
 if __name__ == "__main__":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed need not look for a GPU, nor warn that there is none
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # DeepSpeed need not look for a GPU, nor warn that there is none
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -36,7 +39,9 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run of train.py")
-    parser.add_argument("--output", type=picture, metavar="FILE", help="the picture (default: RUN_DIR/balance.png)")
+    parser.add_argument(
+        "--output", type=picture, metavar="FILE", help="the picture (default: RUN_DIR/balance.png)"
+    )
     return parser
 
 
@@ -47,24 +52,34 @@ def main(arguments: argparse.Namespace) -> None:
     show(balance_table(lines, looks))
     if not looks:
         print(
-            f"{run_dir}: no balance.jsonl, so nothing is known of predictions and decisions; train with "
+            f"{run_dir}: no balance.jsonl, so nothing is known of predictions and decisions; train "
+            "with "
             '"balance": {"strategy": "deal"} or "feed" and an "interval" above 0 (ds_configs/README.md)'
         )
     else:
         show(decision_table(made) if made else "nothing was moved")
-        refits = [str(look["step"]) for look in looks if look["next"] and "costs refitted" in look["next"]["reason"]]
-        print(f"costs refitted in {len(refits)} of {len(looks)} looks{', after steps ' * bool(refits)}{', '.join(refits)}")
+        refits = [
+            str(look["step"])
+            for look in looks
+            if look["next"] and "costs refitted" in look["next"]["reason"]
+        ]
+        print(
+            f"costs refitted in {len(refits)} of {len(looks)} "
+            f"looks{', after steps ' * bool(refits)}{', '.join(refits)}"
+        )
     output = arguments.output or run_dir / "balance.png"
     title = f"{run_dir.resolve().name}: the balance over steps {lines[0]['step']} to {lines[-1]['step']}"
     save_balance_picture(output, title, lines, looks, made)
     print(output)
 
 
-# -- what the run wrote down ----------------------------------------------------------------------------------------------------
+# -- what the run wrote down
+# ----------------------------------------------------------------------------------------------------
 
 
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of steps of metrics.jsonl, with the rates that follow from them. Errors: FileNotFoundError, ValueError."""
+    """The lines of steps of metrics.jsonl, with the rates that follow from them. Errors:
+    FileNotFoundError, ValueError."""
     file = run_dir / "metrics.jsonl"
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; give the folder of a run of train.py")
@@ -88,28 +103,42 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(line))
         except ValueError as error:
-            raise ValueError(f"{file}:{number}: not valid JSON: {error}; remove the line") from error
+            raise ValueError(
+                f"{file}:{number}: not valid JSON: {error}; remove the line"
+            ) from error
     return found
 
 
 def decisions(looks: Sequence[Line]) -> list[Decision]:
-    """Feed rates and weights of data sets that were moved, and what was said of feed rates otherwise; that holds from the next step on."""
+    """Feed rates and weights of data sets that were moved, and what was said of feed rates
+    otherwise; that holds from the next step on."""
     made = []
     for look in looks:
         if look["reason"]:
             moved = look["next"] is not None and look["next"]["reason"].startswith(look["reason"])
-            made.append(Decision(look["step"], (look["next"]["from_step"] if moved else look["step"]) + 1, look["reason"]))
+            made.append(
+                Decision(
+                    look["step"],
+                    (look["next"]["from_step"] if moved else look["step"]) + 1,
+                    look["reason"],
+                )
+            )
         if "mix" in look:
             made.append(Decision(look["step"], look["mix"]["from_step"] + 1, look["mix"]["reason"]))
     return made
 
 
-# -- the tables -----------------------------------------------------------------------------------------------------------------
+# -- the tables
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def balance_table(lines: Sequence[Line], looks: Sequence[Line]) -> Table:
     """Medians over the first and the last tenth of the steps, and of the looks."""
-    table = Table(title=f"Balance, steps {lines[0]['step']} to {lines[-1]['step']}", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(
+        title=f"Balance, steps {lines[0]['step']} to {lines[-1]['step']}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+    )
     table.add_column("", no_wrap=True)
     for name in ("first tenth", "last tenth"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -133,14 +162,27 @@ def balance_table(lines: Sequence[Line], looks: Sequence[Line]) -> Table:
         if knob in lines[-1]:
             row(knob, column(knob), "{:g}".format)
     for branch in dict.fromkeys(branch for look in looks for branch in look["measured_s"]):
-        seen = [(look["predicted_s"][branch], look["measured_s"][branch]) for look in looks if look["measured_s"].get(branch)]
-        row(f"{branch}, predicted / measured", [predicted / measured for predicted, measured in seen], "{:.2f}".format)
+        seen = [
+            (look["predicted_s"][branch], look["measured_s"][branch])
+            for look in looks
+            if look["measured_s"].get(branch)
+        ]
+        row(
+            f"{branch}, predicted / measured",
+            [predicted / measured for predicted, measured in seen],
+            "{:.2f}".format,
+        )
     return table
 
 
 def decision_table(made: Sequence[Decision]) -> Table:
     table = Table(title="Decisions", title_justify="left", box=SIMPLE_HEAD)
-    for name, justify in (("", "right"), ("after step", "right"), ("from step", "right"), ("what, and why", "left")):
+    for name, justify in (
+        ("", "right"),
+        ("after step", "right"),
+        ("from step", "right"),
+        ("what, and why", "left"),
+    ):
         table.add_column(name, justify=justify, no_wrap=justify == "right")
     for number, decision in enumerate(made, 1):
         table.add_row(str(number), str(decision.step), str(decision.holds_from), decision.reason)

@@ -1,6 +1,8 @@
-"""What the balance of a run did, as a picture: panels over one axis of steps, what was decided marked in all of them.
+"""What the balance of a run did, as a picture: panels over one axis of steps, what was decided
+marked in all of them.
 
-Stages and branches differ in the kind of line and in its marks as well as in colour, so that a black and white print can be read.
+Stages and branches differ in the kind of line and in its marks as well as in colour, so that a
+black and white print can be read.
 """
 
 from __future__ import annotations
@@ -24,8 +26,19 @@ MOST_POINTS = 100  # of a curve; of more steps, medians
 MOST_LISTED = 12  # decisions under the panels
 LETTERS_PER_LINE = 180
 # colour (Okabe and Ito's), kind of line, mark
-LOOKS = [("#000000", "-", "o"), ("#D55E00", "--", "s"), ("#0072B2", ":", "^"), ("#009E73", "-.", "D")]
-BESIDE = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 8, "frameon": False, "handlelength": 3.5}
+LOOKS = [
+    ("#000000", "-", "o"),
+    ("#D55E00", "--", "s"),
+    ("#0072B2", ":", "^"),
+    ("#009E73", "-.", "D"),
+]
+BESIDE = {
+    "loc": "center left",
+    "bbox_to_anchor": (1.0, 0.5),
+    "fontsize": 8,
+    "frameon": False,
+    "handlelength": 3.5,
+}
 MARKED = {"color": "#555555", "linewidth": 0.9, "linestyle": (0, (1, 2)), "zorder": 0}
 
 Line = Mapping[str, Any]  # of metrics.jsonl or balance.jsonl
@@ -34,19 +47,29 @@ Points = tuple[Sequence[float], Sequence[float]]  # steps, values
 
 @dataclass(frozen=True)
 class Decision:
-    """What a look came to: after `step` steps it was decided, from step `holds_from` on it holds."""
+    """What a look came to: after `step` steps it was decided, from step `holds_from` on it
+    holds."""
 
     step: int
     holds_from: int
     reason: str
 
 
-def save_balance_picture(path: Path, title: str, lines: Sequence[Line], looks: Sequence[Line], decisions: Sequence[Decision]) -> None:
-    """`lines`: of steps, at least one. Without `looks` there is no panel of predicted seconds. Raises OSError when it cannot be written."""
+def save_balance_picture(
+    path: Path,
+    title: str,
+    lines: Sequence[Line],
+    looks: Sequence[Line],
+    decisions: Sequence[Decision],
+) -> None:
+    """`lines`: of steps, at least one. Without `looks` there is no panel of predicted seconds.
+    Raises OSError when it cannot be written."""
     panels = panels_of(lines, looks)
     words = listed(decisions)
     heights = [PANEL_INCHES] * len(panels) + ([LINE_INCHES * (len(words) + 1)] if words else [])
-    figure = Figure(figsize=(WIDTH_INCHES, sum(heights) + 0.7), dpi=DOTS_PER_INCH, layout="constrained")
+    figure = Figure(
+        figsize=(WIDTH_INCHES, sum(heights) + 0.7), dpi=DOTS_PER_INCH, layout="constrained"
+    )
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     rows = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     shown = rows[: len(panels)]
@@ -66,7 +89,12 @@ def save_balance_picture(path: Path, title: str, lines: Sequence[Line], looks: S
             ha="center",
             va="top",
             fontsize=8,
-            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "#555555", "linewidth": 0.6},
+            bbox={
+                "boxstyle": "round,pad=0.15",
+                "facecolor": "white",
+                "edgecolor": "#555555",
+                "linewidth": 0.6,
+            },
         )
     for axes in rows[len(panels) :]:
         axes.axis("off")
@@ -76,10 +104,16 @@ def save_balance_picture(path: Path, title: str, lines: Sequence[Line], looks: S
 
 def panels_of(lines: Sequence[Line], looks: Sequence[Line]) -> dict[str, Callable[[Axes], None]]:
     """Title -> what draws it, from top to bottom."""
-    idle = {key.removeprefix("idle/"): curve(lines, key) for key in lines[-1] if key.startswith("idle/")}
-    panels: dict[str, Callable[[Axes], None]] = {"idle share of a step, by stage": lambda axes: _curves(axes, idle, share=True)}
+    idle = {
+        key.removeprefix("idle/"): curve(lines, key) for key in lines[-1] if key.startswith("idle/")
+    }
+    panels: dict[str, Callable[[Axes], None]] = {
+        "idle share of a step, by stage": lambda axes: _curves(axes, idle, share=True)
+    }
     for branch in dict.fromkeys(branch for look in looks for branch in look["measured_s"]):
-        panels[f"{branch}: seconds of the micro-batches of a look, predicted and measured"] = _predictions(looks, branch)
+        panels[f"{branch}: seconds of the micro-batches of a look, predicted and measured"] = (
+            _predictions(looks, branch)
+        )
     for name, key in (
         ("padding share of the texts", "padding_share/text"),
         ("images per second", "images_per_s"),
@@ -93,11 +127,14 @@ def panels_of(lines: Sequence[Line], looks: Sequence[Line]) -> dict[str, Callabl
 
 
 def curve(lines: Sequence[Line], key: str) -> Points:
-    """At most `MOST_POINTS` points: of each so many steps in a row, the step in their middle and the median of the values."""
+    """At most `MOST_POINTS` points: of each so many steps in a row, the step in their middle and
+    the median of the values."""
     known = [line for line in lines if line.get(key) is not None]
     size = -(-len(known) // MOST_POINTS)
     groups = [known[start : start + size] for start in range(0, len(known), size)] if size else []
-    return [median(line["step"] for line in group) for group in groups], [median(line[key] for line in group) for group in groups]
+    return [median(line["step"] for line in group) for group in groups], [
+        median(line[key] for line in group) for group in groups
+    ]
 
 
 def listed(decisions: Sequence[Decision]) -> list[str]:
@@ -106,10 +143,15 @@ def listed(decisions: Sequence[Decision]) -> list[str]:
     for number, decision in enumerate(decisions[:MOST_LISTED], 1):
         text = f"{number}   step {decision.holds_from}: {decision.reason}"
         words += textwrap.wrap(text, LETTERS_PER_LINE, subsequent_indent="       ")
-    return words + ([f"… and {len(decisions) - MOST_LISTED} more, in the table"] if len(decisions) > MOST_LISTED else [])
+    return words + (
+        [f"… and {len(decisions) - MOST_LISTED} more, in the table"]
+        if len(decisions) > MOST_LISTED
+        else []
+    )
 
 
-# -- what is in a panel --------------------------------------------------------------------------------------------------------
+# -- what is in a panel
+# --------------------------------------------------------------------------------------------------------
 
 
 def _curves(axes: Axes, curves: Mapping[str, Points], share: bool = False) -> None:
@@ -128,7 +170,9 @@ def _curves(axes: Axes, curves: Mapping[str, Points], share: bool = False) -> No
             markerfacecolor=hollow,
             label=name,
         )
-    axes.set_ylim(0, 1.08 * max((value for _, values in curves.values() for value in values), default=0) or 1)
+    axes.set_ylim(
+        0, 1.08 * max((value for _, values in curves.values() for value in values), default=0) or 1
+    )
     if share:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     if len(curves) > 1:
@@ -141,11 +185,15 @@ def _single(lines: Sequence[Line], key: str, share: bool) -> Callable[[Axes], No
 
 def _predictions(looks: Sequence[Line], branch: str) -> Callable[[Axes], None]:
     seen = [look for look in looks if branch in look["measured_s"]]
-    refitted = [look["step"] for look in seen if look["next"] and "costs refitted" in look["next"]["reason"]]
+    refitted = [
+        look["step"] for look in seen if look["next"] and "costs refitted" in look["next"]["reason"]
+    ]
 
     def draw(axes: Axes) -> None:
         of = {
-            kind: curve([{"step": look["step"], "s": look[f"{kind}_s"][branch]} for look in seen], "s")
+            kind: curve(
+                [{"step": look["step"], "s": look[f"{kind}_s"][branch]} for look in seen], "s"
+            )
             for kind in ("measured", "predicted")
         }
         _curves(axes, of)
@@ -168,8 +216,16 @@ def _predictions(looks: Sequence[Line], branch: str) -> Callable[[Axes], None]:
 def _knob(lines: Sequence[Line], knob: str) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         known = [line for line in lines if knob in line]
-        axes.step([line["step"] for line in known], [line[knob] for line in known], where="mid", color="black", linewidth=1.6)
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=all(isinstance(line[knob], int) for line in known)))
+        axes.step(
+            [line["step"] for line in known],
+            [line[knob] for line in known],
+            where="mid",
+            color="black",
+            linewidth=1.6,
+        )
+        axes.yaxis.set_major_locator(
+            MaxNLocator(nbins=4, integer=all(isinstance(line[knob], int) for line in known))
+        )
 
     return draw
 

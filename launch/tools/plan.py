@@ -1,10 +1,11 @@
-"""Which way to run is fastest on N GPUs of a kind: a table and the reasons, and on request the timeline of the best as a picture.
+"""Which way to run is fastest on N GPUs of a kind: a table and the reasons, and on request the
+timeline of the best as a picture.
 
 Needs no GPU and starts no process.
 
-python -m launch.tools.plan --gpus 8 --image-tower vit_l_16 --text-tower bert-large-uncased --device H100
-python -m launch.tools.plan --gpus 1024 --layout fork --top 20 --picture plan.png
-python -m launch.tools.plan --gpus 8 --deepspeed_config ds_configs/zero1_bf16.json
+python -m launch.tools.plan --gpus 8 --image-tower vit_l_16 --text-tower bert-large-uncased --device
+H100 python -m launch.tools.plan --gpus 1024 --layout fork --top 20 --picture plan.png python -m
+launch.tools.plan --gpus 8 --deepspeed_config ds_configs/zero1_bf16.json
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 if __name__ == "__main__":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed need not look for a GPU, nor warn that there is none
-    gc.disable()  # of a program of seconds it is a quarter of the time: each collection walks through all that was imported
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # DeepSpeed need not look for a GPU, nor warn that there is none
+    # of a program of seconds it is a quarter of the time: each collection walks through all that
+    # was imported
+    gc.disable()
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -114,7 +119,9 @@ def picture(text: str) -> Path | None:
     if text == "none":
         return None
     if path.suffix.lower() not in FORMATS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no picture; its name ends in {', '.join(FORMATS)}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no picture; its name ends in {', '.join(FORMATS)}"
+        )
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}")
     return path
@@ -128,8 +135,12 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
     )
     hardware = parser.add_argument_group("hardware")
-    hardware.add_argument("--gpus", type=at_least(1), required=True, metavar="N", help="in all; one rank on each")
-    hardware.add_argument("--gpus-per-node", type=at_least(1), metavar="N", help="(default: the device's, 8)")
+    hardware.add_argument(
+        "--gpus", type=at_least(1), required=True, metavar="N", help="in all; one rank on each"
+    )
+    hardware.add_argument(
+        "--gpus-per-node", type=at_least(1), metavar="N", help="(default: the device's, 8)"
+    )
     hardware.add_argument(
         "--device",
         type=device,
@@ -137,7 +148,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"{', '.join(DEVICES)}, or flops=FLOP/S,memory=BYTES,bandwidth=BYTES/S[,link=,network=,ranks_per_node=] (default: H100)",
     )
-    hardware.add_argument("--memory", type=at_least(0, float), metavar="GIB", help="that one rank may use (default: all of the device's)")
+    hardware.add_argument(
+        "--memory",
+        type=at_least(0, float),
+        metavar="GIB",
+        help="that one rank may use (default: all of the device's)",
+    )
     run = parser.add_argument_group("how to run")
     run.add_argument(
         "--deepspeed_config",
@@ -146,29 +162,65 @@ def make_parser() -> argparse.ArgumentParser:
         help="the JSON file of the run (default: all is searched); flags replace its values",
     )
     add_module_flag(run)
-    run.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="without --deepspeed_config, with ZeRO-1 (default: bf16)")
+    run.add_argument(
+        "--precision",
+        choices=("bf16", "fp16", "fp32"),
+        help="without --deepspeed_config, with ZeRO-1 (default: bf16)",
+    )
     run.add_argument(
         "--train-batch-size",
         type=at_least(2),
         metavar="N",
         help=f"samples per step on all GPUs (default: the file's, else {SAMPLES_PER_GPU} per GPU, at most {MOST_SAMPLES})",
     )
-    run.add_argument("--micro-batch-size", type=at_least(1), metavar="N", help="samples, of all branches (default: searched)")
-    run.add_argument("--layout", choices=LAYOUTS, help="only this one (default: the file's, else searched)")
+    run.add_argument(
+        "--micro-batch-size",
+        type=at_least(1),
+        metavar="N",
+        help="samples, of all branches (default: searched)",
+    )
+    run.add_argument(
+        "--layout", choices=LAYOUTS, help="only this one (default: the file's, else searched)"
+    )
     known = "; ".join(f"{name}: {own.description}" for name, own in SCHEDULES.items())
     searched = " and ".join(name for name, own in SCHEDULES.items() if own.chosen_by_auto)
     run.add_argument(
-        "--schedule", metavar="NAME", help=f"only this one. {known}; or one of --import-module (default: the file's, else {searched})"
+        "--schedule",
+        metavar="NAME",
+        help=f"only this one. {known}; or one of --import-module (default: the file's, else {searched})",
     )
     run.add_argument(
-        "--activation-checkpoint-interval", type=at_least(0), metavar="N", help="layers; 0: none (default: the file's, else 0)"
+        "--activation-checkpoint-interval",
+        type=at_least(0),
+        metavar="N",
+        help="layers; 0: none (default: the file's, else 0)",
     )
     towers = parser.add_argument_group("towers")
-    towers.add_argument("--pairs", type=pairs_given, default=IMAGE_TEXT, metavar="A:B,...", help="as in train.py (default: image:text)")
-    towers.add_argument("--image-tower", default=DEFAULTS["image_tower"], metavar="NAME", help=f"(default: {DEFAULTS['image_tower']})")
-    towers.add_argument("--text-tower", default=DEFAULTS["text_tower"], metavar="NAME", help=f"(default: {DEFAULTS['text_tower']})")
     towers.add_argument(
-        "--tower", action="append", type=named_tower, metavar="MODALITY=NAME", help="as in train.py (default: the modality's own)"
+        "--pairs",
+        type=pairs_given,
+        default=IMAGE_TEXT,
+        metavar="A:B,...",
+        help="as in train.py (default: image:text)",
+    )
+    towers.add_argument(
+        "--image-tower",
+        default=DEFAULTS["image_tower"],
+        metavar="NAME",
+        help=f"(default: {DEFAULTS['image_tower']})",
+    )
+    towers.add_argument(
+        "--text-tower",
+        default=DEFAULTS["text_tower"],
+        metavar="NAME",
+        help=f"(default: {DEFAULTS['text_tower']})",
+    )
+    towers.add_argument(
+        "--tower",
+        action="append",
+        type=named_tower,
+        metavar="MODALITY=NAME",
+        help="as in train.py (default: the modality's own)",
     )
     for flag, minimum, what in (
         ("embed_dim", 1, "width of the common space"),
@@ -176,13 +228,26 @@ def make_parser() -> argparse.ArgumentParser:
         ("max_text_tokens", 4, "tokens of a text"),
     ):
         name, own = f"--{flag.replace('_', '-')}", DEFAULTS[flag]
-        towers.add_argument(name, type=at_least(minimum), default=own, metavar="N", help=f"{what} (default: {own})")
-    towers.add_argument("--vocab-size", type=at_least(1), metavar="N", help="entries of the tokenizer (default: the text tower's own)")
+        towers.add_argument(
+            name, type=at_least(minimum), default=own, metavar="N", help=f"{what} (default: {own})"
+        )
     towers.add_argument(
-        "--fusion", type=at_least(0), default=0, metavar="N", help="layers that match images and texts, as in train.py (default: 0)"
+        "--vocab-size",
+        type=at_least(1),
+        metavar="N",
+        help="entries of the tokenizer (default: the text tower's own)",
+    )
+    towers.add_argument(
+        "--fusion",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="layers that match images and texts, as in train.py (default: 0)",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--top", type=at_least(1), default=10, metavar="N", help="rows of the table (default: 10)")
+    output.add_argument(
+        "--top", type=at_least(1), default=10, metavar="N", help="rows of the table (default: 10)"
+    )
     output.add_argument(
         "--picture",
         "--output",
@@ -198,48 +263,84 @@ def parse_options(arguments: list[str] | None = None) -> PlanOptions:
     options = PlanOptions(**vars(parser.parse_args(arguments)))
     import_modules(options.import_module)
     if options.schedule not in (None, *SCHEDULES):
-        parser.error(f"argument --schedule: invalid choice: {options.schedule!r} (choose from {', '.join(SCHEDULES)})")
+        parser.error(
+            f"argument --schedule: invalid choice: {options.schedule!r} (choose from "
+            f"{', '.join(SCHEDULES)})"
+        )
     if options.precision and options.deepspeed_config:
-        parser.error(f"argument --precision: {options.deepspeed_config} says it; give one of the two")
+        parser.error(
+            f"argument --precision: {options.deepspeed_config} says it; give one of the two"
+        )
     return options
 
 
 def configuration(options: PlanOptions) -> tuple[dict[str, Any], BranchesBlock]:
-    """What train.py would be given: the file, or ZeRO-1 in the precision asked for with everything left to search; flags replace values."""
+    """What train.py would be given: the file, or ZeRO-1 in the precision asked for with everything
+    left to search; flags replace values."""
     if options.deepspeed_config:
         config, block = read_config(options.deepspeed_config, branches_of(options.pairs), READERS)
     else:
-        config, _ = read_config(ROOT / "ds_configs" / f"zero1_{options.precision or 'bf16'}.json", branches_of(options.pairs), READERS)
+        config, _ = read_config(
+            ROOT / "ds_configs" / f"zero1_{options.precision or 'bf16'}.json",
+            branches_of(options.pairs),
+            READERS,
+        )
         config["train_batch_size"] = min(SAMPLES_PER_GPU * options.gpus, MOST_SAMPLES)
         block = BranchesBlock()
     if options.train_batch_size:
         config["train_batch_size"] = options.train_batch_size
     if options.activation_checkpoint_interval is not None:
-        config["pipeline"] = {"activation_checkpoint_interval": options.activation_checkpoint_interval}
+        config["pipeline"] = {
+            "activation_checkpoint_interval": options.activation_checkpoint_interval
+        }
     if options.micro_batch_size:
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             config.pop(key, None)
         block = replace(block, micro_batch_size=options.micro_batch_size)
     if options.layout and options.layout != block.layout:
-        block = replace(block, layout=options.layout, stages=AUTO, replicas=AUTO)  # the file's are of its own layout
+        block = replace(
+            block, layout=options.layout, stages=AUTO, replicas=AUTO
+        )  # the file's are of its own layout
     return config, replace(block, schedule=options.schedule or block.schedule)
 
 
 def cost_model(options: PlanOptions, config: Mapping[str, Any]) -> CostModel:
     """Estimated: counted operations of both towers against the device's data sheet."""
     pairs = pairs_of(options.pairs, build_loss("infonce"))
-    names = {"image_tower": image_name(options.image_tower, None), "text_tower": text_name(options.text_tower, None)}
+    names = {
+        "image_tower": image_name(options.image_tower, None),
+        "text_tower": text_name(options.text_tower, None),
+    }
     fusion = FusionSizes(options.fusion) if options.fusion else None
     towers = [
-        tower_of(branch, {**vars(options), **names}, Vocabulary(options.vocab_size), scalars_of(pairs, branch), fusion)
+        tower_of(
+            branch,
+            {**vars(options), **names},
+            Vocabulary(options.vocab_size),
+            scalars_of(pairs, branch),
+            fusion,
+        )
         for branch in branches_of(options.pairs)
     ]
     memory_bytes = None if options.memory is None else options.memory * GIB
-    costs = estimated_costs(towers, config, options.embed_dim, options.device, memory_bytes, compared=[pair.branches for pair in pairs])
-    return replace(costs, machine=replace(costs.machine, ranks_per_node=options.gpus_per_node or costs.machine.ranks_per_node))
+    costs = estimated_costs(
+        towers,
+        config,
+        options.embed_dim,
+        options.device,
+        memory_bytes,
+        compared=[pair.branches for pair in pairs],
+    )
+    return replace(
+        costs,
+        machine=replace(
+            costs.machine, ranks_per_node=options.gpus_per_node or costs.machine.ranks_per_node
+        ),
+    )
 
 
-# -- what a person sees ------------------------------------------------------------------------------------------------
+# -- what a person sees
+# ------------------------------------------------------------------------------------------------
 
 
 def plan_table(search: Search, batch_size: int, top: int) -> Table:
@@ -262,19 +363,32 @@ def plan_table(search: Search, batch_size: int, top: int) -> Table:
     for place, candidate in rows:
         chosen = candidate is search.best
         if place <= top or chosen:
-            table.add_row(f"{place}{' →' if chosen else ''}", *cells(candidate, batch_size), style="bold" if chosen else "")
+            table.add_row(
+                f"{place}{' →' if chosen else ''}",
+                *cells(candidate, batch_size),
+                style="bold" if chosen else "",
+            )
     return table
 
 
 def cells(candidate: Candidate, batch_size: int) -> list[str]:
     graph, simulation = candidate.graph, candidate.simulation
-    lines = [[stage for stage in graph.stages if branch in stage.layers] for branch in graph.branches]
-    deals = [f"{batch.micro_batch_size}×{batch.num_micro_batches}" for batch in candidate.batches.values()]
+    lines = [
+        [stage for stage in graph.stages if branch in stage.layers] for branch in graph.branches
+    ]
+    deals = [
+        f"{batch.micro_batch_size}×{batch.num_micro_batches}"
+        for batch in candidate.batches.values()
+    ]
     kept = [str(batch.num_kept) for batch in candidate.batches.values()]
     return [
         graph.layout,
-        str(len(graph.stages)) if graph.layout == "merged" else " + ".join(str(len(line)) for line in lines),
-        _once([str(line[0].replicas) for line in lines]) if graph.layout != "fork" else " + ".join(str(line[0].replicas) for line in lines),
+        str(len(graph.stages))
+        if graph.layout == "merged"
+        else " + ".join(str(len(line)) for line in lines),
+        _once([str(line[0].replicas) for line in lines])
+        if graph.layout != "fork"
+        else " + ".join(str(line[0].replicas) for line in lines),
         _once(deals),
         candidate.schedule + (f", keeps {_once(kept)}" if any(map(int, kept)) else ""),
         seconds(simulation.step_s),
@@ -298,7 +412,9 @@ def main(options: PlanOptions) -> None:
     if options.picture is None:
         print("--picture FILE draws the choice as a timeline")
         return
-    save_plan_png(options.picture, search.best, lock_costs(costs, trainable_layers(block.locking(), costs)))
+    save_plan_png(
+        options.picture, search.best, lock_costs(costs, trainable_layers(block.locking(), costs))
+    )
     print(options.picture)
 
 

@@ -1,9 +1,11 @@
-"""What the losses share: a batch in two sides, their similarities in blocks of rows, the learned scale.
+"""What the losses share: a batch in two sides, their similarities in blocks of rows, the learned
+scale.
 
-M images and N texts of a batch (or rows of any two branches, the first of the pair and the second), B rows of either side, b of them
-computed here, D embedding width. All M × N similarities never exist at once: a block of rows is made, used and overwritten, and made
-again where a second look is needed (Inf-CL, Cheng et al. 2024; a rank's own rows against everyone: DisCo-CLIP, Chen et al. 2023).
-Everything is computed in the dtype of the embeddings, which is fp32.
+M images and N texts of a batch (or rows of any two branches, the first of the pair and the second),
+B rows of either side, b of them computed here, D embedding width. All M × N similarities never
+exist at once: a block of rows is made, used and overwritten, and made again where a second look is
+needed (Inf-CL, Cheng et al. 2024; a rank's own rows against everyone: DisCo-CLIP, Chen et al.
+2023). Everything is computed in the dtype of the embeddings, which is fp32.
 """
 
 from __future__ import annotations
@@ -17,18 +19,23 @@ from torch import Tensor
 
 LOGIT_SCALE_LIMIT = math.log(100.0)
 WORK_BYTES = 64 * 2**20
-COPIES = 4  # of a block that exist at once: the similarities, which are positives, what is made of them
+COPIES = (
+    4  # of a block that exist at once: the similarities, which are positives, what is made of them
+)
 
 
 class Side(Protocol):
-    """All rows of one modality. Rows of the two sides with equal labels are positives, and every row has one on the other side."""
+    """All rows of one modality. Rows of the two sides with equal labels are positives, and every
+    row has one on the other side."""
 
     embeds: Tensor  # [B, D]
     label: Tensor  # [B] int64
     weight: Tensor | None  # [B], of each row in the means, in any unit; None: equal
 
 
-Sides = Mapping[str, Side]  # branch -> its rows; two branches, the first of the pair before the second
+Sides = Mapping[
+    str, Side
+]  # branch -> its rows; two branches, the first of the pair before the second
 
 
 def first_of(sides: Sides) -> str:
@@ -45,24 +52,37 @@ def other_of(sides: Sides, branch: str) -> str:
 class Part(NamedTuple):
     """What some rows of a side contribute: the parts of both sides' rows add up to the loss."""
 
-    shares: dict[str, Tensor]  # branch -> [b], of the loss, of each of these rows; of both branches where one pass served both
+    shares: dict[
+        str, Tensor
+    ]  # branch -> [b], of the loss, of each of these rows; of both branches where one pass served both
     embeds: dict[str, Tensor]  # branch -> the whole ∂L/∂ of these rows [b, D], as above
-    parameters: dict[str, Tensor]  # ∂L/∂ of the learned scalars [1] from these rows; the rows of either side together give the whole
+    parameters: dict[
+        str, Tensor
+    ]  # ∂L/∂ of the learned scalars [1] from these rows; the rows of either side together give the whole
 
 
-def similarity_blocks(sides: Sides, branch: str, mine: Tensor, scale: Tensor, work_bytes: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Rows `mine` [b] of a side against the whole other one, as many at a time as `work_bytes` hold, at least one.
+def similarity_blocks(
+    sides: Sides, branch: str, mine: Tensor, scale: Tensor, work_bytes: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Rows `mine` [b] of a side against the whole other one, as many at a time as `work_bytes`
+    hold, at least one.
 
-    Yields (which of `mine`, their embeddings times `scale` [t, D], scaled similarities [t, B]). The similarities are the caller's to
-    change, and gone when the next are asked for.
+    Yields (which of `mine`, their embeddings times `scale` [t, D], scaled similarities [t, B]). The
+    similarities are the caller's to change, and gone when the next are asked for.
     """
     own, other = sides[branch].embeds, sides[other_of(sides, branch)].embeds
-    at_once = min(len(mine), max(1, work_bytes // (COPIES * max(1, len(other)) * other.element_size())))
+    at_once = min(
+        len(mine), max(1, work_bytes // (COPIES * max(1, len(other)) * other.element_size()))
+    )
     memory = own.new_empty(at_once, len(other))
     for start in range(0, len(mine), max(1, at_once)):
         where = mine[start : start + at_once]
         scaled = own[where] * scale
-        yield slice(start, start + len(where)), scaled, torch.mm(scaled, other.T, out=memory[: len(where)])
+        yield (
+            slice(start, start + len(where)),
+            scaled,
+            torch.mm(scaled, other.T, out=memory[: len(where)]),
+        )
 
 
 def positives(sides: Sides, branch: str, rows: Tensor) -> Tensor:
@@ -73,7 +93,9 @@ def positives(sides: Sides, branch: str, rows: Tensor) -> Tensor:
 def num_positives(side: Side, other: Side) -> Tensor:
     """Of each row: [B]."""
     ordered = other.label.sort().values
-    return torch.searchsorted(ordered, side.label, right=True) - torch.searchsorted(ordered, side.label)
+    return torch.searchsorted(ordered, side.label, right=True) - torch.searchsorted(
+        ordered, side.label
+    )
 
 
 def mean_weights(side: Side) -> Tensor:
@@ -89,10 +111,13 @@ def logit_scale_exp(logit_scale: Tensor) -> Tensor:
     return logit_scale.clamp(max=LOGIT_SCALE_LIMIT).exp()
 
 
-def stop_outward(gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def stop_outward(
+    gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """The whole gradients of the learned scalars, of all rows, as the optimizer is to see them.
 
-    At the limit of the scale only a gradient that leads back below it passes: the clamp is a projection, and the scale cannot get stuck.
+    At the limit of the scale only a gradient that leads back below it passes: the clamp is a
+    projection, and the scale cannot get stuck.
     """
     outward = (parameters["logit_scale"] >= LOGIT_SCALE_LIMIT) & (gradients["logit_scale"] < 0)
     return {**gradients, "logit_scale": gradients["logit_scale"].masked_fill(outward, 0.0)}

@@ -26,7 +26,8 @@ from models.losses.blocks import (
 
 
 class _Terms(NamedTuple):
-    """What each row of a side puts into ∂L/∂s, s the scaled similarities: softmax · half − [positive] · positive − anyone."""
+    """What each row of a side puts into ∂L/∂s, s the scaled similarities: softmax · half −
+    [positive] · positive − anyone."""
 
     log_sum_exp: Tensor
     half: Tensor  # half of the row's weight in its side's mean: each side is half of the loss
@@ -36,13 +37,16 @@ class _Terms(NamedTuple):
 
 @dataclass(frozen=True)
 class InfoNCE:
-    """Symmetric cross entropy over similarities, the mean of both directions (CLIP: Radford et al. 2021, section 2.3).
+    """Symmetric cross entropy over similarities, the mean of both directions (CLIP: Radford et al.
+    2021, section 2.3).
 
-    L = ½ (weighted mean over images of −Σⱼ tᵢⱼ log softmaxⱼ(sᵢⱼ) + the same over texts). The target t of a row is even over its positives
-    (SupCon: Khosla et al. 2020, their L_out) with 1 − `label_smoothing` of its mass, and even over all with the rest.
+    L = ½ (weighted mean over images of −Σⱼ tᵢⱼ log softmaxⱼ(sᵢⱼ) + the same over texts). The target
+    t of a row is even over its positives (SupCon: Khosla et al. 2020, their L_out) with 1 −
+    `label_smoothing` of its mass, and even over all with the rest.
 
-    `logit_scale` [1] is in log space; the scale used is its exponential, at most 100 as in CLIP, at first 1 / 0.07 (section 2.5).
-    `work_bytes`: what a block of similarities takes at most, with all that is made of it.
+    `logit_scale` [1] is in log space; the scale used is its exponential, at most 100 as in CLIP, at
+    first 1 / 0.07 (section 2.5). `work_bytes`: what a block of similarities takes at most, with all
+    that is made of it.
     """
 
     label_smoothing: float = 0.0
@@ -54,29 +58,52 @@ class InfoNCE:
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label smoothing {self.label_smoothing} is not in 0 <= F < 1")
 
-    def statistics(self, sides: Sides, branch: str, mine: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+    def statistics(
+        self, sides: Sides, branch: str, mine: Tensor, parameters: Mapping[str, Tensor]
+    ) -> Tensor:
         """Log-sum-exp of each of the rows `mine` [b] of a side: [b]."""
         log_sum_exp = sides[branch].embeds.new_empty(len(mine))
-        for rows, _, logits in similarity_blocks(sides, branch, mine, logit_scale_exp(parameters["logit_scale"]), self.work_bytes):
+        for rows, _, logits in similarity_blocks(
+            sides, branch, mine, logit_scale_exp(parameters["logit_scale"]), self.work_bytes
+        ):
             log_sum_exp[rows] = logits.logsumexp(1)
         return log_sum_exp
 
-    def part(self, sides: Sides, branch: str, mine: Tensor, statistics: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Part:
-        """What the rows `mine` [b] of a side contribute. `statistics`: of all rows of both sides."""
+    def part(
+        self,
+        sides: Sides,
+        branch: str,
+        mine: Tensor,
+        statistics: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor],
+    ) -> Part:
+        """What the rows `mine` [b] of a side contribute. `statistics`: of all rows of both
+        sides."""
         return self._part(sides, branch, mine, statistics, parameters)
 
     def whole(self, sides: Sides, parameters: Mapping[str, Tensor]) -> Part:
         """The whole loss and all gradients: each block serves both sides."""
         first = first_of(sides)
         everyone = torch.arange(len(sides[first].label), device=sides[first].label.device)
-        return self._part(sides, first, everyone, self._both_statistics(sides, everyone, parameters), parameters, both=True)
+        return self._part(
+            sides,
+            first,
+            everyone,
+            self._both_statistics(sides, everyone, parameters),
+            parameters,
+            both=True,
+        )
 
-    def _both_statistics(self, sides: Sides, everyone: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _both_statistics(
+        self, sides: Sides, everyone: Tensor, parameters: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Of the rows as in `statistics`, and online of the columns."""
         first, second = sides
         rows_log_sum_exp = sides[first].embeds.new_empty(len(everyone))
         columns_log_sum_exp = sides[second].embeds.new_full((len(sides[second].label),), -math.inf)
-        for rows, _, logits in similarity_blocks(sides, first, everyone, logit_scale_exp(parameters["logit_scale"]), self.work_bytes):
+        for rows, _, logits in similarity_blocks(
+            sides, first, everyone, logit_scale_exp(parameters["logit_scale"]), self.work_bytes
+        ):
             rows_log_sum_exp[rows] = logits.logsumexp(1)
             columns_log_sum_exp = torch.logaddexp(columns_log_sum_exp, logits.logsumexp(0))
         return {first: rows_log_sum_exp, second: columns_log_sum_exp}
@@ -92,11 +119,18 @@ class InfoNCE:
     ) -> Part:
         """`both`: `mine` are all rows of the side, and the other side's part is wanted, too."""
         other_branch = other_of(sides, branch)
-        own, other, scale = sides[branch], sides[other_branch], logit_scale_exp(parameters["logit_scale"])
+        own, other, scale = (
+            sides[branch],
+            sides[other_branch],
+            logit_scale_exp(parameters["logit_scale"]),
+        )
         across = self._terms(sides, other_branch, statistics)
         along = _Terms(*(values[mine] for values in self._terms(sides, branch, statistics)))
         embeds = own.embeds[mine]
-        d_own, matched_own = torch.empty_like(embeds), embeds.new_empty(len(mine))  # matched: sum over the positives of a row of s
+        d_own, matched_own = (
+            torch.empty_like(embeds),
+            embeds.new_empty(len(mine)),
+        )  # matched: sum over the positives of a row of s
         if both:
             d_other, matched_other = torch.zeros_like(other.embeds), torch.zeros_like(across.half)
         for rows, scaled, logits in similarity_blocks(sides, branch, mine, scale, self.work_bytes):
@@ -105,9 +139,13 @@ class InfoNCE:
             matched_own[rows] = matched.sum(1)
             if both:
                 matched_other += matched.sum(0)
-            d_logits = torch.sub(-along.positive[rows, None], across.positive, out=matched).mul_(positive)
+            d_logits = torch.sub(-along.positive[rows, None], across.positive, out=matched).mul_(
+                positive
+            )
             d_logits.addcmul_(torch.sub(logits, across.log_sum_exp).exp_(), across.half)
-            d_logits.addcmul_(logits.sub_(along.log_sum_exp[rows, None]).exp_(), along.half[rows, None])
+            d_logits.addcmul_(
+                logits.sub_(along.log_sum_exp[rows, None]).exp_(), along.half[rows, None]
+            )
             torch.mm(d_logits, other.embeds, out=d_own[rows])
             if both:
                 d_other.addmm_(d_logits.T, scaled)
@@ -117,8 +155,12 @@ class InfoNCE:
         shares = {branch: self._shares(along, matched_own, scale * (embeds @ other.embeds.mean(0)))}
         if both:
             gradients[other_branch] = d_other.sub_(scale * _toward_all(across, along, embeds))
-            shares[other_branch] = self._shares(across, matched_other, scale * (other.embeds @ embeds.mean(0)))
-        return Part(shares, gradients, {"logit_scale": (embeds * d_own).sum().reshape(1)})  # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ
+            shares[other_branch] = self._shares(
+                across, matched_other, scale * (other.embeds @ embeds.mean(0))
+            )
+        return Part(
+            shares, gradients, {"logit_scale": (embeds * d_own).sum().reshape(1)}
+        )  # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ
 
     def _terms(self, sides: Sides, branch: str, statistics: Mapping[str, Tensor]) -> _Terms:
         own, other = sides[branch], sides[other_of(sides, branch)]

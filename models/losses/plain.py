@@ -13,11 +13,13 @@ from models.losses.blocks import Part, Sides, first_of, other_of
 
 @dataclass(frozen=True)
 class PlainLoss:
-    """`function(first, second, scalars)` -> [], of the embeddings [B, D] of both branches, row i of one belonging to row i of the other.
+    """`function(first, second, scalars)` -> [], of the embeddings [B, D] of both branches, row i of
+    one belonging to row i of the other.
 
-    It is the loss of the whole global batch, a mean over its B samples, and autograd differentiates it. Every rank that holds embeddings
-    of the pair computes all of it, so where it makes a B × B matrix each rank makes a whole one: 4·B² bytes, a few times. The built-in
-    losses compute only a rank's own rows, in blocks. One row per sample, all of the same weight.
+    It is the loss of the whole global batch, a mean over its B samples, and autograd differentiates
+    it. Every rank that holds embeddings of the pair computes all of it, so where it makes a B × B
+    matrix each rank makes a whole one: 4·B² bytes, a few times. The built-in losses compute only a
+    rank's own rows, in blocks. One row per sample, all of the same weight.
 
     `parameters`: names and first values of what it learns, each [1]; it finds them in `scalars`.
     """
@@ -25,12 +27,22 @@ class PlainLoss:
     function: Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
     parameters: Mapping[str, float] = field(default_factory=dict)
 
-    def statistics(self, sides: Sides, branch: str, mine: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    def statistics(
+        self, sides: Sides, branch: str, mine: Tensor, parameters: Mapping[str, Tensor]
+    ) -> None:
         """Nothing: every rank sees all embeddings."""
         return None
 
-    def part(self, sides: Sides, branch: str, mine: Tensor, statistics: None, parameters: Mapping[str, Tensor]) -> Part:
-        """What the rows `mine` [b] of a side contribute. Every row has an equal share of half of the loss."""
+    def part(
+        self,
+        sides: Sides,
+        branch: str,
+        mine: Tensor,
+        statistics: None,
+        parameters: Mapping[str, Tensor],
+    ) -> Part:
+        """What the rows `mine` [b] of a side contribute. Every row has an equal share of half of
+        the loss."""
         loss, gradients, scalars = self._differentiated(sides, parameters)
         number = len(sides[branch].label)
         part = len(mine) / number  # the rows of one side give the whole gradient of the scalars
@@ -43,20 +55,28 @@ class PlainLoss:
     def whole(self, sides: Sides, parameters: Mapping[str, Tensor]) -> Part:
         """The whole loss and all gradients."""
         loss, gradients, scalars = self._differentiated(sides, parameters)
-        shares = {branch: (loss / (2 * len(side.label))).expand(len(side.label)) for branch, side in sides.items()}
+        shares = {
+            branch: (loss / (2 * len(side.label))).expand(len(side.label))
+            for branch, side in sides.items()
+        }
         return Part(shares, gradients, scalars)
 
-    def constrained(self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def constrained(
+        self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """As they are: a limit, such as that of a scale, belongs into the function."""
         return dict(gradients)
 
-    def _differentiated(self, sides: Sides, parameters: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    def _differentiated(
+        self, sides: Sides, parameters: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """The loss [], ∂L/∂ of the embeddings [B, D] of each branch, ∂L/∂ of the scalars."""
         first = first_of(sides)
         own, other = sides[first], sides[other_of(sides, first)]
         if len(own.label) != len(other.label) or own.weight is not None:
             raise ValueError(
-                "a loss of your own sees one row per sample, all of the same weight; take several texts per image and sample weights out, or "
+                "a loss of your own sees one row per sample, all of the same weight; take several "
+                "texts per image and sample weights out, or "
                 "use a built-in loss"
             )
         given = {branch: side.embeds.detach().requires_grad_() for branch, side in sides.items()}
@@ -65,5 +85,8 @@ class PlainLoss:
             loss = self.function(*given.values(), learned)
             wanted = [*given.values(), *learned.values()]
             found = torch.autograd.grad(loss, wanted, allow_unused=True)
-        found = [torch.zeros_like(value) if gradient is None else gradient for value, gradient in zip(wanted, found)]
+        found = [
+            torch.zeros_like(value) if gradient is None else gradient
+            for value, gradient in zip(wanted, found)
+        ]
         return loss.detach(), dict(zip(given, found)), dict(zip(learned, found[len(given) :]))

@@ -1,4 +1,5 @@
-"""How two sets of embeddings lie to each other: sums that replicas add up, and the figures that follow.
+"""How two sets of embeddings lie to each other: sums that replicas add up, and the figures that
+follow.
 
 With n pairs of unit vectors xᵢ (image) and yᵢ (text):
 
@@ -23,24 +24,37 @@ PAIRWISE = 4  # sums that are numbers; behind them that of the rows [D] and of t
 
 
 def alignment_sums(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
-    """float64 [4 + D + D²], over the rows `own` [b, D] and their partners `other[target]` in `other` [B, D]. Those of all rows of a branch add up."""
+    """float64 [4 + D + D²], over the rows `own` [b, D] and their partners `other[target]` in
+    `other` [B, D]. Those of all rows of a branch add up."""
     width = own.shape[1]
     partner = other[target]
     cosine = (own.double() * partner.double()).sum()
     distance = (own.double() - partner.double()).square().sum()
     every = own.double().sum(0) @ other.double().sum(0)
-    # of the other branch, so that each of its rows comes once: a rank has all of them, but of its own branch a replica's only
+    # of the other branch, so that each of its rows comes once: a rank has all of them, but of its
+    # own branch a replica's only
     spread = own.new_zeros((), dtype=torch.float64)
     for rows in blocks(len(partner), len(other)):
         similarity = partner[rows] @ other.T
-        spread += similarity.sub_(1).mul_(4).exp_().sum(1).double().sum()  # −2 ‖x − y‖² of unit vectors
+        spread += (
+            similarity.sub_(1).mul_(4).exp_().sum(1).double().sum()
+        )  # −2 ‖x − y‖² of unit vectors
     spread -= torch.exp(4 * ((partner * partner).sum(1) - 1)).double().sum()
     products = own.double().T @ own.double()
-    return torch.cat([torch.stack([distance, cosine, every, spread]), own.double().sum(0), products.reshape(width * width)])
+    return torch.cat(
+        [
+            torch.stack([distance, cosine, every, spread]),
+            own.double().sum(0),
+            products.reshape(width * width),
+        ]
+    )
 
 
 def alignment_figures(
-    image_to_text: Tensor, text_to_image: Tensor, num_pairs: int, branches: Sequence[str] = ("image", "text")
+    image_to_text: Tensor,
+    text_to_image: Tensor,
+    num_pairs: int,
+    branches: Sequence[str] = ("image", "text"),
 ) -> dict[str, float]:
     """The figures above from the sums of both directions; empty with less than two pairs.
     `branches`: the names behind `uniformity/` and `effective_rank/`."""
@@ -60,8 +74,12 @@ def alignment_figures(
         "cosine_others": (every - cosine) / others,
     }
     for branch, spread in ((first, image_spread), (second, text_spread)):
-        figures[f"uniformity/{branch}"] = float(torch.tensor(max(spread / others, 1e-300), dtype=torch.float64).log())
-        covariance = sums[branch][width:].view(width, width) / num_pairs - torch.outer(means[branch], means[branch])
+        figures[f"uniformity/{branch}"] = float(
+            torch.tensor(max(spread / others, 1e-300), dtype=torch.float64).log()
+        )
+        covariance = sums[branch][width:].view(width, width) / num_pairs - torch.outer(
+            means[branch], means[branch]
+        )
         figures[f"effective_rank/{branch}"] = _effective_rank(covariance)
     return figures
 

@@ -21,7 +21,15 @@ from models.towers.image import image_tower
 from models.towers.layers import LayerSpec, Tower
 from models.towers.text import text_tower
 
-__all__ = ["LayerCounts", "Tower", "build_towers", "count_flops", "describe_layers", "meta_inputs", "with_head"]
+__all__ = [
+    "LayerCounts",
+    "Tower",
+    "build_towers",
+    "count_flops",
+    "describe_layers",
+    "meta_inputs",
+    "with_head",
+]
 
 
 def build_towers(
@@ -36,22 +44,32 @@ def build_towers(
     scalars: Mapping[str, float] = InfoNCE.parameters,
     fusion: FusionSizes | None = None,
 ) -> tuple[Tower, Tower]:
-    """The image tower and the text tower, heads included; no layer is built yet. Syntax of the names: `models/README.md`.
+    """The image tower and the text tower, heads included; no layer is built yet. Syntax of the
+    names: `models/README.md`.
 
-    `scalars`: what the loss learns, by name with first values (its `parameters`); the image head owns them. `fusion`: both heads also make
-    tokens, and the text head scores pairs of them.
+    `scalars`: what the loss learns, by name with first values (its `parameters`); the image head
+    owns them. `fusion`: both heads also make tokens, and the text head scores pairs of them.
     """
     image = image_tower(image_name, image_size)
     text = text_tower(text_name, vocab_size, max_text_tokens, pad_token_id, eos_token_id)
     return with_head(image, embed_dim, scalars, fusion), with_head(text, embed_dim, {}, fusion)
 
 
-def with_head(tower: Tower, embed_dim: int, scalars: Mapping[str, float] | None = None, fusion: FusionSizes | None = None) -> Tower:
-    """The tower with the head of its branch as last layer, and for `fusion` the taps that bring its maps there. `scalars`: what the branch
-    owns of what the losses learn, by name with first values; None: those of InfoNCE for images, nothing for others."""
+def with_head(
+    tower: Tower,
+    embed_dim: int,
+    scalars: Mapping[str, float] | None = None,
+    fusion: FusionSizes | None = None,
+) -> Tower:
+    """The tower with the head of its branch as last layer, and for `fusion` the taps that bring its
+    maps there. `scalars`: what the branch owns of what the losses learn, by name with first values;
+    None: those of InfoNCE for images, nothing for others."""
     if scalars is None:
         scalars = InfoNCE.parameters if tower.branch == "image" else {}
-    width, config = tower.width, {**tower.config, "tower": tower.name, "width": tower.width, "embed_dim": embed_dim}
+    width, config = (
+        tower.width,
+        {**tower.config, "tower": tower.name, "width": tower.width, "embed_dim": embed_dim},
+    )
     if fusion is None:
         makers = {"image": image_head, "text": text_head}
         head = (
@@ -62,34 +80,48 @@ def with_head(tower: Tower, embed_dim: int, scalars: Mapping[str, float] | None 
     else:
         config["fusion"] = asdict(fusion)
         if tower.branch == "image":
-            tower, maps, config["num_image_tokens"] = tap_image(tower, meta_inputs(tower, 2)["pixel_values"], fusion.scales)
+            tower, maps, config["num_image_tokens"] = tap_image(
+                tower, meta_inputs(tower, 2)["pixel_values"], fusion.scales
+            )
             head = image_head(width, embed_dim, scalars, maps, fusion.width)
         else:
             tower, head = tap_text(tower), text_head(width, embed_dim, fusion, scalars)
     return replace(tower, specs=(*tower.specs, head), config=config)
 
 
-def meta_inputs(tower: Tower, micro_batch_size: int, num_tokens: int | None = None) -> dict[str, Tensor]:
-    """The first layer's inputs, without data: shapes as in the run. `num_tokens` of a text: default the tower's max_text_tokens."""
+def meta_inputs(
+    tower: Tower, micro_batch_size: int, num_tokens: int | None = None
+) -> dict[str, Tensor]:
+    """The first layer's inputs, without data: shapes as in the run. `num_tokens` of a text: default
+    the tower's max_text_tokens."""
     if tower.example is not None:
         return tower.example(micro_batch_size)
     if tower.branch == "image":
         size = tower.config["image_size"]
         return {"pixel_values": torch.empty(micro_batch_size, 3, size, size, device="meta")}
-    shape = (micro_batch_size, tower.config["max_text_tokens"] if num_tokens is None else num_tokens)
-    return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in ("input_ids", "attention_mask")}
+    shape = (
+        micro_batch_size,
+        tower.config["max_text_tokens"] if num_tokens is None else num_tokens,
+    )
+    return {
+        name: torch.empty(shape, dtype=torch.int64, device="meta")
+        for name in ("input_ids", "attention_mask")
+    }
 
 
 def count_flops(tower: Tower, inputs: dict[str, Tensor]) -> list[float]:
-    """Floating-point operations of the forward of each layer on `inputs` (see `meta_inputs`); nothing is computed.
+    """Floating-point operations of the forward of each layer on `inputs` (see `meta_inputs`);
+    nothing is computed.
 
-    Counts matrix products, convolutions and attention (a multiply-add is 2), as `torch.utils.flop_counter` does; a causal mask
-    halves nothing. Meant for ratios: between the branches, and between the stages of a branch.
+    Counts matrix products, convolutions and attention (a multiply-add is 2), as
+    `torch.utils.flop_counter` does; a causal mask halves nothing. Meant for ratios: between the
+    branches, and between the stages of a branch.
     """
     counts = []
     tensors = inputs
     for spec in tower.specs:
-        # templates are in training mode and gradients are on: in inference ViT would take a fused path that is not counted
+        # templates are in training mode and gradients are on: in inference ViT would take a fused
+        # path that is not counted
         with torch.enable_grad(), FlopCounterMode(display=False) as counter:
             tensors = spec.template(tensors)
         counts.append(float(counter.get_total_flops()))
@@ -98,55 +130,85 @@ def count_flops(tower: Tower, inputs: dict[str, Tensor]) -> list[float]:
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """What one layer does for one sample in a training forward, counted. Bytes of `activation_bytes` and `output_bytes` as in `LayerCost`."""
+    """What one layer does for one sample in a training forward, counted. Bytes of
+    `activation_bytes` and `output_bytes` as in `LayerCost`."""
 
     name: str
     num_parameters: int
     flops: float  # as `count_flops`
     convolution_flops: float  # of these, in convolutions: under fp32 they may run at another rate
-    activation_bytes: float  # kept for the backward: what the layer made and its graph saved, and its output; the input is its maker's
+    # kept for the backward: what the layer made and its graph saved, and its output; the input is
+    # its maker's
+    activation_bytes: float
     output_bytes: float  # of all named tensors behind the layer
-    moved_bytes: float  # read and written by its kernels, one by one, as eager torch runs them; without the parameters
+    # read and written by its kernels, one by one, as eager torch runs them; without the parameters
+    moved_bytes: float
     num_kernels: int  # per micro-batch, whatever its size
 
 
-def describe_layers(tower: Tower, precision_bytes: int, num_tokens: int | None = None) -> list[LayerCounts]:
-    """The counts of every layer, in order, on the meta device: no memory, no arithmetic, any tower in seconds.
+def describe_layers(
+    tower: Tower, precision_bytes: int, num_tokens: int | None = None
+) -> list[LayerCounts]:
+    """The counts of every layer, in order, on the meta device: no memory, no arithmetic, any tower
+    in seconds.
 
-    `precision_bytes`: of a weight, 4 (fp32) or 2 (bf16; fp16 is the same). Counted at two samples, because batch normalisation
-    refuses one where nothing but the sample is left to average over. `num_tokens` as in `meta_inputs`.
+    `precision_bytes`: of a weight, 4 (fp32) or 2 (bf16; fp16 is the same). Counted at two samples,
+    because batch normalisation refuses one where nothing but the sample is left to average over.
+    `num_tokens` as in `meta_inputs`.
     """
     return _described(tower.specs, meta_inputs(tower, _COUNTED, num_tokens), precision_bytes)
 
 
 def describe_pairs(image: Tower, text: Tower, precision_bytes: int) -> LayerCounts:
     """The counts of the pairs that are made for one text; towers with fusion."""
-    (found,) = _described([pair_scores(FusionSizes(**image.config["fusion"]))], pair_inputs(image, text, _COUNTED), precision_bytes)
+    (found,) = _described(
+        [pair_scores(FusionSizes(**image.config["fusion"]))],
+        pair_inputs(image, text, _COUNTED),
+        precision_bytes,
+    )
     return found
 
 
 def token_bytes(towers: Sequence[Tower], precision_bytes: int) -> dict[str, float]:
-    """Of the tokens that the heads make for fusion of one image, and of one text as long as it can be; none without fusion."""
+    """Of the tokens that the heads make for fusion of one image, and of one text as long as it can
+    be; none without fusion."""
     if not any("fusion" in tower.config for tower in towers):
         return {}
     image, text = towers
     numbers = {"image": image.config["num_image_tokens"], "text": text.config["max_text_tokens"]}
-    return {branch: precision_bytes * number * image.config["fusion"]["width"] for branch, number in numbers.items()}
+    return {
+        branch: precision_bytes * number * image.config["fusion"]["width"]
+        for branch, number in numbers.items()
+    }
 
 
-def _described(specs: Sequence[LayerSpec], tensors: dict[str, Tensor], precision_bytes: int) -> list[LayerCounts]:
+def _described(
+    specs: Sequence[LayerSpec], tensors: dict[str, Tensor], precision_bytes: int
+) -> list[LayerCounts]:
     if precision_bytes not in _DTYPES:
-        raise ValueError(f"precision_bytes={precision_bytes} must be one of {', '.join(map(str, _DTYPES))}: bytes of a weight")
+        raise ValueError(
+            f"precision_bytes={precision_bytes} must be one of {', '.join(map(str, _DTYPES))}: "
+            "bytes of a weight"
+        )
     dtype, samples = _DTYPES[precision_bytes], _COUNTED
-    tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    tensors = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
     described = []
     for position, spec in enumerate(specs):
         layer = copy.deepcopy(spec.template)
-        for parameter in layer.parameters():  # DeepSpeed casts parameters and leaves buffers in fp32
+        for (
+            parameter
+        ) in layer.parameters():  # DeepSpeed casts parameters and leaves buffers in fp32
             parameter.data = parameter.data.to(dtype)
-        given = {name: t.detach().requires_grad_(position > 0 and t.is_floating_point()) for name, t in tensors.items()}
+        given = {
+            name: t.detach().requires_grad_(position > 0 and t.is_floating_point())
+            for name, t in tensors.items()
+        }
         saved = _Saved()
-        # templates are in training mode and gradients are on: in inference ViT would take a fused path that is not counted
+        # templates are in training mode and gradients are on: in inference ViT would take a fused
+        # path that is not counted
         with (
             torch.enable_grad(),
             _FusedAttention(),
@@ -162,7 +224,12 @@ def _described(specs: Sequence[LayerSpec], tensors: dict[str, Tensor], precision
                 flops.get_total_flops() / samples,
                 flops.get_flop_counts()["Global"].get(torch.ops.aten.convolution, 0) / samples,
                 saved.num_bytes(
-                    tensors.values(), not_counted=(*layer.parameters(), *layer.buffers(), *(given.values() if position else ()))
+                    tensors.values(),
+                    not_counted=(
+                        *layer.parameters(),
+                        *layer.buffers(),
+                        *(given.values() if position else ()),
+                    ),
                 )
                 / samples,
                 sum(t.numel() * t.element_size() for t in tensors.values()) / samples,
@@ -190,7 +257,9 @@ class _Saved(torch.autograd.graph.saved_tensors_hooks):
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        self._storages[storage._cdata] = storage  # by identity, which meta tensors have too; several tensors may share one
+        self._storages[storage._cdata] = (
+            storage  # by identity, which meta tensors have too; several tensors may share one
+        )
 
     def num_bytes(self, outputs: Iterable[Tensor], not_counted: Iterable[Tensor]) -> int:
         """Bytes of the storages noted and those of `outputs`, but for those of `not_counted`."""
@@ -202,26 +271,41 @@ class _Saved(torch.autograd.graph.saved_tensors_hooks):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Attention in one kernel that keeps no probabilities, as GPUs run it. By itself torch takes the unfused way on the meta device."""
+    """Attention in one kernel that keeps no probabilities, as GPUs run it. By itself torch takes
+    the unfused way on the meta device."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return _FUSED.get(func, func)(*args, **(kwargs or {}))
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, **_: object) -> Tensor:
-    """The fused kernel that exists on every machine. It saves what those of a GPU save (theirs draw dropout again in the backward)."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)[0]
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    **_: object,
+) -> Tensor:
+    """The fused kernel that exists on every machine. It saves what those of a GPU save (theirs draw
+    dropout again in the backward)."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal
+    )[0]
 
 
 def _attention_flops(query_shape, key_shape, value_shape, *_, **__) -> int:
     return sdpa_flop_count(query_shape, key_shape, value_shape)
 
 
-_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}  # which torch 2.6 does not count
+_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops
+}  # which torch 2.6 does not count
 
 
 def _with_fused_attention(function: FunctionType) -> FunctionType:
-    """A copy of one of torch's functions that finds `_attend` under the name of torch's attention: a mode does not reach inside it."""
+    """A copy of one of torch's functions that finds `_attend` under the name of torch's attention:
+    a mode does not reach inside it."""
     names = {**function.__globals__, "scaled_dot_product_attention": _attend}
     changed = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     changed.__kwdefaults__ = function.__kwdefaults__
@@ -235,7 +319,8 @@ _FUSED = {
 
 
 class _Traffic(TorchDispatchMode):
-    """Adds up what kernels read and write. Views move nothing; a look-up in a table reads what it writes, not the table."""
+    """Adds up what kernels read and write. Views move nothing; a look-up in a table reads what it
+    writes, not the table."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -255,7 +340,13 @@ class _Traffic(TorchDispatchMode):
         if func in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default):
             return True
         given = {tensor.untyped_storage()._cdata for tensor in read} | self._parameters
-        return not func._schema.is_mutable and all(tensor.untyped_storage()._cdata in given for tensor in written)
+        return not func._schema.is_mutable and all(
+            tensor.untyped_storage()._cdata in given for tensor in written
+        )
 
     def _tensors(self, tree: object) -> list[Tensor]:
-        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._parameters]
+        return [
+            leaf
+            for leaf in tree_leaves(tree)
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._parameters
+        ]

@@ -1,7 +1,8 @@
-"""What the names of towers leave open, decided for a new run and written out, so that a run's record says all of it.
+"""What the names of towers leave open, decided for a new run and written out, so that a run's
+record says all of it.
 
-A name by itself means the library's own model (`models/README.md`). These are the choices with which towers learn better from the first step;
-what each is worth: bench/EVIDENCE.md.
+A name by itself means the library's own model (`models/README.md`). These are the choices with
+which towers learn better from the first step; what each is worth: bench/EVIDENCE.md.
 """
 
 import json
@@ -12,7 +13,8 @@ from models.towers.names import join_name, split_name
 from models.towers.text import OWN, of_library
 from models.weights.reading import canonical_names, find_weights, open_tensors
 
-SENTENCE_ENCODER = "modules.json"  # sentence-transformers writes it beside the weights, and names the folder of the pooling in it
+# sentence-transformers writes it beside the weights, and names the folder of the pooling in it
+SENTENCE_ENCODER = "modules.json"
 POOLING_MODES = {  # of its pooling file -> ours
     "cls_token": "first",
     "cls": "first",
@@ -25,19 +27,25 @@ POOLING_MODES = {  # of its pooling file -> ours
 
 
 def image_name(name: str, weights: str | None) -> str:
-    """`name` with `zero_init_residual=true` for a ResNet from scratch: each block starts as the identity (Goyal et al. 2017, section 5.1; timm's
-    default)."""
+    """`name` with `zero_init_residual=true` for a ResNet from scratch: each block starts as the
+    identity (Goyal et al. 2017, section 5.1; timm's default)."""
     base, given = split_name(name)
-    if weights is None and isinstance(ARCHITECTURES.get(base), ResNetSizes) and "zero_init_residual" not in given:
+    if (
+        weights is None
+        and isinstance(ARCHITECTURES.get(base), ResNetSizes)
+        and "zero_init_residual" not in given
+    ):
         return join_name(base, {**given, "zero_init_residual": "true"})
     return name
 
 
 def text_name(name: str, weights: str | None) -> str:
-    """`name` with `pool=`: as the weights were trained; from scratch the mean over the tokens, and where the text ends for CLIP's own.
+    """`name` with `pool=`: as the weights were trained; from scratch the mean over the tokens, and
+    where the text ends for CLIP's own.
 
-    A sentence encoder says it in a file of its own; other weights were trained with the library's pooler if they hold one. `weights` as in
-    `open_weights`. Errors: as there, and ValueError for a pooling that is not built.
+    A sentence encoder says it in a file of its own; other weights were trained with the library's
+    pooler if they hold one. `weights` as in `open_weights`. Errors: as there, and ValueError for a
+    pooling that is not built.
     """
     base, given = split_name(name)
     if base in OWN:
@@ -45,7 +53,11 @@ def text_name(name: str, weights: str | None) -> str:
     library, hub_id = of_library(base)
     if "pool" in given or library == "eos":
         return name
-    pool = "mean" if weights is None else _trained_pool(find_weights("text", weights, name, hub_id), library)
+    pool = (
+        "mean"
+        if weights is None
+        else _trained_pool(find_weights("text", weights, name, hub_id), library)
+    )
     return join_name(base, {**given, "pool": pool})
 
 
@@ -53,20 +65,42 @@ def _trained_pool(path: Path, library: str) -> str:
     folder = path if path.is_dir() else path.parent
     if (folder / SENTENCE_ENCODER).is_file():
         return _pool_of_sentence_encoder(folder)
-    return "pooler" if library == "pooler" and "text.pooler.dense.weight" in canonical_names("text", open_tensors(path)[0]) else "mean"
+    return (
+        "pooler"
+        if library == "pooler"
+        and "text.pooler.dense.weight" in canonical_names("text", open_tensors(path)[0])
+        else "mean"
+    )
 
 
 def _pool_of_sentence_encoder(folder: Path) -> str:
     modules = json.loads((folder / SENTENCE_ENCODER).read_text(encoding="utf-8"))
-    file = next((folder / module["path"] / "config.json" for module in modules if module["type"].endswith("Pooling")), None)
+    file = next(
+        (
+            folder / module["path"] / "config.json"
+            for module in modules
+            if module["type"].endswith("Pooling")
+        ),
+        None,
+    )
     if file is None or not file.is_file():
-        raise ValueError(f"{folder / SENTENCE_ENCODER}: leads to no pooling; say how texts are pooled with --text-tower NAME:pool=...")
+        raise ValueError(
+            f"{folder / SENTENCE_ENCODER}: leads to no pooling; say how texts are pooled with "
+            "--text-tower NAME:pool=..."
+        )
     config = json.loads(file.read_text(encoding="utf-8"))
-    modes = [key.removeprefix("pooling_mode_") for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-    modes = [config["pooling_mode"]] if "pooling_mode" in config else modes  # as newer versions write it
+    modes = [
+        key.removeprefix("pooling_mode_")
+        for key, value in config.items()
+        if key.startswith("pooling_mode_") and value is True
+    ]
+    modes = (
+        [config["pooling_mode"]] if "pooling_mode" in config else modes
+    )  # as newer versions write it
     if len(modes) != 1 or modes[0] not in POOLING_MODES:
         raise ValueError(
-            f"{file}: pools by {' and '.join(modes) or 'nothing'}; built are {', '.join(POOLING_MODES)}, one at a time. Choose one with "
+            f"{file}: pools by {' and '.join(modes) or 'nothing'}; built are "
+            f"{', '.join(POOLING_MODES)}, one at a time. Choose one with "
             "--text-tower NAME:pool=..."
         )
     return POOLING_MODES[modes[0]]

@@ -1,11 +1,13 @@
-"""The fusion branch: tokens of both towers, and cross-attention that says whether a picture and a text belong together.
+"""The fusion branch: tokens of both towers, and cross-attention that says whether a picture and a
+text belong together.
 
     image_map_0, image_map_1, ... ──project──> image_tokens ─┐
                                                              ├─ attend, attend, ... ── mean ── score       one number for each pair
     text_states ──────────────────project──> text_tokens ────┘
 
-Image tokens ask, text tokens answer. The maps leave their tower where it goes on to a smaller picture, so they have several scales. The
-projections belong to the heads, and the attention to the text head: both towers' tokens meet where the text branch ends.
+Image tokens ask, text tokens answer. The maps leave their tower where it goes on to a smaller
+picture, so they have several scales. The projections belong to the heads, and the attention to the
+text head: both towers' tokens meet where the text branch ends.
 
 B micro-batch, P pairs, T image tokens, L text tokens, C channels, F `width`.
 """
@@ -25,7 +27,8 @@ from models.towers.layers import Layer, LayerSpec, Tower, reset
 
 @dataclass(frozen=True)
 class FusionSizes:
-    """`layers` of cross-attention of `width` with `heads`, over the last `scales` maps of the image tower; None: two, or one where it has no more."""
+    """`layers` of cross-attention of `width` with `heads`, over the last `scales` maps of the image
+    tower; None: two, or one where it has no more."""
 
     layers: int
     width: int = 512
@@ -33,9 +36,13 @@ class FusionSizes:
     scales: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.width, self.heads, 1 if self.scales is None else self.scales) < 1 or self.width % self.heads:
+        if (
+            min(self.layers, self.width, self.heads, 1 if self.scales is None else self.scales) < 1
+            or self.width % self.heads
+        ):
             raise ValueError(
-                f"fusion of {self.layers} layers, width {self.width}, {self.heads} heads and {self.scales} scales: all must be at least 1, and "
+                f"fusion of {self.layers} layers, width {self.width}, {self.heads} heads and "
+                f"{self.scales} scales: all must be at least 1, and "
                 "the width a multiple of the heads"
             )
 
@@ -44,11 +51,17 @@ def fusion_sizes(options: Mapping[str, Any]) -> FusionSizes | None:
     """From train.py's options by name; None without `fusion`."""
     if not options["fusion"]:
         return None
-    return FusionSizes(options["fusion"], options["fusion_width"], options["fusion_heads"], options["fusion_scales"])
+    return FusionSizes(
+        options["fusion"],
+        options["fusion_width"],
+        options["fusion_heads"],
+        options["fusion_scales"],
+    )
 
 
 class ImageTap(Layer):
-    """`image_hidden` [B, C, H, W] or [B, N, C] -> a copy of it as tokens [B, T, C] under another name, for the head."""
+    """`image_hidden` [B, C, H, W] or [B, N, C] -> a copy of it as tokens [B, T, C] under another
+    name, for the head."""
 
     reads = ("image_hidden",)
 
@@ -58,11 +71,14 @@ class ImageTap(Layer):
 
     def compute(self, image_hidden: Tensor) -> Tensor:
         # * 1: what is sent on under two names must not share its memory
-        return (image_hidden.flatten(2).transpose(1, 2) if image_hidden.dim() == 4 else image_hidden) * 1
+        return (
+            image_hidden.flatten(2).transpose(1, 2) if image_hidden.dim() == 4 else image_hidden
+        ) * 1
 
 
 class TextTap(Layer):
-    """`text_hidden` [B, L, C], `attention_mask` [B, L] -> `text_states` [B, L, C] and `text_mask` [B, L] int8, which pass the pooler."""
+    """`text_hidden` [B, L, C], `attention_mask` [B, L] -> `text_states` [B, L, C] and `text_mask`
+    [B, L] int8, which pass the pooler."""
 
     reads, makes = ("text_hidden", "attention_mask"), ("text_states", "text_mask")
 
@@ -76,28 +92,36 @@ def token_projection(channels: int, width: int) -> nn.Module:
 
 
 class CrossAttention(nn.Module):
-    """Image tokens [P, T, F] look at text tokens [P, L, F], then at themselves one by one; each adds to them (Vaswani et al. 2017)."""
+    """Image tokens [P, T, F] look at text tokens [P, L, F], then at themselves one by one; each
+    adds to them (Vaswani et al. 2017)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.image_norm, self.text_norm, self.inner_norm = (nn.LayerNorm(width) for _ in range(3))
         self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.inner = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, image_tokens: Tensor, text_tokens: Tensor, padded: Tensor) -> Tensor:
         """`padded` [P, L] bool: these text tokens are not looked at."""
         told = self.text_norm(text_tokens)
-        seen, _ = self.attention(self.image_norm(image_tokens), told, told, key_padding_mask=padded, need_weights=False)
+        seen, _ = self.attention(
+            self.image_norm(image_tokens), told, told, key_padding_mask=padded, need_weights=False
+        )
         image_tokens = image_tokens + seen
         return image_tokens + self.inner(self.inner_norm(image_tokens))
 
 
 class Fusion(nn.Module):
-    """Pairs to scores. It draws no random numbers: which pairs are scored together is an affair of the split, and changes nothing."""
+    """Pairs to scores. It draws no random numbers: which pairs are scored together is an affair of
+    the split, and changes nothing."""
 
     def __init__(self, sizes: FusionSizes) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(CrossAttention(sizes.width, sizes.heads) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(
+            CrossAttention(sizes.width, sizes.heads) for _ in range(sizes.layers)
+        )
         self.norm, self.score = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, 1)
 
     def forward(self, image_tokens: Tensor, text_tokens: Tensor, text_mask: Tensor) -> Tensor:
@@ -108,20 +132,32 @@ class Fusion(nn.Module):
         return self.score(self.norm(image_tokens.mean(1))).squeeze(1).float()
 
 
-def tap_image(tower: Tower, pixel_values: Tensor, scales: int | None) -> tuple[Tower, dict[str, int], int]:
-    """Taps behind the last layers of the last `scales` sizes of `image_hidden`, in a tower without a head.
+def tap_image(
+    tower: Tower, pixel_values: Tensor, scales: int | None
+) -> tuple[Tower, dict[str, int], int]:
+    """Taps behind the last layers of the last `scales` sizes of `image_hidden`, in a tower without
+    a head.
 
-    `pixel_values`: as in `models.towers.building.meta_inputs`. Returns the tower, the channels C of each map by its name, and T for such pictures.
-    Errors: ValueError where it has fewer.
+    `pixel_values`: as in `models.towers.building.meta_inputs`. Returns the tower, the channels C of
+    each map by its name, and T for such pictures. Errors: ValueError where it has fewer.
     """
     shapes, tensors = [], {"pixel_values": pixel_values}
     for spec in tower.specs:
         tensors = spec.template(tensors)
-        shapes.append(tuple(tensors["image_hidden"].shape[1:]) if "image_hidden" in tensors else None)
-    ends = [i for i, shape in enumerate(shapes) if shape is not None and _places(shape) != _places(shapes[i + 1])]
+        shapes.append(
+            tuple(tensors["image_hidden"].shape[1:]) if "image_hidden" in tensors else None
+        )
+    ends = [
+        i
+        for i, shape in enumerate(shapes)
+        if shape is not None and _places(shape) != _places(shapes[i + 1])
+    ]
     scales = min(2, len(ends)) if scales is None else scales
     if len(ends) < scales:
-        raise ValueError(f"--fusion-scales {scales}: image tower {tower.name!r} has maps of {len(ends)} sizes; give at most {len(ends)}")
+        raise ValueError(
+            f"--fusion-scales {scales}: image tower {tower.name!r} has maps of {len(ends)} sizes; "
+            f"give at most {len(ends)}"
+        )
     specs, maps, num_tokens = list(tower.specs), {}, 0
     for scale, end in enumerate(ends[-scales:]):
         name, shape = f"image_map_{scale}", shapes[end]
@@ -134,7 +170,10 @@ def tap_image(tower: Tower, pixel_values: Tensor, scales: int | None) -> tuple[T
 def tap_text(tower: Tower) -> Tower:
     """A tap before the layer that pools; a tower without a head."""
     pool = next(i for i, spec in enumerate(tower.specs) if "text_hidden" in spec.template.drops)
-    return replace(tower, specs=(*tower.specs[:pool], _tap("text.states", "text", TextTap()), *tower.specs[pool:]))
+    return replace(
+        tower,
+        specs=(*tower.specs[:pool], _tap("text.states", "text", TextTap()), *tower.specs[pool:]),
+    )
 
 
 def _places(shape: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -168,8 +207,11 @@ def pair_scores(sizes: FusionSizes) -> LayerSpec:
         return LayerSpec("text.pairs", "text", PairScores(sizes), reset)
 
 
-def pair_inputs(image: Tower, text: Tower, num_texts: int, num_tokens: int | None = None) -> dict[str, Tensor]:
-    """What `pair_scores` reads for the pairs of so many texts of `num_tokens` (default: the most there can be), without data."""
+def pair_inputs(
+    image: Tower, text: Tower, num_texts: int, num_tokens: int | None = None
+) -> dict[str, Tensor]:
+    """What `pair_scores` reads for the pairs of so many texts of `num_tokens` (default: the most
+    there can be), without data."""
     number, width = PAIRS_OF_A_TEXT * num_texts, image.config["fusion"]["width"]
     length = text.config["max_text_tokens"] if num_tokens is None else num_tokens
     return {

@@ -1,6 +1,8 @@
-"""The heads: pooled features to the embeddings in which images and texts are compared; with fusion, maps to tokens, and tokens to scores.
+"""The heads: pooled features to the embeddings in which images and texts are compared; with fusion,
+maps to tokens, and tokens to scores.
 
-B micro-batch, W width of the tower's features, D embedding size; T, L, F as in `models/towers/fusion.py`.
+B micro-batch, W width of the tower's features, D embedding size; T, L, F as in
+`models/towers/fusion.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,14 +16,17 @@ from models.towers.layers import Layer, LayerSpec, reset
 
 
 class Head(Layer):
-    """Of any branch, here of images: `image_features` [B, W] -> `image_embeds` [B, D] fp32 of length 1, and the scalars that losses learn,
-    each [1] fp32.
+    """Of any branch, here of images: `image_features` [B, W] -> `image_embeds` [B, D] fp32 of
+    length 1, and the scalars that losses learn, each [1] fp32.
 
-    `scalars`: names and first values of those that the branch owns (`engine/objective.py`). They live here so that exactly one layer owns
-    them. They have one dimension because optimizers that flatten parameters mishandle 0-dim ones.
+    `scalars`: names and first values of those that the branch owns (`engine/objective.py`). They
+    live here so that exactly one layer owns them. They have one dimension because optimizers that
+    flatten parameters mishandle 0-dim ones.
     """
 
-    def __init__(self, branch: str, width: int, embed_dim: int, scalars: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, branch: str, width: int, embed_dim: int, scalars: Mapping[str, float] | None = None
+    ) -> None:
         super().__init__()
         self.scalars = dict(scalars or {})
         self.reads = self.drops = (f"{branch}_features",)
@@ -44,18 +49,25 @@ class Head(Layer):
 class ImageHead(Head):
     """The head of images, which with fusion also makes tokens.
 
-    `maps`: names and channels of the tower's maps, for `image_tokens` [B, T, F], those of one map behind those of the one before; none:
-    there is no fusion.
+    `maps`: names and channels of the tower's maps, for `image_tokens` [B, T, F], those of one map
+    behind those of the one before; none: there is no fusion.
     """
 
     def __init__(
-        self, width: int, embed_dim: int, scalars: Mapping[str, float], maps: Mapping[str, int] | None = None, token_width: int = 0
+        self,
+        width: int,
+        embed_dim: int,
+        scalars: Mapping[str, float],
+        maps: Mapping[str, int] | None = None,
+        token_width: int = 0,
     ):
         super().__init__("image", width, embed_dim, scalars)
         if maps:
             self.reads = self.drops = (*self.reads, *maps)
             self.makes = (*self.makes, "image_tokens")
-        self.image_tokens = nn.ModuleList(token_projection(channels, token_width) for channels in (maps or {}).values())
+        self.image_tokens = nn.ModuleList(
+            token_projection(channels, token_width) for channels in (maps or {}).values()
+        )
         self._name_parameters()
 
     def compute(self, image_features: Tensor, *maps: Tensor) -> tuple[Tensor, ...]:
@@ -64,11 +76,18 @@ class ImageHead(Head):
 
 
 class TextHead(Head):
-    """The head of texts. With `sizes` of a fusion it also makes `text_states` [B, L, W] -> `text_tokens` [B, L, F]; `fusion` then scores
-    pairs of tokens, which is asked of it by the loss and not as a part of the tower.
+    """The head of texts. With `sizes` of a fusion it also makes `text_states` [B, L, W] ->
+    `text_tokens` [B, L, F]; `fusion` then scores pairs of tokens, which is asked of it by the loss
+    and not as a part of the tower.
     """
 
-    def __init__(self, width: int, embed_dim: int, scalars: Mapping[str, float] | None = None, sizes: FusionSizes | None = None) -> None:
+    def __init__(
+        self,
+        width: int,
+        embed_dim: int,
+        scalars: Mapping[str, float] | None = None,
+        sizes: FusionSizes | None = None,
+    ) -> None:
         super().__init__("text", width, embed_dim, scalars)
         if sizes:
             self.reads = self.drops = (*self.reads, "text_states")
@@ -82,27 +101,45 @@ class TextHead(Head):
         return *super().compute(text_features), *tokens
 
 
-FUSION_NAMES = ("head.image_tokens.", "head.text_tokens.", "head.fusion.")  # how the canonical names of its tensors begin
+FUSION_NAMES = (
+    "head.image_tokens.",
+    "head.text_tokens.",
+    "head.fusion.",
+)  # how the canonical names of its tensors begin
 
 
 def _embed(projection: nn.Linear, features: Tensor) -> Tensor:
-    """The projection runs in the module's dtype; the length is made 1 in fp32, where squares do not overflow."""
+    """The projection runs in the module's dtype; the length is made 1 in fp32, where squares do not
+    overflow."""
     return F.normalize(projection(features).float(), dim=-1)  # [B, D]
 
 
 def image_head(
-    width: int, embed_dim: int, scalars: Mapping[str, float], maps: Mapping[str, int] | None = None, token_width: int = 0
+    width: int,
+    embed_dim: int,
+    scalars: Mapping[str, float],
+    maps: Mapping[str, int] | None = None,
+    token_width: int = 0,
 ) -> LayerSpec:
     """The head of the image branch, as the last recipe of its tower; it owns the `scalars`."""
-    return _spec("image", embed_dim, lambda: ImageHead(width, embed_dim, scalars, maps, token_width))
+    return _spec(
+        "image", embed_dim, lambda: ImageHead(width, embed_dim, scalars, maps, token_width)
+    )
 
 
-def text_head(width: int, embed_dim: int, sizes: FusionSizes | None = None, scalars: Mapping[str, float] | None = None) -> LayerSpec:
+def text_head(
+    width: int,
+    embed_dim: int,
+    sizes: FusionSizes | None = None,
+    scalars: Mapping[str, float] | None = None,
+) -> LayerSpec:
     """The head of the text branch, as the last recipe of its tower; it owns the `scalars`."""
     return _spec("text", embed_dim, lambda: TextHead(width, embed_dim, scalars, sizes))
 
 
-def head(branch: str, width: int, embed_dim: int, scalars: Mapping[str, float] | None = None) -> LayerSpec:
+def head(
+    branch: str, width: int, embed_dim: int, scalars: Mapping[str, float] | None = None
+) -> LayerSpec:
     """The head of any other branch, as the last recipe of its tower; it owns the `scalars`."""
     return _spec(branch, embed_dim, lambda: Head(branch, width, embed_dim, scalars))
 
@@ -115,8 +152,8 @@ def _spec(branch: str, embed_dim: int, make: Callable[[], Layer]) -> LayerSpec:
 
 
 def _initialise(head: Head) -> None:
-    """CLIP's rule for projections (Radford et al. 2021): normal with standard deviation width**-0.5. Scalars as the loss says; torch's own
-    rules for what fusion adds."""
+    """CLIP's rule for projections (Radford et al. 2021): normal with standard deviation
+    width**-0.5. Scalars as the loss says; torch's own rules for what fusion adds."""
     for name, module in head.named_children():
         if name == head.projection_name:
             nn.init.normal_(module.weight, std=module.in_features**-0.5)

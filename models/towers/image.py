@@ -20,14 +20,16 @@ from models.towers.layers import Layer, Tower, cut, reset
 from models.towers.names import parse_overrides, refuse, split_name
 from models.towers.pooling import ADDED, AttentionPool, FirstPool, MaxPool, MeanPool
 
-# ---------------------------------------------------------------------------------------------- layers
+# ----------------------------------------------------------------------------------------------
+# layers
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """torchvision's, but with its statistics and affine in fp32 also where the engine keeps parameters in bf16 or fp16.
+    """torchvision's, but with its statistics and affine in fp32 also where the engine keeps
+    parameters in bf16 or fp16.
 
-    Half-precision running statistics would lose their small updates, and no kernel takes half-precision weights beside fp32
-    statistics. In fp32 it is the library's own forward.
+    Half-precision running statistics would lose their small updates, and no kernel takes
+    half-precision weights beside fp32 statistics. In fp32 it is the library's own forward.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,7 +38,15 @@ class BatchNorm2d(nn.BatchNorm2d):
         if self.training:
             self.num_batches_tracked.add_(1)
         statistics = self.running_mean, self.running_var
-        return F.batch_norm(x, *statistics, self.weight.float(), self.bias.float(), self.training, self.momentum, self.eps)
+        return F.batch_norm(
+            x,
+            *statistics,
+            self.weight.float(),
+            self.bias.float(),
+            self.training,
+            self.momentum,
+            self.eps,
+        )
 
 
 class ResNetStem(Layer):
@@ -46,7 +56,12 @@ class ResNetStem(Layer):
 
     def __init__(self, model: ResNet) -> None:
         super().__init__()
-        self.conv1, self.bn1, self.relu, self.maxpool = model.conv1, model.bn1, model.relu, model.maxpool
+        self.conv1, self.bn1, self.relu, self.maxpool = (
+            model.conv1,
+            model.bn1,
+            model.relu,
+            model.maxpool,
+        )
 
     def compute(self, pixel_values: Tensor) -> Tensor:
         pixel_values = pixel_values.to(self.conv1.weight.dtype)
@@ -54,14 +69,21 @@ class ResNetStem(Layer):
 
 
 class ViTStem(Layer):
-    """`pixel_values` [B, 3, H, W] -> `image_hidden` [B, N, D]: patches, class token, positions, dropout.
+    """`pixel_values` [B, 3, H, W] -> `image_hidden` [B, N, D]: patches, class token, positions,
+    dropout.
 
-    Pictures of another size than the one it was made for get positions interpolated between the learned ones (bicubic, as
-    Dosovitskiy et al. 2021, section 3.2, propose for higher resolutions). Where `kept_patches` [B, K] numbers some of a picture's
-    patches, row by row from 0, the others are left out (FLIP: Li et al. 2023): N = K + 1.
+    Pictures of another size than the one it was made for get positions interpolated between the
+    learned ones (bicubic, as Dosovitskiy et al. 2021, section 3.2, propose for higher resolutions).
+    Where `kept_patches` [B, K] numbers some of a picture's patches, row by row from 0, the others
+    are left out (FLIP: Li et al. 2023): N = K + 1.
     """
 
-    reads, makes, drops, reads_if_given = ("pixel_values",), ("image_hidden",), ("pixel_values", "kept_patches"), ("kept_patches",)
+    reads, makes, drops, reads_if_given = (
+        ("pixel_values",),
+        ("image_hidden",),
+        ("pixel_values", "kept_patches"),
+        ("kept_patches",),
+    )
 
     def __init__(self, model: VisionTransformer) -> None:
         super().__init__()
@@ -72,13 +94,19 @@ class ViTStem(Layer):
     def compute(self, pixel_values: Tensor, kept_patches: Tensor | None = None) -> Tensor:
         if any(side % self.patch_size for side in pixel_values.shape[-2:]):
             raise ValueError(
-                f"pixel_values are {tuple(pixel_values.shape[-2:])} but this ViT reads patches of {self.patch_size}x{self.patch_size}; "
+                f"pixel_values are {tuple(pixel_values.shape[-2:])} but this ViT reads patches of "
+                f"{self.patch_size}x{self.patch_size}; "
                 "both sides must be multiples of that"
             )
-        patches = self.conv_proj(pixel_values.to(self.conv_proj.weight.dtype))  # [B, D, H/patch, W/patch]
+        patches = self.conv_proj(
+            pixel_values.to(self.conv_proj.weight.dtype)
+        )  # [B, D, H/patch, W/patch]
         positions = self.positions(*patches.shape[-2:])
         patches = patches.flatten(2).permute(0, 2, 1)  # [B, N-1, D]
-        tokens = torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1) + positions
+        tokens = (
+            torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1)
+            + positions
+        )
         if kept_patches is not None:
             kept = F.pad(kept_patches + 1, (1, 0))  # [B, N], the class token first
             tokens = tokens.gather(1, kept[:, :, None].expand(-1, -1, tokens.shape[2]))
@@ -91,7 +119,9 @@ class ViTStem(Layer):
             return self.pos_embedding
         of_class, of_patches = self.pos_embedding[:, :1], self.pos_embedding[:, 1:]
         grid = of_patches.unflatten(1, (side, side)).permute(0, 3, 1, 2)  # [1, D, side, side]
-        grid = F.interpolate(grid.float(), (rows, columns), mode="bicubic", antialias=True).to(of_patches.dtype)
+        grid = F.interpolate(grid.float(), (rows, columns), mode="bicubic", antialias=True).to(
+            of_patches.dtype
+        )
         return torch.cat([of_class, grid.flatten(2).permute(0, 2, 1)], dim=1)
 
 
@@ -122,7 +152,8 @@ class ImageBlock(Layer):
 
 
 class ConvPool(Layer):
-    """`image_hidden` [B, C, H, W] -> `image_features` [B, C]: `pool` of the map [B, C, H, W] -> [B, C, 1, 1], then the norm if there is one."""
+    """`image_hidden` [B, C, H, W] -> `image_features` [B, C]: `pool` of the map [B, C, H, W] -> [B,
+    C, 1, 1], then the norm if there is one."""
 
     reads, makes, drops = ("image_hidden",), ("image_features",), ("image_hidden",)
 
@@ -135,7 +166,8 @@ class ConvPool(Layer):
 
 
 class ConvAttentionPool(Layer):
-    """`image_hidden` [B, C, H, W] -> `image_features` [B, C]: the norm if there is one, then attention over all places."""
+    """`image_hidden` [B, C, H, W] -> `image_features` [B, C]: the norm if there is one, then
+    attention over all places."""
 
     reads, makes, drops, added = ("image_hidden",), ("image_features",), ("image_hidden",), ADDED
 
@@ -148,7 +180,8 @@ class ConvAttentionPool(Layer):
 
 
 class ViTPool(Layer):
-    """`image_hidden` [B, N, D] -> `image_features` [B, D]: final norm, then `pool`; without the class token where `of_patches`."""
+    """`image_hidden` [B, N, D] -> `image_features` [B, D]: final norm, then `pool`; without the
+    class token where `of_patches`."""
 
     reads, makes, drops = ("image_hidden",), ("image_features",), ("image_hidden",)
 
@@ -162,7 +195,8 @@ class ViTPool(Layer):
         return self.pool(tokens[:, 1:] if self.of_patches else tokens)
 
 
-# ------------------------------------------------------------------------------------------- architectures
+# -------------------------------------------------------------------------------------------
+# architectures
 
 
 @dataclass(frozen=True)
@@ -191,7 +225,8 @@ class ViTSizes:
 
 @dataclass(frozen=True)
 class ConvNeXtSizes:
-    """torchvision's ConvNeXt (Liu et al. 2022); `dims` and `depths`: channels and blocks of each group."""
+    """torchvision's ConvNeXt (Liu et al. 2022); `dims` and `depths`: channels and blocks of each
+    group."""
 
     dims: tuple[int, ...]
     depths: tuple[int, ...]
@@ -224,13 +259,16 @@ POOLS: dict[type, tuple[str, ...]] = {  # the library's own first
 
 
 OWN: dict[str, Callable[[str, int], Tower]] = {}
-"""Towers of one's own: how names begin -> from a whole name and the image size to a tower without a head."""
+"""Towers of one's own: how names begin -> from a whole name and the image size to a tower without a
+head."""
 
 
 def image_tower(name: str, image_size: int) -> Tower:
-    """The tower of `name` = ARCHITECTURE[:key=value,...] for images of `image_size` pixels a side; it has no head yet.
+    """The tower of `name` = ARCHITECTURE[:key=value,...] for images of `image_size` pixels a side;
+    it has no head yet.
 
-    Without `pool` its features are the library model's output with the last classifier linear replaced by the identity.
+    Without `pool` its features are the library model's output with the last classifier linear
+    replaced by the identity.
     """
     base, overrides = split_name(name)
     if base in OWN:
@@ -249,7 +287,13 @@ def image_tower(name: str, image_size: int) -> Tower:
     with torch.device("meta"):
         model = library_model(sizes, image_size)
         layers, dropped, initialise, width = _CUTS[type(sizes)](model, sizes, pool)
-    config: dict[str, Any] = {"library": "torchvision", "architecture": base, "pool": pool, "image_size": image_size, **asdict(sizes)}
+    config: dict[str, Any] = {
+        "library": "torchvision",
+        "architecture": base,
+        "pool": pool,
+        "image_size": image_size,
+        **asdict(sizes),
+    }
     return Tower("image", name, width, cut("image", model, layers, initialise, dropped), config)
 
 
@@ -267,40 +311,67 @@ def library_model(sizes: Sizes, image_size: int) -> nn.Module:
     if isinstance(sizes, ViTSizes):
         return VisionTransformer(image_size=image_size, **asdict(sizes))
     outputs = [*sizes.dims[1:], None]
-    blocks = [CNBlockConfig(*setting) for setting in zip(sizes.dims, outputs, sizes.depths, strict=True)]
+    blocks = [
+        CNBlockConfig(*setting) for setting in zip(sizes.dims, outputs, sizes.depths, strict=True)
+    ]
     return ConvNeXt(blocks, sizes.stochastic_depth_prob, sizes.layer_scale)
 
 
 def _check(name: str, sizes: Sizes, image_size: int) -> None:
     if isinstance(sizes, ViTSizes):
         if sizes.patch_size < 1 or image_size < 1 or image_size % sizes.patch_size:
-            raise ValueError(f"tower {name!r}: image_size={image_size} must be a multiple of patch_size={sizes.patch_size}")
+            raise ValueError(
+                f"tower {name!r}: image_size={image_size} must be a multiple of "
+                f"patch_size={sizes.patch_size}"
+            )
         if sizes.num_heads < 1 or sizes.hidden_dim % sizes.num_heads:
-            raise ValueError(f"tower {name!r}: hidden_dim={sizes.hidden_dim} must be a multiple of num_heads={sizes.num_heads}")
+            raise ValueError(
+                f"tower {name!r}: hidden_dim={sizes.hidden_dim} must be a multiple of "
+                f"num_heads={sizes.num_heads}"
+            )
         return
     if image_size < 32:
-        raise ValueError(f"tower {name!r}: image_size={image_size} must be at least 32, for it is divided by 2 five times")
+        raise ValueError(
+            f"tower {name!r}: image_size={image_size} must be at least 32, for it is divided by 2 "
+            "five times"
+        )
     if isinstance(sizes, ResNetSizes):
         if len(sizes.layers) != 4 or min(sizes.layers) < 1:
-            raise ValueError(f"tower {name!r}: layers={'-'.join(map(str, sizes.layers))} must be 4 positive integers")
+            raise ValueError(
+                f"tower {name!r}: layers={'-'.join(map(str, sizes.layers))} must be 4 positive "
+                "integers"
+            )
         if not sizes.bottleneck and (sizes.groups, sizes.width_per_group) != (1, 64):
-            raise ValueError(f"tower {name!r}: groups and width_per_group can differ from 1 and 64 in resnet50, 101 and 152 only")
-    elif len(sizes.dims) != len(sizes.depths) or min(sizes.dims + sizes.depths) < 1 or sum(sizes.depths) < 2:
+            raise ValueError(
+                f"tower {name!r}: groups and width_per_group can differ from 1 and 64 in resnet50, "
+                "101 and 152 only"
+            )
+    elif (
+        len(sizes.dims) != len(sizes.depths)
+        or min(sizes.dims + sizes.depths) < 1
+        or sum(sizes.depths) < 2
+    ):
         raise ValueError(
-            f"tower {name!r}: dims and depths must be equally many positive integers, with two blocks or more, "
+            f"tower {name!r}: dims and depths must be equally many positive integers, with two "
+            "blocks or more, "
             f"not {sizes.dims} and {sizes.depths}"
         )
 
 
-# --------------------------------------------------------------------------------- where each library model is cut
+# --------------------------------------------------------------------------------- where each
+# library model is cut
 
-Cut = tuple[list[tuple[str, Layer]], tuple[str, ...], Callable[[Layer], None], int]  # layers, dropped names, initialise, width
+Cut = tuple[
+    list[tuple[str, Layer]], tuple[str, ...], Callable[[Layer], None], int
+]  # layers, dropped names, initialise, width
 
 
 def _cut_resnet(model: ResNet, sizes: ResNetSizes, pool: str) -> Cut:
     layers: list[tuple[str, Layer]] = [("stem", ResNetStem(model))]
     for group in ("layer1", "layer2", "layer3", "layer4"):
-        layers += [(f"{group}.{i}", ImageBlock(block)) for i, block in enumerate(getattr(model, group))]
+        layers += [
+            (f"{group}.{i}", ImageBlock(block)) for i, block in enumerate(getattr(model, group))
+        ]
     width = model.fc.in_features
     layers.append(("pool", _pool_map(pool, model.avgpool, width)))
     return layers, ("fc.",), partial(_initialise_resnet, sizes=sizes), width
@@ -308,9 +379,19 @@ def _cut_resnet(model: ResNet, sizes: ResNetSizes, pool: str) -> Cut:
 
 def _cut_vit(model: VisionTransformer, sizes: ViTSizes, pool: str) -> Cut:
     layers: list[tuple[str, Layer]] = [("stem", ViTStem(model))]
-    layers += [(f"encoder.layers.{name}", ImageBlock(block)) for name, block in model.encoder.layers.named_children()]
-    modules = {"cls": FirstPool, "avg": MeanPool, "max": MaxPool, "attention": partial(AttentionPool, sizes.hidden_dim)}
-    layers.append(("pool", ViTPool(model.encoder.ln, modules[pool](), of_patches=pool in ("avg", "max"))))
+    layers += [
+        (f"encoder.layers.{name}", ImageBlock(block))
+        for name, block in model.encoder.layers.named_children()
+    ]
+    modules = {
+        "cls": FirstPool,
+        "avg": MeanPool,
+        "max": MaxPool,
+        "attention": partial(AttentionPool, sizes.hidden_dim),
+    }
+    layers.append(
+        ("pool", ViTPool(model.encoder.ln, modules[pool](), of_patches=pool in ("avg", "max")))
+    )
     return layers, ("heads.",), _initialise_vit, sizes.hidden_dim
 
 
@@ -320,7 +401,9 @@ def _cut_convnext(model: ConvNeXt, sizes: ConvNeXtSizes, pool: str) -> Cut:
         if isinstance(part[0], CNBlock):
             layers += [(f"features.{i}.{j}", ImageBlock(block)) for j, block in enumerate(part)]
         else:
-            layers.append((f"features.{i}", ImageBlock(part)))  # between groups: norm and downsampling
+            layers.append(
+                (f"features.{i}", ImageBlock(part))
+            )  # between groups: norm and downsampling
     layers.append(("pool", _pool_map(pool, model.avgpool, sizes.dims[-1], model.classifier[0])))
     return layers, ("classifier.2.",), partial(_initialise_convnext, sizes=sizes), sizes.dims[-1]
 
@@ -332,9 +415,14 @@ def _pool_map(pool: str, avgpool: nn.Module, channels: int, norm: nn.Module | No
     return ConvPool(nn.AdaptiveMaxPool2d(1) if pool == "max" else avgpool, norm)
 
 
-_CUTS: dict[type, Callable[[Any, Any, str], Cut]] = {ResNetSizes: _cut_resnet, ViTSizes: _cut_vit, ConvNeXtSizes: _cut_convnext}
+_CUTS: dict[type, Callable[[Any, Any, str], Cut]] = {
+    ResNetSizes: _cut_resnet,
+    ViTSizes: _cut_vit,
+    ConvNeXtSizes: _cut_convnext,
+}
 
-# ---------------------------------------- the rules of torchvision's constructors, which cannot be applied to a part of a model
+# ---------------------------------------- the rules of torchvision's constructors, which cannot be
+# applied to a part of a model
 
 
 def _initialise_resnet(layer: Layer, sizes: ResNetSizes) -> None:
@@ -350,7 +438,9 @@ def _initialise_vit(layer: Layer) -> None:
     reset(layer)
     if isinstance(layer, ViTStem):
         conv = layer.conv_proj
-        nn.init.trunc_normal_(conv.weight, std=math.sqrt(1 / (conv.in_channels * math.prod(conv.kernel_size))))
+        nn.init.trunc_normal_(
+            conv.weight, std=math.sqrt(1 / (conv.in_channels * math.prod(conv.kernel_size)))
+        )
         nn.init.zeros_(conv.bias)
         nn.init.zeros_(layer.class_token)
         nn.init.normal_(layer.pos_embedding, std=0.02)

@@ -1,7 +1,9 @@
-"""The unit that a tower is cut into: a layer that maps named tensors to named tensors, and the recipe that makes it.
+"""The unit that a tower is cut into: a layer that maps named tensors to named tensors, and the
+recipe that makes it.
 
-A library model is built once on the meta device (no memory), cut into layers, and only the layers that a stage owns are
-ever made real. Names come from the identity of parameters, so they are the library's own.
+A library model is built once on the meta device (no memory), cut into layers, and only the layers
+that a stage owns are ever made real. Names come from the identity of parameters, so they are the
+library's own.
 """
 
 import copy
@@ -19,11 +21,12 @@ BRANCHES = ("image", "text")
 class Layer(nn.Module):
     """A step of a tower: reads some named tensors, makes some, passes all others on untouched.
 
-    `reads`, `makes`, `drops` name tensors (the words of `models/README.md`); `drops` are those read here for the last time. `reads_if_given` are
-    passed to `compute` by name, where there are any.
-    `canonical_names` maps each local state-dict name to its name in the run: `image.` or `text.` + the library's name, or
-    `head.` + ours. The first component is the group whose gradient norm is clipped together.
-    `added`: how the local names of tensors begin that the library's model does not have, and how their canonical names do behind the branch.
+    `reads`, `makes`, `drops` name tensors (the words of `models/README.md`); `drops` are those read
+    here for the last time. `reads_if_given` are passed to `compute` by name, where there are any.
+    `canonical_names` maps each local state-dict name to its name in the run: `image.` or `text.` +
+    the library's name, or `head.` + ours. The first component is the group whose gradient norm is
+    clipped together. `added`: how the local names of tensors begin that the library's model does
+    not have, and how their canonical names do behind the branch.
     """
 
     reads: tuple[str, ...] = ()
@@ -45,8 +48,10 @@ class Layer(nn.Module):
         missing = [name for name in self.reads if name not in tensors]
         if missing:
             raise ValueError(
-                f"{type(self).__name__} reads {', '.join(self.reads)} but was not given {', '.join(missing)}; "
-                f"given: {', '.join(sorted(tensors)) or 'nothing'}. Feed the layers of a tower in their order"
+                f"{type(self).__name__} reads {', '.join(self.reads)} but was not given "
+                f"{', '.join(missing)}; "
+                f"given: {', '.join(sorted(tensors)) or 'nothing'}. Feed the layers of a tower in "
+                "their order"
             )
         given = {name: tensors[name] for name in self.reads_if_given if name in tensors}
         made = self.compute(*(tensors[name] for name in self.reads), **given)
@@ -56,13 +61,16 @@ class Layer(nn.Module):
 
     @property
     def draws(self) -> bool:
-        """Whether the training forward draws random numbers (then a second forward must restore the random state).
+        """Whether the training forward draws random numbers (then a second forward must restore the
+        random state).
 
-        Conservative: any module that holds a positive `p` or a positive number named like a dropout counts, also when
-        that number would not be used.
+        Conservative: any module that holds a positive `p` or a positive number named like a dropout
+        counts, also when that number would not be used.
         """
         return any(
-            _is_positive(value) and (key == "p" or "drop" in key) for module in self.modules() for key, value in vars(module).items()
+            _is_positive(value) and (key == "p" or "drop" in key)
+            for module in self.modules()
+            for key, value in vars(module).items()
         )
 
 
@@ -71,7 +79,8 @@ def _is_positive(value: object) -> bool:
 
 
 class Weights(Protocol):
-    """What `LayerSpec.build` asks of a reader of pretrained weights (`models/weights/reading.py`)."""
+    """What `LayerSpec.build` asks of a reader of pretrained weights
+    (`models/weights/reading.py`)."""
 
     def fill(self, layer: Layer) -> None:
         """Copy the pretrained tensors of this layer into it, in place."""
@@ -79,9 +88,11 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The recipe of one layer. It costs no memory: `template` lives on the meta device until `build` makes a real copy.
+    """The recipe of one layer. It costs no memory: `template` lives on the meta device until
+    `build` makes a real copy.
 
-    `initialise(layer)` applies the library's own initialisation to a layer with unset tensors, drawing from torch's CPU generator.
+    `initialise(layer)` applies the library's own initialisation to a layer with unset tensors,
+    drawing from torch's CPU generator.
     """
 
     name: str  # such as image.layer1.0
@@ -96,18 +107,24 @@ class LayerSpec:
 
     @property
     def canonical_parameters(self) -> dict[str, torch.Size]:
-        """The shapes of its parameters, by the names that they have in the run, without building."""
-        return {self.template.canonical_names[local]: parameter.shape for local, parameter in self.template.named_parameters()}
+        """The shapes of its parameters, by the names that they have in the run, without
+        building."""
+        return {
+            self.template.canonical_names[local]: parameter.shape
+            for local, parameter in self.template.named_parameters()
+        }
 
     def build(self, seed: int, weights: Weights | None = None) -> Layer:
         """Make this layer, and no other, real: on the CPU, in fp32.
 
-        Its initial weights depend on `seed` and `name` alone, not on the stage that it is built in, the layers built before it
-        or torch's random state, which stays as it was. `weights` then overwrites what a pretrained file holds.
+        Its initial weights depend on `seed` and `name` alone, not on the stage that it is built in,
+        the layers built before it or torch's random state, which stays as it was. `weights` then
+        overwrites what a pretrained file holds.
         """
         layer = copy.deepcopy(self.template).to_empty(device="cpu")
         _poison(layer)
-        # only the CPU generator: torch.manual_seed would also reseed every GPU, which fork_rng(devices=[]) does not restore
+        # only the CPU generator: torch.manual_seed would also reseed every GPU, which
+        # fork_rng(devices=[]) does not restore
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(stable_seed(seed, self.name))
             self.initialise(layer)
@@ -120,15 +137,19 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Tower:
-    """One branch's network. `width`: size of the pooled features; `config`: how it was made, JSON-able, for the run's record."""
+    """One branch's network. `width`: size of the pooled features; `config`: how it was made,
+    JSON-able, for the run's record."""
 
     branch: str
     name: str
     width: int
     specs: tuple[LayerSpec, ...]
     config: dict[str, Any] = field(compare=False)
-    example: Callable[[int], dict[str, Tensor]] | None = field(default=None, repr=False, compare=False)
-    """Of so many samples what enters the first layer, on the meta device. Images and texts: as their `config` says."""
+    example: Callable[[int], dict[str, Tensor]] | None = field(
+        default=None, repr=False, compare=False
+    )
+    """Of so many samples what enters the first layer, on the meta device. Images and texts: as
+    their `config` says."""
 
     @property
     def num_parameters(self) -> int:
@@ -136,30 +157,42 @@ class Tower:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The tensors that its layers read and none of them makes: what has to be loaded, and what may be."""
+        """The tensors that its layers read and none of them makes: what has to be loaded, and what
+        may be."""
         made: set[str] = set()
         inputs: dict[str, None] = {}
         for layer in (spec.template for spec in self.specs):
-            inputs |= dict.fromkeys(name for name in (*layer.reads, *layer.reads_if_given) if name not in made)
+            inputs |= dict.fromkeys(
+                name for name in (*layer.reads, *layer.reads_if_given) if name not in made
+            )
             made |= set(layer.makes)
         return tuple(inputs)
 
 
 def stable_seed(seed: int, name: str) -> int:
-    """A 63-bit seed from (seed, layer name), the same in every process and Python version (Python's own hash is salted)."""
+    """A 63-bit seed from (seed, layer name), the same in every process and Python version (Python's
+    own hash is salted)."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def cut(
-    branch: str, model: nn.Module, layers: list[tuple[str, Layer]], initialise: Callable[[Layer], None], dropped: tuple[str, ...] = ()
+    branch: str,
+    model: nn.Module,
+    layers: list[tuple[str, Layer]],
+    initialise: Callable[[Layer], None],
+    dropped: tuple[str, ...] = (),
 ) -> tuple[LayerSpec, ...]:
-    """Name the layers' tensors after the library model they share them with, and make their recipes.
+    """Name the layers' tensors after the library model they share them with, and make their
+    recipes.
 
-    Every tensor of `model.state_dict()` must be in exactly one layer, but for those whose names start with a prefix in `dropped`.
+    Every tensor of `model.state_dict()` must be in exactly one layer, but for those whose names
+    start with a prefix in `dropped`.
     """
     library_names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
-    expected = sorted(name for name in library_names.values() if not name.startswith(dropped or ("\0",)))
+    expected = sorted(
+        name for name in library_names.values() if not name.startswith(dropped or ("\0",))
+    )
     owned = []
     for _, layer in layers:
         for local, tensor in layer.state_dict(keep_vars=True).items():
@@ -170,14 +203,19 @@ def cut(
                 owned.append(name)
             layer.canonical_names[local] = f"{branch}.{name}"
     if sorted(owned) != expected:
-        raise RuntimeError(f"{type(model).__name__} was cut wrongly: {sorted(set(owned) ^ set(expected)) or 'a tensor is in two layers'}")
+        raise RuntimeError(
+            f"{type(model).__name__} was cut wrongly: "
+            f"{sorted(set(owned) ^ set(expected)) or 'a tensor is in two layers'}"
+        )
     return tuple(LayerSpec(f"{branch}.{name}", branch, layer, initialise) for name, layer in layers)
 
 
 def reset(layer: nn.Module) -> None:
     """What each module in it draws when it is made; inner modules first, as constructors do."""
     for module in reversed(list(layer.modules())):
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        reset = getattr(module, "reset_parameters", None) or getattr(
+            module, "_reset_parameters", None
+        )
         if reset is not None:
             reset()
 
@@ -192,7 +230,8 @@ def _poison(layer: Layer) -> None:
 
 
 def _remake_buffers(layer: Layer, name: str) -> None:
-    """Non-persistent buffers are in no file and not every library version sets them when it initialises."""
+    """Non-persistent buffers are in no file and not every library version sets them when it
+    initialises."""
     persistent = set(layer.state_dict())
     for local, buffer in layer.named_buffers():
         if local in persistent:
@@ -203,10 +242,15 @@ def _remake_buffers(layer: Layer, name: str) -> None:
         elif kind == "token_type_ids":
             buffer.zero_()  # [1, positions]
         else:
-            raise RuntimeError(f"layer {name}: no rule says how to fill the buffer {local!r}; add one in models/towers/layers.py")
+            raise RuntimeError(
+                f"layer {name}: no rule says how to fill the buffer {local!r}; add one in "
+                "models/towers/layers.py"
+            )
 
 
 def _refuse_unset(layer: Layer, name: str) -> None:
     for local, tensor in layer.state_dict().items():
         if tensor.is_floating_point() and tensor.isnan().any():
-            raise RuntimeError(f"layer {name}: the initialisation left {local!r} unset; give it a rule")
+            raise RuntimeError(
+                f"layer {name}: the initialisation left {local!r} unset; give it a rule"
+            )

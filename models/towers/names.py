@@ -1,9 +1,16 @@
-"""The name syntax of towers, `NAME[:key=value,...]`, read strictly: unknown names and keys are refused, the nearest one named."""
+"""The name syntax of towers, `NAME[:key=value,...]`, read strictly: unknown names and keys are
+refused, the nearest one named."""
 
 import difflib
 from collections.abc import Iterable, Mapping
 
-KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a word", tuple: "integers joined by '-', such as 2-2-6-2"}
+KINDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a word",
+    tuple: "integers joined by '-', such as 2-2-6-2",
+}
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
@@ -14,13 +21,17 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 def refuse(what: str, word: str, valid: Iterable[str]) -> ValueError:
     """The error for an unknown word: names the nearest valid one and lists them all."""
     valid = sorted(valid)
-    return ValueError(f"{what} {word!r} is not known; did you mean {nearest(word, valid)!r}? Known: {', '.join(valid)}")
+    return ValueError(
+        f"{what} {word!r} is not known; did you mean {nearest(word, valid)!r}? Known: "
+        f"{', '.join(valid)}"
+    )
 
 
 def split_name(name: str) -> tuple[str, dict[str, str]]:
     """Cut `vit_b_16:num_layers=4,num_heads=3` into its base and its overrides (values still text).
 
-    Only what follows the last colon and holds a `=` is taken for overrides, so a path may contain colons.
+    Only what follows the last colon and holds a `=` is taken for overrides, so a path may contain
+    colons.
     """
     base, colon, tail = name.rpartition(":")
     if not colon or "=" not in tail:
@@ -29,7 +40,10 @@ def split_name(name: str) -> tuple[str, dict[str, str]]:
     for item in tail.split(","):
         key, equals, value = item.partition("=")
         if not (key and equals and value):
-            raise ValueError(f"tower {name!r}: {item!r} is not of the form key=value; write NAME:key=value,key=value")
+            raise ValueError(
+                f"tower {name!r}: {item!r} is not of the form key=value; write "
+                "NAME:key=value,key=value"
+            )
         if key in overrides:
             raise ValueError(f"tower {name!r}: {key} is given twice; keep one")
         overrides[key] = value
@@ -38,11 +52,18 @@ def split_name(name: str) -> tuple[str, dict[str, str]]:
 
 def join_name(base: str, overrides: Mapping[str, str]) -> str:
     """What `split_name` cuts."""
-    return f"{base}:{','.join(f'{key}={value}' for key, value in overrides.items())}" if overrides else base
+    return (
+        f"{base}:{','.join(f'{key}={value}' for key, value in overrides.items())}"
+        if overrides
+        else base
+    )
 
 
-def parse_overrides(name: str, overrides: Mapping[str, str], kinds: Mapping[str, type]) -> dict[str, object]:
-    """Read each value as the kind that its key asks for. `kinds`: key -> int, float, bool, str or tuple (of integers)."""
+def parse_overrides(
+    name: str, overrides: Mapping[str, str], kinds: Mapping[str, type]
+) -> dict[str, object]:
+    """Read each value as the kind that its key asks for. `kinds`: key -> int, float, bool, str or
+    tuple (of integers)."""
     values: dict[str, object] = {}
     for key, text in overrides.items():
         if key not in kinds:

@@ -1,7 +1,8 @@
 """Pooling: the tokens of a text, or the places of a picture, become one vector.
 
-Each takes `tokens` [B, N, W] and `kept` [B, N] (1 = keep; None: all are), and gives [B, W]. Where a tower has a final norm, it comes before, except
-in ConvNeXt, whose norm comes behind the mean and the maximum as in the library.
+Each takes `tokens` [B, N, W] and `kept` [B, N] (1 = keep; None: all are), and gives [B, W]. Where a
+tower has a final norm, it comes before, except in ConvNeXt, whose norm comes behind the mean and
+the maximum as in the library.
 
 | pool | of | source |
 |---|---|---|
@@ -20,7 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ADDED = ("pool.", "attention_pool.")  # `Layer.added` of a layer that holds an `AttentionPool` as `pool`
+ADDED = (
+    "pool.",
+    "attention_pool.",
+)  # `Layer.added` of a layer that holds an `AttentionPool` as `pool`
 
 
 class MeanPool(nn.Module):
@@ -42,7 +46,8 @@ class MaxPool(nn.Module):
 
 
 class FirstPool(nn.Module):
-    """The first token, through `pooler` if there is one (which takes all tokens, as the library's does)."""
+    """The first token, through `pooler` if there is one (which takes all tokens, as the library's
+    does)."""
 
     def __init__(self, pooler: nn.Module | None = None) -> None:
         super().__init__()
@@ -68,8 +73,8 @@ def num_heads(width: int) -> int:
 class AttentionPool(nn.Module):
     """A learned query looks at all tokens, and a two-layer network adds to what it found.
 
-    Modules and names are those of transformers' `SiglipMultiheadAttentionPoolingHead`, so its weights load as they are. First values are those of
-    big_vision's `MAPHead`.
+    Modules and names are those of transformers' `SiglipMultiheadAttentionPoolingHead`, so its
+    weights load as they are. First values are those of big_vision's `MAPHead`.
     """
 
     def __init__(self, width: int) -> None:
@@ -77,7 +82,9 @@ class AttentionPool(nn.Module):
         self.probe = nn.Parameter(torch.empty(1, 1, width))
         self.attention = nn.MultiheadAttention(width, num_heads(width), batch_first=True)
         self.layernorm = nn.LayerNorm(width, eps=1e-6)
-        self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, 4 * width), "fc2": nn.Linear(4 * width, width)})
+        self.mlp = nn.ModuleDict(
+            {"fc1": nn.Linear(width, 4 * width), "fc2": nn.Linear(4 * width, width)}
+        )
 
     def reset_parameters(self) -> None:
         nn.init.xavier_uniform_(self.probe)
@@ -93,6 +100,8 @@ class AttentionPool(nn.Module):
     def forward(self, tokens: Tensor, kept: Tensor | None = None) -> Tensor:
         padded = None if kept is None else kept == 0
         query = self.probe.expand(len(tokens), -1, -1)
-        found, _ = self.attention(query, tokens, tokens, key_padding_mask=padded, need_weights=False)  # [B, 1, W]
+        found, _ = self.attention(
+            query, tokens, tokens, key_padding_mask=padded, need_weights=False
+        )  # [B, 1, W]
         inner = self.mlp["fc2"](F.gelu(self.mlp["fc1"](self.layernorm(found)), approximate="tanh"))
         return (found + inner)[:, 0]

@@ -1,8 +1,11 @@
-"""Both towers as transformers' `VisionTextDualEncoderModel`: whether it can be them, its configuration, and its names.
+"""Both towers as transformers' `VisionTextDualEncoderModel`: whether it can be them, its
+configuration, and its names.
 
-torchvision's ViT is transformers' `Dinov2Model` with a layer scale of 1: normalised before each part, the class token behind the final
-norm as pooled output. (`ViTModel` sends that through a tanh; `CLIPVisionModel` has a norm before the blocks.) torchvision's ConvNeXt is
-`ConvNextModel`. The pooled output of transformers' ResNet keeps two dimensions of size 1, which the dual encoder's projection refuses.
+torchvision's ViT is transformers' `Dinov2Model` with a layer scale of 1: normalised before each
+part, the class token behind the final norm as pooled output. (`ViTModel` sends that through a tanh;
+`CLIPVisionModel` has a norm before the blocks.) torchvision's ConvNeXt is `ConvNextModel`. The
+pooled output of transformers' ResNet keeps two dimensions of size 1, which the dual encoder's
+projection refuses.
 """
 
 from typing import Any
@@ -13,15 +16,25 @@ from transformers import ConvNextConfig, Dinov2Config, PreTrainedConfig, VisionT
 from models.towers.layers import Tower
 from models.weights.translation import Pair, renamed
 
-POOLED_TEXT = {"BertModel": "pooler", "RobertaModel": "pooler", "XLMRobertaModel": "pooler", "CLIPTextModel": "eos"}  # and how
+POOLED_TEXT = {
+    "BertModel": "pooler",
+    "RobertaModel": "pooler",
+    "XLMRobertaModel": "pooler",
+    "CLIPTextModel": "eos",
+}  # and how
 POOLED_IMAGE = {"vit": "cls", "convnext": "avg"}
 ENDS = (".weight", ".bias")
 EPS = 1e-6  # of torchvision's layer norms in ViT and ConvNeXt
 
 
 def what_differs(image: Tower, text: Tower) -> list[str]:
-    """Why the dual encoder cannot be these towers with their heads and scalars, a reason each; none: it can."""
-    no_bias = ["transformers' dual encoder has no logit_bias"] if "logit_bias" in image.specs[-1].template.scalars else []
+    """Why the dual encoder cannot be these towers with their heads and scalars, a reason each;
+    none: it can."""
+    no_bias = (
+        ["transformers' dual encoder has no logit_bias"]
+        if "logit_bias" in image.specs[-1].template.scalars
+        else []
+    )
     return towers_differ(image, text) + no_bias
 
 
@@ -30,27 +43,37 @@ def towers_differ(image: Tower, text: Tower) -> list[str]:
     reasons, kind = [], _kind(image)
     if kind == "resnet":
         reasons.append(
-            "the pooled output of transformers' ResNet has shape [b, c, 1, 1], which the dual encoder's projection does not take"
+            "the pooled output of transformers' ResNet has shape [b, c, 1, 1], which the dual "
+            "encoder's projection does not take"
         )
     if kind == "vit" and image.config["mlp_dim"] % image.config["hidden_dim"]:
         reasons.append(
-            f"transformers' Dinov2Model has an inner layer of whole multiples of {image.config['hidden_dim']}, not {image.config['mlp_dim']}"
+            "transformers' Dinov2Model has an inner layer of whole multiples of "
+            f"{image.config['hidden_dim']}, not {image.config['mlp_dim']}"
         )
     if image.config["pool"] != POOLED_IMAGE.get(kind, image.config["pool"]):
-        reasons.append(f"transformers pools the images by pool={POOLED_IMAGE[kind]}, not {image.config['pool']}")
+        reasons.append(
+            f"transformers pools the images by pool={POOLED_IMAGE[kind]}, not "
+            f"{image.config['pool']}"
+        )
     architecture = text.config["architecture"]
     if architecture not in POOLED_TEXT:
         reasons.append(f"transformers' {architecture} has no pooled output")
     elif text.config["pool"] != POOLED_TEXT[architecture]:
         reasons.append(
-            f"the pooled output of transformers' {architecture} is that of pool={POOLED_TEXT[architecture]}, not {text.config['pool']}"
+            f"the pooled output of transformers' {architecture} is that of "
+            f"pool={POOLED_TEXT[architecture]}, not {text.config['pool']}"
         )
     if architecture == "CLIPTextModel" and text.config["eos_token_id"] == 2:
-        reasons.append("transformers' CLIPTextModel takes eos_token_id 2 for 'the highest id of the text'")
+        reasons.append(
+            "transformers' CLIPTextModel takes eos_token_id 2 for 'the highest id of the text'"
+        )
     return reasons
 
 
-def dual_encoder_config(image: Tower, text: Tower, logit_scale: float) -> VisionTextDualEncoderConfig:
+def dual_encoder_config(
+    image: Tower, text: Tower, logit_scale: float
+) -> VisionTextDualEncoderConfig:
     """Of towers of which nothing differs."""
     return VisionTextDualEncoderConfig(
         vision_config=_vision_config(image).to_dict(),
@@ -64,15 +87,27 @@ def dual_encoder_config(image: Tower, text: Tower, logit_scale: float) -> Vision
 
 def text_config(text: Tower) -> dict[str, Any]:
     """The configuration of transformers' model that is the text tower."""
-    config = {key: value for key, value in text.config["config"].items() if key not in ("dtype", "transformers_version", "_name_or_path")}
+    config = {
+        key: value
+        for key, value in text.config["config"].items()
+        if key not in ("dtype", "transformers_version", "_name_or_path")
+    }
     eos_token_id = text.config["eos_token_id"]
-    return {**config, "architectures": [text.config["architecture"]]} | ({"eos_token_id": eos_token_id} if eos_token_id is not None else {})
+    return {**config, "architectures": [text.config["architecture"]]} | (
+        {"eos_token_id": eos_token_id} if eos_token_id is not None else {}
+    )
 
 
 def dual_encoder_pairs(image: Tower, text: Tower) -> list[Pair]:
     """Our names and those in a folder of the dual encoder, as transformers writes them to disk."""
-    pairs = _vit_pairs(image.config["num_layers"]) if _kind(image) == "vit" else _convnext_pairs(image.config["depths"])
-    for name in (name for spec in text.specs[:-1] for name in spec.template.canonical_names.values()):
+    pairs = (
+        _vit_pairs(image.config["num_layers"])
+        if _kind(image) == "vit"
+        else _convnext_pairs(image.config["depths"])
+    )
+    for name in (
+        name for spec in text.specs[:-1] for name in spec.template.canonical_names.values()
+    ):
         pairs += renamed(name, f"text_model.{name.removeprefix('text.')}")
     pairs += renamed("head.image_projection.weight", "visual_projection.weight")
     pairs += renamed("head.text_projection.weight", "text_projection.weight")
@@ -81,7 +116,12 @@ def dual_encoder_pairs(image: Tower, text: Tower) -> list[Pair]:
 
 def scale_pair(theirs: str) -> Pair:
     """The scale, which has one dimension of size 1 here and none elsewhere."""
-    return Pair(("head.logit_scale",), (theirs,), lambda scale: (scale.reshape(1),), lambda scale: (scale.reshape(()),))
+    return Pair(
+        ("head.logit_scale",),
+        (theirs,),
+        lambda scale: (scale.reshape(1),),
+        lambda scale: (scale.reshape(()),),
+    )
 
 
 def _kind(image: Tower) -> str:
@@ -99,7 +139,8 @@ def _vision_config(image: Tower) -> PreTrainedConfig:
             drop_path_rate=sizes["stochastic_depth_prob"],
             layer_norm_eps=EPS,
             image_size=sizes["image_size"],
-            hidden_size=image.width,  # ConvNeXt itself has no such key; the dual encoder asks for it
+            # ConvNeXt itself has no such key; the dual encoder asks for it
+            hidden_size=image.width,
         )
     return Dinov2Config(
         hidden_size=sizes["hidden_dim"],
@@ -125,14 +166,29 @@ def _vit_pairs(num_layers: int) -> list[Pair]:
     ]
     for i in range(num_layers):
         ours, theirs = f"image.encoder.layers.encoder_layer_{i}.", f"{there}encoder.layer.{i}."
-        pairs += renamed(f"{ours}ln_1", f"{theirs}norm1", *ENDS) + renamed(f"{ours}ln_2", f"{theirs}norm2", *ENDS)
+        pairs += renamed(f"{ours}ln_1", f"{theirs}norm1", *ENDS) + renamed(
+            f"{ours}ln_2", f"{theirs}norm2", *ENDS
+        )
         pairs += renamed(f"{ours}mlp.0", f"{theirs}mlp.fc1", *ENDS)
-        pairs.append(_scaled(f"{ours}self_attention.out_proj", f"{theirs}attention.output.dense", f"{theirs}layer_scale1.lambda1"))
+        pairs.append(
+            _scaled(
+                f"{ours}self_attention.out_proj",
+                f"{theirs}attention.output.dense",
+                f"{theirs}layer_scale1.lambda1",
+            )
+        )
         pairs.append(_scaled(f"{ours}mlp.3", f"{theirs}mlp.fc2", f"{theirs}layer_scale2.lambda1"))
         for kind in ("weight", "bias"):
-            parts = tuple(f"{theirs}attention.attention.{part}.{kind}" for part in ("query", "key", "value"))
+            parts = tuple(
+                f"{theirs}attention.attention.{part}.{kind}" for part in ("query", "key", "value")
+            )
             pairs.append(
-                Pair((f"{ours}self_attention.in_proj_{kind}",), parts, lambda *three: (torch.cat(three),), lambda one: one.chunk(3))
+                Pair(
+                    (f"{ours}self_attention.in_proj_{kind}",),
+                    parts,
+                    lambda *three: (torch.cat(three),),
+                    lambda one: one.chunk(3),
+                )
             )
     return pairs
 
@@ -152,20 +208,40 @@ def _convnext_pairs(depths: tuple[int, ...]) -> list[Pair]:
     pairs = renamed("image.features.0.0", f"{there}embeddings.patch_embeddings", *ENDS)
     pairs += renamed("image.features.0.1", f"{there}embeddings.layernorm", *ENDS)
     pairs += renamed("image.classifier.0", f"{there}layernorm", *ENDS)
-    inner = {"block.0": "dwconv", "block.2": "layernorm", "block.3": "pwconv1", "block.5": "pwconv2"}
-    return pairs + convnext_stages(depths, f"{there}encoder.stages", "downsampling_layer", "layers", inner, "layer_scale_parameter")
+    inner = {
+        "block.0": "dwconv",
+        "block.2": "layernorm",
+        "block.3": "pwconv1",
+        "block.5": "pwconv2",
+    }
+    return pairs + convnext_stages(
+        depths,
+        f"{there}encoder.stages",
+        "downsampling_layer",
+        "layers",
+        inner,
+        "layer_scale_parameter",
+    )
 
 
 def convnext_stages(
-    depths: tuple[int, ...], stages: str, downsampling: str, blocks: str, inner: dict[str, str], layer_scale: str
+    depths: tuple[int, ...],
+    stages: str,
+    downsampling: str,
+    blocks: str,
+    inner: dict[str, str],
+    layer_scale: str,
 ) -> list[Pair]:
-    """torchvision's `features.1` and on, where blocks and what lies between take turns, as stages of (downsampling, blocks)."""
+    """torchvision's `features.1` and on, where blocks and what lies between take turns, as stages
+    of (downsampling, blocks)."""
     pairs = []
     for stage, depth in enumerate(depths):
         theirs = f"{stages}.{stage}."
         if stage:
             for part in (0, 1):  # norm, convolution
-                pairs += renamed(f"image.features.{2 * stage}.{part}", f"{theirs}{downsampling}.{part}", *ENDS)
+                pairs += renamed(
+                    f"image.features.{2 * stage}.{part}", f"{theirs}{downsampling}.{part}", *ENDS
+                )
         for block in range(depth):
             of_block = f"image.features.{2 * stage + 1}.{block}."
             for ours, name in inner.items():

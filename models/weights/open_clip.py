@@ -1,6 +1,8 @@
-"""OpenCLIP's state dicts of the architectures that we have: timm's ConvNeXt, which is torchvision's, beside CLIP's text tower.
+"""OpenCLIP's state dicts of the architectures that we have: timm's ConvNeXt, which is
+torchvision's, beside CLIP's text tower.
 
-Its own image networks are others than torchvision's of similar names, and are refused with what differs.
+Its own image networks are others than torchvision's of similar names, and are refused with what
+differs.
 """
 
 import torch
@@ -26,7 +28,8 @@ def is_open_clip(names: list[str]) -> bool:
 
 
 def plain_names(source: Source) -> Source:
-    """Without the prefixes that a wrapper for several GPUs, or a text tower kept as a module of its own, puts before names."""
+    """Without the prefixes that a wrapper for several GPUs, or a text tower kept as a module of its
+    own, puts before names."""
     names, shape_of, tensor_of = source
     inside = {name.removeprefix("module."): name for name in names}
     own = "text.token_embedding.weight" in inside
@@ -35,30 +38,42 @@ def plain_names(source: Source) -> Source:
 
 
 def refuse_other_architecture(where: str, names: list[str], image: Tower, text: Tower) -> None:
-    """Raise ValueError unless both the file and the towers are of the architectures that are the same in both."""
+    """Raise ValueError unless both the file and the towers are of the architectures that are the
+    same in both."""
     for telling, difference in OTHERS.items():
         if telling in names:
             raise ValueError(
-                f"--import {where}: OpenCLIP weights of another architecture than ours: {difference}. Read are OpenCLIP's convnext_* models "
+                f"--import {where}: OpenCLIP weights of another architecture than ours: "
+                f"{difference}. Read are OpenCLIP's convnext_* models "
                 "with CLIP's text tower"
             )
     if not image.config["architecture"].startswith("convnext"):
         raise ValueError(
-            f"--import {where}: OpenCLIP weights of a ConvNeXt, but the image tower is {image.name}; give --image-tower convnext_..."
+            f"--import {where}: OpenCLIP weights of a ConvNeXt, but the image tower is "
+            f"{image.name}; give --image-tower convnext_..."
         )
-    if text.config["architecture"] != "CLIPTextModel" or text.config["config"]["hidden_act"] != "gelu":
+    if (
+        text.config["architecture"] != "CLIPTextModel"
+        or text.config["config"]["hidden_act"] != "gelu"
+    ):
         raise ValueError(
-            f"--import {where}: OpenCLIP's ConvNeXt models have CLIP's text tower with gelu, but the text tower is {text.name} "
-            f"({text.config['architecture']}, {text.config['config'].get('hidden_act')}); give --text-tower clip-text-base:hidden_act=gelu"
+            f"--import {where}: OpenCLIP's ConvNeXt models have CLIP's text tower with gelu, but "
+            f"the text tower is {text.name} "
+            f"({text.config['architecture']}, {text.config['config'].get('hidden_act')}); give "
+            "--text-tower clip-text-base:hidden_act=gelu"
         )
 
 
 def open_clip_pairs(image: Tower, text: Tower) -> list[Pair]:
     """Our names and OpenCLIP's."""
-    pairs = renamed("image.features.0.0", "visual.trunk.stem.0", *ENDS) + renamed("image.features.0.1", "visual.trunk.stem.1", *ENDS)
+    pairs = renamed("image.features.0.0", "visual.trunk.stem.0", *ENDS) + renamed(
+        "image.features.0.1", "visual.trunk.stem.1", *ENDS
+    )
     pairs += renamed("image.classifier.0", "visual.trunk.head.norm", *ENDS)
     inner = {"block.0": "conv_dw", "block.2": "norm", "block.3": "mlp.fc1", "block.5": "mlp.fc2"}
-    pairs += convnext_stages(image.config["depths"], "visual.trunk.stages", "downsample", "blocks", inner, "gamma")
+    pairs += convnext_stages(
+        image.config["depths"], "visual.trunk.stages", "downsample", "blocks", inner, "gamma"
+    )
     pairs += renamed("text.embeddings.token_embedding.weight", "token_embedding.weight")
     pairs += renamed("text.embeddings.position_embedding.weight", "positional_embedding")
     for i in range(text.config["config"]["num_hidden_layers"]):
@@ -74,10 +89,19 @@ def open_clip_pairs(image: Tower, text: Tower) -> list[Pair]:
             pairs += renamed(ours + name, theirs + their_name, *ENDS)
         for kind in ("weight", "bias"):
             parts = tuple(f"{ours}self_attn.{part}_proj.{kind}" for part in "qkv")
-            pairs.append(Pair(parts, (f"{theirs}attn.in_proj_{kind}",), lambda one: one.chunk(3), lambda *three: (torch.cat(three),)))
+            pairs.append(
+                Pair(
+                    parts,
+                    (f"{theirs}attn.in_proj_{kind}",),
+                    lambda one: one.chunk(3),
+                    lambda *three: (torch.cat(three),),
+                )
+            )
     pairs += renamed("text.final_layer_norm", "ln_final", *ENDS)
     pairs += renamed("head.image_projection.weight", "visual.head.proj.weight")
-    pairs.append(Pair(("head.text_projection.weight",), ("text_projection",), _transposed, _transposed))  # there [W, D]
+    pairs.append(
+        Pair(("head.text_projection.weight",), ("text_projection",), _transposed, _transposed)
+    )  # there [W, D]
     return [*pairs, scale_pair("logit_scale")]
 
 

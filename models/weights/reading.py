@@ -1,6 +1,8 @@
-"""Pretrained weights: found, checked against the tower at opening, then read layer by layer, only the tensors asked for.
+"""Pretrained weights: found, checked against the tower at opening, then read layer by layer, only
+the tensors asked for.
 
-A stage that owns three layers of a tower reads the tensors of three layers, whatever the size of the file.
+A stage that owns three layers of a tower reads the tensors of three layers, whatever the size of
+the file.
 """
 
 import json
@@ -23,19 +25,34 @@ from models.towers.layers import Layer, Tower
 from models.towers.names import nearest, refuse
 from models.towers.text import PRESETS
 from models.weights.dual_encoder import dual_encoder_pairs, towers_differ
-from models.weights.open_clip import is_open_clip, open_clip_pairs, plain_names, refuse_other_architecture
+from models.weights.open_clip import (
+    is_open_clip,
+    open_clip_pairs,
+    plain_names,
+    refuse_other_architecture,
+)
 from models.weights.translation import Source, as_ours
 
 log = logging.getLogger(__name__)
 
 SAFETENSORS, TORCH = ("model.safetensors",), ("pytorch_model.bin", "pytorch_model.pth", "model.pth")
-POOLING = ("modules.json", "*_Pooling/config.json")  # how a sentence encoder pools, beside its weights
-PREFIXES = ("module.", "bert.", "roberta.", "distilbert.", "text_model.")  # of wrappers and of models with a task head
+POOLING = (
+    "modules.json",
+    "*_Pooling/config.json",
+)  # how a sentence encoder pools, beside its weights
+PREFIXES = (
+    "module.",
+    "bert.",
+    "roberta.",
+    "distilbert.",
+    "text_model.",
+)  # of wrappers and of models with a task head
 RENAMED = {  # what older versions of the libraries wrote
     "text": ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
     "image": ((r"\.mlp\.linear_1\.", ".mlp.0."), (r"\.mlp\.linear_2\.", ".mlp.3.")),
 }
-# absent from masked-language-model checkpoints, from those written before BatchNorm counted its batches, and from models trained with InfoNCE
+# absent from masked-language-model checkpoints, from those written before BatchNorm counted its
+# batches, and from models trained with InfoNCE
 OPTIONAL = re.compile(
     r"text\.pooler\.dense\.(weight|bias)$|(image|text)\.attention_pool\.|image\..*\.num_batches_tracked$|head\.logit_bias$|head\.(fusion|image_tokens|text_tokens)\."
 )
@@ -43,7 +60,8 @@ OPTIONAL = re.compile(
 
 @dataclass
 class WeightReader:
-    """The tensors of some groups (image, text, head) in some files, by canonical name. `names`: canonical name -> name in the file.
+    """The tensors of some groups (image, text, head) in some files, by canonical name. `names`:
+    canonical name -> name in the file.
 
     `read_names` lists the names in the file that were read so far.
     """
@@ -56,15 +74,24 @@ class WeightReader:
     read_names: list[str] = field(default_factory=list)
 
     def fill(self, layer: Layer) -> None:
-        """Copy this layer's tensors into it, in place, in its dtype. Other groups and tensors one can do without stay as they are."""
+        """Copy this layer's tensors into it, in place, in its dtype. Other groups and tensors one
+        can do without stay as they are."""
         targets = layer.state_dict()
-        wanted = {canonical: targets[local] for local, canonical in layer.canonical_names.items() if canonical.split(".")[0] in self.groups}
+        wanted = {
+            canonical: targets[local]
+            for local, canonical in layer.canonical_names.items()
+            if canonical.split(".")[0] in self.groups
+        }
         self.check({canonical: tuple(tensor.shape) for canonical, tensor in wanted.items()})
         for canonical, target in wanted.items():
             if canonical in self.names:
                 self.read_names.append(self.names[canonical])
                 target.copy_(self.tensor_of(self.names[canonical]))
-        absent = [canonical for canonical in wanted if canonical not in self.names and not canonical.endswith("num_batches_tracked")]
+        absent = [
+            canonical
+            for canonical in wanted
+            if canonical not in self.names and not canonical.endswith("num_batches_tracked")
+        ]
         if absent:
             log.warning("%s has no %s: trained from scratch", self.source, ", ".join(absent))
 
@@ -76,19 +103,28 @@ class WeightReader:
                     continue
                 library_name = canonical.split(".", 1)[1]
                 found = self.names.values()
-                near = f"the nearest there is {nearest(library_name, found)!r}" if found else "it holds none"
-                raise ValueError(f"{self.source} has no tensor for {canonical}; {near}. Give weights of the same architecture and size")
+                near = (
+                    f"the nearest there is {nearest(library_name, found)!r}"
+                    if found
+                    else "it holds none"
+                )
+                raise ValueError(
+                    f"{self.source} has no tensor for {canonical}; {near}. Give weights of the "
+                    "same architecture and size"
+                )
             found_shape = self.shape_of(self.names[canonical])
             if found_shape != shape:
                 raise ValueError(
-                    f"{self.source}: {canonical} has shape {found_shape} there but {shape} in the tower; " + _remedy(canonical)
+                    f"{self.source}: {canonical} has shape {found_shape} there but {shape} in the "
+                    "tower; " + _remedy(canonical)
                 )
 
 
 def _remedy(canonical: str) -> str:
     if re.search(r"position_embedding|pos_embedding", canonical):
         return (
-            "position embeddings are not interpolated: use the image size, or the max_position_embeddings, that the weights were "
+            "position embeddings are not interpolated: use the image size, or the "
+            "max_position_embeddings, that the weights were "
             "trained with"
         )
     if re.search(r"word_embeddings|token_embedding\.", canonical):
@@ -99,29 +135,40 @@ def _remedy(canonical: str) -> str:
 
 
 def open_weights(branch: str, where: str, tower: Tower) -> WeightReader:
-    """Find the weights of a branch and check them against the whole tower; nothing but headers is read yet.
+    """Find the weights of a branch and check them against the whole tower; nothing but headers is
+    read yet.
 
-    `where`: a local folder (model.safetensors, its sharded index, or pytorch_model.bin), a single file, a Hugging Face id, or
-    a name of the library: torchvision's for the architecture ("IMAGENET1K_V2", "DEFAULT"), for text a preset or "DEFAULT".
+    `where`: a local folder (model.safetensors, its sharded index, or pytorch_model.bin), a single
+    file, a Hugging Face id, or a name of the library: torchvision's for the architecture
+    ("IMAGENET1K_V2", "DEFAULT"), for text a preset or "DEFAULT".
     """
     if branch != tower.branch:
-        raise ValueError(f"weights for the {branch} branch were asked for a tower of the {tower.branch} branch; pass that branch's tower")
+        raise ValueError(
+            f"weights for the {branch} branch were asked for a tower of the {tower.branch} branch; "
+            "pass that branch's tower"
+        )
     path = find_weights(branch, where, tower.name, tower.config.get("hub_id"))
-    keys, shape_of, tensor_of = _open_torchvision(where, tower) if path is None else open_tensors(path)
-    reader = WeightReader((branch,), f"weights {where!r}", canonical_names(branch, keys), shape_of, tensor_of)
+    keys, shape_of, tensor_of = (
+        _open_torchvision(where, tower) if path is None else open_tensors(path)
+    )
+    reader = WeightReader(
+        (branch,), f"weights {where!r}", canonical_names(branch, keys), shape_of, tensor_of
+    )
     return _checked(reader, tower)
 
 
 def open_model(where: str, image: Tower, text: Tower) -> WeightReader:
-    """Find the weights of a whole model, heads and scalars included, and check them against both towers; nothing but headers is read yet.
+    """Find the weights of a whole model, heads and scalars included, and check them against both
+    towers; nothing but headers is read yet.
 
-    `where`: a folder that export.py made, of either kind, or a file with the state dict of an OpenCLIP model whose architecture is one
-    of ours (`models/weights/open_clip.py`).
+    `where`: a folder that export.py made, of either kind, or a file with the state dict of an
+    OpenCLIP model whose architecture is one of ours (`models/weights/open_clip.py`).
     """
     path = Path(where).expanduser()
     if not path.exists():
         raise FileNotFoundError(
-            f"--import {where}: there is no such file or folder; give a folder of export.py, or a file of OpenCLIP weights"
+            f"--import {where}: there is no such file or folder; give a folder of export.py, or a "
+            "file of OpenCLIP weights"
         )
     source = plain_names(open_tensors(path))
     keys = source[0]
@@ -132,32 +179,49 @@ def open_model(where: str, image: Tower, text: Tower) -> WeightReader:
         differences = towers_differ(image, text)
         if differences:
             raise ValueError(
-                f"--import {where}: holds transformers' dual encoder, which the towers asked for cannot be ({'; '.join(differences)}); leave "
+                f"--import {where}: holds transformers' dual encoder, which the towers asked for "
+                f"cannot be ({'; '.join(differences)}); leave "
                 "--image-tower and --text-tower to what the folder says"
             )
         source = as_ours(dual_encoder_pairs(image, text), source)
     elif not any(key.startswith("head.") for key in keys):
         raise ValueError(
-            f"--import {where}: holds neither both towers and heads, as export.py writes them, nor OpenCLIP weights; a single tower is started "
+            f"--import {where}: holds neither both towers and heads, as export.py writes them, nor "
+            "OpenCLIP weights; a single tower is started "
             "from with --image-weights or --text-weights"
         )
     keys, shape_of, tensor_of = source
-    reader = WeightReader(("image", "text", "head"), f"--import {where}:", {key: key for key in keys}, shape_of, tensor_of)
+    reader = WeightReader(
+        ("image", "text", "head"),
+        f"--import {where}:",
+        {key: key for key in keys},
+        shape_of,
+        tensor_of,
+    )
     return _checked(reader, image, text)
 
 
 def _checked(reader: WeightReader, *towers: Tower) -> WeightReader:
-    shapes = {name: shape for tower in towers for name, shape in _shapes(tower, reader.groups).items()}
+    shapes = {
+        name: shape for tower in towers for name, shape in _shapes(tower, reader.groups).items()
+    }
     reader.check(shapes)
     unused = sorted(set(reader.names) - set(shapes))
     if unused:
         towers_said = " and ".join(tower.name for tower in towers)
-        log.info("%s: %d tensors are not used by tower %s, such as %s", reader.source, len(unused), towers_said, unused[0])
+        log.info(
+            "%s: %d tensors are not used by tower %s, such as %s",
+            reader.source,
+            len(unused),
+            towers_said,
+            unused[0],
+        )
     return reader
 
 
 def canonical_names(branch: str, keys: list[str]) -> dict[str, str]:
-    """Canonical name -> name in the file. Where two names in the file mean the same, the one without a prefix counts."""
+    """Canonical name -> name in the file. Where two names in the file mean the same, the one
+    without a prefix counts."""
     names: dict[str, str] = {}
     for key in sorted(keys, key=lambda key: key.startswith(PREFIXES)):
         name = key
@@ -181,13 +245,16 @@ def _shapes(tower: Tower, groups: tuple[str, ...]) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-# ------------------------------------------------------------------------------------------------- sources
+# -------------------------------------------------------------------------------------------------
+# sources
 
 
 def find_weights(branch: str, where: str, tower_name: str, hub_id: str | None) -> Path | None:
-    """The file or folder that `where` means, downloaded if need be; None: torchvision's own, which it keeps itself.
+    """The file or folder that `where` means, downloaded if need be; None: torchvision's own, which
+    it keeps itself.
 
-    `where`: as in `open_weights`, for the tower called `tower_name`, whose published weights are `hub_id`. Errors: as there.
+    `where`: as in `open_weights`, for the tower called `tower_name`, whose published weights are
+    `hub_id`. Errors: as there.
     """
     path = Path(where).expanduser()
     if path.exists():
@@ -195,10 +262,15 @@ def find_weights(branch: str, where: str, tower_name: str, hub_id: str | None) -
     if where.count("/") == 1 and not where.startswith((".", "~", "/")):
         return _download(where)
     if "/" in where:
-        raise FileNotFoundError(f"weights {where!r}: there is no such file or folder; give an existing one, or ORGANISATION/MODEL")
+        raise FileNotFoundError(
+            f"weights {where!r}: there is no such file or folder; give an existing one, or "
+            "ORGANISATION/MODEL"
+        )
     if branch == "image":
         return None
-    known = {name: preset.hub_id for name, preset in PRESETS.items()} | ({"DEFAULT": hub_id} if hub_id else {})
+    known = {name: preset.hub_id for name, preset in PRESETS.items()} | (
+        {"DEFAULT": hub_id} if hub_id else {}
+    )
     if where not in known:
         raise refuse(f"text weights for tower {tower_name!r}:", where, known)
     return _download(known[where])
@@ -214,7 +286,8 @@ def open_tensors(path: Path) -> Source:
         if (path / f"{name}.index.json").is_file():
             return _open_sharded(path / f"{name}.index.json")
     raise FileNotFoundError(
-        f"weights: folder {path} has none of {', '.join(SAFETENSORS + TORCH)} nor an index of shards; give a Hugging "
+        f"weights: folder {path} has none of {', '.join(SAFETENSORS + TORCH)} nor an index of "
+        "shards; give a Hugging "
         "Face model folder or a single file"
     )
 
@@ -227,13 +300,17 @@ def _open_safetensors(path: Path) -> Source:
     try:
         file = safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"{path}: is no whole safetensors file ({error}); copy it again") from error
+        raise ValueError(
+            f"{path}: is no whole safetensors file ({error}); copy it again"
+        ) from error
     return list(file.keys()), lambda name: tuple(file.get_slice(name).get_shape()), file.get_tensor
 
 
 def _open_torch(path: Path) -> Source:
     """Mapped into memory where the format allows: pages are read when their tensors are."""
-    return _in_memory(torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)))
+    return _in_memory(
+        torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    )
 
 
 def _in_memory(state: dict[str, Any]) -> Source:
@@ -247,9 +324,13 @@ def _in_memory(state: dict[str, Any]) -> Source:
 def _open_sharded(index: Path) -> Source:
     """Shards are opened when the first of their tensors is asked for."""
     shard_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    absent = [shard for shard in sorted(set(shard_of.values())) if not (index.parent / shard).is_file()]
+    absent = [
+        shard for shard in sorted(set(shard_of.values())) if not (index.parent / shard).is_file()
+    ]
     if absent:
-        raise FileNotFoundError(f"weights: {index} names {absent[0]}, which is not beside it; complete the download")
+        raise FileNotFoundError(
+            f"weights: {index} names {absent[0]}, which is not beside it; complete the download"
+        )
     opened: dict[str, Source] = {}
 
     def source(name: str) -> Source:
@@ -266,28 +347,45 @@ def _open_torchvision(where: str, tower: Tower) -> Source:
     if where not in known.__members__:
         raise refuse(f"image weights for tower {tower.name!r}:", where, known.__members__)
     try:
-        return _in_memory(known[where].get_state_dict(progress=True, check_hash=True, weights_only=True))
+        return _in_memory(
+            known[where].get_state_dict(progress=True, check_hash=True, weights_only=True)
+        )
     except OSError as error:  # URLError is one
         raise FileNotFoundError(
-            f"weights {where!r} of {tower.config['architecture']} could not be downloaded; check the network, or "
+            f"weights {where!r} of {tower.config['architecture']} could not be downloaded; check "
+            "the network, or "
             "download the file and give its path"
         ) from error
 
 
 def _download(hub_id: str) -> Path:
-    """The folder of a Hugging Face model: safetensors if it has them, else torch files; cached by the hub's own client."""
+    """The folder of a Hugging Face model: safetensors if it has them, else torch files; cached by
+    the hub's own client."""
     try:
         for names in (SAFETENSORS, TORCH):
-            patterns = [pattern for name in names for pattern in (name, f"{name}.index.json", _shards(name))]
+            patterns = [
+                pattern for name in names for pattern in (name, f"{name}.index.json", _shards(name))
+            ]
             folder = Path(snapshot_download(hub_id, allow_patterns=[*patterns, *POOLING]))
-            if any(file.name.startswith(names) or file.name.endswith(".index.json") for file in folder.iterdir()):
+            if any(
+                file.name.startswith(names) or file.name.endswith(".index.json")
+                for file in folder.iterdir()
+            ):
                 return folder
-    except (HfHubHTTPError, OSError, ValueError) as error:  # LocalEntryNotFoundError, offline, bad id
+    except (
+        HfHubHTTPError,
+        OSError,
+        ValueError,
+    ) as error:  # LocalEntryNotFoundError, offline, bad id
         raise FileNotFoundError(
-            f"weights {hub_id!r} could not be had from the Hugging Face hub; check the id and the network, or "
+            f"weights {hub_id!r} could not be had from the Hugging Face hub; check the id and the "
+            "network, or "
             "download the model and give its folder"
         ) from error
-    raise FileNotFoundError(f"weights {hub_id!r}: the model on the hub has none of {', '.join(SAFETENSORS + TORCH)}; give a local file")
+    raise FileNotFoundError(
+        f"weights {hub_id!r}: the model on the hub has none of {', '.join(SAFETENSORS + TORCH)}; "
+        "give a local file"
+    )
 
 
 def _shards(name: str) -> str:

@@ -1,4 +1,5 @@
-"""The same weights under the names of other libraries: which tensors of theirs make which of ours, and back."""
+"""The same weights under the names of other libraries: which tensors of theirs make which of ours,
+and back."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ def unchanged(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Pair:
-    """Tensors that hold the same: `here(*theirs)` gives those of `ours`, `there(*ours)` those of `theirs`, each in the order of the names.
+    """Tensors that hold the same: `here(*theirs)` gives those of `ours`, `there(*ours)` those of
+    `theirs`, each in the order of the names.
 
     Both are made of torch's functions alone, so that shapes come out of them on the meta device.
     """
@@ -37,17 +39,24 @@ def to_theirs(pairs: Iterable[Pair], state: Mapping[str, Tensor]) -> dict[str, T
     pairs = list(pairs)
     used = sorted(name for pair in pairs for name in pair.ours)
     if used != sorted(state):
-        raise RuntimeError(f"the pairs do not cover the tensors once each: {sorted(set(used) ^ set(state)) or 'one is in two pairs'}")
+        raise RuntimeError(
+            "the pairs do not cover the tensors once each: "
+            f"{sorted(set(used) ^ set(state)) or 'one is in two pairs'}"
+        )
     theirs = {}
     for pair in pairs:
-        theirs |= dict(zip(pair.theirs, pair.there(*(state[name] for name in pair.ours)), strict=True))
+        theirs |= dict(
+            zip(pair.theirs, pair.there(*(state[name] for name in pair.ours)), strict=True)
+        )
     return {name: tensor.contiguous() for name, tensor in theirs.items()}
 
 
 def as_ours(pairs: Iterable[Pair], source: Source) -> Source:
-    """A file with their names, read as one with ours. Tensors are read when they are asked for; shapes come from the header alone.
+    """A file with their names, read as one with ours. Tensors are read when they are asked for;
+    shapes come from the header alone.
 
-    What the file lacks is lacking here too. Raises ValueError, naming them, for tensors whose shapes do not fit each other.
+    What the file lacks is lacking here too. Raises ValueError, naming them, for tensors whose
+    shapes do not fit each other.
     """
     names, shape_of, tensor_of = source
     there = set(names)
@@ -58,10 +67,24 @@ def as_ours(pairs: Iterable[Pair], source: Source) -> Source:
         try:
             return pair.here(*tensors)[pair.ours.index(name)]
         except (RuntimeError, IndexError) as error:
-            shapes = ", ".join(f"{theirs} {tuple(tensor.shape)}" for theirs, tensor in zip(pair.theirs, tensors))
-            raise ValueError(f"{name} cannot be made of {shapes}: their shapes do not fit; the file is of another architecture") from error
+            shapes = ", ".join(
+                f"{theirs} {tuple(tensor.shape)}" for theirs, tensor in zip(pair.theirs, tensors)
+            )
+            raise ValueError(
+                f"{name} cannot be made of {shapes}: their shapes do not fit; the file is of "
+                "another architecture"
+            ) from error
 
     def shape(name: str) -> tuple[int, ...]:
-        return tuple(made(name, [torch.empty(shape_of(theirs), device="meta") for theirs in pair_of[name].theirs]).shape)
+        return tuple(
+            made(
+                name,
+                [torch.empty(shape_of(theirs), device="meta") for theirs in pair_of[name].theirs],
+            ).shape
+        )
 
-    return list(pair_of), shape, lambda name: made(name, [tensor_of(theirs) for theirs in pair_of[name].theirs])
+    return (
+        list(pair_of),
+        shape,
+        lambda name: made(name, [tensor_of(theirs) for theirs in pair_of[name].theirs]),
+    )

@@ -1,4 +1,5 @@
-"""The comparison with OpenCLIP's trainer: what it writes for both programs, what it reads from their logs, and its tables.
+"""The comparison with OpenCLIP's trainer: what it writes for both programs, what it reads from
+their logs, and its tables.
 
 Neither program runs here. That OpenCLIP itself writes such logs was seen with version 3.3.0.
 """
@@ -15,7 +16,14 @@ from PIL import Image
 
 from bench.common import laid_over
 from bench.open_clip import RECIPE, VARIANTS, Run, kill_all, launch, own_configuration
-from bench.open_clip_data import Files, Sample, held_out_rows, read_rows, tower_description, write_samples
+from bench.open_clip_data import (
+    Files,
+    Sample,
+    held_out_rows,
+    read_rows,
+    tower_description,
+    write_samples,
+)
 from bench.open_clip_report import (
     Evaluation,
     Record,
@@ -52,12 +60,16 @@ def recalls(*values):
 
 
 def record(r10, step_s=2.0, peaks=(2**30, 2**29)):
-    """Of four steps, with evaluations after two and four of them that found `r10` in both directions."""
-    evaluations = [Evaluation(step, recalls(0.0, 0.0, value, value)) for step, value in zip((2, 4), r10)]
+    """Of four steps, with evaluations after two and four of them that found `r10` in both
+    directions."""
+    evaluations = [
+        Evaluation(step, recalls(0.0, 0.0, value, value)) for step, value in zip((2, 4), r10)
+    ]
     return Record([5.0, 4.0, 3.0, 2.0], [step_s] * 4, [0.5] * 4, list(peaks), evaluations)
 
 
-# -- what both programs read ---------------------------------------------------------------------------------------------------
+# -- what both programs read
+# ---------------------------------------------------------------------------------------------------
 
 
 def encoded(colour, mode="RGBA"):
@@ -69,8 +81,14 @@ def encoded(colour, mode="RGBA"):
 @pytest.fixture
 def written(tmp_path):
     """20 samples, of which the last two share a picture; the first is transparent."""
-    pictures = [encoded((10, 20, 30, 0)), *(encoded((i, 0, 0, 255)) for i in range(1, 19)), encoded((18, 0, 0, 255))]
-    samples = [Sample(f"1f{i}", picture, f'name "{i}", with a comma') for i, picture in enumerate(pictures)]
+    pictures = [
+        encoded((10, 20, 30, 0)),
+        *(encoded((i, 0, 0, 255)) for i in range(1, 19)),
+        encoded((18, 0, 0, 255)),
+    ]
+    samples = [
+        Sample(f"1f{i}", picture, f'name "{i}", with a comma') for i, picture in enumerate(pictures)
+    ]
     write_samples(tmp_path / "data.partial", samples, tmp_path / "data")
     (tmp_path / "data.partial").rename(tmp_path / "data")
     return Files(tmp_path / "data")
@@ -79,7 +97,9 @@ def written(tmp_path):
 def test_the_files_hold_every_sample_once_and_a_tenth_is_held_out(written):
     train, held_out = read_rows(written.train), read_rows(written.held_out)
     assert len(train) == 18 and len(held_out) == 2
-    assert {row["title"] for row in train + held_out} == {f'name "{i}", with a comma' for i in range(20)}
+    assert {row["title"] for row in train + held_out} == {
+        f'name "{i}", with a comma' for i in range(20)
+    }
 
 
 def test_this_program_reads_the_files_as_they_were_written(written):
@@ -99,7 +119,11 @@ def test_no_held_out_picture_occurs_twice():
     for seed in range(5):
         drawn = held_out_rows(hashes, 0.1, seed)
         assert len(drawn) == 10 and min(drawn) >= 60
-    assert held_out_rows(hashes, 0.1, 0) == held_out_rows(hashes, 0.1, 0) != held_out_rows(hashes, 0.1, 1)
+    assert (
+        held_out_rows(hashes, 0.1, 0)
+        == held_out_rows(hashes, 0.1, 0)
+        != held_out_rows(hashes, 0.1, 1)
+    )
 
 
 def test_the_columns_are_those_that_open_clip_reads_by_default(written):
@@ -107,13 +131,21 @@ def test_the_columns_are_those_that_open_clip_reads_by_default(written):
         assert next(csv.reader(stream, delimiter="\t")) == ["filepath", "title"]
 
 
-# -- how the programs are called -----------------------------------------------------------------------------------------------
+# -- how the programs are called
+# -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.program == "wye"], ids=lambda variant: variant.name)
+@pytest.mark.parametrize(
+    "variant",
+    [variant for variant in VARIANTS if variant.program == "wye"],
+    ids=lambda variant: variant.name,
+)
 def test_the_json_files_of_this_program_are_accepted(variant):
     config, block = check_config(own_configuration(variant), BRANCHES)
-    assert config["train_batch_size"] == RECIPE.batch_size and block.layout == variant.config["branches"]["layout"]
+    assert (
+        config["train_batch_size"] == RECIPE.batch_size
+        and block.layout == variant.config["branches"]["layout"]
+    )
 
 
 def test_the_rates_equal_those_of_open_clip():
@@ -125,7 +157,9 @@ def test_the_rates_equal_those_of_open_clip():
     schedule = own_configuration(VARIANTS[1])["scheduler"]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RECIPE.lr)
     made = getattr(lr_schedules, schedule["type"])
-    scheduler = GroupSchedule(optimizer, lambda _: made(optimizer, **schedule["params"]), [Setting(1.0, None, None)], [])
+    scheduler = GroupSchedule(
+        optimizer, lambda _: made(optimizer, **schedule["params"]), [Setting(1.0, None, None)], []
+    )
     for step in range(30):
         # open_clip_train.scheduler.const_lr
         expected = RECIPE.lr * min(1.0, (step + 1) / RECIPE.warmup_steps)
@@ -143,8 +177,17 @@ def test_changes_are_laid_over_object_by_object(tmp_path):
 
 def test_runs_that_differ_have_folders_of_their_own(monkeypatch):
     monkeypatch.setattr("bench.open_clip.version", lambda name: "3.3.0")
-    runs = [Run(variant, seed, 4, "en", 0, evaluated) for variant in VARIANTS for seed in (0, 1) for evaluated in (True, False)]
-    runs += [Run(VARIANTS[0], 0, 5, "en", 0), Run(VARIANTS[0], 0, 4, "zh", 0), Run(VARIANTS[0], 0, 4, "en", 1)]
+    runs = [
+        Run(variant, seed, 4, "en", 0, evaluated)
+        for variant in VARIANTS
+        for seed in (0, 1)
+        for evaluated in (True, False)
+    ]
+    runs += [
+        Run(VARIANTS[0], 0, 5, "en", 0),
+        Run(VARIANTS[0], 0, 4, "zh", 0),
+        Run(VARIANTS[0], 0, 4, "en", 1),
+    ]
     assert len({run.folder for run in runs}) == len(runs)
 
 
@@ -153,7 +196,8 @@ def test_the_memory_of_each_rank_is_found_below_the_launcher(tmp_path, monkeypat
     rank = "import time; held = bytearray({} << 20); time.sleep(2)"
     launcher = (
         "import os, subprocess, sys\n"
-        f"ranks = [subprocess.Popen([sys.executable, '-c', {rank!r}.format(60 * (rank + 1))], env=os.environ | {{'RANK': str(rank)}})"
+        f"ranks = [subprocess.Popen([sys.executable, '-c', {rank!r}.format(60 * (rank + 1))], "
+        f"env=os.environ | {{'RANK': str(rank)}})"
         " for rank in range(2)]\n"
         "sys.exit(sum(process.wait() for process in ranks))"
     )
@@ -162,8 +206,14 @@ def test_the_memory_of_each_rank_is_found_below_the_launcher(tmp_path, monkeypat
 
 
 def test_a_failed_run_ends_the_program_with_the_end_of_its_log(tmp_path):
-    with pytest.raises(SystemExit, match="OpenCLIP, seed 3 ended with status 1(?s:.*)no such thing"):
-        launch([sys.executable, "-c", "import sys; sys.exit('no such thing')"], tmp_path / "log", "OpenCLIP, seed 3")
+    with pytest.raises(
+        SystemExit, match="OpenCLIP, seed 3 ended with status 1(?s:.*)no such thing"
+    ):
+        launch(
+            [sys.executable, "-c", "import sys; sys.exit('no such thing')"],
+            tmp_path / "log",
+            "OpenCLIP, seed 3",
+        )
 
 
 def test_no_rank_outlives_its_launcher(tmp_path):
@@ -179,27 +229,47 @@ def test_no_rank_outlives_its_launcher(tmp_path):
     kill_all(process)
     process.stdout.close()
     _, left = psutil.wait_procs([rank], timeout=10)
-    assert all(each.status() == psutil.STATUS_ZOMBIE for each in left)  # of a machine whose first process does not wait for orphans
+    assert all(
+        each.status() == psutil.STATUS_ZOMBIE for each in left
+    )  # of a machine whose first process does not wait for orphans
 
 
-# -- what the logs say ---------------------------------------------------------------------------------------------------------
+# -- what the logs say
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def open_clip_run(tmp_path):
     (tmp_path / "out.log").write_text(OPEN_CLIP_LOG, encoding="utf-8")
     (tmp_path / "checkpoints").mkdir()
-    results = [{**recalls(0.1, 0.2, 0.3, 0.5), "image_to_text_mean_rank": 50.0, "epoch": epoch, "num_samples": 394} for epoch in (1, 2)]
-    (tmp_path / "checkpoints" / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in results), encoding="utf-8")
+    results = [
+        {
+            **recalls(0.1, 0.2, 0.3, 0.5),
+            "image_to_text_mean_rank": 50.0,
+            "epoch": epoch,
+            "num_samples": 394,
+        }
+        for epoch in (1, 2)
+    ]
+    (tmp_path / "checkpoints" / "results.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in results), encoding="utf-8"
+    )
     return tmp_path
 
 
 def test_a_run_of_open_clip_is_read(open_clip_run):
     read = read_open_clip(open_clip_run, 256, [1, 2])
-    assert read.losses == [5.6345, 5.5878, 4.9, 4.8] and read.data_wait_s == [0.341, 0.27, 0.1, 0.1] and read.peak_bytes == [1, 2]
+    assert (
+        read.losses == [5.6345, 5.5878, 4.9, 4.8]
+        and read.data_wait_s == [0.341, 0.27, 0.1, 0.1]
+        and read.peak_bytes == [1, 2]
+    )
     assert read.step_s == pytest.approx([256 / 122.271, 1.28, 2.56, 0.0002])
     assert [evaluation.step for evaluation in read.evaluations] == [2, 4]
-    assert read.evaluations[0].recalls == recalls(0.1, 0.2, 0.3, 0.5) and read.evaluations[0].mean_r10 == 0.4
+    assert (
+        read.evaluations[0].recalls == recalls(0.1, 0.2, 0.3, 0.5)
+        and read.evaluations[0].mean_r10 == 0.4
+    )
 
 
 def test_a_measurement_of_speed_has_no_evaluations(open_clip_run):
@@ -222,11 +292,15 @@ def test_a_run_of_this_program_is_read(tmp_path):
         {"step": 2, "loss": 5.25, "step_s": 1.5, **waits},
         {"step": 2, **held_out},
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+    )
     with pytest.raises(ValueError, match="ended before all of its steps were done"):
         read_own(tmp_path, [1, 2])
     (tmp_path / "done").touch()
-    expected = Record([5.5, 5.25], [2.0, 1.5], [0.25, 0.25], [1, 2], [Evaluation(2, recalls(0.1, 0.2, 0.3, 0.5))])
+    expected = Record(
+        [5.5, 5.25], [2.0, 1.5], [0.25, 0.25], [1, 2], [Evaluation(2, recalls(0.1, 0.2, 0.3, 0.5))]
+    )
     assert read_own(tmp_path, [1, 2]) == expected
 
 
@@ -244,31 +318,39 @@ def test_seconds_to_a_recall_are_read_off_between_evaluations():
     assert record([0.2, 0.5]).seconds_to(0.6) is None
 
 
-# -- tables and picture --------------------------------------------------------------------------------------------------------
+# -- tables and picture
+# --------------------------------------------------------------------------------------------------------
 
-RECORDS = {"OpenCLIP": [record([0.2, 0.7]), record([0.3, 0.5])], "ours": [record([0.4, 0.8], step_s=1.0), record([0.2, 0.6], step_s=0.5)]}
+RECORDS = {
+    "OpenCLIP": [record([0.2, 0.7]), record([0.3, 0.5])],
+    "ours": [record([0.4, 0.8], step_s=1.0), record([0.2, 0.6], step_s=0.5)],
+}
 
 
 def test_the_table_by_step():
     assert by_step(RECORDS).splitlines() == [
-        "| steps | variant | loss | R@10 image → text % | R@10 text → image % | R@1 image → text % | R@1 text → image % |",
+        "| steps | variant | loss | R@10 image → text % | R@10 text → image % | R@1 image → text % "
+        "| R@1 text → image % |",
         "|---|---|---|---|---|---|---|",
-        "| 2 | OpenCLIP | 4.00 (4.00 – 4.00) | 25.0 (20.0 – 30.0) | 25.0 (20.0 – 30.0) | 0.0 (0.0 – 0.0) | 0.0 (0.0 – 0.0) |",
-        "| 2 | ours | 4.00 (4.00 – 4.00) | 30.0 (20.0 – 40.0) | 30.0 (20.0 – 40.0) | 0.0 (0.0 – 0.0) | 0.0 (0.0 – 0.0) |",
-        "| 4 | OpenCLIP | 2.00 (2.00 – 2.00) | 60.0 (50.0 – 70.0) | 60.0 (50.0 – 70.0) | 0.0 (0.0 – 0.0) | 0.0 (0.0 – 0.0) |",
-        "| 4 | ours | 2.00 (2.00 – 2.00) | 70.0 (60.0 – 80.0) | 70.0 (60.0 – 80.0) | 0.0 (0.0 – 0.0) | 0.0 (0.0 – 0.0) |",
+        "| 2 | OpenCLIP | 4.00 (4.00 – 4.00) | 25.0 (20.0 – 30.0) | 25.0 (20.0 – 30.0) | 0.0 (0.0 "
+        "– 0.0) | 0.0 (0.0 – 0.0) |",
+        "| 2 | ours | 4.00 (4.00 – 4.00) | 30.0 (20.0 – 40.0) | 30.0 (20.0 – 40.0) | 0.0 (0.0 – "
+        "0.0) | 0.0 (0.0 – 0.0) |",
+        "| 4 | OpenCLIP | 2.00 (2.00 – 2.00) | 60.0 (50.0 – 70.0) | 60.0 (50.0 – 70.0) | 0.0 (0.0 "
+        "– 0.0) | 0.0 (0.0 – 0.0) |",
+        "| 4 | ours | 2.00 (2.00 – 2.00) | 70.0 (60.0 – 80.0) | 70.0 (60.0 – 80.0) | 0.0 (0.0 – "
+        "0.0) | 0.0 (0.0 – 0.0) |",
     ]
 
 
 def test_the_table_by_second():
-    seconds = (
-        "| variant | seconds to R@10 60% | ÷ OpenCLIP | samples/s | waiting for data, s a step | peak MiB, rank 0 | peak MiB, rank 1 |"
-    )
+    seconds = "| variant | seconds to R@10 60% | ÷ OpenCLIP | samples/s | waiting for data, s a step | peak MiB, rank 0 | peak MiB, rank 1 |"
     common = "0.50 (0.50 – 0.50) | 1,024 (1,024 – 1,024) | 512 (512 – 512) |"
     assert by_second(RECORDS, 256).splitlines() == [
         seconds,
         "|---|---|---|---|---|---|---|",
-        f"| OpenCLIP | 7 (7 – 7), in 1 of 2 runs | 1.00 (1.00 – 1.00) | 128.0 (128.0 – 128.0) | {common}",
+        "| OpenCLIP | 7 (7 – 7), in 1 of 2 runs | 1.00 (1.00 – 1.00) | 128.0 (128.0 – 128.0) | "
+        f"{common}",
         f"| ours | 2 (2 – 3) | 0.42 (0.42 – 0.42) | 384.0 (256.0 – 512.0) | {common}",
     ]
     assert "| not reached | – |" in by_second({"OpenCLIP": [record([0.1, 0.2])]}, 256)
@@ -277,7 +359,10 @@ def test_the_table_by_second():
 def test_the_table_of_speed_has_ratios_within_a_round():
     slow, fast = record([], step_s=2.0), record([], step_s=1.0)
     rows = speed({"OpenCLIP": [slow, fast, fast], "ours": [fast, fast, fast]}, 256, 1).splitlines()
-    assert rows[0] == "| variant | samples/s | ÷ OpenCLIP | waiting for data, s a step | peak MiB, rank 0 | peak MiB, rank 1 |"
+    assert (
+        rows[0]
+        == "| variant | samples/s | ÷ OpenCLIP | waiting for data, s a step | peak MiB, rank 0 | peak MiB, rank 1 |"
+    )
     assert "| **1.00** (1.00 – 1.00) |" in rows[2] and "| **1.00** (1.00 – 2.00) |" in rows[3]
 
 

@@ -1,7 +1,9 @@
-"""One data set per format, with one sample of everything that can be wrong in that format, and what must be said of it.
+"""One data set per format, with one sample of everything that can be wrong in that format, and what
+must be said of it.
 
-`SETS` has a function per format: it writes the set below a folder and returns its spec, {identity: reason} of the bad
-samples, and the identities of the good ones. Beside each set lies a folder `outside`, which nothing may open.
+`SETS` has a function per format: it writes the set below a folder and returns its spec, {identity:
+reason} of the bad samples, and the identities of the good ones. Beside each set lies a folder
+`outside`, which nothing may open.
 """
 
 import io
@@ -29,13 +31,23 @@ def picture(number: int = 0, kind: str = "PNG", size: tuple[int, int] = (16, 12)
 
 
 def png_chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return (
+        struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", zlib.crc32(kind + content))
+    )
 
 
 def png_claiming(width: int, height: int) -> bytes:
     """A small file whose header tells of a picture of any size."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", zlib.compress(bytes(1000))) + png_chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + png_chunk(b"IHDR", header)
+        + png_chunk(b"IDAT", zlib.compress(bytes(1000)))
+        + png_chunk(b"IEND", b"")
+    )
 
 
 BAD_PICTURES = {
@@ -46,7 +58,13 @@ BAD_PICTURES = {
     "impossible-size": png_claiming(70_000, 10),
     "unreadable": picture()[:60] + b"\xff" * 40 + picture()[100:],
 }
-BAD_TEXTS = {"no-caption": None, "empty-caption": " \t\n", "huge-caption": HUGE, "nul-character": "a\0b", "invalid-utf8": b"caf\xe9"}
+BAD_TEXTS = {
+    "no-caption": None,
+    "empty-caption": " \t\n",
+    "huge-caption": HUGE,
+    "nul-character": "a\0b",
+    "invalid-utf8": b"caf\xe9",
+}
 BAD_PATHS = {
     "missing": ("missing-file", "pictures/none.png"),
     "absolute": ("outside-root", "/etc/hostname"),
@@ -65,7 +83,9 @@ def folder_with_pictures(folder: Path) -> Path:
     outside.mkdir()
     (outside / "secret.png").write_bytes(picture(9))
     (root / "pictures" / "good.png").write_bytes(picture())
-    (root / "pictures" / "inside.png").symlink_to("good.png")  # a link that stays inside is as good as a file
+    (root / "pictures" / "inside.png").symlink_to(
+        "good.png"
+    )  # a link that stays inside is as good as a file
     (root / "pictures" / "link.png").symlink_to(outside / "secret.png")
     (root / "linked").symlink_to(outside)
     for reason, content in BAD_PICTURES.items():
@@ -95,9 +115,17 @@ def jsonl(folder: Path):
     rows, expected, good = file_rows()
     lines = []
     for identity, path, text in rows:
-        line = json.dumps({"id": identity, "image_path": path, "text": "TEXT" if isinstance(text, bytes) else text}).encode()
+        line = json.dumps(
+            {
+                "id": identity,
+                "image_path": path,
+                "text": "TEXT" if isinstance(text, bytes) else text,
+            }
+        ).encode()
         lines.append(line.replace(b"TEXT", text) if isinstance(text, bytes) else line)
-    del expected["invalid-utf8"]  # of a line that cannot be read the id is not known: the line's number stands for it
+    del expected[
+        "invalid-utf8"
+    ]  # of a line that cannot be read the id is not known: the line's number stands for it
     expected[str(len(lines))] = "invalid-utf8"
     more = {
         b'{"image_path": ': "invalid-row",
@@ -119,7 +147,11 @@ def jsonl(folder: Path):
     lines.append(b'{"image_path": "pictures/good.png", "text": ["", "kept"], "id": "some"}')
     lines.append(b'{"image_path": "pictures/good.png", "text": "a second one", "id": "good"}')
     (root / "set.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    return f"jsonl:{root / 'set.jsonl'}", [*expected.items(), ("good", "duplicate-id")], [*good, "some"]
+    return (
+        f"jsonl:{root / 'set.jsonl'}",
+        [*expected.items(), ("good", "duplicate-id")],
+        [*good, "some"],
+    )
 
 
 def csv(folder: Path, separator: str = ","):
@@ -137,12 +169,18 @@ def csv(folder: Path, separator: str = ","):
     expected[str(line)] = "invalid-row"
     kind = "tsv" if separator == "\t" else "csv"
     (root / f"set.{kind}").write_bytes(b"\n".join(out) + b"\n")
-    return f"{kind}:{root / f'set.{kind}'}", [*expected.items(), ("good", "duplicate-id")], [*good, "two lines"]
+    return (
+        f"{kind}:{root / f'set.{kind}'}",
+        [*expected.items(), ("good", "duplicate-id")],
+        [*good, "two lines"],
+    )
 
 
 def tsv(folder: Path):
     spec, expected, good = csv(folder, "\t")
-    expected = [pair for pair in expected if pair[0] != "empty-caption"] + [("empty-caption", "empty-caption")]
+    expected = [pair for pair in expected if pair[0] != "empty-caption"] + [
+        ("empty-caption", "empty-caption")
+    ]
     return spec, expected, good
 
 
@@ -154,7 +192,12 @@ def coco(folder: Path):
         images.append({"id": identity, "file_name": path})
         if text is not None:
             annotations.append(
-                {"image_id": identity, "caption": text.decode(errors="surrogateescape") if isinstance(text, bytes) else text}
+                {
+                    "image_id": identity,
+                    "caption": text.decode(errors="surrogateescape")
+                    if isinstance(text, bytes)
+                    else text,
+                }
             )
     annotations.append({"image_id": "good", "caption": "and another"})
     images += [{"id": "good", "file_name": "pictures/good.png"}, {"id": "no file"}, 5]
@@ -168,11 +211,17 @@ def coco(folder: Path):
     }
     content = json.dumps({"images": images, "annotations": annotations}, ensure_ascii=False)
     (folder / "captions.json").write_bytes(content.encode(errors="surrogateescape"))
-    return f"coco:{root}:{folder / 'captions.json'}", [*expected.items(), ("good", "duplicate-id")], good
+    return (
+        f"coco:{root}:{folder / 'captions.json'}",
+        [*expected.items(), ("good", "duplicate-id")],
+        good,
+    )
 
 
 def imagefolder(folder: Path):
-    root = folder_with_pictures(folder)  # its folder `pictures` is a class, `linked` is one that leads out
+    root = folder_with_pictures(
+        folder
+    )  # its folder `pictures` is a class, `linked` is one that leads out
     (root / "pictures" / "notes.txt").write_text("passed over")
     (folder / "outside" / "names.txt").write_text("pictures secret\n")
     (root / "classnames.txt").symlink_to(folder / "outside" / "names.txt")
@@ -183,9 +232,17 @@ def imagefolder(folder: Path):
     (root / "pictures" / "again").symlink_to(root / "pictures")
     os.symlink(root / "pictures" / "good.png", os.fsencode(root / "pictures") + b"/caf\xe9.png")
     expected = {f"pictures/{reason}.png": reason for reason in BAD_PICTURES}
-    expected |= {"pictures/link.png": "outside-root", "linked": "outside-root", "pictures/away": "outside-root"}
+    expected |= {
+        "pictures/link.png": "outside-root",
+        "linked": "outside-root",
+        "pictures/away": "outside-root",
+    }
     expected |= {"pictures/gone.png": "missing-file", r"pictures/caf\udce9.png": "invalid-utf8"}
-    return f"imagefolder:{root}", list(expected.items()), [f"pictures/{name}" for name in ("deeper/more.JPEG", "good.png", "inside.png")]
+    return (
+        f"imagefolder:{root}",
+        list(expected.items()),
+        [f"pictures/{name}" for name in ("deeper/more.JPEG", "good.png", "inside.png")],
+    )
 
 
 def parquet(folder: Path, in_struct: bool = True):
@@ -195,11 +252,21 @@ def parquet(folder: Path, in_struct: bool = True):
     rows = [("good", good, b"a good one")]
     rows += [(reason, content, b"its picture is bad") for reason, content in BAD_PICTURES.items()]
     rows += [("missing", None, b"no bytes")]
-    rows += [(reason, good, text if isinstance(text, bytes) or text is None else text.encode()) for reason, text in BAD_TEXTS.items()]
+    rows += [
+        (reason, good, text if isinstance(text, bytes) or text is None else text.encode())
+        for reason, text in BAD_TEXTS.items()
+    ]
     rows += [("good", good, b"a second one"), ("last", picture(1), b"the last")]
-    expected = {reason: reason for reason in [*BAD_PICTURES, *BAD_TEXTS]} | {"missing": "missing-file"}
-    texts = pa.array([text for *_, text in rows], pa.binary()).view(pa.string())  # bytes that are no text, as faulty writers leave them
-    images = [{"bytes": image, "path": "../outside/secret.png"} if in_struct else image for _, image, _ in rows]
+    expected = {reason: reason for reason in [*BAD_PICTURES, *BAD_TEXTS]} | {
+        "missing": "missing-file"
+    }
+    texts = pa.array([text for *_, text in rows], pa.binary()).view(
+        pa.string()
+    )  # bytes that are no text, as faulty writers leave them
+    images = [
+        {"bytes": image, "path": "../outside/secret.png"} if in_struct else image
+        for _, image, _ in rows
+    ]
     table = pa.table({"id": [row[0] for row in rows], "image": images, "text": texts})
     for number, part in enumerate((table.slice(0, 7), table.slice(7))):
         pq.write_table(part, folder / f"{number}.parquet", row_group_size=5)
@@ -215,9 +282,14 @@ def parquet_bytes(folder: Path):
 def parquet_paths(folder: Path):
     root = folder_with_pictures(folder)
     rows, expected, good = file_rows()
-    texts = [text if isinstance(text, bytes) or text is None else text.encode() for *_, text in rows]
+    texts = [
+        text if isinstance(text, bytes) or text is None else text.encode() for *_, text in rows
+    ]
     columns = {"id": [row[0] for row in rows], "image_path": [row[1] for row in rows]}
-    pq.write_table(pa.table(columns | {"caption": pa.array(texts, pa.binary()).view(pa.string())}), root / "set.parquet")
+    pq.write_table(
+        pa.table(columns | {"caption": pa.array(texts, pa.binary()).view(pa.string())}),
+        root / "set.parquet",
+    )
     return f"parquet:{root}/*.parquet", list(expected.items()), good
 
 
@@ -264,7 +336,9 @@ def webdataset(folder: Path):
         add(tar, "last.json", b'{"caption": ["in json", ""]}')
         add(tar, "last.webp", picture(kind="WEBP"))
     expected |= {"000.tar/no json": "invalid-row"}
-    expected |= {f"000.tar/{name}": "orphan-member" for name in ("no words", "no picture", "linked")}
+    expected |= {
+        f"000.tar/{name}": "orphan-member" for name in ("no words", "no picture", "linked")
+    }
     for shard in (second, third):
         with tarfile.open(shard, "w") as tar:
             for key in ("a", "b"):
@@ -277,12 +351,33 @@ def webdataset(folder: Path):
     content[start : start + 512] = b"\x01" * 512  # the header of b
     third.write_bytes(content)
     fourth.write_bytes(b"")
-    ends = {"001.tar/end of shard": "truncated-archive", "002.tar/end of shard": "truncated-archive", "003.tar": "empty-file"}
-    good_ones = ["000.tar/a/good", "000.tar/../outside/secret", "000.tar/last", "001.tar/a", "002.tar/a"]
+    ends = {
+        "001.tar/end of shard": "truncated-archive",
+        "002.tar/end of shard": "truncated-archive",
+        "003.tar": "empty-file",
+    }
+    good_ones = [
+        "000.tar/a/good",
+        "000.tar/../outside/secret",
+        "000.tar/last",
+        "001.tar/a",
+        "002.tar/a",
+    ]
     pairs = [*expected.items(), *ends.items(), ("000.tar/a/good", "duplicate-id")]
     return f"webdataset:{folder}/{{000..001}}.tar::{folder}/00[23].tar", pairs, good_ones
 
 
 SETS: dict[str, Callable[[Path], tuple[str, list[tuple[str, str]], list[str]]]] = {
-    function.__name__: function for function in (jsonl, csv, tsv, coco, imagefolder, parquet, parquet_bytes, parquet_paths, webdataset)
+    function.__name__: function
+    for function in (
+        jsonl,
+        csv,
+        tsv,
+        coco,
+        imagefolder,
+        parquet,
+        parquet_bytes,
+        parquet_paths,
+        webdataset,
+    )
 }

@@ -1,4 +1,5 @@
-"""Real samples for the tests of data/: the emoji, and small JSON-lines sets made of their pictures."""
+"""Real samples for the tests of data/: the emoji, and small JSON-lines sets made of their
+pictures."""
 
 import json
 from pathlib import Path
@@ -30,13 +31,17 @@ def tokenizer(demo):
 
 @pytest.fixture
 def write_jsonl(tmp_path):
-    """Writes lines (dictionaries or raw text) to a file in a folder whose name has spaces; returns the file."""
+    """Writes lines (dictionaries or raw text) to a file in a folder whose name has spaces; returns
+    the file."""
 
     def write(*lines) -> Path:
         folder = tmp_path / "a set of emoji"
         folder.mkdir(exist_ok=True)
         file = folder / "train set.jsonl"
-        file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines), encoding="utf-8")
+        file.write_text(
+            "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines),
+            encoding="utf-8",
+        )
         return file
 
     return write
@@ -52,7 +57,9 @@ def emoji_set(demo, tmp_path, write_jsonl):
             path = tmp_path / "a set of emoji" / "pictures of emoji" / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(demo.image_bytes(i))
-            lines.append({"image_path": f"pictures of emoji/{i}.png", "text": texts(demo.captions(i)[0])})
+            lines.append(
+                {"image_path": f"pictures of emoji/{i}.png", "text": texts(demo.captions(i)[0])}
+            )
         return write_jsonl(*lines, *more)
 
     return make

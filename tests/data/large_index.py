@@ -1,4 +1,5 @@
-"""An index of any size within seconds, with rows made up by numpy: to measure what opening and reading cost. N: rows."""
+"""An index of any size within seconds, with rows made up by numpy: to measure what opening and
+reading cost. N: rows."""
 
 from pathlib import Path
 
@@ -15,9 +16,11 @@ ROWS_AT_ONCE = 1 << 20
 
 
 def write_large_index(folder: Path, rows: int) -> str:
-    """Writes an index of `rows` rows to `folder`/index; returns the spec under which `open_source(spec, folder=...)` finds it.
+    """Writes an index of `rows` rows to `folder`/index; returns the spec under which
+    `open_source(spec, folder=...)` finds it.
 
-    Row i has the id and the name i in nine digits, and the caption `CAPTIONS[i % 1000]`; every thousandth is bad (missing-file).
+    Row i has the id and the name i in nine digits, and the caption `CAPTIONS[i % 1000]`; every
+    thousandth is bad (missing-file).
     """
     file = folder / "large.jsonl"
     file.write_text("{}\n")
@@ -26,8 +29,13 @@ def write_large_index(folder: Path, rows: int) -> str:
     (target / "build").mkdir(parents=True)
     written = target / "build" / "index.arrow"
     # One record batch is what the index is; its columns are made in pieces, and joined.
-    pieces = [_columns(start, min(ROWS_AT_ONCE, rows - start)) for start in range(0, rows, ROWS_AT_ONCE)]
-    batch = pa.record_batch([pa.concat_arrays([piece[field.name] for piece in pieces]) for field in SCHEMA], schema=SCHEMA)
+    pieces = [
+        _columns(start, min(ROWS_AT_ONCE, rows - start)) for start in range(0, rows, ROWS_AT_ONCE)
+    ]
+    batch = pa.record_batch(
+        [pa.concat_arrays([piece[field.name] for piece in pieces]) for field in SCHEMA],
+        schema=SCHEMA,
+    )
     del pieces
     with pa.OSFile(str(written), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_batch(batch)
@@ -45,7 +53,9 @@ def _columns(start: int, rows: int) -> dict[str, pa.Array]:
         "row": number + 1,
         "size": np.full(rows, 50_000),
         "num_captions": np.ones(rows, np.int16),
-        "num_characters": np.array([len(text) for text in CAPTIONS], np.int32)[number % len(CAPTIONS)],
+        "num_characters": np.array([len(text) for text in CAPTIONS], np.int32)[
+            number % len(CAPTIONS)
+        ],
         "width": np.full(rows, 640, np.int32),
         "height": np.full(rows, 480, np.int32),
         "complexity": (number % 97 / 97).astype(np.float32),
@@ -59,7 +69,9 @@ def _columns(start: int, rows: int) -> dict[str, pa.Array]:
         "path": names,
         "detail": pa.array(["", "made up"], pa.large_string()).take(pa.array(bad.astype(np.int8))),
         "captions": pa.LargeListArray.from_arrays(pa.array(np.arange(rows + 1)), captions),
-        "content_hash": pa.Array.from_buffers(pa.binary(HASH_BYTES), rows, [None, pa.py_buffer(hashes)]),
+        "content_hash": pa.Array.from_buffers(
+            pa.binary(HASH_BYTES), rows, [None, pa.py_buffer(hashes)]
+        ),
     }
 
 
@@ -67,4 +79,6 @@ def _texts(number: np.ndarray) -> pa.Array:
     digits = (number[:, None] // 10 ** np.arange(DIGITS - 1, -1, -1)) % 10  # [N, 9]
     content = (digits + ord("0")).astype(np.uint8)
     offsets = np.arange(len(number) + 1, dtype=np.int64) * DIGITS
-    return pa.Array.from_buffers(pa.large_string(), len(number), [None, pa.py_buffer(offsets), pa.py_buffer(content)])
+    return pa.Array.from_buffers(
+        pa.large_string(), len(number), [None, pa.py_buffer(offsets), pa.py_buffer(content)]
+    )

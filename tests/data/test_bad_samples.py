@@ -1,4 +1,5 @@
-"""Bad input of every kind in every format: each sample gets its reason, the others are read, nothing outside is opened."""
+"""Bad input of every kind in every format: each sample gets its reason, the others are read,
+nothing outside is opened."""
 
 import json
 import pickle
@@ -14,7 +15,8 @@ from data.index.sources import open_source
 sys.path.insert(0, str(Path(__file__).parent))
 from bad_sets import SETS  # noqa: E402
 
-# Lists every set of argv[1] (a JSON object, spec by name), reads every sample, and prints what was opened on the way.
+# Lists every set of argv[1] (a JSON object, spec by name), reads every sample, and prints what was
+# opened on the way.
 READ_ALL = """
 import json, os, sys
 opened = set()
@@ -45,7 +47,11 @@ def test_each_bad_sample_gets_its_reason(kind, tmp_path):
     assert len(source) == len(expected) + len(good)
     for i in range(len(source)):
         if i in source.usable():
-            assert source.captions(i) and all(text.strip() for text in source.captions(i)) and source.image_bytes(i)
+            assert (
+                source.captions(i)
+                and all(text.strip() for text in source.captions(i))
+                and source.image_bytes(i)
+            )
         else:
             with pytest.raises(BadSample) as error:
                 source.image_bytes(i)
@@ -58,10 +64,17 @@ def test_nothing_outside_is_opened(tmp_path):
     for name, make in SETS.items():
         (tmp_path / name).mkdir()
         specs.append(make(tmp_path / name)[0])
-    run = subprocess.run([sys.executable, "-c", READ_ALL, json.dumps(specs)], capture_output=True, text=True, timeout=300)
+    run = subprocess.run(
+        [sys.executable, "-c", READ_ALL, json.dumps(specs)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert run.returncode == 0, run.stderr
     opened = json.loads(run.stdout.splitlines()[-1])
-    assert str((tmp_path / "jsonl/set/pictures/good.png").resolve()) in opened  # the hook sees what is opened
+    assert (
+        str((tmp_path / "jsonl/set/pictures/good.png").resolve()) in opened
+    )  # the hook sees what is opened
     assert [path for path in opened if "/outside" in path or path == "/etc/hostname"] == []
 
 
@@ -70,19 +83,29 @@ def test_every_reason_is_told_by_some_format(tmp_path):
     for name, make in SETS.items():
         (tmp_path / name).mkdir()
         told |= {reason for _, reason in make(tmp_path / name)[1]}
-    assert told | {"no-value"} == set(REASONS)  # that one is of python:, tests/data/test_python_format.py
+    assert told | {"no-value"} == set(
+        REASONS
+    )  # that one is of python:, tests/data/test_python_format.py
 
 
 def test_a_bad_sample_survives_the_way_between_processes():
     problem = pickle.loads(pickle.dumps(BadSample("missing-file", "a.png")))
-    assert (problem.reason, problem.detail, str(problem)) == ("missing-file", "a.png", "missing-file: a.png")
+    assert (problem.reason, problem.detail, str(problem)) == (
+        "missing-file",
+        "a.png",
+        "missing-file: a.png",
+    )
     with pytest.raises(ValueError, match="reason 'missing' is none of missing-file"):
         BadSample("missing")
 
 
 def test_codes_never_change():
     """They are on disk: in an index of before, 1 must still be what it was."""
-    assert [CODES[reason] for reason in ("missing-file", "no-caption", "truncated-archive")] == [1, 9, 17]
+    assert [CODES[reason] for reason in ("missing-file", "no-caption", "truncated-archive")] == [
+        1,
+        9,
+        17,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -110,4 +133,7 @@ def test_no_usable_sample_says_why(tmp_path):
         open_source(f"jsonl:{file}")
     message = str(error.value)
     assert "none of 8 samples can be used (invalid-row 5, missing-file 3)" in message
-    assert f"{file}:1: missing-file: {tmp_path.resolve()}/none.png does not exist" in message and "... and 3 more" in message
+    assert (
+        f"{file}:1: missing-file: {tmp_path.resolve()}/none.png does not exist" in message
+        and "... and 3 more" in message
+    )

@@ -16,7 +16,9 @@ def measured(noise: float, number: int = 200):
 
 def test_seconds_are_the_documented_formula():
     assert TRUE.at(10, 16) == pytest.approx(2e-3 + 10 * (3e-5 + 1e-5 * 16 + 4e-8 * 16**2))
-    assert TRUE.of_sample(np.array([8, 16])) == pytest.approx([3e-5 + 8e-5 + 4e-8 * 64, 3e-5 + 16e-5 + 4e-8 * 256])
+    assert TRUE.of_sample(np.array([8, 16])) == pytest.approx(
+        [3e-5 + 8e-5 + 4e-8 * 64, 3e-5 + 16e-5 + 4e-8 * 256]
+    )
 
 
 def test_exact_points_give_the_exact_cost():
@@ -28,12 +30,15 @@ def test_steps_that_took_four_times_as_long_hardly_matter():
     sizes, lengths, seconds = measured(0.05)
     seconds[::10] *= 4  # every tenth: another job ran
     found = fit_branch_cost(sizes, lengths, seconds)
-    # a plain mean would be 30 % off; half of these outliers' pull on Huber's loss is what is left of it
+    # a plain mean would be 30 % off; half of these outliers' pull on Huber's loss is what is left
+    # of it
     assert np.abs(found.at(sizes, lengths) / TRUE.at(sizes, lengths) - 1).max() < 0.08
 
 
 def test_coefficients_are_never_negative():
-    found = fit_branch_cost([8, 16, 32], [64, 64, 64], [1.0, 1.9, 3.9])  # a straight line through these starts below 0
+    found = fit_branch_cost(
+        [8, 16, 32], [64, 64, 64], [1.0, 1.9, 3.9]
+    )  # a straight line through these starts below 0
     assert min(found.coefficients) >= 0
     assert found.at(np.array([8, 16, 32]), 64) == pytest.approx([1.0, 1.9, 3.9], rel=0.03)
 

@@ -7,7 +7,10 @@ import pytest
 
 from data.batching.buckets import _candidates, choose_buckets, deal_by_bucket, kept_area
 
-PHOTOS = (np.array([640, 480, 500, 375, 1024, 300, 640, 333]), np.array([480, 640, 375, 500, 768, 300, 360, 500]))
+PHOTOS = (
+    np.array([640, 480, 500, 375, 1024, 300, 640, 333]),
+    np.array([480, 640, 375, 500, 768, 300, 360, 500]),
+)
 
 
 def drawn(seed, n=400):
@@ -17,7 +20,9 @@ def drawn(seed, n=400):
 
 def mean_kept(buckets, width, height):
     sizes, number = np.array(buckets.sizes), buckets.assign(width, height)
-    return np.mean([kept_area(np.array([w / h]), sizes[[k]])[0, 0] for w, h, k in zip(width, height, number)])
+    return np.mean(
+        [kept_area(np.array([w / h]), sizes[[k]])[0, 0] for w, h, k in zip(width, height, number)]
+    )
 
 
 @pytest.mark.parametrize("image_size", [64, 224, 384])
@@ -28,7 +33,10 @@ def test_sizes_are_multiples_of_about_the_same_area(image_size, multiple):
         assert 1 <= len(buckets.sizes) <= 5 and len(set(buckets.sizes)) == len(buckets.sizes)
         for height, width in buckets.sizes:
             assert height % multiple == width % multiple == 0
-            assert abs(height * width / image_size**2 - 1) <= multiple / 2 * max(height, width) / image_size**2 + 1e-9  # rounding
+            assert (
+                abs(height * width / image_size**2 - 1)
+                <= multiple / 2 * max(height, width) / image_size**2 + 1e-9
+            )  # rounding
 
 
 def test_no_other_choice_of_as_many_sizes_keeps_more():
@@ -36,14 +44,20 @@ def test_no_other_choice_of_as_many_sizes_keeps_more():
         width, height = drawn(seed, 60)
         buckets = choose_buckets(width, height, 160, 32, max_buckets=2)
         kept = kept_area(width / height, _candidates(160, 32))
-        best = max(kept[:, list(pair)].max(axis=1).mean() for pair in combinations(range(kept.shape[1]), 2))
-        assert mean_kept(buckets, width, height) > best - 2e-3  # shapes are summed up in classes, 0.8 % apart
+        best = max(
+            kept[:, list(pair)].max(axis=1).mean() for pair in combinations(range(kept.shape[1]), 2)
+        )
+        assert (
+            mean_kept(buckets, width, height) > best - 2e-3
+        )  # shapes are summed up in classes, 0.8 % apart
 
 
 def test_more_buckets_keep_more_and_one_is_the_square_for_pictures_of_every_shape():
     width, height = drawn(0)
     width, height = np.concatenate([width, height]), np.concatenate([height, width])
-    kept = [mean_kept(choose_buckets(width, height, 224, 32, n), width, height) for n in (1, 2, 3, 5, 8)]
+    kept = [
+        mean_kept(choose_buckets(width, height, 224, 32, n), width, height) for n in (1, 2, 3, 5, 8)
+    ]
     assert kept == sorted(kept) and kept[3] > kept[0] + 0.1
     assert choose_buckets(width, height, 224, 32, 1).sizes == ((224, 224),)
 
@@ -64,7 +78,10 @@ def test_assign_takes_the_size_that_crops_least():
         assert kept[k] == pytest.approx(max(kept))
     assert set(number) == set(range(len(buckets.sizes)))  # none is without a picture
     tall, wide = buckets.assign(np.array([10, 9000]), np.array([9000, 10]))
-    assert buckets.sizes[tall][0] >= buckets.sizes[tall][1] and buckets.sizes[wide][0] <= buckets.sizes[wide][1]
+    assert (
+        buckets.sizes[tall][0] >= buckets.sizes[tall][1]
+        and buckets.sizes[wide][0] <= buckets.sizes[wide][1]
+    )
 
 
 def test_choosing_depends_on_the_pictures_alone_not_on_their_order():
@@ -93,7 +110,10 @@ def test_no_other_dealing_is_purer(size, shares):
     for _ in range(12):
         buckets = generator.integers(0, 5, size * shares)
         order, _ = deal_by_bucket(buckets, shares)
-        best = max(pure(buckets, np.concatenate(other), shares) for other in every_dealing(range(size * shares), shares))
+        best = max(
+            pure(buckets, np.concatenate(other), shares)
+            for other in every_dealing(range(size * shares), shares)
+        )
         assert pure(buckets, order, shares) == best
 
 
@@ -110,7 +130,11 @@ def test_dealing_moves_every_position_once_and_names_the_most_common_bucket():
         again, _ = deal_by_bucket(buckets, shares)
         assert np.array_equal(order, again)
     order, bucket = deal_by_bucket(np.zeros(6, np.int8), 3)
-    assert order.tolist() == list(range(6)) and bucket.tolist() == [0, 0, 0]  # one bucket: nothing moves
+    assert order.tolist() == list(range(6)) and bucket.tolist() == [
+        0,
+        0,
+        0,
+    ]  # one bucket: nothing moves
 
 
 def test_refusals():

@@ -1,4 +1,5 @@
-"""The cache answers with the very pixels or not at all, whatever happens to its file and to those that write it."""
+"""The cache answers with the very pixels or not at all, whatever happens to its file and to those
+that write it."""
 
 import os
 import re
@@ -12,7 +13,16 @@ import pytest
 from cache_writers import LIMIT_S, items, picture, write_for_ever, write_items
 from filelock import FileLock
 
-from data.cache import MAGIC, PictureCache, _bytes_on_disk, fill, key_of, open_cache, packed, unpacked
+from data.cache import (
+    MAGIC,
+    PictureCache,
+    _bytes_on_disk,
+    fill,
+    key_of,
+    open_cache,
+    packed,
+    unpacked,
+)
 from data.cache.__main__ import main
 from data.index.sources import open_source
 from data.modalities.transforms import Stored, train_transform
@@ -42,7 +52,10 @@ def test_what_was_put_comes_back_and_is_the_caller_s_own(cache):
 def test_the_key_has_content_size_and_version(cache, demo, monkeypatch):
     data = demo.image_bytes(5)
     other = Stored((24, 24))
-    assert len({key_of(demo.content_hash(i), stored) for i in (5, 6) for stored in (STORED, other)}) == 4
+    assert (
+        len({key_of(demo.content_hash(i), stored) for i in (5, 6) for stored in (STORED, other)})
+        == 4
+    )
     key = key_of(demo.content_hash(5), STORED)
     monkeypatch.setattr("data.modalities.transforms.VERSION", "next")
     assert key_of(demo.content_hash(5), STORED) != key
@@ -59,7 +72,9 @@ def test_a_picture_is_read_once(cache, demo):
 
     first = cache.picture(demo.content_hash(5), STORED, read)
     cache.close(LIMIT_S)
-    assert np.array_equal(cache.picture(demo.content_hash(5), STORED, read), first) and len(reads) == 1
+    assert (
+        np.array_equal(cache.picture(demo.content_hash(5), STORED, read), first) and len(reads) == 1
+    )
 
 
 def test_a_file_that_has_changed_is_not_kept_under_its_old_hash(cache, demo):
@@ -89,7 +104,10 @@ def test_a_value_that_is_not_whole_is_a_miss(spoil):
 
 
 def test_two_processes_fill_it_at_once(cache):
-    writers = [start_method().Process(target=write_items, args=(cache, numbers)) for numbers in (range(60), range(30, 90))]
+    writers = [
+        start_method().Process(target=write_items, args=(cache, numbers))
+        for numbers in (range(60), range(30, 90))
+    ]
     for writer in writers:
         writer.start()
     for writer in writers:
@@ -97,7 +115,9 @@ def test_two_processes_fill_it_at_once(cache):
     assert [writer.exitcode for writer in writers] == [0, 0]
     for key, value in items(range(90)):
         assert np.array_equal(cache.get(key), value)
-    assert cache.used_bytes() < 1.2 * sum(map(_bytes_on_disk, items(range(90)))) + 100_000  # written once each
+    assert (
+        cache.used_bytes() < 1.2 * sum(map(_bytes_on_disk, items(range(90)))) + 100_000
+    )  # written once each
 
 
 def test_a_writer_that_is_killed_leaves_a_whole_cache(cache):
@@ -112,17 +132,22 @@ def test_a_writer_that_is_killed_leaves_a_whole_cache(cache):
         writer.join()
         assert cache.write(items([1000]), turn_s=LIMIT_S)  # its turn is over
         found = [n for n in range(50) if cache.has(b"key %d" % n)]
-        assert len(found) >= 10 and all(np.array_equal(cache.get(b"key %d" % n), picture(n)) for n in found)
+        assert len(found) >= 10 and all(
+            np.array_equal(cache.get(b"key %d" % n), picture(n)) for n in found
+        )
 
 
 def test_a_writer_that_stands_still_keeps_nobody_waiting(cache, monkeypatch):
-    """It has its turn until all have gone on; only the thread that writes in the background still waits for its own then."""
+    """It has its turn until all have gone on; only the thread that writes in the background still
+    waits for its own then."""
     monkeypatch.setattr("data.cache.TURN_S", LIMIT_S)
     assert cache.is_open()
     with FileLock(cache.folder / "writer.lock"):
         assert not cache.write(items([1]), turn_s=0.1)
         cache.put(*items([2])[0])
-        (background,) = (thread for thread in threading.enumerate() if thread.name == "picture-cache")
+        (background,) = (
+            thread for thread in threading.enumerate() if thread.name == "picture-cache"
+        )
         assert cache.get(b"key 2") is None
         cache.close(timeout_s=0.2)
         assert background.is_alive()
@@ -183,7 +208,12 @@ def test_closing_and_opening_again_finds_nothing_wrong_with_a_file_that_was_writ
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for n in range(12):
-            cache.write([(b"key %d" % (n % 3), picture(n, size=20 + 9 * n)), *items(range(100 + n, 103 + n))])
+            cache.write(
+                [
+                    (b"key %d" % (n % 3), picture(n, size=20 + 9 * n)),
+                    *items(range(100 + n, 103 + n)),
+                ]
+            )
             cache.close()
             assert np.array_equal(cache.get(b"key %d" % (n % 3)), picture(n, size=20 + 9 * n))
 
@@ -194,23 +224,42 @@ def test_filling_can_be_done_again_and_skips_what_cannot_be_read(emoji_set, cach
     source = open_source(f"jsonl:{file}")
     (file.parent / "pictures of emoji" / "9.png").write_bytes(b"broken")
     done = fill(source, STORED, cache, workers)
-    assert (done.stored, done.present, done.refused, dict(done.bad)) == (69, 0, 0, {"unreadable": 1})
+    assert (done.stored, done.present, done.refused, dict(done.bad)) == (
+        69,
+        0,
+        0,
+        {"unreadable": 1},
+    )
     assert f"{file}:10" in done.examples[0]
     again = fill(source, STORED, cache, workers)
     assert (again.stored, again.present) == (0, 69)
     for i in (0, 30, 69):
-        assert np.array_equal(cache.get(key_of(source.content_hash(i), STORED)), STORED(source.image_bytes(i)))
+        assert np.array_equal(
+            cache.get(key_of(source.content_hash(i), STORED)), STORED(source.image_bytes(i))
+        )
 
 
 def test_the_command_says_what_it_did(emoji_set, tmp_path, capsys):
-    words = [f"jsonl:{emoji_set(40)}", "--image-size", "64", "--workers", "0", "--cache", str(tmp_path / "c"), "--limit", "1"]
+    words = [
+        f"jsonl:{emoji_set(40)}",
+        "--image-size",
+        "64",
+        "--workers",
+        "0",
+        "--cache",
+        str(tmp_path / "c"),
+        "--limit",
+        "1",
+    ]
     assert main(words) == 0
     assert "40 pictures stored, 0 were there, 0 unreadable, 0 not stored" in capsys.readouterr().out
     assert main(words) == 0
     assert "0 pictures stored, 40 were there" in capsys.readouterr().out
     source = open_source(words[0])
     cache = PictureCache(tmp_path / "c")
-    assert cache.has(key_of(source.content_hash(3), train_transform(64).stored))  # what training asks for
+    assert cache.has(
+        key_of(source.content_hash(3), train_transform(64).stored)
+    )  # what training asks for
     cache.close()
     with pytest.warns(RuntimeWarning, match="would pass its limit"):
         assert main([*words[:-2], "--image-size", "32", "--limit", "0.0001"]) == 1

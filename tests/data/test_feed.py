@@ -1,11 +1,22 @@
-"""Feed rates: moved when a branch waits, by measured seconds, slowly, within bounds; left alone by noise."""
+"""Feed rates: moved when a branch waits, by measured seconds, slowly, within bounds; left alone by
+noise."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from data.batching.feed import FeedRules, Knobs, Ladders, Looks, look, patch_ladder, scaled_size, size_ladder, typical
+from data.batching.feed import (
+    FeedRules,
+    Knobs,
+    Ladders,
+    Looks,
+    look,
+    patch_ladder,
+    scaled_size,
+    size_ladder,
+    typical,
+)
 
 INTERVAL, AHEAD = 20, 10  # steps between looks; steps until a move holds
 BRANCHES = ("image", "text")
@@ -13,13 +24,17 @@ LADDERS = Ladders((1, 2, 3, 4, 5), patch_ladder(0.25), (160, 192, 224))
 
 
 def run(seconds, ladders=LADDERS, rules=FeedRules(), steps=200, noise=0.0, seed=0):
-    """`seconds(step)`: of each branch with the first knobs. Returns (step, knobs, reason) of all that was said, and how much each step waited."""
+    """`seconds(step)`: of each branch with the first knobs. Returns (step, knobs, reason) of all
+    that was said, and how much each step waited."""
     rng, looks, seen, said, waited = np.random.default_rng(seed), Looks(), [], [], []
     start = ladders.start()
     in_force = [(0, start)]
     for step in range(steps):
         knobs = next(knobs for begin, knobs in reversed(in_force) if begin <= step)
-        measured = {b: s * knobs.load(b) / start.load(b) * rng.uniform(1 - noise, 1 + noise) for b, s in seconds(step).items()}
+        measured = {
+            b: s * knobs.load(b) / start.load(b) * rng.uniform(1 - noise, 1 + noise)
+            for b, s in seconds(step).items()
+        }
         seen.append(measured)
         waited.append(1 - min(measured.values()) / max(measured.values()))
         if (step + 1) % INTERVAL == 0:
@@ -43,7 +58,11 @@ def steady(image, text):
     [
         (1.0, 0.5, Knobs(2, 1.0, 224)),  # who waits gets more to do
         (1.0, 0.33, Knobs(2, 1.0, 224)),  # at most twice as much at once
-        (1.0, 0.7, Knobs(1, 0.6875, 224)),  # twice as much would be too much: the other one is relieved
+        (
+            1.0,
+            0.7,
+            Knobs(1, 0.6875, 224),
+        ),  # twice as much would be too much: the other one is relieved
         (1.0, 0.96, None),
     ],
 )
@@ -55,15 +74,26 @@ def test_the_first_move(image, text, expected):
 def test_a_reason_says_what_was_seen_and_done():
     (step, _, reason), *_ = run(steady(1.0, 0.5))[0]
     assert step == 60  # three looks in a row have asked for it
-    assert reason == "captions_per_image 1 -> 2: the text branch waits 50% of a step (text 0.5 s, image 1 s)"
+    assert (
+        reason
+        == "captions_per_image 1 -> 2: the text branch waits 50% of a step (text 0.5 s, image 1 s)"
+    )
 
 
 @pytest.mark.parametrize("slow", BRANCHES)
 def test_a_branch_that_becomes_twice_as_slow_is_answered_within_100_steps(slow):
-    for ladders in (LADDERS, Ladders((1, 2, 3)), Ladders(kept_patches=patch_ladder(0.25)), Ladders((2, 3, 4), patch_ladder(0.25))):
+    for ladders in (
+        LADDERS,
+        Ladders((1, 2, 3)),
+        Ladders(kept_patches=patch_ladder(0.25)),
+        Ladders((2, 3, 4), patch_ladder(0.25)),
+    ):
         for changed in (100, 110, 119):
             said, waited = run(
-                lambda step: {b: 2.0 if b == slow and step >= changed else 1.0 for b in BRANCHES}, ladders, steps=500, noise=0.05
+                lambda step: {b: 2.0 if b == slow and step >= changed else 1.0 for b in BRANCHES},
+                ladders,
+                steps=500,
+                noise=0.05,
             )
             step, _, reason = said[0]
             assert changed < step and step + AHEAD <= changed + 100
@@ -71,7 +101,13 @@ def test_a_branch_that_becomes_twice_as_slow_is_answered_within_100_steps(slow):
 
 
 def test_noise_moves_no_knob_more_than_once_in_200_steps():
-    moves = [sum(not reason.startswith("bound") for _, _, reason in run(steady(1.0, 1.0), noise=0.2, seed=seed)[0]) for seed in range(300)]
+    moves = [
+        sum(
+            not reason.startswith("bound")
+            for _, _, reason in run(steady(1.0, 1.0), noise=0.2, seed=seed)[0]
+        )
+        for seed in range(300)
+    ]
     assert max(moves) <= 1 and np.mean(moves) < 0.02
 
 
@@ -79,15 +115,31 @@ def test_bounds_hold_whatever_is_measured():
     for seed in range(1000):
         rng = np.random.default_rng(seed)
         captions = tuple(range(int(rng.integers(1, 4)), int(rng.integers(4, 9))))
-        ladders = Ladders(captions, patch_ladder(float(rng.uniform(0.1, 0.9))), size_ladder(int(rng.integers(64, 160)), 224, 32))
+        ladders = Ladders(
+            captions,
+            patch_ladder(float(rng.uniform(0.1, 0.9))),
+            size_ladder(int(rng.integers(64, 160)), 224, 32),
+        )
         level = rng.lognormal(0, 1, (2, 8))
-        said, _ = run(lambda step: dict(zip(BRANCHES, level[:, step // 50])), ladders, steps=400, noise=0.2, seed=seed)
-        before, moves = ladders.start(), [(step, knobs) for step, knobs, reason in said if not reason.startswith("bound")]
+        said, _ = run(
+            lambda step: dict(zip(BRANCHES, level[:, step // 50])),
+            ladders,
+            steps=400,
+            noise=0.2,
+            seed=seed,
+        )
+        before, moves = (
+            ladders.start(),
+            [(step, knobs) for step, knobs, reason in said if not reason.startswith("bound")],
+        )
         for (step, knobs), earlier in zip(moves, [0, *(step for step, _ in moves)]):
             for name, ladder in ladders.items():
                 assert getattr(knobs, name) in ladder
             changes = [knobs.load(b) / before.load(b) for b in BRANCHES]
-            assert all(0.5 - 1e-9 <= change <= 2 + 1e-9 for change in changes) and sum(change != 1 for change in changes) <= 1
+            assert (
+                all(0.5 - 1e-9 <= change <= 2 + 1e-9 for change in changes)
+                and sum(change != 1 for change in changes) <= 1
+            )
             assert step - earlier >= 3 * INTERVAL
             before = knobs
 
@@ -96,13 +148,18 @@ def test_a_bound_is_named_once():
     said, _ = run(steady(1.0, 5.0), Ladders((1, 2), (1.0,), (224,)), steps=400)
     assert len(said) == 1
     assert said[0][2] == (
-        "bound reached: the image branch waits 80% of a step (image 1 s, text 5 s), and no knob can better it within captions_per_image 1 .. 2 (now 1)"
+        "bound reached: the image branch waits 80% of a step (image 1 s, text 5 s), and no knob "
+        "can better it within captions_per_image 1 .. 2 (now 1)"
     )
 
 
 def test_what_was_taken_comes_back_first():
     """Once the slow branch is fast again, its relief is what the idle one gets back."""
-    said, waited = run(lambda step: {"image": 2.0 if step < 200 else 1.0, "text": 1.0}, Ladders(kept_patches=patch_ladder(0.25)), steps=600)
+    said, waited = run(
+        lambda step: {"image": 2.0 if step < 200 else 1.0, "text": 1.0},
+        Ladders(kept_patches=patch_ladder(0.25)),
+        steps=600,
+    )
     shares = [knobs.kept_patches for _, knobs, _ in said]
     assert min(shares) == 0.5 and shares[-1] > 0.9 and np.mean(waited[-100:]) < 0.1
 
@@ -112,9 +169,13 @@ def test_steps_in_which_something_else_happened_do_not_count():
 
 
 def test_ladders():
-    assert patch_ladder(0.4) == (0.4, *(n / 16 for n in range(7, 16)), 1.0) and patch_ladder(1.0) == (1.0,)
+    assert patch_ladder(0.4) == (0.4, *(n / 16 for n in range(7, 16)), 1.0) and patch_ladder(
+        1.0
+    ) == (1.0,)
     assert size_ladder(100, 224, 32) == (128, 160, 192, 224) and size_ladder(60, 64, 8) == (64,)
-    assert scaled_size((160, 320), 112, 224, 32) == (64, 160) and scaled_size((32, 32), 8, 224, 32) == (32, 32)
+    assert scaled_size((160, 320), 112, 224, 32) == (64, 160) and scaled_size(
+        (32, 32), 8, 224, 32
+    ) == (32, 32)
     with pytest.raises(ValueError, match="ascending"):
         Ladders((2, 1))
     with pytest.raises(ValueError, match="dead_band"):

@@ -39,12 +39,23 @@ def write_shard(file: Path, keys: list[str], form: int = tarfile.PAX_FORMAT) -> 
 def test_csv_with_other_columns_and_separator(tmp_path):
     (tmp_path / "a.png").write_bytes(picture())
     file = tmp_path / "set.csv"
-    file.write_text('\ufefftext;nr;picture\n"one; two\nthree";7;a.png\n', encoding="utf-8")  # with a byte order mark
+    file.write_text(
+        '\ufefftext;nr;picture\n"one; two\nthree";7;a.png\n', encoding="utf-8"
+    )  # with a byte order mark
     source = open_source(f"csv:{file}?image=picture&text=text&id=nr&separator=;")
-    assert identities(source) == ["7"] and source.captions(0) == ["one; two\nthree"] and source.where(0) == f"{file}:2"
-    with pytest.raises(ValueError, match="no column 'pictur'; the first line names: text, nr, picture; did you mean 'picture'"):
+    assert (
+        identities(source) == ["7"]
+        and source.captions(0) == ["one; two\nthree"]
+        and source.where(0) == f"{file}:2"
+    )
+    with pytest.raises(
+        ValueError,
+        match="no column 'pictur'; the first line names: text, nr, picture; did you mean 'picture'",
+    ):
         open_source(f"csv:{file}?image=pictur&separator=;")
-    with pytest.raises(ValueError, match="no column 'filepath'; the first line names: text;nr;picture"):
+    with pytest.raises(
+        ValueError, match="no column 'filepath'; the first line names: text;nr;picture"
+    ):
         open_source(f"csv:{file}")
     with pytest.raises(ValueError, match="separator 'ab': one character is needed"):
         open_source(f"csv:{file}?separator=ab")
@@ -57,7 +68,11 @@ def test_a_quote_that_is_never_closed_costs_no_other_row(tmp_path, monkeypatch):
     (tmp_path / "set.csv").write_text("filepath,title\n" + "\n".join(rows) + "\n")
     source = open_source(f"csv:{tmp_path}/set.csv")
     ((_, where, reason, detail),) = source.bad_samples()
-    assert where == f"{tmp_path}/set.csv:5" and reason == "huge-caption" and "is a quote not closed?" in detail
+    assert (
+        where == f"{tmp_path}/set.csv:5"
+        and reason == "huge-caption"
+        and "is a quote not closed?" in detail
+    )
     assert len(source.usable()) > 200 and source.column("row")[source.usable()[-1]] == 305
 
 
@@ -84,10 +99,14 @@ def test_coco_keeps_all_captions_of_an_image(tmp_path):
     assert source.image_bytes(0) == (tmp_path / "val" / "1.jpg").read_bytes()
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '{"images": []}', '{"images": {}, "annotations": []}'])
+@pytest.mark.parametrize(
+    "content", ["[]", "{", '{"images": []}', '{"images": {}, "annotations": []}']
+)
 def test_coco_refuses_another_json(content, tmp_path):
     (tmp_path / "captions.json").write_text(content)
-    with pytest.raises(ValueError, match=r'captions.json: no COCO captions .*"annotations": \[...\]} is needed'):
+    with pytest.raises(
+        ValueError, match=r'captions.json: no COCO captions .*"annotations": \[...\]} is needed'
+    ):
         open_source(f"coco:{tmp_path}:{tmp_path / 'captions.json'}")
 
 
@@ -112,19 +131,33 @@ def test_imagefolder_makes_captions_of_the_folders_names(classes):
 @pytest.mark.parametrize("kind", ["txt", "json", "inside"])
 def test_imagefolder_with_names_and_templates(classes, tmp_path, kind):
     names = {"n01": "tench, Tinca tinca", "n02_big_cat": "tiger", "n03": "not here"}
-    file = {"txt": tmp_path / "names.txt", "json": tmp_path / "names.json", "inside": classes / "classnames.txt"}[kind]
-    file.write_text(json.dumps(names) if kind == "json" else "\n".join(f"{key} {value}" for key, value in names.items()))
+    file = {
+        "txt": tmp_path / "names.txt",
+        "json": tmp_path / "names.json",
+        "inside": classes / "classnames.txt",
+    }[kind]
+    file.write_text(
+        json.dumps(names)
+        if kind == "json"
+        else "\n".join(f"{key} {value}" for key, value in names.items())
+    )
     templates = tmp_path / "templates.txt"
     templates.write_text("look: {}!\n\n{} is it\n")
     options = f"templates={templates}" + ("" if kind == "inside" else f"&names={file}")
     source = open_source(f"imagefolder:{classes}?{options}")
-    assert source.captions(0) == ["look: tench, Tinca tinca!", "tench, Tinca tinca is it"] and source.captions(1)[0] == "look: tiger!"
+    assert (
+        source.captions(0) == ["look: tench, Tinca tinca!", "tench, Tinca tinca is it"]
+        and source.captions(1)[0] == "look: tiger!"
+    )
 
 
 def test_imagefolder_refusals(classes, tmp_path):
     names, templates = tmp_path / "names.txt", tmp_path / "templates.txt"
     names.write_text("n01 tench\nn02_bigcat tiger\n")
-    with pytest.raises(ValueError, match="no name for 1 of 2 folders, the first is 'n02_big_cat'; did you mean 'n02_bigcat'"):
+    with pytest.raises(
+        ValueError,
+        match="no name for 1 of 2 folders, the first is 'n02_big_cat'; did you mean 'n02_bigcat'",
+    ):
         open_source(f"imagefolder:{classes}?names={names}")
     templates.write_text("a photo\n")
     with pytest.raises(ValueError, match=r"'a photo'; each line is a sentence with one \{\}"):
@@ -140,12 +173,20 @@ def test_imagefolder_refusals(classes, tmp_path):
 
 def test_parquet_reads_any_row_in_any_order(tmp_path):
     images = [picture(n) for n in range(23)]
-    rows = pa.table({"image": [{"bytes": image, "path": None} for image in images], "caption": [[f"text {n}", "more"] for n in range(23)]})
+    rows = pa.table(
+        {
+            "image": [{"bytes": image, "path": None} for image in images],
+            "caption": [[f"text {n}", "more"] for n in range(23)],
+        }
+    )
     for number, part in enumerate((rows.slice(0, 10), rows.slice(10))):
         pq.write_table(part, tmp_path / f"{number}.parquet", row_group_size=4)
     source = open_source(f"parquet:{tmp_path}/*.parquet")
     assert identities(source)[9:12] == ["0.parquet/9", "1.parquet/0", "1.parquet/1"]
-    assert source.captions(22) == ["text 22", "more"] and source.where(22) == f"{tmp_path}/1.parquet#row 12"
+    assert (
+        source.captions(22) == ["text 22", "more"]
+        and source.where(22) == f"{tmp_path}/1.parquet#row 12"
+    )
     for i in np.random.default_rng(0).permutation(23).tolist():
         assert source.image_bytes(i) == images[i]
 
@@ -162,10 +203,15 @@ def test_parquet_large_row_groups_are_not_kept(tmp_path, monkeypatch):
 
 def test_parquet_refusals(tmp_path):
     pq.write_table(pa.table({"img": [b""], "txt": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="no column image or image_path or filepath; there are: img, txt.*name it: .image=COLUMN"):
+    with pytest.raises(
+        ValueError,
+        match="no column image or image_path or filepath; there are: img, txt.*name it: .image=COLUMN",
+    ):
         open_source(f"parquet:{tmp_path}/a.parquet")
     pq.write_table(pa.table({"image": [1.5], "text": ["a"]}), tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match="column 'image' is double; bytes, {bytes, path} or a path is needed"):
+    with pytest.raises(
+        ValueError, match="column 'image' is double; bytes, {bytes, path} or a path is needed"
+    ):
         open_source(f"parquet:{tmp_path}/b.parquet")
     (tmp_path / "c.parquet").write_bytes(b"hello")
     with pytest.raises(ValueError, match="no file of it is a parquet file"):
@@ -182,30 +228,48 @@ def test_webdataset_reads_every_tar_format(form, tmp_path):
     source = open_source(f"webdataset:{tmp_path}/a.tar")
     assert identities(source) == [f"a.tar/{key}" for key in keys]
     assert [source.image_bytes(i) for i in (2, 0, 1)] == [picture(2), picture(0), picture(1)]
-    assert source.captions(1) == [f"words of {keys[1]}"] and source.where(0) == f"{tmp_path}/a.tar#a.png"
+    assert (
+        source.captions(1) == [f"words of {keys[1]}"]
+        and source.where(0) == f"{tmp_path}/a.tar#a.png"
+    )
 
 
 def test_webdataset_finds_what_webdataset_finds(tmp_path):
     """The library reads the same samples, in the same order."""
     import webdataset
 
-    write_shard(tmp_path / "000.tar", ["x/1", "x.y/2", "x/.hidden", "__meta__/a", "__meta__", "./4"])
+    write_shard(
+        tmp_path / "000.tar", ["x/1", "x.y/2", "x/.hidden", "__meta__/a", "__meta__", "./4"]
+    )
     write_shard(tmp_path / "001.tar", ["3", "x__/__y", "with space", "\u00fc/\U0001f34e"])
     every = webdataset.WebDataset(f"{tmp_path}/{{000..001}}.tar", shardshuffle=False)
-    theirs = [sample for sample in every if "png" in sample]  # it also gives what has neither picture nor text
+    theirs = [
+        sample for sample in every if "png" in sample
+    ]  # it also gives what has neither picture nor text
     ours = open_source(f"webdataset:{tmp_path}/{{000..001}}.tar")
-    assert [identity.split("/", 1)[1] for identity in identities(ours)] == [sample["__key__"] for sample in theirs]
+    assert [identity.split("/", 1)[1] for identity in identities(ours)] == [
+        sample["__key__"] for sample in theirs
+    ]
     assert len(ours) == len(ours.usable()) == 8
     assert [ours.image_bytes(i) for i in range(8)] == [sample["png"] for sample in theirs]
 
 
 def test_webdataset_key_ends_at_the_first_dot(tmp_path):
-    """As in webdataset: `a.large.png` has the ending `large.png`, which is no picture's; `A.TXT` is a text."""
+    """As in webdataset: `a.large.png` has the ending `large.png`, which is no picture's; `A.TXT` is
+    a text."""
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name, content in (("a.large.png", b"?"), ("a.PNG", picture()), ("a.TXT", b"words"), ("b.large.png", b"?"), ("b.txt", b"words")):
+        for name, content in (
+            ("a.large.png", b"?"),
+            ("a.PNG", picture()),
+            ("a.TXT", b"words"),
+            ("b.large.png", b"?"),
+            ("b.txt", b"words"),
+        ):
             add(tar, name, content)
     source = open_source(f"webdataset:{tmp_path}/a.tar")
-    assert source.image_bytes(0) == picture() and [row[0] for row in source.bad_samples()] == ["a.tar/b"]
+    assert source.image_bytes(0) == picture() and [row[0] for row in source.bad_samples()] == [
+        "a.tar/b"
+    ]
 
 
 def test_webdataset_shards_of_one_name_are_told_apart_by_their_folders(tmp_path):
@@ -223,13 +287,17 @@ def test_webdataset_shards_cut_off_anywhere(tmp_path):
         starts = [member.offset for member in tar] + [tar.offset]
     for cut in range(512, len(whole), 256):
         (tmp_path / "cut.tar").write_bytes(whole[:cut])
-        complete = (cut >= starts[1] + 512 + len("words of a\n")) + (cut >= starts[3] + 512 + len("words of b\n"))
+        complete = (cut >= starts[1] + 512 + len("words of a\n")) + (
+            cut >= starts[3] + 512 + len("words of b\n")
+        )
         bad = ["cut.tar/end of shard"] if cut < starts[4] + 512 else []
         if complete:
             source = open_source(f"webdataset:{tmp_path}/cut.tar")
             assert identities(source) == [f"cut.tar/{key}" for key in "ab"[:complete]] + bad, cut
         else:
-            with pytest.raises(ValueError, match=r"none of 1 samples can be used \(truncated-archive 1\)"):
+            with pytest.raises(
+                ValueError, match=r"none of 1 samples can be used \(truncated-archive 1\)"
+            ):
                 open_source(f"webdataset:{tmp_path}/cut.tar")
 
 
@@ -260,25 +328,39 @@ def test_remote_shards_are_copied_once(tmp_path, cache_folder):
         memory.pipe(f"/{tmp_path.name}/{n}.tar", content)
     spec = f"webdataset:memory://{tmp_path.name}/{{0..1}}.tar"
     source = open_source(spec)
-    assert identities(source) == ["0.tar/key0", "1.tar/key1"] and source.image_bytes(1) == picture(0)
+    assert identities(source) == ["0.tar/key0", "1.tar/key1"] and source.image_bytes(1) == picture(
+        0
+    )
     assert source.where(0) == f"memory://{tmp_path.name}/0.tar#key0.png"
     memory.rm(f"/{tmp_path.name}", recursive=True)
-    assert identities(open_source(spec)) == identities(source)  # what is here is not asked for again
+    assert identities(open_source(spec)) == identities(
+        source
+    )  # what is here is not asked for again
     with pytest.raises(OSError, match="cannot copy memory://.*/2.tar to .*check the address"):
         open_source(f"webdataset:memory://{tmp_path.name}/2.tar")
-    left = [path.name for path in (cache_folder / "copies").rglob("*") if path.is_file() and path.name.startswith("tmp")]
+    left = [
+        path.name
+        for path in (cache_folder / "copies").rglob("*")
+        if path.is_file() and path.name.startswith("tmp")
+    ]
     assert left == []
 
 
 def test_remote_parquet_and_file_addresses(tmp_path):
     pq.write_table(pa.table({"image": [picture()], "text": ["words"]}), tmp_path / "a.parquet")
-    fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/a.parquet", (tmp_path / "a.parquet").read_bytes())
+    fsspec.filesystem("memory").pipe(
+        f"/{tmp_path.name}/a.parquet", (tmp_path / "a.parquet").read_bytes()
+    )
     for where in (f"memory://{tmp_path.name}/a.parquet", f"file://{tmp_path}/a.parquet"):
         source = open_source(f"parquet:{where}")
         assert identities(source) == ["a.parquet/0"] and source.image_bytes(0) == picture()
     pq.write_table(pa.table({"image_path": ["a.png"], "text": ["words"]}), tmp_path / "b.parquet")
-    fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/b.parquet", (tmp_path / "b.parquet").read_bytes())
-    with pytest.raises(ValueError, match="holds paths that count from the file's folder, but memory://.* is remote"):
+    fsspec.filesystem("memory").pipe(
+        f"/{tmp_path.name}/b.parquet", (tmp_path / "b.parquet").read_bytes()
+    )
+    with pytest.raises(
+        ValueError, match="holds paths that count from the file's folder, but memory://.* is remote"
+    ):
         open_source(f"parquet:memory://{tmp_path.name}/b.parquet")
 
 

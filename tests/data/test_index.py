@@ -1,4 +1,5 @@
-"""The index: made once, by one process of several, anew for what changed only; and opening a large one costs next to nothing."""
+"""The index: made once, by one process of several, anew for what changed only; and opening a large
+one costs next to nothing."""
 
 import json
 import os
@@ -54,14 +55,21 @@ def write_set(folder: Path, count: int, text: str = "number") -> str:
         path = folder / "pictures" / f"{n}.png"
         if not path.exists():
             path.write_bytes(picture(n))
-        lines.append(json.dumps({"id": f"id {n}", "image_path": f"pictures/{n}.png", "text": f"{text} {n}"}))
+        lines.append(
+            json.dumps({"id": f"id {n}", "image_path": f"pictures/{n}.png", "text": f"{text} {n}"})
+        )
     (folder / "set.jsonl").write_text("\n".join(lines) + "\n")
     return f"jsonl:{folder / 'set.jsonl'}"
 
 
 def opened(spec: str, folder: Path) -> tuple[int, list[str]]:
     """Samples, and the files of the set that were opened."""
-    run = subprocess.run([sys.executable, "-c", OPENED, spec, str(folder)], capture_output=True, text=True, timeout=300)
+    run = subprocess.run(
+        [sys.executable, "-c", OPENED, spec, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert run.returncode == 0, run.stderr
     return tuple(json.loads(run.stdout))
 
@@ -78,7 +86,9 @@ def test_only_what_changed_is_looked_at_again(tmp_path):
     (tmp_path / "pictures/5.png").unlink()
     assert opened(spec, tmp_path) == (10, ["set.jsonl"])
     source = open_source(spec)
-    assert [row[0] for row in source.bad_samples()] == ["id 5"] and source.captions(0) == ["another text of 0"]
+    assert [row[0] for row in source.bad_samples()] == ["id 5"] and source.captions(0) == [
+        "another text of 0"
+    ]
     (tmp_path / "pictures/5.png").write_bytes(picture(5))  # back: what was missing is looked for
     assert opened(spec, tmp_path) == (10, ["pictures/5.png", "set.jsonl"])
     assert len(open_source(spec).usable()) == 10
@@ -105,7 +115,12 @@ def test_only_shards_that_changed_are_read_again(tmp_path):
     write_shard(tmp_path / "00.tar", ["z"])
     assert opened(spec, tmp_path) == (8, ["00.tar"])
     source = open_source(spec)
-    assert [source.identity(i) for i in range(8)] == [*_of("0", "ab"), *_of("00", "z"), *_of("1", "abc"), *_of("2", "ab")]
+    assert [source.identity(i) for i in range(8)] == [
+        *_of("0", "ab"),
+        *_of("00", "z"),
+        *_of("1", "abc"),
+        *_of("2", "ab"),
+    ]
     assert source.image_bytes(7) == picture(1) and source.where(7) == f"{tmp_path}/2.tar#b.png"
 
 
@@ -119,22 +134,32 @@ def test_a_sample_whose_twin_went_is_usable_again(tmp_path):
     file = tmp_path / "set.jsonl"
     lines = file.read_text().replace("id 2", "id 0").splitlines(keepends=True)
     file.write_text("".join(lines))
-    assert [row[:3] for row in open_source(spec).bad_samples()] == [("id 0", f"{file}:3", "duplicate-id")]
+    assert [row[:3] for row in open_source(spec).bad_samples()] == [
+        ("id 0", f"{file}:3", "duplicate-id")
+    ]
     file.write_text("".join(lines[1:]))
     assert len(open_source(spec).usable()) == 2
 
 
 def test_a_row_whose_twin_went_with_its_file_is_usable_again(tmp_path):
     for n in range(3):
-        table = {"id": [f"of {n}", "common"], "image": [picture(n), picture(n + 3)], "text": ["words"] * 2}
+        table = {
+            "id": [f"of {n}", "common"],
+            "image": [picture(n), picture(n + 3)],
+            "text": ["words"] * 2,
+        }
         pq.write_table(pa.table(table), tmp_path / f"{n}.parquet")
     spec = f"parquet:{tmp_path}/*.parquet"
     found = [row for row in open_source(spec).bad_samples()]
     first = f"id 'common' is already that of {tmp_path}/0.parquet#row 1; ids must differ"
-    assert found == [("common", f"{tmp_path}/{n}.parquet#row 1", "duplicate-id", first) for n in (1, 2)]
+    assert found == [
+        ("common", f"{tmp_path}/{n}.parquet#row 1", "duplicate-id", first) for n in (1, 2)
+    ]
     (tmp_path / "0.parquet").unlink()
     source = open_source(spec)
-    assert [row[1] for row in source.bad_samples()] == [f"{tmp_path}/2.parquet#row 1"] and source.usable().tolist() == [0, 1, 2]
+    assert [row[1] for row in source.bad_samples()] == [
+        f"{tmp_path}/2.parquet#row 1"
+    ] and source.usable().tolist() == [0, 1, 2]
 
 
 def test_what_could_not_be_read_is_tried_again(tmp_path):
@@ -149,7 +174,10 @@ def test_what_could_not_be_read_is_tried_again(tmp_path):
 def test_processes_that_start_together_build_once(tmp_path):
     spec, go = write_set(tmp_path, 40), tmp_path / "go"
     command = [sys.executable, "-c", TOGETHER, spec, str(go)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     go.write_text("")
     lines = []
     for process in processes:
@@ -184,7 +212,9 @@ def test_a_damaged_index_is_made_again(harm, tmp_path):
         changed = content[:at] + bytes([content[at] ^ 255]) + content[at + 1 :]
         file.write_bytes({"cut off": content[:-1000], "empty": b"", "changed": changed}[harm])
     source = open_source(spec)
-    assert [source.captions(i) for i in range(5)] == [[f"number {n}"] for n in range(5)] and len(source.usable()) == 5
+    assert [source.captions(i) for i in range(5)] == [[f"number {n}"] for n in range(5)] and len(
+        source.usable()
+    ) == 5
     assert source.index.file != file
 
 
@@ -194,20 +224,29 @@ def test_what_a_killed_build_left_is_cleared(tmp_path):
     (folder / "build-1-dead").mkdir(parents=True)
     (folder / "build-1-dead" / "0.arrow").write_bytes(b"half")
     assert load_index(open_format(spec)).file.parent == folder
-    assert sorted(path.suffix for path in folder.iterdir() if path.name != "lock") == [".arrow", ".json"]
+    assert sorted(path.suffix for path in folder.iterdir() if path.name != "lock") == [
+        ".arrow",
+        ".json",
+    ]
 
 
 def test_a_run_keeps_its_index_while_another_is_made(tmp_path):
-    """Numbers of samples must not change under a run: a worker that starts later reads the same file."""
+    """Numbers of samples must not change under a run: a worker that starts later reads the same
+    file."""
     spec = write_set(tmp_path, 4)
     running = open_source(spec)
     travelling = pickle.dumps(running)
-    (tmp_path / "set.jsonl").write_text("\n".join((tmp_path / "set.jsonl").read_text().splitlines()[2:]) + "\n")
+    (tmp_path / "set.jsonl").write_text(
+        "\n".join((tmp_path / "set.jsonl").read_text().splitlines()[2:]) + "\n"
+    )
     assert open_source(spec).captions(0) == ["number 2"]
     assert pickle.loads(travelling).captions(0) == ["number 0"] == running.captions(0)
     write_set(tmp_path, 6)
     open_source(spec)
-    with pytest.raises(FileNotFoundError, match="this index was replaced, because the data changed; start the run again"):
+    with pytest.raises(
+        FileNotFoundError,
+        match="this index was replaced, because the data changed; start the run again",
+    ):
         pickle.loads(travelling)
 
 
@@ -226,9 +265,15 @@ def test_check_header_reads_sizes_only(tmp_path):
     (tmp_path / "pictures/1.png").write_bytes(cut)
     (tmp_path / "pictures/2.png").write_bytes(b"hello")
     headers, decoded = open_source(spec, check="header"), open_source(spec)
-    assert headers.column("bad").tolist() == [0, 0, CODES["not-an-image"]] and headers.image_bytes(1) == cut
+    assert (
+        headers.column("bad").tolist() == [0, 0, CODES["not-an-image"]]
+        and headers.image_bytes(1) == cut
+    )
     assert decoded.column("bad").tolist() == [0, CODES["truncated-image"], CODES["not-an-image"]]
-    assert headers.column("perceptual_hash").tolist() == [0, 0, 0] and decoded.column("perceptual_hash")[0] != 0
+    assert (
+        headers.column("perceptual_hash").tolist() == [0, 0, 0]
+        and decoded.column("perceptual_hash")[0] != 0
+    )
     assert headers.column("width").tolist() == [16, 16, 0]
     with pytest.raises(ValueError, match="check 'heder': one of decode, header is needed"):
         open_source(spec, check="heder")
@@ -242,7 +287,10 @@ def test_sizes_are_those_of_the_picture_as_shown(tmp_path):
         Image.new("RGB", (30, 20), "red").save(tmp_path / f"pictures/{n}.png", kind, exif=turned)
     for check in ("decode", "header"):
         source = open_source(spec, check=check)
-        assert source.column("width").tolist() == [20, 20] and source.column("height").tolist() == [30, 30]
+        assert source.column("width").tolist() == [20, 20] and source.column("height").tolist() == [
+            30,
+            30,
+        ]
 
 
 def test_perceptual_hash_is_near_for_what_looks_alike(demo):
@@ -250,24 +298,35 @@ def test_perceptual_hash_is_near_for_what_looks_alike(demo):
         return (perceptual_hash(a) ^ perceptual_hash(b)).bit_count()
 
     y, x = np.mgrid[:240, :320]
-    waves = Image.fromarray((127 + 60 * np.sin(x / 37) + 60 * np.cos(y / 23 + x / 90)).astype(np.uint8)).convert("RGB")
-    assert bits(waves, waves.resize((100, 75))) <= 4 and bits(waves, waves.point(lambda value: value * 0.7)) <= 4
+    waves = Image.fromarray(
+        (127 + 60 * np.sin(x / 37) + 60 * np.cos(y / 23 + x / 90)).astype(np.uint8)
+    ).convert("RGB")
+    assert (
+        bits(waves, waves.resize((100, 75))) <= 4
+        and bits(waves, waves.point(lambda value: value * 0.7)) <= 4
+    )
     assert bits(waves, waves.transpose(Image.Transpose.FLIP_LEFT_RIGHT)) > 20
     assert len(set(demo.column("perceptual_hash").tolist())) > len(demo) / 2
 
 
 def test_an_index_that_cannot_be_written_says_where(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="cannot write the index of jsonl:.* to .*; name another folder in WYE_CACHE"):
+    with pytest.raises(
+        OSError, match="cannot write the index of jsonl:.* to .*; name another folder in WYE_CACHE"
+    ):
         open_source(write_set(tmp_path, 1), folder=tmp_path / "file")
 
 
 def resident_bytes() -> dict[str, int]:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith("Rss")}
+    return {
+        line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith("Rss")
+    }
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="resident memory is read from /proc")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="resident memory is read from /proc"
+)
 def test_a_large_index_is_read_without_being_loaded(tmp_path):
     rows = 300_000
     spec = write_large_index(tmp_path, rows)
@@ -275,13 +334,25 @@ def test_a_large_index_is_read_without_being_loaded(tmp_path):
     source = open_source(spec, folder=tmp_path / "index")
     opened = resident_bytes()
     assert len(source) == rows
-    # 64 MB on disk. Opening maps pages of the file and makes nothing of its own; 16 MB leave room for what pyarrow sets up once.
+    # 64 MB on disk. Opening maps pages of the file and makes nothing of its own; 16 MB leave room
+    # for what pyarrow sets up once.
     assert sum(opened.values()) - sum(before.values()) < 16 << 20
     for i in np.random.default_rng(0).integers(rows, size=2000).tolist():
-        assert source.identity(i) == f"{i:09}" and source.captions(i) == [CAPTIONS[i % len(CAPTIONS)]]
+        assert source.identity(i) == f"{i:09}" and source.captions(i) == [
+            CAPTIONS[i % len(CAPTIONS)]
+        ]
     assert resident_bytes()["RssAnon"] - before["RssAnon"] < 8 << 20
-    assert resident_bytes()["RssFile"] - before["RssFile"] < 32 << 20  # what was read is let go of; the whole file would be 64 MB
+    assert (
+        resident_bytes()["RssFile"] - before["RssFile"] < 32 << 20
+    )  # what was read is let go of; the whole file would be 64 MB
     usable = source.usable()
-    assert usable.dtype == np.int64 and len(usable) == rows - rows // 1000 and 999 not in usable[:1001]
-    assert next(source.bad_samples()) == ("000000999", f"{tmp_path}/large.jsonl:1000", "missing-file", "made up")
+    assert (
+        usable.dtype == np.int64 and len(usable) == rows - rows // 1000 and 999 not in usable[:1001]
+    )
+    assert next(source.bad_samples()) == (
+        "000000999",
+        f"{tmp_path}/large.jsonl:1000",
+        "missing-file",
+        "made up",
+    )
     assert len(pickle.dumps(source)) < 2000

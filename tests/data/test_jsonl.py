@@ -11,7 +11,10 @@ GOOD = {"image_path": "pictures of emoji/0.png", "text": "again"}
 
 def problems(file) -> list[tuple[str, str, str]]:
     """(where, reason, detail) of the faulty lines."""
-    return [(where, reason, detail) for _, where, reason, detail in open_source(f"jsonl:{file}").bad_samples()]
+    return [
+        (where, reason, detail)
+        for _, where, reason, detail in open_source(f"jsonl:{file}").bad_samples()
+    ]
 
 
 def test_reads_in_file_order_from_paths_with_spaces(emoji_set, demo):
@@ -31,22 +34,50 @@ def test_reads_in_file_order_from_paths_with_spaces(emoji_set, demo):
     [
         ('{"image_path": ', "invalid-row", "invalid JSON"),
         ("[1, 2]", "invalid-row", "a list is given, an object"),
-        ({"image_path": "pictures of emoji/0.png", "txt": "a"}, "invalid-row", "no key 'text'; given: image_path, txt; rename 'txt'?"),
-        ({"image": "pictures of emoji/0.png", "text": "a"}, "invalid-row", "no key 'image_path'; given: image, text; rename 'image'?"),
+        (
+            {"image_path": "pictures of emoji/0.png", "txt": "a"},
+            "invalid-row",
+            "no key 'text'; given: image_path, txt; rename 'txt'?",
+        ),
+        (
+            {"image": "pictures of emoji/0.png", "text": "a"},
+            "invalid-row",
+            "no key 'image_path'; given: image, text; rename 'image'?",
+        ),
         ("{}", "invalid-row", "no key 'image_path'; given: none"),
         ({**GOOD, "text": 5}, "invalid-row", "the text is 5; a text or a list of texts is needed"),
         ({**GOOD, "text": ["a", None]}, "invalid-row", "a text or a list of texts is needed"),
         ({**GOOD, "text": "  "}, "empty-caption", "the text is empty"),
         ({**GOOD, "text": []}, "no-caption", "no text is given"),
-        ({**GOOD, "image_path": 3}, "invalid-row", "the picture's path is 3; a path as text is needed"),
-        ({**GOOD, "image_path": "none.png"}, "missing-file", "none.png does not exist; paths count from "),
-        ({**GOOD, "image_path": "/etc/hostname"}, "outside-root", "give a path below it, without '..'"),
-        ({**GOOD, "image_path": "pictures of emoji/../../x.png"}, "outside-root", "give a path below it, without '..'"),
+        (
+            {**GOOD, "image_path": 3},
+            "invalid-row",
+            "the picture's path is 3; a path as text is needed",
+        ),
+        (
+            {**GOOD, "image_path": "none.png"},
+            "missing-file",
+            "none.png does not exist; paths count from ",
+        ),
+        (
+            {**GOOD, "image_path": "/etc/hostname"},
+            "outside-root",
+            "give a path below it, without '..'",
+        ),
+        (
+            {**GOOD, "image_path": "pictures of emoji/../../x.png"},
+            "outside-root",
+            "give a path below it, without '..'",
+        ),
         ({**GOOD, "id": "1"}, "duplicate-id", "id '1' is already that of "),
         ({**GOOD, "id": True}, "invalid-row", "the id is True; a text or a whole number is needed"),
         ({**GOOD, "id": ""}, "invalid-row", "a text or a whole number is needed"),
         ({**GOOD, "id": "x" * 1001}, "invalid-row", "the id has 1,001 characters"),
-        ({**GOOD, "text": "x" * 10_001}, "huge-caption", "the text has 10,001 characters; at most 10,000 are read: 'xxx"),
+        (
+            {**GOOD, "text": "x" * 10_001},
+            "huge-caption",
+            "the text has 10,001 characters; at most 10,000 are read: 'xxx",
+        ),
     ],
 )
 def test_faulty_line_is_named(emoji_set, line, reason, words):
@@ -58,20 +89,34 @@ def test_faulty_line_is_named(emoji_set, line, reason, words):
 def test_an_id_that_two_lines_have_names_the_first(emoji_set):
     file = emoji_set(2, {**GOOD, "id": "2"}, "oops", {**GOOD, "id": "4"}, {**GOOD, "id": "2"})
     found = problems(file)
-    assert found[0] == (f"{file}:3", "duplicate-id", f"id '2' is already that of {file}:2; ids must differ")
+    assert found[0] == (
+        f"{file}:3",
+        "duplicate-id",
+        f"id '2' is already that of {file}:2; ids must differ",
+    )
     assert found[-1][2] == found[0][2]
-    assert [where for where, *_ in found] == [f"{file}:3", f"{file}:4", f"{file}:6"]  # a line that cannot be read takes nobody's id
+    assert [where for where, *_ in found] == [
+        f"{file}:3",
+        f"{file}:4",
+        f"{file}:6",
+    ]  # a line that cannot be read takes nobody's id
 
 
 def test_some_good_captions_are_kept(emoji_set):
-    source = open_source(f"jsonl:{emoji_set(1, {**GOOD, 'text': ['', 'kept', 'x' * 20_000, 'kept too']})}")
+    source = open_source(
+        f"jsonl:{emoji_set(1, {**GOOD, 'text': ['', 'kept', 'x' * 20_000, 'kept too']})}"
+    )
     assert source.captions(1) == ["kept", "kept too"]
-    assert source.column("num_captions").tolist() == [1, 2] and source.column("num_characters")[1] == 8
+    assert (
+        source.column("num_captions").tolist() == [1, 2] and source.column("num_characters")[1] == 8
+    )
 
 
 def test_not_utf8(emoji_set):
     file = emoji_set(1)
-    file.write_bytes(file.read_bytes() + b'{"image_path": "pictures of emoji/0.png", "text": "\xe9t\xe9"}\n')
+    file.write_bytes(
+        file.read_bytes() + b'{"image_path": "pictures of emoji/0.png", "text": "\xe9t\xe9"}\n'
+    )
     ((where, reason, detail),) = problems(file)
     assert (where, reason) == (f"{file}:2", "invalid-utf8") and "not UTF-8: byte 0xe9" in detail
 

@@ -14,8 +14,9 @@ from data.prepare import prepare_data
 
 @pytest.fixture
 def both(emoji_set):
-    """A training set of 30 and a held-out set of 12, of which three are training samples: 4 under another name, 9 under its id but
-    recompressed, 20 slightly changed. And one that only has the number of a training sample."""
+    """A training set of 30 and a held-out set of 12, of which three are training samples: 4 under
+    another name, 9 under its id but recompressed, 20 slightly changed. And one that only has the
+    number of a training sample."""
     file = emoji_set(42)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     folder = file.parent
@@ -34,7 +35,9 @@ def both(emoji_set):
     ]
     for name, part in (("train.jsonl", train), ("held.jsonl", held)):
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in part))
-    return open_source(f"jsonl:{folder / 'train.jsonl'}"), open_source(f"jsonl:{folder / 'held.jsonl'}")
+    return open_source(f"jsonl:{folder / 'train.jsonl'}"), open_source(
+        f"jsonl:{folder / 'held.jsonl'}"
+    )
 
 
 def found(train, held_out, bits=None):
@@ -72,7 +75,13 @@ def test_near_is_what_comparing_all_pairs_gives(bits):
 
     rng = np.random.default_rng(bits)
     some = rng.integers(1, 1 << 63, 60, np.uint64)
-    flips = np.array([sum(1 << int(bit) for bit in rng.choice(64, rng.integers(0, 9), replace=False)) for _ in range(200)], np.uint64)
+    flips = np.array(
+        [
+            sum(1 << int(bit) for bit in rng.choice(64, rng.integers(0, 9), replace=False))
+            for _ in range(200)
+        ],
+        np.uint64,
+    )
     train, held_out = Hashes(rng.choice(some, 200) ^ flips), Hashes(some)
     expected = {}
     for i, own in enumerate(train.values.tolist()):
@@ -80,21 +89,32 @@ def test_near_is_what_comparing_all_pairs_gives(bits):
         if close:
             expected[i] = close[0]
     leaks = find_leaks(train, np.arange(200), held_out, np.arange(60), bits)
-    assert {leak.kind: dict(zip(leak.train.tolist(), leak.held_out.tolist())) for leak in leaks} == {"near": expected}
+    assert {
+        leak.kind: dict(zip(leak.train.tolist(), leak.held_out.tolist())) for leak in leaks
+    } == {"near": expected}
     assert len(expected) > 10
 
 
 def test_a_part_of_the_samples_only(both):
     train, held_out = both
     leaks = find_leaks(train, np.array([0, 4, 5]), held_out, np.array([0, 1, 9]))
-    assert count_leaks(leaks) == {"content": 1} and leaks[0].train.tolist() == [4] and leaks[0].held_out.tolist() == [9]
+    assert (
+        count_leaks(leaks) == {"content": 1}
+        and leaks[0].train.tolist() == [4]
+        and leaks[0].held_out.tolist() == [9]
+    )
     assert find_leaks(train, np.array([0, 5]), held_out, held_out.usable()) == []
 
 
 def test_the_message_names_them(both):
     train, held_out = both
-    text = describe_leaks(train, held_out, "held out", find_leaks(train, train.usable(), held_out, held_out.usable()))
-    assert text.splitlines()[0] == "2 training samples are also in the held-out set 'held out' (1 by content, 1 by id):"
+    text = describe_leaks(
+        train, held_out, "held out", find_leaks(train, train.usable(), held_out, held_out.usable())
+    )
+    assert (
+        text.splitlines()[0]
+        == "2 training samples are also in the held-out set 'held out' (1 by content, 1 by id):"
+    )
     assert "train.jsonl:5 is " in text and "held.jsonl:10 (content)" in text
 
 
@@ -107,6 +127,8 @@ def test_a_run_refuses_or_drops_them(both, tmp_path):
         prepare_data(DataOptions(**options), None, tmp_path / "refused")
     prepared = prepare_data(DataOptions(**options, on_leak="drop"), None, tmp_path / "dropped")
     assert prepared.train.tolist() == [i for i in range(30) if i not in (4, 9)]
-    assert len(prepared.held_out["validation"].subset) == 12 and prepared.summary()["dropped_leaks"] == {"content": 1, "id": 1}
+    assert len(prepared.held_out["validation"].subset) == 12 and prepared.summary()[
+        "dropped_leaks"
+    ] == {"content": 1, "id": 1}
     again = prepare_data(DataOptions(**options, on_leak="drop"), None, tmp_path / "dropped")
     assert again.train.tolist() == prepared.train.tolist() and again.summary() == prepared.summary()

@@ -27,7 +27,10 @@ SUBSET = np.arange(300, 340)
 
 
 def make(source, modalities=BOTH, tokenizer=None, seed=0):
-    made = {"image": ImageModality(train_transform(16), eval_transform(16)), "text": TextModality(tokenizer, 32)}
+    made = {
+        "image": ImageModality(train_transform(16), eval_transform(16)),
+        "text": TextModality(tokenizer, 32),
+    }
     return MicroBatchDataset(source, [made[name] for name in sorted(modalities)], seed)
 
 
@@ -82,22 +85,34 @@ class NoTexts:
 
 
 def test_both_modalities(demo, tokenizer):
-    batch = make(demo, BOTH, tokenizer)[MicroBatchRequest(3, 0, np.array([7, 900]), np.array([4, 5]), True)]
+    batch = make(demo, BOTH, tokenizer)[
+        MicroBatchRequest(3, 0, np.array([7, 900]), np.array([4, 5]), True)
+    ]
     assert {name: (tuple(value.shape), value.dtype) for name, value in batch.items()} == {
         "pixel_values": ((2, 3, 16, 16), torch.float32),
         "input_ids": ((2, 4), torch.int64),
         "attention_mask": ((2, 4), torch.int64),
-        **{f"{side}_{what}": ((2,), torch.int64) for side in BOTH for what in ("position", "index")},
+        **{
+            f"{side}_{what}": ((2,), torch.int64) for side in BOTH for what in ("position", "index")
+        },
     }
     assert batch["image_index"].tolist() == batch["text_index"].tolist() == [7, 900]
     assert batch["image_position"].tolist() == batch["text_position"].tolist() == [4, 5]
-    assert tokenizer.decode(batch["input_ids"][1], skip_special_tokens=True) == demo.captions(900)[0].lower()
+    assert (
+        tokenizer.decode(batch["input_ids"][1], skip_special_tokens=True)
+        == demo.captions(900)[0].lower()
+    )
     batch["image_index"][0] = 0  # belongs to the caller
 
 
 def test_text_only_never_decodes(demo, tokenizer):
     dataset = MicroBatchDataset(NoPictures(demo), [TextModality(tokenizer, 32)])
-    assert set(dataset[request(1, 2)]) == {"input_ids", "attention_mask", "text_position", "text_index"}
+    assert set(dataset[request(1, 2)]) == {
+        "input_ids",
+        "attention_mask",
+        "text_position",
+        "text_index",
+    }
     with pytest.raises(AssertionError, match="decoded"):
         make(NoPictures(demo), BOTH, tokenizer)[request(1, 2)]
 
@@ -114,7 +129,9 @@ def test_augmentation_is_a_pure_function_of_seed_epoch_and_index(demo):
     first = dataset[request(5, 6, 7)]["pixel_values"]
     torch.manual_seed(99)
     dataset[request(50, epoch=3)]
-    assert torch.equal(dataset[request(7, 5)]["pixel_values"], first[[2, 0]])  # other company, other order
+    assert torch.equal(
+        dataset[request(7, 5)]["pixel_values"], first[[2, 0]]
+    )  # other company, other order
     assert not torch.equal(dataset[request(5, epoch=1)]["pixel_values"][0], first[0])
     assert not torch.equal(make(demo, {"image"}, seed=1)[request(5)]["pixel_values"][0], first[0])
     assert torch.equal(make(demo, {"image"})[request(5)]["pixel_values"][0], first[0])
@@ -138,9 +155,17 @@ def test_caption_is_drawn_in_training_and_the_first_in_evaluation(tokenizer):
     assert drawn(dataset, 0) == drawn(dataset, 0) == drawn(make(source, {"text"}, tokenizer), 0)
     assert drawn(dataset, 0) != drawn(dataset, 1)
     assert drawn(dataset, 0) != drawn(make(source, {"text"}, tokenizer, seed=1), 0)
-    assert drawn(dataset, 0, training=False) == drawn(make(open_source("demo"), {"text"}, tokenizer), 0)
-    choices = {tokenizer.decode(dataset[request(3, epoch=e)]["input_ids"][0], skip_special_tokens=True) for e in range(40)}
-    alone = [make(StillCaption(text), {"text"}, tokenizer)[request(0)]["input_ids"][0] for text in source.captions(3)]
+    assert drawn(dataset, 0, training=False) == drawn(
+        make(open_source("demo"), {"text"}, tokenizer), 0
+    )
+    choices = {
+        tokenizer.decode(dataset[request(3, epoch=e)]["input_ids"][0], skip_special_tokens=True)
+        for e in range(40)
+    }
+    alone = [
+        make(StillCaption(text), {"text"}, tokenizer)[request(0)]["input_ids"][0]
+        for text in source.captions(3)
+    ]
     assert choices == {tokenizer.decode(tokens, skip_special_tokens=True) for tokens in alone}
 
 
@@ -148,9 +173,13 @@ def test_unequal_replicas_see_the_same_samples_at_the_same_positions(demo, token
     def run(modality, replicas, num_micro_batches):
         dataset, seen = make(demo, {modality}, tokenizer), {}
         for replica in range(replicas):
-            requests = list(plain_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, 2, 5))
+            requests = list(
+                plain_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, 2, 5)
+            )
             for asked, batch in zip(requests, micro_batches(dataset, requests)):
-                for position, index in zip(batch[f"{modality}_position"].tolist(), batch[f"{modality}_index"].tolist()):
+                for position, index in zip(
+                    batch[f"{modality}_position"].tolist(), batch[f"{modality}_index"].tolist()
+                ):
                     assert (asked.step, position) not in seen
                     seen[asked.step, position] = index
         return seen
@@ -162,7 +191,10 @@ def test_unequal_replicas_see_the_same_samples_at_the_same_positions(demo, token
 
 def test_workers_change_nothing(demo, tokenizer):
     dataset = make(demo, BOTH, tokenizer)
-    requests = [*plain_requests(ORDER, SUBSET, 1, 2, 2, 0, 4), *evaluation_requests(SUBSET, 0, 1, 16)]
+    requests = [
+        *plain_requests(ORDER, SUBSET, 1, 2, 2, 0, 4),
+        *evaluation_requests(SUBSET, 0, 1, 16),
+    ]
     here, there = (list(micro_batches(dataset, iter(requests), workers)) for workers in (0, 2))
     assert len(here) == len(there) == len(requests) == 11
     for a, b in zip(here, there):
@@ -171,7 +203,9 @@ def test_workers_change_nothing(demo, tokenizer):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_error_of_a_worker_has_its_own_message(demo, workers):
-    batches = micro_batches(make(demo, {"image"}), [request(0), request(1), request(len(demo))], workers)
+    batches = micro_batches(
+        make(demo, {"image"}), [request(0), request(1), request(len(demo))], workers
+    )
     for _ in range(2):
         next(batches)
     with pytest.raises(ValueError) as error:
@@ -182,7 +216,9 @@ def test_error_of_a_worker_has_its_own_message(demo, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_picture_that_cannot_be_read_gives_its_place_to_another_and_is_reported(emoji_set, tokenizer, workers):
+def test_a_picture_that_cannot_be_read_gives_its_place_to_another_and_is_reported(
+    emoji_set, tokenizer, workers
+):
     file = emoji_set(5)
     folder = file.parent / "pictures of emoji"
     dataset = make(open_source(f"jsonl:{file}"), BOTH, tokenizer)
@@ -193,32 +229,53 @@ def test_a_picture_that_cannot_be_read_gives_its_place_to_another_and_is_reporte
     reports = []
     asked = [request(0, 1, 2, 3), request(0, 3), request(1), request(4, 2)]
     first, second, grey, none = micro_batches(dataset, asked, workers, on_load=reports.append)
-    assert first["image_index"].tolist() == [0, -2, -3, 3] and first["text_index"].tolist() == [0, 1, 2, 3]
+    assert first["image_index"].tolist() == [0, -2, -3, 3] and first["text_index"].tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert torch.equal(first["pixel_values"][[0, 3]], whole[[0, 3]])
-    assert torch.equal(first["pixel_values"][1], whole[3]) and torch.equal(first["pixel_values"][2], whole[3])
+    assert torch.equal(first["pixel_values"][1], whole[3]) and torch.equal(
+        first["pixel_values"][2], whole[3]
+    )
     assert second["image_index"].tolist() == [0, 3]
     assert grey["image_index"].tolist() == [-2] and grey["pixel_values"].abs().max() < 0.5
-    assert none["image_index"].tolist() == [-5, -3] and torch.equal(none["pixel_values"][0], none["pixel_values"][1])
+    assert none["image_index"].tolist() == [-5, -3] and torch.equal(
+        none["pixel_values"][0], none["pixel_values"][1]
+    )
     assert [[bad[:2] for bad in report.bad] for report in reports] == [
         [(1, "unreadable"), (2, "missing-file")],
         [],
         [(1, "unreadable")],
         [(4, "unreadable"), (2, "missing-file")],
     ]
-    assert reports[0].bad[0][2].startswith(f"{file}:2: the picture has changed since")  # where, and what
-    assert [report.num_decoded for report in reports] == [4, 2, 1, 2] and all(report.wait_s > 0 for report in reports)
+    assert (
+        reports[0].bad[0][2].startswith(f"{file}:2: the picture has changed since")
+    )  # where, and what
+    assert [report.num_decoded for report in reports] == [4, 2, 1, 2] and all(
+        report.wait_s > 0 for report in reports
+    )
 
 
 def test_truncated_texts_are_counted(demo, tokenizer):
     texts = [demo.captions(i)[0] for i in range(300, 340)]
     whole = [len(tokenizer(text)["input_ids"]) for text in texts]
-    limits = sorted(set(whole))[:-1]  # each is the exact length of some text, which then does not count
+    limits = sorted(set(whole))[
+        :-1
+    ]  # each is the exact length of some text, which then does not count
     assert len(limits) >= 2
     for limit in limits:
         dataset, reports = MicroBatchDataset(demo, [TextModality(tokenizer, limit)]), []
-        loaded = list(micro_batches(dataset, evaluation_requests(SUBSET, 0, 1, 16), on_load=reports.append))
+        loaded = list(
+            micro_batches(dataset, evaluation_requests(SUBSET, 0, 1, 16), on_load=reports.append)
+        )
         assert sum(len(micro_batch["input_ids"]) for micro_batch in loaded) == 40
-        assert sum(report.counts["truncated_texts"] for report in reports) == sum(length > limit for length in whole) > 0
+        assert (
+            sum(report.counts["truncated_texts"] for report in reports)
+            == sum(length > limit for length in whole)
+            > 0
+        )
 
 
 def test_micro_batches_that_are_kept_are_never_written_to_again(demo):
@@ -248,7 +305,9 @@ def test_workers_use_their_memory_again(demo):
 
 def test_killed_workers_are_one_clear_error(demo, tmp_path):
     dataset = make(NamesItsReaders(demo, tmp_path / "pids"), {"image"})
-    batches = micro_batches(dataset, (request(n % 3000) for n in itertools.count()), 2, name="rank 3")
+    batches = micro_batches(
+        dataset, (request(n % 3000) for n in itertools.count()), 2, name="rank 3"
+    )
     for _ in range(6):
         next(batches)
     killed = {int(pid) for pid in (tmp_path / "pids").read_text().split()}
@@ -260,7 +319,10 @@ def test_killed_workers_are_one_clear_error(demo, tmp_path):
             next(batches)
     message = str(error.value)
     assert (
-        message.startswith("the loader of rank 3 lost worker") and "SIGKILL" in message and "memory" in message and "--workers" in message
+        message.startswith("the loader of rank 3 lost worker")
+        and "SIGKILL" in message
+        and "memory" in message
+        and "--workers" in message
     )
     assert any(str(pid) in message for pid in killed)
 
@@ -286,7 +348,9 @@ def test_cached_pictures_are_equal_bit_for_bit(emoji_set, tmp_path, workers):
         for a, b in zip(micro_batches(plain, iter(asked)), loaded):
             assert_equal(a, b)
         deadline = time.monotonic() + 120
-        while not all(map(cached.modalities[0].cache.has, keys)):  # in the background, of a worker that may not end before
+        while not all(
+            map(cached.modalities[0].cache.has, keys)
+        ):  # in the background, of a worker that may not end before
             assert time.monotonic() < deadline, "nothing is written"
             time.sleep(0.02)
         loaded.close()
@@ -294,7 +358,9 @@ def test_cached_pictures_are_equal_bit_for_bit(emoji_set, tmp_path, workers):
 
 
 def test_evaluation_without_a_share(demo):
-    assert list(micro_batches(make(demo, {"image"}), evaluation_requests(SUBSET[:1], 1, 2, 4))) == []
+    assert (
+        list(micro_batches(make(demo, {"image"}), evaluation_requests(SUBSET[:1], 1, 2, 4))) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -338,7 +404,8 @@ def test_the_size_of_a_request_is_that_of_its_pictures(demo, tokenizer):
     assert torch.equal(dataset[wide]["input_ids"], dataset[plain]["input_ids"])
 
 
-# -- feed rates -----------------------------------------------------------------------------------------------------------------------
+# -- feed rates
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_several_captions_of_a_sample_are_different_ones_while_it_has_them(tokenizer):
@@ -349,34 +416,62 @@ def test_several_captions_of_a_sample_are_different_ones_while_it_has_them(token
         index, position = np.array([7, 9]), np.arange(2)
         dealt = TextRows(index[np.arange(2 * c) // c], np.arange(2 * c), None) if of_texts else None
         own = (index[:0], position[:0]) if of_texts else (index, position)
-        asked = MicroBatchRequest(0, 3, *own, True, knobs=Knobs(captions_per_image=c), dealt_texts=dealt)
+        asked = MicroBatchRequest(
+            0, 3, *own, True, knobs=Knobs(captions_per_image=c), dealt_texts=dealt
+        )
         loaded = dataset[asked]
-        assert loaded["text_position"].tolist() == list(range(2 * c)) and loaded["text_index"].tolist() == [7] * c + [9] * c
+        assert (
+            loaded["text_position"].tolist() == list(range(2 * c))
+            and loaded["text_index"].tolist() == [7] * c + [9] * c
+        )
         return [tuple(row[row != 0].tolist()) for row in loaded["input_ids"]]
 
     first, four, six = shown(1), shown(4), shown(6)
-    assert four[0] == first[0] and four[4] == first[1] and len(set(four[:4])) == len(set(four[4:])) == 4
+    assert (
+        four[0] == first[0]
+        and four[4] == first[1]
+        and len(set(four[:4])) == len(set(four[4:])) == 4
+    )
     assert six[:6] == [*four[:4], *four[:2]]  # then from the beginning
     assert shown(4, of_texts=True) == four
 
 
 def test_kept_patches_are_a_share_of_the_grid_drawn_for_each_sample_and_epoch(demo):
-    dataset = MicroBatchDataset(demo, [ImageModality(train_transform(32), eval_transform(32), side_multiple=8, patch_size=8)])
+    dataset = MicroBatchDataset(
+        demo,
+        [ImageModality(train_transform(32), eval_transform(32), side_multiple=8, patch_size=8)],
+    )
 
     def kept(share, epoch, size=0, training=True):
         knobs = Knobs(kept_patches=share, image_size=size)
-        return dataset[MicroBatchRequest(0, epoch, np.arange(5), np.arange(5), training, knobs=knobs)]
+        return dataset[
+            MicroBatchRequest(0, epoch, np.arange(5), np.arange(5), training, knobs=knobs)
+        ]
 
     drawn = kept(0.5, 1)["kept_patches"]
-    assert drawn.shape == (5, 8) and (drawn.diff(dim=1) > 0).all() and drawn.min() >= 0 and drawn.max() <= 15
-    assert torch.equal(drawn, kept(0.5, 1)["kept_patches"]) and not torch.equal(drawn, kept(0.5, 2)["kept_patches"])
+    assert (
+        drawn.shape == (5, 8)
+        and (drawn.diff(dim=1) > 0).all()
+        and drawn.min() >= 0
+        and drawn.max() <= 15
+    )
+    assert torch.equal(drawn, kept(0.5, 1)["kept_patches"]) and not torch.equal(
+        drawn, kept(0.5, 2)["kept_patches"]
+    )
     assert not torch.equal(drawn[0], drawn[1]) and "kept_patches" not in kept(1.0, 1)
     smaller = kept(0.5, 1, size=24)
-    assert smaller["pixel_values"].shape == (5, 3, 24, 24) and smaller["kept_patches"].shape == (5, 4)  # of 9
+    assert smaller["pixel_values"].shape == (5, 3, 24, 24) and smaller["kept_patches"].shape == (
+        5,
+        4,
+    )  # of 9
     assert kept(0.5, 1, size=24, training=False)["pixel_values"].shape == (5, 3, 32, 32)
 
 
 def test_buckets_shrink_with_the_image_size(demo):
-    dataset = MicroBatchDataset(demo, [ImageModality(train_transform(64), eval_transform(64), side_multiple=16)])
-    asked = MicroBatchRequest(0, 0, np.arange(2), np.arange(2), True, size=(48, 96), knobs=Knobs(image_size=32))
+    dataset = MicroBatchDataset(
+        demo, [ImageModality(train_transform(64), eval_transform(64), side_multiple=16)]
+    )
+    asked = MicroBatchRequest(
+        0, 0, np.arange(2), np.arange(2), True, size=(48, 96), knobs=Knobs(image_size=32)
+    )
     assert dataset[asked]["pixel_values"].shape == (2, 3, 32, 48)

@@ -45,10 +45,20 @@ def png_header(width, height):
     """A PNG that claims a size and has nearly no pixels."""
 
     def chunk(name, content):
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        return (
+            struct.pack(">I", len(content))
+            + name
+            + content
+            + struct.pack(">I", zlib.crc32(name + content))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 64)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b"\0" * 64))
+        + chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO"])
@@ -57,12 +67,23 @@ def test_formats_that_are_read(kind):
     assert decode_bytes(encoded(NOISE, kind)).load() is not None
 
 
-@pytest.mark.parametrize("kind", ["EPS", "PDF", "ICO", "TGA", "PCX", "SGI", "ICNS", "DDS", "JPEG2000"])
+@pytest.mark.parametrize(
+    "kind", ["EPS", "PDF", "ICO", "TGA", "PCX", "SGI", "ICNS", "DDS", "JPEG2000"]
+)
 def test_formats_that_are_not_opened_at_all(kind):
     assert reason(encoded(NOISE.resize((32, 32)), kind)) == "not-an-image"
 
 
-@pytest.mark.parametrize("data", [b"<html>not found</html>", b"\0" * 100, b"G", b"%!PS-Adobe-3.0 EPSF-3.0\n", "caf\u00e9".encode()])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"<html>not found</html>",
+        b"\0" * 100,
+        b"G",
+        b"%!PS-Adobe-3.0 EPSF-3.0\n",
+        "caf\u00e9".encode(),
+    ],
+)
 def test_not_an_image(data):
     assert reason(data) == "not-an-image"
 
@@ -103,17 +124,33 @@ def test_size_is_refused_from_the_header_alone(size, why):
 
 
 def test_the_limit_of_pixels_is_our_own_and_pillow_s_stays_as_it_is(monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)  # Pillow alone would warn above 50 pixels and refuse above 100
+    monkeypatch.setattr(
+        Image, "MAX_IMAGE_PIXELS", 50
+    )  # Pillow alone would warn above 50 pixels and refuse above 100
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert decode_bytes(encoded(NOISE, "JPEG")).size == NOISE.size
     assert Image.MAX_IMAGE_PIXELS == 50
-    assert reason(encoded(NOISE, "PNG"), pixel_limit=NOISE.width * NOISE.height - 1) == "too-many-pixels"
-    assert decode_bytes(encoded(NOISE, "PNG"), pixel_limit=NOISE.width * NOISE.height).size == NOISE.size
+    assert (
+        reason(encoded(NOISE, "PNG"), pixel_limit=NOISE.width * NOISE.height - 1)
+        == "too-many-pixels"
+    )
+    assert (
+        decode_bytes(encoded(NOISE, "PNG"), pixel_limit=NOISE.width * NOISE.height).size
+        == NOISE.size
+    )
 
 
 @pytest.mark.parametrize(
-    "at_least, size", [(None, (200, 120)), (121, (200, 120)), (61, (200, 120)), (60, (100, 60)), (30, (50, 30)), (2, (25, 15))]
+    "at_least, size",
+    [
+        (None, (200, 120)),
+        (121, (200, 120)),
+        (61, (200, 120)),
+        (60, (100, 60)),
+        (30, (50, 30)),
+        (2, (25, 15)),
+    ],
 )
 def test_jpeg_is_decoded_at_the_smallest_scale_that_is_large_enough(at_least, size):
     smooth = NOISE.resize((10, 6)).resize(NOISE.size, Image.Resampling.BICUBIC)
@@ -136,7 +173,17 @@ def test_a_pair_of_sizes_is_that_of_the_upright_picture():
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize(
-    ("orientation", "white"), [(1, "left"), (2, "right"), (3, "right"), (4, "left"), (5, "top"), (6, "top"), (7, "bottom"), (8, "bottom")]
+    ("orientation", "white"),
+    [
+        (1, "left"),
+        (2, "right"),
+        (3, "right"),
+        (4, "left"),
+        (5, "top"),
+        (6, "top"),
+        (7, "bottom"),
+        (8, "bottom"),
+    ],
 )
 def test_exif_orientation_is_applied_once(kind, orientation, white):
     exif = Image.Exif()
@@ -175,7 +222,11 @@ def test_grey_of_16_bits_with_a_transparent_value():
     values = np.full((4, 4), 60_000, np.uint16)
     values[0, 0] = 1_000
     image = upright_8bit(with_transparency(Image.fromarray(values), 1_000))
-    assert image.mode == "RGBA" and image.getpixel((0, 0))[3] == 0 and image.getpixel((3, 3)) == (234, 234, 234, 255)
+    assert (
+        image.mode == "RGBA"
+        and image.getpixel((0, 0))[3] == 0
+        and image.getpixel((3, 3)) == (234, 234, 234, 255)
+    )
 
 
 def with_transparency(image, value):
@@ -189,7 +240,11 @@ def test_transparency_of_a_palette_and_of_grey():
     palette.putpixel((5, 5), 1)
     for data in (encoded(palette, "PNG", transparency=0), encoded(palette, "GIF", transparency=0)):
         image = shown(data)
-        assert image.mode == "RGBA" and image.getpixel((0, 0))[3] == 0 and image.getpixel((5, 5)) == (0, 0, 200, 255)
+        assert (
+            image.mode == "RGBA"
+            and image.getpixel((0, 0))[3] == 0
+            and image.getpixel((5, 5)) == (0, 0, 200, 255)
+        )
     image = shown(encoded(palette, "PNG", transparency=bytes([128, 255])))  # one opacity per colour
     assert image.getpixel((0, 0)) == (200, 0, 0, 128)
     grey = shown(encoded(Image.new("LA", (8, 8), (90, 40)), "PNG"))
@@ -207,6 +262,14 @@ def test_an_animation_shows_its_first_frame(kind):
 
 def test_pixel_key_sees_what_the_eye_sees():
     red = Image.new("RGB", (4, 4), (255, 0, 0))
-    assert pixel_key(red) == pixel_key(red.convert("RGBA")) == pixel_key(red.convert("P", palette=Image.Palette.ADAPTIVE))
-    assert pixel_key(Image.new("RGBA", (4, 4), (255, 0, 0, 0))) == pixel_key(Image.new("RGBA", (4, 4), (0, 9, 0, 0)))
-    assert pixel_key(Image.new("RGB", (2, 8))) != pixel_key(Image.new("RGB", (4, 4))) != pixel_key(red)
+    assert (
+        pixel_key(red)
+        == pixel_key(red.convert("RGBA"))
+        == pixel_key(red.convert("P", palette=Image.Palette.ADAPTIVE))
+    )
+    assert pixel_key(Image.new("RGBA", (4, 4), (255, 0, 0, 0))) == pixel_key(
+        Image.new("RGBA", (4, 4), (0, 9, 0, 0))
+    )
+    assert (
+        pixel_key(Image.new("RGB", (2, 8))) != pixel_key(Image.new("RGB", (4, 4))) != pixel_key(red)
+    )

@@ -36,7 +36,9 @@ if __name__ == "__main__":
 
 
 def test_workers_end_when_the_process_that_asked_for_them_is_killed():
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout.readline() == "ready\n"
         family = psutil.Process(process.pid).children(recursive=True)
@@ -59,14 +61,26 @@ processes.outlast_signals()
 os.kill(os.getpid(), {int(number)})
 {then}
 """
-    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
+    )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name
+)
 def test_what_asks_a_run_to_end_lets_a_worker_load_on(number):
     """Only SIGTERM, after which its rank may be killed, makes it end some time later."""
-    result = after_signal(number, 3600, "print('loads on', sum(isinstance(each, threading.Timer) for each in threading.enumerate()))")
-    assert (result.returncode, result.stdout) == (0, f"loads on {int(number == signal.SIGTERM)}\n"), result.stderr
+    result = after_signal(
+        number,
+        3600,
+        "print('loads on', sum(isinstance(each, threading.Timer) for each in "
+        "threading.enumerate()))",
+    )
+    assert (result.returncode, result.stdout) == (
+        0,
+        f"loads on {int(number == signal.SIGTERM)}\n",
+    ), result.stderr
 
 
 def test_after_a_while_a_worker_that_was_asked_to_end_ends_if_nobody_has_ended_it():

@@ -1,4 +1,5 @@
-"""A data set class of one's own: what its items may be, what a sample may lack, and what is refused."""
+"""A data set class of one's own: what its items may be, what a sample may lack, and what is
+refused."""
 
 import pickle
 
@@ -114,17 +115,29 @@ def test_a_sample_is_usable_where_it_has_both_of_some_pair(module):
     assert np.flatnonzero(source.lacking("image")).tolist() == sorted([*range(1, 24, 3), 9, 15])
     assert np.flatnonzero(source.lacking("tone")).tolist() == list(range(2, 24, 3))
     assert np.flatnonzero(source.lacking("text")).tolist() == [9]
-    assert open_source(f"python:{module}:Own").usable().size < source.usable().size  # an index of its own for other pairs
+    assert (
+        open_source(f"python:{module}:Own").usable().size < source.usable().size
+    )  # an index of its own for other pairs
 
 
 def test_what_a_sample_lacks_has_a_stand_in_that_is_marked(module, tokenizer):
     source = open_source(f"python:{module}:Own", PAIRS)
     transform = eval_transform(16)
-    dataset = MicroBatchDataset(source, [ImageModality(transform, transform), TextModality(tokenizer, 16), Tone()])
+    dataset = MicroBatchDataset(
+        source, [ImageModality(transform, transform), TextModality(tokenizer, 16), Tone()]
+    )
     batch = dataset[request(3, 4, 5, 9, 15)]
-    assert batch["image_index"].tolist() == [3, -5, 5, -10, -16] and batch["tone_index"].tolist() == [3, 4, -6, 9, 15]
+    assert batch["image_index"].tolist() == [3, -5, 5, -10, -16] and batch[
+        "tone_index"
+    ].tolist() == [3, 4, -6, 9, 15]
     assert batch["text_index"].tolist() == [3, 4, 5, -10, 15]
-    assert batch["tone_values"].tolist() == [[3, 1], [4, 1], [9, 1], [9, 1], [15, 1]]  # the next that has one
+    assert batch["tone_values"].tolist() == [
+        [3, 1],
+        [4, 1],
+        [9, 1],
+        [9, 1],
+        [15, 1],
+    ]  # the next that has one
     assert torch.equal(batch["pixel_values"][1], batch["pixel_values"][2])
     assert dataset[request(5, 2)]["tone_values"].tolist() == [[0, 0], [0, 0]]  # none to show
 
@@ -132,7 +145,9 @@ def test_what_a_sample_lacks_has_a_stand_in_that_is_marked(module, tokenizer):
 def test_sets_that_hold_different_modalities_are_mixed(module, tmp_path):
     Image.new("RGB", (8, 8), (200, 0, 0)).save(tmp_path / "a.png")
     (tmp_path / "pairs.jsonl").write_text('{"image_path": "a.png", "text": "red"}\n')
-    source = open_sources([f"python:{module}:Own", f"jsonl:{tmp_path / 'pairs.jsonl'}"], pairs=PAIRS)
+    source = open_sources(
+        [f"python:{module}:Own", f"jsonl:{tmp_path / 'pairs.jsonl'}"], pairs=PAIRS
+    )
     assert len(source) == 25 and source.lacking("tone")[24] and not source.lacking("image")[24]
     dataset = MicroBatchDataset(source, [Tone()])
     assert dataset[request(0, 24)]["tone_index"].tolist() == [0, -25]
@@ -162,12 +177,22 @@ def test_refusals(module, where, words):
 
 def test_what_is_wrong_with_an_item_is_said(module):
     found = {
-        where.rpartition("#")[2]: (reason, detail) for _, where, reason, detail in open_source(f"python:{module}:Broken").bad_samples()
+        where.rpartition("#")[2]: (reason, detail)
+        for _, where, reason, detail in open_source(f"python:{module}:Broken").bad_samples()
     }
-    assert {number: reason for number, (reason, _) in found.items()} == {"1": "invalid-row", "2": "not-an-image", "3": "unreadable"}
-    assert "item 3: KeyError: 3" in found["3"][1] and "the image is a int; bytes, a path" in found["2"][1]
+    assert {number: reason for number, (reason, _) in found.items()} == {
+        "1": "invalid-row",
+        "2": "not-an-image",
+        "3": "unreadable",
+    }
+    assert (
+        "item 3: KeyError: 3" in found["3"][1]
+        and "the image is a int; bytes, a path" in found["2"][1]
+    )
 
 
 def test_data_without_the_modalities_of_any_pair_is_refused(demo):
-    with pytest.raises(ValueError, match="it holds image and text, and --pairs compares tone:image"):
+    with pytest.raises(
+        ValueError, match="it holds image and text, and --pairs compares tone:image"
+    ):
         open_source("demo", (("tone", "image"),))

@@ -1,4 +1,5 @@
-"""The page of data/ tells the truth: its Python snippets run, and it leaves out no reason, no kind of data set, no flag and no file."""
+"""The page of data/ tells the truth: its Python snippets run, and it leaves out no reason, no kind
+of data set, no flag and no file."""
 
 import re
 from pathlib import Path
@@ -27,15 +28,19 @@ def test_snippets_run(snippet, emoji_set, monkeypatch):
 
 def test_every_reason_and_every_kind_is_told():
     section = PAGE.partition("## Bad samples")[2].partition("\n## ")[0]
-    assert re.findall(r"`([a-z-]+)`", "\n".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))) and all(
-        f"`{r}`" in section for r in REASONS
-    )
+    assert re.findall(
+        r"`([a-z-]+)`", "\n".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))
+    ) and all(f"`{r}`" in section for r in REASONS)
     assert all(re.search(rf"`{kind}[:`]", PAGE) for kind in KINDS)
 
 
 def test_every_flag_it_names_exists():
     known = {option for action in make_parser()._actions for option in action.option_strings}
-    of_commands = {"--image-size", "--sheet", "--picture"}  # of data.cache, data.inspect and evaluate.py
+    of_commands = {
+        "--image-size",
+        "--sheet",
+        "--picture",
+    }  # of data.cache, data.inspect and evaluate.py
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= known | of_commands
 
 
@@ -53,4 +58,6 @@ def test_every_room_is_in_the_figure():
         "branch_cost",
         "dealing_search",
     }
-    assert {file.stem for file in (ROOT / "data").glob("*.py")} - elsewhere <= set(re.findall(r"(\w+)\.py", figure))
+    assert {file.stem for file in (ROOT / "data").glob("*.py")} - elsewhere <= set(
+        re.findall(r"(\w+)\.py", figure)
+    )

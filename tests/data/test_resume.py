@@ -1,4 +1,5 @@
-"""A run that is killed again and again, and goes on with other counts each time, sees what one that was left alone sees."""
+"""A run that is killed again and again, and goes on with other counts each time, sees what one that
+was left alone sees."""
 
 import hashlib
 from collections import Counter
@@ -23,7 +24,8 @@ REPLICAS, NUM_MICRO_BATCHES = (1, 2, 4), (1, 2, 3, 6)
 
 @dataclass(frozen=True)
 class Attempt:
-    """From the checkpoint of step `start` on; killed after step `killed`. The next one goes on at its checkpoint, `saved` <= `killed`."""
+    """From the checkpoint of step `start` on; killed after step `killed`. The next one goes on at
+    its checkpoint, `saved` <= `killed`."""
 
     start: int
     saved: int
@@ -34,13 +36,25 @@ class Attempt:
 
 
 def attempts(seed: int) -> list[Attempt]:
-    """51 of them, over all steps; 50 checkpoints at random, up to two steps of each attempt lost, two attempts with two workers."""
+    """51 of them, over all steps; 50 checkpoints at random, up to two steps of each attempt lost,
+    two attempts with two workers."""
     rng = np.random.default_rng(seed)
     saved = [*np.sort(rng.choice(np.arange(1, STEPS), KILLS, replace=False)).tolist(), STEPS]
     drawn = []
     for number, (start, stop) in enumerate(zip([0, *saved], saved)):
-        counts = [{branch: int(rng.choice(choices)) for branch in ("image", "text")} for choices in (REPLICAS, NUM_MICRO_BATCHES)]
-        drawn.append(Attempt(start, stop, min(STEPS, stop + int(rng.integers(3))), *counts, workers=2 if number in (10, 35) else 0))
+        counts = [
+            {branch: int(rng.choice(choices)) for branch in ("image", "text")}
+            for choices in (REPLICAS, NUM_MICRO_BATCHES)
+        ]
+        drawn.append(
+            Attempt(
+                start,
+                stop,
+                min(STEPS, stop + int(rng.integers(3))),
+                *counts,
+                workers=2 if number in (10, 35) else 0,
+            )
+        )
     return drawn
 
 
@@ -53,7 +67,9 @@ def source():
 def datasets(source, tokenizer):
     """Each branch loads its own modality only, as in a run."""
     return {
-        "image": MicroBatchDataset(source, [ImageModality(train_transform(24), eval_transform(24))], seed=7),
+        "image": MicroBatchDataset(
+            source, [ImageModality(train_transform(24), eval_transform(24))], seed=7
+        ),
         "text": MicroBatchDataset(source, [TextModality(tokenizer, 32)], seed=7),
     }
 
@@ -63,16 +79,28 @@ SUBSET = np.sort(np.random.default_rng(0).choice(3900, N, replace=False))
 
 
 def values(branch: str, batch) -> Iterator[tuple[int, int, str]]:
-    """(position, index, a hash of what the tower gets) of each sample; padding, which is company's affair, left aside."""
+    """(position, index, a hash of what the tower gets) of each sample; padding, which is company's
+    affair, left aside."""
     rows = (
-        batch["pixel_values"] if branch == "image" else [ids[keep.bool()] for ids, keep in zip(batch["input_ids"], batch["attention_mask"])]
+        batch["pixel_values"]
+        if branch == "image"
+        else [ids[keep.bool()] for ids, keep in zip(batch["input_ids"], batch["attention_mask"])]
     )
-    for position, index, row in zip(batch[f"{branch}_position"].tolist(), batch[f"{branch}_index"].tolist(), rows):
-        yield position, index, hashlib.blake2b(row.contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+    for position, index, row in zip(
+        batch[f"{branch}_position"].tolist(), batch[f"{branch}_index"].tolist(), rows
+    ):
+        yield (
+            position,
+            index,
+            hashlib.blake2b(row.contiguous().numpy().tobytes(), digest_size=16).hexdigest(),
+        )
 
 
-def load(dataset, branch, replicas, num_micro_batches, start, killed, stop=STEPS, workers=0) -> Iterator[tuple[int, int, int, str]]:
-    """(step, position, index, hash) of all replicas until the kill. Loaders are asked for everything up to `stop`, and left in the middle."""
+def load(
+    dataset, branch, replicas, num_micro_batches, start, killed, stop=STEPS, workers=0
+) -> Iterator[tuple[int, int, int, str]]:
+    """(step, position, index, hash) of all replicas until the kill. Loaders are asked for
+    everything up to `stop`, and left in the middle."""
     for replica in range(replicas):
         requests = plain_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, start, stop)
         batches = micro_batches(dataset, requests, workers)
@@ -84,11 +112,22 @@ def load(dataset, branch, replicas, num_micro_batches, start, killed, stop=STEPS
 
 @pytest.mark.parametrize("branch", ["image", "text"])
 def test_killed_fifty_times_every_sample_comes_once_per_epoch_and_looks_the_same(datasets, branch):
-    undisturbed = {(step, at): (index, what) for step, at, index, what in load(datasets[branch], branch, 1, 1, 0, STEPS)}
+    undisturbed = {
+        (step, at): (index, what)
+        for step, at, index, what in load(datasets[branch], branch, 1, 1, 0, STEPS)
+    }
     trained = []
     for a in attempts(seed=1):
         workers = a.workers if branch == "image" else 0
-        loaded = load(datasets[branch], branch, a.replicas[branch], a.num_micro_batches[branch], a.start, a.killed, workers=workers)
+        loaded = load(
+            datasets[branch],
+            branch,
+            a.replicas[branch],
+            a.num_micro_batches[branch],
+            a.start,
+            a.killed,
+            workers=workers,
+        )
         for step, position, index, what in loaded:
             assert undisturbed[step, position] == (index, what), (a, step, position)
             if step < a.saved:  # later ones were trained on in vain, and are again
@@ -100,26 +139,38 @@ def test_killed_fifty_times_every_sample_comes_once_per_epoch_and_looks_the_same
     looks = {}
     for _, _, index, what in trained:
         looks.setdefault(index, set()).add(what)
-    assert np.mean([len(different) for different in looks.values()]) > (EPOCHS - 0.5 if branch == "image" else 2)  # a draw each epoch
+    assert np.mean([len(different) for different in looks.values()]) > (
+        EPOCHS - 0.5 if branch == "image" else 2
+    )  # a draw each epoch
 
 
 def test_both_branches_load_the_same_samples_at_the_same_positions_whatever_their_counts():
-    """Of requests alone: 2,000 attempts. Counts of the two branches differ within an attempt, and change between them."""
+    """Of requests alone: 2,000 attempts. Counts of the two branches differ within an attempt, and
+    change between them."""
     for seed in range(40):
         for a in attempts(seed):
             of = {"image": {}, "text": {}}
             for branch, seen in of.items():
                 replicas, number = a.replicas[branch], a.num_micro_batches[branch]
                 for replica in range(replicas):
-                    for request in plain_requests(ORDER, SUBSET, replica, replicas, number, a.start, a.killed):
+                    for request in plain_requests(
+                        ORDER, SUBSET, replica, replicas, number, a.start, a.killed
+                    ):
                         assert len(request.index) * replicas * number == G
-                        seen |= {(request.step, p): i for p, i in zip(request.position.tolist(), request.index.tolist())}
+                        seen |= {
+                            (request.step, p): i
+                            for p, i in zip(request.position.tolist(), request.index.tolist())
+                        }
             assert of["image"] == of["text"] and len(of["image"]) == (a.killed - a.start) * G
 
 
 def test_weights_keep_their_promise_over_kills():
-    """A part of weight 2 comes twice in each epoch, one of weight 1/2 once in two, however often the run is broken off."""
-    order, subset = GlobalOrder(96, 24, seed=3, parts=((60, 1.0), (12, 2.0), (24, 0.5))), np.arange(1000, 1096)
+    """A part of weight 2 comes twice in each epoch, one of weight 1/2 once in two, however often
+    the run is broken off."""
+    order, subset = (
+        GlobalOrder(96, 24, seed=3, parts=((60, 1.0), (12, 2.0), (24, 0.5))),
+        np.arange(1000, 1096),
+    )
     assert order.epoch_samples == 96 and order.steps_per_epoch == 4
     rng, steps = np.random.default_rng(3), 24 * 4
     saved = [0, *np.sort(rng.choice(np.arange(1, steps), KILLS, replace=False)).tolist(), steps]
@@ -130,4 +181,6 @@ def test_weights_keep_their_promise_over_kills():
             for request in plain_requests(order, subset, replica, replicas, number, start, stop):
                 np.add.at(counts[request.epoch], request.index - 1000, 1)
     assert (counts[:, :60] == 1).all() and (counts[:, 60:72] == 2).all()
-    assert (counts[:, 72:].sum(1) == 12).all() and (counts[0::2, 72:] + counts[1::2, 72:] == 1).all()
+    assert (counts[:, 72:].sum(1) == 12).all() and (
+        counts[0::2, 72:] + counts[1::2, 72:] == 1
+    ).all()

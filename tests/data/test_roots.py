@@ -1,4 +1,5 @@
-"""Where pictures may lie: below the data file's own folder and below the roots that are named, and nowhere else."""
+"""Where pictures may lie: below the data file's own folder and below the roots that are named, and
+nowhere else."""
 
 import csv
 import io
@@ -37,7 +38,8 @@ REMEDY = "allow its folder with --data-root DIR, or ?root=DIR in the data spec"
 
 @pytest.fixture
 def here(tmp_path) -> Path:
-    """Without links in its path: `set` for the data file, `a`, `b` and `outside` beside it, each with its own picture 1.png."""
+    """Without links in its path: `set` for the data file, `a`, `b` and `outside` beside it, each
+    with its own picture 1.png."""
     for number, name in enumerate(("set", "a", "b", "outside")):
         (tmp_path.resolve() / name).mkdir()
         (tmp_path.resolve() / name / "1.png").write_bytes(picture(number))
@@ -50,15 +52,31 @@ def write(kind: str, folder: Path, *paths: object) -> str:
     file = folder / f"pairs.{kind}"
     if kind in ("csv", "tsv"):
         with file.open("w", newline="", encoding="utf-8") as out:
-            csv.writer(out, delimiter="\t" if kind == "tsv" else ",").writerows([("id", "filepath", "title"), *rows])
+            csv.writer(out, delimiter="\t" if kind == "tsv" else ",").writerows(
+                [("id", "filepath", "title"), *rows]
+            )
     elif kind == "jsonl":
-        file.write_text("".join(json.dumps({"id": i, "image_path": path, "text": text}) + "\n" for i, path, text in rows))
+        file.write_text(
+            "".join(
+                json.dumps({"id": i, "image_path": path, "text": text}) + "\n"
+                for i, path, text in rows
+            )
+        )
     elif kind == "coco":
         images = [{"id": i, "file_name": path} for i, path, _ in rows]
-        file.write_text(json.dumps({"images": images, "annotations": [{"image_id": i, "caption": text} for i, _, text in rows]}))
+        file.write_text(
+            json.dumps(
+                {
+                    "images": images,
+                    "annotations": [{"image_id": i, "caption": text} for i, _, text in rows],
+                }
+            )
+        )
         return f"coco:{folder}:{file}"
     else:
-        pq.write_table(pa.table(dict(zip(("id", "filepath", "title"), map(list, zip(*rows))))), file)
+        pq.write_table(
+            pa.table(dict(zip(("id", "filepath", "title"), map(list, zip(*rows))))), file
+        )
     return f"{kind}:{file}"
 
 
@@ -84,12 +102,25 @@ def test_an_absolute_path_below_the_own_folder(here, kind):
     (here / "set" / "a name").mkdir()
     (here / "set" / "a name" / "~ä%20.png").write_bytes(picture(7))
     (here / "another name").symlink_to(here / "set")
-    paths = [here / "set" / "1.png", here / "set" / "a name" / "~ä%20.png", here / "another name" / "1.png", f"/{here}/./set//1.png"]
+    paths = [
+        here / "set" / "1.png",
+        here / "set" / "a name" / "~ä%20.png",
+        here / "another name" / "1.png",
+        f"/{here}/./set//1.png",
+    ]
     (here / "set" / "inside.png").symlink_to(here / "set" / "1.png")
     source = open_source(write(kind, here / "set", *paths, here / "set" / "inside.png"))
     assert source.usable().tolist() == [0, 1, 2, 3, 4]
-    assert [source.image_bytes(i) for i in range(5)] == [picture(0), picture(7), picture(0), picture(0), picture(0)]
-    by_link = write(kind, here / "another name", *paths)  # the file itself is reached by the other name
+    assert [source.image_bytes(i) for i in range(5)] == [
+        picture(0),
+        picture(7),
+        picture(0),
+        picture(0),
+        picture(0),
+    ]
+    by_link = write(
+        kind, here / "another name", *paths
+    )  # the file itself is reached by the other name
     assert open_source(by_link).usable().tolist() == [0, 1, 2, 3]
 
 
@@ -105,7 +136,9 @@ def test_what_is_outside_is_refused_and_the_message_names_the_option(here, kind)
     paths = ["1.png", here / "a" / "1.png", beside / "1.png", here / "none.png", *dots, *links]
     source = open_source(write(kind, here / "set", *paths))
     found = problems(source)
-    assert source.usable().tolist() == [0] and {reason for reason, _ in found.values()} == {"outside-root"}
+    assert source.usable().tolist() == [0] and {reason for reason, _ in found.values()} == {
+        "outside-root"
+    }
     for i in range(1, len(paths)):
         detail = found[str(i)][1]
         assert str(paths[i]) in detail and str(here / "set") in detail and detail.endswith(REMEDY)
@@ -115,7 +148,8 @@ def test_what_is_outside_is_refused_and_the_message_names_the_option(here, kind)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_roots_let_pictures_lie_elsewhere(here, kind):
-    """By both kinds of paths, through links into a root and from one root into another; what leaves them all stays refused."""
+    """By both kinds of paths, through links into a root and from one root into another; what leaves
+    them all stays refused."""
     (here / "b" / "2.png").write_bytes(picture(12))
     (here / "b" / "from b to a.png").symlink_to(here / "a" / "1.png")
     (here / "b" / "to outside.png").symlink_to(here / "outside" / "1.png")
@@ -125,19 +159,30 @@ def test_roots_let_pictures_lie_elsewhere(here, kind):
         here / "a" / "1.png": 1, here / "b" / "1.png": 2, here / "set" / "1.png": 0, here / "b" / "from b to a.png": 1,
         here / "alias" / "2.png": 12, "1.png": 0, "2.png": 12, "linked/1.png": 1, "from b to a.png": 1,
     }  # fmt: skip
-    outside = [here / "outside" / "1.png", "to outside.png", here / "b" / "to outside.png", "../a/1.png", here / "a" / ".." / "a" / "1.png"]
+    outside = [
+        here / "outside" / "1.png",
+        "to outside.png",
+        here / "b" / "to outside.png",
+        "../a/1.png",
+        here / "a" / ".." / "a" / "1.png",
+    ]
     spec = rooted(write(kind, here / "set", *allowed, *outside), here / "a", here / "b")
     source = open_source(spec)
     assert source.usable().tolist() == list(range(len(allowed))) and source.spec == spec
-    assert [source.image_bytes(i) for i in range(len(allowed))] == list(map(picture, allowed.values()))
+    assert [source.image_bytes(i) for i in range(len(allowed))] == list(
+        map(picture, allowed.values())
+    )
     assert [reason for reason, _ in problems(source).values()] == ["outside-root"] * len(outside)
     for i, (_, detail) in enumerate(problems(source).values(), len(allowed)):
-        assert ", ".join(str(here / name) for name in ("set", "a", "b")) in detail and detail.endswith(REMEDY)
+        assert ", ".join(
+            str(here / name) for name in ("set", "a", "b")
+        ) in detail and detail.endswith(REMEDY)
         assert refused(source, i).reason == "outside-root"
 
 
 def test_one_root_of_several_is_enough_to_leave_the_others(here):
-    """A link from the own folder is followed into a root, and refused when that root is not named."""
+    """A link from the own folder is followed into a root, and refused when that root is not
+    named."""
     (here / "set" / "link.png").symlink_to(here / "b" / "1.png")
     spec = write("jsonl", here / "set", "1.png", "link.png")
     assert open_source(rooted(spec, here / "a")).usable().tolist() == [0]
@@ -148,15 +193,25 @@ def test_relative_paths_count_from_the_own_folder_first_and_then_from_each_root_
     for folder, number in (("a", 21), ("b", 22)):
         (here / folder / "2.png").write_bytes(picture(number))
     (here / "b" / "3.png").write_bytes(picture(23))
-    (here / "set" / "gone.png").symlink_to(here / "set" / "nothing")  # what leads nowhere does not exist
+    (here / "set" / "gone.png").symlink_to(
+        here / "set" / "nothing"
+    )  # what leads nowhere does not exist
     (here / "b" / "gone.png").write_bytes(picture(24))
     spec = write("jsonl", here / "set", "1.png", "2.png", "3.png", "gone.png", "4.png")
-    forward, backward = (open_source(rooted(spec, *roots)) for roots in ((here / "a", here / "b"), (here / "b", here / "a")))
+    forward, backward = (
+        open_source(rooted(spec, *roots))
+        for roots in ((here / "a", here / "b"), (here / "b", here / "a"))
+    )
     for source, second in ((forward, 21), (backward, 22)):
-        assert [source.image_bytes(i) for i in range(4)] == [picture(n) for n in (0, second, 23, 24)]
+        assert [source.image_bytes(i) for i in range(4)] == [
+            picture(n) for n in (0, second, 23, 24)
+        ]
     reason, detail = problems(forward)["4"]
     assert reason == "missing-file"
-    assert detail == f"'4.png' does not exist; paths count from {here}/set, {here}/a, {here}/b, in this order"
+    assert (
+        detail
+        == f"'4.png' does not exist; paths count from {here}/set, {here}/a, {here}/b, in this order"
+    )
 
 
 def test_the_first_that_exists_wins_whatever_it_is(here):
@@ -166,9 +221,15 @@ def test_the_first_that_exists_wins_whatever_it_is(here):
     os.mkfifo(here / "set" / "pipe.png")
     for name in ("folder.png", "link.png", "pipe.png"):
         (here / "a" / name).write_bytes(picture())
-    spec = rooted(write("jsonl", here / "set", "1.png", "folder.png", "link.png", "pipe.png"), here / "a")
+    spec = rooted(
+        write("jsonl", here / "set", "1.png", "folder.png", "link.png", "pipe.png"), here / "a"
+    )
     found = problems(open_source(spec))
-    assert {identity: reason for identity, (reason, _) in found.items()} == {"1": "not-an-image", "2": "outside-root", "3": "not-an-image"}
+    assert {identity: reason for identity, (reason, _) in found.items()} == {
+        "1": "not-an-image",
+        "2": "outside-root",
+        "3": "not-an-image",
+    }
 
 
 def test_faulty_absolute_paths(here):
@@ -193,15 +254,30 @@ def test_faulty_absolute_paths(here):
     assert (found.root, found.true) == (f"{here}/a", f"{here}/a/1.png")
     assert locate(Roots.of("/"), f"{here}/a/1.png").true == f"{here}/a/1.png"
     with pytest.raises(BadSample, match=r"leaves /usr, /usr/lib, /usr/bin and 2 more;"):
-        locate(Roots.of("/usr", ["/usr/lib", "/usr/bin", str(here / "a"), str(here / "b")]), f"{here}/set/1.png")
+        locate(
+            Roots.of("/usr", ["/usr/lib", "/usr/bin", str(here / "a"), str(here / "b")]),
+            f"{here}/set/1.png",
+        )
 
 
 def test_nothing_outside_the_roots_is_opened(here):
     (here / "b" / "link.png").symlink_to(here / "outside" / "1.png")
     (here / "set" / "linked").symlink_to(here / "outside")
-    paths = [here / "b" / "1.png", here / "outside" / "1.png", "link.png", here / "b" / "link.png", "linked/1.png", "../outside/1.png"]
+    paths = [
+        here / "b" / "1.png",
+        here / "outside" / "1.png",
+        "link.png",
+        here / "b" / "link.png",
+        "linked/1.png",
+        "../outside/1.png",
+    ]
     specs = [rooted(write(kind, here / "set", *paths), here / "a", here / "b") for kind in KINDS]
-    run = subprocess.run([sys.executable, "-c", READ_ALL, json.dumps(specs)], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", READ_ALL, json.dumps(specs)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert run.returncode == 0, run.stderr
     opened = json.loads(run.stdout.splitlines()[-1])
     assert str(here / "b" / "1.png") in opened  # the hook sees what is opened
@@ -212,32 +288,57 @@ def test_nothing_outside_the_roots_is_opened(here):
 
 
 def test_a_file_of_openclip_is_read_as_openclip_reads_it(here):
-    """Tab separated, `filepath` and `title`, absolute paths; the pictures are not where the file is."""
-    titles = ["a red apple", 'he said "no", twice', "two\nlines", "Äpfel, 苹果 🍎", "0.5", "  spaces  ", "a\ttab"]
+    """Tab separated, `filepath` and `title`, absolute paths; the pictures are not where the file
+    is."""
+    titles = [
+        "a red apple",
+        'he said "no", twice',
+        "two\nlines",
+        "Äpfel, 苹果 🍎",
+        "0.5",
+        "  spaces  ",
+        "a\ttab",
+    ]
     for number in range(len(titles)):
         (here / "a" / f"picture {number}.png").write_bytes(picture(30 + number))
     file = here / "set" / "train.csv"
     with file.open("w", newline="", encoding="utf-8") as out:
         rows = csv.writer(out, delimiter="\t")
-        rows.writerows([("filepath", "title"), *((here / "a" / f"picture {n}.png", title) for n, title in enumerate(titles))])
+        rows.writerows(
+            [
+                ("filepath", "title"),
+                *((here / "a" / f"picture {n}.png", title) for n, title in enumerate(titles)),
+            ]
+        )
     by_file, by_spec = f"tsv:{file}?root={here}/a", f"csv:{file}?separator=%09&root={here}/a"
     theirs = paths_and_captions(file)
     for source in (open_source(by_file), open_source(by_spec)):
         assert source.usable().tolist() == list(range(len(titles)))
-        assert [source.index.text("path", i) for i in range(len(source))] == [path for path, _ in theirs]
-        assert [source.captions(i) for i in range(len(source))] == [[caption] for _, caption in theirs]
+        assert [source.index.text("path", i) for i in range(len(source))] == [
+            path for path, _ in theirs
+        ]
+        assert [source.captions(i) for i in range(len(source))] == [
+            [caption] for _, caption in theirs
+        ]
         for i, (path, _) in enumerate(theirs):
-            assert np.array_equal(decode_bytes(source.image_bytes(i)), decode_bytes(Path(path).read_bytes()))
+            assert np.array_equal(
+                decode_bytes(source.image_bytes(i)), decode_bytes(Path(path).read_bytes())
+            )
 
 
 def paths_and_captions(file: Path) -> list[tuple[str, str]]:
-    """As `open_clip_train.data.CsvDataset` has them, where it can be imported (it needs pandas); else as Python's csv module reads them."""
+    """As `open_clip_train.data.CsvDataset` has them, where it can be imported (it needs pandas);
+    else as Python's csv module reads them."""
     try:
         from open_clip_train.data import CsvDataset
     except ImportError:
         with file.open(newline="", encoding="utf-8") as opened:
-            return [(row["filepath"], row["title"]) for row in csv.DictReader(opened, delimiter="\t")]
-    dataset = CsvDataset(str(file), lambda image: image, "filepath", "title", sep="\t", tokenizer=lambda texts: texts)
+            return [
+                (row["filepath"], row["title"]) for row in csv.DictReader(opened, delimiter="\t")
+            ]
+    dataset = CsvDataset(
+        str(file), lambda image: image, "filepath", "title", sep="\t", tokenizer=lambda texts: texts
+    )
     return [(path, dataset[i][1]) for i, path in enumerate(dataset.images)]
 
 
@@ -248,13 +349,24 @@ def test_an_index_belongs_to_its_roots(here):
     spec = write("jsonl", here / "set", "1.png")
     (here / "alias").symlink_to(here / "a")
     own = open_source(spec).index.file
-    assert open_format(spec).spec == spec  # as it was before there were roots: an index of then is found
+    assert (
+        open_format(spec).spec == spec
+    )  # as it was before there were roots: an index of then is found
     others = [
         open_source(rooted(spec, *roots)).index.file
-        for roots in ((here / "a",), (here / "b",), (here / "a", here / "b"), (here / "b", here / "a"))
+        for roots in (
+            (here / "a",),
+            (here / "b",),
+            (here / "a", here / "b"),
+            (here / "b", here / "a"),
+        )
     ]
     assert len({own, *others}) == 5
-    same = [(here / "a", here / "a"), (here / "set", here / "a"), (here / "alias",)]  # these name no folder that was not there
+    same = [
+        (here / "a", here / "a"),
+        (here / "set", here / "a"),
+        (here / "alias",),
+    ]  # these name no folder that was not there
     assert {open_source(rooted(spec, *roots)).index.file for roots in same} == {others[0]}
     assert open_source(rooted(spec, here / "set")).index.file == own
 
@@ -264,7 +376,12 @@ def test_without_roots_an_index_is_filed_as_it_always_was(here, kind):
     spec = write(kind, here / "set", "1.png")
     columns = {"image": "filepath", "text": "title", "id": "id"}
     of_table = f"{columns}{',' if kind == 'csv' else chr(9)}"
-    options = {"csv": f"?{of_table}", "tsv": f"?{of_table}", "parquet": "?filepath&title&id", "coco": ""}
+    options = {
+        "csv": f"?{of_table}",
+        "tsv": f"?{of_table}",
+        "parquet": "?filepath&title&id",
+        "coco": "",
+    }
     assert open_format(spec).spec == spec + options[kind]
     assert open_format(rooted(spec, here / "a")).spec == f"{spec}{options[kind]}?root={here}/a"
 
@@ -341,15 +458,23 @@ def test_pictures_in_roots_are_compared_when_the_index_is_opened(here):
 @pytest.mark.parametrize("absolute", [False, True])
 def test_a_path_in_a_root_is_looked_at_again_when_it_is_read(here, absolute):
     (here / "a" / "2.png").write_bytes(picture(3))
-    source = open_source(rooted(write("csv", here / "set", here / "a" / "2.png" if absolute else "2.png"), here / "a"))
+    source = open_source(
+        rooted(
+            write("csv", here / "set", here / "a" / "2.png" if absolute else "2.png"), here / "a"
+        )
+    )
     assert source.image_bytes(0) == picture(3)
     (here / "a" / "2.png").unlink()
-    (here / "a" / "2.png").symlink_to(here / "outside" / "1.png")  # the same bytes: only the path tells
+    (here / "a" / "2.png").symlink_to(
+        here / "outside" / "1.png"
+    )  # the same bytes: only the path tells
     assert refused(source, 0).reason == "outside-root"
 
 
 def test_roots_change_nothing_where_the_pictures_are_in_the_files(here):
-    pq.write_table(pa.table({"image": [picture()], "text": ["words"]}), here / "set" / "bytes.parquet")
+    pq.write_table(
+        pa.table({"image": [picture()], "text": ["words"]}), here / "set" / "bytes.parquet"
+    )
     spec = f"parquet:{here}/set/bytes.parquet"
     source = open_source(rooted(spec, here / "a"))
     assert source.image_bytes(0) == picture() and source.index.file == open_source(spec).index.file
@@ -358,7 +483,9 @@ def test_roots_change_nothing_where_the_pictures_are_in_the_files(here):
 # -- how roots are written
 
 
-@pytest.mark.parametrize("name", ["a folder", "50%", "%20", "this&that", "what?", "a:b", "~", "x=y", "ünï"])
+@pytest.mark.parametrize(
+    "name", ["a folder", "50%", "%20", "this&that", "what?", "a:b", "~", "x=y", "ünï"]
+)
 def test_any_folder_can_be_named(here, name, monkeypatch):
     folder = here / name
     folder.mkdir()
@@ -370,13 +497,17 @@ def test_any_folder_can_be_named(here, name, monkeypatch):
             source = open_source(with_roots(spec, [given]))
             assert source.image_bytes(0) == source.image_bytes(1) == picture(5)
     by_hand = name.replace("%", "%25").replace("&", "%26").replace("?", "%3F")
-    assert open_source(f"{write('jsonl', here / 'set', '2.png')}?root={here}/{by_hand}").image_bytes(0) == picture(5)
+    assert open_source(
+        f"{write('jsonl', here / 'set', '2.png')}?root={here}/{by_hand}"
+    ).image_bytes(0) == picture(5)
 
 
 def test_the_home_folder(here, monkeypatch):
     monkeypatch.setenv("HOME", str(here))
     (here / "a" / "2.png").write_bytes(picture(5))
-    assert open_source(f"{write('jsonl', here / 'set', '2.png')}?root=~/a").image_bytes(0) == picture(5)
+    assert open_source(f"{write('jsonl', here / 'set', '2.png')}?root=~/a").image_bytes(
+        0
+    ) == picture(5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -384,7 +515,11 @@ def test_the_home_folder(here, monkeypatch):
     ("root", "error", "words"),
     [
         ("{here}/none", FileNotFoundError, "root '{here}/none' does not exist; give a folder"),
-        ("{here}/a/1.png", FileNotFoundError, "root '{here}/a/1.png' is not a folder; give a folder"),
+        (
+            "{here}/a/1.png",
+            FileNotFoundError,
+            "root '{here}/a/1.png' is not a folder; give a folder",
+        ),
         ("s3://pictures", ValueError, "root 's3://pictures' is remote"),
         ("", ValueError, "option 'root' has no value; write root=VALUE"),
         ("{here}/a&roots=x", ValueError, "unknown option 'roots'"),
@@ -395,13 +530,19 @@ def test_a_root_that_is_no_folder_is_refused_at_once(here, kind, root, error, wo
     spec = write(kind, here / "set", "1.png")
     with pytest.raises(error) as refusal:
         open_format(f"{spec}?root={root.format(here=here)}")
-    assert f"data spec '{spec}?root=" in str(refusal.value) and words.format(here=here) in str(refusal.value)
+    assert f"data spec '{spec}?root=" in str(refusal.value) and words.format(here=here) in str(
+        refusal.value
+    )
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "webdataset", "demo"])
 def test_kinds_without_paths_take_no_roots(here, kind):
     (here / "set" / "class").mkdir()
-    spec = {"imagefolder": f"imagefolder:{here}/set", "webdataset": f"webdataset:{here}/none.tar", "demo": "demo"}[kind]
+    spec = {
+        "imagefolder": f"imagefolder:{here}/set",
+        "webdataset": f"webdataset:{here}/none.tar",
+        "demo": "demo",
+    }[kind]
     assert rooted(spec, here / "a") == spec == from_anywhere(spec)
     with pytest.raises((ValueError, FileNotFoundError)):
         open_format(f"{spec}{'' if ':' in spec else ':'}?root={here}/a")
@@ -409,12 +550,26 @@ def test_kinds_without_paths_take_no_roots(here, kind):
 
 def test_the_words_of_a_spec(here, monkeypatch):
     monkeypatch.chdir(here)
-    assert with_roots("csv:x.csv", None) == with_roots("csv:x.csv", ()) == from_anywhere("csv:x.csv") == "csv:x.csv"
+    assert (
+        with_roots("csv:x.csv", None)
+        == with_roots("csv:x.csv", ())
+        == from_anywhere("csv:x.csv")
+        == "csv:x.csv"
+    )
     assert with_roots("csv:x.csv", ["a", "/b c"]) == f"csv:x.csv?root={here}/a&root=/b c"
-    assert with_roots("csv:x.csv?separator=;&root=/0", ["/1"]) == "csv:x.csv?separator=;&root=/0&root=/1"
+    assert (
+        with_roots("csv:x.csv?separator=;&root=/0", ["/1"])
+        == "csv:x.csv?separator=;&root=/0&root=/1"
+    )
     assert with_roots("coco:a:b.json", ["/1"]) == "coco:a:b.json?root=/1"
-    assert from_anywhere("csv:x.csv?separator=;&root=a&root=~") == f"csv:x.csv?separator=;&root={here}/a&root={Path.home()}"
-    assert from_anywhere("csv:x.csv?root=50%25%26&root=s3://x") == f"csv:x.csv?root={here}/50%25%26&root=s3://x"
+    assert (
+        from_anywhere("csv:x.csv?separator=;&root=a&root=~")
+        == f"csv:x.csv?separator=;&root={here}/a&root={Path.home()}"
+    )
+    assert (
+        from_anywhere("csv:x.csv?root=50%25%26&root=s3://x")
+        == f"csv:x.csv?root={here}/50%25%26&root=s3://x"
+    )
     assert from_anywhere(from_anywhere("tsv:x?root=a%3Fb")) == f"tsv:x?root={here}/a%3Fb"
 
 
@@ -437,7 +592,9 @@ def test_the_flag_and_the_spec_say_the_same(here, monkeypatch):
     spec = write("csv", here / "set", here / "a" / "1.png", "1.png", here / "b" / "1.png")
     parser = ArgumentParser()
     add_root_flag(parser, "SPEC")
-    given = parser.parse_args(["--data-root", "a", "--data-root", "b", "--data-root", f"{here}/a"]).data_root
+    given = parser.parse_args(
+        ["--data-root", "a", "--data-root", "b", "--data-root", f"{here}/a"]
+    ).data_root
     roots = given_roots(parser, given, [spec])
     assert roots == (f"{here}/a", f"{here}/b")
     by_flag, by_spec = open_source(with_roots(spec, roots)), open_source(f"{spec}?root=a&root=b")
@@ -446,9 +603,18 @@ def test_the_flag_and_the_spec_say_the_same(here, monkeypatch):
 
 def test_the_flag_is_refused_where_it_would_do_nothing_or_names_no_folder(here, capsys):
     words = {
-        ("demo", str(here)): "argument --data-root: .* it is for data specs of the kinds jsonl, csv",
-        ("jsonl:x", f"{here}/none"): "argument --data-root: folder '.*/none' does not exist; give a folder",
-        ("jsonl:x", f"{here}/a/1.png"): "argument --data-root: folder '.*1.png' is not a folder; give a folder",
+        (
+            "demo",
+            str(here),
+        ): "argument --data-root: .* it is for data specs of the kinds jsonl, csv",
+        (
+            "jsonl:x",
+            f"{here}/none",
+        ): "argument --data-root: folder '.*/none' does not exist; give a folder",
+        (
+            "jsonl:x",
+            f"{here}/a/1.png",
+        ): "argument --data-root: folder '.*1.png' is not a folder; give a folder",
         ("jsonl:x", "s3://x"): "argument --data-root: folder 's3://x' is remote",
         ("jsonl:x", ""): "argument --data-root: folder names no folder",
         ("jsonl:x", "\udcff"): "argument --data-root: folder .* the name is not UTF-8",
@@ -467,9 +633,22 @@ def test_the_commands_find_pictures_in_roots(here, capsys):
     for given in ([spec, "--data-root", str(here / "a")], [f"{spec}?root={here}/a"]):
         assert inspect_command([*given, "--count", "0"]) == 0
         assert "outside-root" in capsys.readouterr().out
-    assert inspect_command([f"{spec}?root={here}/a", "--data-root", str(here / "b"), "--count", "0"]) == 0
+    assert (
+        inspect_command([f"{spec}?root={here}/a", "--data-root", str(here / "b"), "--count", "0"])
+        == 0
+    )
     assert "outside-root" not in capsys.readouterr().out
-    words = [spec, "--data-root", str(here / "a"), "--image-size", "32", "--workers", "0", "--cache", str(here / "cache")]
+    words = [
+        spec,
+        "--data-root",
+        str(here / "a"),
+        "--image-size",
+        "32",
+        "--workers",
+        "0",
+        "--cache",
+        str(here / "cache"),
+    ]
     assert cache_command.main(words) == 0
     assert "1 pictures stored, 0 were there" in capsys.readouterr().out
 
@@ -483,17 +662,29 @@ def test_what_a_run_trains_on_depends_on_its_roots(here):
     run.mkdir()
     options = {"val_fraction": 0.0, "max_bad_fraction": 0.9}
     prepared = prepare_data(DataOptions((spec,), data_root=roots, **options), None, run)
-    assert prepared.train.tolist() == [0, 1, 2] and prepared.source.spec == rooted(spec, here / "a", here / "b")
-    assert prepare_data(DataOptions((spec,), data_root=roots, **options), None, run).train.tolist() == [0, 1, 2]
+    assert prepared.train.tolist() == [0, 1, 2] and prepared.source.spec == rooted(
+        spec, here / "a", here / "b"
+    )
+    assert prepare_data(
+        DataOptions((spec,), data_root=roots, **options), None, run
+    ).train.tolist() == [0, 1, 2]
     for other in (None, roots[:1], roots[::-1]):
-        with pytest.raises(ValueError, match=r"holds other samples than are asked for \(data_root changed: there .*give another --run-dir"):
+        with pytest.raises(
+            ValueError,
+            match=r"holds other samples than are asked for \(data_root changed: there .*give another --run-dir",
+        ):
             prepare_data(DataOptions((spec,), data_root=other, **options), None, run)
 
 
 def test_roots_are_those_of_the_held_out_samples_too(here):
-    spec, held = write("jsonl", here / "set", "1.png"), write("csv", here / "set", here / "a" / "1.png")
+    spec, held = (
+        write("jsonl", here / "set", "1.png"),
+        write("csv", here / "set", here / "a" / "1.png"),
+    )
     (here / "run").mkdir()
-    prepared = prepare_data(DataOptions((spec,), val_data=held, data_root=(str(here / "a"),)), None, here / "run")
+    prepared = prepare_data(
+        DataOptions((spec,), val_data=held, data_root=(str(here / "a"),)), None, here / "run"
+    )
     assert prepared.held_out["validation"].source.image_bytes(0) == picture(1)
 
 
@@ -514,4 +705,8 @@ def test_samples_kept_before_there_were_roots_are_found_again(here):
 def test_a_question_mark_of_a_pattern_begins_no_option():
     spec = "parquet:/data/part-?.parquet"
     assert with_roots(spec, ["/pictures"]) == f"{spec}?root=/pictures"
-    assert split_options("parquet", "/data/part-?.parquet", ("image", "root")) == ("/data/part-?.parquet", {}, ())
+    assert split_options("parquet", "/data/part-?.parquet", ("image", "root")) == (
+        "/data/part-?.parquet",
+        {},
+        (),
+    )

@@ -10,11 +10,24 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.formats.demo import DemoFormat, code_points, family_key, readable_name, text_of, toneless_key
+from data.formats.demo import (
+    DemoFormat,
+    code_points,
+    family_key,
+    readable_name,
+    text_of,
+    toneless_key,
+)
 from data.index.sources import ConceptSource, Source, open_source
 from data.modalities.pictures import upright_8bit
 
-WOMAN, MAN, PERSON, DARK, LIGHT = "\U0001f469", "\U0001f468", "\U0001f9d1", "\U0001f3ff", "\U0001f3fb"
+WOMAN, MAN, PERSON, DARK, LIGHT = (
+    "\U0001f469",
+    "\U0001f468",
+    "\U0001f9d1",
+    "\U0001f3ff",
+    "\U0001f3fb",
+)
 
 
 def picture(source, i):
@@ -34,7 +47,10 @@ def test_demo_is_every_fully_qualified_emoji_with_a_picture(demo):
 def test_demo_pairs_the_picture_with_its_own_name(demo):
     at = {demo.identity(i): i for i in range(len(demo))}
     assert demo.captions(at["1f469-1f3fd-200d-1f3a8"]) == ["woman artist medium skin tone"]
-    red, green = (upright_8bit(picture(demo, at[key])).resize((1, 1)).getpixel((0, 0)) for key in ("1f7e5", "1f7e9"))
+    red, green = (
+        upright_8bit(picture(demo, at[key])).resize((1, 1)).getpixel((0, 0))
+        for key in ("1f7e5", "1f7e9")
+    )
     assert demo.captions(at["1f7e5"]) == ["red square"] and red[0] > red[1]
     assert demo.captions(at["1f7e9"]) == ["green square"] and green[1] > green[0]
     assert picture(demo, 0).size == (72, 72) == (demo.column("width")[0], demo.column("height")[0])
@@ -50,8 +66,13 @@ def test_demo_has_every_language_in_the_asked_order(demo):
     languages = ["es", "ja", "ko", "pt", "it", "fr", "de", "fa", "id", "zh", "ru", "tr", "ar", "en"]
     every = open_source("demo:" + "+".join(languages))
     assert len(every) == len(demo)
-    assert all(len(every.captions(i)) == len(languages) and all(every.captions(i)) for i in range(len(every)))
-    assert [every.identity(i) for i in range(len(every))] == [demo.identity(i) for i in range(len(demo))]
+    assert all(
+        len(every.captions(i)) == len(languages) and all(every.captions(i))
+        for i in range(len(every))
+    )
+    assert [every.identity(i) for i in range(len(every))] == [
+        demo.identity(i) for i in range(len(demo))
+    ]
     assert every.captions(5)[-1] == demo.captions(5)[0]
     assert "HANGUL" in unicodedata.name(every.captions(0)[2][0])
     assert open_source("demo:en").spec == "demo"
@@ -59,14 +80,32 @@ def test_demo_has_every_language_in_the_asked_order(demo):
 
 def test_family_joins_skin_tones_genders_and_both_spellings_of_pairs():
     firefighter = "\u200d\U0001f692"
-    assert family_key(WOMAN + DARK + firefighter) == family_key(PERSON + firefighter) == family_key(MAN + LIGHT + firefighter)
-    assert family_key("\U0001f46e" + LIGHT + "\u200d\u2640\ufe0f") == family_key("\U0001f46e")  # woman police officer
-    assert family_key("\U0001f48f") == family_key(f"{WOMAN}{DARK}\u200d\u2764\ufe0f\u200d\U0001f48b\u200d{MAN}{LIGHT}")  # kiss
-    assert family_key("\U0001f46b" + DARK) == family_key(f"{MAN}{LIGHT}\u200d\U0001f91d\u200d{MAN}{DARK}")  # holding hands
-    assert family_key("\U0001f46a") == family_key(f"{MAN}\u200d{WOMAN}\u200d\U0001f467\u200d\U0001f466")  # family
-    assert family_key(MAN + firefighter) != family_key(MAN + "\u200d\U0001f680")  # an astronaut is another concept
+    assert (
+        family_key(WOMAN + DARK + firefighter)
+        == family_key(PERSON + firefighter)
+        == family_key(MAN + LIGHT + firefighter)
+    )
+    assert family_key("\U0001f46e" + LIGHT + "\u200d\u2640\ufe0f") == family_key(
+        "\U0001f46e"
+    )  # woman police officer
+    assert family_key("\U0001f48f") == family_key(
+        f"{WOMAN}{DARK}\u200d\u2764\ufe0f\u200d\U0001f48b\u200d{MAN}{LIGHT}"
+    )  # kiss
+    assert family_key("\U0001f46b" + DARK) == family_key(
+        f"{MAN}{LIGHT}\u200d\U0001f91d\u200d{MAN}{DARK}"
+    )  # holding hands
+    assert family_key("\U0001f46a") == family_key(
+        f"{MAN}\u200d{WOMAN}\u200d\U0001f467\u200d\U0001f466"
+    )  # family
+    assert family_key(MAN + firefighter) != family_key(
+        MAN + "\u200d\U0001f680"
+    )  # an astronaut is another concept
     assert family_key("\u2640\ufe0f") != family_key("\u2642\ufe0f")  # the signs themselves, alone
-    assert toneless_key(WOMAN + DARK + firefighter) == WOMAN + firefighter != toneless_key(MAN + firefighter)
+    assert (
+        toneless_key(WOMAN + DARK + firefighter)
+        == WOMAN + firefighter
+        != toneless_key(MAN + firefighter)
+    )
     assert code_points("\u2640\ufe0f") == "2640"
 
 
@@ -77,7 +116,9 @@ def test_concepts_follow_from_the_identity(demo):
         assert demo.family(i) == family_key(text) and demo.toneless(i) == toneless_key(text)
     at = {demo.identity(i): i for i in range(len(demo))}
     dark, light = (at[code_points(WOMAN + tone + "\u200d\U0001f692")] for tone in (DARK, LIGHT))
-    assert demo.toneless(dark) == demo.toneless(light) and demo.family(dark) == demo.family(at[code_points(PERSON + "\u200d\U0001f692")])
+    assert demo.toneless(dark) == demo.toneless(light) and demo.family(dark) == demo.family(
+        at[code_points(PERSON + "\u200d\U0001f692")]
+    )
 
 
 def test_columns_describe_the_pictures(demo):
@@ -85,7 +126,9 @@ def test_columns_describe_the_pictures(demo):
     width, height = picture(demo, i).size
     assert (demo.column("width")[i], demo.column("height")[i]) == (width, height)
     assert demo.column("complexity")[i] == np.float32(len(demo.image_bytes(i)) / (width * height))
-    assert demo.column("num_captions")[i] == 1 and demo.column("num_characters")[i] == len(demo.captions(i)[0])
+    assert demo.column("num_captions")[i] == 1 and demo.column("num_characters")[i] == len(
+        demo.captions(i)[0]
+    )
     kinds = {
         "width": "i4",
         "height": "i4",
@@ -122,7 +165,10 @@ def test_pickled_it_is_small_and_reads_the_same(demo):
         ("a/b.tar", ["did you mean 'webdataset:a/b.tar'?"]),
         ("x.csv", ["did you mean 'csv:x.csv'?"]),
         ("coco:", ["a folder and a file are needed", "coco:IMAGES:CAPTIONS.json"]),
-        ("csv:a.csv?imag=x", ["unknown option 'imag'", "known: image, text, id, separator", "did you mean 'image'?"]),
+        (
+            "csv:a.csv?imag=x",
+            ["unknown option 'imag'", "known: image, text, id, separator", "did you mean 'image'?"],
+        ),
         ("csv:a.csv?text=", ["option 'text' has no value"]),
         ("csv:a.csv?text=a&text=b", ["option 'text' is given twice"]),
         ("webdataset:{0..3.tar", ["'webdataset:{0..3.tar'"]),
@@ -152,7 +198,13 @@ def test_missing_package_says_what_to_install(package, monkeypatch):
 
 
 def test_command_prints_the_counts():
-    run = subprocess.run([sys.executable, "-m", "data.formats.demo"], capture_output=True, text=True, check=True, timeout=300)
+    run = subprocess.run(
+        [sys.executable, "-m", "data.formats.demo"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
     assert "emoji pictures" in run.stdout and "14 languages" in run.stdout
     counts = {line.split()[0]: line.split()[1] for line in run.stdout.splitlines()}
     assert all(int(counts[name]) > 300 for name in ("train", "family", "composition"))

@@ -23,7 +23,10 @@ def content_key(source, i):
 
 
 def assert_no_content_on_two_sides(source, splits):
-    for keys in (lambda i: [content_key(source, i)], lambda i: [text.casefold() for text in source.captions(i)]):
+    for keys in (
+        lambda i: [content_key(source, i)],
+        lambda i: [text.casefold() for text in source.captions(i)],
+    ):
         found = [{key for i in side for key in keys(int(i))} for side in sides(splits)]
         assert sum(map(len, found)) == len(set.union(*found))
 
@@ -43,7 +46,9 @@ def test_demo_no_picture_and_no_caption_on_two_sides(demo, splits):
 
 
 def test_demo_family_concepts_are_unseen(demo, splits):
-    trained = {demo.family(int(i)) for i in np.concatenate([splits.train, splits.held_out["composition"]])}
+    trained = {
+        demo.family(int(i)) for i in np.concatenate([splits.train, splits.held_out["composition"]])
+    }
     assert not trained & {demo.family(int(i)) for i in splits.held_out["family"]}
     words = {demo.captions(int(i))[0].split(" skin tone")[0] for i in splits.held_out["family"]}
     assert len(words) > 100  # many concepts, not one large family
@@ -52,7 +57,9 @@ def test_demo_family_concepts_are_unseen(demo, splits):
 def test_demo_composition_is_mostly_another_skin_tone(demo, splits):
     report = split_report(demo, splits)
     assert report["composition_in_another_skin_tone"] > report["composition"] / 2
-    assert report["samples"] == len(demo) == report["train"] + report["family"] + report["composition"]
+    assert (
+        report["samples"] == len(demo) == report["train"] + report["family"] + report["composition"]
+    )
 
 
 def test_pure_function_of_the_seed(demo, splits):
@@ -63,15 +70,22 @@ def test_pure_function_of_the_seed(demo, splits):
 
 
 def test_jsonl_keeps_equal_pictures_and_captions_together(emoji_set, tmp_path):
-    # A chain: sample 20 has the picture of 0 (other bytes) and the caption of 1; 21 has the caption of 2 in capitals.
+    # A chain: sample 20 has the picture of 0 (other bytes) and the caption of 1; 21 has the caption
+    # of 2 in capitals.
     file = emoji_set(20, texts=lambda caption: [caption, caption + " emoji"])
-    Image.open(file.parent / "pictures of emoji/0.png").save(file.parent / "copy.webp", lossless=True, exact=True)
+    Image.open(file.parent / "pictures of emoji/0.png").save(
+        file.parent / "copy.webp", lossless=True, exact=True
+    )
     source = open_source(f"jsonl:{file}")
     one, two = source.captions(1)[1], source.captions(2)[0].upper()
     with file.open("a") as lines:
-        lines.write(f'{{"image_path": "copy.webp", "text": "{one}"}}\n{{"image_path": "pictures of emoji/3.png", "text": "{two}"}}\n')
+        lines.write(
+            f'{{"image_path": "copy.webp", "text": "{one}"}}\n{{"image_path": "pictures of emoji/3.png", "text": "{two}"}}\n'
+        )
     source = open_source(f"jsonl:{file}")
-    assert content_key(source, 20) == content_key(source, 0) and source.content_hash(20) != source.content_hash(0)
+    assert content_key(source, 20) == content_key(source, 0) and source.content_hash(
+        20
+    ) != source.content_hash(0)
     for seed in range(20):
         splits = split_source(source, 0.3, seed)
         side = {int(i): name for name, part in splits.held_out.items() for i in part}
@@ -83,8 +97,16 @@ def test_jsonl_keeps_equal_pictures_and_captions_together(emoji_set, tmp_path):
 
 def test_small_sets(emoji_set):
     source = open_source(f"jsonl:{emoji_set(3)}")
-    assert split_report(source, split_source(source, 0.1, 0)) == {"samples": 3, "train": 2, "validation": 1}
-    assert split_report(source, split_source(source, 0.9, 0)) == {"samples": 3, "train": 1, "validation": 2}
+    assert split_report(source, split_source(source, 0.1, 0)) == {
+        "samples": 3,
+        "train": 2,
+        "validation": 1,
+    }
+    assert split_report(source, split_source(source, 0.9, 0)) == {
+        "samples": 3,
+        "train": 1,
+        "validation": 2,
+    }
 
 
 def test_fraction_zero_holds_out_nothing(emoji_set):
@@ -94,7 +116,9 @@ def test_fraction_zero_holds_out_nothing(emoji_set):
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3])
 def test_bad_samples_are_on_no_side(emoji_set, fraction):
-    source = open_source(f"jsonl:{emoji_set(10, 'no json', {'image_path': 'missing.png', 'text': 'nothing'})}")
+    source = open_source(
+        f"jsonl:{emoji_set(10, 'no json', {'image_path': 'missing.png', 'text': 'nothing'})}"
+    )
     splits = split_source(source, fraction, 0)
     assert len(source) == 12 and sorted(np.concatenate(sides(splits)).tolist()) == list(range(10))
 
@@ -119,12 +143,18 @@ class Captioned:
 
 
 def test_refusals(demo, emoji_set):
-    with pytest.raises(ValueError, match=r"val_fraction 0.5 with held-out sets family, composition: 0 <= val_fraction < 0.5"):
+    with pytest.raises(
+        ValueError,
+        match=r"val_fraction 0.5 with held-out sets family, composition: 0 <= val_fraction < 0.5",
+    ):
         split_source(demo, 0.5)
     source = open_source(f"jsonl:{emoji_set(4, texts=lambda caption: 'a picture')}")
     with pytest.raises(ValueError, match=r"val_fraction -0.1 .* < 1 is needed"):
         split_source(source, -0.1)
-    with pytest.raises(ValueError, match=r"4 samples in 1 groups of equal content cannot .* train 4, validation 0; no side"):
+    with pytest.raises(
+        ValueError,
+        match=r"4 samples in 1 groups of equal content cannot .* train 4, validation 0; no side",
+    ):
         split_source(source, 0.25)
     with pytest.raises(ValueError, match="splits share samples: 4 indices, 3 different"):
         Splits(np.array([0, 1]), {"validation": np.array([1, 2])})

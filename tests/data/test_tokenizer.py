@@ -20,16 +20,32 @@ print(hashlib.sha256(load_tokenizer(None, captions, vocab_size=1800).backend_tok
 
 def test_training_is_the_same_in_every_process():
     # In processes: the trainer's hash maps are seeded per process.
-    runs = [subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, check=True, timeout=300).stdout for _ in range(2)]
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", TRAIN], capture_output=True, text=True, check=True, timeout=300
+        ).stdout
+        for _ in range(2)
+    ]
     assert runs[0] == runs[1] != ""
 
 
 def test_special_tokens_and_bert_layout(tokenizer):
-    assert tokenizer.convert_tokens_to_ids(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]) == [0, 1, 2, 3, 4]
+    assert tokenizer.convert_tokens_to_ids(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     tokens = tokenizer.convert_ids_to_tokens(tokenizer("Woman ARTIST").input_ids)
     assert tokens == ["[CLS]", "woman", "artist", "[SEP]"]
-    assert len(tokenizer.all_special_tokens) == 5 and not tokenizer.get_added_vocab().keys() - set(tokenizer.all_special_tokens)
-    assert tokenizer.decode(tokenizer("åland islands").input_ids, skip_special_tokens=True) == "åland islands"
+    assert len(tokenizer.all_special_tokens) == 5 and not tokenizer.get_added_vocab().keys() - set(
+        tokenizer.all_special_tokens
+    )
+    assert (
+        tokenizer.decode(tokenizer("åland islands").input_ids, skip_special_tokens=True)
+        == "åland islands"
+    )
 
 
 def test_subwords_cover_words_never_seen(tokenizer):
@@ -42,7 +58,9 @@ def test_scripts_are_not_taken_apart():
     assert tokenizer.tokenize("여자") == ["여자"]
     assert tokenizer.tokenize("がくせい") == ["がくせい"]
     assert "[UNK]" not in tokenizer.tokenize("زنِ هنرمند")
-    assert tokenizer.tokenize("\u304b\u3099くせい") == ["がくせい"]  # the voicing mark as a character of its own
+    assert tokenizer.tokenize("\u304b\u3099くせい") == [
+        "がくせい"
+    ]  # the voicing mark as a character of its own
 
 
 def test_saved_folder_loads_again(tokenizer, tmp_path, demo):
@@ -70,14 +88,20 @@ def test_batch_is_padded_to_its_longest_text_or_to_a_multiple(tokenizer):
 def test_batch_is_cut_at_the_limit_with_its_end_token(tokenizer):
     batch = batch_tokens(tokenizer, ["woman and man holding hands light skin tone", "cat"], 7)
     assert batch["input_ids"].shape == (2, 7)
-    assert batch["input_ids"][0, 0] == 2 and batch["input_ids"][0, -1] == 3 and batch["attention_mask"][0].all()
+    assert (
+        batch["input_ids"][0, 0] == 2
+        and batch["input_ids"][0, -1] == 3
+        and batch["attention_mask"][0].all()
+    )
 
 
 def test_tokenizer_without_padding_uses_its_end_token(tmp_path, tokenizer):
     from transformers import PreTrainedTokenizerFast
 
     for name, special in (("end", {"eos_token": "[SEP]"}), ("none", {})):
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **special).save_pretrained(str(tmp_path / name))
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend_tokenizer, **special
+        ).save_pretrained(str(tmp_path / name))
     assert load_tokenizer(str(tmp_path / "end")).pad_token_id == 3
     with pytest.raises(ValueError, match="neither a padding nor an end token"):
         load_tokenizer(str(tmp_path / "none"))

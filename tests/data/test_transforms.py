@@ -10,12 +10,23 @@ from torchvision.transforms import InterpolationMode, v2
 
 from data.modalities.pictures import decode_bytes
 from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
-from data.modalities.transforms import COLOUR_JITTER, KEPT, SHRUNK, Stored, augmented, eval_transform, normalised, train_transform
+from data.modalities.transforms import (
+    COLOUR_JITTER,
+    KEPT,
+    SHRUNK,
+    Stored,
+    augmented,
+    eval_transform,
+    normalised,
+    train_transform,
+)
 
 
 def to_rgb(tensor):
     """[3, H, W] normalised -> uint8-like 0..255"""
-    return (tensor * torch.tensor(CLIP.std)[:, None, None] + torch.tensor(CLIP.mean)[:, None, None]) * 255
+    return (
+        tensor * torch.tensor(CLIP.std)[:, None, None] + torch.tensor(CLIP.mean)[:, None, None]
+    ) * 255
 
 
 def made(transform, image, seed=0):
@@ -36,7 +47,9 @@ def smooth(width, height):
 
 
 def grey_16bit():
-    return Image.fromarray(np.full((8, 8), 32800, dtype=np.uint16))  # about half of 65535; its lower byte is 32
+    return Image.fromarray(
+        np.full((8, 8), 32800, dtype=np.uint16)
+    )  # about half of 65535; its lower byte is 32
 
 
 def palette_with_transparency():
@@ -50,7 +63,11 @@ MODES = [
     ("1", Image.new("1", (8, 8), 1), (255, 255, 255)),
     ("L", Image.new("L", (8, 8), 100), (100, 100, 100)),
     ("LA", Image.new("LA", (8, 8), (0, 0)), (255, 255, 255)),
-    ("P", Image.new("RGB", (8, 8), (0, 0, 255)).convert("P", palette=Image.Palette.ADAPTIVE), (0, 0, 255)),
+    (
+        "P",
+        Image.new("RGB", (8, 8), (0, 0, 255)).convert("P", palette=Image.Palette.ADAPTIVE),
+        (0, 0, 255),
+    ),
     ("P transparent", palette_with_transparency(), (255, 255, 255)),
     ("RGB", Image.new("RGB", (8, 8), (10, 20, 30)), (10, 20, 30)),
     ("RGBA half", Image.new("RGBA", (8, 8), (0, 0, 0, 128)), (127, 127, 127)),
@@ -63,7 +80,9 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize(("image", "colour"), [mode[1:] for mode in MODES], ids=[mode[0] for mode in MODES])
+@pytest.mark.parametrize(
+    ("image", "colour"), [mode[1:] for mode in MODES], ids=[mode[0] for mode in MODES]
+)
 def test_every_mode_becomes_normalised_rgb(image, colour):
     tensor = made(eval_transform(4), image)
     assert tensor.shape == (3, 4, 4) and tensor.dtype == torch.float32
@@ -74,13 +93,22 @@ def test_every_mode_becomes_normalised_rgb(image, colour):
 
 
 def test_normalised_is_torchvision_s_arithmetic():
-    pictures = [np.random.default_rng(n).integers(0, 256, (5, 7, 3)).astype(np.uint8) for n in range(3)]
+    pictures = [
+        np.random.default_rng(n).integers(0, 256, (5, 7, 3)).astype(np.uint8) for n in range(3)
+    ]
     given = torch.full((3 * 5 * 7 * 3,), torch.nan)
     values = normalised(pictures, given)
     assert values.shape == (3, 3, 5, 7) and values.is_contiguous(memory_format=torch.channels_last)
     assert values.data_ptr() == given.data_ptr()
-    expected = [v2.functional.normalize(torch.from_numpy(p).permute(2, 0, 1) / 255, list(CLIP.mean), list(CLIP.std)) for p in pictures]
-    assert torch.allclose(values, torch.stack(expected), atol=1e-5)  # one multiplication and one addition instead of four steps
+    expected = [
+        v2.functional.normalize(
+            torch.from_numpy(p).permute(2, 0, 1) / 255, list(CLIP.mean), list(CLIP.std)
+        )
+        for p in pictures
+    ]
+    assert torch.allclose(
+        values, torch.stack(expected), atol=1e-5
+    )  # one multiplication and one addition instead of four steps
     assert torch.equal(values, normalised(pictures))
 
 
@@ -94,9 +122,12 @@ def test_not_square_is_cropped_in_the_middle():
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("resize", [40, 44])
 def test_evaluation_is_torchvision_s_resize_and_centre_crop(shape, interpolation, resize):
-    """To the last bit on the same decoded pixels, whichever way sizes and margins have to be rounded."""
+    """To the last bit on the same decoded pixels, whichever way sizes and margins have to be
+    rounded."""
     pixels = torch.from_numpy(np.array(smooth(*shape))).permute(2, 0, 1)
-    usual = v2.Compose([v2.Resize(resize, InterpolationMode(interpolation), antialias=True), v2.CenterCrop(40)])
+    usual = v2.Compose(
+        [v2.Resize(resize, InterpolationMode(interpolation), antialias=True), v2.CenterCrop(40)]
+    )
     transform = eval_transform(40, Preprocessing(interpolation=interpolation, crop_pct=40 / resize))
     ours = transform(np.array(smooth(*shape)))
     assert torch.equal(torch.from_numpy(ours).permute(2, 0, 1), usual(pixels))
@@ -126,26 +157,40 @@ def test_any_picture_fills_any_target(shape, size):
 
 def test_training_crops_80_to_100_percent_anywhere_in_the_picture():
     ramp = np.zeros((120, 160, 3), np.uint8)
-    ramp[..., 0], ramp[..., 1] = np.arange(160)[None, :], np.arange(120)[:, None]  # a pixel's colour says where it was
+    ramp[..., 0], ramp[..., 1] = (
+        np.arange(160)[None, :],
+        np.arange(120)[:, None],
+    )  # a pixel's colour says where it was
     transform, lefts, areas, shapes = train_transform(60), [], [], []
     for seed in range(300):
         crop = transform(ramp, np.random.default_rng(seed)).astype(float)
         inner = crop[5:-5, 5:-5]
-        width, height = (60 / 50 * (50 / 49) * (inner[..., c].max() - inner[..., c].min()) for c in (0, 1))
+        width, height = (
+            60 / 50 * (50 / 49) * (inner[..., c].max() - inner[..., c].min()) for c in (0, 1)
+        )
         lefts.append(crop[30, 30, 0] - width / 2)
         areas.append(width * height / 120**2)
         shapes.append(width / height)
-    assert 0.75 < min(areas) < 0.84 and 0.93 < max(areas) < 1.05  # of the largest square; colours round
+    assert (
+        0.75 < min(areas) < 0.84 and 0.93 < max(areas) < 1.05
+    )  # of the largest square; colours round
     assert 0.86 < min(shapes) < 0.93 and 1.07 < max(shapes) < 1.14
     assert min(lefts) < 5 and max(lefts) > 40  # a 4:3 picture is not always cropped in its middle
 
 
 def test_training_background_is_light_and_random_and_evaluation_is_white(demo):
-    corner = [to_rgb(made(train_transform(32), decode_bytes(demo.image_bytes(100)), seed))[:, 0, 0] for seed in range(20)]
+    corner = [
+        to_rgb(made(train_transform(32), decode_bytes(demo.image_bytes(100)), seed))[:, 0, 0]
+        for seed in range(20)
+    ]
     assert torch.stack(corner).min() > 170 and torch.stack(corner).std() > 5
     white = to_rgb(made(train_transform(32, white=True), decode_bytes(demo.image_bytes(100)), 3))
     assert torch.allclose(white[:, 0, 0], torch.tensor(255.0), atol=1.0)
-    assert torch.allclose(to_rgb(made(eval_transform(32), decode_bytes(demo.image_bytes(100))))[:, 0, 0], torch.tensor(255.0), atol=1.0)
+    assert torch.allclose(
+        to_rgb(made(eval_transform(32), decode_bytes(demo.image_bytes(100))))[:, 0, 0],
+        torch.tensor(255.0),
+        atol=1.0,
+    )
 
 
 def left_is_brighter(tensor):
@@ -156,27 +201,43 @@ def test_augmentation_does_what_its_words_say():
     assert augmented(8, ()) == eval_transform(8)
     assert augmented(8, ("crop",)) == train_transform(8)
     assert augmented(8, ("crop", "white")) == train_transform(8, white=True)
-    assert augmented((8, 12), ("crop", "colour", "flip")) == train_transform((8, 12), colour_jitter=COLOUR_JITTER, flip=0.5)
+    assert augmented((8, 12), ("crop", "colour", "flip")) == train_transform(
+        (8, 12), colour_jitter=COLOUR_JITTER, flip=0.5
+    )
 
 
 def test_no_flip_unless_asked_for():
     image = Image.new("RGB", (40, 40))
     image.paste((255, 255, 255), (0, 0, 20, 40))
     assert all(left_is_brighter(made(train_transform(8), image, seed)) for seed in range(30))
-    flipped = [left_is_brighter(made(train_transform(8, flip=0.5), image, seed)) for seed in range(60)]
+    flipped = [
+        left_is_brighter(made(train_transform(8, flip=0.5), image, seed)) for seed in range(60)
+    ]
     assert 15 < sum(flipped) < 45
 
 
 def test_jitter_changes_brightness_when_asked():
     image = Image.new("RGB", (16, 16), (100, 100, 100))
-    assert len({round(made(train_transform(8, colour_jitter=0.3), image, seed).mean().item(), 2) for seed in range(10)}) > 3
-    assert len({round(made(train_transform(8), image, seed).mean().item(), 2) for seed in range(10)}) == 1
+    assert (
+        len(
+            {
+                round(made(train_transform(8, colour_jitter=0.3), image, seed).mean().item(), 2)
+                for seed in range(10)
+            }
+        )
+        > 3
+    )
+    assert (
+        len({round(made(train_transform(8), image, seed).mean().item(), 2) for seed in range(10)})
+        == 1
+    )
 
 
 def test_an_option_does_not_shift_the_draws_of_another():
     image = smooth(50, 40)
     plain, flipped = (
-        transform(np.array(image), np.random.default_rng(5)) for transform in (train_transform(16), train_transform(16, flip=1.0))
+        transform(np.array(image), np.random.default_rng(5))
+        for transform in (train_transform(16), train_transform(16, flip=1.0))
     )
     assert np.array_equal(plain, flipped[:, ::-1])
 
@@ -185,7 +246,11 @@ def test_an_option_does_not_shift_the_draws_of_another():
     ("file", "target", "stored"),
     [
         ((640, 480), 224, (240, 320)),  # half, by the JPEG decoder
-        ((500, 375), 224, (258, 343)),  # 375 is more than 1.25 x 224, and half of it is less than 224: 1.15 x
+        (
+            (500, 375),
+            224,
+            (258, 343),
+        ),  # 375 is more than 1.25 x 224, and half of it is less than 224: 1.15 x
         ((280, 280), 224, (280, 280)),  # just 1.25 x
         ((100, 60), 224, (60, 100)),  # smaller than needed: as it is
         ((640, 480), (192, 256), (240, 320)),  # height is what limits
@@ -196,28 +261,47 @@ def test_what_is_stored_is_a_little_larger_than_what_is_read(file, target, store
     size = (target, target) if isinstance(target, int) else target
     array = Stored(size)(encoded(smooth(*file), "JPEG", quality=95))
     assert array.shape[:2] == stored and array.dtype == np.uint8
-    reference = np.asarray(smooth(*file).resize(array.shape[1::-1], Image.Resampling.BOX)).astype(int)
+    reference = np.asarray(smooth(*file).resize(array.shape[1::-1], Image.Resampling.BOX)).astype(
+        int
+    )
     assert np.abs(array - reference).mean() < 3  # the same picture, whatever way it was shrunk
 
 
 def test_stored_has_four_channels_only_where_something_is_transparent():
     clear = Image.new("RGBA", (300, 300), (10, 200, 30, 255))
-    assert Stored((64, 64))(encoded(clear, "PNG")).shape == (round(64 * SHRUNK), round(64 * SHRUNK), 3)
+    assert Stored((64, 64))(encoded(clear, "PNG")).shape == (
+        round(64 * SHRUNK),
+        round(64 * SHRUNK),
+        3,
+    )
     clear.paste((255, 0, 0, 0), (0, 0, 150, 300))
     stored = Stored((64, 64))(encoded(clear, "PNG"))
     assert stored.shape[2] == 4
-    assert stored[stored[..., 3] > 0][:, 0].max() < 20  # the invisible red does not seep into the green
+    assert (
+        stored[stored[..., 3] > 0][:, 0].max() < 20
+    )  # the invisible red does not seep into the green
     assert KEPT * 64 < 300
 
 
 def test_stored_is_the_same_for_the_same_bytes_and_named_by_its_size(demo):
     data = demo.image_bytes(7)
     assert np.array_equal(Stored((32, 32))(data), Stored((32, 32))(data))
-    assert Stored((32, 32)).name == train_transform(32).stored.name == eval_transform(32).stored.name != Stored((32, 64)).name
+    assert (
+        Stored((32, 32)).name
+        == train_transform(32).stored.name
+        == eval_transform(32).stored.name
+        != Stored((32, 64)).name
+    )
     larger, bilinear = Preprocessing(crop_pct=32 / 36), Preprocessing(interpolation="bilinear")
-    names = {train_transform(32, preprocessing=changed).stored.name for changed in (CLIP, larger, bilinear)}
+    names = {
+        train_transform(32, preprocessing=changed).stored.name
+        for changed in (CLIP, larger, bilinear)
+    }
     assert len(names) == 3 and train_transform(32, preprocessing=larger).stored == Stored((36, 36))
-    assert train_transform(32, preprocessing=Preprocessing(*NORMALIZATIONS["imagenet"])).stored.name in names  # applied later
+    assert (
+        train_transform(32, preprocessing=Preprocessing(*NORMALIZATIONS["imagenet"])).stored.name
+        in names
+    )  # applied later
 
 
 @pytest.mark.parametrize("transform", [train_transform, eval_transform])

@@ -1,4 +1,5 @@
-"""The average of the weights: by the formula, exchanged without a trace, sharded as the weights are, and there again after a resume."""
+"""The average of the weights: by the formula, exchanged without a trace, sharded as the weights
+are, and there again after a resume."""
 
 import pytest
 import torch
@@ -45,7 +46,10 @@ def test_an_exchange_is_undone_to_the_last_bit():
 )
 def test_what_is_wrong_is_refused_with_its_key(block, words):
     with pytest.raises(ValueError) as error:
-        check_config({"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "branches": {"ema": block}}, BRANCHES)
+        check_config(
+            {"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "branches": {"ema": block}},
+            BRANCHES,
+        )
     assert all(word in str(error.value) for word in words), error.value
 
 
@@ -55,12 +59,22 @@ def test_nothing_is_averaged_unless_the_file_says_so():
 
 def fork(zero_stage, precision):
     stages, replicas = {"image": 1, "text": 1}, {"image": 2, "text": 1}
-    return Case("fork", stages, replicas, 12, zero_stage=zero_stage, precision=precision, steps=3, ema={"decay": DECAY, "warmup": False})
+    return Case(
+        "fork",
+        stages,
+        replicas,
+        12,
+        zero_stage=zero_stage,
+        precision=precision,
+        steps=3,
+        ema={"decay": DECAY, "warmup": False},
+    )
 
 
 @pytest.mark.parametrize("case", [fork(0, "fp32"), fork(1, "fp32"), fork(1, "bf16")], ids=str)
 def test_averaged_weights_are_the_mean_of_what_was_trained(case, tmp_path):
-    """In `averaged_weights` all weights of a stage are the average, on all its replicas; behind it the run is as it was."""
+    """In `averaged_weights` all weights of a stage are the average, on all its replicas; behind it
+    the run is as it was."""
     results = run_ranks(case.world_size, train_and_average, case, str(tmp_path))
     for result in results:
         assert result["untouched"], "weights, master weights or averages changed"
@@ -68,10 +82,26 @@ def test_averaged_weights_are_the_mean_of_what_was_trained(case, tmp_path):
             expected = history[0].double()
             for weight in history[1:]:
                 expected = DECAY * expected + (1 - DECAY) * weight.double()
-            rounding = 1e-6 if case.precision == "fp32" else 2**-7  # of bf16 weights, whose history is rounded too
-            torch.testing.assert_close(result["averaged"][name].double(), expected, rtol=rounding, atol=rounding * 1e-2, msg=name)
-            torch.testing.assert_close(result["saved"][name].double(), result["averaged"][name].double(), rtol=0, atol=0, msg=name)
+            rounding = (
+                1e-6 if case.precision == "fp32" else 2**-7
+            )  # of bf16 weights, whose history is rounded too
+            torch.testing.assert_close(
+                result["averaged"][name].double(),
+                expected,
+                rtol=rounding,
+                atol=rounding * 1e-2,
+                msg=name,
+            )
+            torch.testing.assert_close(
+                result["saved"][name].double(),
+                result["averaged"][name].double(),
+                rtol=0,
+                atol=0,
+                msg=name,
+            )
     resumed = run_ranks(case.world_size, go_on, case, str(tmp_path))
     for result, after in zip(results, resumed):
-        assert all(torch.equal(a, b) for a, b in zip(result["later"]["averages"], after["averages"]))
+        assert all(
+            torch.equal(a, b) for a, b in zip(result["later"]["averages"], after["averages"])
+        )
         assert result["later"]["num_updates"] == after["num_updates"] == case.steps + 1

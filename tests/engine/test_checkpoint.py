@@ -1,4 +1,5 @@
-"""A run that was stopped goes on as if it had not been: on the same topology to the last bit, on another one to rounding."""
+"""A run that was stopped goes on as if it had not been: on the same topology to the last bit, on
+another one to rounding."""
 
 from dataclasses import replace
 
@@ -18,14 +19,25 @@ COMMON = {
     "dropout": 0.1,
     "ema": {"decay": 0.9},
     "optimizer_groups": {"image": {"lr": 5e-4, "layer_decay": 0.7}, "text": {"warmup_steps": 2}},
-    "clipping": {"image": {"kind": "adaptive", "factor": 1.01, "decay": 0.5, "warmup_steps": 1}, "text": 1.0, "head": 0.1},
+    "clipping": {
+        "image": {"kind": "adaptive", "factor": 1.01, "decay": 0.5, "warmup_steps": 1},
+        "text": 1.0,
+        "head": 0.1,
+    },
     "scheduler": {
         "type": "WarmupCosineLR",
-        "params": {"total_num_steps": 40, "warmup_num_steps": 4, "warmup_min_ratio": 0.1, "warmup_type": "linear"},
+        "params": {
+            "total_num_steps": 40,
+            "warmup_num_steps": 4,
+            "warmup_min_ratio": 0.1,
+            "warmup_type": "linear",
+        },
     },
 }
 FORK_2_1 = Case("fork", {"image": 2, "text": 1}, {"image": 1, "text": 1}, **COMMON, fusion=2)
-FORK_1_1 = Case("fork", {"image": 1, "text": 1}, {"image": 1, "text": 1}, **COMMON, fusion=2, schedule="replay")
+FORK_1_1 = Case(
+    "fork", {"image": 1, "text": 1}, {"image": 1, "text": 1}, **COMMON, fusion=2, schedule="replay"
+)
 CHAIN = Case("chain", {"image": 1, "text": 1}, 1, **COMMON, fusion=2)
 MERGED_2 = Case("merged", {"merged": 1}, 2, **COMMON, fusion=2)
 
@@ -40,7 +52,8 @@ MERGED_2 = Case("merged", {"merged": 1}, 2, **COMMON, fusion=2)
     ids=str,
 )
 def test_the_same_topology_goes_on_to_the_last_bit(tmp_path, case):
-    """Parameters, optimizer state, counters, learning rates and the next losses; the checkpoint was written while training went on."""
+    """Parameters, optimizer state, counters, learning rates and the next losses; the checkpoint was
+    written while training went on."""
     went_on = run_ranks(case.world_size, train_from, case, 4, None, tmp_path, save_at=2)
     verify(tmp_path / "step-00000002")
     resumed = run_ranks(case.world_size, train_from, case, 2, tmp_path / "step-00000002")
@@ -52,7 +65,11 @@ def test_the_same_topology_goes_on_to_the_last_bit(tmp_path, case):
             assert other[key] == {step: one[key][step] for step in (3, 4)}, key
     assert len(set(went_on[0]["lr"].values())) == 4
     assert {result["optimizer"] for result in went_on} == {
-        "BF16_Optimizer" if case.precision == "bf16" else "DeepSpeedZeroOptimizer" if case.zero_stage else "AdamW"
+        "BF16_Optimizer"
+        if case.precision == "bf16"
+        else "DeepSpeedZeroOptimizer"
+        if case.zero_stage
+        else "AdamW"
     }
 
 
@@ -60,12 +77,15 @@ def assert_same(one, other):
     assert one["scalars"] == other["scalars"] and one["progress"] == other["progress"]
     assert one["tensors"].keys() == other["tensors"].keys()
     for fragment, tensor in one["tensors"].items():
-        assert tensor.dtype == other["tensors"][fragment].dtype and torch.equal(tensor, other["tensors"][fragment]), fragment.key
+        assert tensor.dtype == other["tensors"][fragment].dtype and torch.equal(
+            tensor, other["tensors"][fragment]
+        ), fragment.key
 
 
 def test_any_topology_goes_on_where_another_one_stopped(tmp_path):
-    """Steps of a fork of 2 + 1 stages, and the same on four topologies in turn: what is read is what was written, bit for bit, and each of the
-    next twenty losses is within 1e-5: the sums are taken in another order."""
+    """Steps of a fork of 2 + 1 stages, and the same on four topologies in turn: what is read is
+    what was written, bit for bit, and each of the next twenty losses is within 1e-5: the sums are
+    taken in another order."""
     reference = run_ranks(3, train_from, FORK_2_1, 22)
     before, step, folder = None, 0, tmp_path
     for case, steps in ((FORK_2_1, 2), (FORK_1_1, 5), (CHAIN, 5), (MERGED_2, 5), (FORK_2_1, 5)):
@@ -82,7 +102,9 @@ def test_any_topology_goes_on_where_another_one_stopped(tmp_path):
                 "optimizer.exp_avg_sq",
             }
             for key, tensor in written.items():
-                assert torch.equal(tensor, read[key]), key  # not-a-number, which no rank gave, would differ
+                assert torch.equal(tensor, read[key]), (
+                    key
+                )  # not-a-number, which no rank gave, would differ
             (change,) = results[0]["changes"]
             assert case.layout in change and "sums are taken in another order" in change
             assert adaptive_limits(results, "start") == adaptive_limits(before, "end") != set()
@@ -90,13 +112,23 @@ def test_any_topology_goes_on_where_another_one_stopped(tmp_path):
             assert loss == pytest.approx(reference[0]["losses"][at], rel=1e-5), (case, at)
             assert results[0]["lr"][at] == reference[0]["lr"][at]
         if step < 17:  # a replica's running means are of its micro-batches
-            means = {name: buffer for result in reference for name, buffer in result["buffers"][step].items()}
+            means = {
+                name: buffer
+                for result in reference
+                for name, buffer in result["buffers"][step].items()
+            }
             for result in results:
                 for name, buffer in result["buffers"][step].items():
-                    allowed = 1e-4 * float(means[name].float().norm())  # what rounding has grown to in up to fifteen steps
+                    allowed = 1e-4 * float(
+                        means[name].float().norm()
+                    )  # what rounding has grown to in up to fifteen steps
                     assert float((buffer - means[name]).float().norm()) <= allowed, name
         before = results
-    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000022", "step-00000017", "step-00000012"]
+    assert [path.name for path in checkpoints_in(tmp_path)] == [
+        "step-00000022",
+        "step-00000017",
+        "step-00000012",
+    ]
 
 
 def adaptive_limits(results, when):
@@ -105,35 +137,61 @@ def adaptive_limits(results, when):
 
 
 def test_another_precision_goes_on_from_the_same_weights(tmp_path):
-    """What is saved of a bf16 run are its fp32 weights and moments: fp32 takes them as they are, bf16 rounds a copy."""
-    bf16, fp32 = replace(MERGED_2, fusion=0, precision="bf16"), replace(FORK_1_1, fusion=0, towers="vit+clip", dropout=0.0)
+    """What is saved of a bf16 run are its fp32 weights and moments: fp32 takes them as they are,
+    bf16 rounds a copy."""
+    bf16, fp32 = (
+        replace(MERGED_2, fusion=0, precision="bf16"),
+        replace(FORK_1_1, fusion=0, towers="vit+clip", dropout=0.0),
+    )
     bf16 = replace(bf16, towers="vit+clip", dropout=0.0)
     saved = run_ranks(2, train_from, bf16, 2, None, tmp_path, save_at=2)
     resumed = run_ranks(2, train_from, fp32, 1, tmp_path / "step-00000002", tmp_path, save_at=3)
     read, written = whole([r["start"] for r in resumed]), whole([r["end"] for r in saved])
-    assert read.keys() == written.keys() and all(torch.equal(tensor, read[key]) for key, tensor in written.items())
-    assert any("computed in float32, and before in bfloat16: numbers differ" in change for change in resumed[0]["changes"])
+    assert read.keys() == written.keys() and all(
+        torch.equal(tensor, read[key]) for key, tensor in written.items()
+    )
+    assert any(
+        "computed in float32, and before in bfloat16: numbers differ" in change
+        for change in resumed[0]["changes"]
+    )
     back = run_ranks(2, train_from, bf16, 1, tmp_path / "step-00000003")
-    assert back[0]["losses"][4] == pytest.approx(resumed[0]["losses"][3], rel=0.2) and back[0]["optimizer"] == "BF16_Optimizer"
+    assert (
+        back[0]["losses"][4] == pytest.approx(resumed[0]["losses"][3], rel=0.2)
+        and back[0]["optimizer"] == "BF16_Optimizer"
+    )
 
 
 @pytest.mark.parametrize("full_on", [0, 1])
 def test_a_full_disk_is_warned_of_and_the_run_goes_on(tmp_path, full_on):
-    """Unless it is the last checkpoint that has no room. Nothing that was whole is lost, and nothing half-written is left."""
+    """Unless it is the last checkpoint that has no room. Nothing that was whole is lost, and
+    nothing half-written is left."""
     case = replace(MERGED_2, fusion=0, towers="vit+clip", dropout=0.0)
     first, second = run_ranks(2, train_on_a_disk_that_fills_up, case, tmp_path, full_on)
     assert second["warned"] == "" and first["warned"].count("wye: warning") >= 1
-    assert f"checkpoint {tmp_path / 'step-00000002'} was not written: " in first["warned"] and "File too large" in first["warned"]
+    assert (
+        f"checkpoint {tmp_path / 'step-00000002'} was not written: " in first["warned"]
+        and "File too large" in first["warned"]
+    )
     assert "the newest one is step-00000001; make room on that disk" in first["warned"]
-    assert first["there"][3] in [["latest", "step-00000001", f"step-00000003{ending}"] for ending in (".writing", "")]
-    assert first["failure"] == second["failure"] and "step-00000004 was not written" in first["failure"]
+    assert first["there"][3] in [
+        ["latest", "step-00000001", f"step-00000003{ending}"] for ending in (".writing", "")
+    ]
+    assert (
+        first["failure"] == second["failure"]
+        and "step-00000004 was not written" in first["failure"]
+    )
     assert first["there"][4] == second["there"][4] == ["latest", "step-00000001", "step-00000003"]
-    assert (tmp_path / "latest").read_text() == "step-00000003\n" and verify(tmp_path / "step-00000003").state == {"step": 3}
+    assert (tmp_path / "latest").read_text() == "step-00000003\n" and verify(
+        tmp_path / "step-00000003"
+    ).state == {"step": 3}
 
 
 def test_what_all_replicas_hold_is_dealt_to_them_evenly():
     held = [torch.arange(10.0 * i, 10.0 * i + n) for i, n in enumerate((5, 1, 0, 9, 2))]
-    runs = [Run(f"p{i}", tuple(tensor.shape), 0, tensor.numel(), tensor, 0) for i, tensor in enumerate(held)]
+    runs = [
+        Run(f"p{i}", tuple(tensor.shape), 0, tensor.numel(), tensor, 0)
+        for i, tensor in enumerate(held)
+    ]
     for parts in range(1, 20):
         shares = [list(dealt(runs, part, parts)) for part in range(parts)]
         assert max(sum(run.numel for run in share) for share in shares) <= 17 // parts + 1
@@ -144,10 +202,25 @@ def test_what_all_replicas_hold_is_dealt_to_them_evenly():
 
 
 def test_changes_say_what_they_do_to_the_numbers():
-    before = {"stages": "a", "stage_graph": [1], "schedule": "replay", "micro_batch_size": {"image": 4, "text": 8}, "precision": "bfloat16"}
+    before = {
+        "stages": "a",
+        "stage_graph": [1],
+        "schedule": "replay",
+        "micro_batch_size": {"image": 4, "text": 8},
+        "precision": "bfloat16",
+    }
     assert changes(before, dict(before)) == []
-    now = {**before, "stages": "b", "stage_graph": [2], "micro_batch_size": {"image": 4, "text": 2}, "precision": "float16"}
+    now = {
+        **before,
+        "stages": "b",
+        "stage_graph": [2],
+        "micro_batch_size": {"image": 4, "text": 2},
+        "precision": "float16",
+    }
     split, size, precision = changes(before, now)
     assert "split as b, replay, and before as a, replay" in split and "last bits" in split
-    assert size == "text micro-batches of 2, and before of 8: BatchNorm and dropout see other micro-batches"
+    assert (
+        size
+        == "text micro-batches of 2, and before of 8: BatchNorm and dropout see other micro-batches"
+    )
     assert precision.startswith("computed in float16, and before in bfloat16")

@@ -1,4 +1,5 @@
-"""Files of checkpoints, without an engine: whatever happens to them, a whole one is used or it is said what is wrong."""
+"""Files of checkpoints, without an engine: whatever happens to them, a whole one is used or it is
+said what is wrong."""
 
 import errno
 import itertools
@@ -34,7 +35,14 @@ from engine.checkpoint.layout import (
 )
 from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.checkpoint.retention import Keep, too_little_room
-from engine.checkpoint.writing import claim, make_folder, refuse_other_content, refuse_other_owner, write_rank, writing_folder
+from engine.checkpoint.writing import (
+    claim,
+    make_folder,
+    refuse_other_content,
+    refuse_other_owner,
+    write_rank,
+    writing_folder,
+)
 from launch.run.resuming import find_checkpoint
 
 
@@ -54,7 +62,8 @@ def alone():
     dist.destroy_process_group()
 
 
-# -- what is written is what is read -----------------------------------------------------------------------------------------
+# -- what is written is what is read
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 9])
@@ -66,16 +75,28 @@ def test_a_checkpoint_gives_back_what_it_was_given_in_any_cut(tmp_path, num_rank
     ]
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-00000007"]
     manifest = verify(checkpoint)
-    assert (manifest.step, manifest.state, (tmp_path / "latest").read_text()) == (7, {"step": 7}, "step-00000007\n")
-    assert manifest.progress == {"counters": {"global_steps": 7}, **{f"of rank {rank}": {"seen": rank} for rank in range(num_ranks)}}
+    assert (manifest.step, manifest.state, (tmp_path / "latest").read_text()) == (
+        7,
+        {"step": 7},
+        "step-00000007\n",
+    )
+    assert manifest.progress == {
+        "counters": {"global_steps": 7},
+        **{f"of rank {rank}": {"seen": rank} for rank in range(num_ranks)},
+    }
     draw = random.Random(0)
     with CheckpointReader(checkpoint) as reader:
         for name, tensor in TENSORS.items():
-            for kind, expected in (("parameter", tensor.flatten() + 7), ("optimizer.exp_avg", -tensor.flatten())):
+            for kind, expected in (
+                ("parameter", tensor.flatten() + 7),
+                ("optimizer.exp_avg", -tensor.flatten()),
+            ):
                 assert torch.equal(reader.read(kind, name, tensor.shape), expected)
                 for _ in range(20):
                     start, stop = sorted(draw.choices(range(len(expected) + 1), k=2))
-                    assert torch.equal(reader.read(kind, name, tensor.shape, start, stop), expected[start:stop]), (name, start, stop)
+                    assert torch.equal(
+                        reader.read(kind, name, tensor.shape, start, stop), expected[start:stop]
+                    ), (name, start, stop)
             assert reader.scalars(name) == {"step": {"dtype": "float32", "value": 7.0}}
         assert reader.optimizer_kinds == ["optimizer.exp_avg"]
 
@@ -83,12 +104,15 @@ def test_a_checkpoint_gives_back_what_it_was_given_in_any_cut(tmp_path, num_rank
 def test_what_is_not_there_is_named(folder):
     with CheckpointReader(folder / "step-00000002") as reader:
         with pytest.raises(
-            ValueError, match="has no parameter 'image.weigth'; the nearest is 'image.weight'. It was made with other towers"
+            ValueError,
+            match="has no parameter 'image.weigth'; the nearest is 'image.weight'. It was made with other towers",
         ):
             reader.read("parameter", "image.weigth", (20, 30))
         with pytest.raises(ValueError, match="has no optimizer.exp_avg_sq 'text.bias'"):
             reader.read("optimizer.exp_avg_sq", "text.bias", (7,))
-        with pytest.raises(ValueError, match=r"'image.weight' has shape \[20, 30\], and \[30, 20\] is needed"):
+        with pytest.raises(
+            ValueError, match=r"'image.weight' has shape \[20, 30\], and \[30, 20\] is needed"
+        ):
             reader.read("parameter", "image.weight", (30, 20))
 
 
@@ -101,7 +125,8 @@ def test_a_layer_is_filled_by_the_names_of_the_run(folder):
     assert torch.equal(layer.bias, TENSORS["text.bias"] + 2) and layer.weight.dtype == torch.float32
 
 
-# -- damage ------------------------------------------------------------------------------------------------------------------
+# -- damage
+# ------------------------------------------------------------------------------------------------------------------
 
 MANIFEST, FIRST, SECOND = "manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"
 
@@ -193,14 +218,22 @@ def test_a_broken_checkpoint_is_named_with_the_reason_and_passed_over(folder, al
     do(folder / "step-00000002")
     checkpoint, notices = find_checkpoint("auto", folder)
     assert checkpoint == folder / "step-00000001"
-    assert len(notices) == 1 and notices[0].startswith(f"passed over: {folder / 'step-00000002'}: ") and reason in notices[0]
+    assert (
+        len(notices) == 1
+        and notices[0].startswith(f"passed over: {folder / 'step-00000002'}: ")
+        and reason in notices[0]
+    )
     with pytest.raises(
-        ValueError, match="--resume .*step-00000002: .*; give auto for the newest whole checkpoint, or another one"
+        ValueError,
+        match="--resume .*step-00000002: .*; give auto for the newest whole checkpoint, or another one",
     ) as refusal:
         find_checkpoint(str(folder / "step-00000002"), folder)
     assert reason in str(refusal.value)
     shutil.rmtree(folder / "step-00000001")
-    with pytest.raises(ValueError, match="--resume auto: no checkpoint can be used; give a whole one with --resume PATH") as refusal:
+    with pytest.raises(
+        ValueError,
+        match="--resume auto: no checkpoint can be used; give a whole one with --resume PATH",
+    ) as refusal:
         find_checkpoint("auto", folder)
     assert reason in str(refusal.value)
 
@@ -228,7 +261,10 @@ def test_where_a_run_goes_on(folder, alone, tmp_path):
     assert find_checkpoint("never", folder) == (None, [])
     assert find_checkpoint("auto", tmp_path / "nothing yet") == (None, [])
     assert find_checkpoint(str(folder / "step-00000001"), folder) == (folder / "step-00000001", [])
-    with pytest.raises(FileNotFoundError, match=r"--resume .*step-00000200: no such folder; give auto, never, or a folder such as"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"--resume .*step-00000200: no such folder; give auto, never, or a folder such as",
+    ):
         find_checkpoint(str(folder / "step-00000200"), folder)
 
 
@@ -250,7 +286,9 @@ def test_any_changed_character_of_a_manifest_is_seen(folder):
         file.write_text(changed)
         try:
             read_manifest(file.parent)
-            assert json.loads(changed) == meaning, f"{text[where]!r} became {character!r} at {where}"
+            assert json.loads(changed) == meaning, (
+                f"{text[where]!r} became {character!r} at {where}"
+            )
         except BrokenCheckpoint:
             refused += 1
     assert refused > 200, "few characters may be changed without a change of meaning"
@@ -266,13 +304,22 @@ def test_every_element_must_be_there_once():
 
     manifest([piece(4, 2)], [piece(0, 4)], [])
     manifest([piece(0, 0, (0,))])
-    for wrong in ([piece(0, 5)], [piece(1, 5)], [piece(0, 4), piece(3, 3)], [piece(0, 2), piece(4, 2)], [piece(0, 4), piece(4, 2, (3, 2))]):
+    for wrong in (
+        [piece(0, 5)],
+        [piece(1, 5)],
+        [piece(0, 4), piece(3, 3)],
+        [piece(0, 2), piece(4, 2)],
+        [piece(0, 4), piece(4, 2, (3, 2))],
+    ):
         for ranks in ([wrong], [[each] for each in wrong]):
-            with pytest.raises(ValueError, match="does not have the elements of parameter 'w' from"):
+            with pytest.raises(
+                ValueError, match="does not have the elements of parameter 'w' from"
+            ):
                 manifest(*ranks)
 
 
-# -- which ones stay ---------------------------------------------------------------------------------------------------------
+# -- which ones stay
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_which_ones_stay():
@@ -299,7 +346,9 @@ def test_what_stays_depends_on_nothing_but_the_steps_so_far():
         for _ in range(30):
             steps.append((steps[-1] if steps else 0) + draw.randint(1, 20))
             there = sorted({*there, steps[-1]} - set(keep.goes([*there, steps[-1]])))
-            assert there == sorted(set(steps) - set(keep.goes(steps))) and set(steps[-keep.last :]) <= set(there)
+            assert there == sorted(set(steps) - set(keep.goes(steps))) and set(
+                steps[-keep.last :]
+            ) <= set(there)
 
 
 def test_old_ones_are_deleted_and_broken_ones_do_not_count(tmp_path):
@@ -310,7 +359,11 @@ def test_old_ones_are_deleted_and_broken_ones_do_not_count(tmp_path):
     assert [step_of(path) for path in checkpoints_in(tmp_path)] == [4, 3]
     cut(tmp_path / "step-00000004", FIRST, 0.5)
     write_small(tmp_path, 5, Keep(2))
-    assert [step_of(path) for path in checkpoints_in(tmp_path)] == [5, 4, 3]  # two whole ones, and a broken one between them
+    assert [step_of(path) for path in checkpoints_in(tmp_path)] == [
+        5,
+        4,
+        3,
+    ]  # two whole ones, and a broken one between them
     assert newest_of(checkpoints_in(tmp_path))[0] == tmp_path / "step-00000005"
 
 
@@ -320,24 +373,38 @@ def test_steps_that_were_undone_are_put_aside(tmp_path):
         write_small(tmp_path, step)
     write_small(tmp_path, 2)
     names = [path.name for path in sorted(tmp_path.iterdir())]
-    assert names == ["latest", "step-00000001", "step-00000002", "step-00000002.set-aside", "step-00000003.set-aside"]
+    assert names == [
+        "latest",
+        "step-00000001",
+        "step-00000002",
+        "step-00000002.set-aside",
+        "step-00000003.set-aside",
+    ]
     assert (tmp_path / "latest").read_text() == "step-00000002\n"
     write_small(tmp_path, 2)
-    assert (tmp_path / "step-00000002.set-aside-2").is_dir() and verify(tmp_path / "step-00000002.set-aside-2").step == 2
+    assert (tmp_path / "step-00000002.set-aside-2").is_dir() and verify(
+        tmp_path / "step-00000002.set-aside-2"
+    ).step == 2
 
 
 def test_two_runs_do_not_write_into_one_folder(tmp_path):
-    """The one that came last goes on; what the other has half written does not count, and nothing is put aside or deleted."""
+    """The one that came last goes on; what the other has half written does not count, and nothing
+    is put aside or deleted."""
     write_small(tmp_path, 1)
     first = claim(tmp_path)
     refuse_other_owner(tmp_path, first)
     second = claim(tmp_path)
     refuse_other_owner(tmp_path, second)
-    with pytest.raises(ValueError, match=f"process {os.getpid()} of .* has begun to write checkpoints here, too"):
+    with pytest.raises(
+        ValueError, match=f"process {os.getpid()} of .* has begun to write checkpoints here, too"
+    ):
         refuse_other_owner(tmp_path, first)
     with pytest.raises(ValueError, match="has begun to write checkpoints here"):
         write_small(tmp_path, 1, owner=first)
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000001.writing"]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        "step-00000001",
+        "step-00000001.writing",
+    ]
     assert verify(write_small(tmp_path, 2, owner=second)).step == 2
 
 
@@ -356,20 +423,34 @@ def test_storage_that_does_not_answer_is_no_broken_checkpoint(tmp_path, monkeypa
     assert error.value.errno == number
 
 
-# -- disks that are full, processes that are killed --------------------------------------------------------------------------
+# -- disks that are full, processes that are killed
+# --------------------------------------------------------------------------
 
 
 def test_a_disk_without_room_is_seen_before_writing(tmp_path):
     assert too_little_room(tmp_path, 0) is None
-    assert f"it takes {2**20:.2f} GiB, and the disk of {tmp_path} has " in too_little_room(tmp_path, 2**50)
+    assert f"it takes {2**20:.2f} GiB, and the disk of {tmp_path} has " in too_little_room(
+        tmp_path, 2**50
+    )
 
 
 def written_by_one_rank(folder, numel, **progress):
     make_folder(folder, 3)
-    write_rank(writing_folder(folder, 3), 0, {Fragment("parameter", "w", (numel,), 0, numel): torch.zeros(numel)}, {}, (), progress)
+    write_rank(
+        writing_folder(folder, 3),
+        0,
+        {Fragment("parameter", "w", (numel,), 0, numel): torch.zeros(numel)},
+        {},
+        (),
+        progress,
+    )
 
 
-@pytest.mark.parametrize("too_large", [{"numel": 1_000_000}, {"numel": 1000, "told": "x" * 200_000}], ids=["tensors", "marker"])
+@pytest.mark.parametrize(
+    "too_large",
+    [{"numel": 1_000_000}, {"numel": 1000, "told": "x" * 200_000}],
+    ids=["tensors", "marker"],
+)
 def test_a_file_that_cannot_be_written_to_its_end_leaves_no_tensors(folder, too_large):
     with largest_file(100_000), pytest.raises(Exception, match="File too large"):
         written_by_one_rank(folder, **too_large)
@@ -380,11 +461,17 @@ def test_a_file_that_cannot_be_written_to_its_end_leaves_no_tensors(folder, too_
 
 def test_a_file_that_reads_back_differently_is_seen(tmp_path):
     """One bit, also of what is not a number."""
-    fragment, values = Fragment("parameter", "w", (3,), 0, 3), torch.tensor([1.0, float("nan"), 2.0])
+    fragment, values = (
+        Fragment("parameter", "w", (3,), 0, 3),
+        torch.tensor([1.0, float("nan"), 2.0]),
+    )
     save_file({fragment.key: values}, tmp_path / FIRST)
     refuse_other_content(tmp_path / FIRST, {fragment: values})
     flip(tmp_path, FIRST, 1)
-    with pytest.raises(BrokenCheckpoint, match="reads back differently in parameter/w; the disk or the memory is faulty"):
+    with pytest.raises(
+        BrokenCheckpoint,
+        match="reads back differently in parameter/w; the disk or the memory is faulty",
+    ):
         refuse_other_content(tmp_path / FIRST, {fragment: values})
 
 
@@ -392,7 +479,13 @@ def test_a_disk_that_is_full(tmp_path):
     """A real one, of a megabyte."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if os.getuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode != 0:
+    if (
+        os.getuid() != 0
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True
+        ).returncode
+        != 0
+    ):
         pytest.skip("mounting a small disk is not allowed here")
     try:
         write_small(disk, 1)
@@ -400,7 +493,10 @@ def test_a_disk_that_is_full(tmp_path):
         with pytest.raises(Exception, match="No space left on device"):
             written_by_one_rank(disk, 1_000_000)
         assert list(writing_folder(disk, 3).iterdir()) == []
-        assert newest_of(checkpoints_in(disk)) == (disk / "step-00000002", []) and verify(disk / "step-00000001").step == 1
+        assert (
+            newest_of(checkpoints_in(disk)) == (disk / "step-00000002", [])
+            and verify(disk / "step-00000001").step == 1
+        )
         assert "has 0.00 GiB left" in too_little_room(disk, 1)
         assert verify(write_small(disk, 3)).step == 3
     finally:
@@ -408,7 +504,8 @@ def test_a_disk_that_is_full(tmp_path):
 
 
 def test_a_writer_killed_before_any_of_its_operations_leaves_nothing_broken(tmp_path):
-    """Each in turn, to the deletion of the oldest: what has a checkpoint's name is whole, and the next process goes on in the same folder."""
+    """Each in turn, to the deletion of the oldest: what has a checkpoint's name is whole, and the
+    next process goes on in the same folder."""
     newest = []
     for operation in itertools.count():
         folder = tmp_path / str(operation)
@@ -418,7 +515,9 @@ def test_a_writer_killed_before_any_of_its_operations_leaves_nothing_broken(tmp_
         there = checkpoints_in(folder)
         assert all(verify(path).step == step_of(path) for path in there), operation
         newest.append(step_of(there[0]))
-        assert len(there) >= 2 and (folder / "latest").read_text().strip() in [path.name for path in there]
+        assert len(there) >= 2 and (folder / "latest").read_text().strip() in [
+            path.name for path in there
+        ]
         verify(write_small(folder, 4, Keep(2)))
         left = {path.name for path in folder.iterdir()}
         assert left == {"latest", *(f"step-0000000{step}" for step in (newest[-1], 4))}
@@ -429,7 +528,8 @@ def test_a_writer_killed_before_any_of_its_operations_leaves_nothing_broken(tmp_
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
-    """A dozen kills and more, until some have left a checkpoint unfinished; each next process goes on in the same folder."""
+    """A dozen kills and more, until some have left a checkpoint unfinished; each next process goes
+    on in the same folder."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     draw, kills, counted, interrupted = random.Random(3), 0, 0, 0
@@ -437,7 +537,9 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
         kills += 1
         assert kills < 200, f"{interrupted} kills while a checkpoint was written"
         told, tells = context.Pipe(duplex=False)
-        writer = context.Process(target=write_for_ever, args=(tmp_path, counted + 1, tells), daemon=True)
+        writer = context.Process(
+            target=write_for_ever, args=(tmp_path, counted + 1, tells), daemon=True
+        )
         writer.start()
         tells.close()
         assert told.poll(120)  # ends what hangs
@@ -451,9 +553,14 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
             except EOFError:
                 break
         checkpoint, broken = newest_of(checkpoints_in(tmp_path))
-        assert broken == [] and step_of(checkpoint) in (counted, counted + 1)  # the last it told of, or one whose telling was cut off
+        assert broken == [] and step_of(checkpoint) in (
+            counted,
+            counted + 1,
+        )  # the last it told of, or one whose telling was cut off
         assert all(verify(path) for path in checkpoints_in(tmp_path))
         interrupted += any(path.name.endswith(".writing") for path in tmp_path.iterdir())
         counted = step_of(checkpoint)
         with CheckpointReader(checkpoint) as reader:
-            assert torch.equal(reader.read("parameter", "text.bias", (7,)), TENSORS["text.bias"] + counted)
+            assert torch.equal(
+                reader.read("parameter", "text.bias", (7,)), TENSORS["text.bias"] + counted
+            )

@@ -1,4 +1,5 @@
-"""Clipping by group does to split gradients what torch does to whole ones, and asks nobody who has no part of the group."""
+"""Clipping by group does to split gradients what torch does to whole ones, and asks nobody who has
+no part of the group."""
 
 import json
 import math
@@ -11,23 +12,41 @@ from clipping_cases import FACTORS, FROZEN, SPIKE, TIED, clip_under_rules
 from ranks import run_ranks
 from split_training import Case, assemble, train_whole
 
-from engine.optimizer.clipping_rules import ClippingRule, clipping_rules, group_of, rank_sets, refuse_idle_patterns
+from engine.optimizer.clipping_rules import (
+    ClippingRule,
+    clipping_rules,
+    group_of,
+    rank_sets,
+    refuse_idle_patterns,
+)
 from engine.topology import chain, fork, merged
 from models.towers.layers import BRANCHES
 
-# The coefficient is computed in float64 from norms in float32: a unit of the last place or two, of a gradient as of a norm.
+# The coefficient is computed in float64 from norms in float32: a unit of the last place or two, of
+# a gradient as of a norm.
 RELATIVE = 1e-6
 BLOCKS = {
-    "norms": {"image": 1e-4, "text": 1e4, "head": {"kind": "norm", "limit": 0.05}},  # far above its limit, below it, around it
+    "norms": {
+        "image": 1e-4,
+        "text": 1e4,
+        "head": {"kind": "norm", "limit": 0.05},
+    },  # far above its limit, below it, around it
     "values": {
         "image": {"kind": "value", "limit": 1e-3},
         "text": {"kind": "value", "limit": 1e6},
-        "embeddings": {"match": ["text.embeddings.*", "image.*pos_embedding"], "kind": "value", "limit": 1e-4},
+        "embeddings": {
+            "match": ["text.embeddings.*", "image.*pos_embedding"],
+            "kind": "value",
+            "limit": 1e-4,
+        },
         "frozen": {"match": [FROZEN], "limit": 1.0},
     },
     "one": {"all": {"match": ["*"], "limit": 0.1}},
 }
-ADAPTIVE = {"image": {"kind": "adaptive", "factor": 1.5, "decay": 0.9, "warmup_steps": 2, "limit": 1e6}, "text": {"kind": "adaptive"}}
+ADAPTIVE = {
+    "image": {"kind": "adaptive", "factor": 1.5, "decay": 0.9, "warmup_steps": 2, "limit": 1e6},
+    "text": {"kind": "adaptive"},
+}
 
 
 def one(stages, replicas, micro_batch_size, **kwargs):
@@ -36,14 +55,27 @@ def one(stages, replicas, micro_batch_size, **kwargs):
 
 def two(image, text, micro_batch_size, **kwargs):
     """image, text: (stages, replicas)."""
-    return Case("fork", {"image": image[0], "text": text[0]}, {"image": image[1], "text": text[1]}, micro_batch_size, **kwargs)
+    return Case(
+        "fork",
+        {"image": image[0], "text": text[0]},
+        {"image": image[1], "text": text[1]},
+        micro_batch_size,
+        **kwargs,
+    )
 
 
-# Case, are two parameters one, and the sets of ranks that add up under the first of the blocks, in this order: image, text, head.
+# Case, are two parameters one, and the sets of ranks that add up under the first of the blocks, in
+# this order: image, text, head.
 CASES = [
     (two((1, 2), (1, 1), 12, zero_stage=0), True, [{0}, {1}], [{2}], [{0, 1, 2}]),
     (one(2, 2, 12), False, [{0, 1, 2, 3}], [{0, 1, 2, 3}], [{2, 3}]),
-    (Case("chain", {"image": 3, "text": 1}, 1, 24, zero_stage=0), True, [{0, 1, 2}], [{3}], [{2, 3}]),
+    (
+        Case("chain", {"image": 3, "text": 1}, 1, 24, zero_stage=0),
+        True,
+        [{0, 1, 2}],
+        [{3}],
+        [{2, 3}],
+    ),
     (two((1, 2), (1, 1), 12), True, [{0, 1}], [{2}], [{0, 1, 2}]),
     (two((2, 2), (1, 2), 12, zero_stage=0), False, [{0, 2}, {1, 3}], [{4}, {5}], [{2, 4}, {3, 5}]),
     (two((1, 2), (1, 1), 12, precision="bf16"), False, [{0, 1}], [{2}], [{0, 1, 2}]),
@@ -51,7 +83,11 @@ CASES = [
 
 
 def group_by_hand(name, block):
-    own = (group for group, rule in block.items() if isinstance(rule, dict) and any(fnmatch(name, p) for p in rule.get("match", ())))
+    own = (
+        group
+        for group, rule in block.items()
+        if isinstance(rule, dict) and any(fnmatch(name, p) for p in rule.get("match", ()))
+    )
     return next(own, name.split(".")[0])
 
 
@@ -59,12 +95,22 @@ def clipped_by_torch(gradients, block):
     """(norms, norms behind the clipping, clipped gradients) of whole gradients, in one process."""
     norms, after, clipped = {}, {}, {}
     for group in {"image", "text", "head", *block}:
-        parameters = {n: torch.nn.Parameter(torch.zeros_like(g)) for n, g in gradients.items() if group_by_hand(n, block) == group}
+        parameters = {
+            n: torch.nn.Parameter(torch.zeros_like(g))
+            for n, g in gradients.items()
+            if group_by_hand(n, block) == group
+        }
         for name, parameter in parameters.items():
             parameter.grad = gradients[name].clone()
         rule = block.get(group, math.inf)
-        kind, limit = (rule.get("kind", "norm"), rule["limit"]) if isinstance(rule, dict) else ("norm", rule)
-        norms[group] = float(torch.nn.utils.clip_grad_norm_(parameters.values(), limit if kind == "norm" else math.inf))
+        kind, limit = (
+            (rule.get("kind", "norm"), rule["limit"]) if isinstance(rule, dict) else ("norm", rule)
+        )
+        norms[group] = float(
+            torch.nn.utils.clip_grad_norm_(
+                parameters.values(), limit if kind == "norm" else math.inf
+            )
+        )
         if kind == "value":
             torch.nn.utils.clip_grad_value_(parameters.values(), limit)
         after[group] = float(torch.nn.utils.clip_grad_norm_(parameters.values(), math.inf))
@@ -72,10 +118,16 @@ def clipped_by_torch(gradients, block):
     return norms, after, clipped
 
 
-@pytest.mark.parametrize(("case", "tied", "image", "text", "head"), CASES, ids=lambda value: str(value) if isinstance(value, Case) else "")
+@pytest.mark.parametrize(
+    ("case", "tied", "image", "text", "head"),
+    CASES,
+    ids=lambda value: str(value) if isinstance(value, Case) else "",
+)
 def test_split_gradients_are_clipped_as_torch_clips_whole_ones(case, tied, image, text, head):
     results = run_ranks(case.world_size, clip_under_rules, case, BLOCKS, ADAPTIVE, tied)
-    unsplit = train_whole(case, dict.fromkeys(("image", "text"), (case.micro_batch_size, 24 // case.micro_batch_size)))
+    unsplit = train_whole(
+        case, dict.fromkeys(("image", "text"), (case.micro_batch_size, 24 // case.micro_batch_size))
+    )
     shapes = {name: g.shape for name, g in unsplit["gradients"].items() if name != FROZEN}
     gradients = assemble(results, shapes)
     if not tied:  # they are those of the unsplit model, to the rounding of its backward
@@ -84,13 +136,19 @@ def test_split_gradients_are_clipped_as_torch_clips_whole_ones(case, tied, image
         for group, norm in unsplit["norms"][0].items():
             norm = math.sqrt(norm**2 - frozen**2) if group == "image" else norm
             assert results[0]["measured"][group] == pytest.approx(norm, rel=exactness)
-    whole = {name: g for name, g in gradients.items() if not tied or name != TIED[1]}  # one parameter counts once
+    whole = {
+        name: g for name, g in gradients.items() if not tied or name != TIED[1]
+    }  # one parameter counts once
     for name, block in BLOCKS.items():
         norms, after, expected = clipped_by_torch(whole, block)
         clipped = assemble([{"gradients": r[name]["clipped"]} for r in results], shapes)
         for parameter, gradient in expected.items():
             torch.testing.assert_close(
-                clipped[parameter], gradient, rtol=RELATIVE, atol=1e-12, msg=lambda m, p=parameter: f"{name} {p}: {m}"
+                clipped[parameter],
+                gradient,
+                rtol=RELATIVE,
+                atol=1e-12,
+                msg=lambda m, p=parameter: f"{name} {p}: {m}",
             )
         if tied:
             assert torch.equal(clipped[TIED[0]], clipped[TIED[1]])
@@ -98,11 +156,19 @@ def test_split_gradients_are_clipped_as_torch_clips_whole_ones(case, tied, image
             for group, norm in result[name]["norms"].items():
                 assert norm == pytest.approx(norms[group], rel=RELATIVE), (name, group, rank)
                 coefficient = result[name]["coefficients"][group]
-                assert coefficient == pytest.approx(after[group] / norm if norm else 1.0, rel=RELATIVE), (name, group, rank)
+                assert coefficient == pytest.approx(
+                    after[group] / norm if norm else 1.0, rel=RELATIVE
+                ), (name, group, rank)
                 assert result[name]["shares"][group] == (coefficient < 1)
         told = {group for result in results for group in result[name]["norms"]}
-        assert told == {group for group in norms if norms[group] or group == "frozen"}, "a group without parameters is nobody's"
-    assert results[0]["one"]["norms"] == {"all": pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in whole.values())), rel=1e-5)}
+        assert told == {group for group in norms if norms[group] or group == "frozen"}, (
+            "a group without parameters is nobody's"
+        )
+    assert results[0]["one"]["norms"] == {
+        "all": pytest.approx(
+            math.sqrt(sum(float(g.square().sum()) for g in whole.values())), rel=1e-5
+        )
+    }
     check_who_adds_up(results, {"image": image, "text": text, "head": head})
     check_adaptive(results, clipped_by_torch(whole, {})[0])
     if case.precision == "bf16":
@@ -110,15 +176,26 @@ def test_split_gradients_are_clipped_as_torch_clips_whole_ones(case, tied, image
 
 
 def check_who_adds_up(results, sets_of_groups):
-    """One collective for each set of ranks, whatever the number of its groups; a set of one rank needs none."""
+    """One collective for each set of ranks, whatever the number of its groups; a set of one rank
+    needs none."""
     for rank, result in enumerate(results):
-        own = {frozenset(ranks) for sets in sets_of_groups.values() for ranks in sets if rank in ranks and len(ranks) > 1}
-        assert {frozenset(ranks): number for ranks, number in result["norms"]["sums"].items()} == dict.fromkeys(own, 1)
-        assert set(result["norms"]["norms"]) == {g for g, sets in sets_of_groups.items() if any(rank in ranks for ranks in sets)}
+        own = {
+            frozenset(ranks)
+            for sets in sets_of_groups.values()
+            for ranks in sets
+            if rank in ranks and len(ranks) > 1
+        }
+        assert {
+            frozenset(ranks): number for ranks, number in result["norms"]["sums"].items()
+        } == dict.fromkeys(own, 1)
+        assert set(result["norms"]["norms"]) == {
+            g for g, sets in sets_of_groups.items() if any(rank in ranks for ranks in sets)
+        }
 
 
 def check_adaptive(results, norms):
-    """By the formula, in plain Python; equal on all ranks of a group; with a state that was saved and loaded on the way."""
+    """By the formula, in plain Python; equal on all ranks of a group; with a state that was saved
+    and loaded on the way."""
     mean, clipped, expected = 0.0, 0, []
     for t, factor in enumerate(FACTORS, start=1):
         norm = factor * norms["image"]
@@ -126,19 +203,35 @@ def check_adaptive(results, norms):
         coefficient = min(1.0, limit / (norm + 1e-6))
         before, mean = mean, mean + (1 - 0.9) / (1 - 0.9**t) * (coefficient * norm - mean)
         if t > 2:
-            assert mean <= before * (1 + 0.5 * (1 - 0.9) / (1 - 0.9**t)), "a spike moves the mean by what was let through"
+            assert mean <= before * (1 + 0.5 * (1 - 0.9) / (1 - 0.9**t)), (
+                "a spike moves the mean by what was let through"
+            )
         clipped += coefficient < 1
         expected.append((coefficient, clipped / t))
-    assert [coefficient < 1 for coefficient, _ in expected] == [factor == SPIKE for factor in FACTORS]
+    assert [coefficient < 1 for coefficient, _ in expected] == [
+        factor == SPIKE for factor in FACTORS
+    ]
     holders = [result for result in results if "image" in result["adaptive"][0]["norms"]]
     for result in holders:
-        assert [step["coefficients"]["image"] for step in result["adaptive"]] == pytest.approx([c for c, _ in expected], rel=1e-5)
-        assert [step["shares"]["image"] for step in result["adaptive"]] == pytest.approx([share for _, share in expected])
-        assert result["state"]["mean_norm"]["image"] == holders[0]["state"]["mean_norm"]["image"] == pytest.approx(mean, rel=1e-5)
-        assert result["state"]["steps"] == len(FACTORS) and result["state"]["clipped_steps"]["image"] == clipped
+        assert [step["coefficients"]["image"] for step in result["adaptive"]] == pytest.approx(
+            [c for c, _ in expected], rel=1e-5
+        )
+        assert [step["shares"]["image"] for step in result["adaptive"]] == pytest.approx(
+            [share for _, share in expected]
+        )
+        assert (
+            result["state"]["mean_norm"]["image"]
+            == holders[0]["state"]["mean_norm"]["image"]
+            == pytest.approx(mean, rel=1e-5)
+        )
+        assert (
+            result["state"]["steps"] == len(FACTORS)
+            and result["state"]["clipped_steps"]["image"] == clipped
+        )
 
 
-# -- the rules, without processes ----------------------------------------------------------------------------------------------
+# -- the rules, without processes
+# ----------------------------------------------------------------------------------------------
 
 
 def test_a_block_is_read_group_by_group():
@@ -158,12 +251,23 @@ def test_a_block_is_read_group_by_group():
 
 def test_the_first_own_group_that_matches_wins_over_the_others_and_over_the_default():
     rules = clipping_rules(
-        {"biases": {"match": ["*.bias"], "limit": 1}, "layers": {"match": ["text.layers.?.*", "head.x"], "limit": 1}}, BRANCHES
+        {
+            "biases": {"match": ["*.bias"], "limit": 1},
+            "layers": {"match": ["text.layers.?.*", "head.x"], "limit": 1},
+        },
+        BRANCHES,
     )
-    names = {"text.layers.0.bias": "biases", "text.layers.0.weight": "layers", "text.layers.10.weight": "text", "head.x": "layers"}
+    names = {
+        "text.layers.0.bias": "biases",
+        "text.layers.0.weight": "layers",
+        "text.layers.10.weight": "text",
+        "head.x": "layers",
+    }
     assert {name: group_of(name, rules) for name in names} == names
     refuse_idle_patterns(rules, list(names))
-    with pytest.raises(ValueError, match="'logit_scale' belongs to no clipping group; names start with one of"):
+    with pytest.raises(
+        ValueError, match="'logit_scale' belongs to no clipping group; names start with one of"
+    ):
         group_of("logit_scale", rules)
 
 
@@ -175,14 +279,29 @@ OWN = {"match": ["text.*"]}
     [
         (1.0, ["branches.gradient_clipping: got 1.0", "give each group its limit"]),
         ({"images": 1}, ["unknown group 'images'", '"match"', "did you mean 'image'?"]),
-        ({"own": {"limit": 1}}, ["unknown group 'own'", '"match"', "valid keys: image, text, head"]),
-        ({"head": -1}, ["branches.gradient_clipping.head: got -1", "number ≥ 0", "0 means no clipping"]),
+        (
+            {"own": {"limit": 1}},
+            ["unknown group 'own'", '"match"', "valid keys: image, text, head"],
+        ),
+        (
+            {"head": -1},
+            ["branches.gradient_clipping.head: got -1", "number ≥ 0", "0 means no clipping"],
+        ),
         ({"text": True}, ["branches.gradient_clipping.text: got True", "number ≥ 0"]),
         ({"text": math.nan}, ["branches.gradient_clipping.text: got nan"]),
-        ({"text": {"kind": "nrom", "limit": 1}}, ["gradient_clipping.text: kind: unknown value 'nrom'", "did you mean 'norm'?"]),
+        (
+            {"text": {"kind": "nrom", "limit": 1}},
+            ["gradient_clipping.text: kind: unknown value 'nrom'", "did you mean 'norm'?"],
+        ),
         ({"text": {"kind": ["norm"]}}, ["gradient_clipping.text: kind: unknown value ['norm']"]),
-        ({"text": {"kind": "norm", "limits": 1}}, ["unknown key 'limits' for kind \"norm\"", "did you mean 'limit'?"]),
-        ({"text": {"kind": "norm", "factor": 2, "limit": 1}}, ["unknown key 'factor' for kind \"norm\"", "valid keys: kind, limit"]),
+        (
+            {"text": {"kind": "norm", "limits": 1}},
+            ["unknown key 'limits' for kind \"norm\"", "did you mean 'limit'?"],
+        ),
+        (
+            {"text": {"kind": "norm", "factor": 2, "limit": 1}},
+            ["unknown key 'factor' for kind \"norm\"", "valid keys: kind, limit"],
+        ),
         ({"text": {"kind": "none", "limit": 1}}, ["unknown key 'limit' for kind \"none\""]),
         ({"text": {"kind": "norm"}}, ['kind "norm" needs a "limit"']),
         ({"text": {"kind": "value"}}, ['kind "value" needs a "limit"']),
@@ -190,8 +309,14 @@ OWN = {"match": ["text.*"]}
         ({"text": {"kind": "adaptive", "factor": 1.0}}, ["factor: got 1.0", "above 1"]),
         ({"text": {"kind": "adaptive", "decay": 1}}, ["decay: got 1", "between 0 and 1"]),
         ({"text": {"kind": "adaptive", "warmup_steps": 0}}, ["warmup_steps: got 0", "at least 1"]),
-        ({"text": {"match": ["text.*"], "limit": 1}}, ["gradient_clipping.text.match", "no other group takes", "another name"]),
-        ({"own": {"match": "text.*", "limit": 1}}, ["gradient_clipping.own: match: got 'text.*'", "list of patterns"]),
+        (
+            {"text": {"match": ["text.*"], "limit": 1}},
+            ["gradient_clipping.text.match", "no other group takes", "another name"],
+        ),
+        (
+            {"own": {"match": "text.*", "limit": 1}},
+            ["gradient_clipping.own: match: got 'text.*'", "list of patterns"],
+        ),
         ({"own": {"match": [], "limit": 1}}, ["gradient_clipping.own: match: got []"]),
     ],
 )
@@ -201,15 +326,25 @@ def test_refusals_of_a_block(block, words):
 
 
 def test_patterns_that_do_nothing_are_refused():
-    names = ["image.stem.weight", "text.embeddings.token.weight", "text.layers.0.weight", "head.projection"]
+    names = [
+        "image.stem.weight",
+        "text.embeddings.token.weight",
+        "text.layers.0.weight",
+        "head.projection",
+    ]
     for match, words in {
         "text.embedings.*": r"own.match: 'text.embedings.\*' matches no parameter; did you mean 'text.embeddings.\*'\?",
         "zzz": "'zzz' matches no parameter; there are for example image.stem.weight",
     }.items():
         with pytest.raises(ValueError, match=words):
-            refuse_idle_patterns(clipping_rules({"own": {"match": ["head.*", match], "limit": 1}}, BRANCHES), names)
+            refuse_idle_patterns(
+                clipping_rules({"own": {"match": ["head.*", match], "limit": 1}}, BRANCHES), names
+            )
     late = {"all": {"match": ["*"], "limit": 1}, "late": {"match": ["head.*"], "limit": 1}}
-    with pytest.raises(ValueError, match="gradient_clipping.late: every parameter that it matches belongs to a group before it"):
+    with pytest.raises(
+        ValueError,
+        match="gradient_clipping.late: every parameter that it matches belongs to a group before it",
+    ):
         refuse_idle_patterns(clipping_rules(late, BRANCHES), names)
 
 
@@ -231,6 +366,11 @@ def test_who_adds_up_a_norm():
         "own": ((8,), (9,)),
     }
     line = chain({"image": [range(0, 2)], "text": [range(0, 1), range(1, 2)]}, 1)
-    assert rank_sets(line, layers, sharded=False) == {"image": ((0,),), "head": ((0, 2),), "text": ((1,),), "own": ((1,),)}
+    assert rank_sets(line, layers, sharded=False) == {
+        "image": ((0,),),
+        "head": ((0, 2),),
+        "text": ((1,),),
+        "own": ((1,),),
+    }
     alone = merged({"image": [range(0, 2)], "text": [range(0, 2)]}, 1)
     assert set(rank_sets(alone, layers, sharded=False).values()) == {((0,),)}

@@ -1,4 +1,5 @@
-"""What ranks say to each other, over gloo: named tensors along an edge, rows among unequal numbers of replicas."""
+"""What ranks say to each other, over gloo: named tensors along an edge, rows among unequal numbers
+of replicas."""
 
 import communication_cases
 import pytest
@@ -6,7 +7,13 @@ import torch
 from communication_cases import OBJECTIVE
 from ranks import run_ranks
 
-from engine.communication import HEADER_BYTES, gradients_of, pack_header, signature_of, unpack_header
+from engine.communication import (
+    HEADER_BYTES,
+    gradients_of,
+    pack_header,
+    signature_of,
+    unpack_header,
+)
 
 
 def test_every_dtype_and_changing_shapes_in_both_directions_at_once():
@@ -26,12 +33,14 @@ def test_a_signature_that_both_ends_know_is_not_announced():
 def test_a_message_that_is_not_what_the_receiver_expects_is_refused_before_it_leaves():
     sender, _ = run_ranks(2, communication_cases.known_shapes, 4)
     assert (
-        sender["failed"] == "rank 1 expects a message of a float32 [2, 3], b int64 [2], but this stage made a float32 [2, 4], b int64 [2]"
+        sender["failed"]
+        == "rank 1 expects a message of a float32 [2, 3], b int64 [2], but this stage made a float32 [2, 4], b int64 [2]"
     )
 
 
 def test_a_posted_receive_takes_the_message_while_its_rank_is_busy():
-    """Without a posted receive gloo holds the message back: the sender would wait for a receiver that waits for it."""
+    """Without a posted receive gloo holds the message back: the sender would wait for a receiver
+    that waits for it."""
     assert run_ranks(2, communication_cases.posted_receives_overlap) == [True, True]
 
 
@@ -46,20 +55,32 @@ def test_a_posted_receive_takes_the_message_while_its_rank_is_busy():
     ids=["3+1", "1+3", "2+3", "nothing"],
 )
 def test_replicas_gather_and_branches_cross(replicas, rows):
-    """Unequal numbers of replicas and of rows: at the end every tail has every row of both branches, in order."""
+    """Unequal numbers of replicas and of rows: at the end every tail has every row of both
+    branches, in order."""
     total = sum(rows["image"])
-    whole = {branch: [[offset + i, offset + 10 * i] for i in range(total)] for branch, offset in (("image", 0), ("text", 1000))}
-    for rank, result in enumerate(run_ranks(sum(replicas.values()), communication_cases.gathering_and_crossing, replicas, rows)):
+    whole = {
+        branch: [[offset + i, offset + 10 * i] for i in range(total)]
+        for branch, offset in (("image", 0), ("text", 1000))
+    }
+    for rank, result in enumerate(
+        run_ranks(
+            sum(replicas.values()), communication_cases.gathering_and_crossing, replicas, rows
+        )
+    ):
         branch = "image" if rank < replicas["image"] else "text"
         assert result["branch"] == branch and result["counts"] == rows[branch]
         assert result["whole"] == whole[branch]
         assert result["crossed"] == whole
         assert result["sum"] == sum(replicas.values())
         mean = (replicas[branch] - 1) / 2
-        assert result["averages"] == [[mean, mean], 10 * mean] and result["dtypes"] == ["torch.float32", "torch.float64"]
+        assert result["averages"] == [[mean, mean], 10 * mean] and result["dtypes"] == [
+            "torch.float32",
+            "torch.float64",
+        ]
 
 
-# -- the header, without processes ----------------------------------------------------------------------------------------
+# -- the header, without processes
+# ----------------------------------------------------------------------------------------
 
 
 def test_the_header_keeps_names_dtypes_shapes_and_order():
@@ -71,28 +92,41 @@ def test_the_header_keeps_names_dtypes_shapes_and_order():
     header = pack_header(signature_of(tensors))
     assert header.dtype == torch.uint8 and header.shape == (HEADER_BYTES,)
     read = unpack_header(header)
-    assert read == (("text_β", torch.bfloat16, (2, 0, 3)), ("a", torch.int64, ()), ("image_hidden", torch.float32, (4,)))
+    assert read == (
+        ("text_β", torch.bfloat16, (2, 0, 3)),
+        ("a", torch.int64, ()),
+        ("image_hidden", torch.float32, (4,)),
+    )
     assert gradients_of(read, OBJECTIVE, ("image", "text")) == (read[0], read[2])
     assert gradients_of(read, OBJECTIVE, ("image",)) == (read[2],)
 
 
 def test_the_tensors_of_a_stage_fit_a_header_with_room_to_spare():
     """The fullest message of a merged line: both branches on their way, with their labels."""
-    names = [f"{branch}_{part}" for branch in ("image", "text") for part in ("hidden", "features", "embeds", "position", "index")]
-    tensors = {name: torch.zeros(1, 1, 1, 1) for name in (*names, "attention_mask", "text_pool_position", "logit_scale")}
+    names = [
+        f"{branch}_{part}"
+        for branch in ("image", "text")
+        for part in ("hidden", "features", "embeds", "position", "index")
+    ]
+    tensors = {
+        name: torch.zeros(1, 1, 1, 1)
+        for name in (*names, "attention_mask", "text_pool_position", "logit_scale")
+    }
     tensors = {name: tensor.expand(4096, 512, 99, 99) for name, tensor in tensors.items()}
     pack_header(signature_of(tensors))
 
 
 def test_a_dtype_that_does_not_travel():
     with pytest.raises(
-        TypeError, match="tensor 'mask' has dtype torch.bool, which does not travel between stages; use one of .*torch.int64"
+        TypeError,
+        match="tensor 'mask' has dtype torch.bool, which does not travel between stages; use one of .*torch.int64",
     ):
         signature_of({"mask": torch.zeros(2, dtype=torch.bool)})
 
 
 def test_too_many_tensors_for_a_header():
     with pytest.raises(
-        ValueError, match=rf"a message of 100 tensors needs a header of \d+ bytes; at most {HEADER_BYTES} fit: send fewer tensors"
+        ValueError,
+        match=rf"a message of 100 tensors needs a header of \d+ bytes; at most {HEADER_BYTES} fit: send fewer tensors",
     ):
         pack_header(signature_of({f"tensor {i}": torch.zeros(1) for i in range(100)}))

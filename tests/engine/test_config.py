@@ -1,4 +1,5 @@
-"""The JSON that says how to run: every refusal names what was given and what to do, and the arithmetic always adds up."""
+"""The JSON that says how to run: every refusal names what was given and what to do, and the
+arithmetic always adds up."""
 
 import copy
 import json
@@ -28,7 +29,8 @@ def refused(*words: str):
     return pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, words)))
 
 
-# -- the file -------------------------------------------------------------------------------------------------------------
+# -- the file
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_read_config_splits_off_the_branches_block(tmp_path):
@@ -38,24 +40,36 @@ def test_read_config_splits_off_the_branches_block(tmp_path):
     assert read == MINIMAL
     assert block == BranchesBlock(layout="chain", gradient_clipping={"image": 2})
     none = ClippingRule("none")  # a group that is not named is not clipped
-    assert block.clipping(BRANCHES) == {"image": ClippingRule("norm", 2.0), "text": none, "head": none}
+    assert block.clipping(BRANCHES) == {
+        "image": ClippingRule("norm", 2.0),
+        "text": none,
+        "head": none,
+    }
 
 
 def test_clipping_is_on_unless_the_file_says_otherwise():
     groups = ("image", "text", "head")
-    assert check_config(config(), BRANCHES, READERS)[1].clipping(BRANCHES) == dict.fromkeys(groups, ClippingRule("norm", 1.0))
+    assert check_config(config(), BRANCHES, READERS)[1].clipping(BRANCHES) == dict.fromkeys(
+        groups, ClippingRule("norm", 1.0)
+    )
     for nothing in ({}, {"image": 0, "text": 0.0, "head": {"kind": "none"}}):
-        assert check_config(config({"gradient_clipping": nothing}), BRANCHES, READERS)[1].clipping(BRANCHES) == dict.fromkeys(
-            groups, ClippingRule("none")
-        )
+        assert check_config(config({"gradient_clipping": nothing}), BRANCHES, READERS)[1].clipping(
+            BRANCHES
+        ) == dict.fromkeys(groups, ClippingRule("none"))
 
 
 def test_sample_weights_are_off_unless_the_file_says_otherwise():
     assert weighting(check_config(config(), BRANCHES, READERS)[1]) is None
-    block = weighting(check_config(config({"sample_weights": {"use": "loss"}}), BRANCHES, READERS)[1])
+    block = weighting(
+        check_config(config({"sample_weights": {"use": "loss"}}), BRANCHES, READERS)[1]
+    )
     assert (block.use, block.image, block.text, block.epochs) == ("loss", 0.3, 0.7, None)
     block = weighting(
-        check_config(config({"sample_weights": {"use": "curriculum", "image": 1, "text": 0, "epochs": 4}}), BRANCHES, READERS)[1]
+        check_config(
+            config({"sample_weights": {"use": "curriculum", "image": 1, "text": 0, "epochs": 4}}),
+            BRANCHES,
+            READERS,
+        )[1]
     )
     assert (block.use, block.image, block.text, block.epochs) == ("curriculum", 1, 0, 4)
 
@@ -71,10 +85,19 @@ def test_the_given_dictionary_stays_as_it_is():
     "text, words",
     [
         ('{"train_batch_size": 48,}', ["own.json", "not valid JSON", "line 1"]),
-        ('{"train_batch_size": 48, "train_batch_size": 64}', ["own.json", "'train_batch_size' stands twice"]),
-        ('{"branches": {"layout": "fork", "layout": "chain"}}', ["own.json", "'layout' stands twice"]),
+        (
+            '{"train_batch_size": 48, "train_batch_size": 64}',
+            ["own.json", "'train_batch_size' stands twice"],
+        ),
+        (
+            '{"branches": {"layout": "fork", "layout": "chain"}}',
+            ["own.json", "'layout' stands twice"],
+        ),
         ("[1, 2]", ["own.json", "holds a list", "a configuration is a JSON object"]),
-        ('{"train_batchsize": 48}', ["own.json", "unknown key 'train_batchsize'", "did you mean 'train_batch_size'?"]),
+        (
+            '{"train_batchsize": 48}',
+            ["own.json", "unknown key 'train_batchsize'", "did you mean 'train_batch_size'?"],
+        ),
     ],
 )
 def test_a_faulty_file_is_named(tmp_path, text, words):
@@ -85,16 +108,25 @@ def test_a_faulty_file_is_named(tmp_path, text, words):
 
 
 def test_a_missing_file_and_its_nearest_neighbour():
-    with pytest.raises(FileNotFoundError, match=r"--deepspeed_config .*zero1_fp61\.json: no such file; did you mean .*zero1_fp16\.json\?"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"--deepspeed_config .*zero1_fp61\.json: no such file; did you mean .*zero1_fp16\.json\?",
+    ):
         read_config(FOLDER / "zero1_fp61.json", BRANCHES, READERS)
-    with pytest.raises(FileNotFoundError, match=r"--deepspeed_config nowhere/a\.json: no such file$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"--deepspeed_config nowhere/a\.json: no such file$"
+    ):
         read_config("nowhere/a.json", BRANCHES, READERS)
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------------
+# -- what is refused
+# ------------------------------------------------------------------------------------------------------
 
 REFUSED_KEYS = [
-    (config(zero_optimisation={"stage": 1}), ["unknown key 'zero_optimisation'", "did you mean 'zero_optimization'?"]),
+    (
+        config(zero_optimisation={"stage": 1}),
+        ["unknown key 'zero_optimisation'", "did you mean 'zero_optimization'?"],
+    ),
     (config(branch={}), ["unknown key 'branch'", "did you mean 'branches'?"]),
     (config(xyzzy=1), ["unknown key 'xyzzy'", "valid keys: train_batch_size"]),
     (config(wandb={"enabled": True}), ["'wandb'", "--wandb online|offline|disabled"]),
@@ -104,14 +136,29 @@ REFUSED_KEYS = [
     (config(autotuning={}), ["'autotuning'", "remove it"]),
     (config(elasticity={}), ["'elasticity'", "remove it"]),
     (config(curriculum_learning={}), ["'curriculum_learning'", "remove it"]),
-    (config(activation_checkpointing={}), ["'activation_checkpointing'", '"pipeline": {"activation_checkpoint_interval": 1}']),
-    (config(pipeline={"stages": 2}), ["'pipeline.stages'", '"branches"', "activation_checkpoint_interval"]),
-    (config(pipeline={"activation_checkpoint_interval": -1}), ["pipeline.activation_checkpoint_interval", "-1", "number of layers"]),
-    (config(pipeline={"activation_checkpoint_interval": True}), ["pipeline.activation_checkpoint_interval", "True"]),
+    (
+        config(activation_checkpointing={}),
+        ["'activation_checkpointing'", '"pipeline": {"activation_checkpoint_interval": 1}'],
+    ),
+    (
+        config(pipeline={"stages": 2}),
+        ["'pipeline.stages'", '"branches"', "activation_checkpoint_interval"],
+    ),
+    (
+        config(pipeline={"activation_checkpoint_interval": -1}),
+        ["pipeline.activation_checkpoint_interval", "-1", "number of layers"],
+    ),
+    (
+        config(pipeline={"activation_checkpoint_interval": True}),
+        ["pipeline.activation_checkpoint_interval", "True"],
+    ),
 ]
 REFUSED_BRANCHES = [
     ([], ["branches: got []", "an object with the keys", "layout"]),
-    ({"micro_batchsize": 4}, ["unknown key 'branches.micro_batchsize'", "did you mean 'micro_batch_size'?"]),
+    (
+        {"micro_batchsize": 4},
+        ["unknown key 'branches.micro_batchsize'", "did you mean 'micro_batch_size'?"],
+    ),
     ({"xyzzy": 4}, ["unknown key 'branches.xyzzy'", "valid keys: layout, stages, replicas"]),
     ({"layout": "forks"}, ["branches.layout", "'forks'", "did you mean 'fork'?"]),
     ({"layout": "ring"}, ["branches.layout", "'ring'", "auto", "fork", "chain", "merged"]),
@@ -119,18 +166,56 @@ REFUSED_BRANCHES = [
     ({"schedule": "1f1b"}, ["branches.schedule", "'1f1b'", "batch_sync"]),
     ({"stages": 0}, ["branches.stages", "got 0", "whole numbers of at least 1"]),
     ({"stages": True}, ["branches.stages", "got True", "whole numbers of at least 1"]),
-    ({"stages": {"images": 2, "text": 1}}, ["branches.stages", "'images'", "did you mean 'image'?"]),
-    ({"stages": {"image": 0, "text": 1}}, ["branches.stages.image", "got 0", "whole numbers of at least 1"]),
-    ({"stages": {"image": "auto", "text": 1}}, ["branches.stages.image", "got 'auto'", "whole numbers of at least 1"]),
-    ({"replicas": {"image": 1.5, "text": 1}}, ["branches.replicas.image", "got 1.5", "whole numbers of at least 1"]),
+    (
+        {"stages": {"images": 2, "text": 1}},
+        ["branches.stages", "'images'", "did you mean 'image'?"],
+    ),
+    (
+        {"stages": {"image": 0, "text": 1}},
+        ["branches.stages.image", "got 0", "whole numbers of at least 1"],
+    ),
+    (
+        {"stages": {"image": "auto", "text": 1}},
+        ["branches.stages.image", "got 'auto'", "whole numbers of at least 1"],
+    ),
+    (
+        {"replicas": {"image": 1.5, "text": 1}},
+        ["branches.replicas.image", "got 1.5", "whole numbers of at least 1"],
+    ),
     ({"replicas": True}, ["branches.replicas", "got True", "whole numbers of at least 1"]),
-    ({"replicas": {"merged": 2}}, ["branches.replicas", '{"merged": 2}', "slice of every branch", 'write one number: "replicas": 2']),
-    ({"micro_batch_size": {"merged": 8}}, ["branches.micro_batch_size", "slice of every branch", '"micro_batch_size": 8']),
-    ({"micro_batch_size": -3}, ["branches.micro_batch_size", "got -3", "whole numbers of at least 1"]),
-    ({"micro_batch_size": {"txt": 3}}, ["branches.micro_batch_size", "'txt'", "did you mean 'text'?"]),
-    ({"gradient_clipping": {"images": 1}}, ["branches.gradient_clipping", "'images'", "did you mean 'image'?"]),
-    ({"gradient_clipping": {"head": -1}}, ["branches.gradient_clipping.head", "got -1", "number ≥ 0", "0 means no clipping"]),
-    ({"gradient_clipping": {"text": True}}, ["branches.gradient_clipping.text", "got True", "number ≥ 0"]),
+    (
+        {"replicas": {"merged": 2}},
+        [
+            "branches.replicas",
+            '{"merged": 2}',
+            "slice of every branch",
+            'write one number: "replicas": 2',
+        ],
+    ),
+    (
+        {"micro_batch_size": {"merged": 8}},
+        ["branches.micro_batch_size", "slice of every branch", '"micro_batch_size": 8'],
+    ),
+    (
+        {"micro_batch_size": -3},
+        ["branches.micro_batch_size", "got -3", "whole numbers of at least 1"],
+    ),
+    (
+        {"micro_batch_size": {"txt": 3}},
+        ["branches.micro_batch_size", "'txt'", "did you mean 'text'?"],
+    ),
+    (
+        {"gradient_clipping": {"images": 1}},
+        ["branches.gradient_clipping", "'images'", "did you mean 'image'?"],
+    ),
+    (
+        {"gradient_clipping": {"head": -1}},
+        ["branches.gradient_clipping.head", "got -1", "number ≥ 0", "0 means no clipping"],
+    ),
+    (
+        {"gradient_clipping": {"text": True}},
+        ["branches.gradient_clipping.text", "got True", "number ≥ 0"],
+    ),
     ({"max_bad_steps": 0}, ["branches.max_bad_steps", "got 0", "whole number of at least 1"]),
     ({"max_bad_steps": True}, ["branches.max_bad_steps", "got True"]),
 ]
@@ -139,34 +224,79 @@ REFUSED_WEIGHTS = [
     ([], ["branches.sample_weights: got []", "an object"]),
     ({}, ["branches.sample_weights", 'no "use"', '"loss" or "curriculum"']),
     ({"use": "los"}, ["branches.sample_weights.use", "'los'", "did you mean 'loss'?"]),
-    ({"use": "loss", "imgae": 1}, ["unknown key 'branches.sample_weights.imgae'", "did you mean 'image'?"]),
-    ({"use": "loss", "image": -1}, ["branches.sample_weights.image", "got -1", "a number of at least 0"]),
-    ({"use": "loss", "text": "much"}, ["branches.sample_weights.text", "got 'much'", "a number of at least 0"]),
+    (
+        {"use": "loss", "imgae": 1},
+        ["unknown key 'branches.sample_weights.imgae'", "did you mean 'image'?"],
+    ),
+    (
+        {"use": "loss", "image": -1},
+        ["branches.sample_weights.image", "got -1", "a number of at least 0"],
+    ),
+    (
+        {"use": "loss", "text": "much"},
+        ["branches.sample_weights.text", "got 'much'", "a number of at least 0"],
+    ),
     ({"use": "loss", "text": True}, ["branches.sample_weights.text", "got True"]),
     ({"use": "loss", "text": float("inf")}, ["branches.sample_weights.text", "got inf"]),
     ({"use": "loss", "image": 0, "text": 0}, ["image and text are both 0", "remove the block"]),
-    ({"use": "loss", "epochs": 3}, ["branches.sample_weights.epochs", 'only "use": "curriculum"', "remove the key"]),
-    ({"use": "curriculum"}, ["branches.sample_weights.epochs", "got None", "whole number of at least 1"]),
-    ({"use": "curriculum", "epochs": 0}, ["branches.sample_weights.epochs", "got 0", "whole number of at least 1"]),
+    (
+        {"use": "loss", "epochs": 3},
+        ["branches.sample_weights.epochs", 'only "use": "curriculum"', "remove the key"],
+    ),
+    (
+        {"use": "curriculum"},
+        ["branches.sample_weights.epochs", "got None", "whole number of at least 1"],
+    ),
+    (
+        {"use": "curriculum", "epochs": 0},
+        ["branches.sample_weights.epochs", "got 0", "whole number of at least 1"],
+    ),
     ({"use": "curriculum", "epochs": 2.0}, ["branches.sample_weights.epochs", "got 2.0"]),
 ]
 REFUSED_BRANCHES += [({"sample_weights": written}, words) for written, words in REFUSED_WEIGHTS]
 REFUSED_VALUES = [
     (config(zero_optimization={"stage": 2}), ["zero_optimization.stage: 2", "use 0 or 1"]),
     (config(zero_optimization={"stage": 3}), ["zero_optimization.stage: 3", "use 0 or 1"]),
-    (config(fp16={"enabled": True}, bf16={"enabled": True}), ["fp16 and bf16 are both enabled", "enable one of them"]),
-    (config(fp16={"enabled": True}), ["fp16 with zero_optimization.stage 0", "not be scaled", '"zero_optimization": {"stage": 1}']),
-    (config(bf16={"enabled": True}), ["bf16 without", '"data_types": {"grad_accum_dtype": "fp32"}', "add that block"]),
-    (config(bf16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}), ["bf16 without", '"grad_accum_dtype": "fp32"']),
+    (
+        config(fp16={"enabled": True}, bf16={"enabled": True}),
+        ["fp16 and bf16 are both enabled", "enable one of them"],
+    ),
+    (
+        config(fp16={"enabled": True}),
+        [
+            "fp16 with zero_optimization.stage 0",
+            "not be scaled",
+            '"zero_optimization": {"stage": 1}',
+        ],
+    ),
+    (
+        config(bf16={"enabled": True}),
+        ["bf16 without", '"data_types": {"grad_accum_dtype": "fp32"}', "add that block"],
+    ),
+    (
+        config(bf16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}),
+        ["bf16 without", '"grad_accum_dtype": "fp32"'],
+    ),
     (
         config(gradient_clipping=0.5),
-        ["gradient_clipping: 0.5", '"branches": {"gradient_clipping": {"image": 0.5, "text": 0.5, "head": 0.5}}'],
+        [
+            "gradient_clipping: 0.5",
+            '"branches": {"gradient_clipping": {"image": 0.5, "text": 0.5, "head": 0.5}}',
+        ],
     ),
     (
-        config({"gradient_clipping": {"embeddings": {"match": ["text.embeddings.*"], "kind": "none"}}}, gradient_clipping=0.5),
-        ['"head": 0.5, "embeddings": {"match": ["text.embeddings.*"], "kind": "norm", "limit": 0.5}}}'],
+        config(
+            {"gradient_clipping": {"embeddings": {"match": ["text.embeddings.*"], "kind": "none"}}},
+            gradient_clipping=0.5,
+        ),
+        [
+            '"head": 0.5, "embeddings": {"match": ["text.embeddings.*"], "kind": "norm", "limit": 0.5}}}'
+        ],
     ),
-    (config(zero_optimization={"stage": 1, "compute_grad_norm": False}), ["zero_optimization.compute_grad_norm", "remove the key"]),
+    (
+        config(zero_optimization={"stage": 1, "compute_grad_norm": False}),
+        ["zero_optimization.compute_grad_norm", "remove the key"],
+    ),
     (config(train_batch_size=1), ["train_batch_size: got 1", "at least 2"]),
     (config(train_batch_size="auto"), ["train_batch_size: got 'auto'", "whole number"]),
     (config(train_batch_size=48.0), ["train_batch_size: got 48.0", "whole number"]),
@@ -175,7 +305,9 @@ REFUSED_VALUES = [
 ]
 
 
-@pytest.mark.parametrize("written, words", REFUSED_KEYS + [(config(b), w) for b, w in REFUSED_BRANCHES] + REFUSED_VALUES)
+@pytest.mark.parametrize(
+    "written, words", REFUSED_KEYS + [(config(b), w) for b, w in REFUSED_BRANCHES] + REFUSED_VALUES
+)
 def test_refusals_of_the_file(written, words):
     with refused(*words):
         check_config(written, BRANCHES, READERS)
@@ -183,7 +315,14 @@ def test_refusals_of_the_file(written, words):
 
 def test_what_is_off_is_allowed():
     check_config(
-        config(gradient_clipping=0, fp16={"enabled": False}, bf16={"enabled": False}, zero_optimization={"stage": 1}), BRANCHES, READERS
+        config(
+            gradient_clipping=0,
+            fp16={"enabled": False},
+            bf16={"enabled": False},
+            zero_optimization={"stage": 1},
+        ),
+        BRANCHES,
+        READERS,
     )
 
 
@@ -194,7 +333,11 @@ WRONG_VALUES = [
     (None, {"train_micro_batch_size_per_gpu": -4}, ["train_micro_batch_size_per_gpu", "-4"]),
     (None, {"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps", "0"]),
     (None, {"gradient_accumulation_steps": "four"}, ["gradient_accumulation_steps", "four"]),
-    (None, {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}, ["gradient_accumulation_steps"]),
+    (
+        None,
+        {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2},
+        ["gradient_accumulation_steps"],
+    ),
     ({"micro_batch_size": 8}, {"gradient_accumulation_steps": 2}, ["gradient_accumulation_steps"]),
 ]
 
@@ -213,10 +356,22 @@ LATE = [  # accepted by DeepSpeed, which fails later and less clearly
         ["optimizer.params.amsgrad", "auto", "lr, betas, eps, weight_decay only"],
     ),
     (
-        {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "cos_min_ratio": "auto"}}},
-        ["scheduler.params.cos_min_ratio", "auto", "warmup_num_steps, warmup_type, total_num_steps only"],
+        {
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {"total_num_steps": "auto", "cos_min_ratio": "auto"},
+            }
+        },
+        [
+            "scheduler.params.cos_min_ratio",
+            "auto",
+            "warmup_num_steps, warmup_type, total_num_steps only",
+        ],
     ),
-    ({"bf16": {"enabled": "auto"}, "data_types": {"grad_accum_dtype": "fp32"}}, ["bf16.enabled", "auto"]),
+    (
+        {"bf16": {"enabled": "auto"}, "data_types": {"grad_accum_dtype": "fp32"}},
+        ["bf16.enabled", "auto"],
+    ),
 ]
 
 
@@ -228,15 +383,26 @@ def test_refusals_of_what_would_fail_later(keys, words):
 
 def test_refusals_of_the_hardware():
     fp16, bf16 = ({key: {"enabled": True}} for key in ("fp16", "bf16"))
-    with refused("fp16 is enabled", "(cpu) does not compute in fp16", "use --deepspeed_config ds_configs/cpu_fp32.json"):
+    with refused(
+        "fp16 is enabled",
+        "(cpu) does not compute in fp16",
+        "use --deepspeed_config ds_configs/cpu_fp32.json",
+    ):
         check_hardware(fp16, fp16_supported=False, bf16_supported=True, device="cpu")
-    with refused("bf16 is enabled", "(cuda) does not compute in bf16", "use --deepspeed_config ds_configs/zero1_fp32.json"):
+    with refused(
+        "bf16 is enabled",
+        "(cuda) does not compute in bf16",
+        "use --deepspeed_config ds_configs/zero1_fp32.json",
+    ):
         check_hardware(bf16, fp16_supported=True, bf16_supported=False, device="cuda")
     check_hardware(fp16, fp16_supported=True, bf16_supported=False, device="cuda")
     check_hardware(bf16, fp16_supported=False, bf16_supported=True, device="cpu")
     check_hardware(MINIMAL, fp16_supported=False, bf16_supported=False, device="cpu")
     lion = {**MINIMAL, "optimizer": {"type": "Lion"}}
-    with pytest.raises(ValueError, match="optimizer.type 'Lion': DeepSpeed has it for GPUs only; on a CPU give \"AdamW\""):
+    with pytest.raises(
+        ValueError,
+        match="optimizer.type 'Lion': DeepSpeed has it for GPUs only; on a CPU give \"AdamW\"",
+    ):
         check_hardware(lion, fp16_supported=False, bf16_supported=True, device="cpu")
     check_hardware(lion, fp16_supported=True, bf16_supported=True, device="cuda")
 
@@ -245,7 +411,8 @@ def test_the_files_a_refusal_names_exist():
     assert {"cpu_fp32.json", "zero1_fp32.json"} <= {file.name for file in FILES}
 
 
-# -- the files we ship ----------------------------------------------------------------------------------------------------------
+# -- the files we ship
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -253,10 +420,23 @@ def test_file_names_tell_the_truth(file):
     read, block = read_config(file, BRANCHES, READERS)
     precision = next((key for key in ("fp16", "bf16") if read.get(key, {}).get("enabled")), "fp32")
     assert precision in file.stem.split("_")
-    assert read["zero_optimization"]["stage"] == 1 and file.stem.split("_")[0] in ("zero1", "cpu", "lit", "fork", "pipeline", "feed")
-    assert ("fork" in file.stem or "pipeline" in file.stem or "feed" in file.stem) == (block.layout == "fork")
+    assert read["zero_optimization"]["stage"] == 1 and file.stem.split("_")[0] in (
+        "zero1",
+        "cpu",
+        "lit",
+        "fork",
+        "pipeline",
+        "feed",
+    )
+    assert ("fork" in file.stem or "pipeline" in file.stem or "feed" in file.stem) == (
+        block.layout == "fork"
+    )
     assert ("feed" in file.stem) == (dealing(block).strategy == "feed")
     assert ("offload" in file.stem) == ("offload_optimizer" in read["zero_optimization"])
     assert ("lit" in file.stem) == bool(block.locking())
-    places = ("scheduler.params.warmup_num_steps", "branches.gradient_clipping", "branches.optimizer_groups")
+    places = (
+        "scheduler.params.warmup_num_steps",
+        "branches.gradient_clipping",
+        "branches.optimizer_groups",
+    )
     assert {"optimizer.params.lr", *places} <= set(asked(read, block)), "the recipe says them"

@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 import pytest
 
 from engine.planning.costs import Curve, StateBytes
-from engine.planning.devices import DEVICES, EFFICIENCY, Device, estimated_layers, estimated_machine, find_device
+from engine.planning.devices import (
+    DEVICES,
+    EFFICIENCY,
+    Device,
+    estimated_layers,
+    estimated_machine,
+    find_device,
+)
 
 
 @dataclass(frozen=True)
@@ -22,13 +29,20 @@ class Counts:
     num_kernels: int = 1
 
 
-def forward_s(counts: Counts, device: str | Device = "A100", precision: str = "bf16", size: int = 4, **more: float) -> float:
+def forward_s(
+    counts: Counts,
+    device: str | Device = "A100",
+    precision: str = "bf16",
+    size: int = 4,
+    **more: float,
+) -> float:
     device = find_device(device) if isinstance(device, str) else device
     (cost,) = estimated_layers([counts], device, precision, **more)
     return cost.forward_s.at(size)
 
 
-# -- curves and states -------------------------------------------------------------------------------------------------
+# -- curves and states
+# -------------------------------------------------------------------------------------------------
 
 
 def test_a_curve_is_straight_between_its_points_and_beyond_them():
@@ -37,7 +51,10 @@ def test_a_curve_is_straight_between_its_points_and_beyond_them():
     assert Curve((4,), (2.0,)).at(6) == 3.0
 
 
-@pytest.mark.parametrize("sizes, values", [((), ()), ((1, 2), (1.0,)), ((2, 1), (1.0, 2.0)), ((1, 1), (1.0, 2.0)), ((0, 1), (1.0, 2.0))])
+@pytest.mark.parametrize(
+    "sizes, values",
+    [((), ()), ((1, 2), (1.0,)), ((2, 1), (1.0, 2.0)), ((1, 1), (1.0, 2.0)), ((0, 1), (1.0, 2.0))],
+)
 def test_a_curve_of_anything_else_is_refused(sizes, values):
     with pytest.raises(ValueError, match="sizes rise from 1 on"):
         Curve(sizes, values)
@@ -48,7 +65,11 @@ def test_a_curve_of_anything_else_is_refused(sizes, values):
     [
         ({}, 4 + 4 + 8, 0),  # weight, gradient, two moments
         ({"zero_optimization": {"stage": 1}}, 4 + 4, 4 + 8),  # and ZeRO-1's own fp32 copy
-        ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, 2 + 2 + 4, 4 + 8),  # fp32 sums, master weight
+        (
+            {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
+            2 + 2 + 4,
+            4 + 8,
+        ),  # fp32 sums, master weight
         ({"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}}, 2 + 2, 4 + 8),
     ],
     ids=["fp32", "ZeRO-1", "bf16", "fp16"],
@@ -58,7 +79,8 @@ def test_bytes_of_a_parameters_state(config, whole, sharded):
     assert (state.whole, state.sharded) == (whole, sharded)
 
 
-# -- estimates ---------------------------------------------------------------------------------------------------------
+# -- estimates
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_half_the_rate_doubles_the_time_of_a_layer_that_computes():
@@ -97,7 +119,9 @@ def test_a_small_layer_takes_as_long_as_its_launches():
 def test_fp32_runs_matrix_products_without_and_convolutions_with_tf32():
     """As torch does by default. Either alone is as fast as the rate of its kind."""
     assert forward_s(Counts(), precision="fp32") == pytest.approx(4e12 / (19.5e12 * EFFICIENCY))
-    assert forward_s(Counts(convolution_flops=1e12), precision="fp32") == pytest.approx(4e12 / (156e12 * EFFICIENCY))
+    assert forward_s(Counts(convolution_flops=1e12), precision="fp32") == pytest.approx(
+        4e12 / (156e12 * EFFICIENCY)
+    )
     assert forward_s(Counts(), precision="tf32") == pytest.approx(4e12 / (156e12 * EFFICIENCY))
 
 
@@ -111,7 +135,11 @@ def test_a_machine_steps_and_reduces_in_less_than_a_nanosecond_per_parameter(pre
 def test_a_device_from_numbers():
     device = find_device("flops=312e12, memory=40e9,bandwidth=1.5e12,link=1e11")
     assert device.rate("fp32") == (312e12, 312e12) == device.rate("bf16")
-    assert (device.memory_bytes, device.bandwidth_bytes_per_s, device.link_bytes_per_s) == (40e9, 1.5e12, 1e11)
+    assert (device.memory_bytes, device.bandwidth_bytes_per_s, device.link_bytes_per_s) == (
+        40e9,
+        1.5e12,
+        1e11,
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Every file of ds_configs/ trains as it stands, small towers on two ranks without a GPU; and a slip in any of its blocks is answered."""
+"""Every file of ds_configs/ trains as it stands, small towers on two ranks without a GPU; and a
+slip in any of its blocks is answered."""
 
 import copy
 import json
@@ -51,4 +52,7 @@ def test_a_misspelt_key_in_any_block_is_answered_with_the_nearest(file):
             inner[key[:-2] + key[-1]] = inner.pop(key)
             with pytest.raises(ValueError) as error:
                 check_config(slip, BRANCHES, READERS)
-            assert f"{key!r}" in str(error.value) or f'"{key}"' in str(error.value), (key, error.value)
+            assert f"{key!r}" in str(error.value) or f'"{key}"' in str(error.value), (
+                key,
+                error.value,
+            )

@@ -10,7 +10,8 @@ MODALITIES = ("image", "text", "audio", "video")
 
 
 def words_of(source: str) -> list[str]:
-    """The strings in it that are not docstrings, as far as they are a modality or begin with one."""
+    """The strings in it that are not docstrings, as far as they are a modality or begin with
+    one."""
     tree = ast.parse(source)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {
@@ -18,14 +19,27 @@ def words_of(source: str) -> list[str]:
         for node in ast.walk(tree)
         if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
     }
-    strings = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docstrings]
-    return [word for word in strings if any(word == name or word.startswith(f"{name}_") for name in MODALITIES)]
+    strings = [
+        n.value
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docstrings
+    ]
+    return [
+        word
+        for word in strings
+        if any(word == name or word.startswith(f"{name}_") for name in MODALITIES)
+    ]
 
 
-@pytest.mark.parametrize("file", sorted(ENGINE.rglob("*.py")), ids=lambda file: str(file.relative_to(ENGINE)))
+@pytest.mark.parametrize(
+    "file", sorted(ENGINE.rglob("*.py")), ids=lambda file: str(file.relative_to(ENGINE))
+)
 def test_no_modality_is_named(file):
     assert words_of(file.read_text(encoding="utf-8")) == []
 
 
 def test_a_modality_that_is_named_is_found():
-    assert words_of('"""image"""\nx = f"{y}" "text"\nz = {"image_embeds": 1, "images": 2}') == ["text", "image_embeds"]
+    assert words_of('"""image"""\nx = f"{y}" "text"\nz = {"image_embeds": 1, "images": 2}') == [
+        "text",
+        "image_embeds",
+    ]

@@ -1,4 +1,5 @@
-"""Schedules are told apart by what they say of themselves: their names stand in `engine/schedule.py` and nowhere else in the code."""
+"""Schedules are told apart by what they say of themselves: their names stand in
+`engine/schedule.py` and nowhere else in the code."""
 
 import ast
 import re
@@ -10,11 +11,19 @@ from engine.schedule import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 REGISTRY = ROOT / "engine" / "schedule.py"
-FILES = [ROOT / "train.py", *(file for folder in ("engine", "launch", "data", "models") for file in (ROOT / folder).rglob("*.py"))]
+FILES = [
+    ROOT / "train.py",
+    *(
+        file
+        for folder in ("engine", "launch", "data", "models")
+        for file in (ROOT / folder).rglob("*.py")
+    ),
+]
 
 
 def names_in(source: str) -> list[str]:
-    """Names of schedules in the strings that are not docstrings: whole words, also inside a message."""
+    """Names of schedules in the strings that are not docstrings: whole words, also inside a
+    message."""
     tree = ast.parse(source)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {
@@ -22,11 +31,17 @@ def names_in(source: str) -> list[str]:
         for node in ast.walk(tree)
         if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
     }
-    strings = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docstrings]
+    strings = [
+        n.value
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docstrings
+    ]
     return [name for text in strings for name in re.findall(r"\w+", text) if name in SCHEDULES]
 
 
-@pytest.mark.parametrize("file", sorted({*FILES} - {REGISTRY}), ids=lambda file: str(file.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "file", sorted({*FILES} - {REGISTRY}), ids=lambda file: str(file.relative_to(ROOT))
+)
 def test_no_schedule_is_named(file):
     assert names_in(file.read_text(encoding="utf-8")) == []
 
@@ -36,4 +51,6 @@ def test_the_registry_names_each_once():
 
 
 def test_a_schedule_that_is_named_is_found():
-    assert names_in('"""replay"""\nx = s == "replay"\ny = f"or use {z} or batch_sync"\nw = "replayed"') == ["replay", "batch_sync"]
+    assert names_in(
+        '"""replay"""\nx = s == "replay"\ny = f"or use {z} or batch_sync"\nw = "replayed"'
+    ) == ["replay", "batch_sync"]

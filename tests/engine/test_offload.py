@@ -1,4 +1,5 @@
-"""An optimizer whose state is on the CPU trains the same, and what cannot be offloaded is refused."""
+"""An optimizer whose state is on the CPU trains the same, and what cannot be offloaded is
+refused."""
 
 from dataclasses import replace
 
@@ -10,18 +11,32 @@ from split_training import Case, train_split, train_whole
 from engine.config.reading import check_config
 from models.towers.layers import BRANCHES
 
-CASE = Case("fork", {"image": 1, "text": 1}, {"image": 2, "text": 1}, 6, offload=True, steps=3, clipping={"image": 0.5, "text": 0.5})
+CASE = Case(
+    "fork",
+    {"image": 1, "text": 1},
+    {"image": 2, "text": 1},
+    6,
+    offload=True,
+    steps=3,
+    clipping={"image": 0.5, "text": 0.5},
+)
 
 
 def test_offloaded_bf16_equals_bf16_to_the_last_bit():
-    """Both add up micro-batches in fp32 and step the same slices; where they lie is all that differs."""
+    """Both add up micro-batches in fp32 and step the same slices; where they lie is all that
+    differs."""
     case = replace(CASE, precision="bf16")
     offloaded = run_ranks(case.world_size, train_split, case)
     in_place = run_ranks(case.world_size, train_split, replace(case, offload=False))
-    assert {r["optimizer"] for r in offloaded} == {"DeepSpeedZeroOptimizer"} and {r["optimizer"] for r in in_place} == {"BF16_Optimizer"}
+    assert {r["optimizer"] for r in offloaded} == {"DeepSpeedZeroOptimizer"} and {
+        r["optimizer"] for r in in_place
+    } == {"BF16_Optimizer"}
     assert [m.loss for m in offloaded[0]["metrics"]] == [m.loss for m in in_place[0]["metrics"]]
     for mine, other in zip(offloaded, in_place):
-        assert all(torch.equal(parameter, other["parameters"][name]) for name, parameter in mine["parameters"].items())
+        assert all(
+            torch.equal(parameter, other["parameters"][name])
+            for name, parameter in mine["parameters"].items()
+        )
 
 
 def test_offloaded_fp32_equals_unsplit_training():
@@ -29,19 +44,30 @@ def test_offloaded_fp32_equals_unsplit_training():
     reference = train_whole(CASE, {"image": (6, 4), "text": (6, 4)})
     assert [m.loss for m in results[0]["metrics"]] == pytest.approx(reference["losses"], rel=1e-5)
     for group in ("image", "text", "head"):
-        assert [m.grad_norm[group] for m in results[0]["metrics"]] == pytest.approx([n[group] for n in reference["norms"]], rel=1e-3)
+        assert [m.grad_norm[group] for m in results[0]["metrics"]] == pytest.approx(
+            [n[group] for n in reference["norms"]], rel=1e-3
+        )
 
 
 @pytest.mark.parametrize(
     ("zero", "words"),
     [
-        ({"stage": 1, "offload_optimizer": {"device": "nvme"}}, ["offload_optimizer.device", "'nvme'", '"cpu"']),
+        (
+            {"stage": 1, "offload_optimizer": {"device": "nvme"}},
+            ["offload_optimizer.device", "'nvme'", '"cpu"'],
+        ),
         ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, ["stage 0", '"stage": 1']),
         ({"stage": 1, "offload_param": {"device": "cpu"}}, ["offload_param", "offload_optimizer"]),
-        ({"stage": 1, "offload_optimizer": {"devcie": "cpu", "device": "cpu"}}, ["offload_optimizer.devcie", "did you mean 'device'?"]),
+        (
+            {"stage": 1, "offload_optimizer": {"devcie": "cpu", "device": "cpu"}},
+            ["offload_optimizer.devcie", "did you mean 'device'?"],
+        ),
     ],
 )
 def test_what_cannot_be_offloaded_is_refused(zero, words):
     with pytest.raises(ValueError) as error:
-        check_config({"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}, BRANCHES)
+        check_config(
+            {"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "zero_optimization": zero},
+            BRANCHES,
+        )
     assert all(word in str(error.value) for word in words), error.value

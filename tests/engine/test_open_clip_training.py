@@ -1,8 +1,10 @@
-"""Beside the program that people use today: from equal weights on equal batches OpenCLIP's own loop has the losses that ours has.
+"""Beside the program that people use today: from equal weights on equal batches OpenCLIP's own loop
+has the losses that ours has.
 
-Its model factory, DistributedDataParallel, losses, optimizer with its groups, warm-up and clamp of the scale against our stages, exchange, ZeRO-1 and schedule.
-Batch normalisation takes its means over 32 samples, a rank's batch there and a micro-batch here. At a higher rate rounding grows faster than tenfold
-a step in these towers, also between two ways to run one of the programs.
+Its model factory, DistributedDataParallel, losses, optimizer with its groups, warm-up and clamp of
+the scale against our stages, exchange, ZeRO-1 and schedule. Batch normalisation takes its means
+over 32 samples, a rank's batch there and a micro-batch here. At a higher rate rounding grows faster
+than tenfold a step in these towers, also between two ways to run one of the programs.
 """
 
 import json
@@ -12,11 +14,22 @@ import pytest
 import torch
 from launched import finish, start
 from ranks import run_ranks
-from split_training import EMBED_DIM, MAX_TOKENS, WEIGHT_DECAY, Case, global_batch, towers_of, train_split
+from split_training import (
+    EMBED_DIM,
+    MAX_TOKENS,
+    WEIGHT_DECAY,
+    Case,
+    global_batch,
+    towers_of,
+    train_split,
+)
 from transformers import BertConfig, BertTokenizerFast
 
 STEPS, WARMUP, RATE = 5, 3, 1e-4
-SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": WARMUP, "warmup_max_lr": RATE, "warmup_type": "linear"}}
+SCHEDULE = {
+    "type": "WarmupLR",
+    "params": {"warmup_num_steps": WARMUP, "warmup_max_lr": RATE, "warmup_type": "linear"},
+}
 BATCH_PER_RANK = 32
 
 
@@ -45,12 +58,29 @@ def peer(tmp_path_factory):
         towers, image_size = towers_of(case)
         _write_model(folder, towers, image_size)
         state = {
-            layer.canonical_names[n]: t for t in towers.values() for layer in _built(t, case.seed) for n, t in layer.state_dict().items()
+            layer.canonical_names[n]: t
+            for t in towers.values()
+            for layer in _built(t, case.seed)
+            for n, t in layer.state_dict().items()
         }
-        torch.save({_their_name(name): _their_shape(name, tensor) for name, tensor in state.items()}, folder / "weights.pt")
+        torch.save(
+            {_their_name(name): _their_shape(name, tensor) for name, tensor in state.items()},
+            folder / "weights.pt",
+        )
         batches = [global_batch(case, step, image_size) for step in range(STEPS)]
         arguments = [
-            *("--model", "small", "--pretrained", folder / "weights.pt", "--logs", folder / "logs", "--name", "run", "--device", "cpu"),
+            *(
+                "--model",
+                "small",
+                "--pretrained",
+                folder / "weights.pt",
+                "--logs",
+                folder / "logs",
+                "--name",
+                "run",
+                "--device",
+                "cpu",
+            ),
             *(
                 "--train-data",
                 "given",
@@ -103,7 +133,9 @@ def _write_model(folder, towers, image_size):
     BertConfig(**towers["text"].config["config"]).save_pretrained(folder / "text")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     (folder / "vocab.txt").write_text("\n".join(words))
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(str(folder / "text"))  # asked for by the program, used by nobody
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(
+        str(folder / "text")
+    )  # asked for by the program, used by nobody
     text = {
         "hf_model_name": str(folder / "text"),
         "hf_tokenizer_name": str(folder / "text"),
@@ -119,7 +151,9 @@ def _write_model(folder, towers, image_size):
         "timm_proj": "linear",
         "image_size": image_size,
     }
-    (folder / "small.json").write_text(json.dumps({"embed_dim": EMBED_DIM, "vision_cfg": image, "text_cfg": text}))
+    (folder / "small.json").write_text(
+        json.dumps({"embed_dim": EMBED_DIM, "vision_cfg": image, "text_cfg": text})
+    )
 
 
 def _their_name(name):
@@ -140,13 +174,19 @@ def _their_shape(name, tensor):
 
 
 def _run(folder, ranks):
-    status, output = finish(start("tests/peer_training.py", folder / "given.pt", folder / "losses", ranks=ranks))
+    status, output = finish(
+        start("tests/peer_training.py", folder / "given.pt", folder / "losses", ranks=ranks)
+    )
     assert status == 0, output[-4000:]
     return [torch.load(folder / f"losses-{rank}") for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("loss", ["infonce", "sigmoid"])
-@pytest.mark.parametrize(("way", "ranks"), [(ONE, 1), (FORK, 2), (MERGED, 2)], ids=["one rank", "fork on two", "merged on two"])
+@pytest.mark.parametrize(
+    ("way", "ranks"),
+    [(ONE, 1), (FORK, 2), (MERGED, 2)],
+    ids=["one rank", "fork on two", "merged on two"],
+)
 def test_equal_weights_and_batches_give_equal_losses(peer, way, ranks, loss):
     case = case_of(*way, loss, ranks * BATCH_PER_RANK)
     results = run_ranks(ranks, train_split, case)

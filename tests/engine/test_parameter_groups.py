@@ -1,4 +1,5 @@
-"""Every parameter learns at the rate and with the decay that `optimizer_groups` says, whatever shares the parameters out."""
+"""Every parameter learns at the rate and with the decay that `optimizer_groups` says, whatever
+shares the parameters out."""
 
 from types import SimpleNamespace
 
@@ -9,16 +10,28 @@ from ranks import run_ranks
 from split_training import LR, Case, train_split, train_whole
 
 from engine.config.reading import check_config
-from engine.optimizer.parameter_groups import GroupSchedule, Setting, groups_of_names, optimizer_groups, settings_of
+from engine.optimizer.parameter_groups import (
+    GroupSchedule,
+    Setting,
+    groups_of_names,
+    optimizer_groups,
+    settings_of,
+)
 from models.towers.layers import BRANCHES
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 LAYERS = {
     "image": [
-        SimpleNamespace(canonical_parameters={"image.stem.weight": (8, 3, 4, 4), "image.stem.bias": (8,)}),
-        SimpleNamespace(canonical_parameters={"image.block.weight": (8, 8), "image.block.norm": (8,)}),
+        SimpleNamespace(
+            canonical_parameters={"image.stem.weight": (8, 3, 4, 4), "image.stem.bias": (8,)}
+        ),
+        SimpleNamespace(
+            canonical_parameters={"image.block.weight": (8, 8), "image.block.norm": (8,)}
+        ),
         SimpleNamespace(canonical_parameters={}),  # a pool
-        SimpleNamespace(canonical_parameters={"head.image_projection.weight": (4, 8), "head.logit_scale": (1,)}),
+        SimpleNamespace(
+            canonical_parameters={"head.image_projection.weight": (4, 8), "head.logit_scale": (1,)}
+        ),
     ],
     "text": [
         SimpleNamespace(canonical_parameters={"text.embeddings.weight": (9, 8)}),
@@ -38,10 +51,16 @@ def test_without_a_block_only_what_has_one_dimension_is_not_decayed():
 
 
 def test_rates_fall_from_the_head_to_the_first_layer():
-    block = {"image": {"lr": 5e-4, "layer_decay": 0.5, "warmup_steps": 7}, "head": {"weight_decay": 0.3}, "no_decay": ["*.bias"]}
+    block = {
+        "image": {"lr": 5e-4, "layer_decay": 0.5, "warmup_steps": 7},
+        "head": {"weight_decay": 0.3},
+        "no_decay": ["*.bias"],
+    }
     settings = settings_of(optimizer_groups(block, BRANCHES), LAYERS, OPTIMIZER)
     assert settings == {
-        "image.stem.weight": Setting(0.125, 0.1, 7),  # 5e-4 / 1e-3 · 0.5²: the pool has no parameters and is no layer
+        "image.stem.weight": Setting(
+            0.125, 0.1, 7
+        ),  # 5e-4 / 1e-3 · 0.5²: the pool has no parameters and is no layer
         "image.stem.bias": Setting(0.125, 0.0, 7),
         "image.block.weight": Setting(0.25, 0.1, 7),
         "image.block.norm": Setting(0.25, 0.1, 7),
@@ -50,7 +69,9 @@ def test_rates_fall_from_the_head_to_the_first_layer():
         "text.embeddings.weight": Setting(1.0, 0.1, None),
         "head.text_projection.weight": Setting(1.0, 0.3, None),
     }
-    assert groups_of_names(["text.embeddings.weight", "head.logit_scale", "head.text_projection.weight"], settings) == {
+    assert groups_of_names(
+        ["text.embeddings.weight", "head.logit_scale", "head.text_projection.weight"], settings
+    ) == {
         Setting(1.0, 0.1, None): ["text.embeddings.weight"],
         Setting(1.0, 0.3, None): ["head.logit_scale", "head.text_projection.weight"],
     }
@@ -61,7 +82,10 @@ def test_rates_fall_from_the_head_to_the_first_layer():
     [
         ([], ["optimizer_groups", "[]"]),
         ({"imgae": {}}, ["optimizer_groups.imgae", "did you mean 'image'?"]),
-        ({"image": {"wieght_decay": 0.1}}, ["optimizer_groups.image.wieght_decay", "did you mean 'weight_decay'?"]),
+        (
+            {"image": {"wieght_decay": 0.1}},
+            ["optimizer_groups.image.wieght_decay", "did you mean 'weight_decay'?"],
+        ),
         ({"head": {"layer_decay": 0.5}}, ["optimizer_groups.head.layer_decay"]),
         ({"image": 1e-4}, ["optimizer_groups.image", "0.0001"]),
         ({"image": {"lr": 0}}, ["optimizer_groups.image.lr", "locked"]),
@@ -74,25 +98,42 @@ def test_rates_fall_from_the_head_to_the_first_layer():
 )
 def test_what_is_wrong_is_refused_with_its_key(block, words):
     with pytest.raises(ValueError) as error:
-        check_config({"train_batch_size": 8, "optimizer": OPTIMIZER, "branches": {"optimizer_groups": block}}, BRANCHES)
+        check_config(
+            {
+                "train_batch_size": 8,
+                "optimizer": OPTIMIZER,
+                "branches": {"optimizer_groups": block},
+            },
+            BRANCHES,
+        )
     assert all(word in str(error.value) for word in words), error.value
 
 
 def test_a_rate_of_a_group_needs_one_to_be_scaled_by():
-    config = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "branches": {"optimizer_groups": {"text": {"lr": 1e-4}}}}
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW"},
+        "branches": {"optimizer_groups": {"text": {"lr": 1e-4}}},
+    }
     with pytest.raises(ValueError, match="optimizer.params.lr, which is None"):
         check_config(config, BRANCHES)
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match="'image.stem.bais' matches no parameter; did you mean 'image.stem.bias'"):
-        settings_of(optimizer_groups({"no_decay": ["image.stem.bais"]}, BRANCHES), LAYERS, OPTIMIZER)
+    with pytest.raises(
+        ValueError, match="'image.stem.bais' matches no parameter; did you mean 'image.stem.bias'"
+    ):
+        settings_of(
+            optimizer_groups({"no_decay": ["image.stem.bais"]}, BRANCHES), LAYERS, OPTIMIZER
+        )
 
 
 def warmup(steps):
     from deepspeed.runtime.lr_schedules import WarmupLR
 
-    return lambda optimizer: lambda own: WarmupLR(optimizer, warmup_num_steps=own or steps, warmup_type="linear")
+    return lambda optimizer: (
+        lambda own: WarmupLR(optimizer, warmup_num_steps=own or steps, warmup_type="linear")
+    )
 
 
 def exponential(optimizer):
@@ -113,7 +154,9 @@ def test_every_schedule_is_scaled_and_goes_on_from_its_state(make, rates):
     settings = [Setting(1.0, 0.1, None), Setting(0.25, 0.0, None), Setting(0.5, 0.0, 2)]
 
     def schedule():
-        optimizer = torch.optim.SGD([{"params": [torch.zeros(1, requires_grad=True)]} for _ in settings], lr=0.1)
+        optimizer = torch.optim.SGD(
+            [{"params": [torch.zeros(1, requires_grad=True)]} for _ in settings], lr=0.1
+        )
         return GroupSchedule(optimizer, make(optimizer), settings, [None, 2])
 
     running = schedule()
@@ -131,8 +174,15 @@ def test_every_schedule_is_scaled_and_goes_on_from_its_state(make, rates):
 def test_a_schedule_that_goes_on_in_a_run_of_another_length_has_its_rates_from_the_next_step_on():
     def schedule(total_num_steps):
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-        own = {"total_num_steps": total_num_steps, "warmup_num_steps": 2, "warmup_max_lr": 0.1, "warmup_type": "linear"}
-        return GroupSchedule(optimizer, lambda warmup: WarmupDecayLR(optimizer, **own), [Setting(0.5, 0.0, None)], [])
+        own = {
+            "total_num_steps": total_num_steps,
+            "warmup_num_steps": 2,
+            "warmup_max_lr": 0.1,
+            "warmup_type": "linear",
+        }
+        return GroupSchedule(
+            optimizer, lambda warmup: WarmupDecayLR(optimizer, **own), [Setting(0.5, 0.0, None)], []
+        )
 
     before, now = schedule(10), schedule(20)
     for _ in range(4):
@@ -157,30 +207,51 @@ GROUPS = {
 @pytest.mark.parametrize(
     "case",
     [
-        Case("fork", {"image": 2, "text": 1}, {"image": 1, "text": 1}, 12),  # no two replicas: ZeRO-0
-        Case("fork", {"image": 1, "text": 1}, {"image": 2, "text": 1}, 12),  # ZeRO-1: a stage has 10 groups, the other 4
+        Case(
+            "fork", {"image": 2, "text": 1}, {"image": 1, "text": 1}, 12
+        ),  # no two replicas: ZeRO-0
+        Case(
+            "fork", {"image": 1, "text": 1}, {"image": 2, "text": 1}, 12
+        ),  # ZeRO-1: a stage has 10 groups, the other 4
         Case("fork", {"image": 1, "text": 1}, {"image": 2, "text": 1}, 12, precision="bf16"),
     ],
     ids=str,
 )
 def test_parameters_equal_those_of_unsplit_training(case):
-    """Adam's first moves are of the size of the rate whatever the gradient, so that a wrong rate or decay shows at once. Clipped to half."""
+    """Adam's first moves are of the size of the rate whatever the gradient, so that a wrong rate or
+    decay shows at once. Clipped to half."""
     limits = {"image": 0.05, "text": 0.05, "head": 0.05}
-    case = Case(**{**vars(case), "steps": 5, "optimizer_groups": GROUPS, "scheduler": SCHEDULE, "clipping": limits})
+    case = Case(
+        **{
+            **vars(case),
+            "steps": 5,
+            "optimizer_groups": GROUPS,
+            "scheduler": SCHEDULE,
+            "clipping": limits,
+        }
+    )
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, dict.fromkeys(("image", "text"), (12, 2)))
     last = results[0]["metrics"][-1]
     assert last.lr == pytest.approx(LR * 5 / 8)
     assert last.group_lr == {"image": pytest.approx(2 * LR * 5 / 8), "text": pytest.approx(LR / 2)}
     if case.precision == "fp32":
-        assert [m.loss for m in results[0]["metrics"]] == pytest.approx(reference["losses"], rel=1e-5)
+        assert [m.loss for m in results[0]["metrics"]] == pytest.approx(
+            reference["losses"], rel=1e-5
+        )
         for group in limits:
-            assert [m.grad_norm[group] for m in results[0]["metrics"]] == pytest.approx([n[group] for n in reference["norms"]], rel=1e-3)
+            assert [m.grad_norm[group] for m in results[0]["metrics"]] == pytest.approx(
+                [n[group] for n in reference["norms"]], rel=1e-3
+            )
     for result in results:
         for name, parameter in result["parameters"].items():
             if name.endswith(("k_proj.bias", "in_proj_bias")):
                 continue  # the gradient of a key bias is rounding, and Adam makes full moves of it
             error = float((parameter - reference["parameters"][name]).norm())
             moved = LR * parameter.numel() ** 0.5
-            allowed = 0.02 * moved if case.precision == "fp32" else 0.3 * moved + 2**-8 * float(parameter.norm())
+            allowed = (
+                0.02 * moved
+                if case.precision == "fp32"
+                else 0.3 * moved + 2**-8 * float(parameter.norm())
+            )
             assert error <= allowed, (name, error, allowed)

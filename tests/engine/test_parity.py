@@ -1,4 +1,5 @@
-"""Split training equals unsplit training: loss, every gradient, clipping norms and parameters, for every way to split.
+"""Split training equals unsplit training: loss, every gradient, clipping norms and parameters, for
+every way to split.
 
 Tolerances, fp32: see `check_gradients`.
 """
@@ -10,13 +11,36 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import run_ranks
-from split_training import LR, RELATIVE, Case, assemble, check_gradients, disagreement, refusal, train_split, train_whole
-from three_branches import PAIRS, WEIGHTS, ThreeBranches, train_three_split, train_three_whole, train_with_alignment
+from split_training import (
+    LR,
+    RELATIVE,
+    Case,
+    assemble,
+    check_gradients,
+    disagreement,
+    refusal,
+    train_split,
+    train_whole,
+)
+from three_branches import (
+    PAIRS,
+    WEIGHTS,
+    ThreeBranches,
+    train_three_split,
+    train_three_whole,
+    train_with_alignment,
+)
 
 
 def fork(image, text, micro_batch_size="auto", **kwargs):
     """image, text: (stages, replicas)."""
-    return Case("fork", {"image": image[0], "text": text[0]}, {"image": image[1], "text": text[1]}, micro_batch_size, **kwargs)
+    return Case(
+        "fork",
+        {"image": image[0], "text": text[0]},
+        {"image": image[1], "text": text[1]},
+        micro_batch_size,
+        **kwargs,
+    )
 
 
 def chain(image, text, replicas, micro_batch_size, **kwargs):
@@ -62,7 +86,12 @@ CASES = [
 
 def whole_batches(case):
     """(micro_batch_size, micro-batches of all replicas) per branch, as the reference runs them."""
-    size = {b: case.micro_batch_size[b] if isinstance(case.micro_batch_size, dict) else case.micro_batch_size for b in ("image", "text")}
+    size = {
+        b: case.micro_batch_size[b]
+        if isinstance(case.micro_batch_size, dict)
+        else case.micro_batch_size
+        for b in ("image", "text")
+    }
     return {branch: (s, case.global_batch_size // s) for branch, s in size.items()}
 
 
@@ -74,7 +103,10 @@ def test_loss_and_every_gradient_equal_unsplit_training(case):
     assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
     for group, norm in reference["norms"][0].items():
         assert results[0]["metrics"][0].grad_norm[group] == pytest.approx(norm, rel=RELATIVE), group
-    check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+    check_gradients(
+        assemble(results, {n: g.shape for n, g in reference["gradients"].items()}),
+        reference["gradients"],
+    )
 
 
 DRAWING = {"dropout": 0.1, "towers": "resnet+bert"}  # dropout and batch normalisation
@@ -103,8 +135,20 @@ def test_both_schedules_equal_unsplit_training_with_dropout_and_running_statisti
     [
         merged(2, 1, 3, **DRAWING, kept_micro_batches=3),
         chain(2, 1, 1, 3, **DRAWING, kept_micro_batches=1),
-        fork((1, 1), (1, 1), {"image": 6, "text": 3}, **DRAWING, kept_micro_batches={"image": 2, "text": 8}),
-        fork((2, 1), (1, 2), {"image": 3, "text": 4}, **DRAWING, kept_micro_batches={"image": 5, "text": 1}),
+        fork(
+            (1, 1),
+            (1, 1),
+            {"image": 6, "text": 3},
+            **DRAWING,
+            kept_micro_batches={"image": 2, "text": 8},
+        ),
+        fork(
+            (2, 1),
+            (1, 2),
+            {"image": 3, "text": 4},
+            **DRAWING,
+            kept_micro_batches={"image": 5, "text": 1},
+        ),
     ],
     ids=str,
 )
@@ -120,7 +164,13 @@ USERS_OWN = {"schedule": "one_by_one", "imported": "examples.schedule", **DRAWIN
     [
         merged(2, 1, 3, **USERS_OWN, kept_micro_batches=3),
         chain(2, 2, 1, 3, **USERS_OWN),
-        fork((2, 1), (1, 2), {"image": 3, "text": 4}, **USERS_OWN, kept_micro_batches={"image": 5, "text": 1}),
+        fork(
+            (2, 1),
+            (1, 2),
+            {"image": 3, "text": 4},
+            **USERS_OWN,
+            kept_micro_batches={"image": 5, "text": 1},
+        ),
         merged(3, 1, 3, **USERS_OWN, checkpoint_interval=1),
     ],
     ids=str,
@@ -135,26 +185,42 @@ def random_deal(seed, replicas, num_micro_batches, num_places=24):
     places = draw.sample(range(num_places), num_places)
     ends = sorted(draw.sample(range(1, num_places), replicas * num_micro_batches - 1))
     parts = [tuple(places[a:b]) for a, b in zip([0, *ends], [*ends, num_places])]
-    return tuple(tuple(parts[r * num_micro_batches : (r + 1) * num_micro_batches]) for r in range(replicas))
+    return tuple(
+        tuple(parts[r * num_micro_batches : (r + 1) * num_micro_batches]) for r in range(replicas)
+    )
 
 
 def equal_deal(replicas, num_micro_batches, num_places=24):
     """[replica][micro-batch] -> places of samples, in order."""
     size = num_places // (replicas * num_micro_batches)
     return tuple(
-        tuple(tuple(range((r * num_micro_batches + m) * size, (r * num_micro_batches + m + 1) * size)) for m in range(num_micro_batches))
+        tuple(
+            tuple(range((r * num_micro_batches + m) * size, (r * num_micro_batches + m + 1) * size))
+            for m in range(num_micro_batches)
+        )
         for r in range(replicas)
     )
 
 
 def test_more_micro_batches_than_planned_keep_activations_in_proportion():
-    """A replay of 2 text micro-batches that keeps one, dealt to 8, of which it keeps 4: the other 4 run forward twice, and nothing else changes."""
+    """A replay of 2 text micro-batches that keeps one, dealt to 8, of which it keeps 4: the other 4
+    run forward twice, and nothing else changes."""
     planned = {"schedule": "replay", "kept_micro_batches": {"image": 1, "text": 1}}
-    case = fork((1, 1), (1, 1), {"image": 6, "text": 12}, **planned, deals={"text": random_deal(4, 1, 8)}, kept_of_deals={"text": 4})
+    case = fork(
+        (1, 1),
+        (1, 1),
+        {"image": 6, "text": 12},
+        **planned,
+        deals={"text": random_deal(4, 1, 8)},
+        kept_of_deals={"text": 4},
+    )
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, whole_batches(case))
     assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
-    check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+    check_gradients(
+        assemble(results, {n: g.shape for n, g in reference["gradients"].items()}),
+        reference["gradients"],
+    )
     image, text = (set(result["forwards"].values()) for result in results)
     assert image == {4 + 3} and text == {8 + 4}
 
@@ -163,29 +229,66 @@ def test_more_micro_batches_than_planned_keep_activations_in_proportion():
     "case",
     [
         merged(1, 1, 6, deals=dict.fromkeys(("image", "text"), random_deal(0, 1, 4))),
-        merged(2, 2, 4, deals=dict.fromkeys(("image", "text"), random_deal(1, 2, 3)), schedule="replay"),
-        chain(1, 2, 1, 6, deals=dict.fromkeys(("image", "text"), random_deal(2, 1, 7))),  # 4 were planned
+        merged(
+            2, 2, 4, deals=dict.fromkeys(("image", "text"), random_deal(1, 2, 3)), schedule="replay"
+        ),
+        chain(
+            1, 2, 1, 6, deals=dict.fromkeys(("image", "text"), random_deal(2, 1, 7))
+        ),  # 4 were planned
         # texts apart from their images on one line, as they are by default
         merged(1, 2, 4, deals={"image": equal_deal(2, 3), "text": random_deal(11, 2, 3)}),
-        merged(2, 1, 8, deals={"image": equal_deal(1, 3), "text": random_deal(12, 1, 3)}, schedule="replay", dropout=0.1),
-        chain(1, 1, 2, 4, deals={"image": equal_deal(2, 3), "text": random_deal(13, 2, 3)}, schedule="replay"),
-        fork((1, 1), (1, 1), {"image": 6, "text": 8}, deals={"image": random_deal(3, 1, 4), "text": random_deal(4, 1, 3)}),
-        fork(
-            (1, 2), (1, 1), {"image": 4, "text": 24}, deals={"image": random_deal(5, 2, 3), "text": random_deal(6, 1, 1)}, schedule="replay"
+        merged(
+            2,
+            1,
+            8,
+            deals={"image": equal_deal(1, 3), "text": random_deal(12, 1, 3)},
+            schedule="replay",
+            dropout=0.1,
         ),
-        fork((2, 1), (1, 2), {"image": 3, "text": 4}, deals={"image": random_deal(7, 1, 8), "text": random_deal(8, 2, 3)}, dropout=0.1),
+        chain(
+            1,
+            1,
+            2,
+            4,
+            deals={"image": equal_deal(2, 3), "text": random_deal(13, 2, 3)},
+            schedule="replay",
+        ),
+        fork(
+            (1, 1),
+            (1, 1),
+            {"image": 6, "text": 8},
+            deals={"image": random_deal(3, 1, 4), "text": random_deal(4, 1, 3)},
+        ),
+        fork(
+            (1, 2),
+            (1, 1),
+            {"image": 4, "text": 24},
+            deals={"image": random_deal(5, 2, 3), "text": random_deal(6, 1, 1)},
+            schedule="replay",
+        ),
+        fork(
+            (2, 1),
+            (1, 2),
+            {"image": 3, "text": 4},
+            deals={"image": random_deal(7, 1, 8), "text": random_deal(8, 2, 3)},
+            dropout=0.1,
+        ),
         fork((1, 2), (2, 1), {"image": 4, "text": 6}, deals={"image": random_deal(9, 2, 3)}),
     ],
     ids=str,
 )
 def test_how_samples_are_dealt_changes_nothing(case):
-    """Micro-batches of any samples and sizes, another deal for each branch of a fork; and the same loss and gradients as without any."""
+    """Micro-batches of any samples and sizes, another deal for each branch of a fork; and the same
+    loss and gradients as without any."""
     results = run_ranks(case.world_size, train_split, case)
     for reference in [train_whole(case, whole_batches(case))] + (
         [] if case.dropout else [train_whole(replace(case, deals={}), whole_batches(case))]
     ):
         assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
-        check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+        check_gradients(
+            assemble(results, {n: g.shape for n, g in reference["gradients"].items()}),
+            reference["gradients"],
+        )
 
 
 @pytest.mark.parametrize(
@@ -201,13 +304,17 @@ def test_how_samples_are_dealt_changes_nothing(case):
     ids=str,
 )
 def test_pairs_that_could_not_be_loaded_are_left_out(case):
-    """Their pixels or tokens run through the tower, but neither half is anyone's partner or negative. A whole micro-batch may be missing."""
+    """Their pixels or tokens run through the tower, but neither half is anyone's partner or
+    negative. A whole micro-batch may be missing."""
     case = replace(case, not_loaded={"image": (3, 4, 5, 6, 7, 23), "text": (0, 5, 12)}, steps=1)
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, whole_batches(case))
     assert {r["metrics"][0].num_left_out for r in results} == {8}
     assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
-    check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+    check_gradients(
+        assemble(results, {n: g.shape for n, g in reference["gradients"].items()}),
+        reference["gradients"],
+    )
 
 
 BOTH = ("image", "text")
@@ -218,11 +325,26 @@ THREE_TEXTS = {"texts_per_image": (3,), "weighted": BOTH}
     "case",
     [
         merged(1, 1, 6, **THREE_TEXTS, label_smoothing=0.1),
-        merged(2, 2, 4, **THREE_TEXTS, loss="sigmoid", deals=dict.fromkeys(BOTH, random_deal(1, 2, 3)), schedule="replay"),
+        merged(
+            2,
+            2,
+            4,
+            **THREE_TEXTS,
+            loss="sigmoid",
+            deals=dict.fromkeys(BOTH, random_deal(1, 2, 3)),
+            schedule="replay",
+        ),
         merged(1, 2, 4, texts_per_image=(3,), schedule="per_micro_batch"),
         chain(1, 1, 2, 4, **THREE_TEXTS, not_loaded={"image": (3, 4, 23), "text": (0, 36)}),
         chain(2, 1, 1, 8, loss="sigmoid"),
-        fork((1, 2), (1, 1), {"image": 4, "text": 8}, **THREE_TEXTS, label_smoothing=0.1, schedule="replay"),
+        fork(
+            (1, 2),
+            (1, 1),
+            {"image": 4, "text": 8},
+            **THREE_TEXTS,
+            label_smoothing=0.1,
+            schedule="replay",
+        ),
         fork(
             *((1, 2), (1, 2), {"image": 4, "text": 6}),
             **THREE_TEXTS,
@@ -230,21 +352,43 @@ THREE_TEXTS = {"texts_per_image": (3,), "weighted": BOTH}
             not_loaded={"image": (3, 4, 23), "text": (0, 36)},
         ),
         # as feed rates ask for it: texts dealt one by one, in more micro-batches than were planned
-        fork((1, 1), (1, 1), {"image": 6, "text": 8}, texts_per_image=(3,), deals_texts=True, deals={"text": random_deal(10, 1, 8, 72)}),
-        fork((2, 1), (1, 2), {"image": 3, "text": 6}, **THREE_TEXTS, loss="sigmoid", not_loaded={"image": (3, 4, 23), "text": (0, 36)}),
+        fork(
+            (1, 1),
+            (1, 1),
+            {"image": 6, "text": 8},
+            texts_per_image=(3,),
+            deals_texts=True,
+            deals={"text": random_deal(10, 1, 8, 72)},
+        ),
+        fork(
+            (2, 1),
+            (1, 2),
+            {"image": 3, "text": 6},
+            **THREE_TEXTS,
+            loss="sigmoid",
+            not_loaded={"image": (3, 4, 23), "text": (0, 36)},
+        ),
     ],
     ids=str,
 )
 def test_several_texts_per_image_weights_and_the_sigmoid_loss(case):
-    """A text may be dealt to another micro-batch than its image; a sample is left out whole, with all its texts."""
+    """A text may be dealt to another micro-batch than its image; a sample is left out whole, with
+    all its texts."""
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, whole_batches(case))
     metrics = results[0]["metrics"][0]
     assert metrics.num_left_out == (5 if case.not_loaded else 0)
-    scalars = {"logit_scale_exp": 10.0, "logit_bias": -10.0} if case.loss == "sigmoid" else {"logit_scale_exp": 1 / 0.07}
+    scalars = (
+        {"logit_scale_exp": 10.0, "logit_bias": -10.0}
+        if case.loss == "sigmoid"
+        else {"logit_scale_exp": 1 / 0.07}
+    )
     assert metrics.scalars == pytest.approx(scalars)
     assert metrics.loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
-    check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+    check_gradients(
+        assemble(results, {n: g.shape for n, g in reference["gradients"].items()}),
+        reference["gradients"],
+    )
 
 
 SOURCES = {"source_starts": (0, 5, 5, 20), "steps": 2}  # one has no samples
@@ -254,23 +398,47 @@ NOT_LOADED = {"image": (3, 4, 23), "text": (1,)}
 @pytest.mark.parametrize(
     "case",
     [
-        fork((1, 1), (1, 1), {"image": 4, "text": 6}, **THREE_TEXTS, **SOURCES, not_loaded=NOT_LOADED, label_smoothing=0.1),
+        fork(
+            (1, 1),
+            (1, 1),
+            {"image": 4, "text": 6},
+            **THREE_TEXTS,
+            **SOURCES,
+            not_loaded=NOT_LOADED,
+            label_smoothing=0.1,
+        ),
         merged(1, 1, 8, loss="sigmoid", **SOURCES, not_loaded=NOT_LOADED),
         merged(1, 2, 4, schedule="per_micro_batch", **SOURCES),
-        fork((1, 1), (1, 1), {"image": 8, "text": 6}, fusion=1, loss_weights={"contrastive": 0.5, "matching": 1.5}, **SOURCES),
+        fork(
+            (1, 1),
+            (1, 1),
+            {"image": 8, "text": 6},
+            fusion=1,
+            loss_weights={"contrastive": 0.5, "matching": 1.5},
+            **SOURCES,
+        ),
     ],
     ids=str,
 )
 def test_the_loss_of_each_source_is_the_mean_of_its_samples(case):
-    """The contrastive one, of those that were not left out, in parts of the mean weight. It is told in the message of the metrics: no other is sent."""
+    """The contrastive one, of those that were not left out, in parts of the mean weight. It is told
+    in the message of the metrics: no other is sent."""
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, whole_batches(case))["sample_losses"][0]
     metrics = results[0]["metrics"][0]
-    assert all(repr(r["metrics"][0].sources) == repr(metrics.sources) for r in results)  # nan is not equal to itself
-    for (samples, loss), first, last in zip(metrics.sources, case.source_starts, (*case.source_starts[1:], 24), strict=True):
+    assert all(
+        repr(r["metrics"][0].sources) == repr(metrics.sources) for r in results
+    )  # nan is not equal to itself
+    for (samples, loss), first, last in zip(
+        metrics.sources, case.source_starts, (*case.source_starts[1:], 24), strict=True
+    ):
         expected = [reference[place] for place in range(first, last) if place in reference]
         assert samples == len(expected)
-        assert loss == pytest.approx(sum(expected) / samples, rel=RELATIVE) if samples else math.isnan(loss)
+        assert (
+            loss == pytest.approx(sum(expected) / samples, rel=RELATIVE)
+            if samples
+            else math.isnan(loss)
+        )
     total = sum(samples for samples, _ in metrics.sources)
     assert total == len(reference) == 24 - metrics.num_left_out
     assert sum(n / total * loss for n, loss in metrics.sources if n) == pytest.approx(
@@ -279,7 +447,10 @@ def test_the_loss_of_each_source_is_the_mean_of_its_samples(case):
     plain = run_ranks(case.world_size, train_split, replace(case, source_starts=None))[0]["metrics"]
     assert plain[0].sources == () and plain[0].loss == metrics.loss
     told = 8 * 2 * len(case.source_starts)  # bytes, of the step before, in a ring of all ranks
-    assert results[0]["metrics"][1].sent_bytes - plain[1].sent_bytes == 2 * (case.world_size - 1) * told
+    assert (
+        results[0]["metrics"][1].sent_bytes - plain[1].sent_bytes
+        == 2 * (case.world_size - 1) * told
+    )
 
 
 def test_the_number_of_texts_may_change_from_step_to_step():
@@ -295,15 +466,23 @@ def test_the_number_of_texts_may_change_from_step_to_step():
     [
         (
             fork((1, 2), (1, 1), {"image": 4, "text": 8}, weighted=("text",)),
-            "24 of 48 image rows and text rows of this batch came without a weight, the others with one",
+            "24 of 48 image rows and text rows of this batch came without a weight, the others "
+            "with one",
         ),
         (
-            merged(1, 2, 4, weighted=("image", "text"), not_loaded={"image": tuple(i for i in range(24) if i % 5)}),  # the others have 0
+            merged(
+                1,
+                2,
+                4,
+                weighted=("image", "text"),
+                not_loaded={"image": tuple(i for i in range(24) if i % 5)},
+            ),  # the others have 0
             "all image rows, or all text rows, of this batch that could be loaded have weight 0",
         ),
         (
             merged(1, 2, 4, texts_per_image=(1, 3)),
-            "24 rows of text came for a batch of 24 samples with 3 of them per sample, which needs 72",
+            "24 rows of text came for a batch of 24 samples with 3 of them per sample, which needs "
+            "72",
         ),
     ],
     ids=str,
@@ -313,14 +492,27 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks(case, words):
     assert all(words in each for each in said), said
 
 
-@pytest.mark.parametrize("case", [merged(1, 2, 4), fork((1, 2), (1, 1), {"image": 4, "text": 8}), chain(1, 1, 1, 8)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [merged(1, 2, 4), fork((1, 2), (1, 1), {"image": 4, "text": 8}), chain(1, 1, 1, 8)],
+    ids=str,
+)
 def test_branches_that_have_other_samples_at_their_places_are_refused(case):
     said = run_ranks(case.world_size, disagreement, case)
-    assert all("the image and text branches disagree about 24 samples of this batch" in each for each in said), said
+    assert all(
+        "the image and text branches disagree about 24 samples of this batch" in each
+        for each in said
+    ), said
 
 
 @pytest.mark.parametrize("branch", ["image", "text"])
-@pytest.mark.parametrize("layout", [lambda deals: fork((1, 1), (1, 1), 12, deals=deals), lambda deals: merged(1, 1, 12, deals=deals)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda deals: fork((1, 1), (1, 1), 12, deals=deals),
+        lambda deals: merged(1, 1, 12, deals=deals),
+    ],
+)
 def test_a_sample_that_is_lost_is_no_sample_without_a_modality(layout, branch):
     """As many rows as were to come, one of them twice."""
     whole = ((tuple(range(12)), tuple(range(12, 24))),)
@@ -333,26 +525,47 @@ def test_a_sample_that_is_lost_is_no_sample_without_a_modality(layout, branch):
 def check_with_running_statistics(case):
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, whole_batches(case))
-    assert [m.loss for m in results[0]["metrics"]] == pytest.approx(reference["losses"], rel=RELATIVE)
-    check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+    assert [m.loss for m in results[0]["metrics"]] == pytest.approx(
+        reference["losses"], rel=RELATIVE
+    )
+    check_gradients(
+        assemble(results, {n: g.shape for n, g in reference["gradients"].items()}),
+        reference["gradients"],
+    )
     compared = 0
     for result in results:
         for name, buffer in result["buffers"].items():
-            if name in reference["buffers"]:  # num_batches_tracked too: each micro-batch counts once
-                torch.testing.assert_close(buffer, reference["buffers"][name], rtol=RELATIVE, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+            if (
+                name in reference["buffers"]
+            ):  # num_batches_tracked too: each micro-batch counts once
+                torch.testing.assert_close(
+                    buffer,
+                    reference["buffers"][name],
+                    rtol=RELATIVE,
+                    atol=1e-7,
+                    msg=lambda m, n=name: f"{n}: {m}",
+                )
                 compared += "running_mean" in name
     assert compared > 10
 
 
-@pytest.mark.parametrize("case", [merged(1, 2, 4), chain(2, 1, 1, 8), fork((2, 2), (1, 2), 4)], ids=str)
+@pytest.mark.parametrize(
+    "case", [merged(1, 2, 4), chain(2, 1, 1, 8), fork((2, 2), (1, 2), 4)], ids=str
+)
 def test_per_micro_batch_is_the_mean_of_the_losses_of_the_micro_batches(case):
     """Another objective: the same samples with fewer negatives each have a smaller loss."""
     case = replace(case, schedule="per_micro_batch", dropout=0.1)
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, whole_batches(case))
     assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
-    check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
-    assert reference["losses"][0] < train_whole(replace(case, schedule="batch_sync"), whole_batches(case))["losses"][0] - 0.3
+    check_gradients(
+        assemble(results, {n: g.shape for n, g in reference["gradients"].items()}),
+        reference["gradients"],
+    )
+    assert (
+        reference["losses"][0]
+        < train_whole(replace(case, schedule="batch_sync"), whole_batches(case))["losses"][0] - 0.3
+    )
 
 
 @pytest.mark.parametrize(
@@ -367,31 +580,58 @@ def test_per_micro_batch_is_the_mean_of_the_losses_of_the_micro_batches(case):
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_replay_with_replicas_equals_batch_sync(case, precision):
-    """The same numbers, not nearly: the second forward is the first again, and gradients are added up in the same order."""
+    """The same numbers, not nearly: the second forward is the first again, and gradients are added
+    up in the same order."""
     case = replace(case, precision=precision)
     batch_sync = run_ranks(case.world_size, train_split, replace(case, schedule="batch_sync"))
     for kept in (0, 1) if precision == "fp32" else (1,):
-        replay = run_ranks(case.world_size, train_split, replace(case, schedule="replay", kept_micro_batches=kept))
+        replay = run_ranks(
+            case.world_size, train_split, replace(case, schedule="replay", kept_micro_batches=kept)
+        )
         for whole, again in zip(batch_sync, replay):
             assert whole["metrics"][0].loss == again["metrics"][0].loss
-            for (name, _, expected), (_, _, gradient) in zip(whole["gradients"], again["gradients"], strict=True):
+            for (name, _, expected), (_, _, gradient) in zip(
+                whole["gradients"], again["gradients"], strict=True
+            ):
                 assert torch.equal(gradient, expected), name
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        fork((1, 2), (1, 1), {"image": 6, "text": 8}, steps=5, clipping={"image": 0.5, "text": 1.0, "head": 0.1}),
-        fork((2, 1), (1, 2), {"image": 8, "text": 4}, steps=5, zero_stage=0, clipping={"image": 0.5, "head": 0.1}),
+        fork(
+            (1, 2),
+            (1, 1),
+            {"image": 6, "text": 8},
+            steps=5,
+            clipping={"image": 0.5, "text": 1.0, "head": 0.1},
+        ),
+        fork(
+            (2, 1),
+            (1, 2),
+            {"image": 8, "text": 4},
+            steps=5,
+            zero_stage=0,
+            clipping={"image": 0.5, "head": 0.1},
+        ),
         chain(2, 1, 2, 4, steps=5, clipping={"image": 0.5, "text": 1.0, "head": 0.1}),
         merged(2, 2, 6, steps=5, clipping={"image": 0.5, "text": 1.0, "head": 0.1}),
-        fork((1, 1), (2, 1), 6, steps=5, schedule="replay", dropout=0.1, clipping={"image": 0.5, "text": 1.0, "head": 0.1}),
+        fork(
+            (1, 1),
+            (2, 1),
+            6,
+            steps=5,
+            schedule="replay",
+            dropout=0.1,
+            clipping={"image": 0.5, "text": 1.0, "head": 0.1},
+        ),
     ],
     ids=str,
 )
 def test_parameters_after_five_clipped_steps_equal_unsplit_training(case):
-    """AdamW divides a gradient by its own size: where the true gradient is zero, rounding decides the step. Key biases are left out, and of each
-    parameter one element in a thousand, whose gradient may chance to be as small."""
+    """AdamW divides a gradient by its own size: where the true gradient is zero, rounding decides
+    the step. Key biases are left out, and of each parameter one element in a thousand, whose
+    gradient may chance to be as small."""
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, whole_batches(case))
     assert [m.loss for m in results[0]["metrics"]] == pytest.approx(reference["losses"], rel=1e-4)
@@ -403,7 +643,13 @@ def test_parameters_after_five_clipped_steps_equal_unsplit_training(case):
             seen.add(name)
             if "key.bias" not in name and "k_proj.bias" not in name and "in_proj_bias" not in name:
                 expected = reference["parameters"][name]
-                errors = (parameter - expected).abs().flatten().sort().values[: parameter.numel() - parameter.numel() // 1000]
+                errors = (
+                    (parameter - expected)
+                    .abs()
+                    .flatten()
+                    .sort()
+                    .values[: parameter.numel() - parameter.numel() // 1000]
+                )
                 assert float(errors.norm()) <= 1e-4 * float(expected.norm()) + LR * 1e-2, name
     assert seen == set(reference["parameters"])
 
@@ -418,7 +664,10 @@ def test_replicas_hold_equal_parameters_and_running_statistics_after_training():
                 assert torch.equal(tensor, second[kind][name]), name
 
 
-HALF = {"bf16": 1e-2, "fp16": 1.5e-3}  # of a branch's gradient: factors that are no powers of two move each rounding
+HALF = {
+    "bf16": 1e-2,
+    "fp16": 1.5e-3,
+}  # of a branch's gradient: factors that are no powers of two move each rounding
 
 
 @pytest.mark.parametrize("precision", HALF)
@@ -426,7 +675,13 @@ HALF = {"bf16": 1e-2, "fp16": 1.5e-3}  # of a branch's gradient: factors that ar
     "case",
     [
         fork((1, 2), (1, 1), {"image": 4, "text": 8}, towers="resnet+bert"),
-        fork((1, 1), (1, 1), {"image": 8, "text": 24}, fusion=1, loss_weights={"contrastive": 0.8, "matching": 1.5}),
+        fork(
+            (1, 1),
+            (1, 1),
+            {"image": 8, "text": 24},
+            fusion=1,
+            loss_weights={"contrastive": 0.8, "matching": 1.5},
+        ),
         fork((2, 1), (1, 2), {"image": 8, "text": 3}, fusion=1, schedule="replay"),
         chain(2, 1, 1, 8),
         merged(1, 2, 4),
@@ -438,22 +693,32 @@ def test_half_precision_equals_the_unsplit_model_in_half_precision(case, precisi
     case = replace(case, precision=precision)
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, whole_batches(case))
-    assert {r["optimizer"] for r in results} == {"BF16_Optimizer" if precision == "bf16" else "DeepSpeedZeroOptimizer"}
+    assert {r["optimizer"] for r in results} == {
+        "BF16_Optimizer" if precision == "bf16" else "DeepSpeedZeroOptimizer"
+    }
     assert results[0]["metrics"][0].skipped_steps == 0
     assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=1e-4)
     gradients = assemble(results, {name: g.shape for name, g in reference["gradients"].items()})
     for group in ("image", "text", "head"):
         own, whole = (
-            torch.cat([each[n].flatten() for n in gradients if n.startswith(group + ".")]) for each in (gradients, reference["gradients"])
+            torch.cat([each[n].flatten() for n in gradients if n.startswith(group + ".")])
+            for each in (gradients, reference["gradients"])
         )
         assert float((own - whole).norm() / whole.norm()) < HALF[precision], group
-        assert results[0]["metrics"][0].grad_norm[group] == pytest.approx(float(whole.norm()), rel=HALF[precision]), group
+        assert results[0]["metrics"][0].grad_norm[group] == pytest.approx(
+            float(whole.norm()), rel=HALF[precision]
+        ), group
 
 
 def test_dropout_does_not_depend_on_the_split():
-    """Each layer draws from a seed of its own for each micro-batch, so the same micro-batches see the same dropout."""
+    """Each layer draws from a seed of its own for each micro-batch, so the same micro-batches see
+    the same dropout."""
     losses = set()
-    for case in (merged(1, 1, 8, dropout=0.3), chain(2, 2, 1, 8, dropout=0.3), fork((1, 1), (2, 1), 8, dropout=0.3)):
+    for case in (
+        merged(1, 1, 8, dropout=0.3),
+        chain(2, 2, 1, 8, dropout=0.3),
+        fork((1, 1), (2, 1), 8, dropout=0.3),
+    ):
         losses.add(round(run_ranks(case.world_size, train_split, case)[0]["metrics"][0].loss, 4))
     without = run_ranks(1, train_split, merged(1, 1, 8))[0]["metrics"][0].loss
     assert len(losses) == 1, losses
@@ -470,9 +735,25 @@ FUSED = [
     chain(2, 1, 2, 4, fusion=1, schedule="replay"),
     fork((1, 1), (1, 1), {"image": 8, "text": 6}, fusion=1, schedule="replay"),
     fork((1, 2), (1, 1), {"image": 4, "text": 8}, fusion=2, towers="resnet+bert", zero_stage=0),
-    fork((2, 1), (2, 2), {"image": 8, "text": 3}, fusion=2, towers="resnet+bert", schedule="replay"),
-    fork((1, 3), (1, 2), {"image": 4, "text": 12}, fusion=1, texts_per_image=(2,), weighted=("image", "text")),
-    fork((1, 2), (1, 2), {"image": 12, "text": 6}, fusion=1, not_loaded={"image": (3,), "text": (0, 17)}, schedule="replay"),
+    fork(
+        (2, 1), (2, 2), {"image": 8, "text": 3}, fusion=2, towers="resnet+bert", schedule="replay"
+    ),
+    fork(
+        (1, 3),
+        (1, 2),
+        {"image": 4, "text": 12},
+        fusion=1,
+        texts_per_image=(2,),
+        weighted=("image", "text"),
+    ),
+    fork(
+        (1, 2),
+        (1, 2),
+        {"image": 12, "text": 6},
+        fusion=1,
+        not_loaded={"image": (3,), "text": (0, 17)},
+        schedule="replay",
+    ),
     merged(1, 2, 4, fusion=1, schedule="per_micro_batch"),
 ]
 
@@ -484,14 +765,27 @@ def test_both_losses_together_equal_unsplit_training(case):
     reference = train_whole(case, whole_batches(case))
     assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
     drawn = sorted(note for result in results for note in result["drawn"])
-    told = [(b, row, whom) for batch in reference["drawn"][0] for b, own in batch.items() for row, whom in enumerate(own)]
+    told = [
+        (b, row, whom)
+        for batch in reference["drawn"][0]
+        for b, own in batch.items()
+        for row, whom in enumerate(own)
+    ]
     assert drawn == sorted(told), "each row draws once, whatever the split"
-    check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
+    check_gradients(
+        assemble(results, {n: g.shape for n, g in reference["gradients"].items()}),
+        reference["gradients"],
+    )
 
 
-# -- three branches --------------------------------------------------------------------------------------------------------------
+# -- three branches
+# --------------------------------------------------------------------------------------------------------------
 
-LACKING = {"image": (0, 5, 11), "text": (2, 5), "sound": tuple(range(1, 24, 3))}  # a third of the samples has no sound
+LACKING = {
+    "image": (0, 5, 11),
+    "text": (2, 5),
+    "sound": tuple(range(1, 24, 3)),
+}  # a third of the samples has no sound
 
 
 def three(layout, stages, replicas, micro_batch_size, **more):
@@ -500,7 +794,9 @@ def three(layout, stages, replicas, micro_batch_size, **more):
 
 def fork_of_three(stages, replicas, sizes, **more):
     names = ("image", "text", "sound")
-    return three("fork", *(dict(zip(names, numbers)) for numbers in (stages, replicas, sizes)), **more)
+    return three(
+        "fork", *(dict(zip(names, numbers)) for numbers in (stages, replicas, sizes)), **more
+    )
 
 
 @pytest.mark.parametrize(
@@ -508,33 +804,82 @@ def fork_of_three(stages, replicas, sizes, **more):
     [
         fork_of_three((1, 1, 1), (2, 1, 1), (4, 8, 24)),
         fork_of_three((1, 1, 1), (2, 1, 1), (4, 8, 24), pairs="three", lacking=LACKING),
-        fork_of_three((1, 1, 1), (2, 1, 1), (6, 8, 12), pairs="three", lacking=LACKING, schedule="replay"),
-        fork_of_three((1, 1, 1), (1, 2, 1), (8, 4, 6), lacking=LACKING, not_loaded={"image": (3,), "sound": (0, 3)}),
-        fork_of_three((1, 2, 1), (1, 1, 2), (8, 6, 4), schedule="replay", not_loaded={"text": (7, 8), "sound": (0, 23)}),
+        fork_of_three(
+            (1, 1, 1), (2, 1, 1), (6, 8, 12), pairs="three", lacking=LACKING, schedule="replay"
+        ),
+        fork_of_three(
+            (1, 1, 1),
+            (1, 2, 1),
+            (8, 4, 6),
+            lacking=LACKING,
+            not_loaded={"image": (3,), "sound": (0, 3)},
+        ),
+        fork_of_three(
+            (1, 2, 1),
+            (1, 1, 2),
+            (8, 6, 4),
+            schedule="replay",
+            not_loaded={"text": (7, 8), "sound": (0, 23)},
+        ),
         fork_of_three((1, 1, 1), (2, 1, 1), (6, 8, 12), pairs="three", plain=True, lacking=LACKING),
-        fork_of_three((1, 1, 1), (2, 1, 1), (4, 8, 24), pairs="three", loss_weights={"contrastive/sound_text": 1.7}),
+        fork_of_three(
+            (1, 1, 1),
+            (2, 1, 1),
+            (4, 8, 24),
+            pairs="three",
+            loss_weights={"contrastive/sound_text": 1.7},
+        ),
         three("merged", {"merged": 1}, 1, 8, pairs="three"),
         three("merged", {"merged": 1}, 2, 4, pairs="three", plain=True),
-        three("merged", {"merged": 2}, 2, 4, schedule="replay", not_loaded={"image": (3,), "sound": (0, 3)}),
-        three("chain", {"image": 1, "text": 1, "sound": 1}, 1, 6, pairs="three", not_loaded={"text": (7, 8), "sound": (0, 23)}),
+        three(
+            "merged",
+            {"merged": 2},
+            2,
+            4,
+            schedule="replay",
+            not_loaded={"image": (3,), "sound": (0, 3)},
+        ),
+        three(
+            "chain",
+            {"image": 1, "text": 1, "sound": 1},
+            1,
+            6,
+            pairs="three",
+            not_loaded={"text": (7, 8), "sound": (0, 23)},
+        ),
         three("chain", {"image": 1, "text": 1, "sound": 1}, 2, 4, schedule="replay"),
     ],
     ids=str,
 )
 def test_three_branches_equal_unsplit_training(case):
-    """Every pair over the samples that have both of its halves; a branch in several pairs gets the sum of their gradients."""
+    """Every pair over the samples that have both of its halves; a branch in several pairs gets the
+    sum of their gradients."""
     results = run_ranks(case.world_size, train_three_split, case)
     branches = {"image": 0, "text": 1, "sound": 2}
-    replicas = case.replicas if isinstance(case.replicas, dict) else dict.fromkeys(branches, case.replicas)
-    sizes = case.micro_batch_size if isinstance(case.micro_batch_size, dict) else dict.fromkeys(branches, case.micro_batch_size)
-    reference = train_three_whole(case, {b: (replicas[b], case.global_batch_size // replicas[b] // sizes[b]) for b in branches})
+    replicas = (
+        case.replicas if isinstance(case.replicas, dict) else dict.fromkeys(branches, case.replicas)
+    )
+    sizes = (
+        case.micro_batch_size
+        if isinstance(case.micro_batch_size, dict)
+        else dict.fromkeys(branches, case.micro_batch_size)
+    )
+    reference = train_three_whole(
+        case,
+        {b: (replicas[b], case.global_batch_size // replicas[b] // sizes[b]) for b in branches},
+    )
     metrics = results[0]["metrics"]
     assert len({r["metrics"].loss for r in results}) == 1, "every rank tells the same loss"
     assert metrics.loss == pytest.approx(reference["loss"], rel=RELATIVE)
     for pair, loss in reference["losses"].items():
         assert metrics.losses[f"contrastive_loss/{pair}"] == pytest.approx(loss, rel=RELATIVE)
-    check_gradients(assemble(results, {n: g.shape for n, g in reference["gradients"].items()}), reference["gradients"])
-    weights = {f"contrastive/{'_'.join(pair)}": WEIGHTS[pair] for pair in PAIRS[case.pairs]} | case.loss_weights
+    check_gradients(
+        assemble(results, {n: g.shape for n, g in reference["gradients"].items()}),
+        reference["gradients"],
+    )
+    weights = {
+        f"contrastive/{'_'.join(pair)}": WEIGHTS[pair] for pair in PAIRS[case.pairs]
+    } | case.loss_weights
     assert {name: metrics.losses[f"loss_weight/{name}"] for name in weights} == weights
 
 
@@ -546,11 +891,17 @@ def test_weights_that_follow_the_alignment_of_each_pair_are_those_of_the_next_st
     asked = {f"contrastive/{'_'.join(pair)}": weight for pair, weight in WEIGHTS.items()}
     assert results[0][0]["weights"] == asked and results[0][0]["reason"] is None
     for step in results[0]:
-        expected = sum(weight * step["losses"][name.replace("/", "_loss/")] for name, weight in step["weights"].items())
+        expected = sum(
+            weight * step["losses"][name.replace("/", "_loss/")]
+            for name, weight in step["weights"].items()
+        )
         assert step["loss"] == pytest.approx(expected, rel=1e-6)
         assert sum(step["weights"].values()) == pytest.approx(3.5)
     assert len({tuple(step["weights"].values()) for step in results[0]}) == 3
-    assert all("loss weights, alignment: contrastive/image_text" in step["reason"] for step in results[0][1:])
+    assert all(
+        "loss weights, alignment: contrastive/image_text" in step["reason"]
+        for step in results[0][1:]
+    )
 
 
 def test_a_weight_of_a_loss_that_is_not_there_is_refused():

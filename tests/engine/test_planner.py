@@ -1,4 +1,5 @@
-"""From a configuration and a world to a plan: what is said is kept, what is "auto" is searched, and every refusal says what to do."""
+"""From a configuration and a world to a plan: what is said is kept, what is "auto" is searched, and
+every refusal says what to do."""
 
 import copy
 import itertools
@@ -12,7 +13,15 @@ from cost_models import proportional
 
 from engine.config.auto import filled
 from engine.config.reading import check_config, read_config
-from engine.planning.planner import BranchBatch, RunPlan, Search, check_world, deepspeed_config, plan_run, search_plans
+from engine.planning.planner import (
+    BranchBatch,
+    RunPlan,
+    Search,
+    check_world,
+    deepspeed_config,
+    plan_run,
+    search_plans,
+)
 from engine.planning.simulator import simulate
 from launch.settings.blocks import dealing
 from launch.settings.recipe import RECIPES
@@ -20,17 +29,35 @@ from models.towers.layers import BRANCHES
 
 FILES = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 MINIMAL = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}}
-COSTS = {"image": [1.0, 2.0, 2.0, 2.0, 1.0], "text": [0.5, 0.5, 0.5, 0.5]}  # images cost 4 times a text
+COSTS = {
+    "image": [1.0, 2.0, 2.0, 2.0, 1.0],
+    "text": [0.5, 0.5, 0.5, 0.5],
+}  # images cost 4 times a text
 FORK = {"layout": "fork", "stages": {"image": 1, "text": 1}}
 
 
-def search(world_size: int, branches: dict | None = None, costs=COSTS, memory_bytes=1e15, machine=None, **keys) -> Search:
+def search(
+    world_size: int,
+    branches: dict | None = None,
+    costs=COSTS,
+    memory_bytes=1e15,
+    machine=None,
+    **keys,
+) -> Search:
     model = proportional(costs, memory_bytes, **(machine or {}))
-    return search_plans(*check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches or {}}, BRANCHES), world_size, model)
+    return search_plans(
+        *check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches or {}}, BRANCHES),
+        world_size,
+        model,
+    )
 
 
 def plan(world_size: int, branches: dict | None = None, costs=COSTS, **keys) -> RunPlan:
-    return plan_run(*check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches or {}}, BRANCHES), world_size, proportional(costs))
+    return plan_run(
+        *check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches or {}}, BRANCHES),
+        world_size,
+        proportional(costs),
+    )
 
 
 def refused(*words: str):
@@ -38,21 +65,51 @@ def refused(*words: str):
     return pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, words)))
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------------
+# -- refusals
+# -----------------------------------------------------------------------------------------------------------------
 
 
 REFUSALS = [
     # stages
-    (4, {"layout": "fork", "stages": {"image": 6, "text": 1}}, {}, ["6 image stages", "the image tower has 5 layers", "at most 5"]),
-    (5, {"layout": "chain", "stages": {"image": 1, "text": 5}}, {}, ["5 text stages", "the text tower has 4 layers", "at most 4"]),
-    (5, {"layout": "merged", "stages": {"merged": 5}}, {}, ["5 merged stages", "the text tower has 4 layers", "at most 4"]),
-    (4, {"layout": "fork", "stages": {"merged": 2}}, {}, ["branches.stages", "does not fit layout 'fork'", '{"image": 2, "text": 1}']),
-    (4, {"layout": "fork", "stages": {"image": 2}}, {}, ["branches.stages", "does not fit layout 'fork'", '{"image": 2, "text": 1}']),
+    (
+        4,
+        {"layout": "fork", "stages": {"image": 6, "text": 1}},
+        {},
+        ["6 image stages", "the image tower has 5 layers", "at most 5"],
+    ),
+    (
+        5,
+        {"layout": "chain", "stages": {"image": 1, "text": 5}},
+        {},
+        ["5 text stages", "the text tower has 4 layers", "at most 4"],
+    ),
+    (
+        5,
+        {"layout": "merged", "stages": {"merged": 5}},
+        {},
+        ["5 merged stages", "the text tower has 4 layers", "at most 4"],
+    ),
+    (
+        4,
+        {"layout": "fork", "stages": {"merged": 2}},
+        {},
+        ["branches.stages", "does not fit layout 'fork'", '{"image": 2, "text": 1}'],
+    ),
+    (
+        4,
+        {"layout": "fork", "stages": {"image": 2}},
+        {},
+        ["branches.stages", "does not fit layout 'fork'", '{"image": 2, "text": 1}'],
+    ),
     (
         4,
         {"layout": "merged", "stages": {"image": 2, "text": 2}},
         {},
-        ["does not fit layout 'merged'", "slice of every branch", '"stages": {"merged": 2} (or "stages": 2)'],
+        [
+            "does not fit layout 'merged'",
+            "slice of every branch",
+            '"stages": {"merged": 2} (or "stages": 2)',
+        ],
     ),
     (
         3,
@@ -64,23 +121,54 @@ REFUSALS = [
         1,
         {"stages": {"image": 1, "text": 1}},
         {},
-        ['{"image": 1, "text": 1}', "layout 'merged', the only one for one rank", "slice of every branch", '"stages": {"merged": 1}'],
+        [
+            '{"image": 1, "text": 1}',
+            "layout 'merged', the only one for one rank",
+            "slice of every branch",
+            '"stages": {"merged": 1}',
+        ],
     ),
-    (1, {"stages": 2}, {}, ["layout 'merged' needs a rank for each of its 2 stages", "there is 1", "at least 2 processes", "fewer stages"]),
-    (2, {"layout": "fork", "stages": 6}, {}, ["6 image stages", "the image tower has 5 layers", "at most 5"]),
+    (
+        1,
+        {"stages": 2},
+        {},
+        [
+            "layout 'merged' needs a rank for each of its 2 stages",
+            "there is 1",
+            "at least 2 processes",
+            "fewer stages",
+        ],
+    ),
+    (
+        2,
+        {"layout": "fork", "stages": 6},
+        {},
+        ["6 image stages", "the image tower has 5 layers", "at most 5"],
+    ),
     (
         3,
         {"layout": "fork", "stages": {"image": 2, "text": 2}},
         {},
         [
-            "layout 'fork' needs a rank for each of its 4 stages (image 2, text 2), but there are 3",
+            "layout 'fork' needs a rank for each of its 4 stages (image 2, text 2), but there are "
+            "3",
             "start at least 4 processes",
             "fewer stages",
         ],
     ),
     # replicas
-    (8, {"layout": "fork", "replicas": 4}, {}, ["branches.replicas: 4 for a fork", "give each branch its own"]),
-    (8, {"layout": "fork", "replicas": {"image": 4}}, {}, ["branches.replicas", "give each branch its own"]),
+    (
+        8,
+        {"layout": "fork", "replicas": 4},
+        {},
+        ["branches.replicas: 4 for a fork", "give each branch its own"],
+    ),
+    (
+        8,
+        {"layout": "fork", "replicas": {"image": 4}},
+        {},
+        ["branches.replicas", "give each branch its own"],
+    ),
     (
         8,
         {**FORK, "replicas": {"image": 3, "text": 2}},
@@ -97,13 +185,22 @@ REFUSALS = [
         4,
         {"layout": "chain", "replicas": {"image": 2, "text": 2}},
         {},
-        ["does not fit layout 'chain'", "all stages of a chain have equally many, so write one number", '"replicas": 2'],
+        [
+            "does not fit layout 'chain'",
+            "all stages of a chain have equally many, so write one number",
+            '"replicas": 2',
+        ],
     ),
     (
         4,
         {"layout": "merged", "stages": 1, "replicas": {"image": 2, "text": 2}},
         {},
-        ['branches.replicas: {"image": 2, "text": 2}', "'merged'", "slice of every branch, so write one number", '"replicas": 4'],
+        [
+            'branches.replicas: {"image": 2, "text": 2}',
+            "'merged'",
+            "slice of every branch, so write one number",
+            '"replicas": 4',
+        ],
     ),
     (
         5,
@@ -111,8 +208,22 @@ REFUSALS = [
         {},
         ["chain of 2 stages does not fill 5 ranks", "use 4 ranks or change branches.stages"],
     ),
-    (5, {"layout": "fork", "stages": {"image": 2, "text": 2}}, {}, ["image=2 text=2 cannot fill 5 ranks", "use 4 ranks, or fewer stages"]),
-    (1, {"layout": "chain"}, {}, ["layout 'chain' needs a rank for each of its 2 stages", "there is 1", '"layout": "merged"']),
+    (
+        5,
+        {"layout": "fork", "stages": {"image": 2, "text": 2}},
+        {},
+        ["image=2 text=2 cannot fill 5 ranks", "use 4 ranks, or fewer stages"],
+    ),
+    (
+        1,
+        {"layout": "chain"},
+        {},
+        [
+            "layout 'chain' needs a rank for each of its 2 stages",
+            "there is 1",
+            '"layout": "merged"',
+        ],
+    ),
     (
         1,
         {"layout": "fork"},
@@ -124,8 +235,18 @@ REFUSALS = [
             '"layout": "merged"',
         ],
     ),
-    (1, {**FORK, "replicas": {"image": 1, "text": 1}}, {}, ["layout 'fork' needs a rank for each", "deepspeed --num_gpus 2"]),
-    (1, {"balance": {"strategy": "feed", "captions_per_image": [1, 2]}}, {}, ["branches.balance", "there is one", "more ranks"]),
+    (
+        1,
+        {**FORK, "replicas": {"image": 1, "text": 1}},
+        {},
+        ["layout 'fork' needs a rank for each", "deepspeed --num_gpus 2"],
+    ),
+    (
+        1,
+        {"balance": {"strategy": "feed", "captions_per_image": [1, 2]}},
+        {},
+        ["branches.balance", "there is one", "more ranks"],
+    ),
     (
         2,
         {"layout": "merged", "schedule": "replay", "kept_micro_batches": {"image": 1, "text": 2}},
@@ -139,17 +260,42 @@ REFUSALS = [
         ["merged of 1 stages and 3 replicas does not fill 4 ranks", "use 3 ranks"],
     ),
     # the batch
-    (7, {**FORK, "replicas": {"image": 5, "text": 2}}, {}, ["train_batch_size 48 cannot be dealt to 5 image replicas", "use 45 or 50"]),
-    (3, FORK, {"train_batch_size": 7}, ["train_batch_size 7 cannot be dealt to 2 text replicas", "use 6 or 8"]),
-    (5, FORK, {"train_batch_size": 2}, ["train_batch_size 2 cannot be dealt to 4 text replicas", "use 4 or 8"]),
+    (
+        7,
+        {**FORK, "replicas": {"image": 5, "text": 2}},
+        {},
+        ["train_batch_size 48 cannot be dealt to 5 image replicas", "use 45 or 50"],
+    ),
+    (
+        3,
+        FORK,
+        {"train_batch_size": 7},
+        ["train_batch_size 7 cannot be dealt to 2 text replicas", "use 6 or 8"],
+    ),
+    (
+        5,
+        FORK,
+        {"train_batch_size": 2},
+        ["train_batch_size 2 cannot be dealt to 4 text replicas", "use 4 or 8"],
+    ),
     (
         2,
         {**FORK, "micro_batch_size": 32},
         {},
         ["image: micro_batch_size 32", "48 samples per replica are not a multiple of 32", "use 24"],
     ),
-    (2, {**FORK, "micro_batch_size": {"image": 16, "text": 5}}, {}, ["text: micro_batch_size 5", "not a multiple of 5", "use 4"]),
-    (2, FORK, {"train_micro_batch_size_per_gpu": 10}, ["image: micro_batch_size 10", "not a multiple of 10", "use 8"]),
+    (
+        2,
+        {**FORK, "micro_batch_size": {"image": 16, "text": 5}},
+        {},
+        ["text: micro_batch_size 5", "not a multiple of 5", "use 4"],
+    ),
+    (
+        2,
+        FORK,
+        {"train_micro_batch_size_per_gpu": 10},
+        ["image: micro_batch_size 10", "not a multiple of 10", "use 8"],
+    ),
     (
         2,
         FORK,
@@ -166,22 +312,42 @@ REFUSALS = [
         2,
         {"layout": "chain", "micro_batch_size": {"image": 8, "text": 16}},
         {},
-        ["branches.micro_batch_size", "only a fork allows", "one line, so write one number", '"micro_batch_size": 8'],
+        [
+            "branches.micro_batch_size",
+            "only a fork allows",
+            "one line, so write one number",
+            '"micro_batch_size": 8',
+        ],
     ),
     (
         1,
         {"micro_batch_size": {"image": 8, "text": 16}},
         {},
-        ["branches.micro_batch_size", "only a fork allows", "slice of every branch, so write one number", '"micro_batch_size": 8'],
+        [
+            "branches.micro_batch_size",
+            "only a fork allows",
+            "slice of every branch, so write one number",
+            '"micro_batch_size": 8',
+        ],
     ),
     # the schedule
     (
         3,
         {**FORK, "schedule": "per_micro_batch", "replicas": {"image": 2, "text": 1}},
         {},
-        ['"per_micro_batch"', "all branches need the same micro-batches", "image 24 × 1 × 2, text 48 × 1 × 1", "batch_sync"],
+        [
+            '"per_micro_batch"',
+            "all branches need the same micro-batches",
+            "image 24 × 1 × 2, text 48 × 1 × 1",
+            "batch_sync",
+        ],
     ),
-    (2, {"layout": "chain", "kept_micro_batches": {"image": 1, "text": 2}}, {}, ["kept_micro_batches", "only a fork"]),
+    (
+        2,
+        {"layout": "chain", "kept_micro_batches": {"image": 1, "text": 2}},
+        {},
+        ["kept_micro_batches", "only a fork"],
+    ),
 ]
 
 
@@ -194,13 +360,22 @@ def test_refusals_of_a_plan(world_size, branches, keys, words):
 def checked(world_size: int, branches: dict, **keys) -> str | None:
     """What check_world says, which knows no towers."""
     try:
-        check_world(*check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches}, BRANCHES), world_size, BRANCHES)
+        check_world(
+            *check_config(copy.deepcopy(MINIMAL) | keys | {"branches": branches}, BRANCHES),
+            world_size,
+            BRANCHES,
+        )
     except ValueError as error:
         return str(error)
 
 
-@pytest.mark.parametrize("world_size, branches, keys, words", [case for case in REFUSALS if not any("layers" in word for word in case[3])])
-def test_what_does_not_depend_on_the_towers_is_refused_without_them_in_the_same_words(world_size, branches, keys, words):
+@pytest.mark.parametrize(
+    "world_size, branches, keys, words",
+    [case for case in REFUSALS if not any("layers" in word for word in case[3])],
+)
+def test_what_does_not_depend_on_the_towers_is_refused_without_them_in_the_same_words(
+    world_size, branches, keys, words
+):
     with pytest.raises(ValueError) as refusal:
         plan(world_size, branches, **keys)
     assert checked(world_size, branches, **keys) == str(refusal.value)
@@ -211,9 +386,18 @@ def test_with_towers_of_many_layers_what_is_not_refused_without_them_can_be_plan
     """And the other way round, for every small block."""
     costs, refused_without = {branch: [1.0] * 16 for branch in BRANCHES}, 0
     for world_size, stages, replicas, size in itertools.product(
-        (1, 2, 3, 4, 6), ("auto", 2, {"image": 1, "text": 2}), ("auto", 2, {"image": 2, "text": 1}), ("auto", 5, {"image": 4, "text": 8})
+        (1, 2, 3, 4, 6),
+        ("auto", 2, {"image": 1, "text": 2}),
+        ("auto", 2, {"image": 2, "text": 1}),
+        ("auto", 5, {"image": 4, "text": 8}),
     ):
-        branches = {"layout": layout, "stages": stages, "replicas": replicas, "micro_batch_size": size, "schedule": "batch_sync"}
+        branches = {
+            "layout": layout,
+            "stages": stages,
+            "replicas": replicas,
+            "micro_batch_size": size,
+            "schedule": "batch_sync",
+        }
         try:
             plan(world_size, branches, costs=costs, train_batch_size=40)
             expected = None
@@ -224,17 +408,22 @@ def test_with_towers_of_many_layers_what_is_not_refused_without_them_can_be_plan
     assert 0 < refused_without < 135
 
 
-# -- the arithmetic of a plan -----------------------------------------------------------------------------------------------
+# -- the arithmetic of a plan
+# -----------------------------------------------------------------------------------------------
 
 
-def slowest(costs: dict[str, list[float]], stages: dict[str, int], replicas: dict[str, int]) -> float:
+def slowest(
+    costs: dict[str, list[float]], stages: dict[str, int], replicas: dict[str, int]
+) -> float:
     return max(sum(costs[b]) / (stages[b] * replicas[b]) for b in BRANCHES)
 
 
 def test_one_rank_is_merged():
     decided = plan(1)
     assert decided.graph.describe() == "merged: merged 0 ×1" and decided.schedule == "batch_sync"
-    assert decided.batches == dict.fromkeys(BRANCHES, BranchBatch(replicas=1, micro_batch_size=48, num_micro_batches=1))
+    assert decided.batches == dict.fromkeys(
+        BRANCHES, BranchBatch(replicas=1, micro_batch_size=48, num_micro_batches=1)
+    )
 
 
 @pytest.mark.parametrize("image_cost", [0.1, 1.0, 3.0, 12.0])
@@ -243,9 +432,16 @@ def test_a_fork_divides_the_ranks_by_cost(world_size, image_cost):
     costs = {"image": [image_cost], "text": [1.0]}
     decided = plan(world_size, FORK, costs=costs, train_batch_size=960)
     replicas = {branch: batch.replicas for branch, batch in decided.batches.items()}
-    assert decided.graph.layout == "fork" and decided.graph.world_size == sum(replicas.values()) == world_size
+    assert (
+        decided.graph.layout == "fork"
+        and decided.graph.world_size == sum(replicas.values()) == world_size
+    )
     assert all(batch.global_batch_size == 960 for batch in decided.batches.values())
-    possible = [{"image": i, "text": world_size - i} for i in range(1, world_size) if 960 % i == 960 % (world_size - i) == 0]
+    possible = [
+        {"image": i, "text": world_size - i}
+        for i in range(1, world_size)
+        if 960 % i == 960 % (world_size - i) == 0
+    ]
     best = min(slowest(costs, {"image": 1, "text": 1}, r) for r in possible)
     assert slowest(costs, {"image": 1, "text": 1}, replicas) <= best * 1.02
 
@@ -254,13 +450,22 @@ def test_replicas_around_given_stages():
     decided = plan(8, {"layout": "fork", "stages": {"image": 2, "text": 1}}, train_batch_size=960)
     assert decided.graph.describe() == "fork: image 0 ×3 ─ image 1 ×3 | text 0 ×2"
     first, second, text = (next(iter(stage.layers.values())) for stage in decided.graph.stages)
-    assert sorted(sum(COSTS["image"][i] for i in cut) for cut in (first, second)) == [3.0, 5.0] and text == range(0, 4)
+    assert sorted(sum(COSTS["image"][i] for i in cut) for cut in (first, second)) == [
+        3.0,
+        5.0,
+    ] and text == range(0, 4)
 
 
 def test_divisions_the_batch_does_not_allow_are_passed_over():
     costs = {"image": [5.0], "text": [1.0]}
-    assert plan(6, FORK, costs=costs, train_batch_size=40).graph.describe() == "fork: image 0 ×5 | text 0 ×1"
-    assert plan(6, FORK, costs=costs, train_batch_size=48).graph.describe() == "fork: image 0 ×4 | text 0 ×2"
+    assert (
+        plan(6, FORK, costs=costs, train_batch_size=40).graph.describe()
+        == "fork: image 0 ×5 | text 0 ×1"
+    )
+    assert (
+        plan(6, FORK, costs=costs, train_batch_size=48).graph.describe()
+        == "fork: image 0 ×4 | text 0 ×2"
+    )
 
 
 def test_replicas_fit_a_given_micro_batch_size():
@@ -274,7 +479,9 @@ def test_replicas_fit_a_given_micro_batch_size():
 def test_lines_fill_the_world(layout, world_size):
     for length in (length for length in range(2, 5) if world_size % length == 0):
         stages = {"merged": length} if layout == "merged" else {"image": length - 1, "text": 1}
-        decided = plan(world_size, {"layout": layout, "stages": stages}, train_batch_size=960 * 7 * 11 * 13)
+        decided = plan(
+            world_size, {"layout": layout, "stages": stages}, train_batch_size=960 * 7 * 11 * 13
+        )
         assert decided.graph.world_size == world_size and len(decided.graph.stages) == length
         assert decided.batches["image"] == decided.batches["text"]
         assert decided.batches["image"].replicas == world_size // length
@@ -285,20 +492,34 @@ def test_lines_fill_the_world(layout, world_size):
 @pytest.mark.parametrize("layout", ["fork", "chain", "merged"])
 def test_one_number_of_stages_is_that_of_every_branch_or_of_the_merged_line(layout, number):
     written_out = {"merged": number} if layout == "merged" else {"image": number, "text": number}
-    short, long = (plan(8, {"layout": layout, "stages": stages}, train_batch_size=960) for stages in (number, written_out))
-    assert short == long and len(short.graph.stages) == (number if layout == "merged" else 2 * number)
+    short, long = (
+        plan(8, {"layout": layout, "stages": stages}, train_batch_size=960)
+        for stages in (number, written_out)
+    )
+    assert short == long and len(short.graph.stages) == (
+        number if layout == "merged" else 2 * number
+    )
 
 
 def test_one_number_of_stages_holds_in_each_layout_that_auto_tries():
     found = search(8, {"stages": 2}, train_batch_size=960).ranked
-    stages = {c.graph.layout: {tuple(sum(b in stage.layers for stage in c.graph.stages) for b in BRANCHES)} for c in found}
+    stages = {
+        c.graph.layout: {
+            tuple(sum(b in stage.layers for stage in c.graph.stages) for b in BRANCHES)
+        }
+        for c in found
+    }
     assert stages == dict.fromkeys(("fork", "chain", "merged"), {(2, 2)})
     assert {len(c.graph.stages) for c in found if c.graph.layout == "merged"} == {2}
 
 
 @pytest.mark.parametrize(
     ("world_size", "branches"),
-    [(3, {**FORK, "replicas": {"image": 2, "text": 1}}), (4, {"layout": "chain", "stages": 1}), (4, {"layout": "merged"})],
+    [
+        (3, {**FORK, "replicas": {"image": 2, "text": 1}}),
+        (4, {"layout": "chain", "stages": 1}),
+        (4, {"layout": "merged"}),
+    ],
 )
 def test_one_micro_batch_size_is_that_of_both_branches_in_every_layout(world_size, branches):
     decided = plan(world_size, {**branches, "micro_batch_size": 4})
@@ -307,56 +528,90 @@ def test_one_micro_batch_size_is_that_of_both_branches_in_every_layout(world_siz
 
 
 def test_stages_are_cut_by_cost():
-    decided = plan(3, {"layout": "chain", "stages": {"image": 2, "text": 1}}, costs={"image": [9.0, 1.0, 1.0], "text": [1.0]})
-    assert [dict(stage.layers) for stage in decided.graph.stages] == [{"image": range(0, 1)}, {"image": range(1, 3)}, {"text": range(0, 1)}]
+    decided = plan(
+        3,
+        {"layout": "chain", "stages": {"image": 2, "text": 1}},
+        costs={"image": [9.0, 1.0, 1.0], "text": [1.0]},
+    )
+    assert [dict(stage.layers) for stage in decided.graph.stages] == [
+        {"image": range(0, 1)},
+        {"image": range(1, 3)},
+        {"text": range(0, 1)},
+    ]
 
 
 def test_micro_batches_per_branch_of_a_fork():
-    branches = {**FORK, "replicas": {"image": 3, "text": 2}, "micro_batch_size": {"image": 8, "text": 24}}
+    branches = {
+        **FORK,
+        "replicas": {"image": 3, "text": 2},
+        "micro_batch_size": {"image": 8, "text": 24},
+    }
     decided = plan(5, branches)
     assert decided.batches == {"image": BranchBatch(3, 8, 2), "text": BranchBatch(2, 24, 1)}
     for unsaid in ({"image": 4, "text": "auto"}, {"image": 4}):
         decided = plan(5, {**branches, "micro_batch_size": unsaid})
-        assert decided.batches["image"] == BranchBatch(3, 4, 4) and decided.batches["text"].global_batch_size == 48
+        assert (
+            decided.batches["image"] == BranchBatch(3, 4, 4)
+            and decided.batches["text"].global_batch_size == 48
+        )
 
 
 def test_deepspeeds_own_keys_for_micro_batches():
     assert plan(2, FORK, train_micro_batch_size_per_gpu=12).batches["text"] == BranchBatch(1, 12, 4)
     assert plan(2, FORK, gradient_accumulation_steps=3).batches["text"] == BranchBatch(1, 16, 3)
-    unsaid = plan(2, FORK, train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto")
+    unsaid = plan(
+        2, FORK, train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto"
+    )
     assert unsaid.batches["text"].global_batch_size == 48
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_a_pipeline_is_kept_busy(depth):
-    """Equal layers and no overhead: with M micro-batches S stages idle (S − 1)/(M + S − 1), so many are taken."""
+    """Equal layers and no overhead: with M micro-batches S stages idle (S − 1)/(M + S − 1), so many
+    are taken."""
     equal = {branch: [1.0] * depth for branch in BRANCHES}
-    batch = plan(depth, {"layout": "merged", "stages": {"merged": depth}}, costs=equal, train_batch_size=960).batches["image"]
+    batch = plan(
+        depth, {"layout": "merged", "stages": {"merged": depth}}, costs=equal, train_batch_size=960
+    ).batches["image"]
     assert (depth - 1) / (batch.num_micro_batches + depth - 1) < 0.05
 
 
 def test_every_small_fork_adds_up():
     for stages, replicas, size in itertools.product(
-        itertools.product((1, 2), repeat=2), itertools.product((1, 2, 3), repeat=2), ("auto", 1, 2, 4)
+        itertools.product((1, 2), repeat=2),
+        itertools.product((1, 2, 3), repeat=2),
+        ("auto", 1, 2, 4),
     ):
         stages, replicas = dict(zip(BRANCHES, stages)), dict(zip(BRANCHES, replicas))
         world_size = sum(stages[b] * replicas[b] for b in BRANCHES)
-        decided = plan(world_size, {"layout": "fork", "stages": stages, "replicas": replicas, "micro_batch_size": size})
+        decided = plan(
+            world_size,
+            {"layout": "fork", "stages": stages, "replicas": replicas, "micro_batch_size": size},
+        )
         assert decided.graph.world_size == world_size
         for branch in BRANCHES:
-            assert decided.batches[branch].global_batch_size == 48 and decided.batches[branch].replicas == replicas[branch]
+            assert (
+                decided.batches[branch].global_batch_size == 48
+                and decided.batches[branch].replicas == replicas[branch]
+            )
             assert decided.graph.tail(branch).replicas == replicas[branch]
             assert size == "auto" or decided.batches[branch].micro_batch_size == size
 
 
-# -- the search -------------------------------------------------------------------------------------------------------------
+# -- the search
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 6])
 def test_the_best_is_as_good_as_trying_everything(world_size):
     """Every graph that the block allows, written out by hand, and simulated."""
     costs = {"image": [1.0, 2.0, 2.0], "text": [0.5, 0.5]}
-    machine = {"link_bytes_per_s": 1e6, "link_latency_s": 1e-3, "instruction_s": 1e-2, "gradient_s_per_parameter": 1e-6}
+    machine = {
+        "link_bytes_per_s": 1e6,
+        "link_latency_s": 1e-3,
+        "instruction_s": 1e-2,
+        "gradient_s_per_parameter": 1e-6,
+    }
     found = search(world_size, costs=costs, machine=machine)
     model = proportional(costs, **machine)
     explicit = []
@@ -364,15 +619,23 @@ def test_the_best_is_as_good_as_trying_everything(world_size):
         for r in range(1, world_size):
             if (world_size - i * r) > 0 and (world_size - i * r) % t == 0:
                 replicas = {"image": r, "text": (world_size - i * r) // t}
-                explicit.append({"layout": "fork", "stages": {"image": i, "text": t}, "replicas": replicas})
+                explicit.append(
+                    {"layout": "fork", "stages": {"image": i, "text": t}, "replicas": replicas}
+                )
         if world_size % (i + t) == 0:
             explicit.append({"layout": "chain", "stages": {"image": i, "text": t}})
         if world_size % i == 0 and i <= 2:
             explicit.append({"layout": "merged", "stages": {"merged": i}})
     best = float("inf")
-    for branches, schedule, size in itertools.product(explicit, ("batch_sync", "replay"), (1, 2, 3, 4, 6, 8, 12, 16, 24, 48)):
+    for branches, schedule, size in itertools.product(
+        explicit, ("batch_sync", "replay"), (1, 2, 3, 4, 6, 8, 12, 16, 24, 48)
+    ):
         try:
-            one = plan(world_size, {**branches, "schedule": schedule, "micro_batch_size": size}, costs=costs)
+            one = plan(
+                world_size,
+                {**branches, "schedule": schedule, "micro_batch_size": size},
+                costs=costs,
+            )
         except ValueError:
             continue
         best = min(best, simulate(one.graph, one.batches, one.schedule, model).step_s)
@@ -380,17 +643,23 @@ def test_the_best_is_as_good_as_trying_everything(world_size):
 
 
 def test_among_equals_the_least_memory_wins():
-    """Images and texts cost the same: a fork is as fast as data parallel training, and each rank holds one tower."""
+    """Images and texts cost the same: a fork is as fast as data parallel training, and each rank
+    holds one tower."""
     costs = {"image": [1.0, 1.0], "text": [1.0, 1.0]}
     best = search(2, costs=costs).best
     assert best.graph.describe() == "fork: image 0 ×1 | text 0 ×1"
     merged = search(2, {"layout": "merged", "stages": {"merged": 1}}, costs=costs).best
-    assert best.simulation.step_s <= merged.simulation.step_s * 1.02 and best.peak_bytes < merged.peak_bytes
+    assert (
+        best.simulation.step_s <= merged.simulation.step_s * 1.02
+        and best.peak_bytes < merged.peak_bytes
+    )
 
 
 def predicted(world_size, branches, step_s, peak_bytes, sizes="auto"):
     """A candidate for which the simulator has said so."""
-    found = search(world_size, {**branches, "schedule": "batch_sync", "micro_batch_size": sizes}).best
+    found = search(
+        world_size, {**branches, "schedule": "batch_sync", "micro_batch_size": sizes}
+    ).best
     stages = tuple(replace(stage, peak_bytes=peak_bytes) for stage in found.simulation.stages)
     return replace(found, simulation=replace(found.simulation, step_s=step_s, stages=stages))
 
@@ -408,21 +677,32 @@ def predicted(world_size, branches, step_s, peak_bytes, sizes="auto"):
     ],
 )
 def test_memory_decides_among_what_is_predicted_within_ten_percent(fork, merged, expected):
-    ways = [predicted(2, FORK, *fork), predicted(2, {"layout": "merged", "stages": {"merged": 1}}, *merged)]
+    ways = [
+        predicted(2, FORK, *fork),
+        predicted(2, {"layout": "merged", "stages": {"merged": 1}}, *merged),
+    ]
     ranked = tuple(sorted(ways, key=lambda way: way.simulation.step_s))
     assert Search(ranked, len(ranked), 0).best.graph.layout == expected
 
 
 def test_micro_batches_are_not_cut_small_for_their_memory():
     """The fewest with which a graph is at its fastest: within 2 %, which cannot be told apart."""
-    ways = [predicted(2, FORK, *figures) for figures in ((1.00, 100, 8), (1.01, 105, 24), (1.03, 110, 48), (1.05, 80, 2))]
+    ways = [
+        predicted(2, FORK, *figures)
+        for figures in ((1.00, 100, 8), (1.01, 105, 24), (1.03, 110, 48), (1.05, 80, 2))
+    ]
     best = Search(tuple(ways), len(ways), 0).best
     assert {batch.micro_batch_size for batch in best.batches.values()} == {24}
 
 
 def test_where_everything_fits_replay_keeps_nothing_or_is_not_needed():
     """Otherwise a replay that leaves out a micro-batch or two would be taken for its memory."""
-    kept = {batch.num_kept for way in search(2, FORK).ranked if way.schedule == "replay" for batch in way.batches.values()}
+    kept = {
+        batch.num_kept
+        for way in search(2, FORK).ranked
+        if way.schedule == "replay"
+        for batch in way.batches.values()
+    }
     assert kept == {0}
 
 
@@ -431,7 +711,10 @@ def test_a_layout_without_a_limit_of_memory_leaves_the_schedule_to_the_planner(l
     """What a run does where the layout is given: costs are estimated, and memory is not."""
     stages = {"merged": 1} if layout == "merged" else {"image": 1, "text": 1}
     found = search(2, {"layout": layout, "stages": stages}, memory_bytes=float("inf"))
-    assert found.best.schedule == "batch_sync" and {way.schedule for way in found.ranked} == {"batch_sync", "replay"}
+    assert found.best.schedule == "batch_sync" and {way.schedule for way in found.ranked} == {
+        "batch_sync",
+        "replay",
+    }
 
 
 def test_replay_is_chosen_where_batch_sync_does_not_fit():
@@ -444,17 +727,28 @@ def test_replay_is_chosen_where_batch_sync_does_not_fit():
 def test_where_replay_is_chosen_it_keeps_what_fits():
     every, tight = search(2, FORK), search(2, FORK, memory_bytes=330e6)
     best = tight.best
-    assert best.schedule == "replay" and all(0 < b.num_kept <= b.num_micro_batches for b in best.batches.values())
+    assert best.schedule == "replay" and all(
+        0 < b.num_kept <= b.num_micro_batches for b in best.batches.values()
+    )
     assert best.peak_bytes <= 330e6 < every.best.peak_bytes
     plain = search(2, {**FORK, "schedule": "replay"}, memory_bytes=330e6).best
-    assert all(b.num_kept == 0 for b in plain.batches.values())  # asked for by name: as little memory as can be
+    assert all(
+        b.num_kept == 0 for b in plain.batches.values()
+    )  # asked for by name: as little memory as can be
     assert best.simulation.step_s < plain.simulation.step_s
     assert "replay keeping image " in best.describe()
 
 
 @pytest.mark.parametrize(
     "kept, expected",
-    [(0, (0, 0)), (3, (3, 2)), (99, (6, 2)), ({"image": 5}, (5, 0)), ({"image": "auto", "text": 1}, (6, 1)), ("auto", (6, 2))],
+    [
+        (0, (0, 0)),
+        (3, (3, 2)),
+        (99, (6, 2)),
+        ({"image": 5}, (5, 0)),
+        ({"image": "auto", "text": 1}, (6, 1)),
+        ("auto", (6, 2)),
+    ],
 )
 def test_kept_micro_batches_as_asked_for(kept, expected):
     sizes = {"micro_batch_size": {"image": 8, "text": 24}}
@@ -466,14 +760,22 @@ def test_kept_micro_batches_are_refused_where_they_mean_nothing():
     with refused("branches.kept_micro_batches", 'schedule "batch_sync"', "remove the key"):
         plan(2, {**FORK, "schedule": "batch_sync", "kept_micro_batches": 1})
     with refused("branches.kept_micro_batches", "only a fork"):
-        plan(2, {"layout": "merged", "schedule": "replay", "kept_micro_batches": {"image": 1, "text": 2}})
+        plan(
+            2,
+            {
+                "layout": "merged",
+                "schedule": "replay",
+                "kept_micro_batches": {"image": 1, "text": 2},
+            },
+        )
     for wrong in (-1, 1.5, True, "some"):
         with refused("branches.kept_micro_batches", "whole numbers of at least 0"):
             plan(2, {**FORK, "schedule": "replay", "kept_micro_batches": wrong})
 
 
 def test_slow_links_keep_gradients_within_a_branch():
-    """With replicas of everything each gradient crosses the slow link; in a fork of one rank per branch none does."""
+    """With replicas of everything each gradient crosses the slow link; in a fork of one rank per
+    branch none does."""
     costs = {"image": [1e-3] * 2, "text": [1e-3] * 2}
     assert search(2, costs=costs, machine={"link_bytes_per_s": 1e7}).best.graph.layout == "fork"
 
@@ -483,9 +785,14 @@ def test_why_names_the_best_and_what_the_others_would_cost():
     assert lines[0].startswith("auto: ") and re.search(
         r"predicted [\d.]+ m?s a step, \d+% idle, at most [\d.]+ GiB a rank; \d+ ways", lines[1]
     )
-    kinds = {re.search(r": (fork|chain|merged): .*, (batch_sync|replay),", line).groups() for line in lines[2:]}
+    kinds = {
+        re.search(r": (fork|chain|merged): .*, (batch_sync|replay),", line).groups()
+        for line in lines[2:]
+    }
     assert len(kinds) == len(lines) - 2 >= 4
-    assert all(float(re.match(r"  ([\d.]+) × the time", line).group(1)) >= 0.98 for line in lines[2:])
+    assert all(
+        float(re.match(r"  ([\d.]+) × the time", line).group(1)) >= 0.98 for line in lines[2:]
+    )
 
 
 def test_the_plan_tells_why_only_where_it_chose():
@@ -498,7 +805,11 @@ def test_per_micro_batch_says_that_it_is_another_objective():
 
 def test_when_nothing_fits_it_says_by_how_much_and_what_would():
     with refused(
-        "nothing fits 2 ranks of 0.1 GiB (test)", "GiB too much", "weights, gradients and optimizer state", "This would fit", "ranks"
+        "nothing fits 2 ranks of 0.1 GiB (test)",
+        "GiB too much",
+        "weights, gradients and optimizer state",
+        "This would fit",
+        "ranks",
     ):
         search(2, memory_bytes=0.1e9)
     with refused("nothing fits", "This would fit", '"schedule": "replay"'):
@@ -512,18 +823,35 @@ def test_what_is_said_would_fit_fits():
     assert fits.best.peak_bytes <= 250e6
 
 
-# -- what DeepSpeed reads -----------------------------------------------------------------------------------------------------
+# -- what DeepSpeed reads
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_deepspeed_config_per_branch():
-    scheduler = {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 20}}
-    branches = {**FORK, "replicas": {"image": 3, "text": 2}, "micro_batch_size": {"image": 8, "text": 12}}
+    scheduler = {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": "auto", "warmup_num_steps": 20},
+    }
+    branches = {
+        **FORK,
+        "replicas": {"image": 3, "text": 2},
+        "micro_batch_size": {"image": 8, "text": 12},
+    }
     written, block = check_config(
-        MINIMAL | {"branches": branches, "scheduler": scheduler, "pipeline": {"activation_checkpoint_interval": 2}}, BRANCHES
+        MINIMAL
+        | {
+            "branches": branches,
+            "scheduler": scheduler,
+            "pipeline": {"activation_checkpoint_interval": 2},
+        },
+        BRANCHES,
     )
     decided = plan_run(written, block, 5, proportional(COSTS))
     before = copy.deepcopy(written)
-    image, text = (deepspeed_config(written, decided.batches[branch], total_num_steps=700) for branch in BRANCHES)
+    image, text = (
+        deepspeed_config(written, decided.batches[branch], total_num_steps=700)
+        for branch in BRANCHES
+    )
     assert written == before
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     assert [image[key] for key in keys] == [48, 8, 2]
@@ -535,7 +863,9 @@ def test_deepspeed_config_per_branch():
         assert "branches" not in resolved and resolved["optimizer"] == MINIMAL["optimizer"]
 
 
-@pytest.mark.parametrize("keys, most_replicas, stage", [({}, 1, 0), ({}, 2, 1), ({"fp16": {"enabled": True}}, 1, 1)])
+@pytest.mark.parametrize(
+    "keys, most_replicas, stage", [({}, 1, 0), ({}, 2, 1), ({"fp16": {"enabled": True}}, 1, 1)]
+)
 def test_zero_1_is_left_out_where_it_has_nothing_to_shard(keys, most_replicas, stage):
     written = MINIMAL | {"zero_optimization": {"stage": 1, "reduce_bucket_size": 100}} | keys
     resolved = deepspeed_config(written, BranchBatch(1, 48, 1), 10, most_replicas)
@@ -544,28 +874,45 @@ def test_zero_1_is_left_out_where_it_has_nothing_to_shard(keys, most_replicas, s
 
 
 def test_auto_in_the_scheduler_is_only_known_for_the_length():
-    scheduler = {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
-    with refused("scheduler.params.warmup_num_steps", '"auto" is only known for total_num_steps', "give a number"):
+    scheduler = {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"},
+    }
+    with refused(
+        "scheduler.params.warmup_num_steps",
+        '"auto" is only known for total_num_steps',
+        "give a number",
+    ):
         deepspeed_config(MINIMAL | {"scheduler": scheduler}, BranchBatch(1, 48, 1), 10)
 
 
-# -- the files we ship ----------------------------------------------------------------------------------------------------------
+# -- the files we ship
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 @pytest.mark.parametrize("image_cost", [0.3, 1.0, 4.0, 20.0])
 def test_every_file_runs_on_1_2_4_8_ranks(file, image_cost):
-    read, block = filled(*read_config(file, BRANCHES), RECIPES["long"].values(960, 10_000, {"image": False, "text": False}), BRANCHES)
+    read, block = filled(
+        *read_config(file, BRANCHES),
+        RECIPES["long"].values(960, 10_000, {"image": False, "text": False}),
+        BRANCHES,
+    )
     costs = proportional({"image": [image_cost, image_cost], "text": [1.0, 1.0]})
     fixed, feeds = isinstance(block.replicas, dict), dealing(block).strategy == "feed"
     forks = block.layout == "fork"  # written for a fork, some for so many ranks and no others
-    worlds, layouts = (8,) if fixed else (1, 2, 4, 8), ("fork",) if forks else ("auto", "fork", "merged")
+    worlds, layouts = (
+        (8,) if fixed else (1, 2, 4, 8),
+        ("fork",) if forks else ("auto", "fork", "merged"),
+    )
     for world_size, layout in itertools.product(worlds, layouts):
         if world_size == 1 and (layout == "fork" or feeds):
             continue
         decided = plan_run(read, replace(block, layout=layout), world_size, costs)
         assert decided.graph.world_size == world_size
-        assert {rank for stage in decided.graph.stages for rank in stage.ranks} == set(range(world_size))
+        assert {rank for stage in decided.graph.stages for rank in stage.ranks} == set(
+            range(world_size)
+        )
         for batch in decided.batches.values():
             assert batch.global_batch_size == read["train_batch_size"]
             resolved = deepspeed_config(read, batch, total_num_steps=100)

@@ -1,4 +1,5 @@
-"""Measured costs: what is counted is exact, equal layers are measured once, the cache never fails, ranks agree. No test asks how long."""
+"""Measured costs: what is counted is exact, equal layers are measured once, the cache never fails,
+ranks agree. No test asks how long."""
 
 import dataclasses
 import json
@@ -36,19 +37,26 @@ def test_a_layer_that_does_not_fit_is_named_with_what_to_give_instead():
     with pytest.raises(OutOfMemory) as caught:
         measure([*tower(2), LargeSpec("text.2", {"layer_idx": 2})])
     first, asked, _, *remedies = str(caught.value).splitlines()
-    assert first == 'this process ran out of memory while measuring the layer text.2 with a micro-batch of 4, for "layout": "auto"'
+    assert (
+        first
+        == 'this process ran out of memory while measuring the layer text.2 with a micro-batch of 4, for "layout": "auto"'
+    )
     assert asked.startswith("asked for: 1.00 EiB") and caught.value.repeats
     assert '{"micro_batch_size": 2}' in remedies[1] and '"layout"' in remedies[2]
     assert "DefaultCPUAllocator" in str(caught.value.__cause__)
-    assert [layer.name for layer in measure([LargeSpec("text.2", {"layer_idx": 2})], sizes=[2])] == ["text.2"]
+    assert [
+        layer.name for layer in measure([LargeSpec("text.2", {"layer_idx": 2})], sizes=[2])
+    ] == ["text.2"]
 
 
-# -- what is counted ---------------------------------------------------------------------------------------------------
+# -- what is counted
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_bytes_of_linear_and_relu_are_those_worked_out_by_hand():
-    """The first layer keeps its input, for nobody else has it, and its output, which ReLU saves and the next layer reads. The second
-    keeps its output only: its input is counted with the first. Neither keeps what is between Linear and ReLU, or a weight."""
+    """The first layer keeps its input, for nobody else has it, and its output, which ReLU saves and
+    the next layer reads. The second keeps its output only: its input is counted with the first.
+    Neither keeps what is between Linear and ReLU, or a weight."""
     first, second = measure(tower(2), sizes=[3])
     activation = WIDTH * 4
     assert first.activation_bytes.at(3) == 3 * (activation + activation + PASSED_ON)
@@ -66,15 +74,23 @@ def test_half_precision_halves_floats_and_not_integers():
 def test_bytes_are_linear_in_the_size_and_seconds_are_positive():
     for cost in measure(tower(2), sizes=[8, 2, 4]):
         for curve in (cost.activation_bytes, cost.output_bytes):
-            assert curve.sizes == (2, 4, 8) and curve.at(4) == 2 * curve.at(2) and curve.at(8) == 4 * curve.at(2)
+            assert (
+                curve.sizes == (2, 4, 8)
+                and curve.at(4) == 2 * curve.at(2)
+                and curve.at(8) == 4 * curve.at(2)
+            )
         assert min(*cost.forward_s.values, *cost.backward_s.values) > 0
 
 
 def test_layers_run_as_the_executor_runs_them():
-    """In training mode with gradients, the first on data, which wants none; gradients add up in the parameters."""
+    """In training mode with gradients, the first on data, which wants none; gradients add up in the
+    parameters."""
     builder = Builder()
     measure(tower(2, dropout=0.5), builder, sizes=[2])
-    assert [layer.seen for layer in builder.layers] == [(True, True, False, torch.float32), (True, True, True, torch.float32)]
+    assert [layer.seen for layer in builder.layers] == [
+        (True, True, False, torch.float32),
+        (True, True, True, torch.float32),
+    ]
     assert all(layer.linear.weight.grad is not None for layer in builder.layers)
 
 
@@ -87,33 +103,48 @@ def test_the_run_draws_as_if_nothing_had_been_measured():
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_counts_on_the_meta_device_are_the_measured_bytes(width):
-    """Transformer blocks: to the byte. Residual blocks: batch normalisation keeps two numbers per channel and micro-batch, which the counts,
-    made at two samples, take for one sample's; at 8 samples that is below 1 % of a block whose image is 16 pixels wide."""
-    dropout = "hidden_dropout_prob=0,attention_probs_dropout_prob=0"  # with dropout CPUs take the unfused attention, which GPUs do not
+    """Transformer blocks: to the byte. Residual blocks: batch normalisation keeps two numbers per
+    channel and micro-batch, which the counts, made at two samples, take for one sample's; at 8
+    samples that is below 1 % of a block whose image is 16 pixels wide."""
+    # with dropout CPUs take the unfused attention, which GPUs do not
+    dropout = "hidden_dropout_prob=0,attention_probs_dropout_prob=0"
     text = f"bert-tiny:hidden_size={width},num_attention_heads=2,intermediate_size={2 * width},{dropout}"
-    for built, tolerance in zip(build_towers("resnet18:layers=2-1-1-1", text, 16, 64, 50, 12, 0), (0.01, 0.0)):
+    for built, tolerance in zip(
+        build_towers("resnet18:layers=2-1-1-1", text, 16, 64, 50, 12, 0), (0.01, 0.0)
+    ):
         blocks = Tower(built.branch, built.name, built.width, built.specs[:3], built.config)
 
         def real(size, tower=blocks):
             return {
-                name: torch.randn(t.shape) if t.is_floating_point() else torch.ones(t.shape, dtype=t.dtype)
+                name: torch.randn(t.shape)
+                if t.is_floating_point()
+                else torch.ones(t.shape, dtype=t.dtype)
                 for name, t in meta_inputs(tower, size).items()
             }
 
-        costs = profile_layers(blocks.specs, lambda spec: spec.build(0), real, torch.float32, CPU, [8], QUICK)
+        costs = profile_layers(
+            blocks.specs, lambda spec: spec.build(0), real, torch.float32, CPU, [8], QUICK
+        )
         for cost, counts in zip(costs[1:], describe_layers(blocks, 4)[1:]):
-            assert cost.activation_bytes.at(8) == pytest.approx(8 * counts.activation_bytes, rel=tolerance, abs=0)
+            assert cost.activation_bytes.at(8) == pytest.approx(
+                8 * counts.activation_bytes, rel=tolerance, abs=0
+            )
             assert cost.output_bytes.at(8) == 8 * counts.output_bytes
             assert (cost.name, cost.num_parameters) == (counts.name, counts.num_parameters)
 
 
-# -- equal layers ------------------------------------------------------------------------------------------------------
+# -- equal layers
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_equal_layers_are_measured_once():
     builder = Builder()
     costs = measure([*tower(4), *tower(1, heads=2)], builder)
-    assert builder.built == ["text.0", "text.1", "text.0"]  # the first has data for input; 1, 2, 3 are one; another number of heads
+    assert builder.built == [
+        "text.0",
+        "text.1",
+        "text.0",
+    ]  # the first has data for input; 1, 2, 3 are one; another number of heads
     assert [cost.name for cost in costs] == ["text.0", "text.1", "text.2", "text.3", "text.0"]
     assert costs[1].forward_s == costs[2].forward_s == costs[3].forward_s
 
@@ -123,7 +154,9 @@ def test_every_block_of_a_library_model_has_the_same_key():
     for blocks in (image.specs[1:4], text.specs[1:5]):
         assert len({layer_key(spec.template) for spec in blocks}) == 1
     wider = build_towers("resnet18", "bert-mini:num_attention_heads=8", 16, 32, 50, 12, 0)[1]
-    assert layer_key(wider.specs[1].template) != layer_key(text.specs[1].template)  # the same parameters, more heads
+    assert layer_key(wider.specs[1].template) != layer_key(
+        text.specs[1].template
+    )  # the same parameters, more heads
 
 
 def test_a_dropout_matters_in_being_there():
@@ -131,7 +164,8 @@ def test_a_dropout_matters_in_being_there():
     assert keys[0] != keys[1] == keys[2]
 
 
-# -- the cache ---------------------------------------------------------------------------------------------------------
+# -- the cache
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_second_call_measures_nothing_and_says_the_same():
@@ -160,7 +194,15 @@ def test_precision_counts_where_inputs_do_not_show_it():
     """As for token ids, which are integers in any precision."""
     for dtype in (torch.float32, torch.bfloat16):
         builder = Builder()
-        profile_layers([Lookup()], builder, lambda size: {"ids": torch.zeros(size, dtype=torch.int64)}, dtype, CPU, [2], QUICK)
+        profile_layers(
+            [Lookup()],
+            builder,
+            lambda size: {"ids": torch.zeros(size, dtype=torch.int64)},
+            dtype,
+            CPU,
+            [2],
+            QUICK,
+        )
         assert builder.built == ["text.embeddings"]
 
 
@@ -196,10 +238,13 @@ def test_a_folder_that_cannot_be_written_is_no_failure(monkeypatch, tmp_path):
     monkeypatch.setenv("WYE_CACHE", str(tmp_path / "file"))
     builder = Builder()
     assert measure(tower(4), builder) and measure(tower(4), builder)
-    assert builder.built == ["text.0", "text.1"] * 2  # within a call equal layers are still measured once
+    assert (
+        builder.built == ["text.0", "text.1"] * 2
+    )  # within a call equal layers are still measured once
 
 
-# -- what is no layer's ------------------------------------------------------------------------------------------------
+# -- what is no layer's
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -216,7 +261,9 @@ def test_a_machine_has_finite_costs(dtype, monkeypatch):
     assert machine.name
 
 
-@pytest.mark.parametrize("sizes", [[], [0], [3, 5], [100] * 1000, [30_000_000, *[768] * 100], [1_000_000] * 300])
+@pytest.mark.parametrize(
+    "sizes", [[], [0], [3, 5], [100] * 1000, [30_000_000, *[768] * 100], [1_000_000] * 300]
+)
 def test_a_sample_of_parameters_is_bounded_and_keeps_the_mean_size(sizes):
     sample = _sample(sizes)
     assert 0 < sum(sample) <= 2 * NUM_PARAMETERS
@@ -230,17 +277,24 @@ def test_effort_is_bounded_below_and_above():
 
 
 def test_one_process_agrees_with_itself():
-    assert Alone().all(False) is False and Alone().least(3) == 3 and Alone().mean([1.0, 2.0]) == [1.0, 2.0]
+    assert (
+        Alone().all(False) is False
+        and Alone().least(3) == 3
+        and Alone().mean([1.0, 2.0]) == [1.0, 2.0]
+    )
 
 
-# -- all ranks ---------------------------------------------------------------------------------------------------------
+# -- all ranks
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_get_the_same_numbers_and_measure_again_when_one_knows_nothing(tmp_path):
     first, second = run_ranks(2, profile_cases.together, str(tmp_path / "shared"))
     assert first == second
     new, known, forgotten = first
-    assert new["built"] == forgotten["built"] == ["text.0", "text.1", "text.0", "text.1"]  # two layers of each tower
+    assert (
+        new["built"] == forgotten["built"] == ["text.0", "text.1", "text.0", "text.1"]
+    )  # two layers of each tower
     assert known["built"] == [] and known["layers"] == new["layers"]
     assert new["machine"].ranks_per_node == 2 and 0 < new["machine"].link_bytes_per_s < math.inf
     assert new["machine"].node_bytes_per_s == math.inf

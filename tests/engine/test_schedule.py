@@ -1,4 +1,5 @@
-"""The instruction lists, read without a process: complete, in order, matched at both ends, and free of deadlock."""
+"""The instruction lists, read without a process: complete, in order, matched at both ends, and free
+of deadlock."""
 
 import itertools
 import random
@@ -41,7 +42,8 @@ MATCH = {SendActivation: RecvActivation, SendGrad: RecvGrad}
 
 
 def cases() -> list[tuple[StageGraph, dict[str, int]]]:
-    """(graph, micro-batches by branch): lines with 1..6, forks with a draw of depths, replicas and counts of their own."""
+    """(graph, micro-batches by branch): lines with 1..6, forks with a draw of depths, replicas and
+    counts of their own."""
     found = []
     for stages, replicas, number in itertools.product((1, 2, 3), (1, 2), range(1, 7)):
         line = {branch: [range(i, i + 1) for i in range(stages)] for branch in BRANCHES}
@@ -61,7 +63,13 @@ def random_cases(count: int) -> list[tuple[StageGraph, dict[str, int]]]:
     for _ in range(count):
         layout = draw.choice(("fork", "fork", "chain", "merged"))
         depth = {branch: draw.randint(1, 8) for branch in BRANCHES}
-        cuts = {branch: [range(i, i + 1) for i in range(depth["image"] if layout == "merged" else depth[branch])] for branch in BRANCHES}
+        cuts = {
+            branch: [
+                range(i, i + 1)
+                for i in range(depth["image"] if layout == "merged" else depth[branch])
+            ]
+            for branch in BRANCHES
+        }
         if layout == "fork":
             graph = fork(cuts, {branch: draw.randint(1, 4) for branch in BRANCHES})
             found.append((graph, {branch: draw.randint(1, 20) for branch in BRANCHES}))
@@ -75,12 +83,17 @@ def name(case: tuple[StageGraph, dict[str, int]]) -> str:
     return f"{case[0].describe()} M={case[1]['image']},{case[1]['text']}"
 
 
-def lists(graph: StageGraph, numbers: dict[str, int], schedule=BatchSync) -> dict[int, list[PipeInstruction]]:
-    """rank -> its instructions, as the executor asks for them: micro-batches are those of the stage's first branch."""
+def lists(
+    graph: StageGraph, numbers: dict[str, int], schedule=BatchSync
+) -> dict[int, list[PipeInstruction]]:
+    """rank -> its instructions, as the executor asks for them: micro-batches are those of the
+    stage's first branch."""
     programs = {}
     for rank in range(graph.world_size):
         stage = graph.stage_of(rank)
-        programs[rank] = [i for group in schedule(stage, numbers[next(iter(stage.layers))]) for i in group]
+        programs[rank] = [
+            i for group in schedule(stage, numbers[next(iter(stage.layers))]) for i in group
+        ]
     return programs
 
 
@@ -89,7 +102,9 @@ def of(program: list[PipeInstruction], kind: type) -> list[int]:
 
 
 def at(program: list[PipeInstruction], kind: type, m: int | None = None) -> int:
-    (place,) = [n for n, i in enumerate(program) if type(i) is kind and (m is None or i.buffer_id == m)]
+    (place,) = [
+        n for n, i in enumerate(program) if type(i) is kind and (m is None or i.buffer_id == m)
+    ]
     return place
 
 
@@ -97,7 +112,9 @@ def in_flight(program: list[PipeInstruction]) -> int:
     """The most micro-batches between their forward with gradient and their backward."""
     alive = most = 0
     for instruction in program:
-        alive += (type(instruction) in (ForwardPass, ReplayPass)) - (type(instruction) is BackwardPass)
+        alive += (type(instruction) in (ForwardPass, ReplayPass)) - (
+            type(instruction) is BackwardPass
+        )
         most = max(most, alive)
     return most
 
@@ -119,14 +136,20 @@ def test_every_micro_batch_once_and_in_order(case, schedule):
         assert of(program, FORWARD[schedule]) == of(program, BackwardPass) == every
         assert of(program, EmbedPass) == (every if schedule is Replay else [])
         assert of(program, LoadMicroBatch) == (every if stage.loads else [])
-        assert of(program, ReloadMicroBatch) == (every if stage.loads and schedule is Replay else [])
+        assert of(program, ReloadMicroBatch) == (
+            every if stage.loads and schedule is Replay else []
+        )
         assert of(program, RecvActivation) == (every * times if stage.previous is not None else [])
         assert of(program, SendActivation) == (every * times if stage.next is not None else [])
         assert of(program, SendGrad) == (every if stage.previous is not None else [])
         assert of(program, RecvGrad) == (every if stage.next is not None else [])
         for m in every:
             needs = [n for n, i in enumerate(program) if type(i) in INPUTS and i.buffer_id == m]
-            forwards = [n for n, i in enumerate(program) if type(i) in (EmbedPass, ForwardPass, ReplayPass) and i.buffer_id == m]
+            forwards = [
+                n
+                for n, i in enumerate(program)
+                if type(i) in (EmbedPass, ForwardPass, ReplayPass) and i.buffer_id == m
+            ]
             each = len(needs) // len(forwards)
             assert each >= 1 and len(forwards) == times
             for k, forward in enumerate(forwards):
@@ -134,7 +157,11 @@ def test_every_micro_batch_once_and_in_order(case, schedule):
             backward = at(program, BackwardPass, m)
             assert forwards[-1] < backward
             if stage.next is not None:
-                sent = [n for n, i in enumerate(program) if type(i) is SendActivation and i.buffer_id == m]
+                sent = [
+                    n
+                    for n, i in enumerate(program)
+                    if type(i) is SendActivation and i.buffer_id == m
+                ]
                 assert all(forward < send for forward, send in zip(forwards, sent, strict=True))
                 assert sent[-1] < at(program, RecvGrad, m) < backward
             if stage.previous is not None:
@@ -153,7 +180,9 @@ def test_one_loss_after_all_forwards_and_before_every_backward(case, schedule):
         assert kinds[ComputeLoss] == (1 if graph.stage_of(rank).is_tail else 0)
         if graph.stage_of(rank).is_tail:
             before = program[: at(program, ComputeLoss)]
-            assert of(before, EmbedPass if schedule is Replay else ForwardPass) == every_micro_batch(graph, numbers, rank)
+            assert of(
+                before, EmbedPass if schedule is Replay else ForwardPass
+            ) == every_micro_batch(graph, numbers, rank)
             assert of(before, BackwardPass) == of(before, ReplayPass) == []
 
 
@@ -164,7 +193,11 @@ def test_per_micro_batch_has_a_loss_between_each_forward_and_its_backward(case):
         every = every_micro_batch(graph, numbers, rank)
         assert of(program, ComputeLoss) == (every if graph.stage_of(rank).is_tail else [])
         for m in of(program, ComputeLoss):
-            assert at(program, ForwardPass, m) < at(program, ComputeLoss, m) < at(program, BackwardPass, m)
+            assert (
+                at(program, ForwardPass, m)
+                < at(program, ComputeLoss, m)
+                < at(program, BackwardPass, m)
+            )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values())
@@ -201,7 +234,11 @@ def test_replay_runs_the_micro_batches_it_keeps_once_and_the_others_twice(case, 
         for m in others:
             assert at(program, ReplayPass, m) < at(program, BackwardPass, m)
         if stage.is_tail:
-            assert of(program[: at(program, loss)], ForwardPass) + of(program[: at(program, loss)], EmbedPass) == every
+            assert (
+                of(program[: at(program, loss)], ForwardPass)
+                + of(program[: at(program, loss)], EmbedPass)
+                == every
+            )
     for source, target in graph.edges():
         assert of(programs[source], SendActivation) == of(programs[target], RecvActivation) != []
         assert of(programs[target], SendGrad) == of(programs[source], RecvGrad) != []
@@ -211,19 +248,24 @@ def test_replay_runs_the_micro_batches_it_keeps_once_and_the_others_twice(case, 
 def test_replay_that_keeps_everything_is_batch_sync(case):
     graph, numbers = case
     ways = [lists(graph, numbers, schedule) for schedule in (BatchSync, keeping(20))]
-    every, other = ([[(type(i), i.kwargs) for i in program] for program in way.values()] for way in ways)
+    every, other = (
+        [[(type(i), i.kwargs) for i in program] for program in way.values()] for way in ways
+    )
     assert every == other
 
 
 @pytest.mark.parametrize("case", cases() + random_cases(100), ids=name)
 def test_activations_in_flight(case):
-    """batch_sync holds all micro-batches; the others one more than there are stages behind, however many there are."""
+    """batch_sync holds all micro-batches; the others one more than there are stages behind, however
+    many there are."""
     graph, numbers = case
     for rank in range(graph.world_size):
         stage, number = graph.stage_of(rank), len(every_micro_batch(graph, numbers, rank))
         assert in_flight(lists(graph, numbers, BatchSync)[rank]) == number
         for schedule in (Replay, PerMicroBatch):
-            assert in_flight(lists(graph, numbers, schedule)[rank]) == min(stage.num_downstream + 1, number)
+            assert in_flight(lists(graph, numbers, schedule)[rank]) == min(
+                stage.num_downstream + 1, number
+            )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values())
@@ -238,8 +280,9 @@ def test_sends_match_receives_along_every_edge(case, schedule):
 
 @pytest.mark.parametrize("case", cases() + random_cases(300), ids=name)
 def test_nothing_waits_for_ever(case):
-    """Stricter than the executor, which lets two messages of a channel be on their way: here a send waits for its receive
-    (batch_sync, evaluation), or for the receive of the message before (the others)."""
+    """Stricter than the executor, which lets two messages of a channel be on their way: here a send
+    waits for its receive (batch_sync, evaluation), or for the receive of the message before (the
+    others)."""
     graph, numbers = case
     assert blocked(graph, lists(graph, numbers, BatchSync), on_their_way=0) == {}
     assert blocked(graph, lists(graph, numbers, ForwardOnly), on_their_way=0) == {}
@@ -270,28 +313,48 @@ def test_a_replica_without_held_out_samples_does_nothing():
 
 
 def test_the_names_of_the_configuration():
-    assert list(SCHEDULES.items()) == [("batch_sync", BatchSync), ("replay", Replay), ("per_micro_batch", PerMicroBatch)]
+    assert list(SCHEDULES.items()) == [
+        ("batch_sync", BatchSync),
+        ("replay", Replay),
+        ("per_micro_batch", PerMicroBatch),
+    ]
 
 
 @pytest.mark.parametrize("word, schedule", [*SCHEDULES.items(), ("num_kept", keeping(2))])
 def test_the_pictures_in_the_documentation(word, schedule):
     graph = merged({branch: [range(0, 1), range(1, 2)] for branch in BRANCHES}, 1)
-    letters = {EmbedPass: "E", ForwardPass: "F", ReplayPass: "F", BackwardPass: "B", ComputeLoss: "L", ReduceGrads: "R", OptimizerStep: "S"}
+    letters = {
+        EmbedPass: "E",
+        ForwardPass: "F",
+        ReplayPass: "F",
+        BackwardPass: "B",
+        ComputeLoss: "L",
+        ReduceGrads: "R",
+        OptimizerStep: "S",
+    }
     programs = lists(graph, {"image": 4, "text": 4}, schedule)
     picture = re.findall(
-        rf"^(?:`{word}`:|[^\n]*`{word}` micro-batches).*?\n\n(.*?)\n(?:\n|$)", engine.schedule.__doc__, flags=re.DOTALL | re.MULTILINE
+        rf"^(?:`{word}`:|[^\n]*`{word}` micro-batches).*?\n\n(.*?)\n(?:\n|$)",
+        engine.schedule.__doc__,
+        flags=re.DOTALL | re.MULTILINE,
     )[0]
     for rank, line in enumerate(picture.splitlines()):
         drawn = re.findall(r"\b([A-Z]\d*)\b", re.sub(r" F forward.*| E forward.*", "", line))
-        kinds = [(letters[type(i)], getattr(i, "buffer_id", None)) for i in programs[rank] if type(i) in letters]
+        kinds = [
+            (letters[type(i)], getattr(i, "buffer_id", None))
+            for i in programs[rank]
+            if type(i) in letters
+        ]
         assert drawn == [letter + ("" if m is None else str(m)) for letter, m in kinds]
 
 
-# -- the model of blocking ranks ---------------------------------------------------------------------------------------
+# -- the model of blocking ranks
+# ---------------------------------------------------------------------------------------
 
 
 class WaitsForBoth(StageSchedule):
-    """Wrong on purpose: asks for the gradient of a micro-batch before its neighbour can have the loss."""
+    """Wrong on purpose: asks for the gradient of a micro-batch before its neighbour can have the
+    loss."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for m in range(self.micro_batches):
@@ -306,17 +369,29 @@ class GradientsFirst(BatchSync):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         groups = list(super().steps())
-        yield from reversed(groups[: self.micro_batches]) if self.place.is_tail else groups[: self.micro_batches]
+        yield from (
+            reversed(groups[: self.micro_batches])
+            if self.place.is_tail
+            else groups[: self.micro_batches]
+        )
         yield from groups[self.micro_batches :]
 
 
 def test_the_model_sees_what_it_is_there_to_see():
     graph = merged({branch: [range(0, 1), range(1, 2)] for branch in BRANCHES}, 1)
     numbers = {"image": 3, "text": 3}
-    assert blocked(graph, lists(graph, numbers, GradientsFirst), 0) == {0: "SendActivation 0", 1: "RecvActivation 2"}
-    assert blocked(graph, lists(graph, numbers, Replay), 0) == {0: "SendActivation 1", 1: "SendGrad 0"}  # 1F1B needs one on its way
+    assert blocked(graph, lists(graph, numbers, GradientsFirst), 0) == {
+        0: "SendActivation 0",
+        1: "RecvActivation 2",
+    }
+    assert blocked(graph, lists(graph, numbers, Replay), 0) == {
+        0: "SendActivation 1",
+        1: "SendGrad 0",
+    }  # 1F1B needs one on its way
     assert blocked(graph, lists(graph, numbers, Replay), 1) == {}
-    assert blocked(graph, {0: lists(graph, numbers, WaitsForBoth)[0], 1: lists(graph, numbers)[1]}, 0) == {
+    assert blocked(
+        graph, {0: lists(graph, numbers, WaitsForBoth)[0], 1: lists(graph, numbers)[1]}, 0
+    ) == {
         0: "RecvGrad 0",
         1: "RecvActivation 1",
     }
@@ -324,11 +399,14 @@ def test_the_model_sees_what_it_is_there_to_see():
     assert blocked(graph, unequal, 0) == {0: "SendActivation 2", 1: "SendGrad 0"}
 
 
-def blocked(graph: StageGraph, programs: dict[int, list[PipeInstruction]], on_their_way: int) -> dict[int, str]:
+def blocked(
+    graph: StageGraph, programs: dict[int, list[PipeInstruction]], on_their_way: int
+) -> dict[int, str]:
     """Run all ranks' lists; returns rank -> the instruction it waits in for ever ({}: all ended).
 
-    A send ends when its message is received or at most `on_their_way` messages of its channel are not; 0 is rendezvous. The
-    loss waits for all tails, the reduction for the replicas of the stage, the optimizer step for the world.
+    A send ends when its message is received or at most `on_their_way` messages of its channel are
+    not; 0 is rendezvous. The loss waits for all tails, the reduction for the replicas of the stage,
+    the optimizer step for the world.
     """
     place = dict.fromkeys(programs, 0)
     downstream, upstream = dict(graph.edges()), {target: source for source, target in graph.edges()}
@@ -356,14 +434,24 @@ def blocked(graph: StageGraph, programs: dict[int, list[PipeInstruction]], on_th
                 return True
             return False
         if kind in MATCH.values():
-            sent = channels.get((upstream[rank] if kind is RecvActivation else downstream[rank], rank), [])
+            sent = channels.get(
+                (upstream[rank] if kind is RecvActivation else downstream[rank], rank), []
+            )
             if not sent or sent[0] != m:
                 return False
             sent.pop(0)
             place[rank] += 1
             return True
-        together = {ComputeLoss: tails, ReduceGrads: graph.stage_of(rank).ranks, OptimizerStep: list(programs)}.get(kind, [rank])
-        if any(type(now(other)) is not kind or getattr(now(other), "buffer_id", None) != m for other in together if other != rank):
+        together = {
+            ComputeLoss: tails,
+            ReduceGrads: graph.stage_of(rank).ranks,
+            OptimizerStep: list(programs),
+        }.get(kind, [rank])
+        if any(
+            type(now(other)) is not kind or getattr(now(other), "buffer_id", None) != m
+            for other in together
+            if other != rank
+        ):
             return False
         for other in together:
             place[other] += 1
@@ -372,5 +460,7 @@ def blocked(graph: StageGraph, programs: dict[int, list[PipeInstruction]], on_th
     while any([move(rank) for rank in programs]):
         pass
     return {
-        rank: f"{type(i).__name__} {i.buffer_id}" if hasattr(i, "buffer_id") else type(i).__name__ for rank in programs if (i := now(rank))
+        rank: f"{type(i).__name__} {i.buffer_id}" if hasattr(i, "buffer_id") else type(i).__name__
+        for rank in programs
+        if (i := now(rank))
     }

@@ -1,6 +1,7 @@
 """The simulator against sums done by hand, and against its own rules on graphs drawn at random.
 
-Most costs here are whole numbers of seconds on a machine whose other parts are free (`FREE`), so that a test reads as a sum.
+Most costs here are whole numbers of seconds on a machine whose other parts are free (`FREE`), so
+that a test reads as a sum.
 """
 
 import gc
@@ -25,13 +26,24 @@ FREE = Machine("free", INF, INF, 0.0, INF, 0.0, 0.0, 0.0)
 WEIGHTLESS = StateBytes(0, 0, 0)
 
 
-def layer(forward_s=0.0, backward_s=0.0, activation_bytes=0.0, output_bytes=0.0, num_parameters=0) -> LayerCost:
+def layer(
+    forward_s=0.0, backward_s=0.0, activation_bytes=0.0, output_bytes=0.0, num_parameters=0
+) -> LayerCost:
     """Costs of one sample, all in proportion to the micro-batch size."""
-    curves = (Curve((1,), (value,)) for value in (forward_s, backward_s, activation_bytes, output_bytes))
+    curves = (
+        Curve((1,), (value,)) for value in (forward_s, backward_s, activation_bytes, output_bytes)
+    )
     return LayerCost("layer", num_parameters, *curves)
 
 
-def model(image: list[LayerCost], text: list[LayerCost], machine=FREE, state=WEIGHTLESS, embed_dim=0, **options) -> CostModel:
+def model(
+    image: list[LayerCost],
+    text: list[LayerCost],
+    machine=FREE,
+    state=WEIGHTLESS,
+    embed_dim=0,
+    **options,
+) -> CostModel:
     return CostModel({"image": image, "text": text}, machine, state, embed_dim, **options)
 
 
@@ -44,9 +56,13 @@ def one_each(stages: int) -> list[range]:
     return [range(i, i + 1) for i in range(stages)]
 
 
-def equal_stages(stages: int, machine=FREE, forward_s=1.0, backward_s=2.0, **layer_costs) -> CostModel:
+def equal_stages(
+    stages: int, machine=FREE, forward_s=1.0, backward_s=2.0, **layer_costs
+) -> CostModel:
     """For `line`: every stage costs what is given, all of it in its image layer."""
-    return model([layer(forward_s, backward_s, **layer_costs)] * stages, [layer()] * stages, machine)
+    return model(
+        [layer(forward_s, backward_s, **layer_costs)] * stages, [layer()] * stages, machine
+    )
 
 
 def both(replicas: int, size: int, number: int) -> dict[str, BranchBatch]:
@@ -61,12 +77,17 @@ def of(simulation: Simulation, stage_id: int, name: str) -> list[Span]:
     return [span for span in simulation.spans if span.stage_id == stage_id and span.name == name]
 
 
-# -- seconds of a pipeline ---------------------------------------------------------------------------------------------
+# -- seconds of a pipeline
+# ---------------------------------------------------------------------------------------------
 
 
 def test_one_stage_is_a_sum():
-    machine = replace(FREE, gradient_s_per_parameter=0.5, optimizer_s_per_parameter=0.25, instruction_s=0.125)
-    costs = model([layer(1, 2, num_parameters=3), layer(4, 5)], [layer(7, 11, num_parameters=5)], machine)
+    machine = replace(
+        FREE, gradient_s_per_parameter=0.5, optimizer_s_per_parameter=0.25, instruction_s=0.125
+    )
+    costs = model(
+        [layer(1, 2, num_parameters=3), layer(4, 5)], [layer(7, 11, num_parameters=5)], machine
+    )
     graph = merged({"image": [range(2)], "text": [range(1)]}, 1)
     result = simulate(graph, both(1, 2, 3), "batch_sync", costs, timeline=True)
     passes = 3 * 2 * (1 + 4 + 7 + 2 + 5 + 11)  # micro-batches, samples, layers
@@ -74,8 +95,12 @@ def test_one_stage_is_a_sum():
     host = 0.125 * (3 * 3 + 3)  # load, forward, backward of each; loss, reduce, step
     assert result.step_s == pytest.approx(step + host)
     assert result.stages[0].busy_s == pytest.approx(step + host - 3 * 0.125)  # loading is no work
-    assert [result.stages[0].idle_fraction, result.bubble_fraction] == pytest.approx([3 * 0.125 / (step + host)] * 2)
-    assert [(span.name, span.micro_batch, span.start_s, span.end_s) for span in result.spans[:3]] == [
+    assert [result.stages[0].idle_fraction, result.bubble_fraction] == pytest.approx(
+        [3 * 0.125 / (step + host)] * 2
+    )
+    assert [
+        (span.name, span.micro_batch, span.start_s, span.end_s) for span in result.spans[:3]
+    ] == [
         ("LoadMicroBatch", 0, 0.0, 0.125),
         ("ForwardPass", 0, 0.125, 0.25 + 24.0),
         ("LoadMicroBatch", 1, 24.25, 24.375),
@@ -90,16 +115,21 @@ def test_batch_sync_of_equal_stages(stages, number):
     filled = number + stages - 1
     assert result.step_s == pytest.approx(filled * 1 + filled * 2)
     assert result.bubble_fraction == pytest.approx((stages - 1) / filled)
-    assert [stage.idle_fraction for stage in result.stages] == pytest.approx([(stages - 1) / filled] * stages)
+    assert [stage.idle_fraction for stage in result.stages] == pytest.approx(
+        [(stages - 1) / filled] * stages
+    )
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("extra", [0, 1, 4])
 def test_replay_of_equal_stages(stages, extra):
-    """M + S − 1 forwards to the loss; then the tail runs forward and backward in turn, and the last gradient goes S − 1 stages up."""
+    """M + S − 1 forwards to the loss; then the tail runs forward and backward in turn, and the last
+    gradient goes S − 1 stages up."""
     number = stages + extra
     result = simulate(line(stages), both(1, 1, number), "replay", equal_stages(stages))
-    assert result.step_s == pytest.approx((number + stages - 1) * 1 + number * (1 + 2) + (stages - 1) * 2)
+    assert result.step_s == pytest.approx(
+        (number + stages - 1) * 1 + number * (1 + 2) + (stages - 1) * 2
+    )
     assert result.stages[0].busy_s == pytest.approx(number * (1 + 1 + 2))
 
 
@@ -120,21 +150,34 @@ def test_the_slowest_stage_sets_the_pace():
 def test_the_faster_branch_of_a_fork_waits():
     graph = fork({"image": [range(1)], "text": [range(1)]}, {"image": 3, "text": 1})
     batches = {"image": BranchBatch(3, 2, 2), "text": BranchBatch(1, 4, 3)}
-    result = simulate(graph, batches, "batch_sync", model([layer(4, 8)], [layer(1, 2)]), timeline=True)
+    result = simulate(
+        graph, batches, "batch_sync", model([layer(4, 8)], [layer(1, 2)]), timeline=True
+    )
     image, text = 2 * 2 * (4 + 8), 4 * 3 * (1 + 2)
     assert result.step_s == pytest.approx(2 * 2 * 4 + 2 * 2 * 8) == image
     assert by_name(result)["text 0"].idle_fraction == pytest.approx(1 - text / image)
     assert by_name(result)["image 0"].idle_fraction == 0
-    assert result.bubble_fraction == pytest.approx((3 * 0 + 1 * (image - text)) / (4 * image))  # three image ranks, one text rank
+    assert result.bubble_fraction == pytest.approx(
+        (3 * 0 + 1 * (image - text)) / (4 * image)
+    )  # three image ranks, one text rank
     (loss,) = of(result, 1, "ComputeLoss")
-    assert (loss.start_s, loss.end_s) == pytest.approx((12, 16))  # comes after 12 samples, goes on when the images are there
+    assert (loss.start_s, loss.end_s) == pytest.approx(
+        (12, 16)
+    )  # comes after 12 samples, goes on when the images are there
 
 
 def test_forwards_are_waited_for_at_the_loss_and_backwards_at_the_optimizer_step():
-    """Image is slow forwards, text backwards: the step is the sum of both, not the slower branch."""
+    """Image is slow forwards, text backwards: the step is the sum of both, not the slower
+    branch."""
     graph = fork({"image": [range(1)], "text": [range(1)]}, {"image": 1, "text": 1})
-    costs = model([layer(5, 1, num_parameters=2)], [layer(1, 5, num_parameters=8)], replace(FREE, optimizer_s_per_parameter=1))
-    assert simulate(graph, both(1, 1, 2), "batch_sync", costs).step_s == pytest.approx(2 * 5 + 2 * 5 + 8)
+    costs = model(
+        [layer(5, 1, num_parameters=2)],
+        [layer(1, 5, num_parameters=8)],
+        replace(FREE, optimizer_s_per_parameter=1),
+    )
+    assert simulate(graph, both(1, 1, 2), "batch_sync", costs).step_s == pytest.approx(
+        2 * 5 + 2 * 5 + 8
+    )
 
 
 def test_costs_follow_the_curve():
@@ -145,7 +188,8 @@ def test_costs_follow_the_curve():
     assert simulate(line(1), both(1, 7, 1), "batch_sync", costs).step_s == pytest.approx(5.0)
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
+# -- messages
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_message_takes_latency_and_its_bytes():
@@ -159,19 +203,37 @@ def test_a_message_takes_latency_and_its_bytes():
 
 def test_messages_of_one_direction_travel_one_after_the_other():
     machine = replace(FREE, link_bytes_per_s=10.0, link_latency_s=0.5)
-    result = simulate(line(2), both(1, 1, 3), "batch_sync", equal_stages(2, machine, output_bytes=30), timeline=True)
+    result = simulate(
+        line(2),
+        both(1, 1, 3),
+        "batch_sync",
+        equal_stages(2, machine, output_bytes=30),
+        timeline=True,
+    )
     # made at 1, 2, 3; each holds the link for 3 s; half a second later it is there
-    assert [span.end_s for span in of(result, 1, "RecvActivation")] == pytest.approx([4.5, 7.5, 10.5])
-    assert [span.end_s for span in of(result, 0, "SendActivation")] == pytest.approx([1, 2, 3])  # a send returns at once
+    assert [span.end_s for span in of(result, 1, "RecvActivation")] == pytest.approx(
+        [4.5, 7.5, 10.5]
+    )
+    assert [span.end_s for span in of(result, 0, "SendActivation")] == pytest.approx(
+        [1, 2, 3]
+    )  # a send returns at once
 
 
 def test_the_two_directions_do_not_share_a_link():
-    """Gradients go up while activations come down: 1F1B with messages as long as a pass takes what it does with no other traffic."""
+    """Gradients go up while activations come down: 1F1B with messages as long as a pass takes what
+    it does with no other traffic."""
     machine = replace(FREE, link_bytes_per_s=10.0)
-    result = simulate(line(2), both(1, 1, 4), "per_micro_batch", equal_stages(2, machine, 1.0, 1.0, output_bytes=10), timeline=True)
+    result = simulate(
+        line(2),
+        both(1, 1, 4),
+        "per_micro_batch",
+        equal_stages(2, machine, 1.0, 1.0, output_bytes=10),
+        timeline=True,
+    )
     # stage 0: F0 F1 at 1, 2; stage 1: F0 from 2 to 3, B0 to 4; its gradient is there at 5
     assert of(result, 0, "RecvGrad")[0].end_s == pytest.approx(5)
-    # F1 came at 3, so stage 1 goes on with it at 4, with B1 at 5; B1's gradient is there at 7, F2 was made at 7 (after B0) and comes at 8
+    # F1 came at 3, so stage 1 goes on with it at 4, with B1 at 5; B1's gradient is there at 7, F2
+    # was made at 7 (after B0) and comes at 8
     assert of(result, 0, "RecvGrad")[1].end_s == pytest.approx(7)
     assert of(result, 1, "RecvActivation")[2].end_s == pytest.approx(8)
 
@@ -185,20 +247,42 @@ def test_image_embeddings_pass_through_the_text_stages_of_a_chain():
     assert [stage.sent_bytes for stage in result.stages] == [3 * (d + u) for d, u in zip(down, up)]
     # replay sends activations twice, gradients once
     result = simulate(graph, both(1, 2, 3), "replay", model(layers, layers, embed_dim=16))
-    assert [stage.sent_bytes for stage in result.stages] == [3 * (2 * d + u) for d, u in zip(down, up)]
+    assert [stage.sent_bytes for stage in result.stages] == [
+        3 * (2 * d + u) for d, u in zip(down, up)
+    ]
 
 
-@pytest.mark.parametrize(("replicas", "ranks_per_node", "across"), [(1, 2, False), (1, 1, True), (2, 4, False), (2, 2, True), (3, 4, True)])
+@pytest.mark.parametrize(
+    ("replicas", "ranks_per_node", "across"),
+    [(1, 2, False), (1, 1, True), (2, 4, False), (2, 2, True), (3, 4, True)],
+)
 def test_between_nodes_the_nodes_link_counts(replicas, ranks_per_node, across):
-    """3 replicas, 4 ranks per node: the pair 0–3 is within a node, 1–4 is not, and the slowest counts."""
-    machine = replace(FREE, link_bytes_per_s=10.0, node_bytes_per_s=1.0, node_latency_s=0.25, ranks_per_node=ranks_per_node)
-    result = simulate(line(2, replicas), both(replicas, 1, 1), "batch_sync", equal_stages(2, machine, output_bytes=10), timeline=True)
-    for sender, sends, receiver, receives in ((0, "SendActivation", 1, "RecvActivation"), (1, "SendGrad", 0, "RecvGrad")):
+    """3 replicas, 4 ranks per node: the pair 0–3 is within a node, 1–4 is not, and the slowest
+    counts."""
+    machine = replace(
+        FREE,
+        link_bytes_per_s=10.0,
+        node_bytes_per_s=1.0,
+        node_latency_s=0.25,
+        ranks_per_node=ranks_per_node,
+    )
+    result = simulate(
+        line(2, replicas),
+        both(replicas, 1, 1),
+        "batch_sync",
+        equal_stages(2, machine, output_bytes=10),
+        timeline=True,
+    )
+    for sender, sends, receiver, receives in (
+        (0, "SendActivation", 1, "RecvActivation"),
+        (1, "SendGrad", 0, "RecvGrad"),
+    ):
         way = of(result, receiver, receives)[0].end_s - of(result, sender, sends)[0].end_s
         assert way == pytest.approx(0.25 + 10 if across else 1)
 
 
-# -- the loss ----------------------------------------------------------------------------------------------------------
+# -- the loss
+# ----------------------------------------------------------------------------------------------------------
 
 
 def loss_span(graph, batches, machine, schedule="batch_sync", embed_dim=8, stage_id=0) -> Span:
@@ -221,23 +305,36 @@ ONE_EACH = dict.fromkeys(BRANCHES, 1)
 )
 def test_the_arithmetic_of_the_loss(graph, flops_per_logit):
     replicas = graph.stages[0].replicas
-    batches = {"image": BranchBatch(replicas, 2, 4), "text": BranchBatch(graph.stages[-1].replicas, 2, 12 // graph.stages[-1].replicas)}
+    batches = {
+        "image": BranchBatch(replicas, 2, 4),
+        "text": BranchBatch(graph.stages[-1].replicas, 2, 12 // graph.stages[-1].replicas),
+    }
     whole = loss_span(graph, batches, replace(FREE, flops_per_s=100.0))
     assert whole.end_s == pytest.approx(flops_per_logit * 8 * (8 * replicas) / 100)
-    assert loss_span(graph, both(replicas, 2, 4), replace(FREE, flops_per_s=100.0), "per_micro_batch").end_s == pytest.approx(
-        flops_per_logit * 2 * (2 * replicas) / 100
-    )
+    assert loss_span(
+        graph, both(replicas, 2, 4), replace(FREE, flops_per_s=100.0), "per_micro_batch"
+    ).end_s == pytest.approx(flops_per_logit * 2 * (2 * replicas) / 100)
 
 
 def test_every_tail_computes_its_own_rows():
-    graph, batches = fork(ONE_STAGE, {"image": 3, "text": 1}), {"image": BranchBatch(3, 2, 4), "text": BranchBatch(1, 6, 4)}
-    image, text = (loss_span(graph, batches, replace(FREE, flops_per_s=100.0), stage_id=stage_id) for stage_id in (0, 1))
+    graph, batches = (
+        fork(ONE_STAGE, {"image": 3, "text": 1}),
+        {"image": BranchBatch(3, 2, 4), "text": BranchBatch(1, 6, 4)},
+    )
+    image, text = (
+        loss_span(graph, batches, replace(FREE, flops_per_s=100.0), stage_id=stage_id)
+        for stage_id in (0, 1)
+    )
     assert text.end_s == pytest.approx(3 * image.end_s)
 
 
 def test_the_exchange_of_a_fork():
-    """3 image replicas gather, then both wholes cross over, rows and log-sum-exps, and `logit_scale`."""
-    graph, batches = fork(ONE_STAGE, {"image": 3, "text": 1}), {"image": BranchBatch(3, 2, 4), "text": BranchBatch(1, 6, 4)}
+    """3 image replicas gather, then both wholes cross over, rows and log-sum-exps, and
+    `logit_scale`."""
+    graph, batches = (
+        fork(ONE_STAGE, {"image": 3, "text": 1}),
+        {"image": BranchBatch(3, 2, 4), "text": BranchBatch(1, 6, 4)},
+    )
     rows, statistics = 24 * (4 * 8 + 16), 24 * 4
     gathers = 2 * (rows / 3 / 10 + 0.5) + 2 * (statistics / 3 / 10 + 0.5)
     crossings = 2 * (rows / 10 + 0.5) + 2 * (statistics / 10 + 0.5) + 0.5
@@ -245,18 +342,28 @@ def test_the_exchange_of_a_fork():
     assert loss_span(graph, batches, machine).end_s == pytest.approx(gathers + crossings)
     costs = model([layer()], [layer()], machine, embed_dim=8)
     result = simulate(graph, batches, "batch_sync", costs)
-    assert [stage.busy_s for stage in result.stages] == [2 * 2 * 0.5, 0]  # the images' reduction; nobody works while rows travel
+    assert [stage.busy_s for stage in result.stages] == [
+        2 * 2 * 0.5,
+        0,
+    ]  # the images' reduction; nobody works while rows travel
     sent = {name: stage.sent_bytes for name, stage in by_name(result).items()}
     assert sent["text 0"] == pytest.approx(3 * (rows + statistics))  # one to each image tail
-    assert 3 * sent["image 0"] == pytest.approx(3 * 2 / 3 * (rows + statistics) + (rows + statistics))  # their gathering, one crossing
-    assert loss_span(graph, batches, replace(machine, ranks_per_node=3, node_latency_s=9.0)).end_s == pytest.approx(
+    assert 3 * sent["image 0"] == pytest.approx(
+        3 * 2 / 3 * (rows + statistics) + (rows + statistics)
+    )  # their gathering, one crossing
+    assert loss_span(
+        graph, batches, replace(machine, ranks_per_node=3, node_latency_s=9.0)
+    ).end_s == pytest.approx(
         gathers + 5 * 9  # the images share a node, the text tail is in another
     )
 
 
 def test_the_branches_of_a_fork_gather_at_the_same_time():
     """Of 5 and 2 replicas, the 5 take longer: 2 gathers of 4 rounds, then 5 crossings."""
-    graph, batches = fork(ONE_STAGE, {"image": 2, "text": 5}), {"image": BranchBatch(2, 5, 1), "text": BranchBatch(5, 2, 1)}
+    graph, batches = (
+        fork(ONE_STAGE, {"image": 2, "text": 5}),
+        {"image": BranchBatch(2, 5, 1), "text": BranchBatch(5, 2, 1)},
+    )
     assert loss_span(graph, batches, replace(FREE, link_latency_s=1.0)).end_s == 2 * 4 + 5
 
 
@@ -267,19 +374,34 @@ def test_the_exchange_among_the_replicas_of_a_line():
     assert loss_span(line(1, 1), both(1, 6, 4), machine).end_s == 0  # nobody to exchange with
 
 
-# -- replicas and the optimizer ----------------------------------------------------------------------------------------
+# -- replicas and the optimizer
+# ----------------------------------------------------------------------------------------
 
 
-def last_two(machine: Machine, replicas: int, sharded: bool, gradient_bytes: int = 4) -> tuple[float, float]:
+def last_two(
+    machine: Machine, replicas: int, sharded: bool, gradient_bytes: int = 4
+) -> tuple[float, float]:
     """Seconds of ReduceGrads and OptimizerStep of a stage of 12 parameters."""
-    costs = model([layer(num_parameters=12)], [layer()], machine, StateBytes(8, 12, gradient_bytes), sharded_optimizer=sharded)
+    costs = model(
+        [layer(num_parameters=12)],
+        [layer()],
+        machine,
+        StateBytes(8, 12, gradient_bytes),
+        sharded_optimizer=sharded,
+    )
     result = simulate(line(1, replicas), both(replicas, 1, 1), "batch_sync", costs, timeline=True)
     (reduce,), (step,) = of(result, 0, "ReduceGrads"), of(result, 0, "OptimizerStep")
     return pytest.approx(reduce.end_s - reduce.start_s), pytest.approx(step.end_s - step.start_s)
 
 
 def test_reduction_and_step():
-    machine = replace(FREE, gradient_s_per_parameter=0.5, optimizer_s_per_parameter=3.0, link_bytes_per_s=10.0, link_latency_s=0.25)
+    machine = replace(
+        FREE,
+        gradient_s_per_parameter=0.5,
+        optimizer_s_per_parameter=3.0,
+        link_bytes_per_s=10.0,
+        link_latency_s=0.25,
+    )
     assert last_two(machine, 1, True) == (12 * 0.5, 12 * 3.0)
     ring = 3 * (12 * 4 / 4 / 10 + 0.25)  # 4 replicas, 4 bytes per gradient
     assert last_two(machine, 4, False) == (12 * 0.5 + 2 * ring, 12 * 3.0)
@@ -290,44 +412,74 @@ def test_reduction_and_step():
 def test_bytes_sent_over_the_replicas():
     """A ring of 4 replicas: gradients twice, under ZeRO-1 the new weights once."""
     for sharded, sent in ((False, 2 * 12 * 4 * 3 / 4), (True, 3 * 12 * 4 * 3 / 4)):
-        costs = model([layer(num_parameters=12)], [layer()], FREE, StateBytes(8, 12, 4), sharded_optimizer=sharded)
+        costs = model(
+            [layer(num_parameters=12)],
+            [layer()],
+            FREE,
+            StateBytes(8, 12, 4),
+            sharded_optimizer=sharded,
+        )
         exchanged = 2 * 3 * (16 + 4)  # both branches: 3 × the own row's labels and log-sum-exp
-        assert run(line(1, 4), 1, "batch_sync", costs)[0].sent_bytes == pytest.approx(sent + exchanged)
+        assert run(line(1, 4), 1, "batch_sync", costs)[0].sent_bytes == pytest.approx(
+            sent + exchanged
+        )
 
 
 @pytest.mark.parametrize(("replicas", "across"), [(2, False), (4, False), (5, True), (8, True)])
 def test_replicas_in_one_node_use_its_links(replicas, across):
     machine = replace(FREE, link_latency_s=1.0, node_latency_s=100.0, ranks_per_node=4)
-    assert last_two(machine, replicas, False) == (2 * (replicas - 1) * (100.0 if across else 1.0), 0)
+    assert last_two(machine, replicas, False) == (
+        2 * (replicas - 1) * (100.0 if across else 1.0),
+        0,
+    )
 
 
 def test_a_stage_may_lie_across_nodes_where_another_does_not():
     """3 + 3 ranks, 4 per node: ranks 0–2 share a node, 3–5 do not."""
     machine = replace(FREE, node_latency_s=1.0, ranks_per_node=4)
-    result = simulate(line(2, 3), both(3, 1, 1), "batch_sync", equal_stages(2, machine), timeline=True)
-    seconds = [span.end_s - span.start_s for stage_id in (0, 1) for span in of(result, stage_id, "ReduceGrads")]
+    result = simulate(
+        line(2, 3), both(3, 1, 1), "batch_sync", equal_stages(2, machine), timeline=True
+    )
+    seconds = [
+        span.end_s - span.start_s
+        for stage_id in (0, 1)
+        for span in of(result, stage_id, "ReduceGrads")
+    ]
     assert seconds == pytest.approx([0, 2 * 2 * 1.0])
 
 
 def test_replicas_are_simulated_once():
-    """1,024 ranks are the same program as 4, and with free links the same seconds; only the batch is larger."""
-    few, many = (simulate(line(4, r), both(r, 1, 6), "replay", equal_stages(4), timeline=True) for r in (1, 256))
+    """1,024 ranks are the same program as 4, and with free links the same seconds; only the batch
+    is larger."""
+    few, many = (
+        simulate(line(4, r), both(r, 1, 6), "replay", equal_stages(4), timeline=True)
+        for r in (1, 256)
+    )
     assert few.spans == many.spans
-    assert ordering.shape_of(line(4, 1), both(1, 1, 6)) == ordering.shape_of(line(4, 256), both(256, 1, 6))
+    assert ordering.shape_of(line(4, 1), both(1, 1, 6)) == ordering.shape_of(
+        line(4, 256), both(256, 1, 6)
+    )
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------------
+# -- bytes
+# -------------------------------------------------------------------------------------------------------------
 
 
 def in_flight(graph: StageGraph, number: int, schedule: str) -> list[float]:
     costs = model([layer(activation_bytes=1)] * 9, [layer(activation_bytes=1)] * 9)
     return [
-        stage.activation_bytes / sum(map(len, s.layers.values())) for stage, s in zip(run(graph, number, schedule, costs), graph.stages)
+        stage.activation_bytes / sum(map(len, s.layers.values()))
+        for stage, s in zip(run(graph, number, schedule, costs), graph.stages)
     ]
 
 
 def run(graph: StageGraph, number: int, schedule: str, costs: CostModel) -> tuple[StageResult, ...]:
-    return simulate(graph, {b: BranchBatch(graph.tail(b).replicas, 1, number) for b in BRANCHES}, schedule, costs).stages
+    return simulate(
+        graph,
+        {b: BranchBatch(graph.tail(b).replicas, 1, number) for b in BRANCHES},
+        schedule,
+        costs,
+    ).stages
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 8])
@@ -337,7 +489,9 @@ def test_micro_batches_in_flight(number):
         downstream = [stage.num_downstream for stage in graph.stages]
         assert in_flight(graph, number, "batch_sync") == [number] * len(downstream)
         assert in_flight(graph, number, "replay") == [min(d + 1, number) for d in downstream]
-        assert in_flight(graph, number, "per_micro_batch") == [min(d + 1, number) for d in downstream]
+        assert in_flight(graph, number, "per_micro_batch") == [
+            min(d + 1, number) for d in downstream
+        ]
 
 
 class TwoThenOne(BatchSync):
@@ -356,16 +510,29 @@ def test_the_peak_is_the_most_at_any_time(monkeypatch):
 
 
 def work_bytes(own: int, everyone: int, width: int, replicas: int = 1) -> int:
-    """Of the loss, while it is computed: logits, and copies of embeddings. Less than a block of logits may be."""
+    """Of the loss, while it is computed: logits, and copies of embeddings. Less than a block of
+    logits may be."""
     return 4 * own * everyone * 4 + ((4 if replicas == 1 else 2) * everyone + 4 * own) * width * 4
 
 
 def test_the_memory_of_replay_does_not_grow_with_the_number_of_micro_batches():
     """Only the loss does, on the tail: it is over more samples."""
-    costs = model([layer(activation_bytes=100, output_bytes=10, num_parameters=7)] * 3, [layer()] * 3, FREE, StateBytes(8, 12, 4), 4)
+    costs = model(
+        [layer(activation_bytes=100, output_bytes=10, num_parameters=7)] * 3,
+        [layer()] * 3,
+        FREE,
+        StateBytes(8, 12, 4),
+        4,
+    )
     few, many = (run(line(3), number, "replay", costs) for number in (4, 400))
-    assert [s.activation_bytes for s in few] == [s.activation_bytes for s in many] == [300, 200, 100]
-    assert [s.peak_bytes for s in few[:2]] == [s.peak_bytes for s in many[:2]] == [140 + 300 + 40, 140 + 200 + 80]
+    assert (
+        [s.activation_bytes for s in few] == [s.activation_bytes for s in many] == [300, 200, 100]
+    )
+    assert (
+        [s.peak_bytes for s in few[:2]]
+        == [s.peak_bytes for s in many[:2]]
+        == [140 + 300 + 40, 140 + 200 + 80]
+    )
     assert many[2].peak_bytes == 140 + 40 + 400 * 4 * 4 * 2 + work_bytes(400, 400, 4)
     few, many = (run(line(3), number, "batch_sync", costs) for number in (4, 400))
     assert [s.activation_bytes for s in few] == [400] * 3
@@ -376,7 +543,10 @@ def test_the_memory_of_replay_does_not_grow_with_the_number_of_micro_batches():
 def test_what_replay_keeps_costs_memory_and_spares_forwards(kept):
     costs = model([layer(1, 2, activation_bytes=100)] * 2, [layer()] * 2, FREE, embed_dim=4)
     first, tail = simulate(line(2), kept_batches(6, kept), "replay", costs).stages
-    assert (first.activation_bytes, tail.activation_bytes) == (100 * max(kept, 2), 100 * max(kept, 1))
+    assert (first.activation_bytes, tail.activation_bytes) == (
+        100 * max(kept, 2),
+        100 * max(kept, 1),
+    )
     assert first.busy_s == tail.busy_s == 6 * (1 + 2) + (6 - kept)
     embeds, work = 2 * 6 * 4 * 4, work_bytes(6, 6, 4)
     assert tail.peak_bytes == embeds + max(100 * max(kept, 1), 100 * kept + work)
@@ -390,24 +560,34 @@ def test_most_kept_fits_and_one_more_does_not():
     """In random graphs, between the memory that replay needs at least and that of batch_sync."""
     partly = 0
     for graph, batches, _, costs in draws(200, ("batch_sync",)):
-        least, most = (bounds(graph, batches, schedule, costs)[1] for schedule in ("replay", "batch_sync"))
+        least, most = (
+            bounds(graph, batches, schedule, costs)[1] for schedule in ("replay", "batch_sync")
+        )
         if least == most:
             continue  # all micro-batches are in flight either way
-        costs = replace(costs, machine=replace(costs.machine, memory_bytes=least + 0.47 * (most - least)))
+        costs = replace(
+            costs, machine=replace(costs.machine, memory_bytes=least + 0.47 * (most - least))
+        )
         kept = most_kept(graph, batches, costs)
         assert graph.layout == "fork" or kept["image"] == kept["text"]
-        everyone = {branch: replace(batch, num_kept=kept[branch]) for branch, batch in batches.items()}
+        everyone = {
+            branch: replace(batch, num_kept=kept[branch]) for branch, batch in batches.items()
+        }
         assert bounds(graph, everyone, "replay", costs)[1] <= costs.machine.memory_bytes
         for branches in (("image",), ("text",)) if graph.layout == "fork" else (BRANCHES,):
             if all(kept[branch] < batches[branch].num_micro_batches for branch in branches):
                 partly += 1
-                more = {b: replace(batch, num_kept=kept[b] + (b in branches)) for b, batch in everyone.items()}
+                more = {
+                    b: replace(batch, num_kept=kept[b] + (b in branches))
+                    for b, batch in everyone.items()
+                }
                 assert bounds(graph, more, "replay", costs)[1] > costs.machine.memory_bytes
     assert partly > 20
 
 
 def test_everything_a_rank_holds():
-    """State, two messages of each direction of each edge, activations, and on the tail embeddings and what the loss makes of them."""
+    """State, two messages of each direction of each edge, activations, and on the tail embeddings
+    and what the loss makes of them."""
     layers = [layer(activation_bytes=100, output_bytes=10, num_parameters=30)] * 3
     costs = model(layers, [layer()] * 3, FREE, StateBytes(8, 12, 4), embed_dim=16)
     first, middle, tail = simulate(line(3, 2), both(2, 4, 5), "batch_sync", costs).stages
@@ -416,7 +596,14 @@ def test_everything_a_rank_holds():
     assert first.peak_bytes == state + activations + 4 * message
     assert middle.peak_bytes == state + activations + 8 * message
     own, everyone = 20, 40
-    assert tail.peak_bytes == state + activations + 4 * message + everyone * 16 * 4 * 2 + work_bytes(own, everyone, 16, 2)
+    assert (
+        tail.peak_bytes
+        == state
+        + activations
+        + 4 * message
+        + everyone * 16 * 4 * 2
+        + work_bytes(own, everyone, 16, 2)
+    )
 
 
 def test_logits_of_a_large_batch_come_in_blocks():
@@ -427,19 +614,29 @@ def test_logits_of_a_large_batch_come_in_blocks():
 
 
 def test_logits_and_activations_need_not_be_there_together():
-    """batch_sync holds all activations while it computes the loss; replay holds none, so the larger of both counts."""
+    """batch_sync holds all activations while it computes the loss; replay holds none, so the larger
+    of both counts."""
     layers, embeds, work = [layer(activation_bytes=5000)], 2 * 10 * 8 * 4, work_bytes(10, 10, 8)
     costs = model(layers, [layer()], embed_dim=8)
     assert run(line(1), 10, "batch_sync", costs)[0].peak_bytes == 10 * 5000 + embeds + work
     assert run(line(1), 10, "replay", costs)[0].peak_bytes == embeds + max(5000, work)
     per_micro_batch = run(line(1), 10, "per_micro_batch", costs)[0]
-    assert per_micro_batch.peak_bytes == 5000 + 2 * 8 * 4 + work_bytes(1, 1, 8)  # one sample is its own batch
+    assert per_micro_batch.peak_bytes == 5000 + 2 * 8 * 4 + work_bytes(
+        1, 1, 8
+    )  # one sample is its own batch
 
 
 def test_checkpoints_keep_the_ends_of_groups_and_work_one_group_out_again():
-    layers = [layer(2**i, 2 * 2**i, activation_bytes=100 * 2**i, output_bytes=10**i) for i in range(5)]
+    layers = [
+        layer(2**i, 2 * 2**i, activation_bytes=100 * 2**i, output_bytes=10**i) for i in range(5)
+    ]
     graph = merged({"image": [range(5)], "text": [range(1)]}, 1)
-    for interval, kept, working in ((1, 11111 + 7, 1600), (2, 10 + 1000 + 7, 1600), (3, 100 + 7, 800 + 1600), (9, 7, 3100)):
+    for interval, kept, working in (
+        (1, 11111 + 7, 1600),
+        (2, 10 + 1000 + 7, 1600),
+        (3, 100 + 7, 800 + 1600),
+        (9, 7, 3100),
+    ):
         costs = model(layers, [layer(output_bytes=7)], checkpoint_interval=interval)
         result = simulate(graph, both(1, 1, 4), "batch_sync", costs)
         assert result.stages[0].activation_bytes == 4 * kept + working, interval
@@ -450,7 +647,8 @@ def test_checkpoints_keep_the_ends_of_groups_and_work_one_group_out_again():
     assert whole.step_s == pytest.approx(4 * (31 + 62))
 
 
-# -- what cannot end ---------------------------------------------------------------------------------------------------
+# -- what cannot end
+# ---------------------------------------------------------------------------------------------------
 
 
 class BackToFront(BatchSync):
@@ -458,7 +656,11 @@ class BackToFront(BatchSync):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         groups = list(super().steps())
-        yield from reversed(groups[: self.micro_batches]) if self.place.is_tail else groups[: self.micro_batches]
+        yield from (
+            reversed(groups[: self.micro_batches])
+            if self.place.is_tail
+            else groups[: self.micro_batches]
+        )
         yield from groups[self.micro_batches :]
 
 
@@ -476,7 +678,8 @@ class SendsTwice(BatchSync):
     [
         (
             BackToFront,
-            "BackToFront: .*: merged 0 in RecvGrad of micro-batch 0; merged 1 in RecvActivation of micro-batch 2; merged 0 sends",
+            "BackToFront: .*: merged 0 in RecvGrad of micro-batch 0; merged 1 in RecvActivation of "
+            "micro-batch 2; merged 0 sends",
         ),
         (SendsTwice, "SendsTwice: .*: merged 0 sends micro-batch 2 and nobody receives it$"),
     ],
@@ -491,12 +694,19 @@ class GradientsFirst(BatchSync):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for m in range(self.micro_batches):
-            yield self.forward(m) + self.backward(m) if self.place.is_tail else self.backward(m) + self.forward(m)
+            yield (
+                self.forward(m) + self.backward(m)
+                if self.place.is_tail
+                else self.backward(m) + self.forward(m)
+            )
 
 
 def test_a_cycle_is_named_by_simulate(monkeypatch):
     monkeypatch.setitem(SCHEDULES, "wrong", GradientsFirst)
-    with pytest.raises(RuntimeError, match="merged 0 in RecvGrad of micro-batch 0; merged 1 in RecvActivation of micro-batch 0"):
+    with pytest.raises(
+        RuntimeError,
+        match="merged 0 in RecvGrad of micro-batch 0; merged 1 in RecvActivation of micro-batch 0",
+    ):
         simulate(line(2), both(1, 1, 3), "wrong", equal_stages(2))
 
 
@@ -514,18 +724,26 @@ def test_collectives_may_follow_each_other(monkeypatch):
 def test_branches_that_do_not_meet_are_named():
     graph = fork(ONE_STAGE, ONE_EACH)
     batches = {"image": BranchBatch(1, 3, 2), "text": BranchBatch(1, 2, 3)}
-    with pytest.raises(RuntimeError, match="PerMicroBatch: .*: image 0 in OptimizerStep; text 0 in ComputeLoss of micro-batch 2"):
+    with pytest.raises(
+        RuntimeError,
+        match="PerMicroBatch: .*: image 0 in OptimizerStep; text 0 in ComputeLoss of micro-batch 2",
+    ):
         simulate(graph, batches, "per_micro_batch", model([layer()], [layer()]))
 
 
-# -- rules that hold everywhere ----------------------------------------------------------------------------------------
+# -- rules that hold everywhere
+# ----------------------------------------------------------------------------------------
 
 
 def drawn(draw: random.Random) -> tuple[StageGraph, dict[str, BranchBatch], CostModel]:
-    """Any layout, up to 4 stages a line, unequal layers, up to 3 replicas, 1 to 3 ranks per node."""
+    """Any layout, up to 4 stages a line, unequal layers, up to 3 replicas, 1 to 3 ranks per
+    node."""
     layers = {
         branch: [
-            layer(*(draw.choice((0.0, draw.random(), draw.randint(1, 9))) for _ in range(4)), num_parameters=draw.randint(0, 9))
+            layer(
+                *(draw.choice((0.0, draw.random(), draw.randint(1, 9))) for _ in range(4)),
+                num_parameters=draw.randint(0, 9),
+            )
             for _ in range(draw.randint(4, 7))
         ]
         for branch in BRANCHES
@@ -543,17 +761,37 @@ def drawn(draw: random.Random) -> tuple[StageGraph, dict[str, BranchBatch], Cost
         draw.uniform(0.5, 5),
         draw.random(),
     )
-    costs = CostModel(layers, machine, StateBytes(8, 12, 4), draw.randint(1, 9), draw.choice((0, 1, 2)), draw.random() < 0.5)
-    layout, replicas = draw.choice(("fork", "chain", "merged")), {branch: draw.randint(1, 3) for branch in BRANCHES}
+    costs = CostModel(
+        layers,
+        machine,
+        StateBytes(8, 12, 4),
+        draw.randint(1, 9),
+        draw.choice((0, 1, 2)),
+        draw.random() < 0.5,
+    )
+    layout, replicas = (
+        draw.choice(("fork", "chain", "merged")),
+        {branch: draw.randint(1, 3) for branch in BRANCHES},
+    )
     batch = BranchBatch(replicas["image"], draw.randint(1, 3), draw.randint(1, 6))
     if layout == "merged":
         stages = draw.randint(1, 4)
-        graph = merged({branch: cut(draw, len(layers[branch]), stages) for branch in BRANCHES}, replicas["image"])
+        graph = merged(
+            {branch: cut(draw, len(layers[branch]), stages) for branch in BRANCHES},
+            replicas["image"],
+        )
         return graph, dict.fromkeys(BRANCHES, batch), costs
     cuts = {branch: cut(draw, len(layers[branch]), draw.randint(1, 3)) for branch in BRANCHES}
     if layout == "chain":
         return chain(cuts, replicas["image"]), dict.fromkeys(BRANCHES, batch), costs
-    return fork(cuts, replicas), {"image": batch, "text": BranchBatch(replicas["text"], draw.randint(1, 3), draw.randint(1, 6))}, costs
+    return (
+        fork(cuts, replicas),
+        {
+            "image": batch,
+            "text": BranchBatch(replicas["text"], draw.randint(1, 3), draw.randint(1, 6)),
+        },
+        costs,
+    )
 
 
 def cut(draw: random.Random, layers: int, parts: int) -> list[range]:
@@ -561,49 +799,93 @@ def cut(draw: random.Random, layers: int, parts: int) -> list[range]:
     return [range(start, stop) for start, stop in zip(ends, ends[1:])]
 
 
-def draws(number: int, schedules=tuple(SCHEDULES)) -> Iterator[tuple[StageGraph, dict[str, BranchBatch], str, CostModel]]:
+def draws(
+    number: int, schedules=tuple(SCHEDULES)
+) -> Iterator[tuple[StageGraph, dict[str, BranchBatch], str, CostModel]]:
     draw = random.Random(0)
     for _ in range(number):
         graph, batches, costs = drawn(draw)
         for schedule in schedules:
             if schedule == "per_micro_batch":  # the branches meet after each micro-batch
                 batches = {
-                    branch: replace(batch, num_micro_batches=batches["image"].num_micro_batches) for branch, batch in batches.items()
+                    branch: replace(batch, num_micro_batches=batches["image"].num_micro_batches)
+                    for branch, batch in batches.items()
                 }
-            yield graph, keep(draw, graph, batches) if schedule == "replay" else batches, schedule, costs
+            yield (
+                graph,
+                keep(draw, graph, batches) if schedule == "replay" else batches,
+                schedule,
+                costs,
+            )
 
 
-def keep(draw: random.Random, graph: StageGraph, batches: dict[str, BranchBatch]) -> dict[str, BranchBatch]:
+def keep(
+    draw: random.Random, graph: StageGraph, batches: dict[str, BranchBatch]
+) -> dict[str, BranchBatch]:
     """Every other time some micro-batches keep their activations."""
-    kept = {branch: draw.choice((0, draw.randint(0, batch.num_micro_batches))) for branch, batch in batches.items()}
-    return {branch: replace(batch, num_kept=kept[branch if graph.layout == "fork" else "image"]) for branch, batch in batches.items()}
+    kept = {
+        branch: draw.choice((0, draw.randint(0, batch.num_micro_batches)))
+        for branch, batch in batches.items()
+    }
+    return {
+        branch: replace(batch, num_kept=kept[branch if graph.layout == "fork" else "image"])
+        for branch, batch in batches.items()
+    }
 
 
 def test_the_timeline_keeps_the_rules():
-    """Every instruction once, in its list's order, one after the other, each ending when the simulator's docstring says."""
+    """Every instruction once, in its list's order, one after the other, each ending when the
+    simulator's docstring says."""
     for graph, batches, schedule, costs in draws(150):
         result = simulate(graph, batches, schedule, costs, timeline=True)
-        timelines = [[span for span in result.spans if span.stage_id == stage.stage_id] for stage in graph.stages]
+        timelines = [
+            [span for span in result.spans if span.stage_id == stage.stage_id]
+            for stage in graph.stages
+        ]
         for stage, spans in zip(graph.stages, timelines):
             batch = batches[next(iter(stage.layers))]
-            listed = [i for group in SCHEDULES[schedule](stage, batch.num_micro_batches, batch.num_kept) for i in group]
-            assert [(s.name, s.micro_batch) for s in spans] == [(i.name, i.kwargs.get("buffer_id")) for i in listed]
+            listed = [
+                i
+                for group in SCHEDULES[schedule](stage, batch.num_micro_batches, batch.num_kept)
+                for i in group
+            ]
+            assert [(s.name, s.micro_batch) for s in spans] == [
+                (i.name, i.kwargs.get("buffer_id")) for i in listed
+            ]
             assert spans[0].start_s == 0
             assert all(earlier.end_s == later.start_s for earlier, later in zip(spans, spans[1:]))
-            assert [span.end_s for span in spans] == pytest.approx(expected_ends(graph, batches, costs, timelines, stage))
+            assert [span.end_s for span in spans] == pytest.approx(
+                expected_ends(graph, batches, costs, timelines, stage)
+            )
         assert result.step_s == max(span.end_s for span in result.spans)
 
 
 def expected_ends(graph, batches, costs, timelines, stage) -> list[float]:
-    """When each instruction of a stage ends, given when those before it do. Collectives and reduction: their seconds have their own tests."""
+    """When each instruction of a stage ends, given when those before it do. Collectives and
+    reduction: their seconds have their own tests."""
     host = costs.machine.instruction_s
-    layers = [(each, batches[b].micro_batch_size) for b, part in stage.layers.items() for each in costs.layers[b][part.start : part.stop]]
+    layers = [
+        (each, batches[b].micro_batch_size)
+        for b, part in stage.layers.items()
+        for each in costs.layers[b][part.start : part.stop]
+    ]
     forward = sum(each.forward_s.at(size) for each, size in layers)
-    backward = sum(each.backward_s.at(size) for each, size in layers) + (forward if costs.checkpoint_interval else 0)
-    works = {"ForwardPass": forward, "EmbedPass": forward, "ReplayPass": forward, "BackwardPass": backward}
+    backward = sum(each.backward_s.at(size) for each, size in layers) + (
+        forward if costs.checkpoint_interval else 0
+    )
+    works = {
+        "ForwardPass": forward,
+        "EmbedPass": forward,
+        "ReplayPass": forward,
+        "BackwardPass": backward,
+    }
     arrivals = {
-        "RecvActivation": arriving(graph, batches, costs, timelines, stage.previous, stage.stage_id, "SendActivation"),
-        "RecvGrad": arriving(graph, batches, costs, timelines, stage.next, stage.stage_id, "SendGrad"),
+        "RecvActivation": arriving(
+            graph, batches, costs, timelines, stage.previous, stage.stage_id, "SendActivation"
+        ),
+        "RecvGrad": arriving(
+            graph, batches, costs, timelines, stage.next, stage.stage_id, "SendGrad"
+        ),
     }
     ends = []
     for span in timelines[stage.stage_id]:
@@ -616,16 +898,25 @@ def expected_ends(graph, batches, costs, timelines, stage) -> list[float]:
     return ends
 
 
-def arriving(graph, batches, costs, timelines, source: int | None, target: int, sends: str) -> deque[float]:
-    """When the messages that `source` sends to `target` are there: first come, first on the link."""
+def arriving(
+    graph, batches, costs, timelines, source: int | None, target: int, sends: str
+) -> deque[float]:
+    """When the messages that `source` sends to `target` are there: first come, first on the
+    link."""
     if source is None:
         return deque()
     upper = graph.stages[min(source, target)]
     node = costs.machine.ranks_per_node
-    across = any(a // node != b // node for a, b in zip(graph.stages[source].ranks, graph.stages[target].ranks))
+    across = any(
+        a // node != b // node
+        for a, b in zip(graph.stages[source].ranks, graph.stages[target].ranks)
+    )
     speed = costs.machine.node_bytes_per_s if across else costs.machine.link_bytes_per_s
     latency = costs.machine.node_latency_s if across else costs.machine.link_latency_s
-    num_bytes = sum(costs.layers[b][part.stop - 1].output_bytes.at(batches[b].micro_batch_size) for b, part in upper.layers.items())
+    num_bytes = sum(
+        costs.layers[b][part.stop - 1].output_bytes.at(batches[b].micro_batch_size)
+        for b, part in upper.layers.items()
+    )
     if graph.layout == "chain" and "text" in upper.layers:
         num_bytes += costs.embed_dim * 4 * batches["image"].micro_batch_size
     arrivals, free = deque(), 0.0
@@ -653,7 +944,10 @@ def test_collectives_begin_when_the_last_has_come():
 def test_a_step_is_never_shorter_than_its_lower_bound():
     tight = 0
     for graph, batches, schedule, costs in draws(300):
-        result, (bound, peak_bytes) = simulate(graph, batches, schedule, costs), bounds(graph, batches, schedule, costs)
+        result, (bound, peak_bytes) = (
+            simulate(graph, batches, schedule, costs),
+            bounds(graph, batches, schedule, costs),
+        )
         assert peak_bytes == pytest.approx(max(stage.peak_bytes for stage in result.stages))
         step = result.step_s
         assert 0 < bound <= step * (1 + 1e-9)
@@ -663,16 +957,25 @@ def test_a_step_is_never_shorter_than_its_lower_bound():
 
 def test_the_lower_bound_is_exact_where_nothing_travels_and_stages_are_equal():
     for stages, number in ((1, 3), (3, 1), (4, 7)):
-        costs = equal_stages(stages, replace(FREE, instruction_s=0.0, optimizer_s_per_parameter=1.0), num_parameters=5)
+        costs = equal_stages(
+            stages,
+            replace(FREE, instruction_s=0.0, optimizer_s_per_parameter=1.0),
+            num_parameters=5,
+        )
         for schedule in ("batch_sync", "per_micro_batch"):
             step = simulate(line(stages), both(1, 1, number), schedule, costs).step_s
-            assert bounds(line(stages), both(1, 1, number), schedule, costs)[0] == pytest.approx(step)
+            assert bounds(line(stages), both(1, 1, number), schedule, costs)[0] == pytest.approx(
+                step
+            )
             assert step == pytest.approx((number + stages - 1) * 3 + 5)
 
 
 def test_more_micro_batches_never_take_less_time():
     for graph, batches, schedule, costs in draws(100):
-        more = {branch: replace(batch, num_micro_batches=batch.num_micro_batches + 1) for branch, batch in batches.items()}
+        more = {
+            branch: replace(batch, num_micro_batches=batch.num_micro_batches + 1)
+            for branch, batch in batches.items()
+        }
         fewer, longer = (simulate(graph, each, schedule, costs).step_s for each in (batches, more))
         assert fewer <= longer * (1 + 1e-9)
 
@@ -682,9 +985,13 @@ def test_idle_and_busy_make_the_step():
         result = simulate(graph, batches, schedule, costs)
         for stage in result.stages:
             assert 0 <= stage.busy_s <= result.step_s * (1 + 1e-9)
-            assert stage.idle_fraction * result.step_s == pytest.approx(result.step_s - stage.busy_s, abs=1e-6)
+            assert stage.idle_fraction * result.step_s == pytest.approx(
+                result.step_s - stage.busy_s, abs=1e-6
+            )
             assert stage.peak_bytes >= stage.state_bytes + stage.activation_bytes
-        idle = sum(s.idle_fraction * place.replicas for s, place in zip(result.stages, graph.stages))
+        idle = sum(
+            s.idle_fraction * place.replicas for s, place in zip(result.stages, graph.stages)
+        )
         assert result.bubble_fraction == pytest.approx(idle / graph.world_size, abs=1e-9)
 
 
@@ -710,18 +1017,29 @@ def test_cost_models_are_told_apart_and_forgotten():
 
 
 def test_pairs_are_scored_at_the_text_tail_and_image_tails_wait():
-    """Two samples a micro-batch, four of them: 8 texts of 1 + 2 s each at the loss, shared by the replicas of the text tail."""
+    """Two samples a micro-batch, four of them: 8 texts of 1 + 2 s each at the loss, shared by the
+    replicas of the text tail."""
     sides = model([layer(1.0, 2.0)], [layer(1.0, 2.0)])
     pairs = replace(sides, pairs=layer(1.0, 2.0))
     one = fork({"image": [range(1)], "text": [range(1)]}, {"image": 1, "text": 1})
     for replicas, number, more in ((1, 4, 24), (2, 2, 12)):
-        graph = fork({"image": [range(1)], "text": [range(1)]}, {"image": replicas, "text": replicas})
-        without, found = (simulate(graph, both(replicas, 2, number), "batch_sync", costs, timeline=True) for costs in (sides, pairs))
+        graph = fork(
+            {"image": [range(1)], "text": [range(1)]}, {"image": replicas, "text": replicas}
+        )
+        without, found = (
+            simulate(graph, both(replicas, 2, number), "batch_sync", costs, timeline=True)
+            for costs in (sides, pairs)
+        )
         assert found.step_s == pytest.approx(without.step_s + more)
         image, text = by_name(found)["image 0"], by_name(found)["text 0"]
-        assert text.busy_s == pytest.approx(image.busy_s + more) and image.idle_fraction * found.step_s == pytest.approx(more)
-        assert bounds(graph, both(replicas, 2, number), "batch_sync", pairs)[0] == pytest.approx(found.step_s)
-    # an image tail goes on when the last pair is scored: 8 images forward, 24 s of pairs, 8 images backward
+        assert text.busy_s == pytest.approx(
+            image.busy_s + more
+        ) and image.idle_fraction * found.step_s == pytest.approx(more)
+        assert bounds(graph, both(replicas, 2, number), "batch_sync", pairs)[0] == pytest.approx(
+            found.step_s
+        )
+    # an image tail goes on when the last pair is scored: 8 images forward, 24 s of pairs, 8 images
+    # backward
     slow = replace(model([layer(1.0, 20.0)], [layer(1.0, 2.0)]), pairs=layer(1.0, 2.0))
     assert simulate(one, both(1, 2, 4), "batch_sync", slow).step_s == pytest.approx(8 + 24 + 160)
     # 8 images' tokens of 100 bytes to the one text tail, and as many gradients in fp32 back
@@ -730,11 +1048,21 @@ def test_pairs_are_scored_at_the_text_tail_and_image_tails_wait():
     moved = replace(sides, pairs=layer(), token_bytes={"image": 100.0, "text": 10.0})
     steps = [simulate(one, both(1, 2, 4), "batch_sync", costs) for costs in (sides, moved)]
     assert steps[1].step_s - steps[0].step_s == pytest.approx((8 * 100 + 8 * 200) / 10)
-    # held: own tokens and their gradients; texts also padded, and their sums in fp32; the two images of a micro-batch with theirs
-    held = {name: by_name(steps[1])[name].peak_bytes - by_name(steps[0])[name].peak_bytes for name in ("image 0", "text 0")}
+    # held: own tokens and their gradients; texts also padded, and their sums in fp32; the two
+    # images of a micro-batch with theirs
+    held = {
+        name: by_name(steps[1])[name].peak_bytes - by_name(steps[0])[name].peak_bytes
+        for name in ("image 0", "text 0")
+    }
     assert held == {"image 0": 8 * 2 * 100, "text 0": 8 * (3 + 2) * 10 + 2 * (1 + 2) * 100}
 
 
 def test_nothing_costs_nothing():
-    result = simulate(line(2), both(1, 1, 3), "batch_sync", equal_stages(2, forward_s=0.0, backward_s=0.0))
-    assert (result.step_s, result.bubble_fraction, [stage.idle_fraction for stage in result.stages]) == (0, 0, [0, 0])
+    result = simulate(
+        line(2), both(1, 1, 3), "batch_sync", equal_stages(2, forward_s=0.0, backward_s=0.0)
+    )
+    assert (
+        result.step_s,
+        result.bubble_fraction,
+        [stage.idle_fraction for stage in result.stages],
+    ) == (0, 0, [0, 0])

@@ -1,4 +1,5 @@
-"""The stage graph: who runs what, fed by whom; and the cut of a line of layers, exact against trying everything."""
+"""The stage graph: who runs what, fed by whom; and the cut of a line of layers, exact against
+trying everything."""
 
 import itertools
 import json
@@ -20,11 +21,20 @@ def graphs() -> list[StageGraph]:
     """Forks with every mixture of depths and replicas up to 3, and lines of both kinds."""
     found = []
     for image_stages, text_stages in itertools.product((1, 2, 3), repeat=2):
-        cuts = {"image": [range(i, i + 1) for i in range(image_stages)], "text": [range(i, i + 1) for i in range(text_stages)]}
-        found += [fork(cuts, {"image": i, "text": t}) for i, t in itertools.product((1, 2, 3), repeat=2)]
+        cuts = {
+            "image": [range(i, i + 1) for i in range(image_stages)],
+            "text": [range(i, i + 1) for i in range(text_stages)],
+        }
+        found += [
+            fork(cuts, {"image": i, "text": t}) for i, t in itertools.product((1, 2, 3), repeat=2)
+        ]
         found += [chain(cuts, replicas) for replicas in (1, 2, 3)]
     for count, replicas in itertools.product((1, 2, 3), repeat=2):
-        found.append(merged({branch: [range(i, i + 1) for i in range(count)] for branch in BRANCHES}, replicas))
+        found.append(
+            merged(
+                {branch: [range(i, i + 1) for i in range(count)] for branch in BRANCHES}, replicas
+            )
+        )
     return found
 
 
@@ -34,10 +44,18 @@ def test_fork_with_unequal_stages_and_replicas():
     assert [stage.name for stage in graph.stages] == ["image 0", "image 1", "text 0"]
     assert [stage.ranks for stage in graph.stages] == [(0, 1), (2, 3), (4, 5, 6)]
     assert [stage.replicas for stage in graph.stages] == [2, 2, 3]
-    assert [(stage.previous, stage.next) for stage in graph.stages] == [(None, 1), (0, None), (None, None)]
+    assert [(stage.previous, stage.next) for stage in graph.stages] == [
+        (None, 1),
+        (0, None),
+        (None, None),
+    ]
     assert [stage.loads for stage in graph.stages] == [("image",), (), ("text",)]
     assert [stage.tail_of for stage in graph.stages] == [(), ("image",), ("text",)]
-    assert image_0.layers == {"image": range(0, 3)} and image_1.layers == {"image": range(3, 5)} and text_0.layers == {"text": range(0, 4)}
+    assert (
+        image_0.layers == {"image": range(0, 3)}
+        and image_1.layers == {"image": range(3, 5)}
+        and text_0.layers == {"text": range(0, 4)}
+    )
     assert graph.world_size == 7
     assert graph.edges() == [(0, 2), (1, 3)]  # replica by replica; nothing between the branches
     assert graph.tails == (image_1, text_0)
@@ -51,17 +69,37 @@ def test_chain_is_one_line_with_the_loss_at_its_end():
     graph = chain(DEEP, 2)
     image_0, image_1, text_0 = graph.stages
     assert [stage.ranks for stage in graph.stages] == [(0, 1), (2, 3), (4, 5)]
-    assert [(stage.previous, stage.next) for stage in graph.stages] == [(None, 1), (0, 2), (1, None)]
-    assert [stage.loads for stage in graph.stages] == [("image",), (), ("text",)]  # texts enter where their tower begins
-    assert [stage.tail_of for stage in graph.stages] == [(), (), BRANCHES]  # image embeddings pass through the text stages
+    assert [(stage.previous, stage.next) for stage in graph.stages] == [
+        (None, 1),
+        (0, 2),
+        (1, None),
+    ]
+    assert [stage.loads for stage in graph.stages] == [
+        ("image",),
+        (),
+        ("text",),
+    ]  # texts enter where their tower begins
+    assert [stage.tail_of for stage in graph.stages] == [
+        (),
+        (),
+        BRANCHES,
+    ]  # image embeddings pass through the text stages
     assert graph.edges() == [(0, 2), (1, 3), (2, 4), (3, 5)]
-    assert graph.tails == (text_0,) and graph.tail("image") is text_0 and graph.entry("text") is text_0 and graph.entry("image") is image_0
+    assert (
+        graph.tails == (text_0,)
+        and graph.tail("image") is text_0
+        and graph.entry("text") is text_0
+        and graph.entry("image") is image_0
+    )
 
 
 def test_merged_stages_hold_a_slice_of_both_branches():
     graph = merged({"image": [range(0, 3), range(3, 5)], "text": [range(0, 1), range(1, 4)]}, 2)
     first, last = graph.stages
-    assert first.layers == {"image": range(0, 3), "text": range(0, 1)} and last.layers == {"image": range(3, 5), "text": range(1, 4)}
+    assert first.layers == {"image": range(0, 3), "text": range(0, 1)} and last.layers == {
+        "image": range(3, 5),
+        "text": range(1, 4),
+    }
     assert (first.loads, first.tail_of, last.loads, last.tail_of) == (BRANCHES, (), (), BRANCHES)
     assert graph.edges() == [(0, 2), (1, 3)] and graph.world_size == 4 and graph.tails == (last,)
 
@@ -75,14 +113,20 @@ def test_merged_of_one_stage_is_plain_data_parallel_training():
 
 @pytest.mark.parametrize("graph", graphs(), ids=StageGraph.describe)
 def test_every_graph_is_whole(graph):
-    assert sorted(rank for stage in graph.stages for rank in stage.ranks) == list(range(graph.world_size))
+    assert sorted(rank for stage in graph.stages for rank in stage.ranks) == list(
+        range(graph.world_size)
+    )
     for rank in range(graph.world_size):
         assert graph.stage_of(rank).ranks[graph.replica_of(rank)] == rank
     assert [stage.stage_id for stage in graph.stages] == list(range(len(graph.stages)))
     for branch in BRANCHES:
         layers = [i for stage in graph.stages for i in stage.layers.get(branch, ())]
         assert layers == list(range(len(layers))) and layers  # each once, in order
-        assert sum(branch in stage.loads for stage in graph.stages) == sum(branch in stage.tail_of for stage in graph.stages) == 1
+        assert (
+            sum(branch in stage.loads for stage in graph.stages)
+            == sum(branch in stage.tail_of for stage in graph.stages)
+            == 1
+        )
         at = graph.entry(branch)  # an entry reaches its tail
         while branch not in at.tail_of:
             at = graph.stages[at.next]
@@ -93,28 +137,54 @@ def test_every_graph_is_whole(graph):
     for source, target in graph.edges():
         assert graph.stage_of(source).next == graph.stage_of(target).stage_id
         assert graph.replica_of(source) == graph.replica_of(target)
-    assert len(graph.edges()) == sum(stage.replicas for stage in graph.stages if stage.next is not None)
+    assert len(graph.edges()) == sum(
+        stage.replicas for stage in graph.stages if stage.next is not None
+    )
 
 
-def stage(stage_id: int, ranks: tuple[int, ...], previous: int | None = None, next: int | None = None) -> Stage:
-    return Stage(stage_id, f"image {stage_id}", {"image": range(stage_id, stage_id + 1)}, ranks, previous, next, (), (), 0, ("image",))
+def stage(
+    stage_id: int, ranks: tuple[int, ...], previous: int | None = None, next: int | None = None
+) -> Stage:
+    return Stage(
+        stage_id,
+        f"image {stage_id}",
+        {"image": range(stage_id, stage_id + 1)},
+        ranks,
+        previous,
+        next,
+        (),
+        (),
+        0,
+        ("image",),
+    )
 
 
 @pytest.mark.parametrize("ranks", [((0, 1), (1, 2)), ((0,), (2,)), ((1,), (2,))])
 def test_ranks_must_number_the_world(ranks):
-    with pytest.raises(ValueError, match=r"stage graph: ranks .* do not number the world 0\.\.\d+, each once"):
+    with pytest.raises(
+        ValueError, match=r"stage graph: ranks .* do not number the world 0\.\.\d+, each once"
+    ):
         StageGraph("fork", tuple(stage(i, r) for i, r in enumerate(ranks)))
 
 
 def test_a_line_needs_equal_replicas():
-    with pytest.raises(ValueError, match="image 0 has 2 replicas and feeds image 1, which has 1; stages along one line need equal numbers"):
+    with pytest.raises(
+        ValueError,
+        match="image 0 has 2 replicas and feeds image 1, which has 1; stages along one line need equal numbers",
+    ):
         StageGraph("fork", (stage(0, (0, 1), next=1), stage(1, (2,), previous=0)))
 
 
 def test_describe_reads_as_a_line():
-    assert fork(DEEP, {"image": 3, "text": 2}).describe() == "fork: image 0 ×3 ─ image 1 ×3 | text 0 ×2"
+    assert (
+        fork(DEEP, {"image": 3, "text": 2}).describe()
+        == "fork: image 0 ×3 ─ image 1 ×3 | text 0 ×2"
+    )
     assert chain(DEEP, 2).describe() == "chain: image 0 ×2 ─ image 1 ×2 ─ text 0 ×2"
-    assert merged({"image": [range(0, 2)], "text": [range(0, 3)]}, 4).describe() == "merged: merged 0 ×4"
+    assert (
+        merged({"image": [range(0, 2)], "text": [range(0, 3)]}, 4).describe()
+        == "merged: merged 0 ×4"
+    )
 
 
 def test_describe_rank_names_its_place():
@@ -122,7 +192,11 @@ def test_describe_rank_names_its_place():
 
 
 def test_record_is_json_and_gives_the_graph_back():
-    for graph in (fork(DEEP, {"image": 1, "text": 2}), chain(DEEP, 2), merged({b: DEEP["image"] for b in DEEP}, 3)):
+    for graph in (
+        fork(DEEP, {"image": 1, "text": 2}),
+        chain(DEEP, 2),
+        merged({b: DEEP["image"] for b in DEEP}, 3),
+    ):
         record = json.loads(json.dumps(graph.record()))
         assert StageGraph.from_record(record) == graph
     first = fork(DEEP, {"image": 1, "text": 2}).record()[0]
@@ -140,13 +214,17 @@ def best_of_all(costs: list[float], parts: int) -> float:
     """The smallest possible cost of the costliest run, by trying every set of cuts."""
     count = len(costs)
     cuts = itertools.combinations(range(1, count), parts - 1)
-    return min(max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *inner, count))) for inner in cuts)
+    return min(
+        max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *inner, count))) for inner in cuts
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_balanced_cuts_is_optimal(seed):
     draw = random.Random(seed)
-    costs = [draw.choice([0, 1, 1, 2, 5, 20]) for _ in range(draw.randint(1, 9))]  # zeros and ties on purpose; sums are exact
+    costs = [
+        draw.choice([0, 1, 1, 2, 5, 20]) for _ in range(draw.randint(1, 9))
+    ]  # zeros and ties on purpose; sums are exact
     for parts in range(1, len(costs) + 1):
         cuts = balanced_cuts(costs, parts)
         assert len(cuts) == parts and all(len(cut) > 0 for cut in cuts)
@@ -160,5 +238,8 @@ def test_balanced_cuts_of_nothing_but_zeros():
 
 @pytest.mark.parametrize("parts", [0, 4, -1])
 def test_more_stages_than_layers(parts):
-    with pytest.raises(ValueError, match=rf"{parts} stages for 3 layers: every stage needs at least one layer; use 1 to 3 stages"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{parts} stages for 3 layers: every stage needs at least one layer; use 1 to 3 stages",
+    ):
         balanced_cuts([1.0, 1.0, 1.0], parts)

@@ -1,4 +1,5 @@
-"""What a rank records of a step by a clock that the test sets: spans in order, waiting apart from computing."""
+"""What a rank records of a step by a clock that the test sets: spans in order, waiting apart from
+computing."""
 
 import pytest
 import torch
@@ -40,7 +41,11 @@ def test_waiting_inside_an_instruction_is_not_computing(clock, recorder):
             clock.passes(5.0)
         clock.passes(0.25)
     recorder.finish()
-    assert recorder.spans == [Span("RecvActivation", 0, 0.5, 3.5), Span(WAIT, None, 5.5, 10.5), Span("ComputeLoss", None, 3.5, 10.75)]
+    assert recorder.spans == [
+        Span("RecvActivation", 0, 0.5, 3.5),
+        Span(WAIT, None, 5.5, 10.5),
+        Span("ComputeLoss", None, 3.5, 10.75),
+    ]
     assert recorder.seconds() == {"RecvActivation": 3.0, "ComputeLoss": 7.25, WAIT: 5.0}
     assert (recorder.busy_s(), recorder.step_s) == (2.25, 10.75)
 
@@ -51,7 +56,11 @@ def test_nothing_is_recorded_between_steps(clock, recorder):
     reads = clock.reads
     with recorder.span("ForwardPass", 3):
         clock.passes(1.0)
-    assert recorder.spans == [] and recorder.busy_s() == recorder.step_s == 0.0 and clock.reads == reads
+    assert (
+        recorder.spans == []
+        and recorder.busy_s() == recorder.step_s == 0.0
+        and clock.reads == reads
+    )
 
 
 def test_a_new_step_forgets_the_last(clock, recorder):
@@ -91,4 +100,11 @@ def test_every_instruction_of_the_executor_computes_or_waits():
 
     names = {kind.__name__ for kind in ForkEngine._INSTRUCTION_MAP}
     assert set(COMPUTE) <= names
-    assert names - set(COMPUTE) == {"LoadMicroBatch", "ReloadMicroBatch", "RecvActivation", "SendActivation", "RecvGrad", "SendGrad"}
+    assert names - set(COMPUTE) == {
+        "LoadMicroBatch",
+        "ReloadMicroBatch",
+        "RecvActivation",
+        "SendActivation",
+        "RecvGrad",
+        "SendGrad",
+    }

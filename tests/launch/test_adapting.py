@@ -1,4 +1,5 @@
-"""Weights of data sets that follow their losses: from the losses of steps to the order of the samples, the same after a resume."""
+"""Weights of data sets that follow their losses: from the losses of steps to the order of the
+samples, the same after a resume."""
 
 import json
 import math
@@ -30,18 +31,41 @@ SETS = ("--data", "demo:de", "--data", "demo:fr")
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Epochs of 10 steps."""
-    return prepare_data(DataOptions(("demo:de", "demo:fr"), limit_samples=480), None, tmp_path_factory.mktemp("run"))
+    return prepare_data(
+        DataOptions(("demo:de", "demo:fr"), limit_samples=480), None, tmp_path_factory.mktemp("run")
+    )
 
 
 class World:
     """The ranks of a run whose losses are made up."""
 
     def __init__(self, data, folder, *options, balance=None, workers=1, batch_size=48, earlier=()):
-        block = {"layout": "fork", "stages": {"image": 1, "text": 1}, "micro_batch_size": 12, "balance": balance or {"interval": 5}}
-        config, block = check_config({"train_batch_size": batch_size, "optimizer": {"type": "AdamW"}, "branches": block}, BRANCHES)
+        block = {
+            "layout": "fork",
+            "stages": {"image": 1, "text": 1},
+            "micro_batch_size": 12,
+            "balance": balance or {"interval": 5},
+        }
+        config, block = check_config(
+            {"train_batch_size": batch_size, "optimizer": {"type": "AdamW"}, "branches": block},
+            BRANCHES,
+        )
         plan = plan_run(config, block, 2, COSTS)
-        self.data, self.order = data, GlobalOrder(len(data.train), batch_size, 0, data.parts, earlier=earlier)
-        self.balance = make_balance(dealing(block), plan, COSTS, data, self.order, None, None, parse_options([*SETS, *options]), folder)
+        self.data, self.order = (
+            data,
+            GlobalOrder(len(data.train), batch_size, 0, data.parts, earlier=earlier),
+        )
+        self.balance = make_balance(
+            dealing(block),
+            plan,
+            COSTS,
+            data,
+            self.order,
+            None,
+            None,
+            parse_options([*SETS, *options]),
+            folder,
+        )
         self.ranks = [Balancer(self.balance, 0, stage.name, workers) for stage in plan.graph.stages]
         self.records = []
 
@@ -64,7 +88,9 @@ class World:
     def loaded(self, step):
         """What the text branch loads in a step."""
         dealer = self.balance.dealers["text"]
-        requests = training_requests(self.order, self.data.train, 0, 1, "text", self.settings, step, step + 1, [dealer])
+        requests = training_requests(
+            self.order, self.data.train, 0, 1, "text", self.settings, step, step + 1, [dealer]
+        )
         return np.concatenate([request.texts()[0] for request in requests]).tolist()
 
 
@@ -73,18 +99,33 @@ def test_a_set_that_falls_more_slowly_comes_more_often_and_the_log_says_why(data
     steps, starts = world.order.steps_per_epoch, data.source_starts
     world.run(0, 8 * steps)
     of_second = [
-        sum(index >= starts[1] for step in range(epoch * steps, (epoch + 1) * steps) for index in world.loaded(step)) for epoch in range(8)
+        sum(
+            index >= starts[1]
+            for step in range(epoch * steps, (epoch + 1) * steps)
+            for index in world.loaded(step)
+        )
+        for epoch in range(8)
     ]
-    assert len(set(of_second[:3])) == 1 and of_second[2] < of_second[3] < of_second[5] < of_second[7]
+    assert (
+        len(set(of_second[:3])) == 1 and of_second[2] < of_second[3] < of_second[5] < of_second[7]
+    )
     moves = [record for record in world.records if "mix" in record]
     first = moves[0]["mix"]
-    assert moves[0]["step"] == 2 * steps and first["from_step"] == 3 * steps and moves[0]["next"] is None
-    assert first["losses"] == pytest.approx([2.7, 2.94]) and first["losses_before"] == pytest.approx([3.0, 3.0])
+    assert (
+        moves[0]["step"] == 2 * steps
+        and first["from_step"] == 3 * steps
+        and moves[0]["next"] is None
+    )
+    assert first["losses"] == pytest.approx([2.7, 2.94]) and first[
+        "losses_before"
+    ] == pytest.approx([3.0, 3.0])
     assert (
         first["reason"]
         == f"weights demo:de 1 -> {first['weights'][0]:.3g} (loss 2.7, -10.0%), demo:fr 1 -> {first['weights'][1]:.3g} (loss 2.94, -2.0%)"
     )
-    assert all(record["reason"] is None for record in world.records)  # of feed rates nothing is said
+    assert all(
+        record["reason"] is None for record in world.records
+    )  # of feed rates nothing is said
 
 
 def test_a_mix_is_for_epochs_that_no_loader_has_begun_with(data, tmp_path):
@@ -92,16 +133,29 @@ def test_a_mix_is_for_epochs_that_no_loader_has_begun_with(data, tmp_path):
         world = World(data, tmp_path, "--data-adapt", "0.5", workers=workers)
         steps = world.order.steps_per_epoch
         world.run(0, 6 * steps)
-        mixed = [(record["step"], record["mix"]["from_step"]) for record in world.records if "mix" in record]
-        assert mixed and all(from_step % steps == 0 and from_step >= step + 2 * workers + 2 for step, from_step in mixed)
-        assert [from_step // steps for _, from_step in mixed] == [epoch for epoch, _ in world.settings.mixes]
+        mixed = [
+            (record["step"], record["mix"]["from_step"])
+            for record in world.records
+            if "mix" in record
+        ]
+        assert mixed and all(
+            from_step % steps == 0 and from_step >= step + 2 * workers + 2
+            for step, from_step in mixed
+        )
+        assert [from_step // steps for _, from_step in mixed] == [
+            epoch for epoch, _ in world.settings.mixes
+        ]
 
 
-@pytest.mark.parametrize("balance", [{"interval": 5}, {"strategy": "deal", "interval": 5}], ids=["off", "deal"])
+@pytest.mark.parametrize(
+    "balance", [{"interval": 5}, {"strategy": "deal", "interval": 5}], ids=["off", "deal"]
+)
 @pytest.mark.parametrize("killed", [3, 61, 64])
 def test_a_run_that_goes_on_mixes_as_one_that_never_stopped(data, tmp_path, killed, balance):
     """From the middle of an epoch, before a mix that is known already."""
-    whole, stopped, again = (World(data, tmp_path, "--data-adapt", "0.5", balance=balance) for _ in range(3))
+    whole, stopped, again = (
+        World(data, tmp_path, "--data-adapt", "0.5", balance=balance) for _ in range(3)
+    )
     steps = whole.order.steps_per_epoch
     whole.run(0, 8 * steps)
     stopped.run(0, killed)
@@ -116,8 +170,11 @@ def test_a_run_that_goes_on_mixes_as_one_that_never_stopped(data, tmp_path, kill
 
 
 @pytest.mark.parametrize("size, ended", [(96, False), (300, True)])
-def test_losses_of_an_epoch_are_counted_over_a_change_of_the_batch_and_the_epoch_ends_with_what_it_had(data, tmp_path, size, ended):
-    """After 4 steps of the second epoch. What it has left is three batches of 96, and less than one of 300."""
+def test_losses_of_an_epoch_are_counted_over_a_change_of_the_batch_and_the_epoch_ends_with_what_it_had(
+    data, tmp_path, size, ended
+):
+    """After 4 steps of the second epoch. What it has left is three batches of 96, and less than one
+    of 300."""
     before = World(data, tmp_path, "--data-adapt", "0.5")
     before.run(0, 14)
     state = before.ranks[0].state()
@@ -137,10 +194,16 @@ def test_losses_of_an_epoch_are_counted_over_a_change_of_the_batch_and_the_epoch
 
 
 def test_where_samples_are_dealt_the_micro_batches_are_counted_anew_for_a_mix(data, tmp_path):
-    world = World(data, tmp_path, "--data-adapt", "0.5", balance={"strategy": "deal", "interval": 5})
+    world = World(
+        data, tmp_path, "--data-adapt", "0.5", balance={"strategy": "deal", "interval": 5}
+    )
     steps = world.order.steps_per_epoch
     world.run(0, 7 * steps)
-    anew = [setting for setting in world.settings.records() if "other weights of the data sets" in setting["reason"]]
+    anew = [
+        setting
+        for setting in world.settings.records()
+        if "other weights of the data sets" in setting["reason"]
+    ]
     epochs = [epoch for epoch, _ in world.settings.mixes]
     assert [world.order.epoch(setting["from_step"]) for setting in anew] == [
         epoch for epoch in epochs if epoch * steps <= anew[-1]["from_step"]
@@ -148,26 +211,48 @@ def test_where_samples_are_dealt_the_micro_batches_are_counted_anew_for_a_mix(da
 
 
 def test_seconds_are_set_against_what_was_loaded_under_a_mix(data, tmp_path):
-    """Points, of which costs are refitted: texts of each micro-batch, what they are padded to, its seconds."""
-    world = World(data, tmp_path, "--data-adapt", "0.5", balance={"strategy": "deal", "interval": 5})
+    """Points, of which costs are refitted: texts of each micro-batch, what they are padded to, its
+    seconds."""
+    world = World(
+        data, tmp_path, "--data-adapt", "0.5", balance={"strategy": "deal", "interval": 5}
+    )
     world.run(0, 60)
     text, step, dealer = world.ranks[1], 61, world.balance.dealers["text"]
     assert world.settings.mixes[0][0] < 6
-    requests = list(training_requests(world.order, data.train, 0, 1, "text", world.settings, step, step + 1, [dealer]))
-    text.note(step + 1, BUSY_S, [Span("ForwardPass", m, 0.0, m + 1.0) for m in range(len(requests))])
-    for (texts, longest, seconds), request, m in zip(text.report().points, requests, range(len(requests)), strict=True):
+    requests = list(
+        training_requests(
+            world.order, data.train, 0, 1, "text", world.settings, step, step + 1, [dealer]
+        )
+    )
+    text.note(
+        step + 1, BUSY_S, [Span("ForwardPass", m, 0.0, m + 1.0) for m in range(len(requests))]
+    )
+    for (texts, longest, seconds), request, m in zip(
+        text.report().points, requests, range(len(requests)), strict=True
+    ):
         index = request.texts()[0]
         tokens = dealer.tokens.of(np.searchsorted(data.train, index), index, 0, request.epoch)
-        assert (texts, longest, seconds) == (len(index), padded_lengths(tokens, dealer.max_text_tokens).max(), m + 1.0)
+        assert (texts, longest, seconds) == (
+            len(index),
+            padded_lengths(tokens, dealer.max_text_tokens).max(),
+            m + 1.0,
+        )
 
 
 def test_without_it_nothing_is_looked_at_and_no_step_knows_of_it(data, tmp_path):
     world = World(data, tmp_path, balance={"strategy": "off", "interval": 5})
     assert world.balance.adaptation is None and world.ranks[0].looks_every == 0
     world.run(0, 3 * world.order.steps_per_epoch)
-    assert world.records == [] and world.settings.mixes == () and world.ranks[0].state()["trends"] is None
+    assert (
+        world.records == []
+        and world.settings.mixes == ()
+        and world.ranks[0].state()["trends"] is None
+    )
 
 
 def test_it_cannot_decide_where_nothing_is_ever_looked_at(data, tmp_path):
-    with pytest.raises(ValueError, match="--data-adapt 0.5 .* branches.balance.interval is 0, never; give an interval of at least 1"):
+    with pytest.raises(
+        ValueError,
+        match="--data-adapt 0.5 .* branches.balance.interval is 0, never; give an interval of at least 1",
+    ):
         World(data, tmp_path, "--data-adapt", "0.5", balance={"interval": 0})

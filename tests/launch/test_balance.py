@@ -1,4 +1,5 @@
-"""launch.tools.balance: what a run wrote of its balance, as a picture and as tables; what is missing is said in one line."""
+"""launch.tools.balance: what a run wrote of its balance, as a picture and as tables; what is
+missing is said in one line."""
 
 import json
 from dataclasses import replace
@@ -11,14 +12,30 @@ from data.batching.branch_cost import BranchCost
 from data.batching.feed import Knobs
 from data.batching.settings import Setting
 from launch.tools.balance import decisions, read_looks, read_steps, run
-from launch.tools.balance_picture import LOOKS, MOST_LISTED, MOST_POINTS, Decision, curve, listed, panels_of
+from launch.tools.balance_picture import (
+    LOOKS,
+    MOST_LISTED,
+    MOST_POINTS,
+    Decision,
+    curve,
+    listed,
+    panels_of,
+)
 
-FIRST = Setting(0, {"image": 4, "text": 4}, {"text": BranchCost(0.1, 0.0, 1e-4)}, Knobs(image_size=64))
+FIRST = Setting(
+    0, {"image": 4, "text": 4}, {"text": BranchCost(0.1, 0.0, 1e-4)}, Knobs(image_size=64)
+)
 REFITTED = replace(FIRST, from_step=14, reason="costs refitted")
 MOVED = replace(
-    FIRST, from_step=23, knobs=Knobs(captions_per_image=2, image_size=64), reason="captions_per_image 1 -> 2: it waits; costs refitted"
+    FIRST,
+    from_step=23,
+    knobs=Knobs(captions_per_image=2, image_size=64),
+    reason="captions_per_image 1 -> 2: it waits; costs refitted",
 )
-WAITS, BOUND = "captions_per_image 1 -> 2: it waits", "bound reached: it waits, and no knob can better it"
+WAITS, BOUND = (
+    "captions_per_image 1 -> 2: it waits",
+    "bound reached: it waits, and no knob can better it",
+)
 
 
 def step(number: int, **more) -> dict:
@@ -39,7 +56,9 @@ def step(number: int, **more) -> dict:
     }
 
 
-def look(number: int, predicted_s: float, reason: str | None = None, following: Setting | None = None) -> dict:
+def look(
+    number: int, predicted_s: float, reason: str | None = None, following: Setting | None = None
+) -> dict:
     return {
         "step": number,
         "busy_s": {"image": 0.45, "text": 0.2},
@@ -52,15 +71,25 @@ def look(number: int, predicted_s: float, reason: str | None = None, following: 
     }
 
 
-LOOKED = [look(10, 0.15, None, REFITTED), look(20, 0.3, WAITS, MOVED), look(30, 0.6), look(40, 0.66, BOUND)]
+LOOKED = [
+    look(10, 0.15, None, REFITTED),
+    look(20, 0.3, WAITS, MOVED),
+    look(30, 0.6),
+    look(40, 0.66, BOUND),
+]
 
 
 @pytest.fixture
 def run_dir(tmp_path):
     """120 steps and an evaluation; four looks, of which one moved a knob."""
-    lines = [{"step": 0, "held_out": "validation", "image_to_text_R@1": 0.1}, *map(step, range(1, 121))]
+    lines = [
+        {"step": 0, "held_out": "validation", "image_to_text_R@1": 0.1},
+        *map(step, range(1, 121)),
+    ]
     for name, records in (("metrics", lines), ("balance", LOOKED)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
     return tmp_path
 
 
@@ -74,8 +103,12 @@ def test_the_table_says_how_it_began_and_how_it_ended(run_dir, capsys):
     out = capsys.readouterr().out
     assert row(out, "text 0, idle") == ["75%", "25%"] and row(out, "image 0, idle") == ["2%", "10%"]
     assert row(out, "text 0, busy") == ["125", "ms", "375", "ms"]
-    assert row(out, "images per second") == ["100", "200"] and row(out, "text tokens per second") == ["700", "1,400"]
-    assert row(out, "padding share of the texts") == ["50%", "30%"] and row(out, "captions_per_image") == ["1", "2"]
+    assert row(out, "images per second") == ["100", "200"] and row(
+        out, "text tokens per second"
+    ) == ["700", "1,400"]
+    assert row(out, "padding share of the texts") == ["50%", "30%"] and row(
+        out, "captions_per_image"
+    ) == ["1", "2"]
     assert row(out, "text, predicted / measured") == ["0.25", "1.10"]
     assert out.splitlines()[-1] == str(run_dir / "balance.png")
 
@@ -83,7 +116,10 @@ def test_the_table_says_how_it_began_and_how_it_ended(run_dir, capsys):
 def test_every_decision_is_told_with_its_step_and_reason(run_dir, capsys):
     run([str(run_dir)])
     out = capsys.readouterr().out
-    assert decisions(LOOKED) == [Decision(20, 24, WAITS), Decision(40, 41, BOUND)]  # the first holds when no loader has begun with the step
+    assert decisions(LOOKED) == [
+        Decision(20, 24, WAITS),
+        Decision(40, 41, BOUND),
+    ]  # the first holds when no loader has begun with the step
     assert row(out, "1") == ["20", "24", *WAITS.split()] and BOUND in " ".join(out.split())
     assert "costs refitted in 2 of 4 looks, after steps 10, 20" in out
 
@@ -91,8 +127,14 @@ def test_every_decision_is_told_with_its_step_and_reason(run_dir, capsys):
 def test_weights_of_data_sets_that_were_moved_are_told_beside_feed_rates(run_dir, capsys):
     words = "weights a 1 -> 1.03 (loss 2.6, -1.2%), b 2 -> 1.91 (loss 1.9, -6.0%)"
     both = {**LOOKED[1], "mix": {"from_step": 40, "weights": [1.03, 1.91], "reason": words}}
-    (run_dir / "balance.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (LOOKED[0], both, *LOOKED[2:])))
-    assert decisions(read_looks(run_dir)) == [Decision(20, 24, WAITS), Decision(20, 41, words), Decision(40, 41, BOUND)]
+    (run_dir / "balance.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in (LOOKED[0], both, *LOOKED[2:]))
+    )
+    assert decisions(read_looks(run_dir)) == [
+        Decision(20, 24, WAITS),
+        Decision(20, 41, words),
+        Decision(40, 41, BOUND),
+    ]
     run([str(run_dir)])
     assert words in " ".join(capsys.readouterr().out.split())
 
@@ -112,11 +154,19 @@ def test_panels_over_the_steps(run_dir):
     for name, draw in panels.items():
         axes = drawn[name.partition(",")[0]] = Figure().subplots()
         draw(axes)
-    of = {line.get_label(): line for line in drawn["text: seconds of the micro-batches of a look"].lines}
+    of = {
+        line.get_label(): line
+        for line in drawn["text: seconds of the micro-batches of a look"].lines
+    }
     assert of["measured"].get_xydata().tolist() == [[10, 0.6], [20, 0.6], [30, 0.6], [40, 0.6]]
-    assert of["predicted"].get_ydata().tolist() == [0.15, 0.3, 0.6, 0.66] and of["costs refitted"].get_xdata().tolist() == [10, 20]
+    assert of["predicted"].get_ydata().tolist() == [0.15, 0.3, 0.6, 0.66] and of[
+        "costs refitted"
+    ].get_xdata().tolist() == [10, 20]
     (knob,) = drawn["captions_per_image"].lines
-    assert knob.get_ydata()[knob.get_xdata() <= 23].tolist() == [1] * 23 and len(knob.get_xdata()) == 120
+    assert (
+        knob.get_ydata()[knob.get_xdata() <= 23].tolist() == [1] * 23
+        and len(knob.get_xdata()) == 120
+    )
     (padding,) = drawn["padding share of the texts"].lines
     assert set(padding.get_ydata()) == {0.5, 0.3}
 
@@ -137,7 +187,11 @@ def test_many_steps_are_drawn_as_medians():
 
 def test_long_lists_of_decisions_are_cut_in_the_picture():
     words = listed([Decision(n, n + 4, "moved") for n in range(MOST_LISTED + 3)])
-    assert len(words) == MOST_LISTED + 1 and words[0] == "1   step 4: moved" and words[-1] == "… and 3 more, in the table"
+    assert (
+        len(words) == MOST_LISTED + 1
+        and words[0] == "1   step 4: moved"
+        and words[-1] == "… and 3 more, in the table"
+    )
     assert listed([]) == []
 
 
@@ -157,7 +211,9 @@ def test_without_looks_it_draws_what_there_is_and_says_what_to_do(run_dir, capsy
     out = capsys.readouterr().out
     assert "no balance.jsonl" in out and '"strategy": "deal"' in out and "Decisions" not in out
     assert (run_dir / "balance.png").is_file()
-    assert not any("predicted" in name for name in panels_of(read_steps(run_dir), read_looks(run_dir)))
+    assert not any(
+        "predicted" in name for name in panels_of(read_steps(run_dir), read_looks(run_dir))
+    )
 
 
 def test_a_line_that_is_being_written_is_passed_over(run_dir):
@@ -169,8 +225,16 @@ def test_a_line_that_is_being_written_is_passed_over(run_dir):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("metrics.jsonl", None, "metrics.jsonl: no such file; give the folder of a run of train.py"),
-        ("metrics.jsonl", '{"step": 0, "held_out": "validation"}\n', "metrics.jsonl: has no step yet; train on"),
+        (
+            "metrics.jsonl",
+            None,
+            "metrics.jsonl: no such file; give the folder of a run of train.py",
+        ),
+        (
+            "metrics.jsonl",
+            '{"step": 0, "held_out": "validation"}\n',
+            "metrics.jsonl: has no step yet; train on",
+        ),
         ("metrics.jsonl", "{\n", "metrics.jsonl:1: not valid JSON"),
         ("balance.jsonl", "{}\n]\n", "balance.jsonl:2: not valid JSON"),
     ],

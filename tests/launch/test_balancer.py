@@ -1,4 +1,5 @@
-"""From measured times to settings: costs refitted, feed rates moved, the same after a resume as without one."""
+"""From measured times to settings: costs refitted, feed rates moved, the same after a resume as
+without one."""
 
 import json
 from dataclasses import replace
@@ -30,28 +31,62 @@ def data(tmp_path_factory):
 
 
 class World:
-    """The ranks of a run whose times are made up: `image_s(step)` for all images, texts by `TRUE`."""
+    """The ranks of a run whose times are made up: `image_s(step)` for all images, texts by
+    `TRUE`."""
 
     def __init__(
-        self, data, folder, balance, layout="fork", image_s=lambda step: 0.1, workers=1, micro_batch_size=12, batch_size=48, earlier=()
+        self,
+        data,
+        folder,
+        balance,
+        layout="fork",
+        image_s=lambda step: 0.1,
+        workers=1,
+        micro_batch_size=12,
+        batch_size=48,
+        earlier=(),
     ):
         stages = {"merged": 2} if layout == "merged" else {"image": 1, "text": 1}
-        block = {"layout": layout, "stages": stages, "micro_batch_size": micro_batch_size, "balance": balance, "schedule": "replay"}
-        config = {"train_batch_size": batch_size, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "branches": block}
+        block = {
+            "layout": layout,
+            "stages": stages,
+            "micro_batch_size": micro_batch_size,
+            "balance": balance,
+            "schedule": "replay",
+        }
+        config = {
+            "train_batch_size": batch_size,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "branches": block,
+        }
         config, block = check_config(config, BRANCHES)
         plan = plan_run(config, block, 2, COSTS)
         order = GlobalOrder(len(data.train), batch_size, seed=0, earlier=earlier)
         self.data, self.image_s = data, image_s
-        self.balance = make_balance(dealing(block), plan, COSTS, data, order, None, None, parse_options([]), folder)
+        self.balance = make_balance(
+            dealing(block), plan, COSTS, data, order, None, None, parse_options([]), folder
+        )
         self.ranks = [Balancer(self.balance, 0, stage.name, workers) for stage in plan.graph.stages]
         self.records = []
 
     def deal(self, branch, step):
         """What the first replica of a branch loads in a step."""
         settings, order = self.ranks[0].settings, self.balance.order
-        requests = training_requests(order, self.data.train, 0, 1, branch, settings, step, step + 1, [self.balance.dealers[branch]])
+        requests = training_requests(
+            order,
+            self.data.train,
+            0,
+            1,
+            branch,
+            settings,
+            step,
+            step + 1,
+            [self.balance.dealers[branch]],
+        )
         rows = [r.texts()[:2] if branch == "text" else (r.index, r.position) for r in requests]
-        return [(index.tolist(), position.tolist(), settings.at(step).knobs) for index, position in rows]
+        return [
+            (index.tolist(), position.tolist(), settings.at(step).knobs) for index, position in rows
+        ]
 
     def seconds(self, step):
         """By stage, of each micro-batch of the step."""
@@ -64,9 +99,11 @@ class World:
             slower = 1.0 if step < 20 else 1.3  # something else runs on this machine
             texts = [slower * float(TRUE.at(len(part), lengths[part].max())) for part, _ in shares]
             images = [self.image_s(step) / number["image"]] * number["image"]
-            of[stage.name] = {"image": images, "text": texts, "image+text": np.add(images, texts) if len(images) == len(texts) else None}[
-                "+".join(stage.layers)
-            ]
+            of[stage.name] = {
+                "image": images,
+                "text": texts,
+                "image+text": np.add(images, texts) if len(images) == len(texts) else None,
+            }["+".join(stage.layers)]
         return of
 
     def run(self, start, stop):
@@ -74,7 +111,14 @@ class World:
             seconds = self.seconds(step)
             busy_s = {name: float(sum(times)) for name, times in seconds.items()}
             looks = [
-                rank.note(step + 1, busy_s, [Span("ForwardPass", m, 0.0, s) for m, s in enumerate(seconds[rank._stage_name])])
+                rank.note(
+                    step + 1,
+                    busy_s,
+                    [
+                        Span("ForwardPass", m, 0.0, s)
+                        for m, s in enumerate(seconds[rank._stage_name])
+                    ],
+                )
                 for rank in self.ranks
             ]
             assert len(set(looks)) == 1
@@ -89,10 +133,16 @@ class World:
 def test_costs_come_to_predict_what_is_measured(data, tmp_path):
     world = World(data, tmp_path, {"strategy": "deal", "interval": 5})
     world.run(0, 80)
-    first, last = (record["predicted_s"]["text"] / record["measured_s"]["text"] for record in (world.records[0], world.records[-1]))
+    first, last = (
+        record["predicted_s"]["text"] / record["measured_s"]["text"]
+        for record in (world.records[0], world.records[-1])
+    )
     assert abs(first - 1) > 0.5 and abs(last - 1) < 0.06
     settings = [setting for setting in world.settings()[0]]
-    assert settings[-1]["costs"]["text"]["version"] == len(settings) - 1 >= 3 and settings[1]["reason"] == "costs refitted"
+    assert (
+        settings[-1]["costs"]["text"]["version"] == len(settings) - 1 >= 3
+        and settings[1]["reason"] == "costs refitted"
+    )
     assert len(settings) < 15  # once they do, they stay
 
 
@@ -110,26 +160,42 @@ def test_a_setting_holds_for_no_step_that_a_loader_has_begun_with(data, tmp_path
         world.run(0, 40)
         for setting in world.settings()[0][1:]:
             assert setting["from_step"] >= 5 + ahead
-        made = {record["step"]: record["next"]["from_step"] for record in world.records if record["next"]}
+        made = {
+            record["step"]: record["next"]["from_step"]
+            for record in world.records
+            if record["next"]
+        }
         assert made and all(from_step >= step + ahead for step, from_step in made.items())
 
 
 def test_idle_texts_get_more_captions_and_the_log_says_why(data, tmp_path):
-    world = World(data, tmp_path, {"strategy": "feed", "captions_per_image": [1, 4], "interval": 5}, image_s=lambda step: 0.3)
+    world = World(
+        data,
+        tmp_path,
+        {"strategy": "feed", "captions_per_image": [1, 4], "interval": 5},
+        image_s=lambda step: 0.3,
+    )
     world.run(0, 100)
     knobs = [setting["knobs"]["captions_per_image"] for setting in world.settings()[0]]
     assert knobs[0] == 1 and max(knobs) > 1
     said = [record["reason"] for record in world.records if record["reason"]]
     assert said[0].startswith("captions_per_image 1 -> 2: the text branch waits")
-    changed = next(setting for setting in world.settings()[0] if setting["knobs"]["captions_per_image"] == 2)
+    changed = next(
+        setting for setting in world.settings()[0] if setting["knobs"]["captions_per_image"] == 2
+    )
     assert said[0] in changed["reason"]
     before, after = (world.deal("text", changed["from_step"] + d) for d in (-1, 0))
-    assert sum(len(positions) for _, positions, _ in after) == 2 * sum(len(positions) for _, positions, _ in before) == 96
+    assert (
+        sum(len(positions) for _, positions, _ in after)
+        == 2 * sum(len(positions) for _, positions, _ in before)
+        == 96
+    )
 
 
 @pytest.mark.parametrize("killed", [37, 43])
 def test_a_run_that_goes_on_deals_as_one_that_never_stopped(data, tmp_path, killed):
-    """In the middle of an epoch, with knobs that have moved, costs refitted, and a setting that is still to come."""
+    """In the middle of an epoch, with knobs that have moved, costs refitted, and a setting that is
+    still to come."""
 
     def world():
         balance = {"strategy": "feed", "captions_per_image": [1, 4], "interval": 5}
@@ -139,10 +205,15 @@ def test_a_run_that_goes_on_deals_as_one_that_never_stopped(data, tmp_path, kill
     whole.run(0, 80)
     stopped.run(0, killed)
     state = json.loads(json.dumps(stopped.ranks[0].state()))
-    assert state["settings"][-1]["knobs"]["captions_per_image"] > 1 and state["settings"][-1]["costs"]["text"]["version"] > 1
+    assert (
+        state["settings"][-1]["knobs"]["captions_per_image"] > 1
+        and state["settings"][-1]["costs"]["text"]["version"] > 1
+    )
     for rank in again.ranks:
         rank.go_on_from(state, killed)
-        rank._spans = stopped.ranks[again.ranks.index(rank)]._spans  # micro-batches of the last steps are not saved
+        rank._spans = stopped.ranks[
+            again.ranks.index(rank)
+        ]._spans  # micro-batches of the last steps are not saved
     again.run(killed, 80)
     assert again.settings() == whole.settings()
     for step in range(killed, 80):
@@ -156,76 +227,139 @@ def test_a_run_that_is_split_in_another_way_goes_on_as_planned_with_what_it_was_
     before = World(data, tmp_path, balance, image_s=lambda step: 0.3)
     before.run(0, 40)
     state = json.loads(json.dumps(before.ranks[0].state()))
-    changed = next(setting for setting in state["settings"] if setting["knobs"]["captions_per_image"] == 2)["from_step"]
+    changed = next(
+        setting for setting in state["settings"] if setting["knobs"]["captions_per_image"] == 2
+    )["from_step"]
     for step, captions in ((changed - 1, 1), (changed, 2)):
         now = World(data, tmp_path, balance, micro_batch_size=6)
         for rank in now.ranks:
             rank.go_on_from(state, step)
         (first, second), (same, _) = (rank.settings.records() for rank in now.ranks)
         assert first == same == now.balance.first.record() and second["from_step"] == step
-        assert second["knobs"]["captions_per_image"] == captions and second["costs"]["text"]["version"] == 0
-        assert second["num_micro_batches"]["image"] == 8 and second["num_micro_batches"]["text"] >= 4
-        assert now.ranks[0].state()["busy_s"] == [] and now.ranks[0].state()["looks"]["busy_s"] == {}
+        assert (
+            second["knobs"]["captions_per_image"] == captions
+            and second["costs"]["text"]["version"] == 0
+        )
+        assert (
+            second["num_micro_batches"]["image"] == 8 and second["num_micro_batches"]["text"] >= 4
+        )
+        assert (
+            now.ranks[0].state()["busy_s"] == [] and now.ranks[0].state()["looks"]["busy_s"] == {}
+        )
         now.run(step, step + 5)
 
 
-@pytest.mark.parametrize("layout, earlier, size", [("fork", 48, 12), ("fork", 12, 96), ("merged", 48, 96)])
-def test_a_run_that_goes_on_with_other_global_batches_goes_on_as_planned_for_them(data, tmp_path, layout, earlier, size):
+@pytest.mark.parametrize(
+    "layout, earlier, size", [("fork", 48, 12), ("fork", 12, 96), ("merged", 48, 96)]
+)
+def test_a_run_that_goes_on_with_other_global_batches_goes_on_as_planned_for_them(
+    data, tmp_path, layout, earlier, size
+):
     """What is known of the first steps is of the new size, too: of the steps that have it."""
-    balance = {"strategy": "deal" if layout == "merged" else "feed", "captions_per_image": [1, 4], "interval": 5, "window": 3}
-    balance = {key: value for key, value in balance.items() if layout == "fork" or key != "captions_per_image"}
-    before = World(data, tmp_path, balance, layout, image_s=lambda step: 0.3, micro_batch_size=earlier // 4, batch_size=earlier)
+    balance = {
+        "strategy": "deal" if layout == "merged" else "feed",
+        "captions_per_image": [1, 4],
+        "interval": 5,
+        "window": 3,
+    }
+    balance = {
+        key: value
+        for key, value in balance.items()
+        if layout == "fork" or key != "captions_per_image"
+    }
+    before = World(
+        data,
+        tmp_path,
+        balance,
+        layout,
+        image_s=lambda step: 0.3,
+        micro_batch_size=earlier // 4,
+        batch_size=earlier,
+    )
     before.run(0, 40)
     state = json.loads(json.dumps(before.ranks[0].state()))
-    now = World(data, tmp_path, balance, layout, micro_batch_size=size // 4, batch_size=size, earlier=((40, earlier),))
+    now = World(
+        data,
+        tmp_path,
+        balance,
+        layout,
+        micro_batch_size=size // 4,
+        batch_size=size,
+        earlier=((40, earlier),),
+    )
     for rank in now.ranks:
         rank.go_on_from(state, 40)
     first, second = now.ranks[0].settings.records()
-    assert first["num_micro_batches"] == now.balance.num_micro_batches(now.balance.first, 40) and first["from_step"] == 0
-    assert first == now.balance.first.record() and (second["from_step"], second["reason"]) == (40, "planned anew")
+    assert (
+        first["num_micro_batches"] == now.balance.num_micro_batches(now.balance.first, 40)
+        and first["from_step"] == 0
+    )
+    assert first == now.balance.first.record() and (second["from_step"], second["reason"]) == (
+        40,
+        "planned anew",
+    )
     assert second["knobs"] == before.ranks[0].settings.at(40).record()["knobs"]
     captions = second["knobs"]["captions_per_image"]
     assert captions == 1 or layout == "fork"
     for branch, texts in (("image", 1), ("text", captions if layout == "fork" else 1)):
         dealt = now.deal(branch, 40)
         assert len(dealt) == second["num_micro_batches"][branch]
-        assert sorted(p for _, positions, _ in dealt for p in positions) == list(range(size * texts))
+        assert sorted(p for _, positions, _ in dealt for p in positions) == list(
+            range(size * texts)
+        )
     now.run(40, 60)
 
 
 def test_points_are_those_of_the_slowest_stage_and_waiting_is_not_in_them(data, tmp_path):
     world = World(data, tmp_path, {"strategy": "deal"})
     graph = world.balance.plan.graph
-    reports = [replace(rank.report(), points=[(4, 8, s)]) for rank, s in zip(world.ranks, (1.0, 2.0))]
-    assert slowest_points(graph, [*reports, reports[1]]) == {"image": [(4, 8, 1.0)], "text": [(4, 8, 2.0)] * 2}
+    reports = [
+        replace(rank.report(), points=[(4, 8, s)]) for rank, s in zip(world.ranks, (1.0, 2.0))
+    ]
+    assert slowest_points(graph, [*reports, reports[1]]) == {
+        "image": [(4, 8, 1.0)],
+        "text": [(4, 8, 2.0)] * 2,
+    }
     spans = [
         Span("EmbedPass", 0, 0.0, 1.0),
         Span("ReplayPass", 0, 4.0, 5.5),
         Span("BackwardPass", 0, 6.0, 8.0),
         Span("RecvGrad", 0, 5.5, 6.0),
     ]
-    assert seconds_of_micro_batches([*spans, Span("ForwardPass", 1, 1.0, 2.0), Span("OptimizerStep", None, 8.0, 9.0)]) == {0: 4.5, 1: 1.0}
+    assert seconds_of_micro_batches(
+        [*spans, Span("ForwardPass", 1, 1.0, 2.0), Span("OptimizerStep", None, 8.0, 9.0)]
+    ) == {0: 4.5, 1: 1.0}
 
 
 def test_costs_that_predict_well_stay_as_they_are():
     sizes, lengths = np.array([4, 8, 16, 32]), np.array([32, 16, 8, 24])
-    seen = [(int(n), int(length), float(TRUE.at(n, length)) * factor) for n, length, factor in zip(sizes, lengths, (1.01, 0.99, 1.02, 1.0))]
+    seen = [
+        (int(n), int(length), float(TRUE.at(n, length)) * factor)
+        for n, length, factor in zip(sizes, lengths, (1.01, 0.99, 1.02, 1.0))
+    ]
     assert refitted({"text": TRUE}, {"text": seen}) == {"text": TRUE}
     slower = [(n, length, 2 * s) for n, length, s in seen]
     moved = refitted({"text": TRUE}, {"text": slower, "image": slower})
-    assert set(moved) == {"text"} and moved["text"].version == 1 and moved["text"].at(16, 8) == pytest.approx(2 * TRUE.at(16, 8), rel=0.05)
+    assert (
+        set(moved) == {"text"}
+        and moved["text"].version == 1
+        and moved["text"].at(16, 8) == pytest.approx(2 * TRUE.at(16, 8), rel=0.05)
+    )
     again = refitted(moved, {"text": seen})  # half way back
     assert again["text"].at(16, 8) == pytest.approx(1.5 * TRUE.at(16, 8), rel=0.05)
 
 
 def test_a_run_that_was_not_dealt_by_cost_goes_on_dealt(data, tmp_path):
-    """Another strategy than at its beginning: which micro-batch a sample is in changes the speed only."""
+    """Another strategy than at its beginning: which micro-batch a sample is in changes the speed
+    only."""
     before = World(data, tmp_path, {"strategy": "off"})
     state = json.loads(json.dumps(before.ranks[0].state()))
     after = World(data, tmp_path, None)
     for rank in after.ranks:
         rank.go_on_from(state, 6)
-    assert after.ranks[0].settings.at(6).reason == "planned anew" and set(after.ranks[0].settings.at(6).costs) == {"text"}
+    assert after.ranks[0].settings.at(6).reason == "planned anew" and set(
+        after.ranks[0].settings.at(6).costs
+    ) == {"text"}
     assert sorted(p for _, places, _ in after.deal("text", 7) for p in places) == list(range(48))
     back = World(data, tmp_path, {"strategy": "off"})
     for rank in back.ranks:

@@ -45,14 +45,18 @@ def cuts(parts: int) -> list[range]:
 
 
 def candidate(graph, schedule: str, number: int) -> Candidate:
-    batches = {branch: BranchBatch(graph.tail(branch).replicas, 2, number) for branch in ("image", "text")}
+    batches = {
+        branch: BranchBatch(graph.tail(branch).replicas, 2, number) for branch in ("image", "text")
+    }
     return Candidate(graph, batches, schedule, simulate(graph, batches, schedule, COSTS))
 
 
 CANDIDATES = [
     candidate(fork({"image": cuts(1), "text": cuts(1)}, {"image": 2, "text": 2}), "batch_sync", 4),
     candidate(fork({"image": cuts(5), "text": cuts(3)}, {"image": 64, "text": 64}), "replay", 8),
-    candidate(fork({"image": cuts(2), "text": cuts(1)}, {"image": 1, "text": 1}), "per_micro_batch", 4),
+    candidate(
+        fork({"image": cuts(2), "text": cuts(1)}, {"image": 1, "text": 1}), "per_micro_batch", 4
+    ),
     candidate(chain({"image": cuts(2), "text": cuts(2)}, 2), "replay", 4),
     candidate(merged({"image": cuts(1), "text": cuts(1)}, 4), "batch_sync", 2),
 ]
@@ -76,24 +80,37 @@ def test_busy_and_idle_are_those_of_a_recorded_step():
 def test_a_track_per_stage_whose_idle_share_is_the_simulators(best):
     simulation = simulate(best.graph, best.batches, best.schedule, COSTS, timeline=True)
     timeline = predicted_timeline("", best.graph, simulation)
-    assert list(timeline.tracks) == [f"{stage.name} ×{stage.replicas}" for stage in best.graph.stages]
+    assert list(timeline.tracks) == [
+        f"{stage.name} ×{stage.replicas}" for stage in best.graph.stages
+    ]
     for spans, stage in zip(timeline.tracks.values(), simulation.stages):
         assert busy_s(spans) == pytest.approx(stage.busy_s, rel=1e-9)
         assert idle_fraction(spans, timeline.step_s) == pytest.approx(stage.idle_fraction, abs=1e-9)
         for wait in (span for span in spans if span.name == WAIT):
-            assert any(s.start_s <= wait.start_s <= wait.end_s <= s.end_s for s in spans if s.name in ("ComputeLoss", "OptimizerStep"))
+            assert any(
+                s.start_s <= wait.start_s <= wait.end_s <= s.end_s
+                for s in spans
+                if s.name in ("ComputeLoss", "OptimizerStep")
+            )
 
 
 def test_bars_have_their_colours_times_and_numbers():
     axes = drawn({"image 0 ×2": SPANS, "text 0 ×1": SPANS[:2]}, title="fork")
     assert [label.get_text() for label in axes.get_yticklabels()] == ["image 0 ×2", "text 0 ×1"]
-    assert texts(axes) == ["0", "50% idle", "0", "75% idle"] and axes.get_title(loc="left") == "fork: 1.00 s a step"
+    assert (
+        texts(axes) == ["0", "50% idle", "0", "75% idle"]
+        and axes.get_title(loc="left") == "fork: 1.00 s a step"
+    )
     forward = [
         bars
         for bars in axes.collections
-        if isinstance(bars, PolyCollection) and tuple(bars.get_facecolor()[0][:3]) == pytest.approx((0x56 / 255, 0xB4 / 255, 0xE9 / 255))
+        if isinstance(bars, PolyCollection)
+        and tuple(bars.get_facecolor()[0][:3])
+        == pytest.approx((0x56 / 255, 0xB4 / 255, 0xE9 / 255))
     ]
-    assert len(forward) == 2 and all(bars.get_paths()[0].get_extents().intervalx.tolist() == [0.25, 0.5] for bars in forward)
+    assert len(forward) == 2 and all(
+        bars.get_paths()[0].get_extents().intervalx.tolist() == [0.25, 0.5] for bars in forward
+    )
     assert any(getattr(bars, "get_hatch", lambda: None)() for bars in axes.collections)
 
 
@@ -113,16 +130,26 @@ def test_the_time_axis_has_a_unit_and_two_drawings_can_share_it():
 def test_every_computing_instruction_has_a_colour_of_its_own():
     from engine.trace import COMPUTE
 
-    assert COLOURS.keys() == set(COMPUTE) and len({colour for _, colour in COLOURS.values()}) == len(COMPUTE)
+    assert COLOURS.keys() == set(COMPUTE) and len(
+        {colour for _, colour in COLOURS.values()}
+    ) == len(COMPUTE)
 
 
 def test_pictures_are_not_empty(tmp_path):
     save_plan_png(tmp_path / "plan.png", CANDIDATES[1], COSTS)
     long = Timeline("Measured: step 3", {"rank 0": SPANS}, 1.0)
-    save_comparison_png(tmp_path / "both.png", Timeline("Predicted", {"image 0": SPANS[:2]}, 0.5), long)
-    for name, colours in (("plan.png", ["EmbedPass", "ReplayPass", "BackwardPass"]), ("both.png", ["ForwardPass", "ComputeLoss"])):
+    save_comparison_png(
+        tmp_path / "both.png", Timeline("Predicted", {"image 0": SPANS[:2]}, 0.5), long
+    )
+    for name, colours in (
+        ("plan.png", ["EmbedPass", "ReplayPass", "BackwardPass"]),
+        ("both.png", ["ForwardPass", "ComputeLoss"]),
+    ):
         pixels = (imread(tmp_path / name)[..., :3] * 255).round().astype(int).reshape(-1, 3)
-        present = {f"#{r:02X}{g:02X}{b:02X}" for r, g, b in {tuple(pixel) for pixel in pixels[::7].tolist()}}
+        present = {
+            f"#{r:02X}{g:02X}{b:02X}"
+            for r, g, b in {tuple(pixel) for pixel in pixels[::7].tolist()}
+        }
         assert {COLOURS[kind][1] for kind in colours} <= present
         assert len(present) > 20
 

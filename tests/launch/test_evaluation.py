@@ -1,4 +1,5 @@
-"""Embeddings, retrieval, classes, examples and a search by a model that was built, not trained: the numbers are those of plain torch."""
+"""Embeddings, retrieval, classes, examples and a search by a model that was built, not trained: the
+numbers are those of plain torch."""
 
 import argparse
 import json
@@ -25,7 +26,14 @@ from launch.inference.embedding import (
     refuse_other_pictures,
     write_embeddings,
 )
-from launch.inference.evaluation import classification, embeddings_of, examples, retrieval, search, write_numbers
+from launch.inference.evaluation import (
+    classification,
+    embeddings_of,
+    examples,
+    retrieval,
+    search,
+    write_numbers,
+)
 from launch.inference.gallery import Found, Row, draw_rows
 from launch.inference.reranking import reranked_retrieval
 from launch.inference.trained import Trained
@@ -49,12 +57,19 @@ def embedder(source):
 
 def make_embedder(source, fusion=None):
     tokenizer = load_tokenizer(None, [source.captions(i)[0] for i in range(0, 400)])
-    names = "resnet18:layers=1-1-1-1,width_per_group=64", "bert-tiny:hidden_size=32,num_attention_heads=2,intermediate_size=32"
+    names = (
+        "resnet18:layers=1-1-1-1,width_per_group=64",
+        "bert-tiny:hidden_size=32,num_attention_heads=2,intermediate_size=32",
+    )
     ids = tokenizer.pad_token_id, tokenizer.eos_token_id
-    towers = build_towers(*names, 16, SIZE, len(tokenizer), TOKENS, *ids, build_loss("infonce").parameters, fusion)
+    towers = build_towers(
+        *names, 16, SIZE, len(tokenizer), TOKENS, *ids, build_loss("infonce").parameters, fusion
+    )
     layers = [spec.build(1).eval() for tower in towers for spec in tower.specs]
     record = {"options": {"image_size": SIZE, "max_text_tokens": TOKENS, "seed": 0}}
-    return Embedder(Trained(record, Path("step-00000001"), 1, tokenizer, towers, layers), "cpu", 7, 0)
+    return Embedder(
+        Trained(record, Path("step-00000001"), 1, tokenizer, towers, layers), "cpu", 7, 0
+    )
 
 
 SUBSET = np.arange(0, 400, 20)
@@ -64,13 +79,19 @@ SUBSET = np.arange(0, 400, 20)
 def test_embeddings_are_those_of_the_towers(source, embedder, all_captions):
     embedded = embedder.embedded(source, SUBSET, all_captions)
     assert embedded.index.tolist() == SUBSET.tolist() and embedded.is_paired == (not all_captions)
-    expected = [text for i in SUBSET for text in (source.captions(i) if all_captions else source.captions(i)[:1])]
+    expected = [
+        text
+        for i in SUBSET
+        for text in (source.captions(i) if all_captions else source.captions(i)[:1])
+    ]
     assert list(embedded.texts) == expected and len(expected) > len(SUBSET) * all_captions
     row = len(expected) // 2
     tokens = batch_tokens(embedder.trained.tokenizer, [expected[row]], TOKENS)
     for layer in embedder.trained.layers[len(embedder.trained.towers[0].specs) :]:
         tokens = layer(tokens)
-    torch.testing.assert_close(embedded.text[row], tokens["text_embeds"][0].detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        embedded.text[row], tokens["text_embeds"][0].detach(), rtol=0, atol=1e-5
+    )
     torch.testing.assert_close(embedded.image.norm(dim=1), torch.ones(len(SUBSET)))
     picture = embedder.images(source, SUBSET[row % len(SUBSET) :][:1])[1]
     torch.testing.assert_close(embedded.image[row % len(SUBSET)], picture[0], rtol=0, atol=1e-5)
@@ -91,13 +112,19 @@ def test_retrieval_of_all_captions_as_counted_by_hand(source, embedder):
 
 @pytest.mark.parametrize(("all_captions", "number"), [(False, 5), (True, 5), (True, 1000)])
 def test_reranking_equals_every_pair_by_itself(source, all_captions, number):
-    """Batches of 7 cut pictures, texts and pairs; texts have other lengths. Each pair's score is computed alone, and ranks are counted by hand."""
+    """Batches of 7 cut pictures, texts and pairs; texts have other lengths. Each pair's score is
+    computed alone, and ranks are counted by hand."""
     embedder = make_embedder(source, FusionSizes(1, 16, 2))
     embedded = embedder.embedded(source, SUBSET, all_captions)
     values = reranked_retrieval(embedder, embedded, source, number)
     n = len(embedded.image)
-    scores = torch.stack([matching_scores(embedder, source, embedded, i) for i in range(n)])  # [n, m]
-    similarity, right = embedded.image @ embedded.text.T, embedded.image_of_text == torch.arange(n)[:, None]
+    scores = torch.stack(
+        [matching_scores(embedder, source, embedded, i) for i in range(n)]
+    )  # [n, m]
+    similarity, right = (
+        embedded.image @ embedded.text.T,
+        embedded.image_of_text == torch.arange(n)[:, None],
+    )
     assert scores.std() > 1e-3
     for direction, by_pair, alike, is_right in (
         ("image_to_text", scores, similarity, right),
@@ -111,8 +138,12 @@ def test_reranking_equals_every_pair_by_itself(source, all_captions, number):
             best = values_of[is_right[query, chosen]].max()
             ranks.append(int((values_of[~is_right[query, chosen]] >= best).sum()))
         assert values[f"{direction}_R@1"] == pytest.approx(np.mean(np.array(ranks) < 1)), direction
-        assert values[f"{direction}_R@10"] == pytest.approx(np.mean(np.array(ranks) < 10)), direction
-        assert values[f"{direction}_median_rank"] == pytest.approx(float(np.median(ranks)) + 1), direction
+        assert values[f"{direction}_R@10"] == pytest.approx(np.mean(np.array(ranks) < 10)), (
+            direction
+        )
+        assert values[f"{direction}_median_rank"] == pytest.approx(float(np.median(ranks)) + 1), (
+            direction
+        )
     assert number < 1000 or values != {key: retrieval(embedded)[key] for key in values}
 
 
@@ -126,7 +157,11 @@ def matching_scores(embedder, source, embedded, i):
         tensors = batch_tokens(embedder.trained.tokenizer, [text], TOKENS)
         for layer in embedder.trained.layers[number:]:
             tensors = layer(tensors)
-        scores.append(embedder.trained.layers[-1].fusion(image_tokens, tensors["text_tokens"], tensors["text_mask"]))
+        scores.append(
+            embedder.trained.layers[-1].fusion(
+                image_tokens, tensors["text_tokens"], tensors["text_mask"]
+            )
+        )
     return torch.cat(scores)
 
 
@@ -134,15 +169,28 @@ def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_pat
     embedded = embedder.embedded(source, SUBSET)
     write_embeddings(tmp_path / "out", embedded, source, MODEL)
     embeds, lines, specs = embeddings_of(tmp_path / "out", MODEL)
-    assert isinstance(embeds, np.memmap) and np.array_equal(embeds, embedded.image.numpy()) and specs == [source.spec]
+    assert (
+        isinstance(embeds, np.memmap)
+        and np.array_equal(embeds, embedded.image.numpy())
+        and specs == [source.spec]
+    )
     found = search(embedded.image[3:4], embeds, lines, 4)
-    assert found[0]["id"] == source.identity(SUBSET[3]) and found[0]["similarity"] == pytest.approx(1.0, abs=1e-3) and len(found) == 4
-    texts = [json.loads(line) for line in (tmp_path / "out" / "texts.jsonl").read_text().splitlines()]
+    assert (
+        found[0]["id"] == source.identity(SUBSET[3])
+        and found[0]["similarity"] == pytest.approx(1.0, abs=1e-3)
+        and len(found) == 4
+    )
+    texts = [
+        json.loads(line) for line in (tmp_path / "out" / "texts.jsonl").read_text().splitlines()
+    ]
     assert texts[5] == {"image": 5, "text": source.captions(SUBSET[5])[0]}
     refuse_other_content(tmp_path / "out")
-    write_embeddings(tmp_path / "out", embedded, source, MODEL | {"checksum": "b"})  # again, of a checkpoint of the same name
+    write_embeddings(
+        tmp_path / "out", embedded, source, MODEL | {"checksum": "b"}
+    )  # again, of a checkpoint of the same name
     with pytest.raises(
-        ValueError, match="are of step-00000001 in a run, not of the weights of step-00000001 in a run; give another folder"
+        ValueError,
+        match="are of step-00000001 in a run, not of the weights of step-00000001 in a run; give another folder",
     ):
         embeddings_of(tmp_path / "out", MODEL)
     with pytest.raises(FileNotFoundError, match="make it with evaluate.py RUN_DIR --embeddings"):
@@ -166,14 +214,17 @@ def test_embeddings_of_several_sets_are_searched_together(source, embedder, tmp_
 
 
 def test_embeddings_know_the_pictures_they_are_of(embedder, emoji_files, tmp_path):
-    """By content, whatever the data set is called and where its lines stand: others are not drawn in their place."""
+    """By content, whatever the data set is called and where its lines stand: others are not drawn
+    in their place."""
     source, _ = emoji_files
     write_embeddings(tmp_path / "out", embedder.embedded(source, np.arange(9)), source, MODEL)
     _, lines, specs = embeddings_of(tmp_path / "out", {**MODEL, "run": "the same by another path"})
     refuse_other_pictures(tmp_path / "out", lines, open_source(specs[0]))
     file = tmp_path / "train.jsonl"
     file.write_text("\n".join(reversed(file.read_text().splitlines())) + "\n")
-    with pytest.raises(ValueError, match="train.jsonl:1 is no longer what it was when it was embedded"):
+    with pytest.raises(
+        ValueError, match="train.jsonl:1 is no longer what it was when it was embedded"
+    ):
         refuse_other_pictures(tmp_path / "out", lines, open_source(specs[0]))
     file.write_text("\n".join(file.read_text().splitlines()[:3]) + "\n")
     with pytest.raises(ValueError, match="no longer what it was"):
@@ -184,11 +235,18 @@ def test_samples_that_cannot_be_used_are_told(emoji_files, tmp_path, capsys):
     import evaluate
 
     source, files = emoji_files
-    (tmp_path / "half.jsonl").write_text((tmp_path / "train.jsonl").read_text() + '{"image_path": "none.png", "text": "nothing"}\n')
+    (tmp_path / "half.jsonl").write_text(
+        (tmp_path / "train.jsonl").read_text() + '{"image_path": "none.png", "text": "nothing"}\n'
+    )
     assert evaluate.left_out(evaluate.opened(source.spec)) == 0 and not capsys.readouterr().out
     part = evaluate.opened(f"jsonl:{tmp_path / 'half.jsonl'}")
     said = capsys.readouterr().out
-    assert evaluate.left_out(part) == 1 and len(part.subset) == 9 and "1 of 10 samples of" in said and "missing-file" in said
+    assert (
+        evaluate.left_out(part) == 1
+        and len(part.subset) == 9
+        and "1 of 10 samples of" in said
+        and "missing-file" in said
+    )
 
 
 def test_pictures_that_cannot_be_read_are_told_and_left_out(embedder, emoji_files, capsys):
@@ -225,18 +283,31 @@ def test_classes_by_prompts_neighbours_and_a_probe(source, embedder, tmp_path):
 
     draw = np.random.default_rng(0)
     for split, per_class in (("train", 12), ("test", 6)):
-        for name, colour in (("red", (200, 30, 30)), ("green", (30, 200, 30)), ("blue", (30, 30, 200))):
+        for name, colour in (
+            ("red", (200, 30, 30)),
+            ("green", (30, 200, 30)),
+            ("blue", (30, 30, 200)),
+        ):
             (tmp_path / split / name).mkdir(parents=True)
             for i in range(per_class):
                 noise = draw.integers(0, 40, (40, 40, 3)) + np.array(colour)
-                Image.fromarray(noise.clip(0, 255).astype(np.uint8)).save(tmp_path / split / name / f"{i}.png")
+                Image.fromarray(noise.clip(0, 255).astype(np.uint8)).save(
+                    tmp_path / split / name / f"{i}.png"
+                )
     (tmp_path / "templates.txt").write_text("{}\na {} square\n")
-    train, test = (open_source(f"imagefolder:{tmp_path / split}?templates={tmp_path / 'templates.txt'}") for split in ("train", "test"))
+    train, test = (
+        open_source(f"imagefolder:{tmp_path / split}?templates={tmp_path / 'templates.txt'}")
+        for split in ("train", "test")
+    )
     values = classification(embedder, HeldOut(test, test.usable()), HeldOut(train, train.usable()))
     assert values["num_classes"] == 3 and values["num_samples"] == 18
-    assert values["neighbours_top_1"] > 0.9 and values["linear_probe_top_1"] > 0.9  # colours survive any convolutions
+    assert (
+        values["neighbours_top_1"] > 0.9 and values["linear_probe_top_1"] > 0.9
+    )  # colours survive any convolutions
     names = ["blue", "green", "red"]
-    prompts = embedder.texts([t.format(n) for n in names for t in ("{}", "a {} square")]).view(3, 2, -1)
+    prompts = embedder.texts([t.format(n) for n in names for t in ("{}", "a {} square")]).view(
+        3, 2, -1
+    )
     by_class = F.normalize(prompts.mean(1), dim=1)
     index, image = embedder.images(test, test.usable())
     guessed = [names[c] for c in (image @ by_class.T).argmax(1).tolist()]
@@ -244,23 +315,41 @@ def test_classes_by_prompts_neighbours_and_a_probe(source, embedder, tmp_path):
     assert values["zero_shot_top_1"] == pytest.approx(right) and values["zero_shot_top_5"] == 1.0
     alone = classification(embedder, HeldOut(test, test.usable()), None)
     assert set(alone) == {"num_samples", "num_classes", "zero_shot_top_1", "zero_shot_top_5"}
-    shutil.rmtree(tmp_path / "test" / "blue")  # a class that is only learned from is no answer to a zero-shot question
-    fewer = open_source(f"imagefolder:{tmp_path / 'test'}?templates={tmp_path / 'templates.txt'}", refresh=True)
-    with_train, alone = (classification(embedder, HeldOut(fewer, fewer.usable()), more) for more in (HeldOut(train, train.usable()), None))
+    shutil.rmtree(
+        tmp_path / "test" / "blue"
+    )  # a class that is only learned from is no answer to a zero-shot question
+    fewer = open_source(
+        f"imagefolder:{tmp_path / 'test'}?templates={tmp_path / 'templates.txt'}", refresh=True
+    )
+    with_train, alone = (
+        classification(embedder, HeldOut(fewer, fewer.usable()), more)
+        for more in (HeldOut(train, train.usable()), None)
+    )
     assert alone["num_classes"] == 2 and alone.items() <= with_train.items()
     plain = open_source(f"imagefolder:{tmp_path / 'train'}")
-    with pytest.raises(ValueError, match="2 of 2 classes of .* are not among those of .*, the first is 'green'; give both the same names"):
+    with pytest.raises(
+        ValueError,
+        match="2 of 2 classes of .* are not among those of .*, the first is 'green'; give both the same names",
+    ):
         classification(embedder, HeldOut(fewer, fewer.usable()), HeldOut(plain, plain.usable()))
-    with pytest.raises(ValueError, match="at least 5 training pictures of 2 classes; .* has 4 of 2"):
-        classification(embedder, HeldOut(fewer, fewer.usable()), HeldOut(fewer, fewer.usable()[4:8]))
+    with pytest.raises(
+        ValueError, match="at least 5 training pictures of 2 classes; .* has 4 of 2"
+    ):
+        classification(
+            embedder, HeldOut(fewer, fewer.usable()), HeldOut(fewer, fewer.usable()[4:8])
+        )
 
 
 def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
     embedded = embedder.embedded(source, SUBSET, True)
     rows = examples(embedded, source, 5, seed=3)
-    assert [row.picture is None for row in rows] == [True, True, True, False, False] and all(len(row.found) == 5 for row in rows)
+    assert [row.picture is None for row in rows] == [True, True, True, False, False] and all(
+        len(row.found) == 5 for row in rows
+    )
     for row in rows:
-        assert [f.similarity for f in row.found] == sorted((f.similarity for f in row.found), reverse=True)
+        assert [f.similarity for f in row.found] == sorted(
+            (f.similarity for f in row.found), reverse=True
+        )
         for found in row.found:
             if row.picture is None:
                 of = next(i for i in SUBSET if source.image_bytes(i) == found.picture)
@@ -268,7 +357,11 @@ def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
             else:
                 of = next(i for i in SUBSET if source.image_bytes(i) == row.picture)
                 assert found.right == (found.text in source.captions(of))
-    priced = replace(rows[0], text="for $5 and $a^b^c$", found=[replace(f, text="$\\foo{") for f in rows[0].found])  # no formulas
+    priced = replace(
+        rows[0],
+        text="for $5 and $a^b^c$",
+        found=[replace(f, text="$\\foo{") for f in rows[0].found],
+    )  # no formulas
     draw_rows([priced, *rows[1:]], "a title of $1", tmp_path / "a folder" / "rows.png")
     assert (tmp_path / "a folder" / "rows.png").stat().st_size > 20_000
 
@@ -282,7 +375,9 @@ def picture_of(text: str, path: Path) -> tuple[np.ndarray, str | None]:
 @pytest.mark.filterwarnings("error")
 def test_queries_that_no_font_has_are_told_in_one_line(tmp_path, monkeypatch):
     """Not in a warning for each character."""
-    shipped = tuple(font for font in installed_fonts() if font.family.startswith(("DejaVu", "STIX")))  # matplotlib's have no Chinese
+    shipped = tuple(
+        font for font in installed_fonts() if font.family.startswith(("DejaVu", "STIX"))
+    )  # matplotlib's have no Chinese
     monkeypatch.setattr("data.modalities.fonts.installed_fonts", lambda: shipped)
     (dog, notice), (cat, same) = (picture_of(text, tmp_path / "rows.png") for text in ("犬", "猫"))
     assert "fonts-noto-cjk" in notice and same == notice and np.array_equal(dog, cat)
@@ -290,7 +385,9 @@ def test_queries_that_no_font_has_are_told_in_one_line(tmp_path, monkeypatch):
     assert nothing is None and not np.array_equal(latin, dog)
 
 
-@pytest.mark.skipif(bool(fonts_for(["犬猫"]).missing), reason="no font of this machine has Chinese characters")
+@pytest.mark.skipif(
+    bool(fonts_for(["犬猫"]).missing), reason="no font of this machine has Chinese characters"
+)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_queries_in_chinese_beside_latin_are_drawn(tmp_path, kind):
@@ -298,32 +395,49 @@ def test_queries_in_chinese_beside_latin_are_drawn(tmp_path, kind):
     if kind == "png":
         (dog, notice), (cat, _) = (picture_of(text, tmp_path / "rows.png") for text in ("犬", "猫"))
         assert notice is None and not np.array_equal(dog, cat)
-    assert draw_rows([Row("a 犬", None, [Found(None, "猫", 0.5)])], "犬", tmp_path / f"rows.{kind}") is None
+    assert (
+        draw_rows([Row("a 犬", None, [Found(None, "猫", 0.5)])], "犬", tmp_path / f"rows.{kind}")
+        is None
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--classify-train", "imagefolder:x"], "--classify-train trains on what --classify is tested with"),
+        (
+            ["--classify-train", "imagefolder:x"],
+            "--classify-train trains on what --classify is tested with",
+        ),
         (["--classify", "imagefolder:x", "--query", "an apple"], "--classify tells classes"),
         (["--query", " "], "--query is empty"),
         (["--number", "0", "--query", "an apple"], "--number 0: at least 1 is needed"),
         (["--number", "4"], "--number is of --query"),
         (["--query", "an apple", "--json", "out.json"], "--query searches; --json is of retrieval"),
-        (["--query", "an apple", "--captions", "all"], "--query searches; --captions is of retrieval"),
-        (["--classify", "imagefolder:x", "--val-data", "demo"], "--classify tells classes; --val-data is of pairs"),
+        (
+            ["--query", "an apple", "--captions", "all"],
+            "--query searches; --captions is of retrieval",
+        ),
+        (
+            ["--classify", "imagefolder:x", "--val-data", "demo"],
+            "--classify tells classes; --val-data is of pairs",
+        ),
         (["--workers", "-1"], "--workers -1: at least 0 is needed"),
         (["--json", "no such folder/out.json"], "there is no folder"),
         (["--batch-size", "-3"], "--batch-size -3: at least 1"),
         (["--rerank", "0"], "--rerank 0: at least 1 is needed"),
         (["--rerank", "5", "--query", "an apple"], "--query searches; --rerank is of retrieval"),
-        (["--val-data", "demo", "--val-data", "demo:de"], "--val-data is given twice, demo and demo:de"),
+        (
+            ["--val-data", "demo", "--val-data", "demo:de"],
+            "--val-data is given twice, demo and demo:de",
+        ),
         (["--json", "."], "--json .: is a folder"),
         (["--picture", f"{__file__}/a.png"], "nothing can be written in "),
         (["--picture", "queries.jpeg"], "a name that ends in .png, .svg or .pdf"),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
+def test_what_does_not_go_together_is_refused_before_anything_is_loaded(
+    arguments, words, monkeypatch, capsys
+):
     import evaluate
 
     monkeypatch.setattr("sys.argv", ["evaluate.py", "nowhere", *arguments])
@@ -339,16 +453,38 @@ def test_each_question_has_a_file_of_its_own(monkeypatch):
         monkeypatch.setattr("sys.argv", ["evaluate.py", "nowhere", *arguments])
         return evaluate.output_name(evaluate.parse(), "step-00000008")
 
-    asked = [[], ["--val-data", "jsonl:my data/a.jsonl"], ["--captions", "all"], ["--classify", "imagefolder:x"], ["--val-data", "demo"]]
-    assert name() == "evaluation-step-00000008.json" and name(*asked[1]) == "evaluation-step-00000008-jsonl-my-data-a-jsonl.json"
+    asked = [
+        [],
+        ["--val-data", "jsonl:my data/a.jsonl"],
+        ["--captions", "all"],
+        ["--classify", "imagefolder:x"],
+        ["--val-data", "demo"],
+    ]
+    assert (
+        name() == "evaluation-step-00000008.json"
+        and name(*asked[1]) == "evaluation-step-00000008-jsonl-my-data-a-jsonl.json"
+    )
     long = "jsonl:" + "a/" * 120
-    asked += [["--val-data", long + end, *captions] for end in ("b.jsonl", "c.jsonl") for captions in ([], ["--captions", "all"])]
-    assert len({name(*arguments) for arguments in asked}) == 9 and max(len(name(*arguments)) for arguments in asked) <= 205
+    asked += [
+        ["--val-data", long + end, *captions]
+        for end in ("b.jsonl", "c.jsonl")
+        for captions in ([], ["--captions", "all"])
+    ]
+    assert (
+        len({name(*arguments) for arguments in asked}) == 9
+        and max(len(name(*arguments)) for arguments in asked) <= 205
+    )
 
 
 def test_numbers_that_json_does_not_have_are_null(tmp_path):
-    write_numbers(tmp_path / "out.json", {"a": float("nan"), "deeper": {"b": float("inf"), "c": 1.5}, "n": 3})
-    assert json.loads((tmp_path / "out.json").read_text()) == {"a": None, "deeper": {"b": None, "c": 1.5}, "n": 3}
+    write_numbers(
+        tmp_path / "out.json", {"a": float("nan"), "deeper": {"b": float("inf"), "c": 1.5}, "n": 3}
+    )
+    assert json.loads((tmp_path / "out.json").read_text()) == {
+        "a": None,
+        "deeper": {"b": None, "c": 1.5},
+        "n": 3,
+    }
 
 
 def test_what_a_run_held_out_is_looked_for_in_its_roots(tmp_path, source, embedder):
@@ -365,6 +501,8 @@ def test_what_a_run_held_out_is_looked_for_in_its_roots(tmp_path, source, embedd
     of_set = {"data": ["demo"], "val_data": spec, "data_root": roots}
     of_part = {"data": [spec], "val_data": None, "val_fraction": 0.25, "data_root": roots}
     for options, number in ((of_set, 8), (of_part, 2)):
-        parts = held_out(arguments, replace(embedder.trained, record={"options": options, "tokenizer": None}))
+        parts = held_out(
+            arguments, replace(embedder.trained, record={"options": options, "tokenizer": None})
+        )
         (part,) = parts.values()
         assert len(part.subset) == number and part.source.image_bytes(3) == source.image_bytes(3)

@@ -1,4 +1,5 @@
-"""Exported folders: the embeddings of the training stages, by public libraries alone; and the way back."""
+"""Exported folders: the embeddings of the training stages, by public libraries alone; and the way
+back."""
 
 import io
 import json
@@ -18,7 +19,13 @@ from data.modalities.preprocessing import CLIP as CLIP_PIXELS
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.modalities.transforms import eval_transform, normalised
 from launch.inference.exporting import canonical_state, write_export
-from launch.inference.trained import Trained, find_checkpoint, open_export, open_model_folder, open_run
+from launch.inference.trained import (
+    Trained,
+    find_checkpoint,
+    open_export,
+    open_model_folder,
+    open_run,
+)
 from launch.run.records import options_of_export
 from launch.settings.options import parse_options
 from models.losses import build_loss
@@ -31,10 +38,19 @@ RESNET = "resnet18:layers=1-1-1-1"
 VIT = "vit_b_16:patch_size=16,num_layers=2,num_heads=4,hidden_dim=48,mlp_dim=96"
 CONVNEXT = "convnext_tiny:dims=16-24-32-40,depths=1-1-2-1"
 BERT = "bert-tiny:hidden_size=48,num_attention_heads=4"
-ROBERTA = "roberta-base:hidden_size=48,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64"
+ROBERTA = (
+    "roberta-base:hidden_size=48,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64"
+)
 DISTILBERT = "distilbert-base-uncased:dim=48,n_layers=2,n_heads=4,hidden_dim=64"
-CLIP = "clip-text-base:hidden_size=48,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64"
-CAPTIONS = ["a red apple", "two green birds over water", "nothing but snow and a very long way to go home again", "an apple"]
+CLIP = (
+    "clip-text-base:hidden_size=48,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64"
+)
+CAPTIONS = [
+    "a red apple",
+    "two green birds over water",
+    "nothing but snow and a very long way to go home again",
+    "an apple",
+]
 
 # image tower, text tower, loss, a word of why it is a state dict (none: it is the dual encoder)
 MODELS = {
@@ -42,30 +58,87 @@ MODELS = {
     "convnext+clip": (CONVNEXT, CLIP, "infonce", None),
     "vit+roberta": (VIT, ROBERTA, "infonce", None),
     "resnet+distilbert": (RESNET, DISTILBERT, "infonce", "ResNet has shape"),
-    "resnet50+bert+sigmoid": ("resnet50:layers=1-1-1-1,width_per_group=8", BERT, "sigmoid", "no logit_bias"),
+    "resnet50+bert+sigmoid": (
+        "resnet50:layers=1-1-1-1,width_per_group=8",
+        BERT,
+        "sigmoid",
+        "no logit_bias",
+    ),
     "convnext+distilbert": (CONVNEXT, DISTILBERT, "infonce", "no pooled output"),
-    "resnet, attention+bert, mean": (f"{RESNET},pool=attention", f"{BERT},pool=mean", "infonce", "is that of pool=pooler, not mean"),
-    "resnet, max+clip, last": (f"{RESNET},pool=max", f"{CLIP},pool=last", "infonce", "is that of pool=eos, not last"),
-    "vit, avg+bert, attention": (f"{VIT},pool=avg", f"{BERT},pool=attention", "infonce", "pool=cls, not avg"),
-    "vit, attention+roberta, max": (f"{VIT},pool=attention", f"{ROBERTA},pool=max", "infonce", "pool=cls, not attention"),
-    "vit, max+bert, first": (f"{VIT},pool=max", f"{BERT},pool=first", "infonce", "pool=cls, not max"),
-    "convnext, attention+bert, last": (f"{CONVNEXT},pool=attention", f"{BERT},pool=last", "infonce", "pool=avg, not attention"),
-    "convnext, max+distilbert, mean": (f"{CONVNEXT},pool=max", f"{DISTILBERT},pool=mean", "infonce", "pool=avg, not max"),
+    "resnet, attention+bert, mean": (
+        f"{RESNET},pool=attention",
+        f"{BERT},pool=mean",
+        "infonce",
+        "is that of pool=pooler, not mean",
+    ),
+    "resnet, max+clip, last": (
+        f"{RESNET},pool=max",
+        f"{CLIP},pool=last",
+        "infonce",
+        "is that of pool=eos, not last",
+    ),
+    "vit, avg+bert, attention": (
+        f"{VIT},pool=avg",
+        f"{BERT},pool=attention",
+        "infonce",
+        "pool=cls, not avg",
+    ),
+    "vit, attention+roberta, max": (
+        f"{VIT},pool=attention",
+        f"{ROBERTA},pool=max",
+        "infonce",
+        "pool=cls, not attention",
+    ),
+    "vit, max+bert, first": (
+        f"{VIT},pool=max",
+        f"{BERT},pool=first",
+        "infonce",
+        "pool=cls, not max",
+    ),
+    "convnext, attention+bert, last": (
+        f"{CONVNEXT},pool=attention",
+        f"{BERT},pool=last",
+        "infonce",
+        "pool=avg, not attention",
+    ),
+    "convnext, max+distilbert, mean": (
+        f"{CONVNEXT},pool=max",
+        f"{DISTILBERT},pool=mean",
+        "infonce",
+        "pool=avg, not max",
+    ),
     "vit+bert, eos": (VIT, f"{BERT},pool=eos", "infonce", "not eos"),
-    "odd vit+clip": (VIT.replace("mlp_dim=96", "mlp_dim=100"), CLIP, "infonce", "whole multiples of 48, not 100"),
+    "odd vit+clip": (
+        VIT.replace("mlp_dim=96", "mlp_dim=100"),
+        CLIP,
+        "infonce",
+        "whole multiples of 48, not 100",
+    ),
 }
 
 
 def tokenizer_for(text_tower):
     tokenizer = load_tokenizer(None, CAPTIONS)
-    if text_tower == CLIP or "pool=eos" in text_tower:  # it pools where the text ends; this id is not 2, nor the highest
+    if (
+        text_tower == CLIP or "pool=eos" in text_tower
+    ):  # it pools where the text ends; this id is not 2, nor the highest
         tokenizer.eos_token = "[SEP]"
     return tokenizer
 
 
 def towers_for(image_tower, text_tower, tokenizer, loss="infonce", fusion=None):
     ids = tokenizer.pad_token_id, tokenizer.eos_token_id
-    return build_towers(image_tower, text_tower, 32, SIZE, len(tokenizer), TOKENS, *ids, build_loss(loss).parameters, fusion)
+    return build_towers(
+        image_tower,
+        text_tower,
+        32,
+        SIZE,
+        len(tokenizer),
+        TOKENS,
+        *ids,
+        build_loss(loss).parameters,
+        fusion,
+    )
 
 
 def trained_model(image_tower, text_tower, loss, dtype=torch.float32, fusion=None) -> Trained:
@@ -107,13 +180,22 @@ def encoded(picture, form="PNG", **options):
 
 
 def files():
-    """Pictures of the tower's size, near it, smaller, shrunk in two steps, decoded at a smaller scale, lying on a side, with transparency."""
+    """Pictures of the tower's size, near it, smaller, shrunk in two steps, decoded at a smaller
+    scale, lying on a side, with transparency."""
     turned = Image.Exif()
     turned[274] = 6
     transparent = picture((90, 70))
     transparent.putalpha(Image.linear_gradient("L").resize((90, 70)))
-    opaque = [encoded(picture(size)) for size in ((SIZE, SIZE), (SIZE + 15, SIZE + 1), (40, 57), (333, 217))]
-    return [*opaque, encoded(picture((700, 500)), "JPEG"), encoded(picture((70, 99)), "JPEG", exif=turned), encoded(transparent)]
+    opaque = [
+        encoded(picture(size))
+        for size in ((SIZE, SIZE), (SIZE + 15, SIZE + 1), (40, 57), (333, 217))
+    ]
+    return [
+        *opaque,
+        encoded(picture((700, 500)), "JPEG"),
+        encoded(picture((70, 99)), "JPEG", exif=turned),
+        encoded(transparent),
+    ]
 
 
 def evaluated(data):
@@ -122,7 +204,8 @@ def evaluated(data):
     return normalised([transform(transform.stored(data))])[0]
 
 
-# for each folder: the code of its page, run there, on the pictures and texts; nothing of ours can be imported
+# for each folder: the code of its page, run there, on the pictures and texts; nothing of ours can
+# be imported
 FRESH = """
 import os, sys, torch
 _, captions, *folders = sys.argv
@@ -137,18 +220,29 @@ for folder in folders:
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
-    """name -> (the model, its folder, why it is no dual encoder); a fresh process has left the embeddings by the folder's page in result.pt."""
+    """name -> (the model, its folder, why it is no dual encoder); a fresh process has left the
+    embeddings by the folder's page in result.pt."""
     root = tmp_path_factory.mktemp("exports")
     made = {}
     for number, (name, (image_tower, text_tower, loss, _)) in enumerate(MODELS.items()):
         trained = trained_model(image_tower, text_tower, loss)
         folder = root / f"model {number}"
         made[name] = trained, folder, write_export(trained, folder)
-        code = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+        code = re.findall(
+            r"```python\n(.*?)```",
+            (folder / "README.md").read_text(encoding="utf-8"),
+            flags=re.DOTALL,
+        )
         (folder / "page.py").write_text("\n".join(code), encoding="utf-8")
     for i, data in enumerate(files()):
         (root / str(i)).write_bytes(data)
-    arguments = [sys.executable, "-c", FRESH, "|".join(CAPTIONS), *(str(folder) for _, folder, _ in made.values())]
+    arguments = [
+        sys.executable,
+        "-c",
+        FRESH,
+        "|".join(CAPTIONS),
+        *(str(folder) for _, folder, _ in made.values()),
+    ]
     result = subprocess.run(arguments, cwd=root, text=True, capture_output=True, timeout=1200)
     assert result.returncode == 0, result.stderr[-3000:]
     return made
@@ -156,7 +250,8 @@ def exports(tmp_path_factory):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fresh_process_gets_the_embeddings_of_the_training_stages(exports, name):
-    """By the code on the page of the folder, with public libraries alone, from pictures and texts as they are."""
+    """By the code on the page of the folder, with public libraries alone, from pictures and texts
+    as they are."""
     (trained, folder, differences), reason = exports[name], MODELS[name][-1]
     assert (differences == []) == (reason is None) and (reason or "") in "; ".join(differences)
     assert (folder / "config.json").is_file() == (reason is None)
@@ -166,18 +261,29 @@ def test_a_fresh_process_gets_the_embeddings_of_the_training_stages(exports, nam
     stages = embeddings(trained.layers, ours, batch_tokens(trained.tokenizer, CAPTIONS, TOKENS))
     torch.testing.assert_close(image_embeds, stages["image_embeds"], rtol=0, atol=1e-6)
     torch.testing.assert_close(text_embeds, stages["text_embeds"], rtol=0, atol=1e-6)
-    assert (image_embeds[0] - image_embeds[1]).abs().max() > 1e-4 < (text_embeds[0] - text_embeds[1]).abs().max()  # it tells them apart
+    assert (
+        (image_embeds[0] - image_embeds[1]).abs().max()
+        > 1e-4
+        < (text_embeds[0] - text_embeds[1]).abs().max()
+    )  # it tells them apart
 
 
 @pytest.mark.parametrize("name", ["vit+bert", "resnet+distilbert"])
 def test_what_scores_pairs_is_left_out(tmp_path, name):
-    """Of either kind of export; the embeddings are those of the model that was trained with it, which `--fusion` then goes on with from scratch."""
+    """Of either kind of export; the embeddings are those of the model that was trained with it,
+    which `--fusion` then goes on with from scratch."""
     image_tower, text_tower, loss, _ = MODELS[name]
     trained = trained_model(image_tower, text_tower, loss, fusion=FusionSizes(1, 16, 2))
     write_export(trained, tmp_path / "out")
     again = open_export(tmp_path / "out")
-    pixels, tokens = torch.stack([evaluated(data) for data in files()]), batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
-    ours, theirs = embeddings(trained.layers, pixels, tokens), embeddings(again.layers, pixels, tokens)
+    pixels, tokens = (
+        torch.stack([evaluated(data) for data in files()]),
+        batch_tokens(trained.tokenizer, CAPTIONS, TOKENS),
+    )
+    ours, theirs = (
+        embeddings(trained.layers, pixels, tokens),
+        embeddings(again.layers, pixels, tokens),
+    )
     for found in ("image_embeds", "text_embeds"):
         assert torch.equal(ours[found], theirs[found])
     assert "image_tokens" in ours and "image_tokens" not in theirs
@@ -189,14 +295,26 @@ def test_what_scores_pairs_is_left_out(tmp_path, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_export_is_started_from_without_a_change(exports, name):
-    """What the folder says about towers, sizes and tokenizer is enough, and every tensor comes back to the last bit."""
+    """What the folder says about towers, sizes and tokenizer is enough, and every tensor comes back
+    to the last bit."""
     trained, folder, _ = exports[name]
     options = parse_options(["--import", str(folder), "--loss", MODELS[name][2]])
     assert options.tokenizer_source() == str(folder) and options.image_tower == MODELS[name][0]
     tokenizer = load_tokenizer(options.tokenizer_source())
-    assert batch_tokens(tokenizer, CAPTIONS, TOKENS)["input_ids"].equal(batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)["input_ids"])
-    sizes = options.embed_dim, options.image_size, len(tokenizer), options.max_text_tokens, tokenizer.pad_token_id, tokenizer.eos_token_id
-    towers = build_towers(options.image_tower, options.text_tower, *sizes, build_loss(options.loss).parameters)
+    assert batch_tokens(tokenizer, CAPTIONS, TOKENS)["input_ids"].equal(
+        batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)["input_ids"]
+    )
+    sizes = (
+        options.embed_dim,
+        options.image_size,
+        len(tokenizer),
+        options.max_text_tokens,
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+    )
+    towers = build_towers(
+        options.image_tower, options.text_tower, *sizes, build_loss(options.loss).parameters
+    )
     weights = open_model(options.imported, *towers)
     layers = [spec.build(9, weights).eval() for tower in towers for spec in tower.specs]
     before, after = canonical_state(trained.layers), canonical_state(layers)
@@ -204,7 +322,9 @@ def test_an_export_is_started_from_without_a_change(exports, name):
     assert not [name for name in before if not torch.equal(before[name], after[name])]
     pixels, tokens = torch.randn(2, 3, SIZE, SIZE), batch_tokens(tokenizer, CAPTIONS[:2], TOKENS)
     expected, found = (embeddings(side, pixels, tokens) for side in (trained.layers, layers))
-    assert torch.equal(expected["image_embeds"], found["image_embeds"]) and torch.equal(expected["text_embeds"], found["text_embeds"])
+    assert torch.equal(expected["image_embeds"], found["image_embeds"]) and torch.equal(
+        expected["text_embeds"], found["text_embeds"]
+    )
 
 
 def test_what_is_given_beside_an_export_counts_and_must_fit_its_weights(exports, capsys):
@@ -214,9 +334,15 @@ def test_what_is_given_beside_an_export_counts_and_must_fit_its_weights(exports,
         parse_options(["--import", folder, "--text-weights", "bert-tiny"])
     assert "it holds both towers; leave out --text-weights" in capsys.readouterr().err
     tokenizer = tokenizer_for(BERT)
-    with pytest.raises(ValueError, match=r"pos_embedding has shape \(1, 17, 48\) there but \(1, 65, 48\)"):
-        open_model(folder, *towers_for(VIT.replace("patch_size=16", "patch_size=8"), BERT, tokenizer))
-    with pytest.raises(ValueError, match="dual encoder, which the towers asked for cannot be .*ResNet"):
+    with pytest.raises(
+        ValueError, match=r"pos_embedding has shape \(1, 17, 48\) there but \(1, 65, 48\)"
+    ):
+        open_model(
+            folder, *towers_for(VIT.replace("patch_size=16", "patch_size=8"), BERT, tokenizer)
+        )
+    with pytest.raises(
+        ValueError, match="dual encoder, which the towers asked for cannot be .*ResNet"
+    ):
         open_model(folder, *towers_for(RESNET, BERT, tokenizer))
     with pytest.raises(FileNotFoundError, match="there is no such file or folder"):
         open_model(folder + "s", *towers_for(VIT, BERT, tokenizer))
@@ -228,7 +354,10 @@ def test_a_model_of_infonce_goes_on_with_sigmoid(exports, name, caplog):
     trained, folder, _ = exports[name]
     towers = towers_for(*MODELS[name][:2], trained.tokenizer, "sigmoid")
     head = towers[0].specs[-1].build(0, open_model(str(folder), *towers))
-    assert torch.equal(head.logit_scale, trained.layers[len(towers[0].specs) - 1].logit_scale) and head.logit_bias.item() == -10
+    assert (
+        torch.equal(head.logit_scale, trained.layers[len(towers[0].specs) - 1].logit_scale)
+        and head.logit_bias.item() == -10
+    )
     assert "has no head.logit_bias: trained from scratch" in caplog.text
 
 
@@ -244,7 +373,8 @@ def test_transformers_processor_gives_the_pixels_of_evaluation_where_the_page_sa
 
 
 def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
-    """Of a run with ImageNet's values: its page, transformers' processor and a run that starts from it prepare the same pixels."""
+    """Of a run with ImageNet's values: its page, transformers' processor and a run that starts from
+    it prepare the same pixels."""
     trained = trained_model(VIT, BERT, "infonce")
     values = {
         "image_mean": [0.485, 0.456, 0.406],
@@ -256,18 +386,35 @@ def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
     write_export(trained, tmp_path)
     transform = eval_transform(SIZE, trained.preprocessing)
     data = encoded(picture((87, 80)))
-    expected = normalised([transform(transform.stored(data))], preprocessing=trained.preprocessing)[0]
+    expected = normalised([transform(transform.stored(data))], preprocessing=trained.preprocessing)[
+        0
+    ]
     names: dict = {}
-    exec(re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)[-1], names)
+    exec(
+        re.findall(
+            r"```python\n(.*?)```",
+            (tmp_path / "README.md").read_text(encoding="utf-8"),
+            flags=re.DOTALL,
+        )[-1],
+        names,
+    )
     torch.testing.assert_close(names["pixel_values"](io.BytesIO(data)), expected, rtol=0, atol=1e-5)
-    theirs = AutoImageProcessor.from_pretrained(tmp_path)(picture((87, 80)), return_tensors="pt")["pixel_values"][0]
+    theirs = AutoImageProcessor.from_pretrained(tmp_path)(picture((87, 80)), return_tensors="pt")[
+        "pixel_values"
+    ][0]
     torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-5)
     assert (expected - evaluated(data)).abs().max() > 0.1  # CLIP's are others
     options = parse_options(["--import", str(tmp_path)])
-    assert {key: list(value) if isinstance(value, tuple) else value for key, value in vars(options).items() if key in values} == values
+    assert {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in vars(options).items()
+        if key in values
+    } == values
     assert open_export(tmp_path).preprocessing == trained.preprocessing
     record = json.loads((tmp_path / "wye.json").read_text())
-    (tmp_path / "wye.json").write_text(json.dumps({key: value for key, value in record.items() if key not in values}))
+    (tmp_path / "wye.json").write_text(
+        json.dumps({key: value for key, value in record.items() if key not in values})
+    )
     assert open_export(tmp_path).preprocessing == CLIP_PIXELS  # an export from before these options
 
 
@@ -278,7 +425,9 @@ def test_a_scale_beyond_its_limit_is_exported_as_the_loss_read_it(tmp_path):
         if hasattr(layer, "logit_scale"):
             layer.logit_scale.data.fill_(5.0)
     write_export(trained, tmp_path / "out")
-    (head,) = (layer for layer in open_export(tmp_path / "out").layers if hasattr(layer, "logit_scale"))
+    (head,) = (
+        layer for layer in open_export(tmp_path / "out").layers if hasattr(layer, "logit_scale")
+    )
     assert head.logit_scale.exp().item() == pytest.approx(100.0)
 
 
@@ -289,7 +438,9 @@ def test_half_precision_weights_are_exported_as_they_are(tmp_path):
     weights = open_model(str(tmp_path / "out"), *towers)
     for spec, layer in zip((spec for tower in towers for spec in tower.specs), trained.layers):
         for name, tensor in spec.build(0, weights).state_dict().items():
-            assert tensor.dtype == torch.float32 and torch.equal(tensor, layer.state_dict()[name].float()), name
+            assert tensor.dtype == torch.float32 and torch.equal(
+                tensor, layer.state_dict()[name].float()
+            ), name
     assert json.loads((tmp_path / "out" / "wye.json").read_text())["trained_in"] == "bfloat16"
 
 
@@ -299,13 +450,20 @@ def test_an_exported_folder_is_evaluated_like_a_run(name, tmp_path):
     trained = trained_model(image_tower, text_tower, loss)
     write_export(trained, tmp_path / "out")
     again = open_model_folder(tmp_path / "out", None, "cpu", False)
-    assert (again.step, again.options["image_size"], again.options["max_text_tokens"]) == (7, SIZE, TOKENS)
+    assert (again.step, again.options["image_size"], again.options["max_text_tokens"]) == (
+        7,
+        SIZE,
+        TOKENS,
+    )
     assert batch_tokens(again.tokenizer, CAPTIONS, TOKENS)["input_ids"].equal(
         batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)["input_ids"]
     )
     for layer, expected in zip(again.layers, trained.layers, strict=True):
         assert not layer.training
-        assert all(torch.equal(tensor, expected.state_dict()[key]) for key, tensor in layer.state_dict().items())
+        assert all(
+            torch.equal(tensor, expected.state_dict()[key])
+            for key, tensor in layer.state_dict().items()
+        )
     with pytest.raises(ValueError, match="--checkpoint and --ema are of a run's folder"):
         open_model_folder(tmp_path / "out", "step-00000007", "cpu", False)
 
@@ -323,7 +481,10 @@ def test_only_an_earlier_export_is_replaced(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     write_export(trained, out)  # empty: taken
-    with pytest.raises(ValueError, match="is not empty; give another folder, or replace an earlier export with --overwrite"):
+    with pytest.raises(
+        ValueError,
+        match="is not empty; give another folder, or replace an earlier export with --overwrite",
+    ):
         write_export(trained, out)
     (out / "left.txt").touch()
     write_export(trained, out, overwrite=True)

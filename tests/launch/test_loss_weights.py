@@ -12,8 +12,16 @@ from launch.settings.options import parse_options
 from models.losses import InfoNCE, Matching
 
 ASKED = {"contrastive": 1.0, "matching": 0.5}
-PAIRS = {"contrastive/image_text": 1.0, "contrastive/sound_text": 0.5, "contrastive/image_sound": 2.0}
-BRANCHES = {"image_text": ("image", "text"), "sound_text": ("sound", "text"), "image_sound": ("image", "sound")}
+PAIRS = {
+    "contrastive/image_text": 1.0,
+    "contrastive/sound_text": 0.5,
+    "contrastive/image_sound": 2.0,
+}
+BRANCHES = {
+    "image_text": ("image", "text"),
+    "sound_text": ("sound", "text"),
+    "image_sound": ("image", "sound"),
+}
 
 
 def told(contrastive, matching):
@@ -60,21 +68,35 @@ def test_a_loss_that_falls_more_slowly_gets_more():
 
 
 def test_matching_waits_for_the_embeddings():
-    start, later = (after("measured", [(5.0, 0.7)] * 20 + [(loss, 0.7)] * 20) for loss in (5.0, 1.0))
-    assert start["matching"] / start["contrastive"] == pytest.approx(0.5 / MOST) and later["matching"] > 2 * start["matching"]
+    start, later = (
+        after("measured", [(5.0, 0.7)] * 20 + [(loss, 0.7)] * 20) for loss in (5.0, 1.0)
+    )
+    assert (
+        start["matching"] / start["contrastive"] == pytest.approx(0.5 / MOST)
+        and later["matching"] > 2 * start["matching"]
+    )
 
 
 @pytest.mark.parametrize("mode", ["uncertainty", "measured"])
 def test_weights_stay_within_bounds_whatever_the_losses(mode):
-    for losses in ([(1e-9, 1e3)] * 500, [(1e3, 1e-9)] * 500, [(0.0, 0.0)] * 50, [(10.0**-step, 1.0) for step in range(200)]):
+    for losses in (
+        [(1e-9, 1e3)] * 500,
+        [(1e3, 1e-9)] * 500,
+        [(0.0, 0.0)] * 50,
+        [(10.0**-step, 1.0) for step in range(200)],
+    ):
         found = after(mode, losses, interval=1)
         ratio = found["matching"] / found["contrastive"] / 0.5
-        assert MOST**-3 <= ratio <= MOST**2 and all(math.isfinite(weight) for weight in found.values())
+        assert MOST**-3 <= ratio <= MOST**2 and all(
+            math.isfinite(weight) for weight in found.values()
+        )
 
 
 def test_losses_that_are_not_finite_do_not_count():
     fine = [(3.0, 0.7)] * 30
-    assert after("uncertainty", [(math.nan, 0.7), (3.0, math.inf), *fine], interval=1) == after("uncertainty", fine, interval=1)
+    assert after("uncertainty", [(math.nan, 0.7), (3.0, math.inf), *fine], interval=1) == after(
+        "uncertainty", fine, interval=1
+    )
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "alignment"])
@@ -95,7 +117,10 @@ def test_one_loss_has_nothing_to_share():
     assert weights.after_step(5, {}) is None and weights.weights() == {"contrastive": 1.0}
 
 
-@pytest.mark.parametrize(("mode", "asked", "interval"), [("fix", ASKED, 5), ("fixed", ASKED, 0), ("fixed", {"contrastive": 0.0}, 5)])
+@pytest.mark.parametrize(
+    ("mode", "asked", "interval"),
+    [("fix", ASKED, 5), ("fixed", ASKED, 0), ("fixed", {"contrastive": 0.0}, 5)],
+)
 def test_what_cannot_be_is_refused(mode, asked, interval):
     with pytest.raises(ValueError):
         LossWeights(mode, asked, interval)
@@ -105,7 +130,9 @@ def test_what_cannot_be_is_refused(mode, asked, interval):
 
 
 def of_pairs(*losses):
-    return {name.replace("contrastive", "contrastive_loss"): loss for name, loss in zip(PAIRS, losses)}
+    return {
+        name.replace("contrastive", "contrastive_loss"): loss for name, loss in zip(PAIRS, losses)
+    }
 
 
 def test_losses_and_weights_have_their_names_from_the_objective():
@@ -133,7 +160,9 @@ def test_any_number_of_losses_share_what_was_asked_for(mode):
     assert found != PAIRS and sum(found.values()) == pytest.approx(3.5)
     factors = [found[name] / asked for name, asked in PAIRS.items()]
     if mode == "measured":
-        assert factors[1] > factors[0] > factors[2], "the more slowly a loss falls, the more it gets"
+        assert factors[1] > factors[0] > factors[2], (
+            "the more slowly a loss falls, the more it gets"
+        )
     else:
         assert factors[2] > factors[0] > factors[1], "the larger a loss stays, the less it gets"
 
@@ -149,7 +178,10 @@ def test_matching_waits_for_the_embeddings_of_its_own_pair():
         weights = LossWeights("measured", asked, 10)
         for step in range(1, 41):
             later = 1.0 if step > 20 else 5.0
-            losses = {f"contrastive_loss/{pair}": later if pair == falls else 5.0 for pair in ("image_text", "sound_text")}
+            losses = {
+                f"contrastive_loss/{pair}": later if pair == falls else 5.0
+                for pair in ("image_text", "sound_text")
+            }
             weights.after_step(step, losses | {"matching_loss/image_text": 0.7})
         found[falls] = weights.weights()["matching/image_text"]
     assert found["image_text"] > 2 * found["sound_text"]
@@ -172,28 +204,44 @@ def held_out(*scores, sets=("family",)):
 
 def followed(evaluations, asked=PAIRS):
     weights = LossWeights("alignment", asked, 50)
-    reasons = [weights.after_evaluation(10 * number, held_out(*scores)) for number, scores in enumerate(evaluations)]
+    reasons = [
+        weights.after_evaluation(10 * number, held_out(*scores))
+        for number, scores in enumerate(evaluations)
+    ]
     return weights, reasons
 
 
 def test_the_score_of_a_pair_is_alignment_plus_the_mean_uniformity_over_all_sets_that_have_it():
     figures = held_out(0.25, 0.5, 1.0)["family"]
     assert [score(pair, {"family": figures}) for pair in BRANCHES] == [0.25, 0.5, 1.0]
-    other = {key: value - 0.5 if key.startswith("alignment") else value for key, value in figures.items()}
+    other = {
+        key: value - 0.5 if key.startswith("alignment") else value for key, value in figures.items()
+    }
     without = {key: value for key, value in figures.items() if "sound" not in key}
-    assert score("image_text", {"a": figures, "b": other, "c": without}) == pytest.approx((0.25 - 0.25 + 0.25) / 3)
-    assert score("sound_text", {"a": figures, "b": other, "c": without}) == pytest.approx((0.5 + 0.0) / 2)
+    assert score("image_text", {"a": figures, "b": other, "c": without}) == pytest.approx(
+        (0.25 - 0.25 + 0.25) / 3
+    )
+    assert score("sound_text", {"a": figures, "b": other, "c": without}) == pytest.approx(
+        (0.5 + 0.0) / 2
+    )
 
 
 def test_the_pair_that_improves_least_gets_more_by_the_documented_formula():
     weights, reasons = followed([(0.0, 0.5, -0.5), (-1.0, 0.2, -1.1), (-2.0, 0.0, -1.5)])
     logarithms = [0.0, 0.0, 0.0]
     for risen in ((-1.0, -0.3, -0.6), (-2.0, -0.5, -1.0)):
-        logarithms = [KEPT * log + RATE * (own - sum(risen) / 3) for log, own in zip(logarithms, risen)]
+        logarithms = [
+            KEPT * log + RATE * (own - sum(risen) / 3) for log, own in zip(logarithms, risen)
+        ]
     shares = [asked * math.exp(log) for asked, log in zip(PAIRS.values(), logarithms)]
-    assert list(weights.weights().values()) == pytest.approx([3.5 * share / sum(shares) for share in shares])
+    assert list(weights.weights().values()) == pytest.approx(
+        [3.5 * share / sum(shares) for share in shares]
+    )
     assert reasons[0] is None, "one evaluation has nothing to compare with"
-    assert reasons[1].startswith("loss weights, alignment: contrastive/image_text 1 -> 0.9") and "(alignment + uniformity -1)" in reasons[1]
+    assert (
+        reasons[1].startswith("loss weights, alignment: contrastive/image_text 1 -> 0.9")
+        and "(alignment + uniformity -1)" in reasons[1]
+    )
     assert weights.after_step(50, of_pairs(1.0, 2.0, 3.0)) is None, "it does not follow losses"
 
 
@@ -207,7 +255,9 @@ def test_factors_of_alignment_stay_within_bounds_and_add_up(scores):
     weights, _ = followed([(0.0, 0.0, 0.0), *[scores] * 100])
     factors = [weight / PAIRS[name] for name, weight in weights.weights().items()]
     assert sum(weights.weights().values()) == pytest.approx(3.5)
-    assert max(factors) / min(factors) == pytest.approx(MOST**2) and all(math.isfinite(factor) for factor in factors)
+    assert max(factors) / min(factors) == pytest.approx(MOST**2) and all(
+        math.isfinite(factor) for factor in factors
+    )
 
 
 def test_one_evaluation_moves_a_factor_by_a_part_of_what_is_behind():
@@ -218,7 +268,9 @@ def test_one_evaluation_moves_a_factor_by_a_part_of_what_is_behind():
 
 
 def test_matching_keeps_its_weight_under_alignment():
-    weights, _ = followed([(0.0, 0.0, 0.0), (0.0, -1.0, -2.0)], asked=PAIRS | {"matching/image_text": 0.7})
+    weights, _ = followed(
+        [(0.0, 0.0, 0.0), (0.0, -1.0, -2.0)], asked=PAIRS | {"matching/image_text": 0.7}
+    )
     found = weights.weights()
     assert found["matching/image_text"] == 0.7 and found["contrastive/image_text"] > 1.0
     assert sum(found.values()) == pytest.approx(4.2)
@@ -236,7 +288,8 @@ def test_an_evaluation_that_is_not_finite_or_told_again_does_not_count():
 
 
 def test_a_run_that_goes_on_follows_alignment_as_one_that_never_stopped():
-    """Its checkpoint is written before the evaluation of its step; the log tells it of that again."""
+    """Its checkpoint is written before the evaluation of its step; the log tells it of that
+    again."""
     evaluations = [(-0.1 * number, -0.3 * number, 0.2 * number**0.5) for number in range(12)]
     whole, _ = followed(evaluations)
     first, _ = followed(evaluations[:5])
@@ -254,10 +307,14 @@ def test_the_state_of_an_earlier_version_is_taken():
         "logarithms": {"contrastive": 0.1, "matching": -0.1},
         "smoothed": {"contrastive": 3.0, "matching": 0.6},
     }
-    weights.go_on_from({**known, "before": known["smoothed"], "first": {"contrastive": 4.0, "matching": 0.7}})
+    weights.go_on_from(
+        {**known, "before": known["smoothed"], "first": {"contrastive": 4.0, "matching": 0.7}}
+    )
     factors = [math.exp(0.1), math.exp(-0.1) * 0.25]
     total = 1.5 / (factors[0] + 0.5 * factors[1])
-    assert list(weights.weights().values()) == pytest.approx([factors[0] * total, 0.5 * factors[1] * total])
+    assert list(weights.weights().values()) == pytest.approx(
+        [factors[0] * total, 0.5 * factors[1] * total]
+    )
 
 
 @pytest.mark.parametrize(
@@ -279,6 +336,11 @@ def test_alignment_needs_held_out_samples_of_every_pair():
         Pair("sound", "text", InfoNCE(), prefix="sound_text_"),
     )
     objective = Objective(tuple(map(Branch, ("image", "text", "sound"))), pairs)
-    with pytest.raises(ValueError, match="--loss-weights alignment goes by held-out samples, and none are held out"):
+    with pytest.raises(
+        ValueError, match="--loss-weights alignment goes by held-out samples, and none are held out"
+    ):
         LossWeights.of(options, objective, ())
-    assert LossWeights.of(options, objective, ["family"]).weights() == {"contrastive/image_text": 1.0, "contrastive/sound_text": 1.0}
+    assert LossWeights.of(options, objective, ["family"]).weights() == {
+        "contrastive/image_text": 1.0,
+        "contrastive/sound_text": 1.0,
+    }

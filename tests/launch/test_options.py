@@ -1,4 +1,5 @@
-"""The command line of train.py: a frozen list of flags, defaults for the demo and for real data, one message per mistake."""
+"""The command line of train.py: a frozen list of flags, defaults for the demo and for real data,
+one message per mistake."""
 
 import argparse
 import json
@@ -75,14 +76,31 @@ def test_help_points_to_the_json_and_keeps_the_launchers_flag_to_itself():
     text = make_parser().format_help()
     assert "ds_configs/README.md" in text and "--local_rank" not in text
     assert max(map(len, text.splitlines())) <= 120
-    assert parse_options(["--local_rank", "3"]) == parse_options([]) == parse_options(["--local_rank=3"])
+    assert (
+        parse_options(["--local_rank", "3"])
+        == parse_options([])
+        == parse_options(["--local_rank=3"])
+    )
 
 
 def test_the_demo_is_the_default():
     options = parse_options([])
-    assert options.data == ("demo",) and {key: getattr(options, key) for key in DEMO_DEFAULTS} == DEMO_DEFAULTS
-    assert (options.resume, options.workers, options.num_workers(), options.seed) == ("auto", "auto", "auto", 0)
-    assert (options.wandb, options.val_fraction, options.steps, options.run_dir) == ("disabled", 0.1, None, None)
+    assert (
+        options.data == ("demo",)
+        and {key: getattr(options, key) for key in DEMO_DEFAULTS} == DEMO_DEFAULTS
+    )
+    assert (options.resume, options.workers, options.num_workers(), options.seed) == (
+        "auto",
+        "auto",
+        "auto",
+        0,
+    )
+    assert (options.wandb, options.val_fraction, options.steps, options.run_dir) == (
+        "disabled",
+        0.1,
+        None,
+        None,
+    )
     assert parse_options(["--data", "demo:de+ja"]).image_tower == DEMO_DEFAULTS["image_tower"]
     assert options.data_options() == DataOptions(("demo",))
 
@@ -94,19 +112,54 @@ def test_real_data_has_real_towers():
 
 def test_several_data_sets():
     options = parse_options(
-        ["--data", "demo", "--data", "coco:a:b.json", "--data-weights", "1,0.5", "--val-data", "csv:v.csv", "--on-leak", "drop"]
+        [
+            "--data",
+            "demo",
+            "--data",
+            "coco:a:b.json",
+            "--data-weights",
+            "1,0.5",
+            "--val-data",
+            "csv:v.csv",
+            "--on-leak",
+            "drop",
+        ]
     )
     assert (
-        options.data == ("demo", "coco:a:b.json") and options.data_weights == (1.0, 0.5) and options.image_tower == DEFAULTS["image_tower"]
+        options.data == ("demo", "coco:a:b.json")
+        and options.data_weights == (1.0, 0.5)
+        and options.image_tower == DEFAULTS["image_tower"]
     )
     made = options.data_options()
-    assert (made.data, made.data_weights, made.val_data, made.on_leak) == (options.data, (1.0, 0.5), "csv:v.csv", "drop")
+    assert (made.data, made.data_weights, made.val_data, made.on_leak) == (
+        options.data,
+        (1.0, 0.5),
+        "csv:v.csv",
+        "drop",
+    )
     assert (made.data_temperature, made.data_floors) == (1.0, None)
-    options = parse_options(["--data", "demo", "--data", "demo:de", "--data-temperature", "3", "--data-floors", "0,0.25"])
+    options = parse_options(
+        [
+            "--data",
+            "demo",
+            "--data",
+            "demo:de",
+            "--data-temperature",
+            "3",
+            "--data-floors",
+            "0,0.25",
+        ]
+    )
     made = options.data_options()
     assert (made.data_temperature, made.data_floors) == (3.0, (0.0, 0.25))
-    assert options.data_adapt == 0 and parse_options(["--data", "demo", "--data", "demo:de", "--data-adapt", "0.2"]).data_adapt == 0.2
-    assert DataOptions.from_record(json.loads(json.dumps(options.record()))) == made  # as config.json gives it back
+    assert (
+        options.data_adapt == 0
+        and parse_options(["--data", "demo", "--data", "demo:de", "--data-adapt", "0.2"]).data_adapt
+        == 0.2
+    )
+    assert (
+        DataOptions.from_record(json.loads(json.dumps(options.record()))) == made
+    )  # as config.json gives it back
 
 
 def test_an_average_that_is_not_kept_is_not_evaluated():
@@ -115,13 +168,22 @@ def test_an_average_that_is_not_kept_is_not_evaluated():
     with pytest.raises(ValueError, match='--eval-ema: .*add "ema"'):
         parse_options(["--eval-ema"]).refuse_beside(BranchesBlock())
     with pytest.raises(ValueError, match='--fusion 2: it would not learn; set "head"'):
-        parse_options(["--fusion", "2"]).refuse_beside(BranchesBlock(locked={"image": True, "head": True}))
+        parse_options(["--fusion", "2"]).refuse_beside(
+            BranchesBlock(locked={"image": True, "head": True})
+        )
     parse_options(["--fusion", "2"]).refuse_beside(BranchesBlock(locked={"image": True}))
 
 
 def test_what_is_given_wins_over_the_defaults():
-    options = parse_options(["--image-tower", "vit_b_16", "--embed-dim", "96", "--steps", "7", "--workers", "3"])
-    assert (options.image_tower, options.embed_dim, options.steps, options.num_workers()) == ("vit_b_16", 96, 7, 3)
+    options = parse_options(
+        ["--image-tower", "vit_b_16", "--embed-dim", "96", "--steps", "7", "--workers", "3"]
+    )
+    assert (options.image_tower, options.embed_dim, options.steps, options.num_workers()) == (
+        "vit_b_16",
+        96,
+        7,
+        3,
+    )
     assert options.epochs is None  # --steps replaces it
     assert options.text_tower == DEMO_DEFAULTS["text_tower"]
 
@@ -134,10 +196,19 @@ def test_what_is_given_wins_over_the_defaults():
         (["--epochs", "0"], ["--epochs", "0 is below 1"]),
         (["--augmentation", "flip"], ["--augmentation", "'flip' is neither none nor crop"]),
         (["--augmentation", "crop+crop"], ["--augmentation", "crop+crop"]),
-        (["--matching-weight", "2"], ["--matching-weight", "2.0 is for a run with --fusion", "--fusion N"]),
+        (
+            ["--matching-weight", "2"],
+            ["--matching-weight", "2.0 is for a run with --fusion", "--fusion N"],
+        ),
         (["--loss-weights", "measured"], ["--loss-weights", "measured", "--fusion"]),
-        (["--loss-weights", "alignment"], ["--loss-weights", "need two pairs, and this run has one; give fixed"]),
-        (["--loss-weights", "alignment", "--fusion", "1"], ["--loss-weights", "need two pairs", "beside matching, of which no alignment"]),
+        (
+            ["--loss-weights", "alignment"],
+            ["--loss-weights", "need two pairs, and this run has one; give fixed"],
+        ),
+        (
+            ["--loss-weights", "alignment", "--fusion", "1"],
+            ["--loss-weights", "need two pairs", "beside matching, of which no alignment"],
+        ),
         (["--fusion", "2", "--fusion-heads", "7"], ["--fusion-width", "512", "multiple", "7"]),
         (["--steps", "many"], ["--steps", "whole number", "'many'"]),
         (["--max-text-tokens", "3"], ["--max-text-tokens", "3 is below 4"]),
@@ -150,27 +221,69 @@ def test_what_is_given_wins_over_the_defaults():
         (["--keep-checkpoints", "0"], ["--keep-checkpoints", "0 is below 1"]),
         (["--max-bad-fraction", "2"], ["--max-bad-fraction", "2.0 is not in 0 <= F < 1"]),
         (["--data-weights", "1,2"], ["--data-weights", "'1,2'", "1 --data need 1 numbers"]),
-        (["--data", "demo", "--data", "demo:de", "--data-weights", "1,-2"], ["--data-weights", "2 --data need 2 numbers >= 0"]),
-        (["--data", "demo", "--data", "demo:de", "--data-weights", "0,0"], ["--data-weights", "not all 0"]),
+        (
+            ["--data", "demo", "--data", "demo:de", "--data-weights", "1,-2"],
+            ["--data-weights", "2 --data need 2 numbers >= 0"],
+        ),
+        (
+            ["--data", "demo", "--data", "demo:de", "--data-weights", "0,0"],
+            ["--data-weights", "not all 0"],
+        ),
         (["--loss", "siglip"], ["--loss", "'siglip'", "infonce", "sigmoid"]),
         (["--label-smoothing", "1"], ["--label-smoothing", "1.0 is not in 0 <= F < 1"]),
-        (["--loss", "sigmoid", "--label-smoothing", "0.1"], ["--label-smoothing", "0.1 is for --loss infonce", "leave it out"]),
-        (["--data", "demo", "--data", "demo:de", "--data-temperature", "0"], ["--data-temperature", "0 is not above 0"]),
-        (["--data", "demo", "--data", "demo:de", "--data-temperature", "inf"], ["--data-temperature", "inf is not above 0"]),
-        (["--data-temperature", "2"], ["--data-temperature", "2", "one --data has nothing to share"]),
+        (
+            ["--loss", "sigmoid", "--label-smoothing", "0.1"],
+            ["--label-smoothing", "0.1 is for --loss infonce", "leave it out"],
+        ),
+        (
+            ["--data", "demo", "--data", "demo:de", "--data-temperature", "0"],
+            ["--data-temperature", "0 is not above 0"],
+        ),
+        (
+            ["--data", "demo", "--data", "demo:de", "--data-temperature", "inf"],
+            ["--data-temperature", "inf is not above 0"],
+        ),
+        (
+            ["--data-temperature", "2"],
+            ["--data-temperature", "2", "one --data has nothing to share"],
+        ),
         (["--data-floors", "1"], ["--data-floors", "'1'", "one --data has nothing to share"]),
-        (["--data", "demo", "--data", "demo:de", "--data-floors", "0.5"], ["--data-floors", "2 --data need 2 numbers from 0 to 1"]),
-        (["--data", "demo", "--data", "demo:de", "--data-floors", "0.7,0.4"], ["--data-floors", "'0.7,0.4'", "together at most 1"]),
-        (["--data", "demo", "--data", "demo:de", "--data-floors", "half,0"], ["--data-floors", "'half,0'", "numbers from 0 to 1"]),
+        (
+            ["--data", "demo", "--data", "demo:de", "--data-floors", "0.5"],
+            ["--data-floors", "2 --data need 2 numbers from 0 to 1"],
+        ),
+        (
+            ["--data", "demo", "--data", "demo:de", "--data-floors", "0.7,0.4"],
+            ["--data-floors", "'0.7,0.4'", "together at most 1"],
+        ),
+        (
+            ["--data", "demo", "--data", "demo:de", "--data-floors", "half,0"],
+            ["--data-floors", "'half,0'", "numbers from 0 to 1"],
+        ),
         (["--data-adapt", "0.1"], ["--data-adapt", "0.1", "one --data has nothing to share"]),
-        (["--data", "demo", "--data", "demo:de", "--data-adapt", "1.5"], ["--data-adapt", "1.5 is not in 0 <= RATE <= 1"]),
-        (["--data", "demo", "--data", "demo:de", "--data-adapt", "nan"], ["--data-adapt", "nan is not in 0 <= RATE <= 1"]),
+        (
+            ["--data", "demo", "--data", "demo:de", "--data-adapt", "1.5"],
+            ["--data-adapt", "1.5 is not in 0 <= RATE <= 1"],
+        ),
+        (
+            ["--data", "demo", "--data", "demo:de", "--data-adapt", "nan"],
+            ["--data-adapt", "nan is not in 0 <= RATE <= 1"],
+        ),
         (["--on-leak", "keep"], ["--on-leak", "'keep'", "refuse", "drop"]),
         (["--wandb", "on"], ["--wandb", "'on'", "online", "offline", "disabled"]),
         (["--data"], ["--data", "expected one argument"]),
-        (["--data", "jsonl:x", "--data-root", "/nowhere"], ["--data-root", "'/nowhere' does not exist", "give a folder"]),
-        (["--data", "jsonl:x", "--data-root", __file__], ["--data-root", "test_options.py' is not a folder"]),
-        (["--data-root", "/"], ["--data-root", "data specs of the kinds jsonl, csv", "none is given", "leave it out"]),
+        (
+            ["--data", "jsonl:x", "--data-root", "/nowhere"],
+            ["--data-root", "'/nowhere' does not exist", "give a folder"],
+        ),
+        (
+            ["--data", "jsonl:x", "--data-root", __file__],
+            ["--data-root", "test_options.py' is not a folder"],
+        ),
+        (
+            ["--data-root", "/"],
+            ["--data-root", "data specs of the kinds jsonl, csv", "none is given", "leave it out"],
+        ),
     ],
 )
 def test_mistakes(capsys, arguments, words):
@@ -190,7 +303,11 @@ def test_only_the_first_rank_speaks(capsys, monkeypatch):
 def test_the_record_is_json():
     record = parse_options(["--run-dir", "runs/a", "--deepspeed_config", "own.json"]).record()
     assert json.loads(json.dumps(record)) == record
-    assert (record["run_dir"], record["deepspeed_config"], record["steps"]) == ("runs/a", "own.json", None)
+    assert (record["run_dir"], record["deepspeed_config"], record["steps"]) == (
+        "runs/a",
+        "own.json",
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,17 +328,24 @@ def test_the_default_file_suits_the_hardware(on_gpu, bf16, world_size, name):
 def test_the_default_file_runs_with_any_number_of_processes(world_size):
     config, block = read_config(default_config(False, False, world_size), BRANCHES)
     check_world(config, block, world_size, BRANCHES)
-    plan = plan_run(config, block, world_size, proportional({"image": [2.0] * 3, "text": [1.0] * 3}))
+    plan = plan_run(
+        config, block, world_size, proportional({"image": [2.0] * 3, "text": [1.0] * 3})
+    )
     assert plan.graph.layout == "fork" and plan.graph.world_size == world_size
 
 
-# -- where the tokenizer comes from ------------------------------------------------------------------------------------------
+# -- where the tokenizer comes from
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def folders(tmp_path):
     """with: holds a tokenizer; without: holds something else."""
-    for name, file in (("with", "tokenizer.json"), ("words", "vocab.txt"), ("without", "config.json")):
+    for name, file in (
+        ("with", "tokenizer.json"),
+        ("words", "vocab.txt"),
+        ("without", "config.json"),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text("{}")
     return tmp_path
@@ -231,10 +355,16 @@ def folders(tmp_path):
     "arguments, expected",
     [
         ([], None),  # trained on the captions
-        (["--tokenizer", "someone/tokenizer", "--text-weights", "{with}"], "someone/tokenizer"),  # what is asked for wins
+        (
+            ["--tokenizer", "someone/tokenizer", "--text-weights", "{with}"],
+            "someone/tokenizer",
+        ),  # what is asked for wins
         (["--text-weights", "{with}"], "{with}"),
         (["--text-weights", "{words}"], "{words}"),
-        (["--text-weights", "{with}", "--text-tower", "{words}"], "{with}"),  # the weights' before the architecture's
+        (
+            ["--text-weights", "{with}", "--text-tower", "{words}"],
+            "{with}",
+        ),  # the weights' before the architecture's
         (["--text-tower", "{with}"], "{with}"),
         (["--text-weights", "{without}"], None),
         (["--text-weights", "someone/model"], "someone/model"),  # a Hugging Face id brings its own
@@ -251,7 +381,9 @@ def test_flags_and_fields_have_the_same_names():
     fields = [flag.lstrip("-").replace("-", "_") for flag in FLAGS]
     fields[fields.index("import")] = "imported"  # Python keeps the other word for itself
     assert fields == [action.dest for action in actions().values()]
-    assert set(parse_options([]).record()) == set(fields) - {"image_normalization"}  # another way to give the mean and std
+    assert set(parse_options([]).record()) == set(fields) - {
+        "image_normalization"
+    }  # another way to give the mean and std
     assert isinstance(parse_options(["--run-dir", "x"]).run_dir, Path)
 
 
@@ -260,8 +392,14 @@ def test_what_is_here_is_known_by_its_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("words", "bert-tiny"):
         (tmp_path / name).mkdir()
-    plain = parse_options(["--tokenizer", "words", "--text-tower", "bert-tiny", "--text-weights", "google/bert"])
-    assert (plain.tokenizer, plain.text_tower, plain.text_weights) == (str(tmp_path / "words"), "bert-tiny", "google/bert")
+    plain = parse_options(
+        ["--tokenizer", "words", "--text-tower", "bert-tiny", "--text-weights", "google/bert"]
+    )
+    assert (plain.tokenizer, plain.text_tower, plain.text_weights) == (
+        str(tmp_path / "words"),
+        "bert-tiny",
+        "google/bert",
+    )
     assert parse_options(["--text-tower", "./bert-tiny"]).text_tower == str(tmp_path / "bert-tiny")
 
 
@@ -269,10 +407,26 @@ def test_roots_are_known_by_their_absolute_paths(tmp_path, monkeypatch):
     (tmp_path / "a b").mkdir()
     monkeypatch.chdir(tmp_path)
     options = parse_options(
-        ["--data", "demo", "--data", "csv:x.csv?root=a b&separator=;", "--val-data", "tsv:y.tsv?root=a b/", "--data-root", "a b"]
+        [
+            "--data",
+            "demo",
+            "--data",
+            "csv:x.csv?root=a b&separator=;",
+            "--val-data",
+            "tsv:y.tsv?root=a b/",
+            "--data-root",
+            "a b",
+        ]
     )
-    assert options.data == ("demo", f"csv:x.csv?root={tmp_path}/a b&separator=;") and options.val_data == f"tsv:y.tsv?root={tmp_path}/a b"
+    assert (
+        options.data == ("demo", f"csv:x.csv?root={tmp_path}/a b&separator=;")
+        and options.val_data == f"tsv:y.tsv?root={tmp_path}/a b"
+    )
     assert options.data_root == (f"{tmp_path}/a b",)
-    assert DataOptions.from_record(json.loads(json.dumps(options.record()))) == options.data_options()
-    assert parse_options(["--val-data", "coco:a:b.json", "--data-root", "."]).data_root == (str(tmp_path),)
+    assert (
+        DataOptions.from_record(json.loads(json.dumps(options.record()))) == options.data_options()
+    )
+    assert parse_options(["--val-data", "coco:a:b.json", "--data-root", "."]).data_root == (
+        str(tmp_path),
+    )
     assert parse_options(["--data", "csv:x.csv"]).data_root is None

@@ -1,4 +1,5 @@
-"""launch.tools.plan: the table shows what the planner found; every mistake is one line and status 2."""
+"""launch.tools.plan: the table shows what the planner found; every mistake is one line and status
+2."""
 
 import io
 import json
@@ -9,10 +10,30 @@ from rich.console import Console
 
 from engine.config.reading import BranchesBlock
 from engine.planning.planner import GIB, search_plans
-from launch.tools.plan import cells, configuration, cost_model, main, make_parser, parse_options, plan_table, run
+from launch.tools.plan import (
+    cells,
+    configuration,
+    cost_model,
+    main,
+    make_parser,
+    parse_options,
+    plan_table,
+    run,
+)
 
-TOWERS = ["--image-tower", "resnet18:layers=1-1-1-1", "--text-tower", "bert-mini", "--image-size", "64", "--max-text-tokens", "32"]
-COSTS = proportional({"image": [0.004] * 4, "text": [0.002] * 3}, optimizer_s_per_parameter=1e-9, instruction_s=1e-4)
+TOWERS = [
+    "--image-tower",
+    "resnet18:layers=1-1-1-1",
+    "--text-tower",
+    "bert-mini",
+    "--image-size",
+    "64",
+    "--max-text-tokens",
+    "32",
+]
+COSTS = proportional(
+    {"image": [0.004] * 4, "text": [0.002] * 3}, optimizer_s_per_parameter=1e-9, instruction_s=1e-4
+)
 
 
 def table_rows(search, batch_size: int, top: int) -> list[list[str]]:
@@ -20,7 +41,9 @@ def table_rows(search, batch_size: int, top: int) -> list[list[str]]:
     Console(file=text, width=140).print(plan_table(search, batch_size, top))
     lines = text.getvalue().splitlines()
     rule = next(i for i, line in enumerate(lines) if set(line.strip()) == {"─"})
-    return [line.split() for line in lines[rule + 1 :] if line.strip() and line.split()[0].isdigit()]
+    return [
+        line.split() for line in lines[rule + 1 :] if line.strip() and line.split()[0].isdigit()
+    ]
 
 
 def refusal(capsys, *arguments: str) -> str:
@@ -54,8 +77,13 @@ def test_cells_are_in_units(search):
     best = search.best
     step_s = best.simulation.step_s
     *_, step, samples, idle, peak, sent = cells(best, 64)
-    assert step == (f"{step_s:.2f} s" if step_s >= 1 else f"{1e3 * step_s:.3g} ms") and samples == f"{64 / step_s:,.0f}"
-    assert idle == f"{best.simulation.bubble_fraction:.0%}" and peak == f"{best.peak_bytes / GIB:.1f}"
+    assert (
+        step == (f"{step_s:.2f} s" if step_s >= 1 else f"{1e3 * step_s:.3g} ms")
+        and samples == f"{64 / step_s:,.0f}"
+    )
+    assert (
+        idle == f"{best.simulation.bubble_fraction:.0%}" and peak == f"{best.peak_bytes / GIB:.1f}"
+    )
     assert sent == f"{max(stage.sent_bytes for stage in best.simulation.stages) / GIB:.2f}"
 
 
@@ -68,7 +96,11 @@ def test_from_towers_to_table_and_picture(tmp_path, capsys):
     best = search_plans(config, block, 4, cost_model(options, config)).best
     (chosen,) = [line for line in out.splitlines() if "→ " in line and "choice" not in line]
     assert chosen.split()[2:] == " ".join(cells(best, 4096)).split()
-    assert f"auto: {best.describe()}" in out and out.splitlines()[-1] == str(picture) and picture.stat().st_size > 10_000
+    assert (
+        f"auto: {best.describe()}" in out
+        and out.splitlines()[-1] == str(picture)
+        and picture.stat().st_size > 10_000
+    )
 
 
 @pytest.mark.parametrize("older", [[], ["--output", "none"]])
@@ -76,17 +108,26 @@ def test_a_picture_is_drawn_on_request_only(tmp_path, capsys, monkeypatch, older
     monkeypatch.chdir(tmp_path)
     main(parse_options(["--gpus", "2", *older, *TOWERS]))
     out = capsys.readouterr().out
-    assert "auto:" in out and "--picture FILE" in out.splitlines()[-1] and not list(tmp_path.iterdir())
+    assert (
+        "auto:" in out and "--picture FILE" in out.splitlines()[-1] and not list(tmp_path.iterdir())
+    )
 
 
 def test_the_older_name_of_the_flag_still_draws(tmp_path, capsys):
     main(parse_options(["--gpus", "2", "--output", str(tmp_path / "plan.svg"), *TOWERS]))
-    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "plan.svg") and (tmp_path / "plan.svg").is_file()
+    assert (
+        capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "plan.svg")
+        and (tmp_path / "plan.svg").is_file()
+    )
 
 
 def test_what_is_planned_without_a_file():
     config, block = configuration(parse_options(["--gpus", "4"]))
-    assert block == BranchesBlock() and config["bf16"] == {"enabled": True} and config["train_batch_size"] == 4096
+    assert (
+        block == BranchesBlock()
+        and config["bf16"] == {"enabled": True}
+        and config["train_batch_size"] == 4096
+    )
     assert configuration(parse_options(["--gpus", "1024"]))[0]["train_batch_size"] == 32768
     assert "bf16" not in configuration(parse_options(["--gpus", "4", "--precision", "fp32"]))[0]
 
@@ -94,24 +135,77 @@ def test_what_is_planned_without_a_file():
 def test_flags_replace_what_the_file_says(tmp_path):
     file = tmp_path / "own.json"
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    branches = {"layout": "fork", "stages": {"image": 2, "text": 1}, "replicas": {"image": 1, "text": 2}, "schedule": "replay"}
-    file.write_text(json.dumps({"train_batch_size": 64, "gradient_accumulation_steps": 4, "optimizer": optimizer, "branches": branches}))
+    branches = {
+        "layout": "fork",
+        "stages": {"image": 2, "text": 1},
+        "replicas": {"image": 1, "text": 2},
+        "schedule": "replay",
+    }
+    file.write_text(
+        json.dumps(
+            {
+                "train_batch_size": 64,
+                "gradient_accumulation_steps": 4,
+                "optimizer": optimizer,
+                "branches": branches,
+            }
+        )
+    )
     config, block = configuration(parse_options(["--gpus", "4", "--deepspeed_config", str(file)]))
     assert config["train_batch_size"] == 64 and block == BranchesBlock(**branches)
-    flags = ["--train-batch-size", "128", "--micro-batch-size", "8", "--layout", "chain", "--activation-checkpoint-interval", "2"]
-    config, block = configuration(parse_options(["--gpus", "4", "--deepspeed_config", str(file), *flags]))
+    flags = [
+        "--train-batch-size",
+        "128",
+        "--micro-batch-size",
+        "8",
+        "--layout",
+        "chain",
+        "--activation-checkpoint-interval",
+        "2",
+    ]
+    config, block = configuration(
+        parse_options(["--gpus", "4", "--deepspeed_config", str(file), *flags])
+    )
     assert block == BranchesBlock(layout="chain", micro_batch_size=8, schedule="replay")
     assert config["train_batch_size"] == 128 and "gradient_accumulation_steps" not in config
     assert config["pipeline"] == {"activation_checkpoint_interval": 2}
 
 
 def test_the_hardware_is_as_asked():
-    options = parse_options(["--gpus", "4", "--gpus-per-node", "2", "--memory", "3.5", "--activation-checkpoint-interval", "1", *TOWERS])
+    options = parse_options(
+        [
+            "--gpus",
+            "4",
+            "--gpus-per-node",
+            "2",
+            "--memory",
+            "3.5",
+            "--activation-checkpoint-interval",
+            "1",
+            *TOWERS,
+        ]
+    )
     config, _ = configuration(options)
     costs = cost_model(options, config)
-    assert (costs.machine.ranks_per_node, costs.machine.memory_bytes, costs.checkpoint_interval) == (2, 3.5 * GIB, 1)
-    assert costs.sharded_optimizer and costs.embed_dim == 512 and all(costs.layers[branch] for branch in ("image", "text"))
-    numbers = parse_options(["--gpus", "4", "--device", "flops=1e13,memory=1e10,bandwidth=1e12,ranks_per_node=4", *TOWERS])
+    assert (
+        costs.machine.ranks_per_node,
+        costs.machine.memory_bytes,
+        costs.checkpoint_interval,
+    ) == (2, 3.5 * GIB, 1)
+    assert (
+        costs.sharded_optimizer
+        and costs.embed_dim == 512
+        and all(costs.layers[branch] for branch in ("image", "text"))
+    )
+    numbers = parse_options(
+        [
+            "--gpus",
+            "4",
+            "--device",
+            "flops=1e13,memory=1e10,bandwidth=1e12,ranks_per_node=4",
+            *TOWERS,
+        ]
+    )
     machine = cost_model(numbers, config).machine
     assert (machine.memory_bytes, machine.ranks_per_node) == (1e10, 4)
 
@@ -122,12 +216,24 @@ def test_the_hardware_is_as_asked():
         ([], "the following arguments are required: --gpus"),
         (["--gpus", "0"], "--gpus: 0 is below 1"),
         (["--gpus", "many"], "--gpus: invalid whole number value: 'many'"),
-        (["--gpus", "8", "--device", "H10"], "--device: device 'H10' is not known; did you mean H100?"),
+        (
+            ["--gpus", "8", "--device", "H10"],
+            "--device: device 'H10' is not known; did you mean H100?",
+        ),
         (["--gpus", "8", "--layout", "ring"], "--layout: invalid choice: 'ring'"),
-        (["--gpus", "8", "--schedule", "batchsync"], "--schedule: invalid choice: 'batchsync' (choose from batch_sync, replay,"),
-        (["--gpus", "8", "--picture", "plan.txt"], "'plan.txt' is no picture; its name ends in .png"),
+        (
+            ["--gpus", "8", "--schedule", "batchsync"],
+            "--schedule: invalid choice: 'batchsync' (choose from batch_sync, replay,",
+        ),
+        (
+            ["--gpus", "8", "--picture", "plan.txt"],
+            "'plan.txt' is no picture; its name ends in .png",
+        ),
         (["--gpus", "8", "--picture", "nowhere/plan.png"], "there is no folder 'nowhere'"),
-        (["--gpus", "8", "--precision", "fp16", "--deepspeed_config", "a.json"], "--precision: a.json says it; give one of the two"),
+        (
+            ["--gpus", "8", "--precision", "fp16", "--deepspeed_config", "a.json"],
+            "--precision: a.json says it; give one of the two",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(capsys, arguments, message):
@@ -147,7 +253,12 @@ def test_a_mistake_is_one_line(capsys, arguments, message):
 def test_what_cannot_be_planned_is_one_line_on_stderr_and_status_2(capsys, arguments, message):
     assert run(["--gpus", "2", *TOWERS, *arguments]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("python -m launch.tools.plan: error: ") and message in err and err.count("\n") == 1
+    assert (
+        out == ""
+        and err.startswith("python -m launch.tools.plan: error: ")
+        and message in err
+        and err.count("\n") == 1
+    )
 
 
 def test_help_says_units_and_defaults():

@@ -1,4 +1,5 @@
-"""The pixels of a run follow its weights: against torchvision's own presets and models, and transformers' own files."""
+"""The pixels of a run follow its weights: against torchvision's own presets and models, and
+transformers' own files."""
 
 import json
 
@@ -71,15 +72,26 @@ def run_s_features(options, pixel_values):
     "sizes, pixel_limit, feature_limit",
     [
         ([(256, 256), (300, 256), (256, 421), (301, 256)], 0, 1e-5),  # cropped only
-        # resized: torch's and Pillow's arithmetic differ in the last of 8 bits at about one pixel in a thousand
+        # resized: torch's and Pillow's arithmetic differ in the last of 8 bits at about one pixel
+        # in a thousand
         ([(300, 261), (307, 264), (280, 319), (290, 290)], 1, 1e-3),
     ],
 )
-def test_a_pretrained_tower_embeds_as_torchvision_s_own_model(tmp_path, resnet18, sizes, pixel_limit, feature_limit):
-    """The model and the preset of the library on one side; a run's options, weights, loader and layers on the other."""
+def test_a_pretrained_tower_embeds_as_torchvision_s_own_model(
+    tmp_path, resnet18, sizes, pixel_limit, feature_limit
+):
+    """The model and the preset of the library on one side; a run's options, weights, loader and
+    layers on the other."""
     torch.save(resnet18.state_dict(), tmp_path / FILE)
     spec, made = pictures(tmp_path, sizes)
-    arguments = ["--data", spec, "--image-tower", "resnet18", "--image-weights", str(tmp_path / FILE)]
+    arguments = [
+        "--data",
+        spec,
+        "--image-tower",
+        "resnet18",
+        "--image-weights",
+        str(tmp_path / FILE),
+    ]
     preset = torchvision.models.ResNet18_Weights.IMAGENET1K_V1.transforms()
     library = nn.Sequential(*list(resnet18.children())[:-1], nn.Flatten())
     library_pixels = torch.stack([preset(picture) for picture in made])
@@ -90,31 +102,49 @@ def test_a_pretrained_tower_embeds_as_torchvision_s_own_model(tmp_path, resnet18
     pixels = run_s_pixels(options, spec, len(made))
     levels = (pixels - library_pixels).abs() * 255 * torch.tensor(preset.std)[:, None, None]
     assert levels.max() < pixel_limit + 0.02 and (levels > 0.5).float().mean() < 0.01
-    torch.testing.assert_close(run_s_features(options, library_pixels), expected, rtol=1e-5, atol=1e-5)  # fp32
+    torch.testing.assert_close(
+        run_s_features(options, library_pixels), expected, rtol=1e-5, atol=1e-5
+    )  # fp32
     features = run_s_features(options, pixels)
     assert torch.linalg.norm(features - expected) < feature_limit * torch.linalg.norm(expected)
     for wrong in (["--image-normalization", "clip"], ["--image-resize", "224"]):
         others = parse_options([*arguments, *wrong])
         features = run_s_features(others, run_s_pixels(others, spec, len(made)))
-        assert torch.linalg.norm(features - expected) > 10 * feature_limit * torch.linalg.norm(expected)
+        assert torch.linalg.norm(features - expected) > 10 * feature_limit * torch.linalg.norm(
+            expected
+        )
 
 
 @pytest.mark.parametrize("architecture", ["resnet50", "vit_b_16", "vit_l_16", "convnext_tiny"])
 def test_every_weight_of_torchvision_brings_its_preset(architecture):
     for weights in torchvision.models.get_model_weights(architecture):
         preset = weights.transforms()
-        options = parse_options(["--data", "jsonl:x", "--image-tower", architecture, "--image-weights", weights.name])
+        options = parse_options(
+            ["--data", "jsonl:x", "--image-tower", architecture, "--image-weights", weights.name]
+        )
         assert [options.image_size, options.image_resize] == preset.crop_size + preset.resize_size
         assert (list(options.image_mean), list(options.image_std)) == (preset.mean, preset.std)
         assert options.image_interpolation == preset.interpolation.value
-        assert trained_with(weights.name, architecture) == trained_with(f"/x/{weights.url.rpartition('/')[2]}", architecture)
+        assert trained_with(weights.name, architecture) == trained_with(
+            f"/x/{weights.url.rpartition('/')[2]}", architecture
+        )
 
 
 def test_what_is_given_goes_before_the_weights():
     weights = ["--data", "jsonl:x", "--image-weights", "DEFAULT"]  # resnet50's: 232, then 224
     options = parse_options([*weights, "--image-size", "112"])
     assert (options.image_size, options.image_resize) == (112, 116)
-    options = parse_options([*weights, "--image-normalization", "half", "--image-interpolation", "bicubic", "--image-resize", "224"])
+    options = parse_options(
+        [
+            *weights,
+            "--image-normalization",
+            "half",
+            "--image-interpolation",
+            "bicubic",
+            "--image-resize",
+            "224",
+        ]
+    )
     assert (options.image_mean, options.image_std) == NORMALIZATIONS["half"]
     assert (options.image_interpolation, options.image_resize) == ("bicubic", 224)
     options = parse_options(["--image-mean", "0.1,0.2,0.3", "--image-std", "0.4,0.5,0.6"])
@@ -129,7 +159,10 @@ def test_what_is_given_goes_before_the_weights():
         (["--image-mean", "0.1,0.2"], "is not three numbers"),
         (["--image-mean", "a,b,c"], "invalid list of three numbers value"),
         (["--image-mean", "0,0,0", "--image-std", "0,1,1"], "must be above 0"),
-        (["--image-normalization", "half", "--image-mean", "0,0,0", "--image-std", "1,1,1"], "give one of them"),
+        (
+            ["--image-normalization", "half", "--image-mean", "0,0,0", "--image-std", "1,1,1"],
+            "give one of them",
+        ),
         (["--image-resize", "60"], "--image-resize: 60 is below --image-size 64"),
         (["--image-normalization", "imagnet"], "invalid choice: 'imagnet'"),
     ],
@@ -146,38 +179,58 @@ def test_transformers_files_are_read(tmp_path):
         ("vit", ViTImageProcessor(), (Preprocessing(*NORMALIZATIONS["half"], "bilinear"), 224)),
         (
             "cropped",
-            CLIPImageProcessor(size={"shortest_edge": 256}, crop_size=224, resample=2, image_mean=[0.485, 0.456, 0.406]),
+            CLIPImageProcessor(
+                size={"shortest_edge": 256},
+                crop_size=224,
+                resample=2,
+                image_mean=[0.485, 0.456, 0.406],
+            ),
             (Preprocessing(NORMALIZATIONS["imagenet"][0], CLIP.std, "bilinear", 224 / 256), 224),
         ),
     ):
         processor.save_pretrained(tmp_path / name)
         assert trained_with(str(tmp_path / name), "resnet50") == expected
     (tmp_path / "vit" / "weights.pth").touch()
-    assert trained_with(str(tmp_path / "vit" / "weights.pth"), "resnet50")[0].mean == NORMALIZATIONS["half"][0]  # beside it
+    assert (
+        trained_with(str(tmp_path / "vit" / "weights.pth"), "resnet50")[0].mean
+        == NORMALIZATIONS["half"][0]
+    )  # beside it
     (tmp_path / "clip" / "preprocessor_config.json").write_text('{"size": 224}')
-    with pytest.raises(ValueError, match="does not describe how images are prepared .* give --image-normalization"):
+    with pytest.raises(
+        ValueError, match="does not describe how images are prepared .* give --image-normalization"
+    ):
         trained_with(str(tmp_path / "clip"), "resnet50")
 
 
 def test_the_first_lines_say_which_pixels_are_used(tmp_path):
     options = parse_options(["--data", "jsonl:x", "--image-weights", "DEFAULT"])
     assert "mean 0.485, 0.456, 0.406; std 0.229" in describe_pixels(options)
-    assert "bilinear; shorter side 232, centre 224 (as --image-weights DEFAULT was trained)" in describe_pixels(options)
-    options = parse_options(["--data", "jsonl:x", "--image-weights", "DEFAULT", "--image-normalization", "clip"])
+    assert (
+        "bilinear; shorter side 232, centre 224 (as --image-weights DEFAULT was trained)"
+        in describe_pixels(options)
+    )
+    options = parse_options(
+        ["--data", "jsonl:x", "--image-weights", "DEFAULT", "--image-normalization", "clip"]
+    )
     assert "not as --image-weights DEFAULT was trained" in describe_pixels(options)
     (tmp_path / "mine.pth").touch()
-    unknown = describe_pixels(parse_options(["--data", "jsonl:x", "--image-weights", str(tmp_path / "mine.pth")]))
+    unknown = describe_pixels(
+        parse_options(["--data", "jsonl:x", "--image-weights", str(tmp_path / "mine.pth")])
+    )
     assert "does not say what it was trained with; give --image-normalization imagenet" in unknown
 
 
 def test_a_run_from_before_these_options_goes_on_with_clip_s_values(tmp_path):
-    """Whatever its weights: that is what it was trained with. Given another normalization, it is another run."""
+    """Whatever its weights: that is what it was trained with. Given another normalization, it is
+    another run."""
     arguments = ["--run-dir", str(tmp_path), "--data", "jsonl:x", "--image-weights", "DEFAULT"]
     config, block = {"train_batch_size": 8}, {}
     identity = json.loads(json.dumps(training_identity(parse_options(arguments), config, block)))
     new = ("image_mean", "image_std", "image_interpolation", "image_resize")
     old = {key: value for key, value in identity["options"].items() if key not in new}
-    (tmp_path / "config.json").write_text(json.dumps({"training": {**identity, "options": old}, "options": old}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"training": {**identity, "options": old}, "options": old})
+    )
     options = parse_options(arguments)
     assert Preprocessing.from_options(vars(options)) == CLIP and options.image_size == 224
     folder = RunFolder(tmp_path, first_rank=True)

@@ -7,7 +7,11 @@ from models.metrics.retrieval import RECALL_AT
 def test_a_table_loses_no_number_in_a_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     before, after = (
-        {f"composition/{direction}_{what}": value for direction in DIRECTIONS for what in (*(f"R@{k}" for k in RECALL_AT), "median_rank")}
+        {
+            f"composition/{direction}_{what}": value
+            for direction in DIRECTIONS
+            for what in (*(f"R@{k}" for k in RECALL_AT), "median_rank")
+        }
         for value in (0.1234, 0.5678)
     )
     show(retrieval_table("Before and after", [before, after], {"composition": 394}))
@@ -19,7 +23,11 @@ def test_without_held_out_samples_one_line_says_so_and_no_table_is_shown(capsys,
     monkeypatch.setenv("COLUMNS", "200")
     show(retrieval_report("Before and after", [{}, {}], {}))
     said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "no samples were held out (--val-fraction 0)" in said and "--val-data SPEC" in said
+    assert (
+        said.count("\n") == 1
+        and "no samples were held out (--val-fraction 0)" in said
+        and "--val-data SPEC" in said
+    )
     values = {f"validation/{direction}_R@{k}": 0.5 for direction in DIRECTIONS for k in RECALL_AT}
     show(retrieval_report("Before and after", [values], {"validation": 20}))
     assert "validation (20)" in capsys.readouterr().out

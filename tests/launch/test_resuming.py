@@ -13,12 +13,31 @@ from launch.run.resuming import change_of_size, earlier_sizes, state_of
 from launch.run.stopping import STOPPED
 
 RATE = 1e-3
-SMALL = ["--image-tower", "resnet18:layers=1-1-1-1", "--image-size", "32", "--text-tower", "bert-tiny", "--embed-dim", "16"]
-SMALL += ["--val-fraction", "0.1", "--epochs", "2", "--eval-every", "100", "--workers", "0"]  # of 100 samples 90 are trained on
+SMALL = [
+    "--image-tower",
+    "resnet18:layers=1-1-1-1",
+    "--image-size",
+    "32",
+    "--text-tower",
+    "bert-tiny",
+    "--embed-dim",
+    "16",
+]
+SMALL += [
+    "--val-fraction",
+    "0.1",
+    "--epochs",
+    "2",
+    "--eval-every",
+    "100",
+    "--workers",
+    "0",
+]  # of 100 samples 90 are trained on
 
 
 def test_sizes_so_far_that_are_those_of_the_run_that_goes_on():
-    """As JSON gives them back. A size that has not changed goes on as if the run had not been stopped."""
+    """As JSON gives them back. A size that has not changed goes on as if the run had not been
+    stopped."""
     assert earlier_sizes((), 64) == ()
     assert earlier_sizes([[120, 64]], 64) == () and earlier_sizes([[120, 64]], 96) == ((120, 64),)
     assert earlier_sizes([[120, 64], [3, 96]], 96) == ((120, 64),)
@@ -29,66 +48,107 @@ def test_what_another_size_means_is_said_once():
     order = GlobalOrder(20_025, 96, 0, earlier=((746, 64),))
     said = change_of_size(order, 746, 1234)
     assert said == (
-        "96 samples a step, and before 64: 7,808 samples of epoch 3 are behind it, the 12,217 that are left follow in their order; the "
+        "96 samples a step, and before 64: 7,808 samples of epoch 3 are behind it, the 12,217 that "
+        "are left follow in their order; the "
         "learning rate's schedule counts steps, 1,234 in all, so it is not what it would have been"
     )
-    assert change_of_size(order, 747, 1234) is None and change_of_size(GlobalOrder(20_025, 64, 0), 746, 1234) is None
+    assert (
+        change_of_size(order, 747, 1234) is None
+        and change_of_size(GlobalOrder(20_025, 64, 0), 746, 1234) is None
+    )
 
 
 @pytest.mark.parametrize(
     "size, steps, samples, said",
     [
-        (64, 312, 20_025, "epoch 2 begins, the 57 samples left of the one before do not fill a batch; "),
-        (64, 10, 20_025, "epoch 2 begins, the 19,385 samples left of the one before do not fill a batch; "),
+        (
+            64,
+            312,
+            20_025,
+            "epoch 2 begins, the 57 samples left of the one before do not fill a batch; ",
+        ),
+        (
+            64,
+            10,
+            20_025,
+            "epoch 2 begins, the 19,385 samples left of the one before do not fill a batch; ",
+        ),
         (64, 10, 640, "epoch 2 begins; "),
     ],
 )
 def test_a_change_with_which_an_epoch_begins(size, steps, samples, said):
     now = min(samples, 20_000)
-    assert said in change_of_size(GlobalOrder(samples, now, 0, earlier=((steps, size),)), steps, 500)
+    assert said in change_of_size(
+        GlobalOrder(samples, now, 0, earlier=((steps, size),)), steps, 500
+    )
 
 
 def test_a_checkpoint_of_another_program_is_refused(tmp_path):
     assert state_of(None) == {"step": 0, "batch_sizes": ()}
     with pytest.raises(
-        ValueError, match="--resume .*step-00000003: its state has step, and balance, batch_sizes, loss_weights, step are needed.*export.py"
+        ValueError,
+        match="--resume .*step-00000003: its state has step, and balance, batch_sizes, loss_weights, step are needed.*export.py",
     ):
         state_of(write_small(tmp_path, 3))
 
 
 def test_a_run_goes_on_with_another_batch_in_the_middle_of_an_epoch(tmp_path):
-    """One process, two epochs of 90 samples: a step of 24 and 5 of 12, then 7 of 12. With steps of 24 it would have been 3 and 3."""
+    """One process, two epochs of 90 samples: a step of 24 and 5 of 12, then 7 of 12. With steps of
+    24 it would have been 3 and 3."""
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
     config["branches"] |= {"layout": "merged", "stages": {"merged": 1}, "schedule": "batch_sync"}
     config["scheduler"] = {
         "type": "WarmupDecayLR",
-        "params": {"total_num_steps": "auto", "warmup_num_steps": 2, "warmup_max_lr": RATE, "warmup_type": "linear"},
+        "params": {
+            "total_num_steps": "auto",
+            "warmup_num_steps": 2,
+            "warmup_max_lr": RATE,
+            "warmup_type": "linear",
+        },
     }
-    run_dir, how, data = tmp_path / "run", tmp_path / "how.json", ["--data", write_pairs(tmp_path, 100)]
+    run_dir, how, data = (
+        tmp_path / "run",
+        tmp_path / "how.json",
+        ["--data", write_pairs(tmp_path, 100)],
+    )
 
     def train(batch_size, *arguments):
         how.write_text(json.dumps(config | {"train_batch_size": batch_size}))
-        return run_to_end("train.py", *SMALL, *data, "--deepspeed_config", how, "--run-dir", run_dir, *arguments)
+        return run_to_end(
+            "train.py", *SMALL, *data, "--deepspeed_config", how, "--run-dir", run_dir, *arguments
+        )
 
     status, output = train(24, "--max-hours", "0.0001")
     assert status == STOPPED and "at step 1 of 6" in output, output
     status, output = train(12)
     assert status == 0, output
     assert (
-        "goes on from step-00000001, 12 samples a step, and before 24: 24 samples of epoch 1 are behind it, the 66 that are left follow in "
-        "their order; the learning rate's schedule counts steps, 13 in all" in " ".join(output.split())
+        "goes on from step-00000001, 12 samples a step, and before 24: 24 samples of epoch 1 are "
+        "behind it, the 66 that are left follow in "
+        "their order; the learning rate's schedule counts steps, 13 in all"
+        in " ".join(output.split())
     )
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 14))
     samples = [24, 36, 48, 60, 72, 90, *range(90 + 12, 90 + 84, 12), 180]
-    assert [line["epoch"] for line in steps] == pytest.approx([number / 90 for number in samples], abs=1e-4)
+    assert [line["epoch"] for line in steps] == pytest.approx(
+        [number / 90 for number in samples], abs=1e-4
+    )
     saved = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
-    assert saved == ["step-00000001", "step-00000006", "step-00000013"]  # when it was stopped, then once an epoch
-    assert [line["lr"] for line in steps[3:]] == pytest.approx([RATE * (14 - step) / (14 - 2) for step in range(4, 14)])
+    assert saved == [
+        "step-00000001",
+        "step-00000006",
+        "step-00000013",
+    ]  # when it was stopped, then once an epoch
+    assert [line["lr"] for line in steps[3:]] == pytest.approx(
+        [RATE * (14 - step) / (14 - 2) for step in range(4, 14)]
+    )
     record = json.loads((run_dir / "config.json").read_text())
     image = record["batches"]["image"]
-    assert record["total_steps"] == 13 and image["micro_batch_size"] * image["num_micro_batches"] == 12
+    assert (
+        record["total_steps"] == 13 and image["micro_batch_size"] * image["num_micro_batches"] == 12
+    )
     manifest = json.loads((run_dir / "checkpoints" / "step-00000013" / "manifest.json").read_text())
     assert manifest["state"]["batch_sizes"] == [[1, 24], [12, 12]]
 
@@ -100,6 +160,11 @@ def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoints(tmp_path):
     assert run_ranks(1, found, str(other / "step-00000007"), own) == [(other / "step-00000007", [])]
     write_small(own, 9)
     (checkpoint, notices), *_ = run_ranks(1, found, str(other / "step-00000007"), own)
-    assert checkpoint == own / "step-00000009" and "is where this run began; it has checkpoints of its own now" in notices[0]
+    assert (
+        checkpoint == own / "step-00000009"
+        and "is where this run began; it has checkpoints of its own now" in notices[0]
+    )
     write_small(own, 11)
-    assert run_ranks(1, found, str(own / "step-00000009"), own) == [(own / "step-00000009", [])]  # back, on purpose
+    assert run_ranks(1, found, str(own / "step-00000009"), own) == [
+        (own / "step-00000009", [])
+    ]  # back, on purpose

@@ -33,19 +33,30 @@ def identity(*arguments, config=CONFIG, block=BLOCK, plan=None):
 
 
 def plan_for(world_size, block=BLOCK, config=CONFIG):
-    return plan_run(*check_config({**config, "branches": block}, BRANCHES), world_size, proportional({"image": [1.0], "text": [1.0]}))
+    return plan_run(
+        *check_config({**config, "branches": block}, BRANCHES),
+        world_size,
+        proportional({"image": [1.0], "text": [1.0]}),
+    )
 
 
 @pytest.fixture(scope="module")
 def towers():
     return build_towers(
-        "resnet18:layers=1-1-1-1", "bert-tiny", embed_dim=8, image_size=32, vocab_size=50, max_text_tokens=8, pad_token_id=0
+        "resnet18:layers=1-1-1-1",
+        "bert-tiny",
+        embed_dim=8,
+        image_size=32,
+        vocab_size=50,
+        max_text_tokens=8,
+        pad_token_id=0,
     )
 
 
 @pytest.fixture
 def decided(towers):
-    """What write_config takes beside the options: a plan for two ranks, the data's summary, the towers, the steps."""
+    """What write_config takes beside the options: a plan for two ranks, the data's summary, the
+    towers, the steps."""
     return plan_for(2), {"source": "demo", "train_samples": 96}, towers, 700
 
 
@@ -64,21 +75,65 @@ def test_a_new_folder_holds_no_run(tmp_path):
 
 
 def test_config_json_is_json_and_holds_what_was_decided(folder):
-    record = json.loads((folder.path / "config.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    record = json.loads(
+        (folder.path / "config.json").read_text(encoding="utf-8"), parse_constant=pytest.fail
+    )
     assert record["training"]["deepspeed_config"] == {"optimizer": CONFIG["optimizer"]}
-    assert record["options"]["image_tower"] == "resnet18:layers=1-1-1-1" and record["options"]["run_dir"] is None
-    assert {"python", "torch", "deepspeed", "transformers", "torchvision"} <= set(record["versions"])
-    assert (record["world_size"], record["total_steps"], record["data"]["train_samples"]) == (2, 700, 96) and "git_commit" in record
+    assert (
+        record["options"]["image_tower"] == "resnet18:layers=1-1-1-1"
+        and record["options"]["run_dir"] is None
+    )
+    assert {"python", "torch", "deepspeed", "transformers", "torchvision"} <= set(
+        record["versions"]
+    )
+    assert (record["world_size"], record["total_steps"], record["data"]["train_samples"]) == (
+        2,
+        700,
+        96,
+    ) and "git_commit" in record
     assert [stage["ranks"] for stage in record["stage_graph"]] == [[0], [1]]
-    assert record["batches"]["text"] == {"replicas": 1, "micro_batch_size": 48, "num_micro_batches": 1, "num_kept": 0}
-    assert record["towers"]["image"]["num_parameters"] > record["towers"]["text"]["num_parameters"] / 10 > 0
-    assert [file.name for file in folder.path.iterdir()] == ["config.json"]  # nothing half-written beside it
+    assert record["batches"]["text"] == {
+        "replicas": 1,
+        "micro_batch_size": 48,
+        "num_micro_batches": 1,
+        "num_kept": 0,
+    }
+    assert (
+        record["towers"]["image"]["num_parameters"]
+        > record["towers"]["text"]["num_parameters"] / 10
+        > 0
+    )
+    assert [file.name for file in folder.path.iterdir()] == [
+        "config.json"
+    ]  # nothing half-written beside it
 
 
 def test_the_same_run_goes_on(folder):
     folder.refuse_other_run(*identity())
-    folder.refuse_other_run(*identity("--resume", "auto", "--save-every", "5", "--workers", "1", "--wandb", "offline", "--eval-every", "3"))
-    folder.refuse_other_run(*identity("--run-dir", "elsewhere", "--deepspeed_config", "renamed.json", "--keep-checkpoints", "1"))
+    folder.refuse_other_run(
+        *identity(
+            "--resume",
+            "auto",
+            "--save-every",
+            "5",
+            "--workers",
+            "1",
+            "--wandb",
+            "offline",
+            "--eval-every",
+            "3",
+        )
+    )
+    folder.refuse_other_run(
+        *identity(
+            "--run-dir",
+            "elsewhere",
+            "--deepspeed_config",
+            "renamed.json",
+            "--keep-checkpoints",
+            "1",
+        )
+    )
 
 
 def test_what_is_free_to_change_exists():
@@ -124,7 +179,14 @@ def test_what_was_evaluated_after_a_step_comes_back(tmp_path):
     assert folder.evaluated(0) == {}
     for step in (0, 5):
         folder.log({"step": step, "loss": 1.0})
-        folder.log({"step": step, "held_out": "family", "alignment": step + 0.1 + 0.2, "effective_rank/image": math.nan})
+        folder.log(
+            {
+                "step": step,
+                "held_out": "family",
+                "alignment": step + 0.1 + 0.2,
+                "effective_rank/image": math.nan,
+            }
+        )
         folder.log({"step": step, "held_out": "ema/family", "alignment": 7.0})
     found = folder.evaluated(5)
     assert list(found) == ["family", "ema/family"] and found["family"]["alignment"] == 5 + 0.1 + 0.2
@@ -136,10 +198,17 @@ def test_a_change_of_loss_weights_that_is_decided_once_more_is_listed_once(tmp_p
     lines = [{"step": step, "contrastive": 0.1 * step, "reason": "why"} for step in (1, 2, 2, 3, 2)]
     for line in lines:
         folder.log_loss_weights(line)
-    assert [json.loads(line)["step"] for line in folder.loss_weights.read_text().splitlines()] == [1, 2, 3, 2]
+    assert [json.loads(line)["step"] for line in folder.loss_weights.read_text().splitlines()] == [
+        1,
+        2,
+        3,
+        2,
+    ]
 
 
-def test_a_loss_per_micro_batch_is_another_objective_and_belongs_to_its_split(folder, tmp_path, decided):
+def test_a_loss_per_micro_batch_is_another_objective_and_belongs_to_its_split(
+    folder, tmp_path, decided
+):
     block = {**BLOCK, "schedule": "per_micro_batch", "micro_batch_size": 8}
     with pytest.raises(ValueError, match='branches.schedule: there null, here "per_micro_batch"'):
         folder.refuse_other_run(*identity(block=block))
@@ -151,7 +220,9 @@ def test_a_loss_per_micro_batch_is_another_objective_and_belongs_to_its_split(fo
         other.refuse_other_run(*identity(block=block, plan=plan_for(4, block)))
     with pytest.raises(ValueError, match='stages: there .* 8.u00d76", here .* 8.u00d712"'):
         larger = {**CONFIG, "train_batch_size": 96}
-        other.refuse_other_run(*identity(config=larger, block=block, plan=plan_for(2, block, larger)))
+        other.refuse_other_run(
+            *identity(config=larger, block=block, plan=plan_for(2, block, larger))
+        )
     with pytest.raises(ValueError, match="branches.micro_batch_size: there 8, here 4"):
         other.refuse_other_run(*identity(block={**block, "micro_batch_size": 4}))
     with pytest.raises(ValueError, match='branches.schedule: there "per_micro_batch", here null'):
@@ -159,11 +230,19 @@ def test_a_loss_per_micro_batch_is_another_objective_and_belongs_to_its_split(fo
 
 
 def test_another_run_is_refused_with_every_difference(folder):
-    config = {**CONFIG, "optimizer": {"type": "AdamW", "params": {"lr": 0.002}}, "scheduler": {"type": "WarmupLR"}}
+    config = {
+        **CONFIG,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.002}},
+        "scheduler": {"type": "WarmupLR"},
+    }
     with pytest.raises(ValueError) as refusal:
         folder.refuse_other_run(*identity("--seed", "3", "--image-size", "32", config=config))
     message, *lines = str(refusal.value).splitlines()
-    assert str(folder.path) in message and "already holds a run with another configuration" in message and "give another folder" in message
+    assert (
+        str(folder.path) in message
+        and "already holds a run with another configuration" in message
+        and "give another folder" in message
+    )
     assert [line.strip() for line in lines] == [
         "deepspeed_config.optimizer.params.lr: there 0.001, here 0.002",
         'deepspeed_config.scheduler: there null, here {"type": "WarmupLR"}',
@@ -175,7 +254,9 @@ def test_another_run_is_refused_with_every_difference(folder):
 
 def test_a_difference_in_the_branches_block_counts(folder):
     with pytest.raises(ValueError, match="branches.gradient_clipping.image: there 1.0, here 2.0"):
-        folder.refuse_other_run(*identity(block={"layout": "auto", "gradient_clipping": {"image": 2.0}}))
+        folder.refuse_other_run(
+            *identity(block={"layout": "auto", "gradient_clipping": {"image": 2.0}})
+        )
 
 
 def test_how_a_global_batch_is_dealt_may_change_and_what_it_takes_in_may_not(folder):
@@ -189,12 +270,15 @@ def test_how_a_global_batch_is_dealt_may_change_and_what_it_takes_in_may_not(fol
 
 
 def test_lengths_in_another_unit_make_another_run(folder):
-    """A run from before the unit was a choice weighed by characters; it goes on when its JSON says so."""
+    """A run from before the unit was a choice weighed by characters; it goes on when its JSON says
+    so."""
     weighed = {**BLOCK, "sample_weights": {"use": "loss", "image": 0.3, "text": 0.7}}
     previous = folder.previous()
     previous["training"]["branches"]["sample_weights"] = weighed["sample_weights"]
     (folder.path / "config.json").write_text(json.dumps(previous))
-    with pytest.raises(ValueError, match='branches.sample_weights.length: there "characters", here "tokens"'):
+    with pytest.raises(
+        ValueError, match='branches.sample_weights.length: there "characters", here "tokens"'
+    ):
         folder.refuse_other_run(*identity(block=weighed))
     weighed["sample_weights"]["length"] = "characters"
     folder.refuse_other_run(*identity(block=weighed))
@@ -215,13 +299,17 @@ def test_a_run_of_the_time_before_there_were_roots_goes_on_without_them(tmp_path
     file.write_text(json.dumps(record), encoding="utf-8")
     folder.refuse_other_run(*identity("--data", "jsonl:pairs.jsonl"))
     with pytest.raises(ValueError, match=r'options.data_root: there null, here \[".*/pictures"\]'):
-        folder.refuse_other_run(*identity("--data", "jsonl:pairs.jsonl", "--data-root", str(tmp_path / "pictures")))
+        folder.refuse_other_run(
+            *identity("--data", "jsonl:pairs.jsonl", "--data-root", str(tmp_path / "pictures"))
+        )
 
 
 def test_other_roots_make_another_run(tmp_path, decided):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    roots = [["--data", "jsonl:pairs.jsonl", "--data-root", str(tmp_path / name)] for name in ("a", "b")]
+    roots = [
+        ["--data", "jsonl:pairs.jsonl", "--data-root", str(tmp_path / name)] for name in ("a", "b")
+    ]
     folder = RunFolder(tmp_path / "a run", first_rank=True)
     folder.write_config(*identity(*roots[0]), *decided)
     folder.refuse_other_run(*identity(*roots[0]))
@@ -232,26 +320,44 @@ def test_other_roots_make_another_run(tmp_path, decided):
 
 def test_the_record_of_another_program_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ValueError, match="--run-dir .*: its config.json is of another program; give another folder"):
+    with pytest.raises(
+        ValueError, match="--run-dir .*: its config.json is of another program; give another folder"
+    ):
         RunFolder(tmp_path, True).previous()
 
 
 def test_long_lists_are_cut(folder):
     with pytest.raises(ValueError) as refusal:
         folder.refuse_other_run(
-            *identity("--data", "jsonl:pairs.jsonl", "--seed", "1", "--val-fraction", "0.2", "--text-weights", "x", "--tokenizer", "y")
+            *identity(
+                "--data",
+                "jsonl:pairs.jsonl",
+                "--seed",
+                "1",
+                "--val-fraction",
+                "0.2",
+                "--text-weights",
+                "x",
+                "--tokenizer",
+                "y",
+            )
         )
     assert len(str(refusal.value).splitlines()) == 1 + 8 + 1 and str(refusal.value).endswith("…")
 
 
 def test_resume_never_refuses_even_the_same_run(folder):
-    with pytest.raises(ValueError, match="already holds a run, and --resume is never; give another folder, or --resume auto"):
+    with pytest.raises(
+        ValueError,
+        match="already holds a run, and --resume is never; give another folder, or --resume auto",
+    ):
         folder.refuse_other_run(*identity("--resume", "never"))
 
 
 def test_a_file_in_its_place(tmp_path):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(ValueError, match=r"--run-dir .*taken: a file of this name exists; give a folder"):
+    with pytest.raises(
+        ValueError, match=r"--run-dir .*taken: a file of this name exists; give a folder"
+    ):
         RunFolder(tmp_path / "taken", first_rank=True)
 
 
@@ -264,14 +370,22 @@ def test_forget_after_drops_later_and_torn_lines(folder):
     lines = folder.metrics.read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 2]
     folder.log({"step": 3, "loss": 1.0})
-    assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [0, 1, 2, 2, 3]
+    assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [
+        0,
+        1,
+        2,
+        2,
+        3,
+    ]
     folder.forget_after(-1)
     assert folder.metrics.read_text() == ""
 
 
 def test_bad_steps_are_listed_with_the_ids_of_their_samples(folder):
     for step in (3, 7):
-        folder.note_bad_step(step, float("nan"), BadStep((5, 6), {"image": (6,), "text": ()}), lambda i: f"id {i}")
+        folder.note_bad_step(
+            step, float("nan"), BadStep((5, 6), {"image": (6,), "text": ()}), lambda i: f"id {i}"
+        )
     folder.forget_after(3)
     assert json.loads(folder.bad_steps.read_text()) == {
         "step": 3,
@@ -281,10 +395,14 @@ def test_bad_steps_are_listed_with_the_ids_of_their_samples(folder):
     }
     folder.refuse_more_bad_steps(2, 3, pytest.fail)
     with pytest.raises(
-        ValueError, match='3 steps in a row .* "max_bad_steps" is 3; the last good checkpoint is not there, none was saved.'
+        ValueError,
+        match='3 steps in a row .* "max_bad_steps" is 3; the last good checkpoint is not there, none was saved.',
     ):
         folder.refuse_more_bad_steps(3, 3, lambda: None)
-    with pytest.raises(ValueError, match="the last good checkpoint is .*step-00000002. Lower the learning rate.*bad_steps.jsonl"):
+    with pytest.raises(
+        ValueError,
+        match="the last good checkpoint is .*step-00000002. Lower the learning rate.*bad_steps.jsonl",
+    ):
         folder.refuse_more_bad_steps(4, 3, lambda: folder.checkpoints / "step-00000002")
 
 
@@ -312,7 +430,9 @@ def test_every_line_of_the_metrics_is_json(folder):
 def test_the_folders_name(tmp_path):
     assert choose_folder(parse_options(["--run-dir", str(tmp_path)])) == tmp_path
     chosen = choose_folder(parse_options(["--data", "jsonl:a/b.jsonl"]))
-    assert chosen.parent.name == "runs" and chosen.name.endswith("-jsonl") and ":" not in str(chosen)
+    assert (
+        chosen.parent.name == "runs" and chosen.name.endswith("-jsonl") and ":" not in str(chosen)
+    )
 
 
 def test_what_is_damaged_and_of_no_account_is_made_anew(folder):
@@ -324,7 +444,10 @@ def test_what_is_damaged_and_of_no_account_is_made_anew(folder):
         run.costs.write_text(damaged)
         assert run.read_costs() is None
     (run.path / "config.json").write_text("")
-    with pytest.raises(ValueError, match="config.json: is damaged .* delete it, and the same command writes it again"):
+    with pytest.raises(
+        ValueError,
+        match="config.json: is damaged .* delete it, and the same command writes it again",
+    ):
         run.previous()
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"st\n"}\n{"step": 3}\n')
     run.forget_after(2)
@@ -334,8 +457,15 @@ def test_what_is_damaged_and_of_no_account_is_made_anew(folder):
 def test_an_evaluation_that_was_not_made_to_its_end(folder):
     run = folder
     assert run.lacks(4, {"a", "b"})
-    for line in ({"step": 4, "loss": 1.0}, {"step": 4, "held_out": "a"}, {"step": 3, "held_out": "b"}):
+    for line in (
+        {"step": 4, "loss": 1.0},
+        {"step": 4, "held_out": "a"},
+        {"step": 3, "held_out": "b"},
+    ):
         run.log(line)
     assert not run.lacks(4, {"a"}) and len(run.metrics.read_text().splitlines()) == 3
     assert run.lacks(4, {"a", "b"})  # and its first half is dropped
-    assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == [{"step": 4, "loss": 1.0}, {"step": 3, "held_out": "b"}]
+    assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == [
+        {"step": 4, "loss": 1.0},
+        {"step": 3, "held_out": "b"},
+    ]

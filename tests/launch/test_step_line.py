@@ -42,27 +42,49 @@ METRICS = StepMetrics(
 ORDER = GlobalOrder(40, 10, 0, ((30, 1.0), (10, 3.0)))
 
 
-SETTINGS = Settings([Setting(0, {}), Setting(3, {}, knobs=Knobs(captions_per_image=2, image_size=64))])
+SETTINGS = Settings(
+    [Setting(0, {}), Setting(3, {}, knobs=Knobs(captions_per_image=2, image_size=64))]
+)
 
 
 def line_of(step, sources=(), metrics=METRICS, order=ORDER, ladders=Ladders(), settings=SETTINGS):
-    config, block = check_config({"train_batch_size": 10, "optimizer": {"type": "AdamW"}, "branches": {"layout": "fork"}}, BRANCHES)
+    config, block = check_config(
+        {"train_batch_size": 10, "optimizer": {"type": "AdamW"}, "branches": {"layout": "fork"}},
+        BRANCHES,
+    )
     plan = plan_run(config, block, 2, proportional({"image": [1.0], "text": [1.0]}))
-    balance = Balance(dealing(block), plan, {}, order, np.arange(40), ladders, FeedRules(), SETTINGS.at(0))
+    balance = Balance(
+        dealing(block), plan, {}, order, np.arange(40), ladders, FeedRules(), SETTINGS.at(0)
+    )
     return step_line(metrics, step, 2.0, balance, settings, sources)
 
 
 def test_rates_are_of_the_step():
     line = line_of(6, ("a", "b"))
-    assert (line["step"], line["epoch"], line["step_s"], line["samples_per_s"]) == (6, 1.0, 2.0, 5.0)
-    assert (line["images_per_s"], line["text_tokens_per_s"], line["padding_share/text"]) == (5.0, 150.0, 0.25)
+    assert (line["step"], line["epoch"], line["step_s"], line["samples_per_s"]) == (
+        6,
+        1.0,
+        2.0,
+        5.0,
+    )
+    assert (line["images_per_s"], line["text_tokens_per_s"], line["padding_share/text"]) == (
+        5.0,
+        150.0,
+        0.25,
+    )
     assert METRICS.record(6, 1.0, 5.0, 2.0).items() <= line.items()
 
 
 def test_epochs_are_counted_in_samples_over_a_change_of_the_batch():
     """60 samples an epoch: 2 steps of 20, then steps of 10."""
     order = replace(ORDER, earlier=((2, 20),))
-    assert [line_of(step, order=order)["epoch"] for step in (1, 2, 3, 4, 10)] == [0.3333, 0.6667, 0.8333, 1.0, 2.0]
+    assert [line_of(step, order=order)["epoch"] for step in (1, 2, 3, 4, 10)] == [
+        0.3333,
+        0.6667,
+        0.8333,
+        1.0,
+        2.0,
+    ]
     assert line_of(4, order=order)["samples_per_s"] == 5.0
 
 
@@ -72,19 +94,32 @@ def test_a_step_without_texts_has_no_padding():
 
 def test_only_knobs_that_may_move_are_told_as_they_were_in_the_step():
     ladders = Ladders(captions_per_image=(1, 2, 3))
-    assert [line_of(step, ladders=ladders)["captions_per_image"] for step in (1, 3, 4, 9)] == [1, 1, 2, 2]
+    assert [line_of(step, ladders=ladders)["captions_per_image"] for step in (1, 3, 4, 9)] == [
+        1,
+        1,
+        2,
+        2,
+    ]
     assert not {"image_size", "kept_patches"} & line_of(4, ladders=ladders).keys()
     assert "captions_per_image" not in line_of(4)
 
 
 def test_of_several_sources_it_says_how_often_their_samples_have_been_visited():
     line = line_of(9, ("demo:de", "jsonl:few.jsonl"))
-    assert line["epochs/demo:de"] == pytest.approx(1.5) and line["epochs/jsonl:few.jsonl"] == pytest.approx(4.5)
-    assert not any(key.startswith("epochs/") for key in line_of(9, ("demo",), order=GlobalOrder(40, 10, 0)))
+    assert line["epochs/demo:de"] == pytest.approx(1.5) and line[
+        "epochs/jsonl:few.jsonl"
+    ] == pytest.approx(4.5)
+    assert not any(
+        key.startswith("epochs/") for key in line_of(9, ("demo",), order=GlobalOrder(40, 10, 0))
+    )
 
 
 def test_of_several_sources_it_says_what_their_losses_were():
-    line = line_of(9, ("demo:de", "jsonl:few.jsonl"), replace(METRICS, sources=(SourceLoss(6, 3.1), SourceLoss(4, 4.1))))
+    line = line_of(
+        9,
+        ("demo:de", "jsonl:few.jsonl"),
+        replace(METRICS, sources=(SourceLoss(6, 3.1), SourceLoss(4, 4.1))),
+    )
     assert (line["loss/demo:de"], line["loss/jsonl:few.jsonl"]) == (3.1, 4.1)
     assert not any(key.startswith("loss/") for key in line_of(9, ("demo",)))
 
@@ -93,4 +128,6 @@ def test_visits_follow_the_mixes_so_far():
     """Epochs of 6 steps: of 9 steps, 3 are of the second."""
     settings = Settings([Setting(0, {})], ((1, ((30, 1.5), (10, 1.5))),))
     line = line_of(9, ("a", "b"), settings=settings)
-    assert line["epochs/a"] == pytest.approx(1 + 1.5 / 2) and line["epochs/b"] == pytest.approx(3 + 1.5 / 2)
+    assert line["epochs/a"] == pytest.approx(1 + 1.5 / 2) and line["epochs/b"] == pytest.approx(
+        3 + 1.5 / 2
+    )

@@ -45,7 +45,9 @@ for share in (0.0, 0.5, 0.99, 1.01):
     signal.raise_signal(signal.SIGINT)
     print(share, stop.reason, flush=True)
 """
-    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 130, result.stderr
     assert result.stdout.splitlines() == ["0.0 SIGINT", "0.5 SIGINT", "0.99 SIGINT"]
 

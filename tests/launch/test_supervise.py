@@ -1,4 +1,5 @@
-"""launch/supervise.sh, with small commands in the place of a launcher: what is started again, and what is not."""
+"""launch/supervise.sh, with small commands in the place of a launcher: what is started again, and
+what is not."""
 
 import os
 import signal
@@ -21,10 +22,24 @@ def run_dir(tmp_path):
 
 
 def supervise(run_dir, command, *options, **environment):
-    """Start it over a bash command, which sees the folder as $RUN and may count its starts in $RUN/starts."""
+    """Start it over a bash command, which sees the folder as $RUN and may count its starts in
+    $RUN/starts."""
     text = f'echo >> "$RUN/starts"; n=$(wc -l < "$RUN/starts"); {command}'
     return subprocess.Popen(
-        ["bash", SCRIPT, "--wait", "0", *options, "--", "bash", "-c", text, "train", "--run-dir", run_dir],
+        [
+            "bash",
+            SCRIPT,
+            "--wait",
+            "0",
+            *options,
+            "--",
+            "bash",
+            "-c",
+            text,
+            "train",
+            "--run-dir",
+            run_dir,
+        ],
         env={**os.environ, "RUN": str(run_dir), **environment},
         stderr=subprocess.PIPE,
         text=True,
@@ -59,7 +74,9 @@ def test_a_failure_is_started_again_until_it_is_done(run_dir):
 def test_it_gives_up_after_so_many_failures_without_a_new_checkpoint(run_dir):
     advancing = '[ $n -gt 4 ] || echo step-$n > "$RUN/checkpoints/latest"; exit 1'
     status, errors = finish(supervise(run_dir, advancing, "--restarts", "2"))
-    assert status == 1 and starts(run_dir) == 6  # four get on, and the fourth's failure is the first of three
+    assert (
+        status == 1 and starts(run_dir) == 6
+    )  # four get on, and the fourth's failure is the first of three
     assert "given up: 3 failures in a row" in errors and "step-4" in errors
 
 
@@ -87,7 +104,9 @@ def test_a_run_that_is_only_being_started_is_asked(run_dir, tmp_path, program, t
     file = tmp_path / "bin" / program
     file.parent.mkdir()
     to_the_script = "read -r _ _ _ _ _ session _ </proc/$$/stat; kill -TERM $session"
-    file.write_text(f'#!/bin/bash\n{to_the_script}; {then}; PATH=${{PATH#*:}} exec {program} "$@"\n')
+    file.write_text(
+        f'#!/bin/bash\n{to_the_script}; {then}; PATH=${{PATH#*:}} exec {program} "$@"\n'
+    )
     file.chmod(0o755)
     process = supervise(run_dir, f"{STOP}; exit 75", PATH=f"{file.parent}:{os.environ['PATH']}")
     assert finish(process)[0] == 75 and starts(run_dir) == 1
@@ -105,7 +124,9 @@ def test_a_signal_is_passed_on_as_a_file_and_not_to_the_launcher(run_dir):
 
 
 def test_a_second_ctrl_c_leaves_nothing_behind(run_dir):
-    process = supervise(run_dir, 'sleep 600 & echo $! > "$RUN/child"; mv "$RUN/child" "$RUN/ready"; wait')
+    process = supervise(
+        run_dir, 'sleep 600 & echo $! > "$RUN/child"; mv "$RUN/child" "$RUN/ready"; wait'
+    )
     wait_for(run_dir / "ready")
     child = int((run_dir / "ready").read_text())
     os.kill(process.pid, signal.SIGINT)
@@ -116,7 +137,12 @@ def test_a_second_ctrl_c_leaves_nothing_behind(run_dir):
 
 
 def test_processes_that_a_killed_launcher_left_are_ended(run_dir):
-    status, _ = finish(supervise(run_dir, '[ $n -gt 1 ] && touch "$RUN/done" && exit 0; sleep 600 & echo $! > "$RUN/child"; kill -KILL $$'))
+    status, _ = finish(
+        supervise(
+            run_dir,
+            '[ $n -gt 1 ] && touch "$RUN/done" && exit 0; sleep 600 & echo $! > "$RUN/child"; kill -KILL $$',
+        )
+    )
     assert status == 0
     wait_until(lambda: ended(int((run_dir / "child").read_text())))
 
@@ -124,16 +150,27 @@ def test_processes_that_a_killed_launcher_left_are_ended(run_dir):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--restarts", "many", "--", "true", "--run-dir", "x"], "--restarts 'many': a whole number is needed"),
+        (
+            ["--restarts", "many", "--", "true", "--run-dir", "x"],
+            "--restarts 'many': a whole number is needed",
+        ),
         (["--", "deepspeed", "train.py"], "has no --run-dir"),
-        (["--", "true", "--run-dir", "x", "--resume", "never"], "--resume never: every start would begin there again"),
-        (["--", "true", "--resume=x/checkpoints/step-00000001", "--run-dir", "x"], "--resume x/checkpoints/step-00000001: every start"),
+        (
+            ["--", "true", "--run-dir", "x", "--resume", "never"],
+            "--resume never: every start would begin there again",
+        ),
+        (
+            ["--", "true", "--resume=x/checkpoints/step-00000001", "--run-dir", "x"],
+            "--resume x/checkpoints/step-00000001: every start",
+        ),
         (["deepspeed", "train.py"], "unknown argument 'deepspeed'; the command goes after --"),
         ([], "no command given"),
     ],
 )
 def test_wrong_usage(arguments, words):
-    result = subprocess.run(["bash", SCRIPT, *arguments], capture_output=True, text=True, timeout=LIMIT_S)
+    result = subprocess.run(
+        ["bash", SCRIPT, *arguments], capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert result.returncode == 2 and words in result.stderr
 
 

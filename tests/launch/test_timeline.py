@@ -1,4 +1,5 @@
-"""launch.tools.timeline: a run's traced step beside its prediction; what is missing is said in one line."""
+"""launch.tools.timeline: a run's traced step beside its prediction; what is missing is said in one
+line."""
 
 import json
 from dataclasses import asdict
@@ -15,7 +16,11 @@ from launch.run.trace_file import TraceFile, read_trace
 from launch.tools.drawing import busy_s, predicted_timeline
 from launch.tools.timeline import choose_step, measured_tracks, prediction, run
 
-COSTS = proportional({"image": [0.004] * 6, "text": [0.003] * 4}, optimizer_s_per_parameter=2e-9, gradient_s_per_parameter=1e-9)
+COSTS = proportional(
+    {"image": [0.004] * 6, "text": [0.003] * 4},
+    optimizer_s_per_parameter=2e-9,
+    gradient_s_per_parameter=1e-9,
+)
 CUTS = {"image": [range(0, 3), range(3, 6)], "text": [range(0, 4)]}
 GRAPH = fork(CUTS, {"image": 2, "text": 1})
 BATCHES = {"image": BranchBatch(2, 2, 4), "text": BranchBatch(1, 4, 4)}
@@ -32,9 +37,17 @@ def run_dir(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(record))
     (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(COSTS), allow_nan=False))
-    predicted = predicted_timeline("", GRAPH, simulate(GRAPH, BATCHES, "batch_sync", COSTS, timeline=True))
-    slower = [[Span(s.name, s.micro_batch, 1.25 * s.start_s, 1.25 * s.end_s) for s in spans] for spans in predicted.tracks.values()]
-    ranks = [(GRAPH.describe_rank(rank), slower[GRAPH.stage_of(rank).stage_id]) for rank in range(GRAPH.world_size)]
+    predicted = predicted_timeline(
+        "", GRAPH, simulate(GRAPH, BATCHES, "batch_sync", COSTS, timeline=True)
+    )
+    slower = [
+        [Span(s.name, s.micro_batch, 1.25 * s.start_s, 1.25 * s.end_s) for s in spans]
+        for spans in predicted.tracks.values()
+    ]
+    ranks = [
+        (GRAPH.describe_rank(rank), slower[GRAPH.stage_of(rank).stage_id])
+        for rank in range(GRAPH.world_size)
+    ]
     trace = TraceFile(tmp_path / "trace.json")
     for step in (3, 100):
         trace.add(step, float(step), ranks)
@@ -50,8 +63,15 @@ def test_predicted_above_measured(run_dir, capsys):
     out = capsys.readouterr().out
     predicted_s = simulate(GRAPH, BATCHES, "batch_sync", COSTS).step_s
     last = next(line for line in out.splitlines() if "step, all of it" in line)
-    assert f"{1e3 * predicted_s:.3g} ms" in last and f"{1.25e3 * predicted_s:.3g} ms" in last and "Step 100" in out
-    assert out.splitlines()[-1] == str(run_dir / "timeline.png") and (run_dir / "timeline.png").stat().st_size > 10_000
+    assert (
+        f"{1e3 * predicted_s:.3g} ms" in last
+        and f"{1.25e3 * predicted_s:.3g} ms" in last
+        and "Step 100" in out
+    )
+    assert (
+        out.splitlines()[-1] == str(run_dir / "timeline.png")
+        and (run_dir / "timeline.png").stat().st_size > 10_000
+    )
 
 
 def test_the_table_has_a_row_per_stage_with_both_idle_shares(run_dir, capsys):
@@ -59,14 +79,18 @@ def test_the_table_has_a_row_per_stage_with_both_idle_shares(run_dir, capsys):
     out = capsys.readouterr().out
     for stage in simulate(GRAPH, BATCHES, "batch_sync", COSTS).stages:
         row = next(line for line in out.splitlines() if line.strip().startswith(stage.name))
-        assert row.split()[-2:] == [f"{stage.idle_fraction:.0%}"] * 2  # everything took 1.25 times as long: the same shares
+        assert (
+            row.split()[-2:] == [f"{stage.idle_fraction:.0%}"] * 2
+        )  # everything took 1.25 times as long: the same shares
 
 
 def test_the_prediction_is_of_the_runs_own_stages_batches_and_schedule(run_dir):
     timeline, reason = prediction(run_dir, json.loads((run_dir / "config.json").read_text()))
     simulation = simulate(GRAPH, BATCHES, "batch_sync", COSTS)
     assert reason is None and timeline.step_s == simulation.step_s
-    assert [busy_s(spans) for spans in timeline.tracks.values()] == pytest.approx([stage.busy_s for stage in simulation.stages])
+    assert [busy_s(spans) for spans in timeline.tracks.values()] == pytest.approx(
+        [stage.busy_s for stage in simulation.stages]
+    )
 
 
 def test_without_costs_only_what_was_measured_is_drawn_and_a_line_says_what_to_do(run_dir, capsys):
@@ -122,16 +146,33 @@ def test_tracks_are_ranks_and_in_a_large_world_one_of_each_stage(run_dir):
         "text 0, rank 4",
     ]
     large = {"image 0": range(512), "text 0": range(512, 1024)}
-    assert list(measured_tracks(large, dict.fromkeys(range(1024), ()))) == ["image 0, rank 0", "text 0, rank 512"]
+    assert list(measured_tracks(large, dict.fromkeys(range(1024), ()))) == [
+        "image 0, rank 0",
+        "text 0, rank 512",
+    ]
 
 
 def test_a_cost_model_survives_json():
     machine = {"ranks_per_node": 4, "node_bytes_per_s": 1e9}
-    for costs in (COSTS, proportional({"image": [0.1], "text": [0.2]}, memory_bytes=float("inf"), **machine)):
-        assert cost_model_from_json(json.loads(json.dumps(cost_model_to_json(costs), allow_nan=False))) == costs
+    for costs in (
+        COSTS,
+        proportional({"image": [0.1], "text": [0.2]}, memory_bytes=float("inf"), **machine),
+    ):
+        assert (
+            cost_model_from_json(json.loads(json.dumps(cost_model_to_json(costs), allow_nan=False)))
+            == costs
+        )
 
 
-@pytest.mark.parametrize("change", [{"layers": {"image": [{"name": "a"}]}}, {"speed": 1}, {"machine": {"name": "x"}}, {"state": None}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": {"image": [{"name": "a"}]}},
+        {"speed": 1},
+        {"machine": {"name": "x"}},
+        {"state": None},
+    ],
+)
 def test_what_is_no_cost_model_is_refused(change):
     with pytest.raises(ValueError, match="not a cost model of this version"):
         cost_model_from_json({**cost_model_to_json(COSTS), **change})
@@ -139,7 +180,11 @@ def test_what_is_no_cost_model_is_refused(change):
 
 @pytest.mark.parametrize(
     "graph",
-    [GRAPH, chain(CUTS, 3), merged({"image": [range(0, 2), range(2, 6)], "text": [range(0, 1), range(1, 4)]}, 2)],
+    [
+        GRAPH,
+        chain(CUTS, 3),
+        merged({"image": [range(0, 2), range(2, 6)], "text": [range(0, 1), range(1, 4)]}, 2),
+    ],
     ids=lambda graph: graph.layout,
 )
 def test_a_graph_survives_its_record(graph):
@@ -148,4 +193,6 @@ def test_a_graph_survives_its_record(graph):
 
 def test_a_graphs_record_of_an_older_version_is_refused():
     with pytest.raises(ValueError, match="the record has no 'previous'; an older version wrote it"):
-        StageGraph.from_record([{"layout": "fork", "name": "image 0", "ranks": [0], "layers": {"image": [0, 3]}}])
+        StageGraph.from_record(
+            [{"layout": "fork", "name": "image 0", "ranks": [0], "layers": {"image": [0, 3]}}]
+        )

@@ -5,7 +5,11 @@ import json
 from engine.trace import WAIT, Span
 from launch.run.trace_file import FIRST_STEP, MAX_SAMPLES, TraceFile, is_sampled, read_trace
 
-SPANS = [Span("ForwardPass", 0, 0.0, 0.25), Span("ComputeLoss", None, 0.25, 0.5), Span(WAIT, None, 0.3, 0.4)]
+SPANS = [
+    Span("ForwardPass", 0, 0.0, 0.25),
+    Span("ComputeLoss", None, 0.25, 0.5),
+    Span(WAIT, None, 0.3, 0.4),
+]
 RANKS = [("rank 0 (image 0, replica 0)", SPANS), ("rank 1 (text 0, replica 0)", SPANS[:1])]
 
 
@@ -31,9 +35,9 @@ def test_reading_gives_back_the_spans(tmp_path):
     TraceFile(tmp_path / "trace.json").add(3, 7.0, RANKS)
     read = read_trace(tmp_path / "trace.json")
     assert list(read) == [3] and list(read[3]) == [0, 1]
-    assert [(s.name, s.micro_batch, round(s.start_s, 6), round(s.end_s, 6)) for s in read[3][0]] == [
-        (s.name, s.micro_batch, s.start_s, s.end_s) for s in SPANS
-    ]
+    assert [
+        (s.name, s.micro_batch, round(s.start_s, 6), round(s.end_s, 6)) for s in read[3][0]
+    ] == [(s.name, s.micro_batch, s.start_s, s.end_s) for s in SPANS]
 
 
 def test_a_run_that_goes_on_keeps_its_samples_and_the_file_stays_small(tmp_path):

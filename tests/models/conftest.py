@@ -1,4 +1,5 @@
-"""Small towers of every family beside the library's own model, made by the library's own constructors."""
+"""Small towers of every family beside the library's own model, made by the library's own
+constructors."""
 
 import os
 from collections.abc import Callable
@@ -29,8 +30,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SIZE, VOCAB, TOKENS, EOS = 32, 120, 12, 7
 VIT = {"patch_size": 8, "num_layers": 2, "num_heads": 3, "hidden_dim": 96, "mlp_dim": 160}
-BERT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 144, "max_position_embeddings": 20}
-DISTILBERT = {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 144, "max_position_embeddings": 20}
+BERT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 144,
+    "max_position_embeddings": 20,
+}
+DISTILBERT = {
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 144,
+    "max_position_embeddings": 20,
+}
 
 
 def spell(base: str, overrides: dict) -> str:
@@ -47,7 +60,8 @@ def pooled(output) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A family: our tower with its random draws (`dropout`) or without, and the library's model for the same sizes."""
+    """A family: our tower with its random draws (`dropout`) or without, and the library's model for
+    the same sizes."""
 
     branch: str
     name: str
@@ -57,11 +71,17 @@ class Case:
     classifier_prefix: str = "\0"  # every tensor of the dropped part begins so
     features: Callable = pooled
     pad_token_id: int | None = 0
-    authors: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda state: {}  # first values that are not the library's
+    authors: Callable[[dict[str, Tensor]], dict[str, Tensor]] = (
+        lambda state: {}
+    )  # first values that are not the library's
 
     def tower(self, dropout: bool = False) -> Tower:
         values = self.dropout if dropout else dict.fromkeys(self.dropout, 0.0)
-        name = self.name + (":" if ":" not in self.name else ",") + spell("", values)[1:] if values else self.name
+        name = (
+            self.name + (":" if ":" not in self.name else ",") + spell("", values)[1:]
+            if values
+            else self.name
+        )
         if self.branch == "image":
             return image_tower(name, SIZE)
         return text_tower(name, VOCAB, TOKENS, self.pad_token_id, EOS)
@@ -71,12 +91,17 @@ class Case:
         model = self.library(self.dropout if dropout else dict.fromkeys(self.dropout, 0.0))
         if self.classifier:
             model.set_submodule(self.classifier, nn.Identity())
-        state = {layer.canonical_names[local].split(".", 1)[1]: tensor for layer in layers for local, tensor in layer.state_dict().items()}
+        state = {
+            layer.canonical_names[local].split(".", 1)[1]: tensor
+            for layer in layers
+            for local, tensor in layer.state_dict().items()
+        }
         model.load_state_dict(state, strict=True)
         return model
 
     def first_values(self) -> dict[str, Tensor]:
-        """By the library's names: the library's own, or those of the authors of the architecture where these are other."""
+        """By the library's names: the library's own, or those of the authors of the architecture
+        where these are other."""
         state = self.library(dict.fromkeys(self.dropout, 0.0)).state_dict()
         return {**state, **self.authors(state)}
 
@@ -93,7 +118,11 @@ class Case:
         return {"input_ids": ids, "attention_mask": mask}
 
     def run_reference(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        return model(inputs["pixel_values"]) if self.branch == "image" else self.features(model(**inputs))
+        return (
+            model(inputs["pixel_values"])
+            if self.branch == "image"
+            else self.features(model(**inputs))
+        )
 
 
 def _text_dropout(p: float) -> dict[str, float]:
@@ -101,12 +130,15 @@ def _text_dropout(p: float) -> dict[str, float]:
 
 
 def _open_clips(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of OpenCLIP's text transformer, which starts as OpenAI's, under the names of `state`."""
+    """The weights of OpenCLIP's text transformer, which starts as OpenAI's, under the names of
+    `state`."""
     from open_clip.transformer import TextTransformer
 
     sizes = BERT["hidden_size"], BERT["num_attention_heads"], BERT["num_hidden_layers"]
     ratio = BERT["intermediate_size"] / BERT["hidden_size"]
-    theirs = TextTransformer(BERT["max_position_embeddings"], VOCAB, *sizes, mlp_ratio=ratio).state_dict()
+    theirs = TextTransformer(
+        BERT["max_position_embeddings"], VOCAB, *sizes, mlp_ratio=ratio
+    ).state_dict()
     found = {"embeddings.position_embedding.weight": theirs["positional_embedding"]}
     for i in range(sizes[2]):
         ours, block = f"encoder.layers.{i}.", f"transformer.resblocks.{i}."
@@ -120,7 +152,14 @@ def _open_clips(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 CASES = {
-    "resnet-basic": Case("image", "resnet18:layers=1-1-2-1", {}, lambda d: ResNet(BasicBlock, [1, 1, 2, 1]), "fc", "fc."),
+    "resnet-basic": Case(
+        "image",
+        "resnet18:layers=1-1-2-1",
+        {},
+        lambda d: ResNet(BasicBlock, [1, 1, 2, 1]),
+        "fc",
+        "fc.",
+    ),
     "resnet-bottleneck": Case(
         "image",
         "resnet50:layers=1-1-1-1,width_per_group=16,zero_init_residual=true",
@@ -142,7 +181,12 @@ CASES = {
         "convnext_tiny:dims=16-24-32-48,depths=1-1-2-1",
         {"stochastic_depth_prob": 0.5},
         lambda d: ConvNeXt(
-            [CNBlockConfig(16, 24, 1), CNBlockConfig(24, 32, 1), CNBlockConfig(32, 48, 2), CNBlockConfig(48, None, 1)],
+            [
+                CNBlockConfig(16, 24, 1),
+                CNBlockConfig(24, 32, 1),
+                CNBlockConfig(32, 48, 2),
+                CNBlockConfig(48, None, 1),
+            ],
             layer_scale=1e-6,
             **d,
         ),
@@ -159,13 +203,17 @@ CASES = {
         "text",
         spell("minilm-l6", {**BERT, "num_attention_heads": 8}),
         _text_dropout(0.1),
-        lambda d: BertModel(BertConfig(vocab_size=VOCAB, pad_token_id=0, **{**BERT, "num_attention_heads": 8}, **d)),
+        lambda d: BertModel(
+            BertConfig(vocab_size=VOCAB, pad_token_id=0, **{**BERT, "num_attention_heads": 8}, **d)
+        ),
     ),
     "roberta": Case(
         "text",
         spell("roberta-base", BERT),
         _text_dropout(0.1),
-        lambda d: RobertaModel(RobertaConfig(vocab_size=VOCAB, type_vocab_size=1, layer_norm_eps=1e-5, **BERT, **d)),
+        lambda d: RobertaModel(
+            RobertaConfig(vocab_size=VOCAB, type_vocab_size=1, layer_norm_eps=1e-5, **BERT, **d)
+        ),
         pad_token_id=1,
     ),
     "distilbert": Case(

@@ -1,4 +1,5 @@
-"""Alignment, uniformity, gap and effective rank, against their definitions written out; and sums of parts."""
+"""Alignment, uniformity, gap and effective rank, against their definitions written out; and sums of
+parts."""
 
 import math
 
@@ -18,7 +19,11 @@ def pairs(n=23, width=6, seed=0):
 
 def figures(image, text, target=None):
     target = torch.arange(len(image)) if target is None else target
-    return alignment_figures(alignment_sums(image, text, target), alignment_sums(text, image, target.argsort()), len(image))
+    return alignment_figures(
+        alignment_sums(image, text, target),
+        alignment_sums(text, image, target.argsort()),
+        len(image),
+    )
 
 
 def test_every_figure_is_what_its_formula_says(monkeypatch):
@@ -35,32 +40,47 @@ def test_every_figure_is_what_its_formula_says(monkeypatch):
         assert found[f"uniformity/{branch}"] == pytest.approx(uniformity, rel=1e-5)
         shares = torch.linalg.svdvals(z - z.mean(0)).square()
         shares /= shares.sum()
-        assert found[f"effective_rank/{branch}"] == pytest.approx(math.exp(float(-(shares * shares.log()).sum())), rel=1e-5)
+        assert found[f"effective_rank/{branch}"] == pytest.approx(
+            math.exp(float(-(shares * shares.log()).sum())), rel=1e-5
+        )
 
 
 def test_parts_of_replicas_add_up_whatever_the_order():
     image, text = pairs()
     order = torch.randperm(23, generator=torch.Generator().manual_seed(1))
-    target = order.argsort()  # picture order[i] stands at i; text j belongs to the picture at target[j]
+    target = (
+        order.argsort()
+    )  # picture order[i] stands at i; text j belongs to the picture at target[j]
     expected, shuffled = figures(image, text), figures(image[order], text, order)
     assert shuffled == pytest.approx(expected, rel=1e-6)
     whole = alignment_sums(text, image[order], target)
-    parts = [alignment_sums(text[rows], image[order], target[rows]) for rows in (slice(0, 4), slice(4, 4), slice(4, 23))]
+    parts = [
+        alignment_sums(text[rows], image[order], target[rows])
+        for rows in (slice(0, 4), slice(4, 4), slice(4, 23))
+    ]
     torch.testing.assert_close(sum(parts), whole)
 
 
 def test_a_collapsed_model_has_rank_one_and_no_uniformity():
     same = F.normalize(torch.ones(9, 4), dim=1)
     found = figures(same, same)
-    assert found["effective_rank/image"] == 1.0 and found["uniformity/text"] == pytest.approx(0.0, abs=1e-5)
-    assert found["alignment"] == pytest.approx(0.0, abs=1e-9) and found["cosine_others"] == pytest.approx(1.0, abs=1e-6)
+    assert found["effective_rank/image"] == 1.0 and found["uniformity/text"] == pytest.approx(
+        0.0, abs=1e-5
+    )
+    assert found["alignment"] == pytest.approx(0.0, abs=1e-9) and found[
+        "cosine_others"
+    ] == pytest.approx(1.0, abs=1e-6)
 
 
 def test_a_model_that_diverged_is_measured():
     image, text = pairs()
     image[3] = math.nan
     found = figures(image, text)
-    assert math.isnan(found["effective_rank/image"]) and math.isnan(found["alignment"]) and 1 < found["effective_rank/text"] < 6
+    assert (
+        math.isnan(found["effective_rank/image"])
+        and math.isnan(found["alignment"])
+        and 1 < found["effective_rank/text"] < 6
+    )
 
 
 def test_directions_that_are_all_used_have_the_full_rank():

@@ -6,7 +6,14 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 from torch.nn import functional as F
 
-from models.metrics.classification import NEIGHBOURS, TEMPERATURE, class_embeds, neighbour_accuracy, probe_accuracy, zero_shot_accuracy
+from models.metrics.classification import (
+    NEIGHBOURS,
+    TEMPERATURE,
+    class_embeds,
+    neighbour_accuracy,
+    probe_accuracy,
+    zero_shot_accuracy,
+)
 
 
 def clusters(per_class, num_classes=4, width=8, spread=0.5, seed=0):
@@ -14,17 +21,24 @@ def clusters(per_class, num_classes=4, width=8, spread=0.5, seed=0):
     draw = torch.Generator().manual_seed(seed)
     centres = torch.randn(num_classes, width, generator=torch.Generator().manual_seed(99))
     label = torch.arange(num_classes).repeat(per_class)
-    return F.normalize(centres[label] + spread * torch.randn(len(label), width, generator=draw), dim=1), label
+    return F.normalize(
+        centres[label] + spread * torch.randn(len(label), width, generator=draw), dim=1
+    ), label
 
 
 def test_a_class_is_the_mean_direction_of_its_prompts():
     prompts = torch.tensor([[2.0, 0.0], [0.0, -3.0], [0.0, 1.0]])
-    torch.testing.assert_close(class_embeds(prompts, torch.tensor([0, 1, 0]), 2), torch.tensor([[0.5**0.5, 0.5**0.5], [0.0, -1.0]]))
+    torch.testing.assert_close(
+        class_embeds(prompts, torch.tensor([0, 1, 0]), 2),
+        torch.tensor([[0.5**0.5, 0.5**0.5], [0.0, -1.0]]),
+    )
 
 
 def test_zero_shot_counts_the_first_and_the_first_five():
     image = torch.eye(6)
-    classes = torch.roll(torch.eye(6), 1, 0) + 0.5 * torch.eye(6)  # the right class is second for each picture
+    classes = torch.roll(torch.eye(6), 1, 0) + 0.5 * torch.eye(
+        6
+    )  # the right class is second for each picture
     assert zero_shot_accuracy(image, torch.arange(6), classes) == {"top_1": 0.0, "top_5": 1.0}
     assert zero_shot_accuracy(image, torch.arange(6), torch.eye(6))["top_1"] == 1.0
 
@@ -33,19 +47,29 @@ def test_neighbours_vote_as_scikit_learn_lets_them():
     train, train_label = clusters(30, spread=1.5)
     test, label = clusters(25, spread=1.5, seed=1)
     by_library = KNeighborsClassifier(
-        NEIGHBOURS, algorithm="brute", metric="cosine", weights=lambda distance: np.exp(-distance / TEMPERATURE)
+        NEIGHBOURS,
+        algorithm="brute",
+        metric="cosine",
+        weights=lambda distance: np.exp(-distance / TEMPERATURE),
     ).fit(train.numpy(), train_label.numpy())
     found = neighbour_accuracy(train, train_label, test, label, 4)
-    assert found == pytest.approx(by_library.score(test.numpy(), label.numpy()), abs=1.01 / len(test))
+    assert found == pytest.approx(
+        by_library.score(test.numpy(), label.numpy()), abs=1.01 / len(test)
+    )
     assert 0.3 < found < 1
 
 
 def test_a_linear_probe_learns_and_is_the_same_each_time():
     train, train_label = clusters(30)
     test, label = clusters(25, seed=1)
-    first, again = probe_accuracy(train, train_label, test, label), probe_accuracy(train, train_label, test, label)
+    first, again = (
+        probe_accuracy(train, train_label, test, label),
+        probe_accuracy(train, train_label, test, label),
+    )
     assert first == again and first[0] > 0.8
-    shuffled = train_label[torch.randperm(len(train_label), generator=torch.Generator().manual_seed(2))]
+    shuffled = train_label[
+        torch.randperm(len(train_label), generator=torch.Generator().manual_seed(2))
+    ]
     assert probe_accuracy(train, shuffled, test, label)[0] < 0.6
 
 

@@ -8,7 +8,11 @@ from models.towers.building import build_towers, count_flops, describe_layers, m
 IMAGE, TEXT = build_towers("vit_b_16", "bert-base-uncased", 512, 224, None, 64)
 
 
-@pytest.mark.parametrize("tower", [IMAGE, TEXT, build_towers("resnet18", "clip-text-base", 64, 32, None, 16)[0]], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "tower",
+    [IMAGE, TEXT, build_towers("resnet18", "clip-text-base", 64, 32, None, 16)[0]],
+    ids=lambda t: t.name,
+)
 def test_flops_and_parameters_are_those_of_the_tower(tower):
     counts = describe_layers(tower, 4)
     assert [2 * c.flops for c in counts] == count_flops(tower, meta_inputs(tower, 2))
@@ -17,15 +21,20 @@ def test_flops_and_parameters_are_those_of_the_tower(tower):
 
 
 def test_a_transformer_block_keeps_what_the_formula_says():
-    """ViT-B/16, per sample, N tokens of width D, fp32. [N, D] each: two norms' outputs, query, key, value and their common copy (3), attention
-    out and its projection's input, the sum that the second norm reads, the output; [N, 4D] twice, around GELU; and of each head and token
-    one log-sum-exp, of each norm and token two statistics. No matrix of attention probabilities: that would be 12 N² more."""
+    """ViT-B/16, per sample, N tokens of width D, fp32. [N, D] each: two norms' outputs, query, key,
+    value and their common copy (3), attention out and its projection's input, the sum that the
+    second norm reads, the output; [N, 4D] twice, around GELU; and of each head and token one
+    log-sum-exp, of each norm and token two statistics. No matrix of attention probabilities: that
+    would be 12 N² more."""
     tokens, width = 197, 768
     block = describe_layers(IMAGE, 4)[1]
     low, high = (4 * (n * tokens * width + 2 * tokens * 4 * width) for n in (7, 10))
     assert low < block.activation_bytes < high
     assert block.output_bytes == 4 * tokens * width
-    assert block.convolution_flops == 0 and describe_layers(IMAGE, 4)[0].convolution_flops == describe_layers(IMAGE, 4)[0].flops > 0
+    assert (
+        block.convolution_flops == 0
+        and describe_layers(IMAGE, 4)[0].convolution_flops == describe_layers(IMAGE, 4)[0].flops > 0
+    )
 
 
 @pytest.mark.parametrize("tower", [IMAGE, TEXT], ids=["image", "text"])
@@ -39,13 +48,19 @@ def test_half_precision_halves_what_is_kept_and_moved(tower):
 
 def test_each_byte_kept_was_written_and_the_input_read():
     for counts in (*describe_layers(IMAGE, 4), *describe_layers(TEXT, 4)):
-        assert counts.moved_bytes >= counts.activation_bytes - 64 * 17 or counts.num_kernels == 0, counts.name
+        assert counts.moved_bytes >= counts.activation_bytes - 64 * 17 or counts.num_kernels == 0, (
+            counts.name
+        )
 
 
 def test_nothing_is_made_real_and_templates_stay_as_they_were():
     before = [p.dtype for spec in TEXT.specs for p in spec.template.parameters()]
     describe_layers(TEXT, 2)
-    assert [p.dtype for spec in TEXT.specs for p in spec.template.parameters()] == before == [torch.float32] * len(before)
+    assert (
+        [p.dtype for spec in TEXT.specs for p in spec.template.parameters()]
+        == before
+        == [torch.float32] * len(before)
+    )
     assert all(p.is_meta for spec in TEXT.specs for p in spec.template.parameters())
 
 

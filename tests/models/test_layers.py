@@ -16,14 +16,22 @@ from models.towers.text import PRESETS, text_tower
 
 def test_canonical_names_are_the_librarys(case):
     model = case.library(dict.fromkeys(case.dropout, 0.0))
-    expected = sorted(f"{case.branch}.{name}" for name in model.state_dict() if not name.startswith(case.classifier_prefix))
+    expected = sorted(
+        f"{case.branch}.{name}"
+        for name in model.state_dict()
+        if not name.startswith(case.classifier_prefix)
+    )
     layers = [spec.build(0) for spec in case.tower().specs]
     assert sorted(name for layer in layers for name in layer.canonical_names.values()) == expected
     assert all(set(layer.canonical_names) == set(layer.state_dict()) for layer in layers)
 
 
 def test_vit_positions_of_other_sizes_lie_between_the_learned_ones():
-    stem = image_tower("vit_b_16:num_layers=1,hidden_dim=24,num_heads=2,mlp_dim=8,patch_size=8", 32).specs[0].build(0)
+    stem = (
+        image_tower("vit_b_16:num_layers=1,hidden_dim=24,num_heads=2,mlp_dim=8,patch_size=8", 32)
+        .specs[0]
+        .build(0)
+    )
     side = torch.linspace(-1, 1, 4)
     with torch.no_grad():  # what is learned: the row, the column, and a constant
         stem.pos_embedding[0, 1:, 0] = side.repeat_interleave(4)
@@ -58,9 +66,15 @@ def test_names_of_layers_and_heads():
         "text.pooler",
         "text.head",
     ]
-    assert image.specs[1].build(0).canonical_names["block.conv1.weight"] == "image.layer1.0.conv1.weight"
+    assert (
+        image.specs[1].build(0).canonical_names["block.conv1.weight"]
+        == "image.layer1.0.conv1.weight"
+    )
     heads = [tower.specs[-1].build(0) for tower in (image, text)]
-    assert heads[0].canonical_names == {"image_projection.weight": "head.image_projection.weight", "logit_scale": "head.logit_scale"}
+    assert heads[0].canonical_names == {
+        "image_projection.weight": "head.image_projection.weight",
+        "logit_scale": "head.logit_scale",
+    }
     assert heads[1].canonical_names == {"text_projection.weight": "head.text_projection.weight"}
     assert image.width == 512 and text.width == 128
 
@@ -76,7 +90,11 @@ def test_image_presets_are_torchvisions(name):
         for local, canonical in spec.template.canonical_names.items()
     }
     assert ours.items() <= expected.items()
-    assert {key.split(".")[1] for key in expected.keys() - ours.keys()} <= {"fc", "heads", "classifier"}
+    assert {key.split(".")[1] for key in expected.keys() - ours.keys()} <= {
+        "fc",
+        "heads",
+        "classifier",
+    }
     draws = {spec.name: spec.template.draws for spec in image_tower(name, 224).specs}
     assert any(draws.values()) == name.startswith("convnext")  # stochastic depth by default
 
@@ -105,13 +123,17 @@ def test_text_presets_have_the_published_sizes(name, millions):
 
 
 def test_initial_weights_are_the_librarys(case):
-    """Per parameter: constants exactly, else mean, deviation and shape (4th moment) within 5 standard errors of two samples."""
+    """Per parameter: constants exactly, else mean, deviation and shape (4th moment) within 5
+    standard errors of two samples."""
     torch.manual_seed(11)
     library = case.first_values()
     for layer in (spec.build(5) for spec in case.tower().specs):
         for local, ours in layer.state_dict().items():
             name = layer.canonical_names[local]
-            ours, theirs = ours.double().flatten(), library[name.split(".", 1)[1]].double().flatten()
+            ours, theirs = (
+                ours.double().flatten(),
+                library[name.split(".", 1)[1]].double().flatten(),
+            )
             if theirs.unique().numel() == 1:
                 assert torch.equal(ours, theirs), name
                 continue
@@ -127,21 +149,33 @@ def test_a_learned_pool_starts_as_siglips():
     """Xavier's variance 2 / (in + out); the network's biases near zero."""
     for tower in (
         image_tower("resnet18:layers=1-1-1-1,pool=attention", 32),
-        image_tower("vit_b_16:num_layers=1,hidden_dim=512,num_heads=4,mlp_dim=8,pool=attention", 32),
+        image_tower(
+            "vit_b_16:num_layers=1,hidden_dim=512,num_heads=4,mlp_dim=8,pool=attention", 32
+        ),
         image_tower("convnext_tiny:dims=16-24-32-512,depths=1-1-1-1,pool=attention", 32),
         text_tower("bert-small:num_hidden_layers=1,pool=attention", 50, 10),
     ):
         state = tower.specs[-1].build(0).state_dict()
-        for name, rows in (("attention.in_proj_weight", 1536), ("attention.out_proj.weight", 512), ("mlp.fc1.weight", 2048)):
+        for name, rows in (
+            ("attention.in_proj_weight", 1536),
+            ("attention.out_proj.weight", 512),
+            ("mlp.fc1.weight", 2048),
+        ):
             std = state[f"pool.{name}"].std().item()
             assert std == pytest.approx(math.sqrt(2 / (rows + 512)), rel=0.01), (tower.name, name)
-        assert not state["pool.attention.in_proj_bias"].any() and 0 < state["pool.mlp.fc2.bias"].std() < 2e-6
+        assert (
+            not state["pool.attention.in_proj_bias"].any()
+            and 0 < state["pool.mlp.fc2.bias"].std() < 2e-6
+        )
         assert state["pool.layernorm.weight"].unique().tolist() == [1.0]
 
 
 def test_the_padding_row_starts_at_zero(cases):
     embeddings = cases["roberta"].tower().specs[0].build(0).embeddings
-    assert not embeddings.word_embeddings.weight[1].any() and embeddings.word_embeddings.weight[0].any()
+    assert (
+        not embeddings.word_embeddings.weight[1].any()
+        and embeddings.word_embeddings.weight[0].any()
+    )
 
 
 def test_initial_weights_depend_on_seed_and_name_alone(case):
@@ -149,7 +183,9 @@ def test_initial_weights_depend_on_seed_and_name_alone(case):
     together = [spec.build(7).state_dict() for spec in tower.specs]
     torch.manual_seed(123)
     before = torch.get_rng_state()
-    for spec, expected in reversed(list(zip(tower.specs, together))):  # another order, another random state
+    for spec, expected in reversed(
+        list(zip(tower.specs, together))
+    ):  # another order, another random state
         alone = spec.build(7).state_dict()
         assert all(torch.equal(alone[name], expected[name]) for name in expected)
     assert torch.equal(torch.get_rng_state(), before)
@@ -159,11 +195,16 @@ def test_initial_weights_depend_on_seed_and_name_alone(case):
 
 def test_equal_layers_start_differently():
     blocks = [spec.build(0).state_dict() for spec in text_tower("bert-tiny", 50, 10).specs[1:3]]
-    assert not torch.equal(blocks[0]["block.intermediate.dense.weight"], blocks[1]["block.intermediate.dense.weight"])
+    assert not torch.equal(
+        blocks[0]["block.intermediate.dense.weight"], blocks[1]["block.intermediate.dense.weight"]
+    )
 
 
 def test_the_seed_of_a_layer_is_the_same_everywhere():
-    assert stable_seed(0, "image.stem") == 6736953771085296990 and 0 <= stable_seed(2**40, "text.pooler") < 2**63
+    assert (
+        stable_seed(0, "image.stem") == 6736953771085296990
+        and 0 <= stable_seed(2**40, "text.pooler") < 2**63
+    )
 
 
 def test_build_makes_only_its_layer_real(case):
@@ -174,8 +215,14 @@ def test_build_makes_only_its_layer_real(case):
         assert all(tensor.device.type == "cpu" for tensor in real)
         assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in real)
         assert sum(parameter.numel() for parameter in layer.parameters()) == spec.num_parameters
-        assert all(parameter.requires_grad and parameter.dim() > 0 for parameter in layer.parameters())
-        assert all(tensor.is_meta for other in specs for tensor in [*other.template.parameters(), *other.template.buffers()])
+        assert all(
+            parameter.requires_grad and parameter.dim() > 0 for parameter in layer.parameters()
+        )
+        assert all(
+            tensor.is_meta
+            for other in specs
+            for tensor in [*other.template.parameters(), *other.template.buffers()]
+        )
 
 
 def test_buffers_that_are_in_no_file(cases):
@@ -183,7 +230,11 @@ def test_buffers_that_are_in_no_file(cases):
     assert embeddings.position_ids.tolist() == [list(range(20))]
     assert embeddings.token_type_ids.tolist() == [[0] * 20]
     stem = cases["resnet-basic"].tower().specs[0].build(0)
-    assert (stem.bn1.running_mean == 0).all() and (stem.bn1.running_var == 1).all() and stem.bn1.num_batches_tracked == 0
+    assert (
+        (stem.bn1.running_mean == 0).all()
+        and (stem.bn1.running_var == 1).all()
+        and stem.bn1.num_batches_tracked == 0
+    )
 
 
 def test_draws_only_where_random_numbers_are_drawn(case, forward):
@@ -206,18 +257,25 @@ def test_forward_passes_others_on_and_changes_nothing_given(case):
         layer = spec.build(0)
         before = {name: (tensor, tensor.clone()) for name, tensor in tensors.items()}
         made = layer(tensors)
-        assert {name: id(tensor) for name, tensor in tensors.items()} == {name: id(tensor) for name, (tensor, _) in before.items()}
+        assert {name: id(tensor) for name, tensor in tensors.items()} == {
+            name: id(tensor) for name, (tensor, _) in before.items()
+        }
         assert all(torch.equal(tensor, copy) for tensor, copy in before.values())
         assert set(made) == (set(tensors) - set(layer.drops)) | set(layer.makes)
         assert set(layer.drops) <= {*layer.reads, *layer.reads_if_given}
         tensors = made
-    expected = {"image_position", "text_index", f"{case.branch}_embeds"} | ({"logit_scale"} if case.branch == "image" else set())
+    expected = {"image_position", "text_index", f"{case.branch}_embeds"} | (
+        {"logit_scale"} if case.branch == "image" else set()
+    )
     assert set(tensors) == expected and tensors["text_index"] is given["text_index"]
 
 
 def test_layers_out_of_order_are_refused():
     layer = text_tower("bert-tiny", 50, 10).specs[1].build(0)
-    with pytest.raises(ValueError, match="reads text_hidden, attention_mask but was not given text_hidden; given: attention_mask"):
+    with pytest.raises(
+        ValueError,
+        match="reads text_hidden, attention_mask but was not given text_hidden; given: attention_mask",
+    ):
         layer({"attention_mask": torch.ones(1, 2, dtype=torch.int64)})
 
 
@@ -234,31 +292,56 @@ def test_a_wrong_cut_and_a_forgotten_rule_are_refused():
         cut("image", model, [("0", _Half(model[0]))], lambda layer: None)
     with pytest.raises(RuntimeError, match="in two layers"):
         cut("image", model, [("0", _Half(model[0])), ("1", _Half(model))], lambda layer: None)
-    with pytest.raises(RuntimeError, match="layer image.all: the initialisation left 'part.0.bias' unset"):
-        cut("image", model, [("all", _Half(model))], lambda layer: nn.init.zeros_(layer.part[0].weight))[0].build(0)
+    with pytest.raises(
+        RuntimeError, match="layer image.all: the initialisation left 'part.0.bias' unset"
+    ):
+        cut(
+            "image",
+            model,
+            [("all", _Half(model))],
+            lambda layer: nn.init.zeros_(layer.part[0].weight),
+        )[0].build(0)
 
 
 def test_heads():
-    image, text = (spec.build(0) for spec in (tower.specs[-1] for tower in build_towers("resnet18", "bert-tiny", 64, 32, 50, 10, 0)))
+    image, text = (
+        spec.build(0)
+        for spec in (
+            tower.specs[-1] for tower in build_towers("resnet18", "bert-tiny", 64, 32, 50, 10, 0)
+        )
+    )
     assert isinstance(image, ImageHead) and isinstance(text, TextHead)
-    assert image.logit_scale.shape == (1,) and image.logit_scale.item() == pytest.approx(math.log(1 / 0.07))
-    assert image.image_projection.weight.std().item() == pytest.approx(512**-0.5, rel=0.02)  # 32768 draws: 0.4 % standard error
-    assert text.text_projection.weight.std().item() == pytest.approx(128**-0.5, rel=0.04)  # 8192 draws: 0.8 %
+    assert image.logit_scale.shape == (1,) and image.logit_scale.item() == pytest.approx(
+        math.log(1 / 0.07)
+    )
+    assert image.image_projection.weight.std().item() == pytest.approx(
+        512**-0.5, rel=0.02
+    )  # 32768 draws: 0.4 % standard error
+    assert text.text_projection.weight.std().item() == pytest.approx(
+        128**-0.5, rel=0.04
+    )  # 8192 draws: 0.8 %
     features = torch.randn(3, 512)
     made = image({"image_features": features})
     expected = features @ image.image_projection.weight.T
     torch.testing.assert_close(made["image_embeds"], expected / expected.norm(dim=-1, keepdim=True))
-    assert made["logit_scale"].shape == (1,) and made["logit_scale"].requires_grad and made["logit_scale"] is not image.logit_scale
+    assert (
+        made["logit_scale"].shape == (1,)
+        and made["logit_scale"].requires_grad
+        and made["logit_scale"] is not image.logit_scale
+    )
     made["logit_scale"].sum().backward()
     assert image.logit_scale.grad.tolist() == [1.0]
 
 
 def test_flops_are_the_published_ones():
-    """ResNet-50: 4.09, ViT-B/16: 17.56 giga-multiply-adds for one image of 224 pixels (torchvision's tables), of which the classifier
-    that towers lack has 0.002 or less; BERT-base: 12 blocks of 24 L W^2 + 4 L^2 W operations and the pooler's 2 W^2."""
+    """ResNet-50: 4.09, ViT-B/16: 17.56 giga-multiply-adds for one image of 224 pixels
+    (torchvision's tables), of which the classifier that towers lack has 0.002 or less; BERT-base:
+    12 blocks of 24 L W^2 + 4 L^2 W operations and the pooler's 2 W^2."""
     for name, giga in (("resnet50", 4.09), ("vit_b_16", 17.56)):
         tower = image_tower(name, 224)
-        assert sum(count_flops(tower, meta_inputs(tower, 2))) / 2 / 2e9 == pytest.approx(giga, rel=0.003)
+        assert sum(count_flops(tower, meta_inputs(tower, 2))) / 2 / 2e9 == pytest.approx(
+            giga, rel=0.003
+        )
     tower = with_head(text_tower("bert-base-uncased", None, 64), 512)
     flops = count_flops(tower, meta_inputs(tower, 1))
     block = 24 * 64 * 768**2 + 4 * 64**2 * 768

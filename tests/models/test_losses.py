@@ -1,6 +1,7 @@
 """The losses in pieces against autograd through the plain formula on the whole matrix, in float64.
 
-Tolerance 1e-10 relative: float64 keeps about 16 digits, and a log-sum-exp over some tens of logits of up to 100 loses a few.
+Tolerance 1e-10 relative: float64 keeps about 16 digits, and a log-sum-exp over some tens of logits
+of up to 100 loses a few.
 """
 
 import math
@@ -30,7 +31,10 @@ class Rows(NamedTuple):
 
 
 def unit(*shape: int, seed: int) -> Tensor:
-    return F.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), dim=1)
+    return F.normalize(
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64),
+        dim=1,
+    )
 
 
 def embeddings(seed: int) -> tuple[Tensor, Tensor]:
@@ -39,7 +43,10 @@ def embeddings(seed: int) -> tuple[Tensor, Tensor]:
 
 def pairs(images: Tensor, texts: Tensor) -> dict[str, Rows]:
     """Row i of either side is the one positive of row i of the other."""
-    return {"image": Rows(images, torch.arange(len(images))), "text": Rows(texts, torch.arange(len(texts)))}
+    return {
+        "image": Rows(images, torch.arange(len(images))),
+        "text": Rows(texts, torch.arange(len(texts))),
+    }
 
 
 def scalars(loss, log_scale: float, bias: float = -10.0) -> dict[str, Tensor]:
@@ -47,64 +54,110 @@ def scalars(loss, log_scale: float, bias: float = -10.0) -> dict[str, Tensor]:
     return {name: torch.tensor([values[name]], dtype=torch.float64) for name in loss.parameters}
 
 
-# -- the formulas, plainly -------------------------------------------------------------------------------------------------
+# -- the formulas, plainly
+# -------------------------------------------------------------------------------------------------
 
 
-def infonce(logits: Tensor, positive: Tensor, image_weight: Tensor, text_weight: Tensor, smoothing: float) -> dict[str, Tensor]:
+def infonce(
+    logits: Tensor, positive: Tensor, image_weight: Tensor, text_weight: Tensor, smoothing: float
+) -> dict[str, Tensor]:
     """What each row adds to the loss."""
 
     def direction(logits: Tensor, positive: Tensor, weight: Tensor) -> Tensor:
-        target = (1 - smoothing) * positive / positive.sum(1, keepdim=True) + smoothing / logits.shape[1]
+        target = (1 - smoothing) * positive / positive.sum(
+            1, keepdim=True
+        ) + smoothing / logits.shape[1]
         return weight * -(target * logits.log_softmax(1)).sum(1) / weight.sum() / 2
 
-    return {"image": direction(logits, positive, image_weight), "text": direction(logits.T, positive.T, text_weight)}
+    return {
+        "image": direction(logits, positive, image_weight),
+        "text": direction(logits.T, positive.T, text_weight),
+    }
 
 
-def sigmoid(logits: Tensor, positive: Tensor, image_weight: Tensor, text_weight: Tensor, smoothing: float) -> dict[str, Tensor]:
+def sigmoid(
+    logits: Tensor, positive: Tensor, image_weight: Tensor, text_weight: Tensor, smoothing: float
+) -> dict[str, Tensor]:
     """The same: half of the loss of a pair by the weight of its image, half by that of its text."""
     losses = -F.logsigmoid((2 * positive - 1) * logits) / len(logits) / 2
-    by_image, by_text = image_weight[:, None] / image_weight.mean(), text_weight / text_weight.mean()
+    by_image, by_text = (
+        image_weight[:, None] / image_weight.mean(),
+        text_weight / text_weight.mean(),
+    )
     return {"image": (by_image * losses).sum(1), "text": (by_text * losses).sum(0)}
 
 
 def reference(loss, sides: dict[str, Rows], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss and its gradients: one formula on the whole matrix, differentiated by autograd, in float64."""
-    leaves = {branch: rows.embeds.double().clone().requires_grad_() for branch, rows in sides.items()}
+    """The loss and its gradients: one formula on the whole matrix, differentiated by autograd, in
+    float64."""
+    leaves = {
+        branch: rows.embeds.double().clone().requires_grad_() for branch, rows in sides.items()
+    }
     leaves |= {name: value.double().clone().requires_grad_() for name, value in parameters.items()}
-    logits = leaves["logit_scale"].exp() * leaves["image"] @ leaves["text"].T + leaves.get("logit_bias", 0.0)
+    logits = leaves["logit_scale"].exp() * leaves["image"] @ leaves["text"].T + leaves.get(
+        "logit_bias", 0.0
+    )
     positive = (sides["image"].label[:, None] == sides["text"].label).double()
-    weights = (torch.ones(len(r.label)).double() if r.weight is None else r.weight.double() for r in sides.values())
+    weights = (
+        torch.ones(len(r.label)).double() if r.weight is None else r.weight.double()
+        for r in sides.values()
+    )
     formula = infonce if isinstance(loss, InfoNCE) else sigmoid
     shares = formula(logits, positive, *weights, getattr(loss, "label_smoothing", 0.0))
     value = shares["image"].sum() + shares["text"].sum()
     shares = {f"shares of {branch}": share.detach() for branch, share in shares.items()}
-    return {"loss": value.detach(), **shares, **dict(zip(leaves, torch.autograd.grad(value, list(leaves.values()))))}
+    return {
+        "loss": value.detach(),
+        **shares,
+        **dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())))),
+    }
 
 
-# -- the same in pieces ----------------------------------------------------------------------------------------------------
+# -- the same in pieces
+# ----------------------------------------------------------------------------------------------------
 
 
-def side_by_side(loss, sides, parameters, rows: dict[str, tuple[int, ...]], order: dict[str, Tensor] | None = None) -> dict:
-    """What the replicas of both sides find, each from its own rows; they exchange nothing but rows, scalars and one number per row.
+def side_by_side(
+    loss,
+    sides,
+    parameters,
+    rows: dict[str, tuple[int, ...]],
+    order: dict[str, Tensor] | None = None,
+) -> dict:
+    """What the replicas of both sides find, each from its own rows; they exchange nothing but rows,
+    scalars and one number per row.
 
-    `rows[branch]`: how many each replica has, of the places in `order` (from the first to the last if it is not given).
+    `rows[branch]`: how many each replica has, of the places in `order` (from the first to the last
+    if it is not given).
     """
     order = order or {branch: torch.arange(len(side.label)) for branch, side in sides.items()}
     mine = {branch: order[branch].split(rows[branch]) for branch in sides}
     statistics = {
         branch: torch.cat(
-            [own for m in mine[branch] if (own := loss.statistics(sides, branch, m, parameters)) is not None] or [torch.empty(0)]
+            [
+                own
+                for m in mine[branch]
+                if (own := loss.statistics(sides, branch, m, parameters)) is not None
+            ]
+            or [torch.empty(0)]
         )
         for branch in sides
     }
-    in_order = {branch: torch.empty_like(s).index_copy_(0, order[branch], s) if len(s) else None for branch, s in statistics.items()}
+    in_order = {
+        branch: torch.empty_like(s).index_copy_(0, order[branch], s) if len(s) else None
+        for branch, s in statistics.items()
+    }
     found = {"loss": torch.zeros(())}
     for branch, side in sides.items():
         parts = [loss.part(sides, branch, m, in_order, parameters) for m in mine[branch]]
         shares = torch.cat([part.shares[branch] for part in parts])
-        found[f"shares of {branch}"] = torch.empty_like(shares).index_copy_(0, order[branch], shares)
+        found[f"shares of {branch}"] = torch.empty_like(shares).index_copy_(
+            0, order[branch], shares
+        )
         found["loss"] = found["loss"] + shares.sum()
-        found[branch] = torch.empty_like(side.embeds).index_copy_(0, order[branch], torch.cat([part.embeds[branch] for part in parts]))
+        found[branch] = torch.empty_like(side.embeds).index_copy_(
+            0, order[branch], torch.cat([part.embeds[branch] for part in parts])
+        )
         whole = {name: sum(part.parameters[name] for part in parts) for name in parameters}
         found[f"scalars of {branch}"] = loss.constrained(whole, parameters)
     return found
@@ -125,28 +178,43 @@ def check(found: dict, expected: dict[str, Tensor], **tolerance: float) -> None:
     tolerance = tolerance or CLOSE
     for name in ("loss", "shares of image", "shares of text", "image", "text"):
         if name in expected:
-            torch.testing.assert_close(found[name].double(), expected[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
-    for side in ("scalars of image", "scalars of text"):  # either side's rows hold the whole gradient of the scalars
+            torch.testing.assert_close(
+                found[name].double(), expected[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    for side in (
+        "scalars of image",
+        "scalars of text",
+    ):  # either side's rows hold the whole gradient of the scalars
         for name, value in found.get(side, {}).items():
-            torch.testing.assert_close(value.double(), expected[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                value.double(), expected[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @pytest.mark.parametrize("text_rows", REPLICAS, ids=str)
 @pytest.mark.parametrize("image_rows", REPLICAS, ids=str)
-@pytest.mark.parametrize("loss", [InfoNCE(), InfoNCE(work_bytes=FOUR_ROWS), Sigmoid(), Sigmoid(FOUR_ROWS)], ids=str)
+@pytest.mark.parametrize(
+    "loss", [InfoNCE(), InfoNCE(work_bytes=FOUR_ROWS), Sigmoid(), Sigmoid(FOUR_ROWS)], ids=str
+)
 def test_pieces_add_up_to_the_whole(loss, image_rows, text_rows):
     sides = pairs(*embeddings(seed=1))
     for scale in (1.0, 14.3, 90.0):
         parameters = scalars(loss, math.log(scale))
         expected = reference(loss, sides, parameters)
-        check(side_by_side(loss, sides, parameters, {"image": image_rows, "text": text_rows}), expected)
+        check(
+            side_by_side(loss, sides, parameters, {"image": image_rows, "text": text_rows}),
+            expected,
+        )
     check(at_once(loss, sides, parameters), expected)
 
 
 LABELS = {
     "several texts per image": (torch.arange(5), torch.arange(5).repeat_interleave(3)),
     "several images per text": (torch.arange(5).repeat(3), torch.arange(5)),
-    "classes of all sizes": (torch.tensor([7, 7, 7, -2, 9, 7, 9]), torch.tensor([9, -2, 7, -2, 9, 9, -2, 7, 9, 9, 9])),
+    "classes of all sizes": (
+        torch.tensor([7, 7, 7, -2, 9, 7, 9]),
+        torch.tensor([9, -2, 7, -2, 9, 9, -2, 7, 9, 9, 9]),
+    ),
 }
 
 
@@ -154,22 +222,36 @@ LABELS = {
 @pytest.mark.parametrize("weighted", [False, True], ids=["equal", "weighted"])
 @pytest.mark.parametrize(
     "loss",
-    [InfoNCE(), InfoNCE(0.1), InfoNCE(0.1, work_bytes=1), InfoNCE(0.3, work_bytes=FOUR_ROWS), Sigmoid(), Sigmoid(1), Sigmoid(FOUR_ROWS)],
+    [
+        InfoNCE(),
+        InfoNCE(0.1),
+        InfoNCE(0.1, work_bytes=1),
+        InfoNCE(0.3, work_bytes=FOUR_ROWS),
+        Sigmoid(),
+        Sigmoid(1),
+        Sigmoid(FOUR_ROWS),
+    ],
     ids=str,
 )
 def test_positives_weights_and_smoothing(loss, weighted, labels):
-    """Rows without weight ask nothing, but are candidates of the others. The numbers of rows differ between the sides."""
+    """Rows without weight ask nothing, but are candidates of the others. The numbers of rows differ
+    between the sides."""
     generator = torch.Generator().manual_seed(3)
     sides = {
         branch: Rows(
-            unit(len(label), D, seed=len(label)), label, torch.randint(0, 4, label.shape, generator=generator) * 10**6 if weighted else None
+            unit(len(label), D, seed=len(label)),
+            label,
+            torch.randint(0, 4, label.shape, generator=generator) * 10**6 if weighted else None,
         )
         for branch, label in zip(("image", "text"), labels)
     }
     parameters = scalars(loss, 1.3, bias=-2.0)
     expected = reference(loss, sides, parameters)
     rows = {branch: (2, len(label) - 3, 1) for branch, label in zip(("image", "text"), labels)}
-    order = {branch: torch.randperm(len(label), generator=generator) for branch, label in zip(("image", "text"), labels)}
+    order = {
+        branch: torch.randperm(len(label), generator=generator)
+        for branch, label in zip(("image", "text"), labels)
+    }
     check(side_by_side(loss, sides, parameters, rows, order), expected)
     check(at_once(loss, sides, parameters), expected)
 
@@ -177,22 +259,34 @@ def test_positives_weights_and_smoothing(loss, weighted, labels):
 @pytest.mark.parametrize("loss", [InfoNCE(0.1), Sigmoid()], ids=str)
 def test_equal_weights_are_none(loss):
     sides = pairs(*embeddings(seed=8))
-    weighted = {branch: rows._replace(weight=torch.full((B,), 250_000)) for branch, rows in sides.items()}
+    weighted = {
+        branch: rows._replace(weight=torch.full((B,), 250_000)) for branch, rows in sides.items()
+    }
     check(at_once(loss, weighted, scalars(loss, 2.0)), reference(loss, sides, scalars(loss, 2.0)))
 
 
 @pytest.mark.parametrize("loss", [InfoNCE(), Sigmoid()], ids=str)
 def test_rows_may_stand_in_any_order(loss):
-    """A replica's rows are not a contiguous piece of the global batch: `mine` says which they are."""
+    """A replica's rows are not a contiguous piece of the global batch: `mine` says which they
+    are."""
     sides, parameters = pairs(*embeddings(seed=2)), scalars(loss, 2.0)
-    order = {branch: torch.randperm(B, generator=torch.Generator().manual_seed(s)) for s, branch in enumerate(sides)}
-    check(side_by_side(loss, sides, parameters, {"image": (6, 7), "text": (13,)}, order), reference(loss, sides, parameters))
+    order = {
+        branch: torch.randperm(B, generator=torch.Generator().manual_seed(s))
+        for s, branch in enumerate(sides)
+    }
+    check(
+        side_by_side(loss, sides, parameters, {"image": (6, 7), "text": (13,)}, order),
+        reference(loss, sides, parameters),
+    )
 
 
 @pytest.mark.parametrize("loss", [InfoNCE(0.1), Sigmoid()], ids=str)
 def test_a_replica_may_have_no_rows(loss):
     sides, parameters = pairs(*embeddings(seed=2)), scalars(loss, 2.0)
-    check(side_by_side(loss, sides, parameters, {"image": (0, 13), "text": (13, 0)}), reference(loss, sides, parameters))
+    check(
+        side_by_side(loss, sides, parameters, {"image": (0, 13), "text": (13, 0)}),
+        reference(loss, sides, parameters),
+    )
 
 
 @pytest.mark.parametrize("loss", [InfoNCE(0.1), Sigmoid()], ids=str)
@@ -202,12 +296,19 @@ def test_in_fp32_it_is_within_1e_6_of_float64(loss):
         "image": Rows(unit(40, 64, seed=1).float(), torch.arange(40)),
         "text": Rows(unit(120, 64, seed=2).float(), torch.arange(40).repeat_interleave(3)),
     }
-    parameters = {name: value.float() for name, value in scalars(loss, math.log(14.3), bias=0.0).items()}
+    parameters = {
+        name: value.float() for name, value in scalars(loss, math.log(14.3), bias=0.0).items()
+    }
     expected = reference(loss, sides, parameters)
-    for found in (at_once(loss, sides, parameters), side_by_side(loss, sides, parameters, {"image": (9, 31), "text": (120,)})):
+    for found in (
+        at_once(loss, sides, parameters),
+        side_by_side(loss, sides, parameters, {"image": (9, 31), "text": (120,)}),
+    ):
         assert found["loss"].dtype == found["image"].dtype == torch.float32
         for name in ("loss", "image", "text"):
-            assert float((found[name] - expected[name]).norm()) <= 1e-6 * float(expected[name].norm()), name
+            assert float((found[name] - expected[name]).norm()) <= 1e-6 * float(
+                expected[name].norm()
+            ), name
 
 
 class Largest(TorchDispatchMode):
@@ -217,16 +318,24 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor))])
+        self.numel = max(
+            [self.numel, *(leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor))]
+        )
         return made
 
 
-@pytest.mark.parametrize("loss", [InfoNCE(0.1, COPIES * 4 * 8 * 300), Sigmoid(COPIES * 4 * 8 * 300)], ids=str)
+@pytest.mark.parametrize(
+    "loss", [InfoNCE(0.1, COPIES * 4 * 8 * 300), Sigmoid(COPIES * 4 * 8 * 300)], ids=str
+)
 def test_the_whole_matrix_is_never_there(loss):
-    """Blocks of 8 rows of 300, embeddings of 300 × 6: of either side's gradient as much, of the matrix nothing larger than a block."""
+    """Blocks of 8 rows of 300, embeddings of 300 × 6: of either side's gradient as much, of the
+    matrix nothing larger than a block."""
     sides = pairs(*(unit(300, D, seed=seed).float() for seed in (1, 2)))
     parameters = {name: value.float() for name, value in scalars(loss, 2.0).items()}
-    for compute in (at_once, lambda *given: side_by_side(*given, {"image": (300,), "text": (300,)})):
+    for compute in (
+        at_once,
+        lambda *given: side_by_side(*given, {"image": (300,), "text": (300,)}),
+    ):
         with Largest() as largest:
             compute(loss, sides, parameters)
         assert largest.numel == 8 * 300
@@ -234,7 +343,8 @@ def test_the_whole_matrix_is_never_there(loss):
 
 @pytest.mark.parametrize("loss", [InfoNCE(0.1, 2**22), Sigmoid(2**22)], ids=str)
 def test_a_block_with_all_that_is_made_of_it_takes_no_more_than_it_may(loss):
-    """Over many blocks, beside embeddings of 4000 × 2 and what is as small: that of the block before is gone when the next one is made."""
+    """Over many blocks, beside embeddings of 4000 × 2 and what is as small: that of the block
+    before is gone when the next one is made."""
     sides = pairs(*(unit(4000, 2, seed=seed).float() for seed in (1, 2)))
     parameters = {name: value.float() for name, value in scalars(loss, 2.0).items()}
     mine = torch.arange(1000)
@@ -247,7 +357,8 @@ def test_a_block_with_all_that_is_made_of_it_takes_no_more_than_it_may(loss):
 
 
 def test_value_of_a_model_that_knows_nothing():
-    """All embeddings equal: every candidate is as likely, the loss is log B and no embedding can do better alone."""
+    """All embeddings equal: every candidate is as likely, the loss is log B and no embedding can do
+    better alone."""
     same = F.normalize(torch.ones(B, D, dtype=torch.float64), dim=1)
     found = at_once(InfoNCE(), pairs(same, same), scalars(InfoNCE(), 0.0))
     assert float(found["loss"]) == pytest.approx(math.log(B), rel=1e-12)
@@ -258,7 +369,10 @@ def test_value_of_a_model_that_knows_nothing():
 def test_large_logits_do_not_overflow(loss):
     sides = pairs(*(tensor.float() for tensor in embeddings(seed=4)))
     parameters = {name: value.float() for name, value in scalars(loss, LOGIT_SCALE_LIMIT).items()}
-    for found in (at_once(loss, sides, parameters), side_by_side(loss, sides, parameters, {"image": (13,), "text": (13,)})):
+    for found in (
+        at_once(loss, sides, parameters),
+        side_by_side(loss, sides, parameters, {"image": (13,), "text": (13,)}),
+    ):
         assert all(bool(leaf.isfinite().all()) for leaf in tree_leaves(found))
 
 
@@ -272,15 +386,28 @@ def test_equals_open_clip():
     """Their losses on the same embeddings, in float64, at the initial scale and bias of each."""
     open_clip = pytest.importorskip("open_clip.loss", reason="open_clip_torch is not installed")
     for loss, theirs in ((InfoNCE(), open_clip.ClipLoss()), (Sigmoid(), open_clip.SigLipLoss())):
-        sides, parameters = pairs(*embeddings(seed=9)), scalars(loss, loss.parameters["logit_scale"])
-        leaves = [tensor.clone().requires_grad_() for tensor in (sides["image"].embeds, sides["text"].embeds, *parameters.values())]
+        sides, parameters = (
+            pairs(*embeddings(seed=9)),
+            scalars(loss, loss.parameters["logit_scale"]),
+        )
+        leaves = [
+            tensor.clone().requires_grad_()
+            for tensor in (sides["image"].embeds, sides["text"].embeds, *parameters.values())
+        ]
         value = theirs(leaves[0], leaves[1], leaves[2].exp(), *leaves[3:])
-        expected = {"loss": value.detach().reshape(()), **dict(zip((*sides, *parameters), torch.autograd.grad(value, leaves)))}
-        for found in (at_once(loss, sides, parameters), side_by_side(loss, sides, parameters, {"image": (5, 8), "text": (13,)})):
+        expected = {
+            "loss": value.detach().reshape(()),
+            **dict(zip((*sides, *parameters), torch.autograd.grad(value, leaves))),
+        }
+        for found in (
+            at_once(loss, sides, parameters),
+            side_by_side(loss, sides, parameters, {"image": (5, 8), "text": (13,)}),
+        ):
             check(found, expected, rtol=1e-6, atol=1e-9)
 
 
-# -- what is asked for -----------------------------------------------------------------------------------------------------
+# -- what is asked for
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_losses_by_name():
@@ -299,18 +426,24 @@ def test_pairs_judged_alone_have_no_statistics():
     assert Sigmoid().statistics(pairs(*embeddings(seed=1)), "image", torch.arange(B), {}) is None
 
 
-# -- the limit of the scale ------------------------------------------------------------------------------------------------
+# -- the limit of the scale
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "log_scale, expected", [(0.0, 1.0), (math.log(99.0), 99.0), (LOGIT_SCALE_LIMIT, 100.0), (5.0, 100.0), (80.0, 100.0)]
+    "log_scale, expected",
+    [(0.0, 1.0), (math.log(99.0), 99.0), (LOGIT_SCALE_LIMIT, 100.0), (5.0, 100.0), (80.0, 100.0)],
 )
 def test_the_scale_is_at_most_100(log_scale, expected):
-    assert float(logit_scale_exp(torch.tensor([log_scale], dtype=torch.float64))) == pytest.approx(expected, rel=1e-12)
+    assert float(logit_scale_exp(torch.tensor([log_scale], dtype=torch.float64))) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def scale_gradient(sides: dict[str, Rows], log_scale: float) -> Tensor:
-    return at_once(InfoNCE(), sides, scalars(InfoNCE(), log_scale))["scalars of image"]["logit_scale"]
+    return at_once(InfoNCE(), sides, scalars(InfoNCE(), log_scale))["scalars of image"][
+        "logit_scale"
+    ]
 
 
 def plain_scale_gradient(sides: dict[str, Rows], log_scale: float) -> Tensor:
@@ -320,31 +453,48 @@ def plain_scale_gradient(sides: dict[str, Rows], log_scale: float) -> Tensor:
 @pytest.mark.parametrize("loss", [InfoNCE(), Sigmoid()], ids=str)
 def test_beyond_the_limit_the_loss_is_that_at_100(loss):
     sides = pairs(*embeddings(seed=5))
-    expected, found = reference(loss, sides, scalars(loss, math.log(100.0))), at_once(loss, sides, scalars(loss, 6.0))
-    check({name: value for name, value in found.items() if not name.startswith("scalars")}, expected)
+    expected, found = (
+        reference(loss, sides, scalars(loss, math.log(100.0))),
+        at_once(loss, sides, scalars(loss, 6.0)),
+    )
+    check(
+        {name: value for name, value in found.items() if not name.startswith("scalars")}, expected
+    )
 
 
 @pytest.mark.parametrize("log_scale", [LOGIT_SCALE_LIMIT, 6.0])
 def test_an_outward_gradient_is_stopped_and_an_inward_one_passes(log_scale):
     images, _ = embeddings(seed=6)
-    noise = 0.02 * torch.randn(B, D, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    matched = F.normalize(images + noise, dim=1)  # partners are each other's nearest: a larger scale would lower the loss
+    noise = 0.02 * torch.randn(
+        B, D, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    )
+    matched = F.normalize(
+        images + noise, dim=1
+    )  # partners are each other's nearest: a larger scale would lower the loss
     mismatched = matched.roll(1, 0)  # partners are far apart: a larger scale would raise the loss
     inward = plain_scale_gradient(pairs(images, mismatched), LOGIT_SCALE_LIMIT)
-    assert float(plain_scale_gradient(pairs(images, matched), LOGIT_SCALE_LIMIT)) < -1e-6 and float(inward) > 1.0
+    assert (
+        float(plain_scale_gradient(pairs(images, matched), LOGIT_SCALE_LIMIT)) < -1e-6
+        and float(inward) > 1.0
+    )
     assert float(scale_gradient(pairs(images, matched), log_scale)) == 0.0
-    torch.testing.assert_close(scale_gradient(pairs(images, mismatched), log_scale), inward, **CLOSE)
+    torch.testing.assert_close(
+        scale_gradient(pairs(images, mismatched), log_scale), inward, **CLOSE
+    )
 
 
 def test_below_the_limit_an_outward_gradient_passes():
     images, _ = embeddings(seed=6)
     expected = plain_scale_gradient(pairs(images, images.clone()), math.log(99.9))
     assert float(expected) < 0
-    torch.testing.assert_close(scale_gradient(pairs(images, images.clone()), math.log(99.9)), expected, **CLOSE)
+    torch.testing.assert_close(
+        scale_gradient(pairs(images, images.clone()), math.log(99.9)), expected, **CLOSE
+    )
 
 
 def test_at_the_limit_the_rule_does_not_depend_on_the_blocks():
-    """Most pairs match well and want a larger scale, one is far off and wants a smaller one: blocks have both signs."""
+    """Most pairs match well and want a larger scale, one is far off and wants a smaller one: blocks
+    have both signs."""
     images, _ = embeddings(seed=6)
     texts = images.clone()
     texts[[0, 1]] = texts[[1, 0]]
@@ -353,4 +503,8 @@ def test_at_the_limit_the_rule_does_not_depend_on_the_blocks():
         sides = pairs(images, others)
         for rows in ((1, 12), (2, 11), (5, 1, 7)):
             found = side_by_side(InfoNCE(), sides, parameters, {"image": rows, "text": (13,)})
-            torch.testing.assert_close(found["scalars of image"]["logit_scale"], scale_gradient(sides, LOGIT_SCALE_LIMIT), **CLOSE)
+            torch.testing.assert_close(
+                found["scalars of image"]["logit_scale"],
+                scale_gradient(sides, LOGIT_SCALE_LIMIT),
+                **CLOSE,
+            )

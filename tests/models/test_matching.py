@@ -37,14 +37,22 @@ def test_negatives_never_belong_to_the_row_and_depend_on_no_block_nor_share(bran
     assert (other.label[drawn] != both[branch].label).all()
     some = torch.tensor([17, 3, 28, 0])
     assert torch.equal(Matching().negatives(both, branch, some, PARAMETERS, seed=7), drawn[some])
-    assert torch.equal(Matching(work_bytes=1).negatives(both, branch, everyone, PARAMETERS, seed=7), drawn)
+    assert torch.equal(
+        Matching(work_bytes=1).negatives(both, branch, everyone, PARAMETERS, seed=7), drawn
+    )
     assert not torch.equal(Matching().negatives(both, branch, everyone, PARAMETERS, seed=8), drawn)
 
 
 def test_negatives_are_drawn_with_the_probabilities_of_the_similarities():
-    """Of 4,000 draws each share is within five standard deviations of the softmax without the positive."""
+    """Of 4,000 draws each share is within five standard deviations of the softmax without the
+    positive."""
     both, number = sides(images=6), 4000
-    drawn = torch.stack([Matching().negatives(both, "image", torch.arange(6), PARAMETERS, seed) for seed in range(number)])
+    drawn = torch.stack(
+        [
+            Matching().negatives(both, "image", torch.arange(6), PARAMETERS, seed)
+            for seed in range(number)
+        ]
+    )
     logits = math.e * both["image"].embeds @ both["text"].embeds.T
     expected = logits.masked_fill(torch.eye(6, dtype=torch.bool), -math.inf).softmax(1)
     found = torch.stack([(drawn == text).float().mean(0) for text in range(6)], 1)
@@ -54,19 +62,31 @@ def test_negatives_are_drawn_with_the_probabilities_of_the_similarities():
 def test_both_directions_draw_independently():
     both = sides(images=40)
     both["text"] = Side(both["image"].embeds, *both["text"][1:])  # the same similarities both ways
-    drawn = {branch: Matching().negatives(both, branch, torch.arange(40), PARAMETERS, seed=1) for branch in both}
+    drawn = {
+        branch: Matching().negatives(both, branch, torch.arange(40), PARAMETERS, seed=1)
+        for branch in both
+    }
     assert (drawn["image"] != drawn["text"]).any()
 
 
 def test_a_row_to_which_all_others_belong_has_no_negative():
     both = sides(images=1, texts_per_image=3)
-    assert Matching().negatives(both, "text", torch.arange(3), PARAMETERS, seed=0).tolist() == [-1, -1, -1]
+    assert Matching().negatives(both, "text", torch.arange(3), PARAMETERS, seed=0).tolist() == [
+        -1,
+        -1,
+        -1,
+    ]
 
 
 def test_noise_is_that_of_a_gumbel_distribution():
     noise = gumbel_noise(3, torch.arange(500), 400).double()
-    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01) and noise.var().item() == pytest.approx(math.pi**2 / 6, rel=0.02)
-    assert abs(torch.corrcoef(noise[:, :2].T)[0, 1]) < 0.15 and abs(torch.corrcoef(noise[:2])[0, 1]) < 0.15
+    assert noise.mean().item() == pytest.approx(
+        0.5772, abs=0.01
+    ) and noise.var().item() == pytest.approx(math.pi**2 / 6, rel=0.02)
+    assert (
+        abs(torch.corrcoef(noise[:, :2].T)[0, 1]) < 0.15
+        and abs(torch.corrcoef(noise[:2])[0, 1]) < 0.15
+    )
     assert torch.equal(noise, gumbel_noise(3, torch.arange(500), 500)[:, :400].double())
 
 
@@ -74,6 +94,8 @@ def test_losses_are_cross_entropies_and_weights_add_up_to_a_mean_over_three_kind
     scores, belong = torch.tensor([0.3, -2.0]), torch.tensor([True, False])
     expected = torch.stack([-torch.sigmoid(scores[0]).log(), -(1 - torch.sigmoid(scores[1])).log()])
     assert torch.allclose(Matching().losses(scores, belong), expected)
-    weights = Matching().weights(sides(images=4, texts_per_image=2, weight=torch.tensor([1, 2, 0, 1])))
+    weights = Matching().weights(
+        sides(images=4, texts_per_image=2, weight=torch.tensor([1, 2, 0, 1]))
+    )
     assert (2 * weights["text"].sum() + weights["image"].sum()).item() == pytest.approx(1)
     assert torch.allclose(weights["image"] * 3, torch.tensor([0.25, 0.5, 0, 0.25]))

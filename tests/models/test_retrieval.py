@@ -6,7 +6,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.metrics import retrieval
-from models.metrics.retrieval import RECALL_AT, best_ranks, hits, median_rank, nearest, positive_ranks, recall_hits, reranked
+from models.metrics.retrieval import (
+    RECALL_AT,
+    best_ranks,
+    hits,
+    median_rank,
+    nearest,
+    positive_ranks,
+    recall_hits,
+    reranked,
+)
 
 
 def ranks_one_by_one(own: Tensor, other: Tensor, target: Tensor) -> list[int]:
@@ -14,13 +23,18 @@ def ranks_one_by_one(own: Tensor, other: Tensor, target: Tensor) -> list[int]:
     ranks = []
     for query, partner in zip(own, target.tolist()):
         similarity = [float(query @ candidate) for candidate in other]
-        ranks.append(sum(value >= similarity[partner] for i, value in enumerate(similarity) if i != partner))
+        ranks.append(
+            sum(value >= similarity[partner] for i, value in enumerate(similarity) if i != partner)
+        )
     return ranks
 
 
 def whole_numbers(count: int, width: int, seed: int, high: int) -> Tensor:
-    """Vectors of small whole numbers: products are exact in any order of summation, and ties are many."""
-    return torch.randint(-high, high + 1, (count, width), generator=torch.Generator().manual_seed(seed)).float()
+    """Vectors of small whole numbers: products are exact in any order of summation, and ties are
+    many."""
+    return torch.randint(
+        -high, high + 1, (count, width), generator=torch.Generator().manual_seed(seed)
+    ).float()
 
 
 @pytest.mark.parametrize("high", [1, 50], ids=["many ties", "few ties"])
@@ -47,7 +61,10 @@ def test_a_collapsed_model_scores_nothing():
 
 
 def test_a_model_of_not_a_number_scores_nothing():
-    own, other = torch.full((20, 4), float("nan")), torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    own, other = (
+        torch.full((20, 4), float("nan")),
+        torch.randn(20, 4, generator=torch.Generator().manual_seed(0)),
+    )
     for queries, candidates in ((own, other), (other, own), (own, own)):
         assert int(positive_ranks(queries, candidates, torch.arange(20)).min()) >= 0
         assert recall_hits(queries, candidates, torch.arange(20)).tolist() == [0.0, 0.0, 0.0]
@@ -74,7 +91,9 @@ def test_no_queries():
 def test_hits_are_counted_per_k():
     assert RECALL_AT == (1, 5, 10)
     other = torch.eye(20)
-    own = torch.arange(20, 0, -1).float().expand(20, 20)  # every query ranks the candidates 0, 1, 2, …
+    own = (
+        torch.arange(20, 0, -1).float().expand(20, 20)
+    )  # every query ranks the candidates 0, 1, 2, …
     counted = recall_hits(own, other, torch.arange(20))
     assert counted.dtype == torch.float64 and counted.tolist() == [1.0, 5.0, 10.0]
 
@@ -83,17 +102,23 @@ def test_hits_of_parts_add_up():
     """Replicas count their own rows; the sum is that of all rows."""
     own, other = whole_numbers(60, 6, 4, 3), whole_numbers(60, 6, 5, 3)
     target = torch.arange(60)
-    parts = sum(recall_hits(own[rows], other, target[rows]) for rows in (slice(0, 7), slice(7, 41), slice(41, 60)))
+    parts = sum(
+        recall_hits(own[rows], other, target[rows])
+        for rows in (slice(0, 7), slice(7, 41), slice(41, 60))
+    )
     assert parts.tolist() == recall_hits(own, other, target).tolist()
 
 
 def best_ranks_one_by_one(own, own_label, other, other_label):
-    """How many candidates with another label are at least as similar to the query as its best match."""
+    """How many candidates with another label are at least as similar to the query as its best
+    match."""
     ranks = []
     for query, label in zip(own, own_label.tolist()):
         similarity = [float(query @ candidate) for candidate in other]
         best = max(value for value, of in zip(similarity, other_label.tolist()) if of == label)
-        ranks.append(sum(value >= best for value, of in zip(similarity, other_label.tolist()) if of != label))
+        ranks.append(
+            sum(value >= best for value, of in zip(similarity, other_label.tolist()) if of != label)
+        )
     return ranks
 
 
@@ -126,15 +151,23 @@ def test_the_nearest_of_each_query(monkeypatch):
     similarity = own @ other.T
     monkeypatch.setattr(retrieval, "BLOCK_BYTES", 4 * 4 * 40)
     index, value = nearest(own, other, 5)
-    assert torch.equal(value, similarity.sort(1, descending=True).values[:, :5]) and torch.equal(similarity.gather(1, index), value)
-    assert nearest(own, other[:3], 5)[0].shape == (31, 3) and nearest(own[:0], other, 5)[0].shape == (0, 5)
+    assert torch.equal(value, similarity.sort(1, descending=True).values[:, :5]) and torch.equal(
+        similarity.gather(1, index), value
+    )
+    assert nearest(own, other[:3], 5)[0].shape == (31, 3) and nearest(own[:0], other, 5)[
+        0
+    ].shape == (0, 5)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_ranks_among_the_first_candidates_by_other_scores(seed):
-    """Small whole numbers, so that scores tie; two right candidates for a third of the queries, none for another third."""
+    """Small whole numbers, so that scores tie; two right candidates for a third of the queries,
+    none for another third."""
     draw = torch.Generator().manual_seed(seed)
-    scores, right = torch.randint(0, 4, (60, 7), generator=draw).float(), torch.zeros(60, 7, dtype=torch.bool)
+    scores, right = (
+        torch.randint(0, 4, (60, 7), generator=draw).float(),
+        torch.zeros(60, 7, dtype=torch.bool),
+    )
     right[:40, 2] = True
     right[:20, 5] = True
     scores[::9, 2], scores[::7, 3] = torch.nan, torch.nan

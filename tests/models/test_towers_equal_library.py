@@ -1,4 +1,5 @@
-"""The claim: a tower run layer by layer is the library's model, bit for bit, in fp32: output, gradients, BatchNorm statistics.
+"""The claim: a tower run layer by layer is the library's model, bit for bit, in fp32: output,
+gradients, BatchNorm statistics.
 
 No tolerance anywhere: the same operations run in the same order on the same weights.
 """
@@ -65,7 +66,9 @@ def test_padding_is_not_seen(cases, forward):
         inputs = cases[name].inputs()
         behind, seen = dict(inputs), dict(inputs)
         behind["input_ids"] = torch.where(inputs["attention_mask"] == 0, 50, inputs["input_ids"])
-        seen["input_ids"] = torch.where(inputs["attention_mask"] == 1, (inputs["input_ids"] + 1) % 120, inputs["input_ids"])
+        seen["input_ids"] = torch.where(
+            inputs["attention_mask"] == 1, (inputs["input_ids"] + 1) % 120, inputs["input_ids"]
+        )
         features = forward(layers, inputs)["text_features"]
         assert torch.equal(features, forward(layers, behind)["text_features"]), name
         assert not torch.allclose(features, forward(layers, seen)["text_features"]), name
@@ -78,7 +81,9 @@ def test_clip_pools_at_the_end_of_text_or_at_the_highest_id(cases, forward):
     tower = case.tower()
     inputs = case.inputs()
     assert tower.specs[0].build(0)(inputs)["text_pool_position"].tolist() == [11, 4, 8, 2]
-    given = text_tower(case.name, 120, 12, None, eos_token_id=2)  # given by the caller, 2 is an id like any other
+    given = text_tower(
+        case.name, 120, 12, None, eos_token_id=2
+    )  # given by the caller, 2 is an id like any other
     ids = torch.tensor([[5, 119, 2, 0]])
     positions = given.specs[0].build(0)({"input_ids": ids})["text_pool_position"]
     assert positions.tolist() == [2]
@@ -86,11 +91,18 @@ def test_clip_pools_at_the_end_of_text_or_at_the_highest_id(cases, forward):
 
 def test_bf16(case, forward):
     layers = [spec.build(0) for spec in with_head(case.tower(), 16).specs]
-    for parameter in (p for layer in layers for p in layer.parameters()):  # as DeepSpeed casts: buffers stay in fp32
+    for parameter in (
+        p for layer in layers for p in layer.parameters()
+    ):  # as DeepSpeed casts: buffers stay in fp32
         parameter.data = parameter.data.to(torch.bfloat16)
-    inputs = {name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor for name, tensor in case.inputs().items()}
+    inputs = {
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for name, tensor in case.inputs().items()
+    }
     tensors = forward(layers[:-2], inputs)
     assert tensors[f"{case.branch}_hidden"].dtype == torch.bfloat16
     embeds = forward(layers[-2:], tensors)[f"{case.branch}_embeds"]
     assert embeds.dtype == torch.float32 and embeds.shape == (4, 16)
-    torch.testing.assert_close(embeds.norm(dim=-1), torch.ones(4))  # fp32 rounding only: the length is made 1 in fp32
+    torch.testing.assert_close(
+        embeds.norm(dim=-1), torch.ones(4)
+    )  # fp32 rounding only: the length is made 1 in fp32

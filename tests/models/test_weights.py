@@ -17,7 +17,11 @@ from models.weights.reading import open_weights
 
 
 def library_state(layers) -> dict[str, torch.Tensor]:
-    return {layer.canonical_names[local].split(".", 1)[1]: tensor for layer in layers for local, tensor in layer.state_dict().items()}
+    return {
+        layer.canonical_names[local].split(".", 1)[1]: tensor
+        for layer in layers
+        for local, tensor in layer.state_dict().items()
+    }
 
 
 def built(tower, seed, weights=None):
@@ -26,7 +30,9 @@ def built(tower, seed, weights=None):
 
 def assert_equal_but_heads(layers, others):
     ours, theirs = (library_state(x[:-1]) for x in (layers, others))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 def write(folder: Path, state: dict, form: str) -> str:
@@ -44,9 +50,14 @@ def write(folder: Path, state: dict, form: str) -> str:
         )
         return str(folder / "old.pth")
     elif form == "sharded":
-        shard_of = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(state)}
+        shard_of = {
+            name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(state)
+        }
         for shard in set(shard_of.values()):
-            save_file({name: tensor for name, tensor in state.items() if shard_of[name] == shard}, folder / shard)
+            save_file(
+                {name: tensor for name, tensor in state.items() if shard_of[name] == shard},
+                folder / shard,
+            )
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
     return str(folder)
 
@@ -65,7 +76,9 @@ def test_forms(cases, tmp_path, form):
     where = write(tmp_path, library_state(saved[:-1]), form)
     loaded = built(tower, 2, open_weights("text", where, tower))
     assert_equal_but_heads(loaded, saved)
-    assert not torch.equal(loaded[-1].text_projection.weight, saved[-1].text_projection.weight)  # heads are never in these files
+    assert not torch.equal(
+        loaded[-1].text_projection.weight, saved[-1].text_projection.weight
+    )  # heads are never in these files
 
 
 @pytest.mark.parametrize(
@@ -83,7 +96,10 @@ def test_prefixes_and_old_names(cases, tmp_path, name, prefix):
     tower = with_head(cases[name].tower(), 8)
     saved = built(tower, seed=1)
     state = {
-        prefix + key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        prefix
+        + key.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
         for key, tensor in library_state(saved[:-1]).items()
     }
     where = write(tmp_path, {**state, "cls.predictions.bias": torch.zeros(3)}, "safetensors")
@@ -98,14 +114,19 @@ def test_torchvisions_first_vit_files(cases, tmp_path):
         for key, tensor in library_state(saved[:-1]).items()
     }
     assert any("linear_2" in key for key in state)
-    assert_equal_but_heads(built(tower, 2, open_weights("image", write(tmp_path, state, "safetensors"), tower)), saved)
+    assert_equal_but_heads(
+        built(tower, 2, open_weights("image", write(tmp_path, state, "safetensors"), tower)), saved
+    )
 
 
 def test_torchvision_names(cases, tmp_path, monkeypatch):
-    """The library's own download, with the network replaced by a file: BatchNorm counters are not in old ones."""
+    """The library's own download, with the network replaced by a file: BatchNorm counters are not
+    in old ones."""
     tower = with_head(cases["resnet-basic"].tower(), 8)
     saved = built(tower, seed=1)
-    state = {key: tensor for key, tensor in library_state(saved[:-1]).items() if "num_batches" not in key}
+    state = {
+        key: tensor for key, tensor in library_state(saved[:-1]).items() if "num_batches" not in key
+    }
     asked = []
 
     def load(url, **options):
@@ -115,7 +136,9 @@ def test_torchvision_names(cases, tmp_path, monkeypatch):
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", load)
     assert_equal_but_heads(built(tower, 2, open_weights("image", "DEFAULT", tower)), saved)
     assert asked == [("https://download.pytorch.org/models/resnet18-f37072fd.pth", True)]
-    with pytest.raises(ValueError, match=r"'IMAGENET1K_V2' is not known; did you mean 'IMAGENET1K_V1'\?"):
+    with pytest.raises(
+        ValueError, match=r"'IMAGENET1K_V2' is not known; did you mean 'IMAGENET1K_V1'\?"
+    ):
         open_weights("image", "IMAGENET1K_V2", tower)
 
 
@@ -144,7 +167,10 @@ def test_hub_names(cases, tmp_path, monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(models.weights.reading, "snapshot_download", unreachable)
-    with pytest.raises(FileNotFoundError, match="'someone/model' could not be had from the Hugging Face hub; check the id"):
+    with pytest.raises(
+        FileNotFoundError,
+        match="'someone/model' could not be had from the Hugging Face hub; check the id",
+    ):
         open_weights("text", "someone/model", tower)
 
 
@@ -169,32 +195,47 @@ def test_only_what_a_layer_needs_is_read(cases, tmp_path, monkeypatch):
     reader = open_weights("text", where, tower)
     assert read == []  # opening checks headers only
     layer = tower.specs[2].build(0, reader)
-    assert sorted(read) == sorted(reader.read_names) == sorted(name.split(".", 1)[1] for name in layer.canonical_names.values())
+    assert (
+        sorted(read)
+        == sorted(reader.read_names)
+        == sorted(name.split(".", 1)[1] for name in layer.canonical_names.values())
+    )
     assert all(name.startswith("encoder.layer.1.") for name in read)
 
 
 def test_masked_language_models_have_no_pooler(cases, tmp_path, caplog):
     tower = cases["bert"].tower()
-    config = BertConfig(**{key: value for key, value in tower.config["config"].items() if key != "architectures"})
+    config = BertConfig(
+        **{key: value for key, value in tower.config["config"].items() if key != "architectures"}
+    )
     BertForMaskedLM(config).save_pretrained(tmp_path)
     reader = open_weights("text", str(tmp_path), tower)
     with caplog.at_level(logging.WARNING):
         layers = built(tower, 4, reader)
     assert [record.getMessage() for record in caplog.records] == [
-        f"weights '{tmp_path}' has no text.pooler.dense.weight, text.pooler.dense.bias: trained from scratch"
+        f"weights '{tmp_path}' has no text.pooler.dense.weight, text.pooler.dense.bias: trained "
+        "from scratch"
     ]
-    assert torch.equal(layers[-1].pool.pooler.dense.weight, tower.specs[-1].build(4).pool.pooler.dense.weight)
+    assert torch.equal(
+        layers[-1].pool.pooler.dense.weight, tower.specs[-1].build(4).pool.pooler.dense.weight
+    )
     with torch.no_grad():
-        expected = BertModel.from_pretrained(tmp_path).state_dict()["encoder.layer.1.output.dense.weight"]
+        expected = BertModel.from_pretrained(tmp_path).state_dict()[
+            "encoder.layer.1.output.dense.weight"
+        ]
     assert torch.equal(library_state(layers)["encoder.layer.1.output.dense.weight"], expected)
 
 
 def test_half_precision_files_are_read_into_fp32(cases, tmp_path):
     tower = cases["bert"].tower()
     state = {name: tensor.half() for name, tensor in library_state(built(tower, 1)).items()}
-    layer = tower.specs[1].build(0, open_weights("text", write(tmp_path, state, "safetensors"), tower))
+    layer = tower.specs[1].build(
+        0, open_weights("text", write(tmp_path, state, "safetensors"), tower)
+    )
     weight = layer.block.intermediate.dense.weight
-    assert weight.dtype == torch.float32 and torch.equal(weight, state["encoder.layer.0.intermediate.dense.weight"].float())
+    assert weight.dtype == torch.float32 and torch.equal(
+        weight, state["encoder.layer.0.intermediate.dense.weight"].float()
+    )
 
 
 def test_refusals(cases, tmp_path):
@@ -203,22 +244,49 @@ def test_refusals(cases, tmp_path):
     tower = cases["bert"].tower()
     state = library_state(built(tower, 1))
     name = "encoder.layer.1.output.dense.bias"
-    where = write(tmp_path / "missing", {key: tensor for key, tensor in state.items() if key != name}, "safetensors")
-    with pytest.raises(ValueError, match=rf"no tensor for text\.{name}; the nearest there is 'encoder\.layer\.[01]\.output"):
+    where = write(
+        tmp_path / "missing",
+        {key: tensor for key, tensor in state.items() if key != name},
+        "safetensors",
+    )
+    with pytest.raises(
+        ValueError,
+        match=rf"no tensor for text\.{name}; the nearest there is 'encoder\.layer\.[01]\.output",
+    ):
         open_weights("text", where, tower)
     where = write(tmp_path / "whole", state, "safetensors")
     other = cases["bert"].name
-    with pytest.raises(ValueError, match=r"word_embeddings.weight has shape \(120, 64\) there but \(99, 64\) in the tower; the vocab"):
+    with pytest.raises(
+        ValueError,
+        match=r"word_embeddings.weight has shape \(120, 64\) there but \(99, 64\) in the tower; the vocab",
+    ):
         open_weights("text", where, text_tower(other, 99, 12))
-    with pytest.raises(ValueError, match=r"\(20, 64\) there but \(15, 64\) in the tower; position embeddings are not interpolated"):
-        open_weights("text", where, text_tower(other.replace("embeddings=20", "embeddings=15"), 120, 12))
-    with pytest.raises(ValueError, match=r"\(144, 64\) there but \(80, 64\) in the tower; give weights of the same architecture"):
-        open_weights("text", where, text_tower(other.replace("intermediate_size=144", "intermediate_size=80"), 120, 12))
+    with pytest.raises(
+        ValueError,
+        match=r"\(20, 64\) there but \(15, 64\) in the tower; position embeddings are not interpolated",
+    ):
+        open_weights(
+            "text", where, text_tower(other.replace("embeddings=20", "embeddings=15"), 120, 12)
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"\(144, 64\) there but \(80, 64\) in the tower; give weights of the same architecture",
+    ):
+        open_weights(
+            "text",
+            where,
+            text_tower(other.replace("intermediate_size=144", "intermediate_size=80"), 120, 12),
+        )
     vit = cases["vit"]
     where = write(tmp_path / "vit", library_state(built(vit.tower(), 1)), "safetensors")
-    with pytest.raises(ValueError, match=r"pos_embedding has shape \(1, 17, 96\) there but \(1, 65, 96\).*image size"):
+    with pytest.raises(
+        ValueError,
+        match=r"pos_embedding has shape \(1, 17, 96\) there but \(1, 65, 96\).*image size",
+    ):
         open_weights("image", where, image_tower(vit.name, 64))
-    with pytest.raises(ValueError, match="weights for the image branch were asked for a tower of the text branch"):
+    with pytest.raises(
+        ValueError, match="weights for the image branch were asked for a tower of the text branch"
+    ):
         open_weights("image", where, tower)
 
 
@@ -232,7 +300,9 @@ def test_places_refused(cases, tmp_path):
         open_weights("text", "bert-mimi", tower)
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FileNotFoundError, match="names model-00001-of-00002.safetensors, which is not beside it"):
+    with pytest.raises(
+        FileNotFoundError, match="names model-00001-of-00002.safetensors, which is not beside it"
+    ):
         open_weights("text", str(tmp_path), tower)
 
 
