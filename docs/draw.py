@@ -1,0 +1,79 @@
+"""The pictures of README.md: `step.svg`, one traced step of a run, and `learning.svg`, Wye beside OpenCLIP.
+
+python docs/draw.py RUN_DIR                            the newest step of RUN_DIR/trace.json; both files to docs/
+python docs/draw.py RUN_DIR --step 200 --folder OUT --format png    step 200, as PNG files in OUT
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from launch.tools.drawing import COLOURS, MOVES, draw_timeline
+from launch.tools.timeline import choose_step, measured_tracks
+
+# Variants of the table "open_clip.py" of bench/README.md -> label and colour (Okabe and Ito's).
+VARIANTS = {
+    "OpenCLIP": ("OpenCLIP 3.3.0", "#6E6E6E"),
+    "ours, merged × 2": ("Wye, same optimizer settings", "#56B4E9"),
+    "ours, merged × 2, shipped recipe": ("Wye, its default recipe", "#D55E00"),
+}
+RANGE = r"([\d.]+) \(([\d.]+) – ([\d.]+)\)"  # mean (least – most) of the seeds
+ROW = re.compile(rf"^\| (\d+) \| ([^|]+) \| {RANGE} \| {RANGE} \| {RANGE} \|", re.MULTILINE)
+
+
+def draw_step(run_dir: Path, wish: int | None) -> Figure:
+    """What each rank did in one step, and when."""
+    record = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    step, ranks = choose_step(run_dir / "trace.json", wish)
+    tracks = measured_tracks({stage["name"]: stage["ranks"] for stage in record["stage_graph"]}, ranks)
+    spans = [span for own in ranks.values() for span in own]
+    figure = Figure(figsize=(9, 0.45 * len(tracks) + 1.3), layout="constrained")
+    title = f"Measured: {record['layout']}, {record['schedule']}, step {step}"
+    draw_timeline(figure.subplots(), tracks, max(span.end_s for span in spans), title)
+    drawn = {span.name for span in spans}
+    handles = [Patch(facecolor=colour, label=label) for name, (label, colour) in COLOURS.items() if name in drawn]
+    handles += [Patch(label="waits for other ranks", facecolor="white", edgecolor="#AAAAAA", hatch="//////")]
+    handles += [Patch(label="load, send, receive", facecolor=MOVES[1])]
+    figure.legend(handles=handles, loc="outside lower center", ncols=7, fontsize=8, frameon=False)
+    return figure
+
+
+def draw_learning() -> Figure:
+    """R@10 by step: means of three seeds as lines, their ranges as bands."""
+    rows = ROW.findall((ROOT / "bench" / "README.md").read_text(encoding="utf-8"))
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, first, direction in zip(panels, (5, 8), ("image → text", "text → image")):
+        for name, (label, colour) in VARIANTS.items():
+            points = [[float(row[0]), *map(float, row[first : first + 3])] for row in rows if row[1].strip() == name]
+            steps, mean, least, most = zip(*points)
+            axes.plot(steps, mean, color=colour, marker="o", label=label)
+            axes.fill_between(steps, least, most, color=colour, alpha=0.15, linewidth=0)
+        axes.axhline(100 * 10 / 394, color="black", linewidth=0.8, linestyle=":", label="chance")  # of 394 held-out samples
+        axes.set(title=direction, xlabel="optimizer steps of 256 samples", xticks=steps)
+        axes.grid(color="#DDDDDD", linewidth=0.6)
+    panels[0].set_ylabel("R@10 of held-out samples (%)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Draw the pictures of README.md.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run of train.py that has a trace.json")
+    parser.add_argument("--step", type=int, metavar="N", help="a step of trace.json (default: the newest)")
+    parser.add_argument("--folder", type=Path, default=ROOT / "docs", metavar="DIR", help="where to write (default: docs)")
+    parser.add_argument("--format", choices=("svg", "png"), default="svg", help="(default: svg)")
+    given = parser.parse_args()
+    with rc_context({"svg.hashsalt": "wye", "svg.fonttype": "none"}):  # equal input gives equal files; text stays text, which is smaller
+        for stem, figure in (("step", draw_step(given.run_dir, given.step)), ("learning", draw_learning())):
+            dated = {"metadata": {"Date": None}} if given.format == "svg" else {}
+            figure.savefig(given.folder / f"{stem}.{given.format}", dpi=110, facecolor="white", **dated)
