@@ -34,14 +34,22 @@ def draw_step(run_dir: Path, wish: int | None) -> Figure:
     """What each rank did in one step, and when."""
     record = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     step, ranks = choose_step(run_dir / "trace.json", wish)
-    tracks = measured_tracks({stage["name"]: stage["ranks"] for stage in record["stage_graph"]}, ranks)
+    tracks = measured_tracks(
+        {stage["name"]: stage["ranks"] for stage in record["stage_graph"]}, ranks
+    )
     spans = [span for own in ranks.values() for span in own]
     figure = Figure(figsize=(9, 0.45 * len(tracks) + 1.3), layout="constrained")
     title = f"Measured: {record['layout']}, {record['schedule']}, step {step}"
     draw_timeline(figure.subplots(), tracks, max(span.end_s for span in spans), title)
     drawn = {span.name for span in spans}
-    handles = [Patch(facecolor=colour, label=label) for name, (label, colour) in COLOURS.items() if name in drawn]
-    handles += [Patch(label="waits for other ranks", facecolor="white", edgecolor="#AAAAAA", hatch="//////")]
+    handles = [
+        Patch(facecolor=colour, label=label)
+        for name, (label, colour) in COLOURS.items()
+        if name in drawn
+    ]
+    handles += [
+        Patch(label="waits for other ranks", facecolor="white", edgecolor="#AAAAAA", hatch="//////")
+    ]
     handles += [Patch(label="load, send, receive", facecolor=MOVES[1])]
     figure.legend(handles=handles, loc="outside lower center", ncols=7, fontsize=8, frameon=False)
     return figure
@@ -54,26 +62,58 @@ def draw_learning() -> Figure:
     panels = figure.subplots(1, 2, sharey=True)
     for axes, first, direction in zip(panels, (5, 8), ("image → text", "text → image")):
         for name, (label, colour) in VARIANTS.items():
-            points = [[float(row[0]), *map(float, row[first : first + 3])] for row in rows if row[1].strip() == name]
+            points = [
+                [float(row[0]), *map(float, row[first : first + 3])]
+                for row in rows
+                if row[1].strip() == name
+            ]
             steps, mean, least, most = zip(*points)
             axes.plot(steps, mean, color=colour, marker="o", label=label)
             axes.fill_between(steps, least, most, color=colour, alpha=0.15, linewidth=0)
-        axes.axhline(100 * 10 / 394, color="black", linewidth=0.8, linestyle=":", label="chance")  # of 394 held-out samples
+        axes.axhline(
+            100 * 10 / 394, color="black", linewidth=0.8, linestyle=":", label="chance"
+        )  # of 394 held-out samples
         axes.set(title=direction, xlabel="optimizer steps of 256 samples", xticks=steps)
         axes.grid(color="#DDDDDD", linewidth=0.6)
     panels[0].set_ylabel("R@10 of held-out samples (%)")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=4,
+        fontsize=8,
+        frameon=False,
+    )
     return figure
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Draw the pictures of README.md.")
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run of train.py that has a trace.json")
-    parser.add_argument("--step", type=int, metavar="N", help="a step of trace.json (default: the newest)")
-    parser.add_argument("--folder", type=Path, default=ROOT / "docs", metavar="DIR", help="where to write (default: docs)")
+    parser.add_argument(
+        "run_dir",
+        type=Path,
+        metavar="RUN_DIR",
+        help="folder of a run of train.py that has a trace.json",
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="a step of trace.json (default: the newest)"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / "docs",
+        metavar="DIR",
+        help="where to write (default: docs)",
+    )
     parser.add_argument("--format", choices=("svg", "png"), default="svg", help="(default: svg)")
     given = parser.parse_args()
-    with rc_context({"svg.hashsalt": "wye", "svg.fonttype": "none"}):  # equal input gives equal files; text stays text, which is smaller
-        for stem, figure in (("step", draw_step(given.run_dir, given.step)), ("learning", draw_learning())):
+    with rc_context(
+        {"svg.hashsalt": "wye", "svg.fonttype": "none"}
+    ):  # equal input gives equal files; text stays text, which is smaller
+        for stem, figure in (
+            ("step", draw_step(given.run_dir, given.step)),
+            ("learning", draw_learning()),
+        ):
             dated = {"metadata": {"Date": None}} if given.format == "svg" else {}
-            figure.savefig(given.folder / f"{stem}.{given.format}", dpi=110, facecolor="white", **dated)
+            figure.savefig(
+                given.folder / f"{stem}.{given.format}", dpi=110, facecolor="white", **dated
+            )

@@ -1,5 +1,4 @@
-"""An image tower of one's own: patches, and blocks that mix them (after Tolstikhin et al. 2021,
-MLP-Mixer, with channels alone).
+"""An image tower of one's own: patches, and blocks that mix their channels.
 
 python train.py --import-module examples.tower --image-tower mixer:width=64,depth=4
 """
@@ -15,10 +14,8 @@ PATCH = 8  # pixels a side
 
 
 class Patches(Layer):
-    """`pixel_values` [B, 3, H, W] -> `image_hidden` [B, N, width]."""
-
-    reads = drops = ("pixel_values",)
-    makes = ("image_hidden",)
+    reads = drops = ("pixel_values",)  # [B, 3, H, W]
+    makes = ("image_hidden",)  # [B, N, width]
 
     def __init__(self, width: int):
         super().__init__()
@@ -33,40 +30,27 @@ class Block(Layer):
 
     def __init__(self, width: int):
         super().__init__()
-        self.net = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
+        self.net = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
 
     def compute(self, image_hidden: Tensor) -> Tensor:
         return image_hidden + self.net(image_hidden)
 
 
 class Pool(Layer):
-    """The mean over the patches: `image_features` [B, width], which the head projects."""
-
     reads = drops = ("image_hidden",)
-    makes = ("image_features",)
+    makes = ("image_features",)  # [B, width], which the head projects
 
     def compute(self, image_hidden: Tensor) -> Tensor:
         return image_hidden.mean(1)
 
 
 def mixer(name: str, image_size: int) -> Tower:
-    sizes = {"width": 64, "depth": 2} | parse_overrides(
-        name, split_name(name)[1], {"width": int, "depth": int}
-    )
+    given = parse_overrides(name, split_name(name)[1], {"width": int, "depth": int})
+    width, depth = given.get("width", 64), given.get("depth", 2)
     with torch.device("meta"):
-        model = nn.Sequential(
-            Patches(sizes["width"]), *(Block(sizes["width"]) for _ in range(sizes["depth"])), Pool()
-        )
-    layers = [(f"layer{i}", layer) for i, layer in enumerate(model)]
-    return Tower(
-        "image",
-        name,
-        sizes["width"],
-        cut("image", model, layers, reset),
-        {"image_size": image_size, **sizes},
-    )
+        model = nn.Sequential(Patches(width), *(Block(width) for _ in range(depth)), Pool())
+    specs = cut("image", model, [(f"layer{i}", layer) for i, layer in enumerate(model)], reset)
+    return Tower("image", name, width, specs, {"image_size": image_size, "depth": depth})
 
 
 OWN["mixer"] = mixer

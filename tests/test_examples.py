@@ -13,11 +13,14 @@ from launched import ROOT, metrics, run_to_end
 from PIL import Image
 
 from data.index.sources import KINDS
+from engine.schedule import SCHEDULES
+from launch.settings.modalities import MODALITIES
 from launch.settings.options import parse_options
 from models.losses import LOSSES
 from models.towers.image import OWN
 
 MODULES = ["examples.tower", "examples.loss", "examples.format"]
+OTHERS = ["examples.modality", "examples.schedule"]
 BERT = "bert-tiny:hidden_dropout_prob=0,attention_probs_dropout_prob=0"
 FORK = {
     "layout": "fork",
@@ -32,8 +35,10 @@ RELATIVE = 1e-5  # fp32, whose sums come in another order
 @pytest.fixture(autouse=True)
 def registries(monkeypatch):
     """What a test registers is gone behind it."""
-    before = [(registry, dict(registry)) for registry in (KINDS, LOSSES, OWN)]
-    for name in MODULES:
+    before = [
+        (registry, dict(registry)) for registry in (KINDS, LOSSES, OWN, MODALITIES, SCHEDULES)
+    ]
+    for name in (*MODULES, *OTHERS):
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield
     for registry, entries in before:
@@ -87,6 +92,8 @@ def test_a_tower_a_loss_and_a_format_of_ones_own_train_split_as_they_do_on_one_r
                 "evaluate.py", run_dir
             )  # finds the modules in the run's record
             assert status == 0 and "text → image" in output, output[-3000:]
+            status, output = run_to_end("export.py", run_dir, tmp_path / "out")
+            assert status == 1 and "was trained with --loss alignment+uniformity" in output
     for step in (1, 2):
         compared = [
             name for name in seen[1][step] if name == "loss" or name.startswith("grad_norm/")

@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import shutil
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> lis
     """
     folder = folder.expanduser().resolve()
     refuse_to_overwrite(folder, overwrite)
+    trained = images_and_texts(trained)
     differences = what_differs(*trained.towers)
     beside = folder.with_name(folder.name + ".writing")
     shutil.rmtree(beside, ignore_errors=True)
@@ -52,7 +54,7 @@ def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> lis
     state = {
         name: tensor
         for name, tensor in canonical_state(trained.layers).items()
-        if not name.startswith(FUSION_NAMES)
+        if not name.startswith(FUSION_NAMES) and not _is_of_another_pair(name)
     }
     state["head.logit_scale"] = state["head.logit_scale"].clamp(max=LOGIT_SCALE_LIMIT)
     if not differences:
@@ -74,6 +76,41 @@ def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> lis
         shutil.rmtree(folder)
     os.replace(beside, folder)
     return differences
+
+
+def images_and_texts(trained: Trained) -> Trained:
+    """The image and the text tower of a model that may have more branches.
+
+    Raises ValueError for a model that was trained without that pair, and for one that other
+    programs could not load: with a tower or a loss of its own.
+    """
+    if ("image", "text") not in [pair.modalities for pair in trained.pairs]:
+        raise ValueError(
+            f"{trained.checkpoint}: was trained with --pairs {trained.options['pairs']}; an export "
+            "holds an image and a text tower that were compared with each other"
+        )
+    if trained.options["loss"] not in ("infonce", "sigmoid"):
+        raise ValueError(
+            f"{trained.checkpoint}: was trained with --loss {trained.options['loss']}; an export "
+            "needs the scale that infonce and sigmoid learn"
+        )
+    parts = {tower.branch: (tower, []) for tower in trained.towers}
+    for branch, layer in zip(trained.branch_of_layers, trained.layers):
+        parts[branch][1].append(layer)
+    towers = [parts[branch][0] for branch in ("image", "text")]
+    unknown = [tower.name for tower in towers if "library" not in tower.config]
+    if unknown:
+        raise ValueError(
+            f"{trained.checkpoint}: its tower {unknown[0]} is in no library that another program "
+            "could load it with; take its weights from the checkpoint"
+        )
+    layers = [layer for branch in ("image", "text") for layer in parts[branch][1]]
+    return replace(trained, towers=tuple(towers), layers=layers)
+
+
+def _is_of_another_pair(name: str) -> bool:
+    """Is this a learned scalar of a pair other than images and texts, such as head.image_sound_logit_scale?"""
+    return name.endswith(("_logit_scale", "_logit_bias"))
 
 
 def refuse_to_overwrite(folder: Path, overwrite: bool) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer import load_tokenizer
-from data.options import IMAGE_TEXT
+from data.options import IMAGE_TEXT, PairOption, read_pairs
 from engine.checkpoint.layout import (
     AVERAGE,
     MANIFEST,
@@ -56,6 +56,16 @@ class Trained:
     def options(self) -> dict[str, Any]:
         """train.py's, by name."""
         return self.record["options"]
+
+    @property
+    def pairs(self) -> tuple[PairOption, ...]:
+        """The modalities that were compared."""
+        return read_pairs(self.options.get("pairs", IMAGE_TEXT))
+
+    @property
+    def branch_of_layers(self) -> list[str]:
+        """Of each of `layers` the branch."""
+        return [tower.branch for tower in self.towers for _ in tower.specs]
 
     @property
     def preprocessing(self) -> Preprocessing:
