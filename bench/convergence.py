@@ -161,7 +161,7 @@ EXPERIMENTS = {
         "Grouped clipping, other rules, none",
         "little: AdamW divides by the size of gradients anyway.",
         (
-            Variant("none", {"gradient_clipping": {}}),
+            Variant("none (the recipe)"),
             Variant(
                 "each group to 1.0",
                 {"gradient_clipping": dict.fromkeys(("image", "text", "head"), 1.0)},
