@@ -8,6 +8,7 @@ two of them may share the cores.
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,10 @@ os.environ.setdefault(
 os.environ.setdefault(
     "DS_ACCELERATOR", "cpu"
 )  # also where there is a GPU: more ranks than that are asked for
+# A shell's background job ignores Ctrl-C, and so would every program that a test starts and
+# interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
