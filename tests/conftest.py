@@ -33,10 +33,12 @@ os.environ.setdefault(
 os.environ.setdefault(
     "DS_ACCELERATOR", "cpu"
 )  # also where there is a GPU: more ranks than that are asked for
-# A shell's background job ignores Ctrl-C, and so would every program that a test starts and
-# interrupts.
+# A shell's background job ignores Ctrl-C, nohup hang-ups, and so would every program that a test
+# starts and signals. A handler here is none of theirs: they begin with the default.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
