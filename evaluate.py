@@ -356,8 +356,8 @@ def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldO
     if not parts:
         raise ValueError(
             f"{arguments.run_dir}: no samples were held out (--val-fraction 0), so there is "
-            "nothing to evaluate; give samples with --val-data, or "
-            "train a new run with --val-fraction 0.1"
+            "nothing to evaluate; give samples with --val-data, or train a new run with "
+            "--val-fraction 0.1"
         )
     return parts
 

@@ -205,9 +205,8 @@ def report(rows: Sequence[Row], spent: dict[int, dict[str, list[float]]]) -> Ite
     yield "# Ways to deal a global batch\n"
     yield (
         f"{GLOBAL_BATCH_SIZE:,} texts, {NUM_MICRO_BATCHES} micro-batches per replica, none below "
-        f"{MIN_SIZE} texts where balanced. A cell: a "
-        "step above the lower bound, and the padding. The last column: where the number of "
-        "micro-batches is free (1 to 64), above the lower "
+        f"{MIN_SIZE} texts where balanced. A cell: a step above the lower bound, and the padding. "
+        "The last column: where the number of micro-batches is free (1 to 64), above the lower "
         "bound of the best number.\n"
     )
     yield "| stages | replicas | " + " | ".join(names) + " | balanced, any number |"

@@ -134,8 +134,8 @@ def report(rounds: list[Round]) -> str:
             f"{SETUP.describe()}; merged, two replicas, ZeRO-1; {len(rounds)} rounds in turn.",
             "",
             f"**A step while a checkpoint is written ÷ a step otherwise ({undisturbed:.2f} s): "
-            f"{_spread(slowdowns, '{:.2f}')}**. "
-            f"**DeepSpeed's wait ÷ ours: {_spread(waits, '{:.1f}')}**.",
+            f"{_spread(slowdowns, '{:.2f}')}**. **DeepSpeed's wait ÷ ours: "
+            f"{_spread(waits, '{:.1f}')}**.",
             "",
             "| | ours | DeepSpeed's |",
             "|---|---|---|",

@@ -81,10 +81,9 @@ class Setup:
         )
         return (
             f"`{self.image_tower}` at {self.image_size} pixels and `{self.text_tower}` at "
-            f"{self.num_tokens} tokens of {self.vocab_size:,} "
-            f"({millions}), embeddings of {self.embed_dim}, global batch {self.global_batch_size}, "
-            f"micro-batches of {self.micro_batch_size}, "
-            f"AdamW, fp32, one thread per rank"
+            f"{self.num_tokens} tokens of {self.vocab_size:,} ({millions}), embeddings of "
+            f"{self.embed_dim}, global batch {self.global_batch_size}, micro-batches of "
+            f"{self.micro_batch_size}, AdamW, fp32, one thread per rank"
         )
 
 

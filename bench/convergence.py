@@ -119,8 +119,7 @@ EXPERIMENTS = {
     "split": Experiment(
         "Does splitting change what is learned?",
         "no: all train the same objective on the same samples; losses of the first steps agree to "
-        "five digits, later rounding grows, and "
-        "retrieval differs by no more than seeds do.",
+        "five digits, later rounding grows, and retrieval differs by no more than seeds do.",
         (
             Variant("unsplit, one rank", MERGED, ranks=1),
             BASE,
@@ -143,8 +142,8 @@ EXPERIMENTS = {
     "negatives": Experiment(
         "What are the negatives of the whole batch worth?",
         "more negatives help: a loss per micro-batch of 30 retrieves clearly worse than one over "
-        "120 at equal samples seen; 240 takes half as "
-        "many steps and so is behind after so few epochs.",
+        "120 at equal samples seen; 240 takes half as many steps and so is behind after so few "
+        "epochs.",
         (
             Variant("120, whole batch", BASE.branches),
             Variant("120, loss per micro-batch of 30", {"schedule": "per_micro_batch"}),
@@ -224,8 +223,8 @@ EXPERIMENTS = {
     "augmentation": Experiment(
         "Augmentation of pictures",
         "after so few epochs of clean drawings, none is at least as good as crops for other "
-        "combinations of known things; crops and flips help "
-        "only later. Flips harm where captions say left and right, which few here do.",
+        "combinations of known things; crops and flips help only later. Flips harm where captions "
+        "say left and right, which few here do.",
         (
             Variant("crop+white"),
             Variant("none", options=("--augmentation", "none")),
@@ -507,8 +506,8 @@ def table(
         f"{epochs} epochs of the embedded data, {seeds} seeds each: mean (least – most). R@10, "
         "R@1: text → image, held-out samples.",
         "",
-        f"| variant | steps | {' | '.join(f'{name} %' for name in measures)} | loss, last 10 steps "
-        f"|{times} peak MiB | MiB sent a step |",
+        f"| variant | steps | {' | '.join(f'{name} %' for name in measures)} | loss, last 10 "
+        f"steps |{times} peak MiB | MiB sent a step |",
         "|---|" + "---|" * (len(measures) + 2 + times.count("|") + 2),
     ]
     for name, runs in results.items():

@@ -149,8 +149,7 @@ def report(rounds: list[dict[str, dict[str, Any]]], steps: int) -> str:
         "# Texts dealt by cost",
         "",
         f"{SETUP.describe()}, fork of two ranks, {number} micro-batches per branch, texts of 4 to "
-        f"{MAX_TEXT_TOKENS} tokens, "
-        f"{len(rounds)} rounds of {steps} steps in turn.",
+        f"{MAX_TEXT_TOKENS} tokens, {len(rounds)} rounds of {steps} steps in turn.",
         "",
         "| texts dealt | samples/s | padding | image rank idle | text rank idle | loss after the "
         "last step |",
@@ -171,8 +170,7 @@ def report(rounds: list[dict[str, dict[str, Any]]], steps: int) -> str:
         }
         lines.append(
             f"| {way} | {SETUP.global_batch_size / seconds:.1f} | {padding:.1%} | "
-            f"{idle['image 0']:.0%} | {idle['text 0']:.0%} | "
-            f"{rounds[-1][way]['losses'][-1]:.5f} |"
+            f"{idle['image 0']:.0%} | {idle['text 0']:.0%} | {rounds[-1][way]['losses'][-1]:.5f} |"
         )
     median = statistics.median(ratios)
     lines += [

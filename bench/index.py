@@ -161,8 +161,8 @@ def report(results: dict[str, list[dict]], samples: int, file_mb: float) -> str:
         "# Ten million samples" if samples == 10_000_000 else f"# {samples:,} samples",
         "",
         f"{samples:,} samples, an index of {file_mb:,.0f} MB, global batch {GLOBAL_BATCH:,}; "
-        f"{rounds} rounds, each in fresh processes, "
-        f"on {os.cpu_count()} cores: median (least – most).",
+        f"{rounds} rounds, each in fresh processes, on {os.cpu_count()} cores: median (least – "
+        "most).",
         "",
         "| resident memory of one process, MB | own | mapped | all |",
         "|---|---|---|---|",

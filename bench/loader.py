@@ -286,9 +286,9 @@ def report(
         "# Loading pictures",
         "",
         f"{samples} JPEGs of {WIDTH}×{HEIGHT} ({mean_kb:.0f} KB each) to "
-        f"{IMAGE_SIZE}×{IMAGE_SIZE}, micro-batches of {BATCH_SIZE}, "
-        f"{EPOCHS - 1} epochs after a first one, {workers} workers, {len(rounds)} rounds in turn "
-        f"on {os.cpu_count()} cores: median (least – most).",
+        f"{IMAGE_SIZE}×{IMAGE_SIZE}, micro-batches of {BATCH_SIZE}, {EPOCHS - 1} epochs after a "
+        f"first one, {workers} workers, {len(rounds)} rounds in turn on {os.cpu_count()} cores: "
+        "median (least – most).",
         "",
         "| loader | samples/s | ÷ plain | ÷ webdataset | first micro-batch after, s |",
         "|---|---|---|---|---|",

@@ -91,12 +91,10 @@ def report(rows: Sequence[Row]) -> str:
         ratios = [locked / free for locked, free in zip(row.locked_s, row.free_s)]
         lines.append(
             f"| {row.name} | {1e3 * statistics.median(row.free_s):.0f} | "
-            f"{1e3 * statistics.median(row.locked_s):.0f} "
-            f"| **{statistics.median(ratios):.2f}** ({min(ratios):.2f} – {max(ratios):.2f}) | "
-            f"{row.predicted_ratio:.2f} "
-            f"| {row.free_bytes / MIB:.0f} | {row.locked_bytes / MIB:.0f} | "
-            f"**{row.locked_bytes / row.free_bytes:.2f}** "
-            f"| {row.predicted_bytes_ratio:.2f} |"
+            f"{1e3 * statistics.median(row.locked_s):.0f} | **{statistics.median(ratios):.2f}** "
+            f"({min(ratios):.2f} – {max(ratios):.2f}) | {row.predicted_ratio:.2f} | "
+            f"{row.free_bytes / MIB:.0f} | {row.locked_bytes / MIB:.0f} | "
+            f"**{row.locked_bytes / row.free_bytes:.2f}** | {row.predicted_bytes_ratio:.2f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -146,8 +146,7 @@ def report(
             share = seen["bytes"] / whole
             lines.append(
                 f"| {name} | {seen['bytes'] / GIB:.2f} | **{share:.1%}** | at most "
-                f"{AIMS['memory']:.0%}: {verdict(share, AIMS['memory'])} | "
-                f"{seen['seconds']:.0f} |"
+                f"{AIMS['memory']:.0%}: {verdict(share, AIMS['memory'])} | {seen['seconds']:.0f} |"
             )
         lines.append("")
     rounds = len(times[LOSSES[0]]["plain"])
@@ -162,9 +161,8 @@ def report(
         median = statistics.median(ratios)
         lines.append(
             f"| {name} | {statistics.median(seen['plain']):.1f} | "
-            f"{statistics.median(seen['in blocks']):.1f} | **{median:.2f}** "
-            f"({min(ratios):.2f} – {max(ratios):.2f}) | at most {AIMS['time']}: "
-            f"{verdict(median, AIMS['time'])} |"
+            f"{statistics.median(seen['in blocks']):.1f} | **{median:.2f}** ({min(ratios):.2f} – "
+            f"{max(ratios):.2f}) | at most {AIMS['time']}: {verdict(median, AIMS['time'])} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -90,9 +90,9 @@ def report(points: Sequence[Point]) -> str:
     lines = [
         "# Peak memory against the number of micro-batches",
         "",
-        f"{SETUP.describe().replace(f'global batch {SETUP.global_batch_size}, ', '')}; fork of two "
-        "ranks. MiB per rank, "
-        "image / text. What was loaded is part of the tensor bytes and of the process growth.",
+        f"{SETUP.describe().replace(f'global batch {SETUP.global_batch_size}, ', '')}; fork of "
+        "two ranks. MiB per rank, image / text. What was loaded is part of the tensor bytes and "
+        "of the process growth.",
         "",
         "| schedule | micro-batches | global batch | peak tensor MiB | process growth MiB | of "
         "these loaded inputs MiB |",

@@ -129,8 +129,8 @@ def report(rows: list[dict]) -> str:
         "# Predicted and measured step time, two ranks, one thread each",
         "",
         f"**{within} of {len(rows)} combinations within 10 %**; predicted ÷ measured: median "
-        f"{statistics.median(ratios):.2f}, "
-        f"least {min(ratios):.2f}, most {max(ratios):.2f}. Global batch {VIT.global_batch_size}.",
+        f"{statistics.median(ratios):.2f}, least {min(ratios):.2f}, most {max(ratios):.2f}. "
+        f"Global batch {VIT.global_batch_size}.",
         "",
     ]
     for towers in TOWERS:
@@ -142,8 +142,8 @@ def report(rows: list[dict]) -> str:
             )
             lines.append(
                 f"{towers}: the choice by prediction is {chosen['name']}, measured "
-                f"{1e3 * chosen['measured_s']:.0f} ms; the best measured is "
-                f"{best['name']}, {1e3 * best['measured_s']:.0f} ms: "
+                f"{1e3 * chosen['measured_s']:.0f} ms; the best measured is {best['name']}, "
+                f"{1e3 * best['measured_s']:.0f} ms: "
                 f"**{chosen['measured_s'] / best['measured_s'] - 1:+.1%}**."
             )
     lines += [
@@ -155,9 +155,8 @@ def report(rows: list[dict]) -> str:
     for row, ratio in zip(rows, ratios):
         lines.append(
             f"| {row['towers']} | {row['name']} | {1e3 * row['predicted_s']:.0f} | "
-            f"{1e3 * row['measured_s']:.0f} "
-            f"({1e3 * row['least_s']:.0f}–{1e3 * row['most_s']:.0f}) | {ratio:.2f} | "
-            f"{row['idle_predicted']} | {row['idle_measured']} |"
+            f"{1e3 * row['measured_s']:.0f} ({1e3 * row['least_s']:.0f}–{1e3 * row['most_s']:.0f}) "
+            f"| {ratio:.2f} | {row['idle_predicted']} | {row['idle_measured']} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -59,10 +59,9 @@ def main() -> None:
     grown = (kilobytes("VmHWM") - before) / 1024
     report = (
         f"{arguments.samples:,} queries among {arguments.samples:,} candidates of width "
-        f"{arguments.width}, one direction, {torch.get_num_threads()} "
-        f"threads: {seconds:.0f} s, the process grew by {grown:,.0f} MiB, beside the "
-        f"{2 * image.numel() * 4 / MIB:,.0f} of the embeddings; all "
-        f"similarities would be {arguments.samples**2 * 4 / MIB:,.0f} MiB. R@1 "
+        f"{arguments.width}, one direction, {torch.get_num_threads()} threads: {seconds:.0f} s, "
+        f"the process grew by {grown:,.0f} MiB, beside the {2 * image.numel() * 4 / MIB:,.0f} of "
+        f"the embeddings; all similarities would be {arguments.samples**2 * 4 / MIB:,.0f} MiB. R@1 "
         f"{100 * float(first):.1f} %.\n"
     )
     OUT.mkdir(parents=True, exist_ok=True)

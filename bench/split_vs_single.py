@@ -68,12 +68,11 @@ def report(rounds: list[tuple[list, list]]) -> str:
         f"{SETUP.describe()}; {len(rounds)} rounds in turn.",
         "",
         "**samples/s of the fork ÷ samples/s of the single rank: median "
-        f"{statistics.median(ratios):.2f}** "
-        f"(least {min(ratios):.2f}, most {max(ratios):.2f}; by round: "
-        f"{', '.join(f'{r:.2f}' for r in ratios)}). Perfect is 2.",
+        f"{statistics.median(ratios):.2f}** (least {min(ratios):.2f}, most {max(ratios):.2f}; by "
+        f"round: {', '.join(f'{r:.2f}' for r in ratios)}). Perfect is 2.",
         "",
-        "| rank | step, ms | forward + backward | loss and waiting for it | optimizer | the rest | "
-        "not tower compute |",
+        "| rank | step, ms | forward + backward | loss and waiting for it | optimizer | the rest "
+        "| not tower compute |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind, index in (("fork", 0), ("single", 1)):

@@ -261,21 +261,20 @@ def report(
         "# Every way to split the same training",
         "",
         f"{setup.describe()}; {ranks} ranks, {num_rounds} rounds in turn of {WARMUP_STEPS} + "
-        f"{steps} steps; ZeRO-{setup.zero_stage} in the "
-        f"engine where a stage has replicas; gradients clipped at {setup.max_grad_norm} by group "
-        "in all.",
+        f"{steps} steps; ZeRO-{setup.zero_stage} in the engine where a stage has replicas; "
+        f"gradients clipped at {setup.max_grad_norm} by group in all.",
         "",
         "| strategy | samples/s | ÷ ddp: median (least – most) | step, ms | bubble | peak tensor "
-        "MiB per rank | ÷ ddp | process growth MiB per rank | "
-        f"÷ ddp | sent MiB per step and rank | loss after {WARMUP_STEPS + steps} steps |",
+        "MiB per rank | ÷ ddp | process growth MiB per rank | ÷ ddp | sent MiB per step and rank "
+        f"| loss after {WARMUP_STEPS + steps} steps |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
         *(_row(result, ddp) for result in results),
         *(f"| {s.name} | skipped: {s.skip} |" + " |" * 9 for s in skipped),
         "",
-        "Bubble: mean over steps and ranks of the part of a step in which a rank does not compute. "
-        "Memory: the rank that needs most; process "
-        "growth is the most over the rounds. Sent bytes count collectives as rings; for the "
-        "baselines by formula (`Baseline.sent_bytes`).",
+        "Bubble: mean over steps and ranks of the part of a step in which a rank does not "
+        "compute. Memory: the rank that needs most; process growth is the most over the rounds. "
+        "Sent bytes count collectives as rings; for the baselines by formula "
+        "(`Baseline.sent_bytes`).",
         *_aim(results, ddp),
     ]
     return "\n".join(lines) + "\n"
@@ -409,8 +408,7 @@ def main() -> None:
     if setup.global_batch_size % (arguments.ranks * setup.micro_batch_size):
         parser.error(
             f"--global-batch {setup.global_batch_size} is not a multiple of {arguments.ranks} "
-            f"ranks × micro-batches of {setup.micro_batch_size}; "
-            "use "
+            f"ranks × micro-batches of {setup.micro_batch_size}; use "
             f"{arguments.ranks * setup.micro_batch_size * max(1, round(setup.global_batch_size / arguments.ranks / setup.micro_batch_size))}"
         )
     if arguments.only:

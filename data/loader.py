@@ -288,9 +288,8 @@ def _obituary(dead: list[tuple[int, int, int | None]], workers: int, name: str) 
     )
     return (
         f"the loader{of} lost {fates}. Most often the machine ran out of memory and the system "
-        "killed it: see dmesg, and in a container its "
-        "memory limit and the size of /dev/shm. Give fewer --workers, smaller micro-batches, or "
-        "the machine more memory"
+        "killed it: see dmesg, and in a container its memory limit and the size of /dev/shm. Give "
+        "fewer --workers, smaller micro-batches, or the machine more memory"
     )
 
 

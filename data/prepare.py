@@ -207,8 +207,7 @@ def bad_table(
     return "\n".join(
         [
             f"{spec}: {number:,} of {total:,} samples cannot be used, {number / total:.1%}, more "
-            f"than the {max_bad_fraction:.1%} of "
-            "--max-bad-fraction; mend them, or raise it:",
+            f"than the {max_bad_fraction:.1%} of --max-bad-fraction; mend them, or raise it:",
             *rows,
             "the first:",
             *examples,
@@ -269,14 +268,14 @@ class _Kept:
         if changed:
             raise ValueError(
                 f"{self.folder}: holds other samples than are asked for ({', '.join(changed)} "
-                "changed: there "
-                f"{ {name: options.get(name) for name in changed} }); give another --run-dir"
+                f"changed: there { {name: options.get(name) for name in changed} }); give another "
+                "--run-dir"
             )
         if record["sizes"] != self.sizes:
             raise ValueError(
                 f"{self.folder}: made of {record['sizes']} samples (all, usable), but now there "
-                f"are {self.sizes}; the data changed under the "
-                "run: give another --run-dir, or the data of before"
+                f"are {self.sizes}; the data changed under the run: give another --run-dir, or the "
+                "data of before"
             )
         arrays = {
             name: np.load(self.folder / f"{name}.npy", mmap_mode="r")

@@ -532,9 +532,8 @@ class ForkEngine(PipelineEngine):
         if not set(differentiable) <= set(grads):
             raise RuntimeError(
                 f"{self.place.name}: sent {sorted(differentiable)} and got gradients of "
-                f"{sorted(grads)} for micro-batch {buffer_id}; "
-                "every floating-point tensor that leaves a stage and needs a gradient must reach "
-                "the loss"
+                f"{sorted(grads)} for micro-batch {buffer_id}; every floating-point tensor that "
+                "leaves a stage and needs a gradient must reach the loss"
             )
         self._inject([(tensor, grads[name]) for name, tensor in differentiable.items()])
 
@@ -694,9 +693,9 @@ class ForkEngine(PipelineEngine):
         if misaligned:
             raise RuntimeError(
                 f"the {' and '.join(self.objective.names)} branches disagree about "
-                f"{int(misaligned)} samples of this batch; all must be given the same "
-                "samples at the same positions (data order, seed and number of samples must be "
-                "equal on all ranks)"
+                f"{int(misaligned)} samples of this batch; all must be given the same samples at "
+                "the same positions (data order, seed and number of samples must be equal on all "
+                "ranks)"
             )
         bad = None
         if not self._step_applied and not is_loss_scale_search(self.optimizer, loss):
@@ -852,8 +851,8 @@ def _check_weights(loaded: Mapping[str, Tensor], branches: Sequence[str]) -> Non
         if weight.dtype != torch.int64 or not bool(((weight >= 0) & (weight <= MAX_WEIGHT)).all()):
             raise ValueError(
                 f"{name} has dtype {weight.dtype} and values from {weight.min()} to "
-                f"{weight.max()}; weights are int64 from 0 to "
-                f"{MAX_WEIGHT}: millionths, so give 1,000,000 for a weight of 1"
+                f"{weight.max()}; weights are int64 from 0 to {MAX_WEIGHT}: millionths, so give "
+                "1,000,000 for a weight of 1"
             )
 
 

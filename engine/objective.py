@@ -163,9 +163,9 @@ class Objective:
         if not found:
             raise ValueError(
                 f"tensor {tensor!r} belongs to no branch: a name begins with one of "
-                f"{', '.join(f'{name}_' for name in self.names)}, "
-                f"or is one of {', '.join(sorted(self._owners)) or 'the inputs of a branch'}; "
-                "rename it, or add it to the inputs of its branch"
+                f"{', '.join(f'{name}_' for name in self.names)}, or is one of "
+                f"{', '.join(sorted(self._owners)) or 'the inputs of a branch'}; rename it, or add "
+                "it to the inputs of its branch"
             )
         return max(found, key=len)
 

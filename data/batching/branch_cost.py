@@ -1,7 +1,6 @@
 """What a micro-batch costs a branch: four numbers, fitted to measured seconds. numpy only.
 
-n: samples of the micro-batch, L: what each of them is padded to (text: tokens; image: the pixels of
-its bucket, in thousands or in patches).
+n: texts of the micro-batch, L: tokens that each of them is padded to.
 """
 
 from collections.abc import Sequence

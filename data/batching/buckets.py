@@ -69,8 +69,7 @@ def choose_buckets(
     ):
         raise ValueError(
             f"image_size {image_size}, multiple {multiple}, max_buckets {max_buckets}: 1 <= "
-            "multiple <= image_size and "
-            "1 <= max_buckets <= 127 are needed"
+            "multiple <= image_size and 1 <= max_buckets <= 127 are needed"
         )
     sizes = _candidates(image_size, multiple)
     ratio, weight = _shapes(width / height)

@@ -153,8 +153,8 @@ def mixed(parts: Parts, temperature: float = 1.0, floors: Sequence[float] | None
         if size > 0 and round(count * weight) == 0:
             raise ValueError(
                 f"data set {number} has {count} training samples with a share of an epoch that is "
-                "less than one of them; give it more in "
-                "--data-weights, a floor in --data-floors, or take it out of --data"
+                "less than one of them; give it more in --data-weights, a floor in --data-floors, "
+                "or take it out of --data"
             )
     return parts
 

@@ -111,8 +111,8 @@ class GlobalOrder:
         if self.epoch_samples < self.global_batch_size:
             raise ValueError(
                 f"{self.epoch_samples} training samples do not fill one global batch of "
-                f"{self.global_batch_size}; "
-                f"give more data, or set train_batch_size to at most {self.epoch_samples}"
+                f"{self.global_batch_size}; give more data, or set train_batch_size to at most "
+                f"{self.epoch_samples}"
             )
         sizes = [*(size for _, size in self.earlier), self.global_batch_size]
         if min((number for number, _ in self.earlier), default=1) < 1 or any(
@@ -308,8 +308,8 @@ def _check_shares(global_batch_size: int, replicas: int, num_micro_batches: int)
     if replicas < 1 or num_micro_batches < 1 or global_batch_size < 1 or global_batch_size % shares:
         raise ValueError(
             f"global_batch_size {global_batch_size} cannot be dealt to {replicas} replicas x "
-            f"{num_micro_batches} micro-batches; "
-            f"it must be a multiple of their product, {shares}, and all must be >= 1"
+            f"{num_micro_batches} micro-batches; it must be a multiple of their product, {shares}, "
+            "and all must be >= 1"
         )
 
 

@@ -80,8 +80,8 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     print(
         f"{cache.folder}: {done.stored:,} pictures stored, {done.present:,} were there, "
-        f"{sum(done.bad.values()):,} unreadable, "
-        f"{done.refused:,} not stored; {cache.used_bytes() / GIB:.2f} GiB of {arguments.limit:g}, "
+        f"{sum(done.bad.values()):,} unreadable, {done.refused:,} not stored; "
+        f"{cache.used_bytes() / GIB:.2f} GiB of {arguments.limit:g}, "
         f"{time.monotonic() - start:.1f} s"
     )
     for reason, number in done.bad.most_common():

@@ -80,7 +80,7 @@ class ParquetFormat(Format):
         if self.in_struct and "bytes" not in [kind.field(i).name for i in range(kind.num_fields)]:
             raise ValueError(
                 f"data spec 'parquet:{where}': column '{self.image}' is {kind}; bytes, {{bytes, "
-                f"path}} or a path is needed"
+                "path} or a path is needed"
             )
         if not (
             self.in_struct
@@ -90,7 +90,7 @@ class ParquetFormat(Format):
         ):
             raise ValueError(
                 f"data spec 'parquet:{where}': column '{self.image}' is {kind}; bytes, {{bytes, "
-                f"path}} or a path is needed"
+                "path} or a path is needed"
             )
         if self.pictures_are_files:
             remote = [name for name in names if is_remote(name)]
@@ -103,8 +103,8 @@ class ParquetFormat(Format):
                 )
                 raise ValueError(
                     f"data spec 'parquet:{where}': column '{self.image}' holds paths that count "
-                    f"from the file's folder, but {what}; "
-                    "give files of one local folder, or files with the pictures' bytes"
+                    f"from the file's folder, but {what}; give files of one local folder, or files "
+                    "with the pictures' bytes"
                 )
             self.roots = Roots.of(folders.pop(), more)
         self.spec = f"parquet:{absolute_pattern(pattern)}?{self.image}&{self.text}&{self.id}"
@@ -132,8 +132,8 @@ class ParquetFormat(Format):
         if not found:
             raise ValueError(
                 f"data spec 'parquet:{where}': no column {' or '.join(wanted)}; there are: "
-                f"{', '.join(schema.names) or 'none'}"
-                f"{near(wanted[0], schema.names)}; name it: ?{key}=COLUMN"
+                f"{', '.join(schema.names) or 'none'}{near(wanted[0], schema.names)}; name it: "
+                f"?{key}=COLUMN"
             )
         return found[0]
 

@@ -114,8 +114,7 @@ def local_file(kind: str, where: str, usage: str, content: str) -> str:
     if is_remote(where):
         raise ValueError(
             f"data spec '{kind}:{where}': its pictures would have to be fetched one by one; give a "
-            "local file, "
-            "or remote shards that hold the pictures: webdataset:URL or parquet:URL"
+            "local file, or remote shards that hold the pictures: webdataset:URL or parquet:URL"
         )
     path = local_path(where)
     if not os.path.isfile(path):

@@ -61,9 +61,8 @@ class TableFormat(Format):
             if self.columns[key] not in header and (key != "id" or key in options):
                 raise ValueError(
                     f"data spec '{spec}': no column '{self.columns[key]}'; the first line names: "
-                    f"{', '.join(header) or 'none'}"
-                    f"{near(self.columns[key], header)}; name it: ?{key}=COLUMN, or another "
-                    "separator: ?separator=CHARACTER"
+                    f"{', '.join(header) or 'none'}{near(self.columns[key], header)}; name it: "
+                    f"?{key}=COLUMN, or another separator: ?separator=CHARACTER"
                 )
         return {
             key: header.index(column) for key, column in self.columns.items() if column in header

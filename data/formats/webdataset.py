@@ -150,8 +150,8 @@ class WebdatasetFormat(Format):
         if len(found) < size:
             raise BadSample(
                 "unreadable",
-                f"{self.name_of_file[file]} ends before byte {offset + size}; it changed under the "
-                "run",
+                f"{self.name_of_file[file]} ends before byte {offset + size}; it changed under "
+                "the run",
             )
         return found
 

@@ -219,8 +219,8 @@ def open_format(spec: str, pairs: Pairs = IMAGE_TEXT) -> Format:
         if not format.pairs:
             raise ValueError(
                 f"data spec '{spec}': it holds {' and '.join(format.holds)}, and --pairs compares "
-                f"{', '.join(map(':'.join, pairs))}; give data "
-                "of the modalities of a pair, such as python:MODULE:NAME, or other --pairs"
+                f"{', '.join(map(':'.join, pairs))}; give data of the modalities of a pair, such "
+                "as python:MODULE:NAME, or other --pairs"
             )
     return format
 

@@ -67,9 +67,8 @@ def split_source(
         sizes = ", ".join(f"{name} {len(part)}" for name, part in held_out.items())
         raise ValueError(
             f"{source.spec}: {len(everything)} samples in {len(np.unique(groups))} groups of equal "
-            "content cannot be divided with "
-            f"val_fraction {val_fraction}: train {free.sum()}, {sizes}; no side may be empty; give "
-            "more samples, or val_fraction 0"
+            f"content cannot be divided with val_fraction {val_fraction}: train {free.sum()}, "
+            f"{sizes}; no side may be empty; give more samples, or val_fraction 0"
         )
     return Splits(train=everything[free], held_out=held_out)
 

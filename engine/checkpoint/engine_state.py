@@ -186,9 +186,8 @@ def _scalar_to_json(key: str, value: Any) -> Any:
     )
     raise ValueError(
         f"the optimizer keeps {what} as {key!r} for a parameter of another shape, which no other "
-        "topology could read; "
-        "use an optimizer such as AdamW, SGD or Lion, which keeps numbers and tensors of the "
-        "parameter's own shape"
+        "topology could read; use an optimizer such as AdamW, SGD or Lion, which keeps numbers and "
+        "tensors of the parameter's own shape"
     )
 
 
@@ -275,8 +274,8 @@ def _restore_optimizer(engine: ForkEngine, reader: CheckpointReader, runs: list[
     if saved["type"] != type(optimizer).__name__:
         raise ValueError(
             f"checkpoint {reader.checkpoint}: was trained with the optimizer {saved['type']}, and "
-            f"this run has {type(optimizer).__name__}; "
-            "go on with the optimizer that it was trained with, or choose another checkpoint"
+            f"this run has {type(optimizer).__name__}; go on with the optimizer that it was "
+            "trained with, or choose another checkpoint"
         )
     by_held: dict[int, list[Run]] = {}
     for run in runs:
@@ -351,9 +350,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     if before["stage_graph"] != now["stage_graph"] or before["schedule"] != now["schedule"]:
         found.append(
             f"split as {now['stages']}, {now['schedule']}, and before as {before['stages']}, "
-            f"{before['schedule']}: "
-            "sums are taken in another order, which moves last bits; running means of BatchNorm "
-            "are those of other replicas"
+            f"{before['schedule']}: sums are taken in another order, which moves last bits; "
+            "running means of BatchNorm are those of other replicas"
         )
     for branch, size in now["micro_batch_size"].items():
         if (other := before["micro_batch_size"][branch]) != size:

@@ -79,15 +79,14 @@ class CheckpointReader:
             )
             raise ValueError(
                 f"checkpoint {self.checkpoint}: has no {kind} "
-                f"{name!r}{f'; the nearest is {near[0]!r}' if near else ''}. "
-                "It was made with other towers; choose another checkpoint, or the towers that it "
-                "was made with"
+                f"{name!r}{f'; the nearest is {near[0]!r}' if near else ''}. It was made with "
+                "other towers; choose another checkpoint, or the towers that it was made with"
             )
         if parts[0][1].shape != tuple(shape):
             raise ValueError(
                 f"checkpoint {self.checkpoint}: {kind} {name!r} has shape "
-                f"{list(parts[0][1].shape)}, and {list(shape)} is needed. "
-                "It was made with towers of other sizes; choose another checkpoint, or those sizes"
+                f"{list(parts[0][1].shape)}, and {list(shape)} is needed. It was made with towers "
+                "of other sizes; choose another checkpoint, or those sizes"
             )
         stop = sum(fragment.numel for _, fragment in parts) if stop is None else stop
         found = [self._part(rank, fragment, start, stop) for rank, fragment in parts]

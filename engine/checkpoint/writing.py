@@ -70,8 +70,8 @@ def refuse_other_owner(folder: Path, owner: str) -> None:
     if found != owner:
         raise ValueError(
             f"{folder}: {found.split(',')[0]} has begun to write checkpoints here, too. This run "
-            "ends so that the files of two do not mix; the "
-            "other one goes on. If neither should, stop that process as well"
+            "ends so that the files of two do not mix; the other one goes on. If neither should, "
+            "stop that process as well"
         )
 
 

@@ -302,15 +302,13 @@ def meet(arrived: Arrived, pair: Pair) -> Meeting:
     if 0 < num_unweighted < num_came:
         raise RuntimeError(
             f"{num_unweighted} of {num_came} {what} of this batch came without a weight, the "
-            "others with one; "
-            f"give {keys} for all samples, or neither for any"
+            f"others with one; give {keys} for all samples, or neither for any"
         )
     weighted = num_unweighted < num_came
     if weighted and num_left_out < len(out) and not all(weight_left):
         raise RuntimeError(
             f"all {pair.first} rows, or all {pair.second} rows, of this batch that could be loaded "
-            "have weight 0, so there is no loss; "
-            f"give one of them a weight above 0 in {keys}"
+            f"have weight 0, so there is no loss; give one of them a weight above 0 in {keys}"
         )
     everyone = {
         branch: Side(

@@ -309,9 +309,8 @@ class TailLoss:
             if sum(each) != expected:
                 raise RuntimeError(
                     f"{self.place.name}: {sum(each)} rows of {branch} came for a batch of "
-                    f"{num_samples} samples with "
-                    f"{of_sample} of them per sample, which needs {expected}; load as many as "
-                    "train_batch was told"
+                    f"{num_samples} samples with {of_sample} of them per sample, which needs "
+                    f"{expected}; load as many as train_batch was told"
                 )
         return counts
 

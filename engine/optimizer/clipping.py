@@ -261,8 +261,8 @@ class GroupedClipping:
             if missing := sorted(set(own) - set(state[key])):
                 raise ValueError(
                     f"clipping state: {key} of {', '.join(missing)} is not in the checkpoint, "
-                    f"which has that of {sorted(state[key])}; "
-                    "go on with the gradient_clipping that it was made with"
+                    f"which has that of {sorted(state[key])}; go on with the gradient_clipping "
+                    "that it was made with"
                 )
             own.update({group: self._number(state[key][group]) for group in own})
         self._steps = state["steps"]

@@ -289,9 +289,8 @@ class GroupSchedule:
         if set(state["rates"]) != set(map(str, self.rates)):
             raise ValueError(
                 f"learning-rate schedule: the state has warm-ups of {list(state['rates'])} steps, "
-                f"and this run of {list(self.rates)} (None: "
-                "the scheduler's own); go on with the optimizer_groups that the checkpoint was "
-                "made with"
+                f"and this run of {list(self.rates)} (None: the scheduler's own); go on with the "
+                "optimizer_groups that the checkpoint was made with"
             )
         self.rates = {warmup: state["rates"][str(warmup)] for warmup in self.rates}
         for warmup, schedule in self.schedules.items():

@@ -158,16 +158,21 @@ class Cache:
             return None
 
     def write(self, name: str, key: Mapping[str, Any], measured: Measurement) -> None:
-        """In one rename: other processes read all of it or nothing."""
+        """In one rename: other processes read all of it or nothing. Where nothing can be written
+        (a full disk, a home that is read-only), nothing is kept, and the next start measures
+        again."""
+        unfinished = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(
                 "w", dir=self.folder, suffix=".part", delete=False, encoding="utf-8"
             ) as file:
+                unfinished = Path(file.name)
                 json.dump({"of": key, "measured": asdict(measured)}, file, indent=1)
-            os.replace(file.name, self.folder / f"{name}.json")
+            os.replace(unfinished, self.folder / f"{name}.json")
         except OSError:
-            pass  # a full disk or a home that is read-only: the next start measures again
+            if unfinished is not None:
+                unfinished.unlink(missing_ok=True)
 
 
 def digest(key: object) -> str:

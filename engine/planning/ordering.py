@@ -141,10 +141,8 @@ def put_in_order(shape: tuple[Place, ...], schedule: type[StageSchedule]) -> Pro
     if losses - {schedule.loss_per_micro_batch}:
         raise ValueError(
             f"{schedule.__name__}: its ComputeLoss has {'a' if True in losses else 'no'} "
-            "buffer_id, and its "
-            f"loss_per_micro_batch is {schedule.loss_per_micro_batch}; a loss per micro-batch has "
-            "one, a "
-            "loss over the global batch has none"
+            f"buffer_id, and its loss_per_micro_batch is {schedule.loss_per_micro_batch}; a loss "
+            "per micro-batch has one, a loss over the global batch has none"
         )
     linker = _Linker(shape, [operations for operations, _ in lists])
     stuck = linker.link()

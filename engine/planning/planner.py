@@ -137,8 +137,8 @@ class Search:
         lines = [
             f"auto: {best.describe()}",
             f"  predicted {_seconds(best.simulation.step_s)} a step, "
-            f"{best.simulation.bubble_fraction:.0%} idle, "
-            f"at most {best.peak_bytes / GIB:.2f} GiB a rank; {self.num_candidates} ways compared"
+            f"{best.simulation.bubble_fraction:.0%} idle, at most {best.peak_bytes / GIB:.2f} GiB "
+            f"a rank; {self.num_candidates} ways compared"
             + (f", {self.num_too_large} too large for the memory" if self.num_too_large else ""),
         ]
         seen = {(best.graph.layout, best.schedule)}
@@ -494,8 +494,8 @@ def _stage_counts(
             if count > num_layers[branch]:
                 raise ValueError(
                     f"branches.stages: {count} {name} stages, but the {branch} tower has "
-                    f"{num_layers[branch]} layers and every "
-                    f"stage needs one; use at most {num_layers[branch]}"
+                    f"{num_layers[branch]} layers and every stage needs one; use at most "
+                    f"{num_layers[branch]}"
                 )
     yield stages
 
@@ -629,9 +629,8 @@ def _refuse_too_few(layout: str, stages: Mapping[str, int], world_size: int) -> 
         )
         raise ValueError(
             f"layout {layout!r} needs a rank for each of its {need} stages ({terms}), but there "
-            f"{'is' if world_size == 1 else 'are'} "
-            f"{world_size}; start at least {need} processes (deepspeed --num_gpus {need}), or "
-            f"{instead}"
+            f"{'is' if world_size == 1 else 'are'} {world_size}; start at least {need} processes "
+            f"(deepspeed --num_gpus {need}), or {instead}"
         )
 
 
@@ -683,8 +682,7 @@ def _deal(
         near = max(global_batch_size - rest, replicas)
         raise ValueError(
             f"train_batch_size {global_batch_size} cannot be dealt to {replicas} {branch} replicas "
-            "in equal shares; "
-            f"use {near} or {near + replicas}"
+            f"in equal shares; use {near} or {near + replicas}"
         )
     size = block.micro_batch_size
     if isinstance(size, dict):
@@ -699,15 +697,13 @@ def _deal(
         if rest or size == 0:
             raise ValueError(
                 f"gradient_accumulation_steps {number} does not divide the {share} samples of a "
-                f"{branch} replica "
-                f"({global_batch_size} over {replicas}); use a divisor of {share}"
+                f"{branch} replica ({global_batch_size} over {replicas}); use a divisor of {share}"
             )
     if share % size:
         raise ValueError(
             f"{branch}: micro_batch_size {size} × num_micro_batches × {replicas} replicas cannot "
-            f"give train_batch_size {global_batch_size}: "
-            f"{share} samples per replica are not a multiple of {size}; use "
-            f"{_near_divisor(share, size)}"
+            f"give train_batch_size {global_batch_size}: {share} samples per replica are not a "
+            f"multiple of {size}; use {_near_divisor(share, size)}"
         )
     return BranchBatch(replicas, size, share // size)
 
@@ -783,9 +779,8 @@ def _nothing_fits(
     stage = max(smallest.simulation.stages, key=lambda s: s.peak_bytes)
     text = (
         f"nothing fits {world_size} ranks of {limit / GIB:.1f} GiB ({costs.machine.name}): what "
-        f"needs least, {smallest.describe()}, needs "
-        f"{stage.peak_bytes / GIB:.1f} GiB in {stage.name}, {(stage.peak_bytes - limit) / GIB:.1f} "
-        "GiB too much "
+        f"needs least, {smallest.describe()}, needs {stage.peak_bytes / GIB:.1f} GiB in "
+        f"{stage.name}, {(stage.peak_bytes - limit) / GIB:.1f} GiB too much "
         f"({stage.state_bytes / GIB:.1f} GiB of it weights, gradients and optimizer state, "
         f"{stage.activation_bytes / GIB:.1f} GiB activations)"
     )

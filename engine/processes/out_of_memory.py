@@ -134,8 +134,8 @@ def prediction_in_words(stage: StageResult, measured: bool) -> str:
     )
     return (
         f"predicted for a training step of {stage.name}: at most {size(stage.peak_bytes)} in "
-        f"tensors ({size(stage.state_bytes)} weights, "
-        f"gradients and optimizer state, {size(stage.activation_bytes)} activations); {how}"
+        f"tensors ({size(stage.state_bytes)} weights, gradients and optimizer state, "
+        f"{size(stage.activation_bytes)} activations); {how}"
     )
 
 

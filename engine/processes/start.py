@@ -102,8 +102,8 @@ def check_devices(ranks_on_node: int, num_devices: int, device: str) -> None:
         )
     raise ValueError(
         f"{ranks_on_node} processes on this node, but {num_devices} "
-        f"GPU{'s' if num_devices > 1 else ''} ({device}): each process needs its own; "
-        f"start `deepspeed --num_gpus {num_devices} train.py ...`, with a layout for that many"
+        f"GPU{'s' if num_devices > 1 else ''} ({device}): each process needs its own; start "
+        f"`deepspeed --num_gpus {num_devices} train.py ...`, with a layout for that many"
     )
 
 
@@ -112,9 +112,8 @@ def _check_path(torch_folder: Path) -> None:
     if any(letter.isspace() for letter in str(torch_folder)):
         raise ValueError(
             f"torch is installed in {torch_folder}: the path holds a space, and torch cannot link "
-            "extensions there, of which "
-            "DeepSpeed needs one without a GPU; use an environment whose path has none "
-            "(launch/quickstart.sh makes one)"
+            "extensions there, of which DeepSpeed needs one without a GPU; use an environment "
+            "whose path has none (launch/quickstart.sh makes one)"
         )
 
 
@@ -227,6 +226,5 @@ def compile_shared_memory_op() -> None:
     except Timeout as error:
         raise TimeoutError(
             f"waited {COMPILE_LIMIT_S} s for another process to compile DeepSpeed's {builder.name} "
-            f"in {cache}; "
-            "end that process, or set TORCH_EXTENSIONS_DIR to another folder"
+            f"in {cache}; end that process, or set TORCH_EXTENSIONS_DIR to another folder"
         ) from error

@@ -162,9 +162,8 @@ class Watchdog:
         ]
         message = (
             f"no rank has finished anything for {self._stall_limit_s:.0f} s (--stall-limit); all "
-            "ranks end, the newest "
-            "checkpoint is whole. Those that wait in communication wait for one that does "
-            f"not:\n{''.join(stacks)}"
+            "ranks end, the newest checkpoint is whole. Those that wait in communication wait for "
+            f"one that does not:\n{''.join(stacks)}"
         )
         self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
 

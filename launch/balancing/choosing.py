@@ -100,7 +100,7 @@ class Balance:
             if wanted > most:
                 return max(m for m in range(1, most + 1) if share % m == 0)
             return next((m for m in range(wanted, share) if share % m == 0), share)
-        positions = self.order.global_batch_size * (captions if dealer.deals_texts else 1)
+        positions = self.order.global_batch_size * captions
         most = max(
             1,
             min(
@@ -205,13 +205,7 @@ def make_balance(
     if block.strategy == "feed":
         ladders = _ladders(block, plan, data, options, patch_size, typical)
         rules = FeedRules(block.dead_band, block.max_change)
-    dealt = ["text"]
-    first = Setting(
-        0,
-        planned,
-        {branch: branch_cost(costs, plan, branch, typical) for branch in dealt},
-        ladders.start(),
-    )
+    first = Setting(0, planned, {"text": text_cost(costs, plan, typical)}, ladders.start())
     balance = Balance(block, plan, dealers, order, data.train, ladders, rules, first, adaptation)
     return replace(
         balance,
@@ -226,8 +220,8 @@ def _adaptation(block: BalanceBlock, order: GlobalOrder, options: Options) -> Ad
     if not block.looks_every(adapts=True):
         raise ValueError(
             f"--data-adapt {options.data_adapt:g} decides when measured times are looked at, and "
-            "branches.balance.interval is 0, never; give "
-            "an interval of at least 1, or leave --data-adapt out"
+            "branches.balance.interval is 0, never; give an interval of at least 1, or leave "
+            "--data-adapt out"
         )
     return Adaptation(
         source_names(options.data), order.parts, options.data_adapt, options.data_floors
@@ -297,14 +291,13 @@ def _ladders(
     return Ladders(captions, patches, sizes)
 
 
-def branch_cost(costs: CostModel, plan: RunPlan, branch: str, typical_length: float) -> BranchCost:
-    """Of the branch's slowest stage: a line through the seconds of its smallest and largest
-    measured micro-batch. A text's seconds are in proportion to the length it is padded to, an
-    image's to nothing."""
+def text_cost(costs: CostModel, plan: RunPlan, typical_length: float) -> BranchCost:
+    """Of the slowest stage with texts: a line through the seconds of its smallest and largest
+    measured micro-batch. A text's seconds are in proportion to the length it is padded to."""
     costs = lock_costs(costs, plan.trainable)
     found = []
     for stage in plan.graph.stages:
-        layers = [costs.layers[branch][i] for i in stage.layers.get(branch, ())]
+        layers = [costs.layers["text"][i] for i in stage.layers.get("text", ())]
         if layers:
             sizes = layers[0].forward_s.sizes
             few, many = (
@@ -317,14 +310,10 @@ def branch_cost(costs: CostModel, plan: RunPlan, branch: str, typical_length: fl
             )
             found.append((max(0.0, few - slope * sizes[0]), slope))
     fixed_s, per_sample_s = max(
-        found, key=lambda line: line[0] + plan.batches[branch].micro_batch_size * line[1]
+        found, key=lambda line: line[0] + plan.batches["text"].micro_batch_size * line[1]
     )
     fixed_s += INSTRUCTIONS * costs.machine.instruction_s
-    return (
-        BranchCost(fixed_s, per_sample_s)
-        if branch == "image"
-        else BranchCost(fixed_s, 0.0, per_sample_s / typical_length)
-    )
+    return BranchCost(fixed_s, 0.0, per_sample_s / typical_length)
 
 
 def explain_dealing(balance: Balance, settings: Settings, steps: range) -> str:

@@ -196,10 +196,9 @@ def check_mode(mode: str, losses: Collection[str]) -> None:
         matched = len(pairs) < len(losses)
         raise ValueError(
             "loss weights 'alignment' move weight between the contrastive losses of pairs of "
-            "branches, so they need two pairs, and this run has one"
-            f"{', beside matching, of which no alignment is measured' if matched else ''}; "
-            f"give {'fixed, uncertainty or measured' if matched else 'fixed'}, or train another "
-            "pair"
+            "branches, so they need two pairs, and this run has "
+            f"one{', beside matching, of which no alignment is measured' if matched else ''}; give "
+            f"{'fixed, uncertainty or measured' if matched else 'fixed'}, or train another pair"
         )
 
 
@@ -219,8 +218,8 @@ def score(pair: str, held_out: HeldOutFigures) -> float:
         raise ValueError(
             f"loss weights 'alignment': nothing was measured of the pair {pair}, which takes a "
             "held-out set in which two samples have both halves, and "
-            f"{', '.join(held_out) or 'no set'} "
-            "was evaluated; hold out samples of every pair, or give other --loss-weights"
+            f"{', '.join(held_out) or 'no set'} was evaluated; hold out samples of every pair, or "
+            "give other --loss-weights"
         )
     return sum(scores) / len(scores)
 

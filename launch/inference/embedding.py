@@ -236,8 +236,8 @@ def refuse_other_pictures(folder: Path, lines: Sequence[dict[str, Any]], source:
         ):
             raise ValueError(
                 f"--embeddings {folder}: {line['where']} is no longer what it was when it was "
-                "embedded, or another data set is given; make them "
-                "again without --query, or give the data of then with --val-data"
+                "embedded, or another data set is given; make them again without --query, or give "
+                "the data of then with --val-data"
             )
 
 

@@ -125,14 +125,13 @@ def refuse_unlike(test: HeldOut, train: HeldOut) -> None:
     if unknown := sorted(tested - trained):
         raise ValueError(
             f"{len(unknown)} of {len(tested)} classes of {test.source.spec} are not among those of "
-            f"{train.source.spec}, the first is "
-            f"{unknown[0]!r}; give both the same names and templates"
+            f"{train.source.spec}, the first is {unknown[0]!r}; give both the same names and "
+            "templates"
         )
     if len(train.subset) < LEAST_TO_PROBE or len(trained) < 2:
         raise ValueError(
             f"a linear probe needs at least {LEAST_TO_PROBE} training pictures of 2 classes; "
-            f"{train.source.spec} has {len(train.subset)} of "
-            f"{len(trained)}"
+            f"{train.source.spec} has {len(train.subset)} of {len(trained)}"
         )
 
 
@@ -228,8 +227,8 @@ def embeddings_of(
         if any(about[key] != model[key] for key in ("checkpoint", "checksum")):
             raise ValueError(
                 f"--embeddings {folder}: are of {about['checkpoint']} in {about['run']}, not of "
-                f"the weights of {model['checkpoint']} in "
-                f"{model['run']}; give another folder, or make them again without --query"
+                f"the weights of {model['checkpoint']} in {model['run']}; give another folder, or "
+                "make them again without --query"
             )
     specs = list(dict.fromkeys(chain.from_iterable(about["data"] for about in abouts)))
     return (

@@ -125,9 +125,8 @@ def export_page(trained: Trained, differences: list[str]) -> str:
     parts = [
         f"# {options['image_tower']} and {options['text_tower']}",
         f"An image–text model: both towers give embeddings of length 1 in {options['embed_dim']} "
-        "dimensions. Trained with the loss "
-        f"`{options['loss']}` for {trained.step:,} steps; pictures of {options['image_size']} "
-        "pixels a side, texts of at most "
+        f"dimensions. Trained with the loss `{options['loss']}` for {trained.step:,} steps; "
+        f"pictures of {options['image_size']} pixels a side, texts of at most "
         f"{options['max_text_tokens']} tokens. Weights are in fp32. The loss read "
         f"`exp(logit_scale)` times the products of the embeddings{bias}; the scale is at most 100.",
         "## Load it",
@@ -135,10 +134,9 @@ def export_page(trained: Trained, differences: list[str]) -> str:
         _state_dict_example(image, text) if differences else DUAL_ENCODER,
         "## Pictures",
         "`preprocessor_config.json` is for transformers' `CLIPImageProcessor`, which gives the "
-        "very pixels of training for opaque pictures between "
-        f"{resize} and {int(KEPT * resize)} pixels on their shorter side, but for those whose "
-        "margin around the centre is rounded the other way. "
-        "For all others it is near; this is what the model was evaluated with:",
+        f"very pixels of training for opaque pictures between {resize} and {int(KEPT * resize)} "
+        "pixels on their shorter side, but for those whose margin around the centre is rounded "
+        "the other way. For all others it is near; this is what the model was evaluated with:",
         PIXELS.format(
             size=options["image_size"],
             resize=resize,

@@ -86,8 +86,7 @@ def retrieval_report(
         return retrieval_table(title, evaluations, num_samples)
     return (
         "no samples were held out (--val-fraction 0), so nothing was evaluated; to hold samples "
-        "out, train a new run with "
-        "--val-fraction 0.1 or --val-data SPEC"
+        "out, train a new run with --val-fraction 0.1 or --val-data SPEC"
     )
 
 

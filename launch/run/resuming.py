@@ -25,8 +25,8 @@ def find_checkpoint(asked: str, checkpoints: Path) -> tuple[Path | None, list[st
         if newest is None and broken:
             listed = "\n".join(f"    {reason}" for reason in broken)
             raise ValueError(
-                "--resume auto: no checkpoint can be used; give a whole one with --resume PATH, "
-                f"or another --run-dir:\n{listed}"
+                "--resume auto: no checkpoint can be used; give a whole one with --resume PATH, or "
+                f"another --run-dir:\n{listed}"
             )
         return newest, [f"passed over: {reason}" for reason in broken]
     checkpoint = Path(asked)
@@ -61,8 +61,8 @@ def state_of(checkpoint: Path | None) -> Mapping[str, Any]:
     if not state.keys() >= STATE:
         raise ValueError(
             f"--resume {checkpoint}: its state has {', '.join(state)}, and "
-            f"{', '.join(sorted(STATE))} are needed, so another program wrote "
-            "it; go on with that one, or export.py its model and begin another run with --import"
+            f"{', '.join(sorted(STATE))} are needed, so another program wrote it; go on with that "
+            "one, or export.py its model and begin another run with --import"
         )
     return state
 
@@ -98,6 +98,6 @@ def change_of_size(order: GlobalOrder, step: int, total_steps: int) -> str | Non
         )
     return (
         f"{order.global_batch_size:,} samples a step, and before {order.earlier[-1][1]:,}: "
-        f"{where}; the learning rate's schedule counts "
-        f"steps, {total_steps:,} in all, so it is not what it would have been"
+        f"{where}; the learning rate's schedule counts steps, {total_steps:,} in all, so it is not "
+        "what it would have been"
     )

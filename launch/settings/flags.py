@@ -174,8 +174,8 @@ def _data(data: argparse._ArgumentGroup) -> None:
         metavar="crop[+white][+flip][+colour]|none",
         help="of training pictures: a crop of 80 to 100 %% of the area and a light colour behind transparent parts; white behind them, as in "
         "evaluation; mirrored, where captions do not say left and right; other brightness and "
-        "contrast, where they do not name colours (default: as "
-        "the recipe says, ds_configs/README.md)",
+        "contrast, where they do not name colours (default: as the recipe says, "
+        "ds_configs/README.md)",
     )
     data.add_argument(
         "--cache",
@@ -349,8 +349,7 @@ def _objective(objective: argparse._ArgumentGroup) -> None:
         default="fixed",
         help="of all losses: as given, by a learned uncertainty of each, by how they fall and how far "
         "the embeddings have come, or, with several pairs, after each evaluation by the alignment "
-        "and "
-        "uniformity of their held-out embeddings (default: fixed)",
+        "and uniformity of their held-out embeddings (default: fixed)",
     )
     objective.add_argument(
         "--loss-weights-every",

@@ -48,8 +48,7 @@ def _why(name: str, error: Exception) -> str:
     ):
         return (
             f"there is no module {error.name!r} in the environment or in {os.getcwd()}; give the "
-            "name "
-            "of one that is there, or start in the folder that holds it"
+            "name of one that is there, or start in the folder that holds it"
         )
     file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
     where = (

@@ -324,8 +324,7 @@ def _check_loss(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> N
     if values["label_smoothing"] and values["loss"] != "infonce":
         parser.error(
             f"argument --label-smoothing: {values['label_smoothing']} is for --loss infonce; "
-            f"{values['loss']} has no targets to smooth, so "
-            "leave it out"
+            f"{values['loss']} has no targets to smooth, so leave it out"
         )
 
 
@@ -340,8 +339,8 @@ def _check_pairs(parser: argparse.ArgumentParser, values: dict[str, Any]) -> Non
         if name not in known_modalities():
             parser.error(
                 f"argument --pairs: there is no modality '{name}'; there are "
-                f"{', '.join(known_modalities())}{near(name, known_modalities())}; a "
-                "module that adds one is named by --import-module"
+                f"{', '.join(known_modalities())}{near(name, known_modalities())}; a module that "
+                "adds one is named by --import-module"
             )
     if any(pair.first == pair.second for pair in pairs) or len(
         {frozenset(pair.modalities) for pair in pairs}

@@ -94,8 +94,7 @@ def _of_folder(file: Path) -> tuple[Preprocessing, int] | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{file}: does not describe how images are prepared ({type(error).__name__}: {error}); "
-            "mend it, or remove it and give "
-            "--image-normalization"
+            "mend it, or remove it and give --image-normalization"
         ) from error
 
 

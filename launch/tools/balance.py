@@ -30,6 +30,7 @@ from launch.run.step_line import rates
 from launch.tools.balance_picture import Decision, Line, save_balance_picture
 from launch.tools.drawing import seconds
 from launch.tools.plan import OneLineParser, picture
+from launch.tools.running import run_tool
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -191,12 +192,7 @@ def decision_table(made: Sequence[Decision]) -> Table:
 
 def run(arguments: list[str] | None = None) -> int:
     """The exit status; what is missing, and what to do, is one line on stderr."""
-    try:
-        main(make_parser().parse_args(arguments))
-    except (ValueError, OSError) as error:
-        print(f"python -m launch.tools.balance: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_tool("balance", lambda: main(make_parser().parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ from launch.settings.modules import add_module_flag, import_modules
 from launch.settings.objective import pairs_of
 from launch.settings.options import DEFAULTS, ROOT
 from launch.tools.drawing import FORMATS, save_plan_png, seconds
+from launch.tools.running import run_tool
 from models.losses import build_loss
 from models.towers.defaults import image_name, text_name
 from models.towers.fusion import FusionSizes
@@ -420,12 +421,7 @@ def main(options: PlanOptions) -> None:
 
 def run(arguments: list[str] | None = None) -> int:
     """The exit status; what cannot be planned, and why, is one line on stderr."""
-    try:
-        main(parse_options(arguments))
-    except (ValueError, OSError) as error:
-        print(f"python -m launch.tools.plan: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_tool("plan", lambda: main(parse_options(arguments)))
 
 
 if __name__ == "__main__":

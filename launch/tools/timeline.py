@@ -43,6 +43,7 @@ from launch.tools.drawing import (
     shape,
 )
 from launch.tools.plan import OneLineParser, picture
+from launch.tools.running import run_tool
 
 MOST_RANKS = 16  # a track each; beyond that the first replica of each stage stands for the others
 
@@ -194,12 +195,7 @@ def _read(path: Path, remedy: str) -> Any:
 
 def run(arguments: list[str] | None = None) -> int:
     """The exit status; what is missing, and what to do, is one line on stderr."""
-    try:
-        main(make_parser().parse_args(arguments))
-    except (ValueError, OSError) as error:
-        print(f"python -m launch.tools.timeline: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_tool("timeline", lambda: main(make_parser().parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -76,8 +76,7 @@ class PlainLoss:
         if len(own.label) != len(other.label) or own.weight is not None:
             raise ValueError(
                 "a loss of your own sees one row per sample, all of the same weight; take several "
-                "texts per image and sample weights out, or "
-                "use a built-in loss"
+                "texts per image and sample weights out, or use a built-in loss"
             )
         given = {branch: side.embeds.detach().requires_grad_() for branch, side in sides.items()}
         learned = {name: value.detach().requires_grad_() for name, value in parameters.items()}

@@ -100,7 +100,6 @@ def _pool_of_sentence_encoder(folder: Path) -> str:
     if len(modes) != 1 or modes[0] not in POOLING_MODES:
         raise ValueError(
             f"{file}: pools by {' and '.join(modes) or 'nothing'}; built are "
-            f"{', '.join(POOLING_MODES)}, one at a time. Choose one with "
-            "--text-tower NAME:pool=..."
+            f"{', '.join(POOLING_MODES)}, one at a time. Choose one with --text-tower NAME:pool=..."
         )
     return POOLING_MODES[modes[0]]

@@ -42,8 +42,8 @@ class FusionSizes:
         ):
             raise ValueError(
                 f"fusion of {self.layers} layers, width {self.width}, {self.heads} heads and "
-                f"{self.scales} scales: all must be at least 1, and "
-                "the width a multiple of the heads"
+                f"{self.scales} scales: all must be at least 1, and the width a multiple of the "
+                "heads"
             )
 
 

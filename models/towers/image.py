@@ -95,8 +95,7 @@ class ViTStem(Layer):
         if any(side % self.patch_size for side in pixel_values.shape[-2:]):
             raise ValueError(
                 f"pixel_values are {tuple(pixel_values.shape[-2:])} but this ViT reads patches of "
-                f"{self.patch_size}x{self.patch_size}; "
-                "both sides must be multiples of that"
+                f"{self.patch_size}x{self.patch_size}; both sides must be multiples of that"
             )
         patches = self.conv_proj(
             pixel_values.to(self.conv_proj.weight.dtype)
@@ -353,8 +352,7 @@ def _check(name: str, sizes: Sizes, image_size: int) -> None:
     ):
         raise ValueError(
             f"tower {name!r}: dims and depths must be equally many positive integers, with two "
-            "blocks or more, "
-            f"not {sizes.dims} and {sizes.depths}"
+            f"blocks or more, not {sizes.dims} and {sizes.depths}"
         )
 
 

@@ -49,9 +49,8 @@ class Layer(nn.Module):
         if missing:
             raise ValueError(
                 f"{type(self).__name__} reads {', '.join(self.reads)} but was not given "
-                f"{', '.join(missing)}; "
-                f"given: {', '.join(sorted(tensors)) or 'nothing'}. Feed the layers of a tower in "
-                "their order"
+                f"{', '.join(missing)}; given: {', '.join(sorted(tensors)) or 'nothing'}. Feed the "
+                "layers of a tower in their order"
             )
         given = {name: tensors[name] for name in self.reads_if_given if name in tensors}
         made = self.compute(*(tensors[name] for name in self.reads), **given)

@@ -166,8 +166,7 @@ def _cut_clip(model: nn.Module, pool: str, eos_token_id: int | None) -> list[tup
     ):
         raise ValueError(
             f"eos_token_id={eos_token_id} must be one id below "
-            f"vocab_size={model.config.vocab_size}, for CLIP pools "
-            "there; give the tokenizer's own"
+            f"vocab_size={model.config.vocab_size}, for CLIP pools there; give the tokenizer's own"
         )
     blocks = [
         (f"encoder.layers.{i}", TextBlock(block, model.config, causal=True))
@@ -412,9 +411,8 @@ def _find_config(base: str) -> tuple[PreTrainedConfig, str | None]:
     if "/" not in base:
         raise ValueError(
             f"text tower {base!r} is not known; did you mean {nearest(base, PRESETS)!r}? Known: "
-            f"{', '.join(PRESETS)}, "
-            "a local folder with a config.json, or a Hugging Face id such as "
-            "google-bert/bert-base-uncased"
+            f"{', '.join(PRESETS)}, a local folder with a config.json, or a Hugging Face id such "
+            "as google-bert/bert-base-uncased"
         )
     if base.count("/") > 1 or base.startswith((".", "/", "~")):
         raise FileNotFoundError(
@@ -426,8 +424,7 @@ def _find_config(base: str) -> tuple[PreTrainedConfig, str | None]:
     except OSError as error:
         raise FileNotFoundError(
             f"text tower {base!r}: its configuration could not be had from the Hugging Face hub; "
-            "check the id and "
-            "the network, or download the model and give its folder"
+            "check the id and the network, or download the model and give its folder"
         ) from error
 
 
@@ -470,8 +467,7 @@ def _check(name: str, config: PreTrainedConfig, max_text_tokens: int) -> None:
     if not 1 <= max_text_tokens <= positions:
         raise ValueError(
             f"text tower {name!r} has {positions} positions, so max_text_tokens={max_text_tokens} "
-            "must be from 1 to "
-            f"{positions}; lower --max-text-tokens"
+            f"must be from 1 to {positions}; lower --max-text-tokens"
             + (
                 ""
                 if "max_position_embeddings" in name

@@ -44,8 +44,7 @@ def refuse_other_architecture(where: str, names: list[str], image: Tower, text: 
         if telling in names:
             raise ValueError(
                 f"--import {where}: OpenCLIP weights of another architecture than ours: "
-                f"{difference}. Read are OpenCLIP's convnext_* models "
-                "with CLIP's text tower"
+                f"{difference}. Read are OpenCLIP's convnext_* models with CLIP's text tower"
             )
     if not image.config["architecture"].startswith("convnext"):
         raise ValueError(
@@ -58,9 +57,9 @@ def refuse_other_architecture(where: str, names: list[str], image: Tower, text: 
     ):
         raise ValueError(
             f"--import {where}: OpenCLIP's ConvNeXt models have CLIP's text tower with gelu, but "
-            f"the text tower is {text.name} "
-            f"({text.config['architecture']}, {text.config['config'].get('hidden_act')}); give "
-            "--text-tower clip-text-base:hidden_act=gelu"
+            f"the text tower is {text.name} ({text.config['architecture']}, "
+            f"{text.config['config'].get('hidden_act')}); give --text-tower "
+            "clip-text-base:hidden_act=gelu"
         )
 
 

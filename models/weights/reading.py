@@ -124,8 +124,7 @@ def _remedy(canonical: str) -> str:
     if re.search(r"position_embedding|pos_embedding", canonical):
         return (
             "position embeddings are not interpolated: use the image size, or the "
-            "max_position_embeddings, that the weights were "
-            "trained with"
+            "max_position_embeddings, that the weights were trained with"
         )
     if re.search(r"word_embeddings|token_embedding\.", canonical):
         return "the vocabularies differ: use the tokenizer that the weights were trained with"
@@ -180,15 +179,15 @@ def open_model(where: str, image: Tower, text: Tower) -> WeightReader:
         if differences:
             raise ValueError(
                 f"--import {where}: holds transformers' dual encoder, which the towers asked for "
-                f"cannot be ({'; '.join(differences)}); leave "
-                "--image-tower and --text-tower to what the folder says"
+                f"cannot be ({'; '.join(differences)}); leave --image-tower and --text-tower to "
+                "what the folder says"
             )
         source = as_ours(dual_encoder_pairs(image, text), source)
     elif not any(key.startswith("head.") for key in keys):
         raise ValueError(
             f"--import {where}: holds neither both towers and heads, as export.py writes them, nor "
-            "OpenCLIP weights; a single tower is started "
-            "from with --image-weights or --text-weights"
+            "OpenCLIP weights; a single tower is started from with --image-weights or "
+            "--text-weights"
         )
     keys, shape_of, tensor_of = source
     reader = WeightReader(
@@ -287,8 +286,7 @@ def open_tensors(path: Path) -> Source:
             return _open_sharded(path / f"{name}.index.json")
     raise FileNotFoundError(
         f"weights: folder {path} has none of {', '.join(SAFETENSORS + TORCH)} nor an index of "
-        "shards; give a Hugging "
-        "Face model folder or a single file"
+        "shards; give a Hugging Face model folder or a single file"
     )
 
 
@@ -353,8 +351,7 @@ def _open_torchvision(where: str, tower: Tower) -> Source:
     except OSError as error:  # URLError is one
         raise FileNotFoundError(
             f"weights {where!r} of {tower.config['architecture']} could not be downloaded; check "
-            "the network, or "
-            "download the file and give its path"
+            "the network, or download the file and give its path"
         ) from error
 
 
@@ -379,8 +376,7 @@ def _download(hub_id: str) -> Path:
     ) as error:  # LocalEntryNotFoundError, offline, bad id
         raise FileNotFoundError(
             f"weights {hub_id!r} could not be had from the Hugging Face hub; check the id and the "
-            "network, or "
-            "download the model and give its folder"
+            "network, or download the model and give its folder"
         ) from error
     raise FileNotFoundError(
         f"weights {hub_id!r}: the model on the hub has none of {', '.join(SAFETENSORS + TORCH)}; "

@@ -197,8 +197,7 @@ def test_the_memory_of_each_rank_is_found_below_the_launcher(tmp_path, monkeypat
     launcher = (
         "import os, subprocess, sys\n"
         f"ranks = [subprocess.Popen([sys.executable, '-c', {rank!r}.format(60 * (rank + 1))], "
-        f"env=os.environ | {{'RANK': str(rank)}})"
-        " for rank in range(2)]\n"
+        "env=os.environ | {'RANK': str(rank)}) for rank in range(2)]\n"
         "sys.exit(sum(process.wait() for process in ranks))"
     )
     first, second = launch([sys.executable, "-c", launcher], tmp_path / "log", "test")
@@ -329,8 +328,8 @@ RECORDS = {
 
 def test_the_table_by_step():
     assert by_step(RECORDS).splitlines() == [
-        "| steps | variant | loss | R@10 image → text % | R@10 text → image % | R@1 image → text % "
-        "| R@1 text → image % |",
+        "| steps | variant | loss | R@10 image → text % | R@10 text → image % | R@1 image → text "
+        "% | R@1 text → image % |",
         "|---|---|---|---|---|---|---|",
         "| 2 | OpenCLIP | 4.00 (4.00 – 4.00) | 25.0 (20.0 – 30.0) | 25.0 (20.0 – 30.0) | 0.0 (0.0 "
         "– 0.0) | 0.0 (0.0 – 0.0) |",

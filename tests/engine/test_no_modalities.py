@@ -1,9 +1,9 @@
 """The engine knows branches as records: no word for a modality stands in its code."""
 
-import ast
 from pathlib import Path
 
 import pytest
+from sources import strings_in
 
 ENGINE = Path(__file__).parents[2] / "engine"
 MODALITIES = ("image", "text", "audio", "video")
@@ -12,21 +12,9 @@ MODALITIES = ("image", "text", "audio", "video")
 def words_of(source: str) -> list[str]:
     """The strings in it that are not docstrings, as far as they are a modality or begin with
     one."""
-    tree = ast.parse(source)
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
-    }
-    strings = [
-        n.value
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docstrings
-    ]
     return [
         word
-        for word in strings
+        for word in strings_in(source)
         if any(word == name or word.startswith(f"{name}_") for name in MODALITIES)
     ]
 

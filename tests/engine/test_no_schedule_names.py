@@ -1,11 +1,11 @@
 """Schedules are told apart by what they say of themselves: their names stand in
 `engine/schedule.py` and nowhere else in the code."""
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
+from sources import strings_in
 
 from engine.schedule import SCHEDULES
 
@@ -24,19 +24,12 @@ FILES = [
 def names_in(source: str) -> list[str]:
     """Names of schedules in the strings that are not docstrings: whole words, also inside a
     message."""
-    tree = ast.parse(source)
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
-    }
-    strings = [
-        n.value
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docstrings
+    return [
+        name
+        for text in strings_in(source)
+        for name in re.findall(r"\w+", text)
+        if name in SCHEDULES
     ]
-    return [name for text in strings for name in re.findall(r"\w+", text) if name in SCHEDULES]
 
 
 @pytest.mark.parametrize(

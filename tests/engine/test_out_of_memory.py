@@ -32,32 +32,27 @@ from models.towers.layers import BRANCHES
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 ADVICE = (
     "If reserved but unallocated memory is large try setting "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See "
-    "documentation for Memory Management  "
-    "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation "
+    "for Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
 )
 # Texts as torch 2.6 and newer write them.
 ALONE = (
     "CUDA out of memory. Tried to allocate 320.00 MiB. GPU 0 has a total capacity of 21.99 GiB of "
-    "which 19.38 MiB is free. Including "
-    "non-PyTorch memory, this process has 21.96 GiB memory in use. Of the allocated memory 21.67 "
-    "GiB is allocated by PyTorch, and 5.59 MiB is "
-    f"reserved by PyTorch but unallocated. {ADVICE}"
+    "which 19.38 MiB is free. Including non-PyTorch memory, this process has 21.96 GiB memory in "
+    "use. Of the allocated memory 21.67 GiB is allocated by PyTorch, and 5.59 MiB is reserved by "
+    f"PyTorch but unallocated. {ADVICE}"
 )
 SHARED = (
     "CUDA out of memory. Tried to allocate 25.96 GiB. GPU 4 has a total capacity of 79.18 GiB of "
-    "which 23.04 GiB is free. Process 7478 has "
-    "4.08 GiB memory in use. Including non-PyTorch memory, this process has 52.02 GiB memory in "
-    "use. Of the allocated memory 45.89 GiB is "
+    "which 23.04 GiB is free. Process 7478 has 4.08 GiB memory in use. Including non-PyTorch "
+    "memory, this process has 52.02 GiB memory in use. Of the allocated memory 45.89 GiB is "
     "allocated by PyTorch, with 1.38 MiB allocated in private pools (e.g., CUDA Graphs), and 3.01 "
-    "GiB is reserved by PyTorch but unallocated. "
-    f"{ADVICE}"
+    f"GiB is reserved by PyTorch but unallocated. {ADVICE}"
 )
 CONTAINER = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of "
-    "which 1.25 GiB is free. Process 1234 has "
-    "77.85 GiB memory in use. Of the allocated memory 76.00 GiB is allocated by PyTorch, and 1.00 "
-    "GiB is reserved by PyTorch but unallocated. "
+    "which 1.25 GiB is free. Process 1234 has 77.85 GiB memory in use. Of the allocated memory "
+    "76.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated. "
     f"{ADVICE}"
 )
 SEVERAL = CONTAINER.replace(
@@ -66,9 +61,8 @@ SEVERAL = CONTAINER.replace(
 )
 LIMITED = (
     "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 1 has a total capacity of 79.11 GiB of "
-    "which 78.00 GiB is free. 800.00 MiB allowed; Of "
-    "the allocated memory 798.00 MiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch "
-    f"but unallocated. {ADVICE}"
+    "which 78.00 GiB is free. 800.00 MiB allowed; Of the allocated memory 798.00 MiB is allocated "
+    f"by PyTorch, and 0 bytes is reserved by PyTorch but unallocated. {ADVICE}"
 )
 EXPANDED = ALONE.replace(
     ADVICE,
@@ -158,8 +152,8 @@ def test_what_torch_says_of_a_gpu_is_read(text, expected):
         "other API call",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version "
-        "2.27.5\nncclUnhandledCudaError: Call to CUDA function "
-        "failed.\nLast error:\nCuda failure 2 'out of memory'",
+        "2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure "
+        "2 'out of memory'",
     ],
 )
 def test_what_other_libraries_of_cuda_say_is_seen(text):
@@ -491,11 +485,10 @@ def test_the_whole_message():
         "counted from 0), in step 12",
         "asked for: 20.00 GiB; GPU 0 has 79.11 GiB, of which 1.25 GiB were free",
         "held: 76.00 GiB in tensors, 1.00 GiB that torch had reserved and did not use, 77.35 GiB "
-        "by this process in all, 512.00 MiB by other "
-        "processes",
+        "by this process in all, 512.00 MiB by other processes",
         "predicted for a training step of text 0: at most 152.59 MiB in tensors (61.04 MiB "
-        "weights, gradients and optimizer state, 91.55 MiB "
-        "activations); an estimate, since the layout was given and nothing was measured",
+        "weights, gradients and optimizer state, 91.55 MiB activations); an estimate, since the "
+        "layout was given and nothing was measured",
         "What to change, each beside the lines above it; keys are of the JSON file "
         "(ds_configs/README.md):",
         *(f"  {line}" for line in words(advised(of))),
@@ -581,8 +574,8 @@ def test_wherever_it_fails_the_message_says_where():
             LAYER,
             "forward",  # again, in the backward
             3,
-            "rank 0 (image 0, replica 0) ran out of memory in BackwardPass of micro-batch 0 (of 3, "
-            "counted from 0), in step 1",
+            "rank 0 (image 0, replica 0) ran out of memory in BackwardPass of micro-batch 0 (of "
+            "3, counted from 0), in step 1",
         ),
     ],
     ids=["embed", "replay", "recomputed"],

@@ -481,8 +481,8 @@ def test_the_number_of_texts_may_change_from_step_to_step():
         ),
         (
             merged(1, 2, 4, texts_per_image=(1, 3)),
-            "24 rows of text came for a batch of 24 samples with 3 of them per sample, which needs "
-            "72",
+            "24 rows of text came for a batch of 24 samples with 3 of them per sample, which "
+            "needs 72",
         ),
     ],
     ids=str,

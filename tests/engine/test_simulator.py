@@ -678,8 +678,8 @@ class SendsTwice(BatchSync):
     [
         (
             BackToFront,
-            "BackToFront: .*: merged 0 in RecvGrad of micro-batch 0; merged 1 in RecvActivation of "
-            "micro-batch 2; merged 0 sends",
+            "BackToFront: .*: merged 0 in RecvGrad of micro-batch 0; merged 1 in RecvActivation "
+            "of micro-batch 2; merged 0 sends",
         ),
         (SendsTwice, "SendsTwice: .*: merged 0 sends micro-batch 2 and nobody receives it$"),
     ],

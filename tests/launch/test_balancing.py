@@ -18,7 +18,7 @@ from data.options import DataOptions
 from data.prepare import prepare_data
 from engine.config.reading import check_config
 from engine.planning.planner import plan_run
-from launch.balancing.choosing import branch_cost, explain_dealing, make_balance
+from launch.balancing.choosing import explain_dealing, make_balance, text_cost
 from launch.settings.blocks import dealing
 from launch.settings.options import parse_options
 from models.towers.layers import BRANCHES
@@ -225,24 +225,14 @@ def test_replay_keeps_the_activations_of_as_many_samples_as_planned(data, tmp_pa
 
 def test_costs_are_those_of_the_slowest_stage(data, tmp_path):
     plan = made(data, tmp_path, "merged", None).plan
-    image, text = (branch_cost(COSTS, plan, branch, typical_length=16.0) for branch in BRANCHES)
+    text = text_cost(COSTS, plan, typical_length=16.0)
     batch = plan.batches["text"].micro_batch_size
-
-    def seconds(branch, n):
-        return max(
-            sum(
-                COSTS.layers[branch][i].forward_s.at(n) + COSTS.layers[branch][i].backward_s.at(n)
-                for i in stage.layers[branch]
-            )
-            for stage in plan.graph.stages
-        )
-
-    assert image.at(batch, 1) == pytest.approx(seconds("image", batch)) and text.at(
-        batch, 16
-    ) == pytest.approx(seconds("text", batch))
-    assert text.at(batch, 32) == pytest.approx(2 * text.at(batch, 16) - text.fixed_s) and image.at(
-        batch, 99
-    ) == image.at(batch, 1)
+    slowest = max(
+        sum(COSTS.layers["text"][i].training_s(batch) for i in stage.layers["text"])
+        for stage in plan.graph.stages
+    )
+    assert text.at(batch, 16) == pytest.approx(slowest)
+    assert text.at(batch, 32) == pytest.approx(2 * text.at(batch, 16) - text.fixed_s)
 
 
 def test_the_explanation_is_of_the_deals_that_are_made(data, tmp_path):

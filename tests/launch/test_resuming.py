@@ -49,8 +49,8 @@ def test_what_another_size_means_is_said_once():
     said = change_of_size(order, 746, 1234)
     assert said == (
         "96 samples a step, and before 64: 7,808 samples of epoch 3 are behind it, the 12,217 that "
-        "are left follow in their order; the "
-        "learning rate's schedule counts steps, 1,234 in all, so it is not what it would have been"
+        "are left follow in their order; the learning rate's schedule counts steps, 1,234 in all, "
+        "so it is not what it would have been"
     )
     assert (
         change_of_size(order, 747, 1234) is None
@@ -124,9 +124,8 @@ def test_a_run_goes_on_with_another_batch_in_the_middle_of_an_epoch(tmp_path):
     assert status == 0, output
     assert (
         "goes on from step-00000001, 12 samples a step, and before 24: 24 samples of epoch 1 are "
-        "behind it, the 66 that are left follow in "
-        "their order; the learning rate's schedule counts steps, 13 in all"
-        in " ".join(output.split())
+        "behind it, the 66 that are left follow in their order; the learning rate's schedule "
+        "counts steps, 13 in all" in " ".join(output.split())
     )
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
