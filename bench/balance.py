@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 OUT = ROOT / "bench" / "out"
 
+from bench.common import BRANCHES
 from data.batching.branch_cost import BranchCost
 from data.batching.dealing import (
     BranchWork,
@@ -42,7 +43,6 @@ from data.batching.dealing import (
     padding_share,
 )
 from data.modalities.tokenizer import TENSOR_CORE_MULTIPLE
-from models.towers.layers import BRANCHES
 
 STAGES, REPLICAS = (2, 4, 8), (1, 2, 4, 8)
 NUM_MICRO_BATCHES = 32  # of each replica, whatever the way; ours may also choose

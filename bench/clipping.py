@@ -28,8 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # with ranks.py
 OUT = ROOT / "bench" / "out"
 
-from bench.common import TIMEOUT, Setup, make_engine, micro_batches
-from models.towers.layers import BRANCHES
+from bench.common import BRANCHES, TIMEOUT, Setup, make_engine, micro_batches
 
 SETUP = Setup(
     image_tower="vit_b_16:hidden_dim=192,num_layers=4,num_heads=3,mlp_dim=768,patch_size=8",

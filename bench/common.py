@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from engine.planning.costs import CostModel
     from models.towers.layers import Tower
 
+BRANCHES = ("image", "text")
 SECONDS_PER_FLOP = (
     1e-11  # only ratios matter: stages and replicas are given, the costs say where a tower is cut
 )
@@ -146,7 +147,6 @@ def configuration(
     """What a JSON file would say. `branches` gives layout, stages, replicas and, if it is not
     batch_sync, the schedule; `deepspeed`: top-level keys in place of those here, or beside them."""
     from engine.config.reading import check_config
-    from models.towers.layers import BRANCHES
 
     return check_config(
         {

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cost_models import BRANCHES
 from split_training import (
     Case,
     gradient_pieces,
@@ -23,7 +24,6 @@ from engine.communication import Communicator
 from engine.optimizer.clipping import GroupedClipping
 from engine.optimizer.clipping_rules import clipping_rules, group_of, rank_sets
 from models.losses import InfoNCE
-from models.towers.layers import BRANCHES
 
 TIED = (
     "text.encoder.layers.0.mlp.fc2.weight",

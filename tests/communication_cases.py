@@ -7,12 +7,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from cost_models import BRANCHES
 
 from engine.communication import Channel, Communicator, signature_of
 from engine.objective import Branch, Objective, Pair
 from engine.topology import StageGraph, chain, fork
 from models.losses import InfoNCE
-from models.towers.layers import BRANCHES
 
 TIMEOUT = timedelta(seconds=120)
 OBJECTIVE = Objective(tuple(map(Branch, BRANCHES)), (Pair(*BRANCHES, InfoNCE()),))

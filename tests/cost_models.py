@@ -5,6 +5,8 @@ from typing import Any
 
 from engine.planning.costs import CostModel, Curve, LayerCost, Machine, StateBytes
 
+BRANCHES = ("image", "text")  # of most tests
+
 
 def proportional(
     seconds_per_sample: Mapping[str, Sequence[float]],

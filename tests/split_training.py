@@ -22,9 +22,8 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from cost_models import BRANCHES
 from torch import Tensor
-
-from models.towers.layers import BRANCHES
 
 TOWERS = {
     "resnet+bert": (

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 
 import pytest
-from cost_models import proportional
+from cost_models import BRANCHES, proportional
 from launched import SMALL, fork_flags, metrics, run_to_end, write_pairs
 
 from engine.config.reading import BranchesBlock, check_config
@@ -23,7 +23,6 @@ from launch.settings.options import parse_options
 from launch.tools.plan import parse_options as parse_plan_options
 from launch.tools.plan import run as run_plan
 from launch.tools.timeline import prediction
-from models.towers.layers import BRANCHES
 
 NAME, MODULE = "one_by_one", "examples.schedule"
 CONFIG = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cost_models import proportional
+from cost_models import BRANCHES, proportional
 
 from engine.config.reading import (
     DEEPSPEED_KEYS,
@@ -17,7 +17,6 @@ from engine.config.reading import (
 )
 from engine.planning.planner import deepspeed_config, plan_run
 from launch.settings.blocks import READERS, BalanceBlock
-from models.towers.layers import BRANCHES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "ds_configs" / "README.md").read_text(encoding="utf-8")

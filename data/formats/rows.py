@@ -22,7 +22,7 @@ ROOTS_SHOWN = 3
 PICTURE_ENDINGS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 
 Pairs = tuple[tuple[str, str], ...]
-IMAGE_TEXT: Pairs = (("image", "text"),)
+DEFAULT_PAIRS: Pairs = (("image", "text"),)
 
 Stamp = tuple[str, int, int]
 """Path, size in bytes, time of the last change in ns: equal as long as a file is what it was."""
@@ -107,7 +107,7 @@ class Format:
     unit = "sample"  # of `total` and the weights of parts
     holds: tuple[str, ...] | None = ("image", "text")  # modalities; None: any, each sample some
     # of modalities that are compared: a sample is usable where it has both of some pair
-    pairs: Pairs = IMAGE_TEXT
+    pairs: Pairs = DEFAULT_PAIRS
 
     def fingerprint(self) -> list[Stamp]:
         """The stamps of everything that the list of rows follows from. Raises FileNotFoundError."""
@@ -147,7 +147,7 @@ class Format:
         """What an index is filed under: the spec, and the pairs where they are others than images
         and texts."""
         named = ",".join(map(":".join, self.pairs))
-        return self.spec if self.pairs == IMAGE_TEXT else f"{self.spec}\0{named}"
+        return self.spec if self.pairs == DEFAULT_PAIRS else f"{self.spec}\0{named}"
 
 
 def stamp(path: str) -> Stamp:

@@ -23,7 +23,7 @@ from filelock import FileLock
 from PIL import Image
 from tqdm import tqdm
 
-from data.formats.rows import IMAGE_TEXT, Format, Part, Row
+from data.formats.rows import DEFAULT_PAIRS, Format, Part, Row
 from data.index.bad_samples import CODES, REASON_OF_CODE, BadSample
 from data.index.mapped import (
     ABSENT,
@@ -164,7 +164,7 @@ def publish(
     fingerprint: str,
     files: list[str],
     parts: dict[str, tuple[int, int]],
-    modalities: Sequence[str] = IMAGE_TEXT[0],
+    modalities: Sequence[str] = DEFAULT_PAIRS[0],
 ) -> None:
     """Move the Arrow file `written` into the folder of the index, and then name it: others find it
     whole, or the one before."""
@@ -180,7 +180,7 @@ def publish(
         "fingerprint": fingerprint,
         "files": files,
         "parts": parts,
-        **({} if tuple(modalities) == IMAGE_TEXT[0] else {"modalities": list(modalities)}),
+        **({} if tuple(modalities) == DEFAULT_PAIRS[0] else {"modalities": list(modalities)}),
     }
     unfinished = written.with_name("index.json")
     unfinished.write_text(json.dumps(meta), encoding="utf-8")

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from data.formats.rows import IMAGE_TEXT, Format, Roots
+from data.formats.rows import DEFAULT_PAIRS, Format, Roots
 from data.formats.specs import cache_folder
 from data.index.bad_samples import CODES
 
@@ -73,7 +73,7 @@ def schema_of(modalities: Sequence[str]) -> pa.Schema:
     """Of an index for these modalities."""
     return (
         SCHEMA
-        if tuple(modalities) == IMAGE_TEXT[0]
+        if tuple(modalities) == DEFAULT_PAIRS[0]
         else SCHEMA.append(pa.field(ABSENT, pa.int64()))
     )
 
@@ -192,7 +192,7 @@ def _mapped(file: Path, meta: dict[str, Any]) -> tuple[mmap.mmap, pa.RecordBatch
 
 def modalities_of(meta: dict[str, Any]) -> tuple[str, ...]:
     """Those that an index tells apart; one of images and texts does not say so."""
-    return tuple(meta.get("modalities", IMAGE_TEXT[0]))
+    return tuple(meta.get("modalities", DEFAULT_PAIRS[0]))
 
 
 def checksum(file: Path) -> int:

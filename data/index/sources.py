@@ -15,7 +15,7 @@ from data.formats.imagefolder import ImageFolderFormat
 from data.formats.jsonl import JsonlFormat
 from data.formats.parquet import ParquetFormat
 from data.formats.python import PythonFormat
-from data.formats.rows import IMAGE_TEXT, Format, Pairs
+from data.formats.rows import DEFAULT_PAIRS, Format, Pairs
 from data.formats.table import open_csv, open_tsv
 from data.formats.webdataset import WebdatasetFormat
 from data.index.bad_samples import REASON_OF_CODE, Absent, BadSample
@@ -200,7 +200,7 @@ ENDINGS = {
 }
 
 
-def open_format(spec: str, pairs: Pairs = IMAGE_TEXT) -> Format:
+def open_format(spec: str, pairs: Pairs = DEFAULT_PAIRS) -> Format:
     """What lists the rows of a data set. `pairs`: of modalities that will be compared. Errors:
     ValueError, OSError."""
     kind, _, where = spec.partition(":")
@@ -212,7 +212,7 @@ def open_format(spec: str, pairs: Pairs = IMAGE_TEXT) -> Format:
             hint = f"did you mean '{meant}:{spec}'?"
         raise ValueError(f"data spec '{spec}': unknown kind '{kind}'; known: {known}; {hint}")
     format = KINDS[kind][1](where)
-    if pairs != IMAGE_TEXT:
+    if pairs != DEFAULT_PAIRS:
         format.pairs = tuple(
             (first, second) for first, second in pairs if not format.lacks_all({first, second})
         )
@@ -225,7 +225,7 @@ def open_format(spec: str, pairs: Pairs = IMAGE_TEXT) -> Format:
     return format
 
 
-def open_source(spec: str, pairs: Pairs = IMAGE_TEXT, **building: Any) -> IndexedSource:
+def open_source(spec: str, pairs: Pairs = DEFAULT_PAIRS, **building: Any) -> IndexedSource:
     """Open a data set by its spec, `KIND` or `KIND:WHERE`; see `KINDS`. The first time its index is
     made, which looks at every picture. `pairs`: of modalities that are compared; a sample that has
     both of none is bad.

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-BRANCHES = ("image", "text")
-
 
 class Layer(nn.Module):
     """A step of a tower: reads some named tensors, makes some, passes all others on untouched.

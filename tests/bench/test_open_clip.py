@@ -12,6 +12,7 @@ import sys
 
 import psutil
 import pytest
+from cost_models import BRANCHES
 from PIL import Image
 
 from bench.common import laid_over
@@ -38,7 +39,6 @@ from bench.open_clip_report import (
 )
 from data.formats.table import open_csv
 from engine.config.reading import check_config
-from models.towers.layers import BRANCHES
 
 OPEN_CLIP_LOG = """\
 2026-01-01,00:00:00 | INFO | Start epoch 0

@@ -4,12 +4,12 @@ are, and there again after a resume."""
 import pytest
 import torch
 from averaging_cases import DECAY, go_on, train_and_average
+from cost_models import BRANCHES
 from ranks import run_ranks
 from split_training import Case
 
 from engine.config.reading import check_config
 from engine.optimizer.averaging import AverageBlock, WeightAverage, average_block
-from models.towers.layers import BRANCHES
 
 
 @pytest.mark.parametrize("warmup", [True, False])

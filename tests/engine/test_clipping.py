@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 import pytest
 import torch
 from clipping_cases import FACTORS, FROZEN, SPIKE, TIED, clip_under_rules
+from cost_models import BRANCHES
 from ranks import run_ranks
 from split_training import Case, assemble, train_whole
 
@@ -20,7 +21,6 @@ from engine.optimizer.clipping_rules import (
     refuse_idle_patterns,
 )
 from engine.topology import chain, fork, merged
-from models.towers.layers import BRANCHES
 
 # The coefficient is computed in float64 from norms in float32: a unit of the last place or two, of
 # a gradient as of a norm.

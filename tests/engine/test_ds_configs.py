@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from config_cases import train_by_file
+from cost_models import BRANCHES
 from ranks import run_ranks
 
 from engine.config.reading import check_config, read_config
 from launch.settings.blocks import READERS
-from models.towers.layers import BRANCHES
 
 FILES = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32"}

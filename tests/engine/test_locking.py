@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cost_models import proportional
+from cost_models import BRANCHES, proportional
 from ranks import run_ranks
 from split_training import (
     RELATIVE,
@@ -24,7 +24,6 @@ from engine.planning.planner import BranchBatch
 from engine.planning.simulator import simulate
 from engine.schedule import BatchSync, PerMicroBatch, Replay
 from engine.topology import StageGraph, chain, fork, merged
-from models.towers.layers import BRANCHES
 
 COUNTS = {
     "image": [10, 0, 20, 30, 0, 5],

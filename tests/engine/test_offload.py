@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cost_models import BRANCHES
 from ranks import run_ranks
 from split_training import Case, train_split, train_whole
 
 from engine.config.reading import check_config
-from models.towers.layers import BRANCHES
 
 CASE = Case(
     "fork",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cost_models import proportional
+from cost_models import BRANCHES, proportional
 from memory_cases import TOO_MUCH, allocate_too_much, fail_in_a_layer, fail_while_averaged, failures
 from ranks import run_ranks
 from split_training import Case
@@ -27,7 +27,6 @@ from engine.planning.memory_advice import (
 from engine.planning.planner import plan_run
 from engine.processes.out_of_memory import OutOfMemory, explained, in_words, message
 from engine.processes.shortage import Shortage, shortage_of, size_in_words, with_what_is_held
-from models.towers.layers import BRANCHES
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 ADVICE = (

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cost_models import BRANCHES
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from ranks import run_ranks
 from split_training import LR, Case, train_split, train_whole
@@ -17,7 +18,6 @@ from engine.optimizer.parameter_groups import (
     optimizer_groups,
     settings_of,
 )
-from models.towers.layers import BRANCHES
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 LAYERS = {

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cost_models import proportional
+from cost_models import BRANCHES, proportional
 
 from engine.config.auto import filled
 from engine.config.reading import check_config, read_config
@@ -25,7 +25,6 @@ from engine.planning.planner import (
 from engine.planning.simulator import simulate
 from launch.settings.blocks import dealing
 from launch.settings.recipe import RECIPES
-from models.towers.layers import BRANCHES
 
 FILES = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 MINIMAL = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}}

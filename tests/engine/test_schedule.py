@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from cost_models import BRANCHES
 from deepspeed.runtime.pipe.schedule import (
     BackwardPass,
     ForwardPass,
@@ -36,7 +37,6 @@ from engine.schedule import (
     StageSchedule,
 )
 from engine.topology import StageGraph, chain, fork, merged
-from models.towers.layers import BRANCHES
 
 MATCH = {SendActivation: RecvActivation, SendGrad: RecvGrad}
 

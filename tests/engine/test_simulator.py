@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from cost_models import BRANCHES
 from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, SendActivation
 
 from engine.planning import ordering, simulator
@@ -19,7 +20,6 @@ from engine.planning.planner import BranchBatch
 from engine.planning.simulator import Simulation, Span, StageResult, bounds, most_kept, simulate
 from engine.schedule import SCHEDULES, BatchSync, ComputeLoss
 from engine.topology import StageGraph, chain, fork, merged
-from models.towers.layers import BRANCHES
 
 INF = float("inf")
 FREE = Machine("free", INF, INF, 0.0, INF, 0.0, 0.0, 0.0)

@@ -6,9 +6,9 @@ import json
 import random
 
 import pytest
+from cost_models import BRANCHES
 
 from engine.topology import Stage, StageGraph, balanced_cuts, chain, fork, merged
-from models.towers.layers import BRANCHES
 
 DEEP = {"image": [range(0, 3), range(3, 5)], "text": [range(0, 4)]}
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from cost_models import proportional
+from cost_models import BRANCHES, proportional
 
 from data.batching.dealing import padded_lengths
 from data.batching.sampler import GlobalOrder, training_requests
@@ -20,7 +20,6 @@ from launch.balancing.balancer import Balancer
 from launch.balancing.choosing import make_balance
 from launch.settings.blocks import dealing
 from launch.settings.options import parse_options
-from models.towers.layers import BRANCHES
 
 COSTS = proportional({"image": [1.0], "text": [1.0]})
 BUSY_S = {"image 0": 0.1, "text 0": 0.1}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cost_models import proportional
+from cost_models import BRANCHES, proportional
 
 from data.batching.branch_cost import BranchCost
 from data.batching.sampler import GlobalOrder, training_requests
@@ -19,7 +19,6 @@ from launch.balancing.balancer import Balancer, refitted, seconds_of_micro_batch
 from launch.balancing.choosing import make_balance
 from launch.settings.blocks import dealing
 from launch.settings.options import parse_options
-from models.towers.layers import BRANCHES
 
 COSTS = proportional({"image": [1.0, 2.0], "text": [0.5, 1.5]})
 TRUE = BranchCost(2e-3, 0.0, 3e-5)  # what texts really cost

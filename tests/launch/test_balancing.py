@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cost_models import proportional
+from cost_models import BRANCHES, proportional
 
 from data.batching.balance import ByCost, ByShape, InOrder
 from data.batching.branch_cost import BranchCost
@@ -21,7 +21,6 @@ from engine.planning.planner import plan_run
 from launch.balancing.choosing import explain_dealing, make_balance, text_cost
 from launch.settings.blocks import dealing
 from launch.settings.options import parse_options
-from models.towers.layers import BRANCHES
 
 COSTS = proportional({"image": [1.0, 2.0], "text": [0.5, 1.5]})
 BUCKETS = BucketedSamples(((32, 64), (64, 32)), np.zeros(4000, np.int8))

@@ -7,14 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-from cost_models import proportional
+from cost_models import BRANCHES, proportional
 
 from data.options import DataOptions
 from engine.config.reading import BranchesBlock, read_config
 from engine.planning.planner import check_world, plan_run
 from launch.settings.flags import make_parser
 from launch.settings.options import DEFAULTS, DEMO_DEFAULTS, default_config, parse_options
-from models.towers.layers import BRANCHES
 
 # A new flag needs an edit here, and with it the question whether two recipes need it (style.md).
 FLAGS = [

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from cost_models import proportional
+from cost_models import BRANCHES, proportional
 
 from engine.config.reading import DEEPSPEED_KEYS, BranchesBlock, check_config
 from engine.optimizer.bad_steps import BadStep
@@ -21,7 +21,6 @@ from launch.run.folder import (
 )
 from launch.settings.options import parse_options
 from models.towers.building import build_towers
-from models.towers.layers import BRANCHES
 
 CONFIG = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
 BLOCK = {"layout": "auto", "gradient_clipping": {"image": 1.0}, "max_bad_steps": 10}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cost_models import proportional
+from cost_models import BRANCHES, proportional
 
 from data.batching.feed import FeedRules, Knobs, Ladders
 from data.batching.sampler import GlobalOrder
@@ -15,7 +15,6 @@ from engine.step_metrics import SourceLoss, StepMetrics
 from launch.balancing.choosing import Balance
 from launch.run.step_line import step_line
 from launch.settings.blocks import dealing
-from models.towers.layers import BRANCHES
 
 METRICS = StepMetrics(
     loss=3.5,
