@@ -1,7 +1,8 @@
 """Train a contrastive model as a forked pipeline: options -> data -> towers -> stages -> loop.
 
-deepspeed --num_gpus 8 train.py deepspeed --num_gpus 8 train.py --deepspeed_config
-ds_configs/zero1_fp16.json --data jsonl:pairs.jsonl
+    deepspeed --num_gpus 8 train.py
+    deepspeed --num_gpus 8 train.py --deepspeed_config ds_configs/zero1_fp16.json \
+        --data jsonl:pairs.jsonl
 """
 
 import os
@@ -11,9 +12,8 @@ from dataclasses import asdict
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is reported once, by us
 
-from tqdm import tqdm
-
 from data.modalities.tokenizer import length_multiple
+from data.options import DataOptions
 from data.prepare import prepare_data
 from engine.build import build_engine
 from engine.checkpoint.layout import step_folder
@@ -29,16 +29,18 @@ from engine.processes.start import (
 from engine.processes.watchdog import Watchdog
 from engine.trace import HostClock
 from launch.balancing.batching import Batching
-from launch.balancing.loss_weights import HeldOutFigures, LossWeights
+from launch.balancing.choosing import BatchingOptions
+from launch.balancing.loss_weights import LossWeightOptions, LossWeights
 from launch.costing import run_costs
 from launch.evaluating import Evaluator
-from launch.feeding import Feeding, share_cores
+from launch.feeding import Feeding, LoadingOptions, share_cores
 from launch.inference.trained import with_named_towers
-from launch.model import RunModel
+from launch.inputs import InputOptions
+from launch.model import ModelOptions, RunModel
 from launch.run.failures import Run, report_and_exit
 from launch.run.folder import RunFolder, choose_folder, training_identity
 from launch.run.journal import Journal
-from launch.run.report import progress_interval
+from launch.run.report import Progress
 from launch.run.resuming import find_checkpoint, resume, state_of
 from launch.run.stopping import STOPPED, StopRequest
 from launch.settings.configuration import read_configuration
@@ -56,14 +58,15 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     stop = StopRequest(options.max_hours)
     processes = start_processes()
     run.watchdog = Watchdog(processes.rank, processes.world_size).start()
-    first, on_gpu = processes.rank == 0, processes.device.type != "cpu"
-    workers = share_cores(options, processes)
+    first = processes.rank == 0
+    loading = share_cores(options.section(LoadingOptions), processes)
 
     # How to run: the JSON file, checked against this hardware and this number of processes.
     config_file, config, block = read_configuration(options, processes)
 
     # The run's folder. If it holds a run, this must be the same one, and it goes on from there.
-    run.folder = folder = RunFolder(from_first_rank(choose_folder(options)), first)
+    place = from_first_rank(choose_folder(options.run_dir, options.data))
+    run.folder = folder = RunFolder(place, first)
     journal = Journal(folder, options.trace_every)
     if first:
         stop.watch(folder.stop)
@@ -71,53 +74,52 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     with first_rank_first():  # one rank fetches weights that name a tower, the others find them
         options = with_named_towers(options, previous)
     config, block = as_begun(config, block, previous, options.branches)
-    folder.refuse_other_run(options, training_identity(options, config, asdict(block)))
+    folder.refuse_other_run(
+        training_identity(options.record(), config, asdict(block)), options.resume
+    )
     checkpoint, notices = find_checkpoint(options.resume, folder.checkpoints)
     state = state_of(checkpoint)
 
     # What to train on, and in which order. The first rank prepares what takes long.
     with first_rank_first():
-        padded_to = length_multiple(processes.device.type)
-        tokenizer = options.tokenizer_source()
         data = prepare_data(
-            options.data_options(),
-            tokenizer,
+            options.section(DataOptions),
+            options.tokenizer_source(),
             folder.path,
             progress=first,
-            length_multiple=padded_to,
+            length_multiple=length_multiple(processes.device.type),
         )
-        batching = Batching(data, options, block, config["train_batch_size"], state, folder.path)
+        asked = options.section(BatchingOptions)
+        batching = Batching(data, asked, block, config["train_batch_size"], state, folder.path)
     total_steps = batching.total_steps
     options, config, block, recipe = settle(options, config, block, total_steps)
 
     # What to train: towers as lists of layers, and the losses between their embeddings.
-    model = RunModel.of(options, data.tokenizer)
+    model = RunModel.of(options.section(ModelOptions), data.tokenizer)
+    inputs = options.section(InputOptions)
 
     # Which rank runs which layers: the fastest plan by what the layers cost, measured or estimated.
-    costs = run_costs(
-        model.towers, model.build_layer, config, block, data, options, processes, folder
-    )
+    costs = run_costs(model, config, block, data, inputs, processes, folder)
     plan = plan_run(config, block, processes.world_size, costs)
     run.watchdog.describe = plan.graph.describe_rank
-    training = training_identity(options, config, asdict(block), plan)
-    folder.refuse_other_run(options, training)
-    journal.say(plan.reasons)
-    journal.say(recipe)
-    journal.say(describe_pixels(options) if options.image_weights or options.imported else "")
-    journal.say(f"{plan.describe()}   {config_file.name}   {folder.path}")
+    training = training_identity(options.record(), config, asdict(block), plan)
+    folder.refuse_other_run(training, options.resume)
+    described = f"{plan.describe()}   {config_file.name}   {folder.path}"
+    journal.say(plan.reasons, recipe, describe_pixels(options), described)
 
-    # Which samples of a global batch make which micro-batch, and DeepSpeed around this rank's
-    # stage.
+    # Which samples of a global batch make which micro-batch.
     with first_rank_first():
         batching.divide(plan, costs, model.patch_size)
     journal.say(batching.describe_shapes())
+
+    # DeepSpeed around this rank's stage.
     engine = build_engine(
         plan,
         config,
         layers=model.layers,
         build_layer=model.build_layer,
         objective=model.objective,
-        embed_dim=options.embed_dim,
+        embed_dim=model.embed_dim,
         total_num_steps=total_steps,
         seed=options.seed,
         timeout=processes.timeout,
@@ -126,62 +128,39 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
         source_starts=data.source_starts,
         clock=clock,
     )
-    batching.follow(engine, workers)
-    loss_weights = LossWeights.of(options, model.objective, data.held_out)
+    batching.follow(engine, loading.workers)
+    loss_weights = LossWeights.of(
+        options.section(LossWeightOptions), model.objective, data.held_out
+    )
 
     # The state of the run that goes on. Lines of steps that come again are dropped.
     step = saved_step = state["step"]
     if checkpoint is not None:
         notices += resume(engine, checkpoint, batching.order, total_steps)
         batching.load_state_dict(state["balance"], step)
-        loss_weights.go_on_from(state["loss_weights"])
-    journal.say("\n".join(notices))
+        loss_weights.load_state_dict(state["loss_weights"])
     folder.forget_after(step if checkpoint else -1)  # from the start: also the evaluation before it
-    if first:
-        folder.done.unlink(missing_ok=True)
-    record = folder.write_config(options, training, plan, data.summary(), model.towers, total_steps)
-    checkpoints = CheckpointWriter(
-        folder.checkpoints, record, Keep(options.keep_checkpoints, options.keep_every)
-    )
-    journal.track(options, {**training, "batches": record["batches"]})
-    journal.say(batching.explain(step))
+    decided = {"options": options.record(), "tokenizer": options.tokenizer_source()}
+    record = folder.write_config(training, decided, plan, data.summary(), model.towers, total_steps)
+    journal.say(*notices, batching.explain(step))
+    journal.track(options.wandb, options.wandb_project, {**training, "batches": record["batches"]})
 
-    # What this rank's stage is fed with: only the modality that enters there.
-    feeding = Feeding(data, engine, options, workers, on_gpu, folder, batching, model.patch_size)
-    evaluator = Evaluator(engine, feeding, options.eval_ema)
+    # What this rank's stage loads: only the modality that enters there.
+    feeding = Feeding(data, engine, batching, folder, inputs, loading)
     batches = feeding.training(step, total_steps)
-
-    def is_due(every: int | None) -> bool:  # None: once an epoch
-        return step % every == 0 if every else batching.order.ends_epoch(step)
-
-    def evaluate() -> None:
-        found = evaluator.measure()
-        journal.evaluation(step, batching.order.epochs_before(step), found)
-        weigh(found)
-
-    def weigh(found: HeldOutFigures) -> None:  # of the run's weights, not of their average
-        reason = loss_weights.after_evaluation(step, {name: found[name] for name in data.held_out})
-        journal.loss_weights(step, loss_weights.weights(), reason)
-
-    # Evaluate before the first step, and what a run that was ended in its evaluation has left.
+    evaluator = Evaluator(engine, feeding, journal, loss_weights, options.eval_ema)
+    keep = Keep(options.keep_checkpoints, options.keep_every)
+    checkpoints = CheckpointWriter(folder.checkpoints, record, keep)
     run.watchdog.follow(
         lambda: engine.instructions_done + checkpoints.signs_of_life(), 60 * options.stall_limit
     )
-    if step in (0, total_steps) or is_due(options.eval_every):
-        if from_first_rank(first and folder.lacks(step, evaluator.names)):
-            evaluate()
-        elif options.loss_weights == "alignment":  # a checkpoint is written before its evaluation
-            weigh(from_first_rank(first and folder.evaluated(step)))
+
+    # Evaluate before the first step, and what a run that was ended in its evaluation has left.
+    if step in (0, total_steps) or batching.is_due(step, options.eval_every):
+        evaluator.complete(step)
 
     stopping = False
-    with tqdm(
-        total=total_steps,
-        initial=step,
-        unit="step",
-        disable=not first,
-        dynamic_ncols=True,
-        mininterval=progress_interval(),
-    ) as bar:
+    with Progress(step, total_steps, first) as bar:
         while step < total_steps and not stopping:
             # Forward, exact loss over the global batch, backward, optimizer: the plan's schedule.
             start, shape = clock(), batching.shape(step)
@@ -205,44 +184,35 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
             # What follows from measured times (batches) and from the losses (their weights).
             journal.look(step, batching.after_step(metrics))
             reason = loss_weights.after_step(step, metrics.losses)
-            journal.loss_weights(step, loss_weights.weights(), reason)
+            journal.loss_weights(step, reason, loss_weights)
             journal.sampled_trace(step, engine)
-            bar.set_postfix(
-                loss=f"{metrics.loss:.3f}",
-                samples_per_s=f"{line['samples_per_s']:.0f}",
-                refresh=False,
-            )
-            bar.update()
+            bar.step(line)
 
             # A checkpoint, written in the background while the next steps run.
-            if is_due(options.save_every) or step == total_steps or stopping:
-                decided = {"balance": batching.state_dict(), "loss_weights": loss_weights.state()}
-                checkpoints.save(
-                    engine,
-                    {"step": step, "batch_sizes": batching.order.batch_sizes(step), **decided},
-                )
+            if batching.is_due(step, options.save_every) or step == total_steps or stopping:
+                state = {
+                    "step": step,
+                    "batch_sizes": batching.order.batch_sizes(step),
+                    "balance": batching.state_dict(),
+                    "loss_weights": loss_weights.state_dict(),
+                }
+                checkpoints.save(engine, state)
                 saved_step = step
 
             # Held-out samples. A run that was asked to stop does not wait for them.
-            if step == total_steps or (is_due(options.eval_every) and not stopping):
-                evaluate()
+            if step == total_steps or (batching.is_due(step, options.eval_every) and not stopping):
+                evaluator.evaluate(step)
 
     # The end: the last checkpoint is whole, and the table compares the first and last evaluation.
     checkpoints.finish()
     done = step >= total_steps
     if done:
         journal.retrieval(evaluator.num_samples)
-    ended = (
-        "done"
-        if done
-        else f"stopped ({stop.reason or 'as another rank was asked to'}; the same command with this --run-dir goes on)"
-    )
-    journal.say(
-        f"{ended} at step {step} of {total_steps}   checkpoint "
-        f"{folder.checkpoints / step_folder(saved_step)}"
-    )
-    if first and done:
-        folder.done.touch()
+    reason = stop.reason or "as another rank was asked to"
+    ended = "done" if done else f"stopped ({reason}; the same command with this --run-dir goes on)"
+    saved = folder.checkpoints / step_folder(saved_step)
+    journal.say(f"{ended} at step {step} of {total_steps}   checkpoint {saved}")
+    folder.mark_done(done)
     stop.forget()
     run.watchdog.stop()
     if batches is not None:

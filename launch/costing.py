@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from data.batching.sampler import MicroBatchRequest
@@ -28,12 +28,12 @@ from engine.planning.measured import device_identity
 from engine.planning.profile import profile_together
 from engine.processes.start import Processes, from_first_rank
 from launch.estimates import estimated_costs
-from launch.feeding import micro_batch_dataset
+from launch.inputs import InputOptions, micro_batch_dataset
+from launch.model import RunModel
 from launch.run.folder import RunFolder
 from launch.settings.blocks import dealing
-from launch.settings.options import Options
 from models.towers.building import token_bytes
-from models.towers.fusion import fusion_sizes, pair_inputs, pair_scores
+from models.towers.fusion import pair_inputs, pair_scores
 from models.towers.layers import Tower
 
 # Where the layout is given nothing is measured: stages are cut, and texts dealt, by the ratios of
@@ -52,12 +52,11 @@ MEASURED_SIZES = {
 
 
 def run_costs(
-    towers: Sequence[Tower],
-    build_layer: Callable[[Any], nn.Module],
+    model: RunModel,
     config: Mapping[str, Any],
     block: BranchesBlock,
     data: PreparedData,
-    options: Options,
+    inputs: InputOptions,
     processes: Processes,
     folder: RunFolder,
 ) -> CostModel:
@@ -67,7 +66,8 @@ def run_costs(
 
     All ranks call it together and get the same.
     """
-    compared = options.data_options().compared()
+    towers, embed_dim = model.towers, model.embed_dim
+    compared = [pair.branches for pair in model.objective.pairs]
     known = from_first_rank(folder.read_costs() if processes.rank == 0 else None)
     if known is not None and are_of(
         costs := cost_model_from_json(known), towers, config, processes.device
@@ -77,25 +77,25 @@ def run_costs(
             costs.layers,
             machine,
             config,
-            options.embed_dim,
+            embed_dim,
             costs.pairs,
             costs.token_bytes,
             compared,
         )
     # where they are dealt, texts of about equal lengths come together
     dealt = (
-        "text" in options.branches
+        "text" in inputs.branches
         and dealing(block).strategy != "off"
         and not block.loss_per_micro_batch
     )
-    lengths = _text_lengths(data, options) if dealt else None
+    lengths = _text_lengths(data, inputs) if dealt else None
     if block.layout != AUTO:
         device = find_device(NOMINAL.get(processes.device.type, "A100"))
         num_tokens = None if lengths is None else round(lengths.mean())
         return estimated_costs(
-            towers, config, options.embed_dim, device, float("inf"), num_tokens, compared
+            towers, config, embed_dim, device, float("inf"), num_tokens, compared
         )
-    sizes = _sizes(config, block, processes.device.type, options.branches)
+    sizes = _sizes(config, block, processes.device.type, inputs.branches)
     with tqdm(
         total=0,
         desc="measuring what each layer costs",
@@ -105,20 +105,20 @@ def run_costs(
     ):
         profile = profile_together(
             {tower.branch: tower.specs for tower in towers},
-            build_layer,
+            model.build_layer,
             {
-                tower.branch: partial(_example, data, options, tower.branch, lengths)
+                tower.branch: partial(_example, data, inputs, tower.branch, lengths)
                 for tower in towers
             },
             DTYPES[precision_of(config)],
             processes.device,
             sizes,
             config["train_batch_size"],
-            options.embed_dim,
+            embed_dim,
             processes.ranks_on_node,
             BUDGET_S,
-            (pair_scores(fusion), partial(_example_pairs, towers), sizes["text"])
-            if (fusion := fusion_sizes(vars(options)))
+            (pair_scores(model.fusion), partial(_example_pairs, towers), sizes["text"])
+            if model.fusion
             else None,
         )
     precision_bytes = DTYPES[precision_of(config)].itemsize
@@ -126,7 +126,7 @@ def run_costs(
     if (
         lengths is not None
     ):  # seconds are those of texts of the mean length; the memory must hold a micro-batch of the longest
-        longer = options.max_text_tokens / lengths.mean()
+        longer = inputs.max_text_tokens / lengths.mean()
         layers["text"] = [
             replace(layer, activation_bytes=_times(layer.activation_bytes, longer))
             for layer in layers["text"]
@@ -135,7 +135,7 @@ def run_costs(
         layers,
         profile.machine,
         config,
-        options.embed_dim,
+        embed_dim,
         profile.pairs,
         token_bytes(towers, precision_bytes),
         compared,
@@ -187,12 +187,12 @@ def _sizes(
 
 
 def _example(
-    data: PreparedData, options: Options, branch: str, lengths: np.ndarray | None, size: int
+    data: PreparedData, inputs: InputOptions, branch: str, lengths: np.ndarray | None, size: int
 ) -> dict[str, Tensor]:
     """A micro-batch as the run will see them, from the first training samples: texts have their
     true lengths. `lengths`, of the first samples' texts: texts of about equal lengths come
     together, here those of about the mean length."""
-    dataset = micro_batch_dataset(data, data.source, options, frozenset({branch}))
+    dataset = micro_batch_dataset(data, data.source, inputs, {branch})
     number = np.arange(size)
     if branch == "text" and lengths is not None:
         number = np.resize(np.argsort(np.abs(lengths - lengths.mean()), kind="stable"), size)
@@ -200,11 +200,11 @@ def _example(
     return dataset[MicroBatchRequest(0, 0, index, np.arange(size), training=True)]
 
 
-def _text_lengths(data: PreparedData, options: Options) -> np.ndarray:
+def _text_lengths(data: PreparedData, inputs: InputOptions) -> np.ndarray:
     """Tokens of the first training samples' texts, at most those that the tower takes."""
     first = [(data.source.captions(int(i)) or [""])[0] for i in data.train[:EXAMPLE_TEXTS]]
     encoded = data.tokenizer(
-        first, truncation=True, max_length=options.max_text_tokens, padding=False
+        first, truncation=True, max_length=inputs.max_text_tokens, padding=False
     )["input_ids"]
     return np.array([len(tokens) for tokens in encoded])
 

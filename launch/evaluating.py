@@ -11,7 +11,10 @@ from torch import Tensor
 
 from data.batching.sampler import evaluation_requests
 from engine.executor import ForkEngine
+from engine.processes.start import from_first_rank
+from launch.balancing.loss_weights import HeldOutFigures, LossWeights
 from launch.feeding import Feeding
+from launch.run.journal import Journal
 from launch.run.report import recalls
 from models.metrics.alignment import alignment_figures, alignment_sums
 from models.metrics.retrieval import RECALL_AT, recall_hits
@@ -21,11 +24,42 @@ AVERAGED = "ema/"  # before the name of a set that the averaged weights were mea
 
 class Evaluator:
     """Measures the held-out sets with the weights of the run and, if `averaged`, with their moving
-    average. All ranks call it together."""
+    average; writes the figures to the journal, and tells them to the weights of the losses. All
+    ranks call it together."""
 
-    def __init__(self, engine: ForkEngine, feeding: Feeding, averaged: bool):
-        self.engine, self.feeding = engine, feeding
+    def __init__(
+        self,
+        engine: ForkEngine,
+        feeding: Feeding,
+        journal: Journal,
+        loss_weights: LossWeights,
+        averaged: bool,
+    ):
+        self.engine, self.feeding, self.journal = engine, feeding, journal
+        self.loss_weights = loss_weights
         self.prefixes = ("", AVERAGED) if averaged else ("",)
+
+    def evaluate(self, step: int) -> None:
+        """After `step` steps."""
+        found = self.measure()
+        epoch = self.feeding.batching.order.epochs_before(step)
+        self.journal.evaluation(step, epoch, found)
+        self._weigh(step, found)
+
+    def complete(self, step: int) -> None:
+        """The evaluation of the step at which this process begins, unless the run's folder has it.
+        A checkpoint is written before its evaluation, so what follows from that follows now."""
+        folder = self.journal.folder
+        if from_first_rank(folder.first_rank and folder.lacks(step, self.names)):
+            self.evaluate(step)
+        elif self.loss_weights.mode == "alignment":
+            self._weigh(step, from_first_rank(folder.first_rank and folder.evaluated(step)))
+
+    def _weigh(self, step: int, found: HeldOutFigures) -> None:
+        # with the run's own weights, not with their average
+        own = {name: found[name] for name in self.feeding.data.held_out}
+        reason = self.loss_weights.after_evaluation(step, own)
+        self.journal.loss_weights(step, reason, self.loss_weights)
 
     @property
     def num_samples(self) -> Mapping[str, int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,25 +17,28 @@ from data.batching.sampler import MicroBatchRequest, training_requests
 from data.cache import GIB, PictureCache, default_folder, open_cache
 from data.index.sources import Source
 from data.loader import LoadReport, MicroBatchDataset, micro_batches, resolve_workers
-from data.modalities.image import ImageModality
-from data.modalities.modality import Modality
-from data.modalities.preprocessing import Preprocessing
-from data.modalities.text import TextModality
-from data.modalities.transforms import augmented, eval_transform
 from data.prepare import PreparedData, bad_table
 from data.processes import start_early
 from engine.executor import ForkEngine
 from engine.processes.start import Processes
 from launch.balancing.batching import Batching
-from launch.balancing.choosing import side_multiple
+from launch.inputs import InputOptions, micro_batch_dataset, modality
 from launch.run.folder import RunFolder
-from launch.settings.modalities import MODALITIES
-from launch.settings.options import Options
 
 OF_STORAGE = ("unreadable", "missing-file")
 BAD_TO_JUDGE = 100  # a few pictures that break are no fraction yet
 # Below this many micro-batches, starting loader processes takes longer than they save.
 WORTH_WORKERS = 64
+
+
+@dataclass(frozen=True)
+class LoadingOptions:
+    """The flags of train.py that decide how samples are read."""
+
+    workers: str | int  # processes of a rank that load, or "auto"
+    cache: str  # "off", "auto", or a folder
+    cache_limit: float  # GiB
+    max_bad_fraction: float
 
 
 class Feeding:
@@ -44,31 +48,24 @@ class Feeding:
         self,
         data: PreparedData,
         engine: ForkEngine,
-        options: Options,
-        workers: int,
-        pin_memory: bool,
-        folder: RunFolder,
         batching: Batching,
-        patch_size: int | None,
+        folder: RunFolder,
+        inputs: InputOptions,
+        loading: LoadingOptions,
     ):
-        self.data, self.engine, self.options, self.folder, self.batching = (
-            data,
-            engine,
-            options,
-            folder,
-            batching,
-        )
-        self.workers, self.pin_memory, self.patch_size = workers, pin_memory, patch_size
+        self.data, self.engine, self.batching, self.folder = data, engine, batching, folder
+        self.inputs, self.loading = inputs, loading
+        self.pin_memory = engine.comm.device.type != "cpu"
         self.branch = next(iter(engine.place.layers))
         self.modalities = frozenset(engine.place.loads)
         self.batch = engine.batches[self.branch]
-        self.cache = picture_cache(options) if "image" in self.modalities else None
+        self.cache = picture_cache(loading) if "image" in self.modalities else None
         self.name = engine.graph.describe_rank(engine.comm.rank)
         # counted on every rank by the same names, whatever it loads
         every = (
             name
-            for branch in options.branches
-            for name in _modality(branch, data, options, self.cache, patch_size).count_names
+            for branch in inputs.branches
+            for name in modality(branch, data, inputs).count_names
         )
         self._counts = dict.fromkeys(every, 0.0)
         self._unreadable: Counter[str] = Counter()
@@ -96,7 +93,7 @@ class Feeding:
         return micro_batches(
             self._dataset(self.data.source),
             requests,
-            self.workers,
+            self.loading.workers,
             self.pin_memory,
             on_load=on_load,
             name=self.name,
@@ -113,7 +110,7 @@ class Feeding:
         """This rank's micro-batches of a held-out set; None where nothing enters."""
         if not self.modalities:
             return None
-        workers = self.workers if len(requests) >= WORTH_WORKERS else 0
+        workers = self.loading.workers if len(requests) >= WORTH_WORKERS else 0
         on_load = partial(self._note, source, False)
         return micro_batches(
             self._dataset(source),
@@ -126,7 +123,7 @@ class Feeding:
 
     def _dataset(self, source: Source) -> MicroBatchDataset:
         return micro_batch_dataset(
-            self.data, source, self.options, self.modalities, self.cache, self.patch_size
+            self.data, source, self.inputs, self.modalities, self.cache, self.batching.patch_size
         )
 
     def _note(self, source: Source, training: bool, report: LoadReport) -> None:
@@ -148,7 +145,7 @@ class Feeding:
                     reason,
                     detail.removeprefix(f"{where}: "),
                 )
-        number, limit = sum(self._unreadable.values()), self.options.max_bad_fraction
+        number, limit = sum(self._unreadable.values()), self.loading.max_bad_fraction
         if number >= BAD_TO_JUDGE and number > limit * self._loaded:
             examples = (f"    {detail}" for _, _, detail in report.bad)
             of_storage = sum(
@@ -159,62 +156,23 @@ class Feeding:
             )
 
 
-def share_cores(options: Options, processes: Processes) -> int:
-    """How many loader processes each rank starts. Without a GPU the ranks of a node share its cores
-    for their own work, too."""
+def share_cores(loading: LoadingOptions, processes: Processes) -> LoadingOptions:
+    """With as many workers as a rank starts. Without a GPU the ranks of a node share its cores for
+    their own work, too."""
     cores, on_gpu = len(os.sched_getaffinity(0)), processes.device.type != "cpu"
     if not on_gpu:
         torch.set_num_threads(max(1, cores // processes.ranks_on_node))
-    workers = resolve_workers(options.num_workers(), processes.ranks_on_node, cores, on_gpu)
+    workers = resolve_workers(loading.workers, processes.ranks_on_node, cores, on_gpu)
     if workers:
         start_early()
-    return workers
+    return replace(loading, workers=workers)
 
 
-def picture_cache(options: Options) -> PictureCache | None:
+def picture_cache(loading: LoadingOptions) -> PictureCache | None:
     """Where --cache says; None when it is off or cannot be used, which is warned of."""
-    if options.cache == "off":
+    if loading.cache == "off":
         return None
     return open_cache(
-        default_folder() if options.cache == "auto" else Path(options.cache),
-        int(options.cache_limit * GIB),
-    )
-
-
-def micro_batch_dataset(
-    data: PreparedData,
-    source: Source,
-    options: Options,
-    modalities: frozenset[str],
-    cache: PictureCache | None = None,
-    patch_size: int | None = None,
-) -> MicroBatchDataset:
-    """Micro-batches of `source` as the run sees them, with what `modalities` need and nothing
-    else."""
-    return MicroBatchDataset(
-        source,
-        [_modality(name, data, options, cache, patch_size) for name in sorted(modalities)],
-        options.seed,
-    )
-
-
-def _modality(
-    name: str,
-    data: PreparedData,
-    options: Options,
-    cache: PictureCache | None,
-    patch_size: int | None,
-) -> Modality:
-    if name in MODALITIES:
-        return MODALITIES[name].load()
-    if name == "text":
-        return TextModality(data.tokenizer, options.max_text_tokens, data.length_multiple)
-    preprocessing = Preprocessing.from_options(vars(options))
-    train = augmented(options.image_size, options.augmentation, preprocessing)
-    return ImageModality(
-        train,
-        eval_transform(options.image_size, preprocessing),
-        cache,
-        side_multiple(patch_size),
-        patch_size,
+        default_folder() if loading.cache == "auto" else Path(loading.cache),
+        int(loading.cache_limit * GIB),
     )

@@ -13,29 +13,62 @@ from transformers import PreTrainedTokenizerBase
 from engine.objective import Objective
 from launch.inference.trained import towers_of
 from launch.settings.objective import objective_of, pairs_of
-from launch.settings.options import Options
 from models.losses import Matching, build_loss
+from models.towers.fusion import FusionSizes, fusion_sizes
 from models.towers.layers import LayerSpec, Tower, Weights
 from models.weights.reading import open_model, open_weights
 
 
 @dataclass(frozen=True)
+class ModelOptions:
+    """The flags of train.py that decide what is trained, and from which weights."""
+
+    import_module: tuple[str, ...] | None
+    pairs: str
+    image_tower: str
+    text_tower: str
+    tower: tuple[str, ...]
+    embed_dim: int
+    image_size: int
+    max_text_tokens: int
+    loss: str
+    label_smoothing: float
+    fusion: int
+    fusion_width: int
+    fusion_heads: int
+    fusion_scales: int | None
+    imported: str | None
+    image_weights: str | None
+    text_weights: str | None
+    seed: int
+
+
+@dataclass(frozen=True)
 class RunModel:
     """No layer is built before `build_layer` is asked for it. `pretrained`: readers of weights by
-    branch; the others start from `seed`."""
+    branch; the others start from `seed`. `fusion`: of the matching loss, None without it."""
 
     towers: Sequence[Tower]
     objective: Objective
+    embed_dim: int
     seed: int
+    fusion: FusionSizes | None = None
     pretrained: Mapping[str, Weights] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: Options, tokenizer: PreTrainedTokenizerBase) -> RunModel:
+    def of(cls, options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> RunModel:
         """As the options say. Errors: ValueError, FileNotFoundError."""
         towers = towers_of(vars(options), tokenizer)
         loss = build_loss(options.loss, options.label_smoothing)
         pairs = pairs_of(options.pairs, loss, Matching() if options.fusion else None)
-        return cls(towers, objective_of(towers, pairs), options.seed, _pretrained(options, towers))
+        return cls(
+            towers,
+            objective_of(towers, pairs),
+            options.embed_dim,
+            options.seed,
+            fusion_sizes(vars(options)),
+            _pretrained(options, towers),
+        )
 
     @property
     def layers(self) -> dict[str, Sequence[LayerSpec]]:
@@ -55,7 +88,7 @@ class RunModel:
         return spec.build(self.seed, self.pretrained.get(spec.branch))
 
 
-def _pretrained(options: Options, towers: Sequence[Tower]) -> dict[str, Weights]:
+def _pretrained(options: ModelOptions, towers: Sequence[Tower]) -> dict[str, Weights]:
     if options.imported:
         both = [tower for tower in towers if tower.branch in ("image", "text")]
         return dict.fromkeys((tower.branch for tower in both), open_model(options.imported, *both))

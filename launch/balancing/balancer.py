@@ -257,10 +257,7 @@ class Balancer:
             ]
         return points
 
-    # -- the state
-    # ------------------------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """JSON-like. Seconds of single micro-batches, of the last steps before a look, are not part
         of it."""
         return {
@@ -272,7 +269,7 @@ class Balancer:
             "trends": self._trends and asdict(self._trends),
         }
 
-    def go_on_from(self, state: Mapping[str, Any], step: int) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """With step `step`, the next. Split in another way, what was measured no longer holds: as
         planned then, with the knobs and the mixes of before, which decide what is trained. So it is
         with global batches of another size, which may end an epoch."""

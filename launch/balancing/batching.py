@@ -20,12 +20,16 @@ from engine.planning.costs import CostModel
 from engine.planning.planner import RunPlan
 from engine.step_metrics import StepMetrics
 from launch.balancing.balancer import Balancer
-from launch.balancing.choosing import explain_dealing, image_buckets, make_balance
+from launch.balancing.choosing import (
+    BatchingOptions,
+    explain_dealing,
+    image_buckets,
+    make_balance,
+)
 from launch.balancing.weighting import loss_weights_of, text_lengths, training_order
 from launch.run.resuming import earlier_sizes
 from launch.run.step_line import step_line
 from launch.settings.blocks import dealing, weighting
-from launch.settings.options import Options
 
 
 class Batching:
@@ -35,7 +39,7 @@ class Batching:
     def __init__(
         self,
         data: PreparedData,
-        options: Options,
+        options: BatchingOptions,
         block: BranchesBlock,
         batch_size: int,
         state: Mapping[str, Any],
@@ -55,6 +59,7 @@ class Batching:
     def divide(self, plan: RunPlan, costs: CostModel, patch_size: int | None) -> None:
         """Decide which samples make which micro-batch of the plan. Errors: ValueError for bounds
         that these towers or data do not have."""
+        self.patch_size = patch_size
         self.buckets = image_buckets(self.data, self.options, patch_size)
         self.balance = make_balance(
             dealing(self.block),
@@ -107,6 +112,10 @@ class Batching:
         balance.jsonl."""
         return self.balancer.after_step(self.engine, metrics)
 
+    def is_due(self, step: int, every: int | None) -> bool:
+        """After `step` steps, is it time for what comes every `every` steps? None: once an epoch."""
+        return step % every == 0 if every else self.order.ends_epoch(step)
+
     def explain(self, step: int) -> str:
         """Tables of how the next --explain-balance global batches are divided; empty: none were
         asked for."""
@@ -115,8 +124,8 @@ class Batching:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-like."""
-        return self.balancer.state()
+        return self.balancer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """With step `step` the next."""
-        self.balancer.go_on_from(state, step)
+        self.balancer.load_state_dict(state, step)

@@ -24,7 +24,6 @@ from engine.optimizer.locking import lock_costs
 from engine.planning.costs import CostModel
 from engine.planning.planner import RunPlan
 from launch.settings.blocks import BalanceBlock
-from launch.settings.options import Options
 
 LOOKED_AT = 4  # global batches that decide how many micro-batches there are
 MOST_DEALT = (
@@ -34,6 +33,23 @@ INSTRUCTIONS = 3  # of a micro-batch on a stage, at least: load or receive, forw
 CONV_STRIDE = 32  # of ResNets and ConvNeXts, in pixels
 MARGIN = 0.9  # of the memory of a micro-batch: other global batches may have longer texts
 TYPICAL_TEXTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class BatchingOptions:
+    """The flags of train.py that decide which samples make which micro-batch."""
+
+    data: tuple[str, ...]
+    data_adapt: float
+    data_floors: tuple[float, ...] | None
+    epochs: int | None
+    steps: int | None
+    seed: int
+    image_tower: str
+    image_size: int
+    image_buckets: int
+    max_text_tokens: int
+    explain_balance: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +162,7 @@ def make_balance(
     order: GlobalOrder,
     buckets: BucketedSamples | None,
     patch_size: int | None,
-    options: Options,
+    options: BatchingOptions,
     folder: Path,
     progress: bool = False,
 ) -> Balance:
@@ -213,7 +229,9 @@ def make_balance(
     )
 
 
-def _adaptation(block: BalanceBlock, order: GlobalOrder, options: Options) -> Adaptation | None:
+def _adaptation(
+    block: BalanceBlock, order: GlobalOrder, options: BatchingOptions
+) -> Adaptation | None:
     """What --data-adapt asks for."""
     if not options.data_adapt:
         return None
@@ -229,7 +247,7 @@ def _adaptation(block: BalanceBlock, order: GlobalOrder, options: Options) -> Ad
 
 
 def image_buckets(
-    data: PreparedData, options: Options, patch_size: int | None
+    data: PreparedData, options: BatchingOptions, patch_size: int | None
 ) -> BucketedSamples | None:
     """The input sizes that --image-buckets asks for, chosen from the sizes of the training
     pictures; None: one square."""
@@ -251,7 +269,7 @@ def _ladders(
     block: BalanceBlock,
     plan: RunPlan,
     data: PreparedData,
-    options: Options,
+    options: BatchingOptions,
     patch_size: int | None,
     typical: float,
 ) -> Ladders:

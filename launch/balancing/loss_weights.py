@@ -32,18 +32,24 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.objective import Objective, loss_metric
-
-if TYPE_CHECKING:
-    from launch.settings.options import Options
 
 MODES = ("fixed", "uncertainty", "measured", "alignment")
 SMOOTHING = 0.1  # weight of a step in the smoothed loss
 RATE, KEPT, MOST = 0.2, 0.9, 4.0
 
 HeldOutFigures = Mapping[str, Mapping[str, float]]  # by held-out set and name
+
+
+@dataclass(frozen=True)
+class LossWeightOptions:
+    """The flags of train.py that decide what each loss counts."""
+
+    loss_weights: str  # one of MODES
+    loss_weights_every: int  # steps
+    matching_weight: float
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,9 @@ class LossWeights:
         )
 
     @classmethod
-    def of(cls, options: Options, objective: Objective, held_out: Collection[str]) -> LossWeights:
+    def of(
+        cls, options: LossWeightOptions, objective: Objective, held_out: Collection[str]
+    ) -> LossWeights:
         """`held_out`: the names of the held-out sets. Raises ValueError where `alignment` has
         none."""
         if options.loss_weights == "alignment" and not held_out:
@@ -181,11 +189,11 @@ class LossWeights:
             name: KEPT * known.get(name, 0.0) + RATE * (own - mean) for name, own in lag.items()
         }
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """JSON-like."""
         return asdict(self._followed)
 
-    def go_on_from(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._followed = Followed(**state)
 
 

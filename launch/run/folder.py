@@ -22,7 +22,7 @@ from engine.planning.planner import RunPlan
 from engine.schedule import SCHEDULES
 from launch.run.records import RUN_RECORD, read_run
 from launch.settings.blocks import SampleWeightsBlock
-from launch.settings.options import ROOT, Options
+from launch.settings.options import ROOT
 from models.towers.building import Tower
 
 # Options that may differ when a run goes on: they do not change what is trained. (What an imported
@@ -85,11 +85,11 @@ BRANCHES_FREE_TO_CHANGE = ("max_bad_steps",)
 PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillow")
 
 
-def choose_folder(options: Options) -> Path:
+def choose_folder(run_dir: Path | None, data: Sequence[str]) -> Path:
     """--run-dir, or a new folder below runs/ named after the time and the data."""
-    if options.run_dir is not None:
-        return options.run_dir
-    kind = "+".join(spec.split(":")[0] for spec in options.data)
+    if run_dir is not None:
+        return run_dir
+    kind = "+".join(spec.split(":")[0] for spec in data)
     return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{kind}"
 
 
@@ -149,13 +149,13 @@ class RunFolder:
             )
         return record
 
-    def refuse_other_run(self, options: Options, training: Mapping[str, Any]) -> None:
+    def refuse_other_run(self, training: Mapping[str, Any], resume: str) -> None:
         """Raise ValueError when the folder holds a run that is not this one. `training`: what is
-        known so far of what decides the numbers."""
+        known so far of what decides the numbers; `resume`: as --resume."""
         previous = self.previous()
         if previous is None:
             return
-        if options.resume == "never":
+        if resume == "never":
             raise ValueError(
                 f"--run-dir {self.path}: already holds a run, and --resume is never; give another "
                 "folder, or --resume auto"
@@ -174,19 +174,18 @@ class RunFolder:
 
     def write_config(
         self,
-        options: Options,
         training: Mapping[str, Any],
+        decided: Mapping[str, Any],
         plan: RunPlan,
         data: Mapping[str, Any],
         towers: Sequence[Tower],
         total_steps: int,
     ) -> dict[str, Any]:
-        """Everything that was decided; returns it. `training` is what `refuse_other_run`
-        compares."""
+        """Everything that was decided; returns it. `training`: what `refuse_other_run` compares;
+        `decided`: the flags by name, and whatever else is to be kept."""
         record = {
             "training": training,
-            "options": options.record(),
-            "tokenizer": options.tokenizer_source(),
+            **decided,
             "total_steps": total_steps,
             "world_size": plan.graph.world_size,
             "stage_graph": plan.graph.record(),
@@ -205,10 +204,18 @@ class RunFolder:
             },
             "git_commit": _git_commit(),
         }
+        self.mark_done(False)
         self._replace(
             self.path / RUN_RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n"
         )
         return record
+
+    def mark_done(self, done: bool) -> None:
+        """Make the file `done`, or take it away."""
+        if self.first_rank and done:
+            self.done.touch()
+        elif self.first_rank:
+            self.done.unlink(missing_ok=True)
 
     def read_costs(self) -> dict[str, Any] | None:
         """What this run was planned by, if it was measured, and the file is not damaged."""
@@ -337,7 +344,7 @@ class RunFolder:
 
 
 def training_identity(
-    options: Options,
+    options: Mapping[str, Any],
     config: Mapping[str, Any],
     branches: Mapping[str, Any],
     plan: RunPlan | None = None,
@@ -345,7 +352,7 @@ def training_identity(
     """What decides what a run trains: two runs with equal identities differ by rounding, by
     precision, and by what BatchNorm and dropout see, and by nothing else. Where the schedule has a
     loss per micro-batch the split decides the negatives, so it belongs to what is trained; `plan`
-    is known later than the rest."""
+    is known later than the rest. `options`: the flags of train.py by name."""
     schedule = SCHEDULES.get(
         branches.get("schedule")
     )  # None: "auto", which chooses none with a loss per micro-batch
@@ -358,10 +365,12 @@ def training_identity(
         }
     # these weights follow the evaluations, so what is trained depends on when they are
     free = [
-        key for key in FREE_TO_CHANGE if key != "eval_every" or options.loss_weights != "alignment"
+        key
+        for key in FREE_TO_CHANGE
+        if key != "eval_every" or options["loss_weights"] != "alignment"
     ]
     known = {
-        "options": _without(free, options.record()),
+        "options": _without(free, options),
         "deepspeed_config": _without(DEEPSPEED_FREE_TO_CHANGE, config),
         "branches": _without(
             BRANCHES_FREE_TO_CHANGE if by_split else (*BRANCHES_FREE_TO_CHANGE, *BRANCHES_SPLIT),

@@ -8,12 +8,11 @@ from typing import Any
 
 from engine.executor import ForkEngine
 from engine.step_metrics import StepMetrics
-from launch.balancing.loss_weights import HeldOutFigures
+from launch.balancing.loss_weights import HeldOutFigures, LossWeights
 from launch.run.folder import RunFolder
 from launch.run.report import retrieval_report, show
 from launch.run.trace_file import TraceFile, is_sampled
 from launch.run.tracking import Tracker
-from launch.settings.options import Options
 
 
 class Journal:
@@ -24,15 +23,14 @@ class Journal:
         self.trace = TraceFile(folder.path / "trace.json")
         self._evaluations: dict[int, dict[str, float]] = {}
 
-    def track(self, options: Options, config: Mapping[str, Any]) -> None:
-        """From here on in Weights & Biases too, if --wandb asks for it."""
-        self.tracker = Tracker(
-            options.wandb, options.wandb_project, self.folder.path, config, self.folder.first_rank
-        )
+    def track(self, mode: str, project: str, config: Mapping[str, Any]) -> None:
+        """From here on in Weights & Biases too, if `mode` (--wandb) asks for it."""
+        self.tracker = Tracker(mode, project, self.folder.path, config, self.folder.first_rank)
 
-    def say(self, text: object) -> None:
-        """In the terminal, above the progress bar. Nothing where there is nothing to say."""
-        show(text, self.folder.first_rank and bool(text))
+    def say(self, *things: object) -> None:
+        """In the terminal, above the progress bar, each on its own lines; empty ones are left out."""
+        for thing in filter(None, things):
+            show(thing, self.folder.first_rank)
 
     def step(self, line: Mapping[str, Any]) -> None:
         """metrics.jsonl, and W&B."""
@@ -47,10 +45,10 @@ class Journal:
         for reason in filter(None, (seen["reason"], seen.get("mix", {}).get("reason"))):
             self.say(f"step {step}: {reason}")
 
-    def loss_weights(self, step: int, weights: Mapping[str, float], reason: str | None) -> None:
+    def loss_weights(self, step: int, reason: str | None, now: LossWeights) -> None:
         """loss_weights.jsonl, where there is a reason for other weights."""
         if reason:
-            self.folder.log_loss_weights({"step": step, **weights, "reason": reason})
+            self.folder.log_loss_weights({"step": step, **now.weights(), "reason": reason})
             self.say(f"step {step}: {reason}")
 
     def bad_step(self, step: int, metrics: StepMetrics, identity: Any) -> None:

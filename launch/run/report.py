@@ -90,9 +90,28 @@ def retrieval_report(
     )
 
 
-def progress_interval() -> float:
-    """Seconds between redraws of the progress bar: often for a person, seldom for a log file."""
-    return 0.2 if sys.stderr.isatty() else 20.0
+class Progress(tqdm):
+    """The progress bar of a run, of which `step` of `total_steps` steps are done. It is drawn often
+    for a person, and seldom into a log file."""
+
+    def __init__(self, step: int, total_steps: int, first_rank: bool):
+        super().__init__(
+            total=total_steps,
+            initial=step,
+            unit="step",
+            disable=not first_rank,
+            dynamic_ncols=True,
+            mininterval=0.2 if sys.stderr.isatty() else 20.0,
+        )
+
+    def step(self, line: Mapping[str, float]) -> None:
+        """One more is done; `line`: as in metrics.jsonl."""
+        self.set_postfix(
+            loss=f"{line['loss']:.3f}",
+            samples_per_s=f"{line['samples_per_s']:.0f}",
+            refresh=False,
+        )
+        self.update()
 
 
 def show(thing: object, first_rank: bool = True) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from data.formats.rows import near
 from data.index.roots import from_anywhere, given_roots
 from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
-from data.options import IMAGE_TEXT, DataOptions, branches_of, read_pairs
+from data.options import IMAGE_TEXT, branches_of, read_pairs
 from launch.balancing.loss_weights import check_mode
 from launch.run.records import PIXELS, options_of_export, read_run
 from launch.settings.flags import make_parser
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.config.reading import BranchesBlock
 
 ROOT = Path(__file__).resolve().parents[2]
+Section = TypeVar("Section")
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Options:
     epochs: int | None
     steps: int | None
     seed: int
-    workers: str
+    workers: str | int
     run_dir: Path | None
     save_every: int | None
     keep_checkpoints: int
@@ -96,11 +97,9 @@ class Options:
         named."""
         return branches_of(self.pairs)
 
-    def data_options(self) -> DataOptions:
-        return DataOptions.from_record(vars(self))
-
-    def num_workers(self) -> str | int:
-        return self.workers if self.workers == "auto" else int(self.workers)
+    def section(self, kind: type[Section]) -> Section:
+        """What one component is told: a dataclass of its own whose fields are named as here."""
+        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
     def tokenizer_source(self) -> str | None:
         """Where the tokenizer comes from: asked for, or beside the text tower's weights or
@@ -161,7 +160,9 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     parser = make_parser()
     values = vars(parser.parse_args(arguments))
     values.pop("local_rank")
-    if values["workers"] != "auto" and not values["workers"].isdigit():
+    if values["workers"].isdigit():
+        values["workers"] = int(values["workers"])
+    elif values["workers"] != "auto":
         parser.error(
             f"argument --workers: {values['workers']!r} is neither 'auto' nor a whole number"
         )

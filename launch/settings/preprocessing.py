@@ -42,7 +42,9 @@ def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | No
 
 
 def describe_pixels(options: Options) -> str:
-    """One line for the start of a run."""
+    """One line for the start of a run; empty where no image weights are given."""
+    if not options.imported and not options.image_weights:
+        return ""
     mean, std = (
         ", ".join(f"{value:.4g}" for value in values)
         for values in (options.image_mean, options.image_std)
@@ -53,8 +55,6 @@ def describe_pixels(options: Options) -> str:
         if options.imported
         else (options.image_weights, "--image-weights")
     )
-    if weights is None:
-        return line
     found = trained_with(weights, options.image_tower)
     used = Preprocessing.from_options(vars(options))
     if found is None:

@@ -17,7 +17,7 @@ from engine.planning.planner import plan_run
 from engine.step_metrics import SourceLoss
 from engine.trace import Span
 from launch.balancing.balancer import Balancer
-from launch.balancing.choosing import make_balance
+from launch.balancing.choosing import BatchingOptions, make_balance
 from launch.settings.blocks import dealing
 from launch.settings.options import parse_options
 
@@ -62,7 +62,7 @@ class World:
             self.order,
             None,
             None,
-            parse_options([*SETS, *options]),
+            parse_options([*SETS, *options]).section(BatchingOptions),
             folder,
         )
         self.ranks = [Balancer(self.balance, 0, stage.name, workers) for stage in plan.graph.stages]
@@ -158,11 +158,13 @@ def test_a_run_that_goes_on_mixes_as_one_that_never_stopped(data, tmp_path, kill
     steps = whole.order.steps_per_epoch
     whole.run(0, 8 * steps)
     stopped.run(0, killed)
-    state = json.loads(json.dumps(stopped.ranks[0].state()))
+    state = json.loads(json.dumps(stopped.ranks[0].state_dict()))
     for rank in again.ranks:
-        rank.go_on_from(state, killed)
+        rank.load_state_dict(state, killed)
     again.run(killed, 8 * steps)
-    assert [rank.state() for rank in again.ranks] == [rank.state() for rank in whole.ranks]
+    assert [rank.state_dict() for rank in again.ranks] == [
+        rank.state_dict() for rank in whole.ranks
+    ]
     assert len(whole.settings.mixes) >= 5
     for step in range(killed, 8 * steps, 3):
         assert again.loaded(step) == whole.loaded(step)
@@ -176,19 +178,19 @@ def test_losses_of_an_epoch_are_counted_over_a_change_of_the_batch_and_the_epoch
     of 300."""
     before = World(data, tmp_path, "--data-adapt", "0.5")
     before.run(0, 14)
-    state = before.ranks[0].state()
+    state = before.ranks[0].state_dict()
     assert before.order.steps_per_epoch == 10 and sum(state["trends"]["samples"]) == 4 * 48
     now = World(data, tmp_path, "--data-adapt", "0.5", batch_size=size, earlier=((14, 48),))
     for rank in now.ranks:
-        rank.go_on_from(json.loads(json.dumps(state)), 14)
-    trends = now.ranks[0].state()["trends"]
+        rank.load_state_dict(json.loads(json.dumps(state)), 14)
+    trends = now.ranks[0].state_dict()["trends"]
     if ended:
         assert trends["samples"] == (0, 0) and trends["before"] == state["trends"]["losses"]
         assert trends["losses"] == pytest.approx(3 * (1 - RATES))
     else:
         assert trends == state["trends"]
         now.run(14, 17)
-        assert now.ranks[0].state()["trends"]["samples"] == (0, 0) and now.order.ends_epoch(17)
+        assert now.ranks[0].state_dict()["trends"]["samples"] == (0, 0) and now.order.ends_epoch(17)
         assert now.order.samples_before(17) == 960
 
 
@@ -245,7 +247,7 @@ def test_without_it_nothing_is_looked_at_and_no_step_knows_of_it(data, tmp_path)
     assert (
         world.records == []
         and world.settings.mixes == ()
-        and world.ranks[0].state()["trends"] is None
+        and world.ranks[0].state_dict()["trends"] is None
     )
 
 

@@ -16,7 +16,7 @@ from engine.config.reading import check_config
 from engine.planning.planner import plan_run
 from engine.trace import Span
 from launch.balancing.balancer import Balancer, refitted, seconds_of_micro_batches, slowest_points
-from launch.balancing.choosing import make_balance
+from launch.balancing.choosing import BatchingOptions, make_balance
 from launch.settings.blocks import dealing
 from launch.settings.options import parse_options
 
@@ -63,7 +63,15 @@ class World:
         order = GlobalOrder(len(data.train), batch_size, seed=0, earlier=earlier)
         self.data, self.image_s = data, image_s
         self.balance = make_balance(
-            dealing(block), plan, COSTS, data, order, None, None, parse_options([]), folder
+            dealing(block),
+            plan,
+            COSTS,
+            data,
+            order,
+            None,
+            None,
+            parse_options([]).section(BatchingOptions),
+            folder,
         )
         self.ranks = [Balancer(self.balance, 0, stage.name, workers) for stage in plan.graph.stages]
         self.records = []
@@ -203,13 +211,13 @@ def test_a_run_that_goes_on_deals_as_one_that_never_stopped(data, tmp_path, kill
     whole, stopped, again = world(), world(), world()
     whole.run(0, 80)
     stopped.run(0, killed)
-    state = json.loads(json.dumps(stopped.ranks[0].state()))
+    state = json.loads(json.dumps(stopped.ranks[0].state_dict()))
     assert (
         state["settings"][-1]["knobs"]["captions_per_image"] > 1
         and state["settings"][-1]["costs"]["text"]["version"] > 1
     )
     for rank in again.ranks:
-        rank.go_on_from(state, killed)
+        rank.load_state_dict(state, killed)
         rank._spans = stopped.ranks[
             again.ranks.index(rank)
         ]._spans  # micro-batches of the last steps are not saved
@@ -225,14 +233,14 @@ def test_a_run_that_is_split_in_another_way_goes_on_as_planned_with_what_it_was_
     balance = {"strategy": "feed", "captions_per_image": [1, 4], "interval": 5}
     before = World(data, tmp_path, balance, image_s=lambda step: 0.3)
     before.run(0, 40)
-    state = json.loads(json.dumps(before.ranks[0].state()))
+    state = json.loads(json.dumps(before.ranks[0].state_dict()))
     changed = next(
         setting for setting in state["settings"] if setting["knobs"]["captions_per_image"] == 2
     )["from_step"]
     for step, captions in ((changed - 1, 1), (changed, 2)):
         now = World(data, tmp_path, balance, micro_batch_size=6)
         for rank in now.ranks:
-            rank.go_on_from(state, step)
+            rank.load_state_dict(state, step)
         (first, second), (same, _) = (rank.settings.records() for rank in now.ranks)
         assert first == same == now.balance.first.record() and second["from_step"] == step
         assert (
@@ -243,7 +251,8 @@ def test_a_run_that_is_split_in_another_way_goes_on_as_planned_with_what_it_was_
             second["num_micro_batches"]["image"] == 8 and second["num_micro_batches"]["text"] >= 4
         )
         assert (
-            now.ranks[0].state()["busy_s"] == [] and now.ranks[0].state()["looks"]["busy_s"] == {}
+            now.ranks[0].state_dict()["busy_s"] == []
+            and now.ranks[0].state_dict()["looks"]["busy_s"] == {}
         )
         now.run(step, step + 5)
 
@@ -276,7 +285,7 @@ def test_a_run_that_goes_on_with_other_global_batches_goes_on_as_planned_for_the
         batch_size=earlier,
     )
     before.run(0, 40)
-    state = json.loads(json.dumps(before.ranks[0].state()))
+    state = json.loads(json.dumps(before.ranks[0].state_dict()))
     now = World(
         data,
         tmp_path,
@@ -287,7 +296,7 @@ def test_a_run_that_goes_on_with_other_global_batches_goes_on_as_planned_for_the
         earlier=((40, earlier),),
     )
     for rank in now.ranks:
-        rank.go_on_from(state, 40)
+        rank.load_state_dict(state, 40)
     first, second = now.ranks[0].settings.records()
     assert (
         first["num_micro_batches"] == now.balance.num_micro_batches(now.balance.first, 40)
@@ -352,16 +361,16 @@ def test_a_run_that_was_not_dealt_by_cost_goes_on_dealt(data, tmp_path):
     """Another strategy than at its beginning: which micro-batch a sample is in changes the speed
     only."""
     before = World(data, tmp_path, {"strategy": "off"})
-    state = json.loads(json.dumps(before.ranks[0].state()))
+    state = json.loads(json.dumps(before.ranks[0].state_dict()))
     after = World(data, tmp_path, None)
     for rank in after.ranks:
-        rank.go_on_from(state, 6)
+        rank.load_state_dict(state, 6)
     assert after.ranks[0].settings.at(6).reason == "planned anew" and set(
         after.ranks[0].settings.at(6).costs
     ) == {"text"}
     assert sorted(p for _, places, _ in after.deal("text", 7) for p in places) == list(range(48))
     back = World(data, tmp_path, {"strategy": "off"})
     for rank in back.ranks:
-        rank.go_on_from(json.loads(json.dumps(after.ranks[0].state())), 8)
+        rank.load_state_dict(json.loads(json.dumps(after.ranks[0].state_dict())), 8)
     assert back.ranks[0].settings.at(8).num_micro_batches == {"image": 4, "text": 4}
     assert [len(places) for _, places, _ in back.deal("text", 9)] == [12] * 4

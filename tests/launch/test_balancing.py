@@ -18,7 +18,12 @@ from data.options import DataOptions
 from data.prepare import prepare_data
 from engine.config.reading import check_config
 from engine.planning.planner import plan_run
-from launch.balancing.choosing import explain_dealing, make_balance, text_cost
+from launch.balancing.choosing import (
+    BatchingOptions,
+    explain_dealing,
+    make_balance,
+    text_cost,
+)
 from launch.settings.blocks import dealing
 from launch.settings.options import parse_options
 
@@ -68,7 +73,7 @@ def made(
         order,
         buckets,
         patch_size,
-        parse_options(list(options)),
+        parse_options(list(options)).section(BatchingOptions),
         folder,
     )
 

@@ -106,7 +106,7 @@ def test_a_run_that_goes_on_weighs_as_one_that_never_stopped(mode):
     for step, pair in enumerate(losses[:23], 1):
         first.after_step(step, told(*pair))
     second = LossWeights(mode, ASKED, 5)
-    second.go_on_from(json.loads(json.dumps(first.state())))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for step, pair in enumerate(losses[23:], 24):
         second.after_step(step, told(*pair))
     assert second.weights() == after(mode, losses, 5)
@@ -294,11 +294,11 @@ def test_a_run_that_goes_on_follows_alignment_as_one_that_never_stopped():
     whole, _ = followed(evaluations)
     first, _ = followed(evaluations[:5])
     second = LossWeights("alignment", PAIRS, 50)
-    second.go_on_from(json.loads(json.dumps(first.state())))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.weights() == first.weights()
     for number, scores in list(enumerate(evaluations))[4:]:
         second.after_evaluation(10 * number, json.loads(json.dumps(held_out(*scores))))
-    assert second.weights() == whole.weights() and second.state() == whole.state()
+    assert second.weights() == whole.weights() and second.state_dict() == whole.state_dict()
 
 
 def test_the_state_of_an_earlier_version_is_taken():
@@ -307,7 +307,7 @@ def test_the_state_of_an_earlier_version_is_taken():
         "logarithms": {"contrastive": 0.1, "matching": -0.1},
         "smoothed": {"contrastive": 3.0, "matching": 0.6},
     }
-    weights.go_on_from(
+    weights.load_state_dict(
         {**known, "before": known["smoothed"], "first": {"contrastive": 4.0, "matching": 0.7}}
     )
     factors = [math.exp(0.1), math.exp(-0.1) * 0.25]

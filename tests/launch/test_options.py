@@ -88,8 +88,7 @@ def test_the_demo_is_the_default():
         options.data == ("demo",)
         and {key: getattr(options, key) for key in DEMO_DEFAULTS} == DEMO_DEFAULTS
     )
-    assert (options.resume, options.workers, options.num_workers(), options.seed) == (
-        "auto",
+    assert (options.resume, options.workers, options.seed) == (
         "auto",
         "auto",
         0,
@@ -101,7 +100,7 @@ def test_the_demo_is_the_default():
         None,
     )
     assert parse_options(["--data", "demo:de+ja"]).image_tower == DEMO_DEFAULTS["image_tower"]
-    assert options.data_options() == DataOptions(("demo",))
+    assert options.section(DataOptions) == DataOptions(("demo",))
 
 
 def test_real_data_has_real_towers():
@@ -129,7 +128,7 @@ def test_several_data_sets():
         and options.data_weights == (1.0, 0.5)
         and options.image_tower == DEFAULTS["image_tower"]
     )
-    made = options.data_options()
+    made = options.section(DataOptions)
     assert (made.data, made.data_weights, made.val_data, made.on_leak) == (
         options.data,
         (1.0, 0.5),
@@ -149,7 +148,7 @@ def test_several_data_sets():
             "0,0.25",
         ]
     )
-    made = options.data_options()
+    made = options.section(DataOptions)
     assert (made.data_temperature, made.data_floors) == (3.0, (0.0, 0.25))
     assert (
         options.data_adapt == 0
@@ -177,7 +176,7 @@ def test_what_is_given_wins_over_the_defaults():
     options = parse_options(
         ["--image-tower", "vit_b_16", "--embed-dim", "96", "--steps", "7", "--workers", "3"]
     )
-    assert (options.image_tower, options.embed_dim, options.steps, options.num_workers()) == (
+    assert (options.image_tower, options.embed_dim, options.steps, options.workers) == (
         "vit_b_16",
         96,
         7,
@@ -422,8 +421,8 @@ def test_roots_are_known_by_their_absolute_paths(tmp_path, monkeypatch):
         and options.val_data == f"tsv:y.tsv?root={tmp_path}/a b"
     )
     assert options.data_root == (f"{tmp_path}/a b",)
-    assert (
-        DataOptions.from_record(json.loads(json.dumps(options.record()))) == options.data_options()
+    assert DataOptions.from_record(json.loads(json.dumps(options.record()))) == options.section(
+        DataOptions
     )
     assert parse_options(["--val-data", "coco:a:b.json", "--data-root", "."]).data_root == (
         str(tmp_path),

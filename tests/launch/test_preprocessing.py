@@ -225,7 +225,9 @@ def test_a_run_from_before_these_options_goes_on_with_clip_s_values(tmp_path):
     another run."""
     arguments = ["--run-dir", str(tmp_path), "--data", "jsonl:x", "--image-weights", "DEFAULT"]
     config, block = {"train_batch_size": 8}, {}
-    identity = json.loads(json.dumps(training_identity(parse_options(arguments), config, block)))
+    identity = json.loads(
+        json.dumps(training_identity(parse_options(arguments).record(), config, block))
+    )
     new = ("image_mean", "image_std", "image_interpolation", "image_resize")
     old = {key: value for key, value in identity["options"].items() if key not in new}
     (tmp_path / "config.json").write_text(
@@ -234,7 +236,7 @@ def test_a_run_from_before_these_options_goes_on_with_clip_s_values(tmp_path):
     options = parse_options(arguments)
     assert Preprocessing.from_options(vars(options)) == CLIP and options.image_size == 224
     folder = RunFolder(tmp_path, first_rank=True)
-    folder.refuse_other_run(options, training_identity(options, config, block))
+    folder.refuse_other_run(training_identity(options.record(), config, block), "auto")
     options = parse_options([*arguments, "--image-normalization", "imagenet"])
     with pytest.raises(ValueError, match=r"options.image_mean: there \[0.4814"):
-        folder.refuse_other_run(options, training_identity(options, config, block))
+        folder.refuse_other_run(training_identity(options.record(), config, block), "auto")

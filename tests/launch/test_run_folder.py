@@ -27,8 +27,15 @@ BLOCK = {"layout": "auto", "gradient_clipping": {"image": 1.0}, "max_bad_steps":
 
 
 def identity(*arguments, config=CONFIG, block=BLOCK, plan=None):
+    """What refuse_other_run compares."""
     options = parse_options(list(arguments))
-    return options, training_identity(options, config, block, plan)
+    return training_identity(options.record(), config, block, plan), options.resume
+
+
+def record_of(*arguments, **how):
+    """What write_config keeps of the flags."""
+    options = parse_options(list(arguments)).record()
+    return identity(*arguments, **how)[0], {"options": options, "tokenizer": None}
 
 
 def plan_for(world_size, block=BLOCK, config=CONFIG):
@@ -54,7 +61,7 @@ def towers():
 
 @pytest.fixture
 def decided(towers):
-    """What write_config takes beside the options: a plan for two ranks, the data's summary, the
+    """What write_config takes beside the flags: a plan for two ranks, the data's summary, the
     towers, the steps."""
     return plan_for(2), {"source": "demo", "train_samples": 96}, towers, 700
 
@@ -63,7 +70,7 @@ def decided(towers):
 def folder(tmp_path, decided):
     """A folder that already holds a run with all defaults."""
     folder = RunFolder(tmp_path / "a run", first_rank=True)
-    folder.write_config(*identity(), *decided)
+    folder.write_config(*record_of(), *decided)
     return folder
 
 
@@ -164,10 +171,10 @@ def test_the_same_run_goes_on_split_and_computed_in_another_way(folder):
 def test_when_it_is_evaluated_belongs_to_a_run_whose_loss_weights_follow_that(tmp_path, decided):
     def at(every):
         options = replace(parse_options(["--eval-every", every]), loss_weights="alignment")
-        return options, training_identity(options, CONFIG, BLOCK)
+        return training_identity(options.record(), CONFIG, BLOCK), "auto"
 
     folder = RunFolder(tmp_path / "a run", first_rank=True)
-    folder.write_config(*at("3"), *decided)
+    folder.write_config(at("3")[0], {}, *decided)
     folder.refuse_other_run(*at("3"))
     with pytest.raises(ValueError, match="options.eval_every: there 3, here 4"):
         folder.refuse_other_run(*at("4"))
@@ -212,7 +219,7 @@ def test_a_loss_per_micro_batch_is_another_objective_and_belongs_to_its_split(
     with pytest.raises(ValueError, match='branches.schedule: there null, here "per_micro_batch"'):
         folder.refuse_other_run(*identity(block=block))
     other = RunFolder(tmp_path / "another run", first_rank=True)
-    other.write_config(*identity(block=block, plan=plan_for(2, block)), *decided)
+    other.write_config(*record_of(block=block, plan=plan_for(2, block)), *decided)
     other.refuse_other_run(*identity(block=block))  # before the plan is known
     other.refuse_other_run(*identity(block={**block, "max_bad_steps": 50}, plan=plan_for(2, block)))
     with pytest.raises(ValueError, match="stages: there .*, here "):
@@ -290,7 +297,7 @@ def test_how_many_bad_steps_may_follow_each_other_is_free_to_change(folder):
 def test_a_run_of_the_time_before_there_were_roots_goes_on_without_them(tmp_path, decided):
     (tmp_path / "pictures").mkdir()
     folder = RunFolder(tmp_path / "a run", first_rank=True)
-    folder.write_config(*identity("--data", "jsonl:pairs.jsonl"), *decided)
+    folder.write_config(*record_of("--data", "jsonl:pairs.jsonl"), *decided)
     file = folder.path / "config.json"
     record = json.loads(file.read_text(encoding="utf-8"))
     for options in (record["training"]["options"], record["options"]):
@@ -310,7 +317,7 @@ def test_other_roots_make_another_run(tmp_path, decided):
         ["--data", "jsonl:pairs.jsonl", "--data-root", str(tmp_path / name)] for name in ("a", "b")
     ]
     folder = RunFolder(tmp_path / "a run", first_rank=True)
-    folder.write_config(*identity(*roots[0]), *decided)
+    folder.write_config(*record_of(*roots[0]), *decided)
     folder.refuse_other_run(*identity(*roots[0]))
     for other in (roots[1], roots[0][:2], [*roots[0], *roots[1][2:]]):
         with pytest.raises(ValueError, match="options.data_root: there .*a.*, here "):
@@ -416,7 +423,7 @@ def test_only_the_first_rank_writes(tmp_path, decided):
     first = RunFolder(tmp_path / "a run", first_rank=True)
     first.log({"step": 1})
     folder.log({"step": 2})
-    folder.write_config(*identity(), *decided)
+    folder.write_config(*record_of(), *decided)
     folder.forget_after(0)
     assert first.metrics.read_text() == '{"step": 1}\n' and folder.previous() is None
 
@@ -427,8 +434,8 @@ def test_every_line_of_the_metrics_is_json(folder):
 
 
 def test_the_folders_name(tmp_path):
-    assert choose_folder(parse_options(["--run-dir", str(tmp_path)])) == tmp_path
-    chosen = choose_folder(parse_options(["--data", "jsonl:a/b.jsonl"]))
+    assert choose_folder(tmp_path, ("demo",)) == tmp_path
+    chosen = choose_folder(None, ("jsonl:a/b.jsonl",))
     assert (
         chosen.parent.name == "runs" and chosen.name.endswith("-jsonl") and ":" not in str(chosen)
     )

@@ -1,0 +1,68 @@
+"""From a sample to the tensors that enter the towers: one `Modality` per branch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+
+from data.cache import PictureCache
+from data.index.sources import Source
+from data.loader import MicroBatchDataset
+from data.modalities.image import ImageModality
+from data.modalities.modality import Modality
+from data.modalities.preprocessing import Preprocessing
+from data.modalities.text import TextModality
+from data.modalities.transforms import augmented, eval_transform
+from data.prepare import PreparedData
+from launch.balancing.choosing import side_multiple
+from launch.settings.modalities import MODALITIES
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """The flags of train.py that decide what the towers see of a sample."""
+
+    branches: tuple[str, ...]
+    seed: int  # of augmentation, and of the choice among several captions
+    augmentation: tuple[str, ...]
+    image_size: int  # pixels a side
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
+    image_interpolation: str
+    image_resize: int
+    max_text_tokens: int
+
+
+def micro_batch_dataset(
+    data: PreparedData,
+    source: Source,
+    options: InputOptions,
+    branches: Collection[str],
+    cache: PictureCache | None = None,
+    patch_size: int | None = None,
+) -> MicroBatchDataset:
+    """Micro-batches of `source` with the tensors of `branches` and no others."""
+    modalities = [modality(name, data, options, cache, patch_size) for name in sorted(branches)]
+    return MicroBatchDataset(source, modalities, options.seed)
+
+
+def modality(
+    name: str,
+    data: PreparedData,
+    options: InputOptions,
+    cache: PictureCache | None = None,
+    patch_size: int | None = None,
+) -> Modality:
+    """The one of a branch. `cache`: of decoded images; `patch_size`: of a ViT, pixels."""
+    if name in MODALITIES:
+        return MODALITIES[name].load()
+    if name == "text":
+        return TextModality(data.tokenizer, options.max_text_tokens, data.length_multiple)
+    preprocessing = Preprocessing.from_options(asdict(options))
+    return ImageModality(
+        augmented(options.image_size, options.augmentation, preprocessing),
+        eval_transform(options.image_size, preprocessing),
+        cache,
+        side_multiple(patch_size),
+        patch_size,
+    )
