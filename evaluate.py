@@ -202,6 +202,7 @@ def main(arguments: argparse.Namespace) -> None:
         refuse_other_content(arguments.embeddings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained = open_model_folder(arguments.run_dir, arguments.checkpoint, device, arguments.ema)
+    refuse_other_pairs(trained)
     name = (
         f"{trained.checkpoint.resolve().name}-ema"
         if arguments.ema
@@ -227,6 +228,16 @@ def main(arguments: argparse.Namespace) -> None:
     for line in (*sorted(notices), *found.pictures):
         print(line)
     print(output)
+
+
+def refuse_other_pairs(trained: Trained) -> None:
+    """Raise ValueError for a run without images or without texts."""
+    if not {"image", "text"} <= {tower.branch for tower in trained.towers}:
+        raise ValueError(
+            f"{trained.checkpoint}: was trained with --pairs {trained.options['pairs']}, and "
+            "evaluate.py compares images with texts; what train.py measured of its own pairs is in "
+            "metrics.jsonl of the run's folder"
+        )
 
 
 @dataclass(frozen=True)
@@ -359,7 +370,13 @@ def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldO
             "nothing to evaluate; give samples with --val-data, or train a new run with "
             "--val-fraction 0.1"
         )
-    return parts
+    return {name: with_both(part) for name, part in parts.items()}
+
+
+def with_both(part: HeldOut) -> HeldOut:
+    """The samples that have an image and a text."""
+    lacking = part.source.lacking("image") | part.source.lacking("text")
+    return HeldOut(part.source, part.subset[~lacking[part.subset]])
 
 
 def opened(spec: str | None) -> HeldOut | None:

@@ -71,7 +71,6 @@ def texts(samples: int) -> BranchWork:
 
 
 # -- ways to deal
-# ------------------------------------------------------------------------------------------------------------
 
 
 def deal_at_random(work: BranchWork, replicas: int, number: int) -> Deal:
@@ -108,7 +107,6 @@ WAYS = {"random": deal_at_random, "sorted": deal_sorted, "longest first": deal_l
 
 
 # -- a step, simulated
-# ---------------------------------------------------------------------------------------------------------
 
 
 def simulated_s(
@@ -149,7 +147,6 @@ def simulated_s(
 
 
 # -- measuring
-# -------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

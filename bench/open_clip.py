@@ -168,7 +168,6 @@ class Run:
 
 
 # -- how each program is called
-# ------------------------------------------------------------------------------------------------
 
 
 def open_clip_command(run: Run, files: Files, port: int) -> list[str]:
@@ -289,7 +288,6 @@ def table_spec(file: Path) -> str:
 
 
 # -- running
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def finished(run: Run, files: Files) -> Record:
@@ -404,7 +402,6 @@ def peak_resident_bytes(pid: int) -> int:
 
 
 # -- the command line
-# ---------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:

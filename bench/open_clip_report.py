@@ -168,7 +168,6 @@ def _recalls(values: Mapping[str, float]) -> dict[str, float]:
 
 
 # -- tables
-# ------------------------------------------------------------------------------------------------------------------
 
 Records = Mapping[str, Sequence[Record]]  # of each variant, a record per seed
 
@@ -277,7 +276,6 @@ def _common_cells(runs: Sequence[Record], ranks: int) -> list[str]:
 
 
 # -- the picture
-# -------------------------------------------------------------------------------------------------------------
 
 
 def draw(records: Records, title: str, path: Path) -> None:

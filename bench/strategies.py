@@ -121,7 +121,6 @@ def strategies(setup: Setup, ranks: int) -> list[Strategy]:
 
 
 # -- on each rank
-# ----------------------------------------------------------------------------------------------------------
 
 
 class Run:
@@ -204,7 +203,6 @@ def measure_tensors(setup: Setup, strategy: Strategy) -> int:
 
 
 # -- the report
-# --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

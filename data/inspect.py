@@ -1,8 +1,8 @@
 """What is in a data set: counts, sizes, lengths, bad samples, and a sheet of pictures with their
 captions.
 
-python -m data.inspect demo
-python -m data.inspect 'webdataset:/data/cc3m/{00000..00331}.tar' --sheet cc3m.png --count 48
+    python -m data.inspect demo
+    python -m data.inspect 'webdataset:/data/cc3m/{00000..00331}.tar' --sheet cc3m.png --count 48
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from rich.console import Console
 from rich.table import Table
 
-from data.index.bad_samples import REASONS, BadSample
+from data.index.bad_samples import REASONS, Absent, BadSample
 from data.index.roots import add_root_flag, given_roots, with_roots
 from data.index.sources import Source, open_source
 from data.modalities.fonts import Font, Fonts, fonts_for, wrapped
 from data.modalities.pictures import decode_bytes, upright_8bit
+from data.modules import import_modules
+from data.options import add_pairs_flags, compared
 from data.prepare import count_bad
 
 TILE, CAPTION_LINES, LINE, GAP, LETTER_SIZE = (
@@ -46,6 +48,8 @@ COLUMNS = (
 def histogram(values: np.ndarray, bins: int = 8) -> list[tuple[float, float, int]]:
     """(from, up to, count) of `bins` equal classes between the 1st and the 99th percentile; what
     lies outside is in the outer ones."""
+    if not len(values):
+        return []
     low, high = np.percentile(values, (1, 99))
     if low == high:
         return [(float(values.min()), float(values.max()), len(values))]
@@ -65,7 +69,11 @@ def report(source: Source, most_bad: int = 10) -> list[Table]:
     counts = Table(title=source.spec, title_justify="left", show_header=False)
     counts.add_row("samples", f"{len(source):,}")
     counts.add_row("usable", f"{len(usable):,}")
-    counts.add_row("different pictures", f"{len(np.unique(source.keys('content')[usable])):,}")
+    pictures = usable[~source.lacking("image")[usable]]
+    counts.add_row("different pictures", f"{len(np.unique(source.keys('content')[pictures])):,}")
+    for modality in source.index.modalities:
+        if lacking := int(source.lacking(modality)[usable].sum()):
+            counts.add_row(f"usable, without {modality}", f"{lacking:,}")
     for reason, number in sorted(bad.items(), key=lambda item: -item[1]):
         counts.add_row(f"[red]{reason}[/red]", f"{number:,}   {REASONS[reason]}")
     tables = [counts]
@@ -73,8 +81,9 @@ def report(source: Source, most_bad: int = 10) -> list[Table]:
     for name in ("", "from", "up to", "samples", ""):
         shapes.add_column(name, justify="right" if name else "left", no_wrap=True)
     for column, words in COLUMNS:
-        classes = histogram(source.column(column)[usable])
-        most = max(count for _, _, count in classes)
+        values = source.column(column)[usable]
+        classes = histogram(values[values > 0])  # 0: the sample has no picture, or no caption
+        most = max((count for _, _, count in classes), default=0)
         for n, (low, high, count) in enumerate(classes):
             shapes.add_row(
                 words if n == 0 else "",
@@ -109,7 +118,7 @@ def contact_sheet(
     rows = -(-len(drawn) // columns)
     height = TILE + CAPTION_LINES * LINE + GAP
     sheet = Image.new("RGB", (columns * (TILE + GAP) + GAP, rows * (height + GAP) + GAP), "white")
-    captions = [source.captions(i)[0] for i in drawn.tolist()]
+    captions = [(source.captions(i) or [""])[0] for i in drawn.tolist()]
     draw, fonts = ImageDraw.Draw(sheet), fonts_for(captions)
     for place, (i, caption) in enumerate(zip(drawn.tolist(), captions)):
         left, top = GAP + place % columns * (TILE + GAP), GAP + place // columns * (height + GAP)
@@ -124,6 +133,8 @@ def contact_sheet(
                 (left + (TILE - picture.width) // 2, top + (TILE - picture.height) // 2),
                 picture,
             )
+        except Absent:
+            _draw_line(draw, (left + 4, top + 4), "no picture", fonts, "grey")
         except BadSample as problem:  # of what only a full decoding shows
             _draw_line(draw, (left + 4, top + 4), problem.reason, fonts, "red")
         for number, line in enumerate(
@@ -168,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("spec", metavar="SPEC", help="as --data of train.py")
     add_root_flag(parser, "SPEC")
+    add_pairs_flags(parser)
     parser.add_argument(
         "--sheet",
         type=Path,
@@ -195,8 +207,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     roots = given_roots(parser, options.data_root, [options.spec])
     try:
+        import_modules(options.import_module)
         source = open_source(
-            with_roots(options.spec, roots), workers=options.workers, progress=True
+            with_roots(options.spec, roots),
+            compared(options.pairs),
+            workers=options.workers,
+            progress=True,
         )
         console = Console(highlight=False, width=max(100, Console().width))
         for table in report(source, options.bad):

@@ -85,7 +85,8 @@ class MicroBatchDataset(Dataset):
         counts: dict[str, float] = {}
         num_decoded = 0
         for modality in self.modalities:
-            loaded = modality.load(self.source, request, self.seed, memory)
+            shared = memory if modality.in_shared_memory else None
+            loaded = modality.load(self.source, request, self.seed, shared)
             name, index = modality.name, loaded.index
             missing = [*loaded.absent, *(i for i, _, _ in loaded.bad)]
             if missing:
@@ -217,7 +218,7 @@ class _Carrier(Dataset):
 
         def memory(num_values: int) -> Tensor:
             taken.append(self.blocks.take(num_values))
-            return taken[0].out
+            return taken[-1].out
 
         micro_batch, report = self.dataset.load(request, memory)
         packed: dict[str, Any] = {

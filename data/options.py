@@ -1,11 +1,15 @@
-"""What to train on, as the command line says it. Imports nothing of data/, so that a plan can be
-made without it."""
+"""What to train on, as the command line says it. Imports nothing that reads data, so that a
+plan can be made without it."""
 
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from data.modules import add_module_flag
+
 IMAGE_TEXT = "image:text"
+IMAGE_TEXT_REVERSED = ("text", "image")
 
 
 @dataclass(frozen=True)
@@ -23,12 +27,18 @@ class PairOption:
 
 
 def read_pairs(given: str) -> tuple[PairOption, ...]:
-    """`image:text,tone:text:0.5` -> its pairs. Errors: ValueError for what is not written so."""
+    """`image:text,tone:text:0.5` -> its pairs; `text:image` is `image:text`. Errors: ValueError for
+    what is not written so."""
     pairs = []
     for each in given.split(","):
         words = each.strip().split(":")
         try:
             first, second, weight = words if len(words) == 3 else (*words, "1")
+            if (first, second) == IMAGE_TEXT_REVERSED:
+                first, second = (
+                    second,
+                    first,
+                )  # one pair, whatever its losses' scalars are called by
             pairs.append(PairOption(first, second, float(weight)))
         except ValueError:
             raise ValueError(
@@ -70,7 +80,7 @@ class DataOptions:
 
     def compared(self) -> tuple[tuple[str, str], ...]:
         """The modalities of each pair."""
-        return tuple(pair.modalities for pair in read_pairs(self.pairs))
+        return compared(self.pairs)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "DataOptions":
@@ -82,3 +92,20 @@ class DataOptions:
                 for name, value in known.items()
             }
         )
+
+
+def compared(given: str) -> tuple[tuple[str, str], ...]:
+    """The modalities of each pair of `--pairs`."""
+    return tuple(pair.modalities for pair in read_pairs(given))
+
+
+def add_pairs_flags(parser: ArgumentParser) -> None:
+    """Flags of a command that looks at a data set as a run with these pairs would."""
+    parser.add_argument(
+        "--pairs",
+        default=IMAGE_TEXT,
+        metavar="A:B,...",
+        help="as --pairs of the run: a sample is used where it has both of some pair "
+        "(default: %(default)s)",
+    )
+    add_module_flag(parser)

@@ -41,7 +41,8 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The training samples `train` [N] of `source`, the held-out sets, and the tokenizer of both.
+    """The training samples `train` [N] of `source`, the held-out sets, and the tokenizer of both (None
+    where no pair has texts).
 
     `parts`: (samples, weight) of each data set in `train`, none where there is one. `leaks`: what
     was found and dropped. `length_multiple`: what texts are padded to.
@@ -50,7 +51,7 @@ class PreparedData:
     source: Source
     train: np.ndarray
     held_out: dict[str, HeldOut]
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
     parts: Parts = ()
     leaks: Mapping[str, int] = field(default_factory=dict)
     length_multiple: int = 1
@@ -83,7 +84,8 @@ def prepare_data(
     found there the next time.
 
     Held-out samples come from `val_data` when given, else are `val_fraction` of `data`. `tokenizer`
-    is a folder or a Hugging Face id; None trains a WordPiece on the training captions. Bad samples
+    is a folder or a Hugging Face id; None trains a WordPiece on the training captions. Where no pair
+    has texts there is none. Bad samples
     are listed in `folder`/bad_samples.jsonl. Where processes share `folder`, one goes first and the
     others find what it made. Errors: ValueError, OSError.
     """
@@ -120,7 +122,9 @@ def prepare_data(
         asked = source.parts(found.train, options.data_weights or (1.0,) * len(options.data))
         parts = mixed(asked, options.data_temperature, options.data_floors)
     words = folder / "tokenizer"
-    if tokenizer is None and words.is_dir():
+    if not any("text" in pair for pair in options.compared()):
+        made = None
+    elif tokenizer is None and words.is_dir():
         made = load_tokenizer(str(words))
     else:
         captions = (
@@ -171,7 +175,6 @@ def _divide(options: DataOptions, source: Source, validation: Source | None) -> 
 
 
 # -- bad samples
-# -----------------------------------------------------------------------------------------------------------
 
 
 def count_bad(source: Source) -> dict[str, int]:
@@ -235,7 +238,6 @@ def write_bad_samples(file: Path, sources: Sequence[Source]) -> None:
 
 
 # -- what is kept in the run's folder
-# --------------------------------------------------------------------------------------
 
 
 class _Kept:

@@ -147,7 +147,6 @@ class ForkEngine(PipelineEngine):
         self._ready = True
 
     # -- what the base class asks
-    # ------------------------------------------------------------------------------------
 
     def is_first_stage(self) -> bool:
         """Does input enter here? During construction always yes: there is no linear chain to warm
@@ -192,7 +191,6 @@ class ForkEngine(PipelineEngine):
         return self.comm.objective
 
     # -- one step
-    # ----------------------------------------------------------------------------------------------------
 
     @_explains_memory(TRAINING)
     def train_batch(
@@ -239,18 +237,21 @@ class ForkEngine(PipelineEngine):
         self.set_dataiterator(data_iter)
         self._reset_buffers()
         self.tail_loss.start_step(rows_per_sample, num_rows, loss_weights)
-        # Messages whose shapes never change are announced in the first step only, for each number
-        # of rows per sample.
-        known = self._training_shapes.setdefault(
-            tuple(sorted((rows_per_sample or {}).items())), {"in": {}, "out": {}}
+        self._num_micro_batches = num_micro_batches or self.batches[self._branch].num_micro_batches
+        # Messages whose shapes never change are announced in the first step only, for each way to
+        # divide a batch.
+        division = (
+            tuple(sorted((rows_per_sample or {}).items())),
+            tuple(sorted((num_rows or {}).items())),
+            self._num_micro_batches,
         )
+        known = self._training_shapes.setdefault(division, {"in": {}, "out": {}})
         self._shapes = {end: kept if self._constant[end] else {} for end, kept in known.items()}
         self._lr = dict(self.lr_scheduler.rates)
         self.clipping.start_step()
         buffers = self.module.changing_buffers()
         before = [buffer.clone() for buffer in buffers]
         self.recorder.start()
-        self._num_micro_batches = num_micro_batches or self.batches[self._branch].num_micro_batches
         kept = self.batches[self._branch].num_kept if num_kept is None else num_kept
         kept = min(kept, self._num_micro_batches)
         self._exec_schedule(self.schedule_type(self.place, self._num_micro_batches, kept))
@@ -388,7 +389,6 @@ class ForkEngine(PipelineEngine):
         return next(iter(self.place.layers))
 
     # -- state
-    # -------------------------------------------------------------------------------------------------------
 
     def progress(self) -> dict[str, Any]:
         """What a run needs to go on besides tensors, small, as JSON: a rank tells what is equal on
@@ -410,6 +410,8 @@ class ForkEngine(PipelineEngine):
         the two precisions has is left as it is."""
         for name in _COUNTERS:
             setattr(self, name, progress["counters"][name])
+        # what earlier processes sent is no next step's
+        self._sent_bytes_before = self.comm.sent_bytes + self._reduced_bytes()
         self.bad_steps_in_a_row = progress["bad_steps_in_a_row"]
         self.clipping.load_state_dict(progress["clipping"])
         if self.average:
@@ -423,7 +425,6 @@ class ForkEngine(PipelineEngine):
                 setattr(self.optimizer.loss_scaler, name, progress["loss_scaler"][name])
 
     # -- instructions
-    # ------------------------------------------------------------------------------------------------
 
     def _exec_load_micro_batch(self, buffer_id: int, keep: bool = False) -> None:
         asked = self.recorder.clock()
@@ -610,7 +611,6 @@ class ForkEngine(PipelineEngine):
         )
 
     # -- held-out sets
-    # -----------------------------------------------------------------------------------------------
 
     @_explains_memory(EVALUATION)
     @torch.no_grad()
@@ -625,8 +625,10 @@ class ForkEngine(PipelineEngine):
         every pair, by its name, on every rank.
 
         `num_micro_batches` is the number on this replica (it may differ between replicas, and be
-        0); `measure(own, other, target)` returns a vector that is summed over all own rows. Samples
-        of which a half is missing are left out. Raises OutOfMemory where an allocation fails.
+        0); `measure(own, other, target)` returns a vector that is summed over all own rows. Every
+        branch brings a row for every sample; where it is a stand-in, with the index −1 − i, the
+        sample is left out of the branch's pairs. Raises RuntimeError for rows that are missing or
+        are of other samples, OutOfMemory where an allocation fails.
         """
         self.module.eval()
         self.set_dataiterator(data_iter)
@@ -643,7 +645,7 @@ class ForkEngine(PipelineEngine):
         totals = {}
         for pair in self.objective.pairs:
             meeting = (
-                meet(arrived, pair)
+                meet(arrived, pair, alone=len(self.objective.pairs) == 1)
                 if arrived is not None and set(pair.branches) & set(arrived.own)
                 else None
             )
@@ -659,13 +661,20 @@ class ForkEngine(PipelineEngine):
                     )
                 directions[f"{branch}_to_{other}"] = self.comm.sum_over(part)
             speaks = self.comm.rank == self.graph.tail(pair.first).ranks[0]
-            number = torch.tensor(float(meeting.num_rows if speaks else 0), device=self.device)
-            totals[pair.name] = PairTotals(directions, int(self.comm.sum_over(number)))
+            told = (meeting.num_rows, meeting.num_misaligned) if speaks else (0, 0)
+            number, misaligned = self.comm.sum_over(
+                torch.tensor([float(value) for value in told], device=self.device)
+            ).tolist()
+            if misaligned:
+                raise RuntimeError(
+                    f"the {' and '.join(pair.branches)} branches disagree about {int(misaligned)} "
+                    f"of {num_samples} held-out samples; each must load a row for every one of them"
+                )
+            totals[pair.name] = PairTotals(directions, int(number))
         self._reset_buffers()
         return totals
 
     # -- metrics
-    # -----------------------------------------------------------------------------------------------------
 
     def _step_metrics(self, stop_requested: bool, counts: Mapping[str, float]) -> StepMetrics:
         """Gather the numbers of one step from the ranks that have them: each is given by one rank,
@@ -678,14 +687,13 @@ class ForkEngine(PipelineEngine):
                 "sums": [
                     float(stop_requested),
                     sent_bytes - self._sent_bytes_before,
-                    float(losses.num_left_out),
                 ],
                 "counts": list(counts.values()),
                 "ranks": self._own_slots(),
             }
         )
         self._sent_bytes_before = sent_bytes
-        (loss,), (misaligned,), (stopping, sent, left_out) = (
+        (loss,), (misaligned,), (stopping, sent) = (
             told["loss"],
             told["misaligned"],
             told["sums"],
@@ -745,7 +753,9 @@ class ForkEngine(PipelineEngine):
             },
             sent_bytes=int(sent),
             peak_memory_bytes=int(max(peak_bytes)),
-            num_left_out=int(left_out),
+            left_out=dict(
+                zip([pair.name for pair in self.objective.pairs], map(int, told["left_out"]))
+            ),
             counts=dict(zip(counts, told["counts"])),
             sources=losses_of_sources(
                 self.objective,

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from engine.loss.matching import MatchingLoss
 
 
+RESERVED = {"head", "batch_norm", "merged"}  # of clipping, of locking, of a layout's stages
+
+
 @dataclass(frozen=True)
 class Branch:
     """A modality's path through the pipeline.
@@ -71,8 +74,8 @@ class Objective:
     """All branches of a run, in the order of their layers and ranks, and all pairs. Checked when
     made.
 
-    Raises ValueError for a pair of unknown branches, a branch without a pair, and names that stand
-    twice.
+    Raises ValueError for a pair of unknown branches, a branch without a pair, names that stand
+    twice, and a branch that has the name of something else in the configuration.
     """
 
     branches: tuple[Branch, ...]
@@ -82,6 +85,11 @@ class Objective:
         if len(set(self.names)) < len(self.names):
             raise ValueError(
                 f"objective: the branches {', '.join(self.names)} do not have different names"
+            )
+        if reserved := sorted(RESERVED & set(self.names)):
+            raise ValueError(
+                f"objective: a branch is called {reserved[0]}, which has a meaning of its own in "
+                'the "branches" block; call it otherwise'
             )
         for pair in self.pairs:
             unknown = [name for name in pair.branches if name not in self.names]
@@ -99,6 +107,12 @@ class Objective:
             raise ValueError(
                 f"objective: {', '.join(pair.name for pair in self.pairs)} compare two branches "
                 "twice; give each pair once"
+            )
+        names = [pair.name for pair in self.pairs]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"objective: two pairs have the same name among {', '.join(names)}; call their "
+                "branches otherwise"
             )
         alone = [
             name for name in self.names if not any(name in pair.branches for pair in self.pairs)

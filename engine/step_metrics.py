@@ -91,8 +91,8 @@ class StepMetrics:
     made of that was skipped for its loss or gradients; `bad_steps_in_a_row`: with this one. `idle`:
     by stage, the part of the step in which its ranks did not compute; `busy_s`: the seconds in
     which they did, mean of the replicas; `data_wait_s`: by stage that loads, the seconds waited for
-    micro-batches, mean of the replicas. `num_left_out`: samples of which a half could not be
-    loaded. `sent_bytes`: by all ranks together, collectives counted as rings. `peak_memory_bytes`:
+    micro-batches, mean of the replicas. `left_out`: by pair, samples of which a
+    half was a stand-in: they lack it, or it could not be loaded. `sent_bytes`: by all ranks together, collectives counted as rings. `peak_memory_bytes`:
     of the rank that held most so far; on a CPU the whole process. `sources`: of each of several
     sources; of one there is nothing to tell. `losses`: where there are several, see `losses_of`;
     `loss` is then their weighted sum, and `sources` are those of the contrastive ones, weighted.
@@ -118,10 +118,15 @@ class StepMetrics:
     data_wait_s: Mapping[str, float]
     sent_bytes: int
     peak_memory_bytes: int
-    num_left_out: int
+    left_out: Mapping[str, int]
     counts: Mapping[str, float]  # what the caller of `train_batch` counted, over all ranks
     sources: tuple[SourceLoss, ...] = ()
     losses: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_left_out(self) -> int:
+        """Of the first pair."""
+        return next(iter(self.left_out.values()))
 
     def record(
         self, step: int, epoch: float, samples_per_s: float, step_s: float
@@ -156,7 +161,11 @@ class StepMetrics:
             "sent_bytes": self.sent_bytes,
             "peak_memory_bytes": self.peak_memory_bytes,
             **{name: round(value, 5) for name, value in self.counts.items()},
-            **({} if not self.num_left_out else {"left_out_samples": self.num_left_out}),
+            **{
+                "left_out_samples" + (f"/{pair}" if len(self.left_out) > 1 else ""): number
+                for pair, number in self.left_out.items()
+                if number
+            },
             **({} if self.loss_scale == 1.0 else {"loss_scale": self.loss_scale}),
             **({} if self.step_applied else {"step_applied": False}),
         }

@@ -7,6 +7,7 @@ a CPU those of the host's clock, which whoever starts the run may give.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -93,9 +94,19 @@ class Recorder:
         return dict(total)
 
     def busy_s(self) -> float:
-        """Seconds in which the rank computed."""
-        seconds = self.seconds()
-        return sum(seconds.get(name, 0.0) for name in COMPUTE) - seconds.get(WAIT, 0.0)
+        """Seconds in which the rank computed: of the spans in `COMPUTE`, without the waiting in
+        them. Waiting elsewhere, such as for the statistics of other replicas, is in none of them.
+        """
+        computing = sorted(
+            (span for span in self.spans if span.name in COMPUTE), key=lambda span: span.start_s
+        )
+        starts = [span.start_s for span in computing]
+        busy = sum(span.seconds for span in computing)
+        for wait in self.spans:
+            around = bisect_right(starts, wait.start_s) - 1
+            if wait.name == WAIT and around >= 0 and wait.end_s <= computing[around].end_s:
+                busy -= wait.seconds
+        return busy
 
     def _now(self) -> Any:
         if not self._on_gpu:

@@ -99,10 +99,11 @@ class Evaluator:
                 }
                 sums = [of_direction[len(RECALL_AT) :] for of_direction in directions.values()]
                 figures = alignment_figures(*sums, num_samples, pair.branches)
-                of_pair = f"/{pair.name}" if len(measured) > 1 else ""
-                values |= recalls(hits, max(1, num_samples)) | {
-                    f"{figure}{of_pair}": value for figure, value in figures.items()
-                }
+                several = len(measured) > 1
+                of_pair = f"/{pair.name}" if several else ""
+                values |= recalls(hits, num_samples) if num_samples else {}
+                values |= {f"{figure}{of_pair}": value for figure, value in figures.items()}
+                values |= {f"num_samples{of_pair}": num_samples} if several else {}
             yield name, values
 
 

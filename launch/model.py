@@ -56,7 +56,7 @@ class RunModel:
     pretrained: Mapping[str, Weights] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> RunModel:
+    def of(cls, options: ModelOptions, tokenizer: PreTrainedTokenizerBase | None) -> RunModel:
         """As the options say. Errors: ValueError, FileNotFoundError."""
         towers = towers_of(vars(options), tokenizer)
         loss = build_loss(options.loss, options.label_smoothing)
@@ -90,8 +90,9 @@ class RunModel:
 
 def _pretrained(options: ModelOptions, towers: Sequence[Tower]) -> dict[str, Weights]:
     if options.imported:
-        both = [tower for tower in towers if tower.branch in ("image", "text")]
-        return dict.fromkeys((tower.branch for tower in both), open_model(options.imported, *both))
+        of_branch = {tower.branch: tower for tower in towers}
+        model = open_model(options.imported, of_branch["image"], of_branch["text"])
+        return {"image": model, "text": model}
     given = {"image": options.image_weights, "text": options.text_weights}
     return {
         tower.branch: open_weights(tower.branch, given[tower.branch], tower)

@@ -1,6 +1,10 @@
 """`python -m launch.tools.plan` under the name that it had before."""
 
+import os
 import sys
+
+if __name__ == "__main__":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed need not look for a GPU
 
 from launch.tools.plan import run
 

@@ -77,7 +77,6 @@ def whole(states: list[dict[str, Any]]) -> dict[tuple[str, str], Tensor]:
 
 
 # -- disks that are full
-# -----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -122,7 +121,6 @@ def train_on_a_disk_that_fills_up(case: Case, folder: Path, full_on: int) -> dic
 
 
 # -- without an engine
-# -------------------------------------------------------------------------------------------------------
 
 TENSORS = {
     "image.weight": torch.arange(600.0).view(20, 30),

@@ -158,7 +158,6 @@ def numbers(clipping: GroupedClipping) -> dict[str, dict[str, float]]:
 
 
 # -- steps that are skipped
-# ------------------------------------------------------------------------------------------------
 
 BAD_PLACE = 5  # in the global batch: the sample whose picture or text is spoilt
 

@@ -12,13 +12,13 @@ import pytest
 from cost_models import BRANCHES, proportional
 from launched import SMALL, fork_flags, metrics, run_to_end, write_pairs
 
+from data.modules import import_modules
 from engine.config.reading import BranchesBlock, check_config
 from engine.planning.costs import CostModel, cost_model_to_json
 from engine.planning.memory_advice import TRAINING, RankSetup, Work, advice
 from engine.planning.planner import plan_run, search_plans
 from engine.processes.shortage import Shortage
 from engine.schedule import SCHEDULES
-from launch.settings.modules import import_modules
 from launch.settings.options import parse_options
 from launch.tools.plan import parse_options as parse_plan_options
 from launch.tools.plan import run as run_plan

@@ -129,6 +129,7 @@ def test_a_run_that_goes_on_deals_and_feeds_as_before(whole, tmp_path):
     assert set(first) == set(second) == set(range(1, 25))
     for step, line in first.items():
         of_a_process = {"peak_memory_bytes", "sent_bytes"}  # its first step announces shapes
+        assert line["sent_bytes"] == pytest.approx(second[step]["sent_bytes"], rel=0.1)
         differing = {
             key
             for key in line.keys() | second[step].keys()

@@ -92,7 +92,6 @@ class ThreeBranches:
 
 
 # -- a modality that the engine has never heard of
-# -----------------------------------------------------------------------------
 
 
 class SoundStem(Layer):
@@ -215,7 +214,6 @@ def loaded(case: ThreeBranches, branch: str, places: Tensor, image_size: int) ->
 
 
 # -- split
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def train_three_split(case: ThreeBranches) -> dict[str, Any]:
@@ -342,7 +340,6 @@ def _micro_batches(case: ThreeBranches, engine, image_size: int):
 
 
 # -- unsplit
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def train_three_whole(case: ThreeBranches, batches: dict[str, tuple[int, int]]) -> dict[str, Any]:

@@ -42,9 +42,13 @@ class BucketedSamples:
     def choose(
         cls, width: np.ndarray, height: np.ndarray, image_size: int, multiple: int, max_buckets: int
     ) -> "BucketedSamples":
-        """Of the samples' widths and heights [N], as the index has them. Errors: ValueError."""
-        chosen = choose_buckets(width, height, image_size, multiple, max_buckets)
-        return cls(chosen.sizes, chosen.assign(width, height))
+        """Of the samples' widths and heights [N], as the index has them: 0 of samples without a
+        picture, which any bucket will do for. Errors: ValueError."""
+        shown = np.minimum(width, height) > 0
+        chosen = choose_buckets(width[shown], height[shown], image_size, multiple, max_buckets)
+        number = np.zeros(len(shown), np.int8)
+        number[shown] = chosen.assign(width[shown], height[shown])
+        return cls(chosen.sizes, number)
 
 
 def choose_buckets(

@@ -117,7 +117,6 @@ def open_sources(specs: Sequence[str], **building) -> Source:
 
 
 # -- how often
-# ------------------------------------------------------------------------------------------------------------
 
 
 def mixed(parts: Parts, temperature: float = 1.0, floors: Sequence[float] | None = None) -> Parts:

@@ -153,7 +153,6 @@ class GlobalOrder:
         return tuple(visits.tolist())
 
     # -- where a step is in the data
-    # ---------------------------------------------------------------------------------------
 
     @property
     def steps_per_epoch(self) -> int:
@@ -210,7 +209,6 @@ class GlobalOrder:
         return tuple(stretches)
 
     # -- which samples it has
-    # ----------------------------------------------------------------------------------------------
 
     def _mixes(self, later: Mixes, epoch: int) -> Mixes:
         """All up to an epoch, from the first on. Errors: ValueError for one of other parts, or with

@@ -33,9 +33,10 @@ def sample_weights(
 
 
 def _of_mean_one(values: np.ndarray) -> np.ndarray:
+    """Values of 0 are of samples that have no such value: they count as the mean of the others."""
     values = np.asarray(values, np.float64)
-    mean = values.mean()
-    return values / mean if mean > 0 else np.ones_like(values)  # all 0: none is more than another
+    mean = values[values > 0].mean() if values.any() else 1.0
+    return np.where(values > 0, values / mean, 1.0)
 
 
 def loss_weights(

@@ -405,6 +405,7 @@ def fill(
     from tqdm import tqdm
 
     indices = source.usable()
+    indices = indices[~source.lacking("image")[indices]]
     chunks = [indices[start : start + CHUNK] for start in range(0, len(indices), CHUNK)]
     total = Filled()
     with tqdm(total=len(indices), unit="picture", disable=not progress) as bar:

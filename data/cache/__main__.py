@@ -13,6 +13,8 @@ from data.index.roots import add_root_flag, given_roots, with_roots
 from data.index.sources import open_source
 from data.modalities.preprocessing import CLIP, INTERPOLATIONS
 from data.modalities.transforms import train_transform
+from data.modules import import_modules
+from data.options import add_pairs_flags, compared
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -22,6 +24,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("spec", metavar="SPEC", help="the data set, as --data of train.py")
     add_root_flag(parser, "SPEC")
+    add_pairs_flags(parser)
     parser.add_argument(
         "--image-size",
         type=int,
@@ -67,7 +70,9 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     roots = given_roots(parser, arguments.data_root, [arguments.spec])
     start = time.monotonic()
-    source = open_source(with_roots(arguments.spec, roots), progress=True)
+    import_modules(arguments.import_module)
+    pairs = compared(arguments.pairs)
+    source = open_source(with_roots(arguments.spec, roots), pairs, progress=True)
     cache = open_cache(arguments.cache, int(arguments.limit * GIB))
     if cache is None:
         return 1

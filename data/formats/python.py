@@ -44,6 +44,9 @@ class PythonFormat(Format):
     """
 
     pictures_are_files = False
+    when_changed = (
+        "change the data set's `fingerprint` attribute, or touch its module, and start again"
+    )
     holds = None
 
     def __init__(self, where: str) -> None:

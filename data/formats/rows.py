@@ -105,6 +105,7 @@ class Format:
     roots: Roots  # unused when no picture is a file of its own
     pictures_are_files = True
     unit = "sample"  # of `total` and the weights of parts
+    when_changed = "start again, and it is checked anew"  # what to do about a changed picture
     holds: tuple[str, ...] | None = ("image", "text")  # modalities; None: any, each sample some
     # of modalities that are compared: a sample is usable where it has both of some pair
     pairs: Pairs = DEFAULT_PAIRS

@@ -315,7 +315,6 @@ def _as_batch(records: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatc
 
 
 # -- one row
-# -----------------------------------------------------------------------------------------------------------------------------
 
 _UNSEEN = {
     "width": 0,
@@ -330,11 +329,7 @@ def _record(work: _Work, part: Part, row: Row, known: "_KnownPictures") -> dict[
     problem, seen, key, lacks = row.problem, dict(_UNSEEN), 0, dict(row.lacks)
     if problem is None and "image" in work.format.modalities and "image" not in lacks:
         key = _picture_key(work.format, part, row)
-        found = known.find(key, row)
-        if found is None:
-            seen, of_picture = _see(work, part, row)
-        else:
-            seen, of_picture = found
+        seen, of_picture = known.find(key, row) or _see(work, part, row)
         if of_picture is not None:
             lacks["image"] = of_picture
             key = 0 if CODES[of_picture.reason] in MAY_PASS else key
@@ -343,6 +338,8 @@ def _record(work: _Work, part: Part, row: Row, known: "_KnownPictures") -> dict[
         first not in lacks and second not in lacks for first, second in work.format.pairs
     ):
         problem = next(lacks[name] for name in work.format.modalities if name in lacks)
+    if problem is not lacks.get("image"):
+        key = 0  # the row does not tell what is wrong with the picture, so it is looked at again
     return {
         "id": _clean(row.id),
         "path": _clean(row.path),
@@ -425,6 +422,8 @@ class _KnownPictures:
         if at == len(self._keys) or int(self._keys[at]) != key:
             return None
         i, old = int(self._rows[at]), self._old
+        if row.image is not None and content_hash(row.image) != old.content_hash(i):
+            return None
         same = (
             int(old.column("size")[i]),
             int(old.column("mtime_ns")[i]),
@@ -464,7 +463,6 @@ def _clean(text: str) -> str:
 
 
 # -- one file of all parts
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def _write(

@@ -37,7 +37,8 @@ def find_leaks(
 
     content: the encoded pictures are equal byte for byte. id: the ids are equal and so is a caption
     (ids that only number the samples of a shard are equal by chance). near: perceptual hashes
-    differ in at most `near_bits` of 64 bits; None: not looked for.
+    differ in at most `near_bits` of 64 bits; None: not looked for. Samples that have neither pictures
+    nor captions are compared by their ids alone, unless these are numbers.
     """
     found, left = [], np.ones(len(train_subset), bool)
     looks = ["content", "id"] + (["near"] if near_bits is not None else [])
@@ -56,7 +57,7 @@ def find_leaks(
         if kind == "id":
             fresh &= np.array(
                 [
-                    _share_a_caption(train, int(i), held_out, int(j))
+                    _is_same(train, int(i), held_out, int(j))
                     for i, j in zip(train_subset[own], held_out_subset[other])
                 ],
                 bool,
@@ -68,8 +69,12 @@ def find_leaks(
     return found
 
 
-def _share_a_caption(train: Source, i: int, held_out: Source, j: int) -> bool:
-    return not set(train.captions(i)).isdisjoint(held_out.captions(j))
+def _is_same(train: Source, i: int, held_out: Source, j: int) -> bool:
+    """Of two samples with the same id."""
+    captions, others = train.captions(i), held_out.captions(j)
+    if not captions and not others and not train.keys("content")[i]:
+        return not train.identity(i).isdigit()
+    return not set(captions).isdisjoint(others)
 
 
 def _equal(own: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -54,7 +54,6 @@ def _option(root: str) -> str:
 
 
 # -- on the command line
-# ---------------------------------------------------------------------------------------------------
 
 
 def add_root_flag(group: argparse._ActionsContainer, of: str) -> None:

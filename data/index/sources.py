@@ -121,7 +121,7 @@ class IndexedSource:
         ):  # a GB/s; bytes of another picture would go unnoticed into every cache
             raise BadSample(
                 "unreadable",
-                "the picture has changed since it was checked; start again, and it is checked anew",
+                f"the picture has changed since it was checked; {self.format.when_changed}",
             )
         return image
 
@@ -252,9 +252,15 @@ def _no_usable_sample(source: IndexedSource) -> str:
         for (_, where, reason, detail), _ in zip(source.bad_samples(), range(MAX_SHOWN))
     ]
     more = [f"... and {len(source) - MAX_SHOWN} more"] if len(source) > MAX_SHOWN else []
+    pairs = ", ".join(map(":".join, source.format.pairs))
+    other = (
+        f", or give other --pairs than {pairs}"
+        if reasons.keys() <= {"no-value", "no-caption"}
+        else ""
+    )
     return "\n".join(
         [
-            f"{source.spec}: none of {len(source)} samples can be used ({of}); mend them",
+            f"{source.spec}: none of {len(source)} samples can be used ({of}); mend them{other}",
             *first,
             *more,
         ]

@@ -135,6 +135,8 @@ def _hash64(text: str) -> int:
 def _connected(count: int, samples: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """[count]: the smallest number among all samples that a sample is joined with. `samples[k]` has
     the key `keys[k]`."""
+    if not len(keys):  # neither pictures nor texts: nothing tells that two samples are alike
+        return np.arange(count)
     _, key = np.unique(keys, return_inverse=True)
     key = key.reshape(-1)
     labels = np.arange(count)

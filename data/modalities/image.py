@@ -36,6 +36,8 @@ class ImageModality(Modality):
 
     name = "image"
     count_names = ("unreadable_pictures",)
+    equal_shapes = True  # of training, where no buckets are used and nothing is fed at other sizes
+    in_shared_memory = True
 
     def __init__(
         self,

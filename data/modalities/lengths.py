@@ -120,4 +120,4 @@ def _lengths(
         padding=False,
         return_attention_mask=False,
     )["input_ids"]
-    return [len(tokens) for tokens in encoded]
+    return [max(1, len(tokens)) for tokens in encoded]  # as batch_tokens has them

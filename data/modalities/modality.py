@@ -58,11 +58,17 @@ class Modality(ABC):
     """Whether a value may turn out bad while it is loaded; the others were read whole when the
     index was made."""
 
+    equal_shapes = False
+    """Whether every sample makes tensors of equal shapes."""
+    in_shared_memory = False
+    """Whether `load` writes its `pixel_values` into `memory`."""
+
     @abstractmethod
     def load(
         self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
     ) -> Loaded:
-        """The rows of the request's samples, in their order. `memory`: for the largest tensor."""
+        """The rows of the request's samples, in their order. `memory`: see `in_shared_memory`; None
+        for all others."""
 
 
 class ValueModality(Modality):
@@ -71,6 +77,8 @@ class ValueModality(Modality):
     A subclass says how a value becomes tensors. Samples without the modality, and values that
     `encode` refuses, are left out of the loss.
     """
+
+    equal_shapes = True
 
     @abstractmethod
     def encode(self, value: Any, generator: np.random.Generator | None) -> dict[str, Tensor]:

@@ -74,7 +74,9 @@ def batch_tokens(
     """`input_ids` and `attention_mask` (1 = keep), both int64 [B, L].
 
     Texts are cut at `max_text_tokens` tokens, the special ones included. L is the longest of them,
-    rounded up to a multiple of `multiple`, but at most `max_text_tokens`. Padding is on the right.
+    rounded up to a multiple of `multiple`, but at most `max_text_tokens`. Padding is on the right. A
+    text of no tokens (an empty one, where the tokenizer adds no special tokens) keeps one token of
+    padding, because a tower cannot pool over nothing.
     """
     return batch_tokens_counted(tokenizer, texts, max_text_tokens, multiple)[0]
 
@@ -93,12 +95,13 @@ def batch_tokens_counted(
         padding=False,
         return_attention_mask=False,
     )
-    lengths = np.fromiter(map(len, encoded["input_ids"]), np.int64, len(texts))  # [B]
+    rows = [tokens or [tokenizer.pad_token_id] for tokens in encoded["input_ids"]]
+    lengths = np.fromiter(map(len, rows), np.int64, len(texts))  # [B]
     length = min(-(-int(lengths.max()) // multiple) * multiple, max_text_tokens)
     kept = np.arange(length) < lengths[:, None]  # [B, L]
     input_ids = np.full(kept.shape, tokenizer.pad_token_id, np.int64)
     input_ids[kept] = np.fromiter(
-        chain.from_iterable(encoded["input_ids"]), np.int64, int(lengths.sum())
+        chain.from_iterable(rows), np.int64, int(lengths.sum())
     )  # row by row, as `kept` counts
     tensors = {
         "input_ids": torch.from_numpy(input_ids),

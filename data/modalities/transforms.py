@@ -4,10 +4,9 @@ normalised as its weights expect.
 Two phases, so that a cache can stand between them and change nothing:
 
     A  `Stored`: bytes -> uint8 picture [h, w, 3 or 4], deterministic: decoded at a reduced scale,
-    upright, RGB or RGBA, and shrunk
-       if it is much larger than the tower needs
+       upright, RGB or RGBA, and shrunk if it is much larger than the tower needs
     B  `TrainTransform`, `EvalTransform`: that picture -> uint8 [H, W, 3], at random in training,
-    always the same in evaluation
+       always the same in evaluation
 
 `normalised` then turns the pictures of a whole micro-batch into one tensor. H, W: the tower's
 input; h, w: a stored picture. Chance comes from a numpy Generator that the caller seeds for each

@@ -99,7 +99,6 @@ def dealt(runs: Iterable[Run], part: int, parts: int) -> Iterator[Run]:
 
 
 # -- out of the engine
-# -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -232,7 +231,6 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 # -- into the engine
-# ---------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -200,7 +200,6 @@ def checksum_of_file(file: Path) -> str:
 
 
 # -- names
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def step_folder(step: int) -> str:
@@ -235,7 +234,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 # -- onto the disk
-# ------------------------------------------------------------------------------------------------------------
 
 
 def replace_text(file: Path, text: str) -> None:
@@ -261,7 +259,6 @@ def flush(path: Path, forget: bool = False) -> None:
 
 
 # -- is it whole?
-# ------------------------------------------------------------------------------------------------------------
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

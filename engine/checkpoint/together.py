@@ -261,7 +261,6 @@ def _in_words(error: BaseException) -> str:
 
 
 # -- going on
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:

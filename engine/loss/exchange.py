@@ -258,11 +258,12 @@ def _in_order(embeds: Tensor, tags: Tensor, number: int) -> Gathered:
     )
 
 
-def meet(arrived: Arrived, pair: Pair) -> Meeting:
+def meet(arrived: Arrived, pair: Pair, alone: bool = True) -> Meeting:
     """The rows of one pair, without the samples that do not have both halves. Nothing is sent.
 
-    Errors: RuntimeError, the same on all last stages of the pair, when some rows have weights and
-    others have none, or all have weight 0.
+    `alone`: the objective has no other pair. Errors: RuntimeError, the same on all last stages of
+    the pair, when some rows have weights and others have none, or where it is `alone` and all have
+    weight 0.
     """
     rows = {branch: arrived.everyone[branch] for branch in pair.branches}
     first, second = (
@@ -306,10 +307,15 @@ def meet(arrived: Arrived, pair: Pair) -> Meeting:
         )
     weighted = num_unweighted < num_came
     if weighted and num_left_out < len(out) and not all(weight_left):
-        raise RuntimeError(
-            f"all {pair.first} rows, or all {pair.second} rows, of this batch that could be loaded "
-            f"have weight 0, so there is no loss; give one of them a weight above 0 in {keys}"
-        )
+        if alone:
+            raise RuntimeError(
+                f"all {pair.first} rows, or all {pair.second} rows, of this batch that could be "
+                "loaded have weight 0, so there is no loss; give one of them a weight above 0 in "
+                f"{keys}"
+            )
+        # few samples may have both halves of one of several pairs: as if there were none
+        num_left_out = len(out)
+        left_out = {branch: torch.ones_like(each) for branch, each in left_out.items()}
     everyone = {
         branch: Side(
             own.embeds,

@@ -132,8 +132,9 @@ def match(
             # a tail's own gradients are averaged over its replicas: `scale` makes up for those of
             # the text tail
             image_gradients.append((gradient * (image.replicas / text.replicas)).to(block.dtype))
-    if texts is not None and not num_pairs:  # every replica has a gradient to average
-        held = torch.stack([parameter.sum() for parameter in fusion.parameters()])
+    learned = [p.sum() for p in (fusion.parameters() if fusion else ()) if p.requires_grad]
+    if texts is not None and not num_pairs and learned:  # every replica has a gradient to average
+        held = torch.stack(learned)
         inject([(held, torch.zeros_like(held))])
     gradients = {}
     if pair.first in meeting.own:

@@ -49,7 +49,7 @@ class Sums:
     misaligned: (
         Tensor  # [1], places with different samples in two branches, told by one rank of each pair
     )
-    num_left_out: int = 0  # samples that could not be loaded, told by one rank of the first pair
+    left_out: list[float]  # [P], samples of which a half was a stand-in, told by one rank each
     given: list[dict[str, Rows]] = field(
         default_factory=list
     )  # what went into each loss, by branch
@@ -65,9 +65,10 @@ class Sums:
             zeros(2, num_pairs, num_sources),
             zeros(num_scalars),
             zeros(1),
+            [0.0] * num_pairs,
         )
 
-    def told(self) -> dict[str, Tensor]:
+    def told(self) -> dict[str, Tensor | list[float]]:
         return {
             "loss": self.loss,
             "misaligned": self.misaligned,
@@ -75,6 +76,7 @@ class Sums:
             "source_shares": self.sources[0],
             "source_samples": self.sources[1],
             "losses": self.losses,
+            "left_out": self.left_out,
         }
 
 
@@ -262,7 +264,7 @@ class TailLoss:
     ) -> tuple[Meeting, dict[str, Tensor], LossResult]:
         """The exchange of one pair; the learned scalars as all of its last stages know them; the
         loss."""
-        meeting = meet(arrived, pair)
+        meeting = meet(arrived, pair, alone=len(self.objective.pairs) == 1)
         if len(self.objective.pairs) == 1 and not meeting.num_rows:
             raise OSError(
                 "not one pair of this batch could be loaded; see bad_samples.jsonl in the folder "
@@ -290,7 +292,7 @@ class TailLoss:
             self.comm.rank == self.comm.graph.tail(pair.first).ranks[0]
         ):  # every last stage of the pair sees the same; one counts
             self.sums.misaligned += meeting.num_misaligned
-            self.sums.num_left_out += meeting.num_not_loaded if number == 0 else 0
+            self.sums.left_out[number] += meeting.num_not_loaded
         if scalars and self.comm.replica == 0:
             before = sum(len(earlier.scalars) for earlier in self.objective.pairs[:number])
             self.sums.scalars[before : before + len(scalars)] = torch.cat(

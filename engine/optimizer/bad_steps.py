@@ -55,12 +55,17 @@ def seen_by(own: Iterable[Mapping[str, Rows]]) -> Seen:
 
 
 def bad_step(seen: Sequence[Seen], branches: Sequence[str]) -> BadStep:
-    """From what every rank has seen. The first of the branches names the samples."""
+    """From what every rank has seen. The first of the branches names the samples, and each other
+    one those that the ones before it lack."""
     rows = {
         branch: sorted(row for one in seen for row in one.get(branch, ())) for branch in branches
     }
+    samples = [index for _, index, _ in rows[branches[0]]]
+    for branch in branches[1:]:
+        known = set(samples)
+        samples += dict.fromkeys(index for _, index, _ in rows[branch] if index not in known)
     return BadStep(
-        tuple(index for _, index, _ in rows[branches[0]]),
+        tuple(samples),
         {
             branch: tuple(index for _, index, finite in one if not finite)
             for branch, one in rows.items()

@@ -163,7 +163,6 @@ def smaller_size(size: int, share: int) -> int | None:
 
 
 # -- in the JSON file
-# --------------------------------------------------------------------------------------------------------
 
 
 def _of_a_pass(setup: RankSetup) -> list[Remedy]:
@@ -339,7 +338,6 @@ def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 # -- elsewhere
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def _of_the_allocator(shortage: Shortage) -> list[Remedy]:

@@ -317,7 +317,6 @@ def deepspeed_config(
 
 
 # -- candidates
-# ------------------------------------------------------------------------------------------------------------
 
 
 Deal = dict[str, BranchBatch]
@@ -761,7 +760,6 @@ def _refuse_schedule(schedule: str, deal: Deal) -> str | None:
 
 
 # -- when nothing fits
-# -------------------------------------------------------------------------------------------------------
 
 
 def _nothing_fits(

@@ -269,7 +269,6 @@ def _memory_bytes(device: torch.device, ranks_on_node: int) -> int:
 
 
 # -- links
-# -------------------------------------------------------------------------------------------------------------
 
 BUCKET_BYTES = 2**24  # 4 M gradients in fp32, as in ds_configs/cpu_fp32.json
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22

@@ -183,7 +183,6 @@ def most_kept(
 
 
 # -- what a graph costs
-# ------------------------------------------------------------------------------------------------
 
 
 class _LayersCost(NamedTuple):
@@ -581,7 +580,6 @@ def _reduced_bytes(stage: Stage, costs: CostModel, layers: _LayersCost) -> tuple
 
 
 # -- one pass
-# ----------------------------------------------------------------------------------------------------------
 
 
 def _durations(program: Program, times: Sequence[_Times]) -> list[float]:

@@ -127,7 +127,6 @@ class Balancer:
         return record
 
     # -- what the first rank decides
-    # ------------------------------------------------------------------------------------
 
     def decide(self, step: int, reports: Sequence[Report]) -> Decision:
         """After `step` steps, from what all ranks report: the next setting, if any, what is known
@@ -233,7 +232,6 @@ class Balancer:
         }
 
     # -- what each rank saw
-    # ---------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
         return Report(self._stage_name, self._points(), self._ahead)

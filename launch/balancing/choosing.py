@@ -14,7 +14,7 @@ from data.batching.balance import ByCost, ByShape, Dealer, GlobalBatch, InOrder
 from data.batching.branch_cost import BranchCost
 from data.batching.buckets import BucketedSamples
 from data.batching.dealing import DealBounds, explain, padded_lengths
-from data.batching.feed import FeedRules, Ladders, patch_ladder, size_ladder
+from data.batching.feed import BRANCH_OF, FeedRules, Ladders, patch_ladder, size_ladder
 from data.batching.mixture import source_names
 from data.batching.sampler import GlobalOrder, global_batch
 from data.batching.settings import Mixes, Setting, Settings
@@ -24,6 +24,7 @@ from engine.optimizer.locking import lock_costs
 from engine.planning.costs import CostModel
 from engine.planning.planner import RunPlan
 from launch.settings.blocks import BalanceBlock
+from launch.settings.modalities import equal_shapes
 
 LOOKED_AT = 4  # global batches that decide how many micro-batches there are
 MOST_DEALT = (
@@ -77,7 +78,7 @@ class Balance:
         """By branch: do all micro-batches have equal shapes?"""
         still = len(self.ladders.image_size) == len(self.ladders.kept_patches) == 1
         return {
-            branch: isinstance(dealer, InOrder) and branch != "text" and still
+            branch: isinstance(dealer, InOrder) and equal_shapes(branch) and still
             for branch, dealer in self.dealers.items()
         }
 
@@ -169,6 +170,7 @@ def make_balance(
     """The first rank that comes counts tokens and keeps them in `folder`. `patch_size` of a ViT.
     Errors: ValueError for bounds that these towers or data do not have."""
     adaptation = _adaptation(block, order, options)
+    _refuse_idle(block, plan)
     # Branches that share a line share the deal of their samples, so all have that of the images.
     dealers: dict[str, Dealer] = dict.fromkeys(
         plan.batches, InOrder() if buckets is None else ByShape(buckets)
@@ -229,6 +231,21 @@ def make_balance(
     )
 
 
+def _refuse_idle(block: BalanceBlock, plan: RunPlan) -> None:
+    """Raise ValueError for keys of a branch that this run does not have."""
+    there = f"this run has the branches {', '.join(plan.batches)}; remove the key"
+    for key, branch in BRANCH_OF.items():
+        if getattr(block, key) is not None and branch not in plan.batches:
+            raise ValueError(
+                f"branches.balance.{key}: it moves how much the {branch} branch takes in, and {there}"
+            )
+    if "text" not in plan.batches and (block.strategy == "feed" or block.window > 1):
+        key = "window" if block.window > 1 else "strategy"
+        raise ValueError(
+            f"branches.balance.{key}: {getattr(block, key)!r} goes by the lengths of texts, and {there}"
+        )
+
+
 def _adaptation(
     block: BalanceBlock, order: GlobalOrder, options: BatchingOptions
 ) -> Adaptation | None:
@@ -253,7 +270,7 @@ def image_buckets(
     pictures; None: one square."""
     if options.image_buckets == 1:
         return None
-    sides = (data.source.column(name)[data.train] for name in ("width", "height"))
+    sides = [data.source.column(name)[data.train] for name in ("width", "height")]
     return BucketedSamples.choose(
         *sides, options.image_size, side_multiple(patch_size), options.image_buckets
     )

@@ -23,20 +23,21 @@ def text_lengths(
     run_folder: Path,
     progress: bool = False,
 ) -> np.ndarray | None:
-    """[N] lengths of the training samples' longest captions, in the block's unit; None: nothing is
-    weighed. Tokens are counted by the first process that comes and kept in the run's folder."""
+    """[N] lengths of the training samples' longest captions, in the block's unit, 0 of a sample
+    without any; None: nothing is weighed. Tokens are counted by the first process that comes and kept in the run's folder."""
     if block is None:
         return None
-    if block.length == "characters":
-        return data.source.column("num_characters")[data.train]
-    return token_counts(
+    if block.length == "characters" or data.tokenizer is None:
+        return data.source.column("num_characters")[data.train]  # 0 without a text
+    counts = token_counts(
         data.source,
         data.train,
         data.tokenizer,
         max_text_tokens,
         run_folder / "token_counts",
         progress,
-    ).longest()
+    )
+    return np.where(data.source.lacking("text")[data.train], 0, counts.longest())
 
 
 def training_order(

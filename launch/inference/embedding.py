@@ -167,7 +167,6 @@ def _rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 # -- folders
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def refuse_other_content(folder: Path) -> None:

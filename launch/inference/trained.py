@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer import load_tokenizer
-from data.options import IMAGE_TEXT, PairOption, read_pairs
+from data.modules import import_modules
+from data.options import IMAGE_TEXT, PairOption, branches_of, read_pairs
 from engine.checkpoint.layout import (
     AVERAGE,
     MANIFEST,
@@ -28,7 +29,6 @@ from engine.objective import scalars_of
 from launch.run.records import WEIGHTS, options_of_export, read_export, read_run
 from launch.run.report import show
 from launch.settings.modalities import Vocabulary, tower_of
-from launch.settings.modules import import_modules
 from launch.settings.objective import pairs_of
 from models.losses import build_loss
 from models.towers.defaults import image_name, text_name
@@ -48,7 +48,7 @@ class Trained:
     record: dict[str, Any]
     checkpoint: Path
     step: int
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None  # None: no pair has texts
     towers: tuple[Tower, ...]
     layers: list[Layer]
 
@@ -123,7 +123,8 @@ def open_run(
     record = read_record(run_dir)
     found = find_checkpoint(run_dir / "checkpoints", checkpoint)
     options = record["options"]
-    tokenizer = load_tokenizer(record["tokenizer"] or str(run_dir / "tokenizer"))
+    texts = "text" in branches_of(options.get("pairs", IMAGE_TEXT))
+    tokenizer = load_tokenizer(record["tokenizer"] or str(run_dir / "tokenizer")) if texts else None
     towers = towers_of(options, tokenizer)
     specs = [spec for tower in towers for spec in tower.specs]
     with CheckpointReader(found) as reader:
@@ -156,7 +157,9 @@ def with_named_towers(options: Options, previous: Mapping[str, Any] | None) -> O
     return replace(options, image_tower=image, text_tower=text)
 
 
-def towers_of(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[Tower, ...]:
+def towers_of(
+    options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[Tower, ...]:
     """Those that train.py's `options`, by name, ask for, a tower for each modality of the pairs; no
     layer is built yet. Errors: ValueError, FileNotFoundError."""
     import_modules(options.get("import_module"))

@@ -69,13 +69,22 @@ def retrieval_table(
                         f"{values[f'{held_out}/{key}_median_rank']:g}" for values in evaluations
                     )
                 )
+            with_both = _with_both(evaluations[-1], held_out, key, count)
             table.add_row(
-                f"{held_out} ({count})",
+                f"{held_out} ({with_both})",
                 direction,
                 *cells,
-                f"{100 * min(1.0, RECALL_AT[-1] / count):.1f}",
+                f"{100 * min(1.0, RECALL_AT[-1] / with_both):.1f}",
             )
     return table
+
+
+def _with_both(values: Mapping[str, float], held_out: str, direction: str, count: int) -> int:
+    """Samples of a held-out set that have both halves of the pair of `direction`. `count`: of the
+    set, where the run has one pair."""
+    first, second = direction.split("_to_")
+    names = (f"{held_out}/num_samples/{a}_{b}" for a, b in ((first, second), (second, first)))
+    return int(next((values[name] for name in names if name in values), count))
 
 
 def retrieval_report(

@@ -39,11 +39,12 @@ def step_line(
 
 
 def rates(line: Mapping[str, float]) -> dict[str, float]:
-    """Pictures and text tokens per second, and the share of the texts' rectangles that is padding.
-    A sample has one picture."""
+    """Pictures (where the run has an image branch; samples without one count too) and text tokens
+    per second, and the share of the texts' rectangles that is padding."""
     tokens, padded = line.get("text_tokens", 0), line.get("padded_text_tokens", 0)
+    images = {"images_per_s": line["samples_per_s"]} if "grad_norm/image" in line else {}
     return {
-        "images_per_s": line["samples_per_s"],
+        **images,
         "text_tokens_per_s": round(tokens / line["step_s"], 2),
         "padding_share/text": round(1 - tokens / padded, 4) if padded else 0.0,
     }

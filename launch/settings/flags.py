@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 from data.index.roots import add_root_flag
 from data.modalities.preprocessing import INTERPOLATIONS, NORMALIZATIONS
+from data.modules import add_module_flag
 from data.options import IMAGE_TEXT, read_pairs
 from launch.balancing.loss_weights import MODES
-from launch.settings.modules import add_module_flag
 
 
 class _Parser(argparse.ArgumentParser):

@@ -11,13 +11,17 @@ and is then asked for by `--pairs image:text,tone:text` and `--tower tone=NAME` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from data.formats.rows import near
+from data.modalities.image import ImageModality
 from data.modalities.modality import Modality
+from data.modalities.text import TextModality
+from data.options import IMAGE_TEXT, branches_of, read_pairs
 from models.towers.building import with_head
 from models.towers.fusion import FusionSizes
 from models.towers.image import image_tower
@@ -43,8 +47,12 @@ class Vocabulary(NamedTuple):
     end_id: int | None = None
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-        return cls(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    def of(cls, tokenizer: PreTrainedTokenizerBase | None) -> Vocabulary:
+        return (
+            cls()
+            if tokenizer is None
+            else cls(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+        )
 
 
 MODALITIES: dict[str, ModalityEntry] = {}
@@ -53,6 +61,46 @@ OWN_FLAGS = ("image", "text")
 
 def known_modalities() -> tuple[str, ...]:
     return (*OWN_FLAGS, *MODALITIES)
+
+
+def equal_shapes(branch: str) -> bool:
+    """Do all samples of a branch make tensors of equal shapes?"""
+    if branch in MODALITIES:
+        return MODALITIES[branch].load().equal_shapes
+    return {"image": ImageModality, "text": TextModality}[branch].equal_shapes
+
+
+def refuse_pairs(given: str, towers: Sequence[str], fusion: bool) -> None:
+    """Raise ValueError, in the words of a command line, for --pairs, --tower and --fusion that do
+    not go together."""
+    pairs, named, known = read_pairs(given), branches_of(given), known_modalities()
+    for name in named:
+        if name not in known:
+            raise ValueError(
+                f"argument --pairs: there is no modality '{name}'; there are "
+                f"{', '.join(known)}{near(name, known)}; a module that adds one is named by "
+                "--import-module"
+            )
+    different = {frozenset(pair.modalities) for pair in pairs}
+    if any(len(pair) == 1 for pair in different) or len(different) < len(pairs):
+        raise ValueError(
+            f"argument --pairs: {given}: a pair is of two different modalities, and is named once"
+        )
+    if fusion and given != IMAGE_TEXT:
+        raise ValueError(
+            f"argument --fusion: it scores images with texts, and --pairs is {given}; leave one of "
+            "them out"
+        )
+    names = [each.partition("=")[0] for each in towers]
+    for name in names:
+        if name in OWN_FLAGS:
+            raise ValueError(f"argument --tower: {name} has a flag of its own, --{name}-tower")
+        if name not in named:
+            raise ValueError(
+                f"argument --tower: no pair of --pairs {given} has '{name}'{near(name, named)}"
+            )
+        if names.count(name) > 1:
+            raise ValueError(f"argument --tower: '{name}' is given twice; give it once")
 
 
 def tower_of(

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from data.formats.rows import near
 from data.index.roots import from_anywhere, given_roots
 from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
-from data.options import IMAGE_TEXT, branches_of, read_pairs
+from data.modules import import_modules
+from data.options import branches_of, read_pairs
 from launch.balancing.loss_weights import check_mode
 from launch.run.records import PIXELS, options_of_export, read_run
 from launch.settings.flags import make_parser
-from launch.settings.modules import import_modules
 from models.towers.names import join_name, split_name
 
 if TYPE_CHECKING:
@@ -330,39 +330,32 @@ def _check_loss(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> N
 
 
 def _check_pairs(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:
-    from launch.settings.modalities import (
-        known_modalities,
-    )  # imports torchvision, which --help can do without
+    # imports torchvision, which --help can do without
+    from launch.settings.modalities import refuse_pairs
 
-    pairs = read_pairs(values["pairs"])
-    named = branches_of(values["pairs"])
-    for name in named:
-        if name not in known_modalities():
-            parser.error(
-                f"argument --pairs: there is no modality '{name}'; there are "
-                f"{', '.join(known_modalities())}{near(name, known_modalities())}; a module that "
-                "adds one is named by --import-module"
-            )
-    if any(pair.first == pair.second for pair in pairs) or len(
-        {frozenset(pair.modalities) for pair in pairs}
-    ) < len(pairs):
-        parser.error(
-            f"argument --pairs: {values['pairs']}: a pair is of two different modalities, and is "
-            "named once"
-        )
-    if values["fusion"] and values["pairs"] != IMAGE_TEXT:
-        parser.error(
-            f"argument --fusion: it scores images with texts, and --pairs is {values['pairs']}; "
-            "leave one of them out"
-        )
     values["tower"] = tuple(values["tower"] or ())
-    for name in (each.partition("=")[0] for each in values["tower"]):
-        if name in ("image", "text"):
-            parser.error(f"argument --tower: {name} has a flag of its own, --{name}-tower")
-        if name not in named:
+    try:
+        refuse_pairs(values["pairs"], values["tower"], bool(values["fusion"]))
+    except ValueError as error:
+        parser.error(str(error))
+    for branch in ("image", "text"):
+        _check_used(parser, values, branch)
+
+
+def _check_used(parser: argparse.ArgumentParser, values: Mapping[str, Any], branch: str) -> None:
+    """Refuse flags of a branch that no pair has."""
+    if branch in branches_of(values["pairs"]):
+        return
+    of_branch = {
+        "image": ("image_tower", "image_weights", "imported", "image_buckets"),
+        "text": ("text_tower", "text_weights", "imported", "tokenizer"),
+    }
+    for key in of_branch[branch]:
+        if values[key] not in (None, parser.get_default(key)):
+            flag = "import" if key == "imported" else key.replace("_", "-")
             parser.error(
-                f"argument --tower: no pair of --pairs {values['pairs']} has "
-                f"'{name}'{near(name, named)}"
+                f"argument --{flag}: it is of the {branch} branch, and no pair of --pairs "
+                f"{values['pairs']} has '{branch}'; leave it out"
             )
 
 
@@ -398,6 +391,14 @@ def _check_fusion(parser: argparse.ArgumentParser, values: Mapping[str, Any]) ->
                 f"argument --{key.replace('_', '-')}: {values[key]} is for a run with "
                 f"--fusion{also}; add --fusion N, or leave it out"
             )
+    every = values["loss_weights_every"]
+    if values["loss_weights"] in ("fixed", "alignment") and every != parser.get_default(
+        "loss_weights_every"
+    ):
+        parser.error(
+            f"argument --loss-weights-every: {every} is for --loss-weights uncertainty or measured; "
+            f"{values['loss_weights']} looks at no losses, so leave it out"
+        )
 
 
 def _weights(

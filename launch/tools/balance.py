@@ -1,8 +1,8 @@
 """What the balance of a run did: a picture over its steps, a table of how it began and how it
 ended, and every decision with its reason.
 
-python -m launch.tools.balance RUN_DIR                        the picture is RUN_DIR/balance.png
-python -m launch.tools.balance RUN_DIR --output balance.svg
+    python -m launch.tools.balance RUN_DIR                        the picture is RUN_DIR/balance.png
+    python -m launch.tools.balance RUN_DIR --output balance.svg
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 # -- what the run wrote down
-# ----------------------------------------------------------------------------------------------------
 
 
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
@@ -130,7 +129,6 @@ def decisions(looks: Sequence[Line]) -> list[Decision]:
 
 
 # -- the tables
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def balance_table(lines: Sequence[Line], looks: Sequence[Line]) -> Table:

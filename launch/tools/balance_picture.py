@@ -151,7 +151,6 @@ def listed(decisions: Sequence[Decision]) -> list[str]:
 
 
 # -- what is in a panel
-# --------------------------------------------------------------------------------------------------------
 
 
 def _curves(axes: Axes, curves: Mapping[str, Points], share: bool = False) -> None:

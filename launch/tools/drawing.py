@@ -80,7 +80,6 @@ def idle_fraction(spans: Sequence[SpanLike], step_s: float) -> float:
 
 
 # -- what the simulator says, as tracks
-# --------------------------------------------------------------------------------
 
 
 def predicted_timeline(title: str, graph: StageGraph, simulation: Simulation) -> Timeline:
@@ -120,7 +119,6 @@ def _mark_exchange(spans: list[Span], exchange_s: float) -> None:
 
 
 # -- pictures
-# ----------------------------------------------------------------------------------------------------------
 
 
 def save_plan_png(path: Path, candidate: Candidate, costs: CostModel) -> None:

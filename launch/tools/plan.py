@@ -3,9 +3,10 @@ timeline of the best as a picture.
 
 Needs no GPU and starts no process.
 
-python -m launch.tools.plan --gpus 8 --image-tower vit_l_16 --text-tower bert-large-uncased --device
-H100 python -m launch.tools.plan --gpus 1024 --layout fork --top 20 --picture plan.png python -m
-launch.tools.plan --gpus 8 --deepspeed_config ds_configs/zero1_bf16.json
+    python -m launch.tools.plan --gpus 8 --image-tower vit_l_16 \\
+        --text-tower bert-large-uncased --device H100
+    python -m launch.tools.plan --gpus 1024 --layout fork --top 20 --picture plan.png
+    python -m launch.tools.plan --gpus 8 --deepspeed_config ds_configs/zero1_bf16.json
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if __name__ == "__main__":
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from data.modules import add_module_flag, import_modules
 from data.options import IMAGE_TEXT, branches_of
 from engine.config.reading import AUTO, BranchesBlock, read_config
 from engine.objective import scalars_of
@@ -43,8 +45,7 @@ from launch.estimates import estimated_costs
 from launch.run.report import show
 from launch.settings.blocks import READERS
 from launch.settings.flags import named_tower, pairs_given
-from launch.settings.modalities import Vocabulary, tower_of
-from launch.settings.modules import add_module_flag, import_modules
+from launch.settings.modalities import Vocabulary, refuse_pairs, tower_of
 from launch.settings.objective import pairs_of
 from launch.settings.options import DEFAULTS, ROOT
 from launch.tools.drawing import FORMATS, save_plan_png, seconds
@@ -268,6 +269,10 @@ def parse_options(arguments: list[str] | None = None) -> PlanOptions:
             f"argument --schedule: invalid choice: {options.schedule!r} (choose from "
             f"{', '.join(SCHEDULES)})"
         )
+    try:
+        refuse_pairs(options.pairs, options.tower or (), bool(options.fusion))
+    except ValueError as error:
+        parser.error(str(error))
     if options.precision and options.deepspeed_config:
         parser.error(
             f"argument --precision: {options.deepspeed_config} says it; give one of the two"
@@ -341,7 +346,6 @@ def cost_model(options: PlanOptions, config: Mapping[str, Any]) -> CostModel:
 
 
 # -- what a person sees
-# ------------------------------------------------------------------------------------------------
 
 
 def plan_table(search: Search, batch_size: int, top: int) -> Table:
@@ -352,8 +356,8 @@ def plan_table(search: Search, batch_size: int, top: int) -> Table:
         box=SIMPLE_HEAD,
         padding=0,
         pad_edge=False,
-        caption="stages, replicas, micro-batches (samples × number): image + text, or the same for all; keeps: micro-batches that "
-        "need no second forward; idle: part of all rank-time; GiB: of the rank with most",
+        caption="stages, replicas, micro-batches (samples × number): "
+        f"{' + '.join(search.best.graph.branches)}, or the same for all; keeps: micro-batches that need no second forward; idle: part of all rank-time; GiB: of the rank with most",
         caption_justify="left",
     )
     for name in ("", "layout", "stages", "replicas", "micro-batches", "schedule"):

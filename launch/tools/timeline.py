@@ -1,8 +1,8 @@
 """What a run did in one step beside what the simulator predicted for it: a picture and a small
 table.
 
-python -m launch.tools.timeline RUN_DIR                              the newest step of RUN_DIR/trace.json
-python -m launch.tools.timeline RUN_DIR --step 300 --output step.png
+    python -m launch.tools.timeline RUN_DIR                              the newest step of RUN_DIR/trace.json
+    python -m launch.tools.timeline RUN_DIR --step 300 --output step.png
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if __name__ == "__main__":
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from data.modules import import_modules
 from engine.optimizer.locking import lock_costs
 from engine.planning.costs import cost_model_from_json
 from engine.planning.planner import BranchBatch, describe_schedule
@@ -32,7 +33,6 @@ from engine.topology import StageGraph
 from engine.trace import Span
 from launch.run.report import show
 from launch.run.trace_file import read_trace
-from launch.settings.modules import import_modules
 from launch.tools.drawing import (
     Timeline,
     busy_s,

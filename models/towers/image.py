@@ -20,8 +20,7 @@ from models.towers.layers import Layer, Tower, cut, reset
 from models.towers.names import parse_overrides, refuse, split_name
 from models.towers.pooling import ADDED, AttentionPool, FirstPool, MaxPool, MeanPool
 
-# ----------------------------------------------------------------------------------------------
-# layers
+# -- layers
 
 
 class BatchNorm2d(nn.BatchNorm2d):
@@ -194,8 +193,7 @@ class ViTPool(Layer):
         return self.pool(tokens[:, 1:] if self.of_patches else tokens)
 
 
-# -------------------------------------------------------------------------------------------
-# architectures
+# -- architectures
 
 
 @dataclass(frozen=True)
@@ -356,8 +354,7 @@ def _check(name: str, sizes: Sizes, image_size: int) -> None:
         )
 
 
-# --------------------------------------------------------------------------------- where each
-# library model is cut
+# -- where each library model is cut
 
 Cut = tuple[
     list[tuple[str, Layer]], tuple[str, ...], Callable[[Layer], None], int
@@ -419,8 +416,7 @@ _CUTS: dict[type, Callable[[Any, Any, str], Cut]] = {
     ConvNeXtSizes: _cut_convnext,
 }
 
-# ---------------------------------------- the rules of torchvision's constructors, which cannot be
-# applied to a part of a model
+# -- the rules of torchvision's constructors, which cannot be applied to a part of a model
 
 
 def _initialise_resnet(layer: Layer, sizes: ResNetSizes) -> None:

@@ -32,8 +32,7 @@ from models.towers.layers import Layer, Tower, cut
 from models.towers.names import nearest, parse_overrides, refuse, split_name
 from models.towers.pooling import ADDED, AttentionPool, FirstPool, LastPool, MaxPool, MeanPool
 
-# ----------------------------------------------------------------------------------------------
-# layers
+# -- layers
 
 
 class TextEmbeddings(Layer):
@@ -134,8 +133,7 @@ class EotPool(Layer):
         ]
 
 
-# -------------------------------------------------------------------------------------------
-# architectures
+# -- architectures
 
 
 def _cut_bert(model: nn.Module, pool: str, eos_token_id: int | None) -> list[tuple[str, Layer]]:
@@ -318,8 +316,7 @@ PRESETS = {
     ),
 }
 
-# --------------------------------------------------------------------------------------------- the
-# tower
+# -- the tower
 
 
 OWN: dict[str, Callable[[str, int, int], Tower]] = {}

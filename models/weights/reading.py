@@ -52,9 +52,9 @@ RENAMED = {  # what older versions of the libraries wrote
     "image": ((r"\.mlp\.linear_1\.", ".mlp.0."), (r"\.mlp\.linear_2\.", ".mlp.3.")),
 }
 # absent from masked-language-model checkpoints, from those written before BatchNorm counted its
-# batches, and from models trained with InfoNCE
+# batches, from models trained with InfoNCE, and from models without a further pair
 OPTIONAL = re.compile(
-    r"text\.pooler\.dense\.(weight|bias)$|(image|text)\.attention_pool\.|image\..*\.num_batches_tracked$|head\.logit_bias$|head\.(fusion|image_tokens|text_tokens)\."
+    r"text\.pooler\.dense\.(weight|bias)$|(image|text)\.attention_pool\.|image\..*\.num_batches_tracked$|head\.logit_bias$|head\.\w+_logit_(scale|bias)$|head\.(fusion|image_tokens|text_tokens)\."
 )
 
 
@@ -244,8 +244,7 @@ def _shapes(tower: Tower, groups: tuple[str, ...]) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-# -------------------------------------------------------------------------------------------------
-# sources
+# -- sources
 
 
 def find_weights(branch: str, where: str, tower_name: str, hub_id: str | None) -> Path | None:

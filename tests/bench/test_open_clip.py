@@ -69,7 +69,6 @@ def record(r10, step_s=2.0, peaks=(2**30, 2**29)):
 
 
 # -- what both programs read
-# ---------------------------------------------------------------------------------------------------
 
 
 def encoded(colour, mode="RGBA"):
@@ -132,7 +131,6 @@ def test_the_columns_are_those_that_open_clip_reads_by_default(written):
 
 
 # -- how the programs are called
-# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -234,7 +232,6 @@ def test_no_rank_outlives_its_launcher(tmp_path):
 
 
 # -- what the logs say
-# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -318,7 +315,6 @@ def test_seconds_to_a_recall_are_read_off_between_evaluations():
 
 
 # -- tables and picture
-# --------------------------------------------------------------------------------------------------------
 
 RECORDS = {
     "OpenCLIP": [record([0.2, 0.7]), record([0.3, 0.5])],

@@ -5,7 +5,13 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from data.batching.buckets import _candidates, choose_buckets, deal_by_bucket, kept_area
+from data.batching.buckets import (
+    BucketedSamples,
+    _candidates,
+    choose_buckets,
+    deal_by_bucket,
+    kept_area,
+)
 
 PHOTOS = (
     np.array([640, 480, 500, 375, 1024, 300, 640, 333]),
@@ -135,6 +141,14 @@ def test_dealing_moves_every_position_once_and_names_the_most_common_bucket():
         0,
         0,
     ]  # one bucket: nothing moves
+
+
+def test_a_sample_without_a_picture_changes_no_other_s_bucket():
+    width, height = drawn(0)
+    whole = BucketedSamples.choose(width, height, 224, 32, 4)
+    gaps = BucketedSamples.choose(np.append(width, 0), np.append(height, 0), 224, 32, 4)
+    assert gaps.sizes == whole.sizes and gaps.number[:-1].tolist() == whole.number.tolist()
+    assert 0 <= gaps.number[-1] < len(gaps.sizes)
 
 
 def test_refusals():

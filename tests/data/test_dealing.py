@@ -46,7 +46,6 @@ def sizes(dealt) -> np.ndarray:
 
 
 # -- what always holds
-# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -174,7 +173,6 @@ def test_texts_are_rounded_as_the_tokenizer_rounds_them():
 
 
 # -- how good it is
-# --------------------------------------------------------------------------------------------------------------
 
 
 def fastest_s(work: BranchWork, replicas: int, bounds: DealBounds, stages: int) -> float:
@@ -308,7 +306,6 @@ def test_texts_are_padded_by_less_than_5_percent_and_at_random_by_several_times_
 
 
 # -- how many, and in which order
-# --------------------------------------------------------------------------------------------------
 
 
 def test_a_light_branch_comes_in_few_large_micro_batches_and_a_deep_line_in_many():
@@ -319,8 +316,8 @@ def test_a_light_branch_comes_in_few_large_micro_batches_and_a_deep_line_in_many
     assert (
         len(deal_balanced(heavy_start, 2, DealBounds(max_size=20), 2)[0]) == 7
     )  # as few as the bound lets it
-    # fixed_s · M + (S − 1)(fixed_s + work / M) is least at M = √((S − 1) · work / fixed_s) = √(3 ·
-    # 0.128 / 6e-3) = 8
+    # fixed_s · M + (S − 1)(fixed_s + work / M) is least at
+    # M = √((S − 1) · work / fixed_s) = √(3 · 0.128 / 6e-3) = 8
     assert (
         len(
             deal_balanced(BranchWork(np.full(256, 16), BranchCost(6e-3, 1e-3)), 2, DealBounds(), 4)[
@@ -355,7 +352,6 @@ def test_costliest_first_is_as_fast_as_other_orders_or_faster(schedule, kept):
 
 
 # -- what a person reads
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_explain_shows_every_micro_batch():
@@ -380,7 +376,6 @@ def test_explain_shows_every_micro_batch():
 
 
 # -- a window of global batches
-# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_window_has_the_same_samples_in_batches_of_similar_lengths():
@@ -406,7 +401,6 @@ def test_a_window_of_one_changes_nothing():
 
 
 # -- refusals
-# --------------------------------------------------------------------------------------------------------------------------
 
 
 def test_refusals():

@@ -135,7 +135,6 @@ def test_the_first_font_that_has_a_character_draws_it():
 
 
 # -- lines
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_wide_characters_count_two_columns():

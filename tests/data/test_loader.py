@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dying_source import NamesItsReaders
+from number_modality import Numbers
 from plain_requests import plain_requests
 
 from data.batching.feed import Knobs
@@ -303,6 +304,17 @@ def test_workers_use_their_memory_again(demo):
         assert torch.equal(batch["pixel_values"], make(demo, {"image"})[asked]["pixel_values"])
 
 
+@pytest.mark.parametrize("branches", [set(), {"image"}])
+def test_another_modality_comes_from_a_worker_alone_and_beside_images(demo, branches):
+    images = make(demo, {"image"}).modalities if branches else ()
+    dataset = MicroBatchDataset(demo, [*images, Numbers()])
+    for asked, batch in zip((asks := [request(3, 1, 4)]), micro_batches(dataset, iter(asks), 1)):
+        assert batch["numbers"].tolist() == [[3.0], [1.0], [4.0]]
+        if branches:
+            alone = make(demo, branches)[asked]["pixel_values"]
+            assert torch.equal(batch["pixel_values"], alone)
+
+
 def test_killed_workers_are_one_clear_error(demo, tmp_path):
     dataset = make(NamesItsReaders(demo, tmp_path / "pids"), {"image"})
     batches = micro_batches(
@@ -405,7 +417,6 @@ def test_the_size_of_a_request_is_that_of_its_pictures(demo, tokenizer):
 
 
 # -- feed rates
-# -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_several_captions_of_a_sample_are_different_ones_while_it_has_them(tokenizer):

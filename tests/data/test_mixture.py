@@ -61,7 +61,6 @@ def test_one_data_set_is_not_wrapped(emoji_set):
 
 
 # -- shares of an epoch
-# -----------------------------------------------------------------------------------------------------------
 
 
 def shares(parts):
@@ -205,7 +204,6 @@ def test_names_of_sources_are_short_and_different():
 
 
 # -- sources of one modality
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_source_without_texts_or_without_pictures_is_refused_with_what_is_missing(emoji_set):

@@ -1,7 +1,9 @@
 """A data set class of one's own: what its items may be, what a sample may lack, and what is
 refused."""
 
+import importlib
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,14 +12,19 @@ from PIL import Image
 
 from data.batching.mixture import open_sources
 from data.batching.sampler import MicroBatchRequest
+from data.formats.rows import DEFAULT_PAIRS
+from data.index.bad_samples import BadSample
 from data.index.sources import open_source
 from data.index.splits import split_source
+from data.inspect import main as inspect
 from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality
 from data.modalities.lengths import token_counts
 from data.modalities.modality import ValueModality
 from data.modalities.text import TextModality
 from data.modalities.transforms import eval_transform
+from data.options import DataOptions
+from data.prepare import prepare_data
 
 PAIRS = (("image", "text"), ("tone", "text"))
 
@@ -159,6 +166,90 @@ def test_splits_and_token_counts_of_samples_that_lack_something(module, tokenize
     assert len(splits.held_out["validation"]) in (4, 5)  # without a picture they are not all equal
     counts = token_counts(source, np.arange(24), tokenizer, 16, tmp_path / "counts")
     assert counts.longest()[9] == 2 and len(counts.starts) == 25
+
+
+GROWING = """
+import io
+import numpy as np
+from PIL import Image
+
+def bmp(value):
+    with io.BytesIO() as file:
+        Image.fromarray(np.full((20, 30, 3), value, np.uint8)).save(file, "BMP")
+        return file.getvalue()
+
+class Growing:
+    texts, first, fingerprint = False, 10, 0
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        item = {"image": bmp(self.first + i), "tone": [1.0, 2.0]}
+        if i == 2:
+            item["image"] = item["image"][:500]
+        if i != 4 or self.texts:
+            item["text"] = f"the number {i}"
+        return item
+
+growing = Growing()
+"""
+
+
+def test_a_picture_s_verdict_is_its_own_when_the_data_set_changes(module, tmp_path):
+    """A sample lacks its text and gets one later; another has a broken picture and another pair."""
+    (tmp_path / f"{module}.py").write_text(GROWING)
+    spec = f"python:{module}:growing"
+    assert open_source(spec).usable().tolist() == [0, 1, 3, 5]
+    assert np.flatnonzero(open_source(spec, PAIRS).lacking("image")).tolist() == [2]
+    set_of = importlib.import_module(module).growing
+    set_of.texts, set_of.fingerprint = True, 1
+    assert open_source(spec).usable().tolist() == [0, 1, 3, 4, 5]
+    assert np.flatnonzero(open_source(spec, PAIRS).lacking("image")).tolist() == [2]
+    set_of.first, set_of.fingerprint = 100, 2  # other pictures in as many bytes
+    shown = eval_transform(16)
+    for pairs in (DEFAULT_PAIRS, PAIRS):
+        source = open_source(spec, pairs)
+        assert shown(shown.stored(source.image_bytes(4)), None).max() == 104
+
+
+def test_a_picture_that_changes_unnoticed_says_how_it_would_be_noticed(module, tmp_path):
+    (tmp_path / f"{module}.py").write_text(GROWING)
+    source = open_source(f"python:{module}:growing")
+    importlib.import_module(module).growing.first = 50
+    with pytest.raises(BadSample, match="change the data set's `fingerprint` attribute"):
+        source.image_bytes(0)
+
+
+def test_pairs_without_pictures_or_without_texts(module, tmp_path):
+    """No tokenizer is made where there are no texts, and samples are split by chance alone."""
+    (tmp_path / f"{module}.py").write_text(
+        MODULE
+        + """
+class Signals:
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return {"id": f"s{i}" if i < 39 else "39", "tone": [float(i), 0.0], "beat": [0.0, float(i)]}
+"""
+    )
+    options = DataOptions((f"python:{module}:Signals",), pairs="tone:beat", val_fraction=0.2)
+    prepared = prepare_data(options, None, tmp_path / "run")
+    assert prepared.tokenizer is None and len(prepared.held_out["validation"].subset) == 8
+    assert not (tmp_path / "run" / "tokenizer").exists()
+    with pytest.raises(ValueError, match="39 training samples are also in the held-out set"):
+        prepare_data(replace(options, val_data=options.data[0]), None, tmp_path / "other")
+
+
+def test_what_is_in_it_is_shown_for_the_pairs_that_are_trained(module, tmp_path, capsys):
+    (tmp_path / "tones.py").write_text("registered = True\n")
+    sheet = ["--sheet", str(tmp_path / "sheet.png"), "--import-module", "tones"]
+    assert inspect([f"python:{module}:Own", "--pairs", "image:text,tone:text", *sheet]) == 0
+    said = capsys.readouterr().out
+    assert "usable, without image" in said and (tmp_path / "sheet.png").is_file()
+    assert inspect([f"python:{module}:Tuples", "--pairs", "tone:text", *sheet]) == 2
+    assert "or give other --pairs than tone:text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,6 @@ def test_refusals():
 
 
 # -- settings, knobs and windows
-# ----------------------------------------------------------------------------------------------------
 
 
 class Whole:
@@ -329,7 +328,6 @@ def test_a_window_sorts_the_samples_of_its_global_batches_and_no_others():
 
 
 # -- other sizes of the global batch
-# -----------------------------------------------------------------------------------------------
 
 
 def shuffled(epoch, number=103):

@@ -5,6 +5,10 @@ import sys
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from data.modalities.tokenizer import batch_tokens, length_multiple, load_tokenizer
 
@@ -95,9 +99,18 @@ def test_batch_is_cut_at_the_limit_with_its_end_token(tokenizer):
     )
 
 
-def test_tokenizer_without_padding_uses_its_end_token(tmp_path, tokenizer):
-    from transformers import PreTrainedTokenizerFast
+def test_a_text_of_no_tokens_keeps_one_of_padding():
+    """What a sample without a text shows, where the tokenizer adds no special tokens."""
+    plain = Tokenizer(WordLevel({"[PAD]": 0, "a": 1}, unk_token="[PAD]"))
+    plain.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="[PAD]")
+    alone, among = (batch_tokens(tokenizer, texts, 8) for texts in ([""], ["a a", ""]))
+    assert alone["input_ids"].tolist() == [[0]] and alone["attention_mask"].tolist() == [[1]]
+    assert among["input_ids"].tolist() == [[1, 1], [0, 0]]
+    assert among["attention_mask"].tolist() == [[1, 1], [1, 0]]
 
+
+def test_tokenizer_without_padding_uses_its_end_token(tmp_path, tokenizer):
     for name, special in (("end", {"eos_token": "[SEP]"}), ("none", {})):
         PreTrainedTokenizerFast(
             tokenizer_object=tokenizer.backend_tokenizer, **special

@@ -28,7 +28,6 @@ def spearman(a, b):
 
 
 # -- the formula
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_documented_formula():
@@ -54,6 +53,12 @@ def test_the_mean_is_one_whatever_the_units_and_the_sum_of_the_coefficients():
     )
 
 
+def test_a_sample_without_an_image_or_a_text_counts_as_the_mean_of_the_others():
+    complexity, length = np.array([2.0, 0.0, 4.0]), np.array([10, 30, 0])
+    assert sample_weights(complexity, length, 1, 0) == pytest.approx([2 / 3, 1, 4 / 3])
+    assert sample_weights(complexity, length, 0, 1) == pytest.approx([0.5, 1.5, 1])
+
+
 def test_the_weights_of_a_global_batch_are_whole_millionths_of_the_indexs_columns(emoji_set):
     source = open_sources(
         [f"jsonl:{emoji_set(12, texts=lambda caption: caption * (1 + len(caption) % 5))}"]
@@ -74,17 +79,16 @@ def test_the_weights_of_a_global_batch_are_whole_millionths_of_the_indexs_column
 def test_no_weight_leaves_31_bits():
     class Source:
         def column(self, name):
-            return np.array([1e6] + [0] * 9999)
+            return np.array([1e8] + [1] * 9999)
 
     numbers = np.arange(10_000)
     assert (
-        loss_weights(Source(), numbers, numbers, 1, 0, numbers).tolist() == [LARGEST] + [0] * 9999
+        loss_weights(Source(), numbers, numbers, 1, 0, numbers).tolist() == [LARGEST] + [100] * 9999
         and LARGEST < 2**31
     )
 
 
 # -- how a weight travels
-# ------------------------------------------------------------------------------------------------------------
 
 
 class Whole:
@@ -142,7 +146,6 @@ def test_every_row_of_a_batch_has_the_weight_of_its_sample_in_the_whole_batch(
 
 
 # -- the curriculum
-# --------------------------------------------------------------------------------------------------------------------
 
 N, G, EPOCHS = 400, 24, 4
 PLAIN = GlobalOrder(N, G, seed=5)

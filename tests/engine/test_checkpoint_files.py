@@ -63,7 +63,6 @@ def alone():
 
 
 # -- what is written is what is read
-# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 9])
@@ -126,7 +125,6 @@ def test_a_layer_is_filled_by_the_names_of_the_run(folder):
 
 
 # -- damage
-# ------------------------------------------------------------------------------------------------------------------
 
 MANIFEST, FIRST, SECOND = "manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"
 
@@ -319,7 +317,6 @@ def test_every_element_must_be_there_once():
 
 
 # -- which ones stay
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_which_ones_stay():
@@ -424,7 +421,6 @@ def test_storage_that_does_not_answer_is_no_broken_checkpoint(tmp_path, monkeypa
 
 
 # -- disks that are full, processes that are killed
-# --------------------------------------------------------------------------
 
 
 def test_a_disk_without_room_is_seen_before_writing(tmp_path):

@@ -231,7 +231,6 @@ def check_adaptive(results, norms):
 
 
 # -- the rules, without processes
-# ----------------------------------------------------------------------------------------------
 
 
 def test_a_block_is_read_group_by_group():

@@ -80,7 +80,6 @@ def test_replicas_gather_and_branches_cross(replicas, rows):
 
 
 # -- the header, without processes
-# ----------------------------------------------------------------------------------------
 
 
 def test_the_header_keeps_names_dtypes_shapes_and_order():

@@ -30,7 +30,6 @@ def refused(*words: str):
 
 
 # -- the file
-# -------------------------------------------------------------------------------------------------------------
 
 
 def test_read_config_splits_off_the_branches_block(tmp_path):
@@ -120,7 +119,6 @@ def test_a_missing_file_and_its_nearest_neighbour():
 
 
 # -- what is refused
-# ------------------------------------------------------------------------------------------------------
 
 REFUSED_KEYS = [
     (
@@ -412,7 +410,6 @@ def test_the_files_a_refusal_names_exist():
 
 
 # -- the files we ship
-# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

@@ -42,7 +42,6 @@ def forward_s(
 
 
 # -- curves and states
-# -------------------------------------------------------------------------------------------------
 
 
 def test_a_curve_is_straight_between_its_points_and_beyond_them():
@@ -80,7 +79,6 @@ def test_bytes_of_a_parameters_state(config, whole, sharded):
 
 
 # -- estimates
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_half_the_rate_doubles_the_time_of_a_layer_that_computes():

@@ -96,6 +96,16 @@ def test_losses_are_named_after_their_pairs_where_there_are_several():
             (Pair("image", "text", InfoNCE()), Pair("sound", "text", InfoNCE())),
             "logit_scale, logit_scale do not have different names; give pairs a prefix",
         ),
+        (
+            tuple(map(Branch, ("a", "b_c", "a_b", "c"))),
+            (Pair("a", "b_c", InfoNCE()), Pair("a_b", "c", InfoNCE(), prefix="c_")),
+            "two pairs have the same name among a_b_c, a_b_c",
+        ),
+        (
+            (IMAGE, Branch("head")),
+            (Pair("image", "head", InfoNCE()),),
+            "a branch is called head, which has a meaning of its own",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(branches, pairs, words):

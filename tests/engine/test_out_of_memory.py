@@ -236,7 +236,6 @@ def test_only_what_would_fail_again_is_not_started_again(text, num_steps_done, r
 
 
 # -- what is advised
-# ---------------------------------------------------------------------------------------------------------
 
 
 MINIMAL = {"train_batch_size": 96, "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}}
@@ -500,7 +499,6 @@ def test_the_whole_message():
 
 
 # -- allocations that fail
-# ----------------------------------------------------------------------------------------------------
 
 
 LAYER = "image.encoder.layers.encoder_layer_1"

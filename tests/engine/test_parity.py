@@ -779,7 +779,6 @@ def test_both_losses_together_equal_unsplit_training(case):
 
 
 # -- three branches
-# --------------------------------------------------------------------------------------------------------------
 
 LACKING = {
     "image": (0, 5, 11),

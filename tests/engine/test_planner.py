@@ -65,7 +65,6 @@ def refused(*words: str):
 
 
 # -- refusals
-# -----------------------------------------------------------------------------------------------------------------
 
 
 REFUSALS = [
@@ -408,7 +407,6 @@ def test_with_towers_of_many_layers_what_is_not_refused_without_them_can_be_plan
 
 
 # -- the arithmetic of a plan
-# -----------------------------------------------------------------------------------------------
 
 
 def slowest(
@@ -598,7 +596,6 @@ def test_every_small_fork_adds_up():
 
 
 # -- the search
-# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 6])
@@ -823,7 +820,6 @@ def test_what_is_said_would_fit_fits():
 
 
 # -- what DeepSpeed reads
-# -----------------------------------------------------------------------------------------------------
 
 
 def test_deepspeed_config_per_branch():
@@ -886,7 +882,6 @@ def test_auto_in_the_scheduler_is_only_known_for_the_length():
 
 
 # -- the files we ship
-# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

@@ -50,7 +50,6 @@ def test_a_layer_that_does_not_fit_is_named_with_what_to_give_instead():
 
 
 # -- what is counted
-# ---------------------------------------------------------------------------------------------------
 
 
 def test_bytes_of_linear_and_relu_are_those_worked_out_by_hand():
@@ -134,7 +133,6 @@ def test_counts_on_the_meta_device_are_the_measured_bytes(width):
 
 
 # -- equal layers
-# ------------------------------------------------------------------------------------------------------
 
 
 def test_equal_layers_are_measured_once():
@@ -165,7 +163,6 @@ def test_a_dropout_matters_in_being_there():
 
 
 # -- the cache
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_second_call_measures_nothing_and_says_the_same():
@@ -244,7 +241,6 @@ def test_a_folder_that_cannot_be_written_is_no_failure(monkeypatch, tmp_path):
 
 
 # -- what is no layer's
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -285,7 +281,6 @@ def test_one_process_agrees_with_itself():
 
 
 # -- all ranks
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_get_the_same_numbers_and_measure_again_when_one_knows_nothing(tmp_path):

@@ -349,7 +349,6 @@ def test_the_pictures_in_the_documentation(word, schedule):
 
 
 # -- the model of blocking ranks
-# ---------------------------------------------------------------------------------------
 
 
 class WaitsForBoth(StageSchedule):

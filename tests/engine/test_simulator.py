@@ -78,7 +78,6 @@ def of(simulation: Simulation, stage_id: int, name: str) -> list[Span]:
 
 
 # -- seconds of a pipeline
-# ---------------------------------------------------------------------------------------------
 
 
 def test_one_stage_is_a_sum():
@@ -189,7 +188,6 @@ def test_costs_follow_the_curve():
 
 
 # -- messages
-# ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_message_takes_latency_and_its_bytes():
@@ -282,7 +280,6 @@ def test_between_nodes_the_nodes_link_counts(replicas, ranks_per_node, across):
 
 
 # -- the loss
-# ----------------------------------------------------------------------------------------------------------
 
 
 def loss_span(graph, batches, machine, schedule="batch_sync", embed_dim=8, stage_id=0) -> Span:
@@ -375,7 +372,6 @@ def test_the_exchange_among_the_replicas_of_a_line():
 
 
 # -- replicas and the optimizer
-# ----------------------------------------------------------------------------------------
 
 
 def last_two(
@@ -462,7 +458,6 @@ def test_replicas_are_simulated_once():
 
 
 # -- bytes
-# -------------------------------------------------------------------------------------------------------------
 
 
 def in_flight(graph: StageGraph, number: int, schedule: str) -> list[float]:
@@ -648,7 +643,6 @@ def test_checkpoints_keep_the_ends_of_groups_and_work_one_group_out_again():
 
 
 # -- what cannot end
-# ---------------------------------------------------------------------------------------------------
 
 
 class BackToFront(BatchSync):
@@ -732,7 +726,6 @@ def test_branches_that_do_not_meet_are_named():
 
 
 # -- rules that hold everywhere
-# ----------------------------------------------------------------------------------------
 
 
 def drawn(draw: random.Random) -> tuple[StageGraph, dict[str, BranchBatch], CostModel]:

@@ -108,3 +108,18 @@ def test_every_instruction_of_the_executor_computes_or_waits():
         "RecvGrad",
         "SendGrad",
     }
+
+
+def test_waiting_between_instructions_is_not_taken_from_computing(clock, recorder):
+    """Running statistics are averaged after the last instruction."""
+    recorder.start()
+    with recorder.span("ForwardPass", 0):
+        clock.passes(1.0)
+        with recorder.span(WAIT):
+            clock.passes(0.25)
+    with recorder.span(WAIT):
+        clock.passes(0.6)
+    recorder.finish()
+    assert recorder.busy_s() == pytest.approx(1.0) and recorder.seconds()[WAIT] == pytest.approx(
+        0.85
+    )

@@ -329,7 +329,6 @@ def test_a_run_that_goes_on_deals_the_same(data, tmp_path):
 
 
 # -- feed rates
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_ladders_are_what_bounds_towers_and_data_leave(data, tmp_path):

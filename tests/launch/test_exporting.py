@@ -26,6 +26,7 @@ from launch.inference.trained import (
     open_model_folder,
     open_run,
 )
+from launch.model import ModelOptions, RunModel
 from launch.run.records import options_of_export
 from launch.settings.options import parse_options
 from models.losses import build_loss
@@ -325,6 +326,30 @@ def test_an_export_is_started_from_without_a_change(exports, name):
     assert torch.equal(expected["image_embeds"], found["image_embeds"]) and torch.equal(
         expected["text_embeds"], found["text_embeds"]
     )
+
+
+@pytest.mark.parametrize("pairs", ["image:text,image:palette", "palette:text,image:text"])
+def test_an_export_is_started_from_beside_another_pair(exports, pairs):
+    """What that pair's loss learns begins anew, whichever branch comes first."""
+    trained, folder, _ = exports["vit+bert"]
+    options = parse_options(
+        [
+            *("--import", str(folder), "--import-module", "examples.modality"),
+            *("--pairs", pairs, "--label-smoothing", "0"),
+        ]
+    )
+    tokenizer = load_tokenizer(options.tokenizer_source())
+    model = RunModel.of(options.section(ModelOptions), tokenizer)
+    built = {
+        tower.branch: canonical_state([model.build_layer(spec) for spec in tower.specs])
+        for tower in model.towers
+    }
+    of_pair = ("image_palette" if "image:palette" in pairs else "palette_text") + "_logit_scale"
+    assert [name for own in built.values() for name in own if name.endswith(of_pair)]
+    for branch in ("image", "text"):
+        for name, value in canonical_state(trained.layers).items():
+            if name in built[branch]:
+                assert torch.equal(built[branch][name], value), name
 
 
 def test_what_is_given_beside_an_export_counts_and_must_fit_its_weights(exports, capsys):

@@ -333,7 +333,6 @@ def test_the_default_file_runs_with_any_number_of_processes(world_size):
 
 
 # -- where the tokenizer comes from
-# ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -428,3 +427,39 @@ def test_roots_are_known_by_their_absolute_paths(tmp_path, monkeypatch):
         str(tmp_path),
     )
     assert parse_options(["--data", "csv:x.csv"]).data_root is None
+
+
+# -- flags of branches that the pairs do not have
+
+
+@pytest.mark.parametrize(
+    ("pairs", "arguments", "words"),
+    [
+        ("palette:text", ["--image-weights", "DEFAULT"], "--image-weights: it is of the image"),
+        ("palette:text", ["--image-buckets", "3"], "--image-buckets: it is of the image branch"),
+        ("palette:text", ["--import", "a.pt"], "--import: it is of the image branch"),
+        ("image:palette", ["--text-weights", "x"], "--text-weights: it is of the text branch"),
+        ("image:palette", ["--tokenizer", "x"], "no pair of --pairs image:palette has 'text'"),
+        (
+            "image:text,palette:text",
+            ["--tower", "palette=24", "--tower", "palette=48"],
+            "--tower: 'palette' is given twice",
+        ),
+        (
+            "image:text,palette:text",
+            ["--loss-weights-every", "7"],
+            "--loss-weights-every: 7 is for --loss-weights uncertainty or measured",
+        ),
+        ("image:text,text:image", [], "a pair is of two different modalities, and is named once"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused(pairs, arguments, words, capsys):
+    with pytest.raises(SystemExit):
+        parse_options(["--import-module", "examples.modality", "--pairs", pairs, *arguments])
+    assert words in capsys.readouterr().err
+
+
+def test_images_and_texts_are_one_pair_in_either_order():
+    options = parse_options(["--pairs", "text:image", "--fusion", "1"])
+    assert options.pairs == "image:text" and options.branches == ("image", "text")
+    assert parse_options(["--pairs", "text:image:0.5"]).pairs == "image:text:0.5"

@@ -33,6 +33,24 @@ def test_without_held_out_samples_one_line_says_so_and_no_table_is_shown(capsys,
     assert "validation (20)" in capsys.readouterr().out
 
 
+def test_chance_is_of_the_samples_that_have_both_halves_of_a_pair(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    values = {
+        f"validation/{key}_R@{k}": 0.5
+        for key in ("image_to_text", "text_to_image", "palette_to_text", "text_to_palette")
+        for k in RECALL_AT
+    }
+    values |= {"validation/num_samples/image_text": 300, "validation/num_samples/palette_text": 200}
+    show(retrieval_table("", [values], {"validation": 300}))
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert [[cell.strip() for cell in (line[1], line[2], line[-2])] for line in lines] == [
+        ["validation (300)", "image → text", "3.3"],
+        ["validation (300)", "text → image", "3.3"],
+        ["validation (200)", "palette → text", "5.0"],
+        ["validation (200)", "text → palette", "5.0"],
+    ]
+
+
 def test_what_users_write_is_no_markup(capsys):
     show("an apple [/b] :apple: [bold] of [link]4")
     assert capsys.readouterr().out == "an apple [/b] :apple: [bold] of [link]4\n"

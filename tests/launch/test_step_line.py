@@ -35,7 +35,7 @@ METRICS = StepMetrics(
     data_wait_s={"image 0": 0.0, "text 0": 0.0},
     sent_bytes=100,
     peak_memory_bytes=200,
-    num_left_out=0,
+    left_out={"image_text": 0},
     counts={"text_tokens": 300.0, "padded_text_tokens": 400.0},
 )
 ORDER = GlobalOrder(40, 10, 0, ((30, 1.0), (10, 3.0)))

@@ -55,7 +55,6 @@ def scalars(loss, log_scale: float, bias: float = -10.0) -> dict[str, Tensor]:
 
 
 # -- the formulas, plainly
-# -------------------------------------------------------------------------------------------------
 
 
 def infonce(
@@ -114,7 +113,6 @@ def reference(loss, sides: dict[str, Rows], parameters: dict[str, Tensor]) -> di
 
 
 # -- the same in pieces
-# ----------------------------------------------------------------------------------------------------
 
 
 def side_by_side(
@@ -407,7 +405,6 @@ def test_equals_open_clip():
 
 
 # -- what is asked for
-# -----------------------------------------------------------------------------------------------------
 
 
 def test_losses_by_name():
@@ -427,7 +424,6 @@ def test_pairs_judged_alone_have_no_statistics():
 
 
 # -- the limit of the scale
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -206,8 +206,7 @@ def test_pools_that_are_not_there_are_refused():
         text_tower("bert-mini:pool=eos", 50, 8)
 
 
-# ------------------------------------------------------------------------------------- what a new
-# run begins with
+# -- what a new run begins with
 
 
 def test_from_scratch():

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 
-def add_module_flag(group: argparse._ArgumentGroup) -> None:
+def add_module_flag(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--import-module",
         action="extend",

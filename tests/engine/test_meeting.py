@@ -1,0 +1,52 @@
+"""What of a global batch meets in a pair, decided from rows that have arrived."""
+
+import pytest
+import torch
+
+from engine.loss.exchange import NOBODY, Arrived, Gathered, Rows, meet
+from engine.objective import Pair
+from engine.optimizer.bad_steps import bad_step
+from models.losses import InfoNCE
+
+WHOLE = torch.arange(3)
+PAIR = Pair("sound", "text", InfoNCE(), prefix="sound_text_")
+
+
+def arrived(index, weight):
+    """Three samples with a text each, all of one stage; sounds have these indices and weights."""
+    sound, text = torch.tensor(index), WHOLE
+    rows = {
+        "sound": Rows(torch.ones(3, 4), WHOLE, sound, torch.tensor(weight)),
+        "text": Rows(torch.ones(3, 4), WHOLE, text, torch.ones(3, dtype=torch.int64)),
+    }
+    everyone = {name: Gathered(own.embeds, own.index, own.weight) for name, own in rows.items()}
+    ones, threes = dict.fromkeys(rows, 1), dict.fromkeys(rows, 3)
+    places, counts = dict.fromkeys(rows, WHOLE), dict.fromkeys(rows, (3,))
+    return Arrived(rows, everyone, places, counts, ones, threes)
+
+
+def test_a_pair_whose_few_samples_all_have_weight_0_is_empty_beside_others():
+    """One sample has a sound, and it counts nothing: nothing is lost, unless it is the only pair."""
+    rows = arrived([0, -2, -3], [0, 5, 5])
+    meeting = meet(rows, PAIR, alone=False)
+    assert (meeting.num_rows, meeting.num_left_out, meeting.num_not_loaded) == (0, 3, 2)
+    assert {name: len(own.position) for name, own in meeting.own.items()} == {"sound": 0, "text": 0}
+    assert meeting.restored("sound", torch.ones(0, 4)).tolist() == torch.zeros(3, 4).tolist()
+    with pytest.raises(RuntimeError, match="all sound rows, or all text rows, .* have weight 0"):
+        meet(rows, PAIR)
+    assert meet(arrived([0, -2, -3], [1, 5, 5]), PAIR).num_rows == 1
+
+
+def test_rows_that_never_came_are_not_taken_for_samples_without_the_modality():
+    assert int(meet(arrived([0, NOBODY, 2], [1, -1, 1]), PAIR, alone=False).num_misaligned) == 1
+
+
+def test_the_samples_of_a_bad_step_are_those_of_all_branches():
+    """Samples without a sound bring no row to that branch."""
+    seen = [
+        {"sound": [(2, 12, True)]},
+        {"text": [(0, 10, True), (1, 11, False)]},
+        {"text": [(2, 12, True)]},
+    ]
+    found = bad_step(seen, ("sound", "text"))
+    assert found.samples == (12, 10, 11) and found.not_finite == {"sound": (), "text": (11,)}
