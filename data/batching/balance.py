@@ -43,7 +43,7 @@ class Dealer(Protocol):
 
     `deals_texts`: it deals texts, c · G of them where an image has c captions in the setting, and
     not samples; those of the image at p have the positions c · p .. c · p + c − 1. `equal_shares`:
-    all micro-batches have equally many samples.
+    all micro-batches have equally many samples, where the global batch divides evenly.
     """
 
     deals_texts: bool
@@ -53,31 +53,44 @@ class Dealer(Protocol):
         """R · M of them, those of replica 0 first; every position once."""
 
 
+def share_sizes(global_batch_size: int, replicas: int, num_micro_batches: int) -> list[int]:
+    """Samples of each micro-batch, R · M of them: those of replicas differ by at most one in all,
+    and so do the micro-batches of a replica."""
+
+    def parts(number: int, whole: int) -> list[int]:
+        each, more = divmod(whole, number)
+        return [each + 1] * more + [each] * (number - more)
+
+    return [
+        size
+        for share in parts(replicas, global_batch_size)
+        for size in parts(num_micro_batches, share)
+    ]
+
+
 class InOrder:
-    """Contiguous and equal."""
+    """Contiguous, and as equal as the global batch allows."""
 
     deals_texts, equal_shares = False, True
 
     def shares(self, batch: GlobalBatch, replicas: int, num_micro_batches: int) -> list[Share]:
-        parts = np.arange(len(batch.visited), dtype=np.int64).reshape(
-            replicas * num_micro_batches, -1
-        )
+        sizes = share_sizes(len(batch.visited), replicas, num_micro_batches)
+        parts = np.split(np.arange(len(batch.visited), dtype=np.int64), np.cumsum(sizes)[:-1])
         return [(part, None) for part in parts]
 
 
 @dataclass(frozen=True, eq=False)
 class ByShape:
-    """Equal sizes, one bucket each as far as that is possible."""
+    """As equal as the global batch allows, one bucket each as far as that is possible."""
 
     buckets: BucketedSamples
     deals_texts, equal_shares = False, True
 
     def shares(self, batch: GlobalBatch, replicas: int, num_micro_batches: int) -> list[Share]:
-        number = replicas * num_micro_batches
-        positions, bucket = deal_by_bucket(self.buckets.number[batch.visited], number)
-        return [
-            (part, self.buckets.sizes[b]) for part, b in zip(positions.reshape(number, -1), bucket)
-        ]
+        sizes = share_sizes(len(batch.visited), replicas, num_micro_batches)
+        positions, bucket = deal_by_bucket(self.buckets.number[batch.visited], sizes)
+        parts = np.split(positions, np.cumsum(sizes)[:-1])
+        return [(part, self.buckets.sizes[b]) for part, b in zip(parts, bucket)]
 
 
 @dataclass(frozen=True, eq=False)

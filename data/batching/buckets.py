@@ -6,6 +6,7 @@ crop. All buckets have about the same area, so that micro-batches of any bucket 
 N: pictures, K: buckets, G: samples of a global batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
@@ -91,42 +92,45 @@ def kept_area(ratio: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def deal_by_bucket(
-    bucket_of_position: np.ndarray, num_shares: int
+    bucket_of_position: np.ndarray, sizes: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Orders a global batch so that its contiguous, equal shares are as pure as possible.
+    """Orders a global batch so that its contiguous shares are as pure as possible.
 
-    `bucket_of_position` [G] -> (positions [G] int64 in their new order, bucket [num_shares] int8 of
-    each share: the most common in it, of equally common ones the lowest). No other order has more
-    positions in a share of their own bucket: each bucket fills as many whole shares as it can; of
-    what is left over, the largest remainders lead a share each, and the others fill them up, in the
-    order of their numbers. A pure function. Errors: ValueError when G is not a multiple of
-    num_shares.
+    `bucket_of_position` [G]; `sizes`: of the shares, which differ by at most one -> (positions [G]
+    int64 in their new order, bucket [number of shares] int8 of each share: the most common in it,
+    of equally common ones the lowest). Each bucket fills as many whole shares as it can; of what is
+    left over, the largest remainders lead a share each, and the others fill them up, in the order of
+    their numbers. Where all sizes are equal no other order has more positions in a share of their
+    own bucket. A pure function. Errors: ValueError when the sizes do not add up to G.
     """
     bucket_of_position = np.asarray(bucket_of_position)
-    if num_shares < 1 or len(bucket_of_position) % num_shares or not len(bucket_of_position):
+    if sum(sizes) != len(bucket_of_position) or min(sizes, default=0) < 1:
         raise ValueError(
-            f"{len(bucket_of_position)} positions cannot be dealt to {num_shares} shares; they "
-            "must be a multiple of it, and >= 1"
+            f"{len(bucket_of_position)} positions cannot be dealt to shares of {list(sizes)}; each "
+            "needs one, and they must add up to their number"
         )
-    size = len(bucket_of_position) // num_shares
+    left = sorted(sizes, reverse=True)  # of shares that are not filled yet
     shares: list[np.ndarray] = []
     rest: list[np.ndarray] = []
     for bucket in np.unique(bucket_of_position):
         positions = np.flatnonzero(bucket_of_position == bucket)
-        full = len(positions) - len(positions) % size
-        shares += list(positions[:full].reshape(-1, size))
-        rest.append(positions[full:])
-    leading = sorted(
-        sorted(range(len(rest)), key=lambda k: -len(rest[k]))[: num_shares - len(shares)]
-    )
+        while left and len(positions) >= left[-1]:
+            size = left.pop(0 if len(positions) >= left[0] else -1)
+            shares.append(positions[:size])
+            positions = positions[size:]
+        rest.append(positions)
+    leading = sorted(sorted(range(len(rest)), key=lambda k: -len(rest[k]))[: len(left)])
     filling = np.concatenate(
         [positions for k, positions in enumerate(rest) if k not in leading]
         or [np.empty(0, np.int64)]
     )
-    for k in leading:
+    for k, size in zip(leading, left):
         missing = size - len(rest[k])
         shares.append(np.concatenate([rest[k], filling[:missing]]))
         filling = filling[missing:]
+    # a share stands where one of its size is asked for
+    of_size = {size: iter([own for own in shares if len(own) == size]) for size in set(sizes)}
+    shares = [next(of_size[size]) for size in sizes]
     common = [np.argmax(np.bincount(bucket_of_position[share])) for share in shares]
     return np.concatenate(shares).astype(np.int64), np.array(common, dtype=np.int8)
 

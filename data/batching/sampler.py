@@ -300,14 +300,11 @@ class MicroBatchRequest:
 
 
 def _check_shares(global_batch_size: int, replicas: int, num_micro_batches: int) -> None:
-    """Raises ValueError when G is not replicas * num_micro_batches * b for a whole b >= 1: what the
-    plan made it."""
-    shares = replicas * num_micro_batches
-    if replicas < 1 or num_micro_batches < 1 or global_batch_size < 1 or global_batch_size % shares:
+    """Raises ValueError where a micro-batch would have no sample."""
+    if min(replicas, num_micro_batches) < 1 or global_batch_size // replicas < num_micro_batches:
         raise ValueError(
             f"global_batch_size {global_batch_size} cannot be dealt to {replicas} replicas x "
-            f"{num_micro_batches} micro-batches; it must be a multiple of their product, {shares}, "
-            "and all must be >= 1"
+            f"{num_micro_batches} micro-batches; each needs a sample"
         )
 
 

@@ -33,6 +33,8 @@ from engine.schedule import SCHEDULES, StageSchedule, exact_schedules, recomputi
 from engine.topology import LAYOUTS, StageGraph, balanced_cuts, chain, fork, merged
 
 MAX_STAGES = 16  # per line, where "auto" chooses: deeper lines idle more than they save
+MOST_UNEVEN = 3  # ways to divide the ranks of a fork in which the batch does not divide evenly,
+UNEVEN_PAYS = 0.98  # where the costliest branch has at most so much of what it has evenly
 FEW_STAGES = (
     1,
     2,
@@ -65,16 +67,30 @@ class BranchBatch:
     `micro_batch_size` samples.
 
     Under a schedule that recomputes the first `num_kept` of them keep their activations.
+    `num_samples`: of a global batch that does not divide evenly. The shares of the replicas then
+    differ by at most one sample, and so do the micro-batches of each; `micro_batch_size` is that of
+    the largest.
     """
 
     replicas: int
     micro_batch_size: int
     num_micro_batches: int
     num_kept: int = 0
+    num_samples: int | None = None
+
+    @property
+    def places(self) -> int:
+        """Samples of a global batch if all micro-batches were as large as the largest."""
+        return self.replicas * self.micro_batch_size * self.num_micro_batches
 
     @property
     def global_batch_size(self) -> int:
-        return self.replicas * self.micro_batch_size * self.num_micro_batches
+        return self.places if self.num_samples is None else self.num_samples
+
+    @property
+    def is_even(self) -> bool:
+        """Are all micro-batches equally large?"""
+        return self.num_samples is None
 
 
 @dataclass(frozen=True)
@@ -281,7 +297,7 @@ def deepspeed_config(
 
     `most_replicas`: of any stage. Where no stage has two, ZeRO-1 has nothing to shard, and under
     fp32 it would only add copies of the weights and gradients; fp16 and bf16 need its wrapper, and
-    so does an offloaded optimizer.
+    so does an offloaded optimizer. torch's own Adam runs fused unless the file says how.
     """
     resolved = copy.deepcopy(dict(config))
     zero = resolved.get("zero_optimization", {})
@@ -292,7 +308,8 @@ def deepspeed_config(
         and "offload_optimizer" not in zero
     ):
         resolved["zero_optimization"]["stage"] = 0
-    resolved["train_batch_size"] = batch.global_batch_size
+    # DeepSpeed knows equal shares only; what it computes with these numbers is not used for rows
+    resolved["train_batch_size"] = batch.places
     resolved["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
     resolved["gradient_accumulation_steps"] = batch.num_micro_batches
     resolved["gradient_clipping"] = (
@@ -303,6 +320,16 @@ def deepspeed_config(
     resolved.setdefault("steps_per_print", None)
     if "pipeline" in resolved:
         resolved["pipeline"]["use_reentrant"] = False
+    optimizer = resolved.get("optimizer", {})
+    params = optimizer.get("params") or {}
+    if (
+        str(optimizer.get("type", "")).lower() in ("adam", "adamw")
+        and params.get("torch_adam")
+        and not {"fused", "foreach", "capturable", "differentiable"} & set(params)
+    ):
+        # one pass over the parameters instead of a dozen, on a CPU as on a GPU, and nothing to
+        # compile
+        params["fused"] = True
     scheduler = resolved.get("scheduler", {}).get("params") or {}
     for key, value in scheduler.items():
         if value == AUTO:
@@ -339,9 +366,8 @@ def _candidates(
     """Every (graph, deal, schedule) that the block allows. Raises ValueError, with the reason, when
     there is none."""
     graph_of = _graphs_of(block, costs)
-    for split in _splits(
-        config, block, world_size, {branch: len(layers) for branch, layers in costs.layers.items()}
-    ):
+    num_layers = {branch: len(layers) for branch, layers in costs.layers.items()}
+    for split in _worth_timing(_splits(config, block, world_size, num_layers), costs):
         graph = graph_of(split)
         for deal, schedule in split.ways:
             yield (
@@ -349,6 +375,33 @@ def _candidates(
                 _keeping(block, graph, deal, costs) if SCHEDULES[schedule].recomputes else deal,
                 schedule,
             )
+
+
+def _worth_timing(splits: Iterable[Split], costs: CostModel) -> Iterator[Split]:
+    """All in which the batch divides evenly, and of the others, of which there are many more, for
+    the same numbers of stages the `MOST_UNEVEN` whose costliest branch has least to do on a rank,
+    where that is less than with any even one."""
+    seconds = {
+        branch: sum(map(_seconds_per_sample, layers)) for branch, layers in costs.layers.items()
+    }
+
+    def of_a_rank(split: Split) -> float:
+        return max(seconds[b] / (split.stages[b] * split.replicas[b]) for b in seconds)
+
+    least: dict[tuple, float] = {}  # of the even ones, by stages
+    uneven: dict[tuple, list[Split]] = {}
+    for split in splits:
+        stages = tuple(split.stages.values())
+        if split.layout != "fork":
+            yield split
+        elif all(own.is_even for own in split.ways[0][0].values()):
+            least[stages] = min(of_a_rank(split), least.get(stages, inf))
+            yield split
+        else:
+            uneven.setdefault(stages, []).append(split)
+    for stages, alike in uneven.items():
+        better = [s for s in alike if of_a_rank(s) < UNEVEN_PAYS * least.get(stages, inf)]
+        yield from sorted(better, key=of_a_rank)[:MOST_UNEVEN]
 
 
 def _splits(
@@ -422,12 +475,7 @@ def _stages_and_replicas(
             reason = reason or error
             continue
         filled = True
-        whole = [
-            r for r in choices if all(config["train_batch_size"] % own == 0 for own in r.values())
-        ]
-        for replicas in (
-            whole or choices[:1]
-        ):  # where the batch comes out even with none, the deal says so
+        for replicas in choices:
             yield stages, replicas
     if not filled:
         raise reason or ValueError(f"{layout}: no number of stages fills {_ranks(world_size)}")
@@ -583,12 +631,11 @@ def _fork_replicas(
             )
         return [replicas]
     _refuse_too_few("fork", stages, world_size)
-    # Of several branches only such numbers as the batch can be dealt to, for there are many; any,
+    # Of three and more branches only such numbers as divide the batch, for there are many; any,
     # where there is none of these.
     numbers = range(1, world_size + 1)
-    fits = list(
-        _fills(tuple(stages.values()), world_size, [n for n in numbers if batch_size % n == 0])
-    )
+    even = [n for n in numbers if len(stages) <= 2 or batch_size % n == 0]
+    fits = list(_fills(tuple(stages.values()), world_size, even))
     fits = fits or list(islice(_fills(tuple(stages.values()), world_size, numbers), 1))
     if not fits:
         terms = " ".join(f"{branch}={count}" for branch, count in stages.items())
@@ -677,19 +724,30 @@ def _deal(
     `wish`."""
     global_batch_size = config["train_batch_size"]
     share, rest = divmod(global_batch_size, replicas)
-    if rest or not share:
-        near = max(global_batch_size - rest, replicas)
+    if not share:
         raise ValueError(
-            f"train_batch_size {global_batch_size} cannot be dealt to {replicas} {branch} replicas "
-            f"in equal shares; use {near} or {near + replicas}"
+            f"train_batch_size {global_batch_size} cannot be dealt to {replicas} {branch} replicas: "
+            f"each needs a sample; use at least {replicas}"
         )
     size = block.micro_batch_size
     if isinstance(size, dict):
         size = size.get(branch, AUTO)
     if size == AUTO:
         size = config.get("train_micro_batch_size_per_gpu", AUTO)
+    if rest and size != AUTO:
+        near = global_batch_size - rest
+        raise ValueError(
+            f"train_batch_size {global_batch_size} cannot be dealt to {replicas} {branch} replicas "
+            f"in equal shares, which a given micro_batch_size needs; use {near} or "
+            f'{near + replicas}, or "micro_batch_size": "auto"'
+        )
     if size == AUTO:
         number = config.get("gradient_accumulation_steps", AUTO)
+        if rest:
+            number = min(wish if number == AUTO else number, share)
+            return BranchBatch(
+                replicas, -(-(share + 1) // number), number, num_samples=global_batch_size
+            )
         if number == AUTO:
             number = max(n for n in range(1, min(wish, share) + 1) if share % n == 0)
         size, rest = divmod(share, number)
@@ -747,7 +805,18 @@ def _refuse_kept(block: BranchesBlock, layout: str, branches: Iterable[str]) -> 
 
 def _refuse_schedule(schedule: str, deal: Deal) -> str | None:
     """Why this deal cannot run under the schedule, if it cannot."""
-    if not SCHEDULES[schedule].loss_per_micro_batch or _alike(deal.values()):
+    if not SCHEDULES[schedule].loss_per_micro_batch:
+        return None
+    uneven = [branch for branch, own in deal.items() if not own.is_even]
+    if uneven:
+        own = deal[uneven[0]]
+        return (
+            f'branches.schedule: "{schedule}" compares the samples of one micro-batch, so all are '
+            f"equally large, but train_batch_size {own.global_batch_size} is no multiple of "
+            f"{own.replicas} {uneven[0]} replicas; use {own.global_batch_size // own.replicas * own.replicas or own.replicas}, "
+            f"or {' or '.join(exact_schedules())}"
+        )
+    if _alike(deal.values()):
         return None
     deals = ", ".join(
         f"{b} {d.micro_batch_size} × {d.num_micro_batches} × {d.replicas}" for b, d in deal.items()
@@ -833,8 +902,13 @@ def _least_peak(
 def _describe(graph: StageGraph, batches: Mapping[str, BranchBatch], schedule: str) -> str:
     """Such as `fork: image 0 ×6 | text 0 ×2, replay, micro-batches image 32×5, text 480×1` (samples
     × number of them)."""
-    deals = {b: f"{d.micro_batch_size}×{d.num_micro_batches}" for b, d in batches.items()}
+    deals = {b: describe_batch(d) for b, d in batches.items()}
     return f"{graph.describe()}, {describe_schedule(schedule, batches)}, micro-batches {_by_branch(deals)}"
+
+
+def describe_batch(batch: BranchBatch) -> str:
+    """`32×5`, or `≤33×5` where micro-batches are not equally large."""
+    return f"{'' if batch.is_even else '≤'}{batch.micro_batch_size}×{batch.num_micro_batches}"
 
 
 def describe_schedule(schedule: str, batches: Mapping[str, BranchBatch]) -> str:

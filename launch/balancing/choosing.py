@@ -71,14 +71,20 @@ class Balance:
     @property
     def equal_shares(self) -> bool:
         """Does every replica of a branch get equally many samples?"""
-        return all(dealer.equal_shares for dealer in self.dealers.values())
+        return all(
+            dealer.equal_shares and self.plan.batches[branch].is_even
+            for branch, dealer in self.dealers.items()
+        )
 
     @property
     def constant_shapes(self) -> dict[str, bool]:
         """By branch: do all micro-batches have equal shapes?"""
         still = len(self.ladders.image_size) == len(self.ladders.kept_patches) == 1
         return {
-            branch: isinstance(dealer, InOrder) and equal_shapes(branch) and still
+            branch: isinstance(dealer, InOrder)
+            and self.plan.batches[branch].is_even
+            and equal_shapes(branch)
+            and still
             for branch, dealer in self.dealers.items()
         }
 
@@ -114,6 +120,8 @@ class Balance:
                 planned.num_micro_batches * captions,
             )
             most = max(1, share // self.block.min_size)
+            if not planned.is_even:
+                return min(wanted, most)
             if wanted > most:
                 return max(m for m in range(1, most + 1) if share % m == 0)
             return next((m for m in range(wanted, share) if share % m == 0), share)
@@ -356,10 +364,13 @@ def explain_dealing(balance: Balance, settings: Settings, steps: range) -> str:
     lines, plan = [], balance.plan
     for branch, dealer in balance.dealers.items():
         if not isinstance(dealer, ByCost):
-            words = "by shape" if isinstance(dealer, ByShape) else "in order"
+            words, own = (
+                "by shape" if isinstance(dealer, ByShape) else "in order",
+                plan.batches[branch],
+            )
             lines.append(
-                f"{branch}: {words}, {plan.batches[branch].micro_batch_size} samples in every "
-                "micro-batch"
+                f"{branch}: {words}, {'' if own.is_even else 'at most '}{own.micro_batch_size} samples "
+                "in every micro-batch"
             )
         else:
             for step in steps:

@@ -38,7 +38,7 @@ from engine.objective import scalars_of
 from engine.optimizer.locking import lock_costs, trainable_layers
 from engine.planning.costs import CostModel
 from engine.planning.devices import DEVICES, Device, find_device
-from engine.planning.planner import GIB, Candidate, Search, search_plans
+from engine.planning.planner import GIB, Candidate, Search, describe_batch, search_plans
 from engine.schedule import SCHEDULES
 from engine.topology import LAYOUTS
 from launch.estimates import estimated_costs
@@ -381,10 +381,7 @@ def cells(candidate: Candidate, batch_size: int) -> list[str]:
     lines = [
         [stage for stage in graph.stages if branch in stage.layers] for branch in graph.branches
     ]
-    deals = [
-        f"{batch.micro_batch_size}×{batch.num_micro_batches}"
-        for batch in candidate.batches.values()
-    ]
+    deals = [describe_batch(batch) for batch in candidate.batches.values()]
     kept = [str(batch.num_kept) for batch in candidate.batches.values()]
     return [
         graph.layout,

@@ -115,7 +115,7 @@ def test_no_other_dealing_is_purer(size, shares):
     generator = np.random.default_rng(0)
     for _ in range(12):
         buckets = generator.integers(0, 5, size * shares)
-        order, _ = deal_by_bucket(buckets, shares)
+        order, _ = deal_by_bucket(buckets, [size] * shares)
         best = max(
             pure(buckets, np.concatenate(other), shares)
             for other in every_dealing(range(size * shares), shares)
@@ -127,15 +127,17 @@ def test_dealing_moves_every_position_once_and_names_the_most_common_bucket():
     for seed in range(30):
         generator = np.random.default_rng(seed)
         shares, size = generator.integers(1, 9), generator.integers(1, 17)
-        buckets = generator.integers(0, 5, shares * size).astype(np.int8)
-        order, bucket = deal_by_bucket(buckets, shares)
+        more = generator.integers(0, 2, shares) if seed % 2 else np.zeros(shares, int)
+        sizes = (size + more).tolist()
+        buckets = generator.integers(0, 5, sum(sizes)).astype(np.int8)
+        order, bucket = deal_by_bucket(buckets, sizes)
         assert order.dtype == np.int64 and sorted(order) == list(range(len(buckets)))
         assert bucket.dtype == np.int8 and len(bucket) == shares
-        for share, name in zip(np.split(buckets[order], shares), bucket):
+        for share, name in zip(np.split(buckets[order], np.cumsum(sizes)[:-1]), bucket):
             assert np.bincount(share)[name] == np.bincount(share).max()
-        again, _ = deal_by_bucket(buckets, shares)
+        again, _ = deal_by_bucket(buckets, sizes)
         assert np.array_equal(order, again)
-    order, bucket = deal_by_bucket(np.zeros(6, np.int8), 3)
+    order, bucket = deal_by_bucket(np.zeros(6, np.int8), [2, 2, 2])
     assert order.tolist() == list(range(6)) and bucket.tolist() == [
         0,
         0,
@@ -159,5 +161,5 @@ def test_refusals():
         choose_buckets(width[:0], height[:0], 224)
     with pytest.raises(ValueError, match="no side below 1"):
         choose_buckets(np.array([0]), np.array([5]), 224)
-    with pytest.raises(ValueError, match="7 positions cannot be dealt to 2 shares"):
-        deal_by_bucket(np.zeros(7, np.int8), 2)
+    with pytest.raises(ValueError, match=r"7 positions cannot be dealt to shares of \[3, 3\]"):
+        deal_by_bucket(np.zeros(7, np.int8), [3, 3])

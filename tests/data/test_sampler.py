@@ -190,10 +190,10 @@ def test_refusals():
         ORDER.batch(-1)
     with pytest.raises(
         ValueError,
-        match="12 cannot be dealt to 5 replicas x 1 micro-batches; it must be a multiple of their product, 5",
+        match="12 cannot be dealt to 5 replicas x 3 micro-batches; each needs a sample",
     ):
-        plain_requests(ORDER, SUBSET, 0, 5, 1, 0, 1)
-    with pytest.raises(ValueError, match="must be >= 1|all must be"):
+        plain_requests(ORDER, SUBSET, 0, 5, 3, 0, 1)
+    with pytest.raises(ValueError, match="each needs a sample"):
         plain_requests(ORDER, SUBSET, 0, 1, 0, 0, 1)
     with pytest.raises(ValueError, match="replica 3 of 3: .* 0..2"):
         plain_requests(ORDER, SUBSET, 3, 3, 2, 0, 1)

@@ -260,21 +260,24 @@ REFUSALS = [
     # the batch
     (
         7,
-        {**FORK, "replicas": {"image": 5, "text": 2}},
+        {**FORK, "replicas": {"image": 5, "text": 2}, "micro_batch_size": 3},
         {},
-        ["train_batch_size 48 cannot be dealt to 5 image replicas", "use 45 or 50"],
+        ["train_batch_size 48 cannot be dealt to 5 image replicas", "use 45 or 50", '"auto"'],
     ),
     (
         3,
-        FORK,
+        {**FORK, "schedule": "per_micro_batch", "replicas": {"image": 1, "text": 2}},
         {"train_batch_size": 7},
-        ["train_batch_size 7 cannot be dealt to 2 text replicas", "use 6 or 8"],
+        ["train_batch_size 7 is no multiple of 2 text replicas", "use 6, or batch_sync"],
     ),
     (
         5,
         FORK,
         {"train_batch_size": 2},
-        ["train_batch_size 2 cannot be dealt to 4 text replicas", "use 4 or 8"],
+        [
+            "train_batch_size 2 cannot be dealt to 4 text replicas: each needs a sample",
+            "at least 4",
+        ],
     ),
     (
         2,
@@ -453,16 +456,33 @@ def test_replicas_around_given_stages():
     ] and text == range(0, 4)
 
 
-def test_divisions_the_batch_does_not_allow_are_passed_over():
+def test_a_batch_need_not_divide_evenly():
+    """Five replicas of images for five times the work, whatever the batch: shares differ by one."""
     costs = {"image": [5.0], "text": [1.0]}
-    assert (
-        plan(6, FORK, costs=costs, train_batch_size=40).graph.describe()
-        == "fork: image 0 ×5 | text 0 ×1"
-    )
-    assert (
-        plan(6, FORK, costs=costs, train_batch_size=48).graph.describe()
-        == "fork: image 0 ×4 | text 0 ×2"
-    )
+    even = plan(6, FORK, costs=costs, train_batch_size=40)
+    assert even.graph.describe() == "fork: image 0 ×5 | text 0 ×1"
+    assert even.batches["image"].is_even
+    uneven = plan(6, FORK, costs=costs, train_batch_size=48)
+    assert uneven.graph.describe() == "fork: image 0 ×5 | text 0 ×1"
+    image = uneven.batches["image"]
+    assert not image.is_even and image.global_batch_size == 48 <= image.places
+    assert uneven.batches["text"].is_even and "image ≤" in uneven.describe()
+
+
+@pytest.mark.parametrize("image", [4, 5, 6, 7])
+def test_every_division_of_eight_ranks_is_offered_for_a_power_of_two(image):
+    costs = {"image": [float(image)], "text": [float(8 - image)]}
+    decided = plan(8, FORK, costs=costs, train_batch_size=8192)
+    assert {branch: own.replicas for branch, own in decided.batches.items()} == {
+        "image": image,
+        "text": 8 - image,
+    }
+
+
+def test_a_division_that_is_not_even_must_pay():
+    """6 + 2 is even and as fast as 5 + 3 with these costs."""
+    costs = {"image": [3.0], "text": [1.0]}
+    assert plan(8, FORK, costs=costs, train_batch_size=960).batches["image"].replicas == 6
 
 
 def test_replicas_fit_a_given_micro_batch_size():
