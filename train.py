@@ -1,7 +1,7 @@
-"""Train a contrastive model as a forked pipeline: options -> data -> towers -> stages -> loop.
+r"""Train a contrastive model as a forked pipeline: options -> data -> towers -> stages -> loop.
 
     deepspeed --num_gpus 8 train.py
-    deepspeed --num_gpus 8 train.py --deepspeed_config ds_configs/zero1_fp16.json \\
+    deepspeed --num_gpus 8 train.py --deepspeed_config ds_configs/zero1_fp16.json \
         --data jsonl:pairs.jsonl
 """
 

@@ -1,6 +1,6 @@
-"""A third modality: the palette of an emoji, compared with its name. A third of the emoji come without one.
+r"""A third modality: the palette of an emoji, compared with its name. A third of the emoji come without one.
 
-    deepspeed --num_gpus 3 train.py --import-module examples.modality \\
+    deepspeed --num_gpus 3 train.py --import-module examples.modality \
         --data python:examples.dataset:Palettes --pairs image:text,palette:text
 """
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -62,3 +63,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             (starter for starter in ("launched", "ranks") if starter in used), str(item.path)
         )
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture
+def registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a module of one's own registers in a test is gone behind it."""
+    from data.index.sources import KINDS
+    from engine.schedule import SCHEDULES
+    from launch.settings.modalities import MODALITIES
+    from models.losses import LOSSES
+    from models.towers.image import OWN
+
+    before = [(each, dict(each)) for each in (KINDS, LOSSES, OWN, MODALITIES, SCHEDULES)]
+    for name in [name for name in sys.modules if name.startswith("examples.")]:
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for each, entries in before:
+        each.clear()
+        each.update(entries)
+    for name in [name for name in sys.modules if name.startswith("examples.")]:
+        del sys.modules[name]

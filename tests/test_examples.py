@@ -5,19 +5,13 @@ data set.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from launched import ROOT, metrics, run_to_end
 from PIL import Image
 
-from data.index.sources import KINDS
-from engine.schedule import SCHEDULES
-from launch.settings.modalities import MODALITIES
 from launch.settings.options import parse_options
-from models.losses import LOSSES
-from models.towers.image import OWN
 
 MODULES = ["examples.tower", "examples.loss", "examples.format"]
 OTHERS = ["examples.modality", "examples.schedule"]
@@ -32,18 +26,7 @@ SPLITS = {1: {"layout": "merged", "stages": {"merged": 1}, "micro_batch_size": 2
 RELATIVE = 1e-5  # fp32, whose sums come in another order
 
 
-@pytest.fixture(autouse=True)
-def registries(monkeypatch):
-    """What a test registers is gone behind it."""
-    before = [
-        (registry, dict(registry)) for registry in (KINDS, LOSSES, OWN, MODALITIES, SCHEDULES)
-    ]
-    for name in (*MODULES, *OTHERS):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield
-    for registry, entries in before:
-        registry.clear()
-        registry.update(entries)
+pytestmark = pytest.mark.usefixtures("registries")
 
 
 def test_a_tower_a_loss_and_a_format_of_ones_own_train_split_as_they_do_on_one_rank(tmp_path):

@@ -16,7 +16,7 @@ import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import islice, product
 from math import inf
@@ -91,6 +91,10 @@ class BranchBatch:
     def is_even(self) -> bool:
         """Are all micro-batches equally large?"""
         return self.num_samples is None
+
+    def record(self) -> dict[str, int]:
+        """As config.json and checkpoints keep it; an even one as earlier versions wrote it."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -298,7 +298,7 @@ class Balancer:
         plan = self.balance.plan
         return {
             "stages": plan.graph.describe(),
-            "batches": {branch: asdict(batch) for branch, batch in plan.batches.items()},
+            "batches": {branch: batch.record() for branch, batch in plan.batches.items()},
         }
 
 

@@ -192,7 +192,7 @@ class RunFolder:
             "layout": plan.graph.layout,
             "schedule": plan.schedule,
             "trainable": plan.trainable,
-            "batches": {branch: asdict(batch) for branch, batch in plan.batches.items()},
+            "batches": {branch: batch.record() for branch, batch in plan.batches.items()},
             "data": data,
             "towers": {
                 tower.branch: {**tower.config, "num_parameters": tower.num_parameters}

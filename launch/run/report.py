@@ -99,9 +99,13 @@ def retrieval_report(
     )
 
 
+def progress_interval() -> float:
+    """Seconds between redraws of a progress bar: often for a person, seldom for a log file."""
+    return 0.2 if sys.stderr.isatty() else 20.0
+
+
 class Progress(tqdm):
-    """The progress bar of a run, of which `step` of `total_steps` steps are done. It is drawn often
-    for a person, and seldom into a log file."""
+    """The progress bar of a run, of which `step` of `total_steps` steps are done."""
 
     def __init__(self, step: int, total_steps: int, first_rank: bool):
         super().__init__(
@@ -110,7 +114,7 @@ class Progress(tqdm):
             unit="step",
             disable=not first_rank,
             dynamic_ncols=True,
-            mininterval=0.2 if sys.stderr.isatty() else 20.0,
+            mininterval=progress_interval(),
         )
 
     def step(self, line: Mapping[str, float]) -> None:

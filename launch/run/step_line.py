@@ -42,7 +42,9 @@ def rates(line: Mapping[str, float]) -> dict[str, float]:
     """Pictures (where the run has an image branch; samples without one count too) and text tokens
     per second, and the share of the texts' rectangles that is padding."""
     tokens, padded = line.get("text_tokens", 0), line.get("padded_text_tokens", 0)
-    images = {"images_per_s": line["samples_per_s"]} if "grad_norm/image" in line else {}
+    groups = [key for key in line if key.startswith("grad_norm/")]
+    has_images = not groups or "grad_norm/image" in groups
+    images = {"images_per_s": line["samples_per_s"]} if has_images else {}
     return {
         **images,
         "text_tokens_per_s": round(tokens / line["step_s"], 2),

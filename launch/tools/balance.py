@@ -143,6 +143,8 @@ def balance_table(lines: Sequence[Line], looks: Sequence[Line]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
 
     def row(name: str, values: Sequence[float], words: Callable[[float], str]) -> None:
+        if not values:  # of a branch that the run does not have
+            return
         tenth = max(1, len(values) // 10)
         table.add_row(name, words(median(values[:tenth])), words(median(values[-tenth:])))
 

@@ -119,7 +119,8 @@ def panels_of(lines: Sequence[Line], looks: Sequence[Line]) -> dict[str, Callabl
         ("images per second", "images_per_s"),
         ("text tokens per second", "text_tokens_per_s"),
     ):
-        panels[name] = _single(lines, key, share=key.startswith("padding"))
+        if key in lines[-1]:
+            panels[name] = _single(lines, key, share=key.startswith("padding"))
     for knob in BRANCH_OF:
         if knob in lines[-1]:
             panels[f"{knob}, a knob"] = _knob(lines, knob)

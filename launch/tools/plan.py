@@ -1,9 +1,9 @@
-"""Which way to run is fastest on N GPUs of a kind: a table and the reasons, and on request the
+r"""Which way to run is fastest on N GPUs of a kind: a table and the reasons, and on request the
 timeline of the best as a picture.
 
 Needs no GPU and starts no process.
 
-    python -m launch.tools.plan --gpus 8 --image-tower vit_l_16 \\
+    python -m launch.tools.plan --gpus 8 --image-tower vit_l_16 \
         --text-tower bert-large-uncased --device H100
     python -m launch.tools.plan --gpus 1024 --layout fork --top 20 --picture plan.png
     python -m launch.tools.plan --gpus 8 --deepspeed_config ds_configs/zero1_bf16.json

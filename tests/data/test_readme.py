@@ -52,6 +52,7 @@ def test_every_room_is_in_the_figure():
         "processes",
         "shared_pixels",
         "inspect",
+        "modules",
         "fonts",
         "draws",
         "lengths",

@@ -329,7 +329,7 @@ def test_an_export_is_started_from_without_a_change(exports, name):
 
 
 @pytest.mark.parametrize("pairs", ["image:text,image:palette", "palette:text,image:text"])
-def test_an_export_is_started_from_beside_another_pair(exports, pairs):
+def test_an_export_is_started_from_beside_another_pair(exports, pairs, registries):
     """What that pair's loss learns begins anew, whichever branch comes first."""
     trained, folder, _ = exports["vit+bert"]
     options = parse_options(

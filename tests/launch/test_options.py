@@ -453,7 +453,7 @@ def test_roots_are_known_by_their_absolute_paths(tmp_path, monkeypatch):
         ("image:text,text:image", [], "a pair is of two different modalities, and is named once"),
     ],
 )
-def test_a_flag_that_would_do_nothing_is_refused(pairs, arguments, words, capsys):
+def test_a_flag_that_would_do_nothing_is_refused(pairs, arguments, words, capsys, registries):
     with pytest.raises(SystemExit):
         parse_options(["--import-module", "examples.modality", "--pairs", pairs, *arguments])
     assert words in capsys.readouterr().err
