@@ -33,8 +33,10 @@ from engine.schedule import SCHEDULES, StageSchedule, exact_schedules, recomputi
 from engine.topology import LAYOUTS, StageGraph, balanced_cuts, chain, fork, merged
 
 MAX_STAGES = 16  # per line, where "auto" chooses: deeper lines idle more than they save
-MOST_UNEVEN = 3  # ways to divide the ranks of a fork in which the batch does not divide evenly,
-UNEVEN_PAYS = 0.98  # where the costliest branch has at most so much of what it has evenly
+# ways to divide the ranks of a fork in which the batch does not divide evenly, for the same numbers
+# of stages: so many on at most FEW_RANKS, one on more, and only where the costliest branch has at
+# most UNEVEN_PAYS of what it has in the best even one
+MOST_UNEVEN, FEW_RANKS, UNEVEN_PAYS = 3, 64, 0.98
 FEW_STAGES = (
     1,
     2,
@@ -371,7 +373,7 @@ def _candidates(
     there is none."""
     graph_of = _graphs_of(block, costs)
     num_layers = {branch: len(layers) for branch, layers in costs.layers.items()}
-    for split in _worth_timing(_splits(config, block, world_size, num_layers), costs):
+    for split in _worth_timing(_splits(config, block, world_size, num_layers), world_size, costs):
         graph = graph_of(split)
         for deal, schedule in split.ways:
             yield (
@@ -381,7 +383,7 @@ def _candidates(
             )
 
 
-def _worth_timing(splits: Iterable[Split], costs: CostModel) -> Iterator[Split]:
+def _worth_timing(splits: Iterable[Split], world_size: int, costs: CostModel) -> Iterator[Split]:
     """All in which the batch divides evenly, and of the others, of which there are many more, for
     the same numbers of stages the `MOST_UNEVEN` whose costliest branch has least to do on a rank,
     where that is less than with any even one."""
@@ -405,7 +407,9 @@ def _worth_timing(splits: Iterable[Split], costs: CostModel) -> Iterator[Split]:
             uneven.setdefault(stages, []).append(split)
     for stages, alike in uneven.items():
         better = [s for s in alike if of_a_rank(s) < UNEVEN_PAYS * least.get(stages, inf)]
-        yield from sorted(better, key=of_a_rank)[:MOST_UNEVEN]
+        # of many ranks a few more or less make little difference
+        most = MOST_UNEVEN if world_size <= FEW_RANKS else 1
+        yield from sorted(better, key=of_a_rank)[:most]
 
 
 def _splits(
