@@ -17,7 +17,7 @@ from data.index.sources import open_source
 from data.modalities.fonts import fonts_for, installed_fonts
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.prepare import HeldOut
-from evaluate import held_out
+from evaluate import held_out, refuse_other_pairs, with_both
 from launch.inference.embedding import (
     Embedder,
     forget_embeddings,
@@ -506,3 +506,33 @@ def test_what_a_run_held_out_is_looked_for_in_its_roots(tmp_path, source, embedd
         )
         (part,) = parts.values()
         assert len(part.subset) == number and part.source.image_bytes(3) == source.image_bytes(3)
+
+
+def test_only_samples_with_an_image_and_a_text_are_compared(tmp_path, monkeypatch):
+    """A run may have held out samples that lack one, for the sake of other pairs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "gaps_here.py").write_text(
+        "import numpy as np\n\n\nclass Gaps:\n"
+        "    def __len__(self):\n        return 6\n\n"
+        "    def __getitem__(self, i):\n"
+        "        item = {'image': np.full((20, 20, 3), i, np.uint8), 'text': f'number {i}', 'tone': 1.0}\n"
+        "        for name in [] if i > 1 else ['text'] if i else ['image']:\n"
+        "            del item[name]\n"
+        "        return item\n"
+    )
+    gaps = open_source(
+        "python:gaps_here:Gaps", (("image", "text"), ("tone", "text"), ("image", "tone"))
+    )
+    assert gaps.usable().tolist() == [*range(6)]
+    assert with_both(HeldOut(gaps, np.array([0, 1, 3, 5]))).subset.tolist() == [3, 5]
+
+
+def test_a_run_without_images_or_texts_is_refused_in_a_sentence(embedder):
+    refuse_other_pairs(embedder.trained)
+    record = {"options": {"pairs": "tone:text"}}
+    text_alone = replace(embedder.trained, towers=embedder.trained.towers[1:], record=record)
+    with pytest.raises(
+        ValueError, match="trained with --pairs tone:text, and evaluate.py compares"
+    ):
+        refuse_other_pairs(text_alone)
