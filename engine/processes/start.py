@@ -8,6 +8,7 @@ import ctypes
 import io
 import logging
 import os
+import random
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from filelock import FileLock, Timeout
 
 COMPILE_LIMIT_S = 600
 PREPARATION_LIMIT = timedelta(days=1)
+LISTENING = range(20_000, 32_000)  # ports; Linux gives 32768 and above to outgoing connections
 
 
 @dataclass(frozen=True)
@@ -179,9 +181,13 @@ def stop_processes() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody listens on, below those that the system gives to outgoing connections: one
+    of these may be taken before the caller listens on it."""
+    for port in (*random.SystemRandom().sample(LISTENING, 100), 0):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return s.getsockname()[1]
+    raise OSError("no port is free on 127.0.0.1")
 
 
 def _unlink_shared_memory() -> None:
