@@ -9,7 +9,6 @@ from typing import Any
 from data.modules import add_module_flag
 
 IMAGE_TEXT = "image:text"
-IMAGE_TEXT_REVERSED = ("text", "image")
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,8 @@ def read_pairs(given: str) -> tuple[PairOption, ...]:
         words = each.strip().split(":")
         try:
             first, second, weight = words if len(words) == 3 else (*words, "1")
-            if (first, second) == IMAGE_TEXT_REVERSED:
-                first, second = (
-                    second,
-                    first,
-                )  # one pair, whatever its losses' scalars are called by
+            if (first, second) == ("text", "image"):
+                first, second = second, first  # its scalars have the names of one pair
             pairs.append(PairOption(first, second, float(weight)))
         except ValueError:
             raise ValueError(

@@ -41,8 +41,8 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The training samples `train` [N] of `source`, the held-out sets, and the tokenizer of both (None
-    where no pair has texts).
+    """The training samples `train` [N] of `source`, the held-out sets, and the tokenizer of both
+    (None where no pair has texts).
 
     `parts`: (samples, weight) of each data set in `train`, none where there is one. `leaks`: what
     was found and dropped. `length_multiple`: what texts are padded to.
@@ -84,10 +84,10 @@ def prepare_data(
     found there the next time.
 
     Held-out samples come from `val_data` when given, else are `val_fraction` of `data`. `tokenizer`
-    is a folder or a Hugging Face id; None trains a WordPiece on the training captions. Where no pair
-    has texts there is none. Bad samples
-    are listed in `folder`/bad_samples.jsonl. Where processes share `folder`, one goes first and the
-    others find what it made. Errors: ValueError, OSError.
+    is a folder or a Hugging Face id; None trains a WordPiece on the training captions. Where no
+    pair has texts there is none. Bad samples are listed in `folder`/bad_samples.jsonl. Where
+    processes share `folder`, one goes first and the others find what it made. Errors: ValueError,
+    OSError.
     """
     building = {
         "workers": workers,

@@ -91,11 +91,12 @@ class StepMetrics:
     made of that was skipped for its loss or gradients; `bad_steps_in_a_row`: with this one. `idle`:
     by stage, the part of the step in which its ranks did not compute; `busy_s`: the seconds in
     which they did, mean of the replicas; `data_wait_s`: by stage that loads, the seconds waited for
-    micro-batches, mean of the replicas. `left_out`: by pair, samples of which a
-    half was a stand-in: they lack it, or it could not be loaded. `sent_bytes`: by all ranks together, collectives counted as rings. `peak_memory_bytes`:
-    of the rank that held most so far; on a CPU the whole process. `sources`: of each of several
-    sources; of one there is nothing to tell. `losses`: where there are several, see `losses_of`;
-    `loss` is then their weighted sum, and `sources` are those of the contrastive ones, weighted.
+    micro-batches, mean of the replicas. `left_out`: by pair, samples of which a half was a
+    stand-in: they lack it, or it could not be loaded. `sent_bytes`: by all ranks together,
+    collectives counted as rings. `peak_memory_bytes`: of the rank that held most so far; on a CPU
+    the whole process. `sources`: of each of several sources; of one there is nothing to tell.
+    `losses`: where there are several, see `losses_of`; `loss` is then their weighted sum, and
+    `sources` are those of the contrastive ones, weighted.
     """
 
     loss: float

@@ -99,9 +99,9 @@ def deal_by_bucket(
     `bucket_of_position` [G]; `sizes`: of the shares, which differ by at most one -> (positions [G]
     int64 in their new order, bucket [number of shares] int8 of each share: the most common in it,
     of equally common ones the lowest). Each bucket fills as many whole shares as it can; of what is
-    left over, the largest remainders lead a share each, and the others fill them up, in the order of
-    their numbers. Where all sizes are equal no other order has more positions in a share of their
-    own bucket. A pure function. Errors: ValueError when the sizes do not add up to G.
+    left over, the largest remainders lead a share each, and the others fill them up, in the order
+    of their numbers. Where all sizes are equal no other order has more positions in a share of
+    their own bucket. A pure function. Errors: ValueError when the sizes do not add up to G.
     """
     bucket_of_position = np.asarray(bucket_of_position)
     if sum(sizes) != len(bucket_of_position) or min(sizes, default=0) < 1:

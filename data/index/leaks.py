@@ -37,8 +37,8 @@ def find_leaks(
 
     content: the encoded pictures are equal byte for byte. id: the ids are equal and so is a caption
     (ids that only number the samples of a shard are equal by chance). near: perceptual hashes
-    differ in at most `near_bits` of 64 bits; None: not looked for. Samples that have neither pictures
-    nor captions are compared by their ids alone, unless these are numbers.
+    differ in at most `near_bits` of 64 bits; None: not looked for. Samples that have neither
+    pictures nor captions are compared by their ids alone, unless these are numbers.
     """
     found, left = [], np.ones(len(train_subset), bool)
     looks = ["content", "id"] + (["near"] if near_bits is not None else [])

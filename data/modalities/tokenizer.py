@@ -74,9 +74,9 @@ def batch_tokens(
     """`input_ids` and `attention_mask` (1 = keep), both int64 [B, L].
 
     Texts are cut at `max_text_tokens` tokens, the special ones included. L is the longest of them,
-    rounded up to a multiple of `multiple`, but at most `max_text_tokens`. Padding is on the right. A
-    text of no tokens (an empty one, where the tokenizer adds no special tokens) keeps one token of
-    padding, because a tower cannot pool over nothing.
+    rounded up to a multiple of `multiple`, but at most `max_text_tokens`. Padding is on the right.
+    A text of no tokens (an empty one, where the tokenizer adds no special tokens) keeps one token
+    of padding, because a tower cannot pool over nothing.
     """
     return batch_tokens_counted(tokenizer, texts, max_text_tokens, multiple)[0]
 

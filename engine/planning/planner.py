@@ -385,8 +385,8 @@ def _candidates(
 
 def _worth_timing(splits: Iterable[Split], world_size: int, costs: CostModel) -> Iterator[Split]:
     """All in which the batch divides evenly, and of the others, of which there are many more, for
-    the same numbers of stages the `MOST_UNEVEN` whose costliest branch has least to do on a rank,
-    where that is less than with any even one."""
+    the same numbers of stages the few whose costliest branch has least to do on a rank, where that
+    is less than with any even one."""
     seconds = {
         branch: sum(map(_seconds_per_sample, layers)) for branch, layers in costs.layers.items()
     }
@@ -895,13 +895,10 @@ def _least_peak(
     """The bytes of the fullest rank in the smallest candidate, found among the smallest
     micro-batches of each graph."""
     graph_of, peaks = _graphs_of(block, costs), [inf]
+    num_layers = {branch: len(layers) for branch, layers in costs.layers.items()}
     with suppress(ValueError):  # this block does not go with that many ranks
-        for split in _splits(
-            config,
-            block,
-            world_size,
-            {branch: len(layers) for branch, layers in costs.layers.items()},
-        ):
+        splits = _splits(config, block, world_size, num_layers)
+        for split in _worth_timing(splits, world_size, costs):
             deal, schedule = split.ways[-1]
             peaks.append(bounds(graph_of(split), deal, schedule, costs)[1])
     return min(peaks)

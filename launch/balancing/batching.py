@@ -113,7 +113,8 @@ class Batching:
         return self.balancer.after_step(self.engine, metrics)
 
     def is_due(self, step: int, every: int | None) -> bool:
-        """After `step` steps, is it time for what comes every `every` steps? None: once an epoch."""
+        """After `step` steps, is it time for what comes every `every` steps? None: once an
+        epoch."""
         return step % every == 0 if every else self.order.ends_epoch(step)
 
     def explain(self, step: int) -> str:

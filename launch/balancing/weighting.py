@@ -24,7 +24,8 @@ def text_lengths(
     progress: bool = False,
 ) -> np.ndarray | None:
     """[N] lengths of the training samples' longest captions, in the block's unit, 0 of a sample
-    without any; None: nothing is weighed. Tokens are counted by the first process that comes and kept in the run's folder."""
+    without any; None: nothing is weighed. Tokens are counted by the first process that comes and
+    kept in the run's folder."""
     if block is None:
         return None
     if block.length == "characters" or data.tokenizer is None:

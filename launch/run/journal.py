@@ -28,7 +28,8 @@ class Journal:
         self.tracker = Tracker(mode, project, self.folder.path, config, self.folder.first_rank)
 
     def say(self, *things: object) -> None:
-        """In the terminal, above the progress bar, each on its own lines; empty ones are left out."""
+        """In the terminal, above the progress bar, each on its own lines; empty ones are left
+        out."""
         for thing in filter(None, things):
             show(thing, self.folder.first_rank)
 
