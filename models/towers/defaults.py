@@ -13,7 +13,6 @@ from models.towers.names import join_name, split_name
 from models.towers.text import OWN, of_library
 from models.weights.reading import canonical_names, find_weights, open_tensors
 
-DEEP = 16  # residual blocks: ResNet-34, ResNet-50 and deeper
 # sentence-transformers writes it beside the weights, and names the folder of the pooling in it
 SENTENCE_ENCODER = "modules.json"
 POOLING_MODES = {  # of its pooling file -> ours
@@ -28,18 +27,16 @@ POOLING_MODES = {  # of its pooling file -> ours
 
 
 def image_name(name: str, weights: str | None) -> str:
-    """`name` with `zero_init_residual=` for a ResNet from scratch. In a deep one each block starts
-    as the identity (Goyal et al. 2017, section 5.1; timm's default); a shallow one learns much
-    faster from torchvision's start (bench/EVIDENCE.md)."""
+    """`name` with `zero_init_residual=true` for a ResNet from scratch: each block starts as the
+    identity (Goyal et al. 2017, section 5.1; timm's default)."""
     base, given = split_name(name)
-    sizes = ARCHITECTURES.get(base)
-    if weights is not None or not isinstance(sizes, ResNetSizes) or "zero_init_residual" in given:
-        return name
-    words = given.get("layers", "").split("-")
-    # what is not written so is refused where the tower is made
-    layers = tuple(map(int, words)) if all(map(str.isdigit, words)) else sizes.layers
-    deep = sum(layers) >= DEEP
-    return join_name(base, {**given, "zero_init_residual": str(deep).lower()})
+    if (
+        weights is None
+        and isinstance(ARCHITECTURES.get(base), ResNetSizes)
+        and "zero_init_residual" not in given
+    ):
+        return join_name(base, {**given, "zero_init_residual": "true"})
+    return name
 
 
 def text_name(name: str, weights: str | None) -> str:

@@ -213,13 +213,7 @@ def test_from_scratch():
     assert image_name("resnet50", None) == "resnet50:zero_init_residual=true"
     assert (
         image_name("resnet18:layers=1-1-1-1", None)
-        == "resnet18:layers=1-1-1-1,zero_init_residual=false"
-    )
-    assert image_name("resnet18", None) == "resnet18:zero_init_residual=false"
-    assert image_name("resnet34", None) == "resnet34:zero_init_residual=true"
-    assert (
-        image_name("resnet50:layers=1-1-1-1", None)
-        == "resnet50:layers=1-1-1-1,zero_init_residual=false"
+        == "resnet18:layers=1-1-1-1,zero_init_residual=true"
     )
     assert (
         image_name("resnet50:zero_init_residual=false", None) == "resnet50:zero_init_residual=false"
