@@ -15,6 +15,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from data.modalities.modality import Memory, Modality
 from data.processes import end_with_parent, outlast_signals, start_method
 
 MAX_WORKERS_GPU, MAX_WORKERS_CPU = 8, 2
+SEEN_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,10 @@ def _unpacked(
                 EOFError,
                 OSError,
             ) as error:  # of the way between the processes: others come as _Failure
-                dead = _dead(workers, str(error)) if loader.num_workers else []
+                # a connection may end a moment before the process that held it is seen to be gone
+                if workers:
+                    wait([worker.sentinel for worker in workers], timeout=SEEN_S)
+                dead = _dead(workers, str(error))
                 if not dead:
                     raise
                 raise ChildProcessError(_obituary(dead, len(workers), name)) from error
