@@ -30,7 +30,7 @@ from data.modalities.modality import Memory, Modality
 from data.processes import end_with_parent, outlast_signals, start_method
 
 MAX_WORKERS_GPU, MAX_WORKERS_CPU = 8, 2
-SEEN_S = 2.0
+SEEN_S = 2.0  # within which a process that ended is seen to be gone
 
 
 @dataclass(frozen=True)
@@ -139,23 +139,6 @@ def micro_batches(
     return _unpacked(loader, token, on_load, name)
 
 
-def host_bytes(
-    workers: int, prefetch: int, micro_batch_bytes: int, pin_memory: bool = False
-) -> int:
-    """Most memory of this machine that one loader's micro-batches take: `prefetch` of each worker,
-    and the one handed out.
-
-    Pinning holds one more, while it is copied. What the caller keeps beyond the newest is the
-    caller's, and comes on top.
-    """
-    if min(workers, prefetch, micro_batch_bytes) < 0:
-        raise ValueError(
-            f"workers {workers}, prefetch {prefetch}, micro_batch_bytes {micro_batch_bytes}: none "
-            "may be below 0"
-        )
-    return (workers * prefetch + 1 + int(pin_memory)) * micro_batch_bytes
-
-
 def resolve_workers(asked: str | int, ranks_on_node: int, cpu_count: int, on_gpu: bool) -> int:
     """How many loader processes one rank starts: `asked` where it is a number, else what the
     machine has to spare.
@@ -220,7 +203,7 @@ class _Carrier(Dataset):
 
         def memory(num_values: int) -> Tensor:
             taken.append(self.blocks.take(num_values))
-            return taken[-1].out
+            return taken[0].out
 
         micro_batch, report = self.dataset.load(request, memory)
         packed: dict[str, Any] = {

@@ -124,11 +124,6 @@ class StepMetrics:
     sources: tuple[SourceLoss, ...] = ()
     losses: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def num_left_out(self) -> int:
-        """Of the first pair."""
-        return next(iter(self.left_out.values()))
-
     def record(
         self, step: int, epoch: float, samples_per_s: float, step_s: float
     ) -> dict[str, float]:

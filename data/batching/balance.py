@@ -53,19 +53,11 @@ class Dealer(Protocol):
         """R · M of them, those of replica 0 first; every position once."""
 
 
-def share_sizes(global_batch_size: int, replicas: int, num_micro_batches: int) -> list[int]:
-    """Samples of each micro-batch, R · M of them: those of replicas differ by at most one in all,
-    and so do the micro-batches of a replica."""
-
-    def parts(number: int, whole: int) -> list[int]:
-        each, more = divmod(whole, number)
-        return [each + 1] * more + [each] * (number - more)
-
-    return [
-        size
-        for share in parts(replicas, global_batch_size)
-        for size in parts(num_micro_batches, share)
-    ]
+def contiguous(global_batch_size: int, replicas: int, num_micro_batches: int) -> list[np.ndarray]:
+    """The positions of each micro-batch, R · M of them: the shares of replicas differ by at most
+    one sample, and so do the micro-batches of a replica."""
+    shares = np.array_split(np.arange(global_batch_size, dtype=np.int64), replicas)
+    return [part for share in shares for part in np.array_split(share, num_micro_batches)]
 
 
 class InOrder:
@@ -74,8 +66,7 @@ class InOrder:
     deals_texts, equal_shares = False, True
 
     def shares(self, batch: GlobalBatch, replicas: int, num_micro_batches: int) -> list[Share]:
-        sizes = share_sizes(len(batch.visited), replicas, num_micro_batches)
-        parts = np.split(np.arange(len(batch.visited), dtype=np.int64), np.cumsum(sizes)[:-1])
+        parts = contiguous(len(batch.visited), replicas, num_micro_batches)
         return [(part, None) for part in parts]
 
 
@@ -87,7 +78,7 @@ class ByShape:
     deals_texts, equal_shares = False, True
 
     def shares(self, batch: GlobalBatch, replicas: int, num_micro_batches: int) -> list[Share]:
-        sizes = share_sizes(len(batch.visited), replicas, num_micro_batches)
+        sizes = [len(part) for part in contiguous(len(batch.visited), replicas, num_micro_batches)]
         positions, bucket = deal_by_bucket(self.buckets.number[batch.visited], sizes)
         parts = np.split(positions, np.cumsum(sizes)[:-1])
         return [(part, self.buckets.sizes[b]) for part, b in zip(parts, bucket)]

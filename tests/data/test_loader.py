@@ -17,7 +17,7 @@ from data.batching.feed import Knobs
 from data.batching.sampler import GlobalOrder, MicroBatchRequest, TextRows, evaluation_requests
 from data.cache import PictureCache, key_of
 from data.index.sources import open_source
-from data.loader import MicroBatchDataset, host_bytes, micro_batches, resolve_workers
+from data.loader import MicroBatchDataset, micro_batches, resolve_workers
 from data.modalities.image import ImageModality
 from data.modalities.text import TextModality
 from data.modalities.transforms import eval_transform, train_transform
@@ -337,14 +337,6 @@ def test_killed_workers_are_one_clear_error(demo, tmp_path):
         and "--workers" in message
     )
     assert any(str(pid) in message for pid in killed)
-
-
-def test_host_bytes():
-    assert host_bytes(0, 2, 1000) == 1000
-    assert host_bytes(4, 2, 1000) == 9000
-    assert host_bytes(4, 2, 1000, pin_memory=True) == 10_000
-    with pytest.raises(ValueError, match="none may be below 0"):
-        host_bytes(-1, 2, 1000)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -309,7 +309,7 @@ def test_pairs_that_could_not_be_loaded_are_left_out(case):
     case = replace(case, not_loaded={"image": (3, 4, 5, 6, 7, 23), "text": (0, 5, 12)}, steps=1)
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, whole_batches(case))
-    assert {r["metrics"][0].num_left_out for r in results} == {8}
+    assert {r["metrics"][0].left_out["image_text"] for r in results} == {8}
     assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
     check_gradients(
         assemble(results, {n: g.shape for n, g in reference["gradients"].items()}),
@@ -377,7 +377,7 @@ def test_several_texts_per_image_weights_and_the_sigmoid_loss(case):
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, whole_batches(case))
     metrics = results[0]["metrics"][0]
-    assert metrics.num_left_out == (5 if case.not_loaded else 0)
+    assert metrics.left_out["image_text"] == (5 if case.not_loaded else 0)
     scalars = (
         {"logit_scale_exp": 10.0, "logit_bias": -10.0}
         if case.loss == "sigmoid"
@@ -440,7 +440,7 @@ def test_the_loss_of_each_source_is_the_mean_of_its_samples(case):
             else math.isnan(loss)
         )
     total = sum(samples for samples, _ in metrics.sources)
-    assert total == len(reference) == 24 - metrics.num_left_out
+    assert total == len(reference) == 24 - metrics.left_out["image_text"]
     assert sum(n / total * loss for n, loss in metrics.sources if n) == pytest.approx(
         metrics.losses.get("contrastive_loss", metrics.loss), rel=1e-6
     )
