@@ -17,7 +17,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from heapq import heapify, heappop, heappush
 from itertools import islice, product
 from math import inf
 from typing import Any
@@ -118,7 +119,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """What the search saw: the candidates that fit, fastest first, and how many there were."""
+    """What the search found: those candidates that fit and may be the best, fastest first; how many
+    candidates there were; and how many of those that were looked at did not fit."""
 
     ranked: tuple[Candidate, ...]
     num_candidates: int
@@ -161,7 +163,11 @@ class Search:
             f"  predicted {_seconds(best.simulation.step_s)} a step, "
             f"{best.simulation.bubble_fraction:.0%} idle, at most {best.peak_bytes / GIB:.2f} GiB "
             f"a rank; {self.num_candidates} ways compared"
-            + (f", {self.num_too_large} too large for the memory" if self.num_too_large else ""),
+            + (
+                f", at least {self.num_too_large} too large for the memory"
+                if self.num_too_large
+                else ""
+            ),
         ]
         seen = {(best.graph.layout, best.schedule)}
         for other in self.ranked:
@@ -265,33 +271,53 @@ def check_world(
 def search_plans(
     config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel
 ) -> Search:
-    """Time all candidates. Those whose bound says that they cannot be as good as the best of their
-    layout and schedule are not simulated."""
+    """Time the candidates, best first.
+
+    Each is looked at in three steps, every one dearer and nearer the truth than the one before:
+    what its branches have to compute, `bounds` of its stages (with the exact memory), and
+    `simulate`. The first two never say more than the third. The candidate with the least seconds so
+    far takes its next step, and none does that cannot be as good as the best of its layout and
+    schedule, so that of thousands a few dozen are simulated.
+    """
     costs = lock_costs(costs, trainable_layers(block.locking(), costs))
-    candidates = list(_candidates(config, block, world_size, costs))
-    outlines = [bounds(graph, batches, schedule, costs) for graph, batches, schedule in candidates]
-    fitting = sorted(
-        (seconds, i)
-        for i, (seconds, peak_bytes) in enumerate(outlines)
-        if peak_bytes <= costs.machine.memory_bytes
-    )
-    if not fitting:
-        smallest = min(range(len(candidates)), key=lambda i: outlines[i][1])
-        raise ValueError(_nothing_fits(config, block, world_size, costs, *candidates[smallest]))
+    graph_of, computes_s = _graphs_of(block, costs), _computing_of(costs)
+    num_layers = {branch: len(layers) for branch, layers in costs.layers.items()}
+    splits = _worth_timing(_splits(config, block, world_size, num_layers), world_size, costs)
+    ways = [(split, deal, schedule) for split in splits for deal, schedule in split.ways]
+    queue: list[tuple[float, int, tuple[StageGraph, Deal] | None]] = [
+        (computes_s(split, deal), i, None) for i, (split, deal, _) in enumerate(ways)
+    ]
+    heapify(queue)
     best: dict[tuple[str, str], float] = {}
-    simulated = []
-    for seconds, i in fitting:
-        graph, batches, schedule = candidates[i]
-        known = best.get((graph.layout, schedule), float("inf"))
-        if seconds <= AS_GOOD * ALIKE * known:
+    simulated: list[Candidate] = []
+    num_too_large, smallest_bytes, smallest = 0, inf, None
+    while queue:
+        seconds, i, bounded = heappop(queue)
+        split, deal, schedule = ways[i]
+        known = best.get((split.layout, schedule), inf)
+        if seconds > AS_GOOD * ALIKE * known:
+            continue
+        if bounded is not None:
+            graph, deal = bounded
             simulated.append(
-                Candidate(graph, batches, schedule, simulate(graph, batches, schedule, costs))
+                Candidate(graph, deal, schedule, simulate(graph, deal, schedule, costs))
             )
-            best[graph.layout, schedule] = min(known, simulated[-1].simulation.step_s)
+            best[split.layout, schedule] = min(known, simulated[-1].simulation.step_s)
+            continue
+        graph = graph_of(split)
+        if SCHEDULES[schedule].recomputes:
+            deal = _keeping(block, graph, deal, costs)
+        bound_s, peak_bytes = bounds(graph, deal, schedule, costs)
+        if peak_bytes <= costs.machine.memory_bytes:
+            heappush(queue, (bound_s, i, (graph, deal)))
+            continue
+        num_too_large += 1
+        if peak_bytes < smallest_bytes:
+            smallest_bytes, smallest = peak_bytes, (graph, deal, schedule)
+    if not simulated:
+        raise ValueError(_nothing_fits(config, block, world_size, costs, *smallest))
     return Search(
-        tuple(sorted(simulated, key=lambda c: c.simulation.step_s)),
-        len(candidates),
-        len(candidates) - len(fitting),
+        tuple(sorted(simulated, key=lambda c: c.simulation.step_s)), len(ways), num_too_large
     )
 
 
@@ -353,6 +379,7 @@ def deepspeed_config(
 
 
 Deal = dict[str, BranchBatch]
+Counts = tuple[tuple[str, int], ...]  # by name
 
 
 @dataclass(frozen=True)
@@ -364,23 +391,6 @@ class Split:
     stages: Mapping[str, int]
     replicas: Mapping[str, int]
     ways: tuple[tuple[Deal, str], ...]
-
-
-def _candidates(
-    config: Mapping[str, Any], block: BranchesBlock, world_size: int, costs: CostModel
-) -> Iterator[tuple[StageGraph, Deal, str]]:
-    """Every (graph, deal, schedule) that the block allows. Raises ValueError, with the reason, when
-    there is none."""
-    graph_of = _graphs_of(block, costs)
-    num_layers = {branch: len(layers) for branch, layers in costs.layers.items()}
-    for split in _worth_timing(_splits(config, block, world_size, num_layers), world_size, costs):
-        graph = graph_of(split)
-        for deal, schedule in split.ways:
-            yield (
-                graph,
-                _keeping(block, graph, deal, costs) if SCHEDULES[schedule].recomputes else deal,
-                schedule,
-            )
 
 
 def _worth_timing(splits: Iterable[Split], world_size: int, costs: CostModel) -> Iterator[Split]:
@@ -498,22 +508,38 @@ def _graphs_of(block: BranchesBlock, costs: CostModel) -> Callable[[Split], Stag
     locked = block.locking()
     trainable = trainable_layers(locked, costs) if locked else None
 
-    def graph_of(split: Split) -> StageGraph:
-        parts = (
-            dict.fromkeys(seconds, split.stages["merged"])
-            if split.layout == "merged"
-            else split.stages
-        )
+    @cache
+    def cut(layout: str, stages: Counts, replicas: Counts) -> StageGraph:
+        parts = dict.fromkeys(seconds, stages[0][1]) if layout == "merged" else dict(stages)
         cuts = {branch: _cut(own, parts[branch]) for branch, own in seconds.items()}
-        line = merged if split.layout == "merged" else chain
-        graph = (
-            fork(cuts, split.replicas)
-            if split.layout == "fork"
-            else line(cuts, next(iter(split.replicas.values())))
-        )
+        line = merged if layout == "merged" else chain
+        graph = fork(cuts, dict(replicas)) if layout == "fork" else line(cuts, replicas[0][1])
         return graph if trainable is None else lock_graph(graph, trainable)
 
+    def graph_of(split: Split) -> StageGraph:
+        return cut(split.layout, tuple(split.stages.items()), tuple(split.replicas.items()))
+
     return graph_of
+
+
+def _computing_of(costs: CostModel) -> Callable[[Split, Deal], float]:
+    """What tells the seconds that the ranks of a split compute in a step at least: the branches'
+    layers divided evenly over their stages, without waiting, sending or stepping."""
+
+    @cache
+    def micro_batch_s(branch: str, size: int) -> float:
+        return sum(layer.training_s(size) for layer in costs.layers[branch])
+
+    def computes_s(split: Split, deal: Deal) -> float:
+        every = {
+            branch: (own.num_micro_batches * micro_batch_s(branch, own.micro_batch_size))
+            for branch, own in deal.items()
+        }
+        if split.layout == "merged":
+            return sum(every.values()) / split.stages["merged"]
+        return max(seconds / split.stages[branch] for branch, seconds in every.items())
+
+    return computes_s
 
 
 def _seconds_per_sample(layer: Any, size: int = 8) -> float:

@@ -4,6 +4,7 @@ every refusal says what to do."""
 import copy
 import itertools
 import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from cost_models import BRANCHES, proportional
 
 from engine.config.auto import filled
-from engine.config.reading import check_config, read_config
+from engine.config.reading import BranchesBlock, check_config, read_config
+from engine.planning import planner
 from engine.planning.planner import (
     BranchBatch,
     RunPlan,
@@ -23,6 +25,7 @@ from engine.planning.planner import (
     search_plans,
 )
 from engine.planning.simulator import simulate
+from engine.schedule import SCHEDULES
 from launch.settings.blocks import dealing
 from launch.settings.recipe import RECIPES
 
@@ -731,6 +734,42 @@ def test_a_layout_without_a_limit_of_memory_leaves_the_schedule_to_the_planner(l
         "batch_sync",
         "replay",
     }
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_search_finds_what_timing_every_candidate_finds(seed):
+    """The fastest of each layout and schedule, and whatever is as good, is never left out for a
+    bound that says too much."""
+    rng = random.Random(seed)
+    branches = ("image", "text", "audio")[: rng.choice((2, 2, 3))]
+    layers = {b: [rng.uniform(0.1, 3) for _ in range(rng.randint(2, 5))] for b in branches}
+    world_size, batch_size = rng.choice((4, 5, 6)), rng.choice((24, 48))
+    memory_bytes = rng.choice((300e6, 600e6, float("inf")))
+    pairs = [("image", other) for other in branches[1:]]
+    model = proportional(layers, memory_bytes, pairs)
+    config, block = MINIMAL | {"train_batch_size": batch_size}, BranchesBlock()
+    found = search_plans(config, block, world_size, model)
+
+    graph_of = planner._graphs_of(block, model)
+    num_layers = {branch: len(of) for branch, of in layers.items()}
+    splits = planner._splits(config, block, world_size, num_layers)
+    every: dict[tuple[str, str], dict[tuple, float]] = {}
+    for split in planner._worth_timing(splits, world_size, model):
+        graph = graph_of(split)
+        for deal, schedule in split.ways:
+            if SCHEDULES[schedule].recomputes:
+                deal = planner._keeping(block, graph, deal, model)
+            simulation = simulate(graph, deal, schedule, model)
+            if max(stage.peak_bytes for stage in simulation.stages) <= memory_bytes:
+                way = (graph.describe(), planner._describe(graph, deal, schedule))
+                every.setdefault((split.layout, schedule), {})[way] = simulation.step_s
+    of_search = {(c.graph.describe(), c.describe()): c.simulation.step_s for c in found.ranked}
+    assert found.num_candidates >= len(found.ranked) > 0
+    for ways in every.values():
+        as_good = planner.AS_GOOD * planner.ALIKE * min(ways.values())
+        for way, step_s in ways.items():
+            if step_s <= as_good:
+                assert of_search[way] == pytest.approx(step_s)
 
 
 def test_replay_is_chosen_where_batch_sync_does_not_fit():
