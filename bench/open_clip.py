@@ -3,11 +3,13 @@ samples/s, and memory.
 
     python bench/open_clip.py                         3 seeds of each variant, 4 epochs; tables and curves to bench/out/open_clip/
     python bench/open_clip.py --speed                 throughput alone, in rounds
+    python bench/open_clip.py --speed --towers near   with towers that cost about the same
     python bench/open_clip.py --language zh           the same pictures with their Chinese names
     pip install -r requirements-test.txt              what it needs beside the project's requirements
 
 Both programs read the same csv files with the same tokenizer, on two ranks without a GPU: about 28
-million parameters (a ResNet-50 at 64 pixels, a BERT of 4 layers), fp32, global batch 256. `RECIPE`
+million parameters (a ResNet-50 at 64 pixels, a BERT of 4 layers and width 256; `--towers near`: a
+ResNet-18 and a BERT of 4 layers and width 384), fp32, global batch 256. `RECIPE`
 has the optimizer and the schedule, which are equal in all variants but the one that is called so.
 Everything else is each program's own default: `VARIANTS` lists what is compared, and a further
 variant is one more line there. What the defaults differ in (augmentation, initial weights, the
@@ -57,7 +59,9 @@ from bench.open_clip_data import (
     EMBED_DIM,
     IMAGE_SIZE,
     MAX_TEXT_TOKENS,
+    TOWERS,
     Files,
+    Towers,
     prepare_data,
     text_weights,
     tower_description,
@@ -123,6 +127,16 @@ VARIANTS = (
     Variant("ours, merged × 2", "wye", MERGED),
     Variant("ours, merged × 2, shipped recipe", "wye", MERGED, shipped=True),
 )
+REPLAY = {"branches": {"schedule": "replay", "micro_batch_size": 32}}
+# Both programs run the encoders twice here, to hold the activations of 32 samples at a time.
+SAVING_MEMORY = (
+    Variant(
+        "OpenCLIP, --accum-freq 4", "open_clip", options=("--batch-size", "32", "--accum-freq", "4")
+    ),
+    Variant("ours, replay", "wye", laid_over({"branches": {"layout": "fork"}}, REPLAY)),
+    Variant("ours, merged × 2, replay", "wye", laid_over(MERGED, REPLAY)),
+)
+ALL = (*VARIANTS, *SAVING_MEMORY)
 
 
 @dataclass(frozen=True)
@@ -136,6 +150,7 @@ class Run:
     language: str
     workers: int
     evaluated: bool = True
+    towers: Towers = TOWERS["unequal"]
 
     @property
     def folder(self) -> Path:
@@ -174,7 +189,8 @@ def open_clip_command(run: Run, files: Files, port: int) -> list[str]:
     """OpenCLIP's trainer under torchrun, the module found from ROOT. Writes the JSON files that it
     and the trainer read."""
     towers, arguments = run.file("towers.json"), run.file("arguments.json")
-    description = tower_description(text_weights(files, run.seed), files.tokenizer)
+    weights = text_weights(files, run.towers, run.seed)
+    description = tower_description(run.towers, weights, files.tokenizer)
     towers.write_text(
         json.dumps(laid_over(description, run.variant.config), indent=2), encoding="utf-8"
     )
@@ -229,8 +245,8 @@ def own_command(run: Run, files: Files, port: int) -> list[str]:
         "data": table_spec(files.train),
         **({"val-data": table_spec(files.held_out)} if run.evaluated else {"val-fraction": 0}),
         "tokenizer": files.tokenizer,
-        "image-tower": "resnet50",
-        "text-tower": "bert-mini",
+        "image-tower": run.towers.image,
+        "text-tower": run.towers.text,
         "embed-dim": EMBED_DIM,
         "image-size": IMAGE_SIZE,
         "max-text-tokens": MAX_TEXT_TOKENS,
@@ -406,9 +422,17 @@ def peak_resident_bytes(pid: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [variant.name for variant in VARIANTS]
     parser.add_argument(
-        "--variant", choices=names, action="append", help="which (default: all); may be repeated"
+        "--variant",
+        choices=[variant.name for variant in ALL],
+        action="append",
+        help="which (default: those with all activations kept; with --speed all); may be repeated",
+    )
+    parser.add_argument(
+        "--towers",
+        choices=TOWERS,
+        default="unequal",
+        help="unequal: a ResNet-50 beside a small BERT; near: about equal costs (default: unequal)",
     )
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="(default: 0 1 2)"
@@ -450,7 +474,8 @@ def main() -> None:
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
 
-    variants = [variant for variant in VARIANTS if variant.name in (arguments.variant or names)]
+    usual = ALL if arguments.speed else VARIANTS
+    variants = [v for v in ALL if v.name in (arguments.variant or [each.name for each in usual])]
     compare = measure_speed if arguments.speed else measure_learning
     print(compare(variants, files, arguments))
 
@@ -464,8 +489,8 @@ def measure_learning(
     seeds = ", ".join(map(str, arguments.seeds))
     title = f"Names in language {arguments.language}, seeds {seeds}: mean (least – most)"
     text = f"{title}\n\n{by_step(records)}\n{by_second(records, RECIPE.batch_size)}"
-    (OUT / f"{arguments.language}.md").write_text(text, encoding="utf-8")
-    draw(records, title.split(":")[0], OUT / f"{arguments.language}.png")
+    (OUT / f"{_subject(arguments)}.md").write_text(text, encoding="utf-8")
+    draw(records, title.split(":")[0], OUT / f"{_subject(arguments)}.png")
     return text
 
 
@@ -475,8 +500,14 @@ def measure_speed(variants: Sequence[Variant], files: Files, arguments: argparse
     title = f"{arguments.rounds} rounds of {steps} steps in turn, the first {WARMUP_STEPS} of each left out: samples/s as mean (least – most), "
     title += "ratios within a round as median (least – most)"
     text = f"{title}\n\n{speed(records, RECIPE.batch_size, WARMUP_STEPS)}"
-    (OUT / f"{arguments.language}-speed.md").write_text(text, encoding="utf-8")
+    (OUT / f"{_subject(arguments)}-speed.md").write_text(text, encoding="utf-8")
     return text
+
+
+def _subject(arguments: argparse.Namespace) -> str:
+    """How the files of a comparison are called."""
+    towers = "" if arguments.towers == "unequal" else f"-{arguments.towers}"
+    return f"{arguments.language}{towers}"
 
 
 def run_in_turn(
@@ -494,7 +525,15 @@ def run_in_turn(
     for seed, variant in tqdm(
         [(seed, variant) for seed in seeds for variant in variants], unit="run"
     ):
-        run = Run(variant, seed, epochs, arguments.language, arguments.workers, evaluated)
+        run = Run(
+            variant,
+            seed,
+            epochs,
+            arguments.language,
+            arguments.workers,
+            evaluated,
+            TOWERS[arguments.towers],
+        )
         records[variant.name].append(finished(run, files))
     return records
 

@@ -33,6 +33,37 @@ EMBED_DIM = 256
 MAX_TEXT_TOKENS = 32
 
 
+@dataclass(frozen=True)
+class Towers:
+    """An architecture that both programs have: a ResNet by its name in timm and torchvision, and a
+    BERT by its sizes."""
+
+    image: str
+    num_layers: int
+    width: int
+
+    @property
+    def num_heads(self) -> int:
+        return self.width // 64
+
+    @property
+    def text(self) -> str:
+        """For train.py's --text-tower."""
+        sizes = {
+            "num_hidden_layers": self.num_layers,
+            "hidden_size": self.width,
+            "num_attention_heads": self.num_heads,
+            "intermediate_size": 4 * self.width,
+        }
+        return "bert-mini:" + ",".join(f"{key}={value}" for key, value in sizes.items())
+
+
+TOWERS = {
+    "unequal": Towers("resnet50", num_layers=4, width=256),  # an image costs ten texts and more
+    "near": Towers("resnet18", num_layers=4, width=384),
+}
+
+
 class Sample(NamedTuple):
     """`picture`: the encoded file."""
 
@@ -136,7 +167,7 @@ def read_rows(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream, delimiter="\t"))
 
 
-def text_weights(files: Files, seed: int) -> Path:
+def text_weights(files: Files, towers: Towers, seed: int) -> Path:
     """The folder of OpenCLIP's text tower with random weights drawn from `seed`; written where it
     is not there yet.
 
@@ -144,19 +175,18 @@ def text_weights(files: Files, seed: int) -> Path:
     seeds that are to begin with different weights need a folder each. The image tower has no such
     folder: OpenCLIP draws its weights from its own `--seed`.
     """
-    folder = files.folder / f"text-seed-{seed}"
+    folder = files.folder / f"text-{towers.num_layers}x{towers.width}-seed-{seed}"
     if not folder.is_dir():
-        _save_text_tower(folder, files.tokenizer, seed)
+        _save_text_tower(folder, files.tokenizer, towers, seed)
     return folder
 
 
-def tower_description(weights: Path, tokenizer: Path) -> dict[str, Any]:
-    """A model configuration of OpenCLIP, with the sizes of this program's `resnet50` and
-    `bert-mini`."""
+def tower_description(towers: Towers, weights: Path, tokenizer: Path) -> dict[str, Any]:
+    """A model configuration of OpenCLIP, with the sizes of `towers`."""
     return {
         "embed_dim": EMBED_DIM,
         "vision_cfg": {
-            "timm_model_name": "resnet50",
+            "timm_model_name": towers.image,
             "timm_pool": "avg",
             "timm_proj": "linear",
             "image_size": IMAGE_SIZE,
@@ -171,7 +201,7 @@ def tower_description(weights: Path, tokenizer: Path) -> dict[str, Any]:
     }
 
 
-def _save_text_tower(folder: Path, tokenizer_folder: Path, seed: int) -> None:
+def _save_text_tower(folder: Path, tokenizer_folder: Path, towers: Towers, seed: int) -> None:
     import torch
     from transformers import BertConfig, BertModel
 
@@ -181,10 +211,10 @@ def _save_text_tower(folder: Path, tokenizer_folder: Path, seed: int) -> None:
     config = BertConfig(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
-        num_hidden_layers=4,
-        hidden_size=256,
-        num_attention_heads=4,
-        intermediate_size=1024,
+        num_hidden_layers=towers.num_layers,
+        hidden_size=towers.width,
+        num_attention_heads=towers.num_heads,
+        intermediate_size=4 * towers.width,
     )
     torch.manual_seed(seed)
     partial = folder.with_name(f"{folder.name}.partial")

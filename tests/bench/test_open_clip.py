@@ -16,8 +16,9 @@ from cost_models import BRANCHES
 from PIL import Image
 
 from bench.common import laid_over
-from bench.open_clip import RECIPE, VARIANTS, Run, kill_all, launch, own_configuration
+from bench.open_clip import ALL, RECIPE, VARIANTS, Run, kill_all, launch, own_configuration
 from bench.open_clip_data import (
+    TOWERS,
     Files,
     Sample,
     held_out_rows,
@@ -135,7 +136,7 @@ def test_the_columns_are_those_that_open_clip_reads_by_default(written):
 
 @pytest.mark.parametrize(
     "variant",
-    [variant for variant in VARIANTS if variant.program == "wye"],
+    [variant for variant in ALL if variant.program == "wye"],
     ids=lambda variant: variant.name,
 )
 def test_the_json_files_of_this_program_are_accepted(variant):
@@ -166,8 +167,26 @@ def test_the_rates_equal_those_of_open_clip():
         scheduler.step()
 
 
+@pytest.mark.parametrize("towers", TOWERS.values(), ids=TOWERS)
+def test_the_text_tower_has_the_sizes_that_open_clip_is_given(towers, tmp_path):
+    """By the numbers of its parameters, without what OpenCLIP leaves out (the pooler)."""
+    from transformers import BertConfig, BertModel
+
+    from models.towers.text import text_tower
+
+    config = BertConfig(
+        vocab_size=100,
+        num_hidden_layers=towers.num_layers,
+        hidden_size=towers.width,
+        num_attention_heads=towers.num_heads,
+        intermediate_size=4 * towers.width,
+    )
+    theirs = sum(p.numel() for p in BertModel(config, add_pooling_layer=False).parameters())
+    assert text_tower(f"{towers.text},pool=mean", 100, 32).num_parameters == theirs
+
+
 def test_changes_are_laid_over_object_by_object(tmp_path):
-    towers = tower_description(tmp_path / "text", tmp_path / "tokenizer")
+    towers = tower_description(TOWERS["unequal"], tmp_path / "text", tmp_path / "tokenizer")
     changed = laid_over(towers, {"text_cfg": {"hf_pooler_type": "cls_pooler"}, "embed_dim": 8})
     assert changed["text_cfg"] == {**towers["text_cfg"], "hf_pooler_type": "cls_pooler"}
     assert changed["embed_dim"] == 8 and changed["vision_cfg"] == towers["vision_cfg"]
@@ -177,7 +196,7 @@ def test_runs_that_differ_have_folders_of_their_own(monkeypatch):
     monkeypatch.setattr("bench.open_clip.version", lambda name: "3.3.0")
     runs = [
         Run(variant, seed, 4, "en", 0, evaluated)
-        for variant in VARIANTS
+        for variant in ALL
         for seed in (0, 1)
         for evaluated in (True, False)
     ]
@@ -185,6 +204,7 @@ def test_runs_that_differ_have_folders_of_their_own(monkeypatch):
         Run(VARIANTS[0], 0, 5, "en", 0),
         Run(VARIANTS[0], 0, 4, "zh", 0),
         Run(VARIANTS[0], 0, 4, "en", 1),
+        Run(VARIANTS[0], 0, 4, "en", 0, towers=TOWERS["near"]),
     ]
     assert len({run.folder for run in runs}) == len(runs)
 
