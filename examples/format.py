@@ -45,7 +45,7 @@ class NamedFormat(rows.Format):
 
 
 def is_image(name: str) -> bool:
-    return name.rpartition(".")[2].lower() in rows.PICTURE_ENDINGS
+    return name.rpartition(".")[2].lower() in rows.IMAGE_ENDINGS
 
 
 KINDS["named"] = (USAGE, NamedFormat)

@@ -314,7 +314,7 @@ def recording_matching():
 
 
 def make_engine(case: Case, build_layer: Callable | None = None):
-    """The engine of this rank, its plan and the pictures' size. `build_layer`: default, the layers
+    """The engine of this rank, its plan and the images' size. `build_layer`: default, the layers
     as they come."""
     from datetime import timedelta
     from unittest import mock

@@ -519,10 +519,10 @@ def test_own_data_and_pretrained_text_weights_then_an_export_to_go_on_from(tmp_p
         ).abs().max() < 2e-3  # one step of at most 1e-3; other first values differ by 0.05 and more
 
 
-def test_pictures_in_another_folder_are_found_from_any_working_directory(tmp_path, merged):
+def test_images_in_another_folder_are_found_from_any_working_directory(tmp_path, merged):
     """Trained with a relative --data-root, evaluated in another working directory; then on other
     samples, their root named in both ways."""
-    root = tmp_path / "pictures here"
+    root = tmp_path / "images here"
     spec = write_pairs(root, 60)
     file = tmp_path / "lists" / "pairs.csv"
     file.parent.mkdir()
@@ -537,7 +537,7 @@ def test_pictures_in_another_folder_are_found_from_any_working_directory(tmp_pat
         "--data",
         f"tsv:{file}",
         "--data-root",
-        "pictures here",
+        "images here",
         "--max-text-tokens",
         16,
         "--workers",
@@ -571,7 +571,7 @@ def test_pictures_in_another_folder_are_found_from_any_working_directory(tmp_pat
     ]
     status, output = run_to_end(
         "evaluate.py", run_dir, *query
-    )  # the pictures by the spec that the embeddings were made of
+    )  # the images by the spec that the embeddings were made of
     assert status == 0 and (tmp_path / "found.png").is_file(), output[-3000:]
 
     found = []

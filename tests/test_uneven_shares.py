@@ -61,6 +61,6 @@ def test_shares_that_differ_by_a_sample(tmp_path, unsplit, ranks, branches, conf
     assert set(again) == set(steps)
 
 
-def test_pictures_of_several_shapes_are_dealt_too(tmp_path):
+def test_images_of_several_shapes_are_dealt_too(tmp_path):
     _, output = run(tmp_path / "c", 3, MERGED, "--image-buckets", 2, "--explain-balance", 1)
     assert "image: by shape, at most 9 samples in every micro-batch" in output

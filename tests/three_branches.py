@@ -1,4 +1,4 @@
-"""Three branches, split over ranks by the engine and unsplit in plain torch: a picture, a text, and
+"""Three branches, split over ranks by the engine and unsplit in plain torch: an image, a text, and
 a toy modality called sound.
 
 The unsplit side shares no code with the engine: whole towers in one process, and autograd through
@@ -149,7 +149,7 @@ def distance(first: Tensor, second: Tensor, scalars: dict[str, Tensor]) -> Tenso
 
 
 def all_of(case: ThreeBranches):
-    """The objective, the towers with their heads, the pictures' size."""
+    """The objective, the towers with their heads, the images' size."""
     from engine.objective import Branch, Objective, Pair
 
     losses = {
@@ -266,7 +266,7 @@ def train_with_alignment(case: ThreeBranches, steps: int) -> list[dict[str, Any]
 
 
 def engine_of(case: ThreeBranches) -> tuple[Any, int]:
-    """The engine of this rank, and the pictures' size."""
+    """The engine of this rank, and the images' size."""
     import torch.distributed as dist
     from cost_models import proportional
 

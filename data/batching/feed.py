@@ -60,7 +60,7 @@ class Ladders:
         return ((name, getattr(self, name)) for name in BRANCH_OF)
 
     def start(self) -> Knobs:
-        """One caption and whole pictures, or what the bounds have nearest to it."""
+        """One caption and whole images, or what the bounds have nearest to it."""
         return Knobs(self.captions_per_image[0], self.kept_patches[-1], self.image_size[-1])
 
 
@@ -196,7 +196,7 @@ def _said(value: int | float) -> str:
 
 
 def kept_number(num_patches: int, kept_patches: float) -> int:
-    """How many of a picture's patches a share comes to: at least one."""
+    """How many of an image's patches a share comes to: at least one."""
     return max(1, round(kept_patches * num_patches))
 
 

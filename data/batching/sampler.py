@@ -271,7 +271,7 @@ class MicroBatchRequest:
     )  # [b] int64, where they stand in the global batch; evaluation: in the subset
     training: bool
     size: tuple[int, int] | None = (
-        None  # H, W of its pictures, pixels, before the knobs; None: that of the transform
+        None  # H, W of its images, pixels, before the knobs; None: that of the transform
     )
     knobs: Knobs = field(default_factory=Knobs)
     weight: np.ndarray | None = (

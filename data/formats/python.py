@@ -43,7 +43,7 @@ class PythonFormat(Format):
     file changes, its length, or its attribute `fingerprint` if it has one.
     """
 
-    pictures_are_files = False
+    images_are_files = False
     when_changed = (
         "change the data set's `fingerprint` attribute, or touch its module, and start again"
     )
@@ -165,7 +165,7 @@ class PythonFormat(Format):
 
 
 def encoded(image: Any) -> bytes:
-    """A picture as the bytes of a file: PNG where it is not encoded yet. Raises BadSample."""
+    """An image as the bytes of a file: PNG where it is not encoded yet. Raises BadSample."""
     if isinstance(image, bytes):
         return image
     if isinstance(image, (str, os.PathLike)):

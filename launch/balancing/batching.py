@@ -78,7 +78,7 @@ class Batching:
         """The input shapes of --image-buckets; empty: one square."""
         if self.buckets is None:
             return ""
-        return f"pictures of {', '.join(f'{h}×{w}' for h, w in self.buckets.sizes)} pixels (height × width)"
+        return f"images of {', '.join(f'{h}×{w}' for h, w in self.buckets.sizes)} pixels (height × width)"
 
     def follow(self, engine: ForkEngine, workers: int) -> None:
         """From here on with what the stage of this rank measures. `workers`: loader processes of a

@@ -275,7 +275,7 @@ def image_buckets(
     data: PreparedData, options: BatchingOptions, patch_size: int | None
 ) -> BucketedSamples | None:
     """The input sizes that --image-buckets asks for, chosen from the sizes of the training
-    pictures; None: one square."""
+    images; None: one square."""
     if options.image_buckets == 1:
         return None
     sides = [data.source.column(name)[data.train] for name in ("width", "height")]
@@ -285,7 +285,7 @@ def image_buckets(
 
 
 def side_multiple(patch_size: int | None) -> int:
-    """Pixels that the sides of a picture are multiples of. `patch_size` of a ViT; None:
+    """Pixels that the sides of an image are multiples of. `patch_size` of a ViT; None:
     convolutions."""
     return patch_size or CONV_STRIDE
 
@@ -305,7 +305,7 @@ def _ladders(
         have = int(data.source.column("num_captions")[data.train].max())
         if least > have:
             raise ValueError(
-                f"branches.balance.captions_per_image: [{least}, {most}], but no picture of this "
+                f"branches.balance.captions_per_image: [{least}, {most}], but no image of this "
                 f"data has more than {have} captions"
             )
         # where all activations wait for the loss: no more padded tokens than the plan had at their

@@ -2,7 +2,7 @@
 (ALBEF: Li et al. 2021, section 5).
 
 Embeddings choose, since a score takes a pass through the fusion for each pair; tokens of texts are
-kept, those of pictures come in batches.
+kept, those of images come in batches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def reranked_retrieval(
         direction: nearest(own, other, number)[0]
         for direction, (own, _, other, _) in queries.items()
     }  # [b, k]
-    pairs = {}  # as numbers: by picture, then by text
+    pairs = {}  # as numbers: by image, then by text
     for direction, candidates in found.items():
         query = torch.arange(len(candidates))[:, None]
         pairs[direction] = (

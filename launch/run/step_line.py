@@ -39,7 +39,7 @@ def step_line(
 
 
 def rates(line: Mapping[str, float]) -> dict[str, float]:
-    """Pictures (where the run has an image branch; samples without one count too) and text tokens
+    """Images (where the run has an image branch; samples without one count too) and text tokens
     per second, and the share of the texts' rectangles that is padding."""
     tokens, padded = line.get("text_tokens", 0), line.get("padded_text_tokens", 0)
     groups = [key for key in line if key.startswith("grad_norm/")]

@@ -103,7 +103,7 @@ class SampleWeightsBlock:
     read in them. Checked when made.
 
     `use`: "loss", each counts by its weight, or "curriculum", from light to heavy in the first
-    `epochs` epochs. `image`, `text`: how much the complexity of the picture and the length of the
+    `epochs` epochs. `image`, `text`: how much the complexity of the image and the length of the
     text count. `length`: in "tokens" or, as runs before it was a choice, in "characters".
     """
 

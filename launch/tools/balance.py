@@ -1,7 +1,7 @@
-"""What the balance of a run did: a picture over its steps, a table of how it began and how it
+"""What the balance of a run did: a plot over its steps, a table of how it began and how it
 ended, and every decision with its reason.
 
-    python -m launch.tools.balance RUN_DIR                        the picture is RUN_DIR/balance.png
+    python -m launch.tools.balance RUN_DIR                        the plot is RUN_DIR/balance.png
     python -m launch.tools.balance RUN_DIR --output balance.svg
 """
 
@@ -27,9 +27,9 @@ from rich.table import Table
 from data.batching.feed import BRANCH_OF
 from launch.run.report import show
 from launch.run.step_line import rates
-from launch.tools.balance_picture import Decision, Line, save_balance_picture
+from launch.tools.balance_plot import Decision, Line, save_balance_plot
 from launch.tools.drawing import seconds
-from launch.tools.plan import OneLineParser, picture
+from launch.tools.plan import OneLineParser, figure_path
 from launch.tools.running import run_tool
 
 
@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run of train.py")
     parser.add_argument(
-        "--output", type=picture, metavar="FILE", help="the picture (default: RUN_DIR/balance.png)"
+        "--output", type=figure_path, metavar="FILE", help="the plot (default: RUN_DIR/balance.png)"
     )
     return parser
 
@@ -70,7 +70,7 @@ def main(arguments: argparse.Namespace) -> None:
         )
     output = arguments.output or run_dir / "balance.png"
     title = f"{run_dir.resolve().name}: the balance over steps {lines[0]['step']} to {lines[-1]['step']}"
-    save_balance_picture(output, title, lines, looks, made)
+    save_balance_plot(output, title, lines, looks, made)
     print(output)
 
 

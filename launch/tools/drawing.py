@@ -1,4 +1,4 @@
-"""Timelines as pictures: a track per stage, a bar per instruction, blank where it waits.
+"""Timelines as plots: a track per stage, a bar per instruction, blank where it waits.
 
 A track's name maps to its spans. A span has a name (of the instruction), a micro-batch, a start and
 an end in seconds; `WAIT` spans lie inside instructions. Both `engine.planning.simulator` and
@@ -118,7 +118,7 @@ def _mark_exchange(spans: list[Span], exchange_s: float) -> None:
         )
 
 
-# -- pictures
+# -- plots
 
 
 def save_plan_png(path: Path, candidate: Candidate, costs: CostModel) -> None:

@@ -1,4 +1,4 @@
-"""The fusion branch: tokens of both towers, and cross-attention that says whether a picture and a
+"""The fusion branch: tokens of both towers, and cross-attention that says whether an image and a
 text belong together.
 
     image_map_0, image_map_1, ... ──project──> image_tokens ─┐
@@ -6,7 +6,7 @@ text belong together.
     text_states ──────────────────project──> text_tokens ────┘
 
 Image tokens ask, text tokens answer. The maps leave their tower where it goes on to a smaller
-picture, so they have several scales. The projections belong to the heads, and the attention to the
+image, so they have several scales. The projections belong to the heads, and the attention to the
 text head: both towers' tokens meet where the text branch ends.
 
 B micro-batch, P pairs, T image tokens, L text tokens, C channels, F `width`.
@@ -139,7 +139,7 @@ def tap_image(
     a head.
 
     `pixel_values`: as in `models.towers.building.meta_inputs`. Returns the tower, the channels C of
-    each map by its name, and T for such pictures. Errors: ValueError where it has fewer.
+    each map by its name, and T for such images. Errors: ValueError where it has fewer.
     """
     shapes, tensors = [], {"pixel_values": pixel_values}
     for spec in tower.specs:

@@ -1,4 +1,4 @@
-"""Pooling: the tokens of a text, or the places of a picture, become one vector.
+"""Pooling: the tokens of a text, or the places of an image, become one vector.
 
 Each takes `tokens` [B, N, W] and `kept` [B, N] (1 = keep; None: all are), and gives [B, W]. Where a
 tower has a final norm, it comes before, except in ConvNeXt, whose norm comes behind the mean and

@@ -54,7 +54,7 @@ def test_command(emoji_set, tmp_path):
         assert words in result.stdout
     assert result.stdout.splitlines()[-1] == str(tmp_path / "a sheet.png")
     sheet = np.asarray(Image.open(tmp_path / "a sheet.png"))
-    assert (sheet != 255).any(axis=2).sum() > 5000  # five pictures, not a white page
+    assert (sheet != 255).any(axis=2).sum() > 5000  # five images, not a white page
 
 
 @pytest.mark.parametrize(

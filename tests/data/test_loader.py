@@ -15,7 +15,7 @@ from plain_requests import plain_requests
 
 from data.batching.feed import Knobs
 from data.batching.sampler import GlobalOrder, MicroBatchRequest, TextRows, evaluation_requests
-from data.cache import PictureCache, key_of
+from data.cache import ImageCache, key_of
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset, micro_batches, resolve_workers
 from data.modalities.image import ImageModality
@@ -44,8 +44,8 @@ def assert_equal(a, b):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-class NoPictures:
-    """The demo, with pictures that must not be asked for."""
+class NoImages:
+    """The demo, with images that must not be asked for."""
 
     def __init__(self, source):
         self.spec, self.captions, self.source = source.spec, source.captions, source
@@ -107,7 +107,7 @@ def test_both_modalities(demo, tokenizer):
 
 
 def test_text_only_never_decodes(demo, tokenizer):
-    dataset = MicroBatchDataset(NoPictures(demo), [TextModality(tokenizer, 32)])
+    dataset = MicroBatchDataset(NoImages(demo), [TextModality(tokenizer, 32)])
     assert set(dataset[request(1, 2)]) == {
         "input_ids",
         "attention_mask",
@@ -115,7 +115,7 @@ def test_text_only_never_decodes(demo, tokenizer):
         "text_index",
     }
     with pytest.raises(AssertionError, match="decoded"):
-        make(NoPictures(demo), BOTH, tokenizer)[request(1, 2)]
+        make(NoImages(demo), BOTH, tokenizer)[request(1, 2)]
 
 
 def test_image_only_never_reads_a_caption_and_needs_no_tokenizer(demo, tokenizer):
@@ -217,11 +217,11 @@ def test_error_of_a_worker_has_its_own_message(demo, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_picture_that_cannot_be_read_gives_its_place_to_another_and_is_reported(
+def test_an_image_that_cannot_be_read_gives_its_place_to_another_and_is_reported(
     emoji_set, tokenizer, workers
 ):
     file = emoji_set(5)
-    folder = file.parent / "pictures of emoji"
+    folder = file.parent / "images of emoji"
     dataset = make(open_source(f"jsonl:{file}"), BOTH, tokenizer)
     whole = dataset[request(0, 1, 2, 3)]["pixel_values"]
     (folder / "1.png").write_bytes(b"broken")
@@ -252,7 +252,7 @@ def test_a_picture_that_cannot_be_read_gives_its_place_to_another_and_is_reporte
         [(4, "unreadable"), (2, "missing-file")],
     ]
     assert (
-        reports[0].bad[0][2].startswith(f"{file}:2: the picture has changed since")
+        reports[0].bad[0][2].startswith(f"{file}:2: the image has changed since")
     )  # where, and what
     assert [report.num_decoded for report in reports] == [4, 2, 1, 2] and all(
         report.wait_s > 0 for report in reports
@@ -340,14 +340,14 @@ def test_killed_workers_are_one_clear_error(demo, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_cached_pictures_are_equal_bit_for_bit(emoji_set, tmp_path, workers):
+def test_cached_images_are_equal_bit_for_bit(emoji_set, tmp_path, workers):
     source = open_source(f"jsonl:{emoji_set(12)}")
     asked = [request(*range(12), epoch=e) for e in (0, 1)] + [request(*range(12), training=False)]
     plain = make(source, {"image"})
     keys = [key_of(source.content_hash(i), train_transform(16).stored) for i in range(12)]
     for _ in range(2):  # filling, then filled
         cached = make(source, {"image"})
-        cached.modalities[0].cache = PictureCache(tmp_path / "cache")
+        cached.modalities[0].cache = ImageCache(tmp_path / "cache")
         loaded = micro_batches(cached, itertools.cycle(asked), workers)
         for a, b in zip(micro_batches(plain, iter(asked)), loaded):
             assert_equal(a, b)
@@ -400,7 +400,7 @@ def test_refusals(demo, tokenizer):
             make(demo, {"image"})[request(index)]
 
 
-def test_the_size_of_a_request_is_that_of_its_pictures(demo, tokenizer):
+def test_the_size_of_a_request_is_that_of_its_images(demo, tokenizer):
     dataset = make(demo, BOTH, tokenizer)
     plain, wide = request(3, 8), replace(request(3, 8), size=(32, 64))
     assert dataset[wide]["pixel_values"].shape == (2, 3, 32, 64)

@@ -94,7 +94,7 @@ def test_order_does_not_depend_on_how_it_is_dealt():
     assert by_position[0][(9, 4)] == 1000 + ORDER.batch(9)[4]
 
 
-def test_with_buckets_a_micro_batch_has_pictures_of_one_shape():
+def test_with_buckets_a_micro_batch_has_images_of_one_shape():
     draw = np.random.default_rng(0)
     number = draw.choice(3, 103, p=(0.5, 0.3, 0.2)).astype(np.int8)
     buckets = BucketedSamples(((32, 64), (48, 48), (64, 32)), number)

@@ -1,4 +1,4 @@
-"""launch.tools.balance: what a run wrote of its balance, as a picture and as tables; what is
+"""launch.tools.balance: what a run wrote of its balance, as a plot and as tables; what is
 missing is said in one line."""
 
 import json
@@ -12,7 +12,7 @@ from data.batching.branch_cost import BranchCost
 from data.batching.feed import Knobs
 from data.batching.settings import Setting
 from launch.tools.balance import decisions, read_looks, read_steps, run
-from launch.tools.balance_picture import (
+from launch.tools.balance_plot import (
     LOOKS,
     MOST_LISTED,
     MOST_POINTS,
@@ -185,7 +185,7 @@ def test_many_steps_are_drawn_as_medians():
     assert curve(lines[:3], "a") == ([1, 2, 3], [0.0, 0.0, 0.0]) and curve(lines, "b") == ([], [])
 
 
-def test_long_lists_of_decisions_are_cut_in_the_picture():
+def test_long_lists_of_decisions_are_cut_in_the_plot():
     words = listed([Decision(n, n + 4, "moved") for n in range(MOST_LISTED + 3)])
     assert (
         len(words) == MOST_LISTED + 1
@@ -196,11 +196,11 @@ def test_long_lists_of_decisions_are_cut_in_the_picture():
 
 
 @pytest.mark.parametrize("name", ["own.png", "own.svg"])
-def test_the_picture_has_something_in_it(run_dir, name):
+def test_the_plot_has_something_in_it(run_dir, name):
     assert run([str(run_dir), "--output", str(run_dir / name)]) == 0
     if name.endswith("png"):
-        picture = imread(run_dir / name)[..., :3]
-        assert picture.shape[0] > 700 and 0.005 < (picture < 0.5).all(axis=2).mean() < 0.2
+        pixels = imread(run_dir / name)[..., :3]
+        assert pixels.shape[0] > 700 and 0.005 < (pixels < 0.5).all(axis=2).mean() < 0.2
     else:
         assert (run_dir / name).stat().st_size > 10_000
 
@@ -248,7 +248,7 @@ def test_what_is_missing_or_broken_is_named_in_one_line(run_dir, capsys, name, c
     assert out == "" and message in err and err.count("\n") == 1
 
 
-def test_a_picture_of_no_known_kind_is_refused(run_dir, capsys):
+def test_a_figure_of_no_known_kind_is_refused(run_dir, capsys):
     with pytest.raises(SystemExit) as exit:
         run([str(run_dir), "--output", "balance.txt"])
     assert exit.value.code == 2 and "its name ends in .png" in capsys.readouterr().err

@@ -414,7 +414,7 @@ def test_bounds_that_do_not_go_together_with_the_rest_are_refused(data, tmp_path
         (
             {"strategy": "feed", "captions_per_image": [6, 20]},
             "fork",
-            "no picture of this data has more than 5 captions",
+            "no image of this data has more than 5 captions",
         ),
         (
             {"strategy": "feed", "kept_patches": [0.5, 1]},

@@ -1,4 +1,4 @@
-"""What the balance of a run did, as a picture: panels over one axis of steps, what was decided
+"""What the balance of a run did, as a plot: panels over one axis of steps, what was decided
 marked in all of them.
 
 Stages and branches differ in the kind of line and in its marks as well as in colour, so that a
@@ -55,7 +55,7 @@ class Decision:
     reason: str
 
 
-def save_balance_picture(
+def save_balance_plot(
     path: Path,
     title: str,
     lines: Sequence[Line],
@@ -139,7 +139,7 @@ def curve(lines: Sequence[Line], key: str) -> Points:
 
 
 def listed(decisions: Sequence[Decision]) -> list[str]:
-    """Lines of text that say what the numbers in the picture mean."""
+    """Lines of text that say what the numbers in the plot mean."""
     words: list[str] = []
     for number, decision in enumerate(decisions[:MOST_LISTED], 1):
         text = f"{number}   step {decision.holds_from}: {decision.reason}"
