@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--workers",
         type=int,
         metavar="N",
-        help="processes that look at images (default: one per core)",
+        help="processes that read images (default: one per core)",
     )
     options = parser.parse_args(arguments)
     roots = given_roots(parser, options.data_root, [options.spec])

@@ -96,7 +96,7 @@ def compared(given: str) -> tuple[tuple[str, str], ...]:
 
 
 def add_pairs_flags(parser: ArgumentParser) -> None:
-    """Flags of a command that looks at a data set as a run with these pairs would."""
+    """Flags of a command that reads a data set as a run with these pairs would."""
     parser.add_argument(
         "--pairs",
         default=IMAGE_TEXT,

@@ -276,7 +276,7 @@ class ForkEngine(PipelineEngine):
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         """The optimizer's step, or none where a gradient of any rank is not finite.
 
-        DeepSpeed's own optimizers look for themselves (`engine/optimizer/bad_steps.py`); fp32
+        DeepSpeed's own optimizers check for themselves (`engine/optimizer/bad_steps.py`); fp32
         without ZeRO has none of them. There the step is skipped here, as they do it: counted,
         gradients dropped, and no step of the learning-rate schedule.
         """

@@ -3,7 +3,7 @@
     python train.py --data python:examples.dataset:Palettes
 
 The emoji, their names, and of two thirds of them a palette: the mean colours of a grid of fields.
-`examples/modality.py` compares palettes with names; without it they are not looked at.
+`examples/modality.py` compares palettes with names; without it they are not read.
 """
 
 import io

@@ -29,7 +29,7 @@ class NamedFormat(rows.Format):
         return [rows.stamp(self.folder)]
 
     def parts(self) -> Iterator[Part]:
-        """Pieces that processes look at side by side."""
+        """Pieces that processes read side by side."""
         names = [name for name in sorted(os.listdir(self.folder)) if is_image(name)]
         return rows.in_parts(self.folder, ((entry, 1, 1) for entry in enumerate(names)))
 

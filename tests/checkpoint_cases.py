@@ -169,7 +169,7 @@ def write_until(folder: Path, step: int, operation: int) -> int:
     disk, counted from 0. Its exit status."""
     left = operation
 
-    def look(event: str, arguments: tuple) -> None:
+    def on_event(event: str, arguments: tuple) -> None:
         nonlocal left
         if event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod") or (
             event == "open" and arguments[1] not in ("r", "rb")
@@ -181,7 +181,7 @@ def write_until(folder: Path, step: int, operation: int) -> int:
     child = os.fork()
     if child == 0:
         try:
-            sys.addaudithook(look)
+            sys.addaudithook(on_event)
             write_small(folder, step, Keep(2))
             os._exit(0)
         finally:

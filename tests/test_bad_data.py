@@ -144,7 +144,7 @@ def test_too_many_bad_samples_end_the_run_with_one_message_and_the_table_of_reas
 
 
 def truncated_bodies(tmp_path, emoji):
-    """Broken from the start, but only the headers were looked at."""
+    """Broken from the start, but only the headers were read."""
     samples = [
         (image[:-300] if n < 6 else image, caption) for n, (image, caption) in enumerate(emoji)
     ]

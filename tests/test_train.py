@@ -171,11 +171,11 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(
     )
     assert (tmp_path / "stopped" / "costs.json").is_file() == (layout == "auto")
     if layout == "fork":
-        looks = [
+        updates = [
             [json.loads(line)["step"] for line in (tmp_path / run / "loss_weights.jsonl").open()]
             for run in ("whole", "stopped")
         ]
-        assert looks[0] == looks[1] and 8 in looks[0]
+        assert updates[0] == updates[1] and 8 in updates[0]
 
 
 def test_a_run_whose_losses_stay_not_finite_stops_and_names_the_last_good_checkpoint(

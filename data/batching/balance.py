@@ -125,7 +125,7 @@ class ByCost:
                 work = replace(work, most_padded=work.most_padded * 9 // 8 + 1)
 
     def work(self, batch: GlobalBatch) -> BranchWork:
-        captions = batch.setting.knobs.captions_per_image
+        captions = batch.setting.feed_rates.captions_per_image
         counts = self.tokens.of(
             batch.visited, batch.indices, self.seed, batch.epoch, captions
         )  # [G, captions]

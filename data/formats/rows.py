@@ -40,7 +40,7 @@ class Part:
 
 @dataclass
 class Row:
-    """One sample as listed; its image has not been looked at yet."""
+    """One sample as listed; its image has not been read yet."""
 
     id: str
     number: int  # of the line, the table's row, the entry: for messages
@@ -253,7 +253,7 @@ def _outside(roots: Roots, path: str, true: str | None = None) -> BadSample:
 
 def _true_path(root: str, parts: tuple[str, ...]) -> str:
     path = root.rstrip("/")
-    for part in parts:  # the root has no links, so only what is below it is looked at
+    for part in parts:  # the root has no links, so only what is below it is checked
         path = f"{path}/{part}"
         if os.path.islink(path):
             return os.path.realpath(os.path.join(root, *parts))

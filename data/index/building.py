@@ -1,5 +1,5 @@
-"""Makes the index of a data set: lists its rows, looks at every image, writes one Arrow file;
-what has not changed is not looked at again."""
+"""Makes the index of a data set: lists its rows, reads every image, writes one Arrow file;
+what has not changed is not read again."""
 
 import contextlib
 import hashlib
@@ -55,7 +55,7 @@ UNNAMED = (
     CODES["invalid-utf8"],
     CODES["nul-character"],
 )  # rows whose id may not be their own
-MAY_PASS = (CODES["missing-file"], CODES["unreadable"])  # looked at again by every build
+MAY_PASS = (CODES["missing-file"], CODES["unreadable"])  # read again by every build
 
 
 def load_index(
@@ -69,7 +69,7 @@ def load_index(
     """The data set's index, open; made first, or made anew where the data changed, in its folder
     (see `index_folder`).
 
-    workers: processes that look at images; None: a core each, at most 16. check: "decode" decodes
+    workers: processes that read images; None: a core each, at most 16. check: "decode" decodes
     every image, so that all who open the index agree on which are bad; "header" reads sizes only,
     and leaves the rest to be found in training. refresh: compare every file, however many there
     are. Errors: ValueError, OSError.
@@ -106,7 +106,7 @@ def load_index(
 
 @dataclass(frozen=True)
 class _Work:
-    """What every process needs to look at parts."""
+    """What every process needs to index parts."""
 
     format: Format
     check: str
@@ -208,7 +208,7 @@ def _listed(work: _Work, workers: int | None, progress: bool) -> Iterator[_Done]
     workers = workers if workers is not None else min(_cores(), MAX_WORKERS)
     bar = tqdm(
         total=format.total(),
-        desc="looking at the data",
+        desc="reading the data",
         unit=format.unit,
         unit_scale=True,
         delay=2,
@@ -228,7 +228,7 @@ def _listed(work: _Work, workers: int | None, progress: bool) -> Iterator[_Done]
                     result = _Done(number, part.file, part.stamp, future.result())
                 except BrokenProcessPool as error:
                     raise RuntimeError(
-                        f"{format.spec}: a process that looked at images was killed, perhaps "
+                        f"{format.spec}: a process that read images was killed, perhaps "
                         "because memory ran out; use fewer workers"
                     ) from error
             bar.update(part.weight)
@@ -250,7 +250,7 @@ def _listed(work: _Work, workers: int | None, progress: bool) -> Iterator[_Done]
                     (
                         part,
                         number,
-                        pool.submit(_look_at_in_worker, part, number)
+                        pool.submit(_index_part_in_worker, part, number)
                         if pool
                         else _now(work, part, number),
                     )
@@ -267,7 +267,7 @@ def _cores() -> int:
 
 def _now(work: _Work, part: Part, number: int) -> Future:
     future: Future = Future()
-    future.set_result(_look_at(work, part, number))
+    future.set_result(_index_part(work, part, number))
     return future
 
 
@@ -287,12 +287,12 @@ def _start_worker(work: _Work) -> None:
     _work = work
 
 
-def _look_at_in_worker(part: Part, number: int) -> int:
-    return _look_at(_work, part, number)
+def _index_part_in_worker(part: Part, number: int) -> int:
+    return _index_part(_work, part, number)
 
 
-def _look_at(work: _Work, part: Part, number: int) -> int:
-    """List one part, look at its images, write its rows to `PART.arrow`; the number of rows."""
+def _index_part(work: _Work, part: Part, number: int) -> int:
+    """List one part, read its images, write its rows to `PART.arrow`; the number of rows."""
     known, count, schema = _KnownImages(work), 0, schema_of(work.format.modalities)
     with pa.ipc.new_file(str(work.build / f"{number}.arrow"), schema) as writer:
         records: list[dict[str, Any]] = []
@@ -339,7 +339,7 @@ def _record(work: _Work, part: Part, row: Row, known: "_KnownImages") -> dict[st
     ):
         problem = next(lacks[name] for name in work.format.modalities if name in lacks)
     if problem is not lacks.get("image"):
-        key = 0  # the row does not tell what is wrong with the image, so it is looked at again
+        key = 0  # the row does not tell what is wrong with the image, so it is read again
     return {
         "id": _clean(row.id),
         "path": _clean(row.path),

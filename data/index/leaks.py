@@ -41,8 +41,8 @@ def find_leaks(
     images nor captions are compared by their ids alone, unless these are numbers.
     """
     found, left = [], np.ones(len(train_subset), bool)
-    looks = ["content", "id"] + (["near"] if near_bits is not None else [])
-    for kind in looks:
+    kinds = ["content", "id"] + (["near"] if near_bits is not None else [])
+    for kind in kinds:
         if kind == "near":
             hashes = (
                 source.column("perceptual_hash")[subset]

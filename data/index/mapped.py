@@ -53,7 +53,7 @@ NUMBERS = {
     # equal or few bits apart for images that look alike; 0 with check "header"
     "perceptual_hash": np.uint64,
     "bad": np.int8,  # 0: usable, else 1 + position in REASONS
-    "key": np.uint64,  # of the image's place, size and time; 0: not looked at
+    "key": np.uint64,  # of the image's place, size and time; 0: not read
     "id_hash": np.uint64,
 }
 TEXTS = ("id", "path", "detail")
@@ -272,7 +272,7 @@ def _images_changed(format: Format, index: Index) -> bool:
     missing, outside = CODES["missing-file"], CODES["outside-root"]
     for i in range(len(index)):
         if bad[i] == outside or (sizes[i] < 0 and bad[i] != missing):
-            continue  # nothing that may be looked at, or the row names no file
+            continue  # nothing that may be read, or the row names no file
         found = _status(format.roots, index.text("path", i))
         if (found is None) != (bad[i] == missing) or (
             found and (found.st_size != sizes[i] or found.st_mtime_ns != times[i])

@@ -227,7 +227,7 @@ def open_format(spec: str, pairs: Pairs = DEFAULT_PAIRS) -> Format:
 
 def open_source(spec: str, pairs: Pairs = DEFAULT_PAIRS, **building: Any) -> IndexedSource:
     """Open a data set by its spec, `KIND` or `KIND:WHERE`; see `KINDS`. The first time its index is
-    made, which looks at every image. `pairs`: of modalities that are compared; a sample that has
+    made, which reads every image. `pairs`: of modalities that are compared; a sample that has
     both of none is bad.
 
     `building`: workers, progress, check, refresh, folder of `data.index.building.load_index`.

@@ -108,20 +108,20 @@ def _image_keys(source: Source, subset: np.ndarray) -> np.ndarray:
     """[n] uint64, equal for images with equal pixels. Only those are decoded that look alike and
     are not equal byte for byte."""
     keys = source.keys("content")[subset]
-    looks = np.stack(
+    features = np.stack(
         [
             source.column(name)[subset].astype(np.uint64)
             for name in ("width", "height", "perceptual_hash")
         ],
         1,
     )
-    _, look = np.unique(looks, axis=0, return_inverse=True)
-    look = look.reshape(-1)
+    _, group = np.unique(features, axis=0, return_inverse=True)
+    group = group.reshape(-1)
     each, first, of = np.unique(
         keys, return_index=True, return_inverse=True
     )  # each different content, once
-    _, alike, count = np.unique(look[first], return_inverse=True, return_counts=True)
-    for n in np.flatnonzero((count[alike] > 1) & (looks[first, 2] != 0)):
+    _, alike, count = np.unique(group[first], return_inverse=True, return_counts=True)
+    for n in np.flatnonzero((count[alike] > 1) & (features[first, 2] != 0)):
         each[n] = _hash64(pixel_key(decode_bytes(source.image_bytes(int(subset[first[n]])))))
     return each[of.reshape(-1)]
 

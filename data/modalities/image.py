@@ -79,7 +79,7 @@ class ImageModality(Modality):
         )  # b times uint8 [H, W, 3]
         out = memory and memory(sum(image.size for image in images))
         tensors = {"pixel_values": normalised(images, out, self.transform_eval.preprocessing)}
-        if request.knobs.kept_patches < 1 and self.patch_size:
+        if request.feed_rates.kept_patches < 1 and self.patch_size:
             tensors["kept_patches"] = self._kept_patches(request, seed, images[0].shape[:2])
         return Loaded(
             tensors,
@@ -94,9 +94,9 @@ class ImageModality(Modality):
     def _transform(self, request: MicroBatchRequest) -> ImageTransform:
         transform = self.transform_train if request.training else self.transform_eval
         size = request.size or transform.size
-        if request.training and request.knobs.image_size:
+        if request.training and request.feed_rates.image_size:
             size = scaled_size(
-                size, request.knobs.image_size, max(transform.size), self.side_multiple
+                size, request.feed_rates.image_size, max(transform.size), self.side_multiple
             )
         return replace(transform, size=size)
 
@@ -110,7 +110,7 @@ class ImageModality(Modality):
 
     def _kept_patches(self, request: MicroBatchRequest, seed: int, size: tuple[int, int]) -> Tensor:
         patches = (size[0] // self.patch_size) * (size[1] // self.patch_size)
-        kept = kept_number(patches, request.knobs.kept_patches)
+        kept = kept_number(patches, request.feed_rates.kept_patches)
         return torch.from_numpy(
             np.stack(
                 [

@@ -108,7 +108,7 @@ class Batching:
         return step_line(metrics, step, step_s, self.balance, self.balancer.settings, self.sources)
 
     def after_step(self, metrics: StepMetrics) -> dict[str, Any] | None:
-        """At a look at the measured times, which all ranks take together: the line of
+        """At a measurement of times, which all ranks make together: the line of
         balance.jsonl."""
         return self.balancer.after_step(self.engine, metrics)
 

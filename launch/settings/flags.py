@@ -166,7 +166,7 @@ def _data(data: argparse._ArgumentGroup) -> None:
         "--index-check",
         choices=("decode", "header"),
         default="decode",
-        help="how images are looked at when a data set is first opened; header: faster, truncated ones are found in training (default: decode)",
+        help="how images are checked when a data set is first opened; header: faster, truncated ones are found in training (default: decode)",
     )
     data.add_argument(
         "--augmentation",

@@ -397,7 +397,7 @@ def _check_fusion(parser: argparse.ArgumentParser, values: Mapping[str, Any]) ->
     ):
         parser.error(
             f"argument --loss-weights-every: {every} is for --loss-weights uncertainty or measured; "
-            f"{values['loss_weights']} looks at no losses, so leave it out"
+            f"{values['loss_weights']} follows no losses, so leave it out"
         )
 
 

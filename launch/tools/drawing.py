@@ -269,7 +269,7 @@ def _draw_track(axes: Axes, row: int, spans: Sequence[SpanLike], scale: float) -
 
 
 def _bars(
-    axes: Axes, spans: Sequence[SpanLike], scale: float, top: float, height: float, **look: Any
+    axes: Axes, spans: Sequence[SpanLike], scale: float, top: float, height: float, **style: Any
 ) -> None:
     """All spans of one kind of a track as one collection: thousands are drawn at once."""
     corners = [
@@ -283,7 +283,7 @@ def _bars(
         if s.end_s > s.start_s
     ]
     if corners:
-        axes.add_collection(PolyCollection(corners, **look), autolim=False)
+        axes.add_collection(PolyCollection(corners, **style), autolim=False)
 
 
 def _numbers(

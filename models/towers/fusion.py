@@ -92,8 +92,8 @@ def token_projection(channels: int, width: int) -> nn.Module:
 
 
 class CrossAttention(nn.Module):
-    """Image tokens [P, T, F] look at text tokens [P, L, F], then at themselves one by one; each
-    adds to them (Vaswani et al. 2017)."""
+    """Image tokens [P, T, F] attend to text tokens [P, L, F], then each passes through a
+    two-layer network; both add to them (Vaswani et al. 2017)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class CrossAttention(nn.Module):
         )
 
     def forward(self, image_tokens: Tensor, text_tokens: Tensor, padded: Tensor) -> Tensor:
-        """`padded` [P, L] bool: these text tokens are not looked at."""
+        """`padded` [P, L] bool: these text tokens are not attended to."""
         told = self.text_norm(text_tokens)
         seen, _ = self.attention(
             self.image_norm(image_tokens), told, told, key_padding_mask=padded, need_weights=False

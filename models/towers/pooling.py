@@ -71,7 +71,7 @@ def num_heads(width: int) -> int:
 
 
 class AttentionPool(nn.Module):
-    """A learned query looks at all tokens, and a two-layer network adds to what it found.
+    """A learned query attends to all tokens, and a two-layer network adds to what it found.
 
     Modules and names are those of transformers' `SiglipMultiheadAttentionPoolingHead`, so its
     weights load as they are. First values are those of big_vision's `MAPHead`.

@@ -373,7 +373,7 @@ def test_remote_parquet_and_file_addresses(tmp_path):
 # -- all
 
 
-def test_a_path_is_looked_at_again_when_it_is_read(tmp_path):
+def test_a_path_is_checked_again_when_it_is_read(tmp_path):
     """A file that became a link after it was listed is not followed."""
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "a.png").write_bytes(encoded_image())

@@ -74,7 +74,7 @@ def opened(spec: str, folder: Path) -> tuple[int, list[str]]:
     return tuple(json.loads(run.stdout))
 
 
-def test_only_what_changed_is_looked_at_again(tmp_path):
+def test_only_what_changed_is_read_again(tmp_path):
     spec = write_set(tmp_path, 8)
     every = [f"images/{n}.png" for n in range(8)]
     assert opened(spec, tmp_path) == (8, [*every, "set.jsonl"])

@@ -13,7 +13,7 @@ from dying_source import NamesItsReaders
 from number_modality import Numbers
 from plain_requests import plain_requests
 
-from data.batching.feed import Knobs
+from data.batching.feed import FeedRates
 from data.batching.sampler import GlobalOrder, MicroBatchRequest, TextRows, evaluation_requests
 from data.cache import ImageCache, key_of
 from data.index.sources import open_source
@@ -420,7 +420,7 @@ def test_several_captions_of_a_sample_are_different_ones_while_it_has_them(token
         dealt = TextRows(index[np.arange(2 * c) // c], np.arange(2 * c), None) if of_texts else None
         own = (index[:0], position[:0]) if of_texts else (index, position)
         asked = MicroBatchRequest(
-            0, 3, *own, True, knobs=Knobs(captions_per_image=c), dealt_texts=dealt
+            0, 3, *own, True, feed_rates=FeedRates(captions_per_image=c), dealt_texts=dealt
         )
         loaded = dataset[asked]
         assert (
@@ -446,9 +446,9 @@ def test_kept_patches_are_a_share_of_the_grid_drawn_for_each_sample_and_epoch(de
     )
 
     def kept(share, epoch, size=0, training=True):
-        knobs = Knobs(kept_patches=share, image_size=size)
+        feed_rates = FeedRates(kept_patches=share, image_size=size)
         return dataset[
-            MicroBatchRequest(0, epoch, np.arange(5), np.arange(5), training, knobs=knobs)
+            MicroBatchRequest(0, epoch, np.arange(5), np.arange(5), training, feed_rates=feed_rates)
         ]
 
     drawn = kept(0.5, 1)["kept_patches"]
@@ -475,6 +475,6 @@ def test_buckets_shrink_with_the_image_size(demo):
         demo, [ImageModality(train_transform(64), eval_transform(64), side_multiple=16)]
     )
     asked = MicroBatchRequest(
-        0, 0, np.arange(2), np.arange(2), True, size=(48, 96), knobs=Knobs(image_size=32)
+        0, 0, np.arange(2), np.arange(2), True, size=(48, 96), feed_rates=FeedRates(image_size=32)
     )
     assert dataset[asked]["pixel_values"].shape == (2, 3, 32, 48)

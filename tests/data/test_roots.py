@@ -456,7 +456,7 @@ def test_images_in_roots_are_compared_when_the_index_is_opened(here):
 
 
 @pytest.mark.parametrize("absolute", [False, True])
-def test_a_path_in_a_root_is_looked_at_again_when_it_is_read(here, absolute):
+def test_a_path_in_a_root_is_checked_again_when_it_is_read(here, absolute):
     (here / "a" / "2.png").write_bytes(encoded_image(3))
     source = open_source(
         rooted(

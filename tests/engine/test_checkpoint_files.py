@@ -267,7 +267,7 @@ def test_where_a_run_goes_on(folder, alone, tmp_path):
 
 
 def test_ranks_share_the_reading(folder):
-    """Each looks into every second file."""
+    """Each reads every second file."""
     flip(folder / "step-00000002", SECOND, 0.9)
     verify(folder / "step-00000002", 0, 2)
     with pytest.raises(BrokenCheckpoint, match=SECOND):

@@ -37,7 +37,7 @@ def after(mode, losses, interval=10, asked=ASKED):
 
 
 @pytest.mark.parametrize("mode", ["uncertainty", "measured"])
-def test_weights_change_at_looks_only_with_a_reason_and_add_up_to_what_was_asked_for(mode):
+def test_weights_change_at_updates_only_with_a_reason_and_add_up_to_what_was_asked_for(mode):
     weights = LossWeights(mode, ASKED, interval=10)
     before = weights.weights()
     for step in range(1, 31):
@@ -45,7 +45,7 @@ def test_weights_change_at_looks_only_with_a_reason_and_add_up_to_what_was_asked
         assert (reason is not None) == (weights.weights() != before)
         assert (
             reason is None if step % 10 or step == 10 and mode == "measured" else reason is not None
-        )  # one look has nothing to compare with
+        )  # one update has nothing to compare with
         assert reason is None or (mode in reason and "matching" in reason)
         before = weights.weights()
         assert sum(before.values()) == pytest.approx(1.5)
