@@ -85,7 +85,7 @@ def write_shard(file: Path, samples) -> str:
     return f"webdataset:{file}"
 
 
-def told(run_dir: Path) -> list[tuple[str, str]]:
+def reported(run_dir: Path) -> list[tuple[str, str]]:
     """(id, reason) of each line of bad_samples.jsonl."""
     lines = [
         json.loads(line)
@@ -118,7 +118,7 @@ def test_a_data_set_with_every_kind_of_bad_input_is_trained_on(tmp_path, fork, e
     )
     assert status == 0, output[-3000:]
     assert set(metrics(run_dir)) == {1, 2, 3} and not metrics(run_dir, "left_out_samples")
-    assert sorted(told(run_dir)) == sorted(expected)
+    assert sorted(reported(run_dir)) == sorted(expected)
     record = json.loads((run_dir / "config.json").read_text())["data"]
     assert (
         record["bad_samples"] == Counter(reason for _, reason in expected)
@@ -205,7 +205,7 @@ def test_images_that_break_after_the_index_was_made_are_left_out_and_listed_once
     assert len(trained_on) == 24 and 0 < in_training < len(broken)  # some are held out
     for epoch in (range(1, 4), range(4, 7)):  # 24 samples in batches of 8
         assert sum(steps[step].get("left_out_samples", 0) for step in epoch) == in_training
-    assert sorted(told(run_dir)) == sorted(
+    assert sorted(reported(run_dir)) == sorted(
         (identity, reason) for identity in broken
     )  # met again and again, listed once
     assert json.loads((run_dir / "config.json").read_text())["data"]["bad_samples"] == {}

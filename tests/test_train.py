@@ -126,7 +126,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(
     (tmp_path / "stopped" / "hold").touch()
     run = start("tests/held_training.py", *arguments, "--run-dir", tmp_path / "stopped", ranks=2)
     wait_for(reached(tmp_path / "stopped", 3), run)
-    if layout == "fork":  # one rank is told, all stop
+    if layout == "fork":  # one rank gets the signal, all stop
         ranks_of(run)[-1].send_signal(signal.SIGUSR1)
     else:
         (tmp_path / "stopped" / "stop").touch()

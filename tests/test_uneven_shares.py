@@ -30,7 +30,7 @@ def run(folder, ranks, branches, *more, steps=3, **config):
     return metrics(folder / "run"), output
 
 
-def told(line):
+def numbers_of(line):
     return {
         name: value
         for name, value in line.items()
@@ -55,7 +55,7 @@ def test_shares_that_differ_by_a_sample(tmp_path, unsplit, ranks, branches, conf
     steps, output = run(tmp_path / "b", ranks, branches, **config)
     assert words in output
     for step, line in unsplit.items():
-        assert told(steps[step]) == pytest.approx(told(line), rel=RELATIVE)
+        assert numbers_of(steps[step]) == pytest.approx(numbers_of(line), rel=RELATIVE)
     # and it goes on on one rank, with even shares
     again, _ = run(tmp_path / "b", 1, MERGED, "--resume", "auto", steps=3)
     assert set(again) == set(steps)

@@ -237,7 +237,7 @@ def train_with_alignment(case: ThreeBranches, steps: int) -> list[dict[str, Any]
     from models.metrics.alignment import alignment_figures, alignment_sums
 
     engine, image_size = engine_of(case)
-    weights, told = LossWeights("alignment", engine.objective.losses, 50), []
+    weights, records = LossWeights("alignment", engine.objective.losses, 50), []
     for step in range(steps):
         loads = engine.place.loads
         number = engine.batches[loads[0]].num_micro_batches if loads else 0
@@ -254,7 +254,7 @@ def train_with_alignment(case: ThreeBranches, steps: int) -> list[dict[str, Any]
         reason = weights.after_evaluation(step, {"family": figures})
         batches = _micro_batches(case, engine, image_size)
         metrics = engine.train_batch(batches, loss_weights=weights.weights())
-        told.append(
+        records.append(
             {
                 "weights": weights.weights(),
                 "reason": reason,
@@ -262,7 +262,7 @@ def train_with_alignment(case: ThreeBranches, steps: int) -> list[dict[str, Any]
                 "losses": metrics.losses,
             }
         )
-    return told
+    return records
 
 
 def engine_of(case: ThreeBranches) -> tuple[Any, int]:

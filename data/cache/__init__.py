@@ -9,7 +9,7 @@ changed image, another size or another version of the code never finds old pixel
 header of 16 bytes (magic, height, width, channels, CRC-32) and the raw pixels; one that does not
 fit its header is a miss.
 
-A cache never stops a run: whatever fails here is told once, and images are decoded. Nor does it
+A cache never stops a run: whatever fails here is reported once, and images are decoded. Nor does it
 keep one waiting: writers take turns by a lock file, and one that does not get its turn in time
 drops what it has. Nothing is flushed to disk after a write (LMDB's sync is off): a process may die
 at any moment without harm, but after a power failure the file may be broken; then delete the

@@ -139,12 +139,12 @@ class Manifest:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What all ranks tell, put together: a rank tells what is equal everywhere, and of its
+        """What all ranks report, put together: a rank reports what is equal everywhere, and of its
         own."""
-        told: dict[str, Any] = {}
+        united: dict[str, Any] = {}
         for record in self.ranks:
-            told = _united(told, record.progress)
-        return told
+            united = _united(united, record.progress)
+        return united
 
     def to_text(self) -> str:
         return sealed({"format": FORMAT, "version": VERSION, **asdict(self)})

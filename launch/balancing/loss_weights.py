@@ -136,7 +136,7 @@ class LossWeights:
         others now.
 
         `held_out`: by name of the set, the figures of `Feeding.evaluate_held_out`, such as
-        `alignment/image_text` and `uniformity/text/image_text`. An evaluation that is told again
+        `alignment/image_text` and `uniformity/text/image_text`. An evaluation that is repeated
         changes nothing, and one with figures that are not finite does not count. Raises ValueError
         for a pair of which no set has figures.
         """

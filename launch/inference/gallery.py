@@ -17,7 +17,7 @@ from data.modalities.fonts import columns_of, fonts_for, wrapped
 RIGHT, WRONG = (
     "#009E73",
     "#D55E00",
-)  # Okabe and Ito's, told apart also by the colour-blind; a word says it too
+)  # Okabe and Ito's, distinguishable also by the colour-blind; a word says it too
 DOTS_PER_INCH, CELL_INCHES = 110, 1.6
 LETTERS, LETTERS_ALONE = 26, 18  # of a line below an image, and of a text in the place of one
 

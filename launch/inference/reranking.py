@@ -54,11 +54,11 @@ def pair_scores(
     embedder: Embedder, embedded: Embedded, source: Source, image: Tensor, text: Tensor
 ) -> Tensor:
     """[P] float32 of pairs of rows of `embedded`, [P] each, in which those of `image` ascend."""
-    told, first, scores = embedder.text_tokens(embedded.texts), 0, [torch.zeros(0)]
+    text_tokens, first, scores = embedder.text_tokens(embedded.texts), 0, [torch.zeros(0)]
     for tokens in embedder.image_tokens(source, embedded.index):
         start, end = torch.searchsorted(image, torch.tensor([first, first + len(tokens)])).tolist()
         for part in torch.arange(start, end).split(embedder.batch_size):
-            own = [told[i] for i in text[part].tolist()]
+            own = [text_tokens[i] for i in text[part].tolist()]
             padded = pad_sequence(own, batch_first=True).to(embedder.device)
             mask = pad_sequence([torch.ones(len(each)) for each in own], batch_first=True).to(
                 embedder.device

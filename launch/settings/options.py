@@ -98,7 +98,7 @@ class Options:
         return branches_of(self.pairs)
 
     def section(self, kind: type[Section]) -> Section:
-        """What one component is told: a dataclass of its own whose fields are named as here."""
+        """The options of one component: a dataclass of its own whose fields are named as here."""
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
     def tokenizer_source(self) -> str | None:

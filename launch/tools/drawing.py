@@ -31,7 +31,7 @@ TRACK_INCHES = 0.42
 NUMBER_POINTS = 7  # size of the micro-batch numbers
 BAR_HEIGHT, LINE_HEIGHT = 0.78, 0.16  # of a track; what moves data is a line at its foot
 
-# instruction -> what the legend calls it, colour (Okabe and Ito's, told apart also by the
+# instruction -> what the legend calls it, colour (Okabe and Ito's, distinguishable also by the
 # colour-blind)
 COLOURS = {
     "EmbedPass": ("forward for the embeddings", "#A6D8F0"),

@@ -105,9 +105,9 @@ class CrossAttention(nn.Module):
 
     def forward(self, image_tokens: Tensor, text_tokens: Tensor, padded: Tensor) -> Tensor:
         """`padded` [P, L] bool: these text tokens are not attended to."""
-        told = self.text_norm(text_tokens)
+        keys = self.text_norm(text_tokens)
         seen, _ = self.attention(
-            self.image_norm(image_tokens), told, told, key_padding_mask=padded, need_weights=False
+            self.image_norm(image_tokens), keys, keys, key_padding_mask=padded, need_weights=False
         )
         image_tokens = image_tokens + seen
         return image_tokens + self.inner(self.inner_norm(image_tokens))

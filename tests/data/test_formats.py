@@ -276,7 +276,7 @@ def test_webdataset_key_ends_at_the_first_dot(tmp_path):
     ] == ["a.tar/b"]
 
 
-def test_webdataset_shards_of_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_webdataset_shards_of_one_name_are_distinguished_by_their_folders(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         write_shard(tmp_path / name / "0.tar", ["k"])

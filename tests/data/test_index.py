@@ -188,7 +188,7 @@ def test_processes_that_start_together_build_once(tmp_path):
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         lines.append(out.splitlines())
-    assert sum("built" in told for told in lines) == 1
+    assert sum("built" in output for output in lines) == 1
     assert lines[0][-1] == lines[1][-1] and lines[0][-1].endswith("40 ['number 5']")
 
 

@@ -83,7 +83,9 @@ def test_pieces_of_several_fonts_stand_side_by_side(emoji_set):
     assert ends[0] < ends[1] < ends[2]
 
 
-def test_captions_that_no_font_has_are_told_in_one_line(emoji_set, tmp_path, monkeypatch, capsys):
+def test_captions_that_no_font_has_are_reported_in_one_line(
+    emoji_set, tmp_path, monkeypatch, capsys
+):
     shipped = tuple(
         font for font in installed_fonts() if font.family.startswith(("DejaVu", "STIX"))
     )  # matplotlib's have no Chinese

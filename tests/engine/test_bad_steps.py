@@ -1,5 +1,5 @@
 """A loss or a gradient that is not finite: the step is skipped everywhere, nothing moves, and the
-samples are told.
+samples are reported.
 
 Step 1 has an image that is not-a-number, step 3 a gradient that is not finite in one stage of one
 replica; the other steps are good.

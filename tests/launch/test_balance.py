@@ -113,7 +113,7 @@ def test_the_table_says_how_it_began_and_how_it_ended(run_dir, capsys):
     assert out.splitlines()[-1] == str(run_dir / "balance.png")
 
 
-def test_every_decision_is_told_with_its_step_and_reason(run_dir, capsys):
+def test_every_decision_is_reported_with_its_step_and_reason(run_dir, capsys):
     run([str(run_dir)])
     out = capsys.readouterr().out
     assert decisions(MEASUREMENTS) == [
@@ -124,7 +124,7 @@ def test_every_decision_is_told_with_its_step_and_reason(run_dir, capsys):
     assert "costs refitted in 2 of 4 measurements, after steps 10, 20" in out
 
 
-def test_weights_of_data_sets_that_were_moved_are_told_beside_feed_rates(run_dir, capsys):
+def test_weights_of_data_sets_that_were_moved_are_reported_beside_feed_rates(run_dir, capsys):
     words = "weights a 1 -> 1.03 (loss 2.6, -1.2%), b 2 -> 1.91 (loss 1.9, -6.0%)"
     both = {**MEASUREMENTS[1], "mix": {"from_step": 40, "weights": [1.03, 1.91], "reason": words}}
     (run_dir / "balance.jsonl").write_text(
@@ -171,7 +171,7 @@ def test_panels_over_the_steps(run_dir):
     assert set(padding.get_ydata()) == {0.5, 0.3}
 
 
-def test_curves_are_told_apart_without_colour(run_dir):
+def test_curves_are_distinguishable_without_colour(run_dir):
     axes = Figure().subplots()
     panels_of(read_steps(run_dir), [])["idle share of a step, by stage"](axes)
     assert len({(line.get_linestyle(), line.get_marker()) for line in axes.lines}) == 2

@@ -231,7 +231,7 @@ def test_embeddings_know_the_images_they_are_of(embedder, emoji_files, tmp_path)
         refuse_other_images(tmp_path / "out", lines[3:], open_source(specs[0]))
 
 
-def test_samples_that_cannot_be_used_are_told(emoji_files, tmp_path, capsys):
+def test_samples_that_cannot_be_used_are_reported(emoji_files, tmp_path, capsys):
     import evaluate
 
     source, files = emoji_files
@@ -249,7 +249,7 @@ def test_samples_that_cannot_be_used_are_told(emoji_files, tmp_path, capsys):
     )
 
 
-def test_images_that_cannot_be_read_are_told_and_left_out(embedder, emoji_files, capsys):
+def test_images_that_cannot_be_read_are_reported_and_left_out(embedder, emoji_files, capsys):
     source, files = emoji_files
     index, image = embedder.images(source, np.arange(9))
     assert index.tolist() == list(range(9))
@@ -371,7 +371,7 @@ def figure_of(text: str, path: Path) -> tuple[np.ndarray, str | None]:
 
 
 @pytest.mark.filterwarnings("error")
-def test_queries_that_no_font_has_are_told_in_one_line(tmp_path, monkeypatch):
+def test_queries_that_no_font_has_are_reported_in_one_line(tmp_path, monkeypatch):
     """Not in a warning for each character."""
     shipped = tuple(
         font for font in installed_fonts() if font.family.startswith(("DejaVu", "STIX"))
