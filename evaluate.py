@@ -5,7 +5,7 @@ python evaluate.py RUN_DIR --checkpoint step-00000100   by another one; --ema: b
 python evaluate.py RUN_DIR --val-data coco:IMAGES:CAPTIONS.json --captions all --picture queries.png
 python evaluate.py RUN_DIR --rerank 32                  of a run with --fusion: the nearest 32 in the order of the matching scores, too
 python evaluate.py RUN_DIR --classify imagefolder:TEST --classify-train imagefolder:TRAIN
-python evaluate.py RUN_DIR --embeddings OUT             pictures and texts as memory-mapped arrays
+python evaluate.py RUN_DIR --embeddings OUT             images and texts as memory-mapped arrays
 python evaluate.py RUN_DIR --embeddings OUT --query "a red apple" --picture apples.png
 """
 
@@ -34,7 +34,7 @@ from launch.inference.embedding import (
     forget_embeddings,
     line_of,
     refuse_other_content,
-    refuse_other_pictures,
+    refuse_other_images,
     write_embeddings,
 )
 from launch.inference.evaluation import (
@@ -88,13 +88,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--captions",
         choices=("first", "all"),
-        help="of each picture (default: first, as a run evaluates; figures published for COCO need all)",
+        help="of each image (default: first, as a run evaluates; figures published for COCO need all)",
     )
     parser.add_argument(
         "--classify",
         action=Once,
         metavar="SPEC",
-        help="instead: classes of pictures, such as imagefolder:DIR; its captions are the prompts",
+        help="instead: classes of images, such as imagefolder:DIR; its captions are the prompts",
     )
     parser.add_argument(
         "--classify-train",
@@ -114,12 +114,12 @@ def parse() -> argparse.Namespace:
         metavar="OUT",
         help="write the embeddings to this folder; with --query: search in it",
     )
-    parser.add_argument("--query", metavar="TEXT", help="instead: the pictures most like a text")
+    parser.add_argument("--query", metavar="TEXT", help="instead: the images most like a text")
     parser.add_argument(
         "--number",
         type=int,
         metavar="N",
-        help=f"pictures that --query shows (default: {NUM_ANSWERS})",
+        help=f"images that --query shows (default: {NUM_ANSWERS})",
     )
     parser.add_argument(
         "--picture",
@@ -134,7 +134,7 @@ def parse() -> argparse.Namespace:
         "--workers",
         type=int,
         metavar="N",
-        help="processes that load pictures (default: what the machine has to spare)",
+        help="processes that load images (default: what the machine has to spare)",
     )
     parser.add_argument(
         "--json",
@@ -223,9 +223,9 @@ def main(arguments: argparse.Namespace) -> None:
     write_numbers(output, {"step": trained.step, **found.numbers})
     show(found.table)
     notices = {
-        draw_rows(rows, title, picture) for picture, (title, rows) in found.pictures.items()
+        draw_rows(rows, title, figure) for figure, (title, rows) in found.figures.items()
     } - {None}
-    for line in (*sorted(notices), *found.pictures):
+    for line in (*sorted(notices), *found.figures):
         print(line)
     print(output)
 
@@ -242,11 +242,11 @@ def refuse_other_pairs(trained: Trained) -> None:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """`numbers`: what they are of and what they are; `pictures`: (title, rows) by file."""
+    """`numbers`: what they are of and what they are; `figures`: (title, rows) by file."""
 
     numbers: dict[str, Any]
     table: Table
-    pictures: dict[Path, tuple[str, list[Row]]] = field(default_factory=dict)
+    figures: dict[Path, tuple[str, list[Row]]] = field(default_factory=dict)
 
 
 def output_name(arguments: argparse.Namespace, name: str) -> str:
@@ -288,7 +288,7 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
             f"--rerank: {arguments.run_dir} scores no pairs; it needs a run of train.py with "
             "--fusion (exports leave the fusion out)"
         )
-    sizes, results, after, pictures, parts = {}, {}, {}, {}, held_out(arguments, embedder.trained)
+    sizes, results, after, figures, parts = {}, {}, {}, {}, held_out(arguments, embedder.trained)
     if arguments.embeddings:
         forget_embeddings(arguments.embeddings)
     for part_name, part in parts.items():
@@ -297,7 +297,7 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
         if repeated := len(embedded.texts) - len(set(embedded.texts)):
             show(
                 f"{part_name}: {repeated:,} of {len(embedded.texts):,} texts repeat an earlier "
-                "one; each is right for its own picture only"
+                "one; each is right for its own image only"
             )
         results |= {f"{part_name}/{key}": value for key, value in retrieval(embedded).items()}
         if arguments.rerank:
@@ -309,13 +309,13 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
             write_embeddings(folder, embedded, part.source, model_of(arguments, embedder, name))
             print(folder)
         if arguments.picture:
-            picture = (
+            figure = (
                 arguments.picture.with_stem(f"{arguments.picture.stem}-{beside}")
                 if beside
                 else arguments.picture
             )
             title = f"{part_name}: queries and their first answers by embeddings, {name}"
-            pictures[picture] = title, examples(embedded, part.source, NUM_EXAMPLES)
+            figures[figure] = title, examples(embedded, part.source, NUM_EXAMPLES)
     how = (
         f", by embeddings → the nearest {arguments.rerank} by matching" if arguments.rerank else ""
     )
@@ -331,7 +331,7 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
     }
     about |= {"left_out": left_out(parts["validation"])} if arguments.val_data else {}
     reranked = {"reranked": {"candidates": arguments.rerank, **after}} if arguments.rerank else {}
-    return Evaluated({**about, **results, **reranked}, table, pictures)
+    return Evaluated({**about, **results, **reranked}, table, figures)
 
 
 def model_of(arguments: argparse.Namespace, embedder: Embedder, name: str) -> dict[str, str]:
@@ -399,7 +399,7 @@ def left_out(part: HeldOut) -> int:
 
 
 def find(arguments: argparse.Namespace, embedder: Embedder, name: str) -> None:
-    """--query: the pictures most like a text, in a folder of embeddings or in all samples to
+    """--query: the images most like a text, in a folder of embeddings or in all samples to
     evaluate."""
     source = None
     if arguments.embeddings:
@@ -410,7 +410,7 @@ def find(arguments: argparse.Namespace, embedder: Embedder, name: str) -> None:
             source = open_sources(
                 [arguments.val_data] if arguments.val_data else specs, progress=True
             )
-            refuse_other_pictures(arguments.embeddings, lines, source)
+            refuse_other_images(arguments.embeddings, lines, source)
     else:
         parts = list(held_out(arguments, embedder.trained).values())
         source = parts[0].source  # of all parts

@@ -182,7 +182,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
                 )
 
             # What follows from measured times (batches) and from the losses (their weights).
-            journal.look(step, batching.after_step(metrics))
+            journal.measurement(step, batching.after_step(metrics))
             reason = loss_weights.after_step(step, metrics.losses)
             journal.loss_weights(step, reason, loss_weights)
             journal.sampled_trace(step, engine)

@@ -3,7 +3,7 @@ the same number of micro-batches.
 
     python bench/dealing.py                 writes bench/out/dealing.md and prints it
 
-Texts have log-normal lengths from 4 to 77 tokens, as captions from the web do; pictures have one
+Texts have log-normal lengths from 4 to 77 tokens, as captions from the web do; images have one
 size, so their deal is the same. The text tower is the one that a step waits for: what is saved
 there is saved altogether, until the image rank becomes the slower one. Expected: a random
 micro-batch of 16 is padded to about its longest text, two to three times the mean, so the text rank

@@ -5,7 +5,7 @@ from any step; and in memory.
     python bench/index.py --samples 1000000        a tenth
 
 The index is made up by numpy in seconds (`tests/data/large_index.py`): the rows are of the right
-size, the pictures do not exist. Everything else is what a rank does: open the source, drop the bad
+size, the images do not exist. Everything else is what a rank does: open the source, drop the bad
 samples, make the order, map the training subset, take the first requests, read what a loader reads
 of each sample. It is measured in fresh processes, in turn.
 

@@ -1,4 +1,4 @@
-"""How fast pictures are loaded: the usual PyTorch code, webdataset, and this project's loader,
+"""How fast images are loaded: the usual PyTorch code, webdataset, and this project's loader,
 decoding and from its cache.
 
     python bench/loader.py                                      writes bench/out/loader.md
@@ -45,22 +45,22 @@ LOADERS = ("plain", "webdataset", "decoding", "decoding_tar", "cached")
 
 
 def make_files(folder: Path, samples: int) -> int:
-    """The samples as folder/set.jsonl with pictures, and as folder/shard-*.tar. Returns the bytes
-    of all pictures."""
+    """The samples as folder/set.jsonl with images, and as folder/shard-*.tar. Returns the bytes
+    of all images."""
     import numpy as np
     from PIL import Image
     from tqdm import tqdm
 
     from data.index.sources import open_source
-    from data.modalities.pictures import decode_bytes, upright_8bit
+    from data.modalities.decoding import decode_bytes, upright_8bit
 
     demo, generator, total = open_source("demo"), np.random.default_rng(0), 0
-    (folder / "pictures").mkdir()
+    (folder / "images").mkdir()
     shards = [tarfile.open(folder / f"shard-{n}.tar", "w") for n in range(SHARDS)]
     with (folder / "set.jsonl").open("w", encoding="utf-8") as rows:
-        for i in tqdm(range(samples), unit="picture", desc="making files", leave=False):
+        for i in tqdm(range(samples), unit="image", desc="making files", leave=False):
             corners = generator.integers(0, 256, (6, 8, 3)).astype(np.uint8)
-            picture = Image.fromarray(corners).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
+            image = Image.fromarray(corners).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
             chosen = generator.integers(len(demo), size=3)
             for emoji in chosen.tolist():
                 side = int(generator.integers(120, 360))
@@ -69,21 +69,21 @@ def make_files(folder: Path, samples: int) -> int:
                     .convert("RGBA")
                     .resize((side, side), Image.Resampling.LANCZOS)
                 )
-                picture.paste(
+                image.paste(
                     drawn,
                     (int(generator.integers(WIDTH - 120)), int(generator.integers(HEIGHT - 120))),
                     drawn,
                 )
-            noisy = np.asarray(picture) + generator.normal(0, 8, (HEIGHT, WIDTH, 1))
+            noisy = np.asarray(image) + generator.normal(0, 8, (HEIGHT, WIDTH, 1))
             encoded = io.BytesIO()
             Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(
                 encoded, "JPEG", quality=QUALITY
             )
             text = " and ".join(demo.captions(emoji)[0] for emoji in chosen.tolist())
             name = f"{i:06d}"
-            (folder / "pictures" / f"{name}.jpg").write_bytes(encoded.getvalue())
+            (folder / "images" / f"{name}.jpg").write_bytes(encoded.getvalue())
             rows.write(
-                json.dumps({"image_path": f"pictures/{name}.jpg", "text": text, "id": name}) + "\n"
+                json.dumps({"image_path": f"images/{name}.jpg", "text": text, "id": name}) + "\n"
             )
             for suffix, content in (("jpg", encoded.getvalue()), ("txt", text.encode())):
                 member = tarfile.TarInfo(f"{name}.{suffix}")
@@ -118,7 +118,7 @@ class PlainDataset:
     """What is written first in every project."""
 
     def __init__(self, folder: Path) -> None:
-        self.paths = sorted((folder / "pictures").glob("*.jpg"))
+        self.paths = sorted((folder / "images").glob("*.jpg"))
         self.transforms = usual_transforms()
 
     def __len__(self) -> int:
@@ -224,9 +224,9 @@ def decoding_tar(folder: Path, samples: int, workers: int, pin: bool) -> Iterato
 
 
 def cached(folder: Path, samples: int, workers: int, pin: bool) -> Iterator:
-    from data.cache import PictureCache
+    from data.cache import ImageCache
 
-    return ours(f"jsonl:{folder / 'set.jsonl'}", workers, pin, PictureCache(folder / "cache"))
+    return ours(f"jsonl:{folder / 'set.jsonl'}", workers, pin, ImageCache(folder / "cache"))
 
 
 # Measuring
@@ -283,7 +283,7 @@ def report(
     rounds: list[dict[str, dict[str, float]]], samples: int, workers: int, mean_kb: float
 ) -> str:
     lines = [
-        "# Loading pictures",
+        "# Loading images",
         "",
         f"{samples} JPEGs of {WIDTH}×{HEIGHT} ({mean_kb:.0f} KB each) to "
         f"{IMAGE_SIZE}×{IMAGE_SIZE}, micro-batches of {BATCH_SIZE}, {EPOCHS - 1} epochs after a "
@@ -327,7 +327,7 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--samples", type=int, default=384, metavar="N", help="pictures (default: %(default)s)"
+        "--samples", type=int, default=384, metavar="N", help="images (default: %(default)s)"
     )
     parser.add_argument(
         "--workers",
@@ -361,14 +361,14 @@ def main() -> None:
         return
     from tqdm import tqdm
 
-    from data.cache import PictureCache, fill
+    from data.cache import ImageCache, fill
     from data.index.sources import open_source
     from data.modalities.transforms import train_transform
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         mean_kb = make_files(folder, arguments.samples) / arguments.samples / 1000
-        cache = PictureCache(folder / "cache")
+        cache = ImageCache(folder / "cache")
         fill(
             open_source(f"jsonl:{folder / 'set.jsonl'}"), train_transform(IMAGE_SIZE).stored, cache
         )

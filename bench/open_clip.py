@@ -4,7 +4,7 @@ samples/s, and memory.
     python bench/open_clip.py                         3 seeds of each variant, 4 epochs; tables and curves to bench/out/open_clip/
     python bench/open_clip.py --speed                 throughput alone, in rounds
     python bench/open_clip.py --speed --towers near   with towers that cost about the same
-    python bench/open_clip.py --language zh           the same pictures with their Chinese names
+    python bench/open_clip.py --language zh           the same images with their Chinese names
     pip install -r requirements-test.txt              what it needs beside the project's requirements
 
 Both programs read the same csv files with the same tokenizer, on two ranks without a GPU: about 28

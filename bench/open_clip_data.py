@@ -1,12 +1,12 @@
 """What bench/open_clip.py trains on: files that this program and OpenCLIP's trainer both read, and
 the start of OpenCLIP's towers.
 
-    data/en/pictures/*.png            RGB, flattened onto white
+    data/en/images/*.png              RGB, flattened onto white
     data/en/train.csv, val.csv        columns filepath and title, separated by tabs, which is OpenCLIP's default
     data/en/tokenizer/                trained on the titles of train.csv; both programs use it
     data/en/text-seed-0/              a BERT of transformers with random weights, of which OpenCLIP makes its text tower
 
-The demo's pictures are RGBA. Flattening them beforehand keeps the choice of a background out of the
+The demo's images are RGBA. Flattening them beforehand keeps the choice of a background out of the
 comparison: OpenCLIP would show the colours behind the transparent parts, and this program a random
 light colour.
 """
@@ -65,10 +65,10 @@ TOWERS = {
 
 
 class Sample(NamedTuple):
-    """`picture`: the encoded file."""
+    """`encoded`: the file."""
 
     name: str
-    picture: bytes
+    encoded: bytes
     title: str
 
 
@@ -119,32 +119,32 @@ def demo_samples(language: str) -> Iterator[Sample]:
 
 
 def write_samples(folder: Path, samples: Iterable[Sample], final_folder: Path) -> None:
-    """Pictures, train.csv and val.csv. The paths in the csv files are those below `final_folder`,
+    """Images, train.csv and val.csv. The paths in the csv files are those below `final_folder`,
     to which the caller moves `folder`."""
-    (folder / "pictures").mkdir(parents=True)
+    (folder / "images").mkdir(parents=True)
     rows, hashes = [], []
     for sample in samples:
-        image = flattened(sample.picture)
-        image.save(folder / "pictures" / f"{sample.name}.png")
-        rows.append((final_folder / "pictures" / f"{sample.name}.png", sample.title))
+        image = flattened(sample.encoded)
+        image.save(folder / "images" / f"{sample.name}.png")
+        rows.append((final_folder / "images" / f"{sample.name}.png", sample.title))
         hashes.append(blake2b(image.tobytes()).digest())
     held_out = held_out_rows(hashes, HELD_OUT_SHARE, SPLIT_SEED)
     write_rows(folder / "train.csv", [row for i, row in enumerate(rows) if i not in held_out])
     write_rows(folder / "val.csv", [row for i, row in enumerate(rows) if i in held_out])
 
 
-def flattened(picture: bytes) -> Image.Image:
-    """The encoded picture on a white background, RGB."""
-    image = Image.open(io.BytesIO(picture)).convert("RGBA")
+def flattened(encoded: bytes) -> Image.Image:
+    """The encoded image on a white background, RGB."""
+    image = Image.open(io.BytesIO(encoded)).convert("RGBA")
     background = Image.new("RGB", image.size, "white")
     background.paste(image, mask=image.getchannel("A"))
     return background
 
 
 def held_out_rows(hashes: Sequence[bytes], share: float, seed: int) -> set[int]:
-    """A random `share` of all rows, drawn among those whose picture occurs once.
+    """A random `share` of all rows, drawn among those whose image occurs once.
 
-    Some emoji share one picture, such as the flags of Norway and of its islands. One of them held
+    Some emoji share one image, such as the flags of Norway and of its islands. One of them held
     out would be a sample that was trained on.
     """
     count = Counter(hashes)

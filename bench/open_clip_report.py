@@ -1,5 +1,5 @@
 """What bench/open_clip.py makes of its runs: one record per run, read from the logs of either
-program, tables and a picture."""
+program, tables and a plot."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def _common_cells(runs: Sequence[Record], ranks: int) -> list[str]:
     ]
 
 
-# -- the picture
+# -- the plot
 
 
 def draw(records: Records, title: str, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Exact retrieval among many: how much memory and time do 100,000 pictures and as many texts take?
+"""Exact retrieval among many: how much memory and time do 100,000 images and as many texts take?
 
     python bench/retrieval.py         writes bench/out/retrieval.md and prints it
 
@@ -35,7 +35,7 @@ def main() -> None:
         type=int,
         default=100_000,
         metavar="N",
-        help="pictures, and texts (default: 100,000)",
+        help="images, and texts (default: 100,000)",
     )
     parser.add_argument(
         "--width", type=int, default=512, metavar="D", help="of an embedding (default: 512)"

@@ -8,7 +8,7 @@ counts, parameters × bytes per parameter (`engine/planning/costs.py`, StateByte
 bytes of all tensors as the last backward of a step makes its last gradient; what the forwards kept
 is gone by then, all gradients are there (`bench/memory_probe.py`). Without a GPU all tensors are in
 one memory: of an offloaded optimizer those that DeepSpeed makes on the CPU whatever the device are
-counted one by one, and told apart.
+counted one by one, and kept apart.
 
 Expected: measured = predicted within 5 %.
 """

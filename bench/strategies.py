@@ -352,11 +352,11 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
 
 def save_plot(draw, *arguments: Any) -> None:
-    """The table is there without matplotlib; the picture is not."""
+    """The table is there without matplotlib; the plot is not."""
     try:
         draw(*arguments)
     except ImportError:
-        print("no picture: pip install matplotlib", file=sys.stderr)
+        print("no plot: pip install matplotlib", file=sys.stderr)
 
 
 def main() -> None:

@@ -1,2 +1,2 @@
-"""From samples (a picture and its texts) to micro-batches: sources, splits, transforms, tokenizer,
+"""From samples (an image and its texts) to micro-batches: sources, splits, transforms, tokenizer,
 order, loader."""

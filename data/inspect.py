@@ -1,4 +1,4 @@
-"""What is in a data set: counts, sizes, lengths, bad samples, and a sheet of pictures with their
+"""What is in a data set: counts, sizes, lengths, bad samples, and a sheet of images with their
 captions.
 
     python -m data.inspect demo
@@ -22,8 +22,8 @@ from rich.table import Table
 from data.index.bad_samples import REASONS, Absent, BadSample
 from data.index.roots import add_root_flag, given_roots, with_roots
 from data.index.sources import Source, open_source
+from data.modalities.decoding import decode_bytes, upright_8bit
 from data.modalities.fonts import Font, Fonts, fonts_for, wrapped
-from data.modalities.pictures import decode_bytes, upright_8bit
 from data.modules import import_modules
 from data.options import add_pairs_flags, compared
 from data.prepare import count_bad
@@ -69,8 +69,8 @@ def report(source: Source, most_bad: int = 10) -> list[Table]:
     counts = Table(title=source.spec, title_justify="left", show_header=False)
     counts.add_row("samples", f"{len(source):,}")
     counts.add_row("usable", f"{len(usable):,}")
-    pictures = usable[~source.lacking("image")[usable]]
-    counts.add_row("different pictures", f"{len(np.unique(source.keys('content')[pictures])):,}")
+    images = usable[~source.lacking("image")[usable]]
+    counts.add_row("different images", f"{len(np.unique(source.keys('content')[images])):,}")
     for modality in source.index.modalities:
         if lacking := int(source.lacking(modality)[usable].sum()):
             counts.add_row(f"usable, without {modality}", f"{lacking:,}")
@@ -82,7 +82,7 @@ def report(source: Source, most_bad: int = 10) -> list[Table]:
         shapes.add_column(name, justify="right" if name else "left", no_wrap=True)
     for column, words in COLUMNS:
         values = source.column(column)[usable]
-        classes = histogram(values[values > 0])  # 0: the sample has no picture, or no caption
+        classes = histogram(values[values > 0])  # 0: the sample has no image, or no caption
         most = max((count for _, _, count in classes), default=0)
         for n, (low, high, count) in enumerate(classes):
             shapes.add_row(
@@ -124,17 +124,17 @@ def contact_sheet(
         left, top = GAP + place % columns * (TILE + GAP), GAP + place // columns * (height + GAP)
         draw.rectangle((left - 1, top - 1, left + TILE, top + TILE), outline="lightgrey")
         try:
-            picture = upright_8bit(
+            image = upright_8bit(
                 decode_bytes(source.image_bytes(i), at_least=(TILE, TILE))
             ).convert("RGBA")
-            picture = ImageOps.contain(picture, (TILE, TILE))
+            image = ImageOps.contain(image, (TILE, TILE))
             sheet.paste(
-                picture,
-                (left + (TILE - picture.width) // 2, top + (TILE - picture.height) // 2),
-                picture,
+                image,
+                (left + (TILE - image.width) // 2, top + (TILE - image.height) // 2),
+                image,
             )
         except Absent:
-            _draw_line(draw, (left + 4, top + 4), "no picture", fonts, "grey")
+            _draw_line(draw, (left + 4, top + 4), "no image", fonts, "grey")
         except BadSample as problem:  # of what only a full decoding shows
             _draw_line(draw, (left + 4, top + 4), problem.reason, fonts, "red")
         for number, line in enumerate(
@@ -175,7 +175,7 @@ def _number(value: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m data.inspect",
-        description="What is in a data set: counts, histograms, bad samples, a sheet of pictures.",
+        description="What is in a data set: counts, histograms, bad samples, a sheet of images.",
     )
     parser.add_argument("spec", metavar="SPEC", help="as --data of train.py")
     add_root_flag(parser, "SPEC")
@@ -185,14 +185,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         default=Path("inspect.png"),
         metavar="FILE",
-        help="where the pictures go (default: inspect.png)",
+        help="where the sheet goes (default: inspect.png)",
     )
     parser.add_argument(
         "--count",
         type=int,
         default=24,
         metavar="N",
-        help="pictures on the sheet; 0: none (default: 24)",
+        help="images on the sheet; 0: none (default: 24)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which ones (default: 0)")
     parser.add_argument(
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--workers",
         type=int,
         metavar="N",
-        help="processes that look at pictures (default: one per core)",
+        help="processes that read images (default: one per core)",
     )
     options = parser.parse_args(arguments)
     roots = given_roots(parser, options.data_root, [options.spec])

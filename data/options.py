@@ -65,12 +65,12 @@ class DataOptions:
     max_bad_fraction: float = 0.01
     on_leak: str = "refuse"  # or "drop"
     leak_bits: int | None = (
-        None  # pictures whose perceptual hashes differ in so many bits are the same
+        None  # images whose perceptual hashes differ in so many bits are the same
     )
     index_check: str = "decode"  # or "header"
     seed: int = 0
     data_root: tuple[str, ...] | None = (
-        None  # further folders that the pictures of all specs may lie in
+        None  # further folders that the images of all specs may lie in
     )
     pairs: str = IMAGE_TEXT  # of modalities that are compared: a sample must have both of one
 
@@ -96,7 +96,7 @@ def compared(given: str) -> tuple[tuple[str, str], ...]:
 
 
 def add_pairs_flags(parser: ArgumentParser) -> None:
-    """Flags of a command that looks at a data set as a run with these pairs would."""
+    """Flags of a command that reads a data set as a run with these pairs would."""
     parser.add_argument(
         "--pairs",
         default=IMAGE_TEXT,

@@ -155,10 +155,10 @@ def _divide(options: DataOptions, source: Source, validation: Source | None) -> 
         train, held_out = source.usable(), {"validation": validation.usable()}
         found = find_leaks(source, train, validation, held_out["validation"], options.leak_bits)
         if found and options.on_leak == "refuse":
-            told = describe_leaks(source, validation, validation.spec, found)
+            description = describe_leaks(source, validation, validation.spec, found)
             raise ValueError(
-                f"{told}\nmeasured on them, retrieval would look better than it is: remove them, "
-                "or leave them out with --on-leak drop"
+                f"{description}\nmeasured on them, retrieval would look better than it is: remove "
+                "them, or leave them out with --on-leak drop"
             )
         leaks = count_leaks(found)
         if found:

@@ -1,4 +1,4 @@
-"""The pictures of README.md: `step.svg`, one traced step of a run, and `learning.svg`, Wye beside OpenCLIP.
+"""The figures of README.md: `step.svg`, one traced step of a run, and `learning.svg`, Wye beside OpenCLIP.
 
 python docs/draw.py RUN_DIR                            the newest step of RUN_DIR/trace.json; both files to docs/
 python docs/draw.py RUN_DIR --step 200 --folder OUT --format png    step 200, as PNG files in OUT
@@ -87,7 +87,7 @@ def draw_learning() -> Figure:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Draw the pictures of README.md.")
+    parser = argparse.ArgumentParser(description="Draw the figures of README.md.")
     parser.add_argument(
         "run_dir",
         type=Path,

@@ -49,11 +49,11 @@ def build_engine(
     learning-rate schedule. `constant_shapes[branch]` promises that all training micro-batches of a
     branch have equal shapes, so that they need to be announced only once; `equal_shares` that each
     replica of a stage has equally many samples of every global batch. `source_starts`: the first
-    index of each of several sources of the samples, ascending, whose losses are told apart; None:
-    there is one. A pair of the `objective` may have a `matching` loss where the last layer of its
-    second branch has a `fusion`. `clock`: what steps are measured by on a CPU. Raises ValueError
-    for a pattern (of clipping or decay) that matches no parameter, OutOfMemory when the stage does
-    not fit.
+    index of each of several sources of the samples, ascending, whose losses are reported
+    separately; None: there is one. A pair of the `objective` may have a `matching` loss where the
+    last layer of its second branch has a `fusion`. `clock`: what steps are measured by on a CPU.
+    Raises ValueError for a pattern (of clipping or decay) that matches no parameter, OutOfMemory
+    when the stage does not fit.
     """
     rank = dist.get_rank()
     device = torch.device(get_accelerator().current_device_name())

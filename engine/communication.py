@@ -89,7 +89,7 @@ class Channel:
 
     def send(self, tensors: Mapping[str, Tensor], known: Signature | None = None) -> Signature:
         """Send a message; `known` is the signature that the receiver expects, None where it must be
-        told."""
+        sent too."""
         signature = signature_of(tensors)
         message = []
         if known is None:
@@ -435,9 +435,9 @@ class Communicator:
         """Several vectors, of the same lengths on all ranks, each summed over all ranks: one
         message, in float64."""
         vectors = [self._vector(part) for part in parts.values()]
-        told = iter(self.sum_over(torch.cat(vectors)).tolist())
+        sums = iter(self.sum_over(torch.cat(vectors)).tolist())
         return {
-            name: list(itertools.islice(told, len(vector))) for name, vector in zip(parts, vectors)
+            name: list(itertools.islice(sums, len(vector))) for name, vector in zip(parts, vectors)
         }
 
     def _vector(self, part: Tensor | Sequence[Tensor | float]) -> Tensor:

@@ -107,7 +107,7 @@ class ForkEngine(PipelineEngine):
             super().__init__(
                 args=None,
                 model=module,
-                model_parameters=[_told(*group) for group in module.parameter_groups],
+                model_parameters=[_optimizer_group(*group) for group in module.parameter_groups],
                 mpu=grid,
                 config=config,
                 config_class=DeepSpeedConfig(config, grid),
@@ -276,7 +276,7 @@ class ForkEngine(PipelineEngine):
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         """The optimizer's step, or none where a gradient of any rank is not finite.
 
-        DeepSpeed's own optimizers look for themselves (`engine/optimizer/bad_steps.py`); fp32
+        DeepSpeed's own optimizers check for themselves (`engine/optimizer/bad_steps.py`); fp32
         without ZeRO has none of them. There the step is skipped here, as they do it: counted,
         gradients dropped, and no step of the learning-rate schedule.
         """
@@ -406,8 +406,8 @@ class ForkEngine(PipelineEngine):
         }
 
     def load_progress(self, progress: Mapping[str, Any]) -> None:
-        """Go on from what `progress` told, of all ranks put together. A loss scale that only one of
-        the two precisions has is left as it is."""
+        """Go on from what `progress` holds, of all ranks put together. A loss scale that only one
+        of the two precisions has is left as it is."""
         for name in _COUNTERS:
             setattr(self, name, progress["counters"][name])
         # what earlier processes sent is no next step's
@@ -661,9 +661,9 @@ class ForkEngine(PipelineEngine):
                     )
                 directions[f"{branch}_to_{other}"] = self.comm.sum_over(part)
             speaks = self.comm.rank == self.graph.tail(pair.first).ranks[0]
-            told = (meeting.num_rows, meeting.num_misaligned) if speaks else (0, 0)
+            counted = (meeting.num_rows, meeting.num_misaligned) if speaks else (0, 0)
             number, misaligned = self.comm.sum_over(
-                torch.tensor([float(value) for value in told], device=self.device)
+                torch.tensor([float(value) for value in counted], device=self.device)
             ).tolist()
             if misaligned:
                 raise RuntimeError(
@@ -680,10 +680,10 @@ class ForkEngine(PipelineEngine):
         """Gather the numbers of one step from the ranks that have them: each is given by one rank,
         zeros by the others."""
         losses, sent_bytes = self.tail_loss.sums, self.comm.sent_bytes + self._reduced_bytes()
-        told = self.comm.sum_parts(
+        totals = self.comm.sum_parts(
             {
-                **losses.told(),
-                "groups": self.clipping.told(self._step_applied),
+                **losses.reported(),
+                "groups": self.clipping.reported(self._step_applied),
                 "sums": [
                     float(stop_requested),
                     sent_bytes - self._sent_bytes_before,
@@ -694,9 +694,9 @@ class ForkEngine(PipelineEngine):
         )
         self._sent_bytes_before = sent_bytes
         (loss,), (misaligned,), (stopping, sent) = (
-            told["loss"],
-            told["misaligned"],
-            told["sums"],
+            totals["loss"],
+            totals["misaligned"],
+            totals["sums"],
         )
         if misaligned:
             raise RuntimeError(
@@ -714,14 +714,14 @@ class ForkEngine(PipelineEngine):
         scalars = dict(
             zip(
                 [tensor for pair in self.objective.pairs for tensor in pair.scalars.values()],
-                told["scalars"],
+                totals["scalars"],
             )
         )
         norms, coefficients, shares = (
-            dict(zip(self.clipping.rules, told["groups"][i::3])) for i in range(3)
+            dict(zip(self.clipping.rules, totals["groups"][i::3])) for i in range(3)
         )
         busy_s, step_s, peak_bytes, data_wait_s = (
-            told["ranks"][i :: self._NUM_SLOTS] for i in range(self._NUM_SLOTS)
+            totals["ranks"][i :: self._NUM_SLOTS] for i in range(self._NUM_SLOTS)
         )
         stage_busy_s = {
             s.name: sum(busy_s[r] for r in s.ranks) / s.replicas for s in self.graph.stages
@@ -754,16 +754,16 @@ class ForkEngine(PipelineEngine):
             sent_bytes=int(sent),
             peak_memory_bytes=int(max(peak_bytes)),
             left_out=dict(
-                zip([pair.name for pair in self.objective.pairs], map(int, told["left_out"]))
+                zip([pair.name for pair in self.objective.pairs], map(int, totals["left_out"]))
             ),
-            counts=dict(zip(counts, told["counts"])),
+            counts=dict(zip(counts, totals["counts"])),
             sources=losses_of_sources(
                 self.objective,
-                told["source_shares"],
-                told["source_samples"],
+                totals["source_shares"],
+                totals["source_samples"],
                 self.tail_loss.weights,
             ),
-            losses=losses_of(self.objective, told["losses"], self.tail_loss.weights),
+            losses=losses_of(self.objective, totals["losses"], self.tail_loss.weights),
         )
 
     _NUM_SLOTS = 4
@@ -837,7 +837,7 @@ def _readable(name: str, value: float) -> tuple[str, float]:
     return name, value
 
 
-def _told(setting: Setting, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+def _optimizer_group(setting: Setting, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
     """A parameter group as optimizers take it."""
     decay = {} if setting.weight_decay is None else {"weight_decay": setting.weight_decay}
     return {"params": list(parameters), **decay}

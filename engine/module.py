@@ -137,8 +137,8 @@ class StageModule(PipelineModule):
         self._draws = [bool(getattr(layer, "draws", True)) for layer in self.forward_funcs]
 
     def _group_parameters(self, settings: Mapping[str, Setting]) -> None:
-        """Make `parameter_groups`: what each is told, and its parameters; as many on every stage,
-        because ZeRO-1 has collectives for each.
+        """Make `parameter_groups`: the settings of each, and its parameters; as many on every
+        stage, because ZeRO-1 has collectives for each.
 
         Where a stage has fewer than another, a group holds a placeholder: one number that is never
         used, with a gradient of zero.

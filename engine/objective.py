@@ -151,7 +151,7 @@ class Objective:
     @cached_property
     def losses(self) -> dict[str, float]:
         """Name -> weight of every loss, in the order of the pairs. A pair's matching loss counts as
-        much as its contrastive one, unless `train_batch` is told otherwise."""
+        much as its contrastive one, unless `train_batch` is given other weights."""
         kinds = ("contrastive", "matching")
         return {
             self.loss_name(kind, pair): pair.weight
@@ -195,7 +195,7 @@ def scalars_of(pairs: Sequence[Pair], branch: str) -> dict[str, float]:
 
 
 def loss_metric(loss: str) -> str:
-    """The name of a loss's value among the metrics: `contrastive/image_text` is told as
+    """The name of a loss's value among the metrics: `contrastive/image_text` is reported as
     `contrastive_loss/image_text`, `matching` as `matching_loss`."""
     kind, slash, pair = loss.partition("/")
     return f"{kind}_loss{slash}{pair}"

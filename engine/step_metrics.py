@@ -62,16 +62,16 @@ def _over_pairs(weights: Sequence[float], losses: Sequence[SourceLoss]) -> Sourc
 
 
 def losses_of(
-    objective: Objective, told: Sequence[float], weights: Mapping[str, float]
+    objective: Objective, totals: Sequence[float], weights: Mapping[str, float]
 ) -> dict[str, float]:
     """Of the losses of a step where there are several, without their weights: by pair, where there
     are several pairs, and the matching losses with the part of the matching pairs that were judged
-    rightly; and `weights`, by loss. `told`: four numbers of each pair, as in `Sums.losses`."""
+    rightly; and `weights`, by loss. `totals`: four numbers of each pair, as in `Sums.losses`."""
     found: dict[str, float] = {}
     if len(weights) == 1:
         return found
     for i, pair in enumerate(objective.pairs):
-        contrastive, matched, num_right, num_pairs = told[4 * i : 4 * i + 4]
+        contrastive, matched, num_right, num_pairs = totals[4 * i : 4 * i + 4]
         found[loss_metric(objective.loss_name("contrastive", pair))] = contrastive
         if pair.matching:
             found[loss_metric(objective.loss_name("matching", pair))] = matched
@@ -82,7 +82,7 @@ def losses_of(
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one step tells, equal on all ranks. `loss` is over the global batch.
+    """What one step reports, equal on all ranks. `loss` is over the global batch.
 
     `lr`: of the schedule; `group_lr`: of the groups of `optimizer_groups` that have one of their
     own, at their head. By clipping group: `grad_norm` before clipping, `clip_coefficient` the norm

@@ -3,7 +3,7 @@
     python train.py --data python:examples.dataset:Palettes
 
 The emoji, their names, and of two thirds of them a palette: the mean colours of a grid of fields.
-`examples/modality.py` compares palettes with names; without it they are not looked at.
+`examples/modality.py` compares palettes with names; without it they are not read.
 """
 
 import io
@@ -27,12 +27,12 @@ class Palettes:
         return len(self.emoji)
 
     def __getitem__(self, i):
-        picture = self.emoji.image_bytes(
+        image = self.emoji.image_bytes(
             i
         )  # encoded; a path, a PIL image or an array [H, W, 3] will do too
-        item = {"id": self.emoji.identity(i), "image": picture, "text": self.emoji.captions(i)}
+        item = {"id": self.emoji.identity(i), "image": image, "text": self.emoji.captions(i)}
         if i % 3:
-            colours = Image.open(io.BytesIO(picture)).convert("RGBA").convert("RGB")
+            colours = Image.open(io.BytesIO(image)).convert("RGBA").convert("RGB")
             item["palette"] = np.asarray(
                 colours.resize((GRID, GRID), Image.Resampling.BOX)
             )  # uint8 [4, 4, 3]

@@ -29,7 +29,7 @@ class NamedFormat(rows.Format):
         return [rows.stamp(self.folder)]
 
     def parts(self) -> Iterator[Part]:
-        """Pieces that processes look at side by side."""
+        """Pieces that processes read side by side."""
         names = [name for name in sorted(os.listdir(self.folder)) if is_image(name)]
         return rows.in_parts(self.folder, ((entry, 1, 1) for entry in enumerate(names)))
 
@@ -45,7 +45,7 @@ class NamedFormat(rows.Format):
 
 
 def is_image(name: str) -> bool:
-    return name.rpartition(".")[2].lower() in rows.PICTURE_ENDINGS
+    return name.rpartition(".")[2].lower() in rows.IMAGE_ENDINGS
 
 
 KINDS["named"] = (USAGE, NamedFormat)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data.batching.sampler import MicroBatchRequest, training_requests
-from data.cache import GIB, PictureCache, default_folder, open_cache
+from data.cache import GIB, ImageCache, default_folder, open_cache
 from data.index.sources import Source
 from data.loader import LoadReport, MicroBatchDataset, micro_batches, resolve_workers
 from data.prepare import PreparedData, bad_table
@@ -26,7 +26,7 @@ from launch.inputs import InputOptions, micro_batch_dataset, modality
 from launch.run.folder import RunFolder
 
 OF_STORAGE = ("unreadable", "missing-file")
-BAD_TO_JUDGE = 100  # a few pictures that break are no fraction yet
+BAD_TO_JUDGE = 100  # a few images that break are no fraction yet
 # Below this many micro-batches, starting loader processes takes longer than they save.
 WORTH_WORKERS = 64
 
@@ -59,7 +59,7 @@ class Feeding:
         self.branch = next(iter(engine.place.layers))
         self.modalities = frozenset(engine.place.loads)
         self.batch = engine.batches[self.branch]
-        self.cache = picture_cache(loading) if "image" in self.modalities else None
+        self.cache = image_cache(loading) if "image" in self.modalities else None
         self.name = engine.graph.describe_rank(engine.comm.rank)
         # counted on every rank by the same names, whatever it loads
         every = (
@@ -168,7 +168,7 @@ def share_cores(loading: LoadingOptions, processes: Processes) -> LoadingOptions
     return replace(loading, workers=workers)
 
 
-def picture_cache(loading: LoadingOptions) -> PictureCache | None:
+def image_cache(loading: LoadingOptions) -> ImageCache | None:
     """Where --cache says; None when it is off or cannot be used, which is warned of."""
     if loading.cache == "off":
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
-from data.cache import PictureCache
+from data.cache import ImageCache
 from data.index.sources import Source
 from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality
@@ -38,7 +38,7 @@ def micro_batch_dataset(
     source: Source,
     options: InputOptions,
     branches: Collection[str],
-    cache: PictureCache | None = None,
+    cache: ImageCache | None = None,
     patch_size: int | None = None,
 ) -> MicroBatchDataset:
     """Micro-batches of `source` with the tensors of `branches` and no others."""
@@ -50,7 +50,7 @@ def modality(
     name: str,
     data: PreparedData,
     options: InputOptions,
-    cache: PictureCache | None = None,
+    cache: ImageCache | None = None,
     patch_size: int | None = None,
 ) -> Modality:
     """The one of a branch. `cache`: of decoded images; `patch_size`: of a ViT, pixels."""

@@ -33,21 +33,21 @@ def train_from(
 
     engine, _, image_size = make_engine(case)
     state, changes = load_checkpoint(engine, source) if source else ({"step": 0}, [])
-    told = {"start": state_of(engine), "changes": changes, "losses": {}, "lr": {}, "buffers": {}}
+    result = {"start": state_of(engine), "changes": changes, "losses": {}, "lr": {}, "buffers": {}}
     writer = CheckpointWriter(folder, {"made": "for a test"}, KEEP) if folder else None
     for step in range(state["step"], state["step"] + steps):
         metrics = engine.train_batch(micro_batches_of_rank(case, engine, step, image_size))
         assert engine.global_steps == step + 1
-        told["losses"][step + 1], told["lr"][step + 1] = metrics.loss, metrics.lr
-        told["buffers"][step + 1] = {
+        result["losses"][step + 1], result["lr"][step + 1] = metrics.loss, metrics.lr
+        result["buffers"][step + 1] = {
             name: buffer.clone() for name, buffer in engine.module.canonical_buffers.items()
         }
         if step + 1 == save_at:
-            told["saved"] = state_of(engine)
+            result["saved"] = state_of(engine)
             writer.save(engine, {"step": step + 1})
     if writer:
         writer.finish()
-    return {**told, "end": state_of(engine), "optimizer": type(engine.optimizer).__name__}
+    return {**result, "end": state_of(engine), "optimizer": type(engine.optimizer).__name__}
 
 
 def state_of(engine) -> dict[str, Any]:
@@ -155,12 +155,12 @@ def write_small(
     return folder / f"step-{step:08d}"
 
 
-def write_for_ever(folder: Path, first_step: int, told: Any) -> None:
-    """One checkpoint after the other; `told` gets the step of each that counts."""
+def write_for_ever(folder: Path, first_step: int, pipe: Any) -> None:
+    """One checkpoint after the other; `pipe` gets the step of each that counts."""
     step = first_step
     while True:
         write_small(folder, step, Keep(2))
-        told.send(step)
+        pipe.send(step)
         step += 1
 
 
@@ -169,7 +169,7 @@ def write_until(folder: Path, step: int, operation: int) -> int:
     disk, counted from 0. Its exit status."""
     left = operation
 
-    def look(event: str, arguments: tuple) -> None:
+    def on_event(event: str, arguments: tuple) -> None:
         nonlocal left
         if event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod") or (
             event == "open" and arguments[1] not in ("r", "rb")
@@ -181,7 +181,7 @@ def write_until(folder: Path, step: int, operation: int) -> int:
     child = os.fork()
     if child == 0:
         try:
-            sys.addaudithook(look)
+            sys.addaudithook(on_event)
             write_small(folder, step, Keep(2))
             os._exit(0)
         finally:

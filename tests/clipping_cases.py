@@ -159,13 +159,13 @@ def numbers(clipping: GroupedClipping) -> dict[str, dict[str, float]]:
 
 # -- steps that are skipped
 
-BAD_PLACE = 5  # in the global batch: the sample whose picture or text is spoilt
+BAD_PLACE = 5  # in the global batch: the sample whose image or text is spoilt
 
 
 def train_with_bad_steps(
-    case: Case, picture: int, gradients: dict[int, tuple[int, float]], loss: int = -1
+    case: Case, image: int, gradients: dict[int, tuple[int, float]], loss: int = -1
 ) -> dict[str, Any]:
-    """Train; in step `picture` one picture is not-a-number, in the steps of `gradients` = {step:
+    """Train; in step `image` one image is not-a-number, in the steps of `gradients` = {step:
     (rank, value)} one gradient is `value`, and in step `loss` the loss is infinite, but none of its
     gradients.
 
@@ -196,7 +196,7 @@ def train_with_bad_steps(
         batches = micro_batches_of_rank(case, engine, step, image_size)
         metrics.append(
             engine.train_batch(
-                spoilt(batches) if step == picture and batches is not None else batches
+                spoilt(batches) if step == image and batches is not None else batches
             )
         )
         untouched.append(equal(before, everything(engine)))

@@ -242,14 +242,14 @@ def write_pairs(folder: Path, number: int, languages: str = "en") -> str:
     """The spec of a JSONL set of `number` emoji with their names: small enough to be prepared and
     evaluated at once."""
     demo = open_source(f"demo:{languages}")
-    (folder / "pictures").mkdir(parents=True)
+    (folder / "images").mkdir(parents=True)
     with (folder / "pairs.jsonl").open("w", encoding="utf-8") as lines:
         for i in range(0, len(demo), len(demo) // number)[:number]:
-            (folder / "pictures" / f"{i}.png").write_bytes(demo.image_bytes(i))
+            (folder / "images" / f"{i}.png").write_bytes(demo.image_bytes(i))
             lines.write(
                 json.dumps(
                     {
-                        "image_path": f"pictures/{i}.png",
+                        "image_path": f"images/{i}.png",
                         "text": demo.captions(i),
                         "id": demo.identity(i),
                     }

@@ -127,10 +127,10 @@ def failures(case: Case, layer: str) -> dict[str, tuple[str, bool, str]]:
         "averaging": lambda: train(engines["averaging"]),
         "step": lambda: train(engines["step"]),
     }
-    return {where: _told(call) for where, call in calls.items()}
+    return {where: _error_of(call) for where, call in calls.items()}
 
 
-def _told(call: Any) -> tuple[str, bool, str]:
+def _error_of(call: Any) -> tuple[str, bool, str]:
     try:
         call()
     except OutOfMemory as error:

@@ -2,7 +2,7 @@
 peer_training.py GIVEN RESULT.
 
 `GIVEN` is what `torch.save` wrote: `arguments`, the program's own; `config`, the file of its
-model's configuration; `batches`, (pictures, ids) of the whole global batch step by step, of which
+model's configuration; `batches`, (images, ids) of the whole global batch step by step, of which
 this rank takes its part. `RESULT-<rank>` gets this rank's loss of each step. RANK, WORLD_SIZE and
 the rest are in the environment.
 """

@@ -314,7 +314,7 @@ def recording_matching():
 
 
 def make_engine(case: Case, build_layer: Callable | None = None):
-    """The engine of this rank, its plan and the pictures' size. `build_layer`: default, the layers
+    """The engine of this rank, its plan and the images' size. `build_layer`: default, the layers
     as they come."""
     from datetime import timedelta
     from unittest import mock
@@ -766,8 +766,8 @@ def matching(
     of_images, of_texts = (weight / weight.sum() for weight in weights)
     losses = []
     for (image, text, belong), weight in zip(pairs, torch.cat([of_texts, of_texts, of_images])):
-        own, told = tokens["image"][image][None], tokens["text"][text][None]
-        score = in_precision(case, fusion, own, told, torch.ones(told.shape[:2]))[0]
+        own, text_tokens = tokens["image"][image][None], tokens["text"][text][None]
+        score = in_precision(case, fusion, own, text_tokens, torch.ones(text_tokens.shape[:2]))[0]
         losses.append(weight * F.softplus(-score if belong else score))
     return torch.stack(losses).sum() / 3, drawn
 

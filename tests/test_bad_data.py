@@ -52,17 +52,15 @@ def train(fork, *arguments):
 
 @pytest.fixture(scope="module")
 def emoji():
-    """GOOD real pictures as JPEG, and their names."""
+    """GOOD real images as JPEG, and their names."""
     demo, samples = DemoFormat(""), []
     rows = [row for part in demo.parts() for row in demo.rows(part)]
     for row in rows[:: len(rows) // GOOD][:GOOD]:
         out = io.BytesIO()
-        picture = Image.open(io.BytesIO(demo.image_bytes("", row.path, 0, row.size))).convert(
-            "RGBA"
+        image = Image.open(io.BytesIO(demo.image_bytes("", row.path, 0, row.size))).convert("RGBA")
+        Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB").save(
+            out, "JPEG"
         )
-        Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert(
-            "RGB"
-        ).save(out, "JPEG")
         samples.append((out.getvalue(), row.captions[0]))
     return samples
 
@@ -70,8 +68,8 @@ def emoji():
 def write_jsonl(file: Path, samples) -> str:
     (file.parent / "emoji").mkdir(parents=True)
     with file.open("a", encoding="utf-8") as lines:
-        for n, (picture, caption) in enumerate(samples):
-            (file.parent / "emoji" / f"{n}.jpg").write_bytes(picture)
+        for n, (image, caption) in enumerate(samples):
+            (file.parent / "emoji" / f"{n}.jpg").write_bytes(image)
             lines.write(
                 json.dumps({"id": f"emoji-{n}", "image_path": f"emoji/{n}.jpg", "text": caption})
                 + "\n"
@@ -81,13 +79,13 @@ def write_jsonl(file: Path, samples) -> str:
 
 def write_shard(file: Path, samples) -> str:
     with tarfile.open(file, "w") as tar:
-        for n, (picture, caption) in enumerate(samples):
-            add(tar, f"{n}.jpg", picture)
+        for n, (image, caption) in enumerate(samples):
+            add(tar, f"{n}.jpg", image)
             add(tar, f"{n}.txt", caption.encode())
     return f"webdataset:{file}"
 
 
-def told(run_dir: Path) -> list[tuple[str, str]]:
+def reported(run_dir: Path) -> list[tuple[str, str]]:
     """(id, reason) of each line of bad_samples.jsonl."""
     lines = [
         json.loads(line)
@@ -120,7 +118,7 @@ def test_a_data_set_with_every_kind_of_bad_input_is_trained_on(tmp_path, fork, e
     )
     assert status == 0, output[-3000:]
     assert set(metrics(run_dir)) == {1, 2, 3} and not metrics(run_dir, "left_out_samples")
-    assert sorted(told(run_dir)) == sorted(expected)
+    assert sorted(reported(run_dir)) == sorted(expected)
     record = json.loads((run_dir / "config.json").read_text())["data"]
     assert (
         record["bad_samples"] == Counter(reason for _, reason in expected)
@@ -146,10 +144,9 @@ def test_too_many_bad_samples_end_the_run_with_one_message_and_the_table_of_reas
 
 
 def truncated_bodies(tmp_path, emoji):
-    """Broken from the start, but only the headers were looked at."""
+    """Broken from the start, but only the headers were read."""
     samples = [
-        (picture[:-300] if n < 6 else picture, caption)
-        for n, (picture, caption) in enumerate(emoji)
+        (image[:-300] if n < 6 else image, caption) for n, (image, caption) in enumerate(emoji)
     ]
     return (
         write_jsonl(tmp_path / "set.jsonl", samples),
@@ -160,7 +157,7 @@ def truncated_bodies(tmp_path, emoji):
 
 
 def rotten_shard(tmp_path, emoji):
-    """Every picture was decoded when the index was made; then bytes of the shard change, and
+    """Every image was decoded when the index was made; then bytes of the shard change, and
     neither its size nor its time does."""
     spec = write_shard(tmp_path / "set.tar", emoji)
     source = open_source(spec)
@@ -174,7 +171,7 @@ def rotten_shard(tmp_path, emoji):
 
 
 @pytest.mark.parametrize("late", [truncated_bodies, rotten_shard])
-def test_pictures_that_break_after_the_index_was_made_are_left_out_and_listed_once(
+def test_images_that_break_after_the_index_was_made_are_left_out_and_listed_once(
     tmp_path, fork, emoji, late
 ):
     spec, options, broken, reason = late(tmp_path, emoji)
@@ -208,7 +205,7 @@ def test_pictures_that_break_after_the_index_was_made_are_left_out_and_listed_on
     assert len(trained_on) == 24 and 0 < in_training < len(broken)  # some are held out
     for epoch in (range(1, 4), range(4, 7)):  # 24 samples in batches of 8
         assert sum(steps[step].get("left_out_samples", 0) for step in epoch) == in_training
-    assert sorted(told(run_dir)) == sorted(
+    assert sorted(reported(run_dir)) == sorted(
         (identity, reason) for identity in broken
     )  # met again and again, listed once
     assert json.loads((run_dir / "config.json").read_text())["data"]["bad_samples"] == {}

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("registries")
 
 
 def test_a_tower_a_loss_and_a_format_of_ones_own_train_split_as_they_do_on_one_rank(tmp_path):
-    folder = tmp_path / "named pictures"
+    folder = tmp_path / "named images"
     folder.mkdir()
     for i in range(48):
         Image.new("RGB", (20, 20), (5 * i, 255 - 5 * i, 90)).save(

@@ -145,7 +145,7 @@ def test_ctrl_c_in_a_terminal_saves_before_the_launcher_ends_the_ranks(tmp_path,
 
 def test_memory_that_runs_out_is_one_message_with_what_to_change(tmp_path):
     """The image rank may map 300 MB more than it has once it is built: its first convolution alone
-    makes 420 MB of 256 pictures."""
+    makes 420 MB of 256 images."""
     (folder := tmp_path / "config").mkdir()
     flags = fork_flags(folder)
     config = json.loads(flags[1].read_text()) | {"train_batch_size": 256}

@@ -20,8 +20,8 @@ TOWERS = [
     "--embed-dim",
     "32",
 ]
-# as many steps as a look asks for micro-batch by micro-batch: a run that goes on from a look has
-# seen what the first had
+# as many steps as a measurement asks for micro-batch by micro-batch: a run that goes on from one
+# has seen what the first had
 INTERVAL = 3
 TRAIN = "tests/counted_training.py"
 
@@ -63,27 +63,31 @@ def whole(tmp_path_factory):
     return arguments, folder / "run", output
 
 
-def looks(run_dir):
+def measurements(run_dir):
     return [json.loads(line) for line in (run_dir / "balance.jsonl").read_text().splitlines()]
 
 
 def test_what_waits_is_fed_more_and_then_what_all_wait_for_is_relieved(whole):
-    """Three looks ask before each move; a move holds two steps after its look, for loading is that
-    far ahead. Looks that saw a step from before it do not count."""
+    """Three measurements ask before each move; a move holds two steps after its measurement, for
+    loading is that far ahead. Measurements that saw a step from before it do not count."""
     _, run_dir, output = whole
-    steps, seen = metrics(run_dir), looks(run_dir)
-    assert [look["step"] for look in seen] == [3, 6, 9, 12, 15, 18, 21, 24]
-    for look in seen:  # of the steps that were measured
+    steps, seen = metrics(run_dir), measurements(run_dir)
+    assert [record["step"] for record in seen] == [3, 6, 9, 12, 15, 18, 21, 24]
+    for record in seen:  # of the steps that were measured
         for branch in ("image", "text"):
             busy_s = [
                 steps[step][f"busy_s/{branch} 0"]
-                for step in range(look["step"] - INTERVAL + 1, look["step"] + 1)
+                for step in range(record["step"] - INTERVAL + 1, record["step"] + 1)
             ]
-            assert look["busy_s"][branch] == pytest.approx(typical(busy_s), rel=1e-4)
+            assert record["busy_s"][branch] == pytest.approx(typical(busy_s), rel=1e-4)
     moves = [
-        (look["step"], look["next"]["from_step"], look["reason"].partition(" waits ")[0])
-        for look in seen
-        if look["reason"]
+        (
+            record["step"],
+            record["next"]["from_step"],
+            record["reason"].partition(" waits ")[0],
+        )
+        for record in seen
+        if record["reason"]
     ]
     assert moves == [
         (9, 11, "captions_per_image 1 -> 3: the text branch"),
@@ -104,7 +108,8 @@ def test_what_waits_is_fed_more_and_then_what_all_wait_for_is_relieved(whole):
 def test_costs_come_to_predict_what_is_measured(whole):
     _, run_dir, _ = whole
     guessed, *refitted = (
-        look["predicted_s"]["text"] / look["measured_s"]["text"] for look in looks(run_dir)
+        record["predicted_s"]["text"] / record["measured_s"]["text"]
+        for record in measurements(run_dir)
     )
     assert guessed < 0.1  # an accelerator's
     assert refitted == pytest.approx(
@@ -124,7 +129,7 @@ def test_a_run_that_goes_on_deals_and_feeds_as_before(whole, tmp_path):
     assert (
         "captions_per_image 1 -> 3" not in output and "image_size 64 -> 32" in output
     )  # it began behind the first move
-    assert looks(again) == looks(run_dir)
+    assert measurements(again) == measurements(run_dir)
     first, second = metrics(run_dir), metrics(again)
     assert set(first) == set(second) == set(range(1, 25))
     for step, line in first.items():

@@ -59,7 +59,7 @@ def test_bf16_and_fp16_losses_follow_fp32(tmp_path):
 
 
 def test_memory_that_runs_out_is_one_message_with_what_to_change(tmp_path):
-    """A ResNet-50 keeps some 140 MB for each picture of 288 × 288 in fp32: no GPU has room for
+    """A ResNet-50 keeps some 140 MB for each image of 288 × 288 in fp32: no GPU has room for
     2,400 of them."""
     branches = {
         "layout": "merged",

@@ -126,7 +126,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(
     (tmp_path / "stopped" / "hold").touch()
     run = start("tests/held_training.py", *arguments, "--run-dir", tmp_path / "stopped", ranks=2)
     wait_for(reached(tmp_path / "stopped", 3), run)
-    if layout == "fork":  # one rank is told, all stop
+    if layout == "fork":  # one rank gets the signal, all stop
         ranks_of(run)[-1].send_signal(signal.SIGUSR1)
     else:
         (tmp_path / "stopped" / "stop").touch()
@@ -171,11 +171,11 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(
     )
     assert (tmp_path / "stopped" / "costs.json").is_file() == (layout == "auto")
     if layout == "fork":
-        looks = [
+        updates = [
             [json.loads(line)["step"] for line in (tmp_path / run / "loss_weights.jsonl").open()]
             for run in ("whole", "stopped")
         ]
-        assert looks[0] == looks[1] and 8 in looks[0]
+        assert updates[0] == updates[1] and 8 in updates[0]
 
 
 def test_a_run_whose_losses_stay_not_finite_stops_and_names_the_last_good_checkpoint(
@@ -519,10 +519,10 @@ def test_own_data_and_pretrained_text_weights_then_an_export_to_go_on_from(tmp_p
         ).abs().max() < 2e-3  # one step of at most 1e-3; other first values differ by 0.05 and more
 
 
-def test_pictures_in_another_folder_are_found_from_any_working_directory(tmp_path, merged):
+def test_images_in_another_folder_are_found_from_any_working_directory(tmp_path, merged):
     """Trained with a relative --data-root, evaluated in another working directory; then on other
     samples, their root named in both ways."""
-    root = tmp_path / "pictures here"
+    root = tmp_path / "images here"
     spec = write_pairs(root, 60)
     file = tmp_path / "lists" / "pairs.csv"
     file.parent.mkdir()
@@ -537,7 +537,7 @@ def test_pictures_in_another_folder_are_found_from_any_working_directory(tmp_pat
         "--data",
         f"tsv:{file}",
         "--data-root",
-        "pictures here",
+        "images here",
         "--max-text-tokens",
         16,
         "--workers",
@@ -571,7 +571,7 @@ def test_pictures_in_another_folder_are_found_from_any_working_directory(tmp_pat
     ]
     status, output = run_to_end(
         "evaluate.py", run_dir, *query
-    )  # the pictures by the spec that the embeddings were made of
+    )  # the images by the spec that the embeddings were made of
     assert status == 0 and (tmp_path / "found.png").is_file(), output[-3000:]
 
     found = []

@@ -30,7 +30,7 @@ def run(folder, ranks, branches, *more, steps=3, **config):
     return metrics(folder / "run"), output
 
 
-def told(line):
+def numbers_of(line):
     return {
         name: value
         for name, value in line.items()
@@ -55,12 +55,12 @@ def test_shares_that_differ_by_a_sample(tmp_path, unsplit, ranks, branches, conf
     steps, output = run(tmp_path / "b", ranks, branches, **config)
     assert words in output
     for step, line in unsplit.items():
-        assert told(steps[step]) == pytest.approx(told(line), rel=RELATIVE)
+        assert numbers_of(steps[step]) == pytest.approx(numbers_of(line), rel=RELATIVE)
     # and it goes on on one rank, with even shares
     again, _ = run(tmp_path / "b", 1, MERGED, "--resume", "auto", steps=3)
     assert set(again) == set(steps)
 
 
-def test_pictures_of_several_shapes_are_dealt_too(tmp_path):
+def test_images_of_several_shapes_are_dealt_too(tmp_path):
     _, output = run(tmp_path / "c", 3, MERGED, "--image-buckets", 2, "--explain-balance", 1)
     assert "image: by shape, at most 9 samples in every micro-batch" in output

@@ -1,4 +1,4 @@
-"""Three branches, split over ranks by the engine and unsplit in plain torch: a picture, a text, and
+"""Three branches, split over ranks by the engine and unsplit in plain torch: an image, a text, and
 a toy modality called sound.
 
 The unsplit side shares no code with the engine: whole towers in one process, and autograd through
@@ -149,7 +149,7 @@ def distance(first: Tensor, second: Tensor, scalars: dict[str, Tensor]) -> Tenso
 
 
 def all_of(case: ThreeBranches):
-    """The objective, the towers with their heads, the pictures' size."""
+    """The objective, the towers with their heads, the images' size."""
     from engine.objective import Branch, Objective, Pair
 
     losses = {
@@ -237,7 +237,7 @@ def train_with_alignment(case: ThreeBranches, steps: int) -> list[dict[str, Any]
     from models.metrics.alignment import alignment_figures, alignment_sums
 
     engine, image_size = engine_of(case)
-    weights, told = LossWeights("alignment", engine.objective.losses, 50), []
+    weights, records = LossWeights("alignment", engine.objective.losses, 50), []
     for step in range(steps):
         loads = engine.place.loads
         number = engine.batches[loads[0]].num_micro_batches if loads else 0
@@ -254,7 +254,7 @@ def train_with_alignment(case: ThreeBranches, steps: int) -> list[dict[str, Any]
         reason = weights.after_evaluation(step, {"family": figures})
         batches = _micro_batches(case, engine, image_size)
         metrics = engine.train_batch(batches, loss_weights=weights.weights())
-        told.append(
+        records.append(
             {
                 "weights": weights.weights(),
                 "reason": reason,
@@ -262,11 +262,11 @@ def train_with_alignment(case: ThreeBranches, steps: int) -> list[dict[str, Any]
                 "losses": metrics.losses,
             }
         )
-    return told
+    return records
 
 
 def engine_of(case: ThreeBranches) -> tuple[Any, int]:
-    """The engine of this rank, and the pictures' size."""
+    """The engine of this rank, and the images' size."""
     import torch.distributed as dist
     from cost_models import proportional
 

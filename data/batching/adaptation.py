@@ -84,14 +84,14 @@ class Adaptation:
 def after_step(trends: Trends, losses: Sequence[float], samples: Sequence[int]) -> Trends:
     """A step has had so many samples of each set, with such a loss per sample; one that is not
     finite does not count."""
-    told = [
+    added = [
         (loss * number, number) if math.isfinite(loss) else (0.0, 0)
         for loss, number in zip(losses, samples, strict=True)
     ]
     return replace(
         trends,
-        sums=tuple(total + more for total, (more, _) in zip(trends.sums, told)),
-        samples=tuple(number + more for number, (_, more) in zip(trends.samples, told)),
+        sums=tuple(total + more for total, (more, _) in zip(trends.sums, added)),
+        samples=tuple(number + more for number, (_, more) in zip(trends.samples, added)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Which positions of a global batch make which micro-batch: in order, by the shape of the picture,
+"""Which positions of a global batch make which micro-batch: in order, by the shape of the image,
 or by what they cost.
 
 The loss is over the whole global batch, so a deal changes the speed and nothing else. Every rank
@@ -23,7 +23,7 @@ from data.modalities.lengths import TokenCounts
 Size = tuple[int, int]  # H, W in pixels
 Share = tuple[
     np.ndarray, Size | None
-]  # positions [b] int64, size of their pictures (None: the transform's)
+]  # positions [b] int64, size of their images (None: the transform's)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ class ByCost:
     padding. Costs are those of the setting.
 
     Texts alone, also where images share the line: batch normalisation sees the images of a
-    micro-batch, and a caption's length says what is in the picture. `num_stages` of the line.
+    micro-batch, and a caption's length says what is in the image. `num_stages` of the line.
     `length_multiple`: to which lengths are rounded up. `largest`: texts times the length they are
     padded to, at most, in one micro-batch; a batch that does not fit exceeds it by as little as
     goes.
@@ -125,7 +125,7 @@ class ByCost:
                 work = replace(work, most_padded=work.most_padded * 9 // 8 + 1)
 
     def work(self, batch: GlobalBatch) -> BranchWork:
-        captions = batch.setting.knobs.captions_per_image
+        captions = batch.setting.feed_rates.captions_per_image
         counts = self.tokens.of(
             batch.visited, batch.indices, self.seed, batch.epoch, captions
         )  # [G, captions]

@@ -1,9 +1,9 @@
 """Buckets: a few input sizes (H, W) instead of one square, for towers that accept various sizes;
 numpy only.
 
-A picture goes to the bucket whose shape is nearest to its own and loses least of its area to the
+An image goes to the bucket whose shape is nearest to its own and loses least of its area to the
 crop. All buckets have about the same area, so that micro-batches of any bucket cost about the same.
-N: pictures, K: buckets, G: samples of a global batch.
+N: images, K: buckets, G: samples of a global batch.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Buckets:
         """[N] int8: the number of the bucket that crops least away; of equally good ones the
         first."""
         width, height = np.asarray(width), np.asarray(height)
-        _check_pictures(width, height)
+        _check_images(width, height)
         return np.argmax(kept_area(width / height, np.array(self.sizes)), axis=1).astype(np.int8)
 
 
@@ -43,8 +43,8 @@ class BucketedSamples:
     def choose(
         cls, width: np.ndarray, height: np.ndarray, image_size: int, multiple: int, max_buckets: int
     ) -> "BucketedSamples":
-        """Of the samples' widths and heights [N], as the index has them: 0 of samples without a
-        picture, which any bucket will do for. Errors: ValueError."""
+        """Of the samples' widths and heights [N], as the index has them: 0 of samples without an
+        image, which any bucket will do for. Errors: ValueError."""
         shown = np.minimum(width, height) > 0
         chosen = choose_buckets(width[shown], height[shown], image_size, multiple, max_buckets)
         number = np.zeros(len(shown), np.int8)
@@ -55,17 +55,17 @@ class BucketedSamples:
 def choose_buckets(
     width: np.ndarray, height: np.ndarray, image_size: int, multiple: int = 32, max_buckets: int = 5
 ) -> Buckets:
-    """At most `max_buckets` sizes for the pictures `width`, `height` [N] (pixels, as shown), a pure
+    """At most `max_buckets` sizes for the images `width`, `height` [N] (pixels, as shown), a pure
     function of them.
 
     Candidates: for each height that is a multiple of `multiple`, the width, also a multiple, whose
-    area comes nearest to image_size². Among them, those that keep most of the pictures' area: all
+    area comes nearest to image_size². Among them, those that keep most of the images' area: all
     choices are compared where there are few, else the best next one is added until `max_buckets`
-    are there, and they are exchanged for others as long as that helps. Sizes that no picture would
+    are there, and they are exchanged for others as long as that helps. Sizes that no image would
     use are left out. Errors: ValueError.
     """
     width, height = np.asarray(width), np.asarray(height)
-    _check_pictures(width, height)
+    _check_images(width, height)
     if (
         image_size < multiple
         or multiple < 1
@@ -85,7 +85,7 @@ def choose_buckets(
 
 
 def kept_area(ratio: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """[N, K]: the share of its area that a picture of shape `ratio` [N] = w / h keeps in a crop of
+    """[N, K]: the share of its area that an image of shape `ratio` [N] = w / h keeps in a crop of
     shape `sizes` [K, 2] = (H, W)."""
     shape = sizes[:, 1] / sizes[:, 0]  # [K]
     return np.minimum(ratio[:, None] / shape, shape / ratio[:, None])
@@ -146,8 +146,8 @@ def _candidates(image_size: int, multiple: int) -> np.ndarray:
 
 
 def _shapes(ratio: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The shapes of all pictures in at most SHAPES classes, evenly spaced in their logarithm:
-    (middle, number of pictures)."""
+    """The shapes of all images in at most SHAPES classes, evenly spaced in their logarithm:
+    (middle, number of images)."""
     limit = np.log(2 * MAX_RATIO)
     edges = np.linspace(-limit, limit, SHAPES)
     nearest = np.rint(
@@ -182,7 +182,7 @@ def _best(kept: np.ndarray, weight: np.ndarray, number: int) -> list[int]:
     return sorted(chosen)
 
 
-def _check_pictures(width: np.ndarray, height: np.ndarray) -> None:
+def _check_images(width: np.ndarray, height: np.ndarray) -> None:
     if (
         width.shape != height.shape
         or width.ndim != 1
@@ -190,6 +190,6 @@ def _check_pictures(width: np.ndarray, height: np.ndarray) -> None:
         or min(width.min(), height.min()) < 1
     ):
         raise ValueError(
-            f"width {width.shape}, height {height.shape}: one of each per picture is needed, at "
-            "least one picture, no side below 1"
+            f"width {width.shape}, height {height.shape}: one of each per image is needed, at "
+            "least one image, no side below 1"
         )

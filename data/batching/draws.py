@@ -21,6 +21,6 @@ def caption_numbers(seed: int, epoch: int, i: int, captions: int, shown: int = 1
 
 
 def patch_numbers(seed: int, epoch: int, i: int, patches: int, kept: int) -> np.ndarray:
-    """[kept] int64, ascending: which of its patches 0..patches-1 the picture of sample `i` shows in
+    """[kept] int64, ascending: which of its patches 0..patches-1 the image of sample `i` shows in
     an epoch."""
     return np.sort(np.random.default_rng([seed, epoch, i, PATCHES]).permutation(patches)[:kept])

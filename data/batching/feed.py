@@ -2,10 +2,10 @@
 Pure Python decides.
 
 With a and b the seconds that the fastest and the slowest branch compute in a step, the fastest one
-idles for 1 − a / b of it. Where that is more than `dead_band`, in three looks running, one knob is
-moved by one move: first the branch that waits is given more to do, as long as it does not become
-the slower one; failing that, the slower one is relieved. A knob never leaves its ladder, whose ends
-are the bounds in the JSON.
+idles for 1 − a / b of it. Where that is more than `dead_band` in three measurements in a row, one
+feed rate is changed: first the branch that waits is given more to do, as long as it does not become
+the slower one; failing that, the slower one is relieved. A feed rate never leaves its ladder, whose
+ends are the bounds in the JSON.
 
 Seconds are taken to follow the load: captions of an image, patches kept, pixels. What a move really
 did is measured before the next.
@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-SMOOTHING = 0.5  # weight of a new look in the mean of all since the last move
-CONFIRMATIONS = 3  # looks in a row that must ask for a move
+SMOOTHING = 0.5  # weight of a new measurement in the mean of all since the last move
+CONFIRMATIONS = 3  # measurements in a row that must ask for a move
 PATCH_STEPS = 16  # kept_patches moves in sixteenths
 
 
 @dataclass(frozen=True)
-class Knobs:
+class FeedRates:
     """What a step takes in. `image_size`: pixels a side (a bucket is scaled with it);
     `kept_patches`: the share that a ViT sees."""
 
@@ -44,8 +44,8 @@ BRANCH_OF = {"captions_per_image": "text", "kept_patches": "image", "image_size"
 
 @dataclass(frozen=True)
 class Ladders:
-    """The values that each knob may take, ascending: its bounds are the first and the last. A knob
-    with one value does not move."""
+    """The values that each feed rate may take, ascending: its bounds are the first and the last.
+    One with a single value does not change."""
 
     captions_per_image: tuple[int, ...] = (1,)
     kept_patches: tuple[float, ...] = (1.0,)
@@ -59,9 +59,9 @@ class Ladders:
     def items(self) -> Iterator[tuple[str, tuple]]:
         return ((name, getattr(self, name)) for name in BRANCH_OF)
 
-    def start(self) -> Knobs:
-        """One caption and whole pictures, or what the bounds have nearest to it."""
-        return Knobs(self.captions_per_image[0], self.kept_patches[-1], self.image_size[-1])
+    def start(self) -> FeedRates:
+        """One caption and whole images, or what the bounds have nearest to it."""
+        return FeedRates(self.captions_per_image[0], self.kept_patches[-1], self.image_size[-1])
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ class FeedRules:
 
 
 @dataclass(frozen=True)
-class Looks:
-    """What was seen since the last move. `busy_s`: smoothed, by branch; `from_step`: looks at steps
-    before it are of no use."""
+class Observations:
+    """What was measured since the last move. `busy_s`: smoothed, by branch; `from_step`:
+    measurements of steps before it are of no use."""
 
     busy_s: Mapping[str, float] = field(default_factory=dict)
-    asking: int = 0  # looks in a row that asked for a move
+    asking: int = 0  # measurements in a row that asked for a move
     from_step: int = 0
     at_bound: bool = False  # it was said that no move helps
 
@@ -105,46 +105,48 @@ def size_ladder(least: int, most: int, multiple: int) -> tuple[int, ...]:
     return (*(size for size in range(-(-least // multiple) * multiple, most, multiple)), most)
 
 
-def look(
-    looks: Looks,
-    knobs: Knobs,
+def adjust(
+    observations: Observations,
+    feed_rates: FeedRates,
     ladders: Ladders,
     rules: FeedRules,
     busy_s: Mapping[str, float],
     first_step: int,
-) -> tuple[Looks, Knobs, str | None]:
-    """The knobs after a look at `busy_s`, seconds by branch that a step from `first_step` on took;
-    a reason where there is something to say.
+) -> tuple[Observations, FeedRates, str | None]:
+    """The feed rates after the measurement `busy_s`, seconds by branch that a step from
+    `first_step` on took; a reason where there is something to say.
 
-    Whoever moves the knobs sets `Looks.from_step` to the step from which they hold.
+    The caller that applies new feed rates sets `Observations.from_step` to the step from which
+    they hold.
     """
-    if first_step < looks.from_step:
-        return looks, knobs, None
+    if first_step < observations.from_step:
+        return observations, feed_rates, None
     smoothed = {
         b: busy_s[b]
-        if b not in looks.busy_s
-        else looks.busy_s[b] + SMOOTHING * (busy_s[b] - looks.busy_s[b])
+        if b not in observations.busy_s
+        else observations.busy_s[b] + SMOOTHING * (busy_s[b] - observations.busy_s[b])
         for b in busy_s
     }
-    looks = replace(looks, busy_s=smoothed)
+    observations = replace(observations, busy_s=smoothed)
     if _waiting(smoothed) <= rules.dead_band:
-        return replace(looks, asking=0, at_bound=False), knobs, None
-    looks = replace(looks, asking=looks.asking + 1)
-    if looks.asking < CONFIRMATIONS:
-        return looks, knobs, None
+        return replace(observations, asking=0, at_bound=False), feed_rates, None
+    observations = replace(observations, asking=observations.asking + 1)
+    if observations.asking < CONFIRMATIONS:
+        return observations, feed_rates, None
     busy, *_, idle = sorted(smoothed, key=smoothed.__getitem__, reverse=True)
     seen = f"the {idle} branch waits {_waiting(smoothed):.0%} of a step ({idle} {smoothed[idle]:.3g} s, {busy} {smoothed[busy]:.3g} s)"
-    moved = _move(knobs, ladders, rules, smoothed, busy, idle)
+    moved = _move(feed_rates, ladders, rules, smoothed, busy, idle)
     if moved is not None:
         name, value = moved
-        reason = f"{name} {_said(getattr(knobs, name))} -> {_said(value)}: {seen}"
-        return Looks(), replace(knobs, **{name: value}), reason
+        reason = f"{name} {_said(getattr(feed_rates, name))} -> {_said(value)}: {seen}"
+        return Observations(), replace(feed_rates, **{name: value}), reason
     reason = (
         None
-        if looks.at_bound
-        else f"bound reached: {seen}, and no knob can better it within {_ranges(knobs, ladders)}"
+        if observations.at_bound
+        else f"bound reached: {seen}, and no feed rate improves it within "
+        f"{_ranges(feed_rates, ladders)}"
     )
-    return replace(looks, at_bound=True), knobs, reason
+    return replace(observations, at_bound=True), feed_rates, reason
 
 
 def _waiting(busy_s: Mapping[str, float]) -> float:
@@ -153,21 +155,21 @@ def _waiting(busy_s: Mapping[str, float]) -> float:
 
 
 def _move(
-    knobs: Knobs,
+    feed_rates: FeedRates,
     ladders: Ladders,
     rules: FeedRules,
     busy_s: Mapping[str, float],
     busy: str,
     idle: str,
 ) -> tuple[str, int | float] | None:
-    """(knob, value) of the best move: more for who waits, else less for whom all wait for. None: no
-    move makes a difference worth it."""
+    """(feed rate, value) of the best move: more for who waits, else less for whom all wait for.
+    None: no move makes a difference worth it."""
     worth = _waiting(busy_s) - rules.dead_band / 2
     for branch, more in ((idle, True), (busy, False)):
         best = None
         for name, ladder in ladders.items():
             for value in ladder if BRANCH_OF[name] == branch else ():
-                change = replace(knobs, **{name: value}).load(branch) / knobs.load(branch)
+                change = replace(feed_rates, **{name: value}).load(branch) / feed_rates.load(branch)
                 if (
                     change == 1
                     or (change > 1) != more
@@ -183,9 +185,9 @@ def _move(
     return None
 
 
-def _ranges(knobs: Knobs, ladders: Ladders) -> str:
+def _ranges(feed_rates: FeedRates, ladders: Ladders) -> str:
     return ", ".join(
-        f"{name} {_said(ladder[0])} .. {_said(ladder[-1])} (now {_said(getattr(knobs, name))})"
+        f"{name} {_said(ladder[0])} .. {_said(ladder[-1])} (now {_said(getattr(feed_rates, name))})"
         for name, ladder in ladders.items()
         if len(ladder) > 1
     )
@@ -196,7 +198,7 @@ def _said(value: int | float) -> str:
 
 
 def kept_number(num_patches: int, kept_patches: float) -> int:
-    """How many of a picture's patches a share comes to: at least one."""
+    """How many of an image's patches a share comes to: at least one."""
     return max(1, round(kept_patches * num_patches))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from data.batching.balance import Dealer, GlobalBatch, InOrder
 from data.batching.dealing import deal_window
 from data.batching.draws import PARTS
-from data.batching.feed import Knobs
+from data.batching.feed import FeedRates
 from data.batching.mixture import Parts
 from data.batching.settings import Mixes, Settings
 from data.batching.weights import Curriculum
@@ -271,9 +271,9 @@ class MicroBatchRequest:
     )  # [b] int64, where they stand in the global batch; evaluation: in the subset
     training: bool
     size: tuple[int, int] | None = (
-        None  # H, W of its pictures, pixels, before the knobs; None: that of the transform
+        None  # H, W of its images, pixels, before the feed rates; None: that of the transform
     )
-    knobs: Knobs = field(default_factory=Knobs)
+    feed_rates: FeedRates = field(default_factory=FeedRates)
     weight: np.ndarray | None = (
         None  # [b] int64, millionths: what each counts in the loss; None: all the same
     )
@@ -284,7 +284,7 @@ class MicroBatchRequest:
     def texts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of its texts [t]: the sample, the position 0..c·G-1, the number 0..c-1 among the c
         captions that the sample shows."""
-        c = self.knobs.captions_per_image
+        c = self.feed_rates.captions_per_image
         if self.dealt_texts is not None:
             return self.dealt_texts.index, self.dealt_texts.position, self.dealt_texts.position % c
         position = (self.position[:, None] * c + np.arange(c)).ravel()
@@ -295,7 +295,9 @@ class MicroBatchRequest:
         if self.dealt_texts is not None:
             return self.dealt_texts.weight
         return (
-            None if self.weight is None else np.repeat(self.weight, self.knobs.captions_per_image)
+            None
+            if self.weight is None
+            else np.repeat(self.weight, self.feed_rates.captions_per_image)
         )
 
 
@@ -324,8 +326,8 @@ def training_requests(
     start_step..stop_step-1, in the order they are run.
 
     `subset` [N]: the source's indices of the training samples. `settings`: how many micro-batches,
-    and the knobs. `dealers`: which positions of a global batch come together, of the branches that
-    enter there, one that deals samples and one that deals texts at most; none: in order.
+    and the feed rates. `dealers`: which positions of a global batch come together, of the branches
+    that enter there, one that deals samples and one that deals texts at most; none: in order.
     `weights_of`: the samples of a global batch [G] -> what they count in its loss [G] int64. The
     step after the one that is asked for is dealt in a thread of its own, so the settings of a step
     must be there when the micro-batches of the step before are asked for. Errors: ValueError.
@@ -362,7 +364,7 @@ def training_requests(
                 position,
                 True,
                 size,
-                batch.setting.knobs,
+                batch.setting.feed_rates,
                 None if weights is None else weights[position],
                 rows,
             )
@@ -373,7 +375,7 @@ def training_requests(
 
 
 def _text_rows(batch: GlobalBatch, position: np.ndarray, weights: np.ndarray | None) -> TextRows:
-    sample = position // batch.setting.knobs.captions_per_image
+    sample = position // batch.setting.feed_rates.captions_per_image
     return TextRows(batch.indices[sample], position, None if weights is None else weights[sample])
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from data.batching.branch_cost import BranchCost
-from data.batching.feed import Knobs
+from data.batching.feed import FeedRates
 from data.batching.mixture import Parts
 
 Mixes = tuple[
@@ -30,16 +30,21 @@ class Setting:
     from_step: int
     num_micro_batches: Mapping[str, int]  # by branch, of each replica
     costs: Mapping[str, BranchCost] = field(default_factory=dict)
-    knobs: Knobs = field(default_factory=Knobs)
+    feed_rates: FeedRates = field(default_factory=FeedRates)
     reason: str = "as planned"
 
     def record(self) -> dict[str, Any]:
-        return asdict(self)
+        """For a checkpoint and balance.jsonl, where `feed_rates` keeps its earlier key, knobs."""
+        return {
+            "knobs" if name == "feed_rates" else name: value for name, value in asdict(self).items()
+        }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Setting:
         costs = {branch: BranchCost(**cost) for branch, cost in record["costs"].items()}
-        return cls(**{**record, "costs": costs, "knobs": Knobs(**record["knobs"])})
+        values = {**record, "costs": costs, "feed_rates": FeedRates(**record["knobs"])}
+        del values["knobs"]
+        return cls(**values)
 
 
 class Settings:

@@ -3,7 +3,7 @@ an order from easy to hard.
 
     weight = a · complexity / mean complexity + b · length / mean length,   then divided by its own mean
 
-Complexity is bytes of the encoded picture per pixel, a column of the index. Length is that of the
+Complexity is bytes of the encoded image per pixel, a column of the index. Length is that of the
 longest caption in tokens, counted once: in characters a Chinese caption would weigh a third of an
 English one that takes as many tokens. So every rank knows both of every sample, and nothing is
 decoded for it.

@@ -1,21 +1,21 @@
-"""Decoded pictures, kept on disk: what phase A of the transforms gives, in LMDB, shared by all
+"""Decoded images, kept on disk: what phase A of the transforms gives, in LMDB, shared by all
 processes of a machine.
 
     python -m data.cache SPEC --image-size N --workers N [--cache DIR] [--limit GB]      fill it beforehand; can be broken off and called again
 
 Without that it fills in the first epoch: a miss is decoded as ever and handed to a thread that
-writes by the batch. The key is the hash of the encoded picture with the name of phase A, so a
-changed picture, another size or another version of the code never finds old pixels. A value is a
+writes by the batch. The key is the hash of the encoded image with the name of phase A, so a
+changed image, another size or another version of the code never finds old pixels. A value is a
 header of 16 bytes (magic, height, width, channels, CRC-32) and the raw pixels; one that does not
 fit its header is a miss.
 
-A cache never stops a run: whatever fails here is told once, and pictures are decoded. Nor does it
+A cache never stops a run: whatever fails here is reported once, and images are decoded. Nor does it
 keep one waiting: writers take turns by a lock file, and one that does not get its turn in time
 drops what it has. Nothing is flushed to disk after a write (LMDB's sync is off): a process may die
 at any moment without harm, but after a power failure the file may be broken; then delete the
 folder. The folder must lie on a local disk, as LMDB's locks do not work over a network.
 
-Only pictures are kept. Captions are tokenized faster than they could be fetched.
+Only images are kept. Captions are tokenized faster than they could be fetched.
 """
 
 import hashlib
@@ -60,16 +60,18 @@ BATCH_BYTES = 16 << 20  # written in one transaction
 BATCH_S = 0.5  # how long a batch waits to grow
 TURN_S = 5.0  # how long a writer waits for its turn
 CLOSE_S = 2.0  # how long a process that ends waits for what is still to be written
-CHUNK = 32  # pictures that a filling worker decodes at a time
+CHUNK = 32  # images that a filling worker decodes at a time
 
 
 def default_folder() -> Path:
-    return cache_folder() / "pictures"
+    return (
+        cache_folder() / "pictures"
+    )  # the name of earlier versions, so that their caches are found
 
 
 @dataclass(frozen=True)
-class PictureCache:
-    """Pictures by key, in `folder`, up to `limit_bytes`. Small to pickle; each process opens the
+class ImageCache:
+    """Images by key, in `folder`, up to `limit_bytes`. Small to pickle; each process opens the
     file when it first needs it."""
 
     folder: Path
@@ -78,36 +80,36 @@ class PictureCache:
     def __post_init__(self) -> None:
         if self.limit_bytes < 1:
             raise ValueError(
-                f"limit of the picture cache: {self.limit_bytes} bytes; at least 1 is needed"
+                f"limit of the image cache: {self.limit_bytes} bytes; at least 1 is needed"
             )
 
-    def picture(self, content_hash: bytes, stored: Stored, read: Callable[[], bytes]) -> np.ndarray:
+    def image(self, content_hash: bytes, stored: Stored, read: Callable[[], bytes]) -> np.ndarray:
         """What `stored` makes of the bytes that `read` gives; from the cache if it is there.
         Errors: those of `read` and BadSample."""
         key = key_of(content_hash, stored)
-        picture = self.get(key)
-        if picture is None:
+        image = self.get(key)
+        if image is None:
             data = read()
-            picture = stored(data)
+            image = stored(data)
             # The source's hash may be of an older state of the file.
             if hashlib.blake2b(data, digest_size=len(content_hash)).digest() == content_hash:
-                self.put(key, picture)
-        return picture
+                self.put(key, image)
+        return image
 
     def get(self, key: bytes) -> np.ndarray | None:
         """uint8 [h, w, 3 or 4], the caller's own; None where there is none, or none that is
         whole."""
         return _file(self).get(key)
 
-    def put(self, key: bytes, picture: np.ndarray) -> None:
+    def put(self, key: bytes, image: np.ndarray) -> None:
         """Soon, in the background; dropped when too much is waiting or the limit is reached.
-        `picture` must not be changed afterwards."""
-        _file(self).put(key, picture)
+        `image` must not be changed afterwards."""
+        _file(self).put(key, image)
 
-    def write(self, pictures: Sequence[tuple[bytes, np.ndarray]], turn_s: float = TURN_S) -> bool:
+    def write(self, images: Sequence[tuple[bytes, np.ndarray]], turn_s: float = TURN_S) -> bool:
         """At once, in one transaction. False if they could not be written: full, broken, or no turn
         within `turn_s`."""
-        return _file(self).write(pictures, turn_s)
+        return _file(self).write(images, turn_s)
 
     def has(self, key: bytes) -> bool:
         return _file(self).get(key, only_check=True) is not None
@@ -134,17 +136,17 @@ def key_of(content_hash: bytes, stored: Stored) -> bytes:
     return content_hash + stored.name.encode()
 
 
-def open_cache(folder: Path | None = None, limit_bytes: int = DEFAULT_LIMIT) -> PictureCache | None:
+def open_cache(folder: Path | None = None, limit_bytes: int = DEFAULT_LIMIT) -> ImageCache | None:
     """The cache in `folder` (default: below WYE_CACHE, else ~/.cache/wye), or None, with a warning,
     if it cannot be used."""
-    cache = PictureCache(folder or default_folder(), limit_bytes)
+    cache = ImageCache(folder or default_folder(), limit_bytes)
     return cache if cache.is_open() else None
 
 
 class _File:
     """The open file of one process. All errors end in `_give_up`, which warns once."""
 
-    def __init__(self, cache: PictureCache) -> None:
+    def __init__(self, cache: ImageCache) -> None:
         self.folder, self.limit_bytes = cache.folder, cache.limit_bytes
         self.environment: lmdb.Environment | None = None
         self.is_broken = self.refuses_writes = False
@@ -168,38 +170,38 @@ class _File:
             self._give_up(error)
             return None
 
-    def put(self, key: bytes, picture: np.ndarray) -> None:
+    def put(self, key: bytes, image: np.ndarray) -> None:
         if (
             self.refuses_writes
             or self.is_broken
-            or self._waiting_bytes + picture.nbytes > QUEUE_BYTES
+            or self._waiting_bytes + image.nbytes > QUEUE_BYTES
         ):
             return
         with self._counting:
-            self._waiting_bytes += picture.nbytes
+            self._waiting_bytes += image.nbytes
             if self._writer is None:
                 self._writer = threading.Thread(
-                    target=self._write_what_waits, name="picture-cache", daemon=True
+                    target=self._write_what_waits, name="image-cache", daemon=True
                 )
                 self._writer.start()
-        self._waiting.put((key, picture))
+        self._waiting.put((key, image))
 
-    def write(self, pictures: Sequence[tuple[bytes, np.ndarray]], turn_s: float) -> bool:
+    def write(self, images: Sequence[tuple[bytes, np.ndarray]], turn_s: float) -> bool:
         environment = self._opened()
         if environment is None or self.refuses_writes:
             return False
         try:
             # A lock of our own before LMDB's, which can only be waited for without limit.
             with FileLock(self.folder / "writer.lock", timeout=turn_s, thread_local=False):
-                if self.used_bytes() + sum(map(_bytes_on_disk, pictures)) > self.limit_bytes:
+                if self.used_bytes() + sum(map(_bytes_on_disk, images)) > self.limit_bytes:
                     self._stop_writing(
                         f"holds {self.used_bytes() / GIB:.1f} GiB and would pass its limit of "
                         f"{self.limit_bytes / GIB:.1f} GiB"
                     )
                     return False
                 with environment.begin(write=True) as transaction:
-                    for key, picture in pictures:
-                        value = packed(picture)
+                    for key, image in images:
+                        value = packed(image)
                         if transaction.get(key) != value:  # another process was quicker
                             transaction.put(key, value)
             return True
@@ -268,7 +270,7 @@ class _File:
     def _give_up(self, error: Exception) -> None:
         if not self.is_broken:
             self._warn(
-                f"cannot be used ({error}); pictures are decoded instead. If the file is broken, "
+                f"cannot be used ({error}); images are decoded instead. If the file is broken, "
                 "delete the folder"
             )
         self.is_broken, self.environment = True, None  # not closed: another thread may be reading
@@ -281,23 +283,23 @@ class _File:
         self.refuses_writes = True
 
     def _warn(self, what: str) -> None:
-        warnings.warn(f"picture cache {self.folder}: {what}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"image cache {self.folder}: {what}", RuntimeWarning, stacklevel=2)
 
 
 _FILES: dict[tuple[int, str], _File] = {}  # LMDB allows a process to open a file once
 _OPENING = threading.Lock()
 
 
-def _place(cache: PictureCache) -> tuple[int, str]:
+def _place(cache: ImageCache) -> tuple[int, str]:
     return os.getpid(), _real_path(cache.folder)
 
 
-@lru_cache  # looked up for every picture
+@lru_cache  # looked up for every image
 def _real_path(folder: Path) -> str:
     return os.path.realpath(folder)
 
 
-def _file(cache: PictureCache) -> _File:
+def _file(cache: ImageCache) -> _File:
     place = _place(cache)
     file = _FILES.get(place)
     if file is None:
@@ -344,16 +346,16 @@ def _extent(environment: lmdb.Environment) -> int:
     return (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
 
 
-def packed(picture: np.ndarray) -> bytes:
+def packed(image: np.ndarray) -> bytes:
     """uint8 [h, w, 3 or 4] -> header and pixels."""
-    pixels = np.ascontiguousarray(picture).data.cast("B")
-    size = (MAGIC, *picture.shape)
+    pixels = np.ascontiguousarray(image).data.cast("B")
+    size = (MAGIC, *image.shape)
     checksum = zlib.crc32(pixels, zlib.crc32(HEADER.pack(*size, 0)))
     return HEADER.pack(*size, checksum) + pixels
 
 
 def unpacked(value: memoryview | bytes, copy: bool = True) -> np.ndarray | None:
-    """The picture, writable if copied; None if the value is not whole."""
+    """The image, writable if copied; None if the value is not whole."""
     if len(value) < HEADER.size:
         return None
     magic, height, width, channels, checksum = HEADER.unpack_from(value)
@@ -362,8 +364,8 @@ def unpacked(value: memoryview | bytes, copy: bool = True) -> np.ndarray | None:
         return None
     if zlib.crc32(pixels, zlib.crc32(HEADER.pack(magic, height, width, channels, 0))) != checksum:
         return None
-    picture = np.frombuffer(pixels, np.uint8).reshape(height, width, channels)
-    return picture.copy() if copy else picture
+    image = np.frombuffer(pixels, np.uint8).reshape(height, width, channels)
+    return image.copy() if copy else image
 
 
 def _bytes_on_disk(item: tuple[bytes, np.ndarray]) -> int:
@@ -375,7 +377,7 @@ def _bytes_on_disk(item: tuple[bytes, np.ndarray]) -> int:
 
 @dataclass
 class Filled:
-    """What filling did, in pictures."""
+    """What filling did, in images."""
 
     stored: int = 0
     present: int = 0
@@ -395,9 +397,9 @@ class Filled:
 
 
 def fill(
-    source: Source, stored: Stored, cache: PictureCache, workers: int = 0, progress: bool = False
+    source: Source, stored: Stored, cache: ImageCache, workers: int = 0, progress: bool = False
 ) -> Filled:
-    """Put every usable picture of `source` into `cache`, in `workers` processes (0: here); those
+    """Put every usable image of `source` into `cache`, in `workers` processes (0: here); those
     that are there are skipped.
 
     Stops at the limit. Errors: ValueError, ChildProcessError when a worker dies.
@@ -408,7 +410,7 @@ def fill(
     indices = indices[~source.lacking("image")[indices]]
     chunks = [indices[start : start + CHUNK] for start in range(0, len(indices), CHUNK)]
     total = Filled()
-    with tqdm(total=len(indices), unit="picture", disable=not progress) as bar:
+    with tqdm(total=len(indices), unit="image", disable=not progress) as bar:
         for done, size in _filled_chunks(chunks, source, stored, cache, workers):
             total += done
             bar.update(size)
@@ -416,7 +418,7 @@ def fill(
 
 
 def _filled_chunks(
-    chunks: Sequence[np.ndarray], source: Source, stored: Stored, cache: PictureCache, workers: int
+    chunks: Sequence[np.ndarray], source: Source, stored: Stored, cache: ImageCache, workers: int
 ) -> Iterator[tuple[Filled, int]]:
     if workers == 0:
         yield from ((_fill(source, stored, cache, chunk), len(chunk)) for chunk in chunks)
@@ -436,7 +438,7 @@ def _filled_chunks(
                     yield future.result(), pending.pop(future)
         except BrokenProcessPool as error:
             raise ChildProcessError(
-                "a process that fills the picture cache was killed, most often because memory ran "
+                "a process that fills the image cache was killed, most often because memory ran "
                 "out; give fewer --workers. What is stored stays"
             ) from error
 
@@ -458,8 +460,8 @@ def _fill_here(chunk: np.ndarray) -> Filled:
     return _fill(*_FILLING, chunk)
 
 
-def _fill(source: Source, stored: Stored, cache: PictureCache, chunk: np.ndarray) -> Filled:
-    done, pictures = Filled(), []
+def _fill(source: Source, stored: Stored, cache: ImageCache, chunk: np.ndarray) -> Filled:
+    done, images = Filled(), []
     if cache.is_full() or not cache.is_open():
         done.refused = len(chunk)
         return done
@@ -470,13 +472,13 @@ def _fill(source: Source, stored: Stored, cache: PictureCache, chunk: np.ndarray
                 done.present += 1
                 continue
             data = source.image_bytes(i)
-            pictures.append(
+            images.append(
                 (key_of(hashlib.blake2b(data, digest_size=16).digest(), stored), stored(data))
             )
         except BadSample as error:
             done.bad[error.reason] += 1
             done.examples.append(f"{source.where(i)}: {error}")
-    if pictures:
-        written = cache.write(pictures, turn_s=60.0)
-        done.stored, done.refused = (len(pictures), 0) if written else (0, len(pictures))
+    if images:
+        written = cache.write(images, turn_s=60.0)
+        done.stored, done.refused = (len(images), 0) if written else (0, len(images))
     return done

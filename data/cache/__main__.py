@@ -1,4 +1,4 @@
-"""Fill the cache of decoded pictures before training: python -m data.cache SPEC --image-size N."""
+"""Fill the cache of decoded images before training: python -m data.cache SPEC --image-size N."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ from data.options import add_pairs_flags, compared
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m data.cache",
-        description="Fill the cache of decoded pictures before training.",
+        description="Fill the cache of decoded images before training.",
     )
     parser.add_argument("spec", metavar="SPEC", help="the data set, as --data of train.py")
     add_root_flag(parser, "SPEC")
@@ -84,7 +84,7 @@ def main(words: Sequence[str] | None = None) -> int:
         progress=True,
     )
     print(
-        f"{cache.folder}: {done.stored:,} pictures stored, {done.present:,} were there, "
+        f"{cache.folder}: {done.stored:,} images stored, {done.present:,} were there, "
         f"{sum(done.bad.values()):,} unreadable, {done.refused:,} not stored; "
         f"{cache.used_bytes() / GIB:.2f} GiB of {arguments.limit:g}, "
         f"{time.monotonic() - start:.1f} s"

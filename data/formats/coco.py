@@ -1,4 +1,4 @@
-"""A folder of pictures and a JSON file of captions, as COCO has them."""
+"""A folder of images and a JSON file of captions, as COCO has them."""
 
 import json
 from collections import defaultdict

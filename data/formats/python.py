@@ -39,11 +39,11 @@ class PythonFormat(Format):
     "image": encoded bytes, a path, a PIL image or a uint8 array [H, W, 3]; "text": a text or
     several; "id": a name that stays, else the number. Further keys hold further modalities. A key
     that is missing, or None: the sample lacks the modality. Item i must be the same whenever it is
-    asked for. The data set is made once in every process. It is looked at again when its module's
+    asked for. The data set is made once in every process. It is read again when its module's
     file changes, its length, or its attribute `fingerprint` if it has one.
     """
 
-    pictures_are_files = False
+    images_are_files = False
     when_changed = (
         "change the data set's `fingerprint` attribute, or touch its module, and start again"
     )
@@ -165,7 +165,7 @@ class PythonFormat(Format):
 
 
 def encoded(image: Any) -> bytes:
-    """A picture as the bytes of a file: PNG where it is not encoded yet. Raises BadSample."""
+    """An image as the bytes of a file: PNG where it is not encoded yet. Raises BadSample."""
     if isinstance(image, bytes):
         return image
     if isinstance(image, (str, os.PathLike)):

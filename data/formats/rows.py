@@ -19,7 +19,7 @@ ROWS_OF_A_PART = 1024
 BYTES_OF_A_PART = 8 << 20
 ID_LIMIT = 1000  # characters
 ROOTS_SHOWN = 3
-PICTURE_ENDINGS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
+IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 
 Pairs = tuple[tuple[str, str], ...]
 DEFAULT_PAIRS: Pairs = (("image", "text"),)
@@ -40,15 +40,15 @@ class Part:
 
 @dataclass
 class Row:
-    """One sample as listed; its picture has not been looked at yet."""
+    """One sample as listed; its image has not been read yet."""
 
     id: str
     number: int  # of the line, the table's row, the entry: for messages
-    path: str = ""  # of the picture as the data set gives it, or of the member in its archive
-    root: str = ""  # the folder that a picture of its own file was found below
-    offset: int = 0  # of the picture in its archive (bytes), or of the row in its table
-    size: int = -1  # bytes of the encoded picture; -1: not known
-    mtime_ns: int = 0  # last change of the file that holds the picture
+    path: str = ""  # of the image as the data set gives it, or of the member in its archive
+    root: str = ""  # the folder that an image of its own file was found below
+    offset: int = 0  # of the image in its archive (bytes), or of the row in its table
+    size: int = -1  # bytes of the encoded image; -1: not known
+    mtime_ns: int = 0  # last change of the file that holds the image
     captions: list[str] = field(default_factory=list)
     image: bytes | None = None  # where listing has read it anyway
     problem: BadSample | None = None
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Roots:
-    """The folders that pictures may lie below, absolute and without links in their paths: nothing
+    """The folders that images may lie below, absolute and without links in their paths: nothing
     that leaves all of them is opened."""
 
     own: str  # of the data set
@@ -102,10 +102,10 @@ class Format:
     """A data set of one kind. Small when pickled: it holds paths and options, never rows."""
 
     spec: str  # kind, absolute paths and options: what the index is filed under
-    roots: Roots  # unused when no picture is a file of its own
-    pictures_are_files = True
+    roots: Roots  # unused when no image is a file of its own
+    images_are_files = True
     unit = "sample"  # of `total` and the weights of parts
-    when_changed = "start again, and it is checked anew"  # what to do about a changed picture
+    when_changed = "start again, and it is checked anew"  # what to do about a changed image
     holds: tuple[str, ...] | None = ("image", "text")  # modalities; None: any, each sample some
     # of modalities that are compared: a sample is usable where it has both of some pair
     pairs: Pairs = DEFAULT_PAIRS
@@ -125,7 +125,7 @@ class Format:
         raise NotImplementedError
 
     def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
-        """The encoded picture of a row: `file` is that of its part. Raises BadSample."""
+        """The encoded image of a row: `file` is that of its part. Raises BadSample."""
         return read_below(self.roots, path)
 
     def value(self, modality: str, file: str, path: str, number: int) -> Any:
@@ -158,7 +158,7 @@ def stamp(path: str) -> Stamp:
 
 
 class Place(NamedTuple):
-    """A picture's file."""
+    """An image's file."""
 
     root: str  # the folder that it was found below
     true: str  # absolute, without links
@@ -178,9 +178,9 @@ def locate(roots: Roots, path: Any) -> Place:
     """
     if not isinstance(path, str) or not path:
         raise BadSample(
-            "invalid-row", f"the picture's path is {path!r:.100}; a path as text is needed"
+            "invalid-row", f"the image's path is {path!r:.100}; a path as text is needed"
         )
-    check_characters(path, "the picture's path")
+    check_characters(path, "the image's path")
     pure = PurePosixPath(path)
     if ".." in pure.parts:
         raise _outside(roots, path)
@@ -253,7 +253,7 @@ def _outside(roots: Roots, path: str, true: str | None = None) -> BadSample:
 
 def _true_path(root: str, parts: tuple[str, ...]) -> str:
     path = root.rstrip("/")
-    for part in parts:  # the root has no links, so only what is below it is looked at
+    for part in parts:  # the root has no links, so only what is below it is checked
         path = f"{path}/{part}"
         if os.path.islink(path):
             return os.path.realpath(os.path.join(root, *parts))

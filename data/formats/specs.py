@@ -17,7 +17,7 @@ from data.formats.rows import near
 
 COPIES_AT_ONCE = 8
 MAX_SHOWN = 5
-ROOT = "root"  # the option that names a further folder in which pictures may lie
+ROOT = "root"  # the option that names a further folder in which images may lie
 
 
 def cache_folder() -> Path:
@@ -75,13 +75,13 @@ def has_options(kind: str, where: str) -> bool:
 
 
 def root_folder(given: str, of: str) -> str:
-    """The absolute path of a further folder that pictures may lie in. Errors: ValueError,
+    """The absolute path of a further folder that images may lie in. Errors: ValueError,
     FileNotFoundError; `of` begins their messages."""
     if not given:
-        raise ValueError(f"{of} names no folder; give one that pictures lie in")
+        raise ValueError(f"{of} names no folder; give one that images lie in")
     if is_remote(given):
         raise ValueError(
-            f"{of} '{given}' is remote; pictures that are files of their own are read from local "
+            f"{of} '{given}' is remote; images that are files of their own are read from local "
             "folders: copy it, and name the copy"
         )
     path = local_path(given)
@@ -93,7 +93,7 @@ def root_folder(given: str, of: str) -> str:
         ) from None
     if not os.path.isdir(path):
         what = "is not a folder" if os.path.exists(path) else "does not exist"
-        raise FileNotFoundError(f"{of} '{path}' {what}; give a folder that pictures lie in")
+        raise FileNotFoundError(f"{of} '{path}' {what}; give a folder that images lie in")
     return path
 
 
@@ -113,8 +113,8 @@ def local_file(kind: str, where: str, usage: str, content: str) -> str:
         raise ValueError(f"data spec '{kind}:' names no file; write {usage}")
     if is_remote(where):
         raise ValueError(
-            f"data spec '{kind}:{where}': its pictures would have to be fetched one by one; give a "
-            "local file, or remote shards that hold the pictures: webdataset:URL or parquet:URL"
+            f"data spec '{kind}:{where}': its images would have to be fetched one by one; give a "
+            "local file, or remote shards that hold the images: webdataset:URL or parquet:URL"
         )
     path = local_path(where)
     if not os.path.isfile(path):

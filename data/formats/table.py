@@ -80,8 +80,8 @@ class TableFormat(Format):
     def _lines(self) -> Iterator[tuple[tuple[int, list[str] | BadSample], int, int]]:
         before = csv.field_size_limit(FIELD_LIMIT)
         try:
-            # Bytes that are not UTF-8 become lone surrogates here, and are told from text when the
-            # row is checked.
+            # Bytes that are not UTF-8 become lone surrogates here, and are distinguished from text
+            # when the row is checked.
             with open(
                 self.file, encoding="utf-8-sig", errors="surrogateescape", newline=""
             ) as file:

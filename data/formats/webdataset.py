@@ -1,7 +1,7 @@
 """A data set as tar shards, as webdataset writes them: members of one sample share the name up to
 its first dot.
 
-Shards are not unpacked: the index knows where in its shard each picture lies, and any sample is one
+Shards are not unpacked: the index knows where in its shard each image lies, and any sample is one
 read. Names of members are names only, they are never opened as paths.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from data.formats.parquet import short_names
 from data.formats.rows import (
-    PICTURE_ENDINGS,
+    IMAGE_ENDINGS,
     Format,
     Part,
     Row,
@@ -45,7 +45,7 @@ class WebdatasetFormat(Format):
     """The samples of all shards, in order. An id is SHARD/KEY, where the key is the members' common
     name."""
 
-    pictures_are_files = False
+    images_are_files = False
     unit = "B"
 
     def __init__(self, where: str, progress: bool = False) -> None:
@@ -123,20 +123,20 @@ class WebdatasetFormat(Format):
         try:
             check_characters(key, "the name of the member")
             checked_id(row.id, row.id)
-            picture = next(
-                (member for ending, member in members.items() if ending in PICTURE_ENDINGS), None
+            image = next(
+                (member for ending, member in members.items() if ending in IMAGE_ENDINGS), None
             )
-            if picture is None:
-                raise BadSample("orphan-member", f"a text without a picture: {', '.join(members)}")
-            row.path, row.offset, row.size = picture.name, picture.offset_data, picture.size
+            if image is None:
+                raise BadSample("orphan-member", f"a text without an image: {', '.join(members)}")
+            row.path, row.offset, row.size = image.name, image.offset_data, image.size
             check_characters(row.path, "the name of the member")
             if not any(ending in members for ending in TEXT_ENDINGS):
-                raise BadSample("orphan-member", f"a picture without a text: {', '.join(members)}")
+                raise BadSample("orphan-member", f"an image without a text: {', '.join(members)}")
             row.captions = checked_captions(shard.text(members))
-            if picture.size > FILE_LIMIT:
+            if image.size > FILE_LIMIT:
                 raise BadSample(
                     "unreadable",
-                    f"the picture has {picture.size:,} bytes; at most {FILE_LIMIT:,} are read",
+                    f"the image has {image.size:,} bytes; at most {FILE_LIMIT:,} are read",
                 )
         except BadSample as problem:
             row.problem = problem
@@ -173,7 +173,7 @@ class _Shard:
         self.fault = ""
 
     def groups(self) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-        """Neighbouring members with one key: the key, and ending -> member. Groups without pictures
+        """Neighbouring members with one key: the key, and ending -> member. Groups without images
         and texts are passed over."""
         key, members = None, {}
         for member in self._members():
@@ -185,7 +185,7 @@ class _Shard:
                 if members:
                     yield key, members
                 key, members = name, {}
-            if (ending in PICTURE_ENDINGS or ending in TEXT_ENDINGS) and ending not in members:
+            if (ending in IMAGE_ENDINGS or ending in TEXT_ENDINGS) and ending not in members:
                 members[ending] = member
         if members:
             yield key, members

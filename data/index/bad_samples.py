@@ -1,19 +1,19 @@
 """What can be wrong with a sample: one exception, one vocabulary, and the limits behind it."""
 
-PIXEL_LIMIT = 100_000_000  # pixels of one picture; an RGBA picture of that size takes 400 MB
+PIXEL_LIMIT = 100_000_000  # pixels of one image; an RGBA image of that size takes 400 MB
 SIDE_LIMIT = 65_535  # pixels; the longest side that JPEG can express
 ASPECT_LIMIT = 100  # longer side / shorter side
 CAPTION_LIMIT = 10_000  # characters
-FILE_LIMIT = 1 << 30  # bytes of one encoded picture
+FILE_LIMIT = 1 << 30  # bytes of one encoded image
 
 # The position in this table is part of every index: new reasons go to its end, and none is ever
 # taken out.
 REASONS: dict[str, str] = {
-    "missing-file": "the picture's file does not exist",
-    "outside-root": "the picture's path leaves the folders it may lie in (--data-root), by itself or through a link; it was not opened",
+    "missing-file": "the image's file does not exist",
+    "outside-root": "the image's path leaves the folders it may lie in (--data-root), by itself or through a link; it was not opened",
     "empty-file": "the file has no byte",
-    "not-an-image": "no known picture format",
-    "truncated-image": "the picture ends before its last pixel",
+    "not-an-image": "no known image format",
+    "truncated-image": "the image ends before its last pixel",
     "too-many-pixels": f"more than {PIXEL_LIMIT:,} pixels",
     "impossible-size": f"a side of 0 or more than {SIDE_LIMIT:,} pixels, or one side over {ASPECT_LIMIT} times the other",
     "unreadable": "the bytes cannot be read or decoded, for another reason than those above",
@@ -24,7 +24,7 @@ REASONS: dict[str, str] = {
     "nul-character": "a text or a name holds the character NUL",
     "invalid-row": "the line or row cannot be understood: not JSON, missing columns, values of another type",
     "duplicate-id": "an earlier sample has the same id",
-    "orphan-member": "a picture without its text, or a text without its picture",
+    "orphan-member": "an image without its text, or a text without its image",
     "truncated-archive": "the archive is damaged or cut off; what comes before remains",
     "no-value": "the sample has nothing of this modality",
 }
@@ -52,7 +52,7 @@ class Absent(LookupError):
 
 
 def check_size(width: int, height: int, pixel_limit: int = PIXEL_LIMIT) -> None:
-    """Width and height in pixels, as a picture's header has them. Raises BadSample:
+    """Width and height in pixels, as an image's header has them. Raises BadSample:
     impossible-size, too-many-pixels."""
     shorter, longer = min(width, height), max(width, height)
     if shorter < 1 or longer > SIDE_LIMIT or longer > ASPECT_LIMIT * shorter:

@@ -1,5 +1,5 @@
-"""Makes the index of a data set: lists its rows, looks at every picture, writes one Arrow file;
-what has not changed is not looked at again."""
+"""Makes the index of a data set: lists its rows, reads every image, writes one Arrow file;
+what has not changed is not read again."""
 
 import contextlib
 import hashlib
@@ -37,7 +37,7 @@ from data.index.mapped import (
     open_index,
     schema_of,
 )
-from data.modalities.pictures import decode_bytes, picture_size, upright_8bit
+from data.modalities.decoding import decode_bytes, read_image_size, upright_8bit
 from data.processes import end_with_parent
 
 CHECKS = ("decode", "header")
@@ -55,7 +55,7 @@ UNNAMED = (
     CODES["invalid-utf8"],
     CODES["nul-character"],
 )  # rows whose id may not be their own
-MAY_PASS = (CODES["missing-file"], CODES["unreadable"])  # looked at again by every build
+MAY_PASS = (CODES["missing-file"], CODES["unreadable"])  # read again by every build
 
 
 def load_index(
@@ -69,8 +69,8 @@ def load_index(
     """The data set's index, open; made first, or made anew where the data changed, in its folder
     (see `index_folder`).
 
-    workers: processes that look at pictures; None: a core each, at most 16. check: "decode" decodes
-    every picture, so that all who open the index agree on which are bad; "header" reads sizes only,
+    workers: processes that read images; None: a core each, at most 16. check: "decode" decodes
+    every image, so that all who open the index agree on which are bad; "header" reads sizes only,
     and leaves the rest to be found in training. refresh: compare every file, however many there
     are. Errors: ValueError, OSError.
     """
@@ -106,7 +106,7 @@ def load_index(
 
 @dataclass(frozen=True)
 class _Work:
-    """What every process needs to look at parts."""
+    """What every process needs to index parts."""
 
     format: Format
     check: str
@@ -208,7 +208,7 @@ def _listed(work: _Work, workers: int | None, progress: bool) -> Iterator[_Done]
     workers = workers if workers is not None else min(_cores(), MAX_WORKERS)
     bar = tqdm(
         total=format.total(),
-        desc="looking at the data",
+        desc="reading the data",
         unit=format.unit,
         unit_scale=True,
         delay=2,
@@ -228,7 +228,7 @@ def _listed(work: _Work, workers: int | None, progress: bool) -> Iterator[_Done]
                     result = _Done(number, part.file, part.stamp, future.result())
                 except BrokenProcessPool as error:
                     raise RuntimeError(
-                        f"{format.spec}: a process that looked at pictures was killed, perhaps "
+                        f"{format.spec}: a process that read images was killed, perhaps "
                         "because memory ran out; use fewer workers"
                     ) from error
             bar.update(part.weight)
@@ -250,7 +250,7 @@ def _listed(work: _Work, workers: int | None, progress: bool) -> Iterator[_Done]
                     (
                         part,
                         number,
-                        pool.submit(_look_at_in_worker, part, number)
+                        pool.submit(_index_part_in_worker, part, number)
                         if pool
                         else _now(work, part, number),
                     )
@@ -267,7 +267,7 @@ def _cores() -> int:
 
 def _now(work: _Work, part: Part, number: int) -> Future:
     future: Future = Future()
-    future.set_result(_look_at(work, part, number))
+    future.set_result(_index_part(work, part, number))
     return future
 
 
@@ -287,13 +287,13 @@ def _start_worker(work: _Work) -> None:
     _work = work
 
 
-def _look_at_in_worker(part: Part, number: int) -> int:
-    return _look_at(_work, part, number)
+def _index_part_in_worker(part: Part, number: int) -> int:
+    return _index_part(_work, part, number)
 
 
-def _look_at(work: _Work, part: Part, number: int) -> int:
-    """List one part, look at its pictures, write its rows to `PART.arrow`; the number of rows."""
-    known, count, schema = _KnownPictures(work), 0, schema_of(work.format.modalities)
+def _index_part(work: _Work, part: Part, number: int) -> int:
+    """List one part, read its images, write its rows to `PART.arrow`; the number of rows."""
+    known, count, schema = _KnownImages(work), 0, schema_of(work.format.modalities)
     with pa.ipc.new_file(str(work.build / f"{number}.arrow"), schema) as writer:
         records: list[dict[str, Any]] = []
         for row in work.format.rows(part):
@@ -325,21 +325,21 @@ _UNSEEN = {
 }
 
 
-def _record(work: _Work, part: Part, row: Row, known: "_KnownPictures") -> dict[str, Any]:
+def _record(work: _Work, part: Part, row: Row, known: "_KnownImages") -> dict[str, Any]:
     problem, seen, key, lacks = row.problem, dict(_UNSEEN), 0, dict(row.lacks)
     if problem is None and "image" in work.format.modalities and "image" not in lacks:
-        key = _picture_key(work.format, part, row)
-        seen, of_picture = known.find(key, row) or _see(work, part, row)
-        if of_picture is not None:
-            lacks["image"] = of_picture
-            key = 0 if CODES[of_picture.reason] in MAY_PASS else key
+        key = _image_key(work.format, part, row)
+        seen, image_problem = known.find(key, row) or _see(work, part, row)
+        if image_problem is not None:
+            lacks["image"] = image_problem
+            key = 0 if CODES[image_problem.reason] in MAY_PASS else key
     absent = sum(1 << bit for bit, name in enumerate(work.format.modalities) if name in lacks)
     if problem is None and not any(
         first not in lacks and second not in lacks for first, second in work.format.pairs
     ):
         problem = next(lacks[name] for name in work.format.modalities if name in lacks)
     if problem is not lacks.get("image"):
-        key = 0  # the row does not tell what is wrong with the picture, so it is looked at again
+        key = 0  # the row does not tell what is wrong with the image, so it is read again
     return {
         "id": _clean(row.id),
         "path": _clean(row.path),
@@ -361,14 +361,14 @@ def _record(work: _Work, part: Part, row: Row, known: "_KnownPictures") -> dict[
 
 
 def _see(work: _Work, part: Part, row: Row) -> tuple[dict[str, Any], BadSample | None]:
-    """What the index says of a picture; and what is wrong with it, if anything."""
+    """What the index says of an image; and what is wrong with it, if anything."""
     seen = dict(_UNSEEN)
     try:
         image = row.image
         if image is None:
             image = work.format.image_bytes(part.file, row.path, row.offset, row.size)
         seen["content_hash"] = content_hash(image)
-        width, height = picture_size(image)
+        width, height = read_image_size(image)
         if work.check == "decode":
             # A JPEG is read to its last byte at any scale, and small ones take a third of the time.
             shown = upright_8bit(decode_bytes(image, at_least=DECODED_SIDE))
@@ -406,8 +406,8 @@ def perceptual_hash(image: Image.Image) -> int:
     return int.from_bytes(np.packbits(grey[:, :-1] < grey[:, 1:]).tobytes(), "big")
 
 
-class _KnownPictures:
-    """What the index of before says of pictures that have not changed."""
+class _KnownImages:
+    """What the index of before says of images that have not changed."""
 
     def __init__(self, work: _Work) -> None:
         self._old = work.old
@@ -446,8 +446,8 @@ class _KnownPictures:
         return seen, problem
 
 
-def _picture_key(format: Format, part: Part, row: Row) -> int:
-    container = row.root if format.pictures_are_files else part.file
+def _image_key(format: Format, part: Part, row: Row) -> int:
+    container = row.root if format.images_are_files else part.file
     return _hash64(f"{container}\0{row.path}\0{row.offset}\0{row.size}\0{row.mtime_ns}") or 1
 
 

@@ -1,4 +1,4 @@
-"""Samples that training and a held-out set share: by the bytes of the picture, by their id, or by
+"""Samples that training and a held-out set share: by the bytes of the image, by their id, or by
 looking alike."""
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def find_leaks(
     """Each training sample once, as the strongest kind of leak that it is: content before id before
     near.
 
-    content: the encoded pictures are equal byte for byte. id: the ids are equal and so is a caption
+    content: the encoded images are equal byte for byte. id: the ids are equal and so is a caption
     (ids that only number the samples of a shard are equal by chance). near: perceptual hashes
     differ in at most `near_bits` of 64 bits; None: not looked for. Samples that have neither
-    pictures nor captions are compared by their ids alone, unless these are numbers.
+    images nor captions are compared by their ids alone, unless these are numbers.
     """
     found, left = [], np.ones(len(train_subset), bool)
-    looks = ["content", "id"] + (["near"] if near_bits is not None else [])
-    for kind in looks:
+    kinds = ["content", "id"] + (["near"] if near_bits is not None else [])
+    for kind in kinds:
         if kind == "near":
             hashes = (
                 source.column("perceptual_hash")[subset]

@@ -29,7 +29,7 @@ from data.formats.specs import cache_folder
 from data.index.bad_samples import CODES
 
 VERSION = 1
-# pictures that are files: up to so many, each one's size and time are compared whenever the index
+# images that are files: up to so many, each one's size and time are compared whenever the index
 # is opened
 RECHECKED_FILES = 100_000
 CHECKSUM_BLOCK, CHECKSUM_BLOCKS = 1 << 16, 256
@@ -42,18 +42,18 @@ NUMBERS = {
     "part": np.int32,  # which of the files in index.json the row stands in
     "row": np.int64,  # line, table row or entry
     "offset": np.int64,
-    "size": np.int64,  # bytes of the encoded picture
+    "size": np.int64,  # bytes of the encoded image
     "mtime_ns": np.int64,
     "num_captions": np.int16,
     "num_characters": np.int32,  # of the longest caption
     "width": np.int32,  # pixels, as shown (upright)
     "height": np.int32,
-    # bytes of the encoded picture / pixels: what an entropy coder needs, a cheap measure of detail
+    # bytes of the encoded image / pixels: what an entropy coder needs, a cheap measure of detail
     "complexity": np.float32,
-    # equal or few bits apart for pictures that look alike; 0 with check "header"
+    # equal or few bits apart for images that look alike; 0 with check "header"
     "perceptual_hash": np.uint64,
     "bad": np.int8,  # 0: usable, else 1 + position in REASONS
-    "key": np.uint64,  # of the picture's place, size and time; 0: not looked at
+    "key": np.uint64,  # of the image's place, size and time; 0: not read
     "id_hash": np.uint64,
 }
 TEXTS = ("id", "path", "detail")
@@ -221,7 +221,7 @@ def index_folder(format: Format, check: str = "decode", folder: Path | None = No
 def open_index(format: Format, folder: Path, recheck: bool = True) -> Index | None:
     """The index in `folder` if it is whole and made from the files as they are now, else None.
 
-    `recheck` also compares the size and time of every picture that is a file of its own, up to
+    `recheck` also compares the size and time of every image that is a file of its own, up to
     100,000 of them.
     """
     index = kept_index(folder)
@@ -233,9 +233,9 @@ def open_index(format: Format, folder: Path, recheck: bool = True) -> Index | No
         return None
     if (
         recheck
-        and format.pictures_are_files
+        and format.images_are_files
         and len(index) <= RECHECKED_FILES
-        and _pictures_changed(format, index)
+        and _images_changed(format, index)
     ):
         return None
     return index
@@ -267,12 +267,12 @@ def _refused_by_an_earlier_rule(index: Index) -> bool:
     )
 
 
-def _pictures_changed(format: Format, index: Index) -> bool:
+def _images_changed(format: Format, index: Index) -> bool:
     sizes, times, bad = (index.column(name) for name in ("size", "mtime_ns", "bad"))
     missing, outside = CODES["missing-file"], CODES["outside-root"]
     for i in range(len(index)):
         if bad[i] == outside or (sizes[i] < 0 and bad[i] != missing):
-            continue  # nothing that may be looked at, or the row names no file
+            continue  # nothing that may be read, or the row names no file
         found = _status(format.roots, index.text("path", i))
         if (found is None) != (bad[i] == missing) or (
             found and (found.st_size != sizes[i] or found.st_mtime_ns != times[i])

@@ -1,4 +1,4 @@
-"""Further folders that pictures may lie in: `--data-root DIR` of the commands, which is `?root=DIR`
+"""Further folders that images may lie in: `--data-root DIR` of the commands, which is `?root=DIR`
 in each of their data specs."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ KINDS_WITH_PATHS = (
     "tsv",
     "parquet",
     "coco",
-)  # their pictures may be files of their own, named by paths
+)  # their images may be files of their own, named by paths
 ESCAPES = {"%": "%25", "&": "%26", "?": "%3F"}  # what has a meaning in a spec; see split_options
 FLAG = "--data-root"
 
@@ -63,7 +63,7 @@ def add_root_flag(group: argparse._ActionsContainer, of: str) -> None:
         action="append",
         type=_root,
         metavar="DIR",
-        help=f"a further folder that the pictures of {of} may lie in: paths in data files count from the file's own folder first, then from "
+        help=f"a further folder that the images of {of} may lie in: paths in data files count from the file's own folder first, then from "
         "each DIR in order; repeat it for several (default: the own folder only)",
     )
 
@@ -72,7 +72,7 @@ def given_roots(
     parser: argparse.ArgumentParser, given: Sequence[str] | None, specs: Sequence[str]
 ) -> tuple[str, ...] | None:
     """What the flag was given, each once; None: nothing. Ends the program when none of `specs`
-    names pictures by paths."""
+    names images by paths."""
     if given and not any(map(takes_roots, specs)):
         kinds = ", ".join(KINDS_WITH_PATHS)
         parser.error(

@@ -27,7 +27,7 @@ MAX_SHOWN = 5
 
 @runtime_checkable
 class Source(Protocol):
-    """A data set of numbered samples 0..len-1; each is one picture and one or more texts, or is bad
+    """A data set of numbered samples 0..len-1; each is one image and one or more texts, or is bad
     and says why. Where more modalities are compared, a usable sample may lack some of them."""
 
     spec: str
@@ -46,7 +46,7 @@ class Source(Protocol):
         texts."""
 
     def image_bytes(self, i: int) -> bytes:
-        """The encoded picture. Raises Absent, BadSample."""
+        """The encoded image. Raises Absent, BadSample."""
 
     def value(self, modality: str, i: int) -> Any:
         """What the sample holds of another modality. Raises Absent, BadSample."""
@@ -66,7 +66,7 @@ class Source(Protocol):
         pixel), perceptual_hash uint64, bad int8 (0: usable, else 1 + position in REASONS)."""
 
     def keys(self, kind: str) -> np.ndarray:
-        """[N] uint64, equal for samples with equal encoded pictures (kind "content") or equal ids
+        """[N] uint64, equal for samples with equal encoded images (kind "content") or equal ids
         ("id"); 0: there is none. Different ones are equal by chance once in 10^19 pairs."""
 
     def usable(self) -> np.ndarray:
@@ -106,22 +106,22 @@ class IndexedSource:
         return self.index.captions(i)
 
     def image_bytes(self, i: int) -> bytes:
-        """Raises BadSample for a sample that the index calls bad, and when the picture is not the
+        """Raises BadSample for a sample that the index calls bad, and when the image is not the
         one that it knows."""
         if code := int(self.column("bad")[i]):
             raise BadSample(REASON_OF_CODE[code], self.index.text("detail", i))
         if self.index.lacks("image", i):
-            raise Absent(f"{self.where(i)} has no picture")
+            raise Absent(f"{self.where(i)} has no image")
         offset, size = int(self.column("offset")[i]), int(self.column("size")[i])
         image = self.format.image_bytes(
             self.index.container(i), self.index.text("path", i), offset, size
         )
         if content_hash(image) != self.content_hash(
             i
-        ):  # a GB/s; bytes of another picture would go unnoticed into every cache
+        ):  # a GB/s; bytes of another image would go unnoticed into every cache
             raise BadSample(
                 "unreadable",
-                f"the picture has changed since it was checked; {self.format.when_changed}",
+                f"the image has changed since it was checked; {self.format.when_changed}",
             )
         return image
 
@@ -227,7 +227,7 @@ def open_format(spec: str, pairs: Pairs = DEFAULT_PAIRS) -> Format:
 
 def open_source(spec: str, pairs: Pairs = DEFAULT_PAIRS, **building: Any) -> IndexedSource:
     """Open a data set by its spec, `KIND` or `KIND:WHERE`; see `KINDS`. The first time its index is
-    made, which looks at every picture. `pairs`: of modalities that are compared; a sample that has
+    made, which reads every image. `pairs`: of modalities that are compared; a sample that has
     both of none is bad.
 
     `building`: workers, progress, check, refresh, folder of `data.index.building.load_index`.

@@ -1,6 +1,6 @@
 """Training samples on one side, held-out samples on the other, and no content on both.
 
-Two samples belong together when their pictures are equal, pixel by pixel, or when they share a
+Two samples belong together when their images are equal, pixel by pixel, or when they share a
 caption (upper and lower case and spacing aside). Such groups, and for `family` whole concepts, are
 never divided.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.index.sources import ConceptSource, Source
-from data.modalities.pictures import decode_bytes, pixel_key
+from data.modalities.decoding import decode_bytes, pixel_key
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +75,10 @@ def split_source(
 
 def content_groups(source: Source, subset: np.ndarray, progress: bool = False) -> np.ndarray:
     """[n] int64: equal numbers for samples of the subset joined, directly or through others, by an
-    equal picture or caption."""
-    with_picture = np.flatnonzero(~source.lacking("image")[subset])
+    equal image or caption."""
+    with_image = np.flatnonzero(~source.lacking("image")[subset])
     with_text = np.flatnonzero(~source.lacking("text")[subset])
-    samples, keys = [with_picture], [_picture_keys(source, subset[with_picture])]
+    samples, keys = [with_image], [_image_keys(source, subset[with_image])]
     first_text = np.zeros(len(with_text), np.uint64)
     for place, sample in enumerate(
         tqdm(with_text, desc="comparing captions", unit="sample", delay=2, disable=not progress)
@@ -104,24 +104,24 @@ def concept_groups(source: ConceptSource, subset: np.ndarray, groups: np.ndarray
     )
 
 
-def _picture_keys(source: Source, subset: np.ndarray) -> np.ndarray:
-    """[n] uint64, equal for pictures with equal pixels. Only those are decoded that look alike and
+def _image_keys(source: Source, subset: np.ndarray) -> np.ndarray:
+    """[n] uint64, equal for images with equal pixels. Only those are decoded that look alike and
     are not equal byte for byte."""
     keys = source.keys("content")[subset]
-    looks = np.stack(
+    features = np.stack(
         [
             source.column(name)[subset].astype(np.uint64)
             for name in ("width", "height", "perceptual_hash")
         ],
         1,
     )
-    _, look = np.unique(looks, axis=0, return_inverse=True)
-    look = look.reshape(-1)
+    _, group = np.unique(features, axis=0, return_inverse=True)
+    group = group.reshape(-1)
     each, first, of = np.unique(
         keys, return_index=True, return_inverse=True
     )  # each different content, once
-    _, alike, count = np.unique(look[first], return_inverse=True, return_counts=True)
-    for n in np.flatnonzero((count[alike] > 1) & (looks[first, 2] != 0)):
+    _, alike, count = np.unique(group[first], return_inverse=True, return_counts=True)
+    for n in np.flatnonzero((count[alike] > 1) & (features[first, 2] != 0)):
         each[n] = _hash64(pixel_key(decode_bytes(source.image_bytes(int(subset[first[n]])))))
     return each[of.reshape(-1)]
 
@@ -135,7 +135,7 @@ def _hash64(text: str) -> int:
 def _connected(count: int, samples: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """[count]: the smallest number among all samples that a sample is joined with. `samples[k]` has
     the key `keys[k]`."""
-    if not len(keys):  # neither pictures nor texts: nothing tells that two samples are alike
+    if not len(keys):  # neither images nor texts: nothing tells that two samples are alike
         return np.arange(count)
     _, key = np.unique(keys, return_inverse=True)
     key = key.reshape(-1)

@@ -20,22 +20,22 @@ from data.modalities.transforms import ImageTransform, normalised
 
 if TYPE_CHECKING:
     from data.batching.sampler import MicroBatchRequest
-    from data.cache import PictureCache
+    from data.cache import ImageCache
     from data.index.sources import Source
 
-GREY = 128  # where a micro-batch has no readable picture at all
+GREY = 128  # where a micro-batch has no readable image at all
 
 
 class ImageModality(Modality):
     """pixel_values float32 [b, 3, H, W], channels-last; with `patch_size` (ViT) and fewer patches
     asked for kept_patches int64 [b, K], ascending.
 
-    `side_multiple`: of the sides that the tower takes. `cache` changes no value. A picture that
+    `side_multiple`: of the sides that the tower takes. `cache` changes no value. An image that
     cannot be read shows another one of the micro-batch.
     """
 
     name = "image"
-    count_names = ("unreadable_pictures",)
+    count_names = ("unreadable_pictures",)  # a metric: its name stays as earlier runs wrote it
     equal_shapes = True  # of training, where no buckets are used and nothing is fed at other sizes
     in_shared_memory = True
 
@@ -43,7 +43,7 @@ class ImageModality(Modality):
         self,
         transform_train: ImageTransform,
         transform_eval: ImageTransform,
-        cache: PictureCache | None = None,
+        cache: ImageCache | None = None,
         side_multiple: int = 1,
         patch_size: int | None = None,
     ) -> None:
@@ -58,7 +58,7 @@ class ImageModality(Modality):
         self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
     ) -> Loaded:
         transform = self._transform(request)
-        pictures: list[np.ndarray | None] = []
+        images: list[np.ndarray | None] = []
         bad, absent = [], []
         for i in request.index.tolist():
             generator = (
@@ -67,20 +67,20 @@ class ImageModality(Modality):
                 else None
             )
             try:
-                pictures.append(transform(self._stored(source, transform, i), generator))
+                images.append(transform(self._stored(source, transform, i), generator))
             except Absent:
-                pictures.append(None)
+                images.append(None)
                 absent.append(i)
             except BadSample as error:
-                pictures.append(None)
+                images.append(None)
                 bad.append((i, error.reason, f"{source.where(i)}: {error.detail}"))
-        pictures = shown(
-            pictures, lambda: np.full((*transform.size, 3), GREY, np.uint8)
+        images = shown(
+            images, lambda: np.full((*transform.size, 3), GREY, np.uint8)
         )  # b times uint8 [H, W, 3]
-        out = memory and memory(sum(picture.size for picture in pictures))
-        tensors = {"pixel_values": normalised(pictures, out, self.transform_eval.preprocessing)}
-        if request.knobs.kept_patches < 1 and self.patch_size:
-            tensors["kept_patches"] = self._kept_patches(request, seed, pictures[0].shape[:2])
+        out = memory and memory(sum(image.size for image in images))
+        tensors = {"pixel_values": normalised(images, out, self.transform_eval.preprocessing)}
+        if request.feed_rates.kept_patches < 1 and self.patch_size:
+            tensors["kept_patches"] = self._kept_patches(request, seed, images[0].shape[:2])
         return Loaded(
             tensors,
             request.position,
@@ -94,23 +94,23 @@ class ImageModality(Modality):
     def _transform(self, request: MicroBatchRequest) -> ImageTransform:
         transform = self.transform_train if request.training else self.transform_eval
         size = request.size or transform.size
-        if request.training and request.knobs.image_size:
+        if request.training and request.feed_rates.image_size:
             size = scaled_size(
-                size, request.knobs.image_size, max(transform.size), self.side_multiple
+                size, request.feed_rates.image_size, max(transform.size), self.side_multiple
             )
         return replace(transform, size=size)
 
     def _stored(self, source: Source, transform: ImageTransform, i: int) -> np.ndarray:
-        """The picture before augmentation."""
+        """The image before augmentation."""
         if self.cache is None:
             return transform.stored(source.image_bytes(i))
-        return self.cache.picture(
+        return self.cache.image(
             source.content_hash(i), transform.stored, lambda: source.image_bytes(i)
         )
 
     def _kept_patches(self, request: MicroBatchRequest, seed: int, size: tuple[int, int]) -> Tensor:
         patches = (size[0] // self.patch_size) * (size[1] // self.patch_size)
-        kept = kept_number(patches, request.knobs.kept_patches)
+        kept = kept_number(patches, request.feed_rates.kept_patches)
         return torch.from_numpy(
             np.stack(
                 [

@@ -1,4 +1,4 @@
-"""How pictures become the numbers that an image tower was trained on: size, resampling, mean and
+"""How images become the numbers that an image tower was trained on: size, resampling, mean and
 standard deviation.
 
 A pretrained tower that is given other pixels than in its training still runs, but its features are
@@ -29,7 +29,7 @@ INTERPOLATIONS = ("bicubic", "bilinear")  # those that torch and Pillow have wit
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What is done to a picture besides augmentation. Checked when made; the defaults are CLIP's.
+    """What is done to an image besides augmentation. Checked when made; the defaults are CLIP's.
 
     `mean`, `std`: of channel values from 0 to 1, subtracted and divided by. `interpolation`: of
     every resizing. `crop_pct`: the tower's input ÷ what the shorter side is resized to before the
@@ -59,12 +59,12 @@ class Preprocessing:
             )
         if not 0.25 <= self.crop_pct <= 1:
             raise ValueError(
-                f"image crop: the tower's input is {self.crop_pct:g} of what pictures are resized "
+                f"image crop: the tower's input is {self.crop_pct:g} of what images are resized "
                 "to; it must be from 0.25 to 1"
             )
 
     def resized(self, size: tuple[int, int]) -> tuple[int, int]:
-        """(H, W) that a picture covers before the centre `size` = (H, W) is cropped, pixels."""
+        """(H, W) that an image covers before the centre `size` = (H, W) is cropped, pixels."""
         return round(size[0] / self.crop_pct), round(size[1] / self.crop_pct)
 
     @classmethod

@@ -1,7 +1,7 @@
 """Pixels on their way from a loader's worker to the process that asked, in shared memory that is
 used again and again.
 
-Fresh shared memory costs a page fault for every 4 KiB, on both sides: for float pictures more than
+Fresh shared memory costs a page fault for every 4 KiB, on both sides: for float images more than
 to crop and resize them. So a worker keeps its blocks. A block carries a mark: 1 from when the
 worker fills it until the last tensor on it, wherever it went, is gone in the other process; then
 the worker may fill it again. There are as many blocks as are ever in use at once.

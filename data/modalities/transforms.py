@@ -1,15 +1,15 @@
-"""From encoded pictures to what an image tower reads: float32 [b, 3, H, W], channels-last,
+"""From encoded images to what an image tower reads: float32 [b, 3, H, W], channels-last,
 normalised as its weights expect.
 
 Two phases, so that a cache can stand between them and change nothing:
 
-    A  `Stored`: bytes -> uint8 picture [h, w, 3 or 4], deterministic: decoded at a reduced scale,
+    A  `Stored`: bytes -> uint8 image [h, w, 3 or 4], deterministic: decoded at a reduced scale,
        upright, RGB or RGBA, and shrunk if it is much larger than the tower needs
-    B  `TrainTransform`, `EvalTransform`: that picture -> uint8 [H, W, 3], at random in training,
+    B  `TrainTransform`, `EvalTransform`: that image -> uint8 [H, W, 3], at random in training,
        always the same in evaluation
 
-`normalised` then turns the pictures of a whole micro-batch into one tensor. H, W: the tower's
-input; h, w: a stored picture. Chance comes from a numpy Generator that the caller seeds for each
+`normalised` then turns the images of a whole micro-batch into one tensor. H, W: the tower's
+input; h, w: a stored image. Chance comes from a numpy Generator that the caller seeds for each
 sample.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from data.modalities.pictures import decode_bytes, upright_8bit
+from data.modalities.decoding import decode_bytes, upright_8bit
 from data.modalities.preprocessing import CLIP, Preprocessing
 
 # of phase A: raise it whenever `Stored` gives other pixels, so that caches do not answer with old
@@ -35,7 +35,7 @@ LIGHTEST_DARK = (
 )
 CROP_AREA, CROP_RATIO = (0.8, 1.0), (0.9, 1.1)
 COLOUR_JITTER = 0.2  # where it is asked for
-# Pictures more than KEPT times as large as needed are shrunk to SHRUNK times: the smallest crop,
+# Images more than KEPT times as large as needed are shrunk to SHRUNK times: the smallest crop,
 # sqrt(0.8) of a side, is then
 # still 1.03 times as large as what it becomes, so no detail that the tower could see is lost.
 KEPT, SHRUNK = 1.25, 1.15
@@ -48,7 +48,7 @@ class Stored:
     """Phase A for towers that read `size` = (H, W): bytes -> uint8 [h, w, 3], or [h, w, 4] where
     something is transparent.
 
-    h >= H and w >= W wherever the file has as much; a smaller picture stays as it is. Resizing uses
+    h >= H and w >= W wherever the file has as much; a smaller image stays as it is. Resizing uses
     `interpolation`.
     """
 
@@ -60,7 +60,7 @@ class Stored:
         return self.of(decode_bytes(data, at_least=self.size))
 
     def of(self, image: Image.Image) -> np.ndarray:
-        """The same of a decoded picture, of any mode."""
+        """The same of a decoded image, of any mode."""
         image = upright_8bit(image)
         if image.mode == "RGBA" and image.getextrema()[3][0] == 255:
             image = image.convert("RGB")
@@ -86,7 +86,7 @@ class TrainTransform:
     `generator`.
 
     The crop has 80 to 100 % of the area of the largest box of the target's shape, changed in shape
-    by up to 10 %, anywhere in the picture. Transparent parts show a random light colour, or with
+    by up to 10 %, anywhere in the image. Transparent parts show a random light colour, or with
     `white` what they show in evaluation. `flip` (the probability of mirroring) is off because
     captions say left and right; `colour_jitter` (relative change of brightness and contrast)
     because captions name colours and skin tones.
@@ -102,27 +102,27 @@ class TrainTransform:
     def stored(self) -> Stored:
         return _stored(self.size, self.preprocessing)
 
-    def __call__(self, picture: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    def __call__(self, image: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         drawn = generator.random(
             10
         )  # all at once, and always all: what one option draws never shifts another
         colour = tuple(
             LIGHTEST_DARK + int(part * (WHITE + 1 - LIGHTEST_DARK)) for part in drawn[:3]
         )
-        picture = _on_background(picture, (WHITE, WHITE, WHITE) if self.white else colour)
-        top, left, height, width = _crop_box(picture.shape[:2], self.size, *drawn[3:7])
-        crop = np.array(picture[top : top + height, left : left + width])
-        picture = _resized(crop, self.size, self.preprocessing.interpolation)
+        image = _on_background(image, (WHITE, WHITE, WHITE) if self.white else colour)
+        top, left, height, width = _crop_box(image.shape[:2], self.size, *drawn[3:7])
+        crop = np.array(image[top : top + height, left : left + width])
+        image = _resized(crop, self.size, self.preprocessing.interpolation)
         if drawn[7] < self.flip:
-            picture = np.ascontiguousarray(picture[:, ::-1])
+            image = np.ascontiguousarray(image[:, ::-1])
         if self.colour_jitter:
             brightness, contrast = (1 + self.colour_jitter * (2 * part - 1) for part in drawn[8:10])
-            channels_first = torch.from_numpy(picture).permute(2, 0, 1)  # [3, H, W]
+            channels_first = torch.from_numpy(image).permute(2, 0, 1)  # [3, H, W]
             channels_first = functional.adjust_contrast(
                 functional.adjust_brightness(channels_first, brightness), contrast
             )
-            picture = np.ascontiguousarray(channels_first.permute(1, 2, 0).numpy())
-        return picture
+            image = np.ascontiguousarray(channels_first.permute(1, 2, 0).numpy())
+        return image
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class EvalTransform:
     """Phase B of evaluation: uint8 [h, w, 3 or 4] -> uint8 [H, W, 3]: on white, resized, and its
     centre cropped.
 
-    Sizes and offsets are rounded as in torchvision's `Resize` and `CenterCrop`, so a picture that
+    Sizes and offsets are rounded as in torchvision's `Resize` and `CenterCrop`, so an image that
     phase A has not shrunk has the pixels of the presets of torchvision and OpenCLIP.
     """
 
@@ -142,18 +142,18 @@ class EvalTransform:
         return _stored(self.size, self.preprocessing)
 
     def __call__(
-        self, picture: np.ndarray, generator: np.random.Generator | None = None
+        self, image: np.ndarray, generator: np.random.Generator | None = None
     ) -> np.ndarray:
-        picture = _on_background(picture, (WHITE, WHITE, WHITE))
-        (height, width), (h, w) = self.size, picture.shape[:2]
+        image = _on_background(image, (WHITE, WHITE, WHITE))
+        (height, width), (h, w) = self.size, image.shape[:2]
         least_h, least_w = self.preprocessing.resized(self.size)
         # One side becomes the least that is asked for, the other follows in proportion and is cut
         # off, not rounded.
         shorter_h = least_h * w >= least_w * h
         size = (least_h, least_h * w // h) if shorter_h else (least_w * h // w, least_w)
-        picture = _resized(picture, size, self.preprocessing.interpolation)
+        image = _resized(image, size, self.preprocessing.interpolation)
         top, left = round((size[0] - height) / 2), round((size[1] - width) / 2)
-        return np.ascontiguousarray(picture[top : top + height, left : left + width])
+        return np.ascontiguousarray(image[top : top + height, left : left + width])
 
 
 ImageTransform = TrainTransform | EvalTransform
@@ -173,7 +173,7 @@ def train_transform(
 def augmented(
     image_size: int | Size, words: Sequence[str], preprocessing: Preprocessing = CLIP
 ) -> ImageTransform:
-    """What training does to pictures: `words` of train.py's --augmentation; without any, what
+    """What training does to images: `words` of train.py's --augmentation; without any, what
     evaluation does. Flips are of half of them."""
     if not words:
         return eval_transform(image_size, preprocessing)
@@ -192,7 +192,7 @@ def eval_transform(image_size: int | Size, preprocessing: Preprocessing = CLIP) 
 
 
 def normalised(
-    pictures: Sequence[np.ndarray], out: Tensor | None = None, preprocessing: Preprocessing = CLIP
+    images: Sequence[np.ndarray], out: Tensor | None = None, preprocessing: Preprocessing = CLIP
 ) -> Tensor:
     """uint8 [H, W, 3] each -> float32 [b, 3, H, W], channels-last: (value / 255 - mean) / std of
     each channel.
@@ -200,20 +200,20 @@ def normalised(
     `out`: memory to write to, float32, flat, of as many values; else it is allocated. Convolutions
     follow the memory format of their input, and are faster on channels-last on CPU and GPU alike.
     """
-    height, width = pictures[0].shape[:2]
-    out = torch.empty(len(pictures) * height * width * 3) if out is None else out
-    rows = out.view(len(pictures), height, width * 3)
-    # One row of the picture at a time: a broadcast over 3 channels would be a loop of 3 steps.
+    height, width = images[0].shape[:2]
+    out = torch.empty(len(images) * height * width * 3) if out is None else out
+    rows = out.view(len(images), height, width * 3)
+    # One row of the image at a time: a broadcast over 3 channels would be a loop of 3 steps.
     mean, std = preprocessing.mean, preprocessing.std
     scale = torch.tensor([1 / (255 * s) for s in std]).repeat(width)  # [3 W]
     shift = torch.tensor([-m / s for m, s in zip(mean, std)]).repeat(width)
-    for row, picture in zip(
-        rows, pictures
-    ):  # picture by picture: in between, the values stay in the processor's cache
+    for row, image in zip(
+        rows, images
+    ):  # image by image: in between, the values stay in the processor's cache
         torch.addcmul(
-            shift, torch.from_numpy(picture).view(height, width * 3).float(), scale, out=row
+            shift, torch.from_numpy(image).view(height, width * 3).float(), scale, out=row
         )
-    return out.view(len(pictures), height, width, 3).permute(0, 3, 1, 2)
+    return out.view(len(images), height, width, 3).permute(0, 3, 1, 2)
 
 
 def _stored(size: Size, preprocessing: Preprocessing) -> Stored:
@@ -222,15 +222,15 @@ def _stored(size: Size, preprocessing: Preprocessing) -> Stored:
 
 
 def _crop_box(
-    picture: Size, target: Size, area: float, ratio: float, down: float, right: float
+    image: Size, target: Size, area: float, ratio: float, down: float, right: float
 ) -> tuple[int, int, int, int]:
     """(top, left, height, width) of a random crop; `area` .. `right` are drawn evenly from 0..1.
 
-    torchvision's RandomResizedCrop measures the area of the whole picture; a square of 80 % of a
+    torchvision's RandomResizedCrop measures the area of the whole image; a square of 80 % of a
     4:3 photo does not fit, and it falls back to the same centre nearly every time. Here the area is
     that of the largest box that fits.
     """
-    (h, w), shape = picture, target[1] / target[0]
+    (h, w), shape = image, target[1] / target[0]
     largest = min(h, w / shape) * min(w, h * shape)
     pixels = largest * (CROP_AREA[0] + area * (CROP_AREA[1] - CROP_AREA[0]))
     low, high = np.log(CROP_RATIO)
@@ -240,18 +240,18 @@ def _crop_box(
     return int(down * (h - height + 1)), int(right * (w - width + 1)), height, width
 
 
-def _on_background(picture: np.ndarray, colour: tuple[int, ...]) -> np.ndarray:
-    if picture.shape[2] == 3:
-        return picture
-    image = Image.fromarray(picture)  # RGBA
-    background = Image.new("RGB", image.size, colour)
-    background.paste(image, mask=image.getchannel("A"))
+def _on_background(image: np.ndarray, colour: tuple[int, ...]) -> np.ndarray:
+    if image.shape[2] == 3:
+        return image
+    pil_image = Image.fromarray(image)  # RGBA
+    background = Image.new("RGB", pil_image.size, colour)
+    background.paste(pil_image, mask=pil_image.getchannel("A"))
     return np.array(background)
 
 
-def _resized(picture: np.ndarray, size: Size, interpolation: str) -> np.ndarray:
+def _resized(image: np.ndarray, size: Size, interpolation: str) -> np.ndarray:
     """uint8 [h, w, 3], contiguous -> uint8 [H, W, 3], contiguous; antialiased."""
-    channels_first = torch.from_numpy(picture).permute(
+    channels_first = torch.from_numpy(image).permute(
         2, 0, 1
     )  # [3, h, w], channels-last in memory: its fast path
     resized = functional.resize(

@@ -117,8 +117,8 @@ class Snapshot:
 
 
 def snapshot(engine: ForkEngine) -> Snapshot:
-    """What this rank is to save. Raises ValueError for an optimizer whose state cannot be told
-    apart by parameter."""
+    """What this rank is to save. Raises ValueError for an optimizer whose state cannot be
+    divided by parameter."""
     optimizer, parameters = (
         get_torch_optimizer(engine.optimizer),
         engine.module.canonical_parameters,

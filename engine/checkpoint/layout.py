@@ -139,12 +139,12 @@ class Manifest:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What all ranks tell, put together: a rank tells what is equal everywhere, and of its
+        """What all ranks report, put together: a rank reports what is equal everywhere, and of its
         own."""
-        told: dict[str, Any] = {}
+        united: dict[str, Any] = {}
         for record in self.ranks:
-            told = _united(told, record.progress)
-        return told
+            united = _united(united, record.progress)
+        return united
 
     def to_text(self) -> str:
         return sealed({"format": FORMAT, "version": VERSION, **asdict(self)})
@@ -263,7 +263,7 @@ def flush(path: Path, forget: bool = False) -> None:
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint whose files are all there and have their sizes; what is in them
-    is not looked at.
+    is not checked.
 
     Raises BrokenCheckpoint.
     """
@@ -285,11 +285,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except (ValueError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise _passing(error) or BrokenCheckpoint(f"{checkpoint}: {MANIFEST} {error}") from error
     for rank, record in enumerate(manifest.ranks):
-        _look_at(checkpoint / tensors_file(rank), record.num_bytes)
+        _check_size(checkpoint / tensors_file(rank), record.num_bytes)
     return manifest
 
 
-def _look_at(file: Path, num_bytes: int) -> None:
+def _check_size(file: Path, num_bytes: int) -> None:
     try:
         found = file.lstat()
     except OSError as error:
@@ -333,7 +333,7 @@ def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> Manifest:
     """The manifest of a checkpoint that is as it was written. Raises BrokenCheckpoint with what is
     wrong.
 
-    Sizes are always looked at; of the contents every `parts`-th file from `part` on, so that ranks
+    Sizes are always checked; of the contents every `parts`-th file from `part` on, so that ranks
     can share the reading.
     """
     manifest = read_manifest(checkpoint)

@@ -5,7 +5,7 @@ from it.
                  └─ write, flush, read again; then the first rank renames
 
 Training waits for the copy to host memory. One checkpoint is in flight at most. No thread calls a
-collective: what the writers found is told when the next checkpoint is asked for, or at the end.
+collective: what the writers found is reported when the next checkpoint is asked for, or at the end.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class CheckpointWriter:
         """
         if reason := self._landed():
             self._warn(reason)
-        taken, told = (
+        taken, copied_state = (
             snapshot(engine),
             json.loads(json.dumps(state)),
         )  # a copy: the caller goes on changing its own
@@ -118,7 +118,7 @@ class CheckpointWriter:
         if self._first:
             about = {
                 "topology": topology_of(engine),
-                "state": told,
+                "state": copied_state,
                 "configuration": self.configuration,
             }
             num_ranks, self._cancelled = engine.graph.world_size, threading.Event()
@@ -196,7 +196,7 @@ class CheckpointWriter:
             _give_way()
             try:
                 future.set_result(work())
-            except Exception as error:  # told to all ranks when the next checkpoint is asked for; here at once, as far as it is known
+            except Exception as error:  # reported to all ranks when the next checkpoint is asked for; here at once, as far as it is known
                 self._warn(_in_words(error))
                 future.set_exception(error)
 

@@ -2,7 +2,7 @@
 read again, then one rename.
 
     every rank          write_rank    its tensors, flushed, compared with what is in memory, their checksum; last its marker
-    the first rank      commit        waits for all markers, looks at the sizes, writes the manifest, renames the folder, then `latest`
+    the first rank      commit        waits for all markers, checks the sizes, writes the manifest, renames the folder, then `latest`
 
 A process that is killed leaves a folder `step-NNNNNNNN.writing` behind, which nobody reads and
 `make_folder` clears away.
@@ -47,7 +47,7 @@ from engine.checkpoint.layout import (
 )
 from engine.checkpoint.retention import Keep, clear_away, delete_old, set_aside_from
 
-LOOK_EVERY_S = 0.05  # for markers of other ranks
+POLL_EVERY_S = 0.05  # for markers of other ranks
 
 
 def writing_folder(folder: Path, step: int) -> Path:
@@ -190,6 +190,6 @@ def _await_markers(
                 f"ranks {missing} have not written their part within {limit_s:.0f} s; all nodes "
                 f"must see the same folder {writing.parent}"
             )
-        if cancelled.wait(LOOK_EVERY_S):
+        if cancelled.wait(POLL_EVERY_S):
             return False
     return True

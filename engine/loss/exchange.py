@@ -275,7 +275,7 @@ def meet(arrived: Arrived, pair: Pair, alone: bool = True) -> Meeting:
         came & ((_sample(first) != reference).any(1) | (_sample(second) != reference).any(1))
     ).sum()
     # A row that claims another one's place leaves its own empty. That is no sample without the
-    # modality: those are told beforehand.
+    # modality: those are reported beforehand.
     lost = sum(
         (own.index != NOBODY).sum().sub(arrived.num_rows[branch]).abs()
         for branch, own in rows.items()

@@ -113,17 +113,17 @@ def match(
         for pairs in [] if texts is None else _split(_pairs(texts, place), most_pairs):
             tokens = block[pairs.image].requires_grad_()
             longest = int(texts.mask[pairs.text].sum(1).max())  # texts are padded behind
-            told = texts.tokens[pairs.text, :longest].requires_grad_()
+            text_tokens = texts.tokens[pairs.text, :longest].requires_grad_()
             with torch.enable_grad():
-                scores = fusion(tokens, told, texts.mask[pairs.text, :longest])
+                scores = fusion(tokens, text_tokens, texts.mask[pairs.text, :longest])
                 share = (loss.losses(scores, pairs.belong) * pairs.weight).sum()
-            share_told = share.detach()
+            share_value = share.detach()
             inject(
-                [(share, scale + (share_told - share_told))]
+                [(share, scale + (share_value - share_value))]
             )  # not-a-number where it is not finite, so that the step is skipped
             gradient.index_add_(0, pairs.image, tokens.grad.float())
-            text_gradient[:, :longest].index_add_(0, pairs.text, told.grad.float())
-            shares.append(share_told)
+            text_gradient[:, :longest].index_add_(0, pairs.text, text_tokens.grad.float())
+            shares.append(share_value)
             right.append(((scores > 0) == pairs.belong).float().sum())
             num_pairs += len(scores)
         if pair.first in image.trained:
@@ -240,7 +240,7 @@ def _blocks(
     """(replica of the image tail, places [b], tokens [b, T, F]) of one micro-batch after the other,
     replica by replica.
 
-    Image tails see their own ones only, text tails all. Sizes are told first, so that nobody need
+    Image tails see their own ones only, text tails all. Sizes are sent first, so that nobody need
     know how the others deal.
     """
     first, second = pair.branches

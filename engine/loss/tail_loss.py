@@ -45,11 +45,10 @@ class Sums:
     # matching pairs
     losses: Tensor
     sources: Tensor  # [2, P, S], shares of the contrastive losses and samples, by pair and source
-    scalars: Tensor  # what the losses learn, in the order of the pairs, each told by one rank
-    misaligned: (
-        Tensor  # [1], places with different samples in two branches, told by one rank of each pair
-    )
-    left_out: list[float]  # [P], samples of which a half was a stand-in, told by one rank each
+    scalars: Tensor  # what the losses learn, in the order of the pairs, each reported by one rank
+    # [1], places with different samples in two branches, reported by one rank of each pair
+    misaligned: Tensor
+    left_out: list[float]  # [P], samples of which a half was a stand-in, reported by one rank each
     given: list[dict[str, Rows]] = field(
         default_factory=list
     )  # what went into each loss, by branch
@@ -68,7 +67,7 @@ class Sums:
             [0.0] * num_pairs,
         )
 
-    def told(self) -> dict[str, Tensor | list[float]]:
+    def reported(self) -> dict[str, Tensor | list[float]]:
         return {
             "loss": self.loss,
             "misaligned": self.misaligned,
@@ -103,7 +102,7 @@ class TailLoss:
         )
         self.objective: Objective = comm.objective
         self._equal_shares = equal_shares
-        # of one source nothing is told beside the loss
+        # of one source nothing is reported beside the loss
         self._source_starts = torch.tensor(
             source_starts or (), dtype=torch.int64, device=self.device
         )
@@ -312,7 +311,7 @@ class TailLoss:
                 raise RuntimeError(
                     f"{self.place.name}: {sum(each)} rows of {branch} came for a batch of "
                     f"{num_samples} samples with {of_sample} of them per sample, which needs "
-                    f"{expected}; load as many as train_batch was told"
+                    f"{expected}; load as many as train_batch was given"
                 )
         return counts
 

@@ -8,7 +8,7 @@
 | fp16 | DeepSpeed's ZeRO optimizer, by every rank's gradients, still scaled | the same, and its loss scale falls, once for all ranks |
 
 A loss that is not finite makes the gradients not finite where they are injected, so that whoever
-looks at gradients sees it too.
+reads gradients sees it too.
 """
 
 from __future__ import annotations

@@ -183,9 +183,9 @@ class GroupedClipping:
             == 0
         )
 
-    def told(self, step_applied: bool) -> list[Tensor]:
+    def reported(self, step_applied: bool) -> list[Tensor]:
         """Norm, coefficient and clipped share of every group, one after the other, as the metrics
-        have them: zero where another rank tells them; norm and coefficient not-a-number in a step
+        have them: zero where another rank reports them; norm and coefficient not-a-number in a step
         that was skipped. A group without parameters has norm 0."""
         zero, nan = self._number(0), self._number(math.nan)
         shares, numbers = self.clipped_share, []

@@ -26,7 +26,7 @@ from engine.config.spelling import nearest, nearest_pattern
 from engine.topology import StageGraph
 
 HEAD = "head"  # the group of what stands behind the towers
-# What each kind may be told besides `match`. `limit` must be given to the first two.
+# The keys that each kind takes besides `match`. `limit` must be given to the first two.
 KEYS_OF_KIND = {
     "norm": ("limit",),
     "value": ("limit",),

@@ -90,8 +90,8 @@ class OptimizerGroups:
 
 
 class Setting(NamedTuple):
-    """What a parameter group of the optimizer is told. `weight_decay`, `warmup_steps` None: as the
-    JSON's blocks say."""
+    """The settings of a parameter group of the optimizer. `weight_decay`, `warmup_steps` None: as
+    the JSON's blocks say."""
 
     lr_scale: float
     weight_decay: float | None
@@ -169,7 +169,7 @@ def settings_of(
     layers: Mapping[str, Sequence[DescribesParameters]],
     optimizer: Mapping[str, Any],
 ) -> dict[str, Setting]:
-    """canonical name -> what its parameter group is told. `layers[branch]`: all layers in order,
+    """canonical name -> the settings of its parameter group. `layers[branch]`: all layers in order,
     the head last; `optimizer`: DeepSpeed's block. Raises ValueError for a pattern that matches no
     parameter."""
     params, found = optimizer.get("params", {}), {}
@@ -209,7 +209,7 @@ def _is_not_decayed(name: str, shape: Sequence[int], patterns: Sequence[str] | N
 def groups_of_names(
     names: Sequence[str], settings: Mapping[str, Setting]
 ) -> dict[Setting, list[str]]:
-    """The names that are told the same, in the order in which they come."""
+    """The names with the same settings, in the order in which they come."""
     found: dict[Setting, list[str]] = {}
     for name in names:
         found.setdefault(settings[name], []).append(name)

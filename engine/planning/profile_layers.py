@@ -34,7 +34,7 @@ from engine.processes.out_of_memory import explained, message_of_profile
 
 class ProfiledLayer(Protocol):
     """What is asked of a layer's description: its name, and the layer itself without memory (meta
-    device), which is only looked at."""
+    device), which is only inspected."""
 
     name: str
     template: nn.Module

@@ -188,7 +188,7 @@ class _ZeroStep(_Imitation):
 
     @torch.no_grad()
     def step(self) -> None:
-        """A look for overflow (fp16: has_overflow); the norm in double precision
+        """A check for overflow (fp16: has_overflow); the norm in double precision
         (get_grad_norm_direct); one flat gradient in fp32; fp16: the scale taken out; clip, step,
         weights back."""
         scaled = self.dtype == torch.float16

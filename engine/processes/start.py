@@ -155,7 +155,7 @@ def first_rank_first() -> Iterator[None]:
     """The first rank goes through the body alone, then all others do: what it leaves on disk is
     there for them.
 
-    They wait for up to a day, since looking at millions of pictures takes hours. That the first
+    They wait for up to a day, since reading millions of images takes hours. That the first
     rank lives, the watchdog sees.
     """
     group = dist.new_group(backend="gloo", timeout=PREPARATION_LIMIT)

@@ -108,7 +108,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         neighbour, beats = (self.rank + 1) % self.world_size, 0
-        alive, getting_on, told, everyone = _Unchanged(), _Unchanged(), 0, 0
+        alive, getting_on, reported_progress, everyone = _Unchanged(), _Unchanged(), 0, 0
         while not self._stop.wait(BEAT_S):
             beats += 1
             # where a call holds Python's lock, this thread stands still too, and only
@@ -125,7 +125,10 @@ class Watchdog:
                 )
                 if self._progress is not None:
                     progress = self._progress()
-                    everyone, told = self._store.add("progress", progress - told), progress
+                    everyone, reported_progress = (
+                        self._store.add("progress", progress - reported_progress),
+                        progress,
+                    )
                 if self._store.check(["stall"]):
                     self._tell_stack()
             except RuntimeError:

@@ -13,7 +13,7 @@ import numpy as np
 from data.batching.adaptation import Trends, after_step
 from data.batching.balance import ByCost
 from data.batching.branch_cost import BranchCost, fit_branch_cost, smoothed
-from data.batching.feed import Looks, look, typical
+from data.batching.feed import Observations, adjust, typical
 from data.batching.mixture import Parts
 from data.batching.settings import Setting, Settings
 from engine.executor import ForkEngine
@@ -23,13 +23,13 @@ from engine.topology import StageGraph
 from engine.trace import Span
 from launch.balancing.choosing import Balance
 
-OBSERVED = 3  # steps of every interval whose micro-batches are looked at one by one, the last ones
+OBSERVED = 3  # steps of every interval whose micro-batches are measured one by one, the last ones
 DRIFT = 0.05  # costs that predict what was seen as nearly as this stay
 SMOOTHING = 0.3  # least weight of a new fit
 PASSES = ("EmbedPass", "ForwardPass", "ReplayPass", "BackwardPass")
 
 Mix = tuple[int, Parts]  # from an epoch on
-Decision = tuple[Setting | None, Looks, Mix | None, dict[str, Any]]
+Decision = tuple[Setting | None, Observations, Mix | None, dict[str, Any]]
 Point = tuple[
     int, int, float
 ]  # samples or texts of a micro-batch, what they are padded to, seconds
@@ -37,8 +37,8 @@ Point = tuple[
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank tells at a look: seconds of its micro-batches, and how many steps its loader
-    may be ahead."""
+    """What one rank reports at a measurement: seconds of its micro-batches, and how many steps its
+    loader may be ahead."""
 
     stage: str
     points: list[Point]
@@ -53,7 +53,7 @@ class Balancer:
         self.balance = balance
         self.settings = Settings([balance.first])
         self._trends = balance.adaptation and Trends.start(len(balance.adaptation.parts))
-        self._looks, self._replica, self._stage_name = Looks(), replica, stage_name
+        self._observations, self._replica, self._stage_name = Observations(), replica, stage_name
         self._graph: StageGraph = balance.plan.graph
         self._branch = next(
             iter(next(s for s in self._graph.stages if s.name == stage_name).layers)
@@ -61,14 +61,14 @@ class Balancer:
         # two micro-batches per worker are made ahead, at worst each of another step, and the step
         # after them is being dealt
         self._ahead = 2 * workers + 2
-        self._busy_s: list[dict[str, float]] = []  # of the steps since the last look, by branch
+        self._busy_s: list[dict[str, float]] = []  # by branch, of the steps since a measurement
         self._spans: list[tuple[int, Sequence[Span]]] = []  # of the last steps
 
     @property
-    def looks_every(self) -> int:
-        """Steps between looks; 0: there is nothing to learn."""
+    def measurement_interval(self) -> int:
+        """Steps between measurements; 0: there is nothing to learn."""
         adapts = self.balance.adaptation is not None
-        return self.balance.block.looks_every(adapts) if self._dealt or adapts else 0
+        return self.balance.block.measurement_interval(adapts) if self._dealt or adapts else 0
 
     @property
     def _dealt(self) -> bool:
@@ -80,14 +80,14 @@ class Balancer:
         return {
             "num_micro_batches": setting.num_micro_batches[self._branch],
             "num_kept": self.balance.num_kept(self._branch, setting),
-            "rows_per_sample": {"text": setting.knobs.captions_per_image}
+            "rows_per_sample": {"text": setting.feed_rates.captions_per_image}
             if "text" in self.balance.dealers
             else {},
         }
 
     def after_step(self, engine: ForkEngine, metrics: StepMetrics) -> dict[str, Any] | None:
-        """All ranks call it together, after each step. At a look: what was seen and what follows,
-        on every rank."""
+        """All ranks call it together, after each step. At a measurement: what was seen and what
+        follows, on every rank."""
         step = engine.global_steps  # done so far; the next one has this number
         if not self.note(step, metrics.busy_s, engine.recorder.spans, metrics.sources):
             return None
@@ -104,8 +104,8 @@ class Balancer:
         sources: Sequence[SourceLoss] = (),
     ) -> bool:
         """Keep what a step took and what its loss was, the `step`-th from 1. Is it time for a
-        look?"""
-        if not self.looks_every:
+        measurement?"""
+        if not self.measurement_interval:
             return False
         if self._trends is not None:
             self._trends = after_step(
@@ -115,10 +115,10 @@ class Balancer:
                 self._trends = self.balance.adaptation.after_epoch(self._trends)
         self._busy_s.append(branch_seconds(self._graph, busy_s))
         self._spans = [*self._spans[1 - OBSERVED :], (step - 1, spans)]
-        return step % self.looks_every == 0
+        return step % self.measurement_interval == 0
 
     def take_over(self, decided: Decision) -> dict[str, Any]:
-        setting, self._looks, mix, record = decided
+        setting, self._observations, mix, record = decided
         self._busy_s = []
         if mix is not None:
             self.settings.add_mix(*mix)
@@ -143,11 +143,11 @@ class Balancer:
         points = slowest_points(self._graph, reports)
         refits = holds and self.balance.block.refits
         costs = refitted(now.costs, points) if refits else now.costs
-        looks, knobs, reason = self._looks, now.knobs, None
+        observations, feed_rates, reason = self._observations, now.feed_rates, None
         if self._dealt:
-            looks, knobs, reason = look(
-                looks,
-                knobs,
+            observations, feed_rates, reason = adjust(
+                observations,
+                feed_rates,
                 self.balance.ladders,
                 self.balance.rules,
                 busy_s,
@@ -157,8 +157,8 @@ class Balancer:
         remixed = self._dealt and any(
             order.epoch(now.from_step) < epoch <= order.epoch(from_step) for epoch, _ in mixes
         )
-        if knobs != now.knobs or costs != now.costs or remixed:
-            words = [reason] if knobs != now.knobs else []
+        if feed_rates != now.feed_rates or costs != now.costs or remixed:
+            words = [reason] if feed_rates != now.feed_rates else []
             words += (
                 ["costs refitted"]
                 if any(costs[b].version != now.costs[b].version for b in costs)
@@ -168,16 +168,16 @@ class Balancer:
             setting = replace(
                 now,
                 from_step=from_step,
-                knobs=knobs,
+                feed_rates=feed_rates,
                 costs=costs,
                 reason="; ".join(filter(None, words)),
             )
             setting = replace(
                 setting, num_micro_batches=self.balance.num_micro_batches(setting, from_step, mixes)
             )
-            if knobs != now.knobs:
-                looks = replace(looks, from_step=from_step)
-        return setting, looks, mix, self._record(step, busy_s, points, reason, setting, mix)
+            if feed_rates != now.feed_rates:
+                observations = replace(observations, from_step=from_step)
+        return setting, observations, mix, self._record(step, busy_s, points, reason, setting, mix)
 
     def _next_mix(self, first_step: int) -> Mix | None:
         """What the losses of whole epochs have made of the weights, from the first epoch on that
@@ -215,7 +215,7 @@ class Balancer:
             "busy_s": busy_s,
             "measured_s": measured,
             "predicted_s": predicted,
-            "knobs": asdict(now.knobs),
+            "knobs": asdict(now.feed_rates),  # the key of earlier versions, as is `looks` below
             "num_micro_batches": dict(now.num_micro_batches),
             "reason": reason,
             "next": setting and setting.record(),
@@ -256,21 +256,21 @@ class Balancer:
         return points
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-like. Seconds of single micro-batches, of the last steps before a look, are not part
-        of it."""
+        """JSON-like. Seconds of single micro-batches, of the last steps before a measurement, are
+        not part of it."""
         return {
             "split": self._split(),
             "settings": self.settings.records(),
             "mixes": self.settings.mixes,
-            "looks": asdict(self._looks),
+            "looks": asdict(self._observations),
             "busy_s": self._busy_s,
             "trends": self._trends and asdict(self._trends),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """With step `step`, the next. Split in another way, what was measured no longer holds: as
-        planned then, with the knobs and the mixes of before, which decide what is trained. So it is
-        with global batches of another size, which may end an epoch."""
+        planned then, with the feed rates and the mixes of before, which decide what is trained. So
+        it is with global batches of another size, which may end an epoch."""
         before = Settings.from_records(state["settings"], state["mixes"])
         self._trends = self._trends and Trends(
             **{name: tuple(values) for name, values in state["trends"].items()}
@@ -281,14 +281,14 @@ class Balancer:
             before.at(step).costs.keys() == self.balance.first.costs.keys()
         )  # else it was dealt in order, or by shape
         if state["split"] == self._split() and dealt_alike:
-            self.settings, self._looks, self._busy_s = (
+            self.settings, self._observations, self._busy_s = (
                 before,
-                Looks(**state["looks"]),
+                Observations(**state["looks"]),
                 list(state["busy_s"]),
             )
             return
-        first, knobs = self.balance.first, before.at(step).knobs
-        setting = replace(first, from_step=step, knobs=knobs, reason="planned anew")
+        first, feed_rates = self.balance.first, before.at(step).feed_rates
+        setting = replace(first, from_step=step, feed_rates=feed_rates, reason="planned anew")
         setting = replace(
             setting, num_micro_batches=self.balance.num_micro_batches(setting, step, before.mixes)
         )

@@ -78,7 +78,7 @@ class Batching:
         """The input shapes of --image-buckets; empty: one square."""
         if self.buckets is None:
             return ""
-        return f"pictures of {', '.join(f'{h}×{w}' for h, w in self.buckets.sizes)} pixels (height × width)"
+        return f"images of {', '.join(f'{h}×{w}' for h, w in self.buckets.sizes)} pixels (height × width)"
 
     def follow(self, engine: ForkEngine, workers: int) -> None:
         """From here on with what the stage of this rank measures. `workers`: loader processes of a
@@ -108,7 +108,7 @@ class Batching:
         return step_line(metrics, step, step_s, self.balance, self.balancer.settings, self.sources)
 
     def after_step(self, metrics: StepMetrics) -> dict[str, Any] | None:
-        """At a look at the measured times, which all ranks take together: the line of
+        """At a measurement of times, which all ranks make together: the line of
         balance.jsonl."""
         return self.balancer.after_step(self.engine, metrics)
 

@@ -26,7 +26,7 @@ from engine.planning.planner import RunPlan
 from launch.settings.blocks import BalanceBlock
 from launch.settings.modalities import equal_shapes
 
-LOOKED_AT = 4  # global batches that decide how many micro-batches there are
+SAMPLED_BATCHES = 4  # global batches that decide how many micro-batches there are
 MOST_DEALT = (
     32  # micro-batches of a branch that is dealt alone: more leave next to no padding to save
 )
@@ -102,7 +102,7 @@ class Balance:
 
     def num_micro_batches(self, setting: Setting, step: int, mixes: Mixes = ()) -> dict[str, int]:
         """As many as take least time for the global batches from `step` on, by the costs and with
-        the knobs of `setting`."""
+        the feed rates of `setting`."""
         return {
             branch: self._num_micro_batches(branch, setting, step, mixes) for branch in self.dealers
         }
@@ -142,25 +142,25 @@ class Balance:
         )
         return max(
             len(careful.deal(self.batch(s, setting, mixes), planned.replicas, 1, most)[0])
-            for s in self._looked_at(step)
+            for s in self._sampled_steps(step)
         )
 
     def _captions(self, branch: str, setting: Setting) -> int:
         """Of each image, in the line that holds `branch`."""
         return (
-            setting.knobs.captions_per_image
+            setting.feed_rates.captions_per_image
             if branch == "text" or self.plan.graph.layout != "fork"
             else 1
         )
 
-    def _looked_at(self, step: int) -> list[int]:
+    def _sampled_steps(self, step: int) -> list[int]:
         """Steps whose global batches decide: those from `step` on, and under a curriculum the
         hardest, which end the epoch."""
-        steps = range(step, step + LOOKED_AT)
+        steps = range(step, step + SAMPLED_BATCHES)
         if self.order.curriculum is None:
             return [*steps]
         end = self.order.first_step(self.order.epoch(step) + 1)
-        return sorted({*steps, *range(max(step, end - LOOKED_AT), end)})
+        return sorted({*steps, *range(max(step, end - SAMPLED_BATCHES), end)})
 
 
 def make_balance(
@@ -260,9 +260,9 @@ def _adaptation(
     """What --data-adapt asks for."""
     if not options.data_adapt:
         return None
-    if not block.looks_every(adapts=True):
+    if not block.measurement_interval(adapts=True):
         raise ValueError(
-            f"--data-adapt {options.data_adapt:g} decides when measured times are looked at, and "
+            f"--data-adapt {options.data_adapt:g} decides when times are measured, and "
             "branches.balance.interval is 0, never; give an interval of at least 1, or leave "
             "--data-adapt out"
         )
@@ -275,7 +275,7 @@ def image_buckets(
     data: PreparedData, options: BatchingOptions, patch_size: int | None
 ) -> BucketedSamples | None:
     """The input sizes that --image-buckets asks for, chosen from the sizes of the training
-    pictures; None: one square."""
+    images; None: one square."""
     if options.image_buckets == 1:
         return None
     sides = [data.source.column(name)[data.train] for name in ("width", "height")]
@@ -285,7 +285,7 @@ def image_buckets(
 
 
 def side_multiple(patch_size: int | None) -> int:
-    """Pixels that the sides of a picture are multiples of. `patch_size` of a ViT; None:
+    """Pixels that the sides of an image are multiples of. `patch_size` of a ViT; None:
     convolutions."""
     return patch_size or CONV_STRIDE
 
@@ -305,7 +305,7 @@ def _ladders(
         have = int(data.source.column("num_captions")[data.train].max())
         if least > have:
             raise ValueError(
-                f"branches.balance.captions_per_image: [{least}, {most}], but no picture of this "
+                f"branches.balance.captions_per_image: [{least}, {most}], but no image of this "
                 f"data has more than {have} captions"
             )
         # where all activations wait for the loss: no more padded tokens than the plan had at their

@@ -6,23 +6,24 @@ Losses have their names from `Objective.losses`: `contrastive` and, with fusion,
 several pairs of branches `contrastive/image_text` and so on.
 
 Weights are what was asked for times a factor per loss, and together as much as was asked for, so
-that the size of a step stays what it was. A look comes every `interval` steps; losses are smoothed
-between looks, factors stay from 1 / MOST to MOST (that of matching, under `measured`, from 1 /
-MOST² on), and every change has a reason.
+that the size of a step stays what it was. Weights are updated every `interval` steps; losses are
+smoothed between updates, factors stay from 1 / MOST to MOST (that of matching, under `measured`,
+from 1 / MOST² on), and every change has a reason.
 
     uncertainty   log f = -s, and s follows the gradient of exp(-s) L + s, a loss with a learned uncertainty (Kendall, Gal & Cipolla 2018):
                   s <- s - RATE * (1 - exp(-s) L)
     measured      a loss that falls more slowly than the others gets more (after Liu, Johns & Davison
-                  2019), with L' at the look before:
+                  2019), with L' at the update before:
                   log f <- KEPT * log f + RATE * (log L/L' - the mean over all losses)
                   And matching waits for the embeddings, for negatives are hard only where
                   similarities mean something: f of matching is times max(1/MOST, 1 - L/L1), L the
-                  contrastive loss of its pair, L1 that of the first look
+                  contrastive loss of its pair, L1 that of the first update
     alignment     a pair whose held-out embeddings improve less than those of other pairs gets more.
-                  A look comes with each evaluation instead. The score S of a pair is its alignment
-                  plus the mean uniformity of its two branches (`models/metrics/alignment.py`), the
-                  sum that Wang & Isola (2020) minimise, lower where embeddings are better; mean
-                  over the held-out sets. With S1 at the first evaluation:
+                  Weights are updated after each evaluation instead. The score S of a pair is its
+                  alignment plus the mean uniformity of its two branches
+                  (`models/metrics/alignment.py`), the sum that Wang & Isola (2020) minimise, lower
+                  where embeddings are better; mean over the held-out sets. With S1 at the first
+                  evaluation:
                   log f <- KEPT * log f + RATE * (S - S1 - the mean of S - S1 over all pairs)
                   Matching has no alignment, and keeps the weight that was asked for
 """
@@ -59,13 +60,13 @@ class Followed:
 
     logarithms: Mapping[str, float] = field(default_factory=dict)  # of the factors
     smoothed: Mapping[str, float] = field(default_factory=dict)
-    before: Mapping[str, float] = field(default_factory=dict)  # at the last look
-    first: Mapping[str, float] = field(default_factory=dict)  # at the first look
+    before: Mapping[str, float] = field(default_factory=dict)  # at the last update
+    first: Mapping[str, float] = field(default_factory=dict)  # at the first update
     evaluated: int = -1  # the step after which the last evaluation was that counted
 
 
 class LossWeights:
-    """The weights of a run. `asked`: by loss, see above; `interval`: steps from look to look.
+    """The weights of a run. `asked`: by loss, see above; `interval`: steps from update to update.
 
     Raises ValueError for a mode or numbers that cannot be, and where `alignment` has no two pairs.
     """
@@ -75,8 +76,8 @@ class LossWeights:
             raise ValueError(f"loss weights {mode!r} are not known; give one of {', '.join(MODES)}")
         if interval < 1 or any(not 0 < weight < math.inf for weight in asked.values()):
             raise ValueError(
-                f"loss weights {dict(asked)}, a look every {interval} steps: weights must be above "
-                "0, and steps at least 1"
+                f"loss weights {dict(asked)}, an update every {interval} steps: weights must be "
+                "above 0, and steps at least 1"
             )
         check_mode(mode, asked)
         self.mode, self.asked, self.interval, self._followed = (
@@ -120,7 +121,7 @@ class LossWeights:
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """After the `step`-th step, from 1, with the metrics of the losses (`contrastive_loss`,
-        `matching_loss`, …): why weights are others now, at a look. Losses that are not finite do
+        `matching_loss`, …): why weights are others now, at an update. Losses that are not finite do
         not count."""
         losses = {name: metrics.get(loss_metric(name), math.nan) for name in self.asked}
         if self.mode in ("fixed", "alignment") or not all(map(math.isfinite, losses.values())):
@@ -128,14 +129,14 @@ class LossWeights:
         old = self._followed.smoothed or losses
         smoothed = {name: old[name] + SMOOTHING * (losses[name] - old[name]) for name in losses}
         self._followed = replace(self._followed, smoothed=smoothed)
-        return None if step % self.interval else self._look(self._moved(), smoothed, "loss")
+        return None if step % self.interval else self._update(self._moved(), smoothed, "loss")
 
     def after_evaluation(self, step: int, held_out: HeldOutFigures) -> str | None:
         """Under `alignment`, after the evaluation that follows the `step`-th step: why weights are
         others now.
 
         `held_out`: by name of the set, the figures of `Feeding.evaluate_held_out`, such as
-        `alignment/image_text` and `uniformity/text/image_text`. An evaluation that is told again
+        `alignment/image_text` and `uniformity/text/image_text`. An evaluation that is repeated
         changes nothing, and one with figures that are not finite does not count. Raises ValueError
         for a pair of which no set has figures.
         """
@@ -146,11 +147,11 @@ class LossWeights:
             return None
         first = self._followed.first or scores
         risen = {name: scores[name] - first[name] for name in scores}
-        reason = self._look(self._towards(risen), scores, "alignment + uniformity")
+        reason = self._update(self._towards(risen), scores, "alignment + uniformity")
         self._followed = replace(self._followed, evaluated=step)
         return reason
 
-    def _look(self, moved: Mapping[str, float], seen: Mapping[str, float], of: str) -> str | None:
+    def _update(self, moved: Mapping[str, float], seen: Mapping[str, float], of: str) -> str | None:
         """Take these logarithms, within bounds; why weights are others then. `seen`: what they
         follow from."""
         before, limit = self.weights(), math.log(MOST)
@@ -233,7 +234,7 @@ def score(pair: str, held_out: HeldOutFigures) -> float:
 
 
 def aligned(followed: Followed, contrastive: str = "contrastive") -> float:
-    """How far a contrastive loss had come at the last look from the first, from 0 to 1."""
+    """How far a contrastive loss had come at the last update from the first, from 0 to 1."""
     if not followed.first or followed.first[contrastive] <= 0:
         return 0.0
     return max(0.0, 1 - followed.before[contrastive] / followed.first[contrastive])

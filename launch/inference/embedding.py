@@ -3,7 +3,7 @@ programs map.
 
 A folder of embeddings has `image.npy` float32 [n, D] and `text.npy` float32 [m, D], rows of length
 1; `images.jsonl`, a line per row of the first with `index` in the data, `id`, `where` and
-`content`, a checksum of the picture; `texts.jsonl`, a line per row of the second with `image`, its
+`content`, a checksum of the image; `texts.jsonl`, a line per row of the second with `image`, its
 row in the first, and `text`; and `about.json`, which says what model they are of.
 """
 
@@ -37,7 +37,7 @@ FILES = ("about.json", "image.npy", "text.npy", "images.jsonl", "texts.jsonl")
 
 @dataclass(frozen=True)
 class Embedded:
-    """n pictures and m texts, on the CPU, of length 1. A picture that cannot be read is left out,
+    """n images and m texts, on the CPU, of length 1. An image that cannot be read is left out,
     with its texts."""
 
     index: Tensor  # [n] int64, in the data
@@ -48,12 +48,12 @@ class Embedded:
 
     @property
     def is_paired(self) -> bool:
-        """Is text i that of picture i, and no other?"""
+        """Is text i that of image i, and no other?"""
         return torch.equal(self.image_of_text, torch.arange(len(self.image)))
 
 
 class Embedder:
-    """The towers of `trained` on `device`, `batch_size` pictures or texts at a time."""
+    """The towers of `trained` on `device`, `batch_size` images or texts at a time."""
 
     def __init__(self, trained: Trained, device: torch.device | str, batch_size: int, workers: int):
         self.trained, self.device, self.batch_size, self.workers = (
@@ -68,7 +68,7 @@ class Embedder:
         }
 
     def images(self, source: Source, subset: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Of the samples `subset` whose pictures can be read: (their indices int64 [n], [n, D])."""
+        """Of the samples `subset` whose images can be read: (their indices int64 [n], [n, D])."""
         index, embeds = [], []
         for batch, outputs in self._of_images(source, subset):
             loaded = batch["image_index"] >= 0  # below: could not be read
@@ -98,7 +98,7 @@ class Embedder:
         return tokens
 
     def embedded(self, source: Source, subset: np.ndarray, all_captions: bool = False) -> Embedded:
-        """A data set: with the first caption of each picture, as training evaluates, or with
+        """A data set: with the first caption of each image, as training evaluates, or with
         all."""
         index, image = self.images(source, subset)
         captions = [
@@ -121,11 +121,11 @@ class Embedder:
         )
         requests, reports = evaluation_requests(np.asarray(subset), 0, 1, self.batch_size), []
         batches = micro_batches(dataset, requests, self.workers, on_load=reports.append)
-        for batch in _with_progress(batches, len(requests), "pictures"):
+        for batch in _with_progress(batches, len(requests), "images"):
             yield batch, self._run("image", batch)
         bad = [f"{where} ({reason})" for report in reports for _, reason, where in report.bad]
         if bad:
-            message = f"{len(bad)} of {len(subset)} pictures of {source.spec} cannot be read; the first: {bad[0]}"
+            message = f"{len(bad)} of {len(subset)} images of {source.spec} cannot be read; the first: {bad[0]}"
             if len(bad) == len(subset):
                 raise OSError(message)
             show(f"{message}. They are left out.")
@@ -227,7 +227,7 @@ def line_of(source: Source, i: int) -> dict[str, Any]:
     }
 
 
-def refuse_other_pictures(folder: Path, lines: Sequence[dict[str, Any]], source: Source) -> None:
+def refuse_other_images(folder: Path, lines: Sequence[dict[str, Any]], source: Source) -> None:
     """Errors: ValueError where the samples of `source` are not those that were embedded."""
     for line in lines:
         if line["index"] >= len(source) or source.content_hash(line["index"]).hex() != line.get(
@@ -241,7 +241,7 @@ def refuse_other_pictures(folder: Path, lines: Sequence[dict[str, Any]], source:
 
 
 def read_images(folder: Path) -> tuple[np.ndarray, list[dict[str, Any]], dict[str, Any]]:
-    """Of a folder of embeddings: (pictures' [n, D], mapped from the disk; the line of each;
+    """Of a folder of embeddings: (images' [n, D], mapped from the disk; the line of each;
     about.json). Errors: FileNotFoundError."""
     if not (folder / "about.json").is_file():
         raise FileNotFoundError(

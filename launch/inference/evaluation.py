@@ -1,4 +1,4 @@
-"""What a trained model can do, in numbers and in pictures: retrieval, classes, examples."""
+"""What a trained model can do, in numbers and in figures: retrieval, classes, examples."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ SHOWN = 5  # answers to a query
 
 def retrieval(embedded: Embedded) -> dict[str, float]:
     """{"image_to_text_R@1": …, …, "image_to_text_median_rank": …} and the same from text to image;
-    as `best_ranks` counts; with one text for each picture also how they lie to each other
+    as `best_ranks` counts; with one text for each image also how they lie to each other
     (`models/metrics/alignment.py`). Empty data: none."""
     values = {}
     for direction, sides in directions(embedded).items():
         values |= rank_figures(direction, best_ranks(*sides))
     if embedded.is_paired:
-        pictures = torch.arange(len(embedded.image))
+        images = torch.arange(len(embedded.image))
         values |= alignment_figures(
-            *(alignment_sums(*sides, pictures) for sides in _both(embedded.image, embedded.text)),
-            len(pictures),
+            *(alignment_sums(*sides, images) for sides in _both(embedded.image, embedded.text)),
+            len(images),
         )
     return values
 
 
 def directions(embedded: Embedded) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """direction -> (queries, the picture of each, candidates, the picture of each)."""
+    """direction -> (queries, the image of each, candidates, the image of each)."""
     image, text = (
         (embedded.image, torch.arange(len(embedded.image))),
         (embedded.text, embedded.image_of_text),
@@ -76,7 +76,7 @@ def classification(embedder: Embedder, test: HeldOut, train: HeldOut | None) -> 
     """Of data whose samples of a class have the same captions: zero-shot, by these as prompts; with
     `train` by neighbours and a linear probe.
 
-    Zero-shot, a picture is one of the classes of `test`; to those that `train` has besides,
+    Zero-shot, an image is one of the classes of `test`; to those that `train` has besides,
     neighbours and probe may take it.
     """
     if train:
@@ -130,7 +130,7 @@ def refuse_unlike(test: HeldOut, train: HeldOut) -> None:
         )
     if len(train.subset) < LEAST_TO_PROBE or len(trained) < 2:
         raise ValueError(
-            f"a linear probe needs at least {LEAST_TO_PROBE} training pictures of 2 classes; "
+            f"a linear probe needs at least {LEAST_TO_PROBE} training images of 2 classes; "
             f"{train.source.spec} has {len(train.subset)} of {len(trained)}"
         )
 
@@ -158,11 +158,11 @@ def classification_table(values: Mapping[str, float], title: str) -> Table:
 
 
 def examples(embedded: Embedded, source: Source, number: int, seed: int = 0) -> list[Row]:
-    """Queries drawn by chance, half of them texts and half pictures, with their first `SHOWN`
+    """Queries drawn by chance, half of them texts and half images, with their first `SHOWN`
     answers."""
     draw = torch.Generator().manual_seed(seed)
     texts = torch.randperm(len(embedded.text), generator=draw)[: -(-number // 2)]
-    pictures = torch.randperm(len(embedded.image), generator=draw)[: number // 2]
+    images = torch.randperm(len(embedded.image), generator=draw)[: number // 2]
     rows = []
     for query, *answers in zip(
         texts.tolist(), *map(Tensor.tolist, nearest(embedded.text[texts], embedded.image, SHOWN))
@@ -178,8 +178,8 @@ def examples(embedded: Embedded, source: Source, number: int, seed: int = 0) -> 
         ]
         rows.append(Row(embedded.texts[query], None, found))
     for query, *answers in zip(
-        pictures.tolist(),
-        *map(Tensor.tolist, nearest(embedded.image[pictures], embedded.text, SHOWN)),
+        images.tolist(),
+        *map(Tensor.tolist, nearest(embedded.image[images], embedded.text, SHOWN)),
     ):
         found = [
             Found(None, embedded.texts[i], s, int(embedded.image_of_text[i]) == query)
@@ -198,7 +198,7 @@ def examples(embedded: Embedded, source: Source, number: int, seed: int = 0) -> 
 def search(
     query: Tensor, embeds: Tensor | np.ndarray, lines: Sequence[Mapping[str, Any]], number: int
 ) -> list[dict[str, Any]]:
-    """The `number` pictures most like a query [1, D], best first: their lines, with
+    """The `number` images most like a query [1, D], best first: their lines, with
     "similarity"."""
     index, similarity = nearest(query, torch.as_tensor(np.array(embeds)), number)
     return [
@@ -219,7 +219,7 @@ def search_table(query: str, found: Sequence[Mapping[str, Any]]) -> Table:
 def embeddings_of(
     folder: Path, model: Mapping[str, str]
 ) -> tuple[np.ndarray, list[dict[str, Any]], list[str]]:
-    """A folder of embeddings, or of several, if these weights made them: (pictures, their lines,
+    """A folder of embeddings, or of several, if these weights made them: (images, their lines,
     the specs of the data). `model`: its `checksum`, the name of its `checkpoint`, and where its
     `run` is. Errors: ValueError, FileNotFoundError."""
     embeds, lines, abouts = zip(*(read_images(part) for part in folders_of(folder) or [folder]))

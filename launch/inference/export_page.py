@@ -22,17 +22,17 @@ MEAN, STD = {mean}, {std}
 
 def pixel_values(file):
     """[3, SIZE, SIZE]."""
-    picture = Image.open(file)
-    picture.draft(None, (RESIZE, RESIZE))  # a large JPEG is decoded at a smaller scale
-    picture = ImageOps.exif_transpose(picture)
-    if picture.has_transparency_data:
-        picture = picture.convert("RGBA")
-        white = Image.new("RGB", picture.size, "white")
-        white.paste(picture, mask=picture.getchannel("A"))
-        picture = white
-    pixels = torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
+    image = Image.open(file)
+    image.draft(None, (RESIZE, RESIZE))  # a large JPEG is decoded at a smaller scale
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGB", image.size, "white")
+        white.paste(image, mask=image.getchannel("A"))
+        image = white
+    pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
     larger = min(pixels.shape[1:]) / RESIZE
-    if larger > {kept}:  # in two steps, as the pictures of a cache
+    if larger > {kept}:  # in two steps, as the images of a cache
         pixels = resized(pixels, [round(side * {shrunk} / larger) for side in pixels.shape[1:]])
     pixels = resized(pixels, [RESIZE * side // min(pixels.shape[1:]) for side in pixels.shape[1:]])
     top, left = (round((side - SIZE) / 2) for side in pixels.shape[1:])
@@ -126,15 +126,15 @@ def export_page(trained: Trained, differences: list[str]) -> str:
         f"# {options['image_tower']} and {options['text_tower']}",
         f"An image–text model: both towers give embeddings of length 1 in {options['embed_dim']} "
         f"dimensions. Trained with the loss `{options['loss']}` for {trained.step:,} steps; "
-        f"pictures of {options['image_size']} pixels a side, texts of at most "
+        f"images of {options['image_size']} pixels a side, texts of at most "
         f"{options['max_text_tokens']} tokens. Weights are in fp32. The loss read "
         f"`exp(logit_scale)` times the products of the embeddings{bias}; the scale is at most 100.",
         "## Load it",
         _intro(differences),
         _state_dict_example(image, text) if differences else DUAL_ENCODER,
-        "## Pictures",
+        "## Images",
         "`preprocessor_config.json` is for transformers' `CLIPImageProcessor`, which gives the "
-        f"very pixels of training for opaque pictures between {resize} and {int(KEPT * resize)} "
+        f"very pixels of training for opaque images between {resize} and {int(KEPT * resize)} "
         "pixels on their shorter side, but for those whose margin around the centre is rounded "
         "the other way. For all others it is near; this is what the model was evaluated with:",
         PIXELS.format(

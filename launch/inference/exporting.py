@@ -144,7 +144,7 @@ def canonical_state(layers: list[Layer]) -> dict[str, Tensor]:
 
 
 def image_processor(preprocessing: Preprocessing, image_size: int) -> CLIPImageProcessor:
-    """transformers' nearest to `data.modalities.transforms.eval_transform`. Other are: pictures
+    """transformers' nearest to `data.modalities.transforms.eval_transform`. Other are: images
     over 1.25 times as large as they are resized to, which are shrunk in two steps in training;
     those where the margin around the centre is odd; transparent ones."""
     return CLIPImageProcessor(

@@ -1,4 +1,4 @@
-"""Pictures that a person can judge: queries with what was found for them, right and wrong
+"""Figures that a person can judge: queries with what was found for them, right and wrong
 marked."""
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from data.modalities.decoding import decode_bytes, upright_8bit
 from data.modalities.fonts import columns_of, fonts_for, wrapped
-from data.modalities.pictures import decode_bytes, upright_8bit
 
 RIGHT, WRONG = (
     "#009E73",
     "#D55E00",
-)  # Okabe and Ito's, told apart also by the colour-blind; a word says it too
+)  # Okabe and Ito's, distinguishable also by the colour-blind; a word says it too
 DOTS_PER_INCH, CELL_INCHES = 110, 1.6
-LETTERS, LETTERS_ALONE = 26, 18  # of a line below a picture, and of a text in the place of one
+LETTERS, LETTERS_ALONE = 26, 18  # of a line below an image, and of a text in the place of one
 
 
 @dataclass(frozen=True)
 class Found:
-    """One answer: a picture, or a text. `right` None: nobody knows."""
+    """One answer: an image, or a text. `right` None: nobody knows."""
 
-    picture: bytes | None
+    image: bytes | None
     text: str
     similarity: float
     right: bool | None = None
@@ -34,10 +34,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Row:
-    """A query and its answers, best first: a picture with its own caption, or a text alone."""
+    """A query and its answers, best first: an image with its own caption, or a text alone."""
 
     text: str
-    picture: bytes | None
+    image: bytes | None
     found: Sequence[Found]
 
 
@@ -65,12 +65,12 @@ def _draw_rows(rows: Sequence[Row], title: str, path: Path, drawable: Callable[[
     for row, cells in zip(rows, axes):
         for cell in cells:
             cell.set_axis_off()
-        _draw_cell(cells[0], row.picture, drawable(row.text), "query", None)
+        _draw_cell(cells[0], row.image, drawable(row.text), "query", None)
         for found, cell in zip(row.found, cells[1:]):
             mark = {True: "right", False: "wrong", None: ""}[found.right]
             _draw_cell(
                 cell,
-                found.picture,
+                found.image,
                 drawable(found.text),
                 f"{mark} {found.similarity:.2f}".strip(),
                 found.right,
@@ -80,10 +80,10 @@ def _draw_rows(rows: Sequence[Row], title: str, path: Path, drawable: Callable[[
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
-def _draw_cell(cell, picture: bytes | None, text: str, heading: str, right: bool | None) -> None:
+def _draw_cell(cell, image: bytes | None, text: str, heading: str, right: bool | None) -> None:
     colour = {True: RIGHT, False: WRONG, None: "black"}[right]
     cell.set_title(heading, fontsize=8, color=colour, parse_math=False)
-    if picture is None:
+    if image is None:
         cell.text(
             0.5,
             0.5,
@@ -95,7 +95,7 @@ def _draw_cell(cell, picture: bytes | None, text: str, heading: str, right: bool
             parse_math=False,
         )
         return
-    cell.imshow(on_white(picture))
+    cell.imshow(on_white(image))
     cell.text(
         0.5,
         -0.04,
@@ -118,9 +118,9 @@ def _lines(text: str, most: int, letters: int) -> str:
 
 
 def on_white(data: bytes) -> np.ndarray:
-    """[h, w, 3] uint8 of an encoded picture."""
-    picture = np.asarray(upright_8bit(decode_bytes(data, at_least=160)))
-    if picture.shape[-1] == 3:
-        return picture
-    alpha = picture[..., 3:].astype(np.float32) / 255
-    return (alpha * picture[..., :3] + (1 - alpha) * 255).round().astype(np.uint8)
+    """[h, w, 3] uint8 of an encoded image."""
+    image = np.asarray(upright_8bit(decode_bytes(data, at_least=160)))
+    if image.shape[-1] == 3:
+        return image
+    alpha = image[..., 3:].astype(np.float32) / 255
+    return (alpha * image[..., :3] + (1 - alpha) * 255).round().astype(np.uint8)

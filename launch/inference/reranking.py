@@ -2,7 +2,7 @@
 (ALBEF: Li et al. 2021, section 5).
 
 Embeddings choose, since a score takes a pass through the fusion for each pair; tokens of texts are
-kept, those of pictures come in batches.
+kept, those of images come in batches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def reranked_retrieval(
         direction: nearest(own, other, number)[0]
         for direction, (own, _, other, _) in queries.items()
     }  # [b, k]
-    pairs = {}  # as numbers: by picture, then by text
+    pairs = {}  # as numbers: by image, then by text
     for direction, candidates in found.items():
         query = torch.arange(len(candidates))[:, None]
         pairs[direction] = (
@@ -54,11 +54,11 @@ def pair_scores(
     embedder: Embedder, embedded: Embedded, source: Source, image: Tensor, text: Tensor
 ) -> Tensor:
     """[P] float32 of pairs of rows of `embedded`, [P] each, in which those of `image` ascend."""
-    told, first, scores = embedder.text_tokens(embedded.texts), 0, [torch.zeros(0)]
+    text_tokens, first, scores = embedder.text_tokens(embedded.texts), 0, [torch.zeros(0)]
     for tokens in embedder.image_tokens(source, embedded.index):
         start, end = torch.searchsorted(image, torch.tensor([first, first + len(tokens)])).tolist()
         for part in torch.arange(start, end).split(embedder.batch_size):
-            own = [told[i] for i in text[part].tolist()]
+            own = [text_tokens[i] for i in text[part].tolist()]
             padded = pad_sequence(own, batch_first=True).to(embedder.device)
             mask = pad_sequence([torch.ones(len(each)) for each in own], batch_first=True).to(
                 embedder.device

@@ -77,11 +77,11 @@ def _agree(
     """What to say, the exit status, and whether this rank says it. A lost connection is the echo of
     a failure elsewhere: look for that."""
     if not isinstance(error, EXPLAINED):
-        cause, told = watchdog.cause_elsewhere(
+        cause, other_status = watchdog.cause_elsewhere(
             LOST_CONNECTION_WAIT_S if _from_a_collective(error) else 0.0
         )
-        if told is not None:
-            return message, told, False
+        if other_status is not None:
+            return message, other_status, False
         message = cause or message
     return message, status, watchdog.claim_failure(message, status)
 

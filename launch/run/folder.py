@@ -112,8 +112,8 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
-    def looks(self) -> Path:
-        """What the balance of the run was seen to do, a line per look."""
+    def balance(self) -> Path:
+        """What the balance of the run was seen to do, a line per measurement."""
         return self.path / "balance.jsonl"
 
     @property
@@ -233,7 +233,7 @@ class RunFolder:
     def forget_after(self, step: int) -> None:
         """Drop what was logged of steps after `step`: the run goes on from there and measures them
         again."""
-        for file in (self.metrics, self.looks, self.bad_steps, self.loss_weights):
+        for file in (self.metrics, self.balance, self.bad_steps, self.loss_weights):
             if self.first_rank and file.is_file():
                 lines = file.read_text(encoding="utf-8").splitlines()
                 kept = [line for line in lines if _step_of(line) <= step]
@@ -274,9 +274,9 @@ class RunFolder:
         }
         self._append(self.metrics, values)
 
-    def log_look(self, values: Mapping[str, Any]) -> None:
+    def log_measurement(self, values: Mapping[str, Any]) -> None:
         """Append one line to balance.jsonl."""
-        self._append(self.looks, values)
+        self._append(self.balance, values)
 
     def log_loss_weights(self, values: Mapping[str, Any]) -> None:
         """Append one line to loss_weights.jsonl, unless it ends in that line: a run that goes on

@@ -38,11 +38,11 @@ class Journal:
         self.folder.log(line)
         self.tracker.log(line)
 
-    def look(self, step: int, seen: Mapping[str, Any] | None) -> None:
-        """balance.jsonl, and the reasons of what was moved. None: there was no look."""
+    def measurement(self, step: int, seen: Mapping[str, Any] | None) -> None:
+        """balance.jsonl, and the reasons of what was moved. None: there was no measurement."""
         if seen is None:
             return
-        self.folder.log_look(seen)
+        self.folder.log_measurement(seen)
         for reason in filter(None, (seen["reason"], seen.get("mix", {}).get("reason"))):
             self.say(f"step {step}: {reason}")
 

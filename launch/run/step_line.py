@@ -21,12 +21,14 @@ def step_line(
     sources: Sequence[str],
 ) -> dict[str, float]:
     """Of the `step`-th step, from 1, which took `step_s` seconds. Beside what the engine measured:
-    rates, the knobs that may move, and of each of several `sources` `loss/<source>`, see
+    `rates`, the feed rates that may change, and of each of several `sources` `loss/<source>`, see
     `mean_losses`, and `epochs/<source>`, how often its samples have been visited so far."""
-    order, knobs = balance.order, settings.at(step - 1).knobs
+    order, feed_rates = balance.order, settings.at(step - 1).feed_rates
     line = metrics.record(step, order.epochs_before(step), order.global_batch_size / step_s, step_s)
     movable = {
-        name: getattr(knobs, name) for name, ladder in balance.ladders.items() if len(ladder) > 1
+        name: getattr(feed_rates, name)
+        for name, ladder in balance.ladders.items()
+        if len(ladder) > 1
     }
     losses = {f"loss/{name}": source.loss for name, source in zip(sources, metrics.sources)}
     visited = order.visits(step, settings.mixes)
@@ -39,7 +41,7 @@ def step_line(
 
 
 def rates(line: Mapping[str, float]) -> dict[str, float]:
-    """Pictures (where the run has an image branch; samples without one count too) and text tokens
+    """Images (where the run has an image branch; samples without one count too) and text tokens
     per second, and the share of the texts' rectangles that is padding."""
     tokens, padded = line.get("text_tokens", 0), line.get("padded_text_tokens", 0)
     groups = [key for key in line if key.startswith("grad_norm/")]

@@ -10,8 +10,8 @@ from engine.config.checks import check_bounds, check_choice, check_counts
 from engine.config.reading import BranchesBlock
 from engine.config.spelling import strict_block
 
-KNOBS = ("captions_per_image", "kept_patches", "image_size")  # of the `balance` block: feed rates
-LOOKS_EVERY = 20  # steps
+FEED_RATES = ("captions_per_image", "kept_patches", "image_size")  # of the `balance` block
+DEFAULT_INTERVAL = 20  # steps
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class BalanceBlock:
     "deal": by cost, sizes from `min_size` to `max_size` (None: whatever the memory of the planned
     micro-batches holds); "off": in order; "feed": dealt, and feed rates within bounds [least,
     most], moved when a branch waits more than `dead_band` of a step, by a load of at most
-    `max_change` times. Measured times are looked at every `interval` steps (0: never; None:
-    `looks_every`). `window`: global batches dealt together.
+    `max_change` times. Times are measured every `interval` steps (0: never; None:
+    `measurement_interval`). `window`: global batches dealt together.
     """
 
     strategy: str = "deal"
@@ -67,10 +67,10 @@ class BalanceBlock:
                     f"branches.balance.{name}: got {value!r}; it takes a number between {least:g} "
                     f"and {most:g}"
                 )
-        moved = [name for name in KNOBS if getattr(self, name) is not None]
+        moved = [name for name in FEED_RATES if getattr(self, name) is not None]
         if self.strategy == "feed" and (not moved or self.interval == 0):
             raise ValueError(
-                f'branches.balance: strategy "feed" needs bounds of one of {", ".join(KNOBS)}, such as "captions_per_image": [1, 4], and '
+                f'branches.balance: strategy "feed" needs bounds of one of {", ".join(FEED_RATES)}, such as "captions_per_image": [1, 4], and '
                 "an interval of at least 1"
             )
         if self.strategy != "feed" and moved:
@@ -82,13 +82,13 @@ class BalanceBlock:
                 'branches.balance.window: "strategy": "off" deals nothing; use "deal" or "feed"'
             )
 
-    def looks_every(self, adapts: bool) -> int:
-        """Steps between looks at measured times. Where it is not said: only where something is
-        decided by them, feed rates or (`adapts`) the mix of the data sets. Without looks the costs
-        stay as planned, and equal runs are equal to the last bit."""
+    def measurement_interval(self, adapts: bool) -> int:
+        """Steps between measurements of times. By default only where something is decided by them,
+        feed rates or (`adapts`) the mix of the data sets. Without measurements the costs stay as
+        planned, and equal runs are equal to the last bit."""
         if self.interval is not None:
             return self.interval
-        return LOOKS_EVERY if self.strategy == "feed" or adapts else 0
+        return DEFAULT_INTERVAL if self.strategy == "feed" or adapts else 0
 
     @property
     def refits(self) -> bool:
@@ -103,7 +103,7 @@ class SampleWeightsBlock:
     read in them. Checked when made.
 
     `use`: "loss", each counts by its weight, or "curriculum", from light to heavy in the first
-    `epochs` epochs. `image`, `text`: how much the complexity of the picture and the length of the
+    `epochs` epochs. `image`, `text`: how much the complexity of the image and the length of the
     text count. `length`: in "tokens" or, as runs before it was a choice, in "characters".
     """
 

@@ -153,7 +153,7 @@ def _data(data: argparse._ArgumentGroup) -> None:
         "--leak-bits",
         type=_at_least(0),
         metavar="N",
-        help="pictures count as equal when their perceptual hashes differ in up to N of 64 bits (default: only equal files do)",
+        help="images count as equal when their perceptual hashes differ in up to N of 64 bits (default: only equal files do)",
     )
     data.add_argument(
         "--max-bad-fraction",
@@ -166,13 +166,13 @@ def _data(data: argparse._ArgumentGroup) -> None:
         "--index-check",
         choices=("decode", "header"),
         default="decode",
-        help="how pictures are looked at when a data set is first opened; header: faster, truncated ones are found in training (default: decode)",
+        help="how images are checked when a data set is first opened; header: faster, truncated ones are found in training (default: decode)",
     )
     data.add_argument(
         "--augmentation",
         type=_augmentation,
         metavar="crop[+white][+flip][+colour]|none",
-        help="of training pictures: a crop of 80 to 100 %% of the area and a light colour behind transparent parts; white behind them, as in "
+        help="of training images: a crop of 80 to 100 %% of the area and a light colour behind transparent parts; white behind them, as in "
         "evaluation; mirrored, where captions do not say left and right; other brightness and "
         "contrast, where they do not name colours (default: as the recipe says, "
         "ds_configs/README.md)",
@@ -181,7 +181,7 @@ def _data(data: argparse._ArgumentGroup) -> None:
         "--cache",
         default="off",
         metavar="off|auto|DIR",
-        help="keep decoded and resized pictures; auto: in ~/.cache/wye, or the folder that WYE_CACHE names (default: off)",
+        help="keep decoded and resized images; auto: in ~/.cache/wye, or the folder that WYE_CACHE names (default: off)",
     )
     data.add_argument(
         "--cache-limit",
@@ -262,7 +262,7 @@ def _towers(model: argparse._ArgumentGroup) -> None:
     model.add_argument(
         "--image-interpolation",
         choices=INTERPOLATIONS,
-        help="how pictures are resized (default: as the pretrained image weights were trained; from scratch bicubic)",
+        help="how images are resized (default: as the pretrained image weights were trained; from scratch bicubic)",
     )
     model.add_argument(
         "--image-resize",
@@ -276,7 +276,7 @@ def _towers(model: argparse._ArgumentGroup) -> None:
         type=_at_least(1),
         default=1,
         metavar="N",
-        help="input shapes of about that area, chosen to suit the pictures; a micro-batch has one of them; 1: square (default: 1)",
+        help="input shapes of about that area, chosen to suit the images; a micro-batch has one of them; 1: square (default: 1)",
     )
     model.add_argument(
         "--max-text-tokens",

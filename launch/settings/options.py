@@ -98,7 +98,7 @@ class Options:
         return branches_of(self.pairs)
 
     def section(self, kind: type[Section]) -> Section:
-        """What one component is told: a dataclass of its own whose fields are named as here."""
+        """The options of one component: a dataclass of its own whose fields are named as here."""
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
     def tokenizer_source(self) -> str | None:
@@ -397,7 +397,7 @@ def _check_fusion(parser: argparse.ArgumentParser, values: Mapping[str, Any]) ->
     ):
         parser.error(
             f"argument --loss-weights-every: {every} is for --loss-weights uncertainty or measured; "
-            f"{values['loss_weights']} looks at no losses, so leave it out"
+            f"{values['loss_weights']} follows no losses, so leave it out"
         )
 
 

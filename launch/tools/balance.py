@@ -1,7 +1,7 @@
-"""What the balance of a run did: a picture over its steps, a table of how it began and how it
+"""What the balance of a run did: a plot over its steps, a table of how it began and how it
 ended, and every decision with its reason.
 
-    python -m launch.tools.balance RUN_DIR                        the picture is RUN_DIR/balance.png
+    python -m launch.tools.balance RUN_DIR                        the plot is RUN_DIR/balance.png
     python -m launch.tools.balance RUN_DIR --output balance.svg
 """
 
@@ -27,9 +27,9 @@ from rich.table import Table
 from data.batching.feed import BRANCH_OF
 from launch.run.report import show
 from launch.run.step_line import rates
-from launch.tools.balance_picture import Decision, Line, save_balance_picture
+from launch.tools.balance_plot import Decision, Line, save_balance_plot
 from launch.tools.drawing import seconds
-from launch.tools.plan import OneLineParser, picture
+from launch.tools.plan import OneLineParser, figure_path
 from launch.tools.running import run_tool
 
 
@@ -41,17 +41,17 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run of train.py")
     parser.add_argument(
-        "--output", type=picture, metavar="FILE", help="the picture (default: RUN_DIR/balance.png)"
+        "--output", type=figure_path, metavar="FILE", help="the plot (default: RUN_DIR/balance.png)"
     )
     return parser
 
 
 def main(arguments: argparse.Namespace) -> None:
     run_dir: Path = arguments.run_dir
-    lines, looks = read_steps(run_dir), read_looks(run_dir)
-    made = decisions(looks)
-    show(balance_table(lines, looks))
-    if not looks:
+    lines, measurements = read_steps(run_dir), read_measurements(run_dir)
+    made = decisions(measurements)
+    show(balance_table(lines, measurements))
+    if not measurements:
         print(
             f"{run_dir}: no balance.jsonl, so nothing is known of predictions and decisions; train "
             "with "
@@ -60,17 +60,17 @@ def main(arguments: argparse.Namespace) -> None:
     else:
         show(decision_table(made) if made else "nothing was moved")
         refits = [
-            str(look["step"])
-            for look in looks
-            if look["next"] and "costs refitted" in look["next"]["reason"]
+            str(record["step"])
+            for record in measurements
+            if record["next"] and "costs refitted" in record["next"]["reason"]
         ]
         print(
-            f"costs refitted in {len(refits)} of {len(looks)} "
-            f"looks{', after steps ' * bool(refits)}{', '.join(refits)}"
+            f"costs refitted in {len(refits)} of {len(measurements)} "
+            f"measurements{', after steps ' * bool(refits)}{', '.join(refits)}"
         )
     output = arguments.output or run_dir / "balance.png"
     title = f"{run_dir.resolve().name}: the balance over steps {lines[0]['step']} to {lines[-1]['step']}"
-    save_balance_picture(output, title, lines, looks, made)
+    save_balance_plot(output, title, lines, measurements, made)
     print(output)
 
 
@@ -89,7 +89,7 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def read_looks(run_dir: Path) -> list[dict[str, Any]]:
+def read_measurements(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of balance.jsonl; none where there is no such file."""
     file = run_dir / "balance.jsonl"
     return _json_lines(file) if file.is_file() else []
@@ -109,30 +109,38 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def decisions(looks: Sequence[Line]) -> list[Decision]:
+def decisions(measurements: Sequence[Line]) -> list[Decision]:
     """Feed rates and weights of data sets that were moved, and what was said of feed rates
     otherwise; that holds from the next step on."""
     made = []
-    for look in looks:
-        if look["reason"]:
-            moved = look["next"] is not None and look["next"]["reason"].startswith(look["reason"])
+    for record in measurements:
+        if record["reason"]:
+            moved = record["next"] is not None and record["next"]["reason"].startswith(
+                record["reason"]
+            )
             made.append(
                 Decision(
-                    look["step"],
-                    (look["next"]["from_step"] if moved else look["step"]) + 1,
-                    look["reason"],
+                    record["step"],
+                    (record["next"]["from_step"] if moved else record["step"]) + 1,
+                    record["reason"],
                 )
             )
-        if "mix" in look:
-            made.append(Decision(look["step"], look["mix"]["from_step"] + 1, look["mix"]["reason"]))
+        if "mix" in record:
+            made.append(
+                Decision(
+                    record["step"],
+                    record["mix"]["from_step"] + 1,
+                    record["mix"]["reason"],
+                )
+            )
     return made
 
 
 # -- the tables
 
 
-def balance_table(lines: Sequence[Line], looks: Sequence[Line]) -> Table:
-    """Medians over the first and the last tenth of the steps, and of the looks."""
+def balance_table(lines: Sequence[Line], measurements: Sequence[Line]) -> Table:
+    """Medians over the first and the last tenth of the steps, and of the measurements."""
     table = Table(
         title=f"Balance, steps {lines[0]['step']} to {lines[-1]['step']}",
         title_justify="left",
@@ -159,14 +167,16 @@ def balance_table(lines: Sequence[Line], looks: Sequence[Line]) -> Table:
     row("images per second", column("images_per_s"), "{:,.0f}".format)
     row("text tokens per second", column("text_tokens_per_s"), "{:,.0f}".format)
     row("padding share of the texts", column("padding_share/text"), "{:.0%}".format)
-    for knob in BRANCH_OF:
-        if knob in lines[-1]:
-            row(knob, column(knob), "{:g}".format)
-    for branch in dict.fromkeys(branch for look in looks for branch in look["measured_s"]):
+    for rate in BRANCH_OF:
+        if rate in lines[-1]:
+            row(rate, column(rate), "{:g}".format)
+    for branch in dict.fromkeys(
+        branch for record in measurements for branch in record["measured_s"]
+    ):
         seen = [
-            (look["predicted_s"][branch], look["measured_s"][branch])
-            for look in looks
-            if look["measured_s"].get(branch)
+            (record["predicted_s"][branch], record["measured_s"][branch])
+            for record in measurements
+            if record["measured_s"].get(branch)
         ]
         row(
             f"{branch}, predicted / measured",

@@ -1,4 +1,4 @@
-"""Timelines as pictures: a track per stage, a bar per instruction, blank where it waits.
+"""Timelines as plots: a track per stage, a bar per instruction, blank where it waits.
 
 A track's name maps to its spans. A span has a name (of the instruction), a micro-batch, a start and
 an end in seconds; `WAIT` spans lie inside instructions. Both `engine.planning.simulator` and
@@ -31,7 +31,7 @@ TRACK_INCHES = 0.42
 NUMBER_POINTS = 7  # size of the micro-batch numbers
 BAR_HEIGHT, LINE_HEIGHT = 0.78, 0.16  # of a track; what moves data is a line at its foot
 
-# instruction -> what the legend calls it, colour (Okabe and Ito's, told apart also by the
+# instruction -> what the legend calls it, colour (Okabe and Ito's, distinguishable also by the
 # colour-blind)
 COLOURS = {
     "EmbedPass": ("forward for the embeddings", "#A6D8F0"),
@@ -118,7 +118,7 @@ def _mark_exchange(spans: list[Span], exchange_s: float) -> None:
         )
 
 
-# -- pictures
+# -- plots
 
 
 def save_plan_png(path: Path, candidate: Candidate, costs: CostModel) -> None:
@@ -269,7 +269,7 @@ def _draw_track(axes: Axes, row: int, spans: Sequence[SpanLike], scale: float) -
 
 
 def _bars(
-    axes: Axes, spans: Sequence[SpanLike], scale: float, top: float, height: float, **look: Any
+    axes: Axes, spans: Sequence[SpanLike], scale: float, top: float, height: float, **style: Any
 ) -> None:
     """All spans of one kind of a track as one collection: thousands are drawn at once."""
     corners = [
@@ -283,7 +283,7 @@ def _bars(
         if s.end_s > s.start_s
     ]
     if corners:
-        axes.add_collection(PolyCollection(corners, **look), autolim=False)
+        axes.add_collection(PolyCollection(corners, **style), autolim=False)
 
 
 def _numbers(

@@ -1,5 +1,5 @@
 r"""Which way to run is fastest on N GPUs of a kind: a table and the reasons, and on request the
-timeline of the best as a picture.
+timeline of the best as a plot.
 
 Needs no GPU and starts no process.
 
@@ -115,14 +115,14 @@ def device(text: str) -> Device:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def picture(text: str) -> Path | None:
-    """For argparse: a picture that can be written there, or `none`."""
+def figure_path(text: str) -> Path | None:
+    """For argparse: a plot that can be written there, or `none`."""
     path = Path(text)
     if text == "none":
         return None
     if path.suffix.lower() not in FORMATS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no picture; its name ends in {', '.join(FORMATS)}"
+            f"{text!r} is no figure; its name ends in {', '.join(FORMATS)}"
         )
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}")
@@ -253,7 +253,7 @@ def make_parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--picture",
         "--output",
-        type=picture,
+        type=figure_path,
         metavar="FILE",
         help=f"draw the timeline of the best: {', '.join(FORMATS)} (default: not drawn); --output is the older name",
     )

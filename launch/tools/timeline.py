@@ -1,4 +1,4 @@
-"""What a run did in one step beside what the simulator predicted for it: a picture and a small
+"""What a run did in one step beside what the simulator predicted for it: a plot and a small
 table.
 
     python -m launch.tools.timeline RUN_DIR                              the newest step of RUN_DIR/trace.json
@@ -42,7 +42,7 @@ from launch.tools.drawing import (
     seconds,
     shape,
 )
-from launch.tools.plan import OneLineParser, picture
+from launch.tools.plan import OneLineParser, figure_path
 from launch.tools.running import run_tool
 
 MOST_RANKS = 16  # a track each; beyond that the first replica of each stage stands for the others
@@ -59,7 +59,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--step", type=int, metavar="N", help="one of those in trace.json (default: the newest)"
     )
     parser.add_argument(
-        "--output", type=picture, metavar="FILE", help="the picture (default: RUN_DIR/timeline.png)"
+        "--output",
+        type=figure_path,
+        metavar="FILE",
+        help="the plot (default: RUN_DIR/timeline.png)",
     )
     return parser
 

@@ -3,7 +3,7 @@ scale.
 
 M images and N texts of a batch (or rows of any two branches, the first of the pair and the second),
 B rows of either side, b of them computed here, D embedding width. All M × N similarities never
-exist at once: a block of rows is made, used and overwritten, and made again where a second look is
+exist at once: a block of rows is made, used and overwritten, and made again where a second pass is
 needed (Inf-CL, Cheng et al. 2024; a rank's own rows against everyone: DisCo-CLIP, Chen et al.
 2023). Everything is computed in the dtype of the embeddings, which is fp32.
 """

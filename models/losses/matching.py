@@ -1,4 +1,4 @@
-"""Image-text matching: does this text belong to this picture? Asked of every pair, and of the
+"""Image-text matching: does this text belong to this image? Asked of every pair, and of the
 hardest that do not belong together.
 
 The negatives are drawn from the batch (ALBEF: Li et al. 2021, section 3.2): for each row of a side

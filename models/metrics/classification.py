@@ -13,7 +13,7 @@ NEIGHBOURS, TEMPERATURE = (
     20,
     0.07,
 )  # as Wu et al. 2018 and DINO (Caron et al. 2021) weigh neighbours
-LEAST_TO_PROBE = 5  # training pictures: a fifth of them chooses the strength
+LEAST_TO_PROBE = 5  # training images: a fifth of them chooses the strength
 PROBE_STRENGTHS = tuple(
     10.0**power for power in range(-6, 7, 2)
 )  # of the penalty's inverse, as CLIP's sweep begins
@@ -29,7 +29,7 @@ def class_embeds(prompts: Tensor, label: Tensor, num_classes: int) -> Tensor:
 
 
 def zero_shot_accuracy(image: Tensor, label: Tensor, classes: Tensor) -> dict[str, float]:
-    """{"top_1": …, "top_5": …} in 0..1 of pictures [n, D] with classes `label` [n], against
+    """{"top_1": …, "top_5": …} in 0..1 of images [n, D] with classes `label` [n], against
     `class_embeds` [C, D]."""
     ranks = best_ranks(image, label, classes, torch.arange(len(classes)))
     return {f"top_{k}": float((ranks < k).double().mean()) for k in TOP}
@@ -38,7 +38,7 @@ def zero_shot_accuracy(image: Tensor, label: Tensor, classes: Tensor) -> dict[st
 def neighbour_accuracy(
     train: Tensor, train_label: Tensor, test: Tensor, test_label: Tensor, num_classes: int
 ) -> float:
-    """Top-1 of the classes that the `NEIGHBOURS` nearest training pictures vote for, each with
+    """Top-1 of the classes that the `NEIGHBOURS` nearest training images vote for, each with
     exp(similarity / `TEMPERATURE`)."""
     index, similarity = nearest(test, train, NEIGHBOURS)
     votes = torch.zeros(len(test), num_classes).scatter_add_(
@@ -51,7 +51,7 @@ def probe_accuracy(
     train: Tensor, train_label: Tensor, test: Tensor, test_label: Tensor, seed: int = 0
 ) -> tuple[float, float]:
     """(top-1, strength) of a logistic regression on frozen embeddings; its strength is chosen on a
-    fifth of the training pictures."""
+    fifth of the training images."""
     from sklearn.linear_model import LogisticRegression
 
     def fitted(strength: float, rows: Tensor) -> LogisticRegression:
@@ -63,7 +63,7 @@ def probe_accuracy(
     held_out, rest = order[: len(order) // 5], order[len(order) // 5 :]
     if len(train_label[rest].unique()) < 2 or not len(held_out):
         raise ValueError(
-            f"a linear probe needs at least {LEAST_TO_PROBE} training pictures of 2 classes; there "
+            f"a linear probe needs at least {LEAST_TO_PROBE} training images of 2 classes; there "
             f"are {len(train)}"
         )
     scores = {

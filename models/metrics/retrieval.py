@@ -16,7 +16,7 @@ def best_ranks(own: Tensor, own_label: Tensor, other: Tensor, other_label: Tenso
     """Rank (0 = first) of each query's best match among all candidates: int64 [b].
 
     `own` [b, D] queries, `other` [B, D] candidates; a candidate matches a query where their labels,
-    [b] and [B], are equal. Matches do not stand in each other's way: as COCO counts, a picture has
+    [b] and [B], are equal. Matches do not stand in each other's way: as COCO counts, an image has
     found its text when one of its five is among the first. Another candidate that ties with the
     best match counts as ranked before it, so that a collapsed model scores nothing. Errors:
     ValueError where a query has no match.

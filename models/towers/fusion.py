@@ -1,4 +1,4 @@
-"""The fusion branch: tokens of both towers, and cross-attention that says whether a picture and a
+"""The fusion branch: tokens of both towers, and cross-attention that says whether an image and a
 text belong together.
 
     image_map_0, image_map_1, ... ──project──> image_tokens ─┐
@@ -6,7 +6,7 @@ text belong together.
     text_states ──────────────────project──> text_tokens ────┘
 
 Image tokens ask, text tokens answer. The maps leave their tower where it goes on to a smaller
-picture, so they have several scales. The projections belong to the heads, and the attention to the
+image, so they have several scales. The projections belong to the heads, and the attention to the
 text head: both towers' tokens meet where the text branch ends.
 
 B micro-batch, P pairs, T image tokens, L text tokens, C channels, F `width`.
@@ -92,8 +92,8 @@ def token_projection(channels: int, width: int) -> nn.Module:
 
 
 class CrossAttention(nn.Module):
-    """Image tokens [P, T, F] look at text tokens [P, L, F], then at themselves one by one; each
-    adds to them (Vaswani et al. 2017)."""
+    """Image tokens [P, T, F] attend to text tokens [P, L, F], then each passes through a
+    two-layer network; both add to them (Vaswani et al. 2017)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -104,10 +104,10 @@ class CrossAttention(nn.Module):
         )
 
     def forward(self, image_tokens: Tensor, text_tokens: Tensor, padded: Tensor) -> Tensor:
-        """`padded` [P, L] bool: these text tokens are not looked at."""
-        told = self.text_norm(text_tokens)
+        """`padded` [P, L] bool: these text tokens are not attended to."""
+        keys = self.text_norm(text_tokens)
         seen, _ = self.attention(
-            self.image_norm(image_tokens), told, told, key_padding_mask=padded, need_weights=False
+            self.image_norm(image_tokens), keys, keys, key_padding_mask=padded, need_weights=False
         )
         image_tokens = image_tokens + seen
         return image_tokens + self.inner(self.inner_norm(image_tokens))
@@ -139,7 +139,7 @@ def tap_image(
     a head.
 
     `pixel_values`: as in `models.towers.building.meta_inputs`. Returns the tower, the channels C of
-    each map by its name, and T for such pictures. Errors: ValueError where it has fewer.
+    each map by its name, and T for such images. Errors: ValueError where it has fewer.
     """
     shapes, tensors = [], {"pixel_values": pixel_values}
     for spec in tower.specs:

@@ -71,9 +71,9 @@ class ViTStem(Layer):
     """`pixel_values` [B, 3, H, W] -> `image_hidden` [B, N, D]: patches, class token, positions,
     dropout.
 
-    Pictures of another size than the one it was made for get positions interpolated between the
+    Images of another size than the one it was made for get positions interpolated between the
     learned ones (bicubic, as Dosovitskiy et al. 2021, section 3.2, propose for higher resolutions).
-    Where `kept_patches` [B, K] numbers some of a picture's patches, row by row from 0, the others
+    Where `kept_patches` [B, K] numbers some of an image's patches, row by row from 0, the others
     are left out (FLIP: Li et al. 2023): N = K + 1.
     """
 

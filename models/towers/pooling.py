@@ -1,4 +1,4 @@
-"""Pooling: the tokens of a text, or the places of a picture, become one vector.
+"""Pooling: the tokens of a text, or the places of an image, become one vector.
 
 Each takes `tokens` [B, N, W] and `kept` [B, N] (1 = keep; None: all are), and gives [B, W]. Where a
 tower has a final norm, it comes before, except in ConvNeXt, whose norm comes behind the mean and
@@ -71,7 +71,7 @@ def num_heads(width: int) -> int:
 
 
 class AttentionPool(nn.Module):
-    """A learned query looks at all tokens, and a two-layer network adds to what it found.
+    """A learned query attends to all tokens, and a two-layer network adds to what it found.
 
     Modules and names are those of transformers' `SiglipMultiheadAttentionPoolingHead`, so its
     weights load as they are. First values are those of big_vision's `MAPHead`.

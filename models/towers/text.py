@@ -79,8 +79,8 @@ class TextBlock(Layer):
         self.block, self.config, self.causal = block, config, causal
 
     def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
-        # the library looks into the mask to leave it out where nothing is padded; meta tensors have
-        # nothing to look at
+        # the library reads the mask to leave it out where nothing is padded; meta tensors have
+        # nothing to read
         padding = None if attention_mask.is_meta else attention_mask
         if self.causal:
             mask = create_causal_mask(

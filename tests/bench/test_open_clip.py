@@ -80,14 +80,14 @@ def encoded(colour, mode="RGBA"):
 
 @pytest.fixture
 def written(tmp_path):
-    """20 samples, of which the last two share a picture; the first is transparent."""
-    pictures = [
+    """20 samples, of which the last two share an image; the first is transparent."""
+    images = [
         encoded((10, 20, 30, 0)),
         *(encoded((i, 0, 0, 255)) for i in range(1, 19)),
         encoded((18, 0, 0, 255)),
     ]
     samples = [
-        Sample(f"1f{i}", picture, f'name "{i}", with a comma') for i, picture in enumerate(pictures)
+        Sample(f"1f{i}", image, f'name "{i}", with a comma') for i, image in enumerate(images)
     ]
     write_samples(tmp_path / "data.partial", samples, tmp_path / "data")
     (tmp_path / "data.partial").rename(tmp_path / "data")
@@ -109,12 +109,12 @@ def test_this_program_reads_the_files_as_they_were_written(written):
     assert all(row.problem is None for row in rows)
 
 
-def test_pictures_are_flattened_onto_white(written):
-    with Image.open(written.folder / "pictures" / "1f0.png") as image:
+def test_images_are_flattened_onto_white(written):
+    with Image.open(written.folder / "images" / "1f0.png") as image:
         assert image.mode == "RGB" and set(image.getdata()) == {(255, 255, 255)}
 
 
-def test_no_held_out_picture_occurs_twice():
+def test_no_held_out_image_occurs_twice():
     hashes = [bytes([i // 2 if i < 60 else i]) for i in range(100)]  # the first 60 in pairs
     for seed in range(5):
         drawn = held_out_rows(hashes, 0.1, seed)
@@ -334,7 +334,7 @@ def test_seconds_to_a_recall_are_read_off_between_evaluations():
     assert record([0.2, 0.5]).seconds_to(0.6) is None
 
 
-# -- tables and picture
+# -- tables and plot
 
 RECORDS = {
     "OpenCLIP": [record([0.2, 0.7]), record([0.3, 0.5])],
@@ -386,7 +386,7 @@ def test_the_first_steps_are_left_out_of_speed():
     assert uneven.samples_per_s(8, skip=1) == 4.0
 
 
-def test_the_picture_is_drawn(tmp_path):
+def test_the_plot_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     draw(RECORDS, "Names in language en", tmp_path / "en.png")
     with Image.open(tmp_path / "en.png") as image:

@@ -23,7 +23,7 @@ from PIL import Image
 HUGE = "word " * 2001  # 10,005 characters
 
 
-def picture(number: int = 0, kind: str = "PNG", size: tuple[int, int] = (16, 12)) -> bytes:
+def encoded_image(number: int = 0, kind: str = "PNG", size: tuple[int, int] = (16, 12)) -> bytes:
     out = io.BytesIO()
     noise = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     Image.fromarray(noise).save(out, kind)
@@ -40,7 +40,7 @@ def png_chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def png_claiming(width: int, height: int) -> bytes:
-    """A small file whose header tells of a picture of any size."""
+    """A small file whose header tells of an image of any size."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return (
         b"\x89PNG\r\n\x1a\n"
@@ -50,13 +50,13 @@ def png_claiming(width: int, height: int) -> bytes:
     )
 
 
-BAD_PICTURES = {
+BAD_IMAGES = {
     "empty-file": b"",
     "not-an-image": b"<html>404 Not Found</html>",
-    "truncated-image": picture(kind="JPEG", size=(64, 64))[:-400],
+    "truncated-image": encoded_image(kind="JPEG", size=(64, 64))[:-400],
     "too-many-pixels": png_claiming(20_000, 20_000),
     "impossible-size": png_claiming(70_000, 10),
-    "unreadable": picture()[:60] + b"\xff" * 40 + picture()[100:],
+    "unreadable": encoded_image()[:60] + b"\xff" * 40 + encoded_image()[100:],
 }
 BAD_TEXTS = {
     "no-caption": None,
@@ -66,40 +66,40 @@ BAD_TEXTS = {
     "invalid-utf8": b"caf\xe9",
 }
 BAD_PATHS = {
-    "missing": ("missing-file", "pictures/none.png"),
+    "missing": ("missing-file", "images/none.png"),
     "absolute": ("outside-root", "/etc/hostname"),
-    "dots": ("outside-root", "pictures/../../outside/secret.png"),
-    "link": ("outside-root", "pictures/link.png"),
+    "dots": ("outside-root", "images/../../outside/secret.png"),
+    "link": ("outside-root", "images/link.png"),
     "below a linked folder": ("outside-root", "linked/secret.png"),
-    "folder": ("not-an-image", "pictures"),
-    "windows": ("missing-file", "pictures\\good.png"),
+    "folder": ("not-an-image", "images"),
+    "windows": ("missing-file", "images\\good.png"),
 }
 
 
-def folder_with_pictures(folder: Path) -> Path:
-    """`set/pictures` with a good picture, the bad ones, and links to `outside`."""
+def folder_with_images(folder: Path) -> Path:
+    """`set/images` with a good image, the bad ones, and links to `outside`."""
     outside, root = folder / "outside", folder / "set"
-    (root / "pictures").mkdir(parents=True)
+    (root / "images").mkdir(parents=True)
     outside.mkdir()
-    (outside / "secret.png").write_bytes(picture(9))
-    (root / "pictures" / "good.png").write_bytes(picture())
-    (root / "pictures" / "inside.png").symlink_to(
+    (outside / "secret.png").write_bytes(encoded_image(9))
+    (root / "images" / "good.png").write_bytes(encoded_image())
+    (root / "images" / "inside.png").symlink_to(
         "good.png"
     )  # a link that stays inside is as good as a file
-    (root / "pictures" / "link.png").symlink_to(outside / "secret.png")
+    (root / "images" / "link.png").symlink_to(outside / "secret.png")
     (root / "linked").symlink_to(outside)
-    for reason, content in BAD_PICTURES.items():
-        (root / "pictures" / f"{reason}.png").write_bytes(content)
+    for reason, content in BAD_IMAGES.items():
+        (root / "images" / f"{reason}.png").write_bytes(content)
     return root
 
 
 def file_rows() -> tuple[list[tuple[str, str, object]], dict[str, str], list[str]]:
     """(id, path, text) for formats that name files; expected reasons; good ids."""
-    good = "pictures/good.png"
-    rows = [("good", good, "a good one"), ("inside", "pictures/inside.png", "a link inside")]
+    good = "images/good.png"
+    rows = [("good", good, "a good one"), ("inside", "images/inside.png", "a link inside")]
     expected = {}
-    for reason in BAD_PICTURES:
-        rows.append((reason, f"pictures/{reason}.png", "its picture is bad"))
+    for reason in BAD_IMAGES:
+        rows.append((reason, f"images/{reason}.png", "its image is bad"))
         expected[reason] = reason
     for name, (reason, path) in BAD_PATHS.items():
         rows.append((name, path, "its path is bad"))
@@ -111,7 +111,7 @@ def file_rows() -> tuple[list[tuple[str, str, object]], dict[str, str], list[str
 
 
 def jsonl(folder: Path):
-    root = folder_with_pictures(folder)
+    root = folder_with_images(folder)
     rows, expected, good = file_rows()
     lines = []
     for identity, path, text in rows:
@@ -131,21 +131,21 @@ def jsonl(folder: Path):
         b'{"image_path": ': "invalid-row",
         b"[1, 2]": "invalid-row",
         b"[" * 100_000: "invalid-row",
-        b'{"image_path": "pictures/good.png", "txt": "a"}': "invalid-row",
-        b'{"image_path": "pictures/good.png", "text": 5}': "invalid-row",
-        b'{"image_path": "pictures/good.png", "text": ["a", null]}': "invalid-row",
+        b'{"image_path": "images/good.png", "txt": "a"}': "invalid-row",
+        b'{"image_path": "images/good.png", "text": 5}': "invalid-row",
+        b'{"image_path": "images/good.png", "text": ["a", null]}': "invalid-row",
         b'{"image_path": 3, "text": "a"}': "invalid-row",
-        b'{"image_path": "pictures/good.png", "text": "a", "id": true}': "invalid-row",
-        b'{"image_path": "pictures/good.png", "text": []}': "no-caption",
-        b'{"image_path": "pictures/good.png", "text": ["", "\\u0000"]}': "empty-caption",
-        b'{"image_path": "pictures/good.png", "text": "\\ud800"}': "invalid-utf8",
-        b'{"image_path": "pictures/\\u0000.png", "text": "a"}': "nul-character",
+        b'{"image_path": "images/good.png", "text": "a", "id": true}': "invalid-row",
+        b'{"image_path": "images/good.png", "text": []}': "no-caption",
+        b'{"image_path": "images/good.png", "text": ["", "\\u0000"]}': "empty-caption",
+        b'{"image_path": "images/good.png", "text": "\\ud800"}': "invalid-utf8",
+        b'{"image_path": "images/\\u0000.png", "text": "a"}': "nul-character",
     }
     for line, reason in more.items():
         lines.append(line)
         expected[str(len(lines))] = reason
-    lines.append(b'{"image_path": "pictures/good.png", "text": ["", "kept"], "id": "some"}')
-    lines.append(b'{"image_path": "pictures/good.png", "text": "a second one", "id": "good"}')
+    lines.append(b'{"image_path": "images/good.png", "text": ["", "kept"], "id": "some"}')
+    lines.append(b'{"image_path": "images/good.png", "text": "a second one", "id": "good"}')
     (root / "set.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     return (
         f"jsonl:{root / 'set.jsonl'}",
@@ -155,15 +155,15 @@ def jsonl(folder: Path):
 
 
 def csv(folder: Path, separator: str = ","):
-    root = folder_with_pictures(folder)
+    root = folder_with_images(folder)
     rows, expected, good = file_rows()
     out = [separator.join(["id", "filepath", "title"]).encode()]
     for identity, path, text in rows:
         content = text if isinstance(text, bytes) else (text or "").encode()
         out.append(separator.join([identity, path, ""]).encode() + b'"' + content + b'"')
     expected["no-caption"] = "empty-caption"  # a cell that is empty is a text that is empty
-    out.append(separator.join(["two lines", "pictures/good.png", '"first\nsecond"']).encode())
-    out.append(separator.join(["good", "pictures/good.png", "a second one"]).encode())
+    out.append(separator.join(["two lines", "images/good.png", '"first\nsecond"']).encode())
+    out.append(separator.join(["good", "images/good.png", "a second one"]).encode())
     out.append(b"short")
     line = b"\n".join(out).count(b"\n") + 1
     expected[str(line)] = "invalid-row"
@@ -185,7 +185,7 @@ def tsv(folder: Path):
 
 
 def coco(folder: Path):
-    root = folder_with_pictures(folder)
+    root = folder_with_images(folder)
     rows, expected, good = file_rows()
     images, annotations = [], []
     for identity, path, text in rows:
@@ -200,7 +200,7 @@ def coco(folder: Path):
                 }
             )
     annotations.append({"image_id": "good", "caption": "and another"})
-    images += [{"id": "good", "file_name": "pictures/good.png"}, {"id": "no file"}, 5]
+    images += [{"id": "good", "file_name": "images/good.png"}, {"id": "no file"}, 5]
     annotations += [{"image_id": "unknown", "caption": "of no image"}, "oops"]
     count = len(images)
     expected |= {
@@ -219,45 +219,45 @@ def coco(folder: Path):
 
 
 def imagefolder(folder: Path):
-    root = folder_with_pictures(
+    root = folder_with_images(
         folder
-    )  # its folder `pictures` is a class, `linked` is one that leads out
-    (root / "pictures" / "notes.txt").write_text("passed over")
-    (folder / "outside" / "names.txt").write_text("pictures secret\n")
+    )  # its folder `images` is a class, `linked` is one that leads out
+    (root / "images" / "notes.txt").write_text("passed over")
+    (folder / "outside" / "names.txt").write_text("images secret\n")
     (root / "classnames.txt").symlink_to(folder / "outside" / "names.txt")
-    (root / "pictures" / "gone.png").symlink_to("none.png")
-    (root / "pictures" / "deeper").mkdir()
-    (root / "pictures" / "deeper" / "more.JPEG").write_bytes(picture(1, "JPEG"))
-    (root / "pictures" / "away").symlink_to(folder / "outside")
-    (root / "pictures" / "again").symlink_to(root / "pictures")
-    os.symlink(root / "pictures" / "good.png", os.fsencode(root / "pictures") + b"/caf\xe9.png")
-    expected = {f"pictures/{reason}.png": reason for reason in BAD_PICTURES}
+    (root / "images" / "gone.png").symlink_to("none.png")
+    (root / "images" / "deeper").mkdir()
+    (root / "images" / "deeper" / "more.JPEG").write_bytes(encoded_image(1, "JPEG"))
+    (root / "images" / "away").symlink_to(folder / "outside")
+    (root / "images" / "again").symlink_to(root / "images")
+    os.symlink(root / "images" / "good.png", os.fsencode(root / "images") + b"/caf\xe9.png")
+    expected = {f"images/{reason}.png": reason for reason in BAD_IMAGES}
     expected |= {
-        "pictures/link.png": "outside-root",
+        "images/link.png": "outside-root",
         "linked": "outside-root",
-        "pictures/away": "outside-root",
+        "images/away": "outside-root",
     }
-    expected |= {"pictures/gone.png": "missing-file", r"pictures/caf\udce9.png": "invalid-utf8"}
+    expected |= {"images/gone.png": "missing-file", r"images/caf\udce9.png": "invalid-utf8"}
     return (
         f"imagefolder:{root}",
         list(expected.items()),
-        [f"pictures/{name}" for name in ("deeper/more.JPEG", "good.png", "inside.png")],
+        [f"images/{name}" for name in ("deeper/more.JPEG", "good.png", "inside.png")],
     )
 
 
 def parquet(folder: Path, in_struct: bool = True):
-    """As Hugging Face writes pictures, or as plain bytes; in two files of row groups of 5."""
+    """As Hugging Face writes images, or as plain bytes; in two files of row groups of 5."""
     (folder / "outside").mkdir()
-    good = picture()
+    good = encoded_image()
     rows = [("good", good, b"a good one")]
-    rows += [(reason, content, b"its picture is bad") for reason, content in BAD_PICTURES.items()]
+    rows += [(reason, content, b"its image is bad") for reason, content in BAD_IMAGES.items()]
     rows += [("missing", None, b"no bytes")]
     rows += [
         (reason, good, text if isinstance(text, bytes) or text is None else text.encode())
         for reason, text in BAD_TEXTS.items()
     ]
-    rows += [("good", good, b"a second one"), ("last", picture(1), b"the last")]
-    expected = {reason: reason for reason in [*BAD_PICTURES, *BAD_TEXTS]} | {
+    rows += [("good", good, b"a second one"), ("last", encoded_image(1), b"the last")]
+    expected = {reason: reason for reason in [*BAD_IMAGES, *BAD_TEXTS]} | {
         "missing": "missing-file"
     }
     texts = pa.array([text for *_, text in rows], pa.binary()).view(
@@ -280,7 +280,7 @@ def parquet_bytes(folder: Path):
 
 
 def parquet_paths(folder: Path):
-    root = folder_with_pictures(folder)
+    root = folder_with_images(folder)
     rows, expected, good = file_rows()
     texts = [
         text if isinstance(text, bytes) or text is None else text.encode() for *_, text in rows
@@ -301,8 +301,8 @@ def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 def webdataset(folder: Path):
     (folder / "outside").mkdir()
-    (folder / "outside" / "secret.png").write_bytes(picture(9))
-    good = picture()
+    (folder / "outside" / "secret.png").write_bytes(encoded_image(9))
+    good = encoded_image()
     first, second, third, fourth = (folder / f"{number:03}.tar" for number in range(4))
     expected = {}
     with tarfile.open(first, "w") as tar:
@@ -310,9 +310,9 @@ def webdataset(folder: Path):
         add(tar, "a/good.txt", b"a good one\n")
         add(tar, "../outside/secret.png", good)  # a name, never a path
         add(tar, "../outside/secret.txt", b"a name with dots")
-        for reason, content in BAD_PICTURES.items():
+        for reason, content in BAD_IMAGES.items():
             add(tar, f"{reason}.PNG", content)
-            add(tar, f"{reason}.txt", b"its picture is bad")
+            add(tar, f"{reason}.txt", b"its image is bad")
             expected[f"000.tar/{reason}"] = reason
         for reason, text in BAD_TEXTS.items():
             add(tar, f"{reason}.png", good)
@@ -324,29 +324,27 @@ def webdataset(folder: Path):
         add(tar, "no json.png", good)
         add(tar, "no json.json", b"{")
         add(tar, "no words.jpg", good)
-        add(tar, "no picture.txt", b"words")
+        add(tar, "no image.txt", b"words")
         link = tarfile.TarInfo("linked.png")
         link.type, link.linkname = tarfile.SYMTYPE, str(folder / "outside" / "secret.png")
         tar.addfile(link)
-        add(tar, "linked.txt", b"a member that is a link is no picture")
+        add(tar, "linked.txt", b"a member that is a link is no image")
         add(tar, "a/good.png", good)
         add(tar, "a/good.txt", b"a second one")
         add(tar, "README", b"passed over")
         add(tar, "classes.cls", b"7")
         add(tar, "last.json", b'{"caption": ["in json", ""]}')
-        add(tar, "last.webp", picture(kind="WEBP"))
+        add(tar, "last.webp", encoded_image(kind="WEBP"))
     expected |= {"000.tar/no json": "invalid-row"}
-    expected |= {
-        f"000.tar/{name}": "orphan-member" for name in ("no words", "no picture", "linked")
-    }
+    expected |= {f"000.tar/{name}": "orphan-member" for name in ("no words", "no image", "linked")}
     for shard in (second, third):
         with tarfile.open(shard, "w") as tar:
             for key in ("a", "b"):
-                add(tar, f"{key}.png", picture())
+                add(tar, f"{key}.png", encoded_image())
                 add(tar, f"{key}.txt", b"words")
         with tarfile.open(shard) as tar:
             start = tar.getmember("b.png").offset
-    second.write_bytes(second.read_bytes()[: start + 512 + 40])  # within the picture of b
+    second.write_bytes(second.read_bytes()[: start + 512 + 40])  # within the image of b
     content = bytearray(third.read_bytes())
     content[start : start + 512] = b"\x01" * 512  # the header of b
     third.write_bytes(content)

@@ -1,5 +1,5 @@
 """Real samples for the tests of data/: the emoji, and small JSON-lines sets made of their
-pictures."""
+images."""
 
 import json
 from pathlib import Path
@@ -54,11 +54,11 @@ def emoji_set(demo, tmp_path, write_jsonl):
     def make(count: int, *more, texts=lambda caption: caption) -> Path:
         lines = []
         for i in range(count):
-            path = tmp_path / "a set of emoji" / "pictures of emoji" / f"{i}.png"
+            path = tmp_path / "a set of emoji" / "images of emoji" / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(demo.image_bytes(i))
             lines.append(
-                {"image_path": f"pictures of emoji/{i}.png", "text": texts(demo.captions(i)[0])}
+                {"image_path": f"images of emoji/{i}.png", "text": texts(demo.captions(i)[0])}
             )
         return write_jsonl(*lines, *more)
 

@@ -73,17 +73,17 @@ def test_nothing_outside_is_opened(tmp_path):
     assert run.returncode == 0, run.stderr
     opened = json.loads(run.stdout.splitlines()[-1])
     assert (
-        str((tmp_path / "jsonl/set/pictures/good.png").resolve()) in opened
+        str((tmp_path / "jsonl/set/images/good.png").resolve()) in opened
     )  # the hook sees what is opened
     assert [path for path in opened if "/outside" in path or path == "/etc/hostname"] == []
 
 
-def test_every_reason_is_told_by_some_format(tmp_path):
-    told = set()
+def test_every_reason_is_reported_by_some_format(tmp_path):
+    reasons = set()
     for name, make in SETS.items():
         (tmp_path / name).mkdir()
-        told |= {reason for _, reason in make(tmp_path / name)[1]}
-    assert told | {"no-value"} == set(
+        reasons |= {reason for _, reason in make(tmp_path / name)[1]}
+    assert reasons | {"no-value"} == set(
         REASONS
     )  # that one is of python:, tests/data/test_python_format.py
 

@@ -1,4 +1,4 @@
-"""Buckets lose little of the pictures, and shares of a global batch are as pure as they can be."""
+"""Buckets lose little of the images, and shares of a global batch are as pure as they can be."""
 
 from itertools import combinations
 
@@ -58,7 +58,7 @@ def test_no_other_choice_of_as_many_sizes_keeps_more():
         )  # shapes are summed up in classes, 0.8 % apart
 
 
-def test_more_buckets_keep_more_and_one_is_the_square_for_pictures_of_every_shape():
+def test_more_buckets_keep_more_and_one_is_the_square_for_images_of_every_shape():
     width, height = drawn(0)
     width, height = np.concatenate([width, height]), np.concatenate([height, width])
     kept = [
@@ -82,7 +82,7 @@ def test_assign_takes_the_size_that_crops_least():
     for w, h, k in zip(*PHOTOS, number):
         kept = [min(w / h * H / W, W / H * h / w) for H, W in buckets.sizes]
         assert kept[k] == pytest.approx(max(kept))
-    assert set(number) == set(range(len(buckets.sizes)))  # none is without a picture
+    assert set(number) == set(range(len(buckets.sizes)))  # none is without an image
     tall, wide = buckets.assign(np.array([10, 9000]), np.array([9000, 10]))
     assert (
         buckets.sizes[tall][0] >= buckets.sizes[tall][1]
@@ -90,7 +90,7 @@ def test_assign_takes_the_size_that_crops_least():
     )
 
 
-def test_choosing_depends_on_the_pictures_alone_not_on_their_order():
+def test_choosing_depends_on_the_images_alone_not_on_their_order():
     width, height = drawn(1)
     order = np.random.default_rng(0).permutation(len(width))
     assert choose_buckets(width, height, 224) == choose_buckets(width[order], height[order], 224)
@@ -145,7 +145,7 @@ def test_dealing_moves_every_position_once_and_names_the_most_common_bucket():
     ]  # one bucket: nothing moves
 
 
-def test_a_sample_without_a_picture_changes_no_other_s_bucket():
+def test_a_sample_without_an_image_changes_no_other_s_bucket():
     width, height = drawn(0)
     whole = BucketedSamples.choose(width, height, 224, 32, 4)
     gaps = BucketedSamples.choose(np.append(width, 0), np.append(height, 0), 224, 32, 4)
@@ -157,7 +157,7 @@ def test_refusals():
     width, height = drawn(0)
     with pytest.raises(ValueError, match="1 <= multiple <= image_size"):
         choose_buckets(width, height, 16, 32)
-    with pytest.raises(ValueError, match="at least one picture"):
+    with pytest.raises(ValueError, match="at least one image"):
         choose_buckets(width[:0], height[:0], 224)
     with pytest.raises(ValueError, match="no side below 1"):
         choose_buckets(np.array([0]), np.array([5]), 224)

@@ -10,12 +10,12 @@ import warnings
 
 import numpy as np
 import pytest
-from cache_writers import LIMIT_S, items, picture, write_for_ever, write_items
+from cache_writers import LIMIT_S, items, sample_image, write_for_ever, write_items
 from filelock import FileLock
 
 from data.cache import (
     MAGIC,
-    PictureCache,
+    ImageCache,
     _bytes_on_disk,
     fill,
     key_of,
@@ -33,7 +33,7 @@ STORED = Stored((48, 48))
 
 @pytest.fixture
 def cache(tmp_path):
-    cache = PictureCache(tmp_path / "pictures")
+    cache = ImageCache(tmp_path / "images")
     yield cache
     cache.close()
 
@@ -46,7 +46,7 @@ def test_what_was_put_comes_back_and_is_the_caller_s_own(cache):
     for key, value in items(range(6)):
         assert np.array_equal(cache.get(key), value)
     cache.get(b"key 3")[:] = 0
-    assert np.array_equal(cache.get(b"key 3"), picture(3))
+    assert np.array_equal(cache.get(b"key 3"), sample_image(3))
 
 
 def test_the_key_has_content_size_and_version(cache, demo, monkeypatch):
@@ -59,26 +59,26 @@ def test_the_key_has_content_size_and_version(cache, demo, monkeypatch):
     key = key_of(demo.content_hash(5), STORED)
     monkeypatch.setattr("data.modalities.transforms.VERSION", "next")
     assert key_of(demo.content_hash(5), STORED) != key
-    first = cache.picture(demo.content_hash(5), STORED, lambda: data)
+    first = cache.image(demo.content_hash(5), STORED, lambda: data)
     assert np.array_equal(first, STORED(data))
 
 
-def test_a_picture_is_read_once(cache, demo):
+def test_an_image_is_read_once(cache, demo):
     reads = []
 
     def read():
         reads.append(1)
         return demo.image_bytes(5)
 
-    first = cache.picture(demo.content_hash(5), STORED, read)
+    first = cache.image(demo.content_hash(5), STORED, read)
     cache.close(LIMIT_S)
     assert (
-        np.array_equal(cache.picture(demo.content_hash(5), STORED, read), first) and len(reads) == 1
+        np.array_equal(cache.image(demo.content_hash(5), STORED, read), first) and len(reads) == 1
     )
 
 
 def test_a_file_that_has_changed_is_not_kept_under_its_old_hash(cache, demo):
-    changed = cache.picture(demo.content_hash(5), STORED, lambda: demo.image_bytes(6))
+    changed = cache.image(demo.content_hash(5), STORED, lambda: demo.image_bytes(6))
     assert np.array_equal(changed, STORED(demo.image_bytes(6)))
     cache.close(LIMIT_S)
     assert not cache.has(key_of(demo.content_hash(5), STORED))
@@ -98,8 +98,8 @@ def test_a_file_that_has_changed_is_not_kept_under_its_old_hash(cache, demo):
     ],
 )
 def test_a_value_that_is_not_whole_is_a_miss(spoil):
-    value = packed(picture(1))
-    assert np.array_equal(unpacked(value), picture(1))
+    value = packed(sample_image(1))
+    assert np.array_equal(unpacked(value), sample_image(1))
     assert unpacked(spoil(value)) is None
 
 
@@ -133,7 +133,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_cache(cache):
         assert cache.write(items([1000]), turn_s=LIMIT_S)  # its turn is over
         found = [n for n in range(50) if cache.has(b"key %d" % n)]
         assert len(found) >= 10 and all(
-            np.array_equal(cache.get(b"key %d" % n), picture(n)) for n in found
+            np.array_equal(cache.get(b"key %d" % n), sample_image(n)) for n in found
         )
 
 
@@ -145,9 +145,7 @@ def test_a_writer_that_stands_still_keeps_nobody_waiting(cache, monkeypatch):
     with FileLock(cache.folder / "writer.lock"):
         assert not cache.write(items([1]), turn_s=0.1)
         cache.put(*items([2])[0])
-        (background,) = (
-            thread for thread in threading.enumerate() if thread.name == "picture-cache"
-        )
+        (background,) = (thread for thread in threading.enumerate() if thread.name == "image-cache")
         assert cache.get(b"key 2") is None
         cache.close(timeout_s=0.2)
         assert background.is_alive()
@@ -156,11 +154,11 @@ def test_a_writer_that_stands_still_keeps_nobody_waiting(cache, monkeypatch):
 
 
 def test_a_full_cache_says_so_once_and_goes_on_answering(tmp_path):
-    cache = PictureCache(tmp_path / "pictures", limit_bytes=200_000)
+    cache = ImageCache(tmp_path / "images", limit_bytes=200_000)
     with pytest.warns(RuntimeWarning, match="would pass its limit.*decoded each time") as warned:
         kept = [cache.write([item]) for item in items(range(60))]
     assert len(warned) == 1 and 10 < sum(kept) < 60 and kept == sorted(kept, reverse=True)
-    assert (tmp_path / "pictures" / "data.mdb").stat().st_size <= 250_000
+    assert (tmp_path / "images" / "data.mdb").stat().st_size <= 250_000
     for n, (key, value) in enumerate(items(range(60))):
         found = cache.get(key)
         assert np.array_equal(found, value) if kept[n] else found is None
@@ -181,12 +179,12 @@ def spoil_inside(file):
 
 
 @pytest.mark.parametrize("spoil", [spoil_head, spoil_tail, spoil_inside])
-def test_a_broken_file_costs_one_warning_and_pictures_are_decoded(cache, demo, spoil):
+def test_a_broken_file_costs_one_warning_and_images_are_decoded(cache, demo, spoil):
     write_items(cache, range(50))
     spoil(cache.folder / "data.mdb")
-    with pytest.warns(RuntimeWarning, match="pictures are decoded instead") as warned:
+    with pytest.warns(RuntimeWarning, match="images are decoded instead") as warned:
         for i in range(20):
-            found = cache.picture(demo.content_hash(i), STORED, lambda i=i: demo.image_bytes(i))
+            found = cache.image(demo.content_hash(i), STORED, lambda i=i: demo.image_bytes(i))
             assert np.array_equal(found, STORED(demo.image_bytes(i)))
         cache.close(LIMIT_S)
     assert len(warned) == 1
@@ -195,13 +193,13 @@ def test_a_broken_file_costs_one_warning_and_pictures_are_decoded(cache, demo, s
 def test_a_folder_that_cannot_be_made_costs_one_warning(tmp_path, demo):
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(RuntimeWarning, match="cannot be used") as warned:
-        assert open_cache(tmp_path / "file" / "pictures") is None
-        cache = PictureCache(tmp_path / "file" / "pictures")
+        assert open_cache(tmp_path / "file" / "images") is None
+        cache = ImageCache(tmp_path / "file" / "images")
         assert cache.get(b"key") is None
-        cache.put(b"key", picture(1))
+        cache.put(b"key", sample_image(1))
     assert len(warned) == 1
     with pytest.raises(ValueError, match="at least 1"):
-        PictureCache(tmp_path, 0)
+        ImageCache(tmp_path, 0)
 
 
 def test_closing_and_opening_again_finds_nothing_wrong_with_a_file_that_was_written_over(cache):
@@ -210,19 +208,19 @@ def test_closing_and_opening_again_finds_nothing_wrong_with_a_file_that_was_writ
         for n in range(12):
             cache.write(
                 [
-                    (b"key %d" % (n % 3), picture(n, size=20 + 9 * n)),
+                    (b"key %d" % (n % 3), sample_image(n, size=20 + 9 * n)),
                     *items(range(100 + n, 103 + n)),
                 ]
             )
             cache.close()
-            assert np.array_equal(cache.get(b"key %d" % (n % 3)), picture(n, size=20 + 9 * n))
+            assert np.array_equal(cache.get(b"key %d" % (n % 3)), sample_image(n, size=20 + 9 * n))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_filling_can_be_done_again_and_skips_what_cannot_be_read(emoji_set, cache, workers):
     file = emoji_set(70)
     source = open_source(f"jsonl:{file}")
-    (file.parent / "pictures of emoji" / "9.png").write_bytes(b"broken")
+    (file.parent / "images of emoji" / "9.png").write_bytes(b"broken")
     done = fill(source, STORED, cache, workers)
     assert (done.stored, done.present, done.refused, dict(done.bad)) == (
         69,
@@ -252,15 +250,15 @@ def test_the_command_says_what_it_did(emoji_set, tmp_path, capsys):
         "1",
     ]
     assert main(words) == 0
-    assert "40 pictures stored, 0 were there, 0 unreadable, 0 not stored" in capsys.readouterr().out
+    assert "40 images stored, 0 were there, 0 unreadable, 0 not stored" in capsys.readouterr().out
     assert main(words) == 0
-    assert "0 pictures stored, 40 were there" in capsys.readouterr().out
+    assert "0 images stored, 40 were there" in capsys.readouterr().out
     source = open_source(words[0])
-    cache = PictureCache(tmp_path / "c")
+    cache = ImageCache(tmp_path / "c")
     assert cache.has(
         key_of(source.content_hash(3), train_transform(64).stored)
     )  # what training asks for
     cache.close()
     with pytest.warns(RuntimeWarning, match="would pass its limit"):
         assert main([*words[:-2], "--image-size", "32", "--limit", "0.0001"]) == 1
-    assert re.search(r" 0 pictures stored, .* 40 not stored", capsys.readouterr().out)
+    assert re.search(r" 0 images stored, .* 40 not stored", capsys.readouterr().out)

@@ -278,7 +278,7 @@ def test_few_micro_batches_do_where_no_line_waits_for_the_longest(work, replicas
     assert step_s <= (1 + over) * lower_bound_s(work, replicas, number)
 
 
-def test_more_lengths_than_are_looked_at_one_by_one():
+def test_more_lengths_than_are_examined_one_by_one():
     work = BranchWork(np.random.default_rng(0).integers(1, 2000, 3000), TEXT)
     dealt = deal_balanced(work, 4, exactly(32), 2)
     assert predicted_s(dealt, work, 2) <= 1.05 * lower_bound_s(work, 4, 32, 2)

@@ -7,32 +7,32 @@ import numpy as np
 import pytest
 
 from data.batching.feed import (
+    FeedRates,
     FeedRules,
-    Knobs,
     Ladders,
-    Looks,
-    look,
+    Observations,
+    adjust,
     patch_ladder,
     scaled_size,
     size_ladder,
     typical,
 )
 
-INTERVAL, AHEAD = 20, 10  # steps between looks; steps until a move holds
+INTERVAL, AHEAD = 20, 10  # steps between measurements; steps until a move holds
 BRANCHES = ("image", "text")
 LADDERS = Ladders((1, 2, 3, 4, 5), patch_ladder(0.25), (160, 192, 224))
 
 
 def run(seconds, ladders=LADDERS, rules=FeedRules(), steps=200, noise=0.0, seed=0):
-    """`seconds(step)`: of each branch with the first knobs. Returns (step, knobs, reason) of all
-    that was said, and how much each step waited."""
-    rng, looks, seen, said, waited = np.random.default_rng(seed), Looks(), [], [], []
+    """`seconds(step)`: of each branch with the first feed rates. Returns (step, feed rates,
+    reason) of all that was said, and how much each step waited."""
+    rng, observations, seen, said, waited = np.random.default_rng(seed), Observations(), [], [], []
     start = ladders.start()
     in_force = [(0, start)]
     for step in range(steps):
-        knobs = next(knobs for begin, knobs in reversed(in_force) if begin <= step)
+        feed_rates = next(feed_rates for begin, feed_rates in reversed(in_force) if begin <= step)
         measured = {
-            b: s * knobs.load(b) / start.load(b) * rng.uniform(1 - noise, 1 + noise)
+            b: s * feed_rates.load(b) / start.load(b) * rng.uniform(1 - noise, 1 + noise)
             for b, s in seconds(step).items()
         }
         seen.append(measured)
@@ -40,12 +40,14 @@ def run(seconds, ladders=LADDERS, rules=FeedRules(), steps=200, noise=0.0, seed=
         if (step + 1) % INTERVAL == 0:
             busy_s = {b: typical([one[b] for one in seen]) for b in BRANCHES}
             before, seen = in_force[-1][1], []
-            looks, knobs, reason = look(looks, before, ladders, rules, busy_s, step + 1 - INTERVAL)
-            if knobs != before:
-                in_force.append((step + 1 + AHEAD, knobs))
-                looks = replace(looks, from_step=step + 1 + AHEAD)
+            observations, feed_rates, reason = adjust(
+                observations, before, ladders, rules, busy_s, step + 1 - INTERVAL
+            )
+            if feed_rates != before:
+                in_force.append((step + 1 + AHEAD, feed_rates))
+                observations = replace(observations, from_step=step + 1 + AHEAD)
             if reason:
-                said.append((step + 1, knobs, reason))
+                said.append((step + 1, feed_rates, reason))
     return said, waited
 
 
@@ -56,12 +58,12 @@ def steady(image, text):
 @pytest.mark.parametrize(
     "image, text, expected",
     [
-        (1.0, 0.5, Knobs(2, 1.0, 224)),  # who waits gets more to do
-        (1.0, 0.33, Knobs(2, 1.0, 224)),  # at most twice as much at once
+        (1.0, 0.5, FeedRates(2, 1.0, 224)),  # who waits gets more to do
+        (1.0, 0.33, FeedRates(2, 1.0, 224)),  # at most twice as much at once
         (
             1.0,
             0.7,
-            Knobs(1, 0.6875, 224),
+            FeedRates(1, 0.6875, 224),
         ),  # twice as much would be too much: the other one is relieved
         (1.0, 0.96, None),
     ],
@@ -73,7 +75,7 @@ def test_the_first_move(image, text, expected):
 
 def test_a_reason_says_what_was_seen_and_done():
     (step, _, reason), *_ = run(steady(1.0, 0.5))[0]
-    assert step == 60  # three looks in a row have asked for it
+    assert step == 60  # three measurements in a row have asked for it
     assert (
         reason
         == "captions_per_image 1 -> 2: the text branch waits 50% of a step (text 0.5 s, image 1 s)"
@@ -100,7 +102,7 @@ def test_a_branch_that_becomes_twice_as_slow_is_answered_within_100_steps(slow):
             assert np.mean(waited[-100:]) < 0.1 or said[-1][2].startswith("bound reached: the")
 
 
-def test_noise_moves_no_knob_more_than_once_in_200_steps():
+def test_noise_moves_no_feed_rate_more_than_once_in_200_steps():
     moves = [
         sum(
             not reason.startswith("bound")
@@ -130,26 +132,30 @@ def test_bounds_hold_whatever_is_measured():
         )
         before, moves = (
             ladders.start(),
-            [(step, knobs) for step, knobs, reason in said if not reason.startswith("bound")],
+            [
+                (step, feed_rates)
+                for step, feed_rates, reason in said
+                if not reason.startswith("bound")
+            ],
         )
-        for (step, knobs), earlier in zip(moves, [0, *(step for step, _ in moves)]):
+        for (step, feed_rates), earlier in zip(moves, [0, *(step for step, _ in moves)]):
             for name, ladder in ladders.items():
-                assert getattr(knobs, name) in ladder
-            changes = [knobs.load(b) / before.load(b) for b in BRANCHES]
+                assert getattr(feed_rates, name) in ladder
+            changes = [feed_rates.load(b) / before.load(b) for b in BRANCHES]
             assert (
                 all(0.5 - 1e-9 <= change <= 2 + 1e-9 for change in changes)
                 and sum(change != 1 for change in changes) <= 1
             )
             assert step - earlier >= 3 * INTERVAL
-            before = knobs
+            before = feed_rates
 
 
 def test_a_bound_is_named_once():
     said, _ = run(steady(1.0, 5.0), Ladders((1, 2), (1.0,), (224,)), steps=400)
     assert len(said) == 1
     assert said[0][2] == (
-        "bound reached: the image branch waits 80% of a step (image 1 s, text 5 s), and no knob "
-        "can better it within captions_per_image 1 .. 2 (now 1)"
+        "bound reached: the image branch waits 80% of a step (image 1 s, text 5 s), and no feed "
+        "rate improves it within captions_per_image 1 .. 2 (now 1)"
     )
 
 
@@ -160,7 +166,7 @@ def test_what_was_taken_comes_back_first():
         Ladders(kept_patches=patch_ladder(0.25)),
         steps=600,
     )
-    shares = [knobs.kept_patches for _, knobs, _ in said]
+    shares = [feed_rates.kept_patches for _, feed_rates, _ in said]
     assert min(shares) == 0.5 and shares[-1] > 0.9 and np.mean(waited[-100:]) < 0.1
 
 

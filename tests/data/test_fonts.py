@@ -76,7 +76,7 @@ def test_what_no_font_has_is_a_question_mark_and_one_line_names_a_font_to_instal
         ("?", fonts.fonts[0])
     ]
     assert "apt-get install fonts-noto-cjk" in fonts.notice() and "\n" not in fonts.notice()
-    assert fonts_for(["中文"]).notice() == fonts.notice()  # several pictures need it once
+    assert fonts_for(["中文"]).notice() == fonts.notice()  # several images need it once
     other = fonts_for(["𐎀 in Ugaritic"]).notice()
     assert (
         other.startswith("some characters, such as '𐎀', are drawn as")

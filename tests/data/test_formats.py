@@ -18,7 +18,7 @@ from data.index.bad_samples import BadSample
 from data.index.sources import open_source
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bad_sets import add, picture  # noqa: E402
+from bad_sets import add, encoded_image  # noqa: E402
 
 
 def identities(source) -> list[str]:
@@ -28,7 +28,7 @@ def identities(source) -> list[str]:
 def write_shard(file: Path, keys: list[str], form: int = tarfile.PAX_FORMAT) -> Path:
     with tarfile.open(file, "w", format=form) as tar:
         for number, key in enumerate(keys):
-            add(tar, f"{key}.png", picture(number))
+            add(tar, f"{key}.png", encoded_image(number))
             add(tar, f"{key}.txt", f"words of {key}\n".encode())
     return file
 
@@ -37,12 +37,12 @@ def write_shard(file: Path, keys: list[str], form: int = tarfile.PAX_FORMAT) -> 
 
 
 def test_csv_with_other_columns_and_separator(tmp_path):
-    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.png").write_bytes(encoded_image())
     file = tmp_path / "set.csv"
     file.write_text(
-        '\ufefftext;nr;picture\n"one; two\nthree";7;a.png\n', encoding="utf-8"
+        '\ufefftext;nr;photo\n"one; two\nthree";7;a.png\n', encoding="utf-8"
     )  # with a byte order mark
-    source = open_source(f"csv:{file}?image=picture&text=text&id=nr&separator=;")
+    source = open_source(f"csv:{file}?image=photo&text=text&id=nr&separator=;")
     assert (
         identities(source) == ["7"]
         and source.captions(0) == ["one; two\nthree"]
@@ -50,11 +50,11 @@ def test_csv_with_other_columns_and_separator(tmp_path):
     )
     with pytest.raises(
         ValueError,
-        match="no column 'pictur'; the first line names: text, nr, picture; did you mean 'picture'",
+        match="no column 'phot'; the first line names: text, nr, photo; did you mean 'photo'",
     ):
-        open_source(f"csv:{file}?image=pictur&separator=;")
+        open_source(f"csv:{file}?image=phot&separator=;")
     with pytest.raises(
-        ValueError, match="no column 'filepath'; the first line names: text;nr;picture"
+        ValueError, match="no column 'filepath'; the first line names: text;nr;photo"
     ):
         open_source(f"csv:{file}")
     with pytest.raises(ValueError, match="separator 'ab': one character is needed"):
@@ -63,7 +63,7 @@ def test_csv_with_other_columns_and_separator(tmp_path):
 
 def test_a_quote_that_is_never_closed_costs_no_other_row(tmp_path, monkeypatch):
     monkeypatch.setattr("data.formats.table.FIELD_LIMIT", 1000)
-    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.png").write_bytes(encoded_image())
     rows = ["a.png,fine"] * 3 + ['a.png,"open'] + ["a.png,fine"] * 300
     (tmp_path / "set.csv").write_text("filepath,title\n" + "\n".join(rows) + "\n")
     source = open_source(f"csv:{tmp_path}/set.csv")
@@ -77,7 +77,7 @@ def test_a_quote_that_is_never_closed_costs_no_other_row(tmp_path, monkeypatch):
 
 
 def test_a_file_whose_name_looks_like_options(tmp_path):
-    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.png").write_bytes(encoded_image())
     (tmp_path / "what?.csv").write_text("filepath,title\na.png,fine\n")
     assert len(open_source(f"csv:{tmp_path}/what?.csv")) == 1
 
@@ -87,7 +87,7 @@ def test_a_file_whose_name_looks_like_options(tmp_path):
 
 def test_coco_keeps_all_captions_of_an_image(tmp_path):
     (tmp_path / "val").mkdir()
-    (tmp_path / "val" / "1.jpg").write_bytes(picture(kind="JPEG"))
+    (tmp_path / "val" / "1.jpg").write_bytes(encoded_image(kind="JPEG"))
     content = {
         "info": {},
         "images": [{"id": 42, "file_name": "1.jpg"}],
@@ -117,7 +117,7 @@ def test_coco_refuses_another_json(content, tmp_path):
 def classes(tmp_path):
     for name in ("n01", "n02_big_cat"):
         (tmp_path / "set" / name).mkdir(parents=True)
-        (tmp_path / "set" / name / "1.JPEG").write_bytes(picture(kind="JPEG"))
+        (tmp_path / "set" / name / "1.JPEG").write_bytes(encoded_image(kind="JPEG"))
     return tmp_path / "set"
 
 
@@ -172,7 +172,7 @@ def test_imagefolder_refusals(classes, tmp_path):
 
 
 def test_parquet_reads_any_row_in_any_order(tmp_path):
-    images = [picture(n) for n in range(23)]
+    images = [encoded_image(n) for n in range(23)]
     rows = pa.table(
         {
             "image": [{"bytes": image, "path": None} for image in images],
@@ -194,7 +194,7 @@ def test_parquet_reads_any_row_in_any_order(tmp_path):
 def test_parquet_large_row_groups_are_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet_format, "KEPT_LIMIT", 1000)
     monkeypatch.setattr(parquet_format, "ROWS_AT_ONCE", 4)
-    images = [picture(n) for n in range(11)]
+    images = [encoded_image(n) for n in range(11)]
     pq.write_table(pa.table({"image": images, "text": ["words"] * 11}), tmp_path / "a.parquet")
     source = open_source(f"parquet:{tmp_path}/a.parquet")
     assert [source.image_bytes(i) for i in (10, 0, 5)] == [images[10], images[0], images[5]]
@@ -227,7 +227,11 @@ def test_webdataset_reads_every_tar_format(form, tmp_path):
     write_shard(tmp_path / "a.tar", keys, form)
     source = open_source(f"webdataset:{tmp_path}/a.tar")
     assert identities(source) == [f"a.tar/{key}" for key in keys]
-    assert [source.image_bytes(i) for i in (2, 0, 1)] == [picture(2), picture(0), picture(1)]
+    assert [source.image_bytes(i) for i in (2, 0, 1)] == [
+        encoded_image(2),
+        encoded_image(0),
+        encoded_image(1),
+    ]
     assert (
         source.captions(1) == [f"words of {keys[1]}"]
         and source.where(0) == f"{tmp_path}/a.tar#a.png"
@@ -245,7 +249,7 @@ def test_webdataset_finds_what_webdataset_finds(tmp_path):
     every = webdataset.WebDataset(f"{tmp_path}/{{000..001}}.tar", shardshuffle=False)
     theirs = [
         sample for sample in every if "png" in sample
-    ]  # it also gives what has neither picture nor text
+    ]  # it also gives what has neither image nor text
     ours = open_source(f"webdataset:{tmp_path}/{{000..001}}.tar")
     assert [identity.split("/", 1)[1] for identity in identities(ours)] == [
         sample["__key__"] for sample in theirs
@@ -255,24 +259,24 @@ def test_webdataset_finds_what_webdataset_finds(tmp_path):
 
 
 def test_webdataset_key_ends_at_the_first_dot(tmp_path):
-    """As in webdataset: `a.large.png` has the ending `large.png`, which is no picture's; `A.TXT` is
+    """As in webdataset: `a.large.png` has the ending `large.png`, which is no image's; `A.TXT` is
     a text."""
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name, content in (
             ("a.large.png", b"?"),
-            ("a.PNG", picture()),
+            ("a.PNG", encoded_image()),
             ("a.TXT", b"words"),
             ("b.large.png", b"?"),
             ("b.txt", b"words"),
         ):
             add(tar, name, content)
     source = open_source(f"webdataset:{tmp_path}/a.tar")
-    assert source.image_bytes(0) == picture() and [row[0] for row in source.bad_samples()] == [
-        "a.tar/b"
-    ]
+    assert source.image_bytes(0) == encoded_image() and [
+        row[0] for row in source.bad_samples()
+    ] == ["a.tar/b"]
 
 
-def test_webdataset_shards_of_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_webdataset_shards_of_one_name_are_distinguished_by_their_folders(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         write_shard(tmp_path / name / "0.tar", ["k"])
@@ -328,9 +332,9 @@ def test_remote_shards_are_copied_once(tmp_path, cache_folder):
         memory.pipe(f"/{tmp_path.name}/{n}.tar", content)
     spec = f"webdataset:memory://{tmp_path.name}/{{0..1}}.tar"
     source = open_source(spec)
-    assert identities(source) == ["0.tar/key0", "1.tar/key1"] and source.image_bytes(1) == picture(
-        0
-    )
+    assert identities(source) == ["0.tar/key0", "1.tar/key1"] and source.image_bytes(
+        1
+    ) == encoded_image(0)
     assert source.where(0) == f"memory://{tmp_path.name}/0.tar#key0.png"
     memory.rm(f"/{tmp_path.name}", recursive=True)
     assert identities(open_source(spec)) == identities(
@@ -347,13 +351,15 @@ def test_remote_shards_are_copied_once(tmp_path, cache_folder):
 
 
 def test_remote_parquet_and_file_addresses(tmp_path):
-    pq.write_table(pa.table({"image": [picture()], "text": ["words"]}), tmp_path / "a.parquet")
+    pq.write_table(
+        pa.table({"image": [encoded_image()], "text": ["words"]}), tmp_path / "a.parquet"
+    )
     fsspec.filesystem("memory").pipe(
         f"/{tmp_path.name}/a.parquet", (tmp_path / "a.parquet").read_bytes()
     )
     for where in (f"memory://{tmp_path.name}/a.parquet", f"file://{tmp_path}/a.parquet"):
         source = open_source(f"parquet:{where}")
-        assert identities(source) == ["a.parquet/0"] and source.image_bytes(0) == picture()
+        assert identities(source) == ["a.parquet/0"] and source.image_bytes(0) == encoded_image()
     pq.write_table(pa.table({"image_path": ["a.png"], "text": ["words"]}), tmp_path / "b.parquet")
     fsspec.filesystem("memory").pipe(
         f"/{tmp_path.name}/b.parquet", (tmp_path / "b.parquet").read_bytes()
@@ -367,11 +373,11 @@ def test_remote_parquet_and_file_addresses(tmp_path):
 # -- all
 
 
-def test_a_path_is_looked_at_again_when_it_is_read(tmp_path):
+def test_a_path_is_checked_again_when_it_is_read(tmp_path):
     """A file that became a link after it was listed is not followed."""
     (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "a.png").write_bytes(picture())
-    (tmp_path / "secret.png").write_bytes(picture())
+    (tmp_path / "set" / "a.png").write_bytes(encoded_image())
+    (tmp_path / "secret.png").write_bytes(encoded_image())
     (tmp_path / "set" / "set.jsonl").write_text('{"image_path": "a.png", "text": "a"}\n')
     source = open_source(f"jsonl:{tmp_path}/set/set.jsonl")
     os.replace(tmp_path / "set" / "a.png", tmp_path / "set" / "b.png")
@@ -381,14 +387,14 @@ def test_a_path_is_looked_at_again_when_it_is_read(tmp_path):
     assert error.value.reason == "outside-root"
 
 
-def test_a_picture_that_changed_under_the_run_is_not_given_out(tmp_path):
-    (tmp_path / "a.png").write_bytes(picture(0))
+def test_an_image_that_changed_under_the_run_is_not_given_out(tmp_path):
+    (tmp_path / "a.png").write_bytes(encoded_image(0))
     (tmp_path / "set.jsonl").write_text('{"image_path": "a.png", "text": "a"}\n')
     source = open_source(f"jsonl:{tmp_path}/set.jsonl")
-    (tmp_path / "a.png").write_bytes(picture(1))
+    (tmp_path / "a.png").write_bytes(encoded_image(1))
     with pytest.raises(BadSample, match="has changed since it was checked; start again"):
         source.image_bytes(0)
-    assert open_source(f"jsonl:{tmp_path}/set.jsonl").image_bytes(0) == picture(1)
+    assert open_source(f"jsonl:{tmp_path}/set.jsonl").image_bytes(0) == encoded_image(1)
 
 
 def test_listing_loads_neither_torch_nor_models():

@@ -20,11 +20,11 @@ from data.index.mapped import index_folder
 from data.index.sources import open_format, open_source
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bad_sets import BAD_PICTURES, picture  # noqa: E402
+from bad_sets import BAD_IMAGES, encoded_image  # noqa: E402
 from large_index import CAPTIONS, write_large_index  # noqa: E402
 from test_formats import write_shard  # noqa: E402
 
-# Opens argv[1] and prints the pictures and shards that were opened on the way (below argv[2]).
+# Opens argv[1] and prints the images and shards that were opened on the way (below argv[2]).
 OPENED = """
 import json, os, sys
 opened = []
@@ -49,14 +49,14 @@ print(source.index.file, len(source), source.captions(5))
 
 
 def write_set(folder: Path, count: int, text: str = "number") -> str:
-    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
     lines = []
     for n in range(count):
-        path = folder / "pictures" / f"{n}.png"
+        path = folder / "images" / f"{n}.png"
         if not path.exists():
-            path.write_bytes(picture(n))
+            path.write_bytes(encoded_image(n))
         lines.append(
-            json.dumps({"id": f"id {n}", "image_path": f"pictures/{n}.png", "text": f"{text} {n}"})
+            json.dumps({"id": f"id {n}", "image_path": f"images/{n}.png", "text": f"{text} {n}"})
         )
     (folder / "set.jsonl").write_text("\n".join(lines) + "\n")
     return f"jsonl:{folder / 'set.jsonl'}"
@@ -74,30 +74,32 @@ def opened(spec: str, folder: Path) -> tuple[int, list[str]]:
     return tuple(json.loads(run.stdout))
 
 
-def test_only_what_changed_is_looked_at_again(tmp_path):
+def test_only_what_changed_is_read_again(tmp_path):
     spec = write_set(tmp_path, 8)
-    every = [f"pictures/{n}.png" for n in range(8)]
+    every = [f"images/{n}.png" for n in range(8)]
     assert opened(spec, tmp_path) == (8, [*every, "set.jsonl"])
     assert opened(spec, tmp_path) == (8, [])  # all there
     write_set(tmp_path, 10, text="another text of")
-    assert opened(spec, tmp_path) == (10, ["pictures/8.png", "pictures/9.png", "set.jsonl"])
-    (tmp_path / "pictures/3.png").write_bytes(picture(99))
-    assert opened(spec, tmp_path) == (10, ["pictures/3.png", "set.jsonl"])
-    (tmp_path / "pictures/5.png").unlink()
+    assert opened(spec, tmp_path) == (10, ["images/8.png", "images/9.png", "set.jsonl"])
+    (tmp_path / "images/3.png").write_bytes(encoded_image(99))
+    assert opened(spec, tmp_path) == (10, ["images/3.png", "set.jsonl"])
+    (tmp_path / "images/5.png").unlink()
     assert opened(spec, tmp_path) == (10, ["set.jsonl"])
     source = open_source(spec)
     assert [row[0] for row in source.bad_samples()] == ["id 5"] and source.captions(0) == [
         "another text of 0"
     ]
-    (tmp_path / "pictures/5.png").write_bytes(picture(5))  # back: what was missing is looked for
-    assert opened(spec, tmp_path) == (10, ["pictures/5.png", "set.jsonl"])
+    (tmp_path / "images/5.png").write_bytes(
+        encoded_image(5)
+    )  # back: what was missing is looked for
+    assert opened(spec, tmp_path) == (10, ["images/5.png", "set.jsonl"])
     assert len(open_source(spec).usable()) == 10
 
 
 def test_an_index_made_step_by_step_equals_one_made_at_once(tmp_path):
     spec = write_set(tmp_path, 6)
     open_source(spec)
-    (tmp_path / "pictures/2.png").write_bytes(b"hello")
+    (tmp_path / "images/2.png").write_bytes(b"hello")
     spec = write_set(tmp_path, 12)
     step_by_step, at_once = open_source(spec), open_source(spec, folder=tmp_path / "other index")
     assert step_by_step.index.file != at_once.index.file
@@ -121,7 +123,9 @@ def test_only_shards_that_changed_are_read_again(tmp_path):
         *_of("1", "abc"),
         *_of("2", "ab"),
     ]
-    assert source.image_bytes(7) == picture(1) and source.where(7) == f"{tmp_path}/2.tar#b.png"
+    assert (
+        source.image_bytes(7) == encoded_image(1) and source.where(7) == f"{tmp_path}/2.tar#b.png"
+    )
 
 
 def _of(shard: str, keys: str) -> list[str]:
@@ -145,7 +149,7 @@ def test_a_row_whose_twin_went_with_its_file_is_usable_again(tmp_path):
     for n in range(3):
         table = {
             "id": [f"of {n}", "common"],
-            "image": [picture(n), picture(n + 3)],
+            "image": [encoded_image(n), encoded_image(n + 3)],
             "text": ["words"] * 2,
         }
         pq.write_table(pa.table(table), tmp_path / f"{n}.parquet")
@@ -165,10 +169,10 @@ def test_a_row_whose_twin_went_with_its_file_is_usable_again(tmp_path):
 def test_what_could_not_be_read_is_tried_again(tmp_path):
     """Its size and time stay when a disk or a right is mended."""
     spec = write_set(tmp_path, 2)
-    (tmp_path / "pictures/1.png").write_bytes(BAD_PICTURES["unreadable"])
+    (tmp_path / "images/1.png").write_bytes(BAD_IMAGES["unreadable"])
     assert [row[2] for row in open_source(spec).bad_samples()] == ["unreadable"]
     write_set(tmp_path, 3)
-    assert opened(spec, tmp_path) == (3, ["pictures/1.png", "pictures/2.png", "set.jsonl"])
+    assert opened(spec, tmp_path) == (3, ["images/1.png", "images/2.png", "set.jsonl"])
 
 
 def test_processes_that_start_together_build_once(tmp_path):
@@ -184,7 +188,7 @@ def test_processes_that_start_together_build_once(tmp_path):
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         lines.append(out.splitlines())
-    assert sum("built" in told for told in lines) == 1
+    assert sum("built" in output for output in lines) == 1
     assert lines[0][-1] == lines[1][-1] and lines[0][-1].endswith("40 ['number 5']")
 
 
@@ -254,16 +258,16 @@ def test_refresh_looks_where_opening_does_not(tmp_path, monkeypatch):
     monkeypatch.setattr("data.index.mapped.RECHECKED_FILES", 2)  # as if the set were large
     spec = write_set(tmp_path, 3)
     open_source(spec)
-    (tmp_path / "pictures/1.png").write_bytes(b"hello")
+    (tmp_path / "images/1.png").write_bytes(b"hello")
     assert len(open_source(spec).usable()) == 3
     assert len(open_source(spec, refresh=True).usable()) == 2
 
 
 def test_check_header_reads_sizes_only(tmp_path):
     spec = write_set(tmp_path, 3)
-    cut = picture(1)[:300]
-    (tmp_path / "pictures/1.png").write_bytes(cut)
-    (tmp_path / "pictures/2.png").write_bytes(b"hello")
+    cut = encoded_image(1)[:300]
+    (tmp_path / "images/1.png").write_bytes(cut)
+    (tmp_path / "images/2.png").write_bytes(b"hello")
     headers, decoded = open_source(spec, check="header"), open_source(spec)
     assert (
         headers.column("bad").tolist() == [0, 0, CODES["not-an-image"]]
@@ -279,12 +283,12 @@ def test_check_header_reads_sizes_only(tmp_path):
         open_source(spec, check="heder")
 
 
-def test_sizes_are_those_of_the_picture_as_shown(tmp_path):
+def test_sizes_are_those_of_the_image_as_shown(tmp_path):
     spec = write_set(tmp_path, 2)
     turned = Image.Exif()
     turned[0x0112] = 6
     for n, kind in enumerate(("JPEG", "PNG")):
-        Image.new("RGB", (30, 20), "red").save(tmp_path / f"pictures/{n}.png", kind, exif=turned)
+        Image.new("RGB", (30, 20), "red").save(tmp_path / f"images/{n}.png", kind, exif=turned)
     for check in ("decode", "header"):
         source = open_source(spec, check=check)
         assert source.column("width").tolist() == [20, 20] and source.column("height").tolist() == [

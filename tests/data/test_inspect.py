@@ -54,7 +54,7 @@ def test_command(emoji_set, tmp_path):
         assert words in result.stdout
     assert result.stdout.splitlines()[-1] == str(tmp_path / "a sheet.png")
     sheet = np.asarray(Image.open(tmp_path / "a sheet.png"))
-    assert (sheet != 255).any(axis=2).sum() > 5000  # five pictures, not a white page
+    assert (sheet != 255).any(axis=2).sum() > 5000  # five images, not a white page
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,9 @@ def test_pieces_of_several_fonts_stand_side_by_side(emoji_set):
     assert ends[0] < ends[1] < ends[2]
 
 
-def test_captions_that_no_font_has_are_told_in_one_line(emoji_set, tmp_path, monkeypatch, capsys):
+def test_captions_that_no_font_has_are_reported_in_one_line(
+    emoji_set, tmp_path, monkeypatch, capsys
+):
     shipped = tuple(
         font for font in installed_fonts() if font.family.startswith(("DejaVu", "STIX"))
     )  # matplotlib's have no Chinese

@@ -6,7 +6,7 @@ import pytest
 
 from data.index.sources import ConceptSource, Source, open_source
 
-GOOD = {"image_path": "pictures of emoji/0.png", "text": "again"}
+GOOD = {"image_path": "images of emoji/0.png", "text": "again"}
 
 
 def problems(file) -> list[tuple[str, str, str]]:
@@ -35,12 +35,12 @@ def test_reads_in_file_order_from_paths_with_spaces(emoji_set, demo):
         ('{"image_path": ', "invalid-row", "invalid JSON"),
         ("[1, 2]", "invalid-row", "a list is given, an object"),
         (
-            {"image_path": "pictures of emoji/0.png", "txt": "a"},
+            {"image_path": "images of emoji/0.png", "txt": "a"},
             "invalid-row",
             "no key 'text'; given: image_path, txt; rename 'txt'?",
         ),
         (
-            {"image": "pictures of emoji/0.png", "text": "a"},
+            {"image": "images of emoji/0.png", "text": "a"},
             "invalid-row",
             "no key 'image_path'; given: image, text; rename 'image'?",
         ),
@@ -52,7 +52,7 @@ def test_reads_in_file_order_from_paths_with_spaces(emoji_set, demo):
         (
             {**GOOD, "image_path": 3},
             "invalid-row",
-            "the picture's path is 3; a path as text is needed",
+            "the image's path is 3; a path as text is needed",
         ),
         (
             {**GOOD, "image_path": "none.png"},
@@ -65,7 +65,7 @@ def test_reads_in_file_order_from_paths_with_spaces(emoji_set, demo):
             "give a path below it, without '..'",
         ),
         (
-            {**GOOD, "image_path": "pictures of emoji/../../x.png"},
+            {**GOOD, "image_path": "images of emoji/../../x.png"},
             "outside-root",
             "give a path below it, without '..'",
         ),
@@ -115,7 +115,7 @@ def test_some_good_captions_are_kept(emoji_set):
 def test_not_utf8(emoji_set):
     file = emoji_set(1)
     file.write_bytes(
-        file.read_bytes() + b'{"image_path": "pictures of emoji/0.png", "text": "\xe9t\xe9"}\n'
+        file.read_bytes() + b'{"image_path": "images of emoji/0.png", "text": "\xe9t\xe9"}\n'
     )
     ((where, reason, detail),) = problems(file)
     assert (where, reason) == (f"{file}:2", "invalid-utf8") and "not UTF-8: byte 0xe9" in detail

@@ -49,7 +49,7 @@ def test_equal_bytes_and_equal_ids_with_an_equal_caption(both):
     assert found(*both) == {"content": {4: 9}, "id": {9: 10}}
 
 
-def test_nearly_equal_pictures_when_asked_for(both):
+def test_nearly_equal_images_when_asked_for(both):
     train, held_out = both
     near = found(train, held_out, bits=2)["near"]
     hashes = [source.column("perceptual_hash").tolist() for source in both]

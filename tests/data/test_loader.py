@@ -13,9 +13,9 @@ from dying_source import NamesItsReaders
 from number_modality import Numbers
 from plain_requests import plain_requests
 
-from data.batching.feed import Knobs
+from data.batching.feed import FeedRates
 from data.batching.sampler import GlobalOrder, MicroBatchRequest, TextRows, evaluation_requests
-from data.cache import PictureCache, key_of
+from data.cache import ImageCache, key_of
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset, micro_batches, resolve_workers
 from data.modalities.image import ImageModality
@@ -44,8 +44,8 @@ def assert_equal(a, b):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-class NoPictures:
-    """The demo, with pictures that must not be asked for."""
+class NoImages:
+    """The demo, with images that must not be asked for."""
 
     def __init__(self, source):
         self.spec, self.captions, self.source = source.spec, source.captions, source
@@ -107,7 +107,7 @@ def test_both_modalities(demo, tokenizer):
 
 
 def test_text_only_never_decodes(demo, tokenizer):
-    dataset = MicroBatchDataset(NoPictures(demo), [TextModality(tokenizer, 32)])
+    dataset = MicroBatchDataset(NoImages(demo), [TextModality(tokenizer, 32)])
     assert set(dataset[request(1, 2)]) == {
         "input_ids",
         "attention_mask",
@@ -115,7 +115,7 @@ def test_text_only_never_decodes(demo, tokenizer):
         "text_index",
     }
     with pytest.raises(AssertionError, match="decoded"):
-        make(NoPictures(demo), BOTH, tokenizer)[request(1, 2)]
+        make(NoImages(demo), BOTH, tokenizer)[request(1, 2)]
 
 
 def test_image_only_never_reads_a_caption_and_needs_no_tokenizer(demo, tokenizer):
@@ -217,11 +217,11 @@ def test_error_of_a_worker_has_its_own_message(demo, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_picture_that_cannot_be_read_gives_its_place_to_another_and_is_reported(
+def test_an_image_that_cannot_be_read_gives_its_place_to_another_and_is_reported(
     emoji_set, tokenizer, workers
 ):
     file = emoji_set(5)
-    folder = file.parent / "pictures of emoji"
+    folder = file.parent / "images of emoji"
     dataset = make(open_source(f"jsonl:{file}"), BOTH, tokenizer)
     whole = dataset[request(0, 1, 2, 3)]["pixel_values"]
     (folder / "1.png").write_bytes(b"broken")
@@ -252,7 +252,7 @@ def test_a_picture_that_cannot_be_read_gives_its_place_to_another_and_is_reporte
         [(4, "unreadable"), (2, "missing-file")],
     ]
     assert (
-        reports[0].bad[0][2].startswith(f"{file}:2: the picture has changed since")
+        reports[0].bad[0][2].startswith(f"{file}:2: the image has changed since")
     )  # where, and what
     assert [report.num_decoded for report in reports] == [4, 2, 1, 2] and all(
         report.wait_s > 0 for report in reports
@@ -340,14 +340,14 @@ def test_killed_workers_are_one_clear_error(demo, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_cached_pictures_are_equal_bit_for_bit(emoji_set, tmp_path, workers):
+def test_cached_images_are_equal_bit_for_bit(emoji_set, tmp_path, workers):
     source = open_source(f"jsonl:{emoji_set(12)}")
     asked = [request(*range(12), epoch=e) for e in (0, 1)] + [request(*range(12), training=False)]
     plain = make(source, {"image"})
     keys = [key_of(source.content_hash(i), train_transform(16).stored) for i in range(12)]
     for _ in range(2):  # filling, then filled
         cached = make(source, {"image"})
-        cached.modalities[0].cache = PictureCache(tmp_path / "cache")
+        cached.modalities[0].cache = ImageCache(tmp_path / "cache")
         loaded = micro_batches(cached, itertools.cycle(asked), workers)
         for a, b in zip(micro_batches(plain, iter(asked)), loaded):
             assert_equal(a, b)
@@ -400,7 +400,7 @@ def test_refusals(demo, tokenizer):
             make(demo, {"image"})[request(index)]
 
 
-def test_the_size_of_a_request_is_that_of_its_pictures(demo, tokenizer):
+def test_the_size_of_a_request_is_that_of_its_images(demo, tokenizer):
     dataset = make(demo, BOTH, tokenizer)
     plain, wide = request(3, 8), replace(request(3, 8), size=(32, 64))
     assert dataset[wide]["pixel_values"].shape == (2, 3, 32, 64)
@@ -420,7 +420,7 @@ def test_several_captions_of_a_sample_are_different_ones_while_it_has_them(token
         dealt = TextRows(index[np.arange(2 * c) // c], np.arange(2 * c), None) if of_texts else None
         own = (index[:0], position[:0]) if of_texts else (index, position)
         asked = MicroBatchRequest(
-            0, 3, *own, True, knobs=Knobs(captions_per_image=c), dealt_texts=dealt
+            0, 3, *own, True, feed_rates=FeedRates(captions_per_image=c), dealt_texts=dealt
         )
         loaded = dataset[asked]
         assert (
@@ -446,9 +446,9 @@ def test_kept_patches_are_a_share_of_the_grid_drawn_for_each_sample_and_epoch(de
     )
 
     def kept(share, epoch, size=0, training=True):
-        knobs = Knobs(kept_patches=share, image_size=size)
+        feed_rates = FeedRates(kept_patches=share, image_size=size)
         return dataset[
-            MicroBatchRequest(0, epoch, np.arange(5), np.arange(5), training, knobs=knobs)
+            MicroBatchRequest(0, epoch, np.arange(5), np.arange(5), training, feed_rates=feed_rates)
         ]
 
     drawn = kept(0.5, 1)["kept_patches"]
@@ -475,6 +475,6 @@ def test_buckets_shrink_with_the_image_size(demo):
         demo, [ImageModality(train_transform(64), eval_transform(64), side_multiple=16)]
     )
     asked = MicroBatchRequest(
-        0, 0, np.arange(2), np.arange(2), True, size=(48, 96), knobs=Knobs(image_size=32)
+        0, 0, np.arange(2), np.arange(2), True, size=(48, 96), feed_rates=FeedRates(image_size=32)
     )
     assert dataset[asked]["pixel_values"].shape == (2, 3, 32, 48)

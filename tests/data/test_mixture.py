@@ -206,31 +206,29 @@ def test_names_of_sources_are_short_and_different():
 # -- sources of one modality
 
 
-def test_a_source_without_texts_or_without_pictures_is_refused_with_what_is_missing(emoji_set):
+def test_a_source_without_texts_or_without_images_is_refused_with_what_is_missing(emoji_set):
     file = emoji_set(3)
     folder = file.parent
-    (folder / "pictures.csv").write_text("filepath\npictures of emoji/0.png\n")
+    (folder / "images.csv").write_text("filepath\nimages of emoji/0.png\n")
     (folder / "texts.tsv").write_text("title\na red apple\n")
     (folder / "no titles.csv").write_text(
-        "filepath,title\npictures of emoji/0.png,\npictures of emoji/1.png,\n"
+        "filepath,title\nimages of emoji/0.png,\nimages of emoji/1.png,\n"
     )
-    (folder / "pictures.jsonl").write_text('{"image_path": "pictures of emoji/0.png"}\n')
+    (folder / "images.jsonl").write_text('{"image_path": "images of emoji/0.png"}\n')
     (folder / "texts.jsonl").write_text('{"text": "a red apple"}\n{"text": "a pear"}\n')
     coco = {"images": [{"id": 1, "file_name": "0.png"}], "annotations": []}
-    (folder / "pictures.json").write_text(json.dumps(coco))
+    (folder / "images.json").write_text(json.dumps(coco))
     pq.write_table(pa.table({"text": ["a red apple"]}), folder / "texts.parquet")
-    pq.write_table(
-        pa.table({"image_path": ["pictures of emoji/0.png"]}), folder / "pictures.parquet"
-    )
-    for name, member in (("pictures", "a.png"), ("texts", "a.txt")):
+    pq.write_table(pa.table({"image_path": ["images of emoji/0.png"]}), folder / "images.parquet")
+    for name, member in (("images", "a.png"), ("texts", "a.txt")):
         with tarfile.open(folder / f"{name}.tar", "w") as tar:
-            tar.add(folder / "pictures of emoji" / "0.png" if name == "pictures" else file, member)
+            tar.add(folder / "images of emoji" / "0.png" if name == "images" else file, member)
     for spec, words in (
-        (f"csv:{folder}/pictures.csv", "no column 'title'; the first line names: filepath"),
+        (f"csv:{folder}/images.csv", "no column 'title'; the first line names: filepath"),
         (f"tsv:{folder}/texts.tsv", "no column 'filepath'; the first line names: title"),
         (f"csv:{folder}/no titles.csv", "none of 2 samples can be used .empty-caption 2."),
         (
-            f"jsonl:{folder}/pictures.jsonl",
+            f"jsonl:{folder}/images.jsonl",
             "none of 1 samples can be used.*no key 'text'; given: image_path",
         ),
         (
@@ -238,7 +236,7 @@ def test_a_source_without_texts_or_without_pictures_is_refused_with_what_is_miss
             "none of 2 samples can be used.*no key 'image_path'; given: text",
         ),
         (
-            f"coco:{folder}/pictures of emoji:{folder}/pictures.json",
+            f"coco:{folder}/images of emoji:{folder}/images.json",
             "none of 1 samples can be used.*no-caption",
         ),
         (
@@ -246,10 +244,10 @@ def test_a_source_without_texts_or_without_pictures_is_refused_with_what_is_miss
             "no column image or image_path or filepath; there are: text",
         ),
         (
-            f"parquet:{folder}/pictures.parquet",
+            f"parquet:{folder}/images.parquet",
             "no column text or caption or title; there are: image_path",
         ),
-        (f"webdataset:{folder}/pictures.tar", "none of 1 samples can be used.*orphan-member"),
+        (f"webdataset:{folder}/images.tar", "none of 1 samples can be used.*orphan-member"),
         (f"webdataset:{folder}/texts.tar", "none of 1 samples can be used.*orphan-member"),
     ):
         with pytest.raises(ValueError, match=f"(?s){words}"):

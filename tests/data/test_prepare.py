@@ -168,7 +168,7 @@ def test_several_data_sets_with_weights(emoji_set, folder):
     held = split.held_out["validation"].subset.tolist()
     assert {i for i in held if i < 6} == {
         i - 24 for i in held if i >= 24
-    }  # the same picture in both sets is on one side
+    }  # the same image in both sets is on one side
     assert sum(count for count, _ in split.parts) == len(split.train)
 
 

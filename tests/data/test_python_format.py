@@ -32,7 +32,7 @@ MODULE = """
 import numpy as np
 from PIL import Image
 
-def picture(i):
+def sample_image(i):
     return np.full((20, 30, 3), 7 * i, np.uint8)
 
 class Own:
@@ -40,7 +40,7 @@ class Own:
         return 24
 
     def __getitem__(self, i):
-        item = {"id": f"own{i}", "text": f"the number {i}", "image": picture(i), "tone": [float(i), 1.0]}
+        item = {"id": f"own{i}", "text": f"the number {i}", "image": sample_image(i), "tone": [float(i), 1.0]}
         if i % 3 == 1:
             del item["image"]
         if i % 3 == 2:
@@ -50,11 +50,11 @@ class Own:
         if i == 12:
             item["text"] = ["twelve", "a dozen"]
         if i == 15:
-            item["image"] = b"no picture"
+            item["image"] = b"no image"
         return item
 
 class Tuples:
-    items = [(Image.fromarray(picture(i)), f"the number {i}") for i in range(6)]
+    items = [(Image.fromarray(sample_image(i)), f"the number {i}") for i in range(6)]
 
     def __len__(self):
         return len(self.items)
@@ -97,7 +97,7 @@ def request(*indices):
 
 
 @pytest.mark.parametrize("name", ["Tuples", "made"])
-def test_pairs_of_pictures_and_texts(module, name):
+def test_pairs_of_images_and_texts(module, name):
     source = open_source(f"python:{module}:{name}")
     assert len(source) == 6 and source.usable().tolist() == list(range(6))
     assert source.captions(4) == ["the number 4"] and source.identity(4) == "4"
@@ -108,7 +108,7 @@ def test_pairs_of_pictures_and_texts(module, name):
     assert source.format.spec not in open_source(f"python:{module}:Broken").index.file.as_posix()
 
 
-def test_an_item_without_a_picture_is_bad_where_only_pictures_and_texts_are_compared(module):
+def test_an_item_without_an_image_is_bad_where_only_images_and_texts_are_compared(module):
     source = open_source(f"python:{module}:Own")
     assert source.usable().tolist() == [i for i in range(24) if i % 3 != 1 and i not in (9, 15)]
     assert source.identity(4) == "own4" and source.captions(12) == ["twelve", "a dozen"]
@@ -163,7 +163,7 @@ def test_sets_that_hold_different_modalities_are_mixed(module, tmp_path):
 def test_splits_and_token_counts_of_samples_that_lack_something(module, tokenizer, tmp_path):
     source = open_source(f"python:{module}:Own", PAIRS)
     splits = split_source(source, val_fraction=0.2)
-    assert len(splits.held_out["validation"]) in (4, 5)  # without a picture they are not all equal
+    assert len(splits.held_out["validation"]) in (4, 5)  # without an image they are not all equal
     counts = token_counts(source, np.arange(24), tokenizer, 16, tmp_path / "counts")
     assert counts.longest()[9] == 2 and len(counts.starts) == 25
 
@@ -196,8 +196,8 @@ growing = Growing()
 """
 
 
-def test_a_picture_s_verdict_is_its_own_when_the_data_set_changes(module, tmp_path):
-    """A sample lacks its text and gets one later; another has a broken picture and another pair."""
+def test_an_image_s_verdict_is_its_own_when_the_data_set_changes(module, tmp_path):
+    """A sample lacks its text and gets one later; another has a broken image and another pair."""
     (tmp_path / f"{module}.py").write_text(GROWING)
     spec = f"python:{module}:growing"
     assert open_source(spec).usable().tolist() == [0, 1, 3, 5]
@@ -206,14 +206,14 @@ def test_a_picture_s_verdict_is_its_own_when_the_data_set_changes(module, tmp_pa
     set_of.texts, set_of.fingerprint = True, 1
     assert open_source(spec).usable().tolist() == [0, 1, 3, 4, 5]
     assert np.flatnonzero(open_source(spec, PAIRS).lacking("image")).tolist() == [2]
-    set_of.first, set_of.fingerprint = 100, 2  # other pictures in as many bytes
+    set_of.first, set_of.fingerprint = 100, 2  # other images in as many bytes
     shown = eval_transform(16)
     for pairs in (DEFAULT_PAIRS, PAIRS):
         source = open_source(spec, pairs)
         assert shown(shown.stored(source.image_bytes(4)), None).max() == 104
 
 
-def test_a_picture_that_changes_unnoticed_says_how_it_would_be_noticed(module, tmp_path):
+def test_an_image_that_changes_unnoticed_says_how_it_would_be_noticed(module, tmp_path):
     (tmp_path / f"{module}.py").write_text(GROWING)
     source = open_source(f"python:{module}:growing")
     importlib.import_module(module).growing.first = 50
@@ -221,7 +221,7 @@ def test_a_picture_that_changes_unnoticed_says_how_it_would_be_noticed(module, t
         source.image_bytes(0)
 
 
-def test_pairs_without_pictures_or_without_texts(module, tmp_path):
+def test_pairs_without_images_or_without_texts(module, tmp_path):
     """No tokenizer is made where there are no texts, and samples are split by chance alone."""
     (tmp_path / f"{module}.py").write_text(
         MODULE

@@ -26,7 +26,7 @@ def test_snippets_run(snippet, emoji_set, monkeypatch):
     exec(compile(snippet, str(README), "exec"), {})
 
 
-def test_every_reason_and_every_kind_is_told():
+def test_every_reason_and_every_kind_is_documented():
     section = PAGE.partition("## Bad samples")[2].partition("\n## ")[0]
     assert re.findall(
         r"`([a-z-]+)`", "\n".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))

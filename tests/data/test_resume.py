@@ -136,10 +136,10 @@ def test_killed_fifty_times_every_sample_comes_once_per_epoch_and_looks_the_same
     for epoch in range(EPOCHS):
         seen = Counter(index for step, _, index, _ in trained if ORDER.epoch(step) == epoch)
         assert set(seen.values()) == {1} and sorted(seen) == SUBSET.tolist()
-    looks = {}
+    versions = {}
     for _, _, index, what in trained:
-        looks.setdefault(index, set()).add(what)
-    assert np.mean([len(different) for different in looks.values()]) > (
+        versions.setdefault(index, set()).add(what)
+    assert np.mean([len(different) for different in versions.values()]) > (
         EPOCHS - 0.5 if branch == "image" else 2
     )  # a draw each epoch
 

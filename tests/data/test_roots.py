@@ -1,4 +1,4 @@
-"""Where pictures may lie: below the data file's own folder and below the roots that are named, and
+"""Where images may lie: below the data file's own folder and below the roots that are named, and
 nowhere else."""
 
 import csv
@@ -24,12 +24,12 @@ from data.index.bad_samples import BadSample
 from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
 from data.index.sources import open_format, open_source
 from data.inspect import main as inspect_command
-from data.modalities.pictures import decode_bytes
+from data.modalities.decoding import decode_bytes
 from data.options import DataOptions
 from data.prepare import prepare_data
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bad_sets import picture  # noqa: E402
+from bad_sets import encoded_image  # noqa: E402
 from test_bad_samples import READ_ALL  # noqa: E402
 
 KINDS = ("csv", "tsv", "jsonl", "coco", "parquet")
@@ -39,15 +39,15 @@ REMEDY = "allow its folder with --data-root DIR, or ?root=DIR in the data spec"
 @pytest.fixture
 def here(tmp_path) -> Path:
     """Without links in its path: `set` for the data file, `a`, `b` and `outside` beside it, each
-    with its own picture 1.png."""
+    with its own image 1.png."""
     for number, name in enumerate(("set", "a", "b", "outside")):
         (tmp_path.resolve() / name).mkdir()
-        (tmp_path.resolve() / name / "1.png").write_bytes(picture(number))
+        (tmp_path.resolve() / name / "1.png").write_bytes(encoded_image(number))
     return tmp_path.resolve()
 
 
 def write(kind: str, folder: Path, *paths: object) -> str:
-    """A set that names these pictures, with the ids 0, 1, …; its spec."""
+    """A set that names these images, with the ids 0, 1, …; its spec."""
     rows = [(str(number), str(path), f"what is at {path}") for number, path in enumerate(paths)]
     file = folder / f"pairs.{kind}"
     if kind in ("csv", "tsv"):
@@ -100,7 +100,7 @@ def refused(source, i: int) -> BadSample:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_absolute_path_below_the_own_folder(here, kind):
     (here / "set" / "a name").mkdir()
-    (here / "set" / "a name" / "~ä%20.png").write_bytes(picture(7))
+    (here / "set" / "a name" / "~ä%20.png").write_bytes(encoded_image(7))
     (here / "another name").symlink_to(here / "set")
     paths = [
         here / "set" / "1.png",
@@ -112,11 +112,11 @@ def test_an_absolute_path_below_the_own_folder(here, kind):
     source = open_source(write(kind, here / "set", *paths, here / "set" / "inside.png"))
     assert source.usable().tolist() == [0, 1, 2, 3, 4]
     assert [source.image_bytes(i) for i in range(5)] == [
-        picture(0),
-        picture(7),
-        picture(0),
-        picture(0),
-        picture(0),
+        encoded_image(0),
+        encoded_image(7),
+        encoded_image(0),
+        encoded_image(0),
+        encoded_image(0),
     ]
     by_link = write(
         kind, here / "another name", *paths
@@ -130,7 +130,7 @@ def test_what_is_outside_is_refused_and_the_message_names_the_option(here, kind)
     (here / "set" / "linked").symlink_to(here / "a")
     beside = here / "set beside"  # begins with the root's name, and is not below it
     beside.mkdir()
-    (beside / "1.png").write_bytes(picture())
+    (beside / "1.png").write_bytes(encoded_image())
     dots = "../a/1.png", here / "set" / ".." / "a" / "1.png", here / "set" / ".." / "set" / "1.png"
     links = "link.png", "linked/1.png", here / "set" / "link.png"
     paths = ["1.png", here / "a" / "1.png", beside / "1.png", here / "none.png", *dots, *links]
@@ -147,10 +147,10 @@ def test_what_is_outside_is_refused_and_the_message_names_the_option(here, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_roots_let_pictures_lie_elsewhere(here, kind):
+def test_roots_let_images_lie_elsewhere(here, kind):
     """By both kinds of paths, through links into a root and from one root into another; what leaves
     them all stays refused."""
-    (here / "b" / "2.png").write_bytes(picture(12))
+    (here / "b" / "2.png").write_bytes(encoded_image(12))
     (here / "b" / "from b to a.png").symlink_to(here / "a" / "1.png")
     (here / "b" / "to outside.png").symlink_to(here / "outside" / "1.png")
     (here / "set" / "linked").symlink_to(here / "a")
@@ -170,7 +170,7 @@ def test_roots_let_pictures_lie_elsewhere(here, kind):
     source = open_source(spec)
     assert source.usable().tolist() == list(range(len(allowed))) and source.spec == spec
     assert [source.image_bytes(i) for i in range(len(allowed))] == list(
-        map(picture, allowed.values())
+        map(encoded_image, allowed.values())
     )
     assert [reason for reason, _ in problems(source).values()] == ["outside-root"] * len(outside)
     for i, (_, detail) in enumerate(problems(source).values(), len(allowed)):
@@ -191,12 +191,12 @@ def test_one_root_of_several_is_enough_to_leave_the_others(here):
 
 def test_relative_paths_count_from_the_own_folder_first_and_then_from_each_root_in_order(here):
     for folder, number in (("a", 21), ("b", 22)):
-        (here / folder / "2.png").write_bytes(picture(number))
-    (here / "b" / "3.png").write_bytes(picture(23))
+        (here / folder / "2.png").write_bytes(encoded_image(number))
+    (here / "b" / "3.png").write_bytes(encoded_image(23))
     (here / "set" / "gone.png").symlink_to(
         here / "set" / "nothing"
     )  # what leads nowhere does not exist
-    (here / "b" / "gone.png").write_bytes(picture(24))
+    (here / "b" / "gone.png").write_bytes(encoded_image(24))
     spec = write("jsonl", here / "set", "1.png", "2.png", "3.png", "gone.png", "4.png")
     forward, backward = (
         open_source(rooted(spec, *roots))
@@ -204,7 +204,7 @@ def test_relative_paths_count_from_the_own_folder_first_and_then_from_each_root_
     )
     for source, second in ((forward, 21), (backward, 22)):
         assert [source.image_bytes(i) for i in range(4)] == [
-            picture(n) for n in (0, second, 23, 24)
+            encoded_image(n) for n in (0, second, 23, 24)
         ]
     reason, detail = problems(forward)["4"]
     assert reason == "missing-file"
@@ -215,12 +215,12 @@ def test_relative_paths_count_from_the_own_folder_first_and_then_from_each_root_
 
 
 def test_the_first_that_exists_wins_whatever_it_is(here):
-    """A name is not looked for elsewhere because what it names is no picture, or leads out."""
+    """A name is not looked for elsewhere because what it names is no image, or leads out."""
     (here / "set" / "folder.png").mkdir()
     (here / "set" / "link.png").symlink_to(here / "outside" / "1.png")
     os.mkfifo(here / "set" / "pipe.png")
     for name in ("folder.png", "link.png", "pipe.png"):
-        (here / "a" / name).write_bytes(picture())
+        (here / "a" / name).write_bytes(encoded_image())
     spec = rooted(
         write("jsonl", here / "set", "1.png", "folder.png", "link.png", "pipe.png"), here / "a"
     )
@@ -288,7 +288,7 @@ def test_nothing_outside_the_roots_is_opened(here):
 
 
 def test_a_file_of_openclip_is_read_as_openclip_reads_it(here):
-    """Tab separated, `filepath` and `title`, absolute paths; the pictures are not where the file
+    """Tab separated, `filepath` and `title`, absolute paths; the images are not where the file
     is."""
     titles = [
         "a red apple",
@@ -300,14 +300,14 @@ def test_a_file_of_openclip_is_read_as_openclip_reads_it(here):
         "a\ttab",
     ]
     for number in range(len(titles)):
-        (here / "a" / f"picture {number}.png").write_bytes(picture(30 + number))
+        (here / "a" / f"image {number}.png").write_bytes(encoded_image(30 + number))
     file = here / "set" / "train.csv"
     with file.open("w", newline="", encoding="utf-8") as out:
         rows = csv.writer(out, delimiter="\t")
         rows.writerows(
             [
                 ("filepath", "title"),
-                *((here / "a" / f"picture {n}.png", title) for n, title in enumerate(titles)),
+                *((here / "a" / f"image {n}.png", title) for n, title in enumerate(titles)),
             ]
         )
     by_file, by_spec = f"tsv:{file}?root={here}/a", f"csv:{file}?separator=%09&root={here}/a"
@@ -410,19 +410,19 @@ def test_an_index_of_the_time_when_absolute_paths_were_refused_is_made_anew(here
     assert open_source(plain).index.file == old[1]
 
 
-def test_a_picture_that_appears_in_an_earlier_root_takes_the_place_of_the_later_one(here):
-    (here / "b" / "2.png").write_bytes(picture(12))
+def test_an_image_that_appears_in_an_earlier_root_takes_the_place_of_the_later_one(here):
+    (here / "b" / "2.png").write_bytes(encoded_image(12))
     spec = rooted(write("jsonl", here / "set", "1.png", "2.png"), here / "a", here / "b")
     before = open_source(spec)
-    assert before.image_bytes(1) == picture(12)
-    (here / "a" / "2.png").write_bytes(picture(11))
+    assert before.image_bytes(1) == encoded_image(12)
+    (here / "a" / "2.png").write_bytes(encoded_image(11))
     assert "has changed since it was checked" in refused(before, 1).detail
-    assert open_source(spec).image_bytes(1) == picture(11)
+    assert open_source(spec).image_bytes(1) == encoded_image(11)
     (here / "a" / "2.png").unlink()
-    assert open_source(spec).image_bytes(1) == picture(12)
+    assert open_source(spec).image_bytes(1) == encoded_image(12)
 
 
-def test_what_is_known_of_a_picture_is_not_taken_for_another_of_that_name_in_another_root(here):
+def test_what_is_known_of_an_image_is_not_taken_for_another_of_that_name_in_another_root(here):
     """Equal names, sizes and times: the index of before must not answer for the other file."""
     one, other = bitmap(1), bitmap(2)
     assert len(one) == len(other) and one != other
@@ -442,28 +442,28 @@ def bitmap(red: int) -> bytes:
     return out.getvalue()
 
 
-def test_pictures_in_roots_are_compared_when_the_index_is_opened(here):
-    (here / "a" / "3.png").write_bytes(picture(3))
+def test_images_in_roots_are_compared_when_the_index_is_opened(here):
+    (here / "a" / "3.png").write_bytes(encoded_image(3))
     spec = rooted(write("jsonl", here / "set", here / "a" / "1.png", "2.png", "3.png"), here / "a")
     first = open_source(spec)
     assert first.usable().tolist() == [0, 2] and open_source(spec).index.file == first.index.file
     (here / "a" / "1.png").write_bytes(b"hello")
     assert problems(open_source(spec))["0"][0] == "not-an-image"
-    (here / "a" / "2.png").write_bytes(picture())
+    (here / "a" / "2.png").write_bytes(encoded_image())
     assert open_source(spec).usable().tolist() == [1, 2]
     (here / "a" / "3.png").unlink()
     assert open_source(spec).usable().tolist() == [1]
 
 
 @pytest.mark.parametrize("absolute", [False, True])
-def test_a_path_in_a_root_is_looked_at_again_when_it_is_read(here, absolute):
-    (here / "a" / "2.png").write_bytes(picture(3))
+def test_a_path_in_a_root_is_checked_again_when_it_is_read(here, absolute):
+    (here / "a" / "2.png").write_bytes(encoded_image(3))
     source = open_source(
         rooted(
             write("csv", here / "set", here / "a" / "2.png" if absolute else "2.png"), here / "a"
         )
     )
-    assert source.image_bytes(0) == picture(3)
+    assert source.image_bytes(0) == encoded_image(3)
     (here / "a" / "2.png").unlink()
     (here / "a" / "2.png").symlink_to(
         here / "outside" / "1.png"
@@ -471,13 +471,16 @@ def test_a_path_in_a_root_is_looked_at_again_when_it_is_read(here, absolute):
     assert refused(source, 0).reason == "outside-root"
 
 
-def test_roots_change_nothing_where_the_pictures_are_in_the_files(here):
+def test_roots_change_nothing_where_the_images_are_in_the_files(here):
     pq.write_table(
-        pa.table({"image": [picture()], "text": ["words"]}), here / "set" / "bytes.parquet"
+        pa.table({"image": [encoded_image()], "text": ["words"]}), here / "set" / "bytes.parquet"
     )
     spec = f"parquet:{here}/set/bytes.parquet"
     source = open_source(rooted(spec, here / "a"))
-    assert source.image_bytes(0) == picture() and source.index.file == open_source(spec).index.file
+    assert (
+        source.image_bytes(0) == encoded_image()
+        and source.index.file == open_source(spec).index.file
+    )
 
 
 # -- how roots are written
@@ -489,25 +492,25 @@ def test_roots_change_nothing_where_the_pictures_are_in_the_files(here):
 def test_any_folder_can_be_named(here, name, monkeypatch):
     folder = here / name
     folder.mkdir()
-    (folder / "2.png").write_bytes(picture(5))
+    (folder / "2.png").write_bytes(encoded_image(5))
     monkeypatch.chdir(here)
     for kind in KINDS:
         spec = write(kind, here / "set", "2.png", folder / "2.png")
         for given in (str(folder), f"./{name}", f"file://{folder}"):
             source = open_source(with_roots(spec, [given]))
-            assert source.image_bytes(0) == source.image_bytes(1) == picture(5)
+            assert source.image_bytes(0) == source.image_bytes(1) == encoded_image(5)
     by_hand = name.replace("%", "%25").replace("&", "%26").replace("?", "%3F")
     assert open_source(
         f"{write('jsonl', here / 'set', '2.png')}?root={here}/{by_hand}"
-    ).image_bytes(0) == picture(5)
+    ).image_bytes(0) == encoded_image(5)
 
 
 def test_the_home_folder(here, monkeypatch):
     monkeypatch.setenv("HOME", str(here))
-    (here / "a" / "2.png").write_bytes(picture(5))
+    (here / "a" / "2.png").write_bytes(encoded_image(5))
     assert open_source(f"{write('jsonl', here / 'set', '2.png')}?root=~/a").image_bytes(
         0
-    ) == picture(5)
+    ) == encoded_image(5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -520,7 +523,7 @@ def test_the_home_folder(here, monkeypatch):
             FileNotFoundError,
             "root '{here}/a/1.png' is not a folder; give a folder",
         ),
-        ("s3://pictures", ValueError, "root 's3://pictures' is remote"),
+        ("s3://images", ValueError, "root 's3://images' is remote"),
         ("", ValueError, "option 'root' has no value; write root=VALUE"),
         ("{here}/a&roots=x", ValueError, "unknown option 'roots'"),
         ("%00", FileNotFoundError, "does not exist"),
@@ -577,7 +580,7 @@ def test_the_words_of_a_spec(here, monkeypatch):
 def test_a_file_whose_name_looks_like_options_takes_roots(here, kind):
     folder = here / "is it?root=this"
     folder.mkdir()
-    (folder / "1.png").write_bytes(picture())
+    (folder / "1.png").write_bytes(encoded_image())
     spec = write(kind, folder, "1.png", here / "a" / "1.png")
     assert from_anywhere(spec) == spec
     assert open_source(spec).usable().tolist() == [0]
@@ -628,7 +631,7 @@ def test_the_flag_is_refused_where_it_would_do_nothing_or_names_no_folder(here, 
             assert re.search(message, err.replace("\n", " ")), err
 
 
-def test_the_commands_find_pictures_in_roots(here, capsys):
+def test_the_commands_find_images_in_roots(here, capsys):
     spec = write("jsonl", here / "set", here / "a" / "1.png", here / "b" / "1.png")
     for given in ([spec, "--data-root", str(here / "a")], [f"{spec}?root={here}/a"]):
         assert inspect_command([*given, "--count", "0"]) == 0
@@ -650,7 +653,7 @@ def test_the_commands_find_pictures_in_roots(here, capsys):
         str(here / "cache"),
     ]
     assert cache_command.main(words) == 0
-    assert "1 pictures stored, 0 were there" in capsys.readouterr().out
+    assert "1 images stored, 0 were there" in capsys.readouterr().out
 
 
 # -- a run
@@ -685,7 +688,7 @@ def test_roots_are_those_of_the_held_out_samples_too(here):
     prepared = prepare_data(
         DataOptions((spec,), val_data=held, data_root=(str(here / "a"),)), None, here / "run"
     )
-    assert prepared.held_out["validation"].source.image_bytes(0) == picture(1)
+    assert prepared.held_out["validation"].source.image_bytes(0) == encoded_image(1)
 
 
 def test_samples_kept_before_there_were_roots_are_found_again(here):
@@ -704,7 +707,7 @@ def test_samples_kept_before_there_were_roots_are_found_again(here):
 
 def test_a_question_mark_of_a_pattern_begins_no_option():
     spec = "parquet:/data/part-?.parquet"
-    assert with_roots(spec, ["/pictures"]) == f"{spec}?root=/pictures"
+    assert with_roots(spec, ["/images"]) == f"{spec}?root=/images"
     assert split_options("parquet", "/data/part-?.parquet", ("image", "root")) == (
         "/data/part-?.parquet",
         {},

@@ -11,7 +11,7 @@ from plain_requests import plain_requests
 from data.batching.balance import ByShape, GlobalBatch, InOrder
 from data.batching.branch_cost import BranchCost
 from data.batching.buckets import BucketedSamples
-from data.batching.feed import Knobs
+from data.batching.feed import FeedRates
 from data.batching.sampler import GlobalOrder, evaluation_requests, training_requests
 from data.batching.settings import Setting, Settings
 from data.batching.weights import Curriculum
@@ -94,7 +94,7 @@ def test_order_does_not_depend_on_how_it_is_dealt():
     assert by_position[0][(9, 4)] == 1000 + ORDER.batch(9)[4]
 
 
-def test_with_buckets_a_micro_batch_has_pictures_of_one_shape():
+def test_with_buckets_a_micro_batch_has_images_of_one_shape():
     draw = np.random.default_rng(0)
     number = draw.choice(3, 103, p=(0.5, 0.3, 0.2)).astype(np.int8)
     buckets = BucketedSamples(((32, 64), (48, 48), (64, 32)), number)
@@ -205,7 +205,7 @@ def test_refusals():
         evaluation_requests(SUBSET, -1, 2, 4)
 
 
-# -- settings, knobs and windows
+# -- settings, feed rates and windows
 
 
 class Whole:
@@ -214,19 +214,19 @@ class Whole:
     deals_texts, equal_shares = True, False
 
     def shares(self, batch, replicas, num_micro_batches):
-        texts = np.arange(len(batch.visited) * batch.setting.knobs.captions_per_image)
+        texts = np.arange(len(batch.visited) * batch.setting.feed_rates.captions_per_image)
         return [(part, None) for part in np.array_split(texts, replicas * num_micro_batches)]
 
 
 def test_a_setting_holds_from_its_step_on_for_every_replica():
     settings = Settings(
-        [Setting(0, {"image": 2}), Setting(3, {"image": 3}, knobs=Knobs(image_size=32))]
+        [Setting(0, {"image": 2}), Setting(3, {"image": 3}, feed_rates=FeedRates(image_size=32))]
     )
     for replica in (0, 1):
         found = list(training_requests(ORDER, SUBSET, replica, 2, "image", settings, 1, 5))
-        assert [(r.step, len(r.index), r.knobs.image_size) for r in found] == [(1, 3, 0)] * 2 + [
-            (2, 3, 0)
-        ] * 2 + [(3, 2, 32)] * 3 + [(4, 2, 32)] * 3
+        assert [(r.step, len(r.index), r.feed_rates.image_size) for r in found] == [
+            (1, 3, 0)
+        ] * 2 + [(2, 3, 0)] * 2 + [(3, 2, 32)] * 3 + [(4, 2, 32)] * 3
 
 
 def test_a_setting_may_come_while_the_requests_of_the_step_before_are_asked_for():
@@ -238,14 +238,21 @@ def test_a_setting_may_come_while_the_requests_of_the_step_before_are_asked_for(
 
 
 def test_several_captions_are_texts_of_their_own_or_come_with_their_samples():
-    settings = Settings([Setting(0, {"text": 5}, knobs=Knobs(captions_per_image=3))])
+    settings = Settings([Setting(0, {"text": 5}, feed_rates=FeedRates(captions_per_image=3))])
     of_texts = [
         r.texts() for r in training_requests(ORDER, SUBSET, 0, 1, "text", settings, 0, 1, [Whole()])
     ]
     of_samples = [
         r.texts()
         for r in training_requests(
-            ORDER, SUBSET, 0, 1, "text", Settings([Setting(0, {"text": 4}, knobs=Knobs(3))]), 0, 1
+            ORDER,
+            SUBSET,
+            0,
+            1,
+            "text",
+            Settings([Setting(0, {"text": 4}, feed_rates=FeedRates(3))]),
+            0,
+            1,
         )
     ]
     samples = SUBSET[ORDER.batch(0)]
@@ -263,7 +270,7 @@ def test_texts_are_dealt_apart_from_the_images_that_share_their_line(captions):
     """Images in order and equally many; the texts of a micro-batch may be those of other samples,
     and of other numbers."""
     settings = Settings(
-        [Setting(0, {"image": 4, "text": 4}, knobs=Knobs(captions_per_image=captions))]
+        [Setting(0, {"image": 4, "text": 4}, feed_rates=FeedRates(captions_per_image=captions))]
     )
     both = [InOrder(), Backwards()]
     found = [
@@ -294,7 +301,7 @@ def test_texts_are_dealt_apart_from_the_images_that_share_their_line(captions):
 
 class Backwards(Whole):
     def shares(self, batch, replicas, num_micro_batches):
-        texts = np.arange(len(batch.visited) * batch.setting.knobs.captions_per_image)[::-1]
+        texts = np.arange(len(batch.visited) * batch.setting.feed_rates.captions_per_image)[::-1]
         return [(part, None) for part in np.array_split(texts, replicas * num_micro_batches)]
 
 
@@ -302,10 +309,10 @@ def test_settings_follow_each_other_and_come_back_from_their_records():
     settings = Settings(
         [Setting(0, {"text": 4}, {"text": BranchCost(0.5, 0.25, 0.125, version=3)})]
     )
-    settings.add(Setting(7, {"text": 2}, knobs=Knobs(2, 0.5, 96), reason="it waited"))
+    settings.add(Setting(7, {"text": 2}, feed_rates=FeedRates(2, 0.5, 96), reason="it waited"))
     again = Settings.from_records(json.loads(json.dumps(settings.records())))
     assert [again.at(step) for step in range(12)] == [settings.at(step) for step in range(12)]
-    assert again.at(6).costs["text"].version == 3 and again.at(7).knobs.image_size == 96
+    assert again.at(6).costs["text"].version == 3 and again.at(7).feed_rates.image_size == 96
     for from_step in (0, 7):
         with pytest.raises(ValueError, match="cannot follow those from"):
             settings.add(Setting(from_step, {}))

@@ -19,7 +19,7 @@ from data.formats.demo import (
     toneless_key,
 )
 from data.index.sources import ConceptSource, Source, open_source
-from data.modalities.pictures import upright_8bit
+from data.modalities.decoding import upright_8bit
 
 WOMAN, MAN, PERSON, DARK, LIGHT = (
     "\U0001f469",
@@ -30,11 +30,11 @@ WOMAN, MAN, PERSON, DARK, LIGHT = (
 )
 
 
-def picture(source, i):
+def pil_image(source, i):
     return Image.open(io.BytesIO(source.image_bytes(i)))
 
 
-def test_demo_is_every_fully_qualified_emoji_with_a_picture(demo):
+def test_demo_is_every_fully_qualified_emoji_with_an_image(demo):
     assert len(demo) >= 3900
     assert isinstance(demo, Source) and isinstance(demo, ConceptSource)
     identities = [demo.identity(i) for i in range(len(demo))]
@@ -44,16 +44,18 @@ def test_demo_is_every_fully_qualified_emoji_with_a_picture(demo):
     assert demo.spec == "demo" and len(demo.usable()) == len(demo)
 
 
-def test_demo_pairs_the_picture_with_its_own_name(demo):
+def test_demo_pairs_the_image_with_its_own_name(demo):
     at = {demo.identity(i): i for i in range(len(demo))}
     assert demo.captions(at["1f469-1f3fd-200d-1f3a8"]) == ["woman artist medium skin tone"]
     red, green = (
-        upright_8bit(picture(demo, at[key])).resize((1, 1)).getpixel((0, 0))
+        upright_8bit(pil_image(demo, at[key])).resize((1, 1)).getpixel((0, 0))
         for key in ("1f7e5", "1f7e9")
     )
     assert demo.captions(at["1f7e5"]) == ["red square"] and red[0] > red[1]
     assert demo.captions(at["1f7e9"]) == ["green square"] and green[1] > green[0]
-    assert picture(demo, 0).size == (72, 72) == (demo.column("width")[0], demo.column("height")[0])
+    assert (
+        pil_image(demo, 0).size == (72, 72) == (demo.column("width")[0], demo.column("height")[0])
+    )
 
 
 def test_demo_names_stay_readable():
@@ -121,9 +123,9 @@ def test_concepts_follow_from_the_identity(demo):
     )
 
 
-def test_columns_describe_the_pictures(demo):
+def test_columns_describe_the_images(demo):
     i = 123
-    width, height = picture(demo, i).size
+    width, height = pil_image(demo, i).size
     assert (demo.column("width")[i], demo.column("height")[i]) == (width, height)
     assert demo.column("complexity")[i] == np.float32(len(demo.image_bytes(i)) / (width * height))
     assert demo.column("num_captions")[i] == 1 and demo.column("num_characters")[i] == len(
@@ -174,7 +176,7 @@ def test_pickled_it_is_small_and_reads_the_same(demo):
         ("webdataset:{0..3.tar", ["'webdataset:{0..3.tar'"]),
         ("webdataset:", ["names no file", "webdataset:PATTERN"]),
         ("jsonl:https://example.org/a.jsonl", ["fetched one by one", "webdataset:URL"]),
-        ("imagefolder:s3://pictures", ["a remote folder cannot be read"]),
+        ("imagefolder:s3://images", ["a remote folder cannot be read"]),
     ],
 )
 def test_spec_refused(spec, words):
@@ -205,7 +207,7 @@ def test_command_prints_the_counts():
         check=True,
         timeout=300,
     )
-    assert "emoji pictures" in run.stdout and "14 languages" in run.stdout
+    assert "emoji images" in run.stdout and "14 languages" in run.stdout
     counts = {line.split()[0]: line.split()[1] for line in run.stdout.splitlines()}
     assert all(int(counts[name]) > 300 for name in ("train", "family", "composition"))
     assert run.stderr == ""

@@ -6,7 +6,7 @@ from PIL import Image
 
 from data.index.sources import open_source
 from data.index.splits import Splits, content_groups, split_report, split_source
-from data.modalities.pictures import decode_bytes, pixel_key
+from data.modalities.decoding import decode_bytes, pixel_key
 
 
 @pytest.fixture(scope="module", params=[0, 7])
@@ -41,7 +41,7 @@ def test_demo_sizes_are_the_wanted_ones(demo, splits):
     assert [len(part) for part in splits.held_out.values()] == [round(0.1 * len(demo))] * 2
 
 
-def test_demo_no_picture_and_no_caption_on_two_sides(demo, splits):
+def test_demo_no_image_and_no_caption_on_two_sides(demo, splits):
     assert_no_content_on_two_sides(demo, splits)
 
 
@@ -69,18 +69,18 @@ def test_pure_function_of_the_seed(demo, splits):
     assert not np.array_equal(first.held_out["family"], other.held_out["family"])
 
 
-def test_jsonl_keeps_equal_pictures_and_captions_together(emoji_set, tmp_path):
-    # A chain: sample 20 has the picture of 0 (other bytes) and the caption of 1; 21 has the caption
+def test_jsonl_keeps_equal_images_and_captions_together(emoji_set, tmp_path):
+    # A chain: sample 20 has the image of 0 (other bytes) and the caption of 1; 21 has the caption
     # of 2 in capitals.
     file = emoji_set(20, texts=lambda caption: [caption, caption + " emoji"])
-    Image.open(file.parent / "pictures of emoji/0.png").save(
+    Image.open(file.parent / "images of emoji/0.png").save(
         file.parent / "copy.webp", lossless=True, exact=True
     )
     source = open_source(f"jsonl:{file}")
     one, two = source.captions(1)[1], source.captions(2)[0].upper()
     with file.open("a") as lines:
         lines.write(
-            f'{{"image_path": "copy.webp", "text": "{one}"}}\n{{"image_path": "pictures of emoji/3.png", "text": "{two}"}}\n'
+            f'{{"image_path": "copy.webp", "text": "{one}"}}\n{{"image_path": "images of emoji/3.png", "text": "{two}"}}\n'
         )
     source = open_source(f"jsonl:{file}")
     assert content_key(source, 20) == content_key(source, 0) and source.content_hash(
@@ -148,7 +148,7 @@ def test_refusals(demo, emoji_set):
         match=r"val_fraction 0.5 with held-out sets family, composition: 0 <= val_fraction < 0.5",
     ):
         split_source(demo, 0.5)
-    source = open_source(f"jsonl:{emoji_set(4, texts=lambda caption: 'a picture')}")
+    source = open_source(f"jsonl:{emoji_set(4, texts=lambda caption: 'an image')}")
     with pytest.raises(ValueError, match=r"val_fraction -0.1 .* < 1 is needed"):
         split_source(source, -0.1)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Pictures of every mode become the same kind of tensor."""
+"""Images of every mode become the same kind of tensor."""
 
 import io
 
@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
-from data.modalities.pictures import decode_bytes
+from data.modalities.decoding import decode_bytes
 from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
 from data.modalities.transforms import (
     COLOUR_JITTER,
@@ -41,7 +41,7 @@ def encoded(image, kind, **options):
 
 
 def smooth(width, height):
-    """A picture without fine detail, as scales can be compared on it."""
+    """An image without fine detail, as scales can be compared on it."""
     corners = np.random.default_rng(3).integers(0, 256, (4, 4, 3)).astype(np.uint8)
     return Image.fromarray(corners).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -93,23 +93,23 @@ def test_every_mode_becomes_normalised_rgb(image, colour):
 
 
 def test_normalised_is_torchvision_s_arithmetic():
-    pictures = [
+    images = [
         np.random.default_rng(n).integers(0, 256, (5, 7, 3)).astype(np.uint8) for n in range(3)
     ]
     given = torch.full((3 * 5 * 7 * 3,), torch.nan)
-    values = normalised(pictures, given)
+    values = normalised(images, given)
     assert values.shape == (3, 3, 5, 7) and values.is_contiguous(memory_format=torch.channels_last)
     assert values.data_ptr() == given.data_ptr()
     expected = [
         v2.functional.normalize(
             torch.from_numpy(p).permute(2, 0, 1) / 255, list(CLIP.mean), list(CLIP.std)
         )
-        for p in pictures
+        for p in images
     ]
     assert torch.allclose(
         values, torch.stack(expected), atol=1e-5
     )  # one multiplication and one addition instead of four steps
-    assert torch.equal(values, normalised(pictures))
+    assert torch.equal(values, normalised(images))
 
 
 def test_not_square_is_cropped_in_the_middle():
@@ -149,13 +149,13 @@ def test_preprocessing_that_makes_no_sense_is_refused(values, words):
 
 @pytest.mark.parametrize("size", [(24, 48), (48, 24), (33, 32)])
 @pytest.mark.parametrize("shape", [(100, 30), (30, 100), (20, 20), (1, 90), (64, 64)])
-def test_any_picture_fills_any_target(shape, size):
+def test_any_image_fills_any_target(shape, size):
     image = smooth(*shape)
     for transform in (train_transform(size), eval_transform(size)):
         assert made(transform, image).shape == (3, *size)
 
 
-def test_training_crops_80_to_100_percent_anywhere_in_the_picture():
+def test_training_crops_80_to_100_percent_anywhere_in_the_image():
     ramp = np.zeros((120, 160, 3), np.uint8)
     ramp[..., 0], ramp[..., 1] = (
         np.arange(160)[None, :],
@@ -175,7 +175,7 @@ def test_training_crops_80_to_100_percent_anywhere_in_the_picture():
         0.75 < min(areas) < 0.84 and 0.93 < max(areas) < 1.05
     )  # of the largest square; colours round
     assert 0.86 < min(shapes) < 0.93 and 1.07 < max(shapes) < 1.14
-    assert min(lefts) < 5 and max(lefts) > 40  # a 4:3 picture is not always cropped in its middle
+    assert min(lefts) < 5 and max(lefts) > 40  # a 4:3 image is not always cropped in its middle
 
 
 def test_training_background_is_light_and_random_and_evaluation_is_white(demo):
@@ -264,7 +264,7 @@ def test_what_is_stored_is_a_little_larger_than_what_is_read(file, target, store
     reference = np.asarray(smooth(*file).resize(array.shape[1::-1], Image.Resampling.BOX)).astype(
         int
     )
-    assert np.abs(array - reference).mean() < 3  # the same picture, whatever way it was shrunk
+    assert np.abs(array - reference).mean() < 3  # the same image, whatever way it was shrunk
 
 
 def test_stored_has_four_channels_only_where_something_is_transparent():

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from data.batching.feed import Knobs
+from data.batching.feed import FeedRates
 from data.batching.mixture import open_sources
 from data.batching.sampler import GlobalOrder, training_requests
 from data.batching.settings import Setting, Settings
@@ -97,7 +97,7 @@ class Whole:
     deals_texts, equal_shares = True, False
 
     def shares(self, batch, replicas, num_micro_batches):
-        texts = np.arange(len(batch.visited) * batch.setting.knobs.captions_per_image)
+        texts = np.arange(len(batch.visited) * batch.setting.feed_rates.captions_per_image)
         return [(part, None) for part in np.array_split(texts, replicas * num_micro_batches)]
 
 
@@ -113,7 +113,7 @@ def test_every_row_of_a_batch_has_the_weight_of_its_sample_in_the_whole_batch(
         partial(loss_weights, demo, np.arange(len(demo)), demo.column("num_characters"), 0.3, 0.7),
     )
     settings = Settings(
-        [Setting(0, {"image": 3, "text": 2}, knobs=Knobs(captions_per_image=captions))]
+        [Setting(0, {"image": 3, "text": 2}, feed_rates=FeedRates(captions_per_image=captions))]
     )
     expected = weights_of(subset[order.batch(2)])
     dataset = {

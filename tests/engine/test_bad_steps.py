@@ -1,7 +1,7 @@
 """A loss or a gradient that is not finite: the step is skipped everywhere, nothing moves, and the
-samples are told.
+samples are reported.
 
-Step 1 has a picture that is not-a-number, step 3 a gradient that is not finite in one stage of one
+Step 1 has an image that is not-a-number, step 3 a gradient that is not finite in one stage of one
 replica; the other steps are good.
 """
 
@@ -15,7 +15,7 @@ from clipping_cases import BAD_PLACE, train_with_bad_steps
 from ranks import run_ranks
 from split_training import LR, Case, train_whole
 
-PICTURE, GRADIENT, STEPS = 1, 3, 5
+IMAGE, GRADIENT, STEPS = 1, 3, 5
 SCHEDULE = {
     "type": "WarmupLR",
     "params": {
@@ -61,20 +61,18 @@ CASES = [
 )
 def test_a_step_that_is_not_finite_is_skipped_by_all(case, rank, value):
     results = run_ranks(
-        case.world_size, train_with_bad_steps, case, PICTURE, {GRADIENT: (rank, value)}
+        case.world_size, train_with_bad_steps, case, IMAGE, {GRADIENT: (rank, value)}
     )
     for result in results:
-        assert result["untouched"] == [step in (PICTURE, GRADIENT) for step in range(STEPS)], (
-            result["stage"]
-        )
+        assert result["untouched"] == [step in (IMAGE, GRADIENT) for step in range(STEPS)], result[
+            "stage"
+        ]
         metrics = result["metrics"]
         assert [m.step_applied for m in metrics] == [
-            step not in (PICTURE, GRADIENT) for step in range(STEPS)
+            step not in (IMAGE, GRADIENT) for step in range(STEPS)
         ]
         assert [m.skipped_steps for m in metrics] == [0, 1, 1, 2, 2]
-        assert [math.isfinite(m.loss) for m in metrics] == [
-            step != PICTURE for step in range(STEPS)
-        ]
+        assert [math.isfinite(m.loss) for m in metrics] == [step != IMAGE for step in range(STEPS)]
         assert all(
             math.isfinite(m.grad_norm[g]) == m.step_applied for m in metrics for g in m.grad_norm
         )
@@ -100,8 +98,8 @@ def linear_keeps_rows_apart():
 
 def check_samples(case, metrics):
     everyone = tuple(10_000 + place for place in range(case.global_batch_size))
-    assert metrics[PICTURE].bad_step.samples == everyone
-    not_finite = metrics[PICTURE].bad_step.not_finite
+    assert metrics[IMAGE].bad_step.samples == everyone
+    not_finite = metrics[IMAGE].bad_step.not_finite
     assert 10_000 + BAD_PLACE in not_finite["image"] and not_finite["text"] == ()
     if case.towers == "vit+clip" and (
         case.precision != "bf16" or linear_keeps_rows_apart()
@@ -125,10 +123,10 @@ def check_against_unsplit_training_without_those_updates(case, results):
         else dict.fromkeys(("image", "text"), case.micro_batch_size)
     )
     reference = train_whole(
-        replace(case, skipped=(PICTURE, GRADIENT)),
+        replace(case, skipped=(IMAGE, GRADIENT)),
         {branch: (size, case.global_batch_size // size) for branch, size in sizes.items()},
     )
-    good = [step for step in range(STEPS) if step not in (PICTURE, GRADIENT)]
+    good = [step for step in range(STEPS) if step not in (IMAGE, GRADIENT)]
     assert [results[0]["metrics"][step].loss for step in good] == pytest.approx(
         [reference["losses"][step] for step in good], rel=1e-4
     )

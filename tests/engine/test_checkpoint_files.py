@@ -267,7 +267,7 @@ def test_where_a_run_goes_on(folder, alone, tmp_path):
 
 
 def test_ranks_share_the_reading(folder):
-    """Each looks into every second file."""
+    """Each reads every second file."""
     flip(folder / "step-00000002", SECOND, 0.9)
     verify(folder / "step-00000002", 0, 2)
     with pytest.raises(BrokenCheckpoint, match=SECOND):
@@ -444,7 +444,7 @@ def written_by_one_rank(folder, numel, **progress):
 
 @pytest.mark.parametrize(
     "too_large",
-    [{"numel": 1_000_000}, {"numel": 1000, "told": "x" * 200_000}],
+    [{"numel": 1_000_000}, {"numel": 1000, "padding": "x" * 200_000}],
     ids=["tensors", "marker"],
 )
 def test_a_file_that_cannot_be_written_to_its_end_leaves_no_tensors(folder, too_large):
@@ -532,27 +532,27 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     while kills < 12 or interrupted < 5:
         kills += 1
         assert kills < 200, f"{interrupted} kills while a checkpoint was written"
-        told, tells = context.Pipe(duplex=False)
+        receiver, sender = context.Pipe(duplex=False)
         writer = context.Process(
-            target=write_for_ever, args=(tmp_path, counted + 1, tells), daemon=True
+            target=write_for_ever, args=(tmp_path, counted + 1, sender), daemon=True
         )
         writer.start()
-        tells.close()
-        assert told.poll(120)  # ends what hangs
-        counted = told.recv()
+        sender.close()
+        assert receiver.poll(120)  # ends what hangs
+        counted = receiver.recv()
         time.sleep(draw.uniform(0, 0.1))
         writer.kill()
         writer.join()
-        while told.poll():
+        while receiver.poll():
             try:
-                counted = told.recv()
+                counted = receiver.recv()
             except EOFError:
                 break
         checkpoint, broken = newest_of(checkpoints_in(tmp_path))
         assert broken == [] and step_of(checkpoint) in (
             counted,
             counted + 1,
-        )  # the last it told of, or one whose telling was cut off
+        )  # the last it reported, or one whose report was cut off
         assert all(verify(path) for path in checkpoints_in(tmp_path))
         interrupted += any(path.name.endswith(".writing") for path in tmp_path.iterdir())
         counted = step_of(checkpoint)

@@ -160,8 +160,8 @@ def test_split_gradients_are_clipped_as_torch_clips_whole_ones(case, tied, image
                     after[group] / norm if norm else 1.0, rel=RELATIVE
                 ), (name, group, rank)
                 assert result[name]["shares"][group] == (coefficient < 1)
-        told = {group for result in results for group in result[name]["norms"]}
-        assert told == {group for group in norms if norms[group] or group == "frozen"}, (
+        reported = {group for result in results for group in result[name]["norms"]}
+        assert reported == {group for group in norms if norms[group] or group == "frozen"}, (
             "a group without parameters is nobody's"
         )
     assert results[0]["one"]["norms"] == {

@@ -1,4 +1,4 @@
-"""Schedules are told apart by what they say of themselves: their names stand in
+"""Schedules are distinguished by what they say of themselves: their names stand in
 `engine/schedule.py` and nowhere else in the code."""
 
 import re

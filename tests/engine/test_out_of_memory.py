@@ -399,7 +399,7 @@ def test_nothing_is_advised_that_is_in_use_already():
     assert advised(setup(8, branches, on_gpu=False, **on), shortage=ON_HOST) == []
 
 
-def test_what_holds_no_activations_is_not_told_to_keep_fewer():
+def test_what_holds_no_activations_is_not_advised_to_keep_fewer():
     """The optimizer's step, building, an evaluation; and a locked stage, which has no backward."""
     of = setup(
         3, {**FORK, "schedule": "batch_sync", "replicas": {"image": 2, "text": 1}}, on_gpu=False
@@ -427,7 +427,7 @@ def test_what_holds_no_activations_is_not_told_to_keep_fewer():
     ]
 
 
-def test_the_loss_is_told_of_the_global_batch():
+def test_the_loss_is_given_the_global_batch():
     found = words(advised(setup(2, {**FORK, "schedule": "replay"}), "ComputeLoss"))
     assert '"train_batch_size"' in found[-1] and not any(
         "micro_batch_size" in line or "checkpoint" in line for line in found

@@ -421,8 +421,8 @@ NOT_LOADED = {"image": (3, 4, 23), "text": (1,)}
     ids=str,
 )
 def test_the_loss_of_each_source_is_the_mean_of_its_samples(case):
-    """The contrastive one, of those that were not left out, in parts of the mean weight. It is told
-    in the message of the metrics: no other is sent."""
+    """The contrastive one, of those that were not left out, in parts of the mean weight. It is
+    part of the message of the metrics: no other is sent."""
     results = run_ranks(case.world_size, train_split, case)
     reference = train_whole(case, whole_batches(case))["sample_losses"][0]
     metrics = results[0]["metrics"][0]
@@ -446,10 +446,10 @@ def test_the_loss_of_each_source_is_the_mean_of_its_samples(case):
     )
     plain = run_ranks(case.world_size, train_split, replace(case, source_starts=None))[0]["metrics"]
     assert plain[0].sources == () and plain[0].loss == metrics.loss
-    told = 8 * 2 * len(case.source_starts)  # bytes, of the step before, in a ring of all ranks
+    num_bytes = 8 * 2 * len(case.source_starts)  # of the step before, in a ring of all ranks
     assert (
         results[0]["metrics"][1].sent_bytes - plain[1].sent_bytes
-        == 2 * (case.world_size - 1) * told
+        == 2 * (case.world_size - 1) * num_bytes
     )
 
 
@@ -765,13 +765,13 @@ def test_both_losses_together_equal_unsplit_training(case):
     reference = train_whole(case, whole_batches(case))
     assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
     drawn = sorted(note for result in results for note in result["drawn"])
-    told = [
+    expected = [
         (b, row, whom)
         for batch in reference["drawn"][0]
         for b, own in batch.items()
         for row, whom in enumerate(own)
     ]
-    assert drawn == sorted(told), "each row draws once, whatever the split"
+    assert drawn == sorted(expected), "each row draws once, whatever the split"
     check_gradients(
         assemble(results, {n: g.shape for n, g in reference["gradients"].items()}),
         reference["gradients"],

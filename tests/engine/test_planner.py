@@ -687,7 +687,7 @@ def predicted(world_size, branches, step_s, peak_bytes, sizes="auto"):
     "fork, merged, expected",
     [
         ((1.00, 100), (1.00, 100), "fork"),  # equal in all
-        ((1.09, 100), (1.00, 100), "fork"),  # as fast as can be told
+        ((1.09, 100), (1.00, 100), "fork"),  # as fast as can be distinguished
         ((1.09, 100), (1.00, 90), "merged"),  # as fast, less memory
         ((1.00, 110), (1.09, 100), "merged"),
         ((1.11, 50), (1.00, 100), "merged"),  # slower
@@ -705,7 +705,8 @@ def test_memory_decides_among_what_is_predicted_within_ten_percent(fork, merged,
 
 
 def test_micro_batches_are_not_cut_small_for_their_memory():
-    """The fewest with which a graph is at its fastest: within 2 %, which cannot be told apart."""
+    """The fewest with which a graph is at its fastest: within 2 %, which cannot be
+    distinguished."""
     ways = [
         predicted(2, FORK, *figures)
         for figures in ((1.00, 100, 8), (1.01, 105, 24), (1.03, 110, 48), (1.05, 80, 2))

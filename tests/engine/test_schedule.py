@@ -321,7 +321,7 @@ def test_the_names_of_the_configuration():
 
 
 @pytest.mark.parametrize("word, schedule", [*SCHEDULES.items(), ("num_kept", keeping(2))])
-def test_the_pictures_in_the_documentation(word, schedule):
+def test_the_diagrams_in_the_documentation(word, schedule):
     graph = merged({branch: [range(0, 1), range(1, 2)] for branch in BRANCHES}, 1)
     letters = {
         EmbedPass: "E",
@@ -333,12 +333,12 @@ def test_the_pictures_in_the_documentation(word, schedule):
         OptimizerStep: "S",
     }
     programs = lists(graph, {"image": 4, "text": 4}, schedule)
-    picture = re.findall(
+    diagram = re.findall(
         rf"^(?:`{word}`:|[^\n]*`{word}` micro-batches).*?\n\n(.*?)\n(?:\n|$)",
         engine.schedule.__doc__,
         flags=re.DOTALL | re.MULTILINE,
     )[0]
-    for rank, line in enumerate(picture.splitlines()):
+    for rank, line in enumerate(diagram.splitlines()):
         drawn = re.findall(r"\b([A-Z]\d*)\b", re.sub(r" F forward.*| E forward.*", "", line))
         kinds = [
             (letters[type(i)], getattr(i, "buffer_id", None))

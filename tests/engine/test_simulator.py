@@ -997,7 +997,7 @@ def test_the_same_question_has_the_same_answer():
         assert simulate(graph, batches, schedule, costs) == replace(first, spans=())
 
 
-def test_cost_models_are_told_apart_and_forgotten():
+def test_cost_models_are_distinguished_and_forgotten():
     gc.collect()
     before = len(simulator._REMEMBERED)
     models = [equal_stages(2, forward_s=seconds) for seconds in (1.0, 2.0)]

@@ -8,7 +8,7 @@ from engine.trace import COMPUTE, WAIT, Recorder, Span
 
 
 class Clock:
-    """Stands still until it is told how much time has passed."""
+    """Stands still until it is advanced by the time that has passed."""
 
     now_s, reads = 1000.0, 0
 

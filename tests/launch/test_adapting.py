@@ -78,9 +78,9 @@ class World:
             samples = [int(n) for n in np.bincount(visited >= self.data.parts[0][0], minlength=2)]
             losses = 3 * (1 - RATES) ** (step // self.order.steps_per_epoch)
             sources = [SourceLoss(n, loss if n else math.nan) for n, loss in zip(samples, losses)]
-            looks = [rank.note(step + 1, BUSY_S, [], sources) for rank in self.ranks]
-            assert len(set(looks)) == 1
-            if looks[0]:
+            due = [rank.note(step + 1, BUSY_S, [], sources) for rank in self.ranks]
+            assert len(set(due)) == 1
+            if due[0]:
                 decided = self.ranks[0].decide(step + 1, [rank.report() for rank in self.ranks])
                 self.records.append([rank.take_over(decided) for rank in self.ranks][0])
 
@@ -240,9 +240,9 @@ def test_seconds_are_set_against_what_was_loaded_under_a_mix(data, tmp_path):
         )
 
 
-def test_without_it_nothing_is_looked_at_and_no_step_knows_of_it(data, tmp_path):
+def test_without_it_nothing_is_measured_and_no_step_knows_of_it(data, tmp_path):
     world = World(data, tmp_path, balance={"strategy": "off", "interval": 5})
-    assert world.balance.adaptation is None and world.ranks[0].looks_every == 0
+    assert world.balance.adaptation is None and world.ranks[0].measurement_interval == 0
     world.run(0, 3 * world.order.steps_per_epoch)
     assert (
         world.records == []
@@ -251,7 +251,7 @@ def test_without_it_nothing_is_looked_at_and_no_step_knows_of_it(data, tmp_path)
     )
 
 
-def test_it_cannot_decide_where_nothing_is_ever_looked_at(data, tmp_path):
+def test_it_cannot_decide_where_nothing_is_ever_measured(data, tmp_path):
     with pytest.raises(
         ValueError,
         match="--data-adapt 0.5 .* branches.balance.interval is 0, never; give an interval of at least 1",

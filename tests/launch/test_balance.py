@@ -1,4 +1,4 @@
-"""launch.tools.balance: what a run wrote of its balance, as a picture and as tables; what is
+"""launch.tools.balance: what a run wrote of its balance, as a plot and as tables; what is
 missing is said in one line."""
 
 import json
@@ -9,13 +9,13 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from data.batching.branch_cost import BranchCost
-from data.batching.feed import Knobs
+from data.batching.feed import FeedRates
 from data.batching.settings import Setting
-from launch.tools.balance import decisions, read_looks, read_steps, run
-from launch.tools.balance_picture import (
-    LOOKS,
+from launch.tools.balance import decisions, read_measurements, read_steps, run
+from launch.tools.balance_plot import (
     MOST_LISTED,
     MOST_POINTS,
+    STYLES,
     Decision,
     curve,
     listed,
@@ -23,18 +23,18 @@ from launch.tools.balance_picture import (
 )
 
 FIRST = Setting(
-    0, {"image": 4, "text": 4}, {"text": BranchCost(0.1, 0.0, 1e-4)}, Knobs(image_size=64)
+    0, {"image": 4, "text": 4}, {"text": BranchCost(0.1, 0.0, 1e-4)}, FeedRates(image_size=64)
 )
 REFITTED = replace(FIRST, from_step=14, reason="costs refitted")
 MOVED = replace(
     FIRST,
     from_step=23,
-    knobs=Knobs(captions_per_image=2, image_size=64),
+    feed_rates=FeedRates(captions_per_image=2, image_size=64),
     reason="captions_per_image 1 -> 2: it waits; costs refitted",
 )
 WAITS, BOUND = (
     "captions_per_image 1 -> 2: it waits",
-    "bound reached: it waits, and no knob can better it",
+    "bound reached: it waits, and no feed rate improves it",
 )
 
 
@@ -56,7 +56,7 @@ def step(number: int, **more) -> dict:
     }
 
 
-def look(
+def measurement(
     number: int, predicted_s: float, reason: str | None = None, following: Setting | None = None
 ) -> dict:
     return {
@@ -71,22 +71,22 @@ def look(
     }
 
 
-LOOKED = [
-    look(10, 0.15, None, REFITTED),
-    look(20, 0.3, WAITS, MOVED),
-    look(30, 0.6),
-    look(40, 0.66, BOUND),
+MEASUREMENTS = [
+    measurement(10, 0.15, None, REFITTED),
+    measurement(20, 0.3, WAITS, MOVED),
+    measurement(30, 0.6),
+    measurement(40, 0.66, BOUND),
 ]
 
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """120 steps and an evaluation; four looks, of which one moved a knob."""
+    """120 steps and an evaluation; four measurements, of which one moved a feed rate."""
     lines = [
         {"step": 0, "held_out": "validation", "image_to_text_R@1": 0.1},
         *map(step, range(1, 121)),
     ]
-    for name, records in (("metrics", lines), ("balance", LOOKED)):
+    for name, records in (("metrics", lines), ("balance", MEASUREMENTS)):
         (tmp_path / f"{name}.jsonl").write_text(
             "".join(json.dumps(record) + "\n" for record in records)
         )
@@ -113,24 +113,24 @@ def test_the_table_says_how_it_began_and_how_it_ended(run_dir, capsys):
     assert out.splitlines()[-1] == str(run_dir / "balance.png")
 
 
-def test_every_decision_is_told_with_its_step_and_reason(run_dir, capsys):
+def test_every_decision_is_reported_with_its_step_and_reason(run_dir, capsys):
     run([str(run_dir)])
     out = capsys.readouterr().out
-    assert decisions(LOOKED) == [
+    assert decisions(MEASUREMENTS) == [
         Decision(20, 24, WAITS),
         Decision(40, 41, BOUND),
     ]  # the first holds when no loader has begun with the step
     assert row(out, "1") == ["20", "24", *WAITS.split()] and BOUND in " ".join(out.split())
-    assert "costs refitted in 2 of 4 looks, after steps 10, 20" in out
+    assert "costs refitted in 2 of 4 measurements, after steps 10, 20" in out
 
 
-def test_weights_of_data_sets_that_were_moved_are_told_beside_feed_rates(run_dir, capsys):
+def test_weights_of_data_sets_that_were_moved_are_reported_beside_feed_rates(run_dir, capsys):
     words = "weights a 1 -> 1.03 (loss 2.6, -1.2%), b 2 -> 1.91 (loss 1.9, -6.0%)"
-    both = {**LOOKED[1], "mix": {"from_step": 40, "weights": [1.03, 1.91], "reason": words}}
+    both = {**MEASUREMENTS[1], "mix": {"from_step": 40, "weights": [1.03, 1.91], "reason": words}}
     (run_dir / "balance.jsonl").write_text(
-        "".join(json.dumps(record) + "\n" for record in (LOOKED[0], both, *LOOKED[2:]))
+        "".join(json.dumps(record) + "\n" for record in (MEASUREMENTS[0], both, *MEASUREMENTS[2:]))
     )
-    assert decisions(read_looks(run_dir)) == [
+    assert decisions(read_measurements(run_dir)) == [
         Decision(20, 24, WAITS),
         Decision(20, 41, words),
         Decision(40, 41, BOUND),
@@ -140,11 +140,11 @@ def test_weights_of_data_sets_that_were_moved_are_told_beside_feed_rates(run_dir
 
 
 def test_panels_over_the_steps(run_dir):
-    lines, looks = read_steps(run_dir), read_looks(run_dir)
-    panels = panels_of(lines, looks)
+    lines, measurements = read_steps(run_dir), read_measurements(run_dir)
+    panels = panels_of(lines, measurements)
     assert [name.partition(",")[0] for name in panels] == [
         "idle share of a step",
-        "text: seconds of the micro-batches of a look",
+        "text: seconds of the micro-batches of a measurement",
         "padding share of the texts",
         "images per second",
         "text tokens per second",
@@ -156,26 +156,28 @@ def test_panels_over_the_steps(run_dir):
         draw(axes)
     of = {
         line.get_label(): line
-        for line in drawn["text: seconds of the micro-batches of a look"].lines
+        for line in drawn["text: seconds of the micro-batches of a measurement"].lines
     }
     assert of["measured"].get_xydata().tolist() == [[10, 0.6], [20, 0.6], [30, 0.6], [40, 0.6]]
     assert of["predicted"].get_ydata().tolist() == [0.15, 0.3, 0.6, 0.66] and of[
         "costs refitted"
     ].get_xdata().tolist() == [10, 20]
-    (knob,) = drawn["captions_per_image"].lines
+    (rate,) = drawn["captions_per_image"].lines
     assert (
-        knob.get_ydata()[knob.get_xdata() <= 23].tolist() == [1] * 23
-        and len(knob.get_xdata()) == 120
+        rate.get_ydata()[rate.get_xdata() <= 23].tolist() == [1] * 23
+        and len(rate.get_xdata()) == 120
     )
     (padding,) = drawn["padding share of the texts"].lines
     assert set(padding.get_ydata()) == {0.5, 0.3}
 
 
-def test_curves_are_told_apart_without_colour(run_dir):
+def test_curves_are_distinguishable_without_colour(run_dir):
     axes = Figure().subplots()
     panels_of(read_steps(run_dir), [])["idle share of a step, by stage"](axes)
     assert len({(line.get_linestyle(), line.get_marker()) for line in axes.lines}) == 2
-    assert len({line for _, line, _ in LOOKS}) == len({mark for _, _, mark in LOOKS}) == len(LOOKS)
+    assert (
+        len({line for _, line, _ in STYLES}) == len({mark for _, _, mark in STYLES}) == len(STYLES)
+    )
 
 
 def test_many_steps_are_drawn_as_medians():
@@ -185,7 +187,7 @@ def test_many_steps_are_drawn_as_medians():
     assert curve(lines[:3], "a") == ([1, 2, 3], [0.0, 0.0, 0.0]) and curve(lines, "b") == ([], [])
 
 
-def test_long_lists_of_decisions_are_cut_in_the_picture():
+def test_long_lists_of_decisions_are_cut_in_the_plot():
     words = listed([Decision(n, n + 4, "moved") for n in range(MOST_LISTED + 3)])
     assert (
         len(words) == MOST_LISTED + 1
@@ -196,23 +198,23 @@ def test_long_lists_of_decisions_are_cut_in_the_picture():
 
 
 @pytest.mark.parametrize("name", ["own.png", "own.svg"])
-def test_the_picture_has_something_in_it(run_dir, name):
+def test_the_plot_has_something_in_it(run_dir, name):
     assert run([str(run_dir), "--output", str(run_dir / name)]) == 0
     if name.endswith("png"):
-        picture = imread(run_dir / name)[..., :3]
-        assert picture.shape[0] > 700 and 0.005 < (picture < 0.5).all(axis=2).mean() < 0.2
+        pixels = imread(run_dir / name)[..., :3]
+        assert pixels.shape[0] > 700 and 0.005 < (pixels < 0.5).all(axis=2).mean() < 0.2
     else:
         assert (run_dir / name).stat().st_size > 10_000
 
 
-def test_without_looks_it_draws_what_there_is_and_says_what_to_do(run_dir, capsys):
+def test_without_measurements_it_draws_what_there_is_and_says_what_to_do(run_dir, capsys):
     (run_dir / "balance.jsonl").unlink()
     assert run([str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert "no balance.jsonl" in out and '"strategy": "deal"' in out and "Decisions" not in out
     assert (run_dir / "balance.png").is_file()
     assert not any(
-        "predicted" in name for name in panels_of(read_steps(run_dir), read_looks(run_dir))
+        "predicted" in name for name in panels_of(read_steps(run_dir), read_measurements(run_dir))
     )
 
 
@@ -248,7 +250,7 @@ def test_what_is_missing_or_broken_is_named_in_one_line(run_dir, capsys, name, c
     assert out == "" and message in err and err.count("\n") == 1
 
 
-def test_a_picture_of_no_known_kind_is_refused(run_dir, capsys):
+def test_a_figure_of_no_known_kind_is_refused(run_dir, capsys):
     with pytest.raises(SystemExit) as exit:
         run([str(run_dir), "--output", "balance.txt"])
     assert exit.value.code == 2 and "its name ends in .png" in capsys.readouterr().err

@@ -92,7 +92,8 @@ class World:
         )
         rows = [r.texts()[:2] if branch == "text" else (r.index, r.position) for r in requests]
         return [
-            (index.tolist(), position.tolist(), settings.at(step).knobs) for index, position in rows
+            (index.tolist(), position.tolist(), settings.at(step).feed_rates)
+            for index, position in rows
         ]
 
     def seconds(self, step):
@@ -117,7 +118,7 @@ class World:
         for step in range(start, stop):
             seconds = self.seconds(step)
             busy_s = {name: float(sum(times)) for name, times in seconds.items()}
-            looks = [
+            due = [
                 rank.note(
                     step + 1,
                     busy_s,
@@ -128,8 +129,8 @@ class World:
                 )
                 for rank in self.ranks
             ]
-            assert len(set(looks)) == 1
-            if looks[0]:
+            assert len(set(due)) == 1
+            if due[0]:
                 decided = self.ranks[0].decide(step + 1, [rank.report() for rank in self.ranks])
                 self.records.append([rank.take_over(decided) for rank in self.ranks][0])
 
@@ -183,8 +184,8 @@ def test_idle_texts_get_more_captions_and_the_log_says_why(data, tmp_path):
         image_s=lambda step: 0.3,
     )
     world.run(0, 100)
-    knobs = [setting["knobs"]["captions_per_image"] for setting in world.settings()[0]]
-    assert knobs[0] == 1 and max(knobs) > 1
+    feed_rates = [setting["knobs"]["captions_per_image"] for setting in world.settings()[0]]
+    assert feed_rates[0] == 1 and max(feed_rates) > 1
     said = [record["reason"] for record in world.records if record["reason"]]
     assert said[0].startswith("captions_per_image 1 -> 2: the text branch waits")
     changed = next(
@@ -201,8 +202,8 @@ def test_idle_texts_get_more_captions_and_the_log_says_why(data, tmp_path):
 
 @pytest.mark.parametrize("killed", [37, 43])
 def test_a_run_that_goes_on_deals_as_one_that_never_stopped(data, tmp_path, killed):
-    """In the middle of an epoch, with knobs that have moved, costs refitted, and a setting that is
-    still to come."""
+    """In the middle of an epoch, with feed rates that have moved, costs refitted, and a setting
+    that is still to come."""
 
     def world():
         balance = {"strategy": "feed", "captions_per_image": [1, 4], "interval": 5}
@@ -229,7 +230,7 @@ def test_a_run_that_goes_on_deals_as_one_that_never_stopped(data, tmp_path, kill
 
 
 def test_a_run_that_is_split_in_another_way_goes_on_as_planned_with_what_it_was_fed(data, tmp_path):
-    """Times of other stages tell nothing; the knobs that held, not the one to come, stay."""
+    """Times of other stages tell nothing; the feed rates that held, not the one to come, stay."""
     balance = {"strategy": "feed", "captions_per_image": [1, 4], "interval": 5}
     before = World(data, tmp_path, balance, image_s=lambda step: 0.3)
     before.run(0, 40)

@@ -10,7 +10,7 @@ from data.batching.balance import ByCost, ByShape, InOrder
 from data.batching.branch_cost import BranchCost
 from data.batching.buckets import BucketedSamples
 from data.batching.dealing import padding_share, predicted_s
-from data.batching.feed import Knobs
+from data.batching.feed import FeedRates
 from data.batching.sampler import GlobalOrder
 from data.batching.settings import Settings
 from data.batching.weights import Curriculum
@@ -219,7 +219,7 @@ def test_replay_keeps_the_activations_of_as_many_samples_as_planned(data, tmp_pa
     balance = made(data, tmp_path, "fork", None, **keys)  # 4 micro-batches of 12
     setting = replace(balance.first, num_micro_batches={"image": 4, "text": 10})
     assert [balance.num_kept(branch, setting) for branch in BRANCHES] == [1, 5]
-    captions = replace(setting, knobs=Knobs(captions_per_image=3))
+    captions = replace(setting, feed_rates=FeedRates(captions_per_image=3))
     assert (
         balance.num_kept("text", replace(captions, num_micro_batches={"image": 4, "text": 12})) == 2
     )
@@ -364,7 +364,7 @@ def test_several_captions_get_micro_batches_of_their_own_in_a_fork_and_more_with
             {"strategy": "feed", "captions_per_image": [1, 5]},
             schedule="replay",
         )
-        setting = replace(balance.first, knobs=Knobs(captions_per_image=5))
+        setting = replace(balance.first, feed_rates=FeedRates(captions_per_image=5))
         setting = replace(setting, num_micro_batches=balance.num_micro_batches(setting, 8))
         batch, text = balance.batch(8, setting), balance.plan.batches["text"]
         number = setting.num_micro_batches["text"]
@@ -414,7 +414,7 @@ def test_bounds_that_do_not_go_together_with_the_rest_are_refused(data, tmp_path
         (
             {"strategy": "feed", "captions_per_image": [6, 20]},
             "fork",
-            "no picture of this data has more than 5 captions",
+            "no image of this data has more than 5 captions",
         ),
         (
             {"strategy": "feed", "kept_patches": [0.5, 1]},

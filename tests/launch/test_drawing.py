@@ -1,4 +1,4 @@
-"""launch.tools.drawing: what is drawn is what was simulated, in pictures with something in them."""
+"""launch.tools.drawing: what is drawn is what was simulated, in plots with something in them."""
 
 import pytest
 from cost_models import proportional
@@ -135,7 +135,7 @@ def test_every_computing_instruction_has_a_colour_of_its_own():
     ) == len(COMPUTE)
 
 
-def test_pictures_are_not_empty(tmp_path):
+def test_plots_are_not_empty(tmp_path):
     save_plan_png(tmp_path / "plan.png", CANDIDATES[1], COSTS)
     long = Timeline("Measured: step 3", {"rank 0": SPANS}, 1.0)
     save_comparison_png(

@@ -23,7 +23,7 @@ from launch.inference.embedding import (
     forget_embeddings,
     read_images,
     refuse_other_content,
-    refuse_other_pictures,
+    refuse_other_images,
     write_embeddings,
 )
 from launch.inference.evaluation import (
@@ -93,8 +93,8 @@ def test_embeddings_are_those_of_the_towers(source, embedder, all_captions):
         embedded.text[row], tokens["text_embeds"][0].detach(), rtol=0, atol=1e-5
     )
     torch.testing.assert_close(embedded.image.norm(dim=1), torch.ones(len(SUBSET)))
-    picture = embedder.images(source, SUBSET[row % len(SUBSET) :][:1])[1]
-    torch.testing.assert_close(embedded.image[row % len(SUBSET)], picture[0], rtol=0, atol=1e-5)
+    embeds = embedder.images(source, SUBSET[row % len(SUBSET) :][:1])[1]
+    torch.testing.assert_close(embedded.image[row % len(SUBSET)], embeds[0], rtol=0, atol=1e-5)
 
 
 def test_retrieval_of_all_captions_as_counted_by_hand(source, embedder):
@@ -106,13 +106,13 @@ def test_retrieval_of_all_captions_as_counted_by_hand(source, embedder):
     ranks = ((similarity >= best[:, None]) & ~right).sum(1)
     assert values["image_to_text_R@5"] == pytest.approx(float((ranks < 5).double().mean()))
     assert values["image_to_text_median_rank"] == pytest.approx(float(np.median(ranks)) + 1)
-    back = (similarity >= (similarity * right).sum(0)).sum(0) - 1  # one picture for each text
+    back = (similarity >= (similarity * right).sum(0)).sum(0) - 1  # one image for each text
     assert values["text_to_image_R@10"] == pytest.approx(float((back < 10).double().mean()))
 
 
 @pytest.mark.parametrize(("all_captions", "number"), [(False, 5), (True, 5), (True, 1000)])
 def test_reranking_equals_every_pair_by_itself(source, all_captions, number):
-    """Batches of 7 cut pictures, texts and pairs; texts have other lengths. Each pair's score is
+    """Batches of 7 cut images, texts and pairs; texts have other lengths. Each pair's score is
     computed alone, and ranks are counted by hand."""
     embedder = make_embedder(source, FusionSizes(1, 16, 2))
     embedded = embedder.embedded(source, SUBSET, all_captions)
@@ -149,7 +149,7 @@ def test_reranking_equals_every_pair_by_itself(source, all_captions, number):
 
 @torch.no_grad()
 def matching_scores(embedder, source, embedded, i):
-    """[m] of one picture with each text, alone and without padding."""
+    """[m] of one image with each text, alone and without padding."""
     number = len(embedder.trained.towers[0].specs)
     (image_tokens,) = embedder.image_tokens(source, embedded.index[i : i + 1])
     scores = []
@@ -213,25 +213,25 @@ def test_embeddings_of_several_sets_are_searched_together(source, embedder, tmp_
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
 
-def test_embeddings_know_the_pictures_they_are_of(embedder, emoji_files, tmp_path):
+def test_embeddings_know_the_images_they_are_of(embedder, emoji_files, tmp_path):
     """By content, whatever the data set is called and where its lines stand: others are not drawn
     in their place."""
     source, _ = emoji_files
     write_embeddings(tmp_path / "out", embedder.embedded(source, np.arange(9)), source, MODEL)
     _, lines, specs = embeddings_of(tmp_path / "out", {**MODEL, "run": "the same by another path"})
-    refuse_other_pictures(tmp_path / "out", lines, open_source(specs[0]))
+    refuse_other_images(tmp_path / "out", lines, open_source(specs[0]))
     file = tmp_path / "train.jsonl"
     file.write_text("\n".join(reversed(file.read_text().splitlines())) + "\n")
     with pytest.raises(
         ValueError, match="train.jsonl:1 is no longer what it was when it was embedded"
     ):
-        refuse_other_pictures(tmp_path / "out", lines, open_source(specs[0]))
+        refuse_other_images(tmp_path / "out", lines, open_source(specs[0]))
     file.write_text("\n".join(file.read_text().splitlines()[:3]) + "\n")
     with pytest.raises(ValueError, match="no longer what it was"):
-        refuse_other_pictures(tmp_path / "out", lines[3:], open_source(specs[0]))
+        refuse_other_images(tmp_path / "out", lines[3:], open_source(specs[0]))
 
 
-def test_samples_that_cannot_be_used_are_told(emoji_files, tmp_path, capsys):
+def test_samples_that_cannot_be_used_are_reported(emoji_files, tmp_path, capsys):
     import evaluate
 
     source, files = emoji_files
@@ -249,7 +249,7 @@ def test_samples_that_cannot_be_used_are_told(emoji_files, tmp_path, capsys):
     )
 
 
-def test_pictures_that_cannot_be_read_are_told_and_left_out(embedder, emoji_files, capsys):
+def test_images_that_cannot_be_read_are_reported_and_left_out(embedder, emoji_files, capsys):
     source, files = emoji_files
     index, image = embedder.images(source, np.arange(9))
     assert index.tolist() == list(range(9))
@@ -258,16 +258,16 @@ def test_pictures_that_cannot_be_read_are_told_and_left_out(embedder, emoji_file
     left, others = embedder.images(source, np.arange(9))
     assert left.tolist() == [0, 1, 3, 4, 6, 7, 8] and torch.allclose(others, image[left], atol=1e-6)
     said = " ".join(capsys.readouterr().out.split())
-    assert "2 of 9 pictures of jsonl:" in said and f"{files[2].name}" in said and "left out" in said
+    assert "2 of 9 images of jsonl:" in said and f"{files[2].name}" in said and "left out" in said
     for file in files:
         file.unlink(missing_ok=True)
-    with pytest.raises(OSError, match="9 of 9 pictures of jsonl:"):
+    with pytest.raises(OSError, match="9 of 9 images of jsonl:"):
         embedder.images(source, np.arange(9))
 
 
 @pytest.fixture
 def emoji_files(tmp_path, monkeypatch):
-    """(a JSON-lines set of nine pictures, their files)."""
+    """(a JSON-lines set of nine images, their files)."""
     monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))
     demo, lines, files = open_source("demo"), [], []
     for i in range(9):
@@ -332,9 +332,7 @@ def test_classes_by_prompts_neighbours_and_a_probe(source, embedder, tmp_path):
         match="2 of 2 classes of .* are not among those of .*, the first is 'green'; give both the same names",
     ):
         classification(embedder, HeldOut(fewer, fewer.usable()), HeldOut(plain, plain.usable()))
-    with pytest.raises(
-        ValueError, match="at least 5 training pictures of 2 classes; .* has 4 of 2"
-    ):
+    with pytest.raises(ValueError, match="at least 5 training images of 2 classes; .* has 4 of 2"):
         classification(
             embedder, HeldOut(fewer, fewer.usable()), HeldOut(fewer, fewer.usable()[4:8])
         )
@@ -343,7 +341,7 @@ def test_classes_by_prompts_neighbours_and_a_probe(source, embedder, tmp_path):
 def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
     embedded = embedder.embedded(source, SUBSET, True)
     rows = examples(embedded, source, 5, seed=3)
-    assert [row.picture is None for row in rows] == [True, True, True, False, False] and all(
+    assert [row.image is None for row in rows] == [True, True, True, False, False] and all(
         len(row.found) == 5 for row in rows
     )
     for row in rows:
@@ -351,11 +349,11 @@ def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
             (f.similarity for f in row.found), reverse=True
         )
         for found in row.found:
-            if row.picture is None:
-                of = next(i for i in SUBSET if source.image_bytes(i) == found.picture)
+            if row.image is None:
+                of = next(i for i in SUBSET if source.image_bytes(i) == found.image)
                 assert found.right == (row.text in source.captions(of))
             else:
-                of = next(i for i in SUBSET if source.image_bytes(i) == row.picture)
+                of = next(i for i in SUBSET if source.image_bytes(i) == row.image)
                 assert found.right == (found.text in source.captions(of))
     priced = replace(
         rows[0],
@@ -366,22 +364,22 @@ def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
     assert (tmp_path / "a folder" / "rows.png").stat().st_size > 20_000
 
 
-def picture_of(text: str, path: Path) -> tuple[np.ndarray, str | None]:
+def figure_of(text: str, path: Path) -> tuple[np.ndarray, str | None]:
     """Of a query without answers but one, as pixels."""
     notice = draw_rows([Row(f"a {text}", None, [Found(None, text, 0.5)])], text, path)
     return imread(path), notice
 
 
 @pytest.mark.filterwarnings("error")
-def test_queries_that_no_font_has_are_told_in_one_line(tmp_path, monkeypatch):
+def test_queries_that_no_font_has_are_reported_in_one_line(tmp_path, monkeypatch):
     """Not in a warning for each character."""
     shipped = tuple(
         font for font in installed_fonts() if font.family.startswith(("DejaVu", "STIX"))
     )  # matplotlib's have no Chinese
     monkeypatch.setattr("data.modalities.fonts.installed_fonts", lambda: shipped)
-    (dog, notice), (cat, same) = (picture_of(text, tmp_path / "rows.png") for text in ("犬", "猫"))
+    (dog, notice), (cat, same) = (figure_of(text, tmp_path / "rows.png") for text in ("犬", "猫"))
     assert "fonts-noto-cjk" in notice and same == notice and np.array_equal(dog, cat)
-    latin, nothing = picture_of("x", tmp_path / "rows.png")
+    latin, nothing = figure_of("x", tmp_path / "rows.png")
     assert nothing is None and not np.array_equal(latin, dog)
 
 
@@ -393,7 +391,7 @@ def test_queries_that_no_font_has_are_told_in_one_line(tmp_path, monkeypatch):
 def test_queries_in_chinese_beside_latin_are_drawn(tmp_path, kind):
     """Boxes, or the block of Unicode, would be the same for both."""
     if kind == "png":
-        (dog, notice), (cat, _) = (picture_of(text, tmp_path / "rows.png") for text in ("犬", "猫"))
+        (dog, notice), (cat, _) = (figure_of(text, tmp_path / "rows.png") for text in ("犬", "猫"))
         assert notice is None and not np.array_equal(dog, cat)
     assert (
         draw_rows([Row("a 犬", None, [Found(None, "猫", 0.5)])], "犬", tmp_path / f"rows.{kind}")
@@ -489,14 +487,14 @@ def test_numbers_that_json_does_not_have_are_null(tmp_path):
 
 def test_what_a_run_held_out_is_looked_for_in_its_roots(tmp_path, source, embedder):
     """Both a set of its own and a part of its data, with the roots that config.json has."""
-    for name in ("lists", "pictures", "run"):
+    for name in ("lists", "images", "run"):
         (tmp_path / name).mkdir()
     lines = []
     for i in range(8):
-        (tmp_path / "pictures" / f"{i}.png").write_bytes(source.image_bytes(i))
+        (tmp_path / "images" / f"{i}.png").write_bytes(source.image_bytes(i))
         lines.append(json.dumps({"image_path": f"{i}.png", "text": source.captions(i)[0]}) + "\n")
     (tmp_path / "lists" / "pairs.jsonl").write_text("".join(lines))
-    spec, roots = f"jsonl:{tmp_path}/lists/pairs.jsonl", [str(tmp_path / "pictures")]
+    spec, roots = f"jsonl:{tmp_path}/lists/pairs.jsonl", [str(tmp_path / "images")]
     arguments = argparse.Namespace(val_data=None, run_dir=tmp_path / "run")
     of_set = {"data": ["demo"], "val_data": spec, "data_root": roots}
     of_part = {"data": [spec], "val_data": None, "val_fraction": 0.25, "data_root": roots}

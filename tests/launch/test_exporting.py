@@ -168,33 +168,33 @@ def embeddings(layers, pixel_values, tokens):
     return tensors
 
 
-def picture(size):
+def sample_image(size):
     """Coarse squares of colour, (width, height) pixels."""
     coarse = np.random.default_rng(sum(size)).integers(0, 255, (7, 7, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
 
 
-def encoded(picture, form="PNG", **options):
+def encoded(image, form="PNG", **options):
     file = io.BytesIO()
-    picture.save(file, form, **options)
+    image.save(file, form, **options)
     return file.getvalue()
 
 
 def files():
-    """Pictures of the tower's size, near it, smaller, shrunk in two steps, decoded at a smaller
+    """Images of the tower's size, near it, smaller, shrunk in two steps, decoded at a smaller
     scale, lying on a side, with transparency."""
     turned = Image.Exif()
     turned[274] = 6
-    transparent = picture((90, 70))
+    transparent = sample_image((90, 70))
     transparent.putalpha(Image.linear_gradient("L").resize((90, 70)))
     opaque = [
-        encoded(picture(size))
+        encoded(sample_image(size))
         for size in ((SIZE, SIZE), (SIZE + 15, SIZE + 1), (40, 57), (333, 217))
     ]
     return [
         *opaque,
-        encoded(picture((700, 500)), "JPEG"),
-        encoded(picture((70, 99)), "JPEG", exif=turned),
+        encoded(sample_image((700, 500)), "JPEG"),
+        encoded(sample_image((70, 99)), "JPEG", exif=turned),
         encoded(transparent),
     ]
 
@@ -205,7 +205,7 @@ def evaluated(data):
     return normalised([transform(transform.stored(data))])[0]
 
 
-# for each folder: the code of its page, run there, on the pictures and texts; nothing of ours can
+# for each folder: the code of its page, run there, on the images and texts; nothing of ours can
 # be imported
 FRESH = """
 import os, sys, torch
@@ -251,7 +251,7 @@ def exports(tmp_path_factory):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fresh_process_gets_the_embeddings_of_the_training_stages(exports, name):
-    """By the code on the page of the folder, with public libraries alone, from pictures and texts
+    """By the code on the page of the folder, with public libraries alone, from images and texts
     as they are."""
     (trained, folder, differences), reason = exports[name], MODELS[name][-1]
     assert (differences == []) == (reason is None) and (reason or "") in "; ".join(differences)
@@ -391,8 +391,8 @@ def test_transformers_processor_gives_the_pixels_of_evaluation_where_the_page_sa
     processor = AutoImageProcessor.from_pretrained(folder)
     largest = []
     for size in ((SIZE, SIZE), (SIZE + 1, 75), (70, 70), (333, 217)):  # the last one is large
-        theirs = processor(picture(size), return_tensors="pt")["pixel_values"][0]
-        largest.append((theirs - evaluated(encoded(picture(size)))).abs().max().item())
+        theirs = processor(sample_image(size), return_tensors="pt")["pixel_values"][0]
+        largest.append((theirs - evaluated(encoded(sample_image(size)))).abs().max().item())
     assert max(largest[:3]) < 1e-5 < largest[3]
     assert type(AutoProcessor.from_pretrained(folder)).__name__ == "VisionTextDualEncoderProcessor"
 
@@ -410,7 +410,7 @@ def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
     trained.options.update(values)
     write_export(trained, tmp_path)
     transform = eval_transform(SIZE, trained.preprocessing)
-    data = encoded(picture((87, 80)))
+    data = encoded(sample_image((87, 80)))
     expected = normalised([transform(transform.stored(data))], preprocessing=trained.preprocessing)[
         0
     ]
@@ -424,9 +424,9 @@ def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
         names,
     )
     torch.testing.assert_close(names["pixel_values"](io.BytesIO(data)), expected, rtol=0, atol=1e-5)
-    theirs = AutoImageProcessor.from_pretrained(tmp_path)(picture((87, 80)), return_tensors="pt")[
-        "pixel_values"
-    ][0]
+    theirs = AutoImageProcessor.from_pretrained(tmp_path)(
+        sample_image((87, 80)), return_tensors="pt"
+    )["pixel_values"][0]
     torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-5)
     assert (expected - evaluated(data)).abs().max() > 0.1  # CLIP's are others
     options = parse_options(["--import", str(tmp_path)])

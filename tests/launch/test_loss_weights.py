@@ -24,7 +24,7 @@ BRANCHES = {
 }
 
 
-def told(contrastive, matching):
+def metrics_of(contrastive, matching):
     return {"contrastive_loss": contrastive, "matching_loss": matching}
 
 
@@ -32,20 +32,20 @@ def after(mode, losses, interval=10, asked=ASKED):
     """The weights of a run whose steps had these losses."""
     weights = LossWeights(mode, asked, interval)
     for step, pair in enumerate(losses, 1):
-        weights.after_step(step, told(*pair))
+        weights.after_step(step, metrics_of(*pair))
     return weights.weights()
 
 
 @pytest.mark.parametrize("mode", ["uncertainty", "measured"])
-def test_weights_change_at_looks_only_with_a_reason_and_add_up_to_what_was_asked_for(mode):
+def test_weights_change_at_updates_only_with_a_reason_and_add_up_to_what_was_asked_for(mode):
     weights = LossWeights(mode, ASKED, interval=10)
     before = weights.weights()
     for step in range(1, 31):
-        reason = weights.after_step(step, told(4 - 0.1 * step, 0.7 - 0.001 * step))
+        reason = weights.after_step(step, metrics_of(4 - 0.1 * step, 0.7 - 0.001 * step))
         assert (reason is not None) == (weights.weights() != before)
         assert (
             reason is None if step % 10 or step == 10 and mode == "measured" else reason is not None
-        )  # one look has nothing to compare with
+        )  # one update has nothing to compare with
         assert reason is None or (mode in reason and "matching" in reason)
         before = weights.weights()
         assert sum(before.values()) == pytest.approx(1.5)
@@ -104,11 +104,11 @@ def test_a_run_that_goes_on_weighs_as_one_that_never_stopped(mode):
     losses = [(4 - 0.05 * step, 0.7 - 0.003 * step) for step in range(47)]
     first = LossWeights(mode, ASKED, 5)
     for step, pair in enumerate(losses[:23], 1):
-        first.after_step(step, told(*pair))
+        first.after_step(step, metrics_of(*pair))
     second = LossWeights(mode, ASKED, 5)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for step, pair in enumerate(losses[23:], 24):
-        second.after_step(step, told(*pair))
+        second.after_step(step, metrics_of(*pair))
     assert second.weights() == after(mode, losses, 5)
 
 
@@ -276,7 +276,7 @@ def test_matching_keeps_its_weight_under_alignment():
     assert sum(found.values()) == pytest.approx(4.2)
 
 
-def test_an_evaluation_that_is_not_finite_or_told_again_does_not_count():
+def test_an_evaluation_that_is_not_finite_or_repeated_does_not_count():
     evaluations = [(0.0, 0.5, -0.5), (-1.0, 0.2, -1.1), (-2.0, 0.0, -1.5)]
     weights, _ = followed(evaluations)
     again = LossWeights("alignment", PAIRS, 50)

@@ -87,9 +87,9 @@ def test_cells_are_in_units(search):
     assert sent == f"{max(stage.sent_bytes for stage in best.simulation.stages) / GIB:.2f}"
 
 
-def test_from_towers_to_table_and_picture(tmp_path, capsys):
-    picture = tmp_path / "plan.png"
-    options = parse_options(["--gpus", "4", "--picture", str(picture), *TOWERS])
+def test_from_towers_to_table_and_plot(tmp_path, capsys):
+    plot = tmp_path / "plan.png"
+    options = parse_options(["--gpus", "4", "--picture", str(plot), *TOWERS])
     main(options)
     out = capsys.readouterr().out
     config, block = configuration(options)
@@ -98,13 +98,13 @@ def test_from_towers_to_table_and_picture(tmp_path, capsys):
     assert chosen.split()[2:] == " ".join(cells(best, 4096)).split()
     assert (
         f"auto: {best.describe()}" in out
-        and out.splitlines()[-1] == str(picture)
-        and picture.stat().st_size > 10_000
+        and out.splitlines()[-1] == str(plot)
+        and plot.stat().st_size > 10_000
     )
 
 
 @pytest.mark.parametrize("older", [[], ["--output", "none"]])
-def test_a_picture_is_drawn_on_request_only(tmp_path, capsys, monkeypatch, older):
+def test_a_plot_is_drawn_on_request_only(tmp_path, capsys, monkeypatch, older):
     monkeypatch.chdir(tmp_path)
     main(parse_options(["--gpus", "2", *older, *TOWERS]))
     out = capsys.readouterr().out
@@ -227,7 +227,7 @@ def test_the_hardware_is_as_asked():
         ),
         (
             ["--gpus", "8", "--picture", "plan.txt"],
-            "'plan.txt' is no picture; its name ends in .png",
+            "'plan.txt' is no figure; its name ends in .png",
         ),
         (["--gpus", "8", "--picture", "nowhere/plan.png"], "there is no folder 'nowhere'"),
         (

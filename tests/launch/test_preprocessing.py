@@ -37,8 +37,8 @@ def resnet18():
     return model.eval()
 
 
-def pictures(folder, sizes):
-    """A jsonl file of PNGs of (width, height) pixels each, and the pictures."""
+def images(folder, sizes):
+    """A jsonl file of PNGs of (width, height) pixels each, and the images."""
     draw, lines, made = np.random.default_rng(0), [], []
     for i, size in enumerate(sizes):
         coarse = Image.fromarray(draw.integers(0, 255, (7, 9, 3), dtype=np.uint8))
@@ -83,7 +83,7 @@ def test_a_pretrained_tower_embeds_as_torchvision_s_own_model(
     """The model and the preset of the library on one side; a run's options, weights, loader and
     layers on the other."""
     torch.save(resnet18.state_dict(), tmp_path / FILE)
-    spec, made = pictures(tmp_path, sizes)
+    spec, made = images(tmp_path, sizes)
     arguments = [
         "--data",
         spec,
@@ -94,7 +94,7 @@ def test_a_pretrained_tower_embeds_as_torchvision_s_own_model(
     ]
     preset = torchvision.models.ResNet18_Weights.IMAGENET1K_V1.transforms()
     library = nn.Sequential(*list(resnet18.children())[:-1], nn.Flatten())
-    library_pixels = torch.stack([preset(picture) for picture in made])
+    library_pixels = torch.stack([preset(image) for image in made])
     with torch.no_grad():
         expected = library(library_pixels)
 

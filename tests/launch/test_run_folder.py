@@ -295,7 +295,7 @@ def test_how_many_bad_steps_may_follow_each_other_is_free_to_change(folder):
 
 
 def test_a_run_of_the_time_before_there_were_roots_goes_on_without_them(tmp_path, decided):
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "images").mkdir()
     folder = RunFolder(tmp_path / "a run", first_rank=True)
     folder.write_config(*record_of("--data", "jsonl:pairs.jsonl"), *decided)
     file = folder.path / "config.json"
@@ -304,9 +304,9 @@ def test_a_run_of_the_time_before_there_were_roots_goes_on_without_them(tmp_path
         del options["data_root"]
     file.write_text(json.dumps(record), encoding="utf-8")
     folder.refuse_other_run(*identity("--data", "jsonl:pairs.jsonl"))
-    with pytest.raises(ValueError, match=r'options.data_root: there null, here \[".*/pictures"\]'):
+    with pytest.raises(ValueError, match=r'options.data_root: there null, here \[".*/images"\]'):
         folder.refuse_other_run(
-            *identity("--data", "jsonl:pairs.jsonl", "--data-root", str(tmp_path / "pictures"))
+            *identity("--data", "jsonl:pairs.jsonl", "--data-root", str(tmp_path / "images"))
         )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cost_models import BRANCHES, proportional
 
-from data.batching.feed import FeedRules, Knobs, Ladders
+from data.batching.feed import FeedRates, FeedRules, Ladders
 from data.batching.sampler import GlobalOrder
 from data.batching.settings import Setting, Settings
 from engine.config.reading import check_config
@@ -42,7 +42,7 @@ ORDER = GlobalOrder(40, 10, 0, ((30, 1.0), (10, 3.0)))
 
 
 SETTINGS = Settings(
-    [Setting(0, {}), Setting(3, {}, knobs=Knobs(captions_per_image=2, image_size=64))]
+    [Setting(0, {}), Setting(3, {}, feed_rates=FeedRates(captions_per_image=2, image_size=64))]
 )
 
 
@@ -91,7 +91,7 @@ def test_a_step_without_texts_has_no_padding():
     assert line_of(6, metrics=replace(METRICS, counts={}))["padding_share/text"] == 0.0
 
 
-def test_only_knobs_that_may_move_are_told_as_they_were_in_the_step():
+def test_only_feed_rates_that_may_change_are_reported_as_they_were_in_the_step():
     ladders = Ladders(captions_per_image=(1, 2, 3))
     assert [line_of(step, ladders=ladders)["captions_per_image"] for step in (1, 3, 4, 9)] == [
         1,

@@ -48,9 +48,7 @@ def test_every_figure_is_what_its_formula_says(monkeypatch):
 def test_parts_of_replicas_add_up_whatever_the_order():
     image, text = pairs()
     order = torch.randperm(23, generator=torch.Generator().manual_seed(1))
-    target = (
-        order.argsort()
-    )  # picture order[i] stands at i; text j belongs to the picture at target[j]
+    target = order.argsort()  # image order[i] stands at i; text j belongs to the image at target[j]
     expected, shuffled = figures(image, text), figures(image[order], text, order)
     assert shuffled == pytest.approx(expected, rel=1e-6)
     whole = alignment_sums(text, image[order], target)

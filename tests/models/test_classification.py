@@ -38,7 +38,7 @@ def test_zero_shot_counts_the_first_and_the_first_five():
     image = torch.eye(6)
     classes = torch.roll(torch.eye(6), 1, 0) + 0.5 * torch.eye(
         6
-    )  # the right class is second for each picture
+    )  # the right class is second for each image
     assert zero_shot_accuracy(image, torch.arange(6), classes) == {"top_1": 0.0, "top_5": 1.0}
     assert zero_shot_accuracy(image, torch.arange(6), torch.eye(6))["top_1"] == 1.0
 
@@ -73,6 +73,6 @@ def test_a_linear_probe_learns_and_is_the_same_each_time():
     assert probe_accuracy(train, shuffled, test, label)[0] < 0.6
 
 
-def test_too_few_pictures_are_refused():
-    with pytest.raises(ValueError, match="at least 5 training pictures of 2 classes; there are 3"):
+def test_too_few_images_are_refused():
+    with pytest.raises(ValueError, match="at least 5 training images of 2 classes; there are 3"):
         probe_accuracy(torch.eye(3), torch.arange(3), torch.eye(3), torch.arange(3))

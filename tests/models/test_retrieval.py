@@ -125,7 +125,7 @@ def best_ranks_one_by_one(own, own_label, other, other_label):
 @pytest.mark.parametrize("high", [1, 50], ids=["many ties", "few ties"])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_best_of_several_texts_counts(seed, high, monkeypatch):
-    """Pictures with one to five texts, and both directions, in blocks that do not divide."""
+    """Images with one to five texts, and both directions, in blocks that do not divide."""
     draw = torch.Generator().manual_seed(seed)
     whose = torch.repeat_interleave(torch.arange(23), torch.randint(1, 6, (23,), generator=draw))
     whose = whose[torch.randperm(len(whose), generator=draw)]

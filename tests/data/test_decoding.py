@@ -1,4 +1,4 @@
-"""Pictures come out of bytes as a viewer shows them, or with the reason why not."""
+"""Images come out of bytes as a viewer shows them, or with the reason why not."""
 
 import io
 import struct
@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from data.index.bad_samples import BadSample
-from data.modalities.pictures import decode_bytes, pixel_key, upright_8bit
+from data.modalities.decoding import decode_bytes, pixel_key, upright_8bit
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (120, 200, 3)).astype(np.uint8))
@@ -119,7 +119,7 @@ def test_a_broken_inside_is_unreadable():
     ],
 )
 def test_size_is_refused_from_the_header_alone(size, why):
-    """The data holds no such picture: decoding would have said truncated."""
+    """The data holds no such image: decoding would have said truncated."""
     assert reason(png_header(*size)) == why
 
 
@@ -155,14 +155,14 @@ def test_the_limit_of_pixels_is_our_own_and_pillow_s_stays_as_it_is(monkeypatch)
 def test_jpeg_is_decoded_at_the_smallest_scale_that_is_large_enough(at_least, size):
     smooth = NOISE.resize((10, 6)).resize(NOISE.size, Image.Resampling.BICUBIC)
     data = encoded(smooth, "JPEG", quality=95)
-    picture = decode_bytes(data, at_least=at_least)
-    assert picture.size == size
+    decoded = decode_bytes(data, at_least=at_least)
+    assert decoded.size == size
     shrunk = decode_bytes(data).resize(size, Image.Resampling.BOX)
-    assert np.abs(np.asarray(picture).astype(int) - np.asarray(shrunk)).mean() < 2
+    assert np.abs(np.asarray(decoded).astype(int) - np.asarray(shrunk)).mean() < 2
     assert decode_bytes(encoded(NOISE, "PNG"), at_least=at_least).size == (200, 120)
 
 
-def test_a_pair_of_sizes_is_that_of_the_upright_picture():
+def test_a_pair_of_sizes_is_that_of_the_upright_image():
     exif = Image.Exif()
     exif[0x0112] = 6
     lying, upright = encoded(NOISE, "JPEG", exif=exif), encoded(NOISE, "JPEG")

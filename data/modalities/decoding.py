@@ -1,4 +1,4 @@
-"""Pictures as they come out of files: decode safely, turn upright, bring to 8-bit RGB or RGBA,
+"""Images as they come out of files: decode safely, turn upright, bring to 8-bit RGB or RGBA,
 recognise equal ones.
 
 Bytes are read by content, never by name, with Pillow's decoders of a few formats. The size that the
@@ -48,11 +48,11 @@ SIDES_SWAPPED = (5, 6, 7, 8)
 def decode_bytes(
     data: bytes, pixel_limit: int = PIXEL_LIMIT, at_least: int | tuple[int, int] | None = None
 ) -> Image.Image:
-    """Fully decode an encoded picture; any mode; of an animation the first frame.
+    """Fully decode an encoded image; any mode; of an animation the first frame.
 
     `at_least`, pixels: a JPEG is decoded at the smallest of libjpeg's scales 1/8, 1/4, 1/2 and 1
     that leaves the shorter side with at least so many; a pair is (height, width) of the upright
-    picture. Each pixel of a smaller scale is about the mean of those it stands for, so it is as
+    image. Each pixel of a smaller scale is about the mean of those it stands for, so it is as
     good as decoding all and shrinking. Other formats come whole. Errors: BadSample, with reason
     empty-file, not-an-image, truncated-image, too-many-pixels, impossible-size or unreadable.
     """
@@ -84,7 +84,7 @@ def decode_bytes(
         ) from error
 
 
-def picture_size(data: bytes) -> tuple[int, int]:
+def read_image_size(data: bytes) -> tuple[int, int]:
     """Width and height in pixels as shown, from the header alone.
 
     Errors: BadSample, with reason empty-file, not-an-image, too-many-pixels, impossible-size or
@@ -112,7 +112,7 @@ def picture_size(data: bytes) -> tuple[int, int]:
 
 
 def upright_8bit(image: Image.Image) -> Image.Image:
-    """The picture a viewer would show, as mode RGB, or RGBA where it has transparency; 8 bits a
+    """The image a viewer would show, as mode RGB, or RGBA where it has transparency; 8 bits a
     channel.
 
     EXIF rotation is applied; EXIF that cannot be read counts as none. 16-bit greyscale keeps its
@@ -142,14 +142,14 @@ def upright_8bit(image: Image.Image) -> Image.Image:
 
 
 def pixel_key(image: Image.Image) -> str:
-    """A hash that is equal for two pictures that look equal: same size, same visible pixels,
+    """A hash that is equal for two images that look equal: same size, same visible pixels,
     whatever the file format."""
     image = upright_8bit(image)
     pixels = np.asarray(image)  # [H, W, 3 or 4]
     if image.mode == "RGBA":
         opaque = pixels[..., 3:]
-        # The colour beneath a fully transparent pixel cannot be seen; a fully opaque picture is an
-        # RGB picture.
+        # The colour beneath a fully transparent pixel cannot be seen; a fully opaque image is an
+        # RGB image.
         pixels = (
             pixels[..., :3]
             if opaque.min() == 255
@@ -180,7 +180,7 @@ def _opened(data: bytes) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     try:
         return image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # EXIF that breaks its own rules: viewers show such a picture as it lies
+    except Exception:  # EXIF that breaks its own rules: viewers show such an image as it lies
         return 1
 
 

@@ -1,4 +1,4 @@
-"""What the balance of a run did, as a picture: panels over one axis of steps, what was decided
+"""What the balance of a run did, as a plot: panels over one axis of steps, what was decided
 marked in all of them.
 
 Stages and branches differ in the kind of line and in its marks as well as in colour, so that a
@@ -26,7 +26,7 @@ MOST_POINTS = 100  # of a curve; of more steps, medians
 MOST_LISTED = 12  # decisions under the panels
 LETTERS_PER_LINE = 180
 # colour (Okabe and Ito's), kind of line, mark
-LOOKS = [
+STYLES = [
     ("#000000", "-", "o"),
     ("#D55E00", "--", "s"),
     ("#0072B2", ":", "^"),
@@ -47,7 +47,7 @@ Points = tuple[Sequence[float], Sequence[float]]  # steps, values
 
 @dataclass(frozen=True)
 class Decision:
-    """What a look came to: after `step` steps it was decided, from step `holds_from` on it
+    """What a measurement led to: after `step` steps it was decided, from step `holds_from` on it
     holds."""
 
     step: int
@@ -55,16 +55,16 @@ class Decision:
     reason: str
 
 
-def save_balance_picture(
+def save_balance_plot(
     path: Path,
     title: str,
     lines: Sequence[Line],
-    looks: Sequence[Line],
+    measurements: Sequence[Line],
     decisions: Sequence[Decision],
 ) -> None:
-    """`lines`: of steps, at least one. Without `looks` there is no panel of predicted seconds.
-    Raises OSError when it cannot be written."""
-    panels = panels_of(lines, looks)
+    """`lines`: of steps, at least one. Without `measurements` there is no panel of predicted
+    seconds. Raises OSError when it cannot be written."""
+    panels = panels_of(lines, measurements)
     words = listed(decisions)
     heights = [PANEL_INCHES] * len(panels) + ([LINE_INCHES * (len(words) + 1)] if words else [])
     figure = Figure(
@@ -102,7 +102,9 @@ def save_balance_picture(
     figure.savefig(path)
 
 
-def panels_of(lines: Sequence[Line], looks: Sequence[Line]) -> dict[str, Callable[[Axes], None]]:
+def panels_of(
+    lines: Sequence[Line], measurements: Sequence[Line]
+) -> dict[str, Callable[[Axes], None]]:
     """Title -> what draws it, from top to bottom."""
     idle = {
         key.removeprefix("idle/"): curve(lines, key) for key in lines[-1] if key.startswith("idle/")
@@ -110,10 +112,12 @@ def panels_of(lines: Sequence[Line], looks: Sequence[Line]) -> dict[str, Callabl
     panels: dict[str, Callable[[Axes], None]] = {
         "idle share of a step, by stage": lambda axes: _curves(axes, idle, share=True)
     }
-    for branch in dict.fromkeys(branch for look in looks for branch in look["measured_s"]):
-        panels[f"{branch}: seconds of the micro-batches of a look, predicted and measured"] = (
-            _predictions(looks, branch)
-        )
+    for branch in dict.fromkeys(
+        branch for record in measurements for branch in record["measured_s"]
+    ):
+        panels[
+            f"{branch}: seconds of the micro-batches of a measurement, predicted and measured"
+        ] = _predictions(measurements, branch)
     for name, key in (
         ("padding share of the texts", "padding_share/text"),
         ("images per second", "images_per_s"),
@@ -121,9 +125,9 @@ def panels_of(lines: Sequence[Line], looks: Sequence[Line]) -> dict[str, Callabl
     ):
         if key in lines[-1]:
             panels[name] = _single(lines, key, share=key.startswith("padding"))
-    for knob in BRANCH_OF:
-        if knob in lines[-1]:
-            panels[f"{knob}, a knob"] = _knob(lines, knob)
+    for rate in BRANCH_OF:
+        if rate in lines[-1]:
+            panels[f"{rate}, a feed rate"] = _feed_rate(lines, rate)
     return panels
 
 
@@ -139,7 +143,7 @@ def curve(lines: Sequence[Line], key: str) -> Points:
 
 
 def listed(decisions: Sequence[Decision]) -> list[str]:
-    """Lines of text that say what the numbers in the picture mean."""
+    """Lines of text that say what the numbers in the plot mean."""
     words: list[str] = []
     for number, decision in enumerate(decisions[:MOST_LISTED], 1):
         text = f"{number}   step {decision.holds_from}: {decision.reason}"
@@ -156,8 +160,8 @@ def listed(decisions: Sequence[Decision]) -> list[str]:
 
 def _curves(axes: Axes, curves: Mapping[str, Points], share: bool = False) -> None:
     for number, (name, (steps, values)) in enumerate(curves.items()):
-        colour, line, mark = LOOKS[number % len(LOOKS)]
-        hollow = "white" if number >= len(LOOKS) else colour  # a second round of kinds of line
+        colour, line, mark = STYLES[number % len(STYLES)]
+        hollow = "white" if number >= len(STYLES) else colour  # a second round of kinds of line
         axes.plot(
             steps,
             values,
@@ -183,16 +187,19 @@ def _single(lines: Sequence[Line], key: str, share: bool) -> Callable[[Axes], No
     return lambda axes: _curves(axes, {"": curve(lines, key)}, share)
 
 
-def _predictions(looks: Sequence[Line], branch: str) -> Callable[[Axes], None]:
-    seen = [look for look in looks if branch in look["measured_s"]]
+def _predictions(measurements: Sequence[Line], branch: str) -> Callable[[Axes], None]:
+    seen = [record for record in measurements if branch in record["measured_s"]]
     refitted = [
-        look["step"] for look in seen if look["next"] and "costs refitted" in look["next"]["reason"]
+        record["step"]
+        for record in seen
+        if record["next"] and "costs refitted" in record["next"]["reason"]
     ]
 
     def draw(axes: Axes) -> None:
         of = {
             kind: curve(
-                [{"step": look["step"], "s": look[f"{kind}_s"][branch]} for look in seen], "s"
+                [{"step": record["step"], "s": record[f"{kind}_s"][branch]} for record in seen],
+                "s",
             )
             for kind in ("measured", "predicted")
         }
@@ -213,18 +220,18 @@ def _predictions(looks: Sequence[Line], branch: str) -> Callable[[Axes], None]:
     return draw
 
 
-def _knob(lines: Sequence[Line], knob: str) -> Callable[[Axes], None]:
+def _feed_rate(lines: Sequence[Line], rate: str) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
-        known = [line for line in lines if knob in line]
+        known = [line for line in lines if rate in line]
         axes.step(
             [line["step"] for line in known],
-            [line[knob] for line in known],
+            [line[rate] for line in known],
             where="mid",
             color="black",
             linewidth=1.6,
         )
         axes.yaxis.set_major_locator(
-            MaxNLocator(nbins=4, integer=all(isinstance(line[knob], int) for line in known))
+            MaxNLocator(nbins=4, integer=all(isinstance(line[rate], int) for line in known))
         )
 
     return draw
