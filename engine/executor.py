@@ -720,9 +720,15 @@ class ForkEngine(PipelineEngine):
         norms, coefficients, shares = (
             dict(zip(self.clipping.rules, totals["groups"][i::3])) for i in range(3)
         )
-        busy_s, step_s, peak_bytes, data_wait_s = (
+        busy_s, step_s, ready_s, peak_bytes, data_wait_s = (
             totals["ranks"][i :: self._NUM_SLOTS] for i in range(self._NUM_SLOTS)
         )
+        if self.clipping.partitioned:
+            # DeepSpeed asks all ranks whether a gradient is not finite before any of them steps;
+            # `recorder` sees no wait in that, since the collective is not ours
+            waited_s = [max(ready_s) - ready for ready in ready_s]
+            busy_s = [max(0.0, busy - waited) for busy, waited in zip(busy_s, waited_s)]
+            self.recorder.add_wait("OptimizerStep", waited_s[self.comm.rank])
         stage_busy_s = {
             s.name: sum(busy_s[r] for r in s.ranks) / s.replicas for s in self.graph.stages
         }
@@ -766,15 +772,17 @@ class ForkEngine(PipelineEngine):
             losses=losses_of(self.objective, totals["losses"], self.tail_loss.weights),
         )
 
-    _NUM_SLOTS = 4
+    _NUM_SLOTS = 5
 
     def _own_slots(self) -> list[float]:
-        """What this rank alone tells, between the zeros of the others: seconds computed, seconds of
-        the step, most bytes held, seconds waited for data."""
+        """What this rank alone reports, between the zeros of the others: seconds computed, seconds
+        of the step, seconds until it could take the optimizer's step, most bytes held, seconds
+        waited for data."""
         before, after = self.comm.rank, self.graph.world_size - self.comm.rank - 1
         mine = [
             self.recorder.busy_s(),
             self.recorder.step_s,
+            self.recorder.start_of("OptimizerStep"),
             float(peak_memory_bytes(self.device)),
             self._data_wait_s,
         ]

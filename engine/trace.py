@@ -93,6 +93,19 @@ class Recorder:
             total[span.name] += span.seconds
         return dict(total)
 
+    def start_of(self, name: str) -> float:
+        """When the first instruction of that name began, in seconds of the step; 0 without one."""
+        return next((span.start_s for span in self.spans if span.name == name), 0.0)
+
+    def add_wait(self, name: str, seconds: float) -> None:
+        """Waiting at the start of the instruction of that name, known only after the step; no
+        longer than the instruction."""
+        for span in self.spans:
+            if span.name == name and seconds > 0:
+                end_s = min(span.end_s, span.start_s + seconds)
+                self.spans.append(Span(WAIT, None, span.start_s, end_s))
+                return
+
     def busy_s(self) -> float:
         """Seconds in which the rank computed: of the spans in `COMPUTE`, without the waiting in
         them. Waiting elsewhere, such as for the statistics of other replicas, is in none of them.

@@ -123,3 +123,27 @@ def test_waiting_between_instructions_is_not_taken_from_computing(clock, recorde
     assert recorder.busy_s() == pytest.approx(1.0) and recorder.seconds()[WAIT] == pytest.approx(
         0.85
     )
+
+
+def test_waiting_that_others_report_is_added_to_its_instruction(clock, recorder):
+    recorder.start()
+    with recorder.span("ForwardPass", 0):
+        clock.passes(1.0)
+    with recorder.span("OptimizerStep"):
+        clock.passes(4.0)
+    recorder.finish()
+    assert recorder.start_of("OptimizerStep") == 1.0 and recorder.start_of("ReduceGrads") == 0.0
+    recorder.add_wait("OptimizerStep", 0.0)
+    recorder.add_wait("ReduceGrads", 2.0)
+    assert recorder.busy_s() == 5.0
+    recorder.add_wait("OptimizerStep", 3.5)
+    assert recorder.spans[-1] == Span(WAIT, None, 1.0, 4.5) and recorder.busy_s() == 1.5
+
+
+def test_no_more_waiting_is_added_than_the_instruction_took(clock, recorder):
+    recorder.start()
+    with recorder.span("OptimizerStep"):
+        clock.passes(2.0)
+    recorder.finish()
+    recorder.add_wait("OptimizerStep", 9.0)
+    assert recorder.busy_s() == 0.0
