@@ -30,6 +30,7 @@ OUT = ROOT / "bench" / "out"
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from models.towers.layers import Layer, LayerSpec, Tower, reset
 
@@ -49,7 +50,7 @@ class Case:
     seconds: Mapping[str, float]
     num_layers: Mapping[str, int]
     global_batch_size: int = 64
-    schedules: tuple[str, ...] = ("batch_sync", "replay")
+    schedules: tuple[str, ...] = ("batch_sync", "replay", "zero_bubble")
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -105,7 +106,7 @@ CASES = (
         {"layout": "merged", "stages": {"merged": 4}, "replicas": 1},
         SECONDS,
         LAYERS,
-        schedules=("batch_sync", "replay", "per_micro_batch"),
+        schedules=("batch_sync", "replay", "zero_bubble", "per_micro_batch"),
     ),
     Case(
         "merged 8 × 2",
@@ -114,7 +115,7 @@ CASES = (
         SECONDS,
         LAYERS,
         global_batch_size=128,
-        schedules=("batch_sync", "replay", "per_micro_batch"),
+        schedules=("batch_sync", "replay", "zero_bubble", "per_micro_batch"),
     ),
 )
 MICRO_BATCH_SIZE = 8
@@ -127,15 +128,15 @@ class _Sleep(torch.autograd.Function):
     """The identity, which takes its time in both directions."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = BACKWARD * seconds
-        time.sleep(seconds)
+    def forward(ctx: Any, tensor: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return grad, None, None
 
 
 class Stem(Layer):
@@ -152,7 +153,10 @@ class Stem(Layer):
 
 
 class Block(Layer):
-    """`seconds` of sleep for each sample, and a layer so small that it takes none."""
+    """`seconds` of sleep for each sample, and a layer so small that it takes none.
+
+    Half of the backward's sleep is for the gradient of the input, half for that of the weight.
+    """
 
     def __init__(self, branch: str, seconds: float):
         super().__init__()
@@ -161,7 +165,11 @@ class Block(Layer):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def compute(self, features: Tensor) -> Tensor:
-        return _Sleep.apply(features + self.linear(features), self.seconds * len(features))
+        forward_s = self.seconds * len(features)
+        each_s = BACKWARD / 2 * forward_s
+        weight = _Sleep.apply(self.linear.weight, 0.0, each_s)
+        made = features + F.linear(features, weight, self.linear.bias)
+        return _Sleep.apply(made, forward_s, each_s)
 
 
 def tower(branch: str, num_layers: int, seconds: float, scalars: Mapping[str, float]) -> Tower:

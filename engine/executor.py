@@ -43,6 +43,8 @@ from engine.processes.out_of_memory import explained, message
 from engine.processes.shortage import Shortage
 from engine.schedule import (
     SCHEDULES,
+    BackwardInputs,
+    BackwardWeights,
     ComputeLoss,
     EmbedPass,
     ForwardOnly,
@@ -51,6 +53,7 @@ from engine.schedule import (
     StageSchedule,
     exact_schedules,
 )
+from engine.split_backward import HeldBackward, backward_inputs, parameter_gradients
 from engine.step_metrics import StepMetrics, losses_of, losses_of_sources
 from engine.topology import Stage, StageGraph
 from engine.trace import Span
@@ -378,11 +381,16 @@ class ForkEngine(PipelineEngine):
         self._kept: dict[int, dict[str, Tensor]] = {}  # in host memory, for a second forward
         self._outputs: dict[int, dict[str, Tensor]] = {}
         self._output_grads: dict[int, dict[str, Tensor]] = {}
+        self._half_done: dict[int, HeldBackward] = {}
         self._shapes: dict[str, dict[int, Signature]] = {
             "in": {},
             "out": {},
         }  # of the messages along both edges
         self._data_wait_s = 0.0
+
+    @property
+    def _trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.module.canonical_parameters.values() if p.requires_grad]
 
     @property
     def _branch(self) -> str:
@@ -528,6 +536,25 @@ class ForkEngine(PipelineEngine):
         self._output_grads[buffer_id] = self._receive(ds_schedule.RecvGrad, self.comm.gradients_in)
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
+        self._inject(self._differentiable(buffer_id))
+
+    def _exec_backward_inputs(self, buffer_id: int) -> None:
+        outputs = self._differentiable(buffer_id)
+        inputs = list(self._inputs[buffer_id].values())
+        with self._own_backward():
+            self._half_done[buffer_id] = backward_inputs(outputs, inputs, self._trainable)
+
+    def _exec_backward_weights(self, buffer_id: int) -> None:
+        held = self._half_done.pop(buffer_id)
+        with self._own_backward():
+            found = parameter_gradients(held)
+        # through autograd, so that DeepSpeed's hooks see these gradients as all others
+        found = [(parameter.view_as(parameter), grad) for parameter, grad in found]
+        self._inject([*held.apart, *found])
+
+    def _differentiable(self, buffer_id: int) -> list[tuple[Tensor, Tensor]]:
+        """What was handed on of this micro-batch and needs a gradient, with the gradient that came
+        back."""
         outputs, grads = self._outputs.pop(buffer_id), self._output_grads.pop(buffer_id)
         differentiable = {name: tensor for name, tensor in outputs.items() if tensor.requires_grad}
         if not set(differentiable) <= set(grads):
@@ -536,7 +563,7 @@ class ForkEngine(PipelineEngine):
                 f"{sorted(grads)} for micro-batch {buffer_id}; every floating-point tensor that "
                 "leaves a stage and needs a gradient must reach the loss"
             )
-        self._inject([(tensor, grads[name]) for name, tensor in differentiable.items()])
+        return [(tensor, grads[name].to(tensor.dtype)) for name, tensor in differentiable.items()]
 
     def _inject(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Backward from gradients that came from elsewhere, the way the base class runs its own
@@ -546,15 +573,21 @@ class ForkEngine(PipelineEngine):
         )
         if isinstance(self.optimizer, BF16_Optimizer):
             self.optimizer.clear_lp_grads()
-        self._running_engine_backward = True
-        try:
+        with self._own_backward():
             torch.autograd.backward(
                 [tensor for tensor, _ in pairs], [grad.to(tensor.dtype) for tensor, grad in pairs]
             )
-        finally:
-            self._running_engine_backward = False
         if accumulates:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
+
+    @contextlib.contextmanager
+    def _own_backward(self) -> Iterator[None]:
+        """The base class refuses any backward but its own: in here, this is its own."""
+        self._running_engine_backward = True
+        try:
+            yield
+        finally:
+            self._running_engine_backward = False
 
     def _exec_reduce_grads(self) -> None:
         if self.module.placeholders:  # a gradient of zero, the way all others come
@@ -822,6 +855,8 @@ class ForkEngine(PipelineEngine):
         ComputeLoss: _exec_compute_loss,
         ds_schedule.RecvGrad: _exec_recv_grads,
         ds_schedule.BackwardPass: _exec_backward_pass,
+        BackwardInputs: _exec_backward_inputs,
+        BackwardWeights: _exec_backward_weights,
         ds_schedule.SendGrad: _exec_send_grads,
         ds_schedule.ReduceGrads: _exec_reduce_grads,
         ds_schedule.OptimizerStep: PipelineEngine._exec_optimizer_step,

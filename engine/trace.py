@@ -23,6 +23,8 @@ COMPUTE = (
     "ForwardPass",
     "ReplayPass",
     "BackwardPass",
+    "BackwardInputs",
+    "BackwardWeights",
     "ComputeLoss",
     "ReduceGrads",
     "OptimizerStep",

@@ -457,7 +457,11 @@ def _splits(
                             if SCHEDULES[schedule].recomputes
                             else None
                         )
-                        if reason := kept or _refuse_schedule(schedule, deal):
+                        if reason := (
+                            kept
+                            or _refuse_checkpoints(config, schedule)
+                            or _refuse_schedule(schedule, deal)
+                        ):
                             reasons.append(reason)
                         else:
                             ways.append((deal, schedule))
@@ -835,6 +839,20 @@ def _refuse_kept(block: BranchesBlock, layout: str, branches: Iterable[str]) -> 
     if layout == "fork" or _alike(map(block.num_kept, branches)):
         return None
     return f"branches.kept_micro_batches: {block.kept_micro_batches} differs between the branches, which only a fork allows; give one number"
+
+
+def _refuse_checkpoints(config: Mapping[str, Any], schedule: str) -> str | None:
+    """Why this schedule cannot run with the configuration's activation checkpoints, if it
+    cannot."""
+    interval = config.get("pipeline", {}).get("activation_checkpoint_interval", 0)
+    if not interval or not SCHEDULES[schedule].splits_backward:
+        return None
+    others = [name for name in exact_schedules() if not SCHEDULES[name].splits_backward]
+    return (
+        f'branches.schedule: "{schedule}" keeps activations until the second part of a backward, '
+        f'so "pipeline": {{"activation_checkpoint_interval": {interval}}} would recompute them '
+        f"twice; remove it, or use {' or '.join(others)}"
+    )
 
 
 def _refuse_schedule(schedule: str, deal: Deal) -> str | None:

@@ -45,6 +45,12 @@ if TYPE_CHECKING:
     )  # which asks the simulator: at run time it imports this module, not the reverse
 
 FLOAT_BYTES = 4  # embeddings and logits are fp32
+# of a backward in two parts: of its seconds, the first; matrix products and convolutions take as
+# long for the gradient of their input as for that of their weight
+OF_INPUTS = 0.5
+# of a micro-batch's activations, the gradients that wait for the second part: one for each
+# parameter's output, at most as many as there are activations
+HELD_GRADIENTS = 1.0
 ELEMENTWISE_FLOPS = 10  # of the loss per logit: two exponentials, their sums and differences
 LABEL_BYTES = 16  # place in the batch and index in the data, int64 each
 LOGITS_COPIES = (
@@ -150,10 +156,18 @@ def bounds(
             counts.forwards * own.forward_s
             + counts.replays * own.replay_s
             + counts.backwards * own.backward_s
+            + counts.input_backwards * (own.inputs_s + own.weights_s)
             + counts.losses * own.loss_s
         )
-        longest = max(longest, fill_s + works_s + max(own.reduce_s, drain_s + reduce_s))
-        above.append((fill_s + own.forward_s, drain_s + own.backward_s, reduce_s))
+        splits = counts.input_backwards > 0
+        late_s = counts.input_backwards * own.weights_s  # nobody waits for these
+        longest = max(
+            longest,
+            fill_s + works_s + own.reduce_s,
+            fill_s + works_s - late_s + drain_s + reduce_s,
+        )
+        back_s = own.inputs_s if splits else own.backward_s
+        above.append((fill_s + own.forward_s, drain_s + back_s, reduce_s))
     return longest + max(own.step_s for own in bill.times), max(
         map(_peak_bytes, graph.stages, [bill] * len(every), every, [costs] * len(every))
     )
@@ -213,6 +227,8 @@ class _Times(NamedTuple):
     loss_s: float
     reduce_s: float
     step_s: float
+    inputs_s: float
+    weights_s: float
     exchange_s: float
 
 
@@ -568,6 +584,8 @@ def _times(
         host_s
         + machine.optimizer_s_per_parameter * owned
         + (ring.ring_s(replicas, weights) if weights else 0.0),
+        host_s + OF_INPUTS * layers.backward_s,
+        host_s + (1 - OF_INPUTS) * layers.backward_s,
         exchange_s,
     )
 
@@ -621,6 +639,7 @@ def _busy_s(times: _Times, counts: Counts) -> float:
         counts.forwards * times.forward_s
         + counts.replays * times.replay_s
         + counts.backwards * times.backward_s
+        + counts.input_backwards * (times.inputs_s + times.weights_s)
         + counts.losses * (times.loss_s - times.exchange_s)
         + counts.reductions * times.reduce_s
         + counts.steps * times.step_s
@@ -639,7 +658,7 @@ def _stage_result(
         1 - busy_s / step_s if step_s else 0.0,
         _peak_bytes(stage, bill, counts, costs),
         _state_bytes(stage, layers, costs),
-        counts.in_flight * layers.kept_bytes + layers.working_bytes,
+        _held_bytes(layers, counts),
         counts.activations_sent * bytes_out
         + counts.gradients_sent * bytes_in
         + counts.losses * _exchanged_bytes(stage, bill.losses)
@@ -676,11 +695,17 @@ def _bytes_in_and_out(stage: Stage, bill: _Bill) -> tuple[float, float]:
 def _activations_and_loss_bytes(layers: _LayersCost, loss: _Loss | None, counts: Counts) -> float:
     """Activations and, on a tail, the loss's embeddings throughout; logits and pairs are gone
     before the first backward."""
-    activation_bytes = counts.in_flight * layers.kept_bytes + layers.working_bytes
+    activation_bytes = _held_bytes(layers, counts)
     if loss is None:
         return activation_bytes
     at_loss_bytes = counts.in_flight_at_loss * layers.kept_bytes + loss.work_bytes
     return loss.rows_bytes + max(activation_bytes, at_loss_bytes)
+
+
+def _held_bytes(layers: _LayersCost, counts: Counts) -> float:
+    """Activations at most, and what waits for the second part of a backward."""
+    held = counts.in_flight + HELD_GRADIENTS * counts.half_done
+    return held * layers.kept_bytes + layers.working_bytes
 
 
 def _exchanged_bytes(stage: Stage, losses: Sequence[_Loss | None]) -> float:

@@ -26,7 +26,14 @@ from launch.balancing.choosing import Balance
 OBSERVED = 3  # steps of every interval whose micro-batches are measured one by one, the last ones
 DRIFT = 0.05  # costs that predict what was seen as nearly as this stay
 SMOOTHING = 0.3  # least weight of a new fit
-PASSES = ("EmbedPass", "ForwardPass", "ReplayPass", "BackwardPass")
+PASSES = (
+    "EmbedPass",
+    "ForwardPass",
+    "ReplayPass",
+    "BackwardPass",
+    "BackwardInputs",
+    "BackwardWeights",
+)
 
 Mix = tuple[int, Parts]  # from an epoch on
 Decision = tuple[Setting | None, Observations, Mix | None, dict[str, Any]]

@@ -38,13 +38,15 @@ COLOURS = {
     "ForwardPass": ("forward", "#56B4E9"),
     "ReplayPass": ("forward again", "#0072B2"),
     "BackwardPass": ("backward", "#E69F00"),
+    "BackwardInputs": ("gradients of inputs", "#F0E442"),
+    "BackwardWeights": ("gradients of weights", "#D55E00"),
     "ComputeLoss": ("loss", "#CC79A7"),
     "ReduceGrads": ("gradients averaged", "#009E73"),
     "OptimizerStep": ("optimizer step", "#6B4C9A"),
 }
 MOVES = ("send, receive, load, and the wait for it", "#8A8A8A")  # every other instruction
 HATCHED = {"facecolors": "white", "edgecolors": "#AAAAAA", "linewidths": 0.3, "hatch": "//////"}
-DARK = {"ReplayPass", "ReduceGrads", "OptimizerStep"}  # white numbers on these
+DARK = {"ReplayPass", "BackwardWeights", "ReduceGrads", "OptimizerStep"}  # white numbers on these
 
 
 class SpanLike(Protocol):

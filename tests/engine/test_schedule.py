@@ -26,6 +26,8 @@ import engine.schedule
 from engine.communication import Channel
 from engine.schedule import (
     SCHEDULES,
+    BackwardInputs,
+    BackwardWeights,
     BatchSync,
     ComputeLoss,
     EmbedPass,
@@ -35,6 +37,7 @@ from engine.schedule import (
     Replay,
     ReplayPass,
     StageSchedule,
+    ZeroBubble,
 )
 from engine.topology import StageGraph, chain, fork, merged
 
@@ -108,12 +111,17 @@ def at(program: list[PipeInstruction], kind: type, m: int | None = None) -> int:
     return place
 
 
+def backward_of(program: list[PipeInstruction]) -> type:
+    """What makes the gradients that are sent."""
+    return BackwardInputs if of(program, BackwardInputs) else BackwardPass
+
+
 def in_flight(program: list[PipeInstruction]) -> int:
     """The most micro-batches between their forward with gradient and their backward."""
     alive = most = 0
     for instruction in program:
         alive += (type(instruction) in (ForwardPass, ReplayPass)) - (
-            type(instruction) is BackwardPass
+            type(instruction) in (BackwardPass, BackwardWeights)
         )
         most = max(most, alive)
     return most
@@ -123,7 +131,7 @@ def every_micro_batch(graph: StageGraph, numbers: dict[str, int], rank: int) -> 
     return list(range(numbers[next(iter(graph.stage_of(rank).layers))]))
 
 
-FORWARD = {BatchSync: ForwardPass, Replay: ReplayPass, PerMicroBatch: ForwardPass}
+FORWARD = dict.fromkeys(SCHEDULES.values(), ForwardPass) | {Replay: ReplayPass}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values())
@@ -133,7 +141,7 @@ def test_every_micro_batch_once_and_in_order(case, schedule):
     for rank, program in lists(graph, numbers, schedule).items():
         stage, every = graph.stage_of(rank), every_micro_batch(graph, numbers, rank)
         times = 2 if schedule is Replay else 1  # activations travel again
-        assert of(program, FORWARD[schedule]) == of(program, BackwardPass) == every
+        assert of(program, FORWARD[schedule]) == of(program, backward_of(program)) == every
         assert of(program, EmbedPass) == (every if schedule is Replay else [])
         assert of(program, LoadMicroBatch) == (every if stage.loads else [])
         assert of(program, ReloadMicroBatch) == (
@@ -154,7 +162,7 @@ def test_every_micro_batch_once_and_in_order(case, schedule):
             assert each >= 1 and len(forwards) == times
             for k, forward in enumerate(forwards):
                 assert max(needs[k * each : (k + 1) * each]) < forward
-            backward = at(program, BackwardPass, m)
+            backward = at(program, backward_of(program), m)
             assert forwards[-1] < backward
             if stage.next is not None:
                 sent = [
@@ -171,7 +179,22 @@ def test_every_micro_batch_once_and_in_order(case, schedule):
 INPUTS = (LoadMicroBatch, ReloadMicroBatch, RecvActivation)
 
 
-@pytest.mark.parametrize("schedule", [BatchSync, Replay])
+@pytest.mark.parametrize("case", cases() + random_cases(100), ids=name)
+def test_in_two_parts_come_the_backwards_that_another_stage_waits_for(case):
+    """Every gradient of an input before any of a weight; where nobody waits, backwards stay
+    whole."""
+    graph, numbers = case
+    for rank, program in lists(graph, numbers, ZeroBubble).items():
+        every = every_micro_batch(graph, numbers, rank)
+        splits = graph.stage_of(rank).previous is not None
+        assert of(program, BackwardInputs) == of(program, BackwardWeights) == every * splits
+        assert of(program, BackwardPass) == every * (not splits)
+        if splits:
+            assert at(program, BackwardInputs, every[-1]) < at(program, BackwardWeights, 0)
+        assert in_flight(program) == len(every)
+
+
+@pytest.mark.parametrize("schedule", [BatchSync, ZeroBubble, Replay])
 @pytest.mark.parametrize("case", cases(), ids=name)
 def test_one_loss_after_all_forwards_and_before_every_backward(case, schedule):
     graph, numbers = case
@@ -183,7 +206,7 @@ def test_one_loss_after_all_forwards_and_before_every_backward(case, schedule):
             assert of(
                 before, EmbedPass if schedule is Replay else ForwardPass
             ) == every_micro_batch(graph, numbers, rank)
-            assert of(before, BackwardPass) == of(before, ReplayPass) == []
+            assert of(before, backward_of(program)) == of(before, ReplayPass) == []
 
 
 @pytest.mark.parametrize("case", cases(), ids=name)
@@ -285,6 +308,7 @@ def test_nothing_waits_for_ever(case):
     others)."""
     graph, numbers = case
     assert blocked(graph, lists(graph, numbers, BatchSync), on_their_way=0) == {}
+    assert blocked(graph, lists(graph, numbers, ZeroBubble), on_their_way=0) == {}
     assert blocked(graph, lists(graph, numbers, ForwardOnly), on_their_way=0) == {}
     for kept in (0, 1, 3, 9):
         assert blocked(graph, lists(graph, numbers, keeping(kept)), on_their_way=1) == {}
@@ -316,6 +340,7 @@ def test_the_names_of_the_configuration():
     assert list(SCHEDULES.items()) == [
         ("batch_sync", BatchSync),
         ("replay", Replay),
+        ("zero_bubble", ZeroBubble),
         ("per_micro_batch", PerMicroBatch),
     ]
 
@@ -328,6 +353,8 @@ def test_the_diagrams_in_the_documentation(word, schedule):
         ForwardPass: "F",
         ReplayPass: "F",
         BackwardPass: "B",
+        BackwardInputs: "I",
+        BackwardWeights: "W",
         ComputeLoss: "L",
         ReduceGrads: "R",
         OptimizerStep: "S",
@@ -339,7 +366,9 @@ def test_the_diagrams_in_the_documentation(word, schedule):
         flags=re.DOTALL | re.MULTILINE,
     )[0]
     for rank, line in enumerate(diagram.splitlines()):
-        drawn = re.findall(r"\b([A-Z]\d*)\b", re.sub(r" F forward.*| E forward.*", "", line))
+        drawn = re.findall(
+            r"\b([A-Z]\d*)\b", re.sub(r" F forward.*| E forward.*| I gradients.*", "", line)
+        )
         kinds = [
             (letters[type(i)], getattr(i, "buffer_id", None))
             for i in programs[rank]
