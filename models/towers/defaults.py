@@ -8,9 +8,11 @@ which towers learn better from the first step; what each is worth: bench/EVIDENC
 import json
 from pathlib import Path
 
-from models.towers.image import ARCHITECTURES, ResNetSizes
+from models.towers.image import full_name as full_image_name
+from models.towers.libraries.torchvision_by_hand import ARCHITECTURES, ResNetSizes
 from models.towers.names import join_name, split_name
-from models.towers.text import OWN, of_library
+from models.towers.text import LIBRARIES, OWN, of_library
+from models.towers.text import full_name as full_text_name
 from models.weights.reading import canonical_names, find_weights, open_tensors
 
 # sentence-transformers writes it beside the weights, and names the folder of the pooling in it
@@ -27,8 +29,9 @@ POOLING_MODES = {  # of its pooling file -> ours
 
 
 def image_name(name: str, weights: str | None) -> str:
-    """`name` with `zero_init_residual=true` for a ResNet from scratch: each block starts as the
-    identity (Goyal et al. 2017, section 5.1; timm's default)."""
+    """`name` with its library, and with `zero_init_residual=true` for a ResNet from scratch: each
+    block starts as the identity (Goyal et al. 2017, section 5.1; timm's default)."""
+    name = full_image_name(name)
     base, given = split_name(name)
     if (
         weights is None
@@ -40,15 +43,16 @@ def image_name(name: str, weights: str | None) -> str:
 
 
 def text_name(name: str, weights: str | None) -> str:
-    """`name` with `pool=`: as the weights were trained; from scratch the mean over the tokens, and
-    where the text ends for CLIP's own.
+    """`name` with its library and with `pool=`: as the weights were trained; from scratch the mean
+    over the tokens, and where the text ends for CLIP's own. OpenCLIP's models say it themselves.
 
     A sentence encoder says it in a file of its own; other weights were trained with the library's
     pooler if they hold one. `weights` as in `open_weights`. Errors: as there, and ValueError for a
     pooling that is not built.
     """
+    name = full_text_name(name)
     base, given = split_name(name)
-    if base in OWN:
+    if base in OWN or base.startswith(tuple(LIBRARIES)):
         return name
     library, hub_id = of_library(base)
     if "pool" in given or library == "eos":

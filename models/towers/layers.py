@@ -252,13 +252,15 @@ def cut(
     unsaved = {id(buffer): name for name, buffer in model.named_buffers()} if whole else {}
     owned = []
     for _, layer in layers:
+        names = set()  # a tensor that modules of one layer share has several local names there
         for local, tensor in layer.state_dict(keep_vars=True).items():
             if layer.added and local.startswith(layer.added[0]):
                 name = layer.added[1] + local.removeprefix(layer.added[0])
             else:
                 name = library_names[id(tensor)]
-                owned.append(name)
+                names.add(name)
             layer.canonical_names[local] = f"{branch}.{name}"
+        owned += names
         layer.unsaved_names = {
             local: unsaved[id(buffer)]
             for local, buffer in layer.named_buffers()

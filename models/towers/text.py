@@ -29,7 +29,8 @@ from transformers.masking_utils import create_bidirectional_mask, create_causal_
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer, CLIPTextEmbeddings
 
 from models.towers.layers import Layer, Tower, cut
-from models.towers.names import nearest, parse_overrides, refuse, split_name
+from models.towers.libraries import open_clip
+from models.towers.names import alike, join_name, nearest, parse_overrides, refuse, split_name
 from models.towers.pooling import ADDED, AttentionPool, FirstPool, LastPool, MaxPool, MeanPool
 
 # -- layers
@@ -324,6 +325,20 @@ OWN: dict[str, Callable[[str, int, int], Tower]] = {}
 most tokens to a tower without a head."""
 
 
+LIBRARIES = {open_clip.PREFIX: open_clip.text_tower}
+"""How names begin -> from the arguments of `text_tower` to a tower without a head."""
+
+
+def full_name(name: str) -> str:
+    """The name with its library, for those that people type without: `ViT-B/32` is
+    `open_clip:ViT-B-32`."""
+    base, overrides = split_name(name)
+    if base in OWN or base in PRESETS or Path(base).expanduser().exists():
+        return name
+    found = alike(base, open_clip.names())
+    return join_name(open_clip.PREFIX + found[0], overrides) if len(found) == 1 else name
+
+
 def text_tower(
     name: str,
     vocab_size: int | None,
@@ -331,17 +346,22 @@ def text_tower(
     pad_token_id: int | None = None,
     eos_token_id: int | None = None,
 ) -> Tower:
-    """The tower of `name` = PRESET, local folder with a config.json, or Hugging Face id, each with
-    [:key=value,...]; without a head.
+    """The tower of `name` = PRESET, local folder with a config.json, Hugging Face id, or
+    open_clip:MODEL for the text side of one of OpenCLIP's models, each with [:key=value,...];
+    without a head.
 
     `vocab_size`, `pad_token_id`, `eos_token_id` are the tokenizer's; None keeps the
     configuration's. `eos_token_id` is read with `pool=eos` only. Without `pool` the features are
     the library's pooled output (BERT, RoBERTa: pooler_output; DistilBERT: the first token; CLIP:
     the final norm at the end of the text).
     """
+    name = full_name(name)
     base, overrides = split_name(name)
     if base in OWN:
         return OWN[base](name, vocab_size, max_text_tokens)
+    for prefix, tower in LIBRARIES.items():
+        if base.startswith(prefix):
+            return tower(name, vocab_size, max_text_tokens, pad_token_id, eos_token_id)
     config, hub_id = _find_config(base)
     family = _family(base, config)
     values = parse_overrides(name, overrides, {**family.keys, "pool": str})

@@ -433,6 +433,7 @@ class _Cutter:
 
     def __init__(self, tape: _Tape, branch: str, given: str, notes: list[str]) -> None:
         self.tape, self.branch, self.given, self.notes = tape, branch, given, notes
+        self._follow_changes()
         self.values, self.others = tape.values, tape.again(_more(tape.example))
         self.nodes = list(tape.graph.nodes)
         self.order = {node: i for i, node in enumerate(self.nodes)}
@@ -443,19 +444,34 @@ class _Cutter:
         (self.output,) = self.nodes[-1].args
         self._check()
         self.of_input = self._of_input()
+        self.of_weights = self._of_weights()
         self.constants = self._constants()
-        # whether layers hold numbers that follow from the size of the images
-        self.has_size = any(node in self.of_input for node, _, _ in tape.decided)
 
     def _check(self) -> None:
-        if not isinstance(self.output, fx.Node) or not isinstance(self.values[self.output], Tensor):
+        if not isinstance(self.output, fx.Node) or not isinstance(
+            self.values[self.output], Tensor
+        ):
             raise CannotRecord("it returns more than one tensor")
-        for node in self.nodes:
-            in_place = (
-                node.op == "call_method" and node.target.endswith("_") and node.target[-2:] != "__"
-            )
-            if not node.users and (in_place or node.target is operator.setitem):
-                raise CannotRecord(f"its forward changes a tensor in place ({node.target})")
+
+    def _follow_changes(self) -> None:
+        """Where a tensor is changed in place and the result thrown away (`mask.fill_(0)`), let what
+        comes later read the result: the order of a graph follows from what reads what."""
+        nodes, values = list(self.tape.graph.nodes), self.tape.values
+        for i, node in enumerate(nodes):
+            if node.users or node.op not in ("call_method", "call_function"):
+                continue
+            if node.target is operator.setitem:
+                raise CannotRecord("its forward writes into a tensor")
+            if not (node.op == "call_method" and node.target.strip("_") + "_" == node.target):
+                continue
+            changed = node.args[0]
+            memory = values[changed].untyped_storage()._cdata
+            for other in nodes[:i]:
+                later = any(user in nodes[i + 1 :] for user in other.users)
+                if other is not changed and later and memory in _memories(values[other]):
+                    raise CannotRecord(f"its forward changes a part of a tensor ({node.target})")
+            for user in [user for user in changed.users if user in nodes[i + 1 :]]:
+                user.replace_input_with(changed, node)
 
     def recipe(self, drop_last: tuple[str, ...]) -> Recipe:
         starts = self._starts()
@@ -523,7 +539,11 @@ class _Cutter:
     def _has_weights(self, node: fx.Node) -> bool:
         if node.op == "call_module":
             return _num_weights(self.tape.root.get_submodule(node.target)) > 0
-        return node.op == "get_attr" and isinstance(self.values[node], nn.Parameter)
+        return (
+            node.op == "get_attr"
+            and isinstance(self.values[node], nn.Parameter)
+            and not self.of_weights.issuperset(node.users)
+        )
 
     def _narrowest(self, first: int, last: int) -> int:
         """Where between two nodes the fewest tensors are alive; of such places the last."""
@@ -552,6 +572,21 @@ class _Cutter:
         for node in self.nodes:
             if any(given in found for given in node.all_input_nodes):
                 found.add(node)
+        return found
+
+    def _of_weights(self) -> set[fx.Node]:
+        """Numbers and dtypes that are asked of parameters alone: a layer need not hold these."""
+        weights = {
+            node
+            for node in self.nodes
+            if node.op == "get_attr" and isinstance(self.values[node], nn.Parameter)
+        }
+        found: set[fx.Node] = set()
+        for node in self.nodes:
+            given = node.all_input_nodes
+            if given and not self._is_tensor(node) and weights.union(found).issuperset(given):
+                if self._number(node) is not _UNKNOWN:
+                    found.add(node)
         return found
 
     def _constants(self) -> set[fx.Node]:
@@ -589,6 +624,8 @@ class _Cutter:
 
     def _parts(self, starts: Sequence[tuple[int, str]]) -> list[_Part]:
         parts = [_Part(name) for _, name in starts]
+        # whether layers hold numbers that follow from the size of the images
+        self.has_size = any(node in self.of_input for node, _, _ in self.tape.decided)
         bounds = [start for start, _ in starts[1:]]
         self.layer_of = {
             node: sum(bound <= i for bound in bounds) for i, node in enumerate(self.nodes)
@@ -605,6 +642,8 @@ class _Cutter:
             for given in node.all_input_nodes:
                 if given.op == "placeholder" and given is not self.nodes[0]:
                     continue  # the mode
+                if given in self.of_weights:
+                    continue  # written as a number
                 here = self.layer_of[given] == number
                 if given.op == "get_attr" or here or given in self.constants:
                     wanted.append((number, given))
@@ -691,9 +730,10 @@ class _Cutter:
             drops = [name for name in reads if name in over and name not in makes]
             tensors = (*reads, *unused), tuple(makes), (*drops, *unused)
             layers.append(RecordedLayer(*self._body(part, last), tensors, unused))
-        height, width = self.tape.example.shape[-2:]
-        if self.has_size and self.tape.example.dim() == 4:
-            layers[0].only_size = torch.Size((height, width))
+        if self.has_size and self.given != "pixel_values":
+            raise CannotRecord("its layers would be for inputs of one length")
+        if self.has_size:
+            layers[0].only_size = self.tape.example.shape[-2:]
         return layers
 
     def _names(self, parts: Sequence[_Part]) -> dict[fx.Node, tuple[str, ...]]:
@@ -773,11 +813,14 @@ class _Cutter:
             return type(number)(self._written(n, graph, env, part) for n in number)
         if not isinstance(number, (_Of, _Rows)):
             return number
-        for node in part.reads:
+        for node in env:
             value = self.values[node]
             if not _is_tensor(value):
                 continue
-            if isinstance(number, _Of) and (value.is_floating_point() or number.name == "device"):
+            of_weights = isinstance(value, nn.Parameter) or node in part.reads
+            if isinstance(number, _Of) and (
+                number.name == "device" or (of_weights and value.is_floating_point())
+            ):
                 return graph.call_function(getattr, (env[node], number.name))
             if isinstance(number, _Rows) and (
                 value.shape[:1] == (SAMPLES,) and self.others[node].shape[:1] == (OTHER_SAMPLES,)
@@ -785,7 +828,7 @@ class _Cutter:
                 shape = graph.call_function(getattr, (env[node], "shape"))
                 rows = graph.call_function(operator.getitem, (shape, 0))
                 return graph.call_function(operator.mul, (rows, number.times))
-        raise CannotRecord("a number of rows is needed where no tensor has that many")
+        raise CannotRecord(f"{number} is needed where no tensor has it")
 
 
 # -- numbers that follow from shapes
@@ -887,6 +930,10 @@ def _try_out(layers: Sequence[Layer], given: dict[str, Tensor]) -> dict[str, Ten
             raise _Together(number - 1, number, "the second changes its input in place")
         layer.random, tensors = watch.random, made
     return tensors
+
+
+def _memories(value: Any) -> set[int]:
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if _is_tensor(leaf)}
 
 
 def _more(example: Tensor) -> Tensor:
