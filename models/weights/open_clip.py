@@ -10,7 +10,7 @@ from torch import Tensor
 
 from models.towers.layers import Tower
 from models.weights.dual_encoder import ENDS, convnext_stages, scale_pair
-from models.weights.translation import Pair, Source, renamed
+from models.weights.translation import Pair, renamed
 
 OTHERS = {  # a name that tells, what it belongs to, how it differs
     "visual.ln_pre.weight": "its ViT has a norm before the blocks (visual.ln_pre) and patches without a bias; torchvision's has neither",
@@ -25,16 +25,6 @@ OTHERS = {  # a name that tells, what it belongs to, how it differs
 
 def is_open_clip(names: list[str]) -> bool:
     return any(name.startswith(("visual.", "module.visual.")) for name in names)
-
-
-def plain_names(source: Source) -> Source:
-    """Without the prefixes that a wrapper for several GPUs, or a text tower kept as a module of its
-    own, puts before names."""
-    names, shape_of, tensor_of = source
-    inside = {name.removeprefix("module."): name for name in names}
-    own = "text.token_embedding.weight" in inside
-    inside = {name.removeprefix("text.") if own else name: full for name, full in inside.items()}
-    return list(inside), lambda name: shape_of(inside[name]), lambda name: tensor_of(inside[name])
 
 
 def refuse_other_architecture(where: str, names: list[str], image: Tower, text: Tower) -> None:

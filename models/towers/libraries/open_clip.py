@@ -305,3 +305,27 @@ def _refused(name: str, error: Exception) -> ValueError:
         f"tower {name!r}: OpenCLIP cannot make it ({type(error).__name__}: {error}); change the "
         "keys that do not fit"
     )
+
+
+# -- weights
+
+
+def published(name: str, where: str) -> dict[str, Any]:
+    """OpenCLIP's record of its weights `where`, a tag or `DEFAULT`, for the tower of a name; empty
+    where there are none. `DEFAULT`: the first that were trained with the tower's activation."""
+    model = split_name(name)[0].removeprefix(PREFIX)
+    tag = default_tag(model, quick_gelu(name)) if where == "DEFAULT" else where
+    return library().get_pretrained_cfg(model, tag) if tag else {}
+
+
+def quick_gelu(name: str) -> bool:
+    given = split_name(name)[1].get("quick_gelu")
+    return model_config(name).get("quick_gelu", False) if given is None else given == "true"
+
+
+def default_tag(model: str, quick: bool) -> str | None:
+    """The first of its weights that were trained with its activation; None: there are none."""
+    for tag in library().list_pretrained_tags_by_model(model):
+        if library().get_pretrained_cfg(model, tag).get("quick_gelu", False) == quick:
+            return tag
+    return None

@@ -103,11 +103,8 @@ def _check_name(name: str, architecture: str, tag: str) -> None:
             f"image tower {name!r}: timm has no {architecture!r}; did you mean "
             f"{PREFIX}{nearest(architecture, known)}? timm.list_models() lists all {len(known)}"
         )
-    tags = timm.models.list_pretrained(f"{architecture}.*")
-    if tag and f"{architecture}.{tag}" not in tags:
-        raise refuse(
-            f"image tower {name!r}: tag", tag, [each.partition(".")[2] for each in tags] or ["none"]
-        )
+    if tag and tag not in tags(architecture):
+        raise refuse(f"image tower {name!r}: tag", tag, tags(architecture) or ["none"])
 
 
 def _make(name: str, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
@@ -144,3 +141,50 @@ def _pooled(model: nn.Module, pixel_values: Tensor) -> Tensor:
 
 def _unpooled(model: nn.Module, pixel_values: Tensor) -> Tensor:
     return model.forward_features(pixel_values)
+
+
+# -- weights
+
+
+def tags(architecture: str) -> list[str]:
+    """Of the weights that timm publishes for it, the default first."""
+    found = [
+        each.partition(".")[2] for each in library().models.list_pretrained(f"{architecture}.*")
+    ]
+    default = library().get_pretrained_cfg(architecture)
+    return sorted(found, key=lambda tag: default is None or tag != default.tag)
+
+
+def hub_id(architecture: str, tag: str) -> str:
+    """Where these weights are on the Hugging Face hub."""
+    config = library().get_pretrained_cfg(f"{architecture}.{tag}")
+    return config.hf_hub_id or config.url or f"timm/{architecture}.{tag}"
+
+
+def loaded(
+    architecture: str,
+    arguments: Mapping[str, Any],
+    tag: str = "",
+    state: dict[str, Tensor] | None = None,
+) -> nn.Module:
+    """timm's whole model on the CPU with its published weights, or with those of `state`, converted
+    by timm: other writers' names, position embeddings of another image size. Raises what timm and
+    the hub's client raise; RuntimeError for weights that do not fit."""
+    name = f"{architecture}.{tag}" if tag else architecture
+    with torch.random.fork_rng(devices=[]):
+        if state is None:
+            return library().create_model(name, pretrained=True, **arguments)
+        known = library().get_pretrained_cfg(name)
+        classifier = (known.classifier if known else None) or "head"
+        first = classifier if isinstance(classifier, str) else classifier[0]
+        weight = state.get(f"{first}.weight")
+        # as many classes as the file has, so that timm refuses whatever is missing
+        num_classes = 0 if weight is None else len(weight)
+        overlay = {"state_dict": state, "num_classes": num_classes, "label_offset": 0}
+        return library().create_model(
+            name,
+            pretrained=True,
+            pretrained_cfg_overlay=overlay,
+            num_classes=num_classes,
+            **arguments,
+        )

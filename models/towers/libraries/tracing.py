@@ -448,9 +448,7 @@ class _Cutter:
         self.constants = self._constants()
 
     def _check(self) -> None:
-        if not isinstance(self.output, fx.Node) or not isinstance(
-            self.values[self.output], Tensor
-        ):
+        if not isinstance(self.output, fx.Node) or not isinstance(self.values[self.output], Tensor):
             raise CannotRecord("it returns more than one tensor")
 
     def _follow_changes(self) -> None:
