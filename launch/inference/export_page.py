@@ -4,7 +4,9 @@ libraries alone."""
 from __future__ import annotations
 
 from data.modalities.transforms import KEPT, SHRUNK
+from launch.inference.export_code import TowerCode, adapted
 from launch.inference.trained import Trained
+from launch.run.records import TEXT_FOLDER
 from models.towers.layers import Tower
 from models.towers.pooling import num_heads
 from models.weights.dual_encoder import POOLED_TEXT
@@ -61,16 +63,16 @@ def embed(pixel_values, texts):
 
 STATE_DICT = """```python
 import torch
-{constructor_import}
+{imports}
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import {of_transformers}AutoTokenizer
 
 tensors = load_file("model.safetensors")
 of = lambda prefix: {{name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}}{attention}
 {constructor}
-image.load_state_dict(of("image."))
-text = AutoModel.from_config(AutoConfig.from_pretrained("{text_folder}"){no_pooler})
-text.load_state_dict(of("text."))
+image.load_state_dict(of("image."){image_strict})
+{text_constructor}
+text.load_state_dict(of("text."){text_strict})
 image.eval(), text.eval()
 tokenizer = AutoTokenizer.from_pretrained(".")
 
@@ -81,8 +83,7 @@ def embed(pixel_values, texts):
     ids, mask = tokens["input_ids"], tokens["attention_mask"]
     with torch.no_grad():
         image_features = {image_features}
-        output = text(input_ids=ids, attention_mask=mask)
-        text_features = {text_features}
+{text_run}        text_features = {text_features}
     image_embeds = image_features @ tensors["head.image_projection.weight"].T
     text_embeds = text_features @ tensors["head.text_projection.weight"].T
     return torch.nn.functional.normalize(image_embeds), torch.nn.functional.normalize(text_embeds)
@@ -130,7 +131,7 @@ def export_page(trained: Trained, differences: list[str]) -> str:
         f"{options['max_text_tokens']} tokens. Weights are in fp32. The loss read "
         f"`exp(logit_scale)` times the products of the embeddings{bias}; the scale is at most 100.",
         "## Load it",
-        _intro(differences),
+        _intro(image, text, differences),
         _state_dict_example(image, text) if differences else DUAL_ENCODER,
         "## Images",
         "`preprocessor_config.json` is for transformers' `CLIPImageProcessor`, which gives the "
@@ -150,35 +151,61 @@ def export_page(trained: Trained, differences: list[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _intro(differences: list[str]) -> str:
+def _intro(image: Tower, text: Tower, differences: list[str]) -> str:
     if not differences:
         return "`AutoProcessor` and `AutoTokenizer` load from this folder too."
+    of_image, of_text = (tower.config["library"] for tower in (image, text))
+    folder = "; `text/config.json` is transformers'" if of_text == "transformers" else ""
     return (
         "transformers has no model that is this one as a whole:\n\n"
         + "\n".join(f"- {difference}" for difference in differences)
-        + "\n\n`model.safetensors` has the tensors of the image tower under torchvision's names behind `image.`, those of the text tower under "
-        "transformers' behind `text.`, and the projections and scalars behind `head.`; "
-        "`text/config.json` is transformers'."
+        + f"\n\n`model.safetensors` has the tensors of the image tower under {_of(of_image)} names behind `image.`, those of the text tower under "
+        f"{_of(of_text)} behind `text.`, and the projections and scalars behind `head.`{folder}."
+    )
+
+
+def _of(library: str) -> str:
+    """Its possessive."""
+    return {"open_clip": "OpenCLIP's"}.get(
+        library, f"{library}'" if library.endswith("s") else f"{library}'s"
     )
 
 
 def _state_dict_example(image: Tower, text: Tower) -> str:
-    imports, constructor = _constructor(image)
+    of_image = adapted(image) or _by_hand(image)
+    of_text = adapted(text) or _of_transformers(text)
     learned = [tower for tower in (image, text) if tower.config["pool"] == "attention"]
     pools = "".join(
         ATTENTION_OF.format(branch=tower.branch, width=tower.width, heads=num_heads(tower.width))
         for tower in learned
     )
+    not_strict = {True: "", False: ", strict=False"}
     return STATE_DICT.format(
-        constructor_import=imports,
-        constructor=constructor,
-        text_folder="text",
-        no_pooler=", add_pooling_layer=False"
-        if POOLED_TEXT.get(text.config["architecture"]) == "pooler" != text.config["pool"]
-        else "",
+        imports="\n".join(dict.fromkeys(filter(None, (of_image.imports, of_text.imports)))),
+        of_transformers="AutoConfig, AutoModel, " if of_text.run else "",
+        constructor=of_image.constructor,
+        image_strict=not_strict[of_image.strict],
+        text_constructor=of_text.constructor,
+        text_strict=not_strict[of_text.strict],
         attention=ATTENTION + pools if learned else "",
-        image_features=_image_features(image),
-        text_features=_text_features(text),
+        image_features=of_image.features,
+        text_run=f"        {of_text.run}\n" if of_text.run else "",
+        text_features=of_text.features,
+    )
+
+
+def _by_hand(image: Tower) -> TowerCode:
+    return TowerCode(*_constructor(image), _image_features(image))
+
+
+def _of_transformers(text: Tower) -> TowerCode:
+    pooler = POOLED_TEXT.get(text.config["architecture"]) == "pooler"
+    without = ", add_pooling_layer=False" if pooler and text.config["pool"] != "pooler" else ""
+    return TowerCode(
+        "",
+        f'text = AutoModel.from_config(AutoConfig.from_pretrained("{TEXT_FOLDER}"){without})',
+        _text_features(text),
+        run="output = text(input_ids=ids, attention_mask=mask)",
     )
 
 

@@ -31,6 +31,8 @@ from models.weights.dual_encoder import (
 )
 from models.weights.translation import to_theirs
 
+PACKAGES = ("torch", "torchvision", "transformers")
+ADAPTED = {"timm": "timm", "open_clip": "open_clip_torch"}  # library -> package
 DUAL_ENCODER, STATE_DICT = "VisionTextDualEncoderModel", "state dict"
 
 
@@ -63,8 +65,9 @@ def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> lis
         )
         state = to_theirs(dual_encoder_pairs(*trained.towers), state)
     save_file(state, beside / WEIGHTS, metadata={"format": "pt"})
-    (beside / TEXT_FOLDER).mkdir()
-    _write_json(beside / TEXT_FOLDER / "config.json", text_config(trained.towers[1]))
+    if trained.towers[1].config["library"] == "transformers":
+        (beside / TEXT_FOLDER).mkdir()
+        _write_json(beside / TEXT_FOLDER / "config.json", text_config(trained.towers[1]))
     tokenizer = copy.deepcopy(trained.tokenizer)
     tokenizer.model_max_length = trained.options["max_text_tokens"]
     tokenizer.save_pretrained(str(beside))
@@ -164,12 +167,19 @@ def _record(trained: Trained, differences: list[str]) -> dict[str, object]:
         **{key: options[key] for key in OPTIONS},
         **trained.preprocessing.options(options["image_size"]),
         "text_tower": options["text_tower"],
+        "text_library": trained.towers[1].config["library"],
         "text_pool": trained.towers[1].config["pool"],
         "loss": options["loss"],
         "step": trained.step,
         "trained_in": str(next(trained.layers[0].parameters()).dtype).removeprefix("torch."),
-        "versions": {name: version(name) for name in ("torch", "torchvision", "transformers")},
+        "versions": {name: version(name) for name in (*PACKAGES, *_adapters(trained))},
     }
+
+
+def _adapters(trained: Trained) -> list[str]:
+    """The further packages that the towers come from."""
+    libraries = {tower.config["library"] for tower in trained.towers}
+    return [name for library, name in ADAPTED.items() if library in libraries]
 
 
 def _write_json(file: Path, value: object) -> None:

@@ -51,9 +51,15 @@ def options_of_export(folder: Path) -> dict[str, Any]:
     pool = (
         f":pool={record['text_pool']}" if "text_pool" in record else ""
     )  # earlier ones have the library's
+    # towers of other libraries are made again by their names
+    text_tower = (
+        f"{folder.expanduser() / TEXT_FOLDER}{pool}"
+        if record.get("text_library", "transformers") == "transformers"
+        else record["text_tower"]
+    )
     return {
         **{key: record[key] for key in OPTIONS},
         **{key: record[key] for key in PIXELS if key in record},
-        "text_tower": f"{folder.expanduser() / TEXT_FOLDER}{pool}",
+        "text_tower": text_tower,
         "tokenizer": str(folder.expanduser()),
     }

@@ -14,6 +14,7 @@ import torch
 from transformers import ConvNextConfig, Dinov2Config, PreTrainedConfig, VisionTextDualEncoderConfig
 
 from models.towers.layers import Tower
+from models.towers.libraries.torchvision_by_hand import ARCHITECTURES
 from models.weights.translation import Pair, renamed
 
 POOLED_TEXT = {
@@ -40,6 +41,14 @@ def what_differs(image: Tower, text: Tower) -> list[str]:
 
 def towers_differ(image: Tower, text: Tower) -> list[str]:
     """The same of the towers alone."""
+    others = [
+        f"transformers' dual encoder has no tower that is {tower.config['architecture']} of "
+        f"{tower.config['library']}"
+        for tower in (image, text)
+        if not is_of_dual_encoder(tower)
+    ]
+    if others:
+        return others
     reasons, kind = [], _kind(image)
     if kind == "resnet":
         reasons.append(
@@ -69,6 +78,13 @@ def towers_differ(image: Tower, text: Tower) -> list[str]:
             "transformers' CLIPTextModel takes eos_token_id 2 for 'the highest id of the text'"
         )
     return reasons
+
+
+def is_of_dual_encoder(tower: Tower) -> bool:
+    """Is it of the architectures that were cut by hand, which are looked at one by one here?"""
+    if tower.branch == "text":
+        return tower.config["library"] == "transformers"
+    return tower.config["architecture"] in ARCHITECTURES and "arguments" not in tower.config
 
 
 def dual_encoder_config(

@@ -95,6 +95,7 @@ def plain_names(source: Source) -> Source:
     kept as a module of its own, puts before names."""
     names, shape_of, tensor_of = source
     inside = {name.removeprefix("module."): name for name in names}
-    own = "text.token_embedding.weight" in inside
+    exported = any(name.startswith("head.") for name in inside)  # by us, under our names
+    own = "text.token_embedding.weight" in inside and not exported
     inside = {name.removeprefix("text.") if own else name: full for name, full in inside.items()}
     return list(inside), lambda name: shape_of(inside[name]), lambda name: tensor_of(inside[name])

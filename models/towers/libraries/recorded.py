@@ -37,8 +37,9 @@ class Recording:
 def recorded_tower(
     recording: Recording, name: str, config: dict[str, Any], pool: str | None = None
 ) -> Tower:
-    """The tower called `name`; it has no head yet. `config`: for the run's record, to which `notes`
-    on what could not be cut are added.
+    """The tower called `name`; it has no head yet. `config`: for the run's record, to which are
+    added the pooling behind the library's model (`added_pool`), the library's tensors that are
+    `unused`, and `notes` on what could not be cut.
 
     A model whose features are a map or tokens gets one of `OWN_POOLS` behind it, `avg` where `pool`
     is None. Errors: CannotRun for an input that the model does not take; ValueError for a pooling
@@ -56,9 +57,12 @@ def recorded_tower(
         recording.leaf_modules,
         recording.drop_last,
     )
-    layers, width = recipe.layers, recipe.features[-1]
+    layers, width, added = recipe.layers, recipe.features[-1], None
     if len(recipe.features) > 2:
-        layers, width = _with_pool(name, recipe, pool or "avg", model)
+        # timm says which of its maps have their channels last
+        first = len(recipe.features) == 4 and getattr(model, "output_fmt", "NCHW") == "NCHW"
+        added = {"pool": pool or "avg", "channels": 1 if first else -1}
+        layers, width = _with_pool(name, recipe, **added)
     specs = cut(
         recording.branch,
         model,
@@ -67,7 +71,13 @@ def recorded_tower(
         recipe.unused,
         WholeModel(recording.make),
     )
-    return Tower(recording.branch, name, width, specs, {**config, "notes": recipe.notes})
+    record = {
+        **config,
+        "added_pool": added,
+        "unused": list(recipe.unused),
+        "notes": recipe.notes,
+    }
+    return Tower(recording.branch, name, width, specs, record)
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
@@ -97,22 +107,19 @@ class MapPool(Layer):
 
 
 def _with_pool(
-    name: str, recipe: Recipe, pool: str, model: nn.Module
+    name: str, recipe: Recipe, pool: str, channels: int
 ) -> tuple[list[tuple[str, Layer]], int]:
     """The layers and one of our poolings behind them, and the width of what that makes."""
     if pool not in OWN_POOLS:
         raise refuse(f"image tower {name!r}: pool", pool, OWN_POOLS)
-    # timm says which of its maps have their channels last
-    first = len(recipe.features) == 4 and getattr(model, "output_fmt", "NCHW") == "NCHW"
-    channels = 1 if first else -1
     width = recipe.features[channels]
     own = on_meta(partial(AttentionPool, width) if pool == "attention" else OWN_POOLS[pool])
     last = recipe.layers[-1][1]
     last.makes = ("image_hidden",)
     last.drops = tuple(each for each in last.drops if each != "image_hidden")
     taken = {layer_name for layer_name, _ in recipe.layers}
-    added = "pool" if "pool" not in taken else "last_pool"
-    return [*recipe.layers, (added, MapPool(own, channels))], width
+    layer_name = "pool" if "pool" not in taken else "last_pool"
+    return [*recipe.layers, (layer_name, MapPool(own, channels))], width
 
 
 def _initialise_added(layer: Layer) -> None:

@@ -21,7 +21,6 @@ from models.towers.libraries.tracing import SAMPLES, CannotRun
 from models.towers.names import refuse, split_name
 
 NOT_KEYS = ("num_classes", "image_size", "input_size", "aux_logits", "transform_input")
-POOLS = {"avg": nn.AdaptiveAvgPool2d, "max": nn.AdaptiveMaxPool2d}
 NUM_CLASSES = 1000  # by which the last layer of the classifier is known
 
 
@@ -81,31 +80,37 @@ def _make(name: str, architecture: str, arguments: Mapping[str, Any], pool: str)
             f"image tower {name!r}: torchvision cannot make {architecture} with "
             f"{given or 'its defaults'} ({type(error).__name__}: {error}); change what does not fit"
         ) from error
-    _without_classifier(model)
-    return _with_pool(name, model, pool)
+    for path, module in _replacements(name, model, pool).items():
+        model.set_submodule(path, module)
+    return model
 
 
-def _without_classifier(model: nn.Module) -> None:
-    last = [
+def replaced(tower: Tower) -> dict[str, nn.Module]:
+    """By path, what stands in the tower instead of a part of torchvision's model."""
+    config = tower.config
+    make = partial(torchvision.models.get_model, config["architecture"], **config["arguments"])
+    return _replacements(tower.name, on_meta(make), config["pool"])
+
+
+def _replacements(name: str, model: nn.Module, pool: str) -> dict[str, nn.Module]:
+    """Nothing instead of the last layer of the classifier; and where the model has one mean over
+    its last map, `pool` instead of it."""
+    classifier = [
         path
         for path, module in model.named_modules()
         if NUM_CLASSES in (getattr(module, "out_features", 0), getattr(module, "out_channels", 0))
     ][-1]
-    model.set_submodule(last, nn.Identity())
-
-
-def _with_pool(name: str, model: nn.Module, pool: str) -> nn.Module:
-    """`pool` is a choice where the model has one mean over its last map."""
     means = [
         path
         for path, module in model.named_modules()
         if isinstance(module, nn.AdaptiveAvgPool2d)
         and module.output_size in (1, (1, 1))
-        and path.count(".") < 2
+        and path.count(".") < 2  # deeper ones are of blocks
     ]
-    known = POOLS if len(means) == 1 else ["avg"]
+    known = ["avg", "max"] if len(means) == 1 else ["avg"]
     if pool not in known:
         raise refuse(f"image tower {name!r}: pool", pool, known)
+    found: dict[str, nn.Module] = {classifier: nn.Identity()}
     if pool == "max":
-        model.set_submodule(means[0], nn.AdaptiveMaxPool2d(1))
-    return model
+        found[means[0]] = nn.AdaptiveMaxPool2d(1)
+    return found
