@@ -107,17 +107,27 @@ class WholeModel:
         if found is None:
             torch.default_generator.manual_seed(seed)
             model = self._make()
-            found = dict([*model.named_parameters(), *model.named_buffers()])
+            found = _tensors(model)
             if _KEPT.get() is not None:
                 _KEPT.get()[id(self), seed] = found
-        targets = dict([*layer.named_parameters(), *layer.named_buffers()])
-        names = {
-            local: name.split(".", 1)[1]
-            for local, name in layer.canonical_names.items()
-            if not (layer.added and local.startswith(layer.added[0]))
-        }
-        for local, name in {**names, **layer.unsaved_names}.items():
-            targets[local].copy_(found[name])
+        targets = _tensors(layer)
+        for local, name in layer.canonical_names.items():
+            if not (layer.added and local.startswith(layer.added[0])):
+                targets[local].copy_(found[name.split(".", 1)[1]])
+        for local, name in layer.unsaved_names.items():
+            # not copied: a forward on the meta device may have put one of another shape in its place
+            path, _, last = local.rpartition(".")
+            layer.get_submodule(path)._buffers[last] = found[name].clone()
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """With all names of those that modules share."""
+    return dict(
+        [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+    )
 
 
 _KEPT: ContextVar[dict[tuple[int, int], dict[str, Tensor]] | None] = ContextVar(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from models.towers.layers import Layer, Tower, WholeModel, cut, reset
-from models.towers.libraries.norms import with_exact_statistics
-from models.towers.libraries.tracing import Recipe, record_layers
+from models.towers.libraries.cutting import Recipe, record_layers
+from models.towers.libraries.precision import with_exact_statistics
 from models.towers.names import refuse
 from models.towers.pooling import ADDED, AttentionPool, MaxPool, MeanPool
 

@@ -1,6 +1,8 @@
-"""Batch normalisation of any library in half precision: statistics and affine stay in fp32."""
+"""Any library's modules in bf16 and fp16, as the engine keeps them: parameters in half precision,
+buffers in fp32."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,3 +36,28 @@ def _exact(kind: type[_BatchNorm]) -> type[_BatchNorm]:
 
     named = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), named)
+
+
+def run(body: nn.Module, *args: Any) -> Any:
+    """`body(*args)`. In half precision, modules that compute with a table of their own beside their
+    weights (relative positions, masks of windows) find it in the dtype of the weights, as after
+    `model.to(torch.bfloat16)`. Statistics of batch norms and what stands by itself stay in fp32.
+    """
+    dtype = next((p.dtype for p in body.parameters() if p.is_floating_point()), torch.float32)
+    if dtype == torch.float32:
+        return body(*args)
+    tables = {
+        f"{path}.{name}": buffer.to(dtype)
+        for path, module in body.named_children()
+        if any(True for _ in module.parameters())
+        for name, buffer in _tables(module)
+    }
+    return functional_call(body, tables, args)
+
+
+def _tables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, part in module.named_modules():
+        if not isinstance(part, _BatchNorm):
+            for name, buffer in part.named_buffers(path, recurse=False):
+                if buffer.is_floating_point():
+                    yield name, buffer
