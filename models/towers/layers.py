@@ -255,7 +255,8 @@ def cut(
     Every tensor of `model.state_dict()` must be in exactly one layer, but for those whose names
     start with a prefix in `dropped`.
     """
-    library_names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
+    named = reversed(model.state_dict(keep_vars=True).items())
+    library_names = {id(tensor): name for name, tensor in named}  # of several names the first
     expected = sorted(
         name for name in library_names.values() if not name.startswith(dropped or ("\0",))
     )

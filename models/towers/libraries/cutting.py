@@ -218,24 +218,25 @@ class Cutter:
         self.constants = self._constants()
 
     def _follow_changes(self) -> None:
-        """Where a tensor is changed in place and the result thrown away (`mask.fill_(0)`), let what
-        comes later read the result: the order of a graph follows from what reads what."""
+        """Where a tensor is changed in place (`mask.fill_(0)`), let what comes later read the
+        result: the order of a graph follows from what reads what."""
         nodes, values = list(self.tape.graph.nodes), self.tape.values
         for i, node in enumerate(nodes):
-            if node.users or node.op not in ("call_method", "call_function"):
-                continue
-            if node.target is operator.setitem:
+            if node.op == "call_function" and node.target is operator.setitem:
                 raise CannotRecord("its forward writes into a tensor")
             if not (node.op == "call_method" and node.target.strip("_") + "_" == node.target):
                 continue
-            changed = node.args[0]
-            memory = values[changed].untyped_storage()._cdata
+            changed, later = values[node.args[0]], set(nodes[i + 1 :])
+            memory = changed.untyped_storage()._cdata
             for other in nodes[:i]:
-                later = any(user in nodes[i + 1 :] for user in other.users)
-                if other is not changed and later and memory in memories(values[other]):
-                    raise CannotRecord(f"its forward changes a part of a tensor ({node.target})")
-            for user in [user for user in changed.users if user in nodes[i + 1 :]]:
-                user.replace_input_with(changed, node)
+                users = later.intersection(other.users)
+                if users and memory in memories(values[other]):
+                    if values[other] is not changed:
+                        raise CannotRecord(
+                            f"its forward changes a part of a tensor in place ({node.target})"
+                        )
+                    for user in users:
+                        user.replace_input_with(other, node)
 
     def recipe(self, drop_last: tuple[str, ...]) -> Recipe:
         starts = self._starts()
@@ -506,24 +507,28 @@ class Cutter:
         return layers
 
     def _names(self, parts: Sequence[Part]) -> dict[fx.Node, tuple[str, ...]]:
-        """Of every tensor that travels. The one that is read for the last time first is
-        `{branch}_hidden`, as the blocks of a chain hand on; others have the name of what made
+        """Of every tensor that travels. Those that are read soonest are `{branch}_hidden`, one
+        after the other, as the blocks of a chain hand on; others have the name of what made
         them."""
         names = {self.nodes[0]: (self.given,)}
-        holder = -1  # the last layer that reads the present `hidden`
-        for number, part in enumerate(parts):
-            new = sorted(part.makes, key=lambda node: (part.makes[node], -self.order[node]))
-            for node in new:
-                if len(self._flat(node)) == 1 and is_tensor(self.values[node]) and holder <= number:
-                    names[node], holder = (f"{self.branch}_hidden",), part.makes[node]
-                    continue
-                base = f"{self.branch}_{node.name.removeprefix('model_').removeprefix('l__')}"
-                several = isinstance(self.values[node], (tuple, list))
-                names[node] = (
-                    tuple(f"{base}_{i}" for i in range(len(self._flat(node))))
-                    if several
-                    else (base,)
-                )
+        made = [
+            (last - number, number, last, node)
+            for number, part in enumerate(parts)
+            for node, last in part.makes.items()
+        ]
+        hidden: list[tuple[int, int]] = []  # from which layer to which that name is taken
+        for _, number, last, node in sorted(made, key=lambda each: (each[0], -self.order[each[3]])):
+            free = all(last <= first or number >= end for first, end in hidden)
+            if free and is_tensor(self.values[node]):
+                names[node] = (f"{self.branch}_hidden",)
+                hidden.append((number, last))
+                continue
+            base = f"{self.branch}_{node.name.removeprefix('model_')}"
+            names[node] = (
+                (base,)
+                if is_tensor(self.values[node])
+                else tuple(f"{base}_{i}" for i in range(len(self._flat(node))))
+            )
         return names
 
     def _body(self, part: Part, last: bool) -> tuple[fx.GraphModule, list[tuple[Tensor, bool]]]:

@@ -77,7 +77,8 @@ class _Value(fx.Proxy):
         return self._decided(float)
 
     def __len__(self) -> int:
-        return len(self.value)
+        # of a shape it is the same for every batch
+        return self._decided(len) if is_tensor(self.value) else len(self.value)
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
@@ -120,9 +121,10 @@ class Tape(fx.Tracer):
         self.values: dict[fx.Node, Any] = {}
         self.decided: list[tuple[fx.Node, Callable[[Any], Any], Any]] = []
         self.inside: str | None = None
-        self._computing = False
+        self._computing, self._own = False, set()
 
     def record(self, root: Root) -> Tape:
+        self._own = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
         self.trace(root)
         return self
 
@@ -148,8 +150,8 @@ class Tape(fx.Tracer):
             raise
 
     def create_arg(self, a: Any) -> Any:
-        if isinstance(a, Tensor) and a not in self.tensor_attrs:
-            raise CannotRecord("its forward makes a tensor of numbers that no input decides")
+        if is_tensor(a) and id(a) not in self._own:
+            raise CannotRecord("its forward reads a tensor that is no parameter and no buffer")
         return super().create_arg(a)
 
     def create_proxy(
