@@ -28,7 +28,6 @@ from models.towers.libraries.tracing import (
     LISTS,
     MODE,
     OTHER_SAMPLES,
-    SAMPLES,
     UNKNOWN,
     CannotRecord,
     CannotRun,
@@ -587,18 +586,18 @@ class Cutter:
             value = self.values[node]
             if not is_tensor(value):
                 continue
-            of_weights = isinstance(value, nn.Parameter) or node in part.reads
-            if isinstance(number, Of) and (
-                number.name == "device" or (of_weights and value.is_floating_point())
-            ):
-                return graph.call_function(getattr, (env[node], number.name))
-            if isinstance(number, Rows) and (
-                value.shape[:1] == (SAMPLES,) and self.others[node].shape[:1] == (OTHER_SAMPLES,)
+            if isinstance(number, Of):
+                of_weights = isinstance(value, nn.Parameter) or node in part.reads
+                if number.name == "device" or (of_weights and value.is_floating_point()):
+                    return graph.call_function(getattr, (env[node], number.name))
+            elif value.dim() and isinstance(
+                rows := number_of(len(value), len(self.others[node])), Rows
             ):
                 shape = graph.call_function(getattr, (env[node], "shape"))
-                rows = graph.call_function(operator.getitem, (shape, 0))
-                return graph.call_function(operator.mul, (rows, number.times))
-        raise CannotRecord(f"{number} is needed where no tensor has it")
+                length = graph.call_function(operator.getitem, (shape, 0))
+                times = graph.call_function(operator.mul, (length, number.times))
+                return graph.call_function(operator.floordiv, (times, rows.times))
+        raise CannotRecord(f"a layer needs the {number}, and reads no tensor that has it")
 
 
 # -- trying out

@@ -205,7 +205,26 @@ def recorded(
     notes: list[str],
 ) -> Tape:
     """The record for training, in which what is other in evaluation asks whether it is training.
-    Modules whose forward cannot be recorded become blocks, one after the other."""
+    Modules whose forward cannot be recorded become blocks, one after the other.
+
+    `leaf_functions` are steps too, so that what they do may depend on the size of an image; where
+    that does not work, they are looked into. Raises CannotRecord.
+    """
+    try:
+        return _closing(root, example, leaf_functions, leaf_modules, notes)
+    except CannotRecord:
+        if not leaf_functions:
+            raise
+        return _closing(root, example, (), leaf_modules, notes)
+
+
+def _closing(
+    root: Root,
+    example: Tensor,
+    leaf_functions: Sequence[Callable],
+    leaf_modules: tuple[type[nn.Module], ...],
+    notes: list[str],
+) -> Tape:
     closed: set[str] = set()
     chains = not _holds_blocks(root.model)
 
@@ -226,11 +245,7 @@ def recorded(
         except Exception as error:  # whatever code of a library raises
             inside = tapes[-1].inside
             if inside in (None, "model"):
-                raise (
-                    error
-                    if isinstance(error, CannotRecord)
-                    else CannotRecord(f"{type(error).__name__}: {error}")
-                ) from error
+                raise CannotRecord(in_short(error)) from error
             closed.add(inside)
             notes.append(f"{inside.removeprefix('model.')} is one block: {in_short(error)}")
         finally:
@@ -286,12 +301,18 @@ class Rows:
 
     times: int
 
+    def __str__(self) -> str:
+        return "number of rows"
+
 
 @dataclass(frozen=True)
 class Of:
     """The dtype or the device of a tensor that is at hand."""
 
     name: str
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def number_of(value: Any, other: Any) -> Any:
