@@ -33,7 +33,7 @@ from launch.settings.objective import pairs_of
 from models.losses import build_loss
 from models.towers.defaults import image_name, text_name
 from models.towers.fusion import fusion_sizes
-from models.towers.layers import Layer, Tower
+from models.towers.layers import Layer, Tower, whole_models_kept
 from models.weights.reading import open_model
 
 if TYPE_CHECKING:
@@ -100,11 +100,12 @@ def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
     tokenizer = load_tokenizer(options["tokenizer"])
     towers = towers_of(options, tokenizer)
     reader = open_model(str(folder), *towers)
-    layers = [
-        spec.build(options["seed"], reader).eval().to(device)
-        for tower in towers
-        for spec in tower.specs
-    ]
+    with whole_models_kept():
+        layers = [
+            spec.build(options["seed"], reader).eval().to(device)
+            for tower in towers
+            for spec in tower.specs
+        ]
     return Trained({"options": options}, folder, record["step"], tokenizer, towers, layers)
 
 
@@ -127,7 +128,7 @@ def open_run(
     tokenizer = load_tokenizer(record["tokenizer"] or str(run_dir / "tokenizer")) if texts else None
     towers = towers_of(options, tokenizer)
     specs = [spec for tower in towers for spec in tower.specs]
-    with CheckpointReader(found) as reader:
+    with CheckpointReader(found) as reader, whole_models_kept():
         if averaged and not reader.has(AVERAGE):
             raise ValueError(
                 f"--ema: {found} holds no moving average of the weights; a run keeps one where its "
