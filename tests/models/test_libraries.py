@@ -468,9 +468,16 @@ def test_text_names_refused(tmp_path):
         ("open_clip:ViT-B-32:image_size=3", "key 'image_size' is not known"),
         ("open_clip:xlm-roberta-base-ViT-B-32", "ORGANISATION/xlm-roberta-base:pool=mean"),
         ("open_clip:ViT-B-32:context_length=8", "has 8 positions, so max_text_tokens=12"),
+        ("open_clip:ViT-B-32:pool=mean", "OpenCLIP cannot make it"),
     ):
         with pytest.raises(ValueError, match=message):
-            text_tower(name, VOCAB, TOKENS)
+            text_tower(name, VOCAB, TOKENS, 0, EOS)
+    with pytest.raises(
+        ValueError, match="the tokenizer has no token that ends one; give .*pool=last"
+    ):
+        text_tower("open_clip:ViT-B-32", VOCAB, TOKENS)
+    assert text_tower("open_clip:ViT-B-32", None, TOKENS).config["pool"] == "argmax"
+    assert text_tower("open_clip:ViT-B-32:pool=last", VOCAB, TOKENS).config["pool"] == "last"
     with pytest.raises(FileNotFoundError, match="has no open_clip_config.json"):
         image_tower(f"open_clip:{tmp_path}", 64)
 
