@@ -646,7 +646,7 @@ class ForkEngine(PipelineEngine):
     # -- held-out sets
 
     @_explains_memory(EVALUATION)
-    @torch.no_grad()
+    @torch.inference_mode()
     def evaluate(
         self,
         data_iter: Iterator[dict[str, Tensor]] | None,

@@ -137,7 +137,7 @@ class CostModel:
     `compared`: the pairs of branches that a loss compares; where nothing is said, the two that
     there are. `pairs`: where a pair is matched, what that takes for so many rows of its second
     branch, parameters not counted; `token_bytes`, by branch, of the tokens of one sample, the first
-    branch of that pair before the second.
+    branch of that pair before the second. `compiled_share`: as in `profile_together`.
     """
 
     layers: Mapping[str, Sequence[LayerCost]]
@@ -149,6 +149,7 @@ class CostModel:
     pairs: LayerCost | None = None
     token_bytes: Mapping[str, float] = field(default_factory=dict)
     compared: Sequence[tuple[str, str]] = ()
+    compiled_share: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
         if not self.compared and len(self.layers) != 2:
@@ -171,6 +172,7 @@ class CostModel:
         pairs: LayerCost | None = None,
         token_bytes: Mapping[str, float] | None = None,
         compared: Sequence[tuple[str, str]] = (),
+        compiled_share: Mapping[str, float] | None = None,
     ) -> CostModel:
         """With what DeepSpeed's configuration says of precision, ZeRO and activation
         checkpoints."""
@@ -184,6 +186,7 @@ class CostModel:
             pairs,
             token_bytes or {},
             compared,
+            compiled_share or {},
         )
 
 
