@@ -97,7 +97,7 @@ class BranchesBlock:
     locked: Any = None
     ema: Any = None
     max_bad_steps: int = 10
-    compile: Any = "off"
+    compile: Any = None
     balance: Any = None
     sample_weights: Any = None
 
@@ -122,8 +122,10 @@ class BranchesBlock:
                 'branches.balance: "feed" moves work between branches that run on different GPUs and meet at one loss, which '
                 f'"{"merged" if self.layout == "merged" else self.schedule}" does not have; use "deal"'
             )
-        for choice in self.compile.values() if isinstance(self.compile, dict) else (self.compile,):
-            check_choice("compile", choice, COMPILING)
+        if self.compile is not None:
+            choices = self.compile.values() if isinstance(self.compile, dict) else [self.compile]
+            for choice in choices:
+                check_choice("compile", choice, COMPILING)
         self.averaging()
         if (
             isinstance(self.max_bad_steps, bool)
@@ -159,9 +161,10 @@ class BranchesBlock:
     def compiling(self, branch: str) -> str:
         """Are the layers of this branch compiled: "off", "layers", or "auto": where that is
         measured to be faster."""
-        if isinstance(self.compile, dict):
-            return self.compile.get(branch, "off")
-        return self.compile
+        choice = self.compile
+        if isinstance(choice, dict):
+            choice = choice.get(branch)
+        return choice or "off"
 
     @property
     def loss_per_micro_batch(self) -> bool:

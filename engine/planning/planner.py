@@ -355,6 +355,11 @@ def deepspeed_config(
         # clips by group
         0.0
     )
+    if precision_of(config) == "bf16":
+        # DeepSpeed would round the fp32 sums to bf16 on their way to the other replicas
+        resolved.setdefault("communication_data_type", "fp32")
+        # gradients reach their fp32 sums during the backward, so that averages can start in it
+        resolved["bf16"].setdefault("immediate_grad_update", True)
     resolved.setdefault("steps_per_print", None)
     if "pipeline" in resolved:
         resolved["pipeline"]["use_reentrant"] = False

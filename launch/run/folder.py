@@ -81,7 +81,7 @@ BRANCHES_SPLIT = (
     "schedule",
     "kept_micro_batches",
 )
-BRANCHES_FREE_TO_CHANGE = ("max_bad_steps",)
+BRANCHES_FREE_TO_CHANGE = ("max_bad_steps", "compile")
 PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillow")
 
 
