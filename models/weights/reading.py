@@ -22,8 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.towers.layers import Layer, Tower
+from models.towers.libraries.transformers_text import PRESETS
 from models.towers.names import nearest, refuse
-from models.towers.text import PRESETS
+from models.towers.text import hub_id_of
 from models.weights.dual_encoder import dual_encoder_pairs, towers_differ
 from models.weights.open_clip import (
     is_open_clip,
@@ -40,15 +41,22 @@ POOLING = (
     "modules.json",
     "*_Pooling/config.json",
 )  # how a sentence encoder pools, beside its weights
-PREFIXES = (
-    "module.",
-    "bert.",
-    "roberta.",
-    "distilbert.",
-    "text_model.",
-)  # of wrappers and of models with a task head
-RENAMED = {  # what older versions of the libraries wrote
-    "text": ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
+PREFIXES = {  # of wrappers, of models with a task head, and of models of images and texts
+    "text": (
+        *("module.", "bert.", "roberta.", "distilbert.", "electra.", "mpnet.", "model."),
+        "text_model.",
+    ),
+    "image": (
+        *("module.", "vit.", "dinov2.", "dinov2_with_registers.", "convnext.", "convnextv2."),
+        *("swin.", "vision_model."),
+    ),
+}
+RENAMED = {  # what older versions of the libraries wrote, and XLM's prefix, which DistilBERT has
+    "text": (
+        (r"LayerNorm\.gamma$", "LayerNorm.weight"),
+        (r"LayerNorm\.beta$", "LayerNorm.bias"),
+        (r"^transformer\.(?!layer\.)", ""),
+    ),
     "image": ((r"\.mlp\.linear_1\.", ".mlp.0."), (r"\.mlp\.linear_2\.", ".mlp.3.")),
 }
 # absent from masked-language-model checkpoints, from those written before BatchNorm counted its
@@ -222,9 +230,10 @@ def canonical_names(branch: str, keys: list[str]) -> dict[str, str]:
     """Canonical name -> name in the file. Where two names in the file mean the same, the one
     without a prefix counts."""
     names: dict[str, str] = {}
-    for key in sorted(keys, key=lambda key: key.startswith(PREFIXES)):
+    prefixes = PREFIXES[branch]
+    for key in sorted(keys, key=lambda key: key.startswith(prefixes)):
         name = key
-        while name.startswith(PREFIXES):
+        while name.startswith(prefixes):
             name = name.split(".", 1)[1]
         for pattern, replacement in RENAMED[branch]:
             name = re.sub(pattern, replacement, name)
@@ -266,12 +275,11 @@ def find_weights(branch: str, where: str, tower_name: str, hub_id: str | None) -
         )
     if branch == "image":
         return None
-    known = {name: preset.hub_id for name, preset in PRESETS.items()} | (
-        {"DEFAULT": hub_id} if hub_id else {}
-    )
-    if where not in known:
+    found = hub_id if where == "DEFAULT" else hub_id_of(where)
+    if found is None:
+        known = [*PRESETS, *(["DEFAULT"] if hub_id else [])]
         raise refuse(f"text weights for tower {tower_name!r}:", where, known)
-    return _download(known[where])
+    return _download(found)
 
 
 def open_tensors(path: Path) -> Source:
