@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from models.weights.open_clip import (
     plain_names,
     refuse_other_architecture,
 )
+from models.weights.positions import Resize, resizers
 from models.weights.translation import Source, as_ours
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ class WeightReader:
     """The tensors of some groups (image, text, head) in some files, by canonical name. `names`:
     canonical name -> name in the file.
 
-    `read_names` lists the names in the file that were read so far.
+    `read_names` lists the names in the file that were read so far. `resizers`: by canonical name,
+    what makes a tensor of another shape fit (`models/weights/positions.py`).
     """
 
     groups: tuple[str, ...]
@@ -80,6 +82,7 @@ class WeightReader:
     shape_of: Callable[[str], tuple[int, ...]]
     tensor_of: Callable[[str], Tensor]
     read_names: list[str] = field(default_factory=list)
+    resizers: Mapping[str, Resize] = field(default_factory=dict)
 
     def fill(self, layer: Layer) -> None:
         """Copy this layer's tensors into it, in place, in its dtype. Other groups and tensors one
@@ -94,7 +97,7 @@ class WeightReader:
         for canonical, target in wanted.items():
             if canonical in self.names:
                 self.read_names.append(self.names[canonical])
-                target.copy_(self.tensor_of(self.names[canonical]))
+                target.copy_(self._fitting(canonical, target))
         absent = [
             canonical
             for canonical in wanted
@@ -121,11 +124,31 @@ class WeightReader:
                     "same architecture and size"
                 )
             found_shape = self.shape_of(self.names[canonical])
-            if found_shape != shape:
+            if found_shape != shape and not self._can_resize(canonical, found_shape, shape):
                 raise ValueError(
                     f"{self.source}: {canonical} has shape {found_shape} there but {shape} in the "
                     "tower; " + _remedy(canonical)
                 )
+
+    def _fitting(self, canonical: str, target: Tensor) -> Tensor:
+        tensor = self.tensor_of(self.names[canonical])
+        if tensor.shape == target.shape:
+            return tensor
+        log.warning(
+            "%s: %s has shape %s there and %s in the tower: interpolated between the learned ones",
+            *(self.source, canonical, tuple(tensor.shape), tuple(target.shape)),
+        )
+        return self.resizers[canonical](tensor.float(), tuple(target.shape))
+
+    def _can_resize(self, canonical: str, found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Asked of the shapes alone, on the meta device."""
+        if canonical not in self.resizers:
+            return False
+        try:
+            made = self.resizers[canonical](torch.empty(found, device="meta"), shape)
+        except ValueError:
+            return False
+        return tuple(made.shape) == shape
 
 
 def _remedy(canonical: str) -> str:
@@ -159,7 +182,12 @@ def open_weights(branch: str, where: str, tower: Tower) -> WeightReader:
         _open_torchvision(where, tower) if path is None else open_tensors(path)
     )
     reader = WeightReader(
-        (branch,), f"weights {where!r}", canonical_names(branch, keys), shape_of, tensor_of
+        (branch,),
+        f"weights {where!r}",
+        canonical_names(branch, keys),
+        shape_of,
+        tensor_of,
+        resizers=resizers(tower),
     )
     return _checked(reader, tower)
 
