@@ -18,6 +18,16 @@ from transformers import (
     ChineseCLIPTextModel,
     CLIPTextConfig,
     CLIPTextModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    ConvNextConfig,
+    ConvNextModel,
+    ConvNextV2Config,
+    ConvNextV2Model,
+    Dinov2Config,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
     DistilBertConfig,
     DistilBertModel,
     ElectraConfig,
@@ -31,15 +41,24 @@ from transformers import (
     PreTrainedModel,
     RobertaConfig,
     RobertaModel,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
     SiglipTextConfig,
     SiglipTextModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    SwinConfig,
+    SwinModel,
     T5Config,
     T5EncoderModel,
+    ViTConfig,
+    ViTModel,
     XLMConfig,
     XLMModel,
     XLMRobertaConfig,
     XLMRobertaModel,
 )
+from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches
 
 from models.towers.image import image_tower
 from models.towers.layers import Layer, Tower
@@ -50,6 +69,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SIZE, VOCAB, TOKENS, EOS = 32, 120, 12, 7
 VIT = {"patch_size": 8, "num_layers": 2, "num_heads": 3, "hidden_dim": 96, "mlp_dim": 160}
+HF_VIT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 144,
+    "patch_size": 8,
+}
+DINO = {key: value for key, value in HF_VIT.items() if key != "intermediate_size"}
+HF_CONVNEXT = {"hidden_sizes": [16, 24, 32, 48], "depths": [1, 1, 2, 1]}
+SWIN = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
 BERT = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -69,7 +98,11 @@ T5 = {"d_model": 64, "d_kv": 16, "d_ff": 144, "num_layers": 3, "num_heads": 4}
 
 
 def spell(base: str, overrides: dict) -> str:
-    return f"{base}:{','.join(f'{key}={value}' for key, value in overrides.items())}"
+    words = {
+        key: "-".join(map(str, value)) if isinstance(value, list) else value
+        for key, value in overrides.items()
+    }
+    return f"{base}:{','.join(f'{key}={value}' for key, value in words.items())}"
 
 
 def first_token(output) -> Tensor:
@@ -88,6 +121,14 @@ def mean_token(output, attention_mask: Tensor) -> Tensor:
 def without_mask(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """As SigLIP reads texts: padded to the full length, of which nothing is masked."""
     return model(inputs["input_ids"]).pooler_output
+
+
+def in_patches(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """As SigLIP 2's own preprocessing hands images to it."""
+    patches = [convert_image_to_patches(image, 8) for image in inputs["pixel_values"]]
+    shapes = torch.tensor([[side // 8 for side in inputs["pixel_values"].shape[2:]]] * len(patches))
+    patches = torch.stack(patches)
+    return model(patches, torch.ones(patches.shape[:2]), shapes).pooler_output
 
 
 def with_mean(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
@@ -117,6 +158,8 @@ class Case:
     # of the library's model and the inputs, where more is to do than to call it
     call: Callable[[nn.Module, dict[str, Tensor]], Tensor] | None = None
     languages: int = 0  # how many there are
+    # tensors whose gradients are sums in another order: equal to rounding
+    rounded: tuple[str, ...] = ()
     pad_token_id: int | None = 0
     authors: Callable[[dict[str, Tensor]], dict[str, Tensor]] = (
         lambda state: {}
@@ -125,7 +168,7 @@ class Case:
     def tower(self, dropout: bool = False) -> Tower:
         values = self.dropout if dropout else dict.fromkeys(self.dropout, 0.0)
         name = (
-            self.name + (":" if ":" not in self.name else ",") + spell("", values)[1:]
+            self.name + ("," if "=" in self.name else ":") + spell("", values)[1:]
             if values
             else self.name
         )
@@ -183,11 +226,8 @@ class Case:
     def run_reference(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         if self.call is not None:
             return self.call(model, inputs)
-        return (
-            model(inputs["pixel_values"])
-            if self.branch == "image"
-            else self.features(model(**inputs))
-        )
+        output = model(*inputs.values()) if self.branch == "image" else model(**inputs)
+        return output if isinstance(output, Tensor) else self.features(output)
 
 
 def _text_dropout(p: float) -> dict[str, float]:
@@ -257,6 +297,66 @@ CASES = {
         ),
         "classifier.2",
         "classifier.2.",
+    ),
+    "hf-clip": Case(
+        "image",
+        spell("hf:clip-vit-base-patch32", HF_VIT),
+        {"attention_dropout": 0.1},
+        lambda d: CLIPVisionModel(CLIPVisionConfig(image_size=SIZE, **HF_VIT, **d)),
+    ),
+    "hf-siglip": Case(
+        "image",
+        spell("hf:siglip-base-patch16-224", HF_VIT),
+        {"attention_dropout": 0.1},
+        lambda d: SiglipVisionModel(SiglipVisionConfig(image_size=SIZE, **HF_VIT, **d)),
+    ),
+    "hf-siglip2": Case(
+        "image",
+        "hf:siglip2-base-patch16-naflex:" + spell("", {**HF_VIT, "num_patches": 9})[1:],
+        {"attention_dropout": 0.1},
+        lambda d: Siglip2VisionModel(Siglip2VisionConfig(num_patches=9, **HF_VIT, **d)),
+        call=in_patches,
+        rounded=("embeddings.position_embedding.weight",),  # of one image, not of each by itself
+    ),
+    "hf-vit": Case(
+        "image",
+        spell("hf:vit-base-patch16-224", HF_VIT),
+        _text_dropout(0.1),
+        lambda d: ViTModel(ViTConfig(image_size=SIZE, **HF_VIT, **d)),
+    ),
+    "hf-dinov2": Case(
+        "image",
+        spell("hf:dinov2-base", DINO),
+        {**_text_dropout(0.1), "drop_path_rate": 0.3},
+        lambda d: Dinov2Model(Dinov2Config(image_size=SIZE, **DINO, **d)),
+        classifier_prefix="embeddings.mask_token",
+    ),
+    "hf-dinov2-registers": Case(
+        "image",
+        spell("hf:dinov2-with-registers-base", {**DINO, "num_register_tokens": 3}),
+        {**_text_dropout(0.1), "drop_path_rate": 0.3},
+        lambda d: Dinov2WithRegistersModel(
+            Dinov2WithRegistersConfig(image_size=SIZE, num_register_tokens=3, **DINO, **d)
+        ),
+        classifier_prefix="embeddings.mask_token",
+    ),
+    "hf-convnext": Case(
+        "image",
+        spell("hf:convnext-tiny-224", HF_CONVNEXT),
+        {"drop_path_rate": 0.3},
+        lambda d: ConvNextModel(ConvNextConfig(image_size=SIZE, **HF_CONVNEXT, **d)),
+    ),
+    "hf-convnextv2": Case(
+        "image",
+        spell("hf:convnextv2-tiny-1k-224", HF_CONVNEXT),
+        {"drop_path_rate": 0.3},
+        lambda d: ConvNextV2Model(ConvNextV2Config(image_size=SIZE, **HF_CONVNEXT, **d)),
+    ),
+    "hf-swin": Case(
+        "image",
+        spell("hf:swin-tiny-patch4-window7-224", SWIN),
+        {**_text_dropout(0.1), "drop_path_rate": 0.3},
+        lambda d: SwinModel(SwinConfig(image_size=SIZE, **SWIN, **d)),
     ),
     "bert": Case(
         "text",

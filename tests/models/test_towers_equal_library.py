@@ -1,7 +1,8 @@
 """The claim: a tower run layer by layer is the library's model, bit for bit, in fp32: output,
 gradients, BatchNorm statistics.
 
-No tolerance anywhere: the same operations run in the same order on the same weights.
+No tolerance: the same operations run in the same order on the same weights. The one exception is a
+gradient that SigLIP 2 adds up image by image and we add up at once (`Case.rounded`).
 """
 
 import pytest
@@ -13,6 +14,13 @@ from models.towers.libraries import text_layers
 
 def build(tower):
     return [spec.build(seed=3) for spec in tower.specs]
+
+
+def assert_same(case, name, ours, theirs):
+    if name in case.rounded:
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    else:
+        assert torch.equal(ours, theirs), name
 
 
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
@@ -34,12 +42,12 @@ def test_training_forward_and_gradients(case, forward, dropout):
     expected_gradients = {
         name: tensor.grad
         for name, tensor in expected_state.items()
-        if isinstance(tensor, torch.nn.Parameter)
+        if isinstance(tensor, torch.nn.Parameter) and not name.startswith(case.classifier_prefix)
     }
     for layer in layers:
         for local, parameter in layer.named_parameters():
             name = layer.canonical_names[local].split(".", 1)[1]
-            assert torch.equal(parameter.grad, expected_gradients.pop(name)), name
+            assert_same(case, name, parameter.grad, expected_gradients.pop(name))
         for local, tensor in layer.state_dict().items():
             name = layer.canonical_names[local].split(".", 1)[1]
             assert torch.equal(tensor, expected_state[name]), name
@@ -75,7 +83,7 @@ def test_split_anywhere(case, forward):
         for layer in layers:
             for local, parameter in layer.named_parameters():
                 name = layer.canonical_names[local].split(".", 1)[1]
-                assert torch.equal(parameter.grad, gradients[name]), (cut, name)
+                assert_same(case, name, parameter.grad, gradients[name])
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["no_grad", "grad"])
