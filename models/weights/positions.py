@@ -3,12 +3,16 @@
 P positions in the file, W width.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from models.towers.layers import Tower
+from models.towers.libraries.transformers_image import FAMILIES
 from models.towers.libraries.transformers_text import first_position
 
 KEPT = 20  # Long-CLIP: the positions that CLIP's short captions have trained well
@@ -17,7 +21,7 @@ Resize = Callable[[Tensor, tuple[int, ...]], Tensor]
 """From a tensor in the file and the shape in the tower to the tensor of the tower. Raises ValueError
 where none can be made of it."""
 
-_OF_TEXT = ("position_embedding.weight", "position_embeddings.weight")
+_TABLES = ("position_embedding.weight", "position_embeddings.weight", "position_embeddings")
 
 
 def stretched_positions(weight: Tensor, positions: int, kept: int = KEPT) -> Tensor:
@@ -41,15 +45,55 @@ def stretched_positions(weight: Tensor, positions: int, kept: int = KEPT) -> Ten
     return torch.cat([weight[:kept], torch.lerp(weight[below], weight[below + 1], share)])
 
 
+def resized_positions(
+    weight: Tensor, positions: int, prefix: int, antialias: bool = False
+) -> Tensor:
+    """[P, W] or [1, P, W] -> the same with `positions` rows: those of a square of patches, row by
+    row, behind `prefix` rows for other tokens, which stay.
+
+    Bicubic, in fp32, as transformers' `interpolate_pos_encoding` for images of other sizes; DINOv2
+    with registers also has `antialias`. Raises ValueError where the patches are no square.
+    """
+    table = weight.float().reshape(-1, weight.shape[-1])
+    sides = [math.isqrt(max(rows - prefix, 0)) for rows in (table.shape[0], positions)]
+    for rows, side in zip((table.shape[0], positions), sides):
+        if side < 1 or rows != prefix + side * side:
+            raise ValueError(
+                f"{rows} positions, {prefix} of which are of no patch: the others must be as many "
+                "as the patches of a square image"
+            )
+    grid = table[prefix:].unflatten(0, (sides[0], sides[0])).permute(2, 0, 1)[None]
+    grid = F.interpolate(
+        grid, (sides[1], sides[1]), mode="bicubic", align_corners=False, antialias=antialias
+    )
+    rows = torch.cat([table[:prefix], grid[0].permute(1, 2, 0).flatten(0, 1)])
+    return rows.reshape(*weight.shape[:-2], positions, weight.shape[-1])
+
+
 def resizers(tower: Tower) -> dict[str, Resize]:
     """By canonical name, for the tensors of a tower of transformers that can be made of a file with
     another number of positions."""
-    if tower.config.get("library") != "transformers" or tower.branch != "text":
+    if tower.config.get("library") != "transformers":
         return {}
-    names = [name for spec in tower.specs for name in spec.canonical_parameters]
-    kept = KEPT + first_position(tower.config["config"])
-    return {
-        name: lambda weight, shape: stretched_positions(weight, shape[0], kept)
-        for name in names
-        if name.endswith(_OF_TEXT)
+    resize = (_of_texts if tower.branch == "text" else _of_images)(tower.config)
+    shapes = {
+        name: shape for spec in tower.specs for name, shape in spec.canonical_parameters.items()
     }
+    return {name: resize for name in shapes if name.endswith(_TABLES)} if resize else {}
+
+
+def _of_texts(config: Mapping[str, Any]) -> Resize:
+    kept = KEPT + first_position(config["config"])
+    return lambda weight, shape: stretched_positions(weight, shape[0], kept)
+
+
+def _of_images(config: Mapping[str, Any]) -> Resize | None:
+    """None for SigLIP 2, which interpolates in every forward."""
+    own = config["config"]
+    if own.get("image_size") is None or "patch_size" not in own:
+        return None
+    patches = (own["image_size"] // own["patch_size"]) ** 2
+    antialias = FAMILIES[own["model_type"]].antialias
+    return lambda weight, shape: resized_positions(
+        weight, shape[-2], shape[-2] - patches, antialias
+    )

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.towers.layers import Layer, Tower
+from models.towers.libraries import transformers_image
 from models.towers.libraries.transformers_text import PRESETS
 from models.towers.names import nearest, refuse
 from models.towers.text import hub_id_of
@@ -170,7 +171,7 @@ def open_weights(branch: str, where: str, tower: Tower) -> WeightReader:
 
     `where`: a local folder (model.safetensors, its sharded index, or pytorch_model.bin), a single
     file, a Hugging Face id, or a name of the library: torchvision's for the architecture
-    ("IMAGENET1K_V2", "DEFAULT"), for text a preset or "DEFAULT".
+    ("IMAGENET1K_V2", "DEFAULT"), for text and for images of transformers a preset or "DEFAULT".
     """
     if branch != tower.branch:
         raise ValueError(
@@ -301,12 +302,17 @@ def find_weights(branch: str, where: str, tower_name: str, hub_id: str | None) -
             f"weights {where!r}: there is no such file or folder; give an existing one, or "
             "ORGANISATION/MODEL"
         )
-    if branch == "image":
+    if branch == "image" and not tower_name.startswith(transformers_image.HF):
         return None
-    found = hub_id if where == "DEFAULT" else hub_id_of(where)
+    presets, of_preset = (
+        (transformers_image.PRESETS, transformers_image.hub_id_of)
+        if branch == "image"
+        else (PRESETS, hub_id_of)
+    )
+    found = hub_id if where == "DEFAULT" else of_preset(where)
     if found is None:
-        known = [*PRESETS, *(["DEFAULT"] if hub_id else [])]
-        raise refuse(f"text weights for tower {tower_name!r}:", where, known)
+        known = [*presets, *(["DEFAULT"] if hub_id else [])]
+        raise refuse(f"{branch} weights for tower {tower_name!r}:", where, known)
     return _download(found)
 
 

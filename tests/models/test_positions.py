@@ -6,8 +6,9 @@ import logging
 import pytest
 import torch
 
+from models.towers.image import image_tower
 from models.towers.text import text_tower
-from models.weights.positions import stretched_positions
+from models.weights.positions import resized_positions, stretched_positions
 from models.weights.reading import open_weights
 
 
@@ -82,3 +83,36 @@ def test_clips_positions_follow_the_texts():
     assert shape == (248, 32)
     with pytest.raises(ValueError, match="has 512 positions.*or override max_position_embeddings"):
         text_tower("bert-mini", 50, 600)
+
+
+@pytest.mark.parametrize(
+    "name", ["hf-clip", "hf-siglip", "hf-vit", "hf-dinov2", "hf-dinov2-registers"]
+)
+def test_images_of_another_size_than_the_weights(cases, forward, tmp_path, name):
+    """The tower made for larger images, with positions resized as they are read, gives what the
+    library's model gives that interpolates in its forward."""
+    case = cases[name]
+    torch.manual_seed(0)
+    model = case.library(dict.fromkeys(case.dropout, 0.0)).eval()
+    model.save_pretrained(tmp_path)
+    larger = image_tower(case.tower().name, 56)  # 7 x 7 patches instead of 4 x 4
+    weights = open_weights("image", str(tmp_path), larger)
+    layers = [spec.build(0, weights).eval() for spec in larger.specs]
+    pixels = torch.randn(2, 3, 56, 56)
+    more = {} if "dinov2" in name else {"interpolate_pos_encoding": True}
+    with torch.no_grad():
+        expected = model(pixels, **more).pooler_output
+        made = forward(layers, {"pixel_values": pixels})["image_features"]
+        torch.testing.assert_close(made, expected, rtol=0, atol=2e-6)
+        # the tower of the weights' own size takes larger images too
+        own = [
+            spec.build(0, open_weights("image", str(tmp_path), case.tower())).eval()
+            for spec in case.tower().specs
+        ]
+        assert torch.equal(forward(own, {"pixel_values": pixels})["image_features"], expected)
+
+
+def test_positions_that_are_no_square_are_refused():
+    with pytest.raises(ValueError, match="12 positions, 1 of which are of no patch"):
+        resized_positions(torch.zeros(12, 4), 17, 1)
+    torch.testing.assert_close(resized_positions(torch.ones(1, 17, 4), 50, 1), torch.ones(1, 50, 4))
