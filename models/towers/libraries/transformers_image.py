@@ -40,7 +40,6 @@ from transformers import (
 from models.towers.layers import Layer, Tower, cut
 from models.towers.libraries.configurations import (
     Preset,
-    changed,
     find_config,
     initialise,
     preset_of,
@@ -269,8 +268,7 @@ def _of_tokens(
     before those of patches, `called` how the blocks are named in its files; `norm_behind`: it
     normalises what was pooled."""
     embeddings, final, first = model.embeddings, getattr(model, norm), prefix(model.config)
-    if getattr(embeddings, "mask_token", None) is not None:
-        # masks patches in pretraining; as a parameter it would wait for a gradient
+    if getattr(embeddings, "mask_token", None) is not None:  # which no configuration leaves out
         del embeddings.mask_token
         embeddings.mask_token = torch.empty(0)
     modules = {
@@ -386,30 +384,22 @@ _DINO = partial(_of_tokens, blocks="encoder.layer", norm="layernorm")
 _SIGLIP_POOLS = ("head", "avg", "max")
 
 
-def _without(own: str) -> Callable[[str], tuple[str, ...]]:
-    """The module that only the pool of its name has a use for."""
-    return lambda pool: () if pool == own else (f"{own}.",)
-
-
 FAMILIES = {  # by the model_type of the configuration
     "clip_vision_model": Family(CLIPVisionModel, _CLIP_KEYS, TOKEN_POOLS, _CLIP),
     "chinese_clip_vision_model": Family(ChineseCLIPVisionModel, _CLIP_KEYS, TOKEN_POOLS, _CLIP),
-    "siglip_vision_model": Family(
-        SiglipVisionModel, _SIGLIP_KEYS, _SIGLIP_POOLS, _SIGLIP, _without("head")
-    ),
+    "siglip_vision_model": Family(SiglipVisionModel, _SIGLIP_KEYS, _SIGLIP_POOLS, _SIGLIP),
     "siglip2_vision_model": Family(
         Siglip2VisionModel,
         {**_SIGLIP_KEYS, "num_patches": int},
         _SIGLIP_POOLS,
         partial(_SIGLIP, start=FlexibleEmbeddings),
-        _without("head"),
     ),
     "vit": Family(
         ViTModel,
         {**_VIT_KEYS, **_DROPOUTS},
         ("pooler", *TOKEN_POOLS),
         partial(_of_tokens, blocks="layers", norm="layernorm", called="encoder.layer"),
-        _without("pooler"),
+        lambda pool: () if pool == "pooler" else ("pooler.",),
     ),
     "dinov2": Family(Dinov2Model, _DINO_KEYS, TOKEN_POOLS, _DINO),
     "dinov2_with_registers": Family(
@@ -538,7 +528,11 @@ def image_tower(name: str, image_size: int) -> Tower:
     values = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
     if hasattr(config, "image_size"):  # SigLIP 2 takes images of any size
         values["image_size"] = image_size
-    config = _with_derived(changed(config, values), values)
+    if pool != "head" and hasattr(config, "vision_use_head"):
+        values["vision_use_head"] = False
+    if hasattr(config, "use_mask_token"):  # of pretraining; it would wait for a gradient
+        values["use_mask_token"] = False
+    config = _remade(config, values)
     _check(name, config, image_size)
     with torch.device("meta"):
         model = family.model(config)
@@ -603,17 +597,21 @@ def _family(name: str, config: PreTrainedConfig) -> Family:
     return FAMILIES[config.model_type]
 
 
-def _with_derived(config: PreTrainedConfig, given: Mapping[str, object]) -> PreTrainedConfig:
-    """With what a configuration works out of its other values, of which some were `given`, when it
-    is made."""
-    if "hidden_size" in given and hasattr(config, "pooler_output_size"):
-        config.pooler_output_size = config.hidden_size
-    if hasattr(config, "num_stages"):
-        config.num_stages = len(config.depths)
+_BACKBONE = ("stage_names", "out_features", "out_indices", "_out_features", "_out_indices")
+
+
+def _remade(config: PreTrainedConfig, values: Mapping[str, object]) -> PreTrainedConfig:
+    """With other `values`, and with what the configuration works out of them when it is made."""
+    derived = {*_BACKBONE, "num_stages"} if hasattr(config, "num_stages") else {*_BACKBONE}
     if config.model_type == "swin":
-        config.num_layers = len(config.depths)
-        config.hidden_size = config.embed_dim * 2 ** (len(config.depths) - 1)
-    return config
+        derived |= {"hidden_size", "num_layers"}
+    if "hidden_size" in values:
+        derived.add("pooler_output_size")
+    given = {key: value for key, value in config.to_dict().items() if key not in derived}
+    given |= values
+    if hasattr(config, "num_stages"):
+        given["num_stages"] = len(given["depths"])
+    return type(config).from_dict(given)
 
 
 def _has_patches(layers: Named) -> bool:
