@@ -55,6 +55,29 @@ TOWERS |= {
         32,
     ),
 }
+_SMALL = "hidden_size=48,num_attention_heads=4,num_hidden_layers=3"
+TOWERS |= {  # what blocks share, texts of full length, maps and registers, by transformers
+    "swin+mpnet": (
+        "hf:swin-tiny:embed_dim=16,depths=2-2,num_heads=2-4,window_size=4,drop_path_rate=0",
+        f"mpnet-base:{_SMALL},intermediate_size=64",
+        32,
+    ),
+    "siglip+t5": (
+        f"hf:siglip-base-patch16-224:{_SMALL},intermediate_size=64,patch_size=8",
+        "t5-small:d_model=48,d_kv=16,d_ff=64,num_layers=3,num_heads=3,dropout_rate=0",
+        32,
+    ),
+    "dinov2+modernbert": (
+        f"hf:dinov2-with-registers-base:{_SMALL},patch_size=8",
+        f"modernbert-base:{_SMALL},intermediate_size=64,local_attention=6,pool=mean",
+        32,
+    ),
+    "convnext+siglip": (
+        "hf:convnextv2-tiny-1k-224:hidden_sizes=16-24-32-40,depths=1-1-2-1",
+        f"siglip-text-base:{_SMALL},intermediate_size=64",
+        32,
+    ),
+}
 VOCAB, MAX_TOKENS, EMBED_DIM, SEED = 128, 16, 24, 5
 FIRST_INDEX = 10_000  # of the samples in their source
 LR, WEIGHT_DECAY = 1e-3, 0.1
@@ -234,7 +257,7 @@ def towers_of(case: Case):
             else f",attention_dropout={case.dropout}"
         )
     else:
-        text += ",hidden_dropout_prob=0,attention_probs_dropout_prob=0" if "bert" in text else ""
+        text += ",hidden_dropout_prob=0,attention_probs_dropout_prob=0" if text.startswith("bert") else ""
     image_tower, text_tower = build_towers(
         image,
         text,

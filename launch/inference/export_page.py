@@ -6,8 +6,9 @@ from __future__ import annotations
 from data.modalities.transforms import KEPT, SHRUNK
 from launch.inference.trained import Trained
 from models.towers.layers import Tower
+from models.towers.libraries import transformers_image, transformers_text
+from models.towers.libraries.transformers_image import PlacePool
 from models.towers.pooling import num_heads
-from models.weights.dual_encoder import POOLED_TEXT
 
 PIXELS = '''```python
 import numpy as np
@@ -60,34 +61,50 @@ def embed(pixel_values, texts):
 ```"""
 
 STATE_DICT = """```python
-import torch
-{constructor_import}
+import torch{constructor_import}
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, {architectures}
 
 tensors = load_file("model.safetensors")
 of = lambda prefix: {{name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}}{attention}
 {constructor}
-image.load_state_dict(of("image."))
-text = AutoModel.from_config(AutoConfig.from_pretrained("{text_folder}"){no_pooler})
-text.load_state_dict(of("text."))
+{text}
 image.eval(), text.eval()
 tokenizer = AutoTokenizer.from_pretrained(".")
 
 
 def embed(pixel_values, texts):
     \"\"\"image_embeds, text_embeds: of length 1.\"\"\"
-    tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    tokens = tokenizer(texts, padding={padding}, truncation=True, return_tensors="pt")
     ids, mask = tokens["input_ids"], tokens["attention_mask"]
     with torch.no_grad():
         image_features = {image_features}
-        output = text(input_ids=ids, attention_mask=mask)
+        output = text(input_ids=ids{mask})
         text_features = {text_features}
     image_embeds = image_features @ tensors["head.image_projection.weight"].T
     text_embeds = text_features @ tensors["head.text_projection.weight"].T
     return torch.nn.functional.normalize(image_embeds), torch.nn.functional.normalize(text_embeds)
 ```"""
 
+
+FROM_TRANSFORMERS = """{branch} = {architecture}.from_pretrained(
+    None, config=AutoConfig.from_pretrained("{branch}"), state_dict=of("{branch}."){no_pooler}
+)"""
+
+IN_PATCHES = """
+
+
+def in_patches(pixel_values, side={side}):
+    \"\"\"What Siglip2VisionModel takes: patches with their channels last, which of them to attend to, and
+    their rows and columns.\"\"\"
+    rows, columns = (length // side for length in pixel_values.shape[2:])
+    cropped = pixel_values[..., : rows * side, : columns * side]
+    patches = cropped.unflatten(3, (columns, side)).unflatten(2, (rows, side)).permute(0, 2, 4, 3, 5, 1)
+    patches = patches.flatten(3).flatten(1, 2)
+    return patches, torch.ones(patches.shape[:2]), torch.tensor([[rows, columns]] * len(patches))
+
+
+"""
 
 ATTENTION = """
 
@@ -130,7 +147,7 @@ def export_page(trained: Trained, differences: list[str]) -> str:
         f"{options['max_text_tokens']} tokens. Weights are in fp32. The loss read "
         f"`exp(logit_scale)` times the products of the embeddings{bias}; the scale is at most 100.",
         "## Load it",
-        _intro(differences),
+        _intro(differences, image),
         _state_dict_example(image, text) if differences else DUAL_ENCODER,
         "## Images",
         "`preprocessor_config.json` is for transformers' `CLIPImageProcessor`, which gives the "
@@ -150,16 +167,23 @@ def export_page(trained: Trained, differences: list[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _intro(differences: list[str]) -> str:
+def _intro(differences: list[str], image: Tower) -> str:
     if not differences:
         return "`AutoProcessor` and `AutoTokenizer` load from this folder too."
+    own = _of_transformers(image)
+    library = "transformers" if own else "torchvision"
     return (
         "transformers has no model that is this one as a whole:\n\n"
         + "\n".join(f"- {difference}" for difference in differences)
-        + "\n\n`model.safetensors` has the tensors of the image tower under torchvision's names behind `image.`, those of the text tower under "
+        + f"\n\n`model.safetensors` has the tensors of the image tower under {library}'s names behind `image.`, those of the text tower under "
         "transformers' behind `text.`, and the projections and scalars behind `head.`; "
-        "`text/config.json` is transformers'."
+        + ("`image/config.json` and " if own else "")
+        + f"`text/config.json` {'are' if own else 'is'} transformers'."
     )
+
+
+def _of_transformers(image: Tower) -> bool:
+    return image.config["library"] == "transformers"
 
 
 def _state_dict_example(image: Tower, text: Tower) -> str:
@@ -169,20 +193,67 @@ def _state_dict_example(image: Tower, text: Tower) -> str:
         ATTENTION_OF.format(branch=tower.branch, width=tower.width, heads=num_heads(tower.width))
         for tower in learned
     )
+    of_transformers = [text, *([image] if _of_transformers(image) else [])]
+    full_length = text.config["pool"] == "head"  # where padding is read as any other token
+    most = text.config["max_text_tokens"]
     return STATE_DICT.format(
-        constructor_import=imports,
+        constructor_import=imports and f"\n{imports}",
         constructor=constructor,
-        text_folder="text",
-        no_pooler=", add_pooling_layer=False"
-        if POOLED_TEXT.get(text.config["architecture"]) == "pooler" != text.config["pool"]
-        else "",
-        attention=ATTENTION + pools if learned else "",
+        text=_from_transformers(text),
+        architectures=", ".join(
+            dict.fromkeys(tower.config["architecture"] for tower in of_transformers)
+        ),
+        padding=f'"max_length", max_length={most}' if full_length else True,
+        mask="" if full_length else ", attention_mask=mask",
+        attention=(ATTENTION + pools if learned else "") + _patches(image),
         image_features=_image_features(image),
         text_features=_text_features(text),
     )
 
 
+def _from_transformers(tower: Tower) -> str:
+    architecture, pool = tower.config["architecture"], tower.config["pool"]
+    families = {"image": transformers_image.FAMILIES, "text": transformers_text.FAMILIES}
+    has_pooler = "pooler" in families[tower.branch][tower.config["config"]["model_type"]].pools
+    return FROM_TRANSFORMERS.format(
+        branch=tower.branch,
+        architecture=architecture,
+        no_pooler=", add_pooling_layer=False" if has_pooler and pool != "pooler" else "",
+    )
+
+
+def _patches(image: Tower) -> str:
+    if image.config["architecture"] != "Siglip2VisionModel":
+        return ""
+    return IN_PATCHES.format(side=image.config["patch_size"])
+
+
+def _features_of_transformers(image: Tower) -> str:
+    """As `ImagePool` does: the library's pooled output, or its last states pooled otherwise."""
+    last, pool = image.specs[-2].template, image.config["pool"]
+    given = "*in_patches(pixel_values)" if _patches(image) else "pixel_values"
+    if pool == transformers_image.FAMILIES[image.config["config"]["model_type"]].pools[0]:
+        return f"image({given}).pooler_output"
+    states = f"image({given}).last_hidden_state"
+    norm = image.config["architecture"].startswith(("CLIP", "ChineseCLIP", "ConvNext"))
+    name = "post_layernorm" if "CLIP" in image.config["architecture"] else "layernorm"
+    if isinstance(last, PlacePool):
+        return f"image.layernorm({states}.amax((-2, -1)))"
+    if image.config["architecture"].startswith("ConvNext"):
+        states = f"{states}.flatten(2).transpose(1, 2)"
+    if pool == "attention":
+        return f"image_pool(image.{name}({states}))" if norm else f"image_pool({states})"
+    pooled = {
+        "cls": f"{states}[:, 0]",
+        "avg": f"{states}[:, {last.skipped}:].mean(1)",
+        "max": f"{states}[:, {last.skipped}:].amax(1)",
+    }[pool]
+    return f"image.{name}({pooled})" if norm else pooled
+
+
 def _image_features(image: Tower) -> str:
+    if _of_transformers(image):
+        return _features_of_transformers(image)
     pool = image.config["pool"]
     if "patch_size" in image.config and pool != "cls":
         patches = "torch.cat([image.class_token.expand(len(pixel_values), -1, -1), image._process_input(pixel_values)], 1)"
@@ -212,13 +283,21 @@ def _text_features(text: Tower) -> str:
         "max": "output.last_hidden_state.masked_fill(mask[..., None] == 0, -torch.inf).amax(1)",
         "attention": "text_pool(output.last_hidden_state, mask == 0)",
         "pooler": "output.pooler_output",
+        "head": "output.pooler_output",
         "eos": "output.pooler_output",
     }[pool]
 
 
 def _constructor(image: Tower) -> tuple[str, str]:
-    """The import and the lines that make torchvision's model of these sizes, without its
-    classifier, as `image`."""
+    """The import and the lines that make the library's model of these sizes, without its
+    classifier, as `image`, with its weights."""
+    if _of_transformers(image):
+        return "", _from_transformers(image)
+    imports, made = _constructor_of_torchvision(image)
+    return imports, f'{made}\nimage.load_state_dict(of("image."))'
+
+
+def _constructor_of_torchvision(image: Tower) -> tuple[str, str]:
     sizes = image.config
     if "layers" in sizes:
         block = "Bottleneck" if sizes["bottleneck"] else "BasicBlock"

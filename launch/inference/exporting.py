@@ -19,14 +19,14 @@ from transformers import CLIPImageProcessor
 from data.modalities.preprocessing import Preprocessing
 from launch.inference.export_page import export_page
 from launch.inference.trained import Trained
-from launch.run.records import OPTIONS, RECORD, TEXT_FOLDER, WEIGHTS, read_export
+from launch.run.records import IMAGE_FOLDER, OPTIONS, RECORD, TEXT_FOLDER, WEIGHTS, read_export
 from models.losses import LOGIT_SCALE_LIMIT
 from models.towers.head import FUSION_NAMES
 from models.towers.layers import Layer
 from models.weights.dual_encoder import (
     dual_encoder_config,
     dual_encoder_pairs,
-    text_config,
+    library_config,
     what_differs,
 )
 from models.weights.translation import to_theirs
@@ -63,8 +63,10 @@ def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> lis
         )
         state = to_theirs(dual_encoder_pairs(*trained.towers), state)
     save_file(state, beside / WEIGHTS, metadata={"format": "pt"})
-    (beside / TEXT_FOLDER).mkdir()
-    _write_json(beside / TEXT_FOLDER / "config.json", text_config(trained.towers[1]))
+    for tower, folder_of in zip(trained.towers, (IMAGE_FOLDER, TEXT_FOLDER)):
+        if tower.config["library"] == "transformers":
+            (beside / folder_of).mkdir()
+            _write_json(beside / folder_of / "config.json", library_config(tower))
     tokenizer = copy.deepcopy(trained.tokenizer)
     tokenizer.model_max_length = trained.options["max_text_tokens"]
     tokenizer.save_pretrained(str(beside))
@@ -164,6 +166,7 @@ def _record(trained: Trained, differences: list[str]) -> dict[str, object]:
         **{key: options[key] for key in OPTIONS},
         **trained.preprocessing.options(options["image_size"]),
         "text_tower": options["text_tower"],
+        "image_pool": trained.towers[0].config["pool"],
         "text_pool": trained.towers[1].config["pool"],
         "loss": options["loss"],
         "step": trained.step,

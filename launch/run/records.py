@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 RUN_RECORD = "config.json"
-RECORD, WEIGHTS, TEXT_FOLDER = "wye.json", "model.safetensors", "text"
+RECORD, WEIGHTS, TEXT_FOLDER, IMAGE_FOLDER = "wye.json", "model.safetensors", "text", "image"
 OPTIONS = (
     "image_tower",
     "embed_dim",
@@ -51,8 +51,15 @@ def options_of_export(folder: Path) -> dict[str, Any]:
     pool = (
         f":pool={record['text_pool']}" if "text_pool" in record else ""
     )  # earlier ones have the library's
+    images = folder.expanduser() / IMAGE_FOLDER  # of a tower that is transformers' own
+    own = (
+        {"image_tower": f"hf:{images}:pool={record['image_pool']}"}
+        if (images / "config.json").is_file()
+        else {}
+    )
     return {
         **{key: record[key] for key in OPTIONS},
+        **own,
         **{key: record[key] for key in PIXELS if key in record},
         "text_tower": f"{folder.expanduser() / TEXT_FOLDER}{pool}",
         "tokenizer": str(folder.expanduser()),

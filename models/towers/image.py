@@ -17,6 +17,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.models.vision_transformer import MLPBlock, VisionTransformer
 
 from models.towers.layers import Layer, Tower, cut, reset
+from models.towers.libraries import transformers_image
 from models.towers.names import parse_overrides, refuse, split_name
 from models.towers.pooling import ADDED, AttentionPool, FirstPool, MaxPool, MeanPool
 
@@ -270,6 +271,8 @@ def image_tower(name: str, image_size: int) -> Tower:
     base, overrides = split_name(name)
     if base in OWN:
         return OWN[base](name, image_size)
+    if base.startswith(transformers_image.HF):
+        return transformers_image.image_tower(name, image_size)
     if base not in ARCHITECTURES:
         raise refuse("image tower", base, [*ARCHITECTURES, *OWN])
     sizes = ARCHITECTURES[base]

@@ -8,7 +8,7 @@ library's own.
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -179,14 +179,16 @@ def cut(
     layers: list[tuple[str, Layer]],
     initialise: Callable[[Layer], None],
     dropped: tuple[str, ...] = (),
+    state: Mapping[str, Tensor] | None = None,
 ) -> tuple[LayerSpec, ...]:
     """Name the layers' tensors after the library model they share them with, and make their
     recipes.
 
-    Every tensor of `model.state_dict()` must be in exactly one layer, but for those whose names
-    start with a prefix in `dropped`.
+    `state`: the model's own tensors by the names that they get; None: `model.state_dict()`. Each
+    must be in exactly one layer, but for those whose names start with a prefix in `dropped`.
     """
-    library_names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
+    state = model.state_dict(keep_vars=True) if state is None else state
+    library_names = {id(tensor): name for name, tensor in state.items()}
     expected = sorted(
         name for name in library_names.values() if not name.startswith(dropped or ("\0",))
     )
@@ -217,13 +219,17 @@ def reset(layer: nn.Module) -> None:
             reset()
 
 
+UNSET = -1  # in buffers of integers, which hold indices
+
+
 def _poison(layer: Layer) -> None:
     """Unset memory may look initialised; not-a-number does not."""
-    for tensor in layer.state_dict().values():
+    persistent = layer.state_dict()
+    for name, tensor in [*persistent.items(), *layer.named_buffers()]:
         if tensor.is_floating_point():
             tensor.fill_(float("nan"))
         else:
-            tensor.zero_()
+            tensor.fill_(0 if name in persistent else UNSET)
 
 
 def _remake_buffers(layer: Layer, name: str) -> None:
@@ -238,7 +244,7 @@ def _remake_buffers(layer: Layer, name: str) -> None:
             buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))  # [1, positions]
         elif kind == "token_type_ids":
             buffer.zero_()  # [1, positions]
-        else:
+        elif (buffer.isnan() if buffer.is_floating_point() else buffer == UNSET).any():
             raise RuntimeError(
                 f"layer {name}: no rule says how to fill the buffer {local!r}; add one in "
                 "models/towers/layers.py"

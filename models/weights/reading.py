@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.towers.layers import Layer, Tower
+from models.towers.libraries import transformers_image
+from models.towers.libraries.transformers_text import PRESETS
 from models.towers.names import nearest, refuse
-from models.towers.text import PRESETS
+from models.towers.text import hub_id_of
 from models.weights.dual_encoder import dual_encoder_pairs, towers_differ
 from models.weights.open_clip import (
     is_open_clip,
@@ -31,6 +33,7 @@ from models.weights.open_clip import (
     plain_names,
     refuse_other_architecture,
 )
+from models.weights.positions import Resize, resizers
 from models.weights.translation import Source, as_ours
 
 log = logging.getLogger(__name__)
@@ -40,15 +43,22 @@ POOLING = (
     "modules.json",
     "*_Pooling/config.json",
 )  # how a sentence encoder pools, beside its weights
-PREFIXES = (
-    "module.",
-    "bert.",
-    "roberta.",
-    "distilbert.",
-    "text_model.",
-)  # of wrappers and of models with a task head
-RENAMED = {  # what older versions of the libraries wrote
-    "text": ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
+PREFIXES = {  # of wrappers, of models with a task head, and of models of images and texts
+    "text": (
+        *("module.", "bert.", "roberta.", "distilbert.", "electra.", "mpnet.", "model."),
+        "text_model.",
+    ),
+    "image": (
+        *("module.", "vit.", "dinov2.", "dinov2_with_registers.", "convnext.", "convnextv2."),
+        *("swin.", "vision_model."),
+    ),
+}
+RENAMED = {  # what older versions of the libraries wrote, and XLM's prefix, which DistilBERT has
+    "text": (
+        (r"LayerNorm\.gamma$", "LayerNorm.weight"),
+        (r"LayerNorm\.beta$", "LayerNorm.bias"),
+        (r"^transformer\.(?!layer\.)", ""),
+    ),
     "image": ((r"\.mlp\.linear_1\.", ".mlp.0."), (r"\.mlp\.linear_2\.", ".mlp.3.")),
 }
 # absent from masked-language-model checkpoints, from those written before BatchNorm counted its
@@ -63,7 +73,8 @@ class WeightReader:
     """The tensors of some groups (image, text, head) in some files, by canonical name. `names`:
     canonical name -> name in the file.
 
-    `read_names` lists the names in the file that were read so far.
+    `read_names` lists the names in the file that were read so far. `resizers`: by canonical name,
+    what makes a tensor of another shape fit (`models/weights/positions.py`).
     """
 
     groups: tuple[str, ...]
@@ -72,6 +83,7 @@ class WeightReader:
     shape_of: Callable[[str], tuple[int, ...]]
     tensor_of: Callable[[str], Tensor]
     read_names: list[str] = field(default_factory=list)
+    resizers: Mapping[str, Resize] = field(default_factory=dict)
 
     def fill(self, layer: Layer) -> None:
         """Copy this layer's tensors into it, in place, in its dtype. Other groups and tensors one
@@ -86,7 +98,7 @@ class WeightReader:
         for canonical, target in wanted.items():
             if canonical in self.names:
                 self.read_names.append(self.names[canonical])
-                target.copy_(self.tensor_of(self.names[canonical]))
+                target.copy_(self._fitting(canonical, target))
         absent = [
             canonical
             for canonical in wanted
@@ -113,11 +125,31 @@ class WeightReader:
                     "same architecture and size"
                 )
             found_shape = self.shape_of(self.names[canonical])
-            if found_shape != shape:
+            if found_shape != shape and not self._can_resize(canonical, found_shape, shape):
                 raise ValueError(
                     f"{self.source}: {canonical} has shape {found_shape} there but {shape} in the "
                     "tower; " + _remedy(canonical)
                 )
+
+    def _fitting(self, canonical: str, target: Tensor) -> Tensor:
+        tensor = self.tensor_of(self.names[canonical])
+        if tensor.shape == target.shape:
+            return tensor
+        log.warning(
+            "%s: %s has shape %s there and %s in the tower: interpolated between the learned ones",
+            *(self.source, canonical, tuple(tensor.shape), tuple(target.shape)),
+        )
+        return self.resizers[canonical](tensor.float(), tuple(target.shape))
+
+    def _can_resize(self, canonical: str, found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Asked of the shapes alone, on the meta device."""
+        if canonical not in self.resizers:
+            return False
+        try:
+            made = self.resizers[canonical](torch.empty(found, device="meta"), shape)
+        except ValueError:
+            return False
+        return tuple(made.shape) == shape
 
 
 def _remedy(canonical: str) -> str:
@@ -139,7 +171,7 @@ def open_weights(branch: str, where: str, tower: Tower) -> WeightReader:
 
     `where`: a local folder (model.safetensors, its sharded index, or pytorch_model.bin), a single
     file, a Hugging Face id, or a name of the library: torchvision's for the architecture
-    ("IMAGENET1K_V2", "DEFAULT"), for text a preset or "DEFAULT".
+    ("IMAGENET1K_V2", "DEFAULT"), for text and for images of transformers a preset or "DEFAULT".
     """
     if branch != tower.branch:
         raise ValueError(
@@ -151,7 +183,12 @@ def open_weights(branch: str, where: str, tower: Tower) -> WeightReader:
         _open_torchvision(where, tower) if path is None else open_tensors(path)
     )
     reader = WeightReader(
-        (branch,), f"weights {where!r}", canonical_names(branch, keys), shape_of, tensor_of
+        (branch,),
+        f"weights {where!r}",
+        canonical_names(branch, keys),
+        shape_of,
+        tensor_of,
+        resizers=resizers(tower),
     )
     return _checked(reader, tower)
 
@@ -222,9 +259,10 @@ def canonical_names(branch: str, keys: list[str]) -> dict[str, str]:
     """Canonical name -> name in the file. Where two names in the file mean the same, the one
     without a prefix counts."""
     names: dict[str, str] = {}
-    for key in sorted(keys, key=lambda key: key.startswith(PREFIXES)):
+    prefixes = PREFIXES[branch]
+    for key in sorted(keys, key=lambda key: key.startswith(prefixes)):
         name = key
-        while name.startswith(PREFIXES):
+        while name.startswith(prefixes):
             name = name.split(".", 1)[1]
         for pattern, replacement in RENAMED[branch]:
             name = re.sub(pattern, replacement, name)
@@ -264,14 +302,18 @@ def find_weights(branch: str, where: str, tower_name: str, hub_id: str | None) -
             f"weights {where!r}: there is no such file or folder; give an existing one, or "
             "ORGANISATION/MODEL"
         )
-    if branch == "image":
+    if branch == "image" and not tower_name.startswith(transformers_image.HF):
         return None
-    known = {name: preset.hub_id for name, preset in PRESETS.items()} | (
-        {"DEFAULT": hub_id} if hub_id else {}
+    presets, of_preset = (
+        (transformers_image.PRESETS, transformers_image.hub_id_of)
+        if branch == "image"
+        else (PRESETS, hub_id_of)
     )
-    if where not in known:
-        raise refuse(f"text weights for tower {tower_name!r}:", where, known)
-    return _download(known[where])
+    found = hub_id if where == "DEFAULT" else of_preset(where)
+    if found is None:
+        known = [*presets, *(["DEFAULT"] if hub_id else [])]
+        raise refuse(f"{branch} weights for tower {tower_name!r}:", where, known)
+    return _download(found)
 
 
 def open_tensors(path: Path) -> Source:

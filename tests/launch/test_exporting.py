@@ -46,6 +46,22 @@ DISTILBERT = "distilbert-base-uncased:dim=48,n_layers=2,n_heads=4,hidden_dim=64"
 CLIP = (
     "clip-text-base:hidden_size=48,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64"
 )
+_HF = "hidden_size=48,num_hidden_layers=2,num_attention_heads=4"
+HF_CLIP = f"hf:clip-vit-base-patch32:{_HF},intermediate_size=64,patch_size=16"
+HF_SIGLIP = f"hf:siglip-base-patch16-224:{_HF},intermediate_size=64"
+HF_SIGLIP2 = f"hf:siglip2-base-patch16-naflex:{_HF},intermediate_size=64,num_patches=9"
+HF_VIT = f"hf:vit-base-patch16-224:{_HF},intermediate_size=64"
+HF_DINO = f"hf:dinov2-base:{_HF},patch_size=16"
+HF_REGISTERS = f"hf:dinov2-with-registers-base:{_HF},patch_size=16"
+HF_CONVNEXT = "hf:convnextv2-tiny-1k-224:hidden_sizes=16-24-32-40,depths=1-1-2-1"
+HF_SWIN = "hf:swin-tiny:embed_dim=16,depths=2-2,num_heads=2-4,window_size=4"
+MPNET = f"mpnet-base:{_HF},intermediate_size=64"
+XLM_ROBERTA = f"xlm-roberta-base:{_HF},intermediate_size=64"
+CHINESE = f"chinese-clip-text-base:{_HF},intermediate_size=64"
+SIGLIP = f"siglip-text-base:{_HF},intermediate_size=64"
+MODERN = f"modernbert-base:{_HF},intermediate_size=64"
+T5 = "t5-small:d_model=48,d_kv=16,d_ff=64,num_layers=2,num_heads=3"
+XLM = "xlm-mlm-en-2048:emb_dim=48,n_layers=2,n_heads=4,n_langs=2"
 CAPTIONS = [
     "a red apple",
     "two green birds over water",
@@ -109,6 +125,34 @@ MODELS = {
         "pool=avg, not max",
     ),
     "vit+bert, eos": (VIT, f"{BERT},pool=eos", "infonce", "not eos"),
+    "hf clip+mpnet": (HF_CLIP, MPNET, "infonce", None),
+    "hf siglip+xlm-roberta": (HF_SIGLIP, XLM_ROBERTA, "infonce", None),
+    "hf vit+roberta": (HF_VIT, ROBERTA, "infonce", None),
+    "hf dinov2+clip": (HF_DINO, CLIP, "infonce", None),
+    "hf convnext+bert": (HF_CONVNEXT, BERT, "infonce", None),
+    "hf swin+bert": (HF_SWIN, BERT, "infonce", None),
+    "hf siglip, avg+siglip": (f"{HF_SIGLIP},pool=avg", SIGLIP, "sigmoid", "the padding"),
+    "hf siglip2+t5": (HF_SIGLIP2, T5, "infonce", "takes images in patches"),
+    "hf clip, avg+modernbert": (f"{HF_CLIP},pool=avg", MODERN, "infonce", "pool=cls, not avg"),
+    "hf vit, cls+xlm, mean": (f"{HF_VIT},pool=cls", f"{XLM},pool=mean", "infonce", "not cls"),
+    "hf dinov2 with registers, max+mt5, last": (
+        f"{HF_REGISTERS},pool=max",
+        f"m{T5},pool=last",
+        "infonce",
+        "pool=cls, not max",
+    ),
+    "hf convnext, max+chinese clip": (
+        f"{HF_CONVNEXT},pool=max",
+        CHINESE,
+        "infonce",
+        "ChineseCLIPTextModel in its ChineseCLIPModel only",
+    ),
+    "hf swin, attention+mpnet, attention": (
+        f"{HF_SWIN},pool=attention",
+        f"{MPNET},pool=attention",
+        "infonce",
+        "pool=avg, not attention",
+    ),
     "odd vit+clip": (
         VIT.replace("mlp_dim=96", "mlp_dim=100"),
         CLIP,
@@ -300,7 +344,11 @@ def test_an_export_is_started_from_without_a_change(exports, name):
     to the last bit."""
     trained, folder, _ = exports[name]
     options = parse_options(["--import", str(folder), "--loss", MODELS[name][2]])
-    assert options.tokenizer_source() == str(folder) and options.image_tower == MODELS[name][0]
+    assert options.tokenizer_source() == str(folder)
+    image_tower = MODELS[name][0]
+    if image_tower.startswith("hf:"):  # its configuration lies in the folder
+        image_tower = f"hf:{folder}/image:pool={trained.towers[0].config['pool']}"
+    assert options.image_tower == image_tower
     tokenizer = load_tokenizer(options.tokenizer_source())
     assert batch_tokens(tokenizer, CAPTIONS, TOKENS)["input_ids"].equal(
         batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)["input_ids"]
