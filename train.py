@@ -48,7 +48,7 @@ from launch.settings.configuration import read_configuration
 from launch.settings.options import Options, parse_options
 from launch.settings.preprocessing import describe_pixels
 from launch.settings.recipe import as_begun, settle
-from models.towers.layers import whole_models_kept
+from models.towers.layers import library_models_kept
 
 
 def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> int:
@@ -116,7 +116,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     journal.say(batching.describe_shapes())
 
     # DeepSpeed around this rank's stage.
-    with whole_models_kept():
+    with library_models_kept():
         engine = build_engine(
             plan,
             config,

@@ -34,7 +34,7 @@ from launch.run.folder import RunFolder
 from launch.settings.blocks import dealing
 from models.towers.building import token_bytes
 from models.towers.fusion import pair_inputs, pair_scores
-from models.towers.layers import Tower, whole_models_kept
+from models.towers.layers import Tower, library_models_kept
 
 # Where the layout is given nothing is measured: stages are cut, and texts dealt, by the ratios of
 # estimates for such a device.
@@ -60,7 +60,7 @@ def run_costs(
     processes: Processes,
     folder: RunFolder,
 ) -> CostModel:
-    """Measured on all ranks together where the layout is "auto", else estimated. A run that goes on
+    """Measured on all ranks together where the layout or `compile` is "auto", else estimated. A run that goes on
     keeps what was measured when it began, as long as it computes in the same precision on the same
     kind of device.
 
@@ -81,6 +81,7 @@ def run_costs(
             costs.pairs,
             costs.token_bytes,
             compared,
+            costs.compiled_share,
         )
     # where they are dealt, texts of about equal lengths come together
     dealt = (
@@ -89,7 +90,8 @@ def run_costs(
         and not block.loss_per_micro_batch
     )
     lengths = _text_lengths(data, inputs) if dealt else None
-    if block.layout != AUTO:
+    compiling = {tower.branch: block.compiling(tower.branch) for tower in towers}
+    if block.layout != AUTO and AUTO not in compiling.values():
         device = find_device(NOMINAL.get(processes.device.type, "A100"))
         num_tokens = None if lengths is None else round(lengths.mean())
         return estimated_costs(
@@ -103,7 +105,7 @@ def run_costs(
         leave=False,
         bar_format="{desc}",
     )
-    with measuring, whole_models_kept():
+    with measuring, library_models_kept():
         profile = profile_together(
             {tower.branch: tower.specs for tower in towers},
             model.build_layer,
@@ -121,6 +123,7 @@ def run_costs(
             (pair_scores(model.fusion), partial(_example_pairs, towers), sizes["text"])
             if model.fusion
             else None,
+            compiling,
         )
     precision_bytes = DTYPES[precision_of(config)].itemsize
     layers = dict(profile.layers)
@@ -140,6 +143,7 @@ def run_costs(
         profile.pairs,
         token_bytes(towers, precision_bytes),
         compared,
+        profile.compiled_share,
     )
     folder.write_costs(cost_model_to_json(costs))
     return costs

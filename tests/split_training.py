@@ -55,6 +55,29 @@ TOWERS |= {
         32,
     ),
 }
+_SMALL = "hidden_size=48,num_attention_heads=4,num_hidden_layers=3"
+TOWERS |= {  # what blocks share, texts of full length, maps and registers, by transformers
+    "swin+mpnet": (
+        "hf:swin-tiny:embed_dim=16,depths=2-2,num_heads=2-4,window_size=4,drop_path_rate=0",
+        f"mpnet-base:{_SMALL},intermediate_size=64",
+        32,
+    ),
+    "siglip+t5": (
+        f"hf:siglip-base-patch16-224:{_SMALL},intermediate_size=64,patch_size=8",
+        "t5-small:d_model=48,d_kv=16,d_ff=64,num_layers=3,num_heads=3,dropout_rate=0",
+        32,
+    ),
+    "dinov2+modernbert": (
+        f"hf:dinov2-with-registers-base:{_SMALL},patch_size=8",
+        f"modernbert-base:{_SMALL},intermediate_size=64,local_attention=6,pool=mean",
+        32,
+    ),
+    "convnext+siglip": (
+        "hf:convnextv2-tiny-1k-224:hidden_sizes=16-24-32-40,depths=1-1-2-1",
+        f"siglip-text-base:{_SMALL},intermediate_size=64",
+        32,
+    ),
+}
 VOCAB, MAX_TOKENS, EMBED_DIM, SEED = 128, 16, 24, 5
 FIRST_INDEX = 10_000  # of the samples in their source
 LR, WEIGHT_DECAY = 1e-3, 0.1
@@ -78,6 +101,7 @@ class Case:
     schedule: str = "batch_sync"
     imported: str | None = None  # the module that registers this schedule
     kept_micro_batches: Any = None  # under replay
+    compile: Any = None
     checkpoint_interval: int = 0
     deals: dict[str, tuple] = field(
         default_factory=dict
@@ -144,6 +168,7 @@ class Case:
                 "ema": self.ema,
                 "schedule": self.schedule,
                 "kept_micro_batches": self.kept_micro_batches,
+                "compile": self.compile,
             },
         }
         if self.offload:
@@ -202,6 +227,7 @@ class Case:
         parts += [self.schedule] if self.schedule != "batch_sync" else []
         parts += [f"keep{self.kept_micro_batches}"] if self.kept_micro_batches is not None else []
         parts += [f"checkpoint{self.checkpoint_interval}"] if self.checkpoint_interval else []
+        parts += ["compile", self.compile] if self.compile else []
         parts += [f"dropout{self.dropout}"] if self.dropout else []
         parts += [f"dealt{'texts' * self.deals_texts}"] if self.deals else []
         parts += ["not_loaded"] if self.not_loaded else []
@@ -231,7 +257,11 @@ def towers_of(case: Case):
             else f",attention_dropout={case.dropout}"
         )
     else:
-        text += ",hidden_dropout_prob=0,attention_probs_dropout_prob=0" if "bert" in text else ""
+        text += (
+            ",hidden_dropout_prob=0,attention_probs_dropout_prob=0"
+            if text.startswith("bert")
+            else ""
+        )
     image_tower, text_tower = build_towers(
         image,
         text,

@@ -10,82 +10,77 @@ from models.towers.libraries import open_clip, torchvision
 
 @dataclass(frozen=True)
 class TowerCode:
-    """`imports` and `constructor`: lines that make `image` or `text`; `strict`: whether all of its
-    tensors are in the export; `features`: an expression of `pixel_values` or of `ids` and `mask`
-    [B, L], behind the line `run` if there is one."""
+    """`imports` and `constructor`: lines that make `image` or `text`, with its weights; `features`:
+    an expression of `pixel_values` or of `ids` [B, L]."""
 
     imports: str
     constructor: str
     features: str
-    strict: bool = True
-    run: str = ""
 
 
 def adapted(tower: Tower) -> TowerCode | None:
     """Of a tower that an adapter made (`models/towers/libraries`); None: another kind of tower."""
     if "arguments" not in tower.config and tower.config["library"] != "open_clip":
         return None
-    if tower.branch == "text":
-        return _open_clip_text(tower)
-    code = {"timm": _timm, "torchvision": _torchvision, "open_clip": _open_clip_image}
-    return code[tower.config["library"]](tower)
+    makers = {"timm": _timm, "torchvision": _torchvision, "open_clip": _open_clip_image}
+    make = _open_clip_text if tower.branch == "text" else makers[tower.config["library"]]
+    imports, constructor, features = make(tower)
+    strict = ", strict=False" if tower.config["unused"] else ""  # without what a tower does not use
+    weights = f'{tower.branch}.load_state_dict(of("{tower.branch}."){strict})'
+    return TowerCode(imports, f"{constructor}\n{weights}", features)
 
 
-def _timm(image: Tower) -> TowerCode:
+def _timm(image: Tower) -> tuple[str, str, str]:
     config = image.config
     pooled = config["pool"] == "attention"
-    return TowerCode(
+    return (
         "import timm",
         f"image = timm.create_model({config['architecture']!r}, num_classes=0"
         f"{_keywords(config['arguments'])})",
         _pooled(image, f"image{'.forward_features' if pooled else ''}(pixel_values)"),
-        not config["unused"],
     )
 
 
-def _torchvision(image: Tower) -> TowerCode:
+def _torchvision(image: Tower) -> tuple[str, str, str]:
     config = image.config
     parts = "".join(
         f"\nimage.set_submodule({path!r}, torch.nn.{module!r})"
         for path, module in torchvision.replaced(image).items()
     )
-    return TowerCode(
+    return (
         "import torchvision",
         f"image = torchvision.models.get_model({config['architecture']!r}"
         f"{_keywords(config['arguments'])}){parts}",
         _pooled(image, "image(pixel_values)"),
-        not config["unused"],
     )
 
 
-def _open_clip_image(image: Tower) -> TowerCode:
+def _open_clip_image(image: Tower) -> tuple[str, str, str]:
     config = image.config
     model = f"{config['output_dim']}, {config['config']}, {open_clip.SMALL_TEXT}"
     taken_off = {
         "visual.proj": "\nimage.proj = None",
         "visual.head.proj.weight": "\nimage.head.proj = torch.nn.Identity()",
     }
-    return TowerCode(
+    return (
         "import open_clip",
         f"image = open_clip.CLIP({model}, {config['quick_gelu']}).visual"
-        f"{taken_off.get(config['projection'], '')}",
+        f"{taken_off.get(config['library_projection'], '')}",
         _pooled(image, "image(pixel_values)"),
-        not config["unused"],
     )
 
 
-def _open_clip_text(text: Tower) -> TowerCode:
+def _open_clip_text(text: Tower) -> tuple[str, str, str]:
     config = text.config
     model = f"{config['output_dim']}, {open_clip.SMALL_IMAGE}, {config['config']}"
-    taken_off = "\ntext.text_projection = None" if config["projection"] else ""
+    taken_off = "\ntext.text_projection = None" if config["library_projection"] else ""
     length = config["config"]["context_length"]
-    return TowerCode(
+    return (
         "import open_clip",
         f"text = open_clip.CustomTextCLIP({model}, {config['quick_gelu']}).text{taken_off}",
         # it takes texts of its whole length
         f"text(torch.nn.functional.pad(ids, (0, {length} - ids.shape[1]), "
         f"value={config['config']['pad_id']}))",
-        not config["unused"],
     )
 
 

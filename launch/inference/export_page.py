@@ -4,12 +4,12 @@ libraries alone."""
 from __future__ import annotations
 
 from data.modalities.transforms import KEPT, SHRUNK
-from launch.inference.export_code import TowerCode, adapted
+from launch.inference.export_code import adapted
 from launch.inference.trained import Trained
-from launch.run.records import TEXT_FOLDER
 from models.towers.layers import Tower
+from models.towers.libraries import transformers_image, transformers_text
+from models.towers.libraries.transformers_image import PlacePool
 from models.towers.pooling import num_heads
-from models.weights.dual_encoder import POOLED_TEXT
 
 PIXELS = '''```python
 import numpy as np
@@ -45,50 +45,74 @@ def resized(pixels, size):
     return functional.resize(pixels, size, InterpolationMode.{interpolation}, antialias=True)
 ```'''
 
-DUAL_ENCODER = """```python
+WHOLE_MODEL = """```python
 import torch
-from transformers import AutoTokenizer, VisionTextDualEncoderModel
+from transformers import AutoTokenizer, {kind}
 
-model = VisionTextDualEncoderModel.from_pretrained(".").eval()
+model = {kind}.from_pretrained(".").eval()
 tokenizer = AutoTokenizer.from_pretrained(".")
 
 
 def embed(pixel_values, texts):
     \"\"\"image_embeds, text_embeds: of length 1.\"\"\"
-    tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
-    with torch.no_grad():
-        output = model(tokens["input_ids"], pixel_values, tokens["attention_mask"])
+    tokens = tokenizer(texts, padding={padding}, truncation=True, return_tensors="pt")
+{images}    with torch.no_grad():
+        output = model(input_ids=tokens["input_ids"], {given})
     return output.image_embeds, output.text_embeds
 ```"""
 
+# as SigLIP 2's own image processor makes them
+PATCHES = """    rows, columns = (length // {side} for length in pixel_values.shape[2:])
+    patches = pixel_values[..., : rows * {side}, : columns * {side}].unflatten(3, (columns, {side}))
+    patches = patches.unflatten(2, (rows, {side})).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+    seen = torch.ones(patches.shape[:2], dtype=torch.int64)
+    shapes = torch.tensor([[rows, columns]] * len(patches))
+"""
+
 STATE_DICT = """```python
-import torch
-{imports}
+import torch{imports}
 from safetensors.torch import load_file
-from transformers import {of_transformers}AutoTokenizer
+from transformers import {architectures}
 
 tensors = load_file("model.safetensors")
 of = lambda prefix: {{name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}}{attention}
 {constructor}
-image.load_state_dict(of("image."){image_strict})
-{text_constructor}
-text.load_state_dict(of("text."){text_strict})
+{text}
 image.eval(), text.eval()
 tokenizer = AutoTokenizer.from_pretrained(".")
 
 
 def embed(pixel_values, texts):
     \"\"\"image_embeds, text_embeds: of length 1.\"\"\"
-    tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    tokens = tokenizer(texts, padding={padding}, truncation=True, return_tensors="pt")
     ids, mask = tokens["input_ids"], tokens["attention_mask"]
     with torch.no_grad():
         image_features = {image_features}
-{text_run}        text_features = {text_features}
+{text_output}        text_features = {text_features}
     image_embeds = image_features @ tensors["head.image_projection.weight"].T
     text_embeds = text_features @ tensors["head.text_projection.weight"].T
     return torch.nn.functional.normalize(image_embeds), torch.nn.functional.normalize(text_embeds)
 ```"""
 
+
+FROM_TRANSFORMERS = """{branch} = {architecture}.from_pretrained(
+    None, config=AutoConfig.from_pretrained("{branch}"), state_dict=of("{branch}."){no_pooler}
+)"""
+
+IN_PATCHES = """
+
+
+def in_patches(pixel_values, side={side}):
+    \"\"\"What Siglip2VisionModel takes: patches with their channels last, which of them to attend to, and
+    their rows and columns.\"\"\"
+    rows, columns = (length // side for length in pixel_values.shape[2:])
+    cropped = pixel_values[..., : rows * side, : columns * side]
+    patches = cropped.unflatten(3, (columns, side)).unflatten(2, (rows, side)).permute(0, 2, 4, 3, 5, 1)
+    patches = patches.flatten(3).flatten(1, 2)
+    return patches, torch.ones(patches.shape[:2]), torch.tensor([[rows, columns]] * len(patches))
+
+
+"""
 
 ATTENTION = """
 
@@ -117,7 +141,7 @@ OTHER_POOL = {
 }  # of maps
 
 
-def export_page(trained: Trained, differences: list[str]) -> str:
+def export_page(trained: Trained, kind: str, differences: list[str]) -> str:
     """Markdown. Its code, in order, defines `embed` and `pixel_values`, run in the exported
     folder."""
     options, (image, text), pixels = trained.options, trained.towers, trained.preprocessing
@@ -131,8 +155,10 @@ def export_page(trained: Trained, differences: list[str]) -> str:
         f"{options['max_text_tokens']} tokens. Weights are in fp32. The loss read "
         f"`exp(logit_scale)` times the products of the embeddings{bias}; the scale is at most 100.",
         "## Load it",
-        _intro(image, text, differences),
-        _state_dict_example(image, text) if differences else DUAL_ENCODER,
+        _intro(differences, image, text),
+        _state_dict_example(image, text)
+        if differences
+        else _whole_model_example(kind, image, text),
         "## Images",
         "`preprocessor_config.json` is for transformers' `CLIPImageProcessor`, which gives the "
         f"very pixels of training for opaque images between {resize} and {int(KEPT * resize)} "
@@ -151,65 +177,120 @@ def export_page(trained: Trained, differences: list[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _intro(image: Tower, text: Tower, differences: list[str]) -> str:
+def _whole_model_example(kind: str, image: Tower, text: Tower) -> str:
+    full_length = text.config["pool"] == "head"  # where padding is read as any other token
+    most = text.config["max_text_tokens"]
+    in_patches = kind == "Siglip2Model"
+    given = "pixel_values=pixel_values"
+    if in_patches:
+        given = "pixel_values=patches, pixel_attention_mask=seen, spatial_shapes=shapes"
+    if not full_length:
+        given += ', attention_mask=tokens["attention_mask"]'
+    return WHOLE_MODEL.format(
+        kind=kind,
+        # SigLIP 2's tokenizer pads on the left by itself
+        padding=f'"max_length", max_length={most}, padding_side="right"' if full_length else True,
+        images=PATCHES.format(side=image.config["config"]["patch_size"]) if in_patches else "",
+        given=given,
+    )
+
+
+def _intro(differences: list[str], image: Tower, text: Tower) -> str:
     if not differences:
         return "`AutoProcessor` and `AutoTokenizer` load from this folder too."
-    of_image, of_text = (tower.config["library"] for tower in (image, text))
-    folder = "; `text/config.json` is transformers'" if of_text == "transformers" else ""
+    own = [f"`{tower.branch}/config.json`" for tower in (image, text) if _of_transformers(tower)]
+    of_image, of_text = (_possessive(tower.config["library"]) for tower in (image, text))
     return (
         "transformers has no model that is this one as a whole:\n\n"
         + "\n".join(f"- {difference}" for difference in differences)
-        + f"\n\n`model.safetensors` has the tensors of the image tower under {_of(of_image)} names behind `image.`, those of the text tower under "
-        f"{_of(of_text)} behind `text.`, and the projections and scalars behind `head.`{folder}."
+        + f"\n\n`model.safetensors` has the tensors of the image tower under {of_image} names behind `image.`, those of the text tower under "
+        f"{of_text} behind `text.`, and the projections and scalars behind `head.`"
+        + (f"; {' and '.join(own)} {'are' if len(own) > 1 else 'is'} transformers'" if own else "")
+        + "."
     )
 
 
-def _of(library: str) -> str:
-    """Its possessive."""
-    return {"open_clip": "OpenCLIP's"}.get(
-        library, f"{library}'" if library.endswith("s") else f"{library}'s"
-    )
+def _possessive(library: str) -> str:
+    return {"transformers": "transformers'", "open_clip": "OpenCLIP's"}.get(library, f"{library}'s")
+
+
+def _of_transformers(tower: Tower) -> bool:
+    return tower.config["library"] == "transformers"
 
 
 def _state_dict_example(image: Tower, text: Tower) -> str:
-    of_image = adapted(image) or _by_hand(image)
-    of_text = adapted(text) or _of_transformers(text)
+    imports, constructor = _constructor(image)
+    of_text = adapted(text)
     learned = [tower for tower in (image, text) if tower.config["pool"] == "attention"]
     pools = "".join(
         ATTENTION_OF.format(branch=tower.branch, width=tower.width, heads=num_heads(tower.width))
         for tower in learned
     )
-    not_strict = {True: "", False: ", strict=False"}
+    own = [tower.config["architecture"] for tower in (text, image) if _of_transformers(tower)]
+    full_length = text.config["pool"] == "head"  # where padding is read as any other token
+    most = text.config["max_text_tokens"]
+    output = f"text(input_ids=ids{'' if full_length else ', attention_mask=mask'})"
+    lines = dict.fromkeys(filter(None, (imports, of_text.imports if of_text else "")))
     return STATE_DICT.format(
-        imports="\n".join(dict.fromkeys(filter(None, (of_image.imports, of_text.imports)))),
-        of_transformers="AutoConfig, AutoModel, " if of_text.run else "",
-        constructor=of_image.constructor,
-        image_strict=not_strict[of_image.strict],
-        text_constructor=of_text.constructor,
-        text_strict=not_strict[of_text.strict],
-        attention=ATTENTION + pools if learned else "",
-        image_features=of_image.features,
-        text_run=f"        {of_text.run}\n" if of_text.run else "",
-        text_features=of_text.features,
+        imports="".join(f"\n{line}" for line in lines),
+        constructor=constructor,
+        text=of_text.constructor if of_text else _from_transformers(text),
+        architectures=", ".join(
+            dict.fromkeys([*(["AutoConfig"] if own else []), "AutoTokenizer", *own])
+        ),
+        padding=f'"max_length", max_length={most}' if full_length else True,
+        text_output="" if of_text else f"        output = {output}\n",
+        attention=(ATTENTION + pools if learned else "") + _patches(image),
+        image_features=_image_features(image),
+        text_features=of_text.features if of_text else _text_features(text),
     )
 
 
-def _by_hand(image: Tower) -> TowerCode:
-    return TowerCode(*_constructor(image), _image_features(image))
-
-
-def _of_transformers(text: Tower) -> TowerCode:
-    pooler = POOLED_TEXT.get(text.config["architecture"]) == "pooler"
-    without = ", add_pooling_layer=False" if pooler and text.config["pool"] != "pooler" else ""
-    return TowerCode(
-        "",
-        f'text = AutoModel.from_config(AutoConfig.from_pretrained("{TEXT_FOLDER}"){without})',
-        _text_features(text),
-        run="output = text(input_ids=ids, attention_mask=mask)",
+def _from_transformers(tower: Tower) -> str:
+    architecture, pool = tower.config["architecture"], tower.config["pool"]
+    families = {"image": transformers_image.FAMILIES, "text": transformers_text.FAMILIES}
+    has_pooler = "pooler" in families[tower.branch][tower.config["config"]["model_type"]].pools
+    return FROM_TRANSFORMERS.format(
+        branch=tower.branch,
+        architecture=architecture,
+        no_pooler=", add_pooling_layer=False" if has_pooler and pool != "pooler" else "",
     )
+
+
+def _patches(image: Tower) -> str:
+    if image.config["architecture"] != "Siglip2VisionModel":
+        return ""
+    return IN_PATCHES.format(side=image.config["patch_size"])
+
+
+def _features_of_transformers(image: Tower) -> str:
+    """As `ImagePool` does: the library's pooled output, or its last states pooled otherwise."""
+    last, pool = image.specs[-2].template, image.config["pool"]
+    given = "*in_patches(pixel_values)" if _patches(image) else "pixel_values"
+    if pool == transformers_image.FAMILIES[image.config["config"]["model_type"]].pools[0]:
+        return f"image({given}).pooler_output"
+    states = f"image({given}).last_hidden_state"
+    norm = image.config["architecture"].startswith(("CLIP", "ChineseCLIP", "ConvNext"))
+    name = "post_layernorm" if "CLIP" in image.config["architecture"] else "layernorm"
+    if isinstance(last, PlacePool):
+        return f"image.layernorm({states}.amax((-2, -1)))"
+    if image.config["architecture"].startswith("ConvNext"):
+        states = f"{states}.flatten(2).transpose(1, 2)"
+    if pool == "attention":
+        return f"image_pool(image.{name}({states}))" if norm else f"image_pool({states})"
+    pooled = {
+        "cls": f"{states}[:, 0]",
+        "avg": f"{states}[:, {last.skipped}:].mean(1)",
+        "max": f"{states}[:, {last.skipped}:].amax(1)",
+    }[pool]
+    return f"image.{name}({pooled})" if norm else pooled
 
 
 def _image_features(image: Tower) -> str:
+    if code := adapted(image):
+        return code.features
+    if _of_transformers(image):
+        return _features_of_transformers(image)
     pool = image.config["pool"]
     if "patch_size" in image.config and pool != "cls":
         patches = "torch.cat([image.class_token.expand(len(pixel_values), -1, -1), image._process_input(pixel_values)], 1)"
@@ -239,13 +320,23 @@ def _text_features(text: Tower) -> str:
         "max": "output.last_hidden_state.masked_fill(mask[..., None] == 0, -torch.inf).amax(1)",
         "attention": "text_pool(output.last_hidden_state, mask == 0)",
         "pooler": "output.pooler_output",
+        "head": "output.pooler_output",
         "eos": "output.pooler_output",
     }[pool]
 
 
 def _constructor(image: Tower) -> tuple[str, str]:
-    """The import and the lines that make torchvision's model of these sizes, without its
-    classifier, as `image`."""
+    """The import and the lines that make the library's model of these sizes, without its
+    classifier, as `image`, with its weights."""
+    if code := adapted(image):
+        return code.imports, code.constructor
+    if _of_transformers(image):
+        return "", _from_transformers(image)
+    imports, made = _constructor_of_torchvision(image)
+    return imports, f'{made}\nimage.load_state_dict(of("image."))'
+
+
+def _constructor_of_torchvision(image: Tower) -> tuple[str, str]:
     sizes = image.config
     if "layers" in sizes:
         block = "Bottleneck" if sizes["bottleneck"] else "BasicBlock"

@@ -9,7 +9,9 @@ import json
 from pathlib import Path
 
 from models.towers.image import full_name as full_image_name
+from models.towers.libraries import transformers_image
 from models.towers.libraries.torchvision_by_hand import ARCHITECTURES, ResNetSizes
+from models.towers.libraries.transformers_text import Family
 from models.towers.names import join_name, split_name
 from models.towers.text import LIBRARIES, OWN, of_library
 from models.towers.text import full_name as full_text_name
@@ -29,10 +31,19 @@ POOLING_MODES = {  # of its pooling file -> ours
 
 
 def image_name(name: str, weights: str | None) -> str:
-    """`name` with its library, and with `zero_init_residual=true` for a ResNet from scratch: each
-    block starts as the identity (Goyal et al. 2017, section 5.1; timm's default)."""
+    """`name` with its library; with `zero_init_residual=true` for a ResNet from scratch: each block
+    starts as the identity (Goyal et al. 2017, section 5.1; timm's default); with `pool=cls` for a
+    ViT of transformers whose weights hold no pooler."""
     name = full_image_name(name)
     base, given = split_name(name)
+    if base.startswith(transformers_image.HF):
+        pools, hub_id = transformers_image.of_library(base)
+        if "pool" in given or pools[0] != "pooler":
+            return name
+        held = weights is not None and _holds(
+            "image.pooler.dense.weight", find_weights("image", weights, name, hub_id)
+        )
+        return join_name(base, {**given, "pool": "pooler" if held else "cls"})
     if (
         weights is None
         and isinstance(ARCHITECTURES.get(base), ResNetSizes)
@@ -44,7 +55,7 @@ def image_name(name: str, weights: str | None) -> str:
 
 def text_name(name: str, weights: str | None) -> str:
     """`name` with its library and with `pool=`: as the weights were trained; from scratch the mean
-    over the tokens, and where the text ends for CLIP's own. OpenCLIP's models say it themselves.
+    over the tokens. The towers of published image-text models (CLIP, SigLIP) keep their own.
 
     A sentence encoder says it in a file of its own; other weights were trained with the library's
     pooler if they hold one. `weights` as in `open_weights`. Errors: as there, and ValueError for a
@@ -54,27 +65,27 @@ def text_name(name: str, weights: str | None) -> str:
     base, given = split_name(name)
     if base in OWN or base.startswith(tuple(LIBRARIES)):
         return name
-    library, hub_id = of_library(base)
-    if "pool" in given or library == "eos":
+    family, hub_id = of_library(base)
+    if "pool" in given or family.contrastive:
         return name
     pool = (
         "mean"
         if weights is None
-        else _trained_pool(find_weights("text", weights, name, hub_id), library)
+        else _trained_pool(find_weights("text", weights, name, hub_id), family)
     )
     return join_name(base, {**given, "pool": pool})
 
 
-def _trained_pool(path: Path, library: str) -> str:
+def _trained_pool(path: Path, family: Family) -> str:
     folder = path if path.is_dir() else path.parent
     if (folder / SENTENCE_ENCODER).is_file():
         return _pool_of_sentence_encoder(folder)
-    return (
-        "pooler"
-        if library == "pooler"
-        and "text.pooler.dense.weight" in canonical_names("text", open_tensors(path)[0])
-        else "mean"
-    )
+    own = family.pooled_by == "pooler" and _holds("text.pooler.dense.weight", path)
+    return "pooler" if own else "mean"
+
+
+def _holds(canonical: str, path: Path) -> bool:
+    return canonical in canonical_names(canonical.split(".")[0], open_tensors(path)[0])
 
 
 def _pool_of_sentence_encoder(folder: Path) -> str:

@@ -6,18 +6,26 @@
 | `efficientnet_b0`, `swin_t`, … | torchvision's other classifiers |
 | `timm:NAME` | any of timm's models |
 | `open_clip:MODEL` | the image side of one of OpenCLIP's models |
+| `hf:NAME` | transformers' vision models |
 | a name in `OWN` | one of your own |
 """
 
 from collections.abc import Callable, Iterable
 
 from models.towers.layers import Tower
-from models.towers.libraries import open_clip, timm, torchvision, torchvision_by_hand
+from models.towers.libraries import (
+    open_clip,
+    timm,
+    torchvision,
+    torchvision_by_hand,
+    transformers_image,
+)
 from models.towers.names import alike, join_name, nearest, split_name
 
 LIBRARIES: dict[str, Callable[[str, int], Tower]] = {
     timm.PREFIX: timm.image_tower,
     open_clip.PREFIX: open_clip.image_tower,
+    transformers_image.HF: transformers_image.image_tower,
 }
 """How names begin -> from a whole name and the image size to a tower without a head."""
 
@@ -70,7 +78,7 @@ def full_name(name: str) -> str:
         f"image tower {base!r} is not known; did you mean "
         f"{nearest(base, [*_torchvisions(), *OWN])!r}? Known: "
         f"{', '.join(sorted([*torchvision_by_hand.ARCHITECTURES, *OWN]))}, torchvision's other "
-        "classifiers, timm:NAME and open_clip:MODEL"
+        "classifiers, timm:NAME, open_clip:MODEL and hf:ORGANISATION/MODEL"
     )
 
 

@@ -9,7 +9,7 @@ library's own.
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ class Layer(nn.Module):
     the library's name, or `head.` + ours. The first component is the group whose gradient norm is
     clipped together. `added`: how the local names of tensors begin that the library's model does
     not have, and how their canonical names do behind the branch. `unsaved_names`: the library's
-    names of buffers that are not part of the state, for layers with a `WholeModel`.
+    names of buffers that are not part of the state, for layers with a `LibraryModel`.
     """
 
     reads: tuple[str, ...] = ()
@@ -87,12 +87,12 @@ class Weights(Protocol):
         """Copy the pretrained tensors of this layer into it, in place."""
 
 
-class WholeModel:
+class LibraryModel:
     """First values of layers whose library initialises a model as a whole: its model is made real
     once, in fp32 on the CPU, and each layer copies its own tensors out of it.
 
     That takes the memory and the time of the whole tower on every rank, whatever its stage holds,
-    for as long as layers are built; `whole_models_kept` makes it once for all of them and frees it.
+    for as long as layers are built; `library_models_kept` makes it once for all of them and frees it.
     """
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
@@ -136,8 +136,8 @@ _KEPT: ContextVar[dict[tuple[int, int], dict[str, Tensor]] | None] = ContextVar(
 
 
 @contextlib.contextmanager
-def whole_models_kept() -> Iterator[None]:
-    """Within it each `WholeModel` is made once, however many layers are built; at its end they are
+def library_models_kept() -> Iterator[None]:
+    """Within it each `LibraryModel` is made once, however many layers are built; at its end they are
     freed. Without it, each layer makes its own."""
     token = _KEPT.set({} if _KEPT.get() is None else _KEPT.get())
     try:
@@ -152,7 +152,7 @@ class LayerSpec:
     `build` makes a real copy.
 
     `initialise(layer)` applies the library's own initialisation to a layer with unset tensors,
-    drawing from torch's CPU generator. With `whole`, it does so for what was `added` to the
+    drawing from torch's CPU generator. With `original`, it does so for what was `added` to the
     library's model, and the rest is copied from there.
     """
 
@@ -160,7 +160,7 @@ class LayerSpec:
     branch: str  # such as image or text
     template: Layer = field(repr=False, compare=False)
     initialise: Callable[[Layer], None] = field(repr=False, compare=False)
-    whole: WholeModel | None = field(default=None, repr=False, compare=False)
+    original: LibraryModel | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_parameters(self) -> int:
@@ -190,9 +190,9 @@ class LayerSpec:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(stable_seed(seed, self.name))
             self.initialise(layer)
-            if self.whole is not None:  # the same for all layers of the branch
-                self.whole.fill(layer, stable_seed(seed, self.branch))
-        if self.whole is None:
+            if self.original is not None:  # the same for all layers of the branch
+                self.original.fill(layer, stable_seed(seed, self.branch))
+        if self.original is None:
             _remake_buffers(layer, self.name)
         _refuse_unset(layer, self.name)
         if weights is not None:
@@ -247,20 +247,22 @@ def cut(
     layers: list[tuple[str, Layer]],
     initialise: Callable[[Layer], None],
     dropped: tuple[str, ...] = (),
-    whole: WholeModel | None = None,
+    state: Mapping[str, Tensor] | None = None,
+    original: LibraryModel | None = None,
 ) -> tuple[LayerSpec, ...]:
     """Name the layers' tensors after the library model they share them with, and make their
-    recipes; `whole` as in `LayerSpec`.
+    recipes; `original` as in `LayerSpec`.
 
-    Every tensor of `model.state_dict()` must be in exactly one layer, but for those whose names
-    start with a prefix in `dropped`.
+    `state`: the model's own tensors by the names that they get; None: `model.state_dict()`. Each
+    must be in exactly one layer, but for those whose names start with a prefix in `dropped`.
     """
-    named = reversed(model.state_dict(keep_vars=True).items())
-    library_names = {id(tensor): name for name, tensor in named}  # of several names the first
+    state = model.state_dict(keep_vars=True) if state is None else state
+    # of several names of a tensor the first
+    library_names = {id(tensor): name for name, tensor in reversed(state.items())}
     expected = sorted(
         name for name in library_names.values() if not name.startswith(dropped or ("\0",))
     )
-    unsaved = {id(buffer): name for name, buffer in model.named_buffers()} if whole else {}
+    unsaved = {id(buffer): name for name, buffer in model.named_buffers()} if original else {}
     owned = []
     for _, layer in layers:
         names = set()  # a tensor that modules of one layer share has several local names there
@@ -283,7 +285,7 @@ def cut(
             f"{sorted(set(owned) ^ set(expected)) or 'a tensor is in two layers'}"
         )
     return tuple(
-        LayerSpec(f"{branch}.{name}", branch, layer, initialise, whole) for name, layer in layers
+        LayerSpec(f"{branch}.{name}", branch, layer, initialise, original) for name, layer in layers
     )
 
 
@@ -297,13 +299,17 @@ def reset(layer: nn.Module) -> None:
             reset()
 
 
+UNSET = -1  # in buffers of integers, which hold indices
+
+
 def _poison(layer: Layer) -> None:
     """Unset memory may look initialised; not-a-number does not."""
-    for tensor in layer.state_dict().values():
+    persistent = layer.state_dict()
+    for name, tensor in [*persistent.items(), *layer.named_buffers()]:
         if tensor.is_floating_point():
             tensor.fill_(float("nan"))
         else:
-            tensor.zero_()
+            tensor.fill_(0 if name in persistent else UNSET)
 
 
 def _remake_buffers(layer: Layer, name: str) -> None:
@@ -318,7 +324,7 @@ def _remake_buffers(layer: Layer, name: str) -> None:
             buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))  # [1, positions]
         elif kind == "token_type_ids":
             buffer.zero_()  # [1, positions]
-        else:
+        elif (buffer.isnan() if buffer.is_floating_point() else buffer == UNSET).any():
             raise RuntimeError(
                 f"layer {name}: no rule says how to fill the buffer {local!r}; add one in "
                 "models/towers/layers.py"

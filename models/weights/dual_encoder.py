@@ -5,7 +5,7 @@ torchvision's ViT is transformers' `Dinov2Model` with a layer scale of 1: normal
 part, the class token behind the final norm as pooled output. (`ViTModel` sends that through a tanh;
 `CLIPVisionModel` has a norm before the blocks.) torchvision's ConvNeXt is `ConvNextModel`. The
 pooled output of transformers' ResNet keeps two dimensions of size 1, which the dual encoder's
-projection refuses.
+projection refuses. Image towers that are transformers' own (`hf:`) are themselves.
 """
 
 from typing import Any
@@ -15,15 +15,18 @@ from transformers import ConvNextConfig, Dinov2Config, PreTrainedConfig, VisionT
 
 from models.towers.layers import Tower
 from models.towers.libraries.torchvision_by_hand import ARCHITECTURES
+from models.towers.libraries.transformers_image import FAMILIES
 from models.weights.translation import Pair, renamed
 
 POOLED_TEXT = {
     "BertModel": "pooler",
     "RobertaModel": "pooler",
     "XLMRobertaModel": "pooler",
+    "MPNetModel": "pooler",
     "CLIPTextModel": "eos",
 }  # and how
 POOLED_IMAGE = {"vit": "cls", "convnext": "avg"}
+OF_TRANSFORMERS = "transformers"
 ENDS = (".weight", ".bias")
 EPS = 1e-6  # of torchvision's layer norms in ViT and ConvNeXt
 
@@ -42,10 +45,10 @@ def what_differs(image: Tower, text: Tower) -> list[str]:
 def towers_differ(image: Tower, text: Tower) -> list[str]:
     """The same of the towers alone."""
     others = [
-        f"transformers' dual encoder has no tower that is {tower.config['architecture']} of "
+        f"transformers has no tower that is {tower.config['architecture']} of "
         f"{tower.config['library']}"
         for tower in (image, text)
-        if not is_of_dual_encoder(tower)
+        if not _may_be_of_transformers(tower)
     ]
     if others:
         return others
@@ -60,13 +63,27 @@ def towers_differ(image: Tower, text: Tower) -> list[str]:
             "transformers' Dinov2Model has an inner layer of whole multiples of "
             f"{image.config['hidden_dim']}, not {image.config['mlp_dim']}"
         )
-    if image.config["pool"] != POOLED_IMAGE.get(kind, image.config["pool"]):
-        reasons.append(
-            f"transformers pools the images by pool={POOLED_IMAGE[kind]}, not "
-            f"{image.config['pool']}"
-        )
+    if image.config["architecture"] == "Siglip2VisionModel":
+        reasons.append("transformers' Siglip2VisionModel takes images in patches")
+    for tower in (image, text):
+        if tower.config["architecture"].startswith("ChineseCLIP"):
+            reasons.append(
+                f"transformers has {tower.config['architecture']} in its ChineseCLIPModel only"
+            )
+    own = (
+        FAMILIES[image.config["config"]["model_type"]].pools[0]
+        if kind == OF_TRANSFORMERS
+        else POOLED_IMAGE.get(kind, image.config["pool"])
+    )
+    if image.config["pool"] != own:
+        reasons.append(f"transformers pools the images by pool={own}, not {image.config['pool']}")
     architecture = text.config["architecture"]
-    if architecture not in POOLED_TEXT:
+    if text.config["pool"] == "head":
+        reasons.append(
+            f"transformers' {architecture} pools the last token of the padding, which the dual "
+            "encoder masks"
+        )
+    elif architecture not in POOLED_TEXT:
         reasons.append(f"transformers' {architecture} has no pooled output")
     elif text.config["pool"] != POOLED_TEXT[architecture]:
         reasons.append(
@@ -80,11 +97,12 @@ def towers_differ(image: Tower, text: Tower) -> list[str]:
     return reasons
 
 
-def is_of_dual_encoder(tower: Tower) -> bool:
-    """Is it of the architectures that were cut by hand, which are looked at one by one here?"""
-    if tower.branch == "text":
-        return tower.config["library"] == "transformers"
-    return tower.config["architecture"] in ARCHITECTURES and "arguments" not in tower.config
+def _may_be_of_transformers(tower: Tower) -> bool:
+    """Is it transformers' own, or one of torchvision's that are looked at one by one here?"""
+    if tower.config["library"] == OF_TRANSFORMERS:
+        return True
+    by_hand = tower.config["library"] == "torchvision" and "arguments" not in tower.config
+    return by_hand and tower.config["architecture"] in ARCHITECTURES
 
 
 def dual_encoder_config(
@@ -92,8 +110,8 @@ def dual_encoder_config(
 ) -> VisionTextDualEncoderConfig:
     """Of towers of which nothing differs."""
     return VisionTextDualEncoderConfig(
-        vision_config=_vision_config(image).to_dict(),
-        text_config=text_config(text),
+        vision_config=_vision_config(image),
+        text_config=library_config(text),
         projection_dim=image.config["embed_dim"],
         logit_scale_init_value=logit_scale,
         architectures=["VisionTextDualEncoderModel"],
@@ -101,30 +119,28 @@ def dual_encoder_config(
     )
 
 
-def text_config(text: Tower) -> dict[str, Any]:
-    """The configuration of transformers' model that is the text tower."""
+def library_config(tower: Tower) -> dict[str, Any]:
+    """The configuration of transformers' model that is the tower."""
     config = {
         key: value
-        for key, value in text.config["config"].items()
+        for key, value in tower.config["config"].items()
         if key not in ("dtype", "transformers_version", "_name_or_path")
     }
-    eos_token_id = text.config["eos_token_id"]
-    return {**config, "architectures": [text.config["architecture"]]} | (
+    eos_token_id = tower.config.get("eos_token_id")
+    return {**config, "architectures": [tower.config["architecture"]]} | (
         {"eos_token_id": eos_token_id} if eos_token_id is not None else {}
     )
 
 
 def dual_encoder_pairs(image: Tower, text: Tower) -> list[Pair]:
     """Our names and those in a folder of the dual encoder, as transformers writes them to disk."""
-    pairs = (
-        _vit_pairs(image.config["num_layers"])
-        if _kind(image) == "vit"
-        else _convnext_pairs(image.config["depths"])
-    )
-    for name in (
-        name for spec in text.specs[:-1] for name in spec.template.canonical_names.values()
-    ):
-        pairs += renamed(name, f"text_model.{name.removeprefix('text.')}")
+    if _kind(image) == OF_TRANSFORMERS:
+        pairs = same_pairs(image, "vision_model")
+    elif _kind(image) == "vit":
+        pairs = _vit_pairs(image.config["num_layers"])
+    else:
+        pairs = _convnext_pairs(image.config["depths"])
+    pairs += same_pairs(text, "text_model")
     pairs += renamed("head.image_projection.weight", "visual_projection.weight")
     pairs += renamed("head.text_projection.weight", "text_projection.weight")
     return [*pairs, scale_pair("logit_scale")]
@@ -140,11 +156,30 @@ def scale_pair(theirs: str) -> Pair:
     )
 
 
+def same_pairs(tower: Tower, there: str) -> list[Pair]:
+    """Of a tower that is called as in transformers' files."""
+    names = [name for spec in tower.specs[:-1] for name in spec.template.canonical_names.values()]
+    return [
+        pair
+        for name in names
+        for pair in renamed(name, f"{there}.{name.removeprefix(f'{tower.branch}.')}")
+    ]
+
+
 def _kind(image: Tower) -> str:
+    if image.config["library"] == "transformers":
+        return OF_TRANSFORMERS
     return image.config["architecture"].split("_")[0].rstrip("0123456789")  # resnet, vit, convnext
 
 
-def _vision_config(image: Tower) -> PreTrainedConfig:
+def _vision_config(image: Tower) -> dict[str, Any]:
+    if _kind(image) == OF_TRANSFORMERS:
+        # ConvNeXt has no such key; the dual encoder asks for it
+        return {**library_config(image), "hidden_size": image.width}
+    return _config_of_torchvision(image).to_dict()
+
+
+def _config_of_torchvision(image: Tower) -> PreTrainedConfig:
     sizes = image.config
     if _kind(image) == "convnext":
         return ConvNextConfig(

@@ -1,15 +1,12 @@
 """Weights of towers that libraries' adapters made: under which names libraries publish them, and
-fitted to the tower where its size is another one."""
+under which names their files have them."""
 
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from models.towers.layers import Tower
 from models.towers.libraries import open_clip, timm
@@ -99,40 +96,14 @@ def named_as_tower(source: Source, tower: Tower) -> Source:
     return list(inside), lambda name: shape_of(inside[name]), lambda name: tensor_of(inside[name])
 
 
-def fitted(source: Source, tower: Tower, shapes: Shapes, where: str) -> Source:
-    """The same weights for the tower's size: position embeddings are interpolated, and timm's files
-    of older or other writers are converted by timm. A file that fits stays as it is, and is read
+def converted_by_timm(source: Source, tower: Tower, shapes: Shapes, where: str) -> Source:
+    """The same weights for one of timm's towers: timm converts files of older or other writers, and
+    interpolates the positions of another image size. A file that fits stays as it is, and is read
     tensor by tensor; one that timm converts is read as a whole."""
     names, shape_of, tensor_of = source
-    library = tower.config.get("library")
     fits = set(names).issuperset(shapes) and all(shape_of(n) == shapes[n] for n in shapes)
-    if fits or library not in ("timm", "torchvision", "open_clip"):
+    if tower.config.get("library") != "timm" or fits:
         return source
-    if library == "timm":
-        return _by_timm(source, tower, shapes, where)
-    resized = {
-        name: shapes[name]
-        for name in shapes
-        if name in names and _is_positions(name) and shape_of(name) != shapes[name]
-    }
-    for name in [n for n in resized if _grids(shape_of(n), resized[n], tower.branch) is None]:
-        del resized[name]
-    for name, shape in resized.items():
-        old, new = _grids(shape_of(name), shape, tower.branch)
-        log.info("%s: %s is interpolated from %s to %s", where, name, _words(old), _words(new))
-    return (
-        names,
-        lambda name: resized.get(name, shape_of(name)),
-        lambda name: (
-            _resized(tensor_of(name), resized[name], tower.branch)
-            if name in resized
-            else tensor_of(name)
-        ),
-    )
-
-
-def _by_timm(source: Source, tower: Tower, shapes: Shapes, where: str) -> Source:
-    names, shape_of, tensor_of = source
     config = tower.config
     state = {name: tensor_of(name) for name in names}
     try:
@@ -145,43 +116,6 @@ def _by_timm(source: Source, tower: Tower, shapes: Shapes, where: str) -> Source
     for name in changed:
         log.info("%s: timm changes %s from %s to %s", where, name, shape_of(name), made[1](name))
     return made
-
-
-def _is_positions(name: str) -> bool:
-    return name.rpartition(".")[2] in ("pos_embedding", "positional_embedding")
-
-
-def _grids(
-    old: tuple[int, ...], new: tuple[int, ...], branch: str
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Rows and columns of two tables of positions [(1,) 1 + rows * columns, W], or for texts their
-    lengths; None: they are not square, or of other widths."""
-    if len(old) != len(new) or old[-1] != new[-1]:
-        return None
-    if branch == "text":
-        return (old[-2],), (new[-2],)
-    sides = [math.isqrt(shape[-2] - 1) for shape in (old, new)]
-    if any(side**2 != shape[-2] - 1 for side, shape in zip(sides, (old, new))):
-        return None
-    return (sides[0],) * 2, (sides[1],) * 2
-
-
-def _words(grid: tuple[int, ...]) -> str:
-    return f"{'x'.join(map(str, grid))} {'patches' if len(grid) == 2 else 'tokens'}"
-
-
-def _resized(positions: Tensor, shape: tuple[int, ...], branch: str) -> Tensor:
-    """The table with `shape` [(1,) N, W]: bicubic with antialiasing between patches, the class
-    token as it is; linear between tokens. As timm and OpenCLIP do."""
-    table = positions.reshape(-1, shape[-1]).float()
-    if branch == "text":
-        made = F.interpolate(table.t()[None], shape[-2], mode="linear")[0].t()
-    else:
-        side, size = math.isqrt(len(table) - 1), math.isqrt(shape[-2] - 1)
-        grid = table[1:].t().unflatten(1, (side, side))[None]  # [1, W, side, side]
-        grid = F.interpolate(grid, (size, size), mode="bicubic", antialias=True)
-        made = torch.cat([table[:1], grid[0].flatten(1).t()])
-    return made.reshape(shape).to(positions.dtype)
 
 
 def _unfit(what: str, tower: Tower, error: Exception) -> ValueError:

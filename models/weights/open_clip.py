@@ -69,10 +69,16 @@ def _refuse_other_width(where: str, image: Tower, text: Tower) -> None:
     leave that as it is."""
     for tower in (image, text):
         config = tower.config
-        if config["projection"] is None and config["embed_dim"] != tower.width:
+        projected = config.get("projection") != "none"
+        if (
+            projected
+            and config["library_projection"] is None
+            and config["embed_dim"] != tower.width
+        ):
             raise ValueError(
                 f"--import {where}: the projection of {tower.name} is a part of the tower, which "
-                f"makes {tower.width} numbers; give --embed-dim {tower.width}"
+                f"makes {tower.width} numbers; give --embed-dim {tower.width}, and --projection none "
+                "where that holds for both towers"
             )
 
 
@@ -130,7 +136,9 @@ def _side_pairs(tower: Tower, prefix: str) -> list[Pair]:
     for spec in tower.specs[:-1]:
         for name in spec.template.canonical_names.values():
             pairs += renamed(name, prefix + name.split(".", 1)[1])
-    head, theirs = f"head.{tower.branch}_projection.weight", tower.config["projection"]
+    if tower.config.get("projection") == "none":
+        return pairs
+    head, theirs = f"head.{tower.branch}_projection.weight", tower.config["library_projection"]
     if theirs is None:
         pairs.append(Pair((head,), (), lambda: (torch.eye(tower.width),)))
     elif theirs.endswith(".weight"):

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,18 +21,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.towers.layers import Layer, Tower
+from models.towers.libraries import transformers_image
+from models.towers.libraries.transformers_text import PRESETS
 from models.towers.names import nearest, refuse
-from models.towers.text import PRESETS
-from models.weights.dual_encoder import dual_encoder_pairs, towers_differ
+from models.towers.text import hub_id_of
+from models.weights.dual_encoder import OF_TRANSFORMERS, dual_encoder_pairs, towers_differ
 from models.weights.libraries import (
-    fitted,
+    converted_by_timm,
     in_memory,
     named_as_tower,
     published_open_clip,
     published_timm,
 )
 from models.weights.open_clip import is_open_clip, open_clip_pairs, refuse_other_architecture
+from models.weights.positions import Resize, resizers
 from models.weights.translation import Source, as_ours, plain_names
+from models.weights.whole_models import whole_model_pairs
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +45,24 @@ POOLING = (
     "modules.json",
     "*_Pooling/config.json",
 )  # how a sentence encoder pools, beside its weights
-PREFIXES = (
-    "module.",
-    "bert.",
-    "roberta.",
-    "distilbert.",
-    "text_model.",
-)  # of wrappers and of models with a task head
-RENAMED = {  # what older versions of the libraries wrote
-    "text": ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
+# what a whole model has beside its weights
+WHOLE = ("*.json", "*.txt", "*.model")
+PREFIXES = {  # of wrappers, of models with a task head, and of models of images and texts
+    "text": (
+        *("module.", "bert.", "roberta.", "distilbert.", "electra.", "mpnet.", "model."),
+        "text_model.",
+    ),
+    "image": (
+        *("module.", "vit.", "dinov2.", "dinov2_with_registers.", "convnext.", "convnextv2."),
+        *("swin.", "vision_model."),
+    ),
+}
+RENAMED = {  # what older versions of the libraries wrote, and XLM's prefix, which DistilBERT has
+    "text": (
+        (r"LayerNorm\.gamma$", "LayerNorm.weight"),
+        (r"LayerNorm\.beta$", "LayerNorm.bias"),
+        (r"^transformer\.(?!layer\.)", ""),
+    ),
     "image": ((r"\.mlp\.linear_1\.", ".mlp.0."), (r"\.mlp\.linear_2\.", ".mlp.3.")),
 }
 # absent from masked-language-model checkpoints, from those written before BatchNorm counted its
@@ -64,7 +77,8 @@ class WeightReader:
     """The tensors of some groups (image, text, head) in some files, by canonical name. `names`:
     canonical name -> name in the file.
 
-    `read_names` lists the names in the file that were read so far.
+    `read_names` lists the names in the file that were read so far. `resizers`: by canonical name,
+    what makes a tensor of another shape fit (`models/weights/positions.py`).
     """
 
     groups: tuple[str, ...]
@@ -73,6 +87,7 @@ class WeightReader:
     shape_of: Callable[[str], tuple[int, ...]]
     tensor_of: Callable[[str], Tensor]
     read_names: list[str] = field(default_factory=list)
+    resizers: Mapping[str, Resize] = field(default_factory=dict)
 
     def fill(self, layer: Layer) -> None:
         """Copy this layer's tensors into it, in place, in its dtype. Other groups and tensors one
@@ -87,7 +102,7 @@ class WeightReader:
         for canonical, target in wanted.items():
             if canonical in self.names:
                 self.read_names.append(self.names[canonical])
-                target.copy_(self.tensor_of(self.names[canonical]))
+                target.copy_(self._fitting(canonical, target))
         absent = [
             canonical
             for canonical in wanted
@@ -114,18 +129,38 @@ class WeightReader:
                     "same architecture and size"
                 )
             found_shape = self.shape_of(self.names[canonical])
-            if found_shape != shape:
+            if found_shape != shape and not self._can_resize(canonical, found_shape, shape):
                 raise ValueError(
                     f"{self.source}: {canonical} has shape {found_shape} there but {shape} in the "
                     "tower; " + _remedy(canonical)
                 )
 
+    def _fitting(self, canonical: str, target: Tensor) -> Tensor:
+        tensor = self.tensor_of(self.names[canonical])
+        if tensor.shape == target.shape:
+            return tensor
+        log.warning(
+            "%s: %s has shape %s there and %s in the tower: interpolated between the learned ones",
+            *(self.source, canonical, tuple(tensor.shape), tuple(target.shape)),
+        )
+        return self.resizers[canonical](tensor.float(), tuple(target.shape))
+
+    def _can_resize(self, canonical: str, found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Asked of the shapes alone, on the meta device."""
+        if canonical not in self.resizers:
+            return False
+        try:
+            made = self.resizers[canonical](torch.empty(found, device="meta"), shape)
+        except ValueError:
+            return False
+        return tuple(made.shape) == shape
+
 
 def _remedy(canonical: str) -> str:
-    if canonical.startswith("text.") and "position" in canonical:
+    if re.search(r"position_embedding|pos_embedding", canonical):
         return (
-            "position embeddings are not interpolated: use the max_position_embeddings that the "
-            "weights were trained with"
+            "position embeddings are not interpolated: use the image size, or the "
+            "max_position_embeddings, that the weights were trained with"
         )
     if re.search(r"word_embeddings|token_embedding\.", canonical):
         return "the vocabularies differ: use the tokenizer that the weights were trained with"
@@ -140,8 +175,8 @@ def open_weights(branch: str, where: str, tower: Tower) -> WeightReader:
 
     `where`: a local folder (model.safetensors, its sharded index, or pytorch_model.bin), a single
     file, a Hugging Face id, or a name of the library: torchvision's for the architecture
-    ("IMAGENET1K_V2", "DEFAULT"), timm's and OpenCLIP's tags or "DEFAULT", for other texts a preset
-    or "DEFAULT".
+    ("IMAGENET1K_V2", "DEFAULT"), timm's and OpenCLIP's tags or "DEFAULT", for text and for images
+    of transformers a preset or "DEFAULT".
     """
     if branch != tower.branch:
         raise ValueError(
@@ -151,26 +186,21 @@ def open_weights(branch: str, where: str, tower: Tower) -> WeightReader:
     published = _PUBLISHED.get(tower.config.get("library"))
     path = find_weights(branch, where, tower.name, tower.config.get("hub_id"), bool(published))
     source = published(where, tower) if path is None else open_tensors(path)
-    source = named_as_tower(source, tower)
-    keys, shape_of, tensor_of = source
-    names = canonical_names(branch, keys)
-    of_library = {name.split(".", 1)[1]: key for name, key in names.items()}
-    plain = (
-        list(of_library),
-        lambda name: shape_of(of_library[name]),
-        lambda name: tensor_of(of_library[name]),
-    )
     shapes = {
         name.split(".", 1)[1]: shape
         for name, shape in _shapes(tower, (branch,)).items()
         if not OPTIONAL.match(name)
     }
-    fit = fitted(plain, tower, shapes, f"weights {where!r}")
-    if fit is plain:
-        reader = WeightReader((branch,), f"weights {where!r}", names, shape_of, tensor_of)
-    else:
-        names = {f"{branch}.{name}": name for name in fit[0]}
-        reader = WeightReader((branch,), f"weights {where!r}", names, *fit[1:])
+    source = converted_by_timm(named_as_tower(source, tower), tower, shapes, f"weights {where!r}")
+    keys, shape_of, tensor_of = source
+    reader = WeightReader(
+        (branch,),
+        f"weights {where!r}",
+        canonical_names(branch, keys, plain=tower.config.get("library") in ("timm", "open_clip")),
+        shape_of,
+        tensor_of,
+        resizers=resizers(tower),
+    )
     return _checked(reader, tower)
 
 
@@ -178,20 +208,20 @@ def open_model(where: str, image: Tower, text: Tower) -> WeightReader:
     """Find the weights of a whole model, heads and scalars included, and check them against both
     towers; nothing but headers is read yet.
 
-    `where`: a folder that export.py made, of either kind, or a file with the state dict of an
-    OpenCLIP model whose architecture is one of ours (`models/weights/open_clip.py`).
+    `where`: a folder that export.py made, of either kind, one of transformers' models of images and
+    texts, or a file with the state dict of an OpenCLIP model whose architecture is one of ours
+    (`models/weights/open_clip.py`).
     """
-    path = Path(where).expanduser()
-    if not path.exists():
-        raise FileNotFoundError(
-            f"--import {where}: there is no such file or folder; give a folder of export.py, or a "
-            "file of OpenCLIP weights"
-        )
+    path = find_model(where)
     source = plain_names(open_tensors(path))
     keys = source[0]
     if is_open_clip(keys):
         refuse_other_architecture(where, keys, image, text)
         source = as_ours(open_clip_pairs(image, text), source)
+    elif all(tower.config.get("library") == OF_TRANSFORMERS for tower in (image, text)) and any(
+        key.startswith("vision_model.") for key in keys
+    ):
+        source = as_ours(whole_model_pairs(image, text), source)
     elif "visual_projection.weight" in keys:
         differences = towers_differ(image, text)
         if differences:
@@ -214,6 +244,7 @@ def open_model(where: str, image: Tower, text: Tower) -> WeightReader:
         {key: key for key in keys},
         shape_of,
         tensor_of,
+        resizers={**resizers(image), **resizers(text)},
     )
     return _checked(reader, image, text)
 
@@ -236,15 +267,16 @@ def _checked(reader: WeightReader, *towers: Tower) -> WeightReader:
     return reader
 
 
-def canonical_names(branch: str, keys: list[str]) -> dict[str, str]:
+def canonical_names(branch: str, keys: list[str], plain: bool = False) -> dict[str, str]:
     """Canonical name -> name in the file. Where two names in the file mean the same, the one
-    without a prefix counts."""
+    without a prefix counts. `plain`: of a library that has renamed nothing."""
     names: dict[str, str] = {}
-    for key in sorted(keys, key=lambda key: key.startswith(PREFIXES)):
+    prefixes = ("module.",) if plain else PREFIXES[branch]
+    for key in sorted(keys, key=lambda key: key.startswith(prefixes)):
         name = key
-        while name.startswith(PREFIXES):
+        while name.startswith(prefixes):
             name = name.split(".", 1)[1]
-        for pattern, replacement in RENAMED[branch]:
+        for pattern, replacement in () if plain else RENAMED[branch]:
             name = re.sub(pattern, replacement, name)
         names.setdefault(f"{branch}.{name}", key)
     return names
@@ -270,14 +302,13 @@ def find_weights(
     where: str,
     tower_name: str,
     hub_id: str | None,
-    by_library: bool | None = None,
+    by_library: bool = False,
 ) -> Path | None:
-    """The file or folder that `where` means, downloaded if need be; None: a name that the tower's
-    library knows, and keeps itself.
+    """The file or folder that `where` means, downloaded if need be; None: a name of the tower's
+    library, which keeps its weights itself.
 
     `where`: as in `open_weights`, for the tower called `tower_name`, whose published weights are
-    `hub_id`. `by_library`: its library publishes weights by name; None: as for images. Errors: as
-    there.
+    `hub_id`. `by_library`: its library is not transformers. Errors: as there.
     """
     path = Path(where).expanduser()
     if path.exists():
@@ -289,14 +320,32 @@ def find_weights(
             f"weights {where!r}: there is no such file or folder; give an existing one, or "
             "ORGANISATION/MODEL"
         )
-    if branch == "image" if by_library is None else by_library:
+    if by_library:
         return None
-    known = {name: preset.hub_id for name, preset in PRESETS.items()} | (
-        {"DEFAULT": hub_id} if hub_id else {}
+    presets, of_preset = (
+        (transformers_image.PRESETS, transformers_image.hub_id_of)
+        if branch == "image"
+        else (PRESETS, hub_id_of)
     )
-    if where not in known:
-        raise refuse(f"text weights for tower {tower_name!r}:", where, known)
-    return _download(known[where])
+    found = hub_id if where == "DEFAULT" else of_preset(where)
+    if found is None:
+        known = [*presets, *(["DEFAULT"] if hub_id else [])]
+        raise refuse(f"{branch} weights for tower {tower_name!r}:", where, known)
+    return _download(found)
+
+
+def find_model(where: str) -> Path:
+    """The folder or file of a whole model, downloaded where `where` is ORGANISATION/MODEL. Errors:
+    FileNotFoundError."""
+    path = Path(where).expanduser()
+    if path.exists():
+        return path
+    if where.count("/") == 1 and not where.startswith((".", "~", "/")):
+        return _download(where, WHOLE)
+    raise FileNotFoundError(
+        f"--import {where}: there is no such file or folder; give a folder of export.py or of "
+        "transformers, a file of OpenCLIP weights, or ORGANISATION/MODEL"
+    )
 
 
 def open_tensors(path: Path) -> Source:
@@ -382,7 +431,7 @@ _PUBLISHED: dict[str | None, Callable[[str, Tower], Source]] = {
 }
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, others: Sequence[str] = POOLING) -> Path:
     """The folder of a Hugging Face model: safetensors if it has them, else torch files; cached by
     the hub's own client."""
     try:
@@ -390,7 +439,7 @@ def _download(hub_id: str) -> Path:
             patterns = [
                 pattern for name in names for pattern in (name, f"{name}.index.json", _shards(name))
             ]
-            folder = Path(snapshot_download(hub_id, allow_patterns=[*patterns, *POOLING]))
+            folder = Path(snapshot_download(hub_id, allow_patterns=[*patterns, *others]))
             if any(
                 file.name.startswith(names) or file.name.endswith(".index.json")
                 for file in folder.iterdir()

@@ -81,6 +81,12 @@ CASES = [
     fork((2, 1), (1, 2), {"image": 6, "text": 4}, towers="vit, attention+clip, attention"),
     merged(2, 1, 8, towers="vit, attention+clip, attention"),
     fork((1, 2), (1, 1), {"image": 4, "text": 8}, towers="vit, avg+bert, last"),
+    fork((2, 1), (3, 1), {"image": 4, "text": 8}, towers="swin+mpnet"),
+    fork((1, 1), (4, 1), {"image": 8, "text": 3}, towers="siglip+t5"),
+    fork((2, 1), (2, 2), {"image": 8, "text": 4}, towers="dinov2+modernbert"),
+    merged(3, 1, 8, towers="convnext+siglip"),
+    chain(2, 3, 1, 6, towers="swin+mpnet"),
+    fork((1, 1), (3, 1), {"image": 8, "text": 4}, towers="siglip+t5", schedule="replay"),
 ]
 
 
@@ -165,6 +171,7 @@ def test_replay_that_keeps_some_activations_equals_unsplit_training(case):
         chain(1, 2, 2, 6, towers="vit+clip"),
         fork((3, 1), (2, 2), {"image": 3, "text": 4}, **DRAWING),
         fork((2, 2), (2, 1), {"image": 6, "text": 8}, towers="vit, attention+clip, attention"),
+        fork((2, 1), (3, 1), {"image": 8, "text": 6}, towers="swin+mpnet"),
         merged(2, 1, 12, towers="vit+clip", precision="bf16"),
     ],
     ids=str,

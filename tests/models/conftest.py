@@ -14,22 +14,71 @@ from torchvision.models.vision_transformer import VisionTransformer
 from transformers import (
     BertConfig,
     BertModel,
+    ChineseCLIPTextConfig,
+    ChineseCLIPTextModel,
     CLIPTextConfig,
     CLIPTextModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    ConvNextConfig,
+    ConvNextModel,
+    ConvNextV2Config,
+    ConvNextV2Model,
+    Dinov2Config,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
     DistilBertConfig,
     DistilBertModel,
+    ElectraConfig,
+    ElectraModel,
+    ModernBertConfig,
+    ModernBertModel,
+    MPNetConfig,
+    MPNetModel,
+    MT5Config,
+    MT5EncoderModel,
+    PreTrainedModel,
     RobertaConfig,
     RobertaModel,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+    SiglipTextConfig,
+    SiglipTextModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    SwinConfig,
+    SwinModel,
+    T5Config,
+    T5EncoderModel,
+    ViTConfig,
+    ViTModel,
+    XLMConfig,
+    XLMModel,
+    XLMRobertaConfig,
+    XLMRobertaModel,
 )
+from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches
 
 from models.towers.image import image_tower
 from models.towers.layers import Layer, Tower
+from models.towers.libraries.configurations import saved_state
 from models.towers.text import text_tower
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SIZE, VOCAB, TOKENS, EOS = 32, 120, 12, 7
 VIT = {"patch_size": 8, "num_layers": 2, "num_heads": 3, "hidden_dim": 96, "mlp_dim": 160}
+HF_VIT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 144,
+    "patch_size": 8,
+}
+DINO = {key: value for key, value in HF_VIT.items() if key != "intermediate_size"}
+HF_CONVNEXT = {"hidden_sizes": [16, 24, 32, 48], "depths": [1, 1, 2, 1]}
+SWIN = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
 BERT = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -44,10 +93,16 @@ DISTILBERT = {
     "hidden_dim": 144,
     "max_position_embeddings": 20,
 }
+XLM = {"emb_dim": 64, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 20}
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 144, "num_layers": 3, "num_heads": 4}
 
 
 def spell(base: str, overrides: dict) -> str:
-    return f"{base}:{','.join(f'{key}={value}' for key, value in overrides.items())}"
+    words = {
+        key: "-".join(map(str, value)) if isinstance(value, list) else value
+        for key, value in overrides.items()
+    }
+    return f"{base}:{','.join(f'{key}={value}' for key, value in words.items())}"
 
 
 def first_token(output) -> Tensor:
@@ -56,6 +111,36 @@ def first_token(output) -> Tensor:
 
 def pooled(output) -> Tensor:
     return output.pooler_output
+
+
+def mean_token(output, attention_mask: Tensor) -> Tensor:
+    kept = attention_mask.unsqueeze(-1).to(output.last_hidden_state.dtype)
+    return (output.last_hidden_state * kept).sum(1) / kept.sum(1)
+
+
+def without_mask(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """As SigLIP reads texts: padded to the full length, of which nothing is masked."""
+    return model(inputs["input_ids"]).pooler_output
+
+
+def in_patches(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """As SigLIP 2's own preprocessing hands images to it."""
+    patches = [convert_image_to_patches(image, 8) for image in inputs["pixel_values"]]
+    shapes = torch.tensor([[side // 8 for side in inputs["pixel_values"].shape[2:]]] * len(patches))
+    patches = torch.stack(patches)
+    return model(patches, torch.ones(patches.shape[:2]), shapes).pooler_output
+
+
+def with_mean(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return mean_token(model(**inputs), inputs["attention_mask"])
+
+
+def with_languages(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    ids, languages = inputs["input_ids"], inputs["language_ids"]
+    output = model(
+        ids, inputs["attention_mask"], langs=languages[:, None].expand_as(ids).contiguous()
+    )
+    return first_token(output)
 
 
 @dataclass(frozen=True)
@@ -70,6 +155,11 @@ class Case:
     classifier: str | None = None  # the last linear, which the tower does not have
     classifier_prefix: str = "\0"  # every tensor of the dropped part begins so
     features: Callable = pooled
+    # of the library's model and the inputs, where more is to do than to call it
+    call: Callable[[nn.Module, dict[str, Tensor]], Tensor] | None = None
+    languages: int = 0  # how many there are
+    # tensors whose gradients are sums in another order: equal to rounding
+    rounded: tuple[str, ...] = ()
     pad_token_id: int | None = 0
     authors: Callable[[dict[str, Tensor]], dict[str, Tensor]] = (
         lambda state: {}
@@ -78,7 +168,7 @@ class Case:
     def tower(self, dropout: bool = False) -> Tower:
         values = self.dropout if dropout else dict.fromkeys(self.dropout, 0.0)
         name = (
-            self.name + (":" if ":" not in self.name else ",") + spell("", values)[1:]
+            self.name + ("," if "=" in self.name else ":") + spell("", values)[1:]
             if values
             else self.name
         )
@@ -96,13 +186,26 @@ class Case:
             for layer in layers
             for local, tensor in layer.state_dict().items()
         }
-        model.load_state_dict(state, strict=True)
+        theirs = self.named(model)
+        assert set(state) == {
+            name for name in theirs if not name.startswith(self.classifier_prefix)
+        }
+        with torch.no_grad():
+            for name, tensor in state.items():
+                theirs[name].copy_(tensor)
         return model
+
+    @staticmethod
+    def named(model: nn.Module) -> dict[str, Tensor]:
+        """The library's tensors by the names under which it saves them."""
+        if isinstance(model, PreTrainedModel):
+            return saved_state(model)
+        return model.state_dict(keep_vars=True)
 
     def first_values(self) -> dict[str, Tensor]:
         """By the library's names: the library's own, or those of the authors of the architecture
         where these are other."""
-        state = self.library(dict.fromkeys(self.dropout, 0.0)).state_dict()
+        state = self.named(self.library(dict.fromkeys(self.dropout, 0.0)))
         return {**state, **self.authors(state)}
 
     def inputs(self, seed: int = 0) -> dict[str, Tensor]:
@@ -115,14 +218,16 @@ class Case:
             ids[row, length - 1] = EOS
             ids[row, length:] = 0 if self.pad_token_id is None else self.pad_token_id
             mask[row, length:] = 0
-        return {"input_ids": ids, "attention_mask": mask}
+        found = {"input_ids": ids, "attention_mask": mask}
+        if self.languages:
+            found["language_ids"] = torch.arange(len(ids)) % self.languages
+        return found
 
     def run_reference(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        return (
-            model(inputs["pixel_values"])
-            if self.branch == "image"
-            else self.features(model(**inputs))
-        )
+        if self.call is not None:
+            return self.call(model, inputs)
+        output = model(*inputs.values()) if self.branch == "image" else model(**inputs)
+        return output if isinstance(output, Tensor) else self.features(output)
 
 
 def _text_dropout(p: float) -> dict[str, float]:
@@ -193,6 +298,66 @@ CASES = {
         "classifier.2",
         "classifier.2.",
     ),
+    "hf-clip": Case(
+        "image",
+        spell("hf:clip-vit-base-patch32", HF_VIT),
+        {"attention_dropout": 0.1},
+        lambda d: CLIPVisionModel(CLIPVisionConfig(image_size=SIZE, **HF_VIT, **d)),
+    ),
+    "hf-siglip": Case(
+        "image",
+        spell("hf:siglip-base-patch16-224", HF_VIT),
+        {"attention_dropout": 0.1},
+        lambda d: SiglipVisionModel(SiglipVisionConfig(image_size=SIZE, **HF_VIT, **d)),
+    ),
+    "hf-siglip2": Case(
+        "image",
+        "hf:siglip2-base-patch16-naflex:" + spell("", {**HF_VIT, "num_patches": 9})[1:],
+        {"attention_dropout": 0.1},
+        lambda d: Siglip2VisionModel(Siglip2VisionConfig(num_patches=9, **HF_VIT, **d)),
+        call=in_patches,
+        rounded=("embeddings.position_embedding.weight",),  # of one image, not of each by itself
+    ),
+    "hf-vit": Case(
+        "image",
+        spell("hf:vit-base-patch16-224", HF_VIT),
+        _text_dropout(0.1),
+        lambda d: ViTModel(ViTConfig(image_size=SIZE, **HF_VIT, **d)),
+    ),
+    "hf-dinov2": Case(
+        "image",
+        spell("hf:dinov2-base", DINO),
+        {**_text_dropout(0.1), "drop_path_rate": 0.3},
+        lambda d: Dinov2Model(Dinov2Config(image_size=SIZE, **DINO, **d)),
+        classifier_prefix="embeddings.mask_token",
+    ),
+    "hf-dinov2-registers": Case(
+        "image",
+        spell("hf:dinov2-with-registers-base", {**DINO, "num_register_tokens": 3}),
+        {**_text_dropout(0.1), "drop_path_rate": 0.3},
+        lambda d: Dinov2WithRegistersModel(
+            Dinov2WithRegistersConfig(image_size=SIZE, num_register_tokens=3, **DINO, **d)
+        ),
+        classifier_prefix="embeddings.mask_token",
+    ),
+    "hf-convnext": Case(
+        "image",
+        spell("hf:convnext-tiny-224", HF_CONVNEXT),
+        {"drop_path_rate": 0.3},
+        lambda d: ConvNextModel(ConvNextConfig(image_size=SIZE, **HF_CONVNEXT, **d)),
+    ),
+    "hf-convnextv2": Case(
+        "image",
+        spell("hf:convnextv2-tiny-1k-224", HF_CONVNEXT),
+        {"drop_path_rate": 0.3},
+        lambda d: ConvNextV2Model(ConvNextV2Config(image_size=SIZE, **HF_CONVNEXT, **d)),
+    ),
+    "hf-swin": Case(
+        "image",
+        spell("hf:swin-tiny-patch4-window7-224", SWIN),
+        {**_text_dropout(0.1), "drop_path_rate": 0.3},
+        lambda d: SwinModel(SwinConfig(image_size=SIZE, **SWIN, **d)),
+    ),
     "bert": Case(
         "text",
         spell("bert-base-uncased", BERT),
@@ -230,6 +395,86 @@ CASES = {
         lambda d: CLIPTextModel(CLIPTextConfig(vocab_size=VOCAB, eos_token_id=EOS, **BERT, **d)),
         pad_token_id=None,
         authors=_open_clips,
+    ),
+    "xlm-roberta": Case(
+        "text",
+        spell("xlm-roberta-base", BERT),
+        _text_dropout(0.1),
+        lambda d: XLMRobertaModel(
+            XLMRobertaConfig(vocab_size=VOCAB, type_vocab_size=1, layer_norm_eps=1e-5, **BERT, **d)
+        ),
+        pad_token_id=1,
+    ),
+    "siglip": Case(
+        "text",
+        spell("siglip-text-base", BERT),
+        {"attention_dropout": 0.1},
+        lambda d: SiglipTextModel(
+            SiglipTextConfig(vocab_size=VOCAB, bos_token_id=None, eos_token_id=1, **BERT, **d)
+        ),
+        call=without_mask,
+        pad_token_id=1,
+    ),
+    "chinese-clip": Case(
+        "text",
+        spell("chinese-clip-text-base", BERT),
+        _text_dropout(0.1),
+        lambda d: ChineseCLIPTextModel(
+            ChineseCLIPTextConfig(vocab_size=VOCAB, **BERT, **d), add_pooling_layer=False
+        ),
+        features=first_token,
+    ),
+    "mpnet": Case(
+        "text",
+        spell("mpnet-base", BERT),
+        _text_dropout(0.1),
+        lambda d: MPNetModel(MPNetConfig(vocab_size=VOCAB, layer_norm_eps=1e-5, **BERT, **d)),
+        pad_token_id=1,
+    ),
+    "electra": Case(
+        "text",
+        spell("electra-small", {**BERT, "embedding_size": 32}),
+        _text_dropout(0.1),
+        lambda d: ElectraModel(ElectraConfig(vocab_size=VOCAB, **BERT, embedding_size=32, **d)),
+        features=first_token,
+    ),
+    "modernbert": Case(
+        "text",
+        spell("modernbert-base", {**BERT, "num_hidden_layers": 4, "local_attention": 6}),
+        {"embedding_dropout": 0.1, "mlp_dropout": 0.1, "attention_dropout": 0.1},
+        lambda d: ModernBertModel(
+            ModernBertConfig(
+                vocab_size=VOCAB,
+                pad_token_id=0,
+                local_attention=6,
+                **{**BERT, "num_hidden_layers": 4},
+                **d,
+            )
+        ),
+        features=first_token,
+    ),
+    "xlm": Case(
+        "text",
+        spell("xlm-mlm-en-2048", {**XLM, "n_langs": 3}),
+        {"dropout": 0.1, "attention_dropout": 0.1},
+        lambda d: XLMModel(XLMConfig(vocab_size=VOCAB, n_langs=3, **XLM, **d)),
+        call=with_languages,
+        languages=3,
+        pad_token_id=2,
+    ),
+    "t5": Case(
+        "text",
+        spell("t5-small", T5),
+        {"dropout_rate": 0.1},
+        lambda d: T5EncoderModel(T5Config(vocab_size=VOCAB, **T5, **d)),
+        call=with_mean,
+    ),
+    "mt5": Case(
+        "text",
+        spell("mt5-small", T5),
+        {"dropout_rate": 0.1},
+        lambda d: MT5EncoderModel(MT5Config(vocab_size=VOCAB, **T5, **d)),
+        call=with_mean,
     ),
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from models.towers.layers import LayerSpec, WholeModel, cut, whole_models_kept
+from models.towers.layers import LayerSpec, LibraryModel, cut, library_models_kept
 from models.towers.libraries.cutting import CannotRun, record_layers
 from models.towers.libraries.tracing import OTHER_SAMPLES, SAMPLES
 
@@ -54,9 +54,9 @@ def recipe_of(make):
 def same_as_the_model(make):
     """Output and gradients of the layers one after the other; returns the recipe."""
     model, recipe = recipe_of(make)
-    whole = WholeModel(make)
-    specs = cut("image", model, recipe.layers, lambda layer: None, recipe.unused, whole)
-    with whole_models_kept():
+    whole = LibraryModel(make)
+    specs = cut("image", model, recipe.layers, lambda layer: None, recipe.unused, original=whole)
+    with library_models_kept():
         layers = [spec.build(0) for spec in specs]
     reference = make()
     state = {
@@ -414,8 +414,8 @@ def test_whole_models_are_made_once_where_they_are_kept():
         return Chain()
 
     model, recipe = recipe_of(Chain)
-    specs = cut("image", model, recipe.layers, lambda layer: None, (), WholeModel(make))
-    with whole_models_kept():
+    specs = cut("image", model, recipe.layers, lambda layer: None, original=LibraryModel(make))
+    with library_models_kept():
         together = [spec.build(5).state_dict() for spec in specs]
         assert len(made) == 1
         torch.manual_seed(3)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from engine.planning.measured import layer_key
 from models.towers.building import count_flops, describe_layers, meta_inputs, with_head
 from models.towers.image import full_name, image_tower
-from models.towers.layers import whole_models_kept
+from models.towers.layers import library_models_kept
 from models.towers.libraries import torchvision as adapter
 from models.towers.libraries.torchvision_by_hand import ARCHITECTURES
 from models.towers.text import text_tower
@@ -237,7 +237,7 @@ def models(tmp_path_factory):
             made[case.name] = model, case.tower(), folder
         model, tower, folder = made[case.name]
         weights = open_weights(case.branch, str(folder), tower)
-        with whole_models_kept():
+        with library_models_kept():
             layers = [spec.build(3, weights) for spec in tower.specs]
         model.load_state_dict(
             {**model.state_dict(), **library_state(layers)}, strict=True
@@ -335,7 +335,7 @@ def test_each_layer_by_itself(name, models):
 def test_first_values_are_the_librarys_and_the_same_for_every_split(case):
     tower = case.tower()
     seeds = []
-    with whole_models_kept():
+    with library_models_kept():
         together = [spec.build(7) for spec in tower.specs]
         seeds = [spec.build(8).state_dict() for spec in tower.specs]
     state = case.library().state_dict()
@@ -353,7 +353,7 @@ def test_first_values_are_the_librarys_and_the_same_for_every_split(case):
 
 @small
 def test_random_numbers_are_drawn_only_where_a_layer_says_so(case):
-    with whole_models_kept():
+    with library_models_kept():
         layers = [spec.build(0) for spec in case.tower().specs]
     tensors = case.inputs()
     for layer in layers:
@@ -369,7 +369,7 @@ def test_random_numbers_are_drawn_only_where_a_layer_says_so(case):
 
 @small
 def test_half_precision(case, forward):
-    with whole_models_kept():
+    with library_models_kept():
         layers = [spec.build(0).eval() for spec in with_head(case.tower(), 16).specs]
     inputs = case.inputs()
     expected = forward(layers, inputs)[f"{case.branch}_embeds"]
@@ -501,7 +501,7 @@ def test_texts_are_cut_to_the_longest_of_a_micro_batch(models):
             found = run([layer.eval() for layer in layers], shorter)["text_features"]
             torch.testing.assert_close(found, model.eval()(ids), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="max_text_tokens=13 must be from 1 to 12"):
-        text_tower(CASES["open_clip texts"].name, VOCAB, 13)
+        text_tower(CASES["open_clip texts"].name, VOCAB, 13, 0, EOS)
 
 
 # -- pooling
@@ -518,7 +518,7 @@ def test_texts_are_cut_to_the_longest_of_a_micro_batch(models):
 def test_attention_over_what_the_library_does_not_pool(name, channels, forward):
     join = "," if name.count(":") > 1 else ":"
     tower = image_tower(f"{name}{join}pool=attention", 64)
-    with whole_models_kept():
+    with library_models_kept():
         layers = [spec.build(0).eval() for spec in tower.specs]
     given = {"pixel_values": torch.randn(2, 3, 64, 64)}
     hidden = forward(layers[:-1], given)["image_hidden"]
@@ -534,7 +534,7 @@ def test_other_poolings_of_the_library(forward):
         tower = image_tower(f"{name},pool={pool}", 64)
         arguments = {"num_classes": 0, "img_size": 64, "depth": 1, "global_pool": theirs}
         model = timm.create_model("vit_tiny_patch16_224", **arguments).eval()
-        with whole_models_kept():
+        with library_models_kept():
             layers = [spec.build(0).eval() for spec in tower.specs]
         model.load_state_dict(library_state(layers))
         given = {"pixel_values": torch.randn(2, 3, 64, 64)}

@@ -60,8 +60,10 @@ def test_sizes_refused():
         text_tower("bert-mini", 100, 513)
     with pytest.raises(ValueError, match="has 512 positions"):  # 514 less the two before the first
         text_tower("roberta-base", 100, 513)
-    with pytest.raises(ValueError, match="has 77 positions"):
-        text_tower("clip-text-base", None, 78)
+    with pytest.raises(ValueError, match="has 77 positions, so max_text_tokens=78"):
+        text_tower("clip-text-base:max_position_embeddings=77", None, 78)
+    longer = text_tower("clip-text-base", None, 78).specs[0].canonical_parameters
+    assert longer["text.embeddings.position_embedding.weight"] == (78, 512)
     with pytest.raises(ValueError, match="eos_token_id=49407 must be one id below vocab_size=100"):
         text_tower("clip-text-base", 100, 8)
     with pytest.raises(ValueError, match="pad_token_id=100 must be below vocab_size=100"):
@@ -79,6 +81,35 @@ def test_vit_refuses_images_that_are_not_whole_patches():
         match=r"pixel_values are \(48, 40\) but this ViT reads patches of 16x16; both sides",
     ):
         tower.specs[0].build(0)({"pixel_values": torch.zeros(1, 3, 48, 40)})
+
+
+@pytest.mark.parametrize(
+    ("typed", "preset"),
+    [
+        ("google-bert/bert-base-uncased", "bert-base-uncased"),
+        ("BERT-base", "bert-base-uncased"),
+        ("sentence-transformers/all-MiniLM-L6-v2", "all-minilm-l6-v2"),
+        ("all-MiniLM-L6-v2", "all-minilm-l6-v2"),
+        ("microsoft/mpnet-base", "mpnet-base"),
+        ("mBERT", "bert-base-multilingual-cased"),
+        ("ModernBERT-large", "modernbert-large"),
+        ("openai/clip-vit-base-patch32", "clip-text-base"),
+    ],
+)
+def test_other_spellings_of_a_preset(typed, preset):
+    """Hub ids and common names need no network."""
+    one, other = text_tower(typed, 100, 8, 0, 5), text_tower(preset, 100, 8, 0, 5)
+    assert one.config == other.config and one.name == typed
+
+
+def test_a_preset_with_other_sizes():
+    """Values that the configuration works out of others follow them."""
+    siglip = text_tower("siglip-text-base:hidden_size=24,num_attention_heads=2", 50, 8)
+    assert siglip.width == 24
+    assert siglip.specs[-1].canonical_parameters["text.head.weight"] == (24, 24)
+    modern = text_tower("modernbert-base:num_hidden_layers=25", 50, 8, 0)
+    kinds = [spec.template.block.attention_type for spec in modern.specs[1:-1]]
+    assert [i for i, kind in enumerate(kinds) if kind == "full_attention"] == [*range(0, 25, 3)]
 
 
 def test_split_name():
@@ -121,7 +152,7 @@ def test_folders_refused(tmp_path):
     GPT2Config().save_pretrained(tmp_path / "gpt")
     with pytest.raises(
         ValueError,
-        match="is of type 'gpt2'; supported types: bert, clip_text_model, distilbert, roberta, xlm-roberta",
+        match="is of type 'gpt2'; supported types: bert, .*modernbert, mpnet, .*, xlm-roberta, and",
     ):
         text_tower(str(tmp_path / "gpt"), None, 16)
     BertConfig(is_decoder=True).save_pretrained(tmp_path / "decoder")

@@ -7,7 +7,7 @@ the norms and the pooling of its configuration. The keys are the fields of OpenC
 
 A side ends where its projection begins, for towers have a head of their own. A projection that is
 more than a matrix stays in the tower: one with a bias (SigLIP's texts), of two layers, or inside of
-an attention pool (RN50). `config["projection"]` says which it is.
+an attention pool (RN50). `config["library_projection"]` says which it is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SMALL_IMAGE = {"layers": 1, "width": 64, "patch_size": 32, "image_size": 32}
 SMALL_TEXT = {"layers": 1, "width": 64, "heads": 1, "vocab_size": 2, "context_length": 2}
 # said in other ways (`--image-size`, `pool=`, the tokenizer), or of no use to a tower
 NOT_IMAGE_KEYS = ("image_size", "output_tokens", "timm_model_pretrained", "pool_type")
-NOT_TEXT_KEYS = ("vocab_size", "eos_id", "pad_id", "output_tokens", "proj_type", "pool_type")
+NOT_TEXT_KEYS = ("eos_id", "pad_id", "output_tokens", "proj_type", "pool_type")
 NOT_TEXT_KEYS += ("hf_tokenizer_name", "tokenizer_mode", "hf_model_name", "hf_model_pretrained")
 
 
@@ -199,9 +199,10 @@ def text_tower(
             f"is a tower of its own; give --text-tower ORGANISATION/{text['hf_model_name'].split('/')[-1]}"
             ":pool=mean, or a folder of it"
         )
-    for key, value in (("vocab_size", vocab_size), ("pad_id", pad_token_id)):
-        if value is not None:
-            text[key] = value
+    if vocab_size is not None and "vocab_size" not in values:
+        text["vocab_size"] = vocab_size
+    if pad_token_id is not None:
+        text["pad_id"] = pad_token_id
     if text.get("pool_type", "argmax") in ("argmax", "eos"):
         if eos_token_id is not None:
             text |= {"pool_type": "eos", "eos_id": eos_token_id}
@@ -303,7 +304,7 @@ def _record(
         "library": "open_clip",
         "model": split_name(name)[0].removeprefix(PREFIX),
         "output_dim": config["embed_dim"],
-        "projection": found[-1],
+        "library_projection": found[-1],
     }
 
 

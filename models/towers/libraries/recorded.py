@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.towers.layers import Layer, Tower, WholeModel, cut, reset
+from models.towers.layers import Layer, LibraryModel, Tower, cut, reset
 from models.towers.libraries.cutting import Recipe, record_layers
 from models.towers.libraries.precision import with_exact_statistics
 from models.towers.names import refuse
@@ -69,7 +69,7 @@ def recorded_tower(
         layers,
         _initialise_added,
         recipe.unused,
-        WholeModel(recording.make),
+        original=LibraryModel(recording.make),
     )
     record = {
         **config,

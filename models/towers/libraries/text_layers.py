@@ -1,0 +1,293 @@
+"""The layers that text encoders of transformers are cut into.
+
+B micro-batch, L tokens, W width, N heads.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedConfig
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_bidirectional_sliding_window_mask,
+    create_causal_mask,
+)
+from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+from models.towers.layers import Layer
+from models.towers.pooling import ADDED, AttentionPool
+
+_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def once(attention_mask: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
+    """What `make` gives, made once for each mask and `key`; anew where the mask was written to.
+
+    The blocks of a stage are handed one and the same tensor as mask of a micro-batch. What they
+    derive from it is equal, and asking whether it has padding makes the host wait for the device.
+    """
+    made = _made.setdefault(attention_mask, {})
+    key = key, 0 if attention_mask.is_inference() else attention_mask._version
+    if key not in made:
+        made[key] = make()
+    return made[key]
+
+
+class TextEmbeddings(Layer):
+    """`input_ids` [B, L] -> `text_hidden` [B, L, W].
+
+    `behind`: what follows the library's embeddings, if anything does.
+    """
+
+    reads, makes, drops = ("input_ids",), ("text_hidden",), ("input_ids",)
+
+    def __init__(self, embeddings: nn.Module, behind: nn.Module | None = None) -> None:
+        super().__init__()
+        self.embeddings, self.behind = embeddings, nn.Identity() if behind is None else behind
+
+    def compute(self, input_ids: Tensor) -> Tensor:
+        return self.behind(self.embeddings(input_ids=input_ids))
+
+
+class TableEmbeddings(TextEmbeddings):
+    """The same where the library's embeddings are a table and nothing else (T5)."""
+
+    def compute(self, input_ids: Tensor) -> Tensor:
+        return self.behind(self.embeddings(input_ids))
+
+
+class FullLengthEmbeddings(TextEmbeddings):
+    """Texts of `length` tokens whatever they hold, `text_hidden` [B, `length`, W], with an
+    `attention_mask` of ones: the padding is read as any other token.
+
+    So SigLIP was trained, whose pooled token is the last of the padding.
+    """
+
+    reads, makes = ("input_ids", "attention_mask"), ("text_hidden", "attention_mask")
+
+    def __init__(self, embeddings: nn.Module, length: int, pad_token_id: int) -> None:
+        super().__init__(embeddings)
+        self.length, self.pad_token_id = length, pad_token_id
+
+    def compute(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        input_ids = input_ids.masked_fill(attention_mask == 0, self.pad_token_id)
+        missing = self.length - input_ids.shape[1]
+        input_ids = F.pad(input_ids, (0, missing), value=self.pad_token_id)  # [B, length]
+        return super().compute(input_ids), torch.ones_like(input_ids)
+
+
+class BiasedEmbeddings(TextEmbeddings):
+    """MPNet's: also makes `text_position_bias` [B, N, L, L], which all of its blocks add to their
+    attention scores."""
+
+    makes = ("text_hidden", "text_position_bias")
+    relative_position_bucket = staticmethod(MPNetEncoder.relative_position_bucket)
+
+    def __init__(self, embeddings: nn.Module, relative_attention_bias: nn.Embedding) -> None:
+        super().__init__(embeddings)
+        self.relative_attention_bias = relative_attention_bias
+
+    def compute(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = super().compute(input_ids)
+        # the library's method, which asks its object for the two names above and no more
+        return hidden, MPNetEncoder.compute_position_bias(self, hidden)
+
+
+class XLMEmbeddings(Layer):
+    """XLM's, whose parts the library keeps in the model itself. `language_ids` [B] name the
+    language of each text for a model that knows several; without them none is added, as in the
+    library without `langs`."""
+
+    reads, makes, drops = ("input_ids", "attention_mask"), ("text_hidden",), ("input_ids",)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.embeddings, self.position_embeddings = model.embeddings, model.position_embeddings
+        self.layer_norm_emb, self.dropout = model.layer_norm_emb, nn.Dropout(model.dropout)
+        self.lang_embeddings = getattr(model, "lang_embeddings", None)
+        if self.lang_embeddings is not None:
+            self.reads_if_given, self.drops = ("language_ids",), ("input_ids", "language_ids")
+
+    def compute(
+        self, input_ids: Tensor, attention_mask: Tensor, language_ids: Tensor | None = None
+    ) -> Tensor:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        hidden = self.embeddings(input_ids)
+        hidden = hidden + self.position_embeddings(positions[None]).expand_as(hidden)
+        if language_ids is not None:
+            languages = language_ids[:, None].expand_as(input_ids)
+            hidden = hidden + self.lang_embeddings(languages)
+        hidden = self.dropout(self.layer_norm_emb(hidden))
+        return hidden * attention_mask.unsqueeze(-1).to(hidden.dtype)
+
+
+class EotEmbeddings(Layer):
+    """Also makes `text_pool_position` [B] int64, where the text ends: the ids do not travel to the
+    layer that pools there. `start`: the first layer of the tower, which this one stands for.
+
+    `eos_token_id` None: the place of the highest id, which is the rule of CLIP's first release and
+    of every configuration with `eos_token_id` 2 in transformers (it was wrong in the published
+    files).
+    """
+
+    def __init__(self, start: Layer, eos_token_id: int | None) -> None:
+        super().__init__()
+        self.start, self.eos_token_id = start, eos_token_id
+        self.reads, self.reads_if_given, self.drops = (
+            start.reads,
+            start.reads_if_given,
+            start.drops,
+        )
+        self.makes = (*start.makes, "text_pool_position")
+
+    def compute(self, input_ids: Tensor, *others: Tensor, **given: Tensor) -> tuple[Tensor, ...]:
+        marks = input_ids if self.eos_token_id is None else (input_ids == self.eos_token_id).int()
+        made = self.start.compute(input_ids, *others, **given)
+        made = (made,) if isinstance(made, Tensor) else made
+        return *made, marks.argmax(dim=-1)  # [B, L, W], ..., [B]
+
+
+class TextBlock(Layer):
+    """`text_hidden` [B, L, W] -> `text_hidden`; `attention_mask` [B, L] becomes what the library's
+    block wants of it."""
+
+    reads, makes = ("text_hidden", "attention_mask"), ("text_hidden",)
+
+    def __init__(self, block: nn.Module, config: PreTrainedConfig, causal: bool = False) -> None:
+        super().__init__()
+        self.block, self.config, self.causal = block, config, causal
+
+    def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        if self.causal:
+            mask = self._mask(create_causal_mask, text_hidden, attention_mask, past_key_values=None)
+            return self.block(text_hidden, mask, is_causal=True)
+        return self.block(
+            text_hidden, self._mask(create_bidirectional_mask, text_hidden, attention_mask)
+        )
+
+    def _mask(
+        self, make: Callable[..., Any], text_hidden: Tensor, attention_mask: Tensor, **more: Any
+    ) -> Any:
+        # the library reads the mask to leave it out where nothing is padded; meta tensors have
+        # nothing to read
+        padding = None if attention_mask.is_meta else attention_mask
+        return once(
+            attention_mask,
+            (make, text_hidden.shape[:2], text_hidden.dtype, self.config._attn_implementation),
+            lambda: make(
+                config=self.config, inputs_embeds=text_hidden, attention_mask=padding, **more
+            ),
+        )
+
+
+class BiasedBlock(TextBlock):
+    """A block of MPNet, or of T5 behind the first: adds `text_position_bias` [B or 1, N, L, L] to
+    its attention scores. `last`: of the tower, behind which nothing reads them."""
+
+    reads = ("text_hidden", "attention_mask", "text_position_bias")
+
+    def __init__(self, block: nn.Module, config: PreTrainedConfig, last: bool) -> None:
+        super().__init__(block, config)
+        self.drops = ("text_position_bias",) if last else ()
+
+    def compute(
+        self, text_hidden: Tensor, attention_mask: Tensor, text_position_bias: Tensor
+    ) -> Tensor:
+        mask = self._mask(create_bidirectional_mask, text_hidden, attention_mask)
+        return self.block(text_hidden, mask, text_position_bias)[0]
+
+
+class BiasingBlock(TextBlock):
+    """T5's first block, which also makes `text_position_bias` [1, N, L, L] for those behind it,
+    unless it is the `last` as well."""
+
+    def __init__(self, block: nn.Module, config: PreTrainedConfig, last: bool) -> None:
+        super().__init__(block, config)
+        self.makes = ("text_hidden",) if last else ("text_hidden", "text_position_bias")
+
+    def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        mask = self._mask(create_bidirectional_mask, text_hidden, attention_mask)
+        return tuple(self.block(text_hidden, mask)[: len(self.makes)])
+
+
+class RotaryBlock(TextBlock):
+    """A block of ModernBERT, of which some attend to a window and the others to all tokens. Where a
+    token stands turns its queries and keys; `rotary` says by how much."""
+
+    def __init__(self, block: nn.Module, config: PreTrainedConfig, rotary: nn.Module) -> None:
+        super().__init__(block, config)
+        self.rotary = rotary
+
+    def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        kind, length = self.block.attention_type, text_hidden.shape[1]
+        mask = self._mask(
+            create_bidirectional_sliding_window_mask
+            if kind == "sliding_attention"
+            else create_bidirectional_mask,
+            text_hidden,
+            attention_mask,
+        )
+        positions = torch.arange(length, device=text_hidden.device)[None]
+        turned = once(
+            attention_mask,
+            (kind, length, text_hidden.dtype),
+            lambda: self.rotary(text_hidden, positions, kind),
+        )
+        return self.block(text_hidden, attention_mask=mask, position_embeddings=turned)
+
+
+class XLMBlock(Layer):
+    """A block of XLM, whose four parts the library keeps in lists of their own."""
+
+    reads, makes = ("text_hidden", "attention_mask"), ("text_hidden",)
+
+    def __init__(self, model: nn.Module, number: int) -> None:
+        super().__init__()
+        self.attention, self.ffn = model.attentions[number], model.ffns[number]
+        self.norm1, self.norm2 = model.layer_norm1[number], model.layer_norm2[number]
+        self.dropout = nn.Dropout(model.dropout)
+
+    def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        found = self.attention(text_hidden, attention_mask)[0]
+        hidden = self.norm1(text_hidden + self.dropout(found))
+        hidden = self.norm2(hidden + self.ffn(hidden))
+        return hidden * attention_mask.unsqueeze(-1).to(hidden.dtype)
+
+
+class TextPool(Layer):
+    """`text_hidden` [B, L, W] -> `text_features` [B, W]: `pool` of the tokens that `attention_mask`
+    [B, L] keeps, behind the final norm if there is one."""
+
+    reads, makes = ("text_hidden", "attention_mask"), ("text_features",)
+    drops = reads
+
+    def __init__(self, pool: nn.Module, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.pool, self.norm = pool, nn.Identity() if norm is None else norm
+        self.added = ADDED if isinstance(pool, AttentionPool) else None
+
+    def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.pool(self.norm(text_hidden), attention_mask)
+
+
+class EotPool(Layer):
+    """`text_hidden` [B, L, W] -> `text_features` [B, W]: the token at `text_pool_position` [B],
+    behind the final norm if there is one."""
+
+    reads, makes = ("text_hidden", "attention_mask", "text_pool_position"), ("text_features",)
+    drops = reads
+
+    def __init__(self, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm = nn.Identity() if norm is None else norm
+
+    def compute(
+        self, text_hidden: Tensor, attention_mask: Tensor, text_pool_position: Tensor
+    ) -> Tensor:
+        return self.norm(text_hidden)[
+            torch.arange(text_hidden.shape[0], device=text_hidden.device), text_pool_position
+        ]
