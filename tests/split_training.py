@@ -78,6 +78,23 @@ TOWERS |= {  # what blocks share, texts of full length, maps and registers, by t
         32,
     ),
 }
+TOWERS |= {  # recorded: two tensors between blocks, angles of positions, masks that travel
+    "tnt+coca": (
+        "timm:tnt_s_patch16_224:depth=3,embed_dim=48,inner_dim=8",
+        "open_clip:coca_ViT-B-32:layers=3,width=48,heads=3,context_length=16",
+        32,
+    ),
+    "dinov3+open_clip": (
+        "timm:vit_small_patch16_dinov3:depth=3,embed_dim=48,num_heads=3",
+        "open_clip:ViT-B-16-SigLIP:layers=3,width=48,heads=3,context_length=16",
+        32,
+    ),
+    "swin_t+open_clip": (
+        "timm:swin_tiny_patch4_window7_224:embed_dim=24,depths=2-2,num_heads=2-4",
+        "open_clip:ViT-B-32-quickgelu:layers=2,width=48,heads=3,context_length=16,pool=last",
+        32,
+    ),
+}
 VOCAB, MAX_TOKENS, EMBED_DIM, SEED = 128, 16, 24, 5
 FIRST_INDEX = 10_000  # of the samples in their source
 LR, WEIGHT_DECAY = 1e-3, 0.1

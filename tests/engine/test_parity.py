@@ -87,6 +87,11 @@ CASES = [
     merged(3, 1, 8, towers="convnext+siglip"),
     chain(2, 3, 1, 6, towers="swin+mpnet"),
     fork((1, 1), (3, 1), {"image": 8, "text": 4}, towers="siglip+t5", schedule="replay"),
+    fork((2, 1), (3, 1), {"image": 4, "text": 8}, towers="tnt+coca"),
+    fork((2, 2), (2, 1), {"image": 6, "text": 4}, towers="dinov3+open_clip"),
+    fork((1, 1), (3, 1), {"image": 8, "text": 4}, towers="tnt+coca", schedule="replay"),
+    merged(3, 1, 8, towers="tnt+coca"),
+    chain(2, 3, 1, 6, towers="swin_t+open_clip"),
 ]
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from models.towers.layers import LayerSpec, LibraryModel, cut, library_models_kept
-from models.towers.libraries.cutting import CannotRun, record_layers
-from models.towers.libraries.tracing import OTHER_SAMPLES, SAMPLES
+from models.towers.recording.cutting import CannotRun, record_layers
+from models.towers.recording.tracing import OTHER_SAMPLES, SAMPLES
 
 ROWS = 4
 
@@ -149,6 +149,32 @@ class Pairs(Chain):
 def test_tuples_travel_as_tensors():
     recipe = same_as_the_model(Pairs)
     assert len(recipe.layers) == 5 and len(recipe.layers[2][1].reads) == 2
+
+
+class Idle(Chain):
+    """A block is given a tensor that it does not use, and makes one that nobody does."""
+
+    class Ignoring(Block):
+        def forward(self, x, ignored):
+            return super().forward(x), ignored.abs() + x
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1] = self.Ignoring()
+
+    def forward(self, x):
+        x = self.stem(x)
+        past = self.blocks[0](x, x)
+        x, _ = self.blocks[1](x, past)
+        return self.norm(self.blocks[2](x)).mean(1) + past.mean((1, 2))[:, None]
+
+
+def test_a_stage_owes_a_gradient_for_all_that_it_receives():
+    recipe = same_as_the_model(Idle)
+    assert recipe.notes == [
+        "blocks.0 to blocks.1 are one layer: no gradient comes back to image_blocks_0"
+    ]
+    assert all("image_blocks_1_1" not in layer.makes for _, layer in recipe.layers)
 
 
 class Shapes(Chain):

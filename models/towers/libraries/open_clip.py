@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.towers.layers import Tower
-from models.towers.libraries.keys import of_dataclass, read_keys
-from models.towers.libraries.recorded import Recording, on_meta, recorded_tower
-from models.towers.libraries.tracing import SAMPLES, CannotRun
 from models.towers.names import nearest, split_name
+from models.towers.recording.keys import of_dataclass, read_keys
+from models.towers.recording.towers import Recording, on_meta, recorded_tower
+from models.towers.recording.tracing import SAMPLES, CannotRun
 
 PREFIX = "open_clip:"
 VOCABULARY = 49408  # of CLIP's tokenizer, where a configuration does not say another number
@@ -203,7 +203,8 @@ def text_tower(
         text["vocab_size"] = vocab_size
     if pad_token_id is not None:
         text["pad_id"] = pad_token_id
-    if text.get("pool_type", "argmax") in ("argmax", "eos"):
+    by_end = text.get("pool_type", "argmax") in ("argmax", "eos")
+    if by_end and not text.get("embed_cls"):  # which pools a token of its own
         if eos_token_id is not None:
             text |= {"pool_type": "eos", "eos_id": eos_token_id}
         elif vocab_size not in (None, config["text_cfg"].get("vocab_size", VOCABULARY)):

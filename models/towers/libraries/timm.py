@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from models.towers.layers import Tower
-from models.towers.libraries.keys import of_constructor, read_keys
-from models.towers.libraries.recorded import Recording, on_meta, recorded_tower
-from models.towers.libraries.tracing import SAMPLES, CannotRun
 from models.towers.names import nearest, refuse, split_name
+from models.towers.recording.keys import of_constructor, read_keys
+from models.towers.recording.towers import Recording, on_meta, recorded_tower
+from models.towers.recording.tracing import SAMPLES, CannotRun
 
 PREFIX = "timm:"
 # said in other ways (`--image-size`, `pool=`), or the same for every tower

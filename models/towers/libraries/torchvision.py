@@ -15,10 +15,10 @@ import torchvision
 from torch import nn
 
 from models.towers.layers import Tower
-from models.towers.libraries.keys import of_constructor, read_keys
-from models.towers.libraries.recorded import Recording, on_meta, recorded_tower
-from models.towers.libraries.tracing import SAMPLES, CannotRun
 from models.towers.names import refuse, split_name
+from models.towers.recording.keys import of_constructor, read_keys
+from models.towers.recording.towers import Recording, on_meta, recorded_tower
+from models.towers.recording.tracing import SAMPLES, CannotRun
 
 NOT_KEYS = ("num_classes", "image_size", "input_size", "aux_logits", "transform_input")
 NUM_CLASSES = 1000  # by which the last layer of the classifier is known

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from models.towers.layers import Layer, LibraryModel, Tower, cut, reset
-from models.towers.libraries.cutting import Recipe, record_layers
-from models.towers.libraries.precision import with_exact_statistics
 from models.towers.names import refuse
 from models.towers.pooling import ADDED, AttentionPool, MaxPool, MeanPool
+from models.towers.recording.cutting import Recipe, record_layers
+from models.towers.recording.precision import with_exact_statistics
 
 OWN_POOLS = {"avg": MeanPool, "max": MaxPool, "attention": AttentionPool}
 

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.towers.layers import Layer
-from models.towers.libraries.precision import run
-from models.towers.libraries.tracing import (
+from models.towers.recording.precision import run
+from models.towers.recording.tracing import (
     LISTS,
     MODE,
     OTHER_SAMPLES,
@@ -403,6 +403,10 @@ class Cutter:
             node: sum(bound <= i for bound in bounds) for i, node in enumerate(self.nodes)
         }
         self.layer_of[self.nodes[0]] = -1  # the input is there before the first layer
+        for node in self.nodes:  # of a tuple only what is read travels
+            if node.target is operator.getitem and isinstance(node.args[1], int):
+                if self._is_tensor(node) and not is_tensor(self.values[node.args[0]]):
+                    self.layer_of[node] = self.layer_of[node.args[0]]
         # whether layers hold numbers that follow from the size of the images
         self.has_size = any(node in self.of_input for node, _, _ in self.tape.decided)
         self.until: dict[fx.Node, int] = {}  # of what travels, the last layer that reads it
@@ -641,7 +645,8 @@ def _held(module: nn.Module) -> dict[str, Any]:
 
 def _try_out(layers: Sequence[Layer], given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Run the layers in training on the meta device: settles what draws, and raises `Together` for
-    a layer that changes what it was given."""
+    a layer that changes what it was given, and for one that reads a tensor from which no gradient
+    comes back."""
     tensors = given
     for number, layer in enumerate(layers):
         before = {name: tensor._version for name, tensor in tensors.items()}
@@ -652,8 +657,32 @@ def _try_out(layers: Sequence[Layer], given: dict[str, Tensor]) -> dict[str, Ten
             if number == 0:
                 raise CannotRecord(f"its forward changes {changed[0]} in place")
             raise Together(number - 1, number, "the second changes its input in place")
+        unused = _without_gradient(layer, tensors) if number and len(layer.reads) > 1 else []
+        if unused:
+            makers = [i for i, each in enumerate(layers[:number]) if unused[0] in each.makes]
+            raise Together(makers[-1], number, f"no gradient comes back to {unused[0]}")
         layer.random, tensors = watch.random, made
     return tensors
+
+
+def _without_gradient(layer: Layer, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Which floating-point tensors that a layer reads have no part in what it makes: a stage owes a
+    gradient for each that it receives."""
+    given = {
+        name: tensor.detach().requires_grad_(tensor.is_floating_point())
+        for name, tensor in tensors.items()
+    }
+    with torch.enable_grad():
+        made = layer(given)
+    outputs = [made[name] for name in layer.makes if made[name].requires_grad]
+    inputs = [name for name in layer.reads if given[name].requires_grad]
+    gradients = torch.autograd.grad(
+        outputs,
+        [given[name] for name in inputs],
+        [torch.empty_like(output) for output in outputs],
+        allow_unused=True,
+    )
+    return [name for name, gradient in zip(inputs, gradients) if gradient is None]
 
 
 def _more(example: Tensor) -> Tensor:
