@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)  # not this folder, where a script is called open_clip
 TABLE = ROOT / "models" / "TOWERS.md"
 SHORT = 6  # layers; fewer are too few for a pipeline
 

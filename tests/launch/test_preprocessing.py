@@ -240,3 +240,66 @@ def test_a_run_from_before_these_options_goes_on_with_clip_s_values(tmp_path):
     options = parse_options([*arguments, "--image-normalization", "imagenet"])
     with pytest.raises(ValueError, match=r"options.image_mean: there \[0.4814"):
         folder.refuse_other_run(training_identity(options.record(), config, block), "auto")
+
+
+def test_the_pixels_of_timms_weights(tmp_path):
+    """By tag, as timm's own transform would prepare them; by the hub's name; of a folder."""
+    import timm
+
+    for name, where in (
+        ("timm:vit_tiny_patch16_224", "DEFAULT"),
+        ("vit_tiny_patch16_224.augreg_in21k", "DEFAULT"),
+        ("timm:vit_tiny_patch16_224", "augreg_in21k"),
+        ("timm:convnext_atto", "timm/convnext_atto.d2_in1k"),
+    ):
+        known = where.removeprefix("timm/") if "/" in where else name.removeprefix("timm:")
+        known = f"{known}.{where}" if where.startswith("aug") else known
+        config = timm.data.resolve_data_config(
+            pretrained_cfg=timm.get_pretrained_cfg(known).to_dict()
+        )
+        found, size = trained_with(where, name)
+        assert (found.mean, found.std) == (config["mean"], config["std"])
+        assert (found.interpolation, found.crop_pct) == (
+            config["interpolation"],
+            config["crop_pct"],
+        )
+        assert size == config["input_size"][-1]
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "architecture": "test_vit",
+                "pretrained_cfg": {
+                    "input_size": [3, 160, 160],
+                    "mean": [0.5, 0.4, 0.3],
+                    "std": [0.2, 0.2, 0.2],
+                    "interpolation": "bilinear",
+                    "crop_pct": 0.95,
+                },
+            }
+        )
+    )
+    expected = Preprocessing((0.5, 0.4, 0.3), (0.2, 0.2, 0.2), "bilinear", 0.95), 160
+    assert trained_with(str(tmp_path), "timm:test_vit") == expected
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert trained_with(str(tmp_path / "model.safetensors"), "timm:test_vit") == expected
+
+
+def test_the_pixels_of_openclips_weights(tmp_path):
+    assert trained_with("laion2b_s34b_b79k", "ViT-B/32") == (CLIP, 224)
+    half = Preprocessing(*NORMALIZATIONS["half"])
+    assert trained_with("DEFAULT", "open_clip:ViT-B-16-SigLIP") == (half, 224)
+    assert trained_with("nothing", "open_clip:ViT-B-32") is None
+    config = {
+        "model_cfg": {"vision_cfg": {"image_size": 336}},
+        "preprocess_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]},
+    }
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    assert trained_with(str(tmp_path), "open_clip:ViT-B-32") == (half, 336)
+
+
+def test_the_size_of_the_weights_is_the_runs(tmp_path):
+    given = ["--image-tower", "timm:convnext_atto", "--image-weights", "d2_in1k"]
+    options = parse_options(given)
+    assert (options.image_size, options.image_resize) == (224, 256)
+    assert options.image_mean == NORMALIZATIONS["imagenet"][0]
+    assert parse_options([*given, "--image-size", "96"]).image_size == 96
