@@ -196,12 +196,12 @@ def _towers(model: argparse._ArgumentGroup) -> None:
     model.add_argument(
         "--image-tower",
         metavar="NAME",
-        help="torchvision architecture, NAME[:key=value,...] (default: resnet50; demo: a ResNet-10)",
+        help="NAME[:key=value,...]: a classifier of torchvision, timm:NAME, open_clip:MODEL or hf:NAME (default: resnet50; demo: a ResNet-10)",
     )
     model.add_argument(
         "--text-tower",
         metavar="NAME",
-        help="architecture, Hugging Face id or local folder (default: bert-base-uncased; demo: bert-mini)",
+        help="architecture, Hugging Face id, local folder or open_clip:MODEL (default: bert-base-uncased; demo: bert-mini)",
     )
     model.add_argument(
         "--image-weights",
@@ -249,7 +249,8 @@ def _towers(model: argparse._ArgumentGroup) -> None:
         "--image-size",
         type=_at_least(1),
         metavar="N",
-        help="pixels a side (default: 224; demo: 64; pretrained image weights: what they were trained with)",
+        help="pixels a side; the position embeddings of weights of another size are interpolated (default: 224; demo: 64; pretrained image "
+        "weights: what they were trained with)",
     )
     model.add_argument(
         "--image-normalization",

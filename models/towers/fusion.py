@@ -60,20 +60,22 @@ def fusion_sizes(options: Mapping[str, Any]) -> FusionSizes | None:
 
 
 class ImageTap(Layer):
-    """`image_hidden` [B, C, H, W] or [B, N, C] -> a copy of it as tokens [B, T, C] under another
-    name, for the head."""
+    """`image_hidden` [B, C, H, W], [B, H, W, C] (`channels_last`) or [B, N, C] -> a copy of it as
+    tokens [B, T, C] under another name, for the head."""
 
     reads = ("image_hidden",)
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, channels_last: bool = False) -> None:
         super().__init__()
-        self.makes = (name,)
+        self.makes, self.channels_last = (name,), channels_last
 
     def compute(self, image_hidden: Tensor) -> Tensor:
         # * 1: what is sent on under two names must not share its memory
-        return (
-            image_hidden.flatten(2).transpose(1, 2) if image_hidden.dim() == 4 else image_hidden
-        ) * 1
+        if image_hidden.dim() == 3:
+            return image_hidden * 1
+        if self.channels_last:
+            return image_hidden.flatten(1, 2) * 1
+        return image_hidden.flatten(2).transpose(1, 2) * 1
 
 
 class TextTap(Layer):
@@ -161,8 +163,9 @@ def tap_image(
     specs, maps, num_tokens = list(tower.specs), {}, 0
     for scale, end in enumerate(ends[-scales:]):
         name, shape = f"image_map_{scale}", shapes[end]
-        specs.insert(end + 1 + scale, _tap(f"image.map_{scale}", "image", ImageTap(name)))
-        maps[name] = shape[0] if len(shape) == 3 else shape[1]
+        last = _channels_last(shape)
+        specs.insert(end + 1 + scale, _tap(f"image.map_{scale}", "image", ImageTap(name, last)))
+        maps[name] = shape[-1] if last or len(shape) == 2 else shape[0]
         num_tokens += math.prod(_places(shape))
     return replace(tower, specs=tuple(specs)), maps, num_tokens
 
@@ -177,8 +180,16 @@ def tap_text(tower: Tower) -> Tower:
 
 
 def _places(shape: Sequence[int] | None) -> tuple[int, ...] | None:
-    """A shape without its channels: (H, W) of a map [C, H, W], (N,) of tokens [N, C]."""
-    return None if shape is None else tuple(shape[1:]) if len(shape) == 3 else (shape[0],)
+    """A shape without its channels: (H, W) of a map [C, H, W] or [H, W, C], (N,) of tokens
+    [N, C]."""
+    if shape is None:
+        return None
+    return tuple(shape[1:]) if len(shape) == 3 and not _channels_last(shape) else tuple(shape[:-1])
+
+
+def _channels_last(shape: Sequence[int]) -> bool:
+    """Of a map of a square image: is it [H, W, C], as in timm's and torchvision's Swin?"""
+    return len(shape) == 3 and shape[0] == shape[1] != shape[2]
 
 
 def _tap(name: str, branch: str, layer: Layer) -> LayerSpec:

@@ -17,7 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.planning.measured import layer_key
-from models.towers.building import count_flops, describe_layers, meta_inputs, with_head
+from models.towers.building import (
+    count_flops,
+    describe_layers,
+    meta_inputs,
+    takes_other_sizes,
+    with_head,
+)
+from models.towers.fusion import FusionSizes
 from models.towers.image import full_name, image_tower
 from models.towers.layers import library_models_kept
 from models.towers.libraries import torchvision as adapter
@@ -540,6 +547,38 @@ def test_other_poolings_of_the_library(forward):
         given = {"pixel_values": torch.randn(2, 3, 64, 64)}
         features = forward(layers, given)["image_features"]
         assert torch.equal(features, model(given["pixel_values"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "channels"),
+    [
+        (spelled("timm:swin_tiny_patch4_window7_224", SWIN), [96, 192]),
+        ("timm:mobilenetv3_small_050", [24, 288]),
+        (spelled("timm:vit_tiny_patch16_224", {"depth": 1}), [192]),
+    ],
+)
+def test_maps_for_fusion(name, channels, forward):
+    """Of the last two sizes, with their channels where the library has them."""
+    tower = with_head(image_tower(name, 64), 16, fusion=FusionSizes(1, 16, 2))
+    maps = {n: s for n, s in tower.specs[-1].template.image_tokens.named_children()}
+    assert [m[0].normalized_shape[0] for m in maps.values()] == channels
+    with library_models_kept():
+        layers = [spec.build(0) for spec in tower.specs]
+    made = forward(layers, {"pixel_values": torch.randn(2, 3, 64, 64)})
+    assert made["image_tokens"].shape == (2, tower.config["num_image_tokens"], 16)
+
+
+def test_towers_say_whether_they_take_other_sizes():
+    for name, takes in (
+        ("timm:mobilenetv3_small_050", True),
+        ("resnet18", True),
+        ("vit_b_16:num_layers=1", True),
+        (spelled("timm:vit_tiny_patch16_224", {"depth": 1}), False),
+        (spelled("timm:vit_tiny_patch16_224", {"depth": 1, "dynamic_img_size": True}), True),
+        (spelled("timm:vit_small_patch16_dinov3", {"depth": 1}), False),
+        ("timm:mobilevit_xxs", True),
+    ):
+        assert takes_other_sizes(image_tower(name, 64)) == takes, name
 
 
 # -- packages
