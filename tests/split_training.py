@@ -254,7 +254,11 @@ def towers_of(case: Case):
             else f",attention_dropout={case.dropout}"
         )
     else:
-        text += ",hidden_dropout_prob=0,attention_probs_dropout_prob=0" if text.startswith("bert") else ""
+        text += (
+            ",hidden_dropout_prob=0,attention_probs_dropout_prob=0"
+            if text.startswith("bert")
+            else ""
+        )
     image_tower, text_tower = build_towers(
         image,
         text,

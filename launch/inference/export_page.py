@@ -171,11 +171,11 @@ def _intro(differences: list[str], image: Tower) -> str:
     if not differences:
         return "`AutoProcessor` and `AutoTokenizer` load from this folder too."
     own = _of_transformers(image)
-    library = "transformers" if own else "torchvision"
+    library = "transformers'" if own else "torchvision's"
     return (
         "transformers has no model that is this one as a whole:\n\n"
         + "\n".join(f"- {difference}" for difference in differences)
-        + f"\n\n`model.safetensors` has the tensors of the image tower under {library}'s names behind `image.`, those of the text tower under "
+        + f"\n\n`model.safetensors` has the tensors of the image tower under {library} names behind `image.`, those of the text tower under "
         "transformers' behind `text.`, and the projections and scalars behind `head.`; "
         + ("`image/config.json` and " if own else "")
         + f"`text/config.json` {'are' if own else 'is'} transformers'."
