@@ -204,7 +204,7 @@ def _state_dict_example(image: Tower, text: Tower) -> str:
             dict.fromkeys(tower.config["architecture"] for tower in of_transformers)
         ),
         padding=f'"max_length", max_length={most}' if full_length else True,
-        mask="" if full_length else ", attention_mask=mask",
+        mask="" if full_length else f", attention_mask=mask{_languages(text)}",
         attention=(ATTENTION + pools if learned else "") + _patches(image),
         image_features=_image_features(image),
         text_features=_text_features(text),
@@ -220,6 +220,12 @@ def _from_transformers(tower: Tower) -> str:
         architecture=architecture,
         no_pooler=", add_pooling_layer=False" if has_pooler and pool != "pooler" else "",
     )
+
+
+def _languages(text: Tower) -> str:
+    if "languages" not in text.config:
+        return ""
+    return f", langs=torch.full_like(ids, {text.config['languages']['default']})"
 
 
 def _patches(image: Tower) -> str:
