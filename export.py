@@ -9,7 +9,7 @@ import logging
 import sys
 from pathlib import Path
 
-from launch.inference.exporting import refuse_to_overwrite, write_export
+from launch.inference.exporting import FORMATS, refuse_to_overwrite, write_export
 from launch.inference.trained import open_run
 from launch.run.records import read_export
 
@@ -18,8 +18,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="export.py",
         description="Write a checkpoint as a folder with safetensors, tokenizer and preprocessing: one that transformers' "
-        "VisionTextDualEncoderModel loads where it has the same towers, else one whose README.md "
-        "loads it with torchvision and transformers.",
+        "CLIPModel, SiglipModel, Siglip2Model, ChineseCLIPModel or VisionTextDualEncoderModel loads where one of them has the same towers, "
+        "else one whose README.md loads it with torchvision and transformers.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run of train.py")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
@@ -33,6 +33,12 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="the moving average of the weights, where the run keeps one",
     )
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="auto",
+        help="auto: a model of transformers where it can be one, else a state dict under the towers' own names (default: auto)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT")
     return parser.parse_args()
 
@@ -45,7 +51,7 @@ def main(arguments: argparse.Namespace) -> None:
             f"{arguments.run_dir}: is an export already; give the folder of the run it came from"
         )
     trained = open_run(arguments.run_dir, arguments.checkpoint, averaged=arguments.ema)
-    differences = write_export(trained, arguments.out, arguments.overwrite)
+    differences = write_export(trained, arguments.out, arguments.overwrite, arguments.format)
     if differences:
         print(
             "a state dict, because "

@@ -93,6 +93,7 @@ def build_engine(
             settings,
             plan.trainable,
             plan.batch_norm_locked,
+            plan.compiled,
         )
         return ForkEngine(
             module,

@@ -468,6 +468,11 @@ class Communicator:
         self._sent_bytes += _bytes(wired) * (len(ranks) - 1)
         return torch.stack(parts).sum(0).to(self.device)
 
+    def start_sum_over_replicas(self, tensor: Tensor) -> dist.Work:
+        """Start to add `tensor` up over the replicas of this stage, in place. Every replica starts
+        its sums in the same order."""
+        return dist.all_reduce(tensor, group=self.stage_group, async_op=True)
+
     def average_over_replicas(self, tensors: Sequence[Tensor]) -> None:
         """Mean of each floating-point tensor over the replicas of this stage, in place, in one
         message."""

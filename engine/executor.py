@@ -36,7 +36,9 @@ from engine.optimizer.averaging import AverageBlock, WeightAverage
 from engine.optimizer.bad_steps import bad_step, is_loss_scale_search, seen_by
 from engine.optimizer.clipping import GroupedClipping
 from engine.optimizer.clipping_rules import ClippingRule
+from engine.optimizer.gradient_averages import GradientAverages
 from engine.optimizer.parameter_groups import GroupSchedule, OptimizerGroups, Setting
+from engine.planning.costs import averages_early
 from engine.planning.memory_advice import AVERAGING, EVALUATION, TRAINING, RankSetup, Work
 from engine.planning.planner import BranchBatch
 from engine.processes.out_of_memory import explained, message
@@ -61,6 +63,7 @@ from engine.trace import Span
 # DeepSpeed's: of the engine, whose micro-steps stay 0 under a pipeline, and of its dynamic loss
 # scale
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_COMPLETES_GRADIENTS = (ds_schedule.BackwardPass, BackwardWeights)
 OF_PAIRS = -1  # in the place of a layer, where negatives are drawn
 _OF_FUSION = ("_tokens", "_mask")  # how the names end of what the heads make for it
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -124,6 +127,9 @@ class ForkEngine(PipelineEngine):
         self.basic_optimizer.register_step_pre_hook(lambda *_: self.clipping.clip())
         stepped = [p for group in self.basic_optimizer.param_groups for p in group["params"]]
         self.average = WeightAverage(stepped, average) if average else None
+        # else DeepSpeed averages behind the last backward
+        early = self.place.replicas > 1 and averages_early(config)
+        self._gradient_averages = self._make_gradient_averages() if early else None
         self.bad_steps_in_a_row = 0
         self._setup = setup
         self._running: tuple[StageSchedule, ds_schedule.PipeInstruction] | None = None
@@ -148,6 +154,35 @@ class ForkEngine(PipelineEngine):
         ] = {}
         self._reset_buffers()
         self._ready = True
+
+    def _make_gradient_averages(self) -> GradientAverages:
+        """Those of this stage, in what holds its sums over the micro-batches."""
+        if isinstance(self.optimizer, BF16_Optimizer):
+            sums = {
+                id(parameter): gradient
+                for group, gradients in zip(
+                    self.optimizer.bf16_groups, self.optimizer.fp32_groups_gradients
+                )
+                for parameter, gradient in zip(group, gradients)
+            }
+
+            def gradient_of(parameter: nn.Parameter) -> Tensor:
+                return sums[id(parameter)]
+        else:
+
+            def gradient_of(parameter: nn.Parameter) -> Tensor:
+                if parameter.grad is None:  # no micro-batch has reached it
+                    parameter.grad = torch.zeros_like(parameter)
+                return parameter.grad
+
+        fusion = self.module.fusion
+        return GradientAverages(
+            [*self._trainable, *self.module.placeholders],
+            [*self.module.placeholders, *(fusion.parameters() if fusion else ())],
+            gradient_of,
+            self.comm.start_sum_over_replicas,
+            self.place.replicas,
+        )
 
     # -- what the base class asks
 
@@ -343,10 +378,15 @@ class ForkEngine(PipelineEngine):
             for kind in (ds_schedule.RecvActivation, ds_schedule.RecvGrad)
         }
         self._posted = dict.fromkeys(self._awaited, False)
+        backwards = [i for i in program if type(i) in _COMPLETES_GRADIENTS]
         for instruction in program:
             self._running = pipe_schedule, instruction
             self._post_receives()
-            with self.recorder.span(instruction.name, instruction.kwargs.get("buffer_id")):
+            last = bool(backwards) and instruction is backwards[-1] and self._gradient_averages
+            with (
+                self.recorder.span(instruction.name, instruction.kwargs.get("buffer_id")),
+                last.last_backward() if last else contextlib.nullcontext(),
+            ):
                 self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
             self.instructions_done += 1
         self._running = None
@@ -593,7 +633,10 @@ class ForkEngine(PipelineEngine):
         if self.module.placeholders:  # a gradient of zero, the way all others come
             held = torch.cat(list(self.module.placeholders))
             self._inject([(held, torch.zeros_like(held))])
-        super()._exec_reduce_grads()
+        if self._gradient_averages:
+            self._gradient_averages.finish()
+        else:
+            super()._exec_reduce_grads()
 
     def _exec_send_grads(self, buffer_id: int) -> None:
         received = self._inputs.pop(buffer_id)
@@ -646,7 +689,7 @@ class ForkEngine(PipelineEngine):
     # -- held-out sets
 
     @_explains_memory(EVALUATION)
-    @torch.no_grad()
+    @torch.inference_mode()
     def evaluate(
         self,
         data_iter: Iterator[dict[str, Tensor]] | None,

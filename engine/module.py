@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelinePa
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from engine.compiling import compile_layer, compiling
 from engine.optimizer.locking import Trainable
 from engine.optimizer.parameter_groups import Setting, groups_of_names
 from engine.topology import Stage, StageGraph
@@ -77,14 +78,17 @@ class StageModule(PipelineModule):
         settings: Mapping[str, Setting],
         trainable: Trainable,
         batch_norm_locked: bool = False,
+        compiled: Collection[str] = (),
     ):
         """`settings`: of every parameter of the run, by canonical name
         (`engine/optimizer/parameter_groups.py`); `trainable`: which layers learn.
 
         `batch_norm_locked`: layers that do not learn normalise by their running statistics, and
-        leave them as they are.
+        leave them as they are. `compiled`: branches whose layers run through torch.compile, each by
+        itself.
         """
         self._trainable, self._batch_norm_locked = trainable, batch_norm_locked
+        self._compiled = frozenset(compiled)
         self._graph, self._rank, self._layers, self._build_layer, self._seed = (
             graph,
             rank,
@@ -123,12 +127,15 @@ class StageModule(PipelineModule):
         self.canonical_parameters: dict[str, nn.Parameter] = {}
         self._locked_norms: list[nn.Module] = []
         learns = [learns for branch in self._graph.branches for learns in self._trainable[branch]]
+        branches = [branch for branch in self._graph.branches for _ in self._layers[branch]]
         for index in self._own_indices:
             spec = self._layer_specs[index]
             layer = self._build_layer(spec)
             if not learns[index]:
                 layer.requires_grad_(False)
                 self._locked_norms += _batch_norms(layer) if self._batch_norm_locked else []
+            if branches[index] in self._compiled:
+                compile_layer(layer)
             self.forward_funcs.append(layer)
             self.add_module(spec.name.replace(".", "/"), layer)
             for name, parameter in layer.named_parameters():
@@ -244,10 +251,11 @@ class StageModule(PipelineModule):
     def _run(
         self, part: range, micro_batch: tuple[int, int], tensors: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        for i in part:
-            if self._draws[i] and self.training:
-                torch.manual_seed(layer_seed(self._seed, *micro_batch, self._own_indices[i]))
-            tensors = self.forward_funcs[i](tensors)
+        with compiling() if self._compiled else contextlib.nullcontext():
+            for i in part:
+                if self._draws[i] and self.training:
+                    torch.manual_seed(layer_seed(self._seed, *micro_batch, self._own_indices[i]))
+                tensors = self.forward_funcs[i](tensors)
         return tensors
 
     @contextlib.contextmanager

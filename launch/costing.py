@@ -60,7 +60,7 @@ def run_costs(
     processes: Processes,
     folder: RunFolder,
 ) -> CostModel:
-    """Measured on all ranks together where the layout is "auto", else estimated. A run that goes on
+    """Measured on all ranks together where the layout or `compile` is "auto", else estimated. A run that goes on
     keeps what was measured when it began, as long as it computes in the same precision on the same
     kind of device.
 
@@ -81,6 +81,7 @@ def run_costs(
             costs.pairs,
             costs.token_bytes,
             compared,
+            costs.compiled_share,
         )
     # where they are dealt, texts of about equal lengths come together
     dealt = (
@@ -89,7 +90,8 @@ def run_costs(
         and not block.loss_per_micro_batch
     )
     lengths = _text_lengths(data, inputs) if dealt else None
-    if block.layout != AUTO:
+    compiling = {tower.branch: block.compiling(tower.branch) for tower in towers}
+    if block.layout != AUTO and AUTO not in compiling.values():
         device = find_device(NOMINAL.get(processes.device.type, "A100"))
         num_tokens = None if lengths is None else round(lengths.mean())
         return estimated_costs(
@@ -120,6 +122,7 @@ def run_costs(
             (pair_scores(model.fusion), partial(_example_pairs, towers), sizes["text"])
             if model.fusion
             else None,
+            compiling,
         )
     precision_bytes = DTYPES[precision_of(config)].itemsize
     layers = dict(profile.layers)
@@ -139,6 +142,7 @@ def run_costs(
         profile.pairs,
         token_bytes(towers, precision_bytes),
         compared,
+        profile.compiled_share,
     )
     folder.write_costs(cost_model_to_json(costs))
     return costs

@@ -29,6 +29,7 @@ class ModelOptions:
     text_tower: str
     tower: tuple[str, ...]
     embed_dim: int
+    projection: str
     image_size: int
     max_text_tokens: int
     loss: str

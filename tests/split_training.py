@@ -101,6 +101,7 @@ class Case:
     schedule: str = "batch_sync"
     imported: str | None = None  # the module that registers this schedule
     kept_micro_batches: Any = None  # under replay
+    compile: Any = None
     checkpoint_interval: int = 0
     deals: dict[str, tuple] = field(
         default_factory=dict
@@ -167,6 +168,7 @@ class Case:
                 "ema": self.ema,
                 "schedule": self.schedule,
                 "kept_micro_batches": self.kept_micro_batches,
+                "compile": self.compile,
             },
         }
         if self.offload:
@@ -225,6 +227,7 @@ class Case:
         parts += [self.schedule] if self.schedule != "batch_sync" else []
         parts += [f"keep{self.kept_micro_batches}"] if self.kept_micro_batches is not None else []
         parts += [f"checkpoint{self.checkpoint_interval}"] if self.checkpoint_interval else []
+        parts += ["compile", self.compile] if self.compile else []
         parts += [f"dropout{self.dropout}"] if self.dropout else []
         parts += [f"dealt{'texts' * self.deals_texts}"] if self.deals else []
         parts += ["not_loaded"] if self.not_loaded else []

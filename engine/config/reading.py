@@ -40,6 +40,7 @@ NEEDS_GPU = (
     "onebitlamb",
     "zerooneadam",
 )  # optimizers, as DeepSpeed compares them
+COMPILING = (AUTO, "off", "layers")  # what `branches.compile` may say
 # DeepSpeed's keys that mean something under this engine; it accepts unknown ones silently, we do
 # not.
 DEEPSPEED_KEYS = [
@@ -96,6 +97,7 @@ class BranchesBlock:
     locked: Any = None
     ema: Any = None
     max_bad_steps: int = 10
+    compile: Any = None
     balance: Any = None
     sample_weights: Any = None
 
@@ -120,6 +122,10 @@ class BranchesBlock:
                 'branches.balance: "feed" moves work between branches that run on different GPUs and meet at one loss, which '
                 f'"{"merged" if self.layout == "merged" else self.schedule}" does not have; use "deal"'
             )
+        if self.compile is not None:
+            choices = self.compile.values() if isinstance(self.compile, dict) else [self.compile]
+            for choice in choices:
+                check_choice("compile", choice, COMPILING)
         self.averaging()
         if (
             isinstance(self.max_bad_steps, bool)
@@ -133,7 +139,7 @@ class BranchesBlock:
 
     def check_names(self, branches: Sequence[str]) -> None:
         """Raise ValueError for a key that should be one of these branches and is not."""
-        for name in ("stages", "replicas", "micro_batch_size", "kept_micro_batches"):
+        for name in ("stages", "replicas", "micro_batch_size", "kept_micro_batches", "compile"):
             value = getattr(self, name)
             for key in value if isinstance(value, dict) else ():
                 check_choice(
@@ -151,6 +157,14 @@ class BranchesBlock:
         if isinstance(kept, dict):
             kept = kept.get(branch)
         return kept if kept is not None else AUTO if self.schedule == AUTO else 0
+
+    def compiling(self, branch: str) -> str:
+        """Are the layers of this branch compiled: "off", "layers", or "auto": where that is
+        measured to be faster."""
+        choice = self.compile
+        if isinstance(choice, dict):
+            choice = choice.get(branch)
+        return choice or "off"
 
     @property
     def loss_per_micro_batch(self) -> bool:

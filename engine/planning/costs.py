@@ -112,10 +112,7 @@ class StateBytes:
         (bf16), master weight and two moments in fp32. State that is offloaded to the CPU is not
         counted."""
         zero = config.get("zero_optimization", {})
-        stage, offloaded = (
-            zero.get("stage", 0),
-            (zero.get("offload_optimizer") or {}).get("device") == "cpu",
-        )
+        stage, offloaded = zero.get("stage", 0), offloads(config)
         bf16, fp16 = (config.get(key, {}).get("enabled", False) for key in ("bf16", "fp16"))
         weight = 2 if bf16 or fp16 else 4
         whole = 2 * weight + (4 if bf16 else 0)
@@ -130,6 +127,30 @@ class StateBytes:
         )
 
 
+def offloads(config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer's state is on the CPU."""
+    zero = config.get("zero_optimization", {})
+    return (zero.get("offload_optimizer") or {}).get("device") == "cpu"
+
+
+def averages_early(config: Mapping[str, Any]) -> bool:
+    """Whether gradients are averaged over replicas while the last backward runs: not under
+    DeepSpeed's ZeRO-1 optimizer of fp32, fp16 and offloaded state, which keeps to itself what it has averaged, nor
+    where the configuration says so (`overlap_comm`) or asks for another order or precision of the
+    sums."""
+    zero, bf16 = config.get("zero_optimization", {}), config.get("bf16", {})
+    plain = (
+        zero.get("overlap_comm") is not False
+        and not offloads(config)
+        and not config.get("prescale_gradients", False)
+        and config.get("gradient_predivide_factor", 1.0) == 1.0
+        and config.get("communication_data_type") in (None, "fp32")
+    )
+    if bf16.get("enabled", False):
+        return plain and bf16.get("immediate_grad_update", True)
+    return plain and zero.get("stage", 0) == 0
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Everything the simulator asks. `layers[branch]` are all layers of a tower in order.
@@ -137,7 +158,7 @@ class CostModel:
     `compared`: the pairs of branches that a loss compares; where nothing is said, the two that
     there are. `pairs`: where a pair is matched, what that takes for so many rows of its second
     branch, parameters not counted; `token_bytes`, by branch, of the tokens of one sample, the first
-    branch of that pair before the second.
+    branch of that pair before the second. `compiled_share`: as in `profile_together`.
     """
 
     layers: Mapping[str, Sequence[LayerCost]]
@@ -146,9 +167,11 @@ class CostModel:
     embed_dim: int
     checkpoint_interval: int = 0  # layers per activation checkpoint; 0: none
     sharded_optimizer: bool = True  # ZeRO-1
+    early_averages: bool = False  # over replicas, during the last backward
     pairs: LayerCost | None = None
     token_bytes: Mapping[str, float] = field(default_factory=dict)
     compared: Sequence[tuple[str, str]] = ()
+    compiled_share: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
         if not self.compared and len(self.layers) != 2:
@@ -171,19 +194,23 @@ class CostModel:
         pairs: LayerCost | None = None,
         token_bytes: Mapping[str, float] | None = None,
         compared: Sequence[tuple[str, str]] = (),
+        compiled_share: Mapping[str, float] | None = None,
     ) -> CostModel:
         """With what DeepSpeed's configuration says of precision, ZeRO and activation
         checkpoints."""
+        zero = config.get("zero_optimization", {})
         return cls(
             layers,
             machine,
             StateBytes.of(config),
             embed_dim,
             config.get("pipeline", {}).get("activation_checkpoint_interval", 0),
-            config.get("zero_optimization", {}).get("stage", 0) == 1,
+            zero.get("stage", 0) == 1,
+            averages_early(config),
             pairs,
             token_bytes or {},
             compared,
+            compiled_share or {},
         )
 
 

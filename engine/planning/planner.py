@@ -23,6 +23,7 @@ from itertools import islice, product
 from math import inf
 from typing import Any
 
+from engine.compiling import compiles
 from engine.config.reading import AUTO, BranchesBlock
 from engine.optimizer.averaging import AverageBlock
 from engine.optimizer.clipping_rules import ClippingRule
@@ -216,6 +217,7 @@ class RunPlan:
     batch_norm_locked: bool = False
     average: AverageBlock | None = None
     reasons: str = ""
+    compiled: tuple[str, ...] = ()
 
     @property
     def schedule_type(self) -> type[StageSchedule]:
@@ -235,6 +237,9 @@ def plan_run(
     search = search_plans(config, block, world_size, costs)
     best = search.best
     reasons = search.why() if search.num_candidates > 1 and block.layout == AUTO else ""
+    compiled = tuple(
+        b for b in branches if compiles(block.compiling(b), costs.compiled_share.get(b))
+    )
     if (own := SCHEDULES[best.schedule]).loss_per_micro_batch:
         reasons = (
             f'schedule "{best.schedule}": {own.description or "a loss per micro-batch"}. '
@@ -252,7 +257,8 @@ def plan_run(
         best.simulation.stages,
         locked.batch_norm == "locked",
         block.averaging(),
-        reasons,
+        "\n".join(filter(None, (reasons, _of_compiling(block, costs)))),
+        compiled,
     )
 
 
@@ -349,6 +355,11 @@ def deepspeed_config(
         # clips by group
         0.0
     )
+    if precision_of(config) == "bf16":
+        # DeepSpeed would round the fp32 sums to bf16 on their way to the other replicas
+        resolved.setdefault("communication_data_type", "fp32")
+        # gradients reach their fp32 sums during the backward, so that averages can start in it
+        resolved["bf16"].setdefault("immediate_grad_update", True)
     resolved.setdefault("steps_per_print", None)
     if "pipeline" in resolved:
         resolved["pipeline"]["use_reentrant"] = False
@@ -460,6 +471,7 @@ def _splits(
                         if reason := (
                             kept
                             or _refuse_checkpoints(config, schedule)
+                            or _refuse_compiling(block, schedule, num_layers)
                             or _refuse_schedule(schedule, deal)
                         ):
                             reasons.append(reason)
@@ -847,12 +859,36 @@ def _refuse_checkpoints(config: Mapping[str, Any], schedule: str) -> str | None:
     interval = config.get("pipeline", {}).get("activation_checkpoint_interval", 0)
     if not interval or not SCHEDULES[schedule].splits_backward:
         return None
-    others = [name for name in exact_schedules() if not SCHEDULES[name].splits_backward]
     return (
         f'branches.schedule: "{schedule}" keeps activations until the second part of a backward, '
         f'so "pipeline": {{"activation_checkpoint_interval": {interval}}} would recompute them '
-        f"twice; remove it, or use {' or '.join(others)}"
+        f"twice; remove it, or use {' or '.join(_of_whole_backwards())}"
     )
+
+
+def _refuse_compiling(block: BranchesBlock, schedule: str, branches: Iterable[str]) -> str | None:
+    """Why this schedule cannot run compiled layers, if it cannot."""
+    compiled = [branch for branch in branches if block.compiling(branch) != "off"]
+    if not compiled or not SCHEDULES[schedule].splits_backward:
+        return None
+    return (
+        f'branches.schedule: "{schedule}" takes backwards apart, which are one piece where layers '
+        f'are compiled; write "compile": "off", or use {" or ".join(_of_whole_backwards())}'
+    )
+
+
+def _of_compiling(block: BranchesBlock, costs: CostModel) -> str:
+    """A line for the branches whose layers are compiled where that is faster."""
+    said = []
+    for branch in (b for b in costs.layers if block.compiling(b) == AUTO):
+        share = costs.compiled_share.get(branch)
+        found = "not measured" if share is None else f"{share:.2f} of the time of its layers"
+        said.append(f"{branch} {found}: {'on' if compiles(AUTO, share) else 'off'}")
+    return f"torch.compile: {', '.join(said)}" if said else ""
+
+
+def _of_whole_backwards() -> list[str]:
+    return [name for name in exact_schedules() if not SCHEDULES[name].splits_backward]
 
 
 def _refuse_schedule(schedule: str, deal: Deal) -> str | None:

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from engine.compiling import compiles
+from engine.config.checks import AUTO
 from engine.planning.costs import LayerCost, Machine
 from engine.planning.measured import Tensors
 from engine.planning.profile_layers import Effort, ProfiledLayer, Together, profile_layers
@@ -25,11 +28,14 @@ from engine.planning.profile_machine import measure_links, profile_machine
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured: costs by branch, all layers in order, and the machine."""
+    """What was measured: costs by branch, all layers in order, and the machine. `compiled_share`:
+    seconds of compiled layers ÷ those of layers as they are, by branch, where both were measured;
+    the costs are those of the faster way."""
 
     layers: Mapping[str, list[LayerCost]] = field(repr=False)
     machine: Machine
     pairs: LayerCost | None = None
+    compiled_share: Mapping[str, float] = field(default_factory=dict)
 
 
 def profile_together(
@@ -44,28 +50,38 @@ def profile_together(
     ranks_on_node: int,
     budget_s: float = 60.0,
     pairs: tuple[ProfiledLayer, Callable[[int], Tensors], Sequence[int]] | None = None,
+    compiling: Mapping[str, str] = MappingProxyType({}),
 ) -> Profile:
     """Measure on every rank of the default process group at the same time. All ranks call it
     together and get the same numbers.
 
     Branches share `budget_s` equally; it bounds the repeats, not the first two passes of each
     layer. `pairs`: a layer that scores matching pairs, what it is given for so many of them, and
-    how many to try. For the rest see `profile_layers` and `profile_machine`.
+    how many to try. `compiling`: whether the layers of a branch are compiled, as `branches.compile`
+    says it; "off" where nothing is said. For the rest see `profile_layers` and `profile_machine`.
     """
     ranks = Together(device, ranks_on_node)
-    measured = {
-        branch: profile_layers(
-            specs,
-            build_layer,
-            inputs[branch],
-            dtype,
-            device,
-            sizes[branch],
-            Effort(budget_s=budget_s / len(layers)),
-            ranks,
-        )
-        for branch, specs in layers.items()
-    }
+    measured, compiled_share = {}, {}
+    for branch, specs in layers.items():
+        choice = compiling.get(branch, "off")
+        ways = {
+            compiled: profile_layers(
+                specs,
+                build_layer,
+                inputs[branch],
+                dtype,
+                device,
+                sizes[branch],
+                Effort(budget_s=budget_s / len(layers)),
+                ranks,
+                compiled,
+            )
+            for compiled in (False, True)
+            if choice in (AUTO, "layers" if compiled else "off")
+        }
+        if choice == AUTO:
+            compiled_share[branch] = _seconds(ways[True]) / _seconds(ways[False])
+        measured[branch] = ways[compiles(choice, compiled_share.get(branch))]
     of_pairs = None
     if pairs is not None:
         spec, given, sizes_of_pairs = pairs
@@ -89,4 +105,9 @@ def profile_together(
         )
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Profile(measured, machine, of_pairs)
+    return Profile(measured, machine, of_pairs, compiled_share)
+
+
+def _seconds(layers: Sequence[LayerCost]) -> float:
+    """Of a forward and a backward of the largest micro-batch that was measured."""
+    return sum(layer.forward_s.values[-1] + layer.backward_s.values[-1] for layer in layers)

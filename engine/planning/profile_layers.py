@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engine.compiling import compile_layer, compiling
 from engine.planning.costs import Curve, LayerCost
 from engine.planning.measured import (
     Cache,
@@ -111,6 +113,7 @@ def profile_layers(
     sizes: Sequence[int],
     effort: Effort | None = None,
     ranks: Alone | None = None,
+    compiled: bool = False,
 ) -> list[LayerCost]:
     """Seconds and bytes of each layer, in order, for the micro-batch sizes in `sizes`; `device`
     holds one layer at a time.
@@ -118,12 +121,15 @@ def profile_layers(
     `inputs(size)` gives what the first layer reads, as it will come from the data, and tensors that
     only pass through (they travel too). Layers behind it get random numbers of the right shapes.
     `build_layer` is called for layers that must be measured. Equal layers, by `layer_key` and
-    inputs, are measured once, in this call and, through the cache, in others. Raises OutOfMemory,
-    with the layer and the size, where one does not fit.
+    inputs, are measured once, in this call and, through the cache, in others. `compiled`: they run
+    through torch.compile; compiling is not part of their time. Raises OutOfMemory, with the layer
+    and the size, where one does not fit.
     """
     sizes = sorted(set(sizes))
     structures = [layer_key(spec.template) for spec in specs]
-    profiler = _Profiler(specs, build_layer, dtype, device, effort or Effort(), ranks or Alone())
+    profiler = _Profiler(
+        specs, build_layer, dtype, device, effort or Effort(), ranks or Alone(), compiled
+    )
     costs = []
     with torch.random.fork_rng(
         devices=[device] if device.type == "cuda" else []
@@ -160,13 +166,15 @@ class _Profiler:
         device: torch.device,
         effort: Effort,
         ranks: Alone,
+        compiled: bool,
     ):
-        self.build_layer, self.dtype, self.device, self.effort, self.ranks = (
+        self.build_layer, self.dtype, self.device, self.effort, self.ranks, self.compiled = (
             build_layer,
             dtype,
             device,
             effort,
             ranks,
+            compiled,
         )
         self.num_layers = len(specs)
         self.weight_bytes = (
@@ -180,6 +188,8 @@ class _Profiler:
             "dtype": str(dtype),
             "ranks_on_node": ranks.ranks_on_node,
         }
+        if compiled:
+            self.where["compiled"] = True
 
     def measure(
         self, spec: ProfiledLayer, structure: str, tensors: Mapping[int, Tensors], left: int
@@ -200,9 +210,10 @@ class _Profiler:
                         self.device, partial(message_of_profile, self.ranks.who, spec.name, size)
                     ):
                         layer = layer if layer is not None else self._built(spec)
-                        found = self._measure(
-                            layer, given, max(0.0, self.deadline - time.monotonic()) / left
-                        )
+                        with compiling() if self.compiled else nullcontext():
+                            found = self._measure(
+                                layer, given, max(0.0, self.deadline - time.monotonic()) / left
+                            )
                 self.known[name] = self._agreed(found)
                 if not all_know:
                     self.cache.write(name, {"layer": spec.name, **key}, self.known[name])
@@ -220,6 +231,8 @@ class _Profiler:
             parameter
         ) in layer.parameters():  # DeepSpeed casts parameters and leaves buffers in fp32
             parameter.data = parameter.data.to(self.dtype)
+        if self.compiled:
+            compile_layer(layer)
         return layer
 
     def _measure(self, layer: nn.Module, given: Tensors, share_s: float) -> Measurement:

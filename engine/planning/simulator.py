@@ -26,6 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.optimizer.gradient_averages import BUCKET_BYTES
 from engine.planning.costs import CostModel, Machine
 from engine.planning.ordering import (
     DOWNSTREAM,
@@ -570,6 +571,11 @@ def _times(
     host_s = machine.instruction_s
     owned = layers.num_parameters / replicas if costs.sharded_optimizer else layers.num_parameters
     gradients, weights = _reduced_bytes(stage, costs, layers)
+    reduced_s = 2 * ring.ring_s(replicas, gradients)
+    if costs.early_averages:
+        # they begin when a bucket is complete, and the last bucket when the backward is over
+        bucket = min(1.0, BUCKET_BYTES / max(1.0, gradients))
+        reduced_s = max(bucket * reduced_s, reduced_s - (1 - bucket) * layers.backward_s)
     return _Times(
         host_s,
         host_s + layers.forward_s,
@@ -578,9 +584,7 @@ def _times(
         host_s + exchange_s + loss.flops / machine.flops_per_s + loss.matching.seconds
         if loss
         else 0.0,
-        host_s
-        + machine.gradient_s_per_parameter * layers.num_parameters
-        + 2 * ring.ring_s(replicas, gradients),
+        host_s + machine.gradient_s_per_parameter * layers.num_parameters + reduced_s,
         host_s
         + machine.optimizer_s_per_parameter * owned
         + (ring.ring_s(replicas, weights) if weights else 0.0),

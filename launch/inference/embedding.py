@@ -155,7 +155,7 @@ class Embedder:
                 tokens["language_ids"] = self._languages.ids(list(languages[part]))
             yield self._run("text", tokens)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _run(self, branch: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
         for layer in self._layers[branch]:

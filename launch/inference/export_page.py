@@ -44,21 +44,29 @@ def resized(pixels, size):
     return functional.resize(pixels, size, InterpolationMode.{interpolation}, antialias=True)
 ```'''
 
-DUAL_ENCODER = """```python
+WHOLE_MODEL = """```python
 import torch
-from transformers import AutoTokenizer, VisionTextDualEncoderModel
+from transformers import AutoTokenizer, {kind}
 
-model = VisionTextDualEncoderModel.from_pretrained(".").eval()
+model = {kind}.from_pretrained(".").eval()
 tokenizer = AutoTokenizer.from_pretrained(".")
 
 
 def embed(pixel_values, texts):
     \"\"\"image_embeds, text_embeds: of length 1.\"\"\"
-    tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
-    with torch.no_grad():
-        output = model(tokens["input_ids"], pixel_values, tokens["attention_mask"])
+    tokens = tokenizer(texts, padding={padding}, truncation=True, return_tensors="pt")
+{images}    with torch.no_grad():
+        output = model(input_ids=tokens["input_ids"], {given})
     return output.image_embeds, output.text_embeds
 ```"""
+
+# as SigLIP 2's own image processor makes them
+PATCHES = """    rows, columns = (length // {side} for length in pixel_values.shape[2:])
+    patches = pixel_values[..., : rows * {side}, : columns * {side}].unflatten(3, (columns, {side}))
+    patches = patches.unflatten(2, (rows, {side})).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+    seen = torch.ones(patches.shape[:2], dtype=torch.int64)
+    shapes = torch.tensor([[rows, columns]] * len(patches))
+"""
 
 STATE_DICT = """```python
 import torch{constructor_import}
@@ -133,7 +141,7 @@ OTHER_POOL = {
 }  # of maps
 
 
-def export_page(trained: Trained, differences: list[str]) -> str:
+def export_page(trained: Trained, kind: str, differences: list[str]) -> str:
     """Markdown. Its code, in order, defines `embed` and `pixel_values`, run in the exported
     folder."""
     options, (image, text), pixels = trained.options, trained.towers, trained.preprocessing
@@ -148,7 +156,9 @@ def export_page(trained: Trained, differences: list[str]) -> str:
         f"`exp(logit_scale)` times the products of the embeddings{bias}; the scale is at most 100.",
         "## Load it",
         _intro(differences, image),
-        _state_dict_example(image, text) if differences else DUAL_ENCODER,
+        _state_dict_example(image, text)
+        if differences
+        else _whole_model_example(kind, image, text),
         "## Images",
         "`preprocessor_config.json` is for transformers' `CLIPImageProcessor`, which gives the "
         f"very pixels of training for opaque images between {resize} and {int(KEPT * resize)} "
@@ -165,6 +175,24 @@ def export_page(trained: Trained, differences: list[str]) -> str:
         ),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _whole_model_example(kind: str, image: Tower, text: Tower) -> str:
+    full_length = text.config["pool"] == "head"  # where padding is read as any other token
+    most = text.config["max_text_tokens"]
+    in_patches = kind == "Siglip2Model"
+    given = "pixel_values=pixel_values"
+    if in_patches:
+        given = "pixel_values=patches, pixel_attention_mask=seen, spatial_shapes=shapes"
+    if not full_length:
+        given += ', attention_mask=tokens["attention_mask"]'
+    return WHOLE_MODEL.format(
+        kind=kind,
+        # SigLIP 2's tokenizer pads on the left by itself
+        padding=f'"max_length", max_length={most}, padding_side="right"' if full_length else True,
+        images=PATCHES.format(side=image.config["config"]["patch_size"]) if in_patches else "",
+        given=given,
+    )
 
 
 def _intro(differences: list[str], image: Tower) -> str:

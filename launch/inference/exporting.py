@@ -30,22 +30,34 @@ from models.weights.dual_encoder import (
     what_differs,
 )
 from models.weights.translation import to_theirs
+from models.weights.whole_models import whole_model_config, whole_model_of, whole_model_pairs
 
 DUAL_ENCODER, STATE_DICT = "VisionTextDualEncoderModel", "state dict"
+FORMATS = ("auto", "transformers", "state_dict")
 
 
-def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> list[str]:
-    """Write the model to `folder`, which appears whole or not at all; returns why it is not
-    transformers' dual encoder, if it is not.
+def write_export(
+    trained: Trained, folder: Path, overwrite: bool = False, form: str = "auto"
+) -> list[str]:
+    """Write the model to `folder`, which appears whole or not at all; returns why it is not one of
+    transformers' models, if it is not. `form`: one of `FORMATS`.
 
     Weights are in fp32, whatever they were trained in: no number changes, but that a scale beyond
     the limit at which the loss reads it is written as the limit. Raises ValueError for a folder
-    that is not empty, unless `overwrite` says that an earlier export may go.
+    that is not empty, unless `overwrite` says that an earlier export may go, and for a form that the
+    model cannot have.
     """
     folder = folder.expanduser().resolve()
     refuse_to_overwrite(folder, overwrite)
     trained = images_and_texts(trained)
-    differences = what_differs(*trained.towers)
+    key = whole_model_of(*trained.towers)
+    differences = [] if key else what_differs(*trained.towers)
+    if differences and form == "transformers":
+        raise ValueError(
+            f"--format transformers: {'; '.join(differences)}; leave it out for a state dict"
+        )
+    if form == "state_dict":
+        key, differences = None, differences or ["--format state_dict was asked for"]
     beside = folder.with_name(folder.name + ".writing")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -58,10 +70,13 @@ def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> lis
     }
     state["head.logit_scale"] = state["head.logit_scale"].clamp(max=LOGIT_SCALE_LIMIT)
     if not differences:
-        dual_encoder_config(*trained.towers, state["head.logit_scale"].item()).save_pretrained(
-            beside
-        )
-        state = to_theirs(dual_encoder_pairs(*trained.towers), state)
+        scale = state["head.logit_scale"].item()
+        if key:
+            config, pairs = whole_model_config(key, *trained.towers, scale), whole_model_pairs
+        else:
+            config, pairs = dual_encoder_config(*trained.towers, scale), dual_encoder_pairs
+        config.save_pretrained(beside)
+        state = to_theirs(pairs(*trained.towers), state)
     save_file(state, beside / WEIGHTS, metadata={"format": "pt"})
     for tower, folder_of in zip(trained.towers, (IMAGE_FOLDER, TEXT_FOLDER)):
         if tower.config["library"] == "transformers":
@@ -69,10 +84,12 @@ def write_export(trained: Trained, folder: Path, overwrite: bool = False) -> lis
             _write_json(beside / folder_of / "config.json", library_config(tower))
     tokenizer = copy.deepcopy(trained.tokenizer)
     tokenizer.model_max_length = trained.options["max_text_tokens"]
+    tokenizer.padding_side = "right"  # as in training, whatever its class does by itself
     tokenizer.save_pretrained(str(beside))
     image_processor(trained.preprocessing, trained.options["image_size"]).save_pretrained(beside)
-    _write_json(beside / RECORD, _record(trained, differences))
-    (beside / "README.md").write_text(export_page(trained, differences), encoding="utf-8")
+    kind = STATE_DICT if differences else config.architectures[0]
+    _write_json(beside / RECORD, _record(trained, kind, differences))
+    (beside / "README.md").write_text(export_page(trained, kind, differences), encoding="utf-8")
 
     if folder.exists():
         shutil.rmtree(folder)
@@ -158,10 +175,10 @@ def image_processor(preprocessing: Preprocessing, image_size: int) -> CLIPImageP
     )
 
 
-def _record(trained: Trained, differences: list[str]) -> dict[str, object]:
+def _record(trained: Trained, kind: str, differences: list[str]) -> dict[str, object]:
     options = trained.options
     return {
-        "kind": STATE_DICT if differences else DUAL_ENCODER,
+        "kind": kind,
         "differences": differences,
         **{key: options[key] for key in OPTIONS},
         **trained.preprocessing.options(options["image_size"]),
@@ -169,6 +186,7 @@ def _record(trained: Trained, differences: list[str]) -> dict[str, object]:
         "image_pool": trained.towers[0].config["pool"],
         "text_pool": trained.towers[1].config["pool"],
         "loss": options["loss"],
+        "projection": options.get("projection", "linear"),
         "step": trained.step,
         "trained_in": str(next(trained.layers[0].parameters()).dtype).removeprefix("torch."),
         "versions": {name: version(name) for name in ("torch", "torchvision", "transformers")},

@@ -49,7 +49,7 @@ def reranked_retrieval(
     return values
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def pair_scores(
     embedder: Embedder, embedded: Embedded, source: Source, image: Tensor, text: Tensor
 ) -> Tensor:

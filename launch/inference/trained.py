@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.modalities.preprocessing import Preprocessing
+from data.modalities.preprocessing import CLIP, Preprocessing
 from data.modalities.tokenizer import load_tokenizer
 from data.modules import import_modules
 from data.options import IMAGE_TEXT, PairOption, branches_of, read_pairs
@@ -26,15 +26,24 @@ from engine.checkpoint.layout import (
 )
 from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.objective import scalars_of
-from launch.run.records import WEIGHTS, options_of_export, read_export, read_run
+from launch.run.records import (
+    WEIGHTS,
+    is_published,
+    options_of_export,
+    options_of_import,
+    read_export,
+    read_run,
+)
 from launch.run.report import show
 from launch.settings.modalities import Vocabulary, tower_of
 from launch.settings.objective import pairs_of
+from launch.settings.preprocessing import trained_with
 from models.losses import build_loss
 from models.towers.defaults import image_name, text_name
 from models.towers.fusion import fusion_sizes
 from models.towers.layers import Layer, Tower
 from models.weights.reading import open_model
+from models.weights.whole_models import options_of_model
 
 if TYPE_CHECKING:
     from launch.settings.options import Options
@@ -81,22 +90,34 @@ class Trained:
 def open_model_folder(
     folder: Path, checkpoint: str | None, device: torch.device | str, averaged: bool
 ) -> Trained:
-    """A run of train.py, or what export.py wrote. Errors: as `open_run`; ValueError for a
-    checkpoint asked of an export, which is one."""
-    if read_export(folder) is None:
+    """A run of train.py, what export.py wrote, or a published model. Errors: as `open_run`;
+    ValueError for a checkpoint asked of the others, which are one."""
+    published = is_published(folder)
+    if read_export(folder) is None and not published:
         return open_run(folder, checkpoint, device, averaged)
     if checkpoint or averaged:
-        raise ValueError(
-            f"{folder}: was exported from one checkpoint; --checkpoint and --ema are of a run's "
-            "folder"
-        )
-    return open_export(folder, device)
+        raise ValueError(f"{folder}: holds one model; --checkpoint and --ema are of a run's folder")
+    return open_published(folder, device) if published else open_export(folder, device)
 
 
 def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
     """The model in a folder of export.py. It has no samples of its own."""
-    record = read_export(folder)
-    options = {"seed": 0, "loss": record["loss"], "fusion": 0, **options_of_export(folder)}
+    return _opened(folder, options_of_export(folder), read_export(folder)["step"], device)
+
+
+def open_published(folder: Path, device: torch.device | str = "cpu") -> Trained:
+    """A model of images and texts in a folder of transformers, as it was published."""
+    folder = folder.expanduser().absolute()
+    options = options_of_model(folder)
+    prepared = trained_with(str(folder), options["image_tower"])
+    pixels = prepared[0] if prepared else CLIP
+    return _opened(folder, {**options, **pixels.options(options["image_size"])}, 0, device)
+
+
+def _opened(
+    folder: Path, known: Mapping[str, Any], step: int, device: torch.device | str
+) -> Trained:
+    options = {"seed": 0, "fusion": 0, "imported": str(folder), **known}
     tokenizer = load_tokenizer(options["tokenizer"])
     towers = towers_of(options, tokenizer)
     reader = open_model(str(folder), *towers)
@@ -105,7 +126,7 @@ def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
         for tower in towers
         for spec in tower.specs
     ]
-    return Trained({"options": options}, folder, record["step"], tokenizer, towers, layers)
+    return Trained({"options": options}, folder, step, tokenizer, towers, layers)
 
 
 def open_run(
@@ -147,7 +168,7 @@ def with_named_towers(options: Options, previous: Mapping[str, Any] | None) -> O
     `previous`: the record of the run that goes on, None for a new one. A model that is gone on with
     keeps the names by which it is known. Errors: those of weights that are not found.
     """
-    known = options_of_export(Path(options.imported)) if options.imported else {}
+    known = options_of_import(Path(options.imported)) if options.imported else {}
     known |= (previous or {}).get("options", {})
     image, text = options.image_tower, options.text_tower
     if image != known.get("image_tower"):
@@ -165,16 +186,27 @@ def towers_of(
     import_modules(options.get("import_module"))
     pairs = pairs_of(options.get("pairs", IMAGE_TEXT), build_loss(options["loss"]))
     branches = dict.fromkeys(name for pair in pairs for name in pair.branches)
-    return tuple(
+    vocabulary = Vocabulary.of(tokenizer)
+    if options.get("imported") and Path(options["imported"]).is_dir():
+        vocabulary = vocabulary._replace(size=None)  # its table may have more rows than words
+    towers = tuple(
         tower_of(
             branch,
             options,
-            Vocabulary.of(tokenizer),
+            vocabulary,
             scalars_of(pairs, branch),
             fusion_sizes(options),
         )
         for branch in branches
     )
+    for tower in towers:
+        rows = tower.config.get("config", {}).get("vocab_size") if tower.branch == "text" else None
+        if tokenizer is not None and rows is not None and len(tokenizer) > rows:
+            raise ValueError(
+                f"--import {options['imported']}: its text tower knows {rows} tokens and the "
+                f"tokenizer has {len(tokenizer)}; leave out --tokenizer"
+            )
+    return towers
 
 
 def read_record(run_dir: Path) -> dict[str, Any]:

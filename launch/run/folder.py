@@ -81,7 +81,7 @@ BRANCHES_SPLIT = (
     "schedule",
     "kept_micro_batches",
 )
-BRANCHES_FREE_TO_CHANGE = ("max_bad_steps",)
+BRANCHES_FREE_TO_CHANGE = ("max_bad_steps", "compile")
 PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillow")
 
 
@@ -386,7 +386,8 @@ def _completed(training: Mapping[str, Any]) -> dict[str, Any]:
     options = training.get("options", {})
     if "image_mean" not in options and "image_size" in options:
         options = {**options, **CLIP.options(options["image_size"])}
-    options = {"pairs": IMAGE_TEXT, "tower": [], **options} if options else options
+    added = {"pairs": IMAGE_TEXT, "tower": [], "projection": "linear"}
+    options = {**added, **options} if options else options
     branches = training.get("branches", {})
     if "balance" in branches:
         branches = {**branches, "balance": _of_training(branches["balance"])}

@@ -1,5 +1,5 @@
-"""What the folder of a run, or of export.py, says about the model in it. Imports neither torch nor
-transformers: the command line reads it."""
+"""What the folder of a run, of export.py or of a published model says about the model in it. Imports
+neither torch nor transformers, but for published models: the command line reads it."""
 
 from __future__ import annotations
 
@@ -42,6 +42,26 @@ def _read(file: Path, remedy: str) -> dict[str, Any] | None:
         raise ValueError(f"{file}: is damaged ({error}); {remedy}") from error
 
 
+def options_of_import(where: Path) -> dict[str, Any]:
+    """train.py's options that go on with the model in a folder, of export.py or of transformers;
+    none of a file of weights."""
+    if not is_published(where):
+        return options_of_export(where)
+    # imports transformers, which the command line can do without
+    from models.weights.whole_models import options_of_model
+
+    return options_of_model(where.expanduser().absolute())
+
+
+def is_published(folder: Path) -> bool:
+    """Does the folder hold one of transformers' models of images and texts, and is it no export?"""
+    if read_export(folder) is not None or not (folder.expanduser() / RUN_RECORD).is_file():
+        return False
+    from models.weights.whole_models import is_whole_model
+
+    return is_whole_model(folder.expanduser())
+
+
 def options_of_export(folder: Path) -> dict[str, Any]:
     """train.py's options that go on with an exported model; none where there is no record (a file
     of weights)."""
@@ -63,4 +83,6 @@ def options_of_export(folder: Path) -> dict[str, Any]:
         **{key: record[key] for key in PIXELS if key in record},
         "text_tower": f"{folder.expanduser() / TEXT_FOLDER}{pool}",
         "tokenizer": str(folder.expanduser()),
+        "loss": record["loss"],
+        "projection": record.get("projection", "linear"),
     }

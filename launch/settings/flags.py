@@ -217,8 +217,9 @@ def _towers(model: argparse._ArgumentGroup) -> None:
         "--import",
         dest="imported",
         metavar="WHERE",
-        help="a whole model to start from: a folder of export.py, which also says the towers, sizes and tokenizer that are not given, or a file "
-        "of OpenCLIP weights (default: from scratch)",
+        help="a whole model to start from: a folder of export.py or of transformers' CLIPModel, SiglipModel, Siglip2Model, ChineseCLIPModel or "
+        "VisionTextDualEncoderModel, or a Hugging Face id of one, which also say the towers, sizes, tokenizer and loss that are not given; or a "
+        "file of OpenCLIP weights (default: from scratch)",
     )
     model.add_argument(
         "--tokenizer",
@@ -238,6 +239,11 @@ def _towers(model: argparse._ArgumentGroup) -> None:
         type=_at_least(1),
         metavar="N",
         help="width of the common space (default: 512; demo: 256)",
+    )
+    model.add_argument(
+        "--projection",
+        choices=("linear", "none"),
+        help="from a tower's features to the embeddings; none: the features are the embeddings, as in SigLIP (default: as in --import, else linear)",
     )
     model.add_argument(
         "--image-size",
@@ -297,10 +303,9 @@ def _objective(objective: argparse._ArgumentGroup) -> None:
     )
     objective.add_argument(
         "--loss",
-        default="infonce",
         metavar="infonce|sigmoid|NAME",
         help="over all pairs of the global batch: CLIP's cross entropy, or each pair by itself, as SigLIP does; NAME: one that --import-module "
-        "adds (default: infonce)",
+        "adds (default: that of --import, else infonce)",
     )
     objective.add_argument(
         "--label-smoothing",

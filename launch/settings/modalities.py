@@ -130,7 +130,8 @@ def tower_of(
         )
     else:
         tower = MODALITIES[branch].tower(named_towers(options.get("tower") or ()).get(branch, ""))
-    return with_head(tower, options["embed_dim"], scalars, fusion)
+    projected = options.get("projection", "linear") == "linear"
+    return with_head(tower, options["embed_dim"], scalars, fusion, projected)
 
 
 def named_towers(given: tuple[str, ...] | list[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
 from data.modules import import_modules
 from data.options import branches_of, read_pairs
 from launch.balancing.loss_weights import check_mode
-from launch.run.records import PIXELS, options_of_export, read_run
+from launch.run.records import PIXELS, options_of_import, read_run
 from launch.settings.flags import make_parser
 from models.towers.names import join_name, split_name
 
@@ -56,6 +56,7 @@ class Options:
     tokenizer: str | None
     tower: tuple[str, ...]
     embed_dim: int
+    projection: str
     image_size: int
     image_mean: tuple[float, float, float]
     image_std: tuple[float, float, float]
@@ -144,6 +145,8 @@ DEMO_DEFAULTS = {
     "image_size": 64,
     "max_text_tokens": 32,
     "epochs": 12,
+    "loss": "infonce",
+    "projection": "linear",
 }
 DEFAULTS = {
     "image_tower": "resnet50",
@@ -152,6 +155,8 @@ DEFAULTS = {
     "image_size": 224,
     "max_text_tokens": 77,
     "epochs": 30,
+    "loss": "infonce",
+    "projection": "linear",
 }
 
 
@@ -173,7 +178,6 @@ def parse_options(arguments: list[str] | None = None) -> Options:
         )  # first: what they register are values of other flags
     except ValueError as error:
         parser.error(str(error))
-    _check_loss(parser, values)
     _check_fusion(parser, values)
     _check_pairs(parser, values)
     pixels = _given_pixels(parser, values)
@@ -201,7 +205,8 @@ def parse_options(arguments: list[str] | None = None) -> Options:
                     "argument --import: it holds both towers; leave out "
                     f"--{other.replace('_', '-')}"
                 )
-        for key, default in options_of_export(Path(values["imported"])).items():
+        values["imported"] = _model_folder(parser, values["imported"])
+        for key, default in options_of_import(Path(values["imported"])).items():
             if key not in PIXELS:
                 values[key] = default if values[key] is None else values[key]
     for key in ("tokenizer", "imported"):
@@ -224,6 +229,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     for key, default in defaults.items():
         if values[key] is None and not (key == "epochs" and values["steps"] is not None):
             values[key] = recorded.get(key) or default
+    _check_loss(parser, values)
     for key in (
         "augmentation",
         "label_smoothing",
@@ -301,6 +307,18 @@ def _from_anywhere(where: str | None) -> str | None:
         if where and Path(where).expanduser().exists()
         else where
     )
+
+
+def _model_folder(parser: argparse.ArgumentParser, where: str) -> str:
+    """The folder or file of --import; a model on the Hugging Face hub is downloaded."""
+    if Path(where).expanduser().exists():
+        return where
+    from models.weights.reading import find_model  # imports torch, which --help can do without
+
+    try:
+        return str(find_model(where))
+    except OSError as error:
+        parser.error(f"argument --import: {error}")
 
 
 def default_config(on_gpu: bool, bf16_supported: bool, world_size: int) -> Path:

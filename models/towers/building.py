@@ -60,10 +60,18 @@ def with_head(
     embed_dim: int,
     scalars: Mapping[str, float] | None = None,
     fusion: FusionSizes | None = None,
+    projected: bool = True,
 ) -> Tower:
     """The tower with the head of its branch as last layer, and for `fusion` the taps that bring its
     maps there. `scalars`: what the branch owns of what the losses learn, by name with first values;
-    None: those of InfoNCE for images, nothing for others."""
+    None: those of InfoNCE for images, nothing for others. Not `projected`: the tower's features are
+    the embeddings, as in SigLIP; ValueError where they are not as wide."""
+    if not projected and tower.width != embed_dim:
+        raise ValueError(
+            f"{tower.branch} tower {tower.name!r} makes {tower.width} features, so without a "
+            f"projection the embeddings cannot be {embed_dim} wide; give --embed-dim {tower.width}, "
+            "or --projection linear"
+        )
     if scalars is None:
         scalars = InfoNCE.parameters if tower.branch == "image" else {}
     width, config = (
@@ -73,9 +81,9 @@ def with_head(
     if fusion is None:
         makers = {"image": image_head, "text": text_head}
         head = (
-            makers[tower.branch](width, embed_dim, scalars=scalars)
+            makers[tower.branch](width, embed_dim, scalars=scalars, projected=projected)
             if tower.branch in makers
-            else any_head(tower.branch, width, embed_dim, scalars)
+            else any_head(tower.branch, width, embed_dim, scalars, projected)
         )
     else:
         config["fusion"] = asdict(fusion)
@@ -83,9 +91,11 @@ def with_head(
             tower, maps, config["num_image_tokens"] = tap_image(
                 tower, meta_inputs(tower, 2)["pixel_values"], fusion.scales
             )
-            head = image_head(width, embed_dim, scalars, maps, fusion.width)
+            head = image_head(width, embed_dim, scalars, maps, fusion.width, projected)
         else:
-            tower, head = tap_text(tower), text_head(width, embed_dim, fusion, scalars)
+            tower, head = tap_text(tower), text_head(width, embed_dim, fusion, scalars, projected)
+    if not projected:
+        config["projection"] = "none"
     return replace(tower, specs=(*tower.specs, head), config=config)
 
 

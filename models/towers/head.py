@@ -21,18 +21,26 @@ class Head(Layer):
 
     `scalars`: names and first values of those that the branch owns (`engine/objective.py`). They
     live here so that exactly one layer owns them. They have one dimension because optimizers that
-    flatten parameters mishandle 0-dim ones.
+    flatten parameters mishandle 0-dim ones. Not `projected`: the features are the embeddings, W = D.
     """
 
     def __init__(
-        self, branch: str, width: int, embed_dim: int, scalars: Mapping[str, float] | None = None
+        self,
+        branch: str,
+        width: int,
+        embed_dim: int,
+        scalars: Mapping[str, float] | None = None,
+        projected: bool = True,
     ) -> None:
         super().__init__()
         self.scalars = dict(scalars or {})
         self.reads = self.drops = (f"{branch}_features",)
         self.makes = (f"{branch}_embeds", *self.scalars)
         self.projection_name = f"{branch}_projection"
-        self.add_module(self.projection_name, nn.Linear(width, embed_dim, bias=False))
+        self.add_module(
+            self.projection_name,
+            nn.Linear(width, embed_dim, bias=False) if projected else nn.Identity(),
+        )
         for name in self.scalars:
             self.register_parameter(name, nn.Parameter(torch.empty(1)))
         self._name_parameters()
@@ -60,8 +68,9 @@ class ImageHead(Head):
         scalars: Mapping[str, float],
         maps: Mapping[str, int] | None = None,
         token_width: int = 0,
+        projected: bool = True,
     ):
-        super().__init__("image", width, embed_dim, scalars)
+        super().__init__("image", width, embed_dim, scalars, projected)
         if maps:
             self.reads = self.drops = (*self.reads, *maps)
             self.makes = (*self.makes, "image_tokens")
@@ -87,8 +96,9 @@ class TextHead(Head):
         embed_dim: int,
         scalars: Mapping[str, float] | None = None,
         sizes: FusionSizes | None = None,
+        projected: bool = True,
     ) -> None:
-        super().__init__("text", width, embed_dim, scalars)
+        super().__init__("text", width, embed_dim, scalars, projected)
         if sizes:
             self.reads = self.drops = (*self.reads, "text_states")
             self.makes = (*self.makes, "text_tokens")
@@ -108,7 +118,7 @@ FUSION_NAMES = (
 )  # how the canonical names of its tensors begin
 
 
-def _embed(projection: nn.Linear, features: Tensor) -> Tensor:
+def _embed(projection: nn.Module, features: Tensor) -> Tensor:
     """The projection runs in the module's dtype; the length is made 1 in fp32, where squares do not
     overflow."""
     return F.normalize(projection(features).float(), dim=-1)  # [B, D]
@@ -120,10 +130,13 @@ def image_head(
     scalars: Mapping[str, float],
     maps: Mapping[str, int] | None = None,
     token_width: int = 0,
+    projected: bool = True,
 ) -> LayerSpec:
     """The head of the image branch, as the last recipe of its tower; it owns the `scalars`."""
     return _spec(
-        "image", embed_dim, lambda: ImageHead(width, embed_dim, scalars, maps, token_width)
+        "image",
+        embed_dim,
+        lambda: ImageHead(width, embed_dim, scalars, maps, token_width, projected),
     )
 
 
@@ -132,16 +145,21 @@ def text_head(
     embed_dim: int,
     sizes: FusionSizes | None = None,
     scalars: Mapping[str, float] | None = None,
+    projected: bool = True,
 ) -> LayerSpec:
     """The head of the text branch, as the last recipe of its tower; it owns the `scalars`."""
-    return _spec("text", embed_dim, lambda: TextHead(width, embed_dim, scalars, sizes))
+    return _spec("text", embed_dim, lambda: TextHead(width, embed_dim, scalars, sizes, projected))
 
 
 def head(
-    branch: str, width: int, embed_dim: int, scalars: Mapping[str, float] | None = None
+    branch: str,
+    width: int,
+    embed_dim: int,
+    scalars: Mapping[str, float] | None = None,
+    projected: bool = True,
 ) -> LayerSpec:
     """The head of any other branch, as the last recipe of its tower; it owns the `scalars`."""
-    return _spec(branch, embed_dim, lambda: Head(branch, width, embed_dim, scalars))
+    return _spec(branch, embed_dim, lambda: Head(branch, width, embed_dim, scalars, projected))
 
 
 def _spec(branch: str, embed_dim: int, make: Callable[[], Layer]) -> LayerSpec:
@@ -155,7 +173,7 @@ def _initialise(head: Head) -> None:
     """CLIP's rule for projections (Radford et al. 2021): normal with standard deviation
     width**-0.5. Scalars as the loss says; torch's own rules for what fusion adds."""
     for name, module in head.named_children():
-        if name == head.projection_name:
+        if name == head.projection_name and isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
         else:
             reset(module)

@@ -118,12 +118,12 @@ def library_config(tower: Tower) -> dict[str, Any]:
 def dual_encoder_pairs(image: Tower, text: Tower) -> list[Pair]:
     """Our names and those in a folder of the dual encoder, as transformers writes them to disk."""
     if _kind(image) == OF_TRANSFORMERS:
-        pairs = _same_pairs(image, "vision_model")
+        pairs = same_pairs(image, "vision_model")
     elif _kind(image) == "vit":
         pairs = _vit_pairs(image.config["num_layers"])
     else:
         pairs = _convnext_pairs(image.config["depths"])
-    pairs += _same_pairs(text, "text_model")
+    pairs += same_pairs(text, "text_model")
     pairs += renamed("head.image_projection.weight", "visual_projection.weight")
     pairs += renamed("head.text_projection.weight", "text_projection.weight")
     return [*pairs, scale_pair("logit_scale")]
@@ -139,7 +139,7 @@ def scale_pair(theirs: str) -> Pair:
     )
 
 
-def _same_pairs(tower: Tower, there: str) -> list[Pair]:
+def same_pairs(tower: Tower, there: str) -> list[Pair]:
     """Of a tower that is called as in transformers' files."""
     names = [name for spec in tower.specs[:-1] for name in spec.template.canonical_names.values()]
     return [

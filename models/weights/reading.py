@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from models.towers.libraries import transformers_image
 from models.towers.libraries.transformers_text import PRESETS
 from models.towers.names import nearest, refuse
 from models.towers.text import hub_id_of
-from models.weights.dual_encoder import dual_encoder_pairs, towers_differ
+from models.weights.dual_encoder import OF_TRANSFORMERS, dual_encoder_pairs, towers_differ
 from models.weights.open_clip import (
     is_open_clip,
     open_clip_pairs,
@@ -35,6 +35,7 @@ from models.weights.open_clip import (
 )
 from models.weights.positions import Resize, resizers
 from models.weights.translation import Source, as_ours
+from models.weights.whole_models import whole_model_pairs
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ POOLING = (
     "modules.json",
     "*_Pooling/config.json",
 )  # how a sentence encoder pools, beside its weights
+# what a whole model has beside its weights
+WHOLE = ("*.json", "*.txt", "*.model")
 PREFIXES = {  # of wrappers, of models with a task head, and of models of images and texts
     "text": (
         *("module.", "bert.", "roberta.", "distilbert.", "electra.", "mpnet.", "model."),
@@ -197,20 +200,20 @@ def open_model(where: str, image: Tower, text: Tower) -> WeightReader:
     """Find the weights of a whole model, heads and scalars included, and check them against both
     towers; nothing but headers is read yet.
 
-    `where`: a folder that export.py made, of either kind, or a file with the state dict of an
-    OpenCLIP model whose architecture is one of ours (`models/weights/open_clip.py`).
+    `where`: a folder that export.py made, of either kind, one of transformers' models of images and
+    texts, or a file with the state dict of an OpenCLIP model whose architecture is one of ours
+    (`models/weights/open_clip.py`).
     """
-    path = Path(where).expanduser()
-    if not path.exists():
-        raise FileNotFoundError(
-            f"--import {where}: there is no such file or folder; give a folder of export.py, or a "
-            "file of OpenCLIP weights"
-        )
+    path = find_model(where)
     source = plain_names(open_tensors(path))
     keys = source[0]
     if is_open_clip(keys):
         refuse_other_architecture(where, keys, image, text)
         source = as_ours(open_clip_pairs(image, text), source)
+    elif all(tower.config.get("library") == OF_TRANSFORMERS for tower in (image, text)) and any(
+        key.startswith("vision_model.") for key in keys
+    ):
+        source = as_ours(whole_model_pairs(image, text), source)
     elif "visual_projection.weight" in keys:
         differences = towers_differ(image, text)
         if differences:
@@ -233,6 +236,7 @@ def open_model(where: str, image: Tower, text: Tower) -> WeightReader:
         {key: key for key in keys},
         shape_of,
         tensor_of,
+        resizers={**resizers(image), **resizers(text)},
     )
     return _checked(reader, image, text)
 
@@ -316,6 +320,20 @@ def find_weights(branch: str, where: str, tower_name: str, hub_id: str | None) -
     return _download(found)
 
 
+def find_model(where: str) -> Path:
+    """The folder or file of a whole model, downloaded where `where` is ORGANISATION/MODEL. Errors:
+    FileNotFoundError."""
+    path = Path(where).expanduser()
+    if path.exists():
+        return path
+    if where.count("/") == 1 and not where.startswith((".", "~", "/")):
+        return _download(where, WHOLE)
+    raise FileNotFoundError(
+        f"--import {where}: there is no such file or folder; give a folder of export.py or of "
+        "transformers, a file of OpenCLIP weights, or ORGANISATION/MODEL"
+    )
+
+
 def open_tensors(path: Path) -> Source:
     """A folder's weights, or a file's; nothing but headers is read where the format allows it."""
     if path.is_file():
@@ -396,7 +414,7 @@ def _open_torchvision(where: str, tower: Tower) -> Source:
         ) from error
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, others: Sequence[str] = POOLING) -> Path:
     """The folder of a Hugging Face model: safetensors if it has them, else torch files; cached by
     the hub's own client."""
     try:
@@ -404,7 +422,7 @@ def _download(hub_id: str) -> Path:
             patterns = [
                 pattern for name in names for pattern in (name, f"{name}.index.json", _shards(name))
             ]
-            folder = Path(snapshot_download(hub_id, allow_patterns=[*patterns, *POOLING]))
+            folder = Path(snapshot_download(hub_id, allow_patterns=[*patterns, *others]))
             if any(
                 file.name.startswith(names) or file.name.endswith(".index.json")
                 for file in folder.iterdir()

@@ -5,14 +5,21 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from exports import (
+    CAPTIONS,
+    SIZE,
+    TOKENS,
+    embed_by_pages,
+    embeddings,
+    encoded,
+    evaluated,
+    files,
+    sample_image,
+)
 from transformers import AutoImageProcessor, AutoProcessor
 
 from data.modalities.preprocessing import CLIP as CLIP_PIXELS
@@ -34,7 +41,6 @@ from models.towers.building import build_towers
 from models.towers.fusion import FusionSizes
 from models.weights.reading import open_model
 
-SIZE, TOKENS = 64, 12
 RESNET = "resnet18:layers=1-1-1-1"
 VIT = "vit_b_16:patch_size=16,num_layers=2,num_heads=4,hidden_dim=48,mlp_dim=96"
 CONVNEXT = "convnext_tiny:dims=16-24-32-40,depths=1-1-2-1"
@@ -62,13 +68,6 @@ SIGLIP = f"siglip-text-base:{_HF},intermediate_size=64"
 MODERN = f"modernbert-base:{_HF},intermediate_size=64"
 T5 = "t5-small:d_model=48,d_kv=16,d_ff=64,num_layers=2,num_heads=3"
 XLM = "xlm-mlm-en-2048:emb_dim=48,n_layers=2,n_heads=4,n_langs=2"
-CAPTIONS = [
-    "a red apple",
-    "two green birds over water",
-    "nothing but snow and a very long way to go home again",
-    "an apple",
-]
-
 # image tower, text tower, loss, a word of why it is a state dict (none: it is the dual encoder)
 MODELS = {
     "vit+bert": (VIT, BERT, "infonce", None),
@@ -204,65 +203,6 @@ def trained_model(image_tower, text_tower, loss, dtype=torch.float32, fusion=Non
     return Trained({"options": options}, Path("step-00000007"), 7, tokenizer, towers, layers)
 
 
-def embeddings(layers, pixel_values, tokens):
-    tensors = {"pixel_values": pixel_values, **tokens}
-    with torch.no_grad():
-        for layer in layers:
-            tensors = layer(tensors)
-    return tensors
-
-
-def sample_image(size):
-    """Coarse squares of colour, (width, height) pixels."""
-    coarse = np.random.default_rng(sum(size)).integers(0, 255, (7, 7, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
-
-
-def encoded(image, form="PNG", **options):
-    file = io.BytesIO()
-    image.save(file, form, **options)
-    return file.getvalue()
-
-
-def files():
-    """Images of the tower's size, near it, smaller, shrunk in two steps, decoded at a smaller
-    scale, lying on a side, with transparency."""
-    turned = Image.Exif()
-    turned[274] = 6
-    transparent = sample_image((90, 70))
-    transparent.putalpha(Image.linear_gradient("L").resize((90, 70)))
-    opaque = [
-        encoded(sample_image(size))
-        for size in ((SIZE, SIZE), (SIZE + 15, SIZE + 1), (40, 57), (333, 217))
-    ]
-    return [
-        *opaque,
-        encoded(sample_image((700, 500)), "JPEG"),
-        encoded(sample_image((70, 99)), "JPEG", exif=turned),
-        encoded(transparent),
-    ]
-
-
-def evaluated(data):
-    """[3, SIZE, SIZE] as evaluate.py sees it."""
-    transform = eval_transform(SIZE)
-    return normalised([transform(transform.stored(data))])[0]
-
-
-# for each folder: the code of its page, run there, on the images and texts; nothing of ours can
-# be imported
-FRESH = """
-import os, sys, torch
-_, captions, *folders = sys.argv
-for folder in folders:
-    os.chdir(folder)
-    names = {}
-    exec(open("page.py").read(), names)
-    pixels = torch.stack([names["pixel_values"](f"../{i}") for i in range(7)])
-    torch.save((pixels, *names["embed"](pixels, captions.split("|"))), "result.pt")
-"""
-
-
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
     """name -> (the model, its folder, why it is no dual encoder); a fresh process has left the
@@ -273,23 +213,7 @@ def exports(tmp_path_factory):
         trained = trained_model(image_tower, text_tower, loss)
         folder = root / f"model {number}"
         made[name] = trained, folder, write_export(trained, folder)
-        code = re.findall(
-            r"```python\n(.*?)```",
-            (folder / "README.md").read_text(encoding="utf-8"),
-            flags=re.DOTALL,
-        )
-        (folder / "page.py").write_text("\n".join(code), encoding="utf-8")
-    for i, data in enumerate(files()):
-        (root / str(i)).write_bytes(data)
-    arguments = [
-        sys.executable,
-        "-c",
-        FRESH,
-        "|".join(CAPTIONS),
-        *(str(folder) for _, folder, _ in made.values()),
-    ]
-    result = subprocess.run(arguments, cwd=root, text=True, capture_output=True, timeout=1200)
-    assert result.returncode == 0, result.stderr[-3000:]
+    embed_by_pages(root, [folder for _, folder, _ in made.values()])
     return made
 
 

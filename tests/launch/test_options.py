@@ -21,7 +21,7 @@ FLAGS = [
     "--data", "--data-root", "--data-weights", "--data-temperature", "--data-floors", "--data-adapt",
     "--val-data", "--val-fraction", "--limit-samples",
     "--on-leak", "--leak-bits", "--max-bad-fraction", "--index-check", "--augmentation", "--cache", "--cache-limit",
-    "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--import", "--tokenizer", "--tower", "--embed-dim", "--image-size",
+    "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--import", "--tokenizer", "--tower", "--embed-dim", "--projection", "--image-size",
     "--image-normalization", "--image-mean", "--image-std", "--image-interpolation", "--image-resize",
     "--image-buckets", "--max-text-tokens",
     "--pairs", "--loss", "--label-smoothing",

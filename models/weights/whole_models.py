@@ -1,0 +1,165 @@
+"""transformers' models of images and texts: which of them two towers with their heads are, what one
+in a folder says of a run, and its names.
+
+| model | image and text tower | head | loss |
+|---|---|---|---|
+| `CLIPModel` | CLIP's | projections | infonce |
+| `ChineseCLIPModel` | Chinese-CLIP's | projections | infonce |
+| `SiglipModel`, `Siglip2Model` | SigLIP's, SigLIP 2's | none: the features are the embeddings | sigmoid |
+| `VisionTextDualEncoderModel` | any two (`dual_encoder.py`) | projections | infonce |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoConfig,
+    ChineseCLIPModel,
+    CLIPModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Siglip2Model,
+    SiglipModel,
+)
+
+from models.towers.layers import Tower
+from models.towers.libraries.transformers_text import first_position
+from models.weights.dual_encoder import OF_TRANSFORMERS, library_config, same_pairs, scale_pair
+from models.weights.translation import Pair, renamed
+
+DUAL_ENCODER = "vision-text-dual-encoder"
+CONFIG, TOKENIZER = "config.json", "tokenizer_config.json"
+MOST_TOKENS = 77  # of texts, where the towers have room for more than a caption: CLIP's length
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """`model`: transformers' class. `image`, `text`: the types of its towers, each with the pooling
+    that it has there. `projected`: its heads are projections."""
+
+    model: type[PreTrainedModel]
+    image: tuple[str, str]
+    text: tuple[str, str]
+    projected: bool = True
+
+    @property
+    def loss(self) -> str:
+        return "infonce" if self.projected else "sigmoid"
+
+
+WHOLE_MODELS = {  # by the model_type of the configuration
+    "clip": WholeModel(CLIPModel, ("clip_vision_model", "cls"), ("clip_text_model", "eos")),
+    "chinese_clip": WholeModel(
+        ChineseCLIPModel,
+        ("chinese_clip_vision_model", "cls"),
+        ("chinese_clip_text_model", "first"),
+    ),
+    "siglip": WholeModel(
+        SiglipModel, ("siglip_vision_model", "head"), ("siglip_text_model", "head"), False
+    ),
+    "siglip2": WholeModel(
+        Siglip2Model, ("siglip2_vision_model", "head"), ("siglip2_text_model", "head"), False
+    ),
+}
+
+
+def is_whole_model(folder: Path) -> bool:
+    """Does the folder hold one of transformers' models of images and texts?"""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("model_type") in (*WHOLE_MODELS, DUAL_ENCODER)
+
+
+def options_of_model(folder: Path) -> dict[str, Any]:
+    """train.py's options that go on with the model in `folder`: towers, sizes, tokenizer, loss."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kind = WHOLE_MODELS.get(config.model_type)
+    text = config.text_config
+    if kind is None:  # the dual encoder takes what each of its towers pools by itself
+        image_pool, text_pool = "", "eos" if text.model_type == "clip_text_model" else "pooler"
+        text_pool = f":pool={text_pool}"
+    else:
+        image_pool, text_pool = (f":pool={pool}" for _, pool in (kind.image, kind.text))
+    projected = kind is None or kind.projected
+    return {
+        "image_tower": f"hf:{folder}{image_pool}",
+        "text_tower": f"{folder}{text_pool}",
+        "embed_dim": config.projection_dim if projected else config.vision_config.hidden_size,
+        "image_size": _image_size(config.vision_config),
+        "max_text_tokens": _text_tokens(folder, text),
+        "tokenizer": str(folder),
+        "loss": "infonce" if kind is None else kind.loss,
+        "projection": "linear" if projected else "none",
+    }
+
+
+def _image_size(config: PreTrainedConfig) -> int:
+    if getattr(config, "image_size", None):
+        return config.image_size
+    return math.isqrt(config.num_patches) * config.patch_size  # SigLIP 2
+
+
+def _text_tokens(folder: Path, config: PreTrainedConfig) -> int:
+    """As many as the tower, its tokenizer and captions ask for."""
+    lengths = [MOST_TOKENS, getattr(config, "max_position_embeddings", MOST_TOKENS)]
+    lengths[1] -= first_position(config.to_dict())
+    file = folder / TOKENIZER
+    if file.is_file():
+        lengths.append(
+            json.loads(file.read_text(encoding="utf-8")).get("model_max_length") or MOST_TOKENS
+        )
+    return int(min(lengths))
+
+
+def whole_model_of(image: Tower, text: Tower) -> str | None:
+    """The key in `WHOLE_MODELS` of the model that these towers with their heads are; None: of
+    none."""
+    if not all(tower.config.get("library") == OF_TRANSFORMERS for tower in (image, text)):
+        return None
+    towers = tuple((t.config["config"]["model_type"], t.config["pool"]) for t in (image, text))
+    projected = image.config.get("projection") != "none"
+    has_bias = "logit_bias" in image.specs[-1].template.scalars
+    for key, kind in WHOLE_MODELS.items():
+        if (kind.image, kind.text) == towers and projected == kind.projected != has_bias:
+            return key
+    return None
+
+
+def whole_model_config(key: str, image: Tower, text: Tower, logit_scale: float) -> PreTrainedConfig:
+    """Of the model that `whole_model_of` names."""
+    kind = WHOLE_MODELS[key]
+    heads: Mapping[str, Any] = (
+        {"projection_dim": image.config["embed_dim"], "logit_scale_init_value": logit_scale}
+        if kind.projected
+        else {}
+    )
+    return kind.model.config_class(
+        vision_config=library_config(image),
+        text_config=library_config(text),
+        architectures=[kind.model.__name__],
+        dtype="float32",
+        **heads,
+    )
+
+
+def whole_model_pairs(image: Tower, text: Tower) -> list[Pair]:
+    """Our names of two towers of transformers with their heads, and those in the folder of a model
+    that holds both."""
+    pairs = [*same_pairs(image, "vision_model"), *same_pairs(text, "text_model")]
+    if image.config.get("projection") == "none":
+        return [
+            *pairs,
+            *renamed("head.logit_scale", "logit_scale"),
+            *renamed("head.logit_bias", "logit_bias"),
+        ]
+    pairs += renamed("head.image_projection.weight", "visual_projection.weight")
+    pairs += renamed("head.text_projection.weight", "text_projection.weight")
+    return [*pairs, scale_pair("logit_scale")]

@@ -1,0 +1,184 @@
+"""Compiled layers: the same training to 1e-5, the same draws again in a second forward, and "auto"
+goes by what was measured."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cost_models import proportional
+from profile_cases import Builder, inputs, tower
+from ranks import run_ranks
+from split_training import RELATIVE, Case, assemble, check_gradients, train_split, train_whole
+
+from engine.compiling import compile_layer, compiles, compiling
+from engine.config.reading import check_config
+from engine.planning.costs import CostModel, cost_model_from_json, cost_model_to_json
+from engine.planning.planner import plan_run
+from engine.planning.profile_layers import Effort, profile_layers
+from models.towers.building import build_towers
+
+COSTS = proportional({"image": [1.0, 1.0], "text": [1.0, 1.0]})
+FORK = Case(
+    "fork",
+    {"image": 1, "text": 1},
+    {"image": 1, "text": 1},
+    {"image": 8, "text": 6},
+    towers="vit+clip",
+    schedule="replay",
+    compile="layers",
+)
+
+
+def needs_a_compiler():
+    try:
+        with compiling():
+            torch.compile(lambda x: x.sin() + 1)(torch.ones(3))
+    except RuntimeError as error:
+        pytest.skip(f"torch cannot compile here: {error}")
+
+
+def test_compiled_layers_train_as_unsplit_training_does():
+    """Under replay, so with and without gradients; texts of several lengths."""
+    needs_a_compiler()
+    results = run_ranks(2, train_split, FORK, timeout_s=600)
+    batches = {"image": (8, 3), "text": (6, 4)}
+    reference = train_whole(FORK, batches)
+    assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
+    check_gradients(
+        assemble(results, {n: g.shape for n, g in reference["gradients"].items()}),
+        reference["gradients"],
+    )
+
+
+def test_a_second_compiled_forward_draws_the_same_again():
+    """With and without gradients, as the two forwards of a schedule that recomputes; other seeds
+    draw other numbers."""
+    needs_a_compiler()
+    text = (
+        "bert-tiny:hidden_size=32,num_hidden_layers=1,intermediate_size=32,hidden_dropout_prob=0.3"
+    )
+    _, text = build_towers("resnet18", text, 8, 32, 50, 12, 0)
+    block = text.specs[1].build(seed=0).train()
+    compile_layer(block)
+    given = {"text_hidden": torch.randn(3, 7, 32), "attention_mask": torch.ones(3, 7).long()}
+
+    def forward(seed, gradients):
+        torch.manual_seed(seed)
+        with compiling(), torch.set_grad_enabled(gradients):
+            return block(given)["text_hidden"].detach()
+
+    torch.testing.assert_close(forward(1, False), forward(1, True), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(forward(1, True), forward(2, True), atol=1e-2)
+
+
+def test_names_of_tensors_stay():
+    (spec,) = tower(1)
+    layer = Builder()(spec)
+    names = [*layer.state_dict()]
+    compile_layer(layer)
+    assert [*layer.state_dict()] == names
+
+
+def test_a_layer_that_cannot_be_compiled_is_one_clear_error():
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    def backend(graph, example):
+        raise OSError("no compiler")
+
+    layer = Layer()
+    layer.compile(backend=backend)
+    with pytest.raises(RuntimeError, match=r'no compiler[\s\S]*branches.compile: write "off"'):
+        with compiling():
+            layer(torch.ones(2))
+
+
+# -- what is chosen
+
+
+def block_of(compile, **others):
+    config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    return check_config(
+        {**config, "branches": {"layout": "merged", "compile": compile, **others}},
+        ("image", "text"),
+    )
+
+
+@pytest.mark.parametrize(
+    "written, compiled",
+    [
+        ("off", ()),
+        ("layers", ("image", "text")),
+        ({"text": "layers"}, ("text",)),
+        ("auto", ("image",)),
+        ({"image": "off", "text": "auto"}, ()),
+    ],
+)
+def test_the_plan_says_which_branches_are_compiled(written, compiled):
+    costs = replace(COSTS, compiled_share={"image": 0.8, "text": 0.99})
+    plan = plan_run(*block_of(written), 1, costs)
+    assert plan.compiled == compiled
+    if written == "auto":
+        assert plan.reasons.endswith(
+            "torch.compile: image 0.80 of the time of its layers: on, "
+            "text 0.99 of the time of its layers: off"
+        )
+
+
+def test_auto_compiles_nothing_that_was_not_measured():
+    plan = plan_run(*block_of("auto"), 1, COSTS)
+    assert not plan.compiled and "image not measured: off" in plan.reasons
+
+
+def test_what_was_measured_is_kept_with_the_costs():
+    costs = replace(COSTS, compiled_share={"image": 0.8})
+    assert cost_model_from_json(cost_model_to_json(costs)) == costs
+    earlier = {k: v for k, v in cost_model_to_json(costs).items() if k != "compiled_share"}
+    assert isinstance(cost_model_from_json(earlier), CostModel)
+
+
+@pytest.mark.parametrize(
+    "written, message",
+    [
+        ("on", "branches.compile: unknown value 'on'"),
+        ({"image": "layer"}, "did you mean 'layers'"),
+        ({"picture": "layers"}, "branches.compile: key"),
+    ],
+)
+def test_what_is_not_known_is_refused(written, message):
+    with pytest.raises(ValueError, match=message):
+        block_of(written)
+
+
+def test_backwards_in_two_parts_are_refused():
+    with pytest.raises(ValueError, match='"compile": "off", or use batch_sync or replay'):
+        plan_run(*block_of("layers", schedule="zero_bubble"), 1, COSTS)
+
+
+def test_compiled_layers_are_measured_apart_from_others(tmp_path, monkeypatch):
+    needs_a_compiler()
+    monkeypatch.setenv("WYE_CACHE", str(tmp_path))
+    builder = Builder()
+
+    def measure(compiled):
+        effort = Effort(budget_s=0.0, least_repeats=1)
+        return profile_layers(
+            tower(1),
+            builder,
+            inputs,
+            torch.float32,
+            torch.device("cpu"),
+            [2],
+            effort,
+            None,
+            compiled,
+        )
+
+    first = measure(False)
+    assert len(builder.layers) == 1
+    compiled = measure(True)
+    assert len(builder.layers) == 2 and compiled != first
+    assert measure(True) == compiled and len(builder.layers) == 2
+
+    assert compiles("layers") and not compiles("off") and not compiles("auto", 0.99)

@@ -1,0 +1,249 @@
+"""Whole models of transformers, in and out: the same embeddings, the same files, trained between."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from exports import (
+    CAPTIONS,
+    SIZE,
+    TOKENS,
+    embed_by_pages,
+    embeddings,
+    encoded,
+    evaluated,
+    sample_image,
+)
+from launched import fork_flags, run_to_end, write_pairs
+from safetensors.torch import load_file
+from transformers import (
+    BertConfig,
+    ChineseCLIPConfig,
+    ChineseCLIPModel,
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    Siglip2Config,
+    Siglip2Model,
+    SiglipConfig,
+    SiglipModel,
+    VisionTextDualEncoderConfig,
+    VisionTextDualEncoderModel,
+)
+
+from data.modalities.preprocessing import NORMALIZATIONS, Preprocessing
+from data.modalities.tokenizer import batch_tokens, load_tokenizer
+from launch.inference.exporting import image_processor, write_export
+from launch.inference.trained import open_model_folder, with_named_towers
+from launch.model import ModelOptions, RunModel
+from launch.settings.options import parse_options
+
+PIXELS = Preprocessing(*NORMALIZATIONS["half"])
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
+IMAGES = {**SIZES, "patch_size": 16, "image_size": SIZE}
+PATCHES = {**SIZES, "patch_size": 16, "num_patches": 16}
+
+
+def texts(tokenizer, **more):
+    return {
+        **SIZES,
+        "vocab_size": len(tokenizer) + 5,  # as published models round it up
+        "max_position_embeddings": 2 * TOKENS,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        **more,
+    }
+
+
+def dual_encoder(tokenizer):
+    image = CLIPVisionConfig(**IMAGES)
+    text = BertConfig(**texts(tokenizer))
+    return VisionTextDualEncoderModel(
+        VisionTextDualEncoderConfig.from_vision_text_configs(image, text, projection_dim=24)
+    )
+
+
+MODELS = {
+    "CLIPModel": lambda tokenizer: CLIPModel(
+        CLIPConfig(text_config=texts(tokenizer), vision_config=IMAGES, projection_dim=24)
+    ),
+    "SiglipModel": lambda tokenizer: SiglipModel(
+        SiglipConfig(text_config=texts(tokenizer, projection_size=32), vision_config=IMAGES)
+    ),
+    "Siglip2Model": lambda tokenizer: Siglip2Model(
+        Siglip2Config(text_config=texts(tokenizer, projection_size=32), vision_config=PATCHES)
+    ),
+    "ChineseCLIPModel": lambda tokenizer: ChineseCLIPModel(
+        ChineseCLIPConfig(
+            text_config=texts(tokenizer, type_vocab_size=2),
+            vision_config=IMAGES,
+            projection_dim=24,
+        )
+    ),
+    "VisionTextDualEncoderModel": dual_encoder,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """By class: the folder of a model with its tokenizer, and that of its export; a fresh process
+    has left the embeddings by the page of the export in result.pt."""
+    root, made = tmp_path_factory.mktemp("models"), {}
+    for name, make in MODELS.items():
+        torch.manual_seed(3)
+        tokenizer = load_tokenizer(None, CAPTIONS)
+        tokenizer.eos_token = "[SEP]"
+        folder, out = root / name, root / f"{name} again"
+        model = make(tokenizer)
+        for parameter in model.parameters():  # no bias is zero
+            parameter.data.add_(torch.randn_like(parameter) * 0.05)
+        model.save_pretrained(folder)
+        tokenizer.model_max_length = TOKENS
+        tokenizer.save_pretrained(folder)
+        image_processor(PIXELS, SIZE).save_pretrained(folder)
+        assert write_export(open_model_folder(folder, None, "cpu", False), out) == []
+        made[name] = folder, out
+    embed_by_pages(root, [out for _, out in made.values()])
+    return made
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_comes_out_as_it_went_in(models, name):
+    folder, out = models[name]
+    before, after = (load_file(where / "model.safetensors") for where in (folder, out))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == [name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_library_alone_has_our_embeddings(models, name):
+    folder, out = models[name]
+    pixels, image_embeds, text_embeds = torch.load(out / "result.pt", weights_only=True)
+    trained = open_model_folder(folder, None, "cpu", False)
+    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    stages = embeddings(trained.layers, pixels, tokens)
+    torch.testing.assert_close(image_embeds, stages["image_embeds"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(text_embeds, stages["text_embeds"], rtol=0, atol=1e-6)
+
+
+def started_from(folder, *flags):
+    """The options of a run, without what its recipe says."""
+    options = parse_options(["--data", "demo", "--import", str(folder), *flags])
+    return replace(options, label_smoothing=0.0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_takes_from_the_model_what_is_not_given(models, name):
+    folder, _ = models[name]
+    sigmoid = name.startswith("Siglip")
+    options = with_named_towers(started_from(folder), None)
+    assert options.loss == ("sigmoid" if sigmoid else "infonce")
+    assert options.projection == ("none" if sigmoid else "linear")
+    assert options.embed_dim == (32 if sigmoid else 24)
+    assert (options.image_size, options.max_text_tokens) == (SIZE, TOKENS)
+    assert options.image_mean == PIXELS.mean and options.tokenizer == str(folder)
+    tokenizer = load_tokenizer(options.tokenizer)
+    model = RunModel.of(options.section(ModelOptions), tokenizer)
+    state = {
+        layer.canonical_names[local]: tensor
+        for specs in model.layers.values()
+        for layer in map(model.build_layer, specs)
+        for local, tensor in layer.state_dict().items()
+    }
+    theirs = load_file(folder / "model.safetensors")
+    assert state["head.logit_scale"] == theirs["logit_scale"].reshape(1)
+    assert len(state) == len(theirs)
+
+
+def test_a_model_is_started_from_at_another_size(models):
+    """Images of 96 pixels and texts of 30 tokens: positions are interpolated and stretched."""
+    folder, _ = models["CLIPModel"]
+    flags = ["--image-size", "96", "--max-text-tokens", "30", "--loss", "sigmoid"]
+    options = with_named_towers(started_from(folder, *flags), None)
+    model = RunModel.of(options.section(ModelOptions), load_tokenizer(options.tokenizer))
+    image, text = (specs[0] for specs in model.layers.values())
+    positions = {
+        name: tensor
+        for spec in (image, text)
+        for name, tensor in model.build_layer(spec).state_dict().items()
+        if "position_embedding" in name
+    }
+    assert [len(tensor) for tensor in positions.values()] == [37, 30]
+
+
+@pytest.mark.parametrize("name", ["CLIPModel", "SiglipModel"])
+def test_a_model_is_trained_in_a_fork_and_loaded_by_its_library(models, tmp_path, name):
+    folder, _ = models[name]
+    data, run, out = write_pairs(tmp_path, 96), tmp_path / "run", tmp_path / "out"
+    how = ["--data", data, "--val-fraction", 0.25, "--workers", 0, "--steps", 2, "--save-every", 2]
+    how += [*fork_flags(tmp_path), "--import", folder, "--run-dir", run]
+    status, output = run_to_end("train.py", *how, ranks=2)
+    assert status == 0, output[-5000:]
+    status, output = run_to_end("export.py", run, out, "--format", "transformers")
+    assert status == 0, output[-5000:]
+    before, after = (load_file(where / "model.safetensors") for where in (folder, out))
+    assert before.keys() == after.keys()
+    assert not torch.equal(before["logit_scale"], after["logit_scale"])
+    trained = open_model_folder(run, None, "cpu", False)
+    model = {"CLIPModel": CLIPModel, "SiglipModel": SiglipModel}[name].from_pretrained(out).eval()
+    pixels = torch.stack([evaluated(encoded(sample_image((SIZE, SIZE))))])
+    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    ours = embeddings(trained.layers, pixels, tokens)
+    padded = trained.tokenizer(
+        CAPTIONS, padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt"
+    )
+    mask = {} if name == "SiglipModel" else {"attention_mask": padded["attention_mask"]}
+    with torch.no_grad():
+        theirs = model(input_ids=padded["input_ids"], pixel_values=pixels, **mask)
+    torch.testing.assert_close(theirs.image_embeds, ours["image_embeds"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(theirs.text_embeds, ours["text_embeds"], rtol=0, atol=1e-6)
+
+
+def test_a_published_model_is_evaluated_without_a_run(models, tmp_path):
+    folder, out = models["CLIPModel"]
+    data = write_pairs(tmp_path, 48)
+    figures = []
+    for where in (folder, out):
+        file = tmp_path / f"{len(figures)}.json"
+        how = [where, "--val-data", data, "--workers", 0, "--json", file]
+        status, output = run_to_end("evaluate.py", *how)
+        assert status == 0, output[-5000:]
+        figures.append(json.loads(file.read_text()))
+    assert figures[0] == figures[1] and figures[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--import", "nowhere.pt"], "there is no such file or folder"),
+        (["--projection", "none"], None),
+    ],
+)
+def test_what_does_not_go_together_is_refused(flags, message, capsys):
+    if message is None:
+        options = replace(parse_options(["--data", "demo", *flags]), label_smoothing=0.0)
+        with pytest.raises(ValueError, match="give --embed-dim 512, or --projection linear"):
+            RunModel.of(options.section(ModelOptions), load_tokenizer(None, CAPTIONS))
+    else:
+        with pytest.raises(SystemExit):
+            parse_options(["--data", "demo", *flags])
+        assert message in capsys.readouterr().err
+
+
+def test_the_form_of_an_export_can_be_chosen(models, tmp_path):
+    trained = open_model_folder(models["SiglipModel"][0], None, "cpu", False)
+    reasons = write_export(trained, tmp_path / "state", form="state_dict")
+    assert any("--format state_dict" in reason for reason in reasons) or reasons
+    names = load_file(tmp_path / "state" / "model.safetensors")
+    assert {"head.logit_scale", "head.logit_bias"} < names.keys()
+    again = open_model_folder(tmp_path / "state", None, "cpu", False)
+    assert len(again.layers) == len(trained.layers)
