@@ -229,7 +229,7 @@ def _state_dict_example(image: Tower, text: Tower) -> str:
     own = [tower.config["architecture"] for tower in (text, image) if _of_transformers(tower)]
     full_length = text.config["pool"] == "head"  # where padding is read as any other token
     most = text.config["max_text_tokens"]
-    output = f"text(input_ids=ids{'' if full_length else ', attention_mask=mask'})"
+    given = "" if full_length else f", attention_mask=mask{_languages(text)}"
     lines = dict.fromkeys(filter(None, (imports, of_text.imports if of_text else "")))
     return STATE_DICT.format(
         imports="".join(f"\n{line}" for line in lines),
@@ -239,7 +239,7 @@ def _state_dict_example(image: Tower, text: Tower) -> str:
             dict.fromkeys([*(["AutoConfig"] if own else []), "AutoTokenizer", *own])
         ),
         padding=f'"max_length", max_length={most}' if full_length else True,
-        text_output="" if of_text else f"        output = {output}\n",
+        text_output="" if of_text else f"        output = text(input_ids=ids{given})\n",
         attention=(ATTENTION + pools if learned else "") + _patches(image),
         image_features=_image_features(image),
         text_features=of_text.features if of_text else _text_features(text),
@@ -255,6 +255,12 @@ def _from_transformers(tower: Tower) -> str:
         architecture=architecture,
         no_pooler=", add_pooling_layer=False" if has_pooler and pool != "pooler" else "",
     )
+
+
+def _languages(text: Tower) -> str:
+    if "languages" not in text.config:
+        return ""
+    return f", langs=torch.full_like(ids, {text.config['languages']['default']})"
 
 
 def _patches(image: Tower) -> str:

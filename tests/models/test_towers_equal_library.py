@@ -7,9 +7,9 @@ gradient that SigLIP 2 adds up image by image and we add up at once (`Case.round
 
 import pytest
 import torch
+from transformers import masking_utils
 
 from models.towers.building import with_head
-from models.towers.libraries import text_layers
 
 
 def build(tower):
@@ -107,6 +107,17 @@ def test_without_padding_and_shorter_texts(cases, forward):
         assert torch.equal(forward(layers, inputs)["text_features"], expected), name
 
 
+def test_xlm_without_languages_reads_its_own(cases, forward):
+    """`lang_id` of its configuration for all texts."""
+    case = cases["xlm"]
+    layers, inputs = build(case.tower()), case.inputs()
+    assert "language_ids" in case.tower().inputs
+    assert case.tower().config["languages"] == {"names": {}, "number": 3, "default": 0}
+    expected = forward(layers, {**inputs, "language_ids": torch.zeros(4, dtype=torch.int64)})
+    del inputs["language_ids"]
+    assert torch.equal(forward(layers, inputs)["text_features"], expected["text_features"])
+
+
 def test_siglip_reads_texts_of_full_length(cases, forward):
     """Shorter ones are padded, and the padding is seen, whatever the mask says of it."""
     layers = build(cases["siglip"].tower())
@@ -128,13 +139,13 @@ def test_a_stage_asks_once_whether_a_mask_has_padding(cases, forward, monkeypatc
         "create_bidirectional_sliding_window_mask",
         "create_causal_mask",
     ):
-        library = getattr(text_layers, function)
+        library = getattr(masking_utils, function)
 
         def make(library=library, **given):
             asked.append(library)
             return library(**given)
 
-        monkeypatch.setattr(text_layers, function, make)
+        monkeypatch.setattr(masking_utils, function, make)
     layers, inputs = build(cases[name].tower()), cases[name].inputs()
     first = forward(layers, inputs)["text_features"]
     assert len(asked) == kinds

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import PreTrainedConfig
-from transformers.masking_utils import (
-    create_bidirectional_mask,
-    create_bidirectional_sliding_window_mask,
-    create_causal_mask,
-)
+from transformers import PreTrainedConfig, masking_utils
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from models.towers.layers import Layer
@@ -98,9 +93,9 @@ class BiasedEmbeddings(TextEmbeddings):
 
 
 class XLMEmbeddings(Layer):
-    """XLM's, whose parts the library keeps in the model itself. `language_ids` [B] name the
-    language of each text for a model that knows several; without them none is added, as in the
-    library without `langs`."""
+    """XLM's, whose parts the library keeps in the model itself. For a model that knows several
+    languages, `language_ids` [B] name that of each text; without them it is the `lang_id` of the
+    configuration."""
 
     reads, makes, drops = ("input_ids", "attention_mask"), ("text_hidden",), ("input_ids",)
 
@@ -109,6 +104,7 @@ class XLMEmbeddings(Layer):
         self.embeddings, self.position_embeddings = model.embeddings, model.position_embeddings
         self.layer_norm_emb, self.dropout = model.layer_norm_emb, nn.Dropout(model.dropout)
         self.lang_embeddings = getattr(model, "lang_embeddings", None)
+        self.lang_id = model.config.lang_id
         if self.lang_embeddings is not None:
             self.reads_if_given, self.drops = ("language_ids",), ("input_ids", "language_ids")
 
@@ -118,8 +114,12 @@ class XLMEmbeddings(Layer):
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         hidden = self.embeddings(input_ids)
         hidden = hidden + self.position_embeddings(positions[None]).expand_as(hidden)
-        if language_ids is not None:
-            languages = language_ids[:, None].expand_as(input_ids)
+        if self.lang_embeddings is not None:
+            languages = (
+                torch.full_like(input_ids, self.lang_id)
+                if language_ids is None
+                else language_ids[:, None].expand_as(input_ids)
+            )
             hidden = hidden + self.lang_embeddings(languages)
         hidden = self.dropout(self.layer_norm_emb(hidden))
         return hidden * attention_mask.unsqueeze(-1).to(hidden.dtype)
@@ -163,12 +163,16 @@ class TextBlock(Layer):
 
     def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
         if self.causal:
-            mask = self._mask(create_causal_mask, text_hidden, attention_mask, past_key_values=None)
+            mask = self._mask(
+                masking_utils.create_causal_mask, text_hidden, attention_mask, past_key_values=None
+            )
             return self.block(text_hidden, mask, is_causal=True)
         return self.block(
-            text_hidden, self._mask(create_bidirectional_mask, text_hidden, attention_mask)
+            text_hidden,
+            self._mask(masking_utils.create_bidirectional_mask, text_hidden, attention_mask),
         )
 
+    @torch.compiler.disable  # it remembers and may read the mask: both are the host's affair
     def _mask(
         self, make: Callable[..., Any], text_hidden: Tensor, attention_mask: Tensor, **more: Any
     ) -> Any:
@@ -197,7 +201,7 @@ class BiasedBlock(TextBlock):
     def compute(
         self, text_hidden: Tensor, attention_mask: Tensor, text_position_bias: Tensor
     ) -> Tensor:
-        mask = self._mask(create_bidirectional_mask, text_hidden, attention_mask)
+        mask = self._mask(masking_utils.create_bidirectional_mask, text_hidden, attention_mask)
         return self.block(text_hidden, mask, text_position_bias)[0]
 
 
@@ -210,7 +214,7 @@ class BiasingBlock(TextBlock):
         self.makes = ("text_hidden",) if last else ("text_hidden", "text_position_bias")
 
     def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
-        mask = self._mask(create_bidirectional_mask, text_hidden, attention_mask)
+        mask = self._mask(masking_utils.create_bidirectional_mask, text_hidden, attention_mask)
         return tuple(self.block(text_hidden, mask)[: len(self.makes)])
 
 
@@ -223,21 +227,26 @@ class RotaryBlock(TextBlock):
         self.rotary = rotary
 
     def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
-        kind, length = self.block.attention_type, text_hidden.shape[1]
+        kind = self.block.attention_type
         mask = self._mask(
-            create_bidirectional_sliding_window_mask
+            masking_utils.create_bidirectional_sliding_window_mask
             if kind == "sliding_attention"
-            else create_bidirectional_mask,
+            else masking_utils.create_bidirectional_mask,
             text_hidden,
             attention_mask,
         )
+        turned = self._turned(kind, text_hidden, attention_mask)
+        return self.block(text_hidden, attention_mask=mask, position_embeddings=turned)
+
+    @torch.compiler.disable  # as `_mask`
+    def _turned(self, kind: str, text_hidden: Tensor, attention_mask: Tensor) -> Any:
+        length = text_hidden.shape[1]
         positions = torch.arange(length, device=text_hidden.device)[None]
-        turned = once(
+        return once(
             attention_mask,
             (kind, length, text_hidden.dtype),
             lambda: self.rotary(text_hidden, positions, kind),
         )
-        return self.block(text_hidden, attention_mask=mask, position_embeddings=turned)
 
 
 class XLMBlock(Layer):
