@@ -3,7 +3,10 @@ libraries alone."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from data.modalities.transforms import KEPT, SHRUNK
+from launch.inference.export_code import TowerCode, adapted
 from launch.inference.trained import Trained
 from models.towers.layers import Tower
 from models.towers.libraries import transformers_image, transformers_text
@@ -69,9 +72,9 @@ PATCHES = """    rows, columns = (length // {side} for length in pixel_values.sh
 """
 
 STATE_DICT = """```python
-import torch{constructor_import}
+import torch{imports}
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, {architectures}
+from transformers import {of_transformers}AutoTokenizer
 
 tensors = load_file("model.safetensors")
 of = lambda prefix: {{name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}}{attention}
@@ -87,8 +90,7 @@ def embed(pixel_values, texts):
     ids, mask = tokens["input_ids"], tokens["attention_mask"]
     with torch.no_grad():
         image_features = {image_features}
-        output = text(input_ids=ids{mask})
-        text_features = {text_features}
+{run}        text_features = {text_features}
     image_embeds = image_features @ tensors["head.image_projection.weight"].T
     text_embeds = text_features @ tensors["head.text_projection.weight"].T
     return torch.nn.functional.normalize(image_embeds), torch.nn.functional.normalize(text_embeds)
@@ -155,7 +157,7 @@ def export_page(trained: Trained, kind: str, differences: list[str]) -> str:
         f"{options['max_text_tokens']} tokens. Weights are in fp32. The loss read "
         f"`exp(logit_scale)` times the products of the embeddings{bias}; the scale is at most 100.",
         "## Load it",
-        _intro(differences, image),
+        _intro(differences, image, text),
         _state_dict_example(image, text)
         if differences
         else _whole_model_example(kind, image, text),
@@ -195,19 +197,27 @@ def _whole_model_example(kind: str, image: Tower, text: Tower) -> str:
     )
 
 
-def _intro(differences: list[str], image: Tower) -> str:
+def _intro(differences: list[str], image: Tower, text: Tower) -> str:
     if not differences:
         return "`AutoProcessor` and `AutoTokenizer` load from this folder too."
-    own = _of_transformers(image)
-    library = "transformers" if own else "torchvision"
+    folders = [f"`{t.branch}/config.json`" for t in (image, text) if _of_transformers(t)]
+    configurations = (
+        f"; {' and '.join(folders)} {'are' if len(folders) > 1 else 'is'} transformers'"
+        if folders
+        else ""
+    )
     return (
         "transformers has no model that is this one as a whole:\n\n"
         + "\n".join(f"- {difference}" for difference in differences)
-        + f"\n\n`model.safetensors` has the tensors of the image tower under {library}'s names behind `image.`, those of the text tower under "
-        "transformers' behind `text.`, and the projections and scalars behind `head.`; "
-        + ("`image/config.json` and " if own else "")
-        + f"`text/config.json` {'are' if own else 'is'} transformers'."
+        + f"\n\n`model.safetensors` has the tensors of the image tower under {_names_of(image)} behind `image.`, those of the text tower under "
+        f"{_names_of(text)} behind `text.`, and the projections and scalars behind `head.`"
+        f"{configurations}."
     )
+
+
+def _names_of(tower: Tower) -> str:
+    library = {"open_clip": "OpenCLIP"}.get(tower.config["library"], tower.config["library"])
+    return f"{library}' names" if library.endswith("s") else f"{library}'s names"
 
 
 def _of_transformers(image: Tower) -> bool:
@@ -215,28 +225,42 @@ def _of_transformers(image: Tower) -> bool:
 
 
 def _state_dict_example(image: Tower, text: Tower) -> str:
-    imports, constructor = _constructor(image)
     learned = [tower for tower in (image, text) if tower.config["pool"] == "attention"]
     pools = "".join(
         ATTENTION_OF.format(branch=tower.branch, width=tower.width, heads=num_heads(tower.width))
         for tower in learned
     )
-    of_transformers = [text, *([image] if _of_transformers(image) else [])]
+    codes = _code(image), _code(text)
+    own = [tower.config["architecture"] for tower in (text, image) if _of_transformers(tower)]
+    of_transformers = ["AutoConfig", *own] if own else []
     full_length = text.config["pool"] == "head"  # where padding is read as any other token
     most = text.config["max_text_tokens"]
+    imports = dict.fromkeys(code.imports for code in codes if code.imports)
     return STATE_DICT.format(
-        constructor_import=imports and f"\n{imports}",
-        constructor=constructor,
-        text=_from_transformers(text),
-        architectures=", ".join(
-            dict.fromkeys(tower.config["architecture"] for tower in of_transformers)
-        ),
+        imports="".join(f"\n{line}" for line in imports),
+        of_transformers="".join(f"{name}, " for name in dict.fromkeys(of_transformers)),
+        constructor=codes[0].constructor,
+        text=codes[1].constructor,
         padding=f'"max_length", max_length={most}' if full_length else True,
-        mask="" if full_length else ", attention_mask=mask",
         attention=(ATTENTION + pools if learned else "") + _patches(image),
-        image_features=_image_features(image),
-        text_features=_text_features(text),
+        image_features=codes[0].features,
+        run=f"        {codes[1].run}\n" if codes[1].run else "",
+        text_features=codes[1].features,
     )
+
+
+def _code(tower: Tower) -> TowerCode:
+    """With the lines that load its weights."""
+    code = adapted(tower)
+    if code is not None:
+        others = "" if code.strict else ", strict=False"
+        loaded = f'{tower.branch}.load_state_dict(of("{tower.branch}."){others})'
+        return replace(code, constructor=f"{code.constructor}\n{loaded}")
+    if tower.branch == "image":
+        return TowerCode(*_constructor(tower), _image_features(tower))
+    mask = "" if tower.config["pool"] == "head" else ", attention_mask=mask"
+    run = f"output = text(input_ids=ids{mask})"
+    return TowerCode("", _from_transformers(tower), _text_features(tower), run=run)
 
 
 def _from_transformers(tower: Tower) -> str:

@@ -32,6 +32,8 @@ from models.weights.dual_encoder import (
 from models.weights.translation import to_theirs
 from models.weights.whole_models import whole_model_config, whole_model_of, whole_model_pairs
 
+PACKAGES = ("torch", "torchvision", "transformers")
+ADAPTED = {"timm": "timm", "open_clip": "open_clip_torch"}  # library -> package
 DUAL_ENCODER, STATE_DICT = "VisionTextDualEncoderModel", "state dict"
 FORMATS = ("auto", "transformers", "state_dict")
 
@@ -184,13 +186,20 @@ def _record(trained: Trained, kind: str, differences: list[str]) -> dict[str, ob
         **trained.preprocessing.options(options["image_size"]),
         "text_tower": options["text_tower"],
         "image_pool": trained.towers[0].config["pool"],
+        "text_library": trained.towers[1].config["library"],
         "text_pool": trained.towers[1].config["pool"],
         "loss": options["loss"],
         "projection": options.get("projection", "linear"),
         "step": trained.step,
         "trained_in": str(next(trained.layers[0].parameters()).dtype).removeprefix("torch."),
-        "versions": {name: version(name) for name in ("torch", "torchvision", "transformers")},
+        "versions": {name: version(name) for name in (*PACKAGES, *_adapters(trained))},
     }
+
+
+def _adapters(trained: Trained) -> list[str]:
+    """The further packages that the towers come from."""
+    libraries = {tower.config["library"] for tower in trained.towers}
+    return [name for library, name in ADAPTED.items() if library in libraries]
 
 
 def _write_json(file: Path, value: object) -> None:

@@ -77,11 +77,17 @@ def options_of_export(folder: Path) -> dict[str, Any]:
         if (images / "config.json").is_file()
         else {}
     )
+    # towers of other libraries are made again by their names
+    text_tower = (
+        f"{folder.expanduser() / TEXT_FOLDER}{pool}"
+        if record.get("text_library", "transformers") == "transformers"
+        else record["text_tower"]
+    )
     return {
         **{key: record[key] for key in OPTIONS},
         **own,
         **{key: record[key] for key in PIXELS if key in record},
-        "text_tower": f"{folder.expanduser() / TEXT_FOLDER}{pool}",
+        "text_tower": text_tower,
         "tokenizer": str(folder.expanduser()),
         "loss": record["loss"],
         "projection": record.get("projection", "linear"),

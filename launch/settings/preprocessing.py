@@ -1,26 +1,31 @@
 """How the pixels of a run are prepared: as the command line says, else as the image weights were
 trained, else as CLIP's.
 
-torchvision, transformers and OpenCLIP write this beside their weights, each in its own way; here it
-becomes a `Preprocessing`.
+torchvision, transformers, timm and OpenCLIP write this beside their weights, each in its own way;
+here it becomes a `Preprocessing`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torchvision
 from PIL import Image
 
-from data.modalities.preprocessing import CLIP, Preprocessing
+from data.modalities.preprocessing import CLIP, INTERPOLATIONS, NORMALIZATIONS, Preprocessing
 from launch.run.records import read_export
+from models.towers.image import full_name
+from models.towers.libraries import open_clip, timm
 from models.towers.names import split_name
+from models.weights.libraries import DEFAULT
 
 if TYPE_CHECKING:
     from launch.settings.options import Options
 
+IMAGENET = Preprocessing(*NORMALIZATIONS["imagenet"])
 PREPROCESSOR = "preprocessor_config.json"
 TORCHVISION = "give --image-normalization imagenet if torchvision or timm trained them"
 
@@ -29,16 +34,28 @@ def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | No
     """How the pixels were prepared that weights were trained on, and the tower's input in pixels;
     None: the weights do not say.
 
-    `where`: as --image-weights or --import. Known are torchvision's weights by name and by their
-    files' names, and folders with a preprocessor_config.json, files beside one, and folders from
-    export.py.
+    `where`: as --image-weights or --import. Known are the weights of torchvision, timm and OpenCLIP
+    by name, torchvision's also by their files' names, and folders from export.py or with a
+    preprocessor_config.json, a config.json of timm or an open_clip_config.json, and files beside
+    one.
     """
     path = Path(where).expanduser()
     if path.is_dir():
-        return _of_export(path) or _of_folder(path / PREPROCESSOR)
-    return _of_torchvision(path.name, split_name(image_tower)[0]) or (
-        _of_folder(path.parent / PREPROCESSOR) if path.is_file() else None
-    )
+        return _of_export(path) or _beside(path)
+    if path.is_file():
+        return _of_torchvision(path.name, split_name(image_tower)[0]) or _beside(path.parent)
+    try:
+        tower = full_name(image_tower)
+    except ValueError:  # the tower's own error says so
+        return None
+    if where.startswith("timm/"):  # on the Hugging Face hub
+        return _of_timm(*timm.split_tag(where.removeprefix("timm/")))
+    if tower.startswith(timm.PREFIX):
+        architecture, tag = timm.split_tag(tower)
+        return _of_timm(architecture, tag if where == DEFAULT else where)
+    if tower.startswith(open_clip.PREFIX):
+        return _of_open_clip(tower, where)
+    return _of_torchvision(path.name, split_name(tower)[0])
 
 
 def describe_pixels(options: Options) -> str:
@@ -71,6 +88,57 @@ def describe_pixels(options: Options) -> str:
 def _of_export(folder: Path) -> tuple[Preprocessing, int] | None:
     record = read_export(folder)
     return None if record is None else (Preprocessing.from_options(record), record["image_size"])
+
+
+def _beside(folder: Path) -> tuple[Preprocessing, int] | None:
+    return (
+        _of_folder(folder / PREPROCESSOR)
+        or _of_record(folder / "config.json", "pretrained_cfg")
+        or _of_record(folder / open_clip.CONFIG, "preprocess_cfg")
+    )
+
+
+def _of_record(file: Path, key: str) -> tuple[Preprocessing, int] | None:
+    """timm's `pretrained_cfg`, or OpenCLIP's `preprocess_cfg`, in a file of its folders."""
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if key not in found:  # another library's config.json
+            return None
+        size = found.get("model_cfg", {}).get("vision_cfg", {}).get("image_size")
+        return _of_config(found[key], size)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file}: does not describe how images are prepared ({type(error).__name__}: {error}); "
+            "mend it, or remove it and give --image-normalization"
+        ) from error
+
+
+def _of_timm(architecture: str, tag: str) -> tuple[Preprocessing, int] | None:
+    config = timm.library().get_pretrained_cfg(f"{architecture}.{tag}" if tag else architecture)
+    return None if config is None else _of_config(config.to_dict())
+
+
+def _of_open_clip(tower: str, where: str) -> tuple[Preprocessing, int] | None:
+    config = open_clip.published(tower, where)
+    size = open_clip.model_config(tower)["vision_cfg"].get("image_size", 224)
+    return _of_config(config, size) if config else None
+
+
+def _of_config(config: Mapping[str, Any], size: int | None = None) -> tuple[Preprocessing, int]:
+    """`size`: where the configuration does not say it."""
+    if "input_size" in config:
+        size = config["input_size"][-1]
+    size = config.get("size", size) if size is None else size
+    interpolation = config.get("interpolation", "bicubic")
+    return Preprocessing(
+        tuple(config.get("mean") or IMAGENET.mean),
+        tuple(config.get("std") or IMAGENET.std),
+        # timm's "random" and the like choose anew for every image of a training
+        interpolation if interpolation in INTERPOLATIONS else "bicubic",
+        config.get("crop_pct") or 1.0,
+    ), size if isinstance(size, int) else min(size)
 
 
 def _of_folder(file: Path) -> tuple[Preprocessing, int] | None:

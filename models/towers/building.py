@@ -95,7 +95,7 @@ def with_head(
         else:
             tower, head = tap_text(tower), text_head(width, embed_dim, fusion, scalars, projected)
     if not projected:
-        config["projection"] = "none"
+        config["projected"] = False
     return replace(tower, specs=(*tower.specs, head), config=config)
 
 
@@ -299,9 +299,16 @@ def _attend(
 ) -> Tensor:
     """The fused kernel that exists on every machine. It saves what those of a GPU save (theirs draw
     dropout again in the backward)."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    shape = (*query.shape[:-1], value.shape[-1])
+    # [B, heads, L, D]: some towers have windows as a further dimension, or no heads
+    query, key, value = (
+        (t if t.dim() > 3 else t[None]).flatten(0, -4) if t.dim() != 4 else t
+        for t in (query, key, value)
+    )
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal
     )[0]
+    return found.reshape(shape)
 
 
 def _attention_flops(query_shape, key_shape, value_shape, *_, **__) -> int:

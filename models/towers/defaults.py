@@ -8,11 +8,13 @@ which towers learn better from the first step; what each is worth: bench/EVIDENC
 import json
 from pathlib import Path
 
-from models.towers.image import ARCHITECTURES, ResNetSizes
+from models.towers.image import full_name as full_image_name
 from models.towers.libraries import transformers_image
+from models.towers.libraries.torchvision_by_hand import ARCHITECTURES, ResNetSizes
 from models.towers.libraries.transformers_text import Family
 from models.towers.names import join_name, split_name
-from models.towers.text import OWN, of_library
+from models.towers.text import LIBRARIES, OWN, of_library
+from models.towers.text import full_name as full_text_name
 from models.weights.reading import canonical_names, find_weights, open_tensors
 
 # sentence-transformers writes it beside the weights, and names the folder of the pooling in it
@@ -29,9 +31,10 @@ POOLING_MODES = {  # of its pooling file -> ours
 
 
 def image_name(name: str, weights: str | None) -> str:
-    """`name` with `zero_init_residual=true` for a ResNet from scratch: each block starts as the
-    identity (Goyal et al. 2017, section 5.1; timm's default); with `pool=cls` for a ViT of
-    transformers whose weights hold no pooler."""
+    """`name` with its library, and with `zero_init_residual=true` for a ResNet from scratch: each
+    block starts as the identity (Goyal et al. 2017, section 5.1; timm's default); with `pool=cls`
+    for a ViT of transformers whose weights hold no pooler."""
+    name = full_image_name(name)
     base, given = split_name(name)
     if base.startswith(transformers_image.HF):
         pools, hub_id = transformers_image.of_library(base)
@@ -51,15 +54,17 @@ def image_name(name: str, weights: str | None) -> str:
 
 
 def text_name(name: str, weights: str | None) -> str:
-    """`name` with `pool=`: as the weights were trained; from scratch the mean over the tokens. The
-    towers of published image-text models (CLIP, SigLIP) keep their own.
+    """`name` with its library and with `pool=`: as the weights were trained; from scratch the mean
+    over the tokens. The towers of published image-text models (CLIP, SigLIP, OpenCLIP's) keep their
+    own.
 
     A sentence encoder says it in a file of its own; other weights were trained with the library's
     pooler if they hold one. `weights` as in `open_weights`. Errors: as there, and ValueError for a
     pooling that is not built.
     """
+    name = full_text_name(name)
     base, given = split_name(name)
-    if base in OWN:
+    if base in OWN or base.startswith(tuple(LIBRARIES)):
         return name
     family, hub_id = of_library(base)
     if "pool" in given or family.contrastive:

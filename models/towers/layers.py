@@ -6,9 +6,11 @@ that a stage owns are ever made real. Names come from the identity of parameters
 library's own.
 """
 
+import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,7 +26,8 @@ class Layer(nn.Module):
     `canonical_names` maps each local state-dict name to its name in the run: `image.` or `text.` +
     the library's name, or `head.` + ours. The first component is the group whose gradient norm is
     clipped together. `added`: how the local names of tensors begin that the library's model does
-    not have, and how their canonical names do behind the branch.
+    not have, and how their canonical names do behind the branch. `unsaved_names`: the library's
+    names of buffers that are not part of the state, for layers with a `WholeModel`.
     """
 
     reads: tuple[str, ...] = ()
@@ -36,6 +39,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.canonical_names: dict[str, str] = {}
+        self.unsaved_names: dict[str, str] = {}
 
     def compute(self, *tensors: Tensor, **given: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The tensors of `reads`, in that order, to those of `makes`, in that order."""
@@ -83,19 +87,80 @@ class Weights(Protocol):
         """Copy the pretrained tensors of this layer into it, in place."""
 
 
+class WholeModel:
+    """First values of layers whose library initialises a model as a whole: its model is made real
+    once, in fp32 on the CPU, and each layer copies its own tensors out of it.
+
+    That takes the memory and the time of the whole tower on every rank, whatever its stage holds,
+    for as long as layers are built; `whole_models_kept` makes it once for all of them and frees it.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        """`make`: the library's constructor, on the ambient device, drawing from torch's CPU
+        generator."""
+        self._make = make
+
+    def fill(self, layer: Layer, seed: int) -> None:
+        """Copy the layer's tensors, those outside the state too, but for those that were `added` to
+        the library's."""
+        found = _KEPT.get().get((id(self), seed)) if _KEPT.get() is not None else None
+        if found is None:
+            torch.default_generator.manual_seed(seed)
+            model = self._make()
+            found = _tensors(model)
+            if _KEPT.get() is not None:
+                _KEPT.get()[id(self), seed] = found
+        targets = _tensors(layer)
+        for local, name in layer.canonical_names.items():
+            if not (layer.added and local.startswith(layer.added[0])):
+                targets[local].copy_(found[name.split(".", 1)[1]])
+        for local, name in layer.unsaved_names.items():
+            # not copied: a forward on the meta device may have put one of another shape in its place
+            path, _, last = local.rpartition(".")
+            layer.get_submodule(path)._buffers[last] = found[name].clone()
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """With all names of those that modules share."""
+    return dict(
+        [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+    )
+
+
+_KEPT: ContextVar[dict[tuple[int, int], dict[str, Tensor]] | None] = ContextVar(
+    "kept", default=None
+)
+
+
+@contextlib.contextmanager
+def whole_models_kept() -> Iterator[None]:
+    """Within it each `WholeModel` is made once, however many layers are built; at its end they are
+    freed. Without it, each layer makes its own."""
+    token = _KEPT.set({} if _KEPT.get() is None else _KEPT.get())
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """The recipe of one layer. It costs no memory: `template` lives on the meta device until
     `build` makes a real copy.
 
     `initialise(layer)` applies the library's own initialisation to a layer with unset tensors,
-    drawing from torch's CPU generator.
+    drawing from torch's CPU generator. With `whole`, it does so for what was `added` to the
+    library's model, and the rest is copied from there.
     """
 
     name: str  # such as image.layer1.0
     branch: str  # such as image or text
     template: Layer = field(repr=False, compare=False)
     initialise: Callable[[Layer], None] = field(repr=False, compare=False)
+    whole: WholeModel | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_parameters(self) -> int:
@@ -125,7 +190,10 @@ class LayerSpec:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(stable_seed(seed, self.name))
             self.initialise(layer)
-        _remake_buffers(layer, self.name)
+            if self.whole is not None:  # the same for all layers of the branch
+                self.whole.fill(layer, stable_seed(seed, self.branch))
+        if self.whole is None:
+            _remake_buffers(layer, self.name)
         _refuse_unset(layer, self.name)
         if weights is not None:
             weights.fill(layer)
@@ -180,33 +248,45 @@ def cut(
     initialise: Callable[[Layer], None],
     dropped: tuple[str, ...] = (),
     state: Mapping[str, Tensor] | None = None,
+    whole: WholeModel | None = None,
 ) -> tuple[LayerSpec, ...]:
     """Name the layers' tensors after the library model they share them with, and make their
-    recipes.
+    recipes; `whole` as in `LayerSpec`.
 
     `state`: the model's own tensors by the names that they get; None: `model.state_dict()`. Each
     must be in exactly one layer, but for those whose names start with a prefix in `dropped`.
     """
     state = model.state_dict(keep_vars=True) if state is None else state
-    library_names = {id(tensor): name for name, tensor in state.items()}
+    named = reversed(list(state.items()))
+    library_names = {id(tensor): name for name, tensor in named}  # of several names the first
     expected = sorted(
         name for name in library_names.values() if not name.startswith(dropped or ("\0",))
     )
+    unsaved = {id(buffer): name for name, buffer in model.named_buffers()} if whole else {}
     owned = []
     for _, layer in layers:
+        names = set()  # a tensor that modules of one layer share has several local names there
         for local, tensor in layer.state_dict(keep_vars=True).items():
             if layer.added and local.startswith(layer.added[0]):
                 name = layer.added[1] + local.removeprefix(layer.added[0])
             else:
                 name = library_names[id(tensor)]
-                owned.append(name)
+                names.add(name)
             layer.canonical_names[local] = f"{branch}.{name}"
+        owned += names
+        layer.unsaved_names = {
+            local: unsaved[id(buffer)]
+            for local, buffer in layer.named_buffers()
+            if local not in layer.canonical_names and id(buffer) in unsaved
+        }
     if sorted(owned) != expected:
         raise RuntimeError(
             f"{type(model).__name__} was cut wrongly: "
             f"{sorted(set(owned) ^ set(expected)) or 'a tensor is in two layers'}"
         )
-    return tuple(LayerSpec(f"{branch}.{name}", branch, layer, initialise) for name, layer in layers)
+    return tuple(
+        LayerSpec(f"{branch}.{name}", branch, layer, initialise, whole) for name, layer in layers
+    )
 
 
 def reset(layer: nn.Module) -> None:

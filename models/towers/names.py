@@ -2,6 +2,7 @@
 refused, the nearest one named."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 
 KINDS = {
@@ -16,6 +17,16 @@ KINDS = {
 def nearest(word: str, valid: Iterable[str]) -> str:
     """The valid word most like `word`; there is always one."""
     return difflib.get_close_matches(word, list(valid), n=1, cutoff=0.0)[0]
+
+
+def alike(word: str, known: Iterable[str]) -> list[str]:
+    """Those of `known` that differ from `word` in case and in what joins its parts only:
+    `efficientnet-b0` and `efficientnet_b0`, `ViT-B/32` and `ViT-B-32`."""
+    return [each for each in known if _letters(each) == _letters(word)]
+
+
+def _letters(word: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", word.lower())
 
 
 def refuse(what: str, word: str, valid: Iterable[str]) -> ValueError:

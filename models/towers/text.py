@@ -5,11 +5,13 @@ The architectures are in `libraries/transformers_text.py`, their layers in `libr
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
 
 from models.towers.layers import Tower, cut
+from models.towers.libraries import open_clip
 from models.towers.libraries.configurations import changed, find_config, preset_of, saved_state
 from models.towers.libraries.transformers_text import (
     ALIASES,
@@ -20,11 +22,24 @@ from models.towers.libraries.transformers_text import (
     first_position,
     initialise_text,
 )
-from models.towers.names import parse_overrides, refuse, split_name
+from models.towers.names import alike, join_name, parse_overrides, refuse, split_name
 
 OWN: dict[str, Callable[[str, int, int], Tower]] = {}
 """Towers of one's own: how names begin -> from a whole name, the size of the vocabulary and the
 most tokens to a tower without a head."""
+
+LIBRARIES = {open_clip.PREFIX: open_clip.text_tower}
+"""How names begin -> from the arguments of `text_tower` to a tower without a head."""
+
+
+def full_name(name: str) -> str:
+    """The name with its library, for those that people type without: `ViT-B/32` is
+    `open_clip:ViT-B-32`."""
+    base, overrides = split_name(name)
+    if base in OWN or hub_id_of(base) or Path(base).expanduser().exists():
+        return name
+    found = alike(base, open_clip.names())
+    return join_name(open_clip.PREFIX + found[0], overrides) if len(found) == 1 else name
 
 
 def text_tower(
@@ -34,8 +49,9 @@ def text_tower(
     pad_token_id: int | None = None,
     eos_token_id: int | None = None,
 ) -> Tower:
-    """The tower of `name` = PRESET, local folder with a config.json, or Hugging Face id, each with
-    [:key=value,...]; without a head.
+    """The tower of `name` = PRESET, local folder with a config.json, Hugging Face id, or
+    open_clip:MODEL for the text side of one of OpenCLIP's models, each with [:key=value,...];
+    without a head.
 
     `vocab_size`, `pad_token_id`, `eos_token_id` are the tokenizer's; None keeps the
     configuration's. `eos_token_id` is read with `pool=eos` only. Without `pool` the features are
@@ -43,9 +59,13 @@ def text_tower(
     the final norm at the end of the text; `Family.pool` of the others). The towers of published
     image-text models have as many positions as the texts need.
     """
+    name = full_name(name)
     base, overrides = split_name(name)
     if base in OWN:
         return OWN[base](name, vocab_size, max_text_tokens)
+    for prefix, tower in LIBRARIES.items():
+        if base.startswith(prefix):
+            return tower(name, vocab_size, max_text_tokens, pad_token_id, eos_token_id)
     config, hub_id = _find(base)
     family = _family(base, config)
     values = parse_overrides(name, overrides, {**family.keys, "pool": str})

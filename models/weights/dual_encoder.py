@@ -14,6 +14,7 @@ import torch
 from transformers import ConvNextConfig, Dinov2Config, PreTrainedConfig, VisionTextDualEncoderConfig
 
 from models.towers.layers import Tower
+from models.towers.libraries.torchvision_by_hand import ARCHITECTURES
 from models.towers.libraries.transformers_image import FAMILIES
 from models.weights.translation import Pair, renamed
 
@@ -43,6 +44,14 @@ def what_differs(image: Tower, text: Tower) -> list[str]:
 
 def towers_differ(image: Tower, text: Tower) -> list[str]:
     """The same of the towers alone."""
+    others = [
+        f"transformers' dual encoder has no tower that is {tower.config['architecture']} of "
+        f"{tower.config['library']}"
+        for tower in (image, text)
+        if not is_of_dual_encoder(tower)
+    ]
+    if others:
+        return others
     reasons, kind = [], _kind(image)
     if kind == "resnet":
         reasons.append(
@@ -86,6 +95,16 @@ def towers_differ(image: Tower, text: Tower) -> list[str]:
             "transformers' CLIPTextModel takes eos_token_id 2 for 'the highest id of the text'"
         )
     return reasons
+
+
+def is_of_dual_encoder(tower: Tower) -> bool:
+    """Is it of the architectures that were cut by hand, which are looked at one by one here?"""
+    if tower.branch == "text":
+        return tower.config["library"] == "transformers"
+    of_torchvision = (
+        tower.config["architecture"] in ARCHITECTURES and "arguments" not in tower.config
+    )
+    return of_torchvision or tower.config["library"] == OF_TRANSFORMERS
 
 
 def dual_encoder_config(

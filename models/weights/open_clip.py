@@ -1,5 +1,6 @@
-"""OpenCLIP's state dicts of the architectures that we have: timm's ConvNeXt, which is
-torchvision's, beside CLIP's text tower.
+"""OpenCLIP's state dicts: for towers `open_clip:MODEL` any of them, and for towers of torchvision
+and transformers those that these libraries have too, which are timm's ConvNeXt beside CLIP's text
+tower.
 
 Its own image networks are others than torchvision's of similar names, and are refused with what
 differs.
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from models.towers.layers import Tower
 from models.weights.dual_encoder import ENDS, convnext_stages, scale_pair
-from models.weights.translation import Pair, Source, renamed
+from models.weights.translation import Pair, renamed
 
 OTHERS = {  # a name that tells, what it belongs to, how it differs
     "visual.ln_pre.weight": "its ViT has a norm before the blocks (visual.ln_pre) and patches without a bias; torchvision's has neither",
@@ -27,24 +28,24 @@ def is_open_clip(names: list[str]) -> bool:
     return any(name.startswith(("visual.", "module.visual.")) for name in names)
 
 
-def plain_names(source: Source) -> Source:
-    """Without the prefixes that a wrapper for several GPUs, or a text tower kept as a module of its
-    own, puts before names."""
-    names, shape_of, tensor_of = source
-    inside = {name.removeprefix("module."): name for name in names}
-    own = "text.token_embedding.weight" in inside
-    inside = {name.removeprefix("text.") if own else name: full for name, full in inside.items()}
-    return list(inside), lambda name: shape_of(inside[name]), lambda name: tensor_of(inside[name])
-
-
 def refuse_other_architecture(where: str, names: list[str], image: Tower, text: Tower) -> None:
     """Raise ValueError unless both the file and the towers are of the architectures that are the
     same in both."""
+    sides = [tower.config.get("library") == "open_clip" for tower in (image, text)]
+    if all(sides):
+        _refuse_other_width(where, image, text)
+        return
+    if any(sides):
+        raise ValueError(
+            f"--import {where}: OpenCLIP weights, but the towers are {image.name} and {text.name}; "
+            "give --image-tower and --text-tower the same open_clip:MODEL"
+        )
     for telling, difference in OTHERS.items():
         if telling in names:
             raise ValueError(
                 f"--import {where}: OpenCLIP weights of another architecture than ours: "
-                f"{difference}. Read are OpenCLIP's convnext_* models with CLIP's text tower"
+                f"{difference}. Give --image-tower and --text-tower the open_clip:MODEL that it is "
+                "of; with other towers, OpenCLIP's convnext_* models with CLIP's text tower are read"
             )
     if not image.config["architecture"].startswith("convnext"):
         raise ValueError(
@@ -63,8 +64,22 @@ def refuse_other_architecture(where: str, names: list[str], image: Tower, text: 
         )
 
 
+def _refuse_other_width(where: str, image: Tower, text: Tower) -> None:
+    """A side whose projection stays in the tower makes what is compared: its head must be able to
+    leave that as it is."""
+    for tower in (image, text):
+        config = tower.config
+        if config["projection"] is None and config["embed_dim"] != tower.width:
+            raise ValueError(
+                f"--import {where}: the projection of {tower.name} is a part of the tower, which "
+                f"makes {tower.width} numbers; give --embed-dim {tower.width}"
+            )
+
+
 def open_clip_pairs(image: Tower, text: Tower) -> list[Pair]:
     """Our names and OpenCLIP's."""
+    if image.config["library"] == "open_clip":
+        return [*_side_pairs(image, "visual."), *_side_pairs(text, ""), *_scalar_pairs()]
     pairs = renamed("image.features.0.0", "visual.trunk.stem.0", *ENDS) + renamed(
         "image.features.0.1", "visual.trunk.stem.1", *ENDS
     )
@@ -106,3 +121,30 @@ def open_clip_pairs(image: Tower, text: Tower) -> list[Pair]:
 
 def _transposed(matrix: Tensor) -> tuple[Tensor]:
     return (matrix.t(),)
+
+
+def _side_pairs(tower: Tower, prefix: str) -> list[Pair]:
+    """The names of an adapter's tower are OpenCLIP's own. The head is the projection that was taken
+    off, or leaves the features as they are where it stays in the tower."""
+    pairs = []
+    for spec in tower.specs[:-1]:
+        for name in spec.template.canonical_names.values():
+            pairs += renamed(name, prefix + name.split(".", 1)[1])
+    head, theirs = f"head.{tower.branch}_projection.weight", tower.config["projection"]
+    if theirs is None:
+        pairs.append(Pair((head,), (), lambda: (torch.eye(tower.width),)))
+    elif theirs.endswith(".weight"):
+        pairs += renamed(head, theirs)
+    else:
+        pairs.append(Pair((head,), (theirs,), _transposed, _transposed))  # there [W, D]
+    return pairs
+
+
+def _scalar_pairs() -> list[Pair]:
+    bias = Pair(
+        ("head.logit_bias",),
+        ("logit_bias",),
+        lambda bias: (bias.reshape(1),),
+        lambda bias: (bias.reshape(()),),
+    )
+    return [scale_pair("logit_scale"), bias]

@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torchvision
@@ -27,14 +26,16 @@ from models.towers.libraries.transformers_text import PRESETS
 from models.towers.names import nearest, refuse
 from models.towers.text import hub_id_of
 from models.weights.dual_encoder import OF_TRANSFORMERS, dual_encoder_pairs, towers_differ
-from models.weights.open_clip import (
-    is_open_clip,
-    open_clip_pairs,
-    plain_names,
-    refuse_other_architecture,
+from models.weights.libraries import (
+    fitted,
+    in_memory,
+    named_as_tower,
+    published_open_clip,
+    published_timm,
 )
+from models.weights.open_clip import is_open_clip, open_clip_pairs, refuse_other_architecture
 from models.weights.positions import Resize, resizers
-from models.weights.translation import Source, as_ours
+from models.weights.translation import Source, as_ours, plain_names
 from models.weights.whole_models import whole_model_pairs
 
 log = logging.getLogger(__name__)
@@ -156,10 +157,10 @@ class WeightReader:
 
 
 def _remedy(canonical: str) -> str:
-    if re.search(r"position_embedding|pos_embedding", canonical):
+    if canonical.startswith("text.") and "position" in canonical:
         return (
-            "position embeddings are not interpolated: use the image size, or the "
-            "max_position_embeddings, that the weights were trained with"
+            "position embeddings are not interpolated: use the max_position_embeddings that the "
+            "weights were trained with"
         )
     if re.search(r"word_embeddings|token_embedding\.", canonical):
         return "the vocabularies differ: use the tokenizer that the weights were trained with"
@@ -174,25 +175,44 @@ def open_weights(branch: str, where: str, tower: Tower) -> WeightReader:
 
     `where`: a local folder (model.safetensors, its sharded index, or pytorch_model.bin), a single
     file, a Hugging Face id, or a name of the library: torchvision's for the architecture
-    ("IMAGENET1K_V2", "DEFAULT"), for text and for images of transformers a preset or "DEFAULT".
+    ("IMAGENET1K_V2", "DEFAULT"), timm's and OpenCLIP's tags or "DEFAULT", for towers of transformers
+    a preset or "DEFAULT".
     """
     if branch != tower.branch:
         raise ValueError(
             f"weights for the {branch} branch were asked for a tower of the {tower.branch} branch; "
             "pass that branch's tower"
         )
-    path = find_weights(branch, where, tower.name, tower.config.get("hub_id"))
-    keys, shape_of, tensor_of = (
-        _open_torchvision(where, tower) if path is None else open_tensors(path)
+    published = _PUBLISHED.get(tower.config.get("library"))
+    path = find_weights(branch, where, tower.name, tower.config.get("hub_id"), bool(published))
+    source = published(where, tower) if path is None else open_tensors(path)
+    source = named_as_tower(source, tower)
+    keys, shape_of, tensor_of = source
+    names = canonical_names(branch, keys)
+    of_library = {name.split(".", 1)[1]: key for name, key in names.items()}
+    plain = (
+        list(of_library),
+        lambda name: shape_of(of_library[name]),
+        lambda name: tensor_of(of_library[name]),
     )
-    reader = WeightReader(
-        (branch,),
-        f"weights {where!r}",
-        canonical_names(branch, keys),
-        shape_of,
-        tensor_of,
-        resizers=resizers(tower),
-    )
+    shapes = {
+        name.split(".", 1)[1]: shape
+        for name, shape in _shapes(tower, (branch,)).items()
+        if not OPTIONAL.match(name)
+    }
+    fit = fitted(plain, tower, shapes, f"weights {where!r}")
+    if fit is plain:
+        reader = WeightReader(
+            (branch,),
+            f"weights {where!r}",
+            names,
+            shape_of,
+            tensor_of,
+            resizers=resizers(tower),
+        )
+    else:
+        names = {f"{branch}.{name}": name for name in fit[0]}
+        reader = WeightReader((branch,), f"weights {where!r}", names, *fit[1:])
     return _checked(reader, tower)
 
 
@@ -289,12 +309,19 @@ def _shapes(tower: Tower, groups: tuple[str, ...]) -> dict[str, tuple[int, ...]]
 # -- sources
 
 
-def find_weights(branch: str, where: str, tower_name: str, hub_id: str | None) -> Path | None:
-    """The file or folder that `where` means, downloaded if need be; None: torchvision's own, which
-    it keeps itself.
+def find_weights(
+    branch: str,
+    where: str,
+    tower_name: str,
+    hub_id: str | None,
+    by_library: bool | None = None,
+) -> Path | None:
+    """The file or folder that `where` means, downloaded if need be; None: a name that the tower's
+    library knows, and keeps itself.
 
     `where`: as in `open_weights`, for the tower called `tower_name`, whose published weights are
-    `hub_id`. Errors: as there.
+    `hub_id`. `by_library`: its library publishes weights by name; None: as for images. Errors: as
+    there.
     """
     path = Path(where).expanduser()
     if path.exists():
@@ -306,7 +333,11 @@ def find_weights(branch: str, where: str, tower_name: str, hub_id: str | None) -
             f"weights {where!r}: there is no such file or folder; give an existing one, or "
             "ORGANISATION/MODEL"
         )
-    if branch == "image" and not tower_name.startswith(transformers_image.HF):
+    if (
+        by_library
+        if by_library is not None
+        else branch == "image" and not tower_name.startswith(transformers_image.HF)
+    ):
         return None
     presets, of_preset = (
         (transformers_image.PRESETS, transformers_image.hub_id_of)
@@ -365,17 +396,9 @@ def _open_safetensors(path: Path) -> Source:
 
 def _open_torch(path: Path) -> Source:
     """Mapped into memory where the format allows: pages are read when their tensors are."""
-    return _in_memory(
+    return in_memory(
         torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     )
-
-
-def _in_memory(state: dict[str, Any]) -> Source:
-    for wrapper in ("state_dict", "model"):  # training scripts save more than the weights
-        if isinstance(state.get(wrapper), dict):
-            state = state[wrapper]
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return list(tensors), lambda name: tuple(tensors[name].shape), tensors.__getitem__
 
 
 def _open_sharded(index: Path) -> Source:
@@ -399,12 +422,16 @@ def _open_sharded(index: Path) -> Source:
     return list(shard_of), lambda name: source(name)[1](name), lambda name: source(name)[2](name)
 
 
+def _open_open_clip(where: str, tower: Tower) -> Source:
+    return open_tensors(Path(published_open_clip(where, tower)))
+
+
 def _open_torchvision(where: str, tower: Tower) -> Source:
     known = torchvision.models.get_model_weights(tower.config["architecture"])
     if where not in known.__members__:
         raise refuse(f"image weights for tower {tower.name!r}:", where, known.__members__)
     try:
-        return _in_memory(
+        return in_memory(
             known[where].get_state_dict(progress=True, check_hash=True, weights_only=True)
         )
     except OSError as error:  # URLError is one
@@ -412,6 +439,13 @@ def _open_torchvision(where: str, tower: Tower) -> Source:
             f"weights {where!r} of {tower.config['architecture']} could not be downloaded; check "
             "the network, or download the file and give its path"
         ) from error
+
+
+_PUBLISHED: dict[str | None, Callable[[str, Tower], Source]] = {
+    "torchvision": _open_torchvision,
+    "timm": published_timm,
+    "open_clip": _open_open_clip,
+}
 
 
 def _download(hub_id: str, others: Sequence[str] = POOLING) -> Path:

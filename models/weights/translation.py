@@ -88,3 +88,14 @@ def as_ours(pairs: Iterable[Pair], source: Source) -> Source:
         shape,
         lambda name: made(name, [tensor_of(theirs) for theirs in pair_of[name].theirs]),
     )
+
+
+def plain_names(source: Source) -> Source:
+    """A file of OpenCLIP weights without the prefixes that a wrapper for several GPUs, or a text tower
+    kept as a module of its own, puts before names."""
+    names, shape_of, tensor_of = source
+    inside = {name.removeprefix("module."): name for name in names}
+    exported = any(name.startswith("head.") for name in inside)  # by us, under our names
+    own = "text.token_embedding.weight" in inside and not exported
+    inside = {name.removeprefix("text.") if own else name: full for name, full in inside.items()}
+    return list(inside), lambda name: shape_of(inside[name]), lambda name: tensor_of(inside[name])

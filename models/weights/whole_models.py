@@ -125,7 +125,7 @@ def whole_model_of(image: Tower, text: Tower) -> str | None:
     if not all(tower.config.get("library") == OF_TRANSFORMERS for tower in (image, text)):
         return None
     towers = tuple((t.config["config"]["model_type"], t.config["pool"]) for t in (image, text))
-    projected = image.config.get("projection") != "none"
+    projected = image.config.get("projected", True)
     has_bias = "logit_bias" in image.specs[-1].template.scalars
     for key, kind in WHOLE_MODELS.items():
         if (kind.image, kind.text) == towers and projected == kind.projected != has_bias:
@@ -154,7 +154,7 @@ def whole_model_pairs(image: Tower, text: Tower) -> list[Pair]:
     """Our names of two towers of transformers with their heads, and those in the folder of a model
     that holds both."""
     pairs = [*same_pairs(image, "vision_model"), *same_pairs(text, "text_model")]
-    if image.config.get("projection") == "none":
+    if not image.config.get("projected", True):
         return [
             *pairs,
             *renamed("head.logit_scale", "logit_scale"),

@@ -68,6 +68,9 @@ SIGLIP = f"siglip-text-base:{_HF},intermediate_size=64"
 MODERN = f"modernbert-base:{_HF},intermediate_size=64"
 T5 = "t5-small:d_model=48,d_kv=16,d_ff=64,num_layers=2,num_heads=3"
 XLM = "xlm-mlm-en-2048:emb_dim=48,n_layers=2,n_heads=4,n_langs=2"
+TIMM_VIT = "timm:vit_tiny_patch16_224:depth=2,embed_dim=48,num_heads=3"
+OPEN_CLIP = "open_clip:ViT-B-32:layers=2,width=64"
+
 # image tower, text tower, loss, a word of why it is a state dict (none: it is the dual encoder)
 MODELS = {
     "vit+bert": (VIT, BERT, "infonce", None),
@@ -158,13 +161,33 @@ MODELS = {
         "infonce",
         "whole multiples of 48, not 100",
     ),
+    "timm+bert": (f"{TIMM_VIT},pool=avg", BERT, "infonce", "vit_tiny_patch16_224 of timm"),
+    "timm, attention+open_clip": (
+        f"{TIMM_VIT},pool=attention",
+        f"{OPEN_CLIP},heads=2",
+        "sigmoid",
+        "TextTransformer of open_clip",
+    ),
+    "torchvision, max+bert": (
+        "squeezenet1_1:pool=max",
+        BERT,
+        "infonce",
+        "squeezenet1_1 of torchvision",
+    ),
+    "open_clip": (OPEN_CLIP, f"{OPEN_CLIP},heads=2", "infonce", "VisionTransformer of open_clip"),
+    "open_clip, SigLIP's texts+RN50": (
+        "open_clip:RN50:layers=1-1-1-1,width=16",
+        "open_clip:ViT-B-16-SigLIP:layers=2,width=64,heads=2,context_length=16",
+        "sigmoid",
+        "ModifiedResNet of open_clip",
+    ),
 }
 
 
 def tokenizer_for(text_tower):
     tokenizer = load_tokenizer(None, CAPTIONS)
     if (
-        text_tower == CLIP or "pool=eos" in text_tower
+        text_tower == CLIP or "pool=eos" in text_tower or text_tower.startswith("open_clip:")
     ):  # it pools where the text ends; this id is not 2, nor the highest
         tokenizer.eos_token = "[SEP]"
     return tokenizer

@@ -9,8 +9,9 @@ from torch import nn
 
 from models.towers.building import build_towers, count_flops, meta_inputs, with_head
 from models.towers.head import ImageHead, TextHead
-from models.towers.image import ARCHITECTURES, image_tower
+from models.towers.image import image_tower
 from models.towers.layers import Layer, cut, stable_seed
+from models.towers.libraries.torchvision_by_hand import ARCHITECTURES
 from models.towers.text import PRESETS, text_tower
 
 

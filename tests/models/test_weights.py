@@ -13,6 +13,7 @@ from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel, PreT
 
 import models.weights.reading
 from models.towers.building import with_head
+from models.towers.image import image_tower
 from models.towers.text import text_tower
 from models.weights.reading import open_weights
 
@@ -259,8 +260,6 @@ def test_half_precision_files_are_read_into_fp32(cases, tmp_path):
 
 
 def test_refusals(cases, tmp_path):
-    from models.towers.image import image_tower
-
     tower = cases["bert"].tower()
     state = library_state(built(tower, 1))
     name = "encoder.layer.1.output.dense.bias"
@@ -297,17 +296,26 @@ def test_refusals(cases, tmp_path):
             where,
             text_tower(other.replace("intermediate_size=144", "intermediate_size=80"), 120, 12),
         )
-    vit = cases["vit"]
-    where = write(tmp_path / "vit", library_state(built(vit.tower(), 1)), "safetensors")
-    with pytest.raises(
-        ValueError,
-        match=r"pos_embedding has shape \(1, 17, 96\) there but \(1, 65, 96\).*image size",
-    ):
-        open_weights("image", where, image_tower(vit.name, 64))
     with pytest.raises(
         ValueError, match="weights for the image branch were asked for a tower of the text branch"
     ):
         open_weights("image", where, tower)
+
+
+def test_positions_of_another_image_size_are_interpolated(cases, tmp_path, caplog):
+    """As the stem does with larger images: weights at 32 pixels, a tower for 64."""
+    vit = cases["vit"]
+    saved = built(vit.tower(), 1)
+    where = write(tmp_path, library_state(saved), "safetensors")
+    tower = image_tower(vit.name, 64)
+    with caplog.at_level(logging.INFO):
+        loaded = library_state(built(tower, 2, open_weights("image", where, tower)))
+    assert (
+        f"weights '{where}': encoder.pos_embedding is interpolated from 4x4 patches to 8x8 patches"
+        in caplog.messages
+    )
+    assert torch.equal(loaded["encoder.pos_embedding"], saved[0].positions(8, 8))
+    assert torch.equal(loaded["conv_proj.weight"], saved[0].conv_proj.weight)
 
 
 def test_places_refused(cases, tmp_path):

@@ -1,0 +1,86 @@
+"""The keys of a tower that a library's constructor or dataclass takes: what a command line can say
+of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from models.towers.names import parse_overrides
+
+Parameters = Mapping[str, tuple[Any, Any]]  # name -> annotation, default
+
+
+def of_constructor(kind: type) -> dict[str, tuple[Any, Any]]:
+    """Of a class that takes a dataclass as `cfg` and further keywords, also the dataclass's
+    fields."""
+    try:
+        hints = typing.get_type_hints(kind.__init__)
+    except NameError:  # a name that is imported for type checkers only
+        hints = {}
+    found, takes_others = {}, False
+    for key, parameter in list(inspect.signature(kind.__init__).parameters.items())[1:]:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_others = True
+        else:
+            found[key] = hints.get(key, parameter.annotation), parameter.default
+    described = found.get("cfg", (None, None))[0]
+    if takes_others and dataclasses.is_dataclass(described):
+        found |= of_dataclass(described)
+    return found
+
+
+def of_dataclass(kind: type) -> dict[str, tuple[Any, Any]]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(kind)}
+
+
+def read_keys(
+    name: str,
+    overrides: Mapping[str, str],
+    parameters: Parameters,
+    not_keys: Collection[str],
+    further: Mapping[str, type],
+) -> dict[str, Any]:
+    """The values of the overrides in a tower's name. `not_keys`: of the parameters, what is said in
+    another way. `further`: keys that are no parameters, with their kinds. Errors: ValueError for an
+    unknown key, with the nearest one, and for a value of another kind."""
+    kinds = {
+        key: kind
+        for key, described in parameters.items()
+        if key not in not_keys and (kind := _kind(described)) is not None
+    }
+    values = parse_overrides(name, overrides, {**kinds, **further})
+    return {
+        # one integer where the library takes either that or several
+        key: value[0]
+        if isinstance(value, tuple) and len(value) == 1 and int in _types(parameters[key])
+        else value
+        for key, value in values.items()
+    }
+
+
+def _kind(described: tuple[Any, Any]) -> type | None:
+    """What is written on a command line: int, float, bool, str or tuple (of integers); None: it
+    cannot be written there."""
+    found = _types(described)
+    return next((kind for kind in (bool, tuple, float, int, str) if kind in found), None)
+
+
+def _types(described: tuple[Any, Any]) -> set[type]:
+    annotation, default = described
+    if annotation is inspect.Parameter.empty:
+        return {type(default)}
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    found = set()
+    for part in typing.get_args(annotation) if union else (annotation,):
+        if typing.get_origin(part) in (tuple, list) or part in (tuple, list):
+            if all(one in (int, Ellipsis) for one in typing.get_args(part)):
+                found.add(tuple)
+        elif isinstance(part, type):
+            found.add(part)
+    return found

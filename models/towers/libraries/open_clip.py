@@ -1,0 +1,331 @@
+"""The image side and the text side of OpenCLIP's models: `open_clip:MODEL[:key=value,...]`.
+
+MODEL is a name of `open_clip.list_models()` or a folder with an `open_clip_config.json`. The same
+name as `--image-tower` and `--text-tower` gives the two sides of one model, with the activation,
+the norms and the pooling of its configuration. The keys are the fields of OpenCLIP's
+`CLIPVisionCfg` and `CLIPTextCfg`, and `quick_gelu`.
+
+A side ends where its projection begins, for towers have a head of their own. A projection that is
+more than a matrix stays in the tower: one with a bias (SigLIP's texts), of two layers, or inside of
+an attention pool (RN50). `config["projection"]` says which it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import types
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.towers.layers import Tower
+from models.towers.libraries.keys import of_dataclass, read_keys
+from models.towers.libraries.recorded import Recording, on_meta, recorded_tower
+from models.towers.libraries.tracing import SAMPLES, CannotRun
+from models.towers.names import nearest, split_name
+
+PREFIX = "open_clip:"
+CONFIG = "open_clip_config.json"
+# The other side of a model while one side is made.
+SMALL_IMAGE = {"layers": 1, "width": 64, "patch_size": 32, "image_size": 32}
+SMALL_TEXT = {"layers": 1, "width": 64, "heads": 1, "vocab_size": 2, "context_length": 2}
+# said in other ways (`--image-size`, `pool=`, the tokenizer), or of no use to a tower
+NOT_IMAGE_KEYS = ("image_size", "output_tokens", "timm_model_pretrained", "pool_type")
+NOT_TEXT_KEYS = ("vocab_size", "eos_id", "pad_id", "output_tokens", "proj_type", "pool_type")
+NOT_TEXT_KEYS += ("hf_tokenizer_name", "tokenizer_mode", "hf_model_name", "hf_model_pretrained")
+
+
+def library() -> types.ModuleType:
+    """open_clip, imported when it is needed. Errors: ImportError that says what to install."""
+    try:
+        import open_clip
+    except ImportError as error:
+        raise ImportError(
+            "towers open_clip:MODEL need the package open_clip_torch; install it with "
+            "pip install -r requirements-models.txt"
+        ) from error
+    return open_clip
+
+
+@functools.cache
+def names() -> tuple[str, ...]:
+    """Of all models, without importing open_clip; none where it is not installed."""
+    found = importlib.util.find_spec("open_clip")
+    if found is None or found.origin is None:
+        return ()
+    return tuple(
+        sorted(path.stem for path in Path(found.origin).parent.glob("model_configs/*.json"))
+    )
+
+
+def model_config(name: str) -> dict[str, Any]:
+    """OpenCLIP's configuration of the model in a tower's name. Errors: ImportError, ValueError for
+    a name that it has not, FileNotFoundError."""
+    model = split_name(name)[0].removeprefix(PREFIX)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / CONFIG).is_file():
+            raise FileNotFoundError(f"tower {name!r}: folder {folder} has no {CONFIG}")
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return config.get("model_cfg", config)
+    config = library().get_model_config(model)
+    if config is None:
+        known = library().list_models()
+        raise ValueError(
+            f"tower {name!r}: OpenCLIP has no {model!r}; did you mean "
+            f"{PREFIX}{nearest(model, known)}? open_clip.list_models() lists all {len(known)}"
+        )
+    return config
+
+
+# -- images
+
+
+def image_tower(name: str, image_size: int) -> Tower:
+    """The image side for images of `image_size` pixels a side; it has no head yet. Errors:
+    ImportError, FileNotFoundError; ValueError with OpenCLIP's own words for what it refuses."""
+    config = model_config(name)
+    library()
+    from open_clip.model import CLIPVisionCfg
+
+    own = {"pool": str, "quick_gelu": bool}
+    values = read_keys(name, split_name(name)[1], of_dataclass(CLIPVisionCfg), NOT_IMAGE_KEYS, own)
+    quick_gelu = values.pop("quick_gelu", config.get("quick_gelu", False))
+    if "pool" in values:
+        key = "timm_pool" if "timm_model_name" in config["vision_cfg"] else "pool_type"
+        values[key] = {"cls": "tok"}.get(values["pool"], values.pop("pool"))
+    vision = {**config["vision_cfg"], **values, "image_size": image_size}
+    vision |= {"output_tokens": False, "timm_model_pretrained": False}
+    make = partial(_image_side, name, config["embed_dim"], vision, quick_gelu)
+    record = {
+        **_record(name, config, make),
+        "architecture": vision.get("timm_model_name")
+        or (
+            "ModifiedResNet" if isinstance(vision["layers"], (list, tuple)) else "VisionTransformer"
+        ),
+        "pool": vision.get("timm_pool") or vision.get("pool_type", "tok"),
+        "image_size": image_size,
+        "quick_gelu": quick_gelu,
+        "config": vision,
+    }
+    timm_leaves = _timm_leaves() if vision.get("timm_model_name") else ((), ())
+    recording = Recording(
+        "image",
+        lambda: make()[0],
+        ("pixel_values", (SAMPLES, 3, image_size, image_size), torch.float32),
+        leaf_functions=timm_leaves[0],
+        leaf_modules=timm_leaves[1],
+    )
+    try:
+        return recorded_tower(recording, name, record)
+    except CannotRun as error:
+        raise ValueError(
+            f"image tower {name!r} does not take images of {image_size} pixels a side ({error}); "
+            f"give --image-size {config['vision_cfg'].get('image_size', 224)}"
+        ) from error
+
+
+def _image_side(
+    name: str, embed_dim: int, vision: dict[str, Any], quick_gelu: bool
+) -> tuple[nn.Module, str | None]:
+    """Without its projection, and the projection's name; None: it stays in."""
+    try:
+        side = library().CLIP(embed_dim, vision, SMALL_TEXT, quick_gelu).visual
+    except NotImplementedError:  # see `on_meta`
+        raise
+    except Exception as error:  # whatever the constructor raises
+        raise _refused(name, error) from error
+    if isinstance(getattr(side, "proj", None), nn.Parameter):
+        side.proj = None
+        return side, "visual.proj"
+    head = getattr(side, "head", None)
+    last = getattr(head, "proj", None)
+    if isinstance(last, nn.Linear) and last.bias is None:
+        head.proj = nn.Identity()
+        return side, "visual.head.proj.weight"
+    return side, None
+
+
+def _timm_leaves() -> tuple[tuple[Callable, ...], tuple[type[nn.Module], ...]]:
+    from models.towers.libraries import timm
+
+    models = timm.library().models
+    return tuple(models.get_notrace_functions()), tuple(models.get_notrace_modules())
+
+
+# -- texts
+
+
+def text_tower(
+    name: str,
+    vocab_size: int | None,
+    max_text_tokens: int,
+    pad_token_id: int | None = None,
+    eos_token_id: int | None = None,
+) -> Tower:
+    """The text side; it has no head yet. Errors: as `image_tower`; ValueError for texts that are
+    longer than its positions.
+
+    `vocab_size`, `pad_token_id`, `eos_token_id`: the tokenizer's; None: as the configuration says.
+    Where that pools at the highest id of a text, and the tokenizer says which one ends it, the
+    tower pools there: for CLIP's tokenizer that is the same.
+
+    A tower whose tokens see the ones behind them, or that pools the last position, is given texts
+    of its whole length, as OpenCLIP's tokenizers make them: shorter ones are padded, and
+    `attention_mask` is not asked. Other towers do not see what comes behind the end.
+    """
+    config = model_config(name)
+    library()
+    from open_clip.model import CLIPTextCfg
+
+    own = {"pool": str, "quick_gelu": bool}
+    values = read_keys(name, split_name(name)[1], of_dataclass(CLIPTextCfg), NOT_TEXT_KEYS, own)
+    quick_gelu = values.pop("quick_gelu", config.get("quick_gelu", False))
+    if "pool" in values:
+        values["pool_type"] = values.pop("pool")
+    text = {**config["text_cfg"], **values, "output_tokens": False}
+    if text.get("hf_model_name"):
+        raise ValueError(
+            f"text tower {name!r}: its texts go through transformers' {text['hf_model_name']}, which "
+            f"is a tower of its own; give --text-tower ORGANISATION/{text['hf_model_name'].split('/')[-1]}"
+            ":pool=mean, or a folder of it"
+        )
+    for key, value in (("vocab_size", vocab_size), ("pad_id", pad_token_id)):
+        if value is not None:
+            text[key] = value
+    if eos_token_id is not None and text.get("pool_type", "argmax") in ("argmax", "eos"):
+        text |= {"pool_type": "eos", "eos_id": eos_token_id}
+    text = asdict(CLIPTextCfg(**text))
+    positions = text["context_length"]
+    if not 1 <= max_text_tokens <= positions:
+        raise ValueError(
+            f"text tower {name!r} has {positions} positions, so max_text_tokens={max_text_tokens} "
+            f"must be from 1 to {positions}; lower --max-text-tokens, or override context_length "
+            "and train from scratch"
+        )
+    whole = text["no_causal_mask"] or text["embed_cls"] or text["pool_type"] == "last"
+    make = partial(_text_side, name, config["embed_dim"], text, quick_gelu)
+    record = {
+        **_record(name, config, make),
+        "architecture": "TextTransformer",
+        "pool": text["pool_type"],
+        "max_text_tokens": max_text_tokens,
+        "hub_id": None,
+        "eos_token_id": eos_token_id,
+        "quick_gelu": quick_gelu,
+        "config": text,
+    }
+    recording = Recording(
+        "text",
+        lambda: make()[0],
+        ("input_ids", (SAMPLES, max_text_tokens), torch.int64),
+        partial(_padded, length=positions, pad_id=text["pad_id"]) if whole else _as_it_is,
+        drop_last=("attention_mask",),
+    )
+    try:
+        return recorded_tower(recording, name, record)
+    except CannotRun as error:
+        raise ValueError(
+            f"text tower {name!r} does not take texts of {max_text_tokens} tokens ({error})"
+        ) from error
+
+
+def _text_side(
+    name: str, embed_dim: int, text: dict[str, Any], quick_gelu: bool
+) -> tuple[nn.Module, str | None]:
+    """Without its projection, and the projection's name; None: it stays in."""
+    try:
+        side = library().CustomTextCLIP(embed_dim, SMALL_IMAGE, text, quick_gelu).text
+    except NotImplementedError:  # see `on_meta`
+        raise
+    except Exception as error:  # whatever the constructor raises
+        raise _refused(name, error) from error
+    for block in side.transformer.resblocks:
+        block.__class__ = _of_any_length(type(block))
+    if isinstance(side.text_projection, nn.Parameter):
+        side.text_projection = None
+        return side, "text_projection"
+    return side, None
+
+
+@functools.cache
+def _of_any_length(kind: type[nn.Module]) -> type[nn.Module]:
+    """A block that takes as much of its mask as it has tokens: OpenCLIP's towers are given texts of
+    their whole length, ours only as long as the longest of a micro-batch."""
+
+    def forward(self, q_x, k_x=None, v_x=None, attn_mask=None):
+        length = q_x.shape[1]
+        mask = None if attn_mask is None else attn_mask[..., :length, :length]
+        return kind.forward(self, q_x, k_x, v_x, mask)
+
+    named = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), named)
+
+
+def _as_it_is(model: nn.Module, input_ids: Tensor) -> Tensor:
+    return model(input_ids)
+
+
+def _padded(model: nn.Module, input_ids: Tensor, length: int, pad_id: int) -> Tensor:
+    return model(F.pad(input_ids, (0, length - input_ids.shape[1]), value=pad_id))
+
+
+# -- both
+
+
+def _record(
+    name: str, config: dict[str, Any], make: Callable[[], tuple[nn.Module, str | None]]
+) -> dict[str, Any]:
+    found: list[str | None] = []
+
+    def side() -> nn.Module:
+        made, projection = make()
+        found.append(projection)
+        return made
+
+    on_meta(side)
+    return {
+        "library": "open_clip",
+        "model": split_name(name)[0].removeprefix(PREFIX),
+        "output_dim": config["embed_dim"],
+        "projection": found[-1],
+    }
+
+
+def _refused(name: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"tower {name!r}: OpenCLIP cannot make it ({type(error).__name__}: {error}); change the "
+        "keys that do not fit"
+    )
+
+
+# -- weights
+
+
+def published(name: str, where: str) -> dict[str, Any]:
+    """OpenCLIP's record of its weights `where`, a tag or `DEFAULT`, for the tower of a name; empty
+    where there are none. `DEFAULT`: the first that were trained with the tower's activation."""
+    model = split_name(name)[0].removeprefix(PREFIX)
+    tag = default_tag(model, quick_gelu(name)) if where == "DEFAULT" else where
+    return library().get_pretrained_cfg(model, tag) if tag else {}
+
+
+def quick_gelu(name: str) -> bool:
+    given = split_name(name)[1].get("quick_gelu")
+    return model_config(name).get("quick_gelu", False) if given is None else given == "true"
+
+
+def default_tag(model: str, quick: bool) -> str | None:
+    """The first of its weights that were trained with its activation; None: there are none."""
+    for tag in library().list_pretrained_tags_by_model(model):
+        if library().get_pretrained_cfg(model, tag).get("quick_gelu", False) == quick:
+            return tag
+    return None

@@ -1,0 +1,116 @@
+"""torchvision's classifiers as image towers, under their own names: `efficientnet_b0`, `swin_t`.
+
+Those that were cut by hand before (`torchvision_by_hand.py`) stay as they are; this is for all
+others. The features are the model's output with the last layer of the classifier left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+
+from models.towers.layers import Tower
+from models.towers.libraries.keys import of_constructor, read_keys
+from models.towers.libraries.recorded import Recording, on_meta, recorded_tower
+from models.towers.libraries.tracing import SAMPLES, CannotRun
+from models.towers.names import refuse, split_name
+
+NOT_KEYS = ("num_classes", "image_size", "input_size", "aux_logits", "transform_input")
+NUM_CLASSES = 1000  # by which the last layer of the classifier is known
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Of all classifiers."""
+    return tuple(torchvision.models.list_models(module=torchvision.models))
+
+
+def image_tower(name: str, image_size: int) -> Tower:
+    """The tower of `name` for images of `image_size` pixels a side; it has no head yet.
+
+    Errors: ValueError for an unknown key, and with torchvision's own words for what its constructor
+    or its forward refuses.
+    """
+    architecture, overrides = split_name(name)
+    parameters = of_constructor(type(on_meta(partial(torchvision.models.get_model, architecture))))
+    arguments = read_keys(name, overrides, parameters, NOT_KEYS, {"pool": str})
+    pool = arguments.pop("pool", "avg")
+    if "image_size" in parameters:
+        arguments["image_size"] = image_size
+    if "input_size" in parameters:
+        arguments["input_size"] = (image_size, image_size)
+    if "aux_logits" in parameters:
+        arguments["aux_logits"] = False
+    recording = Recording(
+        "image",
+        partial(_make, name, architecture, arguments, pool),
+        ("pixel_values", (SAMPLES, 3, image_size, image_size), torch.float32),
+    )
+    config = {
+        "library": "torchvision",
+        "architecture": architecture,
+        "pool": pool,
+        "image_size": image_size,
+        "arguments": arguments,
+    }
+    try:
+        return recorded_tower(recording, name, config)
+    except CannotRun as error:
+        raise ValueError(
+            f"image tower {name!r}: torchvision's {architecture} does not take images of "
+            f"{image_size} pixels a side ({error}); give another --image-size"
+        ) from error
+
+
+def _make(name: str, architecture: str, arguments: Mapping[str, Any], pool: str) -> nn.Module:
+    try:
+        # the constructors of the Inception networks warn unless they are told how to begin
+        own = {"init_weights": True} if "aux_logits" in arguments else {}
+        model = torchvision.models.get_model(architecture, **own, **arguments)
+    except NotImplementedError:  # see `on_meta`
+        raise
+    except Exception as error:  # whatever the constructor raises
+        given = ", ".join(f"{key}={value}" for key, value in arguments.items())
+        raise ValueError(
+            f"image tower {name!r}: torchvision cannot make {architecture} with "
+            f"{given or 'its defaults'} ({type(error).__name__}: {error}); change what does not fit"
+        ) from error
+    for path, module in _replacements(name, model, pool).items():
+        model.set_submodule(path, module)
+    return model
+
+
+def replaced(tower: Tower) -> dict[str, nn.Module]:
+    """By path, what stands in the tower instead of a part of torchvision's model."""
+    config = tower.config
+    make = partial(torchvision.models.get_model, config["architecture"], **config["arguments"])
+    return _replacements(tower.name, on_meta(make), config["pool"])
+
+
+def _replacements(name: str, model: nn.Module, pool: str) -> dict[str, nn.Module]:
+    """Nothing instead of the last layer of the classifier; and where the model has one mean over
+    its last map, `pool` instead of it."""
+    classifier = [
+        path
+        for path, module in model.named_modules()
+        if NUM_CLASSES in (getattr(module, "out_features", 0), getattr(module, "out_channels", 0))
+    ][-1]
+    means = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.AdaptiveAvgPool2d)
+        and module.output_size in (1, (1, 1))
+        and path.count(".") < 2  # deeper ones are of blocks
+    ]
+    known = ["avg", "max"] if len(means) == 1 else ["avg"]
+    if pool not in known:
+        raise refuse(f"image tower {name!r}: pool", pool, known)
+    found: dict[str, nn.Module] = {classifier: nn.Identity()}
+    if pool == "max":
+        found[means[0]] = nn.AdaptiveMaxPool2d(1)
+    return found
