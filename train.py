@@ -35,7 +35,7 @@ from launch.costing import run_costs
 from launch.evaluating import Evaluator
 from launch.feeding import Feeding, LoadingOptions, share_cores
 from launch.inference.trained import with_named_towers
-from launch.inputs import InputOptions
+from launch.inputs import InputOptions, languages_of
 from launch.model import ModelOptions, RunModel
 from launch.run.failures import Run, report_and_exit
 from launch.run.folder import RunFolder, choose_folder, training_identity
@@ -146,7 +146,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     journal.track(options.wandb, options.wandb_project, {**training, "batches": record["batches"]})
 
     # What this rank's stage loads: only the modality that enters there.
-    feeding = Feeding(data, engine, batching, folder, inputs, loading)
+    languages = languages_of(model.towers)
+    feeding = Feeding(data, engine, batching, folder, inputs, loading, languages)
     batches = feeding.training(step, total_steps)
     evaluator = Evaluator(engine, feeding, journal, loss_weights, options.eval_ema)
     keep = Keep(options.keep_checkpoints, options.keep_every)

@@ -17,6 +17,7 @@ from data.batching.sampler import MicroBatchRequest, training_requests
 from data.cache import GIB, ImageCache, default_folder, open_cache
 from data.index.sources import Source
 from data.loader import LoadReport, MicroBatchDataset, micro_batches, resolve_workers
+from data.modalities.text import Languages
 from data.prepare import PreparedData, bad_table
 from data.processes import start_early
 from engine.executor import ForkEngine
@@ -52,7 +53,10 @@ class Feeding:
         folder: RunFolder,
         inputs: InputOptions,
         loading: LoadingOptions,
+        languages: Languages | None = None,
     ):
+        """`languages`: that the text tower tells apart."""
+        self.languages = languages
         self.data, self.engine, self.batching, self.folder = data, engine, batching, folder
         self.inputs, self.loading = inputs, loading
         self.pin_memory = engine.comm.device.type != "cpu"
@@ -123,7 +127,13 @@ class Feeding:
 
     def _dataset(self, source: Source) -> MicroBatchDataset:
         return micro_batch_dataset(
-            self.data, source, self.inputs, self.modalities, self.cache, self.batching.patch_size
+            self.data,
+            source,
+            self.inputs,
+            self.modalities,
+            self.cache,
+            self.batching.patch_size,
+            self.languages,
         )
 
     def _note(self, source: Source, training: bool, report: LoadReport) -> None:

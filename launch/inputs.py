@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
 from data.cache import ImageCache
@@ -11,11 +11,12 @@ from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality
 from data.modalities.modality import Modality
 from data.modalities.preprocessing import Preprocessing
-from data.modalities.text import TextModality
+from data.modalities.text import Languages, TextModality
 from data.modalities.transforms import augmented, eval_transform
 from data.prepare import PreparedData
 from launch.balancing.choosing import side_multiple
 from launch.settings.modalities import MODALITIES
+from models.towers.layers import Tower
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,12 @@ def micro_batch_dataset(
     branches: Collection[str],
     cache: ImageCache | None = None,
     patch_size: int | None = None,
+    languages: Languages | None = None,
 ) -> MicroBatchDataset:
     """Micro-batches of `source` with the tensors of `branches` and no others."""
-    modalities = [modality(name, data, options, cache, patch_size) for name in sorted(branches)]
+    modalities = [
+        modality(name, data, options, cache, patch_size, languages) for name in sorted(branches)
+    ]
     return MicroBatchDataset(source, modalities, options.seed)
 
 
@@ -52,12 +56,16 @@ def modality(
     options: InputOptions,
     cache: ImageCache | None = None,
     patch_size: int | None = None,
+    languages: Languages | None = None,
 ) -> Modality:
-    """The one of a branch. `cache`: of decoded images; `patch_size`: of a ViT, pixels."""
+    """The one of a branch. `cache`: of decoded images; `patch_size`: of a ViT, pixels; `languages`:
+    that the text tower tells apart."""
     if name in MODALITIES:
         return MODALITIES[name].load()
     if name == "text":
-        return TextModality(data.tokenizer, options.max_text_tokens, data.length_multiple)
+        return TextModality(
+            data.tokenizer, options.max_text_tokens, data.length_multiple, languages
+        )
     preprocessing = Preprocessing.from_options(asdict(options))
     return ImageModality(
         augmented(options.image_size, options.augmentation, preprocessing),
@@ -66,3 +74,9 @@ def modality(
         side_multiple(patch_size),
         patch_size,
     )
+
+
+def languages_of(towers: Sequence[Tower]) -> Languages | None:
+    """Those that the text tower tells apart; None: it does not."""
+    known = next((t.config["languages"] for t in towers if "languages" in t.config), None)
+    return Languages(**known) if known else None

@@ -38,6 +38,10 @@ class Mixture:
         _, source, own = self._of(i)
         return source.captions(own)
 
+    def language(self, i: int) -> str | int | None:
+        _, source, own = self._of(i)
+        return source.language(own)
+
     def image_bytes(self, i: int) -> bytes:
         _, source, own = self._of(i)
         return source.image_bytes(own)

@@ -37,7 +37,8 @@ class PythonFormat(Format):
     torchvision's data sets give it.
 
     "image": encoded bytes, a path, a PIL image or a uint8 array [H, W, 3]; "text": a text or
-    several; "id": a name that stays, else the number. Further keys hold further modalities. A key
+    several; "id": a name that stays, else the number; "language": of the text, for towers that tell
+    languages apart. Further keys hold further modalities. A key
     that is missing, or None: the sample lacks the modality. Item i must be the same whenever it is
     asked for. The data set is made once in every process. It is read again when its module's
     file changes, its length, or its attribute `fingerprint` if it has one.
@@ -159,6 +160,9 @@ class PythonFormat(Format):
         if value is None:
             raise Absent(f"item {number} has no '{modality}'")
         return value
+
+    def language(self, number: int) -> str | int | None:
+        return self._item(number).get("language")
 
     def where(self, file: str, path: str, number: int) -> str:
         return f"{self.spec}#{number}"

@@ -132,6 +132,10 @@ class Format:
         """What a row holds of a modality other than images and texts. Raises Absent, BadSample."""
         raise Absent(f"{self.spec} holds images and texts, no {modality}")
 
+    def language(self, number: int) -> str | int | None:
+        """Of a row's texts, by a name or a number that the text tower knows; None: not said."""
+        return None
+
     def where(self, file: str, path: str, number: int) -> str:
         return f"{file}:{number}"
 

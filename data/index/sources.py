@@ -45,6 +45,9 @@ class Source(Protocol):
         """At least one text, none of them empty, if the sample is usable; none if it lacks
         texts."""
 
+    def language(self, i: int) -> str | int | None:
+        """Of the texts, where the data set says it."""
+
     def image_bytes(self, i: int) -> bytes:
         """The encoded image. Raises Absent, BadSample."""
 
@@ -104,6 +107,9 @@ class IndexedSource:
 
     def captions(self, i: int) -> list[str]:
         return self.index.captions(i)
+
+    def language(self, i: int) -> str | int | None:
+        return self.format.language(int(self.column("row")[i]))
 
     def image_bytes(self, i: int) -> bytes:
         """Raises BadSample for a sample that the index calls bad, and when the image is not the

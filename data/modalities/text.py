@@ -5,8 +5,11 @@ b: samples of a micro-batch, t: its texts, c: captions that each sample shows, L
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.batching.draws import caption_numbers
@@ -18,22 +21,54 @@ if TYPE_CHECKING:
     from data.index.sources import Source
 
 
+@dataclass(frozen=True)
+class Languages:
+    """The languages that a text tower tells apart: `number` of them, some with `names`; texts of
+    which nothing is said are of the language `default`."""
+
+    number: int
+    default: int
+    names: Mapping[str, int]
+
+    def ids(self, given: list[Any]) -> torch.Tensor:
+        """int64 [t], of the languages of so many texts, each a name, a number or None. Raises
+        ValueError for one that the tower does not know."""
+        return torch.tensor([self._id(language) for language in given])
+
+    def _id(self, language: Any) -> int:
+        if language is None:
+            return self.default
+        found = self.names.get(language, language) if isinstance(language, str) else language
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < self.number:
+            names = f" or a name: {', '.join(self.names)}" if self.names else ""
+            raise ValueError(
+                f"the language {language!r} of a sample is none that the text tower knows; give a "
+                f"number from 0 to {self.number - 1}{names}"
+            )
+        return found
+
+
 class TextModality(Modality):
     """input_ids and attention_mask int64 [t, L]: c texts of each sample, or those that were dealt
-    by themselves. `length_multiple`: of L."""
+    by themselves; with `languages` also language_ids int64 [t]. `length_multiple`: of L."""
 
     name = "text"
     count_names = ("truncated_texts", "text_tokens", "padded_text_tokens")
     decodes = False
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, max_text_tokens: int, length_multiple: int = 1
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_text_tokens: int,
+        length_multiple: int = 1,
+        languages: Languages | None = None,
     ) -> None:
         self.tokenizer, self.max_text_tokens, self.length_multiple = (
             tokenizer,
             max_text_tokens,
             length_multiple,
         )
+        self.languages = languages
 
     def load(
         self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
@@ -53,6 +88,9 @@ class TextModality(Modality):
         tokens, num_truncated = batch_tokens_counted(
             self.tokenizer, texts, self.max_text_tokens, self.length_multiple
         )  # [t, L]
+        if self.languages is not None:
+            given = [source.language(i) for i in index.tolist()]
+            tokens["language_ids"] = self.languages.ids(given)
         mask = tokens["attention_mask"]
         counts = {
             "truncated_texts": num_truncated,

@@ -29,6 +29,7 @@ from data.modalities.image import ImageModality
 from data.modalities.tokenizer import batch_tokens, length_multiple
 from data.modalities.transforms import eval_transform
 from launch.inference.trained import Trained
+from launch.inputs import languages_of
 from launch.run.report import progress_interval, show
 from models.towers.fusion import Fusion
 
@@ -66,6 +67,7 @@ class Embedder:
         self._layers = {
             tower.branch: list(islice(layers, len(tower.specs))) for tower in trained.towers
         }
+        self._languages = languages_of(trained.towers)
 
     def images(self, source: Source, subset: np.ndarray) -> tuple[Tensor, Tensor]:
         """Of the samples `subset` whose images can be read: (their indices int64 [n], [n, D])."""
@@ -76,9 +78,12 @@ class Embedder:
             embeds.append(outputs["image_embeds"].float().cpu()[loaded])
         return _together(index, torch.int64), _rows(embeds)
 
-    def texts(self, texts: Sequence[str]) -> Tensor:
-        """[m, D]."""
-        return _rows([outputs["text_embeds"].float().cpu() for outputs in self._of_texts(texts)])
+    def texts(self, texts: Sequence[str], languages: Sequence[Any] | None = None) -> Tensor:
+        """[m, D]. `languages`: of each text, None where it is not known; read if the tower tells
+        languages apart."""
+        return _rows(
+            [outputs["text_embeds"].float().cpu() for outputs in self._of_texts(texts, languages)]
+        )
 
     @property
     def fusion(self) -> Fusion | None:
@@ -109,7 +114,12 @@ class Embedder:
             torch.arange(len(captions)),
             torch.tensor([len(own) for own in captions], dtype=torch.int64),
         )
-        return Embedded(index, image, self.texts(texts), whose, texts)
+        languages = (
+            [source.language(int(index[sample])) for sample in whose.tolist()]
+            if self._languages
+            else None
+        )
+        return Embedded(index, image, self.texts(texts, languages), whose, texts)
 
     def _of_images(
         self, source: Source, subset: np.ndarray
@@ -130,19 +140,20 @@ class Embedder:
                 raise OSError(message)
             show(f"{message}. They are left out.")
 
-    def _of_texts(self, texts: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    def _of_texts(
+        self, texts: Sequence[str], languages: Sequence[Any] | None = None
+    ) -> Iterator[dict[str, Tensor]]:
         starts, limit = (
             range(0, len(texts), self.batch_size),
             self.trained.options["max_text_tokens"],
         )
         multiple = length_multiple(self.device.type)
         for start in _with_progress(starts, len(starts), "texts"):
-            yield self._run(
-                "text",
-                batch_tokens(
-                    self.trained.tokenizer, texts[start : start + self.batch_size], limit, multiple
-                ),
-            )
+            part = slice(start, start + self.batch_size)
+            tokens = batch_tokens(self.trained.tokenizer, texts[part], limit, multiple)
+            if self._languages and languages is not None:
+                tokens["language_ids"] = self._languages.ids(list(languages[part]))
+            yield self._run("text", tokens)
 
     @torch.inference_mode()
     def _run(self, branch: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

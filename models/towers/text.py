@@ -101,6 +101,12 @@ def text_tower(
         "eos_token_id": eos_token_id,
         "config": config.to_dict(),
     }
+    if any("language_ids" in layer.reads_if_given for _, layer in layers):
+        record["languages"] = {
+            "names": getattr(config, "lang2id", {}),
+            "number": config.n_langs,
+            "default": config.lang_id,
+        }
     return Tower("text", name, width, specs, record)
 
 

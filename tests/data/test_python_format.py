@@ -21,7 +21,7 @@ from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality
 from data.modalities.lengths import token_counts
 from data.modalities.modality import ValueModality
-from data.modalities.text import TextModality
+from data.modalities.text import Languages, TextModality
 from data.modalities.transforms import eval_transform
 from data.options import DataOptions
 from data.prepare import prepare_data
@@ -51,6 +51,8 @@ class Own:
             item["text"] = ["twelve", "a dozen"]
         if i == 15:
             item["image"] = b"no image"
+        if i < 6:
+            item["language"] = ("de", 2, None)[i % 3]
         return item
 
 class Tuples:
@@ -125,6 +127,23 @@ def test_a_sample_is_usable_where_it_has_both_of_some_pair(module):
     assert (
         open_source(f"python:{module}:Own").usable().size < source.usable().size
     )  # an index of its own for other pairs
+
+
+def test_languages_of_texts(module, tokenizer):
+    """By name or by number; a text of which nothing is said is of the tower's default."""
+    languages = Languages(number=4, default=1, names={"en": 0, "de": 3})
+    source = open_sources([f"python:{module}:Own", "demo"])
+    texts = MicroBatchDataset(source, [TextModality(tokenizer, 16, languages=languages)])
+    batch = texts[request(0, 1, 2, 3, 7, len(open_source(f"python:{module}:Own")) + 1)]
+    assert batch["language_ids"].tolist() == [3, 2, 1, 3, 1, 1]
+    assert batch["language_ids"].dtype == torch.int64
+    plain = MicroBatchDataset(source, [TextModality(tokenizer, 16)])[request(0, 1)]
+    assert "language_ids" not in plain
+    for wrong in ("fr", 4, -1, True, 1.5):
+        with pytest.raises(
+            ValueError, match="none that the text tower knows.*0 to 3 or a name: en"
+        ):
+            languages.ids([wrong])
 
 
 def test_what_a_sample_lacks_has_a_stand_in_that_is_marked(module, tokenizer):

@@ -107,6 +107,17 @@ def test_without_padding_and_shorter_texts(cases, forward):
         assert torch.equal(forward(layers, inputs)["text_features"], expected), name
 
 
+def test_xlm_without_languages_reads_its_own(cases, forward):
+    """`lang_id` of its configuration for all texts."""
+    case = cases["xlm"]
+    layers, inputs = build(case.tower()), case.inputs()
+    assert "language_ids" in case.tower().inputs
+    assert case.tower().config["languages"] == {"names": {}, "number": 3, "default": 0}
+    expected = forward(layers, {**inputs, "language_ids": torch.zeros(4, dtype=torch.int64)})
+    del inputs["language_ids"]
+    assert torch.equal(forward(layers, inputs)["text_features"], expected["text_features"])
+
+
 def test_siglip_reads_texts_of_full_length(cases, forward):
     """Shorter ones are padded, and the padding is seen, whatever the mask says of it."""
     layers = build(cases["siglip"].tower())

@@ -98,9 +98,9 @@ class BiasedEmbeddings(TextEmbeddings):
 
 
 class XLMEmbeddings(Layer):
-    """XLM's, whose parts the library keeps in the model itself. `language_ids` [B] name the
-    language of each text for a model that knows several; without them none is added, as in the
-    library without `langs`."""
+    """XLM's, whose parts the library keeps in the model itself. For a model that knows several
+    languages, `language_ids` [B] name that of each text; without them it is the `lang_id` of the
+    configuration."""
 
     reads, makes, drops = ("input_ids", "attention_mask"), ("text_hidden",), ("input_ids",)
 
@@ -109,6 +109,7 @@ class XLMEmbeddings(Layer):
         self.embeddings, self.position_embeddings = model.embeddings, model.position_embeddings
         self.layer_norm_emb, self.dropout = model.layer_norm_emb, nn.Dropout(model.dropout)
         self.lang_embeddings = getattr(model, "lang_embeddings", None)
+        self.lang_id = model.config.lang_id
         if self.lang_embeddings is not None:
             self.reads_if_given, self.drops = ("language_ids",), ("input_ids", "language_ids")
 
@@ -118,8 +119,12 @@ class XLMEmbeddings(Layer):
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         hidden = self.embeddings(input_ids)
         hidden = hidden + self.position_embeddings(positions[None]).expand_as(hidden)
-        if language_ids is not None:
-            languages = language_ids[:, None].expand_as(input_ids)
+        if self.lang_embeddings is not None:
+            languages = (
+                torch.full_like(input_ids, self.lang_id)
+                if language_ids is None
+                else language_ids[:, None].expand_as(input_ids)
+            )
             hidden = hidden + self.lang_embeddings(languages)
         hidden = self.dropout(self.layer_norm_emb(hidden))
         return hidden * attention_mask.unsqueeze(-1).to(hidden.dtype)

@@ -1,0 +1,92 @@
+"""Towers of transformers in whole runs: from folders of weights, stopped and gone on with, evaluated
+and exported."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from launched import SMALL, fork_flags, metrics, run_to_end
+from transformers import SiglipConfig, SiglipImageProcessor, SiglipModel
+
+SPOKEN = "python:spoken_texts:Spoken"
+IMAGES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "patch_size": 8,
+    "image_size": 32,
+}
+TEXTS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 90,
+}
+
+
+def small(*replaced):
+    """The flags of a small run without those of its towers."""
+    flags = list(map(str, SMALL))
+    for name in replaced:
+        if name in flags:
+            at = flags.index(name)
+            del flags[at : at + 2]
+    return flags
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mpnet-base:hidden_size=32,num_hidden_layers=3,num_attention_heads=2,intermediate_size=48",
+        "xlm-mlm-en-2048:emb_dim=32,n_layers=2,n_heads=2,n_langs=3",
+    ],
+    ids=["mpnet", "xlm"],
+)
+def test_a_run_from_a_folder_of_weights(tmp_path, text):
+    """Images larger than the weights', texts with languages for the tower that takes them. Stopped
+    behind the first checkpoint, it goes on to the same last bit."""
+    torch.manual_seed(0)
+    folder = tmp_path / "siglip"
+    SiglipModel(SiglipConfig(vision_config=IMAGES, text_config=TEXTS)).save_pretrained(folder)
+    SiglipImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    flag, file = fork_flags(tmp_path)
+    towers = ("--image-tower", f"hf:{folder}", "--image-weights", folder, "--text-tower", text)
+    how = [
+        *small("--image-tower", "--text-tower", "--image-size"),
+        *(*towers, "--image-size", 64, flag, file, "--data", SPOKEN),
+        *("--val-fraction", 0.2, "--workers", 0, "--steps", 4, "--save-every", 2),
+    ]
+    run_dir = tmp_path / "run"
+    status, output = run_to_end("train.py", *how, "--run-dir", run_dir, ranks=2)
+    assert status == 0, output[-5000:]
+    assert "has shape (16, 32) there and (64, 32) in the tower: interpolated" in output
+    record = json.loads((run_dir / "config.json").read_text())
+    assert record["options"]["image_mean"] == [0.5, 0.5, 0.5]
+    expected = metrics(run_dir)
+
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000004")
+    (run_dir / "done").unlink()
+    status, output = run_to_end("train.py", *how, "--run-dir", run_dir, ranks=2)
+    assert status == 0, output[-5000:]
+    again = metrics(run_dir)
+    assert {s: line["loss"] for s, line in again.items()} == {
+        s: line["loss"] for s, line in expected.items()
+    }
+
+    status, output = run_to_end("export.py", run_dir, tmp_path / "out")
+    assert status == 0, output[-5000:]
+    shutil.move(folder, tmp_path / "moved")  # the export stands alone
+    found = []
+    for number, of in enumerate((tmp_path / "out", run_dir)):
+        if of == run_dir:
+            shutil.move(tmp_path / "moved", folder)
+        file = tmp_path / f"{number}.json"
+        more = () if of == run_dir else ("--val-data", SPOKEN)
+        status, output = run_to_end("evaluate.py", of, *more, "--workers", 0, "--json", file)
+        assert status == 0, output[-5000:]
+        found.append(json.loads(file.read_text()))
+    assert all(any("R@1" in key for key in each) for each in found)
