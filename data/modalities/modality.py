@@ -70,6 +70,11 @@ class Modality(ABC):
         """The rows of the request's samples, in their order. `memory`: see `in_shared_memory`; None
         for all others."""
 
+    def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
+        """What `load` returns, with tensors of the same shapes and dtypes and of any values. To be
+        overridden where that is known without reading the samples."""
+        return self.load(source, request, seed)
+
 
 class ValueModality(Modality):
     """A modality with one value per sample and one row for it: the base of a modality of one's own.
@@ -116,6 +121,13 @@ class ValueModality(Modality):
         rows = shown(encoded, self.blank)
         tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         return Loaded(tensors, request.position, request.index, request.weight, bad, absent)
+
+    def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
+        tensors = {
+            name: row.to("meta").expand(len(request.index), *row.shape)
+            for name, row in self.blank().items()
+        }
+        return Loaded(tensors, request.position, request.index, request.weight)
 
 
 def shown(values: list[Any], blank: Callable[[], Any]) -> list[Any]:
