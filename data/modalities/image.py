@@ -36,7 +36,6 @@ class ImageModality(Modality):
 
     name = "image"
     count_names = ("unreadable_pictures",)  # a metric: its name stays as earlier runs wrote it
-    equal_shapes = True  # of training, where no buckets are used and nothing is fed at other sizes
     in_shared_memory = True
 
     def __init__(

@@ -58,8 +58,6 @@ class Modality(ABC):
     """Whether a value may turn out bad while it is loaded; the others were read whole when the
     index was made."""
 
-    equal_shapes = False
-    """Whether every sample makes tensors of equal shapes."""
     in_shared_memory = False
     """Whether `load` writes its `pixel_values` into `memory`."""
 
@@ -82,8 +80,6 @@ class ValueModality(Modality):
     A subclass says how a value becomes tensors. Samples without the modality, and values that
     `encode` refuses, are left out of the loss.
     """
-
-    equal_shapes = True
 
     @abstractmethod
     def encode(self, value: Any, generator: np.random.Generator | None) -> dict[str, Tensor]:
