@@ -64,6 +64,7 @@ class Work:
     programs: Mapping[int, Sequence[PipeInstruction]]
     sets: Sequence[tuple[int, ...]] = ()
     sharded: bool = True  # ZeRO-1
+    early_averages: bool = False  # ours, during the last backward; else DeepSpeed's
     equal_shares: bool = True
     statistics: bool = True  # are there running statistics to average?
     evaluates: bool = False
@@ -97,8 +98,9 @@ class _Walk:
             for receive in receives:
                 yield Operation("post", self.channel(receive), receive.buffer_id)
             yield from self.of(instruction)
-            if n == last:  # DeepSpeed may begin here to average gradients
-                yield Operation("together", self.own, "DeepSpeed")
+            if n == last:  # gradients may begin here to be averaged
+                ours = self.work.early_averages and len(self.own.ranks) > 1
+                yield Operation("together", self.own, "gradients" if ours else "DeepSpeed")
         yield Operation("drain", None)
         if self.work.evaluates:
             yield from self.evaluation()
@@ -324,6 +326,7 @@ def recorded(case: Any) -> list[tuple[list[tuple], list[tuple]]]:
         },
         list(engine.clipping._groups_of_set),
         engine.clipping.partitioned,
+        engine._gradient_averages is not None,
         not case.deals,
         bool(engine.module.running_statistics()),
     )
