@@ -258,7 +258,7 @@ def _code(tower: Tower) -> TowerCode:
         return replace(code, constructor=f"{code.constructor}\n{loaded}")
     if tower.branch == "image":
         return TowerCode(*_constructor(tower), _image_features(tower))
-    mask = "" if tower.config["pool"] == "head" else ", attention_mask=mask"
+    mask = "" if tower.config["pool"] == "head" else f", attention_mask=mask{_languages(tower)}"
     run = f"output = text(input_ids=ids{mask})"
     return TowerCode("", _from_transformers(tower), _text_features(tower), run=run)
 
@@ -272,6 +272,12 @@ def _from_transformers(tower: Tower) -> str:
         architecture=architecture,
         no_pooler=", add_pooling_layer=False" if has_pooler and pool != "pooler" else "",
     )
+
+
+def _languages(text: Tower) -> str:
+    if "languages" not in text.config:
+        return ""
+    return f", langs=torch.full_like(ids, {text.config['languages']['default']})"
 
 
 def _patches(image: Tower) -> str:

@@ -196,7 +196,7 @@ def _towers(model: argparse._ArgumentGroup) -> None:
     model.add_argument(
         "--image-tower",
         metavar="NAME",
-        help="torchvision architecture, NAME[:key=value,...] (default: resnet50; demo: a ResNet-10)",
+        help="torchvision architecture, or hf:WHERE of transformers, NAME[:key=value,...] (default: resnet50; demo: a ResNet-10)",
     )
     model.add_argument(
         "--text-tower",

@@ -7,9 +7,9 @@ gradient that SigLIP 2 adds up image by image and we add up at once (`Case.round
 
 import pytest
 import torch
+from transformers import masking_utils
 
 from models.towers.building import with_head
-from models.towers.libraries import text_layers
 
 
 def build(tower):
@@ -139,13 +139,13 @@ def test_a_stage_asks_once_whether_a_mask_has_padding(cases, forward, monkeypatc
         "create_bidirectional_sliding_window_mask",
         "create_causal_mask",
     ):
-        library = getattr(text_layers, function)
+        library = getattr(masking_utils, function)
 
         def make(library=library, **given):
             asked.append(library)
             return library(**given)
 
-        monkeypatch.setattr(text_layers, function, make)
+        monkeypatch.setattr(masking_utils, function, make)
     layers, inputs = build(cases[name].tower()), cases[name].inputs()
     first = forward(layers, inputs)["text_features"]
     assert len(asked) == kinds

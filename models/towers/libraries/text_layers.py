@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import PreTrainedConfig
-from transformers.masking_utils import (
-    create_bidirectional_mask,
-    create_bidirectional_sliding_window_mask,
-    create_causal_mask,
-)
+from transformers import PreTrainedConfig, masking_utils
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from models.towers.layers import Layer
@@ -168,10 +163,13 @@ class TextBlock(Layer):
 
     def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
         if self.causal:
-            mask = self._mask(create_causal_mask, text_hidden, attention_mask, past_key_values=None)
+            mask = self._mask(
+                masking_utils.create_causal_mask, text_hidden, attention_mask, past_key_values=None
+            )
             return self.block(text_hidden, mask, is_causal=True)
         return self.block(
-            text_hidden, self._mask(create_bidirectional_mask, text_hidden, attention_mask)
+            text_hidden,
+            self._mask(masking_utils.create_bidirectional_mask, text_hidden, attention_mask),
         )
 
     def _mask(
@@ -202,7 +200,7 @@ class BiasedBlock(TextBlock):
     def compute(
         self, text_hidden: Tensor, attention_mask: Tensor, text_position_bias: Tensor
     ) -> Tensor:
-        mask = self._mask(create_bidirectional_mask, text_hidden, attention_mask)
+        mask = self._mask(masking_utils.create_bidirectional_mask, text_hidden, attention_mask)
         return self.block(text_hidden, mask, text_position_bias)[0]
 
 
@@ -215,7 +213,7 @@ class BiasingBlock(TextBlock):
         self.makes = ("text_hidden",) if last else ("text_hidden", "text_position_bias")
 
     def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
-        mask = self._mask(create_bidirectional_mask, text_hidden, attention_mask)
+        mask = self._mask(masking_utils.create_bidirectional_mask, text_hidden, attention_mask)
         return tuple(self.block(text_hidden, mask)[: len(self.makes)])
 
 
@@ -230,9 +228,9 @@ class RotaryBlock(TextBlock):
     def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
         kind, length = self.block.attention_type, text_hidden.shape[1]
         mask = self._mask(
-            create_bidirectional_sliding_window_mask
+            masking_utils.create_bidirectional_sliding_window_mask
             if kind == "sliding_attention"
-            else create_bidirectional_mask,
+            else masking_utils.create_bidirectional_mask,
             text_hidden,
             attention_mask,
         )
