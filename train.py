@@ -43,10 +43,12 @@ from launch.run.journal import Journal
 from launch.run.report import Progress
 from launch.run.resuming import find_checkpoint, resume, state_of
 from launch.run.stopping import STOPPED, StopRequest
+from launch.settings.blocks import dealing
 from launch.settings.configuration import read_configuration
 from launch.settings.options import Options, parse_options
 from launch.settings.preprocessing import describe_pixels
 from launch.settings.recipe import as_begun, settle
+from models.towers.layers import whole_models_kept
 
 
 def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> int:
@@ -96,6 +98,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
 
     # What to train: towers as lists of layers, and the losses between their embeddings.
     model = RunModel.of(options.section(ModelOptions), data.tokenizer)
+    model.refuse_sizes(options.image_buckets, dealing(block).image_size)
     inputs = options.section(InputOptions)
 
     # Which rank runs which layers: the fastest plan by what the layers cost, measured or estimated.
@@ -105,7 +108,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     training = training_identity(options.record(), config, asdict(block), plan)
     folder.refuse_other_run(training, options.resume)
     described = f"{plan.describe()}   {config_file.name}   {folder.path}"
-    journal.say(plan.reasons, recipe, describe_pixels(options), described)
+    journal.say(plan.reasons, recipe, describe_pixels(options), model.describe_cuts(), described)
 
     # Which samples of a global batch make which micro-batch.
     with first_rank_first():
@@ -113,20 +116,21 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     journal.say(batching.describe_shapes())
 
     # DeepSpeed around this rank's stage.
-    engine = build_engine(
-        plan,
-        config,
-        layers=model.layers,
-        build_layer=model.build_layer,
-        objective=model.objective,
-        embed_dim=model.embed_dim,
-        total_num_steps=total_steps,
-        seed=options.seed,
-        timeout=processes.timeout,
-        equal_shares=batching.equal_shares,
-        source_starts=data.source_starts,
-        clock=clock,
-    )
+    with whole_models_kept():
+        engine = build_engine(
+            plan,
+            config,
+            layers=model.layers,
+            build_layer=model.build_layer,
+            objective=model.objective,
+            embed_dim=model.embed_dim,
+            total_num_steps=total_steps,
+            seed=options.seed,
+            timeout=processes.timeout,
+            equal_shares=batching.equal_shares,
+            source_starts=data.source_starts,
+            clock=clock,
+        )
     batching.follow(engine, loading.workers)
     loss_weights = LossWeights.of(
         options.section(LossWeightOptions), model.objective, data.held_out

@@ -34,7 +34,7 @@ from launch.run.folder import RunFolder
 from launch.settings.blocks import dealing
 from models.towers.building import token_bytes
 from models.towers.fusion import pair_inputs, pair_scores
-from models.towers.layers import Tower
+from models.towers.layers import Tower, whole_models_kept
 
 # Where the layout is given nothing is measured: stages are cut, and texts dealt, by the ratios of
 # estimates for such a device.
@@ -98,13 +98,14 @@ def run_costs(
             towers, config, embed_dim, device, float("inf"), num_tokens, compared
         )
     sizes = _sizes(config, block, processes.device.type, inputs.branches)
-    with tqdm(
+    measuring = tqdm(
         total=0,
         desc="measuring what each layer costs",
         disable=processes.rank != 0,
         leave=False,
         bar_format="{desc}",
-    ):
+    )
+    with measuring, whole_models_kept():
         profile = profile_together(
             {tower.branch: tower.specs for tower in towers},
             model.build_layer,

@@ -14,6 +14,7 @@ from engine.objective import Objective
 from launch.inference.trained import towers_of
 from launch.settings.objective import objective_of, pairs_of
 from models.losses import Matching, build_loss
+from models.towers.building import takes_other_sizes
 from models.towers.fusion import FusionSizes, fusion_sizes
 from models.towers.layers import LayerSpec, Tower, Weights
 from models.weights.reading import open_model, open_weights
@@ -83,6 +84,29 @@ class RunModel:
             (tower.config.get("patch_size") for tower in self.towers if tower.branch == "image"),
             None,
         )
+
+    def describe_cuts(self) -> str:
+        """A line for each tower with fewer layers than blocks; empty where there is none."""
+        return "\n".join(
+            f"{tower.name}: {len(tower.specs) - 1} layers; {'; '.join(tower.config['notes'])}"
+            for tower in self.towers
+            if tower.config.get("notes")
+        )
+
+    def refuse_sizes(self, image_buckets: int, image_sizes: Sequence[int] | None) -> None:
+        """Raise ValueError where images of several sizes are asked for (--image-buckets, the bounds
+        `branches.balance.image_size`) and the image tower takes one."""
+        asked = {
+            "--image-buckets": image_buckets > 1,
+            "branches.balance.image_size": image_sizes is not None,
+        }
+        asked = [name for name, several in asked.items() if several]
+        images = [tower for tower in self.towers if tower.branch == "image"]
+        if asked and images and not takes_other_sizes(images[0]):
+            raise ValueError(
+                f"{asked[0]}: image tower {images[0].name} takes images of one size only; leave it "
+                "out, or use another tower (timm's ViTs: dynamic_img_size=true)"
+            )
 
     def build_layer(self, spec: LayerSpec) -> nn.Module:
         """One layer with its first values, on the CPU."""

@@ -41,7 +41,7 @@ from launch.settings.preprocessing import trained_with
 from models.losses import build_loss
 from models.towers.defaults import image_name, text_name
 from models.towers.fusion import fusion_sizes
-from models.towers.layers import Layer, Tower
+from models.towers.layers import Layer, Tower, whole_models_kept
 from models.weights.reading import open_model
 from models.weights.whole_models import options_of_model
 
@@ -121,11 +121,12 @@ def _opened(
     tokenizer = load_tokenizer(options["tokenizer"])
     towers = towers_of(options, tokenizer)
     reader = open_model(str(folder), *towers)
-    layers = [
-        spec.build(options["seed"], reader).eval().to(device)
-        for tower in towers
-        for spec in tower.specs
-    ]
+    with whole_models_kept():
+        layers = [
+            spec.build(options["seed"], reader).eval().to(device)
+            for tower in towers
+            for spec in tower.specs
+        ]
     return Trained({"options": options}, folder, step, tokenizer, towers, layers)
 
 
@@ -148,7 +149,7 @@ def open_run(
     tokenizer = load_tokenizer(record["tokenizer"] or str(run_dir / "tokenizer")) if texts else None
     towers = towers_of(options, tokenizer)
     specs = [spec for tower in towers for spec in tower.specs]
-    with CheckpointReader(found) as reader:
+    with CheckpointReader(found) as reader, whole_models_kept():
         if averaged and not reader.has(AVERAGE):
             raise ValueError(
                 f"--ema: {found} holds no moving average of the weights; a run keeps one where its "

@@ -28,6 +28,7 @@ __all__ = [
     "count_flops",
     "describe_layers",
     "meta_inputs",
+    "takes_other_sizes",
     "with_head",
 ]
 
@@ -117,6 +118,20 @@ def meta_inputs(
         name: torch.empty(shape, dtype=torch.int64, device="meta")
         for name in ("input_ids", "attention_mask")
     }
+
+
+def takes_other_sizes(tower: Tower) -> bool:
+    """Does an image tower take images of other sides than those that it was made for? Tried on the
+    meta device with one that is wider."""
+    (pixels,) = meta_inputs(tower, 2).values()
+    more = tower.config.get("patch_size", 32)
+    tensors = {"pixel_values": torch.cat([pixels, pixels[..., :more]], dim=-1)}
+    try:
+        for spec in tower.specs:
+            tensors = spec.template(tensors)
+    except Exception:  # whatever code of a library raises
+        return False
+    return True
 
 
 def count_flops(tower: Tower, inputs: dict[str, Tensor]) -> list[float]:

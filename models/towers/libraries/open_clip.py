@@ -33,6 +33,7 @@ from models.towers.libraries.tracing import SAMPLES, CannotRun
 from models.towers.names import nearest, split_name
 
 PREFIX = "open_clip:"
+VOCABULARY = 49408  # of CLIP's tokenizer, where a configuration does not say another number
 CONFIG = "open_clip_config.json"
 # The other side of a model while one side is made.
 SMALL_IMAGE = {"layers": 1, "width": 64, "patch_size": 32, "image_size": 32}
@@ -201,8 +202,14 @@ def text_tower(
     for key, value in (("vocab_size", vocab_size), ("pad_id", pad_token_id)):
         if value is not None:
             text[key] = value
-    if eos_token_id is not None and text.get("pool_type", "argmax") in ("argmax", "eos"):
-        text |= {"pool_type": "eos", "eos_id": eos_token_id}
+    if text.get("pool_type", "argmax") in ("argmax", "eos"):
+        if eos_token_id is not None:
+            text |= {"pool_type": "eos", "eos_id": eos_token_id}
+        elif vocab_size not in (None, config["text_cfg"].get("vocab_size", VOCABULARY)):
+            raise ValueError(
+                f"text tower {name!r} pools where a text ends, and the tokenizer has no token that "
+                "ends one; give the tower pool=last, or --tokenizer openai/clip-vit-base-patch32"
+            )
     text = asdict(CLIPTextCfg(**text))
     positions = text["context_length"]
     if not 1 <= max_text_tokens <= positions:

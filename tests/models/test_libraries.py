@@ -1,0 +1,566 @@
+"""The claim of `test_towers_equal_library.py` for towers that adapters make: layer by layer they are
+the library's model, bit for bit in fp32. Here the weights come from a file that the library's model
+was saved to."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import open_clip
+import pytest
+import timm
+import torch
+import torchvision
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from engine.planning.measured import layer_key
+from models.towers.building import count_flops, describe_layers, meta_inputs, with_head
+from models.towers.image import full_name, image_tower
+from models.towers.layers import whole_models_kept
+from models.towers.libraries import torchvision as adapter
+from models.towers.libraries.torchvision_by_hand import ARCHITECTURES
+from models.towers.text import text_tower
+from models.weights.reading import open_weights
+
+VOCAB, TOKENS, EOS = 120, 12, 119
+
+
+def timm_model(architecture: str, **arguments) -> Callable[[], nn.Module]:
+    return lambda: timm.create_model(architecture, num_classes=0, **arguments)
+
+
+def torchvision_model(architecture: str, last: str, **arguments) -> Callable[[], nn.Module]:
+    def make():
+        model = torchvision.models.get_model(architecture, **arguments)
+        model.set_submodule(last, nn.Identity())
+        return model
+
+    return make
+
+
+def sides(name: str, quick_gelu: bool = False, vision=(), text=()) -> open_clip.CustomTextCLIP:
+    config = open_clip.get_model_config(name)
+    vision = {**config["vision_cfg"], **dict(vision), "output_tokens": False}
+    text = {**config["text_cfg"], "vocab_size": VOCAB, **dict(text), "output_tokens": False}
+    return open_clip.CustomTextCLIP(config["embed_dim"], vision, text, quick_gelu)
+
+
+def open_clip_images(name: str, projection: str | None, **vision) -> Callable[[], nn.Module]:
+    def make():
+        side = sides(name, vision=vision, text={"layers": 1, "width": 64, "heads": 1}).visual
+        if projection == "proj":
+            side.proj = None
+        elif projection:
+            side.set_submodule(projection, nn.Identity())
+        return side
+
+    return make
+
+
+def open_clip_texts(name: str, quick_gelu: bool = False, **text) -> Callable[[], nn.Module]:
+    def make():
+        side = sides(name, quick_gelu, {"layers": 1, "width": 64}, text).text
+        if isinstance(side.text_projection, nn.Parameter):
+            side.text_projection = None
+        return side
+
+    return make
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tower's name, the same model by the library's own constructor, its input, and how many
+    layers the tower has."""
+
+    name: str
+    library: Callable[[], nn.Module]
+    size: int
+    num_layers: int
+
+    @property
+    def branch(self) -> str:
+        return "text" if self.size == 0 else "image"
+
+    def tower(self):
+        if self.branch == "image":
+            return image_tower(self.name, self.size)
+        return text_tower(self.name, VOCAB, TOKENS, 0, EOS)
+
+    def inputs(self) -> dict[str, Tensor]:
+        if self.branch == "image":
+            return {"pixel_values": torch.randn(3, 3, self.size, self.size)}
+        ids = torch.randint(1, EOS, (3, TOKENS))
+        for row, length in enumerate((TOKENS, 5, 9)):
+            ids[row, length - 1], ids[row, length:] = EOS, 0
+        return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+VIT = {"depth": 2, "embed_dim": 48, "num_heads": 3, "drop_path_rate": 0.4, "attn_drop_rate": 0.1}
+SWIN = {"embed_dim": 24, "depths": (2, 1, 1, 1), "num_heads": (1, 2, 2, 2), "drop_path_rate": 0.4}
+TEXT = {"layers": 2, "width": 64, "heads": 2, "context_length": TOKENS}
+
+
+def spelled(name: str, values: dict) -> str:
+    def word(value):
+        if isinstance(value, bool):
+            return str(value).lower()
+        return "-".join(map(str, value)) if isinstance(value, tuple) else value
+
+    return f"{name}:{','.join(f'{key}={word(value)}' for key, value in values.items())}"
+
+
+def timm_case(architecture: str, num_layers: int, size=64, sized=False, **arguments) -> Case:
+    """`sized`: its constructor takes the size of the images."""
+    name = spelled(f"timm:{architecture}", arguments) if arguments else f"timm:{architecture}"
+    of_size = {"img_size": size} if sized else {}
+    return Case(name, timm_model(architecture, **arguments, **of_size), size, num_layers)
+
+
+CASES = {
+    "timm resnet": timm_case("resnetv2_18", 6, layers=(1, 1, 1, 1), drop_path_rate=0.3),
+    "timm vit": timm_case(
+        "vit_tiny_patch16_224", 4, sized=True, **VIT, drop_rate=0.2, pos_drop_rate=0.1
+    ),
+    "timm convnext": timm_case(
+        "convnext_atto", 7, dims=(8, 16, 24, 32), depths=(1, 1, 2, 1), drop_path_rate=0.5
+    ),
+    "timm efficientnet": timm_case("test_efficientnet", 7, drop_path_rate=0.5, drop_rate=0.2),
+    "timm mobilenet": timm_case("mobilenetv3_small_050", 14),
+    "timm swin": timm_case("swin_tiny_patch4_window7_224", 7, sized=True, **SWIN),
+    "timm eva": timm_case("eva02_tiny_patch14_224", 4, size=56, sized=True, depth=2),
+    "timm dinov3": timm_case(
+        "vit_small_patch16_dinov3", 4, sized=True, depth=2, embed_dim=96, num_heads=3
+    ),
+    "timm siglip": timm_case("vit_base_patch16_siglip_224", 4, sized=True, **VIT),
+    "timm hybrid": timm_case("vit_tiny_r_s16_p8_224", 4, sized=True, depth=2),
+    "timm two resolutions": timm_case("pit_ti_distilled_224", 16, sized=True),
+    "timm functional dropout": timm_case("ghostnet_050", 19, drop_rate=0.4),
+    "timm shapes asked": timm_case("mobilevit_xxs", 12, drop_path_rate=0.2),
+    "timm a table of the first forward": timm_case("convit_tiny", 4, sized=True, depth=2),
+    "torchvision efficientnet": Case(
+        "efficientnet_b0", torchvision_model("efficientnet_b0", "classifier.1"), 64, 19
+    ),
+    "torchvision mobilenet": Case(
+        "mobilenet_v3_small:dropout=0.3",
+        torchvision_model("mobilenet_v3_small", "classifier.3", dropout=0.3),
+        64,
+        14,
+    ),
+    "torchvision regnet": Case("regnet_y_400mf", torchvision_model("regnet_y_400mf", "fc"), 64, 18),
+    "torchvision swin": Case("swin_t", torchvision_model("swin_t", "head"), 64, 17),
+    "torchvision densenet": Case(
+        "densenet121", torchvision_model("densenet121", "classifier"), 64, 9
+    ),
+    "open_clip vit": Case(
+        "open_clip:ViT-B-32:layers=2,width=64,patch_size=16,patch_dropout=0.5",
+        open_clip_images(
+            "ViT-B-32", "proj", layers=2, width=64, patch_size=16, patch_dropout=0.5, image_size=64
+        ),
+        64,
+        4,
+    ),
+    "open_clip attention pool": Case(
+        "open_clip:RN50:layers=1-1-1-1,width=16",
+        open_clip_images("RN50", None, layers=(1, 1, 1, 1), width=16, image_size=64),
+        64,
+        6,
+    ),
+    "open_clip timm": Case(
+        "open_clip:convnext_base:timm_model_name=convnext_atto,timm_drop=0.1",
+        open_clip_images(
+            "convnext_base", "head.proj", timm_model_name="convnext_atto", timm_drop=0.1
+        ),
+        64,
+        14,
+    ),
+    "open_clip coca": Case(
+        "open_clip:coca_ViT-B-32:layers=1,width=64,attn_pooler_queries=4",
+        open_clip_images(
+            "coca_ViT-B-32", "proj", layers=1, width=64, attn_pooler_queries=4, image_size=64
+        ),
+        64,
+        4,
+    ),
+    "open_clip texts": Case(
+        spelled("open_clip:ViT-B-32", TEXT),
+        open_clip_texts("ViT-B-32", **TEXT, pool_type="eos", eos_id=EOS),
+        0,
+        4,
+    ),
+    "open_clip texts, quick GELU": Case(
+        spelled("open_clip:ViT-B-32-quickgelu", TEXT),
+        open_clip_texts("ViT-B-32", True, **TEXT),
+        0,
+        4,
+    ),
+    "open_clip texts, siglip": Case(
+        spelled("open_clip:ViT-B-16-SigLIP", TEXT),
+        open_clip_texts("ViT-B-16-SigLIP", **TEXT),
+        0,
+        4,
+    ),
+    "open_clip texts, coca": Case(
+        spelled("open_clip:coca_ViT-B-32", TEXT), open_clip_texts("coca_ViT-B-32", **TEXT), 0, 4
+    ),
+}
+
+
+@pytest.fixture(params=CASES, ids=list(CASES))
+def case(request):
+    return CASES[request.param]
+
+
+# Of the smaller ones, for what is not about numbers.
+SMALL = [name for name in CASES if name.split()[-1] not in ("densenet", "swin", "regnet", "hybrid")]
+small = pytest.mark.parametrize("case", [CASES[name] for name in SMALL], ids=SMALL)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Of each case on demand: the library's model, away from its first values, the tower, and
+    layers with weights from the file that the model was saved to."""
+    made = {}
+
+    def of(case):
+        if case.name not in made:
+            torch.manual_seed(0)
+            model = case.library()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.02)
+            folder = tmp_path_factory.mktemp("weights")
+            state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+            save_file(state, folder / "model.safetensors")
+            made[case.name] = model, case.tower(), folder
+        model, tower, folder = made[case.name]
+        weights = open_weights(case.branch, str(folder), tower)
+        with whole_models_kept():
+            layers = [spec.build(3, weights) for spec in tower.specs]
+        model.load_state_dict(
+            {**model.state_dict(), **library_state(layers)}, strict=True
+        )  # statistics as in the file
+        return model, tower, layers
+
+    return of
+
+
+def library_state(layers) -> dict[str, Tensor]:
+    return {
+        layer.canonical_names[local].split(".", 1)[1]: tensor
+        for layer in layers
+        for local, tensor in layer.state_dict().items()
+    }
+
+
+def run(layers, tensors):
+    for layer in layers:
+        tensors = layer(tensors)
+    return tensors
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_outputs_gradients_and_statistics(case, models, training):
+    model, tower, layers = models(case)
+    assert len(layers) == case.num_layers and tower.config["notes"] == []
+    for module in (model, *layers):
+        module.train(training)
+        module.zero_grad()
+    inputs = case.inputs()
+    torch.manual_seed(1)  # with dropout both sides draw the same numbers in the same order
+    tensors = run(layers, inputs)
+    assert set(tensors) == {f"{case.branch}_features"}
+    features = tensors[f"{case.branch}_features"]
+    torch.manual_seed(1)
+    expected = model(next(iter(inputs.values())))
+    assert torch.equal(features, expected) and features.shape[1] == tower.width
+
+    weight = torch.randn_like(features)
+    (features * weight).sum().backward()
+    (expected * weight).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    for layer in layers:
+        for local, parameter in layer.named_parameters():
+            name = layer.canonical_names[local].split(".", 1)[1]
+            gradient = gradients.pop(name)
+            assert torch.equal(parameter.grad, gradient), name
+        for local, buffer in layer.named_buffers():
+            name = layer.canonical_names.get(local, f".{layer.unsaved_names.get(local)}")
+            assert torch.equal(buffer, buffers[name.split(".", 1)[1]]), name
+    assert all(gradient is None for gradient in gradients.values())
+
+
+@pytest.mark.parametrize(
+    "name", ["timm swin", "timm dinov3", "open_clip coca", "timm shapes asked"]
+)
+def test_each_layer_by_itself(name, models):
+    """As on a stage of its own: what enters is a leaf, and every floating-point tensor that enters
+    gets a gradient. To 1e-5, for gradients arrive in another order of memory."""
+    case = CASES[name]
+    model, _, layers = models(case)
+    for module in (model, *layers):
+        module.train()
+        module.zero_grad()
+    (pixels,) = case.inputs().values()
+    tensors, kept = {"pixel_values": pixels}, []
+    torch.manual_seed(1)
+    for layer in layers:
+        given = {
+            key: t.detach().requires_grad_(t.is_floating_point() and key != "pixel_values")
+            for key, t in tensors.items()
+        }
+        tensors = layer(given)
+        kept.append((given, tensors))
+    torch.manual_seed(1)
+    expected = model(pixels)
+    gradients = {"image_features": torch.randn_like(expected)}
+    expected.backward(gradients["image_features"])
+    for given, made in reversed(kept):
+        sent = [key for key, tensor in made.items() if tensor.requires_grad]
+        torch.autograd.backward([made[key] for key in sent], [gradients[key] for key in sent])
+        gradients = {key: t.grad for key, t in given.items() if t.requires_grad}
+        assert all(gradient is not None for gradient in gradients.values())
+    for layer in layers:
+        for local, parameter in layer.named_parameters():
+            name = layer.canonical_names[local].split(".", 1)[1]
+            torch.testing.assert_close(
+                parameter.grad, model.get_parameter(name).grad, rtol=1e-4, atol=1e-5
+            )
+
+
+@small
+def test_first_values_are_the_librarys_and_the_same_for_every_split(case):
+    tower = case.tower()
+    seeds = []
+    with whole_models_kept():
+        together = [spec.build(7) for spec in tower.specs]
+        seeds = [spec.build(8).state_dict() for spec in tower.specs]
+    state = case.library().state_dict()
+    for layer, other in zip(together, seeds):
+        for local, tensor in layer.state_dict().items():
+            theirs = state[layer.canonical_names[local].split(".", 1)[1]]
+            assert tensor.shape == theirs.shape and tensor.isfinite().all()
+            if theirs.numel() > 1000 and theirs.is_floating_point():
+                assert tensor.std().item() == pytest.approx(theirs.std().item(), rel=0.2, abs=1e-6)
+    last = max(range(len(together)), key=lambda i: tower.specs[i].num_parameters)
+    alone = tower.specs[last].build(7).state_dict()
+    assert all(torch.equal(alone[k], t) for k, t in together[last].state_dict().items())
+    assert any(not torch.equal(alone[k], t) for k, t in seeds[last].items())
+
+
+@small
+def test_random_numbers_are_drawn_only_where_a_layer_says_so(case):
+    with whole_models_kept():
+        layers = [spec.build(0) for spec in case.tower().specs]
+    tensors = case.inputs()
+    for layer in layers:
+        before = torch.get_rng_state()
+        tensors = layer(tensors)
+        assert layer.draws == (not torch.equal(torch.get_rng_state(), before))
+    for layer in layers:
+        layer.eval()
+    inputs, before = case.inputs(), torch.get_rng_state()
+    run(layers, inputs)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@small
+def test_half_precision(case, forward):
+    with whole_models_kept():
+        layers = [spec.build(0).eval() for spec in with_head(case.tower(), 16).specs]
+    inputs = case.inputs()
+    expected = forward(layers, inputs)[f"{case.branch}_embeds"]
+    for parameter in (p for layer in layers for p in layer.parameters()):
+        parameter.data = parameter.data.to(torch.bfloat16)  # as DeepSpeed: buffers stay in fp32
+    half = {n: t.bfloat16() if t.is_floating_point() else t for n, t in inputs.items()}
+    found = forward(layers, half)[f"{case.branch}_embeds"]
+    # a random EfficientNet makes so little of an image that its embeddings are not of length 1
+    assert nn.functional.cosine_similarity(found, expected, eps=1e-30).min() > 0.9
+    for layer in layers:
+        layer.train()
+    forward(layers, half)[f"{case.branch}_embeds"].sum().backward()
+    for layer in layers:
+        assert {p.dtype for p in layer.parameters()} <= {torch.bfloat16}
+        assert {b.dtype for b in layer.buffers() if b.is_floating_point()} <= {torch.float32}
+    for parameter in (p for layer in layers[:-1] for p in layer.parameters()):
+        assert parameter.grad is not None and parameter.grad.isfinite().all()
+
+
+@small
+def test_costs_are_counted(case):
+    """Without memory, and with nothing left behind in the templates."""
+    tower = with_head(case.tower(), 8)
+    for precision in (4, 2):
+        counts = describe_layers(tower, precision)
+        assert [c.name for c in counts] == [spec.name for spec in tower.specs]
+        assert sum(c.num_parameters for c in counts) == tower.num_parameters
+    flops = count_flops(tower, meta_inputs(tower, 2))
+    assert all(number >= 0 for number in flops) and sum(flops) > 0
+    assert all(t.is_meta for spec in tower.specs for t in spec.template.state_dict().values())
+    json.dumps(tower.config)
+
+
+def test_equal_blocks_are_measured_once():
+    tower = image_tower(spelled("timm:vit_tiny_patch16_224", {"depth": 3}), 64)
+    first, second, third = (layer_key(spec.template) for spec in tower.specs[1:4])
+    assert first == second == third != layer_key(tower.specs[4].template)
+
+
+# -- names
+
+
+@pytest.mark.parametrize(
+    ("given", "full"),
+    [
+        ("ViT-B/32", "open_clip:ViT-B-32"),
+        ("ViT-B-32:layers=2", "open_clip:ViT-B-32:layers=2"),
+        ("vit-b-32", "vit_b_32"),
+        ("vit_base_patch16_224", "timm:vit_base_patch16_224"),
+        ("vit_base_patch16_224.augreg_in21k", "timm:vit_base_patch16_224.augreg_in21k"),
+        ("efficientnet-b0", "efficientnet_b0"),
+        ("EfficientNet_B0:dropout=0.1", "efficientnet_b0:dropout=0.1"),
+        ("resnet50", "resnet50"),
+        ("resnet50d", "timm:resnet50d"),
+        ("RN50", "open_clip:RN50"),
+        ("timm:resnet50", "timm:resnet50"),
+    ],
+)
+def test_names_that_people_type(given, full):
+    assert full_name(given) == full
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("timm:resnet5", r"timm has no 'resnet5'; did you mean timm:resnet5\d\w*\? timm.list"),
+        ("timm:resnet18.a1", r"tag 'a1' is not known; did you mean 'a\d_in1k'\?"),
+        (
+            "timm:resnet18:drop_path=1",
+            r"key 'drop_path' is not known; did you mean 'drop_path_rate'",
+        ),
+        ("timm:resnet18:num_classes=3", "key 'num_classes' is not known"),
+        ("timm:resnet18:layers=1-x", "layers=1-x must be integers joined by '-'"),
+        ("timm:resnet18:layers=1-1,pool=avg", "does not take images of 64 .*no attribute 'layer3'"),
+        ("timm:vit_tiny_patch16_224:pool=sum", "cannot make vit_tiny_patch16_224 with .*=sum"),
+        ("timm:convnext_atto:pool=attentive", "cannot make convnext_atto"),
+        ("timm:crossvit_9_240", "does not take images of 64 pixels a side .*give another"),
+        ("efficientnet_b0:droput=1", r"key 'droput' is not known; did you mean 'dropout'\?"),
+        ("efficientnet_b9", r"not known; did you mean 'efficientnet_b\d'\? Known: convnext_base"),
+        ("swin_t:pool=cls", "pool 'cls' is not known; .*Known: avg, max"),
+        ("maxvit_t", "torchvision cannot make maxvit_t with input_size=.64, 64."),
+        ("open_clip:ViT-B-3", r"OpenCLIP has no 'ViT-B-3'; did you mean open_clip:ViT-B-32\?"),
+        ("open_clip:ViT-B-32:head_width=50", "OpenCLIP cannot make it"),
+        ("open_clip:ViT-B-32:widht=65", r"key 'widht' is not known; did you mean 'width'\?"),
+        ("open_clip:ViT-B-16-SigLIP", "does not take images of 64 .*give --image-size 224"),
+    ],
+)
+def test_image_names_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        image_tower(name, 64)
+
+
+def test_text_names_refused(tmp_path):
+    for name, message in (
+        ("open_clip:ViT-B-3", "did you mean open_clip:ViT-B-32"),
+        ("open_clip:ViT-B-32:image_size=3", "key 'image_size' is not known"),
+        ("open_clip:xlm-roberta-base-ViT-B-32", "ORGANISATION/xlm-roberta-base:pool=mean"),
+        ("open_clip:ViT-B-32:context_length=8", "has 8 positions, so max_text_tokens=12"),
+        ("open_clip:ViT-B-32:pool=mean", "OpenCLIP cannot make it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            text_tower(name, VOCAB, TOKENS, 0, EOS)
+    with pytest.raises(
+        ValueError, match="the tokenizer has no token that ends one; give .*pool=last"
+    ):
+        text_tower("open_clip:ViT-B-32", VOCAB, TOKENS)
+    assert text_tower("open_clip:ViT-B-32", None, TOKENS).config["pool"] == "argmax"
+    assert text_tower("open_clip:ViT-B-32:pool=last", VOCAB, TOKENS).config["pool"] == "last"
+    with pytest.raises(FileNotFoundError, match="has no open_clip_config.json"):
+        image_tower(f"open_clip:{tmp_path}", 64)
+
+
+def test_a_folder_of_open_clip(tmp_path):
+    config = open_clip.get_model_config("ViT-B-32")
+    config["vision_cfg"] |= {"layers": 1, "width": 64}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": config}))
+    assert image_tower(f"open_clip:{tmp_path}", 64).width == 64
+
+
+def test_texts_are_cut_to_the_longest_of_a_micro_batch(models):
+    """A causal tower that pools where the text ends does not see what it is not given; others are
+    padded to the length that they were trained with."""
+    for name in ("open_clip texts", "open_clip texts, siglip"):
+        case = CASES[name]
+        model, _, layers = models(case)
+        ids = case.inputs()["input_ids"][1:]
+        shorter = {"input_ids": ids[:, :9], "attention_mask": (ids > 0).long()[:, :9]}
+        with torch.no_grad():
+            found = run([layer.eval() for layer in layers], shorter)["text_features"]
+            torch.testing.assert_close(found, model.eval()(ids), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="max_text_tokens=13 must be from 1 to 12"):
+        text_tower(CASES["open_clip texts"].name, VOCAB, 13)
+
+
+# -- pooling
+
+
+@pytest.mark.parametrize(
+    ("name", "channels"),
+    [
+        (spelled("timm:vit_tiny_patch16_224", {"depth": 1}), -1),
+        (spelled("timm:swin_tiny_patch4_window7_224", SWIN), -1),
+        ("timm:mobilenetv3_small_050", 1),
+    ],
+)
+def test_attention_over_what_the_library_does_not_pool(name, channels, forward):
+    join = "," if name.count(":") > 1 else ":"
+    tower = image_tower(f"{name}{join}pool=attention", 64)
+    with whole_models_kept():
+        layers = [spec.build(0).eval() for spec in tower.specs]
+    given = {"pixel_values": torch.randn(2, 3, 64, 64)}
+    hidden = forward(layers[:-1], given)["image_hidden"]
+    expected = layers[-1].pool(hidden.movedim(channels, -1).flatten(1, -2))
+    assert torch.equal(forward(layers, given)["image_features"], expected)
+    assert layers[-1].canonical_names["pool.probe"] == "image.attention_pool.probe"
+    assert 0 < layers[-1].pool.mlp["fc2"].bias.std() < 2e-6  # drawn, by the rule of big_vision
+
+
+def test_other_poolings_of_the_library(forward):
+    name = spelled("timm:vit_tiny_patch16_224", {"depth": 1})
+    for pool, theirs in (("avg", "avg"), ("map", "map"), ("cls", "token")):
+        tower = image_tower(f"{name},pool={pool}", 64)
+        arguments = {"num_classes": 0, "img_size": 64, "depth": 1, "global_pool": theirs}
+        model = timm.create_model("vit_tiny_patch16_224", **arguments).eval()
+        with whole_models_kept():
+            layers = [spec.build(0).eval() for spec in tower.specs]
+        model.load_state_dict(library_state(layers))
+        given = {"pixel_values": torch.randn(2, 3, 64, 64)}
+        features = forward(layers, given)["image_features"]
+        assert torch.equal(features, model(given["pixel_values"]))
+
+
+# -- packages
+
+
+@pytest.mark.parametrize(
+    ("package", "tower", "named"),
+    [("timm", "timm:resnet18", "timm"), ("open_clip", "open_clip:ViT-B-32", "open_clip_torch")],
+)
+def test_a_missing_package_is_one_error(package, tower, named):
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "from models.towers.image import image_tower\n"
+        "image_tower('resnet18', 64)\n"
+        f"try: image_tower({tower!r}, 64)\n"
+        "except ImportError as error: print(error)"
+    )
+    made = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=300)
+    assert f"need the package {named}; install it with pip install -r" in made.stdout, made.stderr
+
+
+def test_a_name_of_torchvision_is_either_cut_by_hand_or_recorded():
+    assert set(ARCHITECTURES) < set(adapter.names())
+    assert "inception_v3" in adapter.names()
