@@ -51,7 +51,7 @@ def test_everything_open_comes_from_the_recipe():
         ([], {}, LONG, "from scratch, long"),
         (["--image-weights", "DEFAULT"], {}, 10, "pretrained tower"),
         (["--text-weights", "bert-mini"], {}, LONG, "pretrained tower"),
-        (["--import", "weights.safetensors"], {}, 10, "fine-tuning"),
+        (["--import", __file__], {}, 10, "fine-tuning"),
         (["--text-weights", "bert-mini"], {"locked": {"text": True}}, 10, "locked"),
     ],
 )
