@@ -172,6 +172,7 @@ class TextBlock(Layer):
             self._mask(masking_utils.create_bidirectional_mask, text_hidden, attention_mask),
         )
 
+    @torch.compiler.disable  # it remembers and may read the mask: both are the host's affair
     def _mask(
         self, make: Callable[..., Any], text_hidden: Tensor, attention_mask: Tensor, **more: Any
     ) -> Any:
@@ -226,7 +227,7 @@ class RotaryBlock(TextBlock):
         self.rotary = rotary
 
     def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
-        kind, length = self.block.attention_type, text_hidden.shape[1]
+        kind = self.block.attention_type
         mask = self._mask(
             masking_utils.create_bidirectional_sliding_window_mask
             if kind == "sliding_attention"
@@ -234,13 +235,18 @@ class RotaryBlock(TextBlock):
             text_hidden,
             attention_mask,
         )
+        turned = self._turned(kind, text_hidden, attention_mask)
+        return self.block(text_hidden, attention_mask=mask, position_embeddings=turned)
+
+    @torch.compiler.disable  # as `_mask`
+    def _turned(self, kind: str, text_hidden: Tensor, attention_mask: Tensor) -> Any:
+        length = text_hidden.shape[1]
         positions = torch.arange(length, device=text_hidden.device)[None]
-        turned = once(
+        return once(
             attention_mask,
             (kind, length, text_hidden.dtype),
             lambda: self.rotary(text_hidden, positions, kind),
         )
-        return self.block(text_hidden, attention_mask=mask, position_embeddings=turned)
 
 
 class XLMBlock(Layer):
