@@ -127,7 +127,6 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
             total_num_steps=total_steps,
             seed=options.seed,
             timeout=processes.timeout,
-            constant_shapes=batching.constant_shapes,
             equal_shares=batching.equal_shares,
             source_starts=data.source_starts,
             clock=clock,

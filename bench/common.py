@@ -178,11 +178,9 @@ def make_engine(
     setup: Setup,
     branches: Mapping[str, Any],
     costs: CostModel | None = None,
-    constant_texts: bool = True,
     deepspeed: Mapping[str, Any] = MappingProxyType({}),
 ) -> ForkEngine:
-    """This rank's engine. The towers are cut by `costs`, or by counted operations.
-    `constant_texts`: all texts have equal lengths."""
+    """This rank's engine. The towers are cut by `costs`, or by counted operations."""
     import torch.distributed as dist
 
     from engine.build import build_engine
@@ -204,7 +202,6 @@ def make_engine(
         total_num_steps=1000,
         seed=setup.seed,
         timeout=TIMEOUT,
-        constant_shapes={"image": True, "text": constant_texts},
     )
 
 

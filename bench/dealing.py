@@ -124,7 +124,7 @@ def measure(way: str, steps: int) -> dict[str, Any]:
         "stages": {"image": 1, "text": 1},
         "replicas": {"image": 1, "text": 1},
     }
-    engine = make_engine(SETUP, branches, constant_texts=False)
+    engine = make_engine(SETUP, branches)
     (branch,) = engine.place.loads
     number = engine.batches[branch].num_micro_batches
     losses, idle = [], []

@@ -266,7 +266,6 @@ def measure(case: Case, schedule: str, steps: int) -> tuple[list[float], dict[st
         total_num_steps=100,
         seed=0,
         timeout=timedelta(seconds=300),
-        constant_shapes=dict.fromkeys(towers, True),
     )
     seconds, idle = [], []
     for _ in range(WARMUP_STEPS + steps):

@@ -42,7 +42,7 @@ LINES = {
 
 def train(branches: dict, steps: int) -> dict[str, float]:
     """On each rank: train with texts cut to lengths that change with step and micro-batch."""
-    engine = make_engine(SETUP, {**branches, "schedule": "replay"}, constant_texts=False)
+    engine = make_engine(SETUP, {**branches, "schedule": "replay"})
     losses = []
     for step in range(steps):
         batch = micro_batches(SETUP, engine, step)

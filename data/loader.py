@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from data.batching.sampler import MicroBatchRequest
 from data.index.sources import Source
 from data.modalities import shared_pixels
-from data.modalities.modality import Memory, Modality
+from data.modalities.modality import Loaded, Memory, Modality
 from data.processes import end_with_parent, outlast_signals, start_method
 
 MAX_WORKERS_GPU, MAX_WORKERS_CPU = 8, 2
@@ -89,32 +89,47 @@ class MicroBatchDataset(Dataset):
         for modality in self.modalities:
             shared = memory if modality.in_shared_memory else None
             loaded = modality.load(self.source, request, self.seed, shared)
-            name, index = modality.name, loaded.index
-            missing = [*loaded.absent, *(i for i, _, _ in loaded.bad)]
-            if missing:
-                index = np.where(np.isin(index, missing), -1 - index, index)
-            micro_batch |= loaded.tensors
-            micro_batch[f"{name}_position"] = torch.from_numpy(loaded.position.copy())
-            micro_batch[f"{name}_index"] = torch.from_numpy(index.copy())
-            if loaded.weight is not None:
-                micro_batch[f"{name}_weight"] = torch.from_numpy(loaded.weight.copy())
+            micro_batch |= _tensors(modality.name, loaded)
             bad += loaded.bad
             counts |= loaded.counts
-            num_decoded += len(index) if modality.decodes else 0
+            num_decoded += len(loaded.index) if modality.decodes else 0
         return micro_batch, LoadReport(bad, counts, num_decoded)
+
+    def outline(self, request: MicroBatchRequest) -> dict[str, Tensor]:
+        """The micro-batch on the meta device: its names, dtypes and shapes. No image is decoded."""
+        return {
+            name: tensor.to("meta")
+            for modality in self.modalities
+            for name, tensor in _tensors(
+                modality.name, modality.outline(self.source, request, self.seed)
+            ).items()
+        }
+
+
+def _tensors(name: str, loaded: Loaded) -> dict[str, Tensor]:
+    """Of a modality, as they enter the stage."""
+    index, missing = loaded.index, [*loaded.absent, *(i for i, _, _ in loaded.bad)]
+    if missing:
+        index = np.where(np.isin(index, missing), -1 - index, index)
+    labels = {"position": loaded.position, "index": index, "weight": loaded.weight}
+    return loaded.tensors | {
+        f"{name}_{label}": torch.from_numpy(values.copy())
+        for label, values in labels.items()
+        if values is not None
+    }
 
 
 def micro_batches(
     dataset: MicroBatchDataset,
-    requests: Iterable[MicroBatchRequest],
+    requests: Iterable[MicroBatchRequest | list[MicroBatchRequest]],
     workers: int = 0,
     pin_memory: bool = False,
     prefetch: int = 2,
     on_load: Callable[[LoadReport], None] | None = None,
     name: str = "",
-) -> Iterator[dict[str, Tensor]]:
+) -> Iterator[dict[str, Tensor] | list[dict[str, Tensor]]]:
     """The micro-batches of `requests`, in their order, made in this process (workers 0) or ahead of
-    time in others.
+    time in others. A list of requests gives the list of their outlines.
 
     `prefetch`: micro-batches that each worker keeps ready. `on_load` is called here, before a
     micro-batch is handed out. `name`: whose loader this is, for messages, for example "rank 3".
@@ -158,6 +173,11 @@ def resolve_workers(asked: str | int, ranks_on_node: int, cpu_count: int, on_gpu
 
 
 @dataclass(frozen=True)
+class _Outlines:
+    of: list[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
 class _Failure:
     error: Exception
     where: str
@@ -187,8 +207,10 @@ class _Carrier(Dataset):
         self.token = token  # of a loader with workers
         self.blocks: shared_pixels.Blocks | None = None  # of this worker
 
-    def __getitem__(self, request: MicroBatchRequest) -> Any:
+    def __getitem__(self, request: MicroBatchRequest | list[MicroBatchRequest]) -> Any:
         try:
+            if isinstance(request, list):
+                return _Outlines([self.dataset.outline(each) for each in request])
             return self.dataset.load(request) if self.token is None else self._packed(request)
         except (
             ValueError,
@@ -206,18 +228,19 @@ class _Carrier(Dataset):
             return taken[0].out
 
         micro_batch, report = self.dataset.load(request, memory)
-        packed: dict[str, Any] = {
-            name: _ByValue(tensor) for name, tensor in micro_batch.items() if name != "pixel_values"
-        }
-        if taken:
-            b, _, height, width = micro_batch["pixel_values"].shape
-            packed["pixel_values"] = replace(taken[0], shape=(b, height, width))
+        packed: dict[str, Any] = {}  # in their order: an outline has the same
+        for name, tensor in micro_batch.items():
+            if name == "pixel_values":
+                b, _, height, width = tensor.shape
+                packed[name] = replace(taken[0], shape=(b, height, width))
+            else:
+                packed[name] = _ByValue(tensor)
         return packed, report
 
 
 def _unpacked(
     loader: DataLoader, token: str, on_load: Callable[[LoadReport], None] | None, name: str
-) -> Iterator[dict[str, Tensor]]:
+) -> Iterator[dict[str, Tensor] | list[dict[str, Tensor]]]:
     others = multiprocessing.active_children()
     iterator = iter(loader)
     workers = [child for child in multiprocessing.active_children() if child not in others]
@@ -242,6 +265,9 @@ def _unpacked(
                 raise ChildProcessError(_obituary(dead, len(workers), name)) from error
             if isinstance(item, _Failure):
                 raise item.error from _WorkerTraceback(item.where)
+            if isinstance(item, _Outlines):
+                yield item.of
+                continue
             micro_batch, report = item
             if on_load is not None:
                 on_load(replace(report, wait_s=time.perf_counter() - start))

@@ -37,7 +37,6 @@ def build_engine(
     total_num_steps: int,
     seed: int,
     timeout: timedelta,
-    constant_shapes: Mapping[str, bool],
     equal_shares: bool = True,
     source_starts: Sequence[int] | None = None,
     clock: HostClock = time.perf_counter,
@@ -46,13 +45,11 @@ def build_engine(
 
     `layers[branch]` describes every layer of a branch in order; `build_layer` makes one of them,
     and is called for this rank's own only. `total_num_steps` resolves an "auto" in the
-    learning-rate schedule. `constant_shapes[branch]` promises that all training micro-batches of a
-    branch have equal shapes, so that they need to be announced only once; `equal_shares` that each
-    replica of a stage has equally many samples of every global batch. `source_starts`: the first
-    index of each of several sources of the samples, ascending, whose losses are reported
-    separately; None: there is one. A pair of the `objective` may have a `matching` loss where the
-    last layer of its second branch has a `fusion`. `clock`: what steps are measured by on a CPU.
-    Raises ValueError for a pattern (of clipping or decay) that matches no parameter, OutOfMemory
+    learning-rate schedule. `equal_shares` promises that each replica of a stage has equally many
+    samples of every global batch. `source_starts`: the first index of each of several sources of
+    the samples, ascending, whose losses are reported separately; None: there is one. A pair of the
+    `objective` may have a `matching` loss where the last layer of its second branch has a `fusion`.
+    `clock`: what steps are measured by on a CPU. Raises ValueError for a pattern (of clipping or decay) that matches no parameter, OutOfMemory
     when the stage does not fit.
     """
     rank = dist.get_rank()
@@ -106,7 +103,6 @@ def build_engine(
             optimizer_groups=plan.optimizer_groups,
             average=plan.average,
             embed_dim=embed_dim,
-            constant_shapes=constant_shapes,
             equal_shares=equal_shares,
             source_starts=source_starts,
             setup=setup,

@@ -5,9 +5,10 @@ Nothing outside `engine/` calls a collective, and inside it the pipeline's own t
 this module.
 
 An edge carries a message per micro-batch: the tensors in their true dtypes, so that token ids and
-masks travel beside activations, and before them a header (names, dtypes, shapes) where the receiver
-cannot know them. Each direction of an edge has a process group of its own, so that a receive never
-stands behind the other direction.
+masks travel beside activations. Both ends know their names, dtypes and shapes beforehand, because
+each stage announces all messages of a step to the next one before the first. Each direction of an
+edge has a process group of its own, so that a receive never stands behind the other direction. The
+order of all operations: `engine/README.md`, "Order of messages".
 
 The last stages of a fork exchange their rows in two moves, both without padding to a common size
 across branches:
@@ -20,9 +21,6 @@ across branches:
 from __future__ import annotations
 
 import itertools
-import json
-import queue
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -37,71 +35,56 @@ from engine.objective import Objective, Pair
 from engine.topology import StageGraph
 from engine.trace import WAIT, HostClock, Recorder
 
-HEADER_BYTES = 1024
 Signature = tuple[
     tuple[str, torch.dtype, tuple[int, ...]], ...
 ]  # name, dtype, shape of each tensor of a message
 # What both gloo and NCCL move. Masks travel as integers.
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-    )
-}
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
 
 
 class Channel:
     """One direction between two ranks. `send` returns at once; `expect` posts a receive, `receive`
-    waits for what was posted.
+    waits for what was posted first.
 
-    Both ends may know a message's signature beforehand: a gradient has that of its activation, a
-    replayed activation that of the first time. Then no header travels. A posted receive is served
-    by a thread, so that a message whose header comes first travels while this rank computes.
+    Both ends know the signature of a message, so a message is its tensors and nothing else. Both
+    ends make the channel at the same time.
     """
 
     # messages; a third waits until the first has left, so that a fast stage does not fill the
     # memory
     SENDS_IN_FLIGHT = 2
 
-    def __init__(
-        self,
-        peer: int,
-        group: dist.ProcessGroup,
-        header_group: dist.ProcessGroup,
-        device: torch.device,
-    ):
-        self.peer, self.group, self.header_group, self.device = peer, group, header_group, device
+    def __init__(self, peer: int, group: dist.ProcessGroup, device: torch.device, sends: bool):
+        self.peer, self.group, self.device = peer, group, device
         # gloo moves host memory only; with it, tensors of a GPU are staged through the host.
         self.wire = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         self.sent_bytes = 0
-        self.num_headers = 0
         self._in_flight: deque[list[tuple[dist.Work, Tensor]]] = deque()
-        self._asked: queue.SimpleQueue[Signature | None] = queue.SimpleQueue()
-        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._posted: deque[tuple[dict[str, Tensor], list[dist.Work]]] = deque()
+        # NCCL makes the communicator of a pair with its first message, and both ends wait for each
+        # other meanwhile: now, not in the middle of a step.
+        (dist.send if sends else dist.recv)(torch.zeros(1, device=self.wire), peer, group=group)
 
-    def send(self, tensors: Mapping[str, Tensor], known: Signature | None = None) -> Signature:
-        """Send a message; `known` is the signature that the receiver expects, None where it must be
-        sent too."""
+    def send(self, tensors: Mapping[str, Tensor], known: Signature) -> None:
+        """Send a message. Raises RuntimeError, before anything leaves, where it is not what the
+        receiver expects."""
         signature = signature_of(tensors)
-        message = []
-        if known is None:
-            header = pack_header(signature)
-            message.append((dist.isend(header, self.peer, group=self.header_group), header))
-            self.sent_bytes += HEADER_BYTES
-            self.num_headers += 1
-        elif signature != known:
+        if signature != known:
             raise RuntimeError(
                 f"rank {self.peer} expects a message of {_in_words(known)}, but this stage made "
-                f"{_in_words(signature)}"
+                f"{_in_words(signature)}; a layer must make tensors of the same shapes and dtypes "
+                "as its template does on the meta device, and so must an outline of a micro-batch"
             )
+        message = []
         for tensor in tensors.values():
             if tensor.numel():
                 tensor = tensor.detach().to(self.wire).contiguous()
@@ -110,23 +93,20 @@ class Channel:
         self._in_flight.append(message)
         while len(self._in_flight) > self.SENDS_IN_FLIGHT:
             self._wait_for_oldest()
-        return signature
 
-    def expect(self, known: Signature | None = None) -> None:
+    def expect(self, known: Signature) -> None:
         """Post the receive of the next message. Messages arrive in the order of their posting."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, daemon=True, name=f"receive from rank {self.peer}"
-            )
-            self._thread.start()
-        self._asked.put(known)
+        tensors = empty_tensors(known, self.wire)
+        works = [
+            dist.irecv(tensor, self.peer, group=self.group)
+            for tensor in tensors.values()
+            if tensor.numel()
+        ]
+        self._posted.append((tensors, works))
 
     def receive(self) -> dict[str, Tensor]:
-        """The message posted first. Raises what went wrong with it."""
-        result = self._arrived.get()
-        if isinstance(result, BaseException):
-            raise result
-        tensors, works = result
+        """The message posted first."""
+        tensors, works = self._posted.popleft()
         for work in works:
             work.wait()  # NCCL: the present stream waits, not the host; gloo: has arrived
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
@@ -140,44 +120,23 @@ class Channel:
         for work, _ in self._in_flight.popleft():
             work.wait()
 
-    def _serve(self) -> None:
-        if self.wire.type == "cuda":
-            torch.cuda.set_device(self.wire)  # the current device is a thread's own
-        while True:
-            known = self._asked.get()
-            try:
-                self._arrived.put(self._take(known))
-            except BaseException as error:  # belongs to the thread that waits for the message
-                self._arrived.put(error)
-                return
-
-    def _take(self, known: Signature | None) -> tuple[dict[str, Tensor], list[dist.Work]]:
-        if known is None:
-            header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-            dist.recv(header, self.peer, group=self.header_group)
-            known = unpack_header(header)
-        tensors, works = {}, []
-        for name, dtype, shape in known:
-            tensors[name] = tensor = torch.empty(shape, dtype=dtype, device=self.wire)
-            if tensor.numel():
-                works.append(dist.irecv(tensor, self.peer, group=self.group))
-        if self.wire.type == "cpu":
-            for work in works:
-                work.wait()
-            works = []
-        return tensors, works
-
 
 def signature_of(tensors: Mapping[str, Tensor]) -> Signature:
     """Names, dtypes and shapes of a message, in its order. Raises TypeError for a dtype that does
     not travel."""
     for name, tensor in tensors.items():
-        if str(tensor.dtype) not in _DTYPES:
+        if tensor.dtype not in _DTYPES:
             raise TypeError(
                 f"tensor {name!r} has dtype {tensor.dtype}, which does not travel between stages; "
-                f"use one of {sorted(_DTYPES)}"
+                f"use one of {sorted(map(str, _DTYPES))}"
             )
     return tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+
+
+def empty_tensors(signature: Signature, device: torch.device | str) -> dict[str, Tensor]:
+    return {
+        name: torch.empty(shape, dtype=dtype, device=device) for name, dtype, shape in signature
+    }
 
 
 def gradients_of(signature: Signature, objective: Objective, trained: Collection[str]) -> Signature:
@@ -198,26 +157,6 @@ def _in_words(signature: Signature) -> str:
         )
         or "nothing"
     )
-
-
-def pack_header(signature: Signature) -> Tensor:
-    """A signature as uint8 [HEADER_BYTES], zero-padded JSON."""
-    text = json.dumps(
-        [[name, str(dtype), shape] for name, dtype, shape in signature], separators=(",", ":")
-    ).encode()
-    if len(text) > HEADER_BYTES:
-        raise ValueError(
-            f"a message of {len(signature)} tensors needs a header of {len(text)} bytes; at most "
-            f"{HEADER_BYTES} fit: send fewer tensors"
-        )
-    header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-    header[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return header
-
-
-def unpack_header(header: Tensor) -> Signature:
-    text = bytes(header.tolist()).rstrip(b"\0").decode()
-    return tuple((name, _DTYPES[dtype], tuple(shape)) for name, dtype, shape in json.loads(text))
 
 
 class Communicator:
@@ -261,35 +200,33 @@ class Communicator:
             if pair.matching
         }
 
-    def _group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    def _group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A group for collectives, which has had its first one: with it NCCL makes the
+        communicator."""
+        group = self._new_group(ranks)
+        if self.rank in ranks:
+            dist.all_reduce(torch.zeros(1, device=self._wire(group)), group=group)
+        return group
+
+    def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         return dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
 
     def _make_channels(self) -> None:
         self.activations_in = self.activations_out = self.gradients_in = self.gradients_out = None
-        edges, headers = list(self.graph.edges()), None
-        if edges and dist.get_backend() != "gloo":
-            # A header is read on the host: no device synchronisation for it. One group of all
-            # ranks: torch before 2.15 lets those that are not in a
-            # gloo group split the NCCL group of all, and the others not.
-            headers = self._group(range(self.graph.world_size), backend="gloo")
+        edges = self.graph.edges()
+        if edges:
+            # Announcements are read on the host: no device synchronisation for them. One group of
+            # all ranks: torch before 2.15 lets those that are not in a gloo group split the NCCL
+            # group of all, and the others not.
+            self._host_group = self._new_group(range(self.graph.world_size), backend="gloo")
         for source, target in edges:
-            for downstream in (True, False):
-                group = self._group((source, target))
-                header_group = group if headers is None else headers
-                if self.rank == source:
-                    channel = Channel(target, group, header_group, self.device)
-                    self.activations_out, self.gradients_in = (
-                        (channel, self.gradients_in)
-                        if downstream
-                        else (self.activations_out, channel)
-                    )
-                elif self.rank == target:
-                    channel = Channel(source, group, header_group, self.device)
-                    self.activations_in, self.gradients_out = (
-                        (channel, self.gradients_out)
-                        if downstream
-                        else (self.activations_in, channel)
-                    )
+            down, up = (self._new_group((source, target)) for _ in range(2))
+            if self.rank == source:
+                self.activations_out = Channel(target, down, self.device, sends=True)
+                self.gradients_in = Channel(target, up, self.device, sends=False)
+            elif self.rank == target:
+                self.activations_in = Channel(source, down, self.device, sends=False)
+                self.gradients_out = Channel(source, up, self.device, sends=True)
 
     def _make_crossings(self) -> dict[tuple[str, str], tuple[int, dist.ProcessGroup]]:
         """(from, to) of two branches -> (source rank, group) of the broadcast that brings, or
@@ -318,6 +255,16 @@ class Communicator:
             if sources == receivers and len(sources) == 1
             else [self._group(sorted({rank, *receivers})) for rank in sources]
         )
+
+    def announce(self, signatures: Sequence[Signature]) -> None:
+        """Tell the next stage what all messages of a step will be, micro-batch by micro-batch."""
+        dist.send_object_list([signatures], self.activations_out.peer, group=self._host_group)
+
+    def announced(self) -> list[Signature]:
+        """What the stage before announces."""
+        box: list[Any] = [None]
+        dist.recv_object_list(box, self.activations_in.peer, group=self._host_group)
+        return box[0]
 
     def drain(self) -> None:
         for channel in (self.activations_out, self.gradients_out):

@@ -27,10 +27,10 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
-from engine.communication import Channel, Communicator, Signature, gradients_of, signature_of
+from engine.communication import Communicator, Signature, gradients_of, signature_of
 from engine.loss.exchange import MAX_WEIGHT, gather, meet
 from engine.loss.tail_loss import TailLoss
-from engine.module import StageModule, layer_seed
+from engine.module import Outline, StageModule, layer_seed
 from engine.objective import Objective
 from engine.optimizer.averaging import AverageBlock, WeightAverage
 from engine.optimizer.bad_steps import bad_step, is_loss_scale_search, seen_by
@@ -54,10 +54,11 @@ from engine.schedule import (
     ReplayPass,
     StageSchedule,
     exact_schedules,
+    receives_to_post,
 )
 from engine.split_backward import HeldBackward, backward_inputs, parameter_gradients
 from engine.step_metrics import StepMetrics, losses_of, losses_of_sources
-from engine.topology import Stage, StageGraph
+from engine.topology import StageGraph
 from engine.trace import Span
 
 # DeepSpeed's: of the engine, whose micro-steps stay 0 under a pipeline, and of its dynamic loss
@@ -102,7 +103,6 @@ class ForkEngine(PipelineEngine):
         optimizer_groups: OptimizerGroups,
         average: AverageBlock | None,
         embed_dim: int,
-        constant_shapes: Mapping[str, bool],
         setup: RankSetup,
         equal_shares: bool = True,
         source_starts: Sequence[int] | None = None,
@@ -143,15 +143,7 @@ class ForkEngine(PipelineEngine):
             float
         )  # by instruction, over all steps so far
         self._sent_bytes_before = 0.0
-        self._constant = {
-            "in": self.place.previous is not None
-            and _constant(self.graph, self.graph.stages[self.place.previous], constant_shapes),
-            "out": _constant(self.graph, self.place, constant_shapes),
-        }
-        # by the rows per sample of the branches
-        self._training_shapes: dict[
-            tuple[tuple[str, int], ...], dict[str, dict[int, Signature]]
-        ] = {}
+        self._outline = Outline(module.templates, self.get_data_types()[0])
         self._reset_buffers()
         self._ready = True
 
@@ -233,7 +225,7 @@ class ForkEngine(PipelineEngine):
     @_explains_memory(TRAINING)
     def train_batch(
         self,
-        data_iter: Iterator[dict[str, Tensor]] | None,
+        data_iter: Iterator[dict[str, Tensor] | list[dict[str, Tensor]]] | None,
         stop_requested: bool = False,
         counts: Callable[[], Mapping[str, float]] = dict,
         num_micro_batches: int | None = None,
@@ -243,7 +235,9 @@ class ForkEngine(PipelineEngine):
         loss_weights: Mapping[str, float] | None = None,
     ) -> StepMetrics:
         """One optimizer step over one global batch. Stages that load input take their micro-batches
-        from `data_iter`.
+        from `data_iter`. Where a next stage must know their shapes beforehand, it may yield at first
+        a list of these micro-batches on the meta device; else all of them are loaded before the
+        first is used, and wait in memory.
 
         A micro-batch may bring a weight for each of its rows in the loss, int64 [b], whole
         millionths, named after its branch (`text_weight`). All micro-batches of all ranks bring
@@ -276,15 +270,6 @@ class ForkEngine(PipelineEngine):
         self._reset_buffers()
         self.tail_loss.start_step(rows_per_sample, num_rows, loss_weights)
         self._num_micro_batches = num_micro_batches or self.batches[self._branch].num_micro_batches
-        # Messages whose shapes never change are announced in the first step only, for each way to
-        # divide a batch.
-        division = (
-            tuple(sorted((rows_per_sample or {}).items())),
-            tuple(sorted((num_rows or {}).items())),
-            self._num_micro_batches,
-        )
-        known = self._training_shapes.setdefault(division, {"in": {}, "out": {}})
-        self._shapes = {end: kept if self._constant[end] else {} for end, kept in known.items()}
         self._lr = dict(self.lr_scheduler.rates)
         self.clipping.start_step()
         buffers = self.module.changing_buffers()
@@ -373,15 +358,13 @@ class ForkEngine(PipelineEngine):
 
     def _exec_schedule(self, pipe_schedule: StageSchedule) -> None:
         program = [instruction for instructions in pipe_schedule for instruction in instructions]
-        self._awaited = {
-            kind: deque(i.buffer_id for i in program if type(i) is kind)
-            for kind in (ds_schedule.RecvActivation, ds_schedule.RecvGrad)
-        }
-        self._posted = dict.fromkeys(self._awaited, False)
+        posts = receives_to_post(program)
         backwards = [i for i in program if type(i) in _COMPLETES_GRADIENTS]
-        for instruction in program:
+        self._announce(pipe_schedule.micro_batches)
+        for instruction, receives in zip(program, posts):
             self._running = pipe_schedule, instruction
-            self._post_receives()
+            for receive in receives:
+                self._post(receive)
             last = bool(backwards) and instruction is backwards[-1] and self._gradient_averages
             with (
                 self.recorder.span(instruction.name, instruction.kwargs.get("buffer_id")),
@@ -391,28 +374,39 @@ class ForkEngine(PipelineEngine):
             self.instructions_done += 1
         self._running = None
 
-    def _post_receives(self) -> None:
-        """Keep one receive posted per channel, so that the next message travels while this rank
-        computes."""
-        for kind, awaited in self._awaited.items():
-            if awaited and not self._posted[kind]:
-                known = self._shapes["in" if kind is ds_schedule.RecvActivation else "out"].get(
-                    awaited[0]
-                )
-                if kind is ds_schedule.RecvActivation:
-                    self.comm.activations_in.expect(known)
-                elif known is None:
-                    continue  # nothing was sent yet that a gradient could come back for
-                else:
-                    self.comm.gradients_in.expect(
-                        gradients_of(known, self.objective, self.place.trained)
-                    )
-                self._posted[kind] = True
+    def _announce(self, number: int) -> None:
+        """Learn the signatures of all messages of the next `number` micro-batches, and tell the next
+        stage what it will get."""
+        nothing: list[Signature] = [()] * number
+        if self.place.previous is not None:
+            self._received = self.comm.announced()
+        if self.place.next is not None:
+            entering = self._entering(number) if self.place.loads else nothing
+            self._sent = [
+                self._outline.signature(received + loaded, self.module.training)
+                for received, loaded in zip(self._received or nothing, entering, strict=True)
+            ]
+            self.comm.announce(self._sent)
 
-    def _receive(self, kind: type, channel: Channel) -> dict[str, Tensor]:
-        self._awaited[kind].popleft()
-        self._posted[kind] = False
-        return channel.receive()
+    def _entering(self, number: int) -> list[Signature]:
+        """Of the next `number` micro-batches that are loaded here, as they enter the layers."""
+        first = self._load() if number else []
+        if isinstance(first, list):
+            outlines = first
+        else:
+            self._ahead.extend([first, *(self._load() for _ in range(number - 1))])
+            outlines = list(self._ahead)
+        return [
+            signature_of({name: self._cast(tensor.to("meta")) for name, tensor in outline.items()})
+            for outline in outlines
+        ]
+
+    def _post(self, receive: ds_schedule.PipeInstruction) -> None:
+        if isinstance(receive, ds_schedule.RecvActivation):
+            self.comm.activations_in.expect(self._received[receive.buffer_id])
+        else:
+            known = self._sent[receive.buffer_id]
+            self.comm.gradients_in.expect(gradients_of(known, self.objective, self.place.trained))
 
     def _reset_buffers(self) -> None:
         """Buffers by micro-batch: named tensors that came in, that go out, and the gradients of
@@ -422,10 +416,10 @@ class ForkEngine(PipelineEngine):
         self._outputs: dict[int, dict[str, Tensor]] = {}
         self._output_grads: dict[int, dict[str, Tensor]] = {}
         self._half_done: dict[int, HeldBackward] = {}
-        self._shapes: dict[str, dict[int, Signature]] = {
-            "in": {},
-            "out": {},
-        }  # of the messages along both edges
+        # signatures of the activations along both edges, by micro-batch
+        self._received: list[Signature] = []
+        self._sent: list[Signature] = []
+        self._ahead: deque[dict[str, Tensor]] = deque()  # loaded for their shapes
         self._data_wait_s = 0.0
 
     @property
@@ -475,13 +469,17 @@ class ForkEngine(PipelineEngine):
     # -- instructions
 
     def _exec_load_micro_batch(self, buffer_id: int, keep: bool = False) -> None:
-        asked = self.recorder.clock()
-        loaded = next(self.data_iterator)
-        self._data_wait_s += self.recorder.clock() - asked
+        loaded = self._ahead.popleft() if self._ahead else self._load()
         _check_weights(loaded, self.objective.names)
         if keep:
             self._kept[buffer_id] = loaded  # where the loader left it
         self._take_in(buffer_id, loaded)
+
+    def _load(self) -> Any:
+        asked = self.recorder.clock()
+        loaded = next(self.data_iterator)
+        self._data_wait_s += self.recorder.clock() - asked
+        return loaded
 
     def _exec_reload_micro_batch(self, buffer_id: int) -> None:
         kept = self._kept.pop(buffer_id)
@@ -493,16 +491,14 @@ class ForkEngine(PipelineEngine):
             self._take_in(buffer_id, kept)
 
     def _take_in(self, buffer_id: int, loaded: Mapping[str, Tensor]) -> None:
-        dtype = self.get_data_types()[0]
         for name, tensor in loaded.items():
-            tensor = tensor.to(self.device, non_blocking=True)
-            self._inputs[buffer_id][name] = (
-                tensor.to(dtype) if tensor.is_floating_point() else tensor
-            )
+            self._inputs[buffer_id][name] = self._cast(tensor.to(self.device, non_blocking=True))
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.get_data_types()[0]) if tensor.is_floating_point() else tensor
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
-        received = self._receive(ds_schedule.RecvActivation, self.comm.activations_in)
-        self._shapes["in"][buffer_id] = signature_of(received)
+        received = self.comm.activations_in.receive()
         trained = self.graph.stages[self.place.previous].trained
         for name, tensor in received.items():
             needs = (
@@ -567,13 +563,13 @@ class ForkEngine(PipelineEngine):
         return self._num_skipped_again > 0 or not self.place.sends_gradients
 
     def _exec_send_activations(self, buffer_id: int) -> None:
-        outputs, shapes = self._outputs[buffer_id], self._shapes["out"]
-        shapes[buffer_id] = self.comm.activations_out.send(outputs, shapes.get(buffer_id))
+        outputs = self._outputs[buffer_id]
+        self.comm.activations_out.send(outputs, self._sent[buffer_id])
         if not any(tensor.requires_grad for tensor in outputs.values()):
             del self._outputs[buffer_id]  # no backward will ask for them
 
     def _exec_recv_grads(self, buffer_id: int) -> None:
-        self._output_grads[buffer_id] = self._receive(ds_schedule.RecvGrad, self.comm.gradients_in)
+        self._output_grads[buffer_id] = self.comm.gradients_in.receive()
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
         self._inject(self._differentiable(buffer_id))
@@ -648,7 +644,7 @@ class ForkEngine(PipelineEngine):
             )
         # in the order and the dtype of the activations: that is what the other side expects
         known = gradients_of(
-            self._shapes["in"][buffer_id],
+            self._received[buffer_id],
             self.objective,
             self.graph.stages[self.place.previous].trained,
         )
@@ -927,17 +923,6 @@ def _optimizer_group(setting: Setting, parameters: Sequence[nn.Parameter]) -> di
     """A parameter group as optimizers take it."""
     decay = {} if setting.weight_decay is None else {"weight_decay": setting.weight_decay}
     return {"params": list(parameters), **decay}
-
-
-def _constant(graph: StageGraph, stage: Stage, constant_shapes: Mapping[str, bool]) -> bool:
-    """Does every message that leaves this stage have the same shapes? Where nothing that varies has
-    entered at it or before it."""
-    while True:
-        if not all(constant_shapes[branch] for branch in stage.loads):
-            return False
-        if stage.previous is None:
-            return True
-        stage = graph.stages[stage.previous]
 
 
 def _check_weights(loaded: Mapping[str, Tensor], branches: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ asks for its data-parallel group.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -20,18 +21,21 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelinePa
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from engine.communication import Signature, empty_tensors, signature_of
 from engine.compiling import compile_layer, compiling
 from engine.optimizer.locking import Trainable
 from engine.optimizer.parameter_groups import Setting, groups_of_names
+from engine.planning.measured import layer_key
 from engine.topology import Stage, StageGraph
 
 
 class DescribesLayer(Protocol):
-    """What the engine needs to know of a layer before it exists: its name, and its parameters'
-    shapes by their names in the run."""
+    """What the engine needs to know of a layer before it exists: its name, its parameters' shapes by
+    their names in the run, and the layer on the meta device."""
 
     name: str
     canonical_parameters: Mapping[str, Sequence[int]]
+    template: nn.Module
 
 
 class StageGrid(PipelineParallelGrid):
@@ -171,6 +175,11 @@ class StageModule(PipelineModule):
             self.parameter_groups.append((Setting(1.0, 0.0, None), [placeholder]))
 
     @property
+    def templates(self) -> list[nn.Module]:
+        """Of its layers, in the order in which they run."""
+        return [self._layer_specs[index].template for index in self._own_indices]
+
+    @property
     def fusion(self) -> nn.Module | None:
         """What scores matching pairs, where a layer of this stage has it. The loss asks it, the
         forward does not."""
@@ -272,6 +281,30 @@ class StageModule(PipelineModule):
                 # .data: batch normalisation updates its buffers behind autograd's back as well,
                 # other backwards still refer to them
                 buffer.data.copy_(value)
+
+
+class Outline:
+    """Shapes and dtypes of what layers make, found on the meta device: no memory, no arithmetic.
+
+    Each signature is looked at once, and only by one of several equal layers. `dtype`: that of the
+    run, to which DeepSpeed casts the layers.
+    """
+
+    def __init__(self, templates: Sequence[nn.Module], dtype: torch.dtype):
+        layers = nn.ModuleList(copy.deepcopy(list(templates))).to(dtype)
+        self._layers = [(layer_key(layer), layer) for layer in layers]
+        self._made: dict[tuple[str, Signature, bool], Signature] = {}
+
+    @torch.no_grad()
+    def signature(self, inputs: Signature, training: bool) -> Signature:
+        """Of what the layers make of such inputs."""
+        for key, layer in self._layers:
+            given = key, inputs, training
+            if given not in self._made:
+                made = layer.train(training)(empty_tensors(inputs, "meta"))
+                self._made[given] = signature_of(made)
+            inputs = self._made[given]
+        return inputs
 
 
 def _batch_norms(module: nn.Module) -> list[nn.Module]:

@@ -41,7 +41,7 @@ a new schedule is a class that is added to `SCHEDULES` (`examples/schedule.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 from deepspeed.runtime.pipe.schedule import (
@@ -92,6 +92,26 @@ class ComputeLoss(PipeInstruction):
     With a `buffer_id` the batch is one micro-batch of each replica, and the loss counts
     1/num_micro_batches.
     """
+
+
+_RECEIVES = (RecvActivation, RecvGrad)
+_PASSES = (ForwardPass, EmbedPass, ReplayPass, BackwardPass, BackwardInputs, BackwardWeights)
+
+
+def receives_to_post(program: Sequence[PipeInstruction]) -> list[list[PipeInstruction]]:
+    """For each instruction the receives that are posted just before it.
+
+    A receive is posted before the pass that comes before it, so that its message travels while this
+    rank computes. The receives of one channel are posted in the order in which they are waited for.
+    """
+    posts: list[list[PipeInstruction]] = [[] for _ in program]
+    last_pass = 0
+    for place, instruction in enumerate(program):
+        if isinstance(instruction, _RECEIVES):
+            posts[last_pass].append(instruction)
+        elif isinstance(instruction, _PASSES):
+            last_pass = place
+    return posts
 
 
 class StageSchedule(PipeSchedule):

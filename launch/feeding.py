@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -62,6 +62,8 @@ class Feeding:
         self.pin_memory = engine.comm.device.type != "cpu"
         self.branch = next(iter(engine.place.layers))
         self.modalities = frozenset(engine.place.loads)
+        # the next stage must know all shapes of a step before its first micro-batch
+        self.outlined = engine.place.next is not None
         self.batch = engine.batches[self.branch]
         self.cache = image_cache(loading) if "image" in self.modalities else None
         self.name = engine.graph.describe_rank(engine.comm.rank)
@@ -76,9 +78,11 @@ class Feeding:
         self._loaded = 0
         self._listed: set[tuple[str, int]] = set()
 
-    def training(self, start_step: int, stop_step: int) -> Iterator[dict[str, Tensor]] | None:
-        """This rank's micro-batches for the steps start_step..stop_step-1; None where nothing
-        enters."""
+    def training(
+        self, start_step: int, stop_step: int
+    ) -> Iterator[dict[str, Tensor] | list[dict[str, Tensor]]] | None:
+        """This rank's micro-batches for the steps start_step..stop_step-1, those of each step behind
+        their outlines where a next stage waits for them; None where nothing enters."""
         if not self.modalities:
             return None
         requests = training_requests(
@@ -92,6 +96,7 @@ class Feeding:
             stop_step,
             [self.batching.balance.dealers[branch] for branch in self.engine.place.loads],
             self.batching.weights_of,
+            outlined=self.outlined,
         )
         on_load = partial(self._note, self.data.source, True)
         return micro_batches(
@@ -109,8 +114,8 @@ class Feeding:
         return counts
 
     def held_out(
-        self, source: Source, requests: Sequence[MicroBatchRequest]
-    ) -> Iterator[dict[str, Tensor]] | None:
+        self, source: Source, requests: list[MicroBatchRequest]
+    ) -> Iterator[dict[str, Tensor] | list[dict[str, Tensor]]] | None:
         """This rank's micro-batches of a held-out set; None where nothing enters."""
         if not self.modalities:
             return None
@@ -118,7 +123,7 @@ class Feeding:
         on_load = partial(self._note, source, False)
         return micro_batches(
             self._dataset(source),
-            requests,
+            [requests, *requests] if self.outlined else requests,
             workers,
             self.pin_memory,
             on_load=on_load,

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from cost_models import BRANCHES
+from split_training import Case, make_engine, micro_batches_of_rank
 
 from engine.communication import Channel, Communicator, signature_of
 from engine.objective import Branch, Objective, Pair
@@ -71,9 +72,10 @@ def both_directions_at_once(number: int) -> bool:
     for start in range(0, number, Channel.SENDS_IN_FLIGHT):
         batch = range(start, min(start + Channel.SENDS_IN_FLIGHT, number))
         for m in batch:
-            out.send(message(mine + m, comm.replica))
-        for _ in batch:
-            back.expect()
+            sent = message(mine + m, comm.replica)
+            out.send(sent, signature_of(sent))
+        for m in batch:
+            back.expect(signature_of(message(theirs + m, comm.replica)))
             received.append(back.receive())
     comm.drain()
     nothing_else = {
@@ -87,49 +89,39 @@ def both_directions_at_once(number: int) -> bool:
     )
 
 
-def empty_messages() -> list[list[str]]:
-    """No tensors at all, between two messages with some."""
+def announced_messages() -> list[list[str]]:
+    """A step's announcement, then its messages; one has no tensors at all."""
     comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 1))
     sent = [{"a": torch.ones(2)}, {}, {"b": torch.zeros(0, 7)}]
     if comm.activations_out is not None:
+        comm.announce([signature_of(tensors) for tensors in sent])
         for tensors in sent:
-            comm.activations_out.send(tensors)
+            comm.activations_out.send(tensors, signature_of(tensors))
         comm.drain()
         return []
-    for _ in sent:
-        comm.activations_in.expect()
+    for signature in comm.announced():
+        comm.activations_in.expect(signature)
     return [
         [f"{name} {list(tensor.shape)}" for name, tensor in comm.activations_in.receive().items()]
         for _ in sent
     ]
 
 
-def known_shapes(last_width: int) -> dict:
-    """Three messages: the first is announced, the others have a signature that both ends know.
-    `last_width` 3 keeps the promise."""
+def refused_message() -> str:
+    """What the sender says of a message that is not what was announced; the one that was arrives
+    after it."""
     comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 1))
-    first = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.int64)}
-    if comm.activations_out is not None:
-        channel = comm.activations_out
-        known = channel.send(first)
-        channel.send({name: tensor + 1 for name, tensor in first.items()}, known)
-        failed = None
-        try:
-            channel.send({"a": torch.zeros(2, last_width), "b": first["b"]}, known)
-        except RuntimeError as error:
-            failed = str(error)
-            channel.send(first, known)  # so that the other end gets what it waits for
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.int64)}
+    if comm.activations_in is not None:
+        comm.activations_in.expect(signature_of(tensors))
+        return str(equal(comm.activations_in.receive(), tensors))
+    try:
+        comm.activations_out.send(tensors | {"a": torch.zeros(2, 4)}, signature_of(tensors))
+    except RuntimeError as error:
+        comm.activations_out.send(tensors, signature_of(tensors))
         comm.drain()
-        return {"headers": channel.num_headers, "bytes": channel.sent_bytes, "failed": failed}
-    comm.activations_in.expect()
-    got = [comm.activations_in.receive()]
-    for _ in range(2):
-        comm.activations_in.expect(signature_of(got[0]))
-        got.append(comm.activations_in.receive())
-    return {
-        "equal": equal(got[0], first)
-        and equal(got[1], {name: tensor + 1 for name, tensor in first.items()})
-    }
+        return str(error)
+    return "nothing"
 
 
 def posted_receives_overlap() -> bool:
@@ -138,13 +130,61 @@ def posted_receives_overlap() -> bool:
     comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 1))
     tensors = {"a": torch.arange(1_000_000.0)}
     if comm.activations_out is not None:
-        comm.activations_out.send(tensors)
+        comm.activations_out.send(tensors, signature_of(tensors))
         comm.drain()
         dist.barrier()
         return True
-    comm.activations_in.expect()
+    comm.activations_in.expect(signature_of(tensors))
     dist.barrier()
     return equal(comm.activations_in.receive(), tensors)
+
+
+def steps_of_one_engine(case: Case, outlined: bool, steps: int) -> dict[str, list]:
+    """On each rank, step by step: the loss, what went to the next stage in bytes, and in how many
+    bytes of tensors; and for every load how many instructions came before it."""
+    engine, _, image_size = make_engine(case)
+    found: dict[str, list] = {"losses": [], "sent": [], "tensors": [], "loads": []}
+
+    def loading(micro_batches: list[dict[str, torch.Tensor]], before: int):
+        if outlined:
+            yield [{n: t.to("meta") for n, t in tensors.items()} for tensors in micro_batches]
+        for tensors in micro_batches:
+            found["loads"].append(engine.instructions_done - before)
+            yield tensors
+
+    out, before = engine.comm.activations_out, 0
+    for step in range(steps):
+        mine = micro_batches_of_rank(case, engine, step, image_size)
+        batches = mine and loading(list(mine), engine.instructions_done)
+        found["losses"].append(engine.train_batch(batches).loss)
+        if out is not None:
+            found["sent"].append(out.sent_bytes - before)
+            before = out.sent_bytes
+            found["tensors"].append(
+                sum(
+                    torch.Size(shape).numel() * dtype.itemsize
+                    for signature in engine._sent
+                    for _, dtype, shape in signature
+                )
+            )
+    return found
+
+
+def a_layer_that_breaks_its_word(case: Case, layer: str, tensor: str) -> None:
+    """It makes this tensor narrower than its template does. On its rank: RuntimeError."""
+
+    def build_layer(spec):
+        built = spec.build(case.seed)
+        if spec.name == layer:
+            built.register_forward_hook(
+                lambda _, __, made: {
+                    name: own[:, :-1] if name == tensor else own for name, own in made.items()
+                }
+            )
+        return built
+
+    engine, _, image_size = make_engine(case, build_layer)
+    engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size))
 
 
 def gathering_and_crossing(replicas: dict[str, int], rows: dict[str, list[int]]) -> dict:

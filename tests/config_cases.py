@@ -65,7 +65,6 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
             total_num_steps=steps,
             seed=case.seed,
             timeout=timedelta(seconds=300),
-            constant_shapes={"image": True, "text": False},
         )
     metrics = [
         engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size)) for _ in range(steps)

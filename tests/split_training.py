@@ -412,7 +412,6 @@ def make_engine(case: Case, build_layer: Callable | None = None):
             total_num_steps=10,
             seed=case.seed,
             timeout=timedelta(seconds=300),
-            constant_shapes={"image": not case.deals, "text": case.full_texts},
             equal_shares=not case.deals,
             source_starts=case.source_starts
             and [start + FIRST_INDEX for start in case.source_starts],

@@ -131,6 +131,26 @@ def test_when_a_rank_dies_all_leave_one_says_why_and_a_supervised_run_goes_on(
     )  # one W&B run
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_when_a_stage_of_a_line_dies_the_ranks_that_wait_for_its_messages_leave(
+    tmp_path, small, stage
+):
+    """With receives posted and sends on their way, on both sides of it."""
+    config = json.loads(small[small.index("--deepspeed_config") + 1].read_text())
+    config["branches"] |= {"layout": "merged", "stages": {"merged": 3}, "micro_batch_size": 4}
+    config["branches"] |= {"schedule": "replay", "optimizer_groups": {}, "ema": None}
+    (tmp_path / "line.json").write_text(json.dumps(config))
+    length = ["--steps", 100_000, "--save-every", 100_000, "--eval-every", 100_000, "--workers", 0]
+    flags = [*small, *length, "--deepspeed_config", tmp_path / "line.json"]
+    run = start("train.py", *flags, "--run-dir", tmp_path / "run", ranks=3)
+    wait_for(reached(tmp_path / "run", 3), run)
+    ranks_of(run)[stage].kill()
+    status, output = finish(run)
+    assert status != 0
+    words = f"error: rank {stage} (merged {stage}, replica 0) died without a message"
+    assert output.count(words) == 1 and "Traceback" not in output, output[-3000:]
+
+
 def test_ctrl_c_in_a_terminal_saves_before_the_launcher_ends_the_ranks(tmp_path, small):
     """The launcher answers it by SIGTERM to every process, those that load included."""
     length = ["--steps", 100_000, "--save-every", 100_000, "--eval-every", 100_000, "--workers", 2]

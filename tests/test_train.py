@@ -178,6 +178,32 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(
         assert updates[0] == updates[1] and 8 in updates[0]
 
 
+def test_a_line_of_stages_trains_as_one_rank_does(tmp_path, merged, pairs):
+    """Images of several shapes and texts of any length, which a worker loads: the second stage
+    learns the shapes of a step from the loader, before the first loads it."""
+    config = json.loads(merged[1].read_text())
+    config["branches"] |= {"stages": {"merged": 2}, "micro_batch_size": 6}
+    config["branches"] |= {"balance": {"strategy": "off"}}  # deals depend on the number of stages
+    (tmp_path / "line.json").write_text(json.dumps(config))
+    config["branches"] |= {"stages": {"merged": 1}}
+    (tmp_path / "one.json").write_text(json.dumps(config))
+    length = ["--steps", 4, "--eval-every", 2, "--save-every", 100]
+    flags = [*SMALL, *pairs, *length, "--workers", 1, "--image-buckets", 3]
+    for name, ranks in (("line", 2), ("one", 1)):
+        own = ["--deepspeed_config", tmp_path / f"{name}.json", "--run-dir", tmp_path / name]
+        status, output = run_to_end("train.py", *flags, *own, ranks=ranks)
+        assert status == 0, output[-3000:]
+    line, one = metrics(tmp_path / "line"), metrics(tmp_path / "one")
+    assert sorted(line) == sorted(one) == [1, 2, 3, 4]
+    for step in line:
+        assert line[step]["loss"] == pytest.approx(one[step]["loss"], rel=1e-4)
+        assert line[step]["padded_text_tokens"] == one[step]["padded_text_tokens"]
+    held_out = [metrics(tmp_path / name, "alignment") for name in ("line", "one")]
+    assert sorted(held_out[0]) == sorted(held_out[1]) == [0, 2, 4]
+    for step, found in held_out[0].items():
+        assert found["alignment"] == pytest.approx(held_out[1][step]["alignment"], rel=1e-4)
+
+
 def test_a_run_whose_losses_stay_not_finite_stops_and_names_the_last_good_checkpoint(
     tmp_path, pairs
 ):

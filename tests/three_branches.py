@@ -311,7 +311,6 @@ def engine_of(case: ThreeBranches) -> tuple[Any, int]:
         total_num_steps=10,
         seed=SEED,
         timeout=timedelta(seconds=300),
-        constant_shapes=dict.fromkeys(objective.names, False),
         equal_shares=not case.lacking,
     )
     return engine, image_size

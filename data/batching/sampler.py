@@ -321,7 +321,8 @@ def training_requests(
     stop_step: int,
     dealers: Sequence[Dealer] = (),
     weights_of: Callable[[np.ndarray], np.ndarray] | None = None,
-) -> Iterator[MicroBatchRequest]:
+    outlined: bool = False,
+) -> Iterator[MicroBatchRequest | list[MicroBatchRequest]]:
     """The micro-batches of one replica of the line on which `branch` enters, for steps
     start_step..stop_step-1, in the order they are run.
 
@@ -330,7 +331,8 @@ def training_requests(
     that enter there, one that deals samples and one that deals texts at most; none: in order.
     `weights_of`: the samples of a global batch [G] -> what they count in its loss [G] int64. The
     step after the one that is asked for is dealt in a thread of its own, so the settings of a step
-    must be there when the micro-batches of the step before are asked for. Errors: ValueError.
+    must be there when the micro-batches of the step before are asked for. `outlined`: before those
+    of each step comes the list of them. Errors: ValueError.
     """
     _check_replica(replica, replicas)
     if len(subset) != order.num_samples:
@@ -371,7 +373,7 @@ def training_requests(
             for (position, size), rows in zip(samples, texts)
         ]
 
-    return _one_ahead(requests_of, range(start_step, stop_step))
+    return _one_ahead(requests_of, range(start_step, stop_step), outlined)
 
 
 def _text_rows(batch: GlobalBatch, position: np.ndarray, weights: np.ndarray | None) -> TextRows:
@@ -389,13 +391,15 @@ def global_batch(
 
 
 def _one_ahead(
-    requests_of: Callable[[int], list[MicroBatchRequest]], steps: range
-) -> Iterator[MicroBatchRequest]:
+    requests_of: Callable[[int], list[MicroBatchRequest]], steps: range, outlined: bool
+) -> Iterator[MicroBatchRequest | list[MicroBatchRequest]]:
     with ThreadPoolExecutor(1, thread_name_prefix="deal") as pool:
         coming = None
         for step in steps:
             requests = coming.result() if coming else requests_of(step)
             coming = pool.submit(requests_of, step + 1) if step + 1 in steps else None
+            if outlined:
+                yield requests
             yield from requests
 
 

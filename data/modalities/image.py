@@ -36,7 +36,6 @@ class ImageModality(Modality):
 
     name = "image"
     count_names = ("unreadable_pictures",)  # a metric: its name stays as earlier runs wrote it
-    equal_shapes = True  # of training, where no buckets are used and nothing is fed at other sizes
     in_shared_memory = True
 
     def __init__(
@@ -79,7 +78,7 @@ class ImageModality(Modality):
         )  # b times uint8 [H, W, 3]
         out = memory and memory(sum(image.size for image in images))
         tensors = {"pixel_values": normalised(images, out, self.transform_eval.preprocessing)}
-        if request.feed_rates.kept_patches < 1 and self.patch_size:
+        if self._keeps_some(request):
             tensors["kept_patches"] = self._kept_patches(request, seed, images[0].shape[:2])
         return Loaded(
             tensors,
@@ -90,6 +89,16 @@ class ImageModality(Modality):
             absent,
             {"unreadable_pictures": len(bad)},
         )
+
+    def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
+        size = self._transform(request).size
+        tensors = {"pixel_values": torch.empty(len(request.index), 3, *size, device="meta")}
+        if self._keeps_some(request):
+            tensors["kept_patches"] = self._kept_patches(request, seed, size)
+        return Loaded(tensors, request.position, request.index, request.weight)
+
+    def _keeps_some(self, request: MicroBatchRequest) -> bool:
+        return request.feed_rates.kept_patches < 1 and self.patch_size is not None
 
     def _transform(self, request: MicroBatchRequest) -> ImageTransform:
         transform = self.transform_train if request.training else self.transform_eval

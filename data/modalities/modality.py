@@ -58,8 +58,6 @@ class Modality(ABC):
     """Whether a value may turn out bad while it is loaded; the others were read whole when the
     index was made."""
 
-    equal_shapes = False
-    """Whether every sample makes tensors of equal shapes."""
     in_shared_memory = False
     """Whether `load` writes its `pixel_values` into `memory`."""
 
@@ -70,6 +68,11 @@ class Modality(ABC):
         """The rows of the request's samples, in their order. `memory`: see `in_shared_memory`; None
         for all others."""
 
+    def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
+        """What `load` returns, with tensors of the same shapes and dtypes and of any values. To be
+        overridden where that is known without reading the samples."""
+        return self.load(source, request, seed)
+
 
 class ValueModality(Modality):
     """A modality with one value per sample and one row for it: the base of a modality of one's own.
@@ -77,8 +80,6 @@ class ValueModality(Modality):
     A subclass says how a value becomes tensors. Samples without the modality, and values that
     `encode` refuses, are left out of the loss.
     """
-
-    equal_shapes = True
 
     @abstractmethod
     def encode(self, value: Any, generator: np.random.Generator | None) -> dict[str, Tensor]:
@@ -116,6 +117,13 @@ class ValueModality(Modality):
         rows = shown(encoded, self.blank)
         tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         return Loaded(tensors, request.position, request.index, request.weight, bad, absent)
+
+    def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
+        tensors = {
+            name: row.to("meta").expand(len(request.index), *row.shape)
+            for name, row in self.blank().items()
+        }
+        return Loaded(tensors, request.position, request.index, request.weight)
 
 
 def shown(values: list[Any], blank: Callable[[], Any]) -> list[Any]:

@@ -89,11 +89,6 @@ class Batching:
         )
 
     @property
-    def constant_shapes(self) -> dict[str, bool]:
-        """By branch: do all micro-batches have equal shapes?"""
-        return self.balance.constant_shapes
-
-    @property
     def equal_shares(self) -> bool:
         """Does every replica of a branch get equally many samples?"""
         return self.balance.equal_shares

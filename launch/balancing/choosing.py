@@ -24,7 +24,6 @@ from engine.optimizer.locking import lock_costs
 from engine.planning.costs import CostModel
 from engine.planning.planner import RunPlan
 from launch.settings.blocks import BalanceBlock
-from launch.settings.modalities import equal_shapes
 
 SAMPLED_BATCHES = 4  # global batches that decide how many micro-batches there are
 MOST_DEALT = (
@@ -75,18 +74,6 @@ class Balance:
             dealer.equal_shares and self.plan.batches[branch].is_even
             for branch, dealer in self.dealers.items()
         )
-
-    @property
-    def constant_shapes(self) -> dict[str, bool]:
-        """By branch: do all micro-batches have equal shapes?"""
-        still = len(self.ladders.image_size) == len(self.ladders.kept_patches) == 1
-        return {
-            branch: isinstance(dealer, InOrder)
-            and self.plan.batches[branch].is_even
-            and equal_shapes(branch)
-            and still
-            for branch, dealer in self.dealers.items()
-        }
 
     def num_kept(self, branch: str, setting: Setting) -> int:
         """Micro-batches that keep their activations where the schedule recomputes: those of as many

@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from data.formats.rows import near
-from data.modalities.image import ImageModality
 from data.modalities.modality import Modality
-from data.modalities.text import TextModality
 from data.options import IMAGE_TEXT, branches_of, read_pairs
 from models.towers.building import with_head
 from models.towers.fusion import FusionSizes
@@ -61,13 +59,6 @@ OWN_FLAGS = ("image", "text")
 
 def known_modalities() -> tuple[str, ...]:
     return (*OWN_FLAGS, *MODALITIES)
-
-
-def equal_shapes(branch: str) -> bool:
-    """Do all samples of a branch make tensors of equal shapes?"""
-    if branch in MODALITIES:
-        return MODALITIES[branch].load().equal_shapes
-    return {"image": ImageModality, "text": TextModality}[branch].equal_shapes
 
 
 def refuse_pairs(given: str, towers: Sequence[str], fusion: bool) -> None:

@@ -19,6 +19,7 @@ from data.cache import ImageCache, key_of
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset, micro_batches, resolve_workers
 from data.modalities.image import ImageModality
+from data.modalities.modality import ValueModality
 from data.modalities.text import TextModality
 from data.modalities.transforms import eval_transform, train_transform
 
@@ -478,3 +479,68 @@ def test_buckets_shrink_with_the_image_size(demo):
         0, 0, np.arange(2), np.arange(2), True, size=(48, 96), feed_rates=FeedRates(image_size=32)
     )
     assert dataset[asked]["pixel_values"].shape == (2, 3, 32, 48)
+
+
+# -- outlines
+
+
+class Tones(ValueModality):
+    """A value of equal shape for every sample; reading one is an error here."""
+
+    name = "tone"
+
+    def encode(self, value, generator):
+        raise AssertionError("read")
+
+    def blank(self):
+        return {"samples": torch.zeros(7, 2), "rate": torch.tensor(8_000)}
+
+
+ASKED = request(3, 8, 5)
+OUTLINED = {
+    "plain": ASKED,
+    "evaluation": replace(ASKED, training=False),
+    "bucket": replace(ASKED, size=(32, 64)),
+    "smaller bucket": replace(ASKED, size=(32, 64), feed_rates=FeedRates(image_size=24)),
+    "patches": replace(ASKED, feed_rates=FeedRates(kept_patches=0.5)),
+    "captions": replace(ASKED, feed_rates=FeedRates(captions_per_image=3)),
+    "weights": replace(ASKED, weight=np.array([1, 2, 3])),
+    "dealt texts": replace(
+        ASKED, dealt_texts=TextRows(np.array([8, 9]), np.array([1, 2]), np.array([4, 5]))
+    ),
+    "captions with weights": replace(
+        ASKED, feed_rates=FeedRates(captions_per_image=2), weight=np.array([1, 2, 3])
+    ),
+}
+
+
+def shapes(micro_batch):
+    return [(name, tensor.dtype, tensor.shape) for name, tensor in micro_batch.items()]
+
+
+@pytest.mark.parametrize("asked", OUTLINED.values(), ids=OUTLINED)
+def test_an_outline_has_the_shapes_of_the_micro_batch_and_no_image_is_read_for_it(
+    demo, tokenizer, asked
+):
+    images = ImageModality(train_transform(32), eval_transform(32), side_multiple=8, patch_size=8)
+    modalities = [images, TextModality(tokenizer, 32, length_multiple=4)]
+    outline = MicroBatchDataset(NoImages(demo), modalities).outline(asked)
+    assert shapes(outline) == shapes(MicroBatchDataset(demo, modalities)[asked])
+    assert {tensor.device.type for tensor in outline.values()} == {"meta"}
+
+
+def test_the_outline_of_values_is_that_of_a_blank_one(demo):
+    outline = MicroBatchDataset(demo, [Tones()]).outline(ASKED)
+    assert shapes(outline) == [
+        ("samples", torch.float32, (3, 7, 2)),
+        ("rate", torch.int64, (3,)),
+        ("tone_position", torch.int64, (3,)),
+        ("tone_index", torch.int64, (3,)),
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_list_of_requests_gives_the_list_of_their_outlines(demo, tokenizer, workers):
+    asked, dataset = [request(0, 1), request(2, 3, 4)], make(demo, BOTH, tokenizer)
+    outlines, *loaded = micro_batches(dataset, iter([asked, *asked]), workers, pin_memory=False)
+    assert list(map(shapes, outlines)) == list(map(shapes, loaded)) and len(loaded) == 2

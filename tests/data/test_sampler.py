@@ -141,6 +141,16 @@ def test_requests_come_in_the_order_they_are_run():
     ]
 
 
+def test_the_requests_of_a_step_may_come_behind_the_list_of_them():
+    settings = Settings([Setting(0, {"image": 2})])
+    outlined = training_requests(ORDER, SUBSET, 1, 3, "image", settings, 4, 6, outlined=True)
+    for step in (4, 5):
+        requests = next(outlined)
+        assert [r.step for r in requests] == [step, step]
+        assert [next(outlined), next(outlined)] == requests
+    assert list(outlined) == []
+
+
 def test_starting_in_the_middle_gives_the_rest():
     whole = list(plain_requests(ORDER, SUBSET, 0, 2, 3, 0, 20))
     rest = list(plain_requests(ORDER, SUBSET, 0, 2, 3, 13, 20))

@@ -6,36 +6,70 @@ import pytest
 import torch
 from communication_cases import OBJECTIVE
 from ranks import run_ranks
+from split_training import Case
 
-from engine.communication import (
-    HEADER_BYTES,
-    gradients_of,
-    pack_header,
-    signature_of,
-    unpack_header,
-)
+from engine.communication import gradients_of, signature_of
 
 
 def test_every_dtype_and_changing_shapes_in_both_directions_at_once():
     assert run_ranks(4, communication_cases.both_directions_at_once, 6) == [True] * 4
 
 
-def test_messages_of_nothing():
-    assert run_ranks(2, communication_cases.empty_messages) == [[], [["a [2]"], [], ["b [0, 7]"]]]
-
-
-def test_a_signature_that_both_ends_know_is_not_announced():
-    sender, receiver = run_ranks(2, communication_cases.known_shapes, 3)
-    assert sender == {"headers": 1, "bytes": HEADER_BYTES + 3 * (6 * 4 + 2 * 8), "failed": None}
-    assert receiver == {"equal": True}
+def test_what_was_announced_arrives_and_may_be_nothing():
+    found = run_ranks(2, communication_cases.announced_messages)
+    assert found == [[], [["a [2]"], [], ["b [0, 7]"]]]
 
 
 def test_a_message_that_is_not_what_the_receiver_expects_is_refused_before_it_leaves():
-    sender, _ = run_ranks(2, communication_cases.known_shapes, 4)
-    assert (
-        sender["failed"]
-        == "rank 1 expects a message of a float32 [2, 3], b int64 [2], but this stage made a float32 [2, 4], b int64 [2]"
+    assert run_ranks(2, communication_cases.refused_message) == [
+        "rank 1 expects a message of a float32 [2, 3], b int64 [2], but this stage made a float32 "
+        "[2, 4], b int64 [2]; a layer must make tensors of the same shapes and dtypes as its "
+        "template does on the meta device, and so must an outline of a micro-batch",
+        "True",
+    ]
+
+
+VARYING = [
+    Case("merged", {"merged": 3}, 1, 4, schedule="batch_sync"),
+    Case("merged", {"merged": 2}, 1, 4, schedule="replay", precision="bf16"),
+    Case("chain", {"image": 1, "text": 2}, 1, 4, schedule="per_micro_batch"),
+    Case("fork", {"image": 2, "text": 2}, {"image": 1, "text": 1}, 4),
+]
+
+
+@pytest.mark.parametrize("case", VARYING, ids=str)
+def test_messages_of_changing_shapes_are_their_tensors_and_nothing_else(case):
+    """That a step has one announcement along an edge is in `test_message_order.py`."""
+    times = 2 if case.schedule == "replay" else 1
+    for found in run_ranks(case.world_size, communication_cases.steps_of_one_engine, case, True, 2):
+        assert found["sent"] == [times * number for number in found["tensors"]]
+
+
+@pytest.mark.parametrize("case", VARYING, ids=str)
+def test_outlined_micro_batches_are_loaded_when_their_turn_comes(case):
+    """Else all of them before the first is used. The losses are the same, to the last bit."""
+    outlined, ahead = (
+        run_ranks(case.world_size, communication_cases.steps_of_one_engine, case, way, 2)
+        for way in (True, False)
     )
+    for one, other in zip(outlined, ahead):
+        assert one["losses"] == other["losses"]
+        assert len(one["loads"]) == len(other["loads"])
+        if one["sent"]:
+            assert len(set(one["loads"])) == len(one["loads"]) // 2
+            assert set(other["loads"]) <= {0}
+
+
+def test_a_layer_that_makes_other_tensors_than_its_template_ends_the_run():
+    """One clear error, from its rank, and no rank that waits."""
+    case = Case("chain", {"image": 1, "text": 1}, 1, 8)
+    broken = communication_cases.a_layer_that_breaks_its_word
+    with pytest.raises(
+        RuntimeError,
+        match=r"(?s)rank 0 failed.*rank 1 expects a message of .*image_embeds float32 \[8, 24\].*"
+        r"but this stage made .*image_embeds float32 \[8, 23\]",
+    ):
+        run_ranks(2, broken, case, "image.head", "image_embeds", timeout_s=60)
 
 
 def test_a_posted_receive_takes_the_message_while_its_rank_is_busy():
@@ -79,40 +113,24 @@ def test_replicas_gather_and_branches_cross(replicas, rows):
         ]
 
 
-# -- the header, without processes
+# -- signatures, without processes
 
 
-def test_the_header_keeps_names_dtypes_shapes_and_order():
-    tensors = {
-        "text_β": torch.zeros(2, 0, 3, dtype=torch.bfloat16),
-        "a": torch.zeros((), dtype=torch.int64),
-        "image_hidden": torch.zeros(4),
-    }
-    header = pack_header(signature_of(tensors))
-    assert header.dtype == torch.uint8 and header.shape == (HEADER_BYTES,)
-    read = unpack_header(header)
-    assert read == (
+def test_what_comes_back_are_gradients_of_the_branches_that_learn():
+    signature = signature_of(
+        {
+            "text_β": torch.zeros(2, 0, 3, dtype=torch.bfloat16),
+            "text_position": torch.zeros((), dtype=torch.int64),
+            "image_hidden": torch.zeros(4),
+        }
+    )
+    assert signature == (
         ("text_β", torch.bfloat16, (2, 0, 3)),
-        ("a", torch.int64, ()),
+        ("text_position", torch.int64, ()),
         ("image_hidden", torch.float32, (4,)),
     )
-    assert gradients_of(read, OBJECTIVE, ("image", "text")) == (read[0], read[2])
-    assert gradients_of(read, OBJECTIVE, ("image",)) == (read[2],)
-
-
-def test_the_tensors_of_a_stage_fit_a_header_with_room_to_spare():
-    """The fullest message of a merged line: both branches on their way, with their labels."""
-    names = [
-        f"{branch}_{part}"
-        for branch in ("image", "text")
-        for part in ("hidden", "features", "embeds", "position", "index")
-    ]
-    tensors = {
-        name: torch.zeros(1, 1, 1, 1)
-        for name in (*names, "attention_mask", "text_pool_position", "logit_scale")
-    }
-    tensors = {name: tensor.expand(4096, 512, 99, 99) for name, tensor in tensors.items()}
-    pack_header(signature_of(tensors))
+    assert gradients_of(signature, OBJECTIVE, ("image", "text")) == (signature[0], signature[2])
+    assert gradients_of(signature, OBJECTIVE, ("image",)) == (signature[2],)
 
 
 def test_a_dtype_that_does_not_travel():
@@ -121,11 +139,3 @@ def test_a_dtype_that_does_not_travel():
         match="tensor 'mask' has dtype torch.bool, which does not travel between stages; use one of .*torch.int64",
     ):
         signature_of({"mask": torch.zeros(2, dtype=torch.bool)})
-
-
-def test_too_many_tensors_for_a_header():
-    with pytest.raises(
-        ValueError,
-        match=rf"a message of 100 tensors needs a header of \d+ bytes; at most {HEADER_BYTES} fit: send fewer tensors",
-    ):
-        pack_header(signature_of({f"tensor {i}": torch.zeros(1) for i in range(100)}))

@@ -1,11 +1,8 @@
-"""The instruction lists, read without a process: complete, in order, matched at both ends, and free
-of deadlock."""
+"""The instruction lists, read without a process: complete, in order, and matched at both ends. That
+nobody waits for ever: `test_message_order.py`."""
 
-import itertools
-import random
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 from cost_models import BRANCHES
@@ -21,9 +18,9 @@ from deepspeed.runtime.pipe.schedule import (
     SendActivation,
     SendGrad,
 )
+from schedule_cases import cases, keeping, lists, name, random_cases
 
 import engine.schedule
-from engine.communication import Channel
 from engine.schedule import (
     SCHEDULES,
     BackwardInputs,
@@ -36,68 +33,9 @@ from engine.schedule import (
     ReloadMicroBatch,
     Replay,
     ReplayPass,
-    StageSchedule,
     ZeroBubble,
 )
-from engine.topology import StageGraph, chain, fork, merged
-
-MATCH = {SendActivation: RecvActivation, SendGrad: RecvGrad}
-
-
-def cases() -> list[tuple[StageGraph, dict[str, int]]]:
-    """(graph, micro-batches by branch): lines with 1..6, forks with a draw of depths, replicas and
-    counts of their own."""
-    found = []
-    for stages, replicas, number in itertools.product((1, 2, 3), (1, 2), range(1, 7)):
-        line = {branch: [range(i, i + 1) for i in range(stages)] for branch in BRANCHES}
-        found.append((merged(line, replicas), dict.fromkeys(BRANCHES, number)))
-        found.append((chain(line, replicas), dict.fromkeys(BRANCHES, number)))
-    draw = random.Random(0)
-    for numbers in itertools.product(range(1, 7), repeat=2):
-        cuts = {branch: [range(i, i + 1) for i in range(draw.randint(1, 3))] for branch in BRANCHES}
-        replicas = {branch: draw.randint(1, 3) for branch in BRANCHES}
-        found.append((fork(cuts, replicas), dict(zip(BRANCHES, numbers))))
-    return found
-
-
-def random_cases(count: int) -> list[tuple[StageGraph, dict[str, int]]]:
-    """Lines and forks of up to 8 stages a branch, up to 4 replicas, up to 20 micro-batches."""
-    draw, found = random.Random(1), []
-    for _ in range(count):
-        layout = draw.choice(("fork", "fork", "chain", "merged"))
-        depth = {branch: draw.randint(1, 8) for branch in BRANCHES}
-        cuts = {
-            branch: [
-                range(i, i + 1)
-                for i in range(depth["image"] if layout == "merged" else depth[branch])
-            ]
-            for branch in BRANCHES
-        }
-        if layout == "fork":
-            graph = fork(cuts, {branch: draw.randint(1, 4) for branch in BRANCHES})
-            found.append((graph, {branch: draw.randint(1, 20) for branch in BRANCHES}))
-        else:
-            graph = (merged if layout == "merged" else chain)(cuts, draw.randint(1, 4))
-            found.append((graph, dict.fromkeys(BRANCHES, draw.randint(1, 20))))
-    return found
-
-
-def name(case: tuple[StageGraph, dict[str, int]]) -> str:
-    return f"{case[0].describe()} M={case[1]['image']},{case[1]['text']}"
-
-
-def lists(
-    graph: StageGraph, numbers: dict[str, int], schedule=BatchSync
-) -> dict[int, list[PipeInstruction]]:
-    """rank -> its instructions, as the executor asks for them: micro-batches are those of the
-    stage's first branch."""
-    programs = {}
-    for rank in range(graph.world_size):
-        stage = graph.stage_of(rank)
-        programs[rank] = [
-            i for group in schedule(stage, numbers[next(iter(stage.layers))]) for i in group
-        ]
-    return programs
+from engine.topology import StageGraph, fork, merged
 
 
 def of(program: list[PipeInstruction], kind: type) -> list[int]:
@@ -232,11 +170,6 @@ def test_a_step_ends_with_reduction_and_optimizer(schedule):
             assert kinds[ReduceGrads] == kinds[OptimizerStep] == 1
 
 
-def keeping(kept: int):
-    """Replay in which the first `kept` micro-batches, at most all, keep their activations."""
-    return lambda stage, number: Replay(stage, number, num_kept=min(kept, number))
-
-
 @pytest.mark.parametrize("kept", [1, 2, 5])
 @pytest.mark.parametrize("case", cases(), ids=name)
 def test_replay_runs_the_micro_batches_it_keeps_once_and_the_others_twice(case, kept):
@@ -301,25 +234,6 @@ def test_sends_match_receives_along_every_edge(case, schedule):
         assert of(programs[target], SendGrad) == of(programs[source], RecvGrad) != []
 
 
-@pytest.mark.parametrize("case", cases() + random_cases(300), ids=name)
-def test_nothing_waits_for_ever(case):
-    """Stricter than the executor, which lets two messages of a channel be on their way: here a send
-    waits for its receive (batch_sync, evaluation), or for the receive of the message before (the
-    others)."""
-    graph, numbers = case
-    assert blocked(graph, lists(graph, numbers, BatchSync), on_their_way=0) == {}
-    assert blocked(graph, lists(graph, numbers, ZeroBubble), on_their_way=0) == {}
-    assert blocked(graph, lists(graph, numbers, ForwardOnly), on_their_way=0) == {}
-    for kept in (0, 1, 3, 9):
-        assert blocked(graph, lists(graph, numbers, keeping(kept)), on_their_way=1) == {}
-    if numbers["image"] == numbers["text"]:
-        assert blocked(graph, lists(graph, numbers, PerMicroBatch), on_their_way=1) == {}
-
-
-def test_the_executor_allows_what_the_model_needs():
-    assert Channel.SENDS_IN_FLIGHT >= 1
-
-
 @pytest.mark.parametrize("case", cases(), ids=name)
 def test_forward_only_is_the_forward_half(case):
     graph, numbers = case
@@ -375,120 +289,3 @@ def test_the_diagrams_in_the_documentation(word, schedule):
             if type(i) in letters
         ]
         assert drawn == [letter + ("" if m is None else str(m)) for letter, m in kinds]
-
-
-# -- the model of blocking ranks
-
-
-class WaitsForBoth(StageSchedule):
-    """Wrong on purpose: asks for the gradient of a micro-batch before its neighbour can have the
-    loss."""
-
-    def steps(self) -> Iterator[list[PipeInstruction]]:
-        for m in range(self.micro_batches):
-            yield [*self.forward(m), *self.backward(m)]
-        if self.place.is_tail:
-            yield [ComputeLoss()]
-        yield [ReduceGrads(), OptimizerStep()]
-
-
-class GradientsFirst(BatchSync):
-    """Wrong on purpose: the last stage asks for its inputs in another order than they are sent."""
-
-    def steps(self) -> Iterator[list[PipeInstruction]]:
-        groups = list(super().steps())
-        yield from (
-            reversed(groups[: self.micro_batches])
-            if self.place.is_tail
-            else groups[: self.micro_batches]
-        )
-        yield from groups[self.micro_batches :]
-
-
-def test_the_model_sees_what_it_is_there_to_see():
-    graph = merged({branch: [range(0, 1), range(1, 2)] for branch in BRANCHES}, 1)
-    numbers = {"image": 3, "text": 3}
-    assert blocked(graph, lists(graph, numbers, GradientsFirst), 0) == {
-        0: "SendActivation 0",
-        1: "RecvActivation 2",
-    }
-    assert blocked(graph, lists(graph, numbers, Replay), 0) == {
-        0: "SendActivation 1",
-        1: "SendGrad 0",
-    }  # 1F1B needs one on its way
-    assert blocked(graph, lists(graph, numbers, Replay), 1) == {}
-    assert blocked(
-        graph, {0: lists(graph, numbers, WaitsForBoth)[0], 1: lists(graph, numbers)[1]}, 0
-    ) == {
-        0: "RecvGrad 0",
-        1: "RecvActivation 1",
-    }
-    unequal = lists(graph, numbers) | {1: lists(graph, {"image": 2, "text": 2})[1]}
-    assert blocked(graph, unequal, 0) == {0: "SendActivation 2", 1: "SendGrad 0"}
-
-
-def blocked(
-    graph: StageGraph, programs: dict[int, list[PipeInstruction]], on_their_way: int
-) -> dict[int, str]:
-    """Run all ranks' lists; returns rank -> the instruction it waits in for ever ({}: all ended).
-
-    A send ends when its message is received or at most `on_their_way` messages of its channel are
-    not; 0 is rendezvous. The loss waits for all tails, the reduction for the replicas of the stage,
-    the optimizer step for the world.
-    """
-    place = dict.fromkeys(programs, 0)
-    downstream, upstream = dict(graph.edges()), {target: source for source, target in graph.edges()}
-    tails = [rank for stage in graph.tails for rank in stage.ranks]
-    channels: dict[tuple[int, int], list[int]] = {}  # (from, to) -> messages sent and not received
-
-    def now(rank: int) -> PipeInstruction | None:
-        return programs[rank][place[rank]] if place[rank] < len(programs[rank]) else None
-
-    def move(rank: int) -> bool:
-        instruction = now(rank)
-        kind, m = type(instruction), getattr(instruction, "buffer_id", None)
-        if instruction is None:
-            return False
-        if kind in MATCH:
-            other = downstream[rank] if kind is SendActivation else upstream[rank]
-            sent, theirs = channels.setdefault((rank, other), []), now(other)
-            if len(sent) < on_their_way:
-                sent.append(m)
-                place[rank] += 1
-                return True
-            if not sent and type(theirs) is MATCH[kind] and theirs.buffer_id == m:  # together
-                place[rank] += 1
-                place[other] += 1
-                return True
-            return False
-        if kind in MATCH.values():
-            sent = channels.get(
-                (upstream[rank] if kind is RecvActivation else downstream[rank], rank), []
-            )
-            if not sent or sent[0] != m:
-                return False
-            sent.pop(0)
-            place[rank] += 1
-            return True
-        together = {
-            ComputeLoss: tails,
-            ReduceGrads: graph.stage_of(rank).ranks,
-            OptimizerStep: list(programs),
-        }.get(kind, [rank])
-        if any(
-            type(now(other)) is not kind or getattr(now(other), "buffer_id", None) != m
-            for other in together
-            if other != rank
-        ):
-            return False
-        for other in together:
-            place[other] += 1
-        return True
-
-    while any([move(rank) for rank in programs]):
-        pass
-    return {
-        rank: f"{type(i).__name__} {i.buffer_id}" if hasattr(i, "buffer_id") else type(i).__name__
-        for rank in programs
-        if (i := now(rank))
-    }

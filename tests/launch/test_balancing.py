@@ -104,7 +104,6 @@ def test_who_deals(data, tmp_path, layout, balance, buckets, expected):
     balance = made(data, tmp_path, layout, balance, buckets)
     assert kinds(balance) == expected
     assert balance.equal_shares == (ByCost not in expected)
-    assert balance.constant_shapes == {"image": expected[0] is InOrder, "text": False}
 
 
 def test_another_objective_is_not_dealt(data, tmp_path):

@@ -1,0 +1,278 @@
+"""The order of messages, collectives and waits on all communicators, read from the instruction
+lists: the same at both ends, and without a cycle of waits (`engine/README.md`, "Order of
+messages")."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from cost_models import BRANCHES
+from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, ReduceGrads
+from message_order import Group, Operation, Work, disagreements, operations, recorded, waiting
+from ranks import run_ranks
+from schedule_cases import cases, keeping, lists, name, random_cases
+from split_training import Case
+
+from engine.objective import Branch, Objective, Pair
+from engine.optimizer.clipping_rules import rank_sets
+from engine.optimizer.locking import lock_graph
+from engine.schedule import (
+    SCHEDULES,
+    BatchSync,
+    ComputeLoss,
+    ForwardOnly,
+    PerMicroBatch,
+    Replay,
+    StageSchedule,
+    ZeroBubble,
+    receives_to_post,
+)
+from engine.topology import StageGraph, chain, fork, merged
+from models.losses import InfoNCE, Matching
+
+with mock.patch.dict(SCHEDULES), mock.patch.dict(sys.modules):  # it registers itself
+    OneByOne = importlib.import_module("examples.schedule").OneByOne
+TWO = Objective(tuple(map(Branch, BRANCHES)), (Pair(*BRANCHES, InfoNCE()),))
+MATCHED = replace(TWO, pairs=(replace(TWO.pairs[0], matching=Matching()),))
+THREE = Objective(
+    tuple(map(Branch, (*BRANCHES, "sound"))),
+    (
+        Pair("image", "text", InfoNCE()),
+        Pair("sound", "text", InfoNCE(), prefix="sound_text_"),
+        Pair("image", "sound", InfoNCE(), prefix="image_sound_"),
+    ),
+)
+
+
+def work_of(graph: StageGraph, objective: Objective, programs, sharded: bool = True) -> Work:
+    """Every branch has its own group of clipping, and the last layers have one together."""
+    groups = {
+        branch: [{branch}] * max(s.layers[branch].stop for s in graph.stages if branch in s.layers)
+        for branch in objective.names
+    }
+    for of_branch in groups.values():
+        of_branch[-1] = of_branch[-1] | {"head"}
+    sets = [ranks for own in rank_sets(graph, groups, sharded).values() for ranks in own]
+    return Work(graph, objective, programs, sets, sharded, equal_shares=sharded)
+
+
+def check(work: Work) -> None:
+    of_ranks = {rank: operations(work, rank) for rank in work.programs}
+    assert disagreements(of_ranks) == []
+    # stricter than a channel, on which `SENDS_IN_FLIGHT` sends may be on their way
+    assert waiting(of_ranks, sends_in_flight=0) == {}
+
+
+def check_schedules(graph: StageGraph, numbers: Mapping[str, int], objective: Objective) -> None:
+    schedules: list[Callable] = [BatchSync, ZeroBubble, OneByOne, *map(keeping, (0, 1, 3, 9))]
+    if len(set(numbers.values())) == 1:  # the losses of a micro-batch need all branches
+        schedules.append(PerMicroBatch)
+    for number, schedule in enumerate(schedules):
+        programs = lists(graph, numbers, schedule)
+        check(work_of(graph, objective, programs, sharded=number % 2 == 0))
+    # evaluation: the last replicas have fewer micro-batches, or none
+    programs = {
+        rank: [
+            i
+            for group in ForwardOnly(stage, max(0, number - 2 * graph.replica_of(rank)))
+            for i in group
+        ]
+        for rank in range(graph.world_size)
+        for stage in (graph.stage_of(rank),)
+        for number in (numbers[next(iter(stage.layers))],)
+    }
+    check(replace(work_of(graph, objective, programs), evaluates=True))
+
+
+@pytest.mark.parametrize("case", cases()[::4] + random_cases(40), ids=name)
+def test_nothing_waits_for_ever(case):
+    """Every layout under every schedule."""
+    check_schedules(*case, TWO)
+
+
+@pytest.mark.parametrize("case", cases()[::4], ids=name)
+def test_nothing_waits_for_ever_where_tokens_are_exchanged(case):
+    graph, numbers = case
+    for schedule in (BatchSync, Replay):
+        check(work_of(graph, MATCHED, lists(graph, numbers, schedule)))
+
+
+@pytest.mark.parametrize("case", cases()[::7], ids=name)
+@pytest.mark.parametrize("locked", [{"image"}, {"text"}, {"image", "first text"}])
+def test_nothing_waits_for_ever_where_towers_are_locked(case, locked):
+    """Stages without a backward, and stages whose gradients nobody wants."""
+    graph, numbers = case
+    last = {
+        b: max(s.layers[b].stop for s in graph.stages if b in s.layers) - 1 for b in graph.branches
+    }
+    learns = {
+        branch: tuple(
+            branch not in locked and not (f"first {branch}" in locked and i < last[branch])
+            for i in range(last[branch] + 1)
+        )
+        for branch in graph.branches
+    }
+    check_schedules(lock_graph(graph, learns), numbers, TWO)
+
+
+def graphs_of_three() -> Iterator[tuple[StageGraph, dict[str, int]]]:
+    cuts = {branch: [range(i, i + 1) for i in range(2)] for branch in THREE.names}
+    for replicas in (1, 2, 3):
+        yield merged(cuts, replicas), dict.fromkeys(THREE.names, 4)
+        yield chain(cuts, replicas), dict.fromkeys(THREE.names, 5)
+    for depths, replicas in (
+        ((1, 1, 1), (1, 1, 1)),
+        ((2, 1, 1), (1, 2, 1)),
+        ((1, 2, 3), (3, 1, 2)),
+        ((2, 2, 2), (2, 3, 4)),
+        ((3, 1, 2), (1, 4, 3)),
+    ):
+        own = {
+            branch: [range(i, i + 1) for i in range(depth)]
+            for branch, depth in zip(THREE.names, depths)
+        }
+        for numbers in ((4, 4, 4), (6, 2, 3)):
+            yield fork(own, dict(zip(THREE.names, replicas))), dict(zip(THREE.names, numbers))
+
+
+@pytest.mark.parametrize(
+    "graph, numbers",
+    [pytest.param(*each, id=f"{each[0].describe()} {each[1]}") for each in graphs_of_three()],
+)
+def test_nothing_waits_for_ever_with_three_branches(graph, numbers):
+    check_schedules(graph, numbers, THREE)
+
+
+@pytest.mark.parametrize("case", cases()[::5], ids=name)
+@pytest.mark.parametrize("schedule", [BatchSync, ZeroBubble, Replay, PerMicroBatch, OneByOne])
+def test_a_receive_is_posted_one_pass_ahead(case, schedule):
+    """Once each, in the order of the waits, and at most one of a channel beside the one that is
+    waited for."""
+    for program in lists(*case, schedule).values():
+        posted, awaited = [], []
+        for instruction, receives in zip(program, receives_to_post(program), strict=True):
+            posted += receives
+            if type(instruction).__name__.startswith("Recv"):
+                awaited.append(instruction)
+            for kind in {type(receive) for receive in posted}:
+                mine = [receive for receive in posted if type(receive) is kind]
+                done = [receive for receive in awaited if type(receive) is kind]
+                assert mine[: len(done)] == done and len(mine) - len(done) <= 2
+        assert len(posted) == len(awaited)
+
+
+# -- what the test above is there to see
+
+
+class WaitsForBoth(StageSchedule):
+    """Wrong on purpose: asks for the gradient of a micro-batch before its neighbour can have the
+    loss."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        for m in range(self.micro_batches):
+            yield [*self.forward(m), *self.backward(m)]
+        if self.place.is_tail:
+            yield [ComputeLoss()]
+        yield [ReduceGrads(), OptimizerStep()]
+
+
+class LastFirst(BatchSync):
+    """Wrong on purpose: the last stage asks for its inputs in another order than they are sent."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        groups = list(super().steps())
+        forwards = groups[: self.micro_batches]
+        yield from reversed(forwards) if self.place.is_tail else forwards
+        yield from groups[self.micro_batches :]
+
+
+LINE = merged({branch: [range(0, 1), range(1, 2)] for branch in BRANCHES}, 1)
+NUMBERS = dict.fromkeys(BRANCHES, 5)
+
+
+def of_ranks(schedule, graph=LINE, numbers=NUMBERS) -> dict[int, list[Operation]]:
+    work = work_of(graph, TWO, lists(graph, numbers, schedule))
+    return {rank: operations(work, rank) for rank in work.programs}
+
+
+def test_another_order_at_the_other_end_is_seen():
+    assert disagreements(of_ranks(LastFirst)) == [Group("activations", (0, 1))]
+
+
+def test_a_cycle_of_waits_is_seen():
+    found = of_ranks(BatchSync) | {0: of_ranks(WaitsForBoth)[0]}
+    assert waiting(found, 0) == {0: "wait gradients 0", 1: "wait activations 1"}
+
+
+def test_a_message_too_many_is_seen():
+    fewer = of_ranks(BatchSync, numbers=dict.fromkeys(BRANCHES, 4))
+    found = {0: of_ranks(BatchSync)[0], 1: fewer[1]}
+    assert Group("activations", (0, 1)) in disagreements(found)
+    assert waiting(found, 0)[0] == "send activations 4"
+
+
+def test_both_directions_need_a_communicator_each():
+    """With one for both, a receive that is posted ahead holds up the message for which the other
+    side waits."""
+
+    def shared(operation: Operation) -> Operation:
+        group = operation.group
+        if group is not None and group.name in ("activations", "gradients"):
+            return operation._replace(group=Group("edge", tuple(sorted(group.ranks))))
+        return operation
+
+    for schedule in (Replay, PerMicroBatch, BatchSync):
+        found = {rank: list(map(shared, own)) for rank, own in of_ranks(schedule).items()}
+        assert waiting(found, 0) != {}
+
+
+def test_receives_that_are_posted_ahead_let_every_send_leave():
+    """Where they are posted only when they are waited for, both ends of an edge may send, and
+    nobody receives, unless a send may be on its way."""
+    found = of_ranks(PerMicroBatch)
+    late: dict[int, list[Operation]] = {}
+    for rank, own in found.items():
+        late[rank] = [
+            each
+            for operation in own
+            if operation.kind != "post"
+            for each in (
+                [operation._replace(kind="post"), operation]
+                if operation.kind == "wait"
+                else [operation]
+            )
+        ]
+    assert waiting(late, 0) == {0: "send activations 1", 1: "send gradients 0"}
+    assert waiting(late, 1) == waiting(found, 0) == {}
+
+
+# -- the model and the executor
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("merged", {"merged": 2}, 2, 4, schedule="replay", kept_micro_batches=1),
+        Case("merged", {"merged": 2}, 1, 6, schedule="per_micro_batch", zero_stage=0),
+        Case("chain", {"image": 2, "text": 1}, 1, 6, schedule="zero_bubble", loss="sigmoid"),
+        Case("fork", {"image": 2, "text": 1}, {"image": 1, "text": 2}, {"image": 6, "text": 4}),
+        Case("fork", {"image": 1, "text": 2}, {"image": 2, "text": 1}, 6, fusion=1),
+        Case(
+            "fork",
+            {"image": 1, "text": 1},
+            {"image": 1, "text": 2},
+            6,
+            towers="resnet+bert",
+            zero_stage=0,
+        ),
+    ],
+    ids=str,
+)
+def test_the_executor_does_what_the_model_says(case):
+    """In a step and in an evaluation, in which later replicas have fewer micro-batches."""
+    for of_rank in run_ranks(case.world_size, recorded, case):
+        for called, expected in of_rank:
+            assert called == expected

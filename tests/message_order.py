@@ -1,0 +1,440 @@
+"""What ranks ask of their communicators, in which order, read from the instruction lists without a
+process; and who then waits for ever.
+
+A communicator is a process group of NCCL: its operations run in the order in which a rank has
+issued them, and each of them occupies the communicator until all its members have come to it. Here
+a receive that is posted, and a send that has been issued, hold up all that is behind them on their
+communicator; a send leaves only when its receive is posted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.schedule import (
+    BackwardPass,
+    OptimizerStep,
+    PipeInstruction,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
+    SendActivation,
+    SendGrad,
+)
+from split_training import global_batch, make_engine, micro_batch, micro_batches_of_rank
+
+from engine import communication
+from engine.communication import Channel, Communicator
+from engine.objective import Objective, Pair
+from engine.schedule import BackwardWeights, ComputeLoss, ForwardOnly, receives_to_post
+from engine.topology import StageGraph
+from models.losses import InfoNCE
+
+
+class Group(NamedTuple):
+    """A communicator; `ranks` are its members."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+class Operation(NamedTuple):
+    """`kind`: post, wait, send; drain: wait until all sends have left; together: a collective, in
+    which a rank stays until all members have come. `what`: the micro-batch, or the collective."""
+
+    kind: str
+    group: Group | None
+    what: object = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the ranks are to do. `programs`: their instructions; `sets`: ranks that add up the norms
+    of their gradients (`rank_sets`)."""
+
+    graph: StageGraph
+    objective: Objective
+    programs: Mapping[int, Sequence[PipeInstruction]]
+    sets: Sequence[tuple[int, ...]] = ()
+    sharded: bool = True  # ZeRO-1
+    early_averages: bool = False  # ours, during the last backward; else DeepSpeed's
+    equal_shares: bool = True
+    statistics: bool = True  # are there running statistics to average?
+    evaluates: bool = False
+
+
+def operations(work: Work, rank: int) -> list[Operation]:
+    """Of one rank in one step, or in the evaluation of one set."""
+    return list(_Walk(work, rank).step())
+
+
+class _Walk:
+    def __init__(self, work: Work, rank: int):
+        self.work, self.graph, self.rank = work, work.graph, rank
+        self.stage = self.graph.stage_of(rank)
+        self.own = Group("stage", self.stage.ranks)
+        self.world = Group("world", tuple(range(self.graph.world_size)))
+        below, above = dict(self.graph.edges()), {b: a for a, b in self.graph.edges()}
+        self.below, self.above = below.get(rank), above.get(rank)
+
+    def step(self) -> Iterator[Operation]:
+        if self.above is not None:
+            yield Operation("together", Group("announcement", (self.above, self.rank)))
+        if self.below is not None:
+            yield Operation("together", Group("announcement", (self.rank, self.below)))
+        program = self.work.programs[self.rank]
+        last = max(
+            (n for n, i in enumerate(program) if isinstance(i, (BackwardPass, BackwardWeights))),
+            default=None,
+        )
+        for n, (instruction, receives) in enumerate(zip(program, receives_to_post(program))):
+            for receive in receives:
+                yield Operation("post", self.channel(receive), receive.buffer_id)
+            yield from self.of(instruction)
+            if n == last:  # gradients may begin here to be averaged
+                ours = self.work.early_averages and len(self.own.ranks) > 1
+                yield Operation("together", self.own, "gradients" if ours else "DeepSpeed")
+        yield Operation("drain", None)
+        if self.work.evaluates:
+            yield from self.evaluation()
+            return
+        if self.work.statistics:
+            yield from self.gathered("running statistics")
+        yield Operation("together", self.world, "metrics")
+
+    def of(self, instruction: PipeInstruction) -> Iterator[Operation]:
+        if isinstance(instruction, (RecvActivation, RecvGrad)):
+            yield Operation("wait", self.channel(instruction), instruction.buffer_id)
+        elif isinstance(instruction, (SendActivation, SendGrad)):
+            yield Operation("send", self.channel(instruction), instruction.buffer_id)
+        elif isinstance(instruction, ComputeLoss):
+            yield from self.loss(instruction.kwargs.get("buffer_id"))
+        elif isinstance(instruction, ReduceGrads):
+            yield Operation("together", self.own, "DeepSpeed")
+        elif isinstance(instruction, OptimizerStep):
+            yield Operation("together", self.world, "DeepSpeed")
+            for ranks in sorted(ranks for ranks in set(self.work.sets) if self.rank in ranks):
+                if len(ranks) > 1:
+                    of_stage = any(ranks == stage.ranks for stage in self.graph.stages)
+                    yield Operation(
+                        "together", Group("stage" if of_stage else "set", ranks), "norm"
+                    )
+            if not self.work.sharded:
+                yield Operation("together", self.world, "finite")
+            yield Operation("together", self.own, "DeepSpeed")
+
+    def channel(self, instruction: PipeInstruction) -> Group:
+        if isinstance(instruction, RecvActivation):
+            return Group("activations", (self.above, self.rank))
+        if isinstance(instruction, SendActivation):
+            return Group("activations", (self.rank, self.below))
+        if isinstance(instruction, RecvGrad):
+            return Group("gradients", (self.below, self.rank))
+        return Group("gradients", (self.rank, self.above))
+
+    # -- the loss, as `engine/loss` has it
+
+    def gathered(self, what: str) -> Iterator[Operation]:
+        if self.stage.replicas > 1:
+            yield Operation("together", self.own, what)
+
+    def crossed(self, source: str, target: str, what: str) -> Iterator[Operation]:
+        sources, receivers = (self.graph.tail(branch).ranks for branch in (source, target))
+        for n, rank in enumerate(sources if sources != receivers else ()):
+            audience = [r for i, r in enumerate(receivers) if i % len(sources) == n]
+            if audience and self.rank in (rank, *audience):
+                name = f"{source} to {target}"
+                yield Operation("together", Group(name, (rank, *audience)), what)
+
+    def exchanged(self) -> Iterator[Operation]:
+        for branch in self.stage.tail_of:
+            yield from self.gathered(f"embeddings of {branch}")
+            yield from self.gathered(f"labels of {branch}")
+        if len(self.stage.tail_of) == 1:
+            for link in self.work.objective.links:
+                if self.stage.tail_of[0] in link:
+                    yield from self.crossed(*link, "embeddings")
+                    yield from self.crossed(*link, "labels")
+
+    def loss(self, m: int | None) -> Iterator[Operation]:
+        if not self.work.equal_shares:
+            for branch in self.stage.tail_of:
+                yield from self.gathered(f"counts of {branch}")
+        yield from self.exchanged()
+        for pair in self.work.objective.pairs:
+            mine = [branch for branch in self.stage.tail_of if branch in pair.branches]
+            if not mine:
+                continue
+            if len(mine) == 1 and pair.loss.parameters:
+                yield from self.crossed(*pair.branches, "scalars")
+            if len(mine) == 1 or self.stage.replicas > 1:
+                yield from self.of_statistics(pair, mine)
+                for name in pair.loss.parameters if pair.first in mine else ():
+                    yield Operation("together", self.own, f"gradient of {name}")
+            if pair.matching:
+                yield from self.matching(pair, mine)
+
+    def of_statistics(self, pair: Pair, mine: list[str]) -> Iterator[Operation]:
+        if not isinstance(pair.loss, InfoNCE):
+            return
+        for branch in mine:
+            yield from self.gathered(f"statistics of {branch}")
+            yield from self.gathered(f"places of {branch}")
+        if len(mine) == 1:
+            yield from self.crossed(*pair.branches, "statistics")
+            yield from self.crossed(*pair.branches[::-1], "statistics")
+
+    def matching(self, pair: Pair, mine: list[str]) -> Iterator[Operation]:
+        first, second = (self.graph.tail(branch) for branch in pair.branches)
+        if pair.second in mine:
+            yield from self.gathered("drawn")
+        if first.ranks == second.ranks and len(first.ranks) == 1:
+            return
+        for rank in first.ranks:
+            if rank != self.rank and pair.second not in mine:
+                continue
+            group = Group(f"tokens of rank {rank}", tuple(sorted({rank, *second.ranks})))
+            loss = next(n for n, i in enumerate(self.work.programs[rank]) if type(i) is ComputeLoss)
+            before = {getattr(i, "buffer_id", None) for i in self.work.programs[rank][:loss]}
+            blocks = range(len(before - {None}))
+            yield Operation("together", group, "number")
+            yield Operation("together", group, "sizes")
+            for block in blocks:
+                for what in ("places", "tokens", *(["gradient"] if first.has_backward else [])):
+                    yield Operation("together", group, f"{what} {block}")
+
+    def evaluation(self) -> Iterator[Operation]:
+        if self.stage.is_tail:
+            for branch in self.stage.tail_of:
+                yield from self.gathered(f"counts of {branch}")
+            yield from self.exchanged()
+        for pair in self.work.objective.pairs:
+            for what in ("one direction", "other direction", "numbers"):
+                yield Operation("together", self.world, f"{pair.name}, {what}")
+
+
+# -- who waits for whom
+
+
+def disagreements(lists: Mapping[int, Sequence[Operation]]) -> list[Group]:
+    """Communicators whose members do not issue the same operations in the same order."""
+    issued: dict[Group, dict[int, list[object]]] = defaultdict(lambda: defaultdict(list))
+    for rank, own in lists.items():
+        for kind, group, what in own:
+            if kind in ("post", "send", "together"):
+                issued[group][rank].append(what)
+    return [
+        group
+        for group, by_rank in issued.items()
+        if any(by_rank[rank] != by_rank[group.ranks[0]] for rank in group.ranks)
+    ]
+
+
+def waiting(lists: Mapping[int, Sequence[Operation]], sends_in_flight: int) -> dict[int, str]:
+    """Run all ranks as far as they come. Returns rank -> the operation in which it waits for ever;
+    {}: all came to their end.
+
+    The k-th operation of a communicator is over when all its members have issued as many, a send on
+    one side for a receive on the other. Nothing that was possible becomes impossible later, so the
+    order in which ranks are looked at does not matter: {} means that the waits have no cycle.
+    """
+    kinds: dict[tuple[Group, int], list[str]] = defaultdict(list)  # as a rank issues them
+    plans: dict[int, list[tuple[str, Group | None, int]]] = {}  # with the place on the communicator
+    for rank, own in lists.items():
+        posted: dict[Group, deque[int]] = defaultdict(deque)
+        plans[rank] = []
+        for kind, group, _ in own:
+            at = len(kinds[group, rank])
+            if kind == "wait":
+                at = posted[group].popleft()
+            elif kind != "drain":
+                kinds[group, rank].append(kind)
+            if kind == "post":
+                posted[group].append(at)
+            plans[rank].append((kind, group, at))
+    issued: Counter[tuple[Group, int]] = Counter()
+    over: Counter[Group] = Counter()
+    place = dict.fromkeys(lists, 0)
+
+    def issue(group: Group, rank: int) -> None:
+        issued[group, rank] += 1
+        while all(issued[group, member] > over[group] for member in group.ranks):
+            now = {kinds[group, member][over[group]] for member in group.ranks}
+            if now not in ({"together"}, {"send", "post"}):
+                break
+            over[group] += 1
+
+    def in_flight(group: Group, rank: int) -> int:
+        return kinds[group, rank][over[group] : issued[group, rank]].count("send")
+
+    def ends(rank: int, kind: str, group: Group | None, at: int) -> bool:
+        if kind == "drain":
+            return not any(in_flight(group, of) for group, of in kinds if of == rank)
+        if kind == "post":
+            return True
+        return in_flight(group, rank) <= sends_in_flight if kind == "send" else over[group] > at
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, plan in plans.items():
+            while place[rank] < len(plan):
+                kind, group, at = plan[place[rank]]
+                if kind in ("post", "send", "together") and issued[group, rank] == at:
+                    issue(group, rank)
+                    moved = True
+                if not ends(rank, kind, group, at):
+                    break
+                place[rank] += 1
+                moved = True
+    return {
+        rank: " ".join(str(part) for part in (now.kind, now.group and now.group.name, now.what))
+        for rank, own in lists.items()
+        if place[rank] < len(own)
+        for now in (own[place[rank]],)
+    }
+
+
+# -- what the executor does
+
+
+def recorded(case: Any) -> list[tuple[list[tuple], list[tuple]]]:
+    """On each rank: (the operations as they were called, the operations of the model) of a step and
+    of an evaluation in which the first replicas have all samples; without DeepSpeed's own."""
+    engine, plan, image_size = make_engine(case)
+    graph, rank = engine.graph, engine.comm.rank
+    work = Work(
+        graph,
+        engine.objective,
+        {
+            of: [
+                i
+                for group in engine.schedule_type(
+                    graph.stage_of(of), batch.num_micro_batches, batch.num_kept
+                )
+                for i in group
+            ]
+            for of in range(graph.world_size)
+            for batch in (plan.batches[next(iter(graph.stage_of(of).layers))],)
+        },
+        list(engine.clipping._groups_of_set),
+        engine.clipping.partitioned,
+        engine._gradient_averages is not None,
+        not case.deals,
+        bool(engine.module.running_statistics()),
+    )
+    with _noting(engine.comm) as in_step:
+        engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size))
+    whole = global_batch(case, 1, image_size)
+    shares = [
+        torch.arange(case.global_batch_size).split(plan.batches[b].micro_batch_size)
+        for b in engine.place.loads
+    ]
+    held_out = [
+        {
+            name: tensor
+            for branch, places in zip(engine.place.loads, share)
+            for name, tensor in micro_batch(case, whole, branch, places).items()
+        }
+        for share in zip(*shares)
+    ]
+    number = {
+        of: 0 if graph.replica_of(of) else case.global_batch_size // batch.micro_batch_size
+        for of in range(graph.world_size)
+        for batch in (plan.batches[next(iter(graph.stage_of(of).layers))],)
+    }
+    programs = {
+        of: [i for group in ForwardOnly(graph.stage_of(of), number[of]) for i in group]
+        for of in range(graph.world_size)
+    }
+    with _noting(engine.comm) as in_evaluation:
+        engine.evaluate(
+            iter(held_out if engine.replica == 0 else []),
+            number[rank],
+            case.global_batch_size,
+            lambda own, *_: own.sum()[None],
+        )
+    return [
+        (
+            noted,
+            [(own.kind, own.group) for own in operations(of_work, rank) if own.what != "DeepSpeed"],
+        )
+        for noted, of_work in (
+            (in_step, work),
+            (in_evaluation, replace(work, programs=programs, evaluates=True)),
+        )
+    ]
+
+
+@contextmanager
+def _noting(comm: Communicator) -> Iterator[list[tuple[str, Group | None]]]:
+    """What is called in here, as (kind, communicator)."""
+    noted: list[tuple[str, Group | None]] = []
+    names: dict[int, Group] = {id(None): Group("world", tuple(range(comm.graph.world_size)))}
+    stages = [stage.ranks for stage in comm.graph.stages]
+    for ranks, group in comm._rank_sets.items():
+        names[id(group)] = Group("stage" if ranks in stages else "set", ranks)
+    for (first, second), (source, group) in comm._crossings.items():
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != source]
+        names[id(group)] = Group(f"{first} to {second}", (source, *others))
+    for (first, _), groups in comm._joins.items():
+        for rank, group in zip(comm.graph.tail(first).ranks, groups):
+            if group != dist.GroupMember.NON_GROUP_MEMBER:
+                ranks = tuple(dist.get_process_group_ranks(group))
+                names[id(group)] = Group(f"tokens of rank {rank}", ranks)
+    for name, channel, sends in (
+        ("activations", comm.activations_in, False),
+        ("activations", comm.activations_out, True),
+        ("gradients", comm.gradients_in, False),
+        ("gradients", comm.gradients_out, True),
+    ):
+        if channel is not None:
+            ranks = (comm.rank, channel.peer) if sends else (channel.peer, comm.rank)
+            names[id(channel.group)] = Group(name, ranks)
+
+    class Noting:
+        """torch.distributed, with a note of what is called."""
+
+        def __getattr__(self, name: str) -> Any:
+            call = getattr(dist, name)
+
+            def collective(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+                noted.append(("together", names[id(group)]))
+                return call(*args, group=group, **kwargs)
+
+            def announcement(box: Any, peer: int, **kwargs: Any) -> Any:
+                ranks = (comm.rank, peer) if name == "send_object_list" else (peer, comm.rank)
+                noted.append(("together", Group("announcement", ranks)))
+                return call(box, peer, **kwargs)
+
+            if name in ("all_gather", "all_reduce", "broadcast", "reduce"):
+                return collective
+            return announcement if name.endswith("_object_list") else call
+
+    def note(kind: str, method: Any) -> Any:
+        def noting(channel: Channel, *args: Any) -> Any:
+            noted.append((kind, names[id(channel.group)]))
+            return method(channel, *args)
+
+        return noting
+
+    def drain(self: Communicator) -> None:
+        noted.append(("drain", None))
+        original_drain(self)
+
+    original_drain = Communicator.drain
+    with (
+        mock.patch.object(communication, "dist", Noting()),
+        mock.patch.object(Channel, "expect", note("post", Channel.expect)),
+        mock.patch.object(Channel, "receive", note("wait", Channel.receive)),
+        mock.patch.object(Channel, "send", note("send", Channel.send)),
+        mock.patch.object(Communicator, "drain", drain),
+    ):
+        yield noted
