@@ -102,7 +102,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     inputs = options.section(InputOptions)
 
     # Which rank runs which layers: the fastest plan by what the layers cost, measured or estimated.
-    costs = run_costs(model, config, block, data, inputs, processes, folder)
+    costs = run_costs(model, config, block, data, inputs, loading, processes, folder)
     plan = plan_run(config, block, processes.world_size, costs)
     run.watchdog.describe = plan.graph.describe_rank
     training = training_identity(options.record(), config, asdict(block), plan)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +21,7 @@ from engine.config.reading import AUTO, BranchesBlock
 from engine.planning.costs import (
     CostModel,
     Curve,
+    Loading,
     StateBytes,
     cost_model_from_json,
     cost_model_to_json,
@@ -28,6 +32,7 @@ from engine.planning.measured import device_identity
 from engine.planning.profile import profile_together
 from engine.processes.start import Processes, from_first_rank
 from launch.estimates import estimated_costs
+from launch.feeding import LoadingOptions, image_cache
 from launch.inputs import InputOptions, micro_batch_dataset
 from launch.model import RunModel
 from launch.run.folder import RunFolder
@@ -44,6 +49,7 @@ NOMINAL = {
 }  # a core, as torch reaches it
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGET_S = 15.0  # for repeats; each layer is run at least twice
+SAMPLES_LOADED, LOADED, LOADING_BUDGET_S = 16, 9, 1.0  # a micro-batch; so many; for all of them
 EXAMPLE_TEXTS = 1024  # training samples among which texts of the mean length are looked for
 MEASURED_SIZES = {
     "cpu": (4, 16, 64),
@@ -57,6 +63,7 @@ def run_costs(
     block: BranchesBlock,
     data: PreparedData,
     inputs: InputOptions,
+    loading: LoadingOptions,
     processes: Processes,
     folder: RunFolder,
 ) -> CostModel:
@@ -82,6 +89,7 @@ def run_costs(
             costs.token_bytes,
             compared,
             costs.compiled_share,
+            costs.loading,
         )
     # where they are dealt, texts of about equal lengths come together
     dealt = (
@@ -144,9 +152,43 @@ def run_costs(
         token_bytes(towers, precision_bytes),
         compared,
         profile.compiled_share,
+        _loading(data, inputs, loading, processes),
     )
     folder.write_costs(cost_model_to_json(costs))
     return costs
+
+
+def _loading(
+    data: PreparedData, inputs: InputOptions, loading: LoadingOptions, processes: Processes
+) -> Loading:
+    """What the first rank measures, while the others wait, on every rank."""
+    sample_s = None
+    if processes.rank == 0:
+        sample_s = {b: _sample_s(data, inputs, loading, b) for b in inputs.branches}
+    return Loading(
+        from_first_rank(sample_s),
+        loading.workers,
+        len(os.sched_getaffinity(0)),
+        shared=processes.device.type == "cpu",
+    )
+
+
+def _sample_s(
+    data: PreparedData, inputs: InputOptions, loading: LoadingOptions, branch: str
+) -> float:
+    """Seconds to load a training sample as in all epochs but the first: from the cache, if there is
+    one."""
+    dataset = micro_batch_dataset(data, data.source, inputs, {branch}, image_cache(loading))
+    index = np.random.default_rng(inputs.seed).choice(data.train, SAMPLES_LOADED)
+    seconds = []
+    while len(seconds) < 2 or (len(seconds) < LOADED and sum(seconds) < LOADING_BUDGET_S):
+        request = MicroBatchRequest(
+            len(seconds), 0, index, np.arange(SAMPLES_LOADED), training=True
+        )
+        start = time.perf_counter()
+        dataset[request]
+        seconds.append(time.perf_counter() - start)
+    return statistics.fmean(seconds[1:]) / SAMPLES_LOADED
 
 
 def are_of(

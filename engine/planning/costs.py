@@ -90,6 +90,16 @@ class Machine:
     measured: bool = False  # these numbers and the layers' costs; else they are counted
 
 
+@dataclass(frozen=True)
+class Loading:
+    """Making the micro-batches. `sample_s`: seconds of one core for one sample, by branch."""
+
+    sample_s: Mapping[str, float]
+    workers: int  # processes that load for a rank; 0: the rank itself does, before each forward
+    cores: int  # of a node
+    shared: bool  # do the ranks compute on these cores, too?
+
+
 def precision_of(config: Mapping[str, Any]) -> str:
     """fp32, bf16 or fp16, from DeepSpeed's configuration."""
     return next((key for key in ("bf16", "fp16") if config.get(key, {}).get("enabled")), "fp32")
@@ -158,7 +168,8 @@ class CostModel:
     `compared`: the pairs of branches that a loss compares; where nothing is said, the two that
     there are. `pairs`: where a pair is matched, what that takes for so many rows of its second
     branch, parameters not counted; `token_bytes`, by branch, of the tokens of one sample, the first
-    branch of that pair before the second. `compiled_share`: as in `profile_together`.
+    branch of that pair before the second. `compiled_share`: as in `profile_together`. `loading`:
+    None where it is not known, and then free.
     """
 
     layers: Mapping[str, Sequence[LayerCost]]
@@ -172,6 +183,7 @@ class CostModel:
     token_bytes: Mapping[str, float] = field(default_factory=dict)
     compared: Sequence[tuple[str, str]] = ()
     compiled_share: Mapping[str, float] = field(default_factory=dict)
+    loading: Loading | None = None
 
     def __post_init__(self):
         if not self.compared and len(self.layers) != 2:
@@ -195,6 +207,7 @@ class CostModel:
         token_bytes: Mapping[str, float] | None = None,
         compared: Sequence[tuple[str, str]] = (),
         compiled_share: Mapping[str, float] | None = None,
+        loading: Loading | None = None,
     ) -> CostModel:
         """With what DeepSpeed's configuration says of precision, ZeRO and activation
         checkpoints."""
@@ -211,6 +224,7 @@ class CostModel:
             token_bytes or {},
             compared,
             compiled_share or {},
+            loading,
         )
 
 
@@ -237,6 +251,7 @@ def cost_model_from_json(record: Mapping[str, Any]) -> CostModel:
             "pairs": pairs,
             "machine": Machine(**machine),
             "state": StateBytes(**record["state"]),
+            "loading": record.get("loading") and Loading(**record["loading"]),
         }
         return CostModel(**{**record, **objects, "compared": compared})
     except (KeyError, TypeError, AttributeError) as error:

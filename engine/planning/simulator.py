@@ -10,6 +10,8 @@ What is modelled:
     ComputeLoss        all tails wait for each other, exchange embeddings, then each computes its block of the logits
     ReduceGrads        a ring over the replicas of the stage
     OptimizerStep      all stages wait for each other (overflow and norms concern all), then owners step and hand back weights
+    loading            where the rank does it, part of a forward; else a step lasts at least as long as the
+                       processes that load, and the cores that they share, need for it
 
 Where replicas differ (one pair of ranks within a node, another across), the slowest counts for all.
 Not modelled: links that several pairs of ranks share, a send that waits because too many are under
@@ -27,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.optimizer.gradient_averages import BUCKET_BYTES
-from engine.planning.costs import CostModel, Machine
+from engine.planning.costs import CostModel, Loading, Machine
 from engine.planning.ordering import (
     DOWNSTREAM,
     UPSTREAM,
@@ -117,8 +119,8 @@ def simulate(
     bill = _bill(graph, batches, costs, SCHEDULES[schedule].loss_per_micro_batch)
     seconds = _durations(program, bill.times)
     ends = _run(program, seconds, bill.links)
-    step_s = max(ends)
     busy = [_busy_s(times, counts) for times, counts in zip(bill.times, program.counts)]
+    step_s = max(*ends, _loading_s(graph, batches, busy, costs))
     idle_s = sum(stage.replicas * (step_s - busy_s) for stage, busy_s in zip(graph.stages, busy))
     return Simulation(
         step_s,
@@ -375,8 +377,40 @@ def _layers_costs(
         )
         if pieces not in known:
             known[pieces] = _layers_cost(pieces, costs)
-        found.append(known[pieces])
+        own = known[pieces]
+        if costs.loading and not costs.loading.workers:
+            sizes = {branch: batches[branch].micro_batch_size for branch in stage.loads}
+            own = own._replace(forward_s=own.forward_s + _load_s(sizes, costs.loading))
+        found.append(own)
     return found
+
+
+def _load_s(samples: Mapping[str, float], loading: Loading) -> float:
+    """Of one core, for so many samples of each branch."""
+    return sum(number * loading.sample_s[branch] for branch, number in samples.items())
+
+
+def _loading_s(
+    graph: StageGraph,
+    batches: Mapping[str, BranchBatch],
+    busy: Sequence[float],
+    costs: CostModel,
+) -> float:
+    """How long a step lasts at least for the processes that load. `busy`: seconds that a rank of
+    each stage computes."""
+    loading = costs.loading
+    if loading is None or not loading.workers:
+        return 0.0
+    of_ranks = [
+        _load_s({b: batches[b].global_batch_size / stage.replicas for b in stage.loads}, loading)
+        for stage in graph.stages
+    ]
+    on_cores = sum(
+        stage.replicas * (load_s + (busy_s if loading.shared else 0.0))
+        for stage, load_s, busy_s in zip(graph.stages, of_ranks, busy)
+    )
+    nodes = -(-graph.world_size // costs.machine.ranks_per_node)
+    return max(max(of_ranks) / loading.workers, on_cores / (nodes * loading.cores))
 
 
 def _layers_cost(pieces: Sequence[tuple[str, range, int]], costs: CostModel) -> _LayersCost:

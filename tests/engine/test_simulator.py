@@ -15,7 +15,7 @@ from cost_models import BRANCHES, proportional
 from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, SendActivation
 
 from engine.planning import ordering, simulator
-from engine.planning.costs import CostModel, Curve, LayerCost, Machine, StateBytes
+from engine.planning.costs import CostModel, Curve, LayerCost, Loading, Machine, StateBytes
 from engine.planning.planner import BranchBatch
 from engine.planning.simulator import (
     OF_INPUTS,
@@ -769,6 +769,17 @@ def drawn(draw: random.Random) -> tuple[StageGraph, dict[str, BranchBatch], Cost
         draw.randint(1, 9),
         draw.choice((0, 1, 2)),
         draw.random() < 0.5,
+        loading=draw.choice(
+            (
+                None,
+                Loading(
+                    {branch: draw.random() for branch in BRANCHES},
+                    draw.randint(0, 2),
+                    draw.randint(1, 4),
+                    draw.random() < 0.5,
+                ),
+            )
+        ),
     )
     layout, replicas = (
         draw.choice(("fork", "chain", "merged")),
@@ -858,7 +869,9 @@ def test_the_timeline_keeps_the_rules():
             assert [span.end_s for span in spans] == pytest.approx(
                 expected_ends(graph, batches, costs, timelines, stage)
             )
-        assert result.step_s == max(span.end_s for span in result.spans)
+        last = max(span.end_s for span in result.spans)
+        loads_ahead = costs.loading is not None and costs.loading.workers > 0
+        assert result.step_s == last or (loads_ahead and result.step_s > last)
 
 
 def expected_ends(graph, batches, costs, timelines, stage) -> list[float]:
@@ -874,9 +887,12 @@ def expected_ends(graph, batches, costs, timelines, stage) -> list[float]:
     backward = sum(each.backward_s.at(size) for each, size in layers) + (
         forward if costs.checkpoint_interval else 0
     )
+    first = forward  # a rank that has nobody to load for it does that now
+    if costs.loading and not costs.loading.workers:
+        first += sum(costs.loading.sample_s[b] * batches[b].micro_batch_size for b in stage.loads)
     works = {
-        "ForwardPass": forward,
-        "EmbedPass": forward,
+        "ForwardPass": first,
+        "EmbedPass": first,
         "ReplayPass": forward,
         "BackwardPass": backward,
         "BackwardInputs": OF_INPUTS * backward,
@@ -1058,6 +1074,42 @@ def test_pairs_are_scored_at_the_text_tail_and_image_tails_wait():
         for name in ("image 0", "text 0")
     }
     assert held == {"image 0": 8 * 2 * 100, "text 0": 8 * (3 + 2) * 10 + 2 * (1 + 2) * 100}
+
+
+def test_a_rank_that_loads_by_itself_takes_longer_for_the_forwards_of_what_enters():
+    costs = model([layer(1.0, 2.0)] * 2, [layer(1.0, 2.0)])
+    graph = fork({"image": one_each(2), "text": one_each(1)}, ONE_EACH)
+    loads = replace(costs, loading=Loading({"image": 0.5, "text": 4.0}, 0, 1, shared=True))
+    without, with_it = (
+        {
+            stage.name: stage.busy_s
+            for stage in simulate(graph, both(1, 3, 2), "batch_sync", c).stages
+        }
+        for c in (costs, loads)
+    )
+    assert {name: with_it[name] - without[name] for name in without} == {
+        "image 0": 3 * 2 * 0.5,
+        "image 1": 0,
+        "text 0": 3 * 2 * 4.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "loading, step_s",
+    [
+        (Loading({"image": 0.25, "text": 0.0}, 1, 8, False), 9),  # hidden: 6 s beside 9
+        (Loading({"image": 2.0, "text": 0.0}, 1, 64, False), 24),  # 2 replicas of 12 samples each
+        (Loading({"image": 2.0, "text": 0.0}, 2, 64, False), 12),
+        (Loading({"image": 2.0, "text": 0.0}, 64, 4, False), 12),  # 48 s on 4 cores
+        (Loading({"image": 1.0, "text": 0.5}, 2, 2, True), (24 + 12 + 2 * 9) / 2),
+    ],
+)
+def test_a_step_lasts_as_long_as_the_processes_that_load_need(loading, step_s):
+    """One stage, 2 replicas, each 3 micro-batches of 4 samples."""
+    costs = model([layer(0.25, 0.5)], [layer()], loading=loading)
+    simulation = simulate(line(1, 2), both(2, 4, 3), "batch_sync", costs)
+    assert simulation.step_s == step_s
+    assert simulation.bubble_fraction == pytest.approx(1 - 9 / step_s)
 
 
 def test_nothing_costs_nothing():
