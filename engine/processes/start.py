@@ -4,12 +4,14 @@ process group."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import ctypes
 import io
 import logging
 import os
 import random
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -205,18 +207,18 @@ def _unlink_shared_memory() -> None:
 
 
 def compile_shared_memory_op() -> None:
-    """Build DeepSpeed's shared-memory collectives once per machine, under a lock that dies with its
-    holder.
+    """Build DeepSpeed's shared-memory collectives once per environment, under a lock that dies with
+    its holder.
 
     torch guards its build folder with a plain file: a process killed while it compiles leaves that
     file behind and every later run waits for it for ever. Under our lock nobody else of ours is
     compiling, so such a file is a leftover.
     """
+    # by environment: a folder that two of them share is compiled anew each time they take turns
+    environment = hashlib.blake2b(sys.prefix.encode(), digest_size=4).hexdigest()
+    name = f"torch_extensions-{torch.__version__}-{environment}"
     cache = Path(
-        os.environ.setdefault(
-            "TORCH_EXTENSIONS_DIR",
-            str(Path.home() / ".cache" / "wye" / f"torch_extensions-{torch.__version__}"),
-        )
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "wye" / name))
     )
     cache.mkdir(parents=True, exist_ok=True)
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
