@@ -4,8 +4,8 @@ process group."""
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import ctypes
+import hashlib
 import io
 import logging
 import os
