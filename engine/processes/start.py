@@ -214,7 +214,11 @@ def compile_shared_memory_op() -> None:
     file behind and every later run waits for it for ever. Under our lock nobody else of ours is
     compiling, so such a file is a leftover.
     """
-    # by environment: a folder that two of them share is compiled anew each time they take turns
+    # By environment, and with its own ninja rather than the system's: a folder that two of them
+    # share is compiled anew each time they take turns.
+    programs = Path(sys.executable).parent
+    if (programs / "ninja").is_file():
+        os.environ["PATH"] = f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = hashlib.blake2b(sys.prefix.encode(), digest_size=4).hexdigest()
     name = f"torch_extensions-{torch.__version__}-{environment}"
     cache = Path(
