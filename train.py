@@ -5,12 +5,13 @@ r"""Train a contrastive model as a forked pipeline: options -> data -> towers ->
         --data jsonl:pairs.jsonl
 """
 
-import os
 import sys
 import time
 from dataclasses import asdict
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is reported once, by us
+from launch.terminal.quiet import quiet_libraries
+
+quiet_libraries()  # before they are imported
 
 from data.modalities.tokenizer import length_multiple
 from data.options import DataOptions
@@ -37,17 +38,20 @@ from launch.feeding import Feeding, LoadingOptions, share_cores
 from launch.inference.trained import with_named_towers
 from launch.inputs import InputOptions, languages_of
 from launch.model import ModelOptions, RunModel
+from launch.run.dry_run import dry_run
 from launch.run.failures import Run, report_and_exit
 from launch.run.folder import RunFolder, choose_folder, training_identity
 from launch.run.journal import Journal
-from launch.run.report import Progress
 from launch.run.resuming import find_checkpoint, resume, state_of
 from launch.run.stopping import STOPPED, StopRequest
 from launch.settings.blocks import dealing
-from launch.settings.configuration import read_configuration
+from launch.settings.configuration import Abilities, read_configuration
 from launch.settings.options import Options, parse_options
 from launch.settings.preprocessing import describe_pixels
 from launch.settings.recipe import as_begun, settle
+from launch.terminal.bar import Progress
+from launch.terminal.first_screen import Hardware, first_screen
+from launch.terminal.last_words import say_last
 from models.towers.layers import library_models_kept
 
 
@@ -56,15 +60,20 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
 
     `clock`: seconds by which steps are measured and, on a CPU, what the stages compute in them.
     """
+    if options.dry_run:
+        return dry_run(options)
+
     # One process per rank, a watchdog that ends them all when one is lost, and requests to stop.
     stop = StopRequest(options.max_hours)
-    processes = start_processes()
-    run.watchdog = Watchdog(processes.rank, processes.world_size).start()
+    processes = start_processes(notice=print)
+    run.watchdog = Watchdog(processes.rank, processes.world_size, tell=say_last).start()
     first = processes.rank == 0
     loading = share_cores(options.section(LoadingOptions), processes)
 
     # How to run: the JSON file, checked against this hardware and this number of processes.
-    config_file, config, block = read_configuration(options, processes)
+    config_file, config, block = read_configuration(
+        options, processes.world_size, Abilities.here(processes.device)
+    )
 
     # The run's folder. If it holds a run, this must be the same one, and it goes on from there.
     place = from_first_rank(choose_folder(options.run_dir, options.data))
@@ -107,8 +116,22 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     run.watchdog.describe = plan.graph.describe_rank
     training = training_identity(options.record(), config, asdict(block), plan)
     folder.refuse_other_run(training, options.resume)
-    described = f"{plan.describe()}   {config_file.name}   {folder.path}"
-    journal.say(plan.reasons, recipe, describe_pixels(options), model.describe_cuts(), described)
+    hardware = Hardware.here(processes.world_size, processes.ranks_on_node, processes.device)
+    journal.begin(
+        first_screen(
+            options,
+            data,
+            model.towers,
+            hardware,
+            config,
+            config_file,
+            plan,
+            recipe,
+            total_steps,
+            [describe_pixels(options), *model.describe_cuts().splitlines()],
+            folder.path,
+        )
+    )
 
     # Which samples of a global batch make which micro-batch.
     with first_rank_first():

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from data.batching.sampler import MicroBatchRequest
 from data.prepare import PreparedData
+from data.progress import progress_bar
 from engine.config.reading import AUTO, BranchesBlock
 from engine.planning.costs import (
     CostModel,
@@ -106,12 +106,14 @@ def run_costs(
             towers, config, embed_dim, device, float("inf"), num_tokens, compared
         )
     sizes = _sizes(config, block, processes.device.type, inputs.branches)
-    measuring = tqdm(
-        total=0,
-        desc="measuring what each layer costs",
-        disable=processes.rank != 0,
-        leave=False,
-        bar_format="{desc}",
+    # with "auto" each layer of the branch is measured as it is and compiled
+    ways = {branch: 2 if choice == AUTO else 1 for branch, choice in compiling.items()}
+    measuring = progress_bar(
+        None,
+        "measuring what each layer costs",
+        "layer",
+        sum(ways[t.branch] * len(t.specs) for t in towers) + bool(model.fusion),
+        shown=processes.rank == 0,
     )
     with measuring, library_models_kept():
         profile = profile_together(
@@ -132,6 +134,7 @@ def run_costs(
             if model.fusion
             else None,
             compiling,
+            measuring.update,
         )
     precision_bytes = DTYPES[precision_of(config)].itemsize
     layers = dict(profile.layers)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.batching.sampler import evaluation_requests
+from data.progress import Bar, progress_bar
 from engine.executor import ForkEngine
 from engine.processes.start import from_first_rank
 from launch.balancing.loss_weights import HeldOutFigures, LossWeights
@@ -89,7 +91,16 @@ class Evaluator:
                 held_out.subset, self.engine.replica, share.replicas, share.micro_batch_size
             )
             batches = self.feeding.held_out(held_out.source, requests)
-            measured = self.engine.evaluate(batches, len(requests), len(held_out.subset), _measured)
+            first_rank = self.journal.folder.first_rank
+            with progress_bar(
+                None, f"evaluating {name}", "micro-batch", len(requests), shown=first_rank
+            ) as bar:
+                measured = self.engine.evaluate(
+                    None if batches is None else _counted(batches, bar),
+                    len(requests),
+                    len(held_out.subset),
+                    _measured,
+                )
             values: dict[str, float] = {}
             for pair in self.engine.objective.pairs:
                 directions, num_samples = measured[pair.name]
@@ -105,6 +116,12 @@ class Evaluator:
                 values |= {f"{figure}{of_pair}": value for figure, value in figures.items()}
                 values |= {f"num_samples{of_pair}": num_samples} if several else {}
             yield name, values
+
+
+def _counted(batches: Iterator[Any], bar: Bar) -> Iterator[Any]:
+    for batch in batches:
+        yield batch
+        bar.update(not isinstance(batch, list))  # a list: the outlines of those that follow
 
 
 def _measured(own: Tensor, other: Tensor, target: Tensor) -> Tensor:

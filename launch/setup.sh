@@ -41,8 +41,11 @@ set_up() { # set_up REQUIREMENTS_FILE
     stamp="$environment/.wye-$(basename "$1" .txt)"
     wanted="$(cat "$root"/requirements*.txt | cksum)"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-        echo "installing $1 into $environment (some minutes the first time)"
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check -r "$requirements" || fail "pip could not install $requirements"
+        local packages quiet=--quiet
+        packages="$(grep -c '^[A-Za-z]' "$requirements")"
+        echo "installing the $packages packages of $1, and what they need, into $environment (some minutes the first time)"
+        [ -t 1 ] && quiet="" # in a terminal pip shows each package, with a bar and what is left
+        "$PYTHON" -m pip install $quiet --disable-pip-version-check -r "$requirements" || fail "pip could not install $requirements"
         echo "$wanted" >"$stamp"
     fi
 }

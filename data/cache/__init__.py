@@ -44,6 +44,7 @@ from data.index.bad_samples import BadSample
 from data.index.sources import Source
 from data.modalities.transforms import Stored
 from data.processes import end_with_parent, start_method
+from data.progress import progress_bar
 
 HEADER = struct.Struct(
     "<4sHHB3xI"
@@ -404,13 +405,11 @@ def fill(
 
     Stops at the limit. Errors: ValueError, ChildProcessError when a worker dies.
     """
-    from tqdm import tqdm
-
     indices = source.usable()
     indices = indices[~source.lacking("image")[indices]]
     chunks = [indices[start : start + CHUNK] for start in range(0, len(indices), CHUNK)]
     total = Filled()
-    with tqdm(total=len(indices), unit="image", disable=not progress) as bar:
+    with progress_bar(None, "filling the cache", "image", len(indices), shown=progress) as bar:
         for done, size in _filled_chunks(chunks, source, stored, cache, workers):
             total += done
             bar.update(size)

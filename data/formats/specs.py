@@ -11,9 +11,9 @@ from urllib.parse import unquote
 
 from braceexpand import braceexpand
 from filelock import FileLock
-from tqdm import tqdm
 
 from data.formats.rows import near
+from data.progress import progress_bar
 
 COPIES_AT_ONCE = 8
 MAX_SHOWN = 5
@@ -198,14 +198,8 @@ def local_copies(names: list[str], progress: bool = False) -> list[str]:
     """
     remote = [name for name in names if is_remote(name)]
     with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:
-        bar = tqdm(
-            pool.map(_local_copy, remote),
-            total=len(remote),
-            desc="copying",
-            unit="file",
-            delay=2,
-            disable=not progress,
-        )
+        copied = pool.map(_local_copy, remote)
+        bar = progress_bar(copied, "copying", "file", len(remote), shown=progress)
         copies = dict(zip(remote, bar))
     return [copies.get(name, name) for name in names]
 

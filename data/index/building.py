@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow as pa
 from filelock import FileLock
 from PIL import Image
-from tqdm import tqdm
 
 from data.formats.rows import DEFAULT_PAIRS, Format, Part, Row
 from data.index.bad_samples import CODES, REASON_OF_CODE, BadSample
@@ -39,6 +38,7 @@ from data.index.mapped import (
 )
 from data.modalities.decoding import decode_bytes, read_image_size, upright_8bit
 from data.processes import end_with_parent
+from data.progress import progress_bar
 
 CHECKS = ("decode", "header")
 ROWS_AT_ONCE = 4096
@@ -206,13 +206,8 @@ def _listed(work: _Work, workers: int | None, progress: bool) -> Iterator[_Done]
     some seconds."""
     format, known = work.format, work.old.meta.get("parts", {}) if work.old is not None else {}
     workers = workers if workers is not None else min(_cores(), MAX_WORKERS)
-    bar = tqdm(
-        total=format.total(),
-        desc="reading the data",
-        unit=format.unit,
-        unit_scale=True,
-        delay=2,
-        disable=not progress,
+    bar = progress_bar(
+        None, "reading the data", format.unit, format.total(), shown=progress, scaled=True
     )
     with bar, contextlib.ExitStack() as stack:
         began, pool = time.monotonic(), None

@@ -9,10 +9,10 @@ import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
-from tqdm import tqdm
 
 from data.index.sources import ConceptSource, Source
 from data.modalities.decoding import decode_bytes, pixel_key
+from data.progress import progress_bar
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ def content_groups(source: Source, subset: np.ndarray, progress: bool = False) -
     samples, keys = [with_image], [_image_keys(source, subset[with_image])]
     first_text = np.zeros(len(with_text), np.uint64)
     for place, sample in enumerate(
-        tqdm(with_text, desc="comparing captions", unit="sample", delay=2, disable=not progress)
+        progress_bar(with_text, "comparing captions", "sample", shown=progress)
     ):
         texts = {" ".join(text.split()).casefold() for text in source.captions(int(subset[sample]))}
         first_text[place], *others = [_hash64(text) for text in texts]

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.batching.draws import caption_numbers
 from data.index.sources import Source
+from data.progress import progress_bar
 
 TEXTS_AT_ONCE = 1000
 
@@ -97,7 +97,7 @@ def _count(
     starts = np.concatenate([[0], np.cumsum(numbers)])
     counts = np.empty(starts[-1], np.uint16)
     filled, waiting = 0, []
-    for i in tqdm(subset, desc="counting tokens", unit="sample", delay=2, disable=not progress):
+    for i in progress_bar(subset, "counting tokens", "sample", shown=progress):
         waiting += source.captions(int(i)) or [""]
         while len(waiting) >= TEXTS_AT_ONCE:
             counts[filled : filled + TEXTS_AT_ONCE] = _lengths(

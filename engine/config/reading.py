@@ -240,6 +240,7 @@ def check_config(
     block. `branches`, `readers`: as in `read_config`."""
     config = copy.deepcopy(config)
     block = config.pop("branches", {})
+    config.pop("recipe", None)  # of the program that trains, which reads it by itself
     for key in config:
         if key in NOT_WITH_A_PIPELINE:
             raise ValueError(f"key {key!r}: {NOT_WITH_A_PIPELINE[key]}")

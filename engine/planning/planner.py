@@ -200,7 +200,7 @@ class RunPlan:
     layers learn, and how each group is clipped and learns.
 
     `block` and `costs`: what it was decided from. `predicted`: what the simulator says of each
-    stage, by its id. `reasons`: lines to show at the start.
+    stage, by its id, `predicted_step_s` of the whole step. `reasons`: lines to show at the start.
     """
 
     graph: StageGraph
@@ -218,6 +218,7 @@ class RunPlan:
     average: AverageBlock | None = None
     reasons: str = ""
     compiled: tuple[str, ...] = ()
+    predicted_step_s: float = field(default=0.0, repr=False, compare=False)
 
     @property
     def schedule_type(self) -> type[StageSchedule]:
@@ -259,6 +260,7 @@ def plan_run(
         block.averaging(),
         "\n".join(filter(None, (reasons, _of_compiling(block, costs)))),
         compiled,
+        best.simulation.step_s,
     )
 
 

@@ -51,6 +51,7 @@ def profile_together(
     budget_s: float = 60.0,
     pairs: tuple[ProfiledLayer, Callable[[int], Tensors], Sequence[int]] | None = None,
     compiling: Mapping[str, str] = MappingProxyType({}),
+    done: Callable[[], object] = bool,
 ) -> Profile:
     """Measure on every rank of the default process group at the same time. All ranks call it
     together and get the same numbers.
@@ -58,7 +59,8 @@ def profile_together(
     Branches share `budget_s` equally; it bounds the repeats, not the first two passes of each
     layer. `pairs`: a layer that scores matching pairs, what it is given for so many of them, and
     how many to try. `compiling`: whether the layers of a branch are compiled, as `branches.compile`
-    says it; "off" where nothing is said. For the rest see `profile_layers` and `profile_machine`.
+    says it; "off" where nothing is said; with "auto" each layer is measured in both ways. `done` is
+    called after each layer. For the rest see `profile_layers` and `profile_machine`.
     """
     ranks = Together(device, ranks_on_node)
     measured, compiled_share = {}, {}
@@ -75,6 +77,7 @@ def profile_together(
                 Effort(budget_s=budget_s / len(layers)),
                 ranks,
                 compiled,
+                done,
             )
             for compiled in (False, True)
             if choice in (AUTO, "layers" if compiled else "off")
@@ -94,6 +97,7 @@ def profile_together(
             sizes_of_pairs,
             Effort(budget_s=budget_s / 4),
             ranks,
+            done=done,
         )
     parameter_sizes = [
         p.numel() for specs in layers.values() for spec in specs for p in spec.template.parameters()

@@ -114,6 +114,7 @@ def profile_layers(
     effort: Effort | None = None,
     ranks: Alone | None = None,
     compiled: bool = False,
+    done: Callable[[], object] = bool,
 ) -> list[LayerCost]:
     """Seconds and bytes of each layer, in order, for the micro-batch sizes in `sizes`; `device`
     holds one layer at a time.
@@ -122,8 +123,8 @@ def profile_layers(
     only pass through (they travel too). Layers behind it get random numbers of the right shapes.
     `build_layer` is called for layers that must be measured. Equal layers, by `layer_key` and
     inputs, are measured once, in this call and, through the cache, in others. `compiled`: they run
-    through torch.compile; compiling is not part of their time. Raises OutOfMemory, with the layer
-    and the size, where one does not fit.
+    through torch.compile; compiling is not part of their time. `done` is called after each layer.
+    Raises OutOfMemory, with the layer and the size, where one does not fit.
     """
     sizes = sorted(set(sizes))
     structures = [layer_key(spec.template) for spec in specs]
@@ -140,6 +141,7 @@ def profile_layers(
             measured = profiler.measure(spec, structures[position], tensors, left)
             tensors = {size: _behind(measured[size], tensors[size], device) for size in sizes}
             costs.append(_layer_cost(spec, measured))
+            done()
     return costs
 
 

@@ -12,7 +12,7 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -41,15 +41,17 @@ class Processes:
     timeout: timedelta
 
 
-def start_processes(timeout_s: float = 1800.0) -> Processes:
+def start_processes(timeout_s: float = 1800.0, notice: Callable[[str], object] = bool) -> Processes:
     """Join the process group that the launcher describes in the environment; without a launcher, a
     group of one.
 
-    `timeout_s` limits every wait in a collective. Raises ValueError for more processes on this node
+    `timeout_s` limits every wait in a collective. `notice` is told, on the first process of a node,
+    of what takes long. Raises ValueError for more processes on this node
     than GPUs, before any of them is touched; TimeoutError when the C++ op is not compiled within
     ten minutes.
     """
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if not os.environ.get("WYE_VERBOSE"):
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     alone = "WORLD_SIZE" not in os.environ
     if alone:
         os.environ.update(
@@ -74,7 +76,7 @@ def start_processes(timeout_s: float = 1800.0) -> Processes:
     accelerator = get_accelerator()
     check_devices(ranks_on_node, accelerator.device_count(), accelerator.device_name())
     if accelerator.device_name() == "cpu":
-        compile_shared_memory_op()
+        compile_shared_memory_op(notice if local_rank == 0 else bool)
         _keep_freed_memory()
     else:
         accelerator.set_device(local_rank)
@@ -206,9 +208,9 @@ def _unlink_shared_memory() -> None:
     Path("/dev/shm", name).unlink(missing_ok=True)
 
 
-def compile_shared_memory_op() -> None:
+def compile_shared_memory_op(notice: Callable[[str], object] = bool) -> None:
     """Build DeepSpeed's shared-memory collectives once per environment, under a lock that dies with
-    its holder.
+    its holder. `notice` is told when it is not built yet.
 
     torch guards its build folder with a plain file: a process killed while it compiles leaves that
     file behind and every later run waits for it for ever. Under our lock nobody else of ours is
@@ -229,6 +231,11 @@ def compile_shared_memory_op() -> None:
     if builder is None or not builder.is_compatible():
         return
     _check_path(Path(torch.__file__).parent)
+    if not any(cache.rglob(f"{builder.name}*.so")):
+        notice(
+            f"compiling DeepSpeed's {builder.name}: once per environment, about a minute, at most "
+            f"{COMPILE_LIMIT_S // 60} minutes"
+        )
     try:
         with FileLock(cache / "wye.lock", timeout=COMPILE_LIMIT_S):
             for leftover in cache.rglob(f"*{builder.name}*/lock"):

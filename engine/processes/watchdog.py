@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -31,12 +32,16 @@ EXIT_STATUS = 1
 
 class Watchdog:
     """Watches over the other ranks from `start` to `stop`. `describe(rank)` says what a rank is,
-    for the message."""
+    for the message, which `tell` shows."""
 
     def __init__(
-        self, rank: int, world_size: int, describe: Callable[[int], str] = "rank {}".format
+        self,
+        rank: int,
+        world_size: int,
+        describe: Callable[[int], str] = "rank {}".format,
+        tell: Callable[[str], None] = partial(print, file=sys.stderr, flush=True),
     ):
-        self.rank, self.world_size, self.describe = rank, world_size, describe
+        self.rank, self.world_size, self.describe, self.tell = rank, world_size, describe, tell
         self._progress: Callable[[], int] | None = None
         self._stall_limit_s = 0.0
         self._stop = threading.Event()
@@ -178,7 +183,7 @@ class Watchdog:
         if self._stop.is_set():
             return
         if first:
-            print(f"wye: error: {message}", file=sys.stderr, flush=True)
+            self.tell(f"\nwye: error: {message}")  # behind a progress bar, which ends in no newline
         self.linger()
         os._exit(status)
 

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from data.batching.mixture import specs_of
 from data.batching.sampler import evaluation_requests
@@ -28,9 +27,10 @@ from data.loader import MicroBatchDataset, micro_batches
 from data.modalities.image import ImageModality
 from data.modalities.tokenizer import batch_tokens, length_multiple
 from data.modalities.transforms import eval_transform
+from data.progress import progress_bar
 from launch.inference.trained import Trained
 from launch.inputs import languages_of
-from launch.run.report import progress_interval, show
+from launch.run.report import show
 from models.towers.fusion import Fusion
 
 FILES = ("about.json", "image.npy", "text.npy", "images.jsonl", "texts.jsonl")
@@ -164,9 +164,7 @@ class Embedder:
 
 
 def _with_progress(batches: Iterable[Any], total: int, of: str) -> Iterable[Any]:
-    return tqdm(
-        batches, total=total, unit="batch", leave=False, desc=of, mininterval=progress_interval()
-    )
+    return progress_bar(batches, of, "batch", total)
 
 
 def _together(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

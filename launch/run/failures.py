@@ -13,6 +13,7 @@ from typing import NoReturn
 from engine.processes.out_of_memory import OutOfMemory, in_words
 from engine.processes.watchdog import Watchdog
 from launch.run.folder import RunFolder
+from launch.terminal.last_words import say_last
 
 # What a user can mend and a message explains. Anything else is a fault of ours, and shows its
 # traceback.
@@ -44,7 +45,7 @@ def report_and_exit(program: str, error: BaseException, run: Run) -> NoReturn:
         message, status, first = _agree(run.watchdog, error, message, status)
     if first:
         kept = _keep(details, run.folder.path if run.folder else None, rank)
-        print(f"\n{program}: error: {message}{kept}", file=sys.stderr, flush=True)
+        say_last(f"\n{program}: error: {message}{kept}")
     sys.stdout.flush()
     if run.watchdog is not None:
         run.watchdog.linger()

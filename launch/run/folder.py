@@ -32,6 +32,9 @@ FREE_TO_CHANGE = (
     *(
         "run_dir",
         "resume",
+        "dry_run",
+        "ranks",
+        "device",
         "workers",
         "wandb",
         "wandb_project",

@@ -13,6 +13,7 @@ from launch.run.folder import RunFolder
 from launch.run.report import retrieval_report, show
 from launch.run.trace_file import TraceFile, is_sampled
 from launch.run.tracking import Tracker
+from launch.terminal.first_screen import print_screen
 
 
 class Journal:
@@ -32,6 +33,11 @@ class Journal:
         out."""
         for thing in filter(None, things):
             show(thing, self.folder.first_rank)
+
+    def begin(self, screen: Sequence[tuple[str, str]]) -> None:
+        """The first screen of the run."""
+        if self.folder.first_rank:
+            print_screen(screen)
 
     def step(self, line: Mapping[str, Any]) -> None:
         """metrics.jsonl, and W&B."""

@@ -1,9 +1,7 @@
-"""What a person sees in the terminal: the plan of the run, the progress bar, the retrieval
-table."""
+"""Tables in the terminal, above the progress bar."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
@@ -97,34 +95,6 @@ def retrieval_report(
         "no samples were held out (--val-fraction 0), so nothing was evaluated; to hold samples "
         "out, train a new run with --val-fraction 0.1 or --val-data SPEC"
     )
-
-
-def progress_interval() -> float:
-    """Seconds between redraws of a progress bar: often for a person, seldom for a log file."""
-    return 0.2 if sys.stderr.isatty() else 20.0
-
-
-class Progress(tqdm):
-    """The progress bar of a run, of which `step` of `total_steps` steps are done."""
-
-    def __init__(self, step: int, total_steps: int, first_rank: bool):
-        super().__init__(
-            total=total_steps,
-            initial=step,
-            unit="step",
-            disable=not first_rank,
-            dynamic_ncols=True,
-            mininterval=progress_interval(),
-        )
-
-    def step(self, line: Mapping[str, float]) -> None:
-        """One more is done; `line`: as in metrics.jsonl."""
-        self.set_postfix(
-            loss=f"{line['loss']:.3f}",
-            samples_per_s=f"{line['samples_per_s']:.0f}",
-            refresh=False,
-        )
-        self.update()
 
 
 def show(thing: object, first_rank: bool = True) -> None:

@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
 
 from engine.config.reading import BranchesBlock, check_hardware, read_config
 from engine.planning.planner import check_world
-from engine.processes.start import Processes, has_bf16
+from engine.processes.start import has_bf16
 from launch.settings.blocks import READERS
 from launch.settings.options import Options, default_config
 
 
+@dataclass(frozen=True)
+class Abilities:
+    """What a kind of device computes in. `fast_bf16`: in hardware."""
+
+    device_type: str
+    fp16: bool = True
+    bf16: bool = True
+    fast_bf16: bool = True
+
+    @classmethod
+    def here(cls, device: torch.device) -> Abilities:
+        accelerator = get_accelerator()
+        return cls(
+            device.type,
+            accelerator.is_fp16_supported(),
+            accelerator.is_bf16_supported(),
+            has_bf16(device),
+        )
+
+
 def read_configuration(
-    options: Options, processes: Processes
+    options: Options, num_ranks: int, abilities: Abilities
 ) -> tuple[Path, dict[str, Any], BranchesBlock]:
     """--deepspeed_config, or the file that suits the hardware; DeepSpeed's keys of it; and its
     `branches` block. Errors: ValueError, OSError."""
-    on_gpu, accelerator = processes.device.type != "cpu", get_accelerator()
-    file = options.deepspeed_config or default_config(
-        on_gpu, has_bf16(processes.device), processes.world_size
-    )
+    on_gpu = abilities.device_type != "cpu"
+    file = options.deepspeed_config or default_config(on_gpu, abilities.fast_bf16, num_ranks)
     config, block = read_config(file, options.branches, READERS)
-    check_hardware(
-        config,
-        accelerator.is_fp16_supported(),
-        accelerator.is_bf16_supported(),
-        processes.device.type,
-    )
-    check_world(config, block, processes.world_size, options.branches)
+    check_hardware(config, abilities.fp16, abilities.bf16, abilities.device_type)
+    check_world(config, block, num_ranks, options.branches)
     options.refuse_beside(block)
     return Path(file), config, block

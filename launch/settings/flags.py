@@ -13,7 +13,10 @@ from data.index.roots import add_root_flag
 from data.modalities.preprocessing import INTERPOLATIONS, NORMALIZATIONS
 from data.modules import add_module_flag
 from data.options import IMAGE_TEXT, read_pairs
+from engine.planning.devices import DEVICES, find_device
 from launch.balancing.loss_weights import MODES
+from launch.settings.recipe_files import add_recipe_flag
+from launch.terminal.last_words import say_last
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,7 +25,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if _is_first_rank():
             self.print_usage(sys.stderr)
-            print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
+            say_last(f"{self.prog}: error: {message} (see {self.prog} --help)")
         sys.exit(2)
 
     def print_help(self, file: Any = None) -> None:
@@ -43,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
     )
     _how_to_run(parser.add_argument_group("how to run"))
+    _dry_run(parser.add_argument_group("dry run"))
     _data(parser.add_argument_group("data"))
     _towers(parser.add_argument_group("towers"))
     _objective(parser.add_argument_group("objective"))
@@ -61,6 +65,7 @@ def _how_to_run(run: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="how to run (default: the file in ds_configs/ that suits the hardware)",
     )
+    add_recipe_flag(run)
     add_module_flag(run)
     run.add_argument(
         "--run-dir",
@@ -86,6 +91,26 @@ def _how_to_run(run: argparse._ArgumentGroup) -> None:
         default=0,
         metavar="N",
         help="of weights, order, augmentation and dropout (default: 0)",
+    )
+
+
+def _dry_run(dry: argparse._ArgumentGroup) -> None:
+    dry.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="do everything up to the first step in one process, print the first screen, and write no run (default: False)",
+    )
+    dry.add_argument(
+        "--ranks",
+        type=_at_least(1),
+        metavar="N",
+        help="to plan for (default: the recipe's, else what the launcher started, else the GPUs here, else 1)",
+    )
+    dry.add_argument(
+        "--device",
+        type=_device,
+        metavar="NAME",
+        help=f"to plan for: {', '.join(DEVICES)}, or numbers as in launch.tools.plan (default: the recipe's, else what is here)",
     )
 
 
@@ -459,6 +484,14 @@ class Once(argparse.Action):
                 "give it once"
             )
         setattr(namespace, self.dest, values)
+
+
+def _device(text: str) -> str:
+    try:
+        find_device(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _positive(text: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from data.options import branches_of, read_pairs
 from launch.balancing.loss_weights import check_mode
 from launch.run.records import PIXELS, options_of_import, read_run
 from launch.settings.flags import make_parser
+from launch.settings.recipe_files import RecipeFile, with_recipe
 from models.towers.names import join_name, split_name
 
 if TYPE_CHECKING:
@@ -89,6 +91,9 @@ class Options:
     trace_every: int
     explain_balance: int
     resume: str
+    dry_run: bool
+    ranks: int | None
+    device: str | None
     wandb: str
     wandb_project: str
 
@@ -163,8 +168,17 @@ DEFAULTS = {
 def parse_options(arguments: list[str] | None = None) -> Options:
     """Options of train.py; exits with status 2 and one message when they are wrong."""
     parser = make_parser()
-    values = vars(parser.parse_args(arguments))
+    words, file, recipe = with_recipe(parser, sys.argv[1:] if arguments is None else arguments)
+    values = vars(parser.parse_args(words))
     values.pop("local_rank")
+    values.pop("recipe")
+    _check_dry_run(parser, values, recipe)
+    if recipe and values["deepspeed_config"]:
+        parser.error(
+            f"argument --deepspeed_config: --recipe {file} is one too; give one of them, or copy "
+            "the recipe and change it"
+        )
+    values["deepspeed_config"] = file or values["deepspeed_config"]
     if values["workers"].isdigit():
         values["workers"] = int(values["workers"])
     elif values["workers"] != "auto":
@@ -240,6 +254,19 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     )
     values |= _pixels(parser, pixels, values, sized, recorded)
     return Options(**values)
+
+
+def _check_dry_run(
+    parser: argparse.ArgumentParser, values: dict[str, Any], recipe: RecipeFile | None
+) -> None:
+    """Refuse --ranks and --device without --dry-run; with it fill in what the recipe says."""
+    for key in ("ranks", "device"):
+        if not values["dry_run"] and values[key] is not None:
+            parser.error(
+                f"argument --{key}: {values[key]} is for --dry-run; a run has what it is started on"
+            )
+        if values["dry_run"] and recipe and values[key] is None:
+            values[key] = getattr(recipe, key)
 
 
 def _given_pixels(parser: argparse.ArgumentParser, values: dict[str, Any]) -> dict[str, Any]:

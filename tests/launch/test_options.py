@@ -17,7 +17,8 @@ from launch.settings.options import DEFAULTS, DEMO_DEFAULTS, default_config, par
 
 # A new flag needs an edit here, and with it the question whether two recipes need it (style.md).
 FLAGS = [
-    "--deepspeed_config", "--import-module", "--run-dir", "--resume", "--workers", "--seed",
+    "--deepspeed_config", "--recipe", "--import-module", "--run-dir", "--resume", "--workers", "--seed",
+    "--dry-run", "--ranks", "--device",
     "--data", "--data-root", "--data-weights", "--data-temperature", "--data-floors", "--data-adapt",
     "--val-data", "--val-fraction", "--limit-samples",
     "--on-leak", "--leak-bits", "--max-bad-fraction", "--index-check", "--augmentation", "--cache", "--cache-limit",
@@ -379,8 +380,9 @@ def test_flags_and_fields_have_the_same_names():
     fields[fields.index("import")] = "imported"  # Python keeps the other word for itself
     assert fields == [action.dest for action in actions().values()]
     assert set(parse_options([]).record()) == set(fields) - {
-        "image_normalization"
-    }  # another way to give the mean and std
+        "image_normalization",
+        "recipe",
+    }  # other ways to give the mean and std, and to give flags
     assert isinstance(parse_options(["--run-dir", "x"]).run_dir, Path)
 
 

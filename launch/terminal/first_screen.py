@@ -1,0 +1,185 @@
+"""The first screen of a run: what is trained, on what, how it is divided and why, how long it will
+take, and where it is written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from data.prepare import PreparedData
+from engine.planning.costs import precision_of
+from engine.planning.planner import GIB, RunPlan
+from launch.costing import NOMINAL
+from launch.settings.options import Options
+from models.towers.layers import Tower
+
+LABEL = 10  # columns of a label with its colon
+OTHER_PLANS = 3  # that are compared with the chosen one; `launch.tools.plan` lists all
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a run runs on. `device`: in words, such as "NVIDIA H100 80GB HBM3"."""
+
+    num_ranks: int
+    ranks_per_node: int
+    device: str
+
+    @classmethod
+    def here(cls, num_ranks: int, ranks_on_node: int, device: torch.device) -> Hardware:
+        """Of this process's node."""
+        if device.type == "cuda":
+            return cls(num_ranks, ranks_on_node, torch.cuda.get_device_name(device))
+        cores = len(os.sched_getaffinity(0))
+        return cls(num_ranks, ranks_on_node, f"{device.type} ({cores} core{'s' * (cores > 1)})")
+
+    def describe(self) -> str:
+        """Such as `16 ranks on 2 nodes, H100`."""
+        nodes = -(-self.num_ranks // self.ranks_per_node)
+        where = f" on {nodes} nodes" if nodes > 1 else ""
+        return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}{where}, {self.device}"
+
+
+def first_screen(
+    options: Options,
+    data: PreparedData,
+    towers: Sequence[Tower],
+    hardware: Hardware,
+    config: Mapping[str, Any],
+    config_file: Path,
+    plan: RunPlan,
+    recipe: str,
+    total_steps: int,
+    further: Sequence[str],
+    folder: Path | str,
+) -> list[tuple[str, str]]:
+    """(label, text), a text may have several lines. `recipe`: its line, empty where no number was
+    left open; `further`: lines `label: text` that only some runs have."""
+    zero = config.get("zero_optimization", {}).get("stage", 0)
+    length = f"{total_steps:,} steps of {config['train_batch_size']:,} samples"
+    screen = [
+        ("data", _data(data)),
+        ("towers", _towers(options, towers, plan)),
+        ("ranks", f"{hardware.describe()}; {precision_of(config)}, ZeRO stage {zero}"),
+        ("plan", f"{plan.describe()}   {config_file.name}"),
+        ("why", _why(plan, config_file)),
+        ("recipe", recipe.removeprefix("recipe: ") or f"{length}; no number was left open"),
+        *(_split(line) for line in further if line),
+        ("predicted", _predicted(plan, total_steps)),
+        ("folder", str(folder)),
+    ]
+    return [(label, text) for label, text in screen if text]
+
+
+def print_screen(screen: Sequence[tuple[str, str]]) -> None:
+    """To stdout. In a terminal long lines are broken under their text; elsewhere each fact is one
+    line, for `grep`."""
+    terminal = sys.stdout.isatty()
+    width = max(60, shutil.get_terminal_size().columns) - LABEL - 1 if terminal else None
+    text = Text()
+    for label, said in screen:
+        text.append(f"{label}:".rjust(LABEL), style="bold")
+        lines = [piece for line in said.splitlines() for piece in _broken(line, width)]
+        text.append(" " + ("\n" + " " * (LABEL + 1)).join(lines) + "\n")
+    text.rstrip()
+    Console(highlight=False, emoji=False, markup=False, soft_wrap=True).print(text)
+
+
+def duration(seconds: float) -> str:
+    """Such as `740 ms`, `12.3 s`, `4 min 10 s`, `5 h 20 min` and `3 days 4 h`."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    for large, small, name, rest in (
+        (60, 1, "min", "s"),
+        (3600, 60, "h", "min"),
+        (86400, 3600, "days", "h"),
+    ):
+        if seconds < {"min": 3600, "h": 86400}.get(name, float("inf")):
+            whole, left = divmod(round(seconds / small), large // small)
+            name = name.removesuffix("s") if name == "days" and whole == 1 else name
+            return f"{whole:,} {name}" + (f" {left} {rest}" if left else "")
+    raise ValueError(f"duration: {seconds} is no number of seconds")
+
+
+def _data(data: PreparedData) -> str:
+    held_out = ", ".join(f"{name} {len(h.subset):,}" for name, h in data.held_out.items())
+    bad = sum(int(n) for n in _bad(data).values())
+    said = f"{data.source.spec}: {len(data.train):,} samples to train on; held out: {held_out or 'none'}"
+    return said + (f"; {bad:,} cannot be used" if bad else "")
+
+
+def _bad(data: PreparedData) -> Mapping[str, int]:
+    return data.summary()["bad_samples"]
+
+
+def _towers(options: Options, towers: Sequence[Tower], plan: RunPlan) -> str:
+    weights = {"image": options.image_weights, "text": options.text_weights}
+    words = []
+    for tower in towers:
+        learn = plan.trainable.get(tower.branch)
+        locked = (
+            f", {learn.count(False)} of {len(learn)} layers locked"
+            if learn and not all(learn)
+            else ""
+        )
+        origin = options.imported or weights.get(tower.branch)
+        words.append(
+            f"{tower.branch} {tower.name} ({tower.num_parameters / 1e6:,.1f} M parameters"
+            f"{f', from {origin}' if origin else ''}{locked})"
+        )
+    return f"{', '.join(words)}; {options.loss} between embeddings of {options.embed_dim}"
+
+
+def _why(plan: RunPlan, config_file: Path) -> str:
+    """The reasons of the planner without those of plans that are far behind."""
+    lines = plan.reasons.splitlines()
+    if not lines:
+        return f"{config_file.name} gives the layout"
+    if lines[0] == f"auto: {plan.describe()}":
+        compared = lines[1].rpartition("; ")[2]
+        return "\n".join([f"auto: {compared}", *map(str.strip, lines[2 : 2 + OTHER_PLANS])])
+    return plan.reasons
+
+
+def _predicted(plan: RunPlan, total_steps: int) -> str:
+    step_s, machine = plan.predicted_step_s, plan.costs.machine
+    peak = max(stage.peak_bytes for stage in plan.predicted) / GIB
+    if machine.name == NOMINAL["cpu"]:
+        # CPUs differ by more than the times of a nominal one would be worth
+        return (
+            f"at most {peak:.2f} GiB a rank; no time, because the layers were not measured "
+            '("layout": "auto" measures them)'
+        )
+    basis = (
+        "from layers measured here"
+        if machine.measured
+        else f"from counted operations on {machine.name}, nothing was measured"
+    )
+    return (
+        f"{duration(step_s)} a step, {duration(step_s * total_steps)} for {total_steps:,} steps "
+        f"without evaluations, at most {peak:.2f} GiB a rank ({basis})"
+    )
+
+
+def _split(line: str) -> tuple[str, str]:
+    """Lines that begin with a word and a colon have it as their label."""
+    label, _, text = line.partition(": ")
+    return (label, text) if label.isalpha() and len(label) < LABEL else ("note", line)
+
+
+def _broken(line: str, width: int | None) -> list[str]:
+    if width is None:
+        return [line]
+    return textwrap.wrap(line, width, break_on_hyphens=False, break_long_words=False) or [""]

@@ -1,0 +1,37 @@
+"""Messages of libraries that tell the user of a run nothing. WYE_VERBOSE=1 shows them.
+
+Each is named here, with why it says nothing; errors and all other warnings are shown. DeepSpeed's
+own messages below errors are left out by `engine/processes/start.py`, under the same variable.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+VERBOSE = "WYE_VERBOSE"
+# logger -> beginnings of messages
+UNNEEDED = {
+    # on a machine without a GPU, of every process; which device a run uses is on its first screen
+    "torch.utils.cpp_extension": ("No CUDA runtime is found",),
+}
+
+
+class _Unneeded(logging.Filter):
+    """Lets all messages pass but those that begin so."""
+
+    def __init__(self, beginnings: tuple[str, ...]) -> None:
+        super().__init__()
+        self.beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(self.beginnings)
+
+
+def quiet_libraries() -> None:
+    """Call it before torch and DeepSpeed are imported: some speak when they are."""
+    if os.environ.get(VERBOSE):
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is reported once
+    for name, beginnings in UNNEEDED.items():
+        logging.getLogger(name).addFilter(_Unneeded(beginnings))

@@ -1,0 +1,108 @@
+"""--dry-run: the first screen of a run and the errors that it would meet, in one process, with
+nothing written."""
+
+import json
+
+import pytest
+from launched import SMALL, write_pairs
+
+from launch.run.dry_run import dry_run
+from launch.settings.options import ROOT, parse_options
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("pairs"), 160)
+
+
+@pytest.fixture
+def planned(pairs, tmp_path, monkeypatch):
+    """`planned(*flags)`: the exit status of a dry run in an empty folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def run(*flags):
+        words = ["--dry-run", *SMALL, "--data", pairs, "--val-fraction", "0.2", *map(str, flags)]
+        return dry_run(parse_options(words))
+
+    return run
+
+
+def test_the_first_screen_says_what_a_run_would_do_and_no_folder_is_made(
+    planned, capsys, tmp_path, monkeypatch
+):
+    flags = ["--ranks", 16, "--device", "H100", "--epochs", 3, "--run-dir", "a run"]
+    assert planned(*flags) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "data: jsonl:",
+        "samples to train on",
+        "image resnet18",
+        "text bert-tiny",
+        "ranks: 16 ranks on 2 nodes, H100; bf16, ZeRO stage 1",
+        "why: auto: ",
+        "ways compared",
+        "recipe: from scratch, short, 3 steps of 96 samples",
+        "GiB a rank",
+        "folder: a run",
+        "dry run: nothing was trained",
+    ):
+        assert words in said, said
+    assert 8 <= len(said.splitlines()) <= 14
+    assert not list((tmp_path / "here").iterdir())
+    monkeypatch.setenv("RANK", "1")  # of a launcher's processes the first does it
+    assert planned() == 0 and capsys.readouterr().out == ""
+
+
+def config_with(tmp_path, **changes):
+    config = json.loads((ROOT / "ds_configs" / "zero1_bf16.json").read_text())
+    branches = config.pop("branches") | changes.pop("branches", {})
+    (tmp_path / "mine.json").write_text(json.dumps({**config, **changes, "branches": branches}))
+    return ["--deepspeed_config", tmp_path / "mine.json"]
+
+
+@pytest.fixture(autouse=True)
+def small_batch(tmp_path, monkeypatch):
+    """The default file for a GPU asks for more samples than there are."""
+    from launch.settings import configuration
+
+    config_with(tmp_path, train_batch_size=96)
+    file = tmp_path / "mine.json"
+    monkeypatch.setattr(configuration, "default_config", lambda *_: file)
+
+
+@pytest.mark.parametrize(
+    "flags, changes, words",
+    [
+        (["--ranks", 1], {"branches": {"layout": "fork"}}, "needs a rank for each"),
+        ([], {"train_batch_size": 4096}, "do not fill one global batch"),
+        (["--image-tower", "resnet19"], {}, "resnet1"),
+        (["--tokenizer", "./nowhere"], {}, "no such folder"),
+        (["--text-weights", "./nowhere"], {}, "nowhere"),
+        (["--data", "jsonl:nowhere.jsonl"], {}, "nowhere.jsonl"),
+        (["--loss-weights", "alignment"], {}, "pairs"),
+        (["--resume", "nowhere"], {}, "no such folder"),
+        (["--device", "flops=1e13,memory=2e7,bandwidth=1e11"], {}, "memory"),
+        ([], {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}, "AdamW"),
+    ],
+    ids=str,
+)
+def test_it_meets_the_errors_of_a_run(planned, tmp_path, capsys, flags, changes, words):
+    given = config_with(tmp_path, **{"train_batch_size": 96} | changes)
+    try:
+        planned("--ranks", 2, "--device", "A100", *flags, *given)
+    except (ValueError, OSError) as error:
+        said = str(error)
+    except SystemExit as end:  # a wrong flag
+        assert end.code == 2
+        said = capsys.readouterr().err
+    else:
+        pytest.fail("nothing was refused")
+    assert words in said
+
+
+def test_what_is_for_a_dry_run_is_refused_without_one(capsys):
+    for flags in (["--ranks", "8"], ["--device", "H100"]):
+        with pytest.raises(SystemExit) as end:
+            parse_options(flags)
+        assert end.value.code == 2 and "is for --dry-run" in capsys.readouterr().err

@@ -1,0 +1,207 @@
+"""What a run says in a terminal and in a log file: its first screen, its bar, and what libraries
+would add."""
+
+import io
+import logging
+import os
+import pty
+import subprocess
+import sys
+import warnings
+
+import pytest
+from cost_models import BRANCHES, proportional
+
+from data.progress import progress_bar
+from engine.config.reading import check_config
+from engine.planning.planner import plan_run
+from launch.terminal import last_words
+from launch.terminal.bar import Progress
+from launch.terminal.first_screen import _predicted, _why, duration, print_screen
+from launch.terminal.last_words import MOST_LINES, say_last, shortened
+from launch.terminal.quiet import UNNEEDED, VERBOSE, quiet_libraries
+
+SCREEN = [("data", "demo: 12 samples"), ("why", "auto: two ways\n  " + "a long reason " * 12)]
+
+
+@pytest.mark.parametrize(
+    "seconds, words",
+    [
+        (0.0123, "12.3 ms"),
+        (12.34, "12.3 s"),
+        (59.999, "60 s"),
+        (60, "1 min"),
+        (250, "4 min 10 s"),
+        (3600 * 5 + 60 * 20, "5 h 20 min"),
+        (86400, "1 day"),
+        (86400 * 3 + 3600 * 4, "3 days 4 h"),
+    ],
+)
+def test_durations(seconds, words):
+    assert duration(seconds) == words
+
+
+def plan_of(layout):
+    config = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    block = {**config, "branches": {"layout": layout}}
+    return plan_run(
+        *check_config(block, BRANCHES), 4, proportional({"image": [3.0] * 4, "text": [1.0] * 4})
+    )
+
+
+def test_the_reason_of_a_plan_is_the_files_or_the_comparison(tmp_path):
+    assert _why(plan_of("fork"), tmp_path / "mine.json") == "mine.json gives the layout"
+    chosen = plan_of("auto")
+    first, *others = _why(chosen, tmp_path / "mine.json").splitlines()
+    assert first.startswith("auto: ") and "ways compared" in first
+    assert 1 <= len(others) <= 3 and all("× the time" in line for line in others)
+
+
+def test_what_is_predicted_of_the_run_is_the_simulators_step_times_its_steps():
+    plan = plan_of("fork")
+    step_s = plan.predicted_step_s
+    assert step_s >= max(stage.busy_s for stage in plan.predicted) > 0
+    said = _predicted(plan, 1000)
+    assert f"{duration(step_s)} a step, {duration(1000 * step_s)} for 1,000 steps" in said
+    assert "GiB a rank" in said
+
+
+def test_in_a_log_file_each_fact_is_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    print_screen(SCREEN)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["     data: demo: 12 samples", "      why: auto: two ways"]
+    assert lines[2].strip() == ("a long reason " * 12).strip()
+
+
+def test_in_a_terminal_lines_are_broken_under_their_text(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    print_screen(SCREEN)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert len(lines) > 4 and all(len(line) <= 70 for line in lines)
+    assert all(line.startswith(" " * 11) for line in lines[2:])
+
+
+def step_line(**values):
+    return {"loss": 1.25, "samples_per_s": 80.0, "step_s": 1.0} | values
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_bar_names_the_stage_that_is_waited_for(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with Progress(0, 10, True) as bar:
+        bar.step(step_line(**{"idle/image 0": 0.1, "idle/text 0": 0.6}))
+        assert "waits_for=image 0" in bar.postfix and "loss=1.250" in bar.postfix
+        for _ in range(40):  # one odd step changes nothing; that texts take longer for long, does
+            bar.step(step_line(**{"idle/image 0": 0.6, "idle/text 0": 0.1}))
+            if bar.n == 2:
+                assert "waits_for=image 0" in bar.postfix
+        assert "waits_for=text 0" in bar.postfix
+        for _ in range(40):
+            bar.step(step_line(**{"idle/image 0": 0.3, "idle/text 0": 0.31}))
+        assert "waits_for" not in bar.postfix
+        for _ in range(40):
+            bar.step(step_line(**{"idle/image 0": 0.3, "data_wait_s/image 0": 0.4}))
+        assert "waits_for=data of image 0" in bar.postfix
+
+
+def test_warnings_come_above_the_bar_and_are_put_back_behind_it(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    before = warnings.showwarning
+    with Progress(0, 10, True) as bar:
+        bar.refresh()
+        warnings.warn("the disk is nearly full", stacklevel=1)
+        lines = screen.getvalue().splitlines()  # also where the bar is written anew
+        (line,) = [line for line in lines if "UserWarning: the disk is nearly full" in line]
+        assert "training" not in line
+    assert warnings.showwarning is before
+
+
+def test_a_log_file_has_a_line_for_each_update_and_nothing_for_what_is_quick(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
+    with Progress(0, 3, True) as bar:
+        for _ in range(3):
+            bar.step(step_line())
+    lines = [line for line in file.getvalue().split("\n") if line]
+    assert "\r" not in file.getvalue() and "3/3" in lines[-1]
+    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
+    assert list(progress_bar(range(5), "counting", "sample")) == list(range(5))
+    assert file.getvalue() == ""
+
+
+def test_only_messages_that_say_nothing_are_left_out(monkeypatch):
+    monkeypatch.delenv(VERBOSE, raising=False)
+    name, (beginning,) = next(iter(UNNEEDED.items()))
+    logger = logging.getLogger(name)
+    filters = list(logger.filters)
+    try:
+        quiet_libraries()
+        passes = [
+            logger.filter(logger.makeRecord(name, logging.WARNING, "", 0, said, (), None))
+            for said in (f"{beginning}, using CUDA_HOME", "the compiler was not found")
+        ]
+        assert [bool(each) for each in passes] == [False, True]
+        del logger.filters[len(filters) :]
+        monkeypatch.setenv(VERBOSE, "1")
+        quiet_libraries()
+        assert logger.filters == filters
+    finally:
+        logger.filters[:] = filters
+
+
+def test_a_long_message_is_shortened_when_it_comes_again():
+    assert shortened("one\ntwo") == "one\ntwo"
+    long = shortened("\n".join(map(str, range(100))))
+    assert len(long.splitlines()) == MOST_LINES and long.endswith("99")
+
+
+def test_without_a_terminal_a_message_stands_once(capfd, monkeypatch):
+    monkeypatch.setattr(last_words, "is_launcher", lambda process: True)
+    say_last("train.py: error: no such file")
+    assert capfd.readouterr().err.count("no such file") == 1
+
+
+# In place of the launcher: it kills all descendants of a rank that has failed, waits for them, and
+# then has the last word. The argument makes its command line that of DeepSpeed's.
+KILLS = """
+import psutil, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[2]])
+rank.wait()
+for process in psutil.Process().children(recursive=True):
+    process.terminate(); process.wait()
+print("launcher: exits with return code = 2")
+"""
+FAILS = """
+import sys
+from launch.terminal.last_words import say_last
+say_last("train.py: error: no such file")
+sys.exit(2)
+"""
+
+
+def test_behind_the_launchers_words_the_message_comes_again():
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLS, "deepspeed.launcher.launch", FAILS],
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    said = b""
+    while True:
+        try:
+            piece = os.read(ours, 4096)
+        except OSError:  # all that hold the terminal have ended
+            break
+        if not piece:
+            break
+        said += piece
+    assert process.wait() == 0
+    lines = [line for line in said.decode().replace("\r", "").splitlines() if line]
+    error, launcher = "train.py: error: no such file", "launcher: exits with return code = 2"
+    assert lines == [error, launcher, error]

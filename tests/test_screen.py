@@ -1,0 +1,84 @@
+"""What is on the screen of a person who starts train.py with DeepSpeed's launcher in a terminal."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import termios
+import time
+
+import pytest
+from launched import LIMIT_S, SMALL, environment, fork_flags, launcher, write_pairs
+
+pytestmark = pytest.mark.slow
+
+
+def on_screen(*arguments):
+    """(exit status, all that was written) of train.py on two ranks in a terminal of 150 columns."""
+    env = environment()
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (50, 150)) if hasattr(termios, "tcsetwinsize") else _resize(theirs)
+    process = subprocess.Popen(
+        [*launcher(2, env["MASTER_PORT"]), *map(str, arguments)],
+        env=env,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    said, deadline = b"", time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # all that hold the terminal have ended
+            break
+        said += piece
+    os.close(ours)
+    assert time.monotonic() < deadline, said[-3000:]
+    return process.wait(), said.decode(errors="replace")
+
+
+def _resize(terminal):
+    """Before Python 3.11."""
+    import fcntl
+    import struct
+
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 150, 0, 0))
+
+
+def lines_of(said):
+    return [line.rstrip() for line in re.split(r"[\r\n]+", said) if line.strip()]
+
+
+def test_a_wrong_flag_is_the_last_thing_on_the_screen():
+    status, said = on_screen("--epoch", "many")
+    assert status == 2 and "exits with return code = 2" in said
+    last = lines_of(said)[-1]
+    assert last.startswith("train.py: error: argument --epochs: ") and "many" in last
+
+
+def test_a_failure_in_a_step_is_the_last_thing_on_the_screen_behind_plan_and_bar(tmp_path):
+    """At a rate of 1e30 the loss is not finite after a few steps, which ends the run."""
+    file = fork_flags(tmp_path)[1]
+    config = json.loads(file.read_text())
+    config["optimizer"]["params"]["lr"] = 1e30
+    config["branches"] |= {"optimizer_groups": {}, "gradient_clipping": {}, "max_bad_steps": 1}
+    del config["scheduler"]
+    file.write_text(json.dumps(config))
+    data = ["--data", write_pairs(tmp_path / "pairs", 96), "--val-fraction", 0, "--workers", 0]
+    how = ["--deepspeed_config", file, "--run-dir", tmp_path / "run", "--max-text-tokens", 16]
+    status, said = on_screen(*SMALL, *how, *data, "--epochs", 50)
+    assert status == 2, said[-3000:]
+    lines = lines_of(said)
+    errors = [i for i, line in enumerate(lines) if line.startswith("train.py: error: 1 steps in")]
+    launcher_ends = max(i for i, line in enumerate(lines) if "exits with return code" in line)
+    assert len(errors) == 2 and errors[0] < launcher_ends < errors[1], lines[-30:]
+    assert lines[-1].startswith("(traceback: ") and "Traceback" not in said
+    plan, bar = (
+        next(i for i, line in enumerate(lines) if words in line)
+        for words in ("plan: fork: image 0 ×1 | text 0 ×1", "training: ")
+    )
+    assert plan < bar < errors[0] and re.search(r"loss=\d", lines[errors[0] - 1]), lines[-30:]
+    assert "No CUDA runtime" not in said
