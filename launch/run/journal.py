@@ -10,6 +10,7 @@ from engine.executor import ForkEngine
 from engine.step_metrics import StepMetrics
 from launch.balancing.loss_weights import HeldOutFigures, LossWeights
 from launch.run.folder import RunFolder
+from launch.run.queries import Answers, write_queries
 from launch.run.report import retrieval_report, show
 from launch.run.trace_file import TraceFile, is_sampled
 from launch.run.tracking import Tracker
@@ -64,6 +65,11 @@ class Journal:
             self._evaluations[step] |= {f"{name}/{key}": value for key, value in values.items()}
             self.folder.log({"step": step, "epoch": epoch, "held_out": name, **values})
         self.tracker.log({"step": step, **self._evaluations[step]})
+
+    def queries(self, step: int, by_set: Mapping[str, Answers]) -> None:
+        """queries.json: what was found for some held-out samples after `step`."""
+        if self.folder.first_rank and by_set:
+            write_queries(self.folder.path, step, by_set)
 
     def sampled_trace(self, step: int, engine: ForkEngine) -> None:
         """trace.json, in the steps that are traced. All ranks call it together."""
