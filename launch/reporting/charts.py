@@ -122,7 +122,14 @@ def new_figure(x_title: str, y_title: str) -> go.Figure:
         plot_bgcolor="rgba(0,0,0,0)",
         hovermode="x unified",
         uirevision="kept",  # a refreshed figure keeps its zoom
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0, "xanchor": "left"},
+        legend={
+            "orientation": "h",
+            "yanchor": "bottom",
+            "y": 1.02,
+            "x": 0,
+            "xanchor": "left",
+            "traceorder": "normal",
+        },
     )
     title = {"standoff": 8}
     figure.update_xaxes(title={"text": x_title, **title}, automargin=True, zeroline=False)

@@ -27,7 +27,7 @@ def _summary(run: RunData) -> list[tuple[str, str]]:
     held_out = held_out if isinstance(held_out, Mapping) else {}
     facts = [
         ("state", run.state),
-        ("data", words(options.get("data", data.get("source")))),
+        ("data", ", ".join(options.get("data") or [str(data.get("source"))])),
         ("training samples", count(data.get("train_samples"))),
         ("held-out samples", ", ".join(f"{k} {count(v)}" for k, v in held_out.items())),
     ]

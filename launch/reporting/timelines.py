@@ -190,9 +190,8 @@ def _timeline_figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> go
         barmode="overlay",
         hovermode="closest",
         bargap=0.2,
-        legend={"orientation": "h", "yanchor": "top", "y": -0.02, "x": 0, "yref": "container"},
+        legend={"orientation": "h", "yanchor": "bottom", "y": 0, "x": 0, "yref": "container"},
     )
-    figure.layout.legend.update(yref="container", yanchor="bottom", y=0.0)
     figure.update_annotations(x=0, xanchor="left", font={"size": 13})
     shown: set[str] = set()
     for row, timeline in enumerate(timelines, 1):
@@ -201,7 +200,9 @@ def _timeline_figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> go
             shown.add(label)
         figure.update_yaxes(autorange="reversed", automargin=True, row=row, col=1)
     end_s = max(timeline.step_s for timeline in timelines)
-    figure.update_xaxes(range=[0, end_s], tickformat="~s", ticksuffix="s", zeroline=False)
+    figure.update_xaxes(
+        range=[0, end_s], tickformat="~s", ticksuffix="s", zeroline=False, automargin=True
+    )
     figure.update_xaxes(title={"text": "time since the step began", "standoff": 6}, row=len(rows))
     return figure
 

@@ -83,6 +83,15 @@ class Journal:
         if self.tracker is not None:
             self.tracker.finish(exit_code)
 
+    def report(self) -> None:
+        """report.html in the run's folder, and where it is."""
+        if self.folder.first_rank:
+            # imports plotly, which no step needs
+            from launch.tools.report import write_at_end
+
+            written = write_at_end(self.folder.path)
+            self.say(f"report {written}" if written else None)
+
     def retrieval(self, num_samples: Mapping[str, int]) -> None:
         """The table of the first and the last evaluation of this process, if there was one."""
         steps: Sequence[int] = (

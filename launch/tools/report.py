@@ -8,6 +8,7 @@ python -m launch.tools.report RUN_DIR --out FILE       writes FILE
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from pathlib import Path
@@ -40,12 +41,23 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help=f"the page (default: RUN_DIR/{REPORT}; of several runs, {COMPARISON} in the first)",
     )
+    parser.add_argument(
+        "--live",
+        type=int,
+        metavar="PORT",
+        help="instead: serve the page on 127.0.0.1, refreshed while the runs go on; Ctrl-C ends it",
+    )
     return parser
 
 
 def main(arguments: argparse.Namespace) -> None:
     refuse(arguments)
     page = imported()
+    if arguments.live is not None:
+        from launch.reporting.serving import serve
+
+        serve(arguments.run_dirs, arguments.live)
+        return
     output = arguments.out or default_output(arguments.run_dirs)
     page.write_report(arguments.run_dirs, output)
     print(output)
@@ -62,8 +74,26 @@ def refuse(arguments: argparse.Namespace) -> None:
             raise FileNotFoundError(f"{run_dir}: no such folder; give the folder of a run")
     if len({run_dir.resolve() for run_dir in arguments.run_dirs}) < len(arguments.run_dirs):
         raise ValueError("a run is given twice; give each folder once")
+    if arguments.live is not None and not 0 <= arguments.live < 2**16:
+        raise ValueError(f"--live {arguments.live}: give a port from 1 to 65535, or 0 for any")
+    if arguments.live is not None and arguments.out:
+        raise ValueError("--live writes no file; give --out without it")
     if arguments.out and (arguments.out.is_dir() or not arguments.out.absolute().parent.is_dir()):
         raise ValueError(f"--out {arguments.out}: give the name of a file in a folder that exists")
+
+
+def write_at_end(run_dir: Path) -> Path | None:
+    """The report of a run that ends, or None: its training does not depend on it, so that a failure
+    is one warning."""
+    output = default_output([run_dir])
+    try:
+        imported().write_report([run_dir], output)
+    except Exception as error:
+        logging.getLogger("wye").warning(
+            "%s was not written: %s", output, " ".join(str(error).split())
+        )
+        return None
+    return output
 
 
 def imported():
