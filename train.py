@@ -246,6 +246,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
         batches.close()
     journal.finish(0 if done else 1)
     stop_processes()
+    journal.report()
     return 0 if done else STOPPED
 
 

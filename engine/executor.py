@@ -842,6 +842,7 @@ class ForkEngine(PipelineEngine):
                 self.tail_loss.weights,
             ),
             losses=losses_of(self.objective, totals["losses"], self.tail_loss.weights),
+            rank_memory_bytes=tuple(map(int, peak_bytes)),
         )
 
     _NUM_SLOTS = 5

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from engine.objective import Objective, loss_metric
 from engine.optimizer.bad_steps import BadStep
 
+MOST_RANKS_LISTED = 64  # in a line of metrics.jsonl
+
 
 class SourceLoss(NamedTuple):
     """Of the samples of one source in a step: how many counted in the loss, and what they added to
@@ -96,7 +98,8 @@ class StepMetrics:
     collectives counted as rings. `peak_memory_bytes`: of the rank that held most so far; on a CPU
     the whole process. `sources`: of each of several sources; of one there is nothing to tell.
     `losses`: where there are several, see `losses_of`; `loss` is then their weighted sum, and
-    `sources` are those of the contrastive ones, weighted.
+    `sources` are those of the contrastive ones, weighted. `rank_memory_bytes`: by rank, the most
+    that it held so far.
     """
 
     loss: float
@@ -123,6 +126,7 @@ class StepMetrics:
     counts: Mapping[str, float]  # what the caller of `train_batch` counted, over all ranks
     sources: tuple[SourceLoss, ...] = ()
     losses: Mapping[str, float] = field(default_factory=dict)
+    rank_memory_bytes: Sequence[int] = ()
 
     def record(
         self, step: int, epoch: float, samples_per_s: float, step_s: float
@@ -156,6 +160,7 @@ class StepMetrics:
             },
             "sent_bytes": self.sent_bytes,
             "peak_memory_bytes": self.peak_memory_bytes,
+            **self._memory_by_rank(),
             **{name: round(value, 5) for name, value in self.counts.items()},
             **{
                 "left_out_samples" + (f"/{pair}" if len(self.left_out) > 1 else ""): number
@@ -164,4 +169,13 @@ class StepMetrics:
             },
             **({} if self.loss_scale == 1.0 else {"loss_scale": self.loss_scale}),
             **({} if self.step_applied else {"step_applied": False}),
+        }
+
+    def _memory_by_rank(self) -> dict[str, int]:
+        """Of a world so small that its lines stay short."""
+        if not 1 < len(self.rank_memory_bytes) <= MOST_RANKS_LISTED:
+            return {}
+        return {
+            f"peak_memory_bytes/rank {rank}": number
+            for rank, number in enumerate(self.rank_memory_bytes)
         }

@@ -30,6 +30,7 @@ folder="${run[1]:-}"
 if [ -n "$folder" ]; then
     echo
     echo "worth opening:"
+    echo "  $folder/report.html     the run on one page, for a browser: curves, queries with pictures, timelines"
     echo "  $folder/metrics.jsonl   loss, gradient norms and throughput of every step, retrieval of every evaluation"
     echo "  $folder/config.json     everything that was decided: options, stage graph, versions"
     echo "  $folder/checkpoints/    python evaluate.py $folder gives the table again from the newest checkpoint"

@@ -10,6 +10,7 @@ from engine.executor import ForkEngine
 from engine.step_metrics import StepMetrics
 from launch.balancing.loss_weights import HeldOutFigures, LossWeights
 from launch.run.folder import RunFolder
+from launch.run.queries import Answers, write_queries
 from launch.run.report import retrieval_report, show
 from launch.run.trace_file import TraceFile, is_sampled
 from launch.run.tracking import Tracker
@@ -71,6 +72,11 @@ class Journal:
             self.folder.log({"step": step, "epoch": epoch, "held_out": name, **values})
         self.tracker.log({"step": step, **self._evaluations[step]})
 
+    def queries(self, step: int, by_set: Mapping[str, Answers]) -> None:
+        """queries.json: what was found for some held-out samples after `step`."""
+        if self.folder.first_rank and by_set:
+            write_queries(self.folder.path, step, by_set)
+
     def sampled_trace(self, step: int, engine: ForkEngine) -> None:
         """trace.json, in the steps that are traced. All ranks call it together."""
         if is_sampled(step, self.trace_every):
@@ -82,6 +88,15 @@ class Journal:
         """Nothing more will be tracked."""
         if self.tracker is not None:
             self.tracker.finish(exit_code)
+
+    def report(self) -> None:
+        """report.html in the run's folder, and where it is."""
+        if self.folder.first_rank:
+            # imports plotly, which no step needs
+            from launch.tools.report import write_at_end
+
+            written = write_at_end(self.folder.path)
+            self.say(f"report {written}" if written else None)
 
     def retrieval(self, num_samples: Mapping[str, int]) -> None:
         """The table of the first and the last evaluation of this process, if there was one."""

@@ -111,6 +111,22 @@ def nearest(own: Tensor, other: Tensor, k: int) -> tuple[Tensor, Tensor]:
     )
 
 
+def first_answers(own: Tensor, other: Tensor, target: Tensor, queries: Tensor, k: int) -> Tensor:
+    """What is found for some rows, in a form that can be summed over ranks: float64 [q, k, 2], for
+    each of `queries` [q] the k candidates of `other` [B, D] that are most like it, best first, as
+    (index + 1, similarity).
+
+    `target` [b]: the candidate that belongs to each row of `own` [b, D]; `queries` are named by it.
+    Zeros stand for queries that are not among the rows, and for candidates beyond the last.
+    """
+    found = torch.zeros(len(queries), k, 2, dtype=torch.float64, device=own.device)
+    query, row = (queries[:, None] == target[None, :]).nonzero(as_tuple=True)
+    index, similarity = nearest(own[row], other, k)
+    found[query, : index.shape[1], 0] = index.double() + 1
+    found[query, : index.shape[1], 1] = similarity.double()
+    return found
+
+
 def blocks(num_queries: int, num_candidates: int) -> Iterator[slice]:
     """Rows of queries, so many at a time that their similarities to all candidates take
     `BLOCK_BYTES`."""

@@ -1,0 +1,229 @@
+"""The parts of a report that are words, numbers and pictures: what was trained, how runs differ,
+queries, bad samples, the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from launch.reporting.charts import Table
+from launch.reporting.parts import Facts, Gallery, Text, beside, count, duration, words
+from launch.reporting.reading import RunData
+from launch.tools.drawing import seconds
+
+Runs = Sequence[RunData]
+
+
+def summaries(runs: Runs) -> list[Facts]:
+    return [Facts(run.label, _summary(run)) for run in runs]
+
+
+def _summary(run: RunData) -> list[tuple[str, str]]:
+    config, options, data = run.config, run.options, run.config.get("data", {})
+    steps = run.steps
+    held_out = data.get("held_out_samples")
+    held_out = held_out if isinstance(held_out, Mapping) else {}
+    facts = [
+        ("state", run.state),
+        ("data", ", ".join(options.get("data") or [str(data.get("source"))])),
+        ("training samples", count(data.get("train_samples"))),
+        ("held-out samples", ", ".join(f"{k} {count(v)}" for k, v in held_out.items())),
+    ]
+    for branch, tower in config.get("towers", {}).items():
+        name, number = tower.get("tower", tower.get("architecture")), tower.get("num_parameters")
+        facts.append((f"{branch} tower", f"{name}, {count(number)} parameters"))
+    facts += [
+        ("loss", f"{options.get('loss')}, pairs {options.get('pairs', 'image:text')}"),
+        ("steps", f"{run.last_step:,} of {run.total_steps:,}"),
+        ("plan", _plan(config)),
+    ]
+    if len(steps):
+        facts.append(("last loss", f"{float(steps['loss'][-1]):.4g}"))
+        middle = float(np.nanmedian(steps["step_s"]))
+        facts.append(("median step", seconds(middle)))
+        facts.append(
+            ("median throughput", f"{float(np.nanmedian(steps['samples_per_s'])):,.1f} samples/s")
+        )
+        facts.append(("training time", duration(float(np.nansum(steps["step_s"])))))
+    return [(name, value) for name, value in facts if value]
+
+
+def _plan(config: Mapping[str, Any]) -> str:
+    stages = " | ".join(
+        f"{stage['name']} ×{len(stage['ranks'])}" for stage in config.get("stage_graph", ())
+    )
+    batches = ", ".join(
+        f"{branch} {batch.get('micro_batch_size')} × {batch.get('num_micro_batches')} × {batch.get('replicas')}"
+        for branch, batch in config.get("batches", {}).items()
+    )
+    return f"{config.get('layout')}: {stages}; {config.get('schedule')}; samples × micro-batches × replicas: {batches}"
+
+
+def notices(runs: Runs) -> list[Text]:
+    prefix = [f"{run.label}: " if len(runs) > 1 else "" for run in runs]
+    return [Text(f"{own}{notice}") for run, own in zip(runs, prefix) for notice in run.notices]
+
+
+def differences(runs: Runs) -> list[Table]:
+    if len(runs) < 2:
+        return []
+    flat = [
+        {
+            **flattened(run.options),
+            **flattened(run.config.get("training", {}).get("deepspeed_config", {})),
+            **flattened({"branches": run.config.get("training", {}).get("branches", {})}),
+            **{
+                key: run.config.get(key)
+                for key in ("layout", "schedule", "world_size", "git_commit")
+            },
+            **flattened({"batches": run.config.get("batches", {})}),
+            **flattened({"versions": run.config.get("versions", {})}),
+        }
+        for run in runs
+    ]
+    keys = dict.fromkeys(key for each in flat for key in each if key not in ("run_dir", "resume"))
+    rows = [
+        [key, *(words(each.get(key)) for each in flat)]
+        for key in keys
+        if any(each.get(key) != flat[0].get(key) for each in flat)
+    ]
+    header = ["option", *(run.label for run in runs)]
+    if not rows:
+        return [Text("All options, versions and plans are the same.")]
+    return [Table("Options that differ", header, rows)]
+
+
+def flattened(record: Any, path: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    if not isinstance(record, Mapping) or not record:
+        return {path: record} if path else {}
+    found: dict[str, Any] = {}
+    for key, value in record.items():
+        found |= flattened(value, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def queries(runs: Runs) -> list[Any]:
+    parts: list[Any] = []
+    for run in runs:
+        if run.queries is None:
+            continue
+        for name, record in run.queries["sets"].items():
+            samples = record.get("samples", {})
+            rows = [
+                row
+                for direction, asked in record.items()
+                if direction != "samples"
+                for row in (_asked(direction, query, samples) for query in asked)
+            ]
+            step = int(run.queries["step"])
+            parts.append(Gallery(f"{beside(run, runs)}{name}, after step {step:,}", rows))
+    if not parts:
+        return [Text("The runs have no queries.json: an evaluation of image–text pairs writes it.")]
+    return parts
+
+
+def _asked(direction: str, query: Mapping[str, Any], samples: Mapping[str, Any]) -> dict[str, Any]:
+    asked, _, answered = direction.partition("_to_")
+    answers = [
+        {
+            **_shown(samples.get(answer["sample"], {}), answered),
+            "right": answer["sample"] == query["query"],
+            "similarity": f"{answer['similarity']:.2f}",
+        }
+        for answer in query["answers"]
+    ]
+    return {
+        "direction": f"{asked} → {answered}",
+        **_shown(samples.get(query["query"], {}), asked),
+        "answers": answers,
+        "found": next((i for i, a in enumerate(answers, 1) if a["right"]), None),
+    }
+
+
+def _shown(sample: Mapping[str, Any], branch: str) -> dict[str, Any]:
+    """A text alone, or a picture with its caption."""
+    return {
+        "text": str(sample.get("text", "")),
+        "id": str(sample.get("id", "")),
+        "picture": sample.get("picture") if branch == "image" else None,
+        "is_image": branch == "image",
+    }
+
+
+def bad(runs: Runs) -> list[Any]:
+    parts: list[Any] = []
+    for run in runs:
+        known = run.config.get("data", {})
+        left_out = known.get("bad_samples") or {}
+        leaks = known.get("dropped_leaks") or {}
+        counts = [["while the index was made", k, words(v)] for k, v in left_out.items()]
+        counts += [["held out and trained on", k, words(v)] for k, v in leaks.items()]
+        counts += [["while training", k, f"{v:,}"] for k, v in run.bad_reasons.items()]
+        if not counts and not run.bad_steps:
+            parts.append(
+                Text(
+                    f"{beside(run, runs)}No sample was bad, and no step was skipped for its samples."
+                )
+            )
+        if counts:
+            parts.append(
+                Table(f"{beside(run, runs)}Samples left out", ["when", "reason", "samples"], counts)
+            )
+        if run.bad_samples:
+            rows = [
+                [words(s.get(k)) for k in ("id", "where", "reason", "detail")]
+                for s in run.bad_samples
+            ]
+            number = sum(run.bad_reasons.values())
+            note = (
+                f"The first {len(rows)} of {number:,}; all are in bad_samples.jsonl."
+                if number > len(rows)
+                else ""
+            )
+            parts.append(
+                Table(
+                    f"{beside(run, runs)}Bad samples",
+                    ["id", "where", "reason", "detail"],
+                    rows,
+                    note,
+                )
+            )
+        if run.bad_steps:
+            rows = [
+                [f"{b.get('step')}", words(b.get("loss")), words(b.get("samples", [])[:20])]
+                for b in run.bad_steps[:20]
+            ]
+            parts.append(
+                Table(
+                    f"{beside(run, runs)}Steps skipped as not finite",
+                    ["step", "loss", "first samples"],
+                    rows,
+                )
+            )
+    return parts
+
+
+def environment(runs: Runs) -> list[Any]:
+    parts: list[Any] = []
+    for run in runs:
+        config = run.config
+        facts = [
+            ("folder", str(run.path)),
+            ("ranks", words(config.get("world_size"))),
+            *((f"{name}", words(v)) for name, v in config.get("versions", {}).items()),
+            ("git commit", words(config.get("git_commit"))),
+        ]
+        parts.append(Facts(f"{run.label}: versions" if len(runs) > 1 else "Versions", facts))
+        options = [[k, words(v)] for k, v in flattened(run.options).items()]
+        training = config.get("training", {})
+        decided = {
+            "deepspeed_config": training.get("deepspeed_config", {}),
+            "branches": training.get("branches", {}),
+        }
+        options += [[k, words(v)] for k, v in flattened(decided).items()]
+        title = f"{run.label}: all options" if len(runs) > 1 else "All options"
+        parts.append(Table(title, ["option", "value"], options))
+    return parts

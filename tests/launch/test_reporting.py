@@ -1,0 +1,251 @@
+"""The report of a run, without a browser: what is read, what is drawn, what is missing, and what
+serves it."""
+
+import json
+import math
+import re
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from engine.trace import WAIT, Span
+from launch.reporting.charts import MOST_POINTS, thin, trend
+from launch.reporting.page import MOST_BYTES, render_page
+from launch.reporting.reading import labels, read_folder, read_runs
+from launch.reporting.sections import build_sections
+from launch.reporting.serving import LOOPBACK, ReportServer
+from launch.reporting.timelines import IDLE, breakdown
+from launch.run.queries import query_rows
+from launch.tools.drawing import busy_s
+from launch.tools.report import run, write_at_end
+from models.metrics.retrieval import first_answers, nearest
+
+RECORD = {
+    "training": {"options": {"seed": 0}, "deepspeed_config": {}, "branches": {}},
+    "options": {"data": ["jsonl:a.jsonl"], "seed": 0, "loss": "infonce"},
+    "total_steps": 10,
+    "stage_graph": [{"name": "image 0", "ranks": [0]}],
+    "data": {"train_samples": 100, "held_out_samples": {"validation": 40}},
+}
+
+
+def make_run(folder, number=10, seed=0, **changes):
+    """A run whose loss is 5 / step."""
+    folder.mkdir()
+    record = RECORD | {"options": {**RECORD["options"], "seed": seed}} | changes
+    (folder / "config.json").write_text(json.dumps(record))
+    with (folder / "metrics.jsonl").open("w") as lines:
+        for step in range(1, number + 1):
+            lines.write(json.dumps(step_line(step)) + "\n")
+    return folder
+
+
+def step_line(step):
+    shares = {f"{kind}/image {i}": 0.25 + i for i in range(8) for kind in ("idle", "busy_s")}
+    return {"step": step, "loss": 5 / step, "step_s": 0.5, "samples_per_s": 80.0, **shares}
+
+
+def charts(runs):
+    return {
+        part.name: part
+        for section in build_sections(runs)
+        for part in section.parts
+        if hasattr(part, "figure")
+    }
+
+
+def test_a_chart_shows_the_numbers_of_the_run_and_its_table_too(tmp_path):
+    loss = charts([read_folder(make_run(tmp_path / "a"), "a")])["loss"]
+    assert np.allclose(loss.figure.data[0].y, [5 / step for step in range(1, 11)])
+    assert loss.table.rows[-1] == ["10", "0.5"] and loss.table.rows[0] == ["1", "5"]
+    assert "loss: 5 at step 1, 0.5 at step 10." in loss.summary
+
+
+def test_several_runs_lie_over_one_another_and_only_options_that_differ_are_listed(tmp_path):
+    folders = [make_run(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 7))]
+    runs = read_runs(folders)
+    loss = charts(runs)["loss"]
+    assert [trace.name for trace in loss.figure.data] == ["a", "b"]
+    assert loss.figure.data[0].line.color != loss.figure.data[1].line.color
+    sections = {section.name: section for section in build_sections(runs)}
+    (table,) = sections["differences"].parts
+    assert table.header == ["option", "a", "b"] and table.rows == [["seed", "0", "7"]]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    assert labels([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
+
+
+def test_thinning_keeps_the_extremes_the_ends_and_the_gaps():
+    y = np.sin(np.arange(100_000) / 5000)
+    y[54_321], y[77_777], y[90_000:91_000] = 9.0, -9.0, np.nan
+    kept = thin(y)
+    assert len(kept) <= MOST_POINTS + 4 and (np.diff(kept) > 0).all()
+    assert {0, 54_321, 77_777, 99_999} <= set(kept.tolist())
+    assert np.isnan(y[kept]).any()
+    assert thin(y[:100]).tolist() == list(range(100))
+
+
+def test_a_trend_of_a_constant_is_the_constant_from_the_first_step_on():
+    y = np.full(1000, 3.0)
+    y[10] = np.nan
+    found = trend(y)
+    assert np.isnan(found[10]) and np.allclose(np.delete(found, 10), 3.0)
+
+
+def test_the_parts_of_a_step_add_up_and_compute_as_long_as_the_timeline_says():
+    spans = [
+        Span("LoadMicroBatch", 0, 0.0, 1.0),
+        Span("ForwardPass", 0, 1.0, 3.0),
+        Span("ComputeLoss", None, 3.0, 6.0),
+        Span(WAIT, None, 3.5, 5.5),
+        Span("BackwardPass", 0, 6.0, 9.0),
+    ]
+    parts = breakdown(spans, 12.0)
+    assert sum(parts.values()) == pytest.approx(12.0)
+    assert parts["forward"] == 2.0 and parts["loss"] == 1.0 and parts[IDLE] == 3.0
+    computing = parts["forward"] + parts["loss"] + parts["backward"]
+    assert computing == pytest.approx(busy_s(spans)) == 6.0
+
+
+def test_first_answers_of_all_ranks_add_up_to_those_of_one():
+    draw = torch.Generator().manual_seed(0)
+    own, other = (F.normalize(torch.randn(9, 8, generator=draw), dim=1) for _ in range(2))
+    target, queries = torch.randperm(9, generator=draw), torch.from_numpy(query_rows(9))
+    blank = torch.zeros(0, 8)
+    parts = [
+        first_answers(own[:4], other, target[:4], queries, 5),
+        first_answers(own[4:], other, target[4:], queries, 5),
+        first_answers(blank, blank, torch.zeros(0, dtype=torch.int64), queries, 5),
+    ]
+    total = sum(parts)
+    by_target = own[target.argsort()]
+    index, similarity = nearest(by_target[queries], other, 5)
+    assert torch.equal(total[..., 0].long() - 1, index)
+    torch.testing.assert_close(total[..., 1], similarity.double())
+    few = first_answers(own, other[:3], target, queries, 5)
+    assert (few[:, 3:] == 0).all() and (few[:, :3, 0] > 0).all()
+
+
+def test_a_run_that_has_just_begun_has_a_page(tmp_path):
+    folder = make_run(tmp_path / "a", 0)
+    (folder / "metrics.jsonl").unlink()
+    page = render_page(read_runs([folder]))
+    assert "No step has been traced yet" in page and "at step 0 of 10" in page
+
+
+def test_what_is_damaged_is_left_out_and_said(tmp_path):
+    folder = make_run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": \n{"step": 11, "loss": null, "step_s": 1.0}\n{"step": 12, "lo')
+    for name in ("queries.json", "trace.json"):
+        (folder / name).write_text("{")
+    page = render_page(read_runs([folder]))
+    assert "metrics.jsonl: 1 lines cannot be read" in page
+    assert "queries.json is damaged" in page and "trace.json cannot be read" in page
+    loss = read_folder(folder, "a").steps["loss"]
+    assert len(loss) == 11 and math.isnan(loss[-1])
+
+
+def test_a_long_run_makes_a_page_below_the_limit(tmp_path):
+    page = render_page(read_runs([make_run(tmp_path / "a", 30_000)] * 1))
+    assert 2_000_000 < len(page.encode()) < MOST_BYTES - 2_000_000
+
+
+def test_the_page_asks_no_other_place_for_anything(tmp_path):
+    page = render_page(read_runs([make_run(tmp_path / "a")]))
+    markup = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"""(?:src|href)=["'](?!#|data:)""", markup)
+    assert "url(" not in markup and "@import" not in markup
+
+
+def test_the_tool_writes_beside_the_run_or_where_it_is_told(tmp_path, capsys):
+    folders = [make_run(tmp_path / name) for name in "ab"]
+    assert run([str(folders[0])]) == 0 and (folders[0] / "report.html").stat().st_size > 10**6
+    assert run(list(map(str, folders))) == 0 and (folders[0] / "comparison.html").is_file()
+    assert run([str(folders[0]), "--out", str(tmp_path / "own.html")]) == 0
+    assert capsys.readouterr().out.split() == [
+        str(folders[0] / "report.html"),
+        str(folders[0] / "comparison.html"),
+        str(tmp_path / "own.html"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "nowhere: no such folder"),
+        (["."], "holds no config.json of train.py"),
+        (["a", "a"], "a run is given twice"),
+        (["a", "--out", "no/where.html"], "--out no/where.html: give the name of a file"),
+        (["a", "--live", "70000"], "--live 70000: give a port"),
+        (["a", "--live", "0", "--out", "x"], "--live writes no file"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(tmp_path, monkeypatch, capsys, words, message):
+    make_run(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    assert run(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and err.count("\n") == 1
+
+
+def test_without_plotly_one_line_says_how_to_install_it_and_a_run_ends_well(
+    tmp_path, monkeypatch, capsys, caplog
+):
+    folder = make_run(tmp_path / "a")
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert run([str(folder)]) == 2
+    assert "pip install 'plotly" in (err := capsys.readouterr().err) and err.count("\n") == 1
+    assert write_at_end(folder) is None and not (folder / "report.html").exists()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "report.html was not written" in line and "pip install" in line
+
+
+# -- while a run goes on
+
+
+@pytest.fixture
+def server(tmp_path):
+    with ReportServer([make_run(tmp_path / "a")], 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def ask(server, path, **headers):
+    request = urllib.request.Request(server.address + path, headers=headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.read().decode()
+
+
+def test_a_new_step_is_in_the_next_update(server):
+    assert 'id="live"' in ask(server, "")
+    before = json.loads(ask(server, "update.json"))
+    assert "0.5 at step 10" in before["sections"]["loss"]
+    with (server.folders[0] / "metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps(step_line(20)) + "\n")
+    after = json.loads(ask(server, "update.json"))
+    assert "0.25 at step 20" in after["sections"]["loss"] and "loss" in after["figures"]
+
+
+def test_only_this_machine_is_answered_under_its_own_name(server):
+    assert server.server_address[0] == LOOPBACK == "127.0.0.1"
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        ask(server, "update.json", Host="elsewhere.example")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        ask(server, "config.json")
+
+
+def test_a_port_that_is_taken_is_one_line(server, capsys):
+    port = server.server_address[1]
+    assert run([str(server.folders[0]), "--live", str(port)]) == 2
+    assert f"--live {port}: the port is in use" in capsys.readouterr().err
