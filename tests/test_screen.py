@@ -1,14 +1,19 @@
 """What is on the screen of a person who starts train.py with DeepSpeed's launcher in a terminal."""
 
+import fcntl
 import json
 import os
 import pty
 import re
+import select
+import signal
+import struct
 import subprocess
 import termios
 import time
 
 import pytest
+from forked_script import ROOT
 from launched import LIMIT_S, SMALL, environment, fork_flags, launcher, write_pairs
 
 pytestmark = pytest.mark.slow
@@ -18,9 +23,11 @@ def on_screen(*arguments):
     """(exit status, all that was written) of train.py on two ranks in a terminal of 150 columns."""
     env = environment()
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (50, 150)) if hasattr(termios, "tcsetwinsize") else _resize(theirs)
+    # rows and columns; termios.tcsetwinsize is of Python 3.11
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 150, 0, 0))
     process = subprocess.Popen(
         [*launcher(2, env["MASTER_PORT"]), *map(str, arguments)],
+        cwd=ROOT,
         env=env,
         stdin=theirs,
         stdout=theirs,
@@ -29,23 +36,17 @@ def on_screen(*arguments):
     )
     os.close(theirs)
     said, deadline = b"", time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        try:
-            piece = os.read(ours, 65536)
-        except OSError:  # all that hold the terminal have ended
-            break
-        said += piece
-    os.close(ours)
-    assert time.monotonic() < deadline, said[-3000:]
+    try:
+        while select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            said += os.read(ours, 65536)
+    except OSError:  # all that hold the terminal have ended
+        pass
+    else:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"not done after {LIMIT_S} s:\n{said[-3000:]}")
+    finally:
+        os.close(ours)
     return process.wait(), said.decode(errors="replace")
-
-
-def _resize(terminal):
-    """Before Python 3.11."""
-    import fcntl
-    import struct
-
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 150, 0, 0))
 
 
 def lines_of(said):

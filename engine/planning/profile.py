@@ -51,7 +51,7 @@ def profile_together(
     budget_s: float = 60.0,
     pairs: tuple[ProfiledLayer, Callable[[int], Tensors], Sequence[int]] | None = None,
     compiling: Mapping[str, str] = MappingProxyType({}),
-    done: Callable[[], object] = bool,
+    done: Callable[[], object] | None = None,
 ) -> Profile:
     """Measure on every rank of the default process group at the same time. All ranks call it
     together and get the same numbers.

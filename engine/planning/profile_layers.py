@@ -114,7 +114,7 @@ def profile_layers(
     effort: Effort | None = None,
     ranks: Alone | None = None,
     compiled: bool = False,
-    done: Callable[[], object] = bool,
+    done: Callable[[], object] | None = None,
 ) -> list[LayerCost]:
     """Seconds and bytes of each layer, in order, for the micro-batch sizes in `sizes`; `device`
     holds one layer at a time.
@@ -141,7 +141,8 @@ def profile_layers(
             measured = profiler.measure(spec, structures[position], tensors, left)
             tensors = {size: _behind(measured[size], tensors[size], device) for size in sizes}
             costs.append(_layer_cost(spec, measured))
-            done()
+            if done is not None:
+                done()
     return costs
 
 

@@ -41,7 +41,9 @@ class Processes:
     timeout: timedelta
 
 
-def start_processes(timeout_s: float = 1800.0, notice: Callable[[str], object] = bool) -> Processes:
+def start_processes(
+    timeout_s: float = 1800.0, notice: Callable[[str], object] | None = None
+) -> Processes:
     """Join the process group that the launcher describes in the environment; without a launcher, a
     group of one.
 
@@ -76,7 +78,7 @@ def start_processes(timeout_s: float = 1800.0, notice: Callable[[str], object] =
     accelerator = get_accelerator()
     check_devices(ranks_on_node, accelerator.device_count(), accelerator.device_name())
     if accelerator.device_name() == "cpu":
-        compile_shared_memory_op(notice if local_rank == 0 else bool)
+        compile_shared_memory_op(notice if local_rank == 0 else None)
         _keep_freed_memory()
     else:
         accelerator.set_device(local_rank)
@@ -208,7 +210,7 @@ def _unlink_shared_memory() -> None:
     Path("/dev/shm", name).unlink(missing_ok=True)
 
 
-def compile_shared_memory_op(notice: Callable[[str], object] = bool) -> None:
+def compile_shared_memory_op(notice: Callable[[str], object] | None = None) -> None:
     """Build DeepSpeed's shared-memory collectives once per environment, under a lock that dies with
     its holder. `notice` is told when it is not built yet.
 
@@ -231,7 +233,7 @@ def compile_shared_memory_op(notice: Callable[[str], object] = bool) -> None:
     if builder is None or not builder.is_compatible():
         return
     _check_path(Path(torch.__file__).parent)
-    if not any(cache.rglob(f"{builder.name}*.so")):
+    if notice is not None and not any(cache.rglob(f"{builder.name}*.so")):
         notice(
             f"compiling DeepSpeed's {builder.name}: once per environment, about a minute, at most "
             f"{COMPILE_LIMIT_S // 60} minutes"

@@ -75,7 +75,7 @@ def data(tmp_path_factory):
     source = open_source(jsonl)
     with (folder / "pairs.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["image_path", "text"])
+        writer.writerow(["filepath", "title"])
         for line in map(json.loads, (folder / "pairs.jsonl").read_text().splitlines()):
             writer.writerow([line["image_path"], line["text"][0]])
     with tarfile.open(folder / "000.tar", "w") as tar:
@@ -167,7 +167,7 @@ def test_the_arithmetic_of_a_recipe_adds_up(file):
     recipe = RecipeFile.read(file)
     text = " ".join(recipe.arithmetic).replace(",", "")
     batch = json.loads(file.read_text())["train_batch_size"]
-    steps = re.findall(r"(\d+) ÷ (\d+) a step = (\d+) steps an epoch", text)
+    steps = re.findall(r"(\d+)(?: training samples)? ÷ (\d+) a step = (\d+) steps an epoch", text)
     for samples, size, number in steps:
         assert int(size) == batch and int(samples) // batch == int(number)
     epochs = re.findall(r"× (\d+) epochs = (\d+) steps", text)
@@ -186,6 +186,7 @@ def test_the_page_has_every_recipe_and_what_is_predicted():
             for line in PAGE.splitlines()
             if line.startswith("| `")
         )
+        if len(cells) == 4
     }
     assert list(rows) == [file.stem for file in FILES]
     for file in FILES:
