@@ -66,6 +66,7 @@ class Axis:
     words: Callable[[float], str] = "{:.4g}".format
     tick_format: str | None = None
     log: bool = False
+    from_zero: bool = False
     range: Sequence[float] | None = None
     lines: Sequence[tuple[float, str]] = field(default_factory=tuple)  # steps that are marked
 
@@ -99,12 +100,12 @@ def line_chart(
     names = list(dict.fromkeys(curve.name for _, _, curves in by_run for curve in curves))
     figure = new_figure("step", axis.title)
     for place, run, curves in by_run:
-        for position, curve in enumerate(curves):
+        for curve in curves:
             style = _style(names.index(curve.name), place, number)
-            shown = number == 1 or position == 0
-            _add_curve(figure, curve, style, shown, run.label if number > 1 else None)
+            in_legend = number == 1 or len(names) == 1
+            _add_curve(figure, curve, style, in_legend, run.label if number > 1 else None)
     if number > 1 and len(names) > 1:
-        _explain_dashes(figure, names)
+        _explain(figure, [(place, run.label) for place, run, _ in by_run], names)
     figure.update_layout(showlegend=number > 1 or len(names) > 1)
     _finish_axis(figure, axis)
     table = _table(title, [(run, c) for _, run, curves in by_run for c in curves], number, axis)
@@ -211,19 +212,24 @@ def _add_curve(
         figure.data[-2].name = f"{label}, each step"
 
 
-def _explain_dashes(figure: go.Figure, names: Sequence[str]) -> None:
-    for position, name in enumerate(names[: len(DASHES)]):
+def _explain(figure: go.Figure, runs: Sequence[tuple[int, str]], names: Sequence[str]) -> None:
+    """In the legend a colour for each run, which hides its curves, and a kind of line for each
+    name."""
+    entries = [
+        (label, COLOURS[place % len(COLOURS)], "solid", escaped(label)) for place, label in runs
+    ]
+    entries += [(name, "#888888", dash, None) for name, dash in zip(names, DASHES)]
+    for label, colour, dash, group in entries:
+        line = {"color": colour, "dash": dash, "width": 2}
         figure.add_scatter(
-            x=[None],
-            y=[None],
-            name=escaped(name),
-            mode="lines",
-            line={"color": "#888888", "dash": DASHES[position], "width": 2},
+            x=[None], y=[None], name=escaped(label), legendgroup=group, mode="lines", line=line
         )
 
 
 def _finish_axis(figure: go.Figure, axis: Axis) -> None:
     figure.update_yaxes(tickformat=axis.tick_format, range=axis.range)
+    if axis.from_zero:
+        figure.update_yaxes(rangemode="tozero")
     if axis.log:
         figure.update_yaxes(type="log", dtick=1 if axis.tick_format is None else None)
     for step, text in axis.lines:

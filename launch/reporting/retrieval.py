@@ -14,7 +14,7 @@ from launch.reporting.parts import Text
 from launch.reporting.reading import RunData
 from models.metrics.retrieval import RECALL_AT
 
-SHARE = Axis("recall", "{:.1%}".format, ".0%")
+SHARE = Axis("recall", "{:.1%}".format, ".0%", from_zero=True)
 GEOMETRY = ("alignment", "modality_gap", "cosine_pairs", "cosine_others")
 Runs = Sequence[RunData]
 

@@ -114,9 +114,9 @@ def _times(runs: Runs) -> list[Any]:
             timeline_chart(run, traced, f"timeline-{place}"),
         ):
             parts.append(replace(chart, title=f"{beside(run, runs)}{chart.title}"))
-    share = Axis("share of the step", "{:.1%}".format, ".0%")
-    per_second = Axis("samples/s", "{:,.1f}".format)
-    time = Axis("seconds", seconds)
+    share = Axis("share of the step", "{:.1%}".format, ".0%", from_zero=True)
+    per_second = Axis("samples/s", "{:,.1f}".format, from_zero=True)
+    time = Axis("seconds", seconds, from_zero=True)
     return [
         *parts,
         *over_steps(
@@ -143,8 +143,8 @@ def _times(runs: Runs) -> list[Any]:
 
 
 def _balance(runs: Runs) -> list[Any]:
-    share = Axis("padding share", "{:.2%}".format, "~p")
-    tokens = Axis("tokens/s", "{:,.0f}".format)
+    share = Axis("padding share", "{:.2%}".format, "~p", from_zero=True)
+    tokens = Axis("tokens/s", "{:,.0f}".format, from_zero=True)
     parts: list[Any] = [
         *over_steps(runs, "padding", "Padding of the texts", share, _named("padding_share/")),
         *over_steps(
@@ -199,7 +199,7 @@ def _memory(runs: Runs) -> list[Chart]:
         by_rank = run.steps.named("peak_memory_bytes/")
         return by_rank or {"rank that held most": "peak_memory_bytes"}
 
-    axis = Axis("GiB", "{:.2f} GiB".format)
+    axis = Axis("GiB", "{:.2f} GiB".format, from_zero=True)
     note = "The most that a rank has held so far: tensors on a GPU; on a CPU the whole process."
     return over_steps(runs, "memory", "Peak memory by rank", axis, keys, note=note, scale=1 / GIB)
 
@@ -207,7 +207,7 @@ def _memory(runs: Runs) -> list[Chart]:
 def _gradients(runs: Runs) -> list[Chart]:
     norm = Axis("norm before clipping", log=True, words="{:.3g}".format)
     share = Axis("norm after ÷ before", "{:.3f}".format, range=[0, 1.05])
-    clipped = Axis("share of steps", "{:.1%}".format, ".0%")
+    clipped = Axis("share of steps", "{:.1%}".format, ".0%", from_zero=True)
     clipping = _named("clip_coefficient/") if any(_clips(run) for run in runs) else lambda run: {}
     often = _named("clipped_share/") if any(_clips(run) for run in runs) else lambda run: {}
     return [

@@ -207,7 +207,8 @@ def bad(runs: Runs) -> list[Any]:
 
 
 def environment(runs: Runs) -> list[Any]:
-    parts: list[Any] = []
+    versions: list[Facts] = []
+    all_options: list[Table] = []
     for run in runs:
         config = run.config
         facts = [
@@ -216,7 +217,7 @@ def environment(runs: Runs) -> list[Any]:
             *((f"{name}", words(v)) for name, v in config.get("versions", {}).items()),
             ("git commit", words(config.get("git_commit"))),
         ]
-        parts.append(Facts(f"{run.label}: versions" if len(runs) > 1 else "Versions", facts))
+        versions.append(Facts(f"{run.label}: versions" if len(runs) > 1 else "Versions", facts))
         options = [[k, words(v)] for k, v in flattened(run.options).items()]
         training = config.get("training", {})
         decided = {
@@ -225,5 +226,5 @@ def environment(runs: Runs) -> list[Any]:
         }
         options += [[k, words(v)] for k, v in flattened(decided).items()]
         title = f"{run.label}: all options" if len(runs) > 1 else "All options"
-        parts.append(Table(title, ["option", "value"], options))
-    return parts
+        all_options.append(Table(title, ["option", "value"], options))
+    return [*versions, *all_options]

@@ -26,6 +26,7 @@ from launch.tools.timeline import measured_tracks, prediction
 
 WAITED, IDLE = "waits for other ranks", "idle"
 EXTRA_COLOURS = {WAITED: "#C9C9C9", MOVES[0]: MOVES[1], IDLE: "rgba(128,128,128,0.18)"}
+LABELS = (*(label for label, _ in COLOURS.values()), WAITED, MOVES[0], IDLE)  # as they are stacked
 MOST_BARS = 3000  # of a timeline; neighbours of one kind are merged beyond that
 TRACK_PIXELS = 34
 
@@ -70,7 +71,7 @@ def time_by_stage(run: RunData, traced: Traced, name: str) -> Chart:
         )
         for stage, members in traced.stages.items()
     }
-    labels = dict.fromkeys(label for own in parts.values() for label in own)
+    labels = [label for label in LABELS if any(label in own for own in parts.values())]
     figure = new_figure("seconds of a step", "")
     for label in labels:
         colour = _colour(label)
@@ -128,8 +129,7 @@ def breakdown(spans: Sequence[Span], step_s: float) -> dict[str, float]:
             of = COLOURS[computing[around].name][0]
             found[of] = found.get(of, 0.0) - span.seconds
         found[label] = found.get(label, 0.0) + span.seconds
-    ordered = [*(label for label, _ in COLOURS.values()), WAITED, MOVES[0]]
-    parts = {label: max(0.0, found[label]) for label in ordered if label in found}
+    parts = {label: max(0.0, found[label]) for label in LABELS if label in found}
     return {**parts, IDLE: max(0.0, step_s - sum(parts.values()))}
 
 
@@ -268,10 +268,8 @@ def _colour(label: str) -> str:
 
 
 def _mean(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    labels = dict.fromkeys(label for own in parts for label in own)
-    # idle last, whatever a single rank lacks
-    ordered = [label for label in labels if label != IDLE] + [IDLE]
-    return {label: mean(own.get(label, 0.0) for own in parts) for label in ordered}
+    labels = [label for label in LABELS if any(label in own for own in parts)]
+    return {label: mean(own.get(label, 0.0) for own in parts) for label in labels}
 
 
 def _step_s(ranks: Mapping[int, Sequence[Span]]) -> float:

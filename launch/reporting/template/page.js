@@ -40,10 +40,19 @@
     return own;
   }
 
+  // Dark lines on a dark page: these have a brighter shade there.
+  const BRIGHTER = { "#0072B2": "#4AA3DF", "#8C6BB1": "#B39DDB", "#6B4C9A": "#9B7FD0" };
+
+  function coloured(data) {
+    const dark = getComputedStyle(root).getPropertyValue("--dark").trim() === "1";
+    const text = JSON.stringify(data);
+    return JSON.parse(dark ? text.replace(/#0072B2|#8C6BB1|#6B4C9A/g, (own) => BRIGHTER[own]) : text);
+  }
+
   async function draw() {
     for (const [name, figure] of Object.entries(figures)) {
       const place = byId("chart-" + name);
-      if (place) await Plotly.react(place, figure.data, themed(figure.layout), CONFIG);
+      if (place) await Plotly.react(place, coloured(figure.data), themed(figure.layout), CONFIG);
     }
   }
 
