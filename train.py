@@ -43,7 +43,7 @@ from launch.run.journal import Journal
 from launch.run.report import Progress
 from launch.run.resuming import find_checkpoint, resume, state_of
 from launch.run.stopping import STOPPED, StopRequest
-from launch.settings.blocks import dealing
+from launch.settings.blocks import adapting, dealing
 from launch.settings.configuration import read_configuration
 from launch.settings.options import Options, parse_options
 from launch.settings.preprocessing import describe_pixels
@@ -97,7 +97,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     options, config, block, recipe = settle(options, config, block, total_steps)
 
     # What to train: towers as lists of layers, and the losses between their embeddings.
-    model = RunModel.of(options.section(ModelOptions), data.tokenizer)
+    model = RunModel.of(options.section(ModelOptions), data.tokenizer, adapting(block))
     model.refuse_sizes(options.image_buckets, dealing(block).image_size)
     inputs = options.section(InputOptions)
 
@@ -108,7 +108,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     training = training_identity(options.record(), config, asdict(block), plan)
     folder.refuse_other_run(training, options.resume)
     described = f"{plan.describe()}   {config_file.name}   {folder.path}"
-    journal.say(plan.reasons, recipe, describe_pixels(options), model.describe_cuts(), described)
+    journal.say(plan.reasons, recipe, describe_pixels(options), model.describe_cuts())
+    journal.say(model.describe_adapters(), described)
 
     # Which samples of a global batch make which micro-batch.
     with first_rank_first():
