@@ -1,5 +1,5 @@
-"""How a tower is adapted: the settings of its adapters, as the JSON has them. Imports peft when it is
-asked for its configuration."""
+"""How a tower is adapted: the settings of its adapters, as the JSON has them. Imports peft when
+it is asked for its configuration."""
 
 from __future__ import annotations
 

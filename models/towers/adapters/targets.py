@@ -1,5 +1,5 @@
-"""Which modules of a tower have an adapter, in every library: by their names there, and by the classes
-around them."""
+"""Which modules of a tower have an adapter, in every library: by their names there, and by the
+classes around them."""
 
 from __future__ import annotations
 
