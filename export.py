@@ -39,6 +39,12 @@ def parse() -> argparse.Namespace:
         default="auto",
         help="auto: a model of transformers where it can be one, else a state dict under the towers' own names (default: auto)",
     )
+    parser.add_argument(
+        "--keep-adapters",
+        action="store_true",
+        help="of a run with adapters (LoRA): leave the weights as they were and write the adapters to OUT/adapters, as peft's files "
+        "(default: they are added to the weights)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT")
     return parser.parse_args()
 
@@ -51,7 +57,9 @@ def main(arguments: argparse.Namespace) -> None:
             f"{arguments.run_dir}: is an export already; give the folder of the run it came from"
         )
     trained = open_run(arguments.run_dir, arguments.checkpoint, averaged=arguments.ema)
-    differences = write_export(trained, arguments.out, arguments.overwrite, arguments.format)
+    differences = write_export(
+        trained, arguments.out, arguments.overwrite, arguments.format, arguments.keep_adapters
+    )
     if differences:
         print(
             "a state dict, because "

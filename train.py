@@ -44,7 +44,7 @@ from launch.run.folder import RunFolder, choose_folder, training_identity
 from launch.run.journal import Journal
 from launch.run.resuming import find_checkpoint, resume, state_of
 from launch.run.stopping import STOPPED, StopRequest
-from launch.settings.blocks import dealing
+from launch.settings.blocks import adapting, dealing
 from launch.settings.configuration import Abilities, read_configuration
 from launch.settings.options import Options, parse_options
 from launch.settings.preprocessing import describe_pixels
@@ -106,7 +106,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     options, config, block, recipe = settle(options, config, block, total_steps)
 
     # What to train: towers as lists of layers, and the losses between their embeddings.
-    model = RunModel.of(options.section(ModelOptions), data.tokenizer)
+    model = RunModel.of(options.section(ModelOptions), data.tokenizer, adapting(block))
     model.refuse_sizes(options.image_buckets, dealing(block).image_size)
     inputs = options.section(InputOptions)
 
@@ -128,7 +128,11 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
             plan,
             recipe,
             total_steps,
-            [describe_pixels(options), *model.describe_cuts().splitlines()],
+            [
+                describe_pixels(options),
+                *model.describe_cuts().splitlines(),
+                *model.describe_adapters().splitlines(),
+            ],
             folder.path,
         )
     )

@@ -16,7 +16,7 @@ from torch import nn
 
 from engine.communication import Communicator
 from engine.executor import ForkEngine
-from engine.module import DescribesLayer, StageModule
+from engine.module import DescribesLayer, StageModule, learned_parameters
 from engine.objective import Objective
 from engine.optimizer.clipping_rules import group_of, rank_sets, refuse_idle_patterns
 from engine.optimizer.parameter_groups import settings_of
@@ -67,7 +67,7 @@ def build_engine(
     )
     groups = {
         b: [
-            {group_of(name, plan.clipping) for name in spec.canonical_parameters if learns}
+            {group_of(name, plan.clipping) for name in learned_parameters(spec) if learns}
             for spec, learns in zip(specs, plan.trainable[b])
         ]
         for b, specs in layers.items()

@@ -137,7 +137,9 @@ class StageModule(PipelineModule):
             layer = self._build_layer(spec)
             if not learns[index]:
                 layer.requires_grad_(False)
-                self._locked_norms += _batch_norms(layer) if self._batch_norm_locked else []
+            if self._batch_norm_locked:
+                still = _still_norms if learns[index] else _batch_norms
+                self._locked_norms += still(layer)
             if branches[index] in self._compiled:
                 compile_layer(layer)
             self.forward_funcs.append(layer)
@@ -311,6 +313,29 @@ def _batch_norms(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
 
 
+def _still_norms(layer: nn.Module) -> list[nn.Module]:
+    """Of a layer of which only some parameters learn (adapters), the batch normalisations that do
+    not learn themselves; of others none."""
+    if all(parameter.requires_grad for parameter in layer.parameters()):
+        return []
+    return [
+        norm
+        for norm in _batch_norms(layer)
+        if not any(parameter.requires_grad for parameter in norm.parameters())
+    ]
+
+
+def learned_parameters(spec: DescribesLayer) -> list[str]:
+    """The canonical names of the parameters that learn where the layer does: all, or those that its
+    template leaves trainable (adapters)."""
+    still = {
+        spec.template.canonical_names[local]
+        for local, parameter in spec.template.named_parameters()
+        if not parameter.requires_grad
+    }
+    return [name for name in spec.canonical_parameters if name not in still]
+
+
 def _most_groups(
     graph: StageGraph,
     layers: Mapping[str, Sequence[DescribesLayer]],
@@ -324,7 +349,7 @@ def _most_groups(
             for branch, own in stage.layers.items()
             for i in own
             if trainable[branch][i]
-            for n in layers[branch][i].canonical_parameters
+            for n in learned_parameters(layers[branch][i])
         ]
         for stage in graph.stages
     ]

@@ -26,6 +26,7 @@ from engine.planning.costs import (
     cost_model_from_json,
     cost_model_to_json,
     precision_of,
+    with_learned,
 )
 from engine.planning.devices import find_device
 from engine.planning.measured import device_identity
@@ -73,6 +74,21 @@ def run_costs(
 
     All ranks call it together and get the same.
     """
+    costs = _all_learning(model, config, block, data, inputs, loading, processes, folder)
+    return with_learned(costs, model.num_learned)
+
+
+def _all_learning(
+    model: RunModel,
+    config: Mapping[str, Any],
+    block: BranchesBlock,
+    data: PreparedData,
+    inputs: InputOptions,
+    loading: LoadingOptions,
+    processes: Processes,
+    folder: RunFolder,
+) -> CostModel:
+    """The costs, but for how many of the parameters learn."""
     towers, embed_dim = model.towers, model.embed_dim
     compared = [pair.branches for pair in model.objective.pairs]
     known = from_first_rank(folder.read_costs() if processes.rank == 0 else None)

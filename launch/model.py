@@ -4,8 +4,9 @@ they start from."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +15,8 @@ from engine.objective import Objective
 from launch.inference.trained import towers_of
 from launch.settings.objective import objective_of, pairs_of
 from models.losses import Matching, build_loss
+from models.towers.adapters.layers import adapted_tower, describe_adapters, num_learned
+from models.towers.adapters.lora import LoRA
 from models.towers.building import takes_other_sizes
 from models.towers.fusion import FusionSizes, fusion_sizes
 from models.towers.layers import LayerSpec, Tower, Weights
@@ -58,8 +61,14 @@ class RunModel:
     pretrained: Mapping[str, Weights] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: ModelOptions, tokenizer: PreTrainedTokenizerBase | None) -> RunModel:
-        """As the options say. Errors: ValueError, FileNotFoundError."""
+    def of(
+        cls,
+        options: ModelOptions,
+        tokenizer: PreTrainedTokenizerBase | None,
+        adapters: Mapping[str, LoRA] = MappingProxyType({}),
+    ) -> RunModel:
+        """As the options say. `adapters`: by branch, of the towers that learn in them alone.
+        Errors: ValueError, FileNotFoundError."""
         towers = towers_of(vars(options), tokenizer)
         loss = build_loss(options.loss, options.label_smoothing)
         pairs = pairs_of(options.pairs, loss, Matching() if options.fusion else None)
@@ -70,12 +79,31 @@ class RunModel:
             options.seed,
             fusion_sizes(vars(options)),
             _pretrained(options, towers),
-        )
+        )._with(adapters)
+
+    def _with(self, adapters: Mapping[str, LoRA]) -> RunModel:
+        bare = [branch for branch in adapters if branch not in self.pretrained]
+        if bare:
+            flag = f"--{bare[0]}-weights or " if bare[0] in ("image", "text") else ""
+            raise ValueError(
+                f"branches.train.{bare[0]}.lora: adapters leave the tower's weights as they are, and "
+                f"this tower starts from random ones; give {flag}--import, or remove the key"
+            )
+        towers = [
+            adapted_tower(tower, adapters[tower.branch]) if tower.branch in adapters else tower
+            for tower in self.towers
+        ]
+        return replace(self, towers=towers)
 
     @property
     def layers(self) -> dict[str, Sequence[LayerSpec]]:
         """Of each branch, in order."""
         return {tower.branch: tower.specs for tower in self.towers}
+
+    @property
+    def num_learned(self) -> dict[str, list[int | None]]:
+        """Of each layer how many parameters learn; None: all."""
+        return {tower.branch: num_learned(tower.specs) for tower in self.towers}
 
     @cached_property
     def patch_size(self) -> int | None:
@@ -92,6 +120,10 @@ class RunModel:
             for tower in self.towers
             if tower.config.get("notes")
         )
+
+    def describe_adapters(self) -> str:
+        """A line for each tower with adapters; empty where there is none."""
+        return describe_adapters(self.towers)
 
     def refuse_sizes(self, image_buckets: int, image_sizes: Sequence[int] | None) -> None:
         """Raise ValueError where images of several sizes are asked for (--image-buckets, the bounds

@@ -4,6 +4,7 @@ ranks import it by name."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,21 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
     from engine.build import build_engine
     from engine.config.auto import filled
     from engine.config.reading import check_config
+    from engine.planning.costs import with_learned
     from engine.planning.planner import plan_run
     from launch.settings.objective import objective_of, pairs_of
     from launch.settings.recipe import RECIPES
     from models.losses import build_loss
+    from models.towers.adapters.layers import num_learned
     from models.towers.building import count_flops, meta_inputs
 
     written = json.loads(Path(file).read_text()) | {"train_batch_size": BATCH}
     written["branches"] |= SMALLER.get(Path(file).name, {})
     pretrained = dict.fromkeys(("image", "text"), False)
+    adapters = {b: own["lora"] for b, own in written["branches"].get("train", {}).items()}
     config, block = filled(
         *check_config(written, BRANCHES),
-        RECIPES["short"].values(BATCH, steps, pretrained),
+        RECIPES["short"].values(BATCH, steps, pretrained, adapted=adapters),
         BRANCHES,
     )
     config["zero_optimization"] |= {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
@@ -47,10 +51,13 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
         True  # DeepSpeed's own for an offloaded state would be compiled first
     )
     case = Case("fork", {"image": 1, "text": 1}, {"image": 1, "text": 1}, global_batch_size=BATCH)
+    if adapters:
+        case = replace(case, towers="vit+clip", lora=adapters)
     towers, image_size = towers_of(case)
     costs = proportional(
         {branch: count_flops(tower, meta_inputs(tower, 2)) for branch, tower in towers.items()}
     )
+    costs = with_learned(costs, {b: num_learned(tower.specs) for b, tower in towers.items()})
     plan = plan_run(config, block, dist.get_world_size(), costs)
     with mock.patch.object(
         type(get_accelerator()), "is_fp16_supported", lambda self: True

@@ -142,6 +142,7 @@ class Case:
     )  # the gradient_clipping block; limits of norms only, for the unsplit side
     optimizer_groups: dict[str, Any] = field(default_factory=dict)  # the block
     locked: dict[str, Any] = field(default_factory=dict)  # the block
+    lora: dict[str, Any] = field(default_factory=dict)  # branch -> its adapters, as in the block
     ema: dict[str, Any] | None = None  # the block
     offload: bool = False  # the optimizer's state to the CPU
     scheduler: dict[str, Any] = field(
@@ -182,6 +183,7 @@ class Case:
                 "gradient_clipping": self.clipping,
                 "optimizer_groups": self.optimizer_groups,
                 "locked": self.locked,
+                "train": {branch: {"lora": own} for branch, own in self.lora.items()},
                 "ema": self.ema,
                 "schedule": self.schedule,
                 "kept_micro_batches": self.kept_micro_batches,
@@ -255,6 +257,7 @@ class Case:
         parts += ["sources"] if self.source_starts else []
         parts += ["groups"] if self.optimizer_groups else []
         parts += ["locked", self.locked] if self.locked else []
+        parts += ["lora", *self.lora] if self.lora else []
         parts += ["ema"] if self.ema else []
         parts += ["offload"] if self.offload else []
         parts += [f"fusion{self.fusion}"] if self.fusion else []
@@ -293,7 +296,31 @@ def towers_of(case: Case):
         if case.fusion
         else None,
     )
-    return {"image": image_tower, "text": text_tower}, image_size
+    towers = {"image": image_tower, "text": text_tower}
+    return {branch: with_lora(tower, case.lora.get(branch)) for branch, tower in towers.items()}, (
+        image_size
+    )
+
+
+def with_lora(tower, written: dict[str, Any] | None):
+    """The tower with adapters, of which B starts at random: at zero nothing of A would be seen."""
+    if written is None:
+        return tower
+    from models.towers.adapters.layers import AdaptedSpec, adapted_tower
+    from models.towers.adapters.lora import LoRA
+
+    class Drawn(AdaptedSpec):
+        def build(self, seed, weights=None):
+            layer = super().build(seed, weights)
+            draw = torch.Generator().manual_seed(len(self.name))
+            for name, tensor in layer.state_dict().items():
+                if ".lora_B." in name:
+                    tensor.copy_(0.1 * torch.randn(tensor.shape, generator=draw))
+            return layer
+
+    tower = adapted_tower(tower, LoRA(**written))
+    specs = [Drawn(**vars(spec)) for spec in tower.specs[:-1]]
+    return replace(tower, specs=(*specs, tower.specs[-1]))
 
 
 def global_batch(case: Case, step: int, image_size: int) -> dict[str, Tensor]:
@@ -386,7 +413,11 @@ def make_engine(case: Case, build_layer: Callable | None = None):
     )
     layers = {
         b: [
-            replace(own, num_parameters=spec.num_parameters)
+            replace(
+                own,
+                num_parameters=spec.num_parameters,
+                num_learned=getattr(spec, "num_learned", None),
+            )
             for own, spec in zip(costs.layers[b], t.specs)
         ]
         for b, t in towers.items()

@@ -83,8 +83,8 @@ NOT_WITH_A_PIPELINE = {
 @dataclass(frozen=True)
 class BranchesBlock:
     """The `branches` block as written. Checked when made, but for the names of branches in it, see
-    `check_names`, and for `balance` and `sample_weights`, which whoever loads the data reads
-    (`launch/settings/blocks.py`)."""
+    `check_names`, and for `balance`, `sample_weights` and `train`, which those read that load the
+    data and build the towers (`launch/settings/blocks.py`)."""
 
     layout: str = AUTO
     stages: Any = AUTO
@@ -95,6 +95,7 @@ class BranchesBlock:
     gradient_clipping: Any = None
     optimizer_groups: Any = None
     locked: Any = None
+    train: Any = None
     ema: Any = None
     max_bad_steps: int = 10
     compile: Any = None
@@ -139,7 +140,8 @@ class BranchesBlock:
 
     def check_names(self, branches: Sequence[str]) -> None:
         """Raise ValueError for a key that should be one of these branches and is not."""
-        for name in ("stages", "replicas", "micro_batch_size", "kept_micro_batches", "compile"):
+        names = ("stages", "replicas", "micro_batch_size", "kept_micro_batches", "compile", "train")
+        for name in names:
             value = getattr(self, name)
             for key in value if isinstance(value, dict) else ():
                 check_choice(
@@ -147,7 +149,13 @@ class BranchesBlock:
                 )
         self.clipping(branches)
         self.learning(branches)
-        locked_block(self.locked, branches)
+        locked = locked_block(self.locked, branches)
+        for branch in self.train if isinstance(self.train, dict) else ():
+            if locked.towers.get(branch):
+                raise ValueError(
+                    f"branches.locked.{branch}: with branches.train.{branch} the tower keeps its "
+                    "weights already, and its adapters learn; remove one of the two"
+                )
 
     def num_kept(self, branch: str) -> int | str:
         """How many micro-batches keep their activations under a schedule that recomputes. Where

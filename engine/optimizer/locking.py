@@ -98,10 +98,17 @@ def locked_block(written: Any, branches: Sequence[str] | None = None) -> LockedB
 
 
 def trainable_layers(locked: LockedBlock, costs: CostModel) -> dict[str, tuple[bool, ...]]:
-    """Which layers learn, of the towers that were priced."""
-    return locked.trainable(
+    """Which layers learn, of the towers that were priced: those that are not locked and, where a
+    tower learns in parts of its layers alone (adapters), have such a part."""
+    free = locked.trainable(
         {branch: [layer.num_parameters for layer in line] for branch, line in costs.layers.items()}
     )
+    return {
+        branch: tuple(
+            learns and layer.num_learned != 0 for learns, layer in zip(free[branch], line)
+        )
+        for branch, line in costs.layers.items()
+    }
 
 
 def lock_graph(graph: StageGraph, trainable: Trainable) -> StageGraph:

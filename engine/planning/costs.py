@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -61,6 +61,16 @@ class LayerCost:
     differentiated: bool = (
         True  # else nothing in it or before it learns: it has no backward and keeps nothing for one
     )
+
+    # of its parameters those that learn, where only some do (adapters); None: all
+    num_learned: int | None = None
+
+    @property
+    def num_trained(self) -> int:
+        """The parameters with gradients and optimizer state."""
+        if not self.trainable:
+            return 0
+        return self.num_parameters if self.num_learned is None else self.num_learned
 
     def training_s(self, size: float) -> float:
         """Of a forward and, if it has one, a backward."""
@@ -226,6 +236,18 @@ class CostModel:
             compiled_share or {},
             loading,
         )
+
+
+def with_learned(costs: CostModel, num_learned: Mapping[str, Sequence[int | None]]) -> CostModel:
+    """The costs of towers of whose layers only so many parameters learn, by branch; None: all."""
+    layers = {
+        branch: [
+            replace(layer, num_learned=number)
+            for layer, number in zip(line, num_learned[branch], strict=True)
+        ]
+        for branch, line in costs.layers.items()
+    }
+    return replace(costs, layers=layers)
 
 
 def cost_model_to_json(costs: CostModel) -> dict[str, Any]:

@@ -445,8 +445,8 @@ def _layers_cost(pieces: Sequence[tuple[str, range, int]], costs: CostModel) -> 
         forward_s,
         replay_s,
         backward_s,
-        sum(layer.num_parameters for layer, _ in layers if layer.trainable),
-        sum(layer.num_parameters for layer, _ in layers if not layer.trainable),
+        sum(layer.num_trained for layer, _ in layers),
+        sum(layer.num_parameters - layer.num_trained for layer, _ in layers),
         kept_bytes,
         working_bytes,
         sum(

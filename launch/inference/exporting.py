@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import CLIPImageProcessor
 
 from data.modalities.preprocessing import Preprocessing
+from launch.inference.adapters import page_of_adapters, taken_off, write_all
 from launch.inference.export_page import export_page
 from launch.inference.trained import Trained
 from launch.run.records import IMAGE_FOLDER, OPTIONS, RECORD, TEXT_FOLDER, WEIGHTS, read_export
@@ -40,10 +41,15 @@ FORMATS = ("auto", "transformers", "state_dict")
 
 
 def write_export(
-    trained: Trained, folder: Path, overwrite: bool = False, form: str = "auto"
+    trained: Trained,
+    folder: Path,
+    overwrite: bool = False,
+    form: str = "auto",
+    keep_adapters: bool = False,
 ) -> list[str]:
     """Write the model to `folder`, which appears whole or not at all; returns why it is not one of
-    transformers' models, if it is not. `form`: one of `FORMATS`.
+    transformers' models, if it is not. `form`: one of `FORMATS`. Adapters are added to the weights;
+    `keep_adapters`: they are written beside these, as peft's files.
 
     Weights are in fp32, whatever they were trained in: no number changes, but that a scale beyond
     the limit at which the loss reads it is written as the limit. Raises ValueError for a folder
@@ -52,7 +58,9 @@ def write_export(
     """
     folder = folder.expanduser().resolve()
     refuse_to_overwrite(folder, overwrite)
-    trained = images_and_texts(trained)
+    trained, adapters = taken_off(images_and_texts(trained), merge=not keep_adapters)
+    if keep_adapters and not adapters:
+        raise ValueError(f"--keep-adapters: {trained.checkpoint} has no adapters; leave it out")
     key = whole_model_of(*trained.towers)
     differences = [] if key else what_differs(*trained.towers)
     if differences and form == "transformers":
@@ -72,6 +80,7 @@ def write_export(
         if not name.startswith(FUSION_NAMES) and not _is_of_another_pair(name)
     }
     state["head.logit_scale"] = state["head.logit_scale"].clamp(max=LOGIT_SCALE_LIMIT)
+    config, own_pairs = None, []
     if not differences:
         scale = state["head.logit_scale"].item()
         if key:
@@ -79,7 +88,8 @@ def write_export(
         else:
             config, pairs = dual_encoder_config(*trained.towers, scale), dual_encoder_pairs
         config.save_pretrained(beside)
-        state = to_theirs(pairs(*trained.towers), state)
+        own_pairs = pairs(*trained.towers)
+        state = to_theirs(own_pairs, state)
     save_file(state, beside / WEIGHTS, metadata={"format": "pt"})
     for tower, folder_of in zip(trained.towers, (IMAGE_FOLDER, TEXT_FOLDER)):
         if tower.config["library"] == "transformers":
@@ -91,8 +101,12 @@ def write_export(
     tokenizer.save_pretrained(str(beside))
     image_processor(trained.preprocessing, trained.options["image_size"]).save_pretrained(beside)
     kind = STATE_DICT if differences else config.architectures[0]
-    _write_json(beside / RECORD, _record(trained, kind, differences))
-    (beside / "README.md").write_text(export_page(trained, kind, differences), encoding="utf-8")
+    record, page = _record(trained, kind, differences), export_page(trained, kind, differences)
+    if keep_adapters:
+        record["adapters"] = write_all(adapters, trained.towers, config, own_pairs, beside)
+        page += page_of_adapters(list(record["adapters"]), whole=config is not None)
+    _write_json(beside / RECORD, record)
+    (beside / "README.md").write_text(page, encoding="utf-8")
 
     if folder.exists():
         shutil.rmtree(folder)
@@ -191,7 +205,7 @@ def _record(trained: Trained, kind: str, differences: list[str]) -> dict[str, ob
         "loss": options["loss"],
         "projection": options.get("projection", "linear"),
         "step": trained.step,
-        "trained_in": str(next(trained.layers[0].parameters()).dtype).removeprefix("torch."),
+        "trained_in": str(next(trained.layers[-1].parameters()).dtype).removeprefix("torch."),
         "versions": {name: version(name) for name in (*PACKAGES, *_adapters(trained))},
     }
 

@@ -3,9 +3,10 @@ whatever topology it was trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from engine.checkpoint.layout import (
 )
 from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.objective import scalars_of
+from launch.inference.adapters import FILE, FOLDER, read_adapters
 from launch.run.records import (
     WEIGHTS,
     is_published,
@@ -35,10 +37,12 @@ from launch.run.records import (
     read_run,
 )
 from launch.run.report import show
+from launch.settings.blocks import train_block
 from launch.settings.modalities import Vocabulary, tower_of
 from launch.settings.objective import pairs_of
 from launch.settings.preprocessing import trained_with
 from models.losses import build_loss
+from models.towers.adapters.layers import adapted_tower
 from models.towers.defaults import image_name, text_name
 from models.towers.fusion import fusion_sizes
 from models.towers.layers import Layer, Tower, library_models_kept
@@ -84,7 +88,9 @@ class Trained:
     def checksum(self) -> str:
         """Of the file that tells these weights from all others."""
         file = self.checkpoint / MANIFEST
-        return checksum_of_file(file if file.is_file() else self.checkpoint / WEIGHTS)
+        apart = sorted(self.checkpoint.glob(f"{FOLDER}/*/{FILE}"))
+        files = [file] if file.is_file() else [self.checkpoint / WEIGHTS, *apart]
+        return "-".join(map(checksum_of_file, files))
 
 
 def open_model_folder(
@@ -102,7 +108,9 @@ def open_model_folder(
 
 def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
     """The model in a folder of export.py. It has no samples of its own."""
-    return _opened(folder, options_of_export(folder), read_export(folder)["step"], device)
+    record = read_export(folder)
+    adapters = record.get("adapters", {})
+    return _opened(folder, options_of_export(folder), record["step"], device, adapters)
 
 
 def open_published(folder: Path, device: torch.device | str = "cpu") -> Trained:
@@ -115,18 +123,26 @@ def open_published(folder: Path, device: torch.device | str = "cpu") -> Trained:
 
 
 def _opened(
-    folder: Path, known: Mapping[str, Any], step: int, device: torch.device | str
+    folder: Path,
+    known: Mapping[str, Any],
+    step: int,
+    device: torch.device | str,
+    adapters: Mapping[str, Any] = MappingProxyType({}),
 ) -> Trained:
+    """`adapters`: those that are beside the weights, as the record of an export has them."""
     options = {"seed": 0, "fusion": 0, "imported": str(folder), **known}
     tokenizer = load_tokenizer(options["tokenizer"])
     towers = towers_of(options, tokenizer)
     reader = open_model(str(folder), *towers)
+    towers = adapted_towers(
+        towers, {branch: {"lora": own["lora"]} for branch, own in adapters.items()}
+    )
     with library_models_kept():
         layers = [
-            spec.build(options["seed"], reader).eval().to(device)
-            for tower in towers
-            for spec in tower.specs
+            spec.build(options["seed"], reader).eval() for tower in towers for spec in tower.specs
         ]
+    read_adapters(layers, folder, adapters)
+    layers = [layer.to(device) for layer in layers]
     return Trained({"options": options}, folder, step, tokenizer, towers, layers)
 
 
@@ -147,7 +163,9 @@ def open_run(
     options = record["options"]
     texts = "text" in branches_of(options.get("pairs", IMAGE_TEXT))
     tokenizer = load_tokenizer(record["tokenizer"] or str(run_dir / "tokenizer")) if texts else None
-    towers = towers_of(options, tokenizer)
+    towers = adapted_towers(
+        towers_of(options, tokenizer), record.get("training", {}).get("branches", {}).get("train")
+    )
     specs = [spec for tower in towers for spec in tower.specs]
     with CheckpointReader(found) as reader, library_models_kept():
         if averaged and not reader.has(AVERAGE):
@@ -208,6 +226,15 @@ def towers_of(
                 f"tokenizer has {len(tokenizer)}; leave out --tokenizer"
             )
     return towers
+
+
+def adapted_towers(towers: Sequence[Tower], written: Any) -> tuple[Tower, ...]:
+    """The towers with the adapters that `branches.train`, as written, gives them."""
+    adapters = train_block(written)
+    return tuple(
+        adapted_tower(tower, adapters[tower.branch]) if tower.branch in adapters else tower
+        for tower in towers
+    )
 
 
 def read_record(run_dir: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from launch.inference.trained import find_checkpoint, with_named_towers
 from launch.model import ModelOptions, RunModel
 from launch.run.folder import RunFolder, choose_folder, training_identity
 from launch.run.resuming import state_of
-from launch.settings.blocks import dealing
+from launch.settings.blocks import adapting, dealing
 from launch.settings.configuration import Abilities, read_configuration
 from launch.settings.options import Options
 from launch.settings.preprocessing import describe_pixels
@@ -117,7 +117,7 @@ def _prepare(options: Options, planned: Planned, temporary: Path) -> list[tuple[
     total_steps = batching.total_steps
     options, config, block, recipe = settle(options, config, block, total_steps)
 
-    model = RunModel.of(options.section(ModelOptions), data.tokenizer)
+    model = RunModel.of(options.section(ModelOptions), data.tokenizer, adapting(block))
     model.refuse_sizes(options.image_buckets, dealing(block).image_size)
     LossWeights.of(options.section(LossWeightOptions), model.objective, data.held_out)
 
@@ -129,6 +129,7 @@ def _prepare(options: Options, planned: Planned, temporary: Path) -> list[tuple[
     further = [
         describe_pixels(options),
         *model.describe_cuts().splitlines(),
+        *model.describe_adapters().splitlines(),
         batching.describe_shapes(),
     ]
     return first_screen(

@@ -46,6 +46,11 @@ def options_of_import(where: Path) -> dict[str, Any]:
     """train.py's options that go on with the model in a folder, of export.py or of transformers;
     none of a file of weights."""
     if not is_published(where):
+        if (read_export(where) or {}).get("adapters"):
+            raise ValueError(
+                f"--import {where}: its adapters are apart from its weights, which are those before "
+                "training; export without --keep-adapters to go on from it"
+            )
         return options_of_export(where)
     # imports transformers, which the command line can do without
     from models.weights.whole_models import options_of_model

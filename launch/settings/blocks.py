@@ -1,14 +1,16 @@
-"""Two parts of the JSON's `branches` block that concern the samples: `balance` and
-`sample_weights`. Plain Python."""
+"""Parts of the JSON's `branches` block that the engine does not read: `balance` and
+`sample_weights`, which concern the samples, and `train`, which concerns the towers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from engine.config.checks import check_bounds, check_choice, check_counts
 from engine.config.reading import BranchesBlock
-from engine.config.spelling import strict_block
+from engine.config.spelling import nearest, strict_block
+from models.towers.adapters.lora import LoRA
 
 FEED_RATES = ("captions_per_image", "kept_patches", "image_size")  # of the `balance` block
 DEFAULT_INTERVAL = 20  # steps
@@ -171,11 +173,43 @@ def sample_weights_block(written: Any) -> SampleWeightsBlock | None:
     )
 
 
-READERS = {"balance": balance_block, "sample_weights": sample_weights_block}
+def train_block(written: Any) -> dict[str, LoRA]:
+    """`branches.train` as written: the adapters of each branch that has some; None: of none. Raises
+    ValueError for what is wrong in it."""
+    example = '{"image": {"lora": {"r": 16, "target": "attention"}}}'
+    if not isinstance(written, Mapping | None):
+        raise ValueError(f"branches.train: got {written!r}; it is an object such as {example}")
+    found = {}
+    for branch, how in (written or {}).items():
+        where = f"branches.train.{branch}"
+        if not isinstance(how, Mapping) or not how:
+            raise ValueError(
+                f'{where}: got {how!r}; it is an object such as {{"lora": {{"r": 16}}}}'
+            )
+        for key in how:
+            if key != "lora":
+                raise ValueError(f"unknown key '{where}.{key}'{nearest(key, ['lora'])}")
+        own = strict_block(f"train.{branch}.lora", how["lora"], LoRA, '{"r": 16}')
+        try:
+            found[branch] = LoRA(**own)
+        except ValueError as error:
+            raise ValueError(f"{where}.lora: {error}") from None
+    return found
+
+
+READERS = {
+    "balance": balance_block,
+    "sample_weights": sample_weights_block,
+    "train": train_block,
+}
 
 
 def dealing(block: BranchesBlock) -> BalanceBlock:
     return balance_block(block.balance)
+
+
+def adapting(block: BranchesBlock) -> dict[str, LoRA]:
+    return train_block(block.train)
 
 
 def weighting(block: BranchesBlock) -> SampleWeightsBlock | None:

@@ -9,14 +9,14 @@ chosen by measurement (bench/EVIDENCE.md).
 | fine-tuning | a whole model, heads included |
 | locked | a tower that is locked |
 
-Measured is the first; the others are the values of their sources. A run keeps the numbers that it
+A tower with adapters has a rate of its own in each of these, `ADAPTERS_LR`. Measured is the first; the others are the values of their sources. A run keeps the numbers that it
 began with. Plain Python.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from launch.settings.options import Options
 
 LONG = 5_000  # steps
+# Of adapters, where the recipe's own rate is used: Hu et al. 2021 (LoRA), tables 9 to 12, have 2e-4
+# to 5e-4 for encoders and GPT-2, about ten times what fine-tuning all weights takes
+ADAPTERS_LR = 5e-4
 # samples of a step that a scaled `lr` is for; smaller ones have it times the square root of the
 # ratio (Malladi et al. 2022)
 BATCH = 128
@@ -61,9 +64,11 @@ class Recipe:
         pretrained: Mapping[str, bool],
         lr: float | None = None,
         warmup: int | None = None,
+        adapted: Collection[str] = (),
     ) -> dict[str, Any]:
         """By place in the JSON. `pretrained[branch]`: whether its tower starts from weights. `lr`,
-        `warmup`: as given; what follows from them follows from these."""
+        `warmup`: as given; what follows from them follows from these. `adapted`: the branches that
+        learn in adapters."""
         if lr is None:
             lr = (
                 float(f"{self.lr * math.sqrt(min(1.0, batch_size / BATCH)):.2g}")
@@ -82,7 +87,7 @@ class Recipe:
             branch: {"lr": float(f"{lr * self.pretrained_lr:.2g}")}
             for branch, has in pretrained.items()
             if has and self.pretrained_lr != 1
-        }
+        } | {branch: {"lr": float(f"{lr * ADAPTERS_LR / self.lr:.2g}")} for branch in adapted}
         return {
             "optimizer.params.lr": lr,
             "optimizer.params.betas": list(self.betas),
@@ -158,7 +163,8 @@ def settle(
     lr, warmup = (
         _given(config, *place) for place in (("optimizer", "lr"), ("scheduler", "warmup_num_steps"))
     )
-    values = recipe.values(config["train_batch_size"], total_steps, pretrained, lr, warmup)
+    adapted = tuple(block.train or ())
+    values = recipe.values(config["train_batch_size"], total_steps, pretrained, lr, warmup, adapted)
     smoothing = recipe.label_smoothing if options.loss == "infonce" else 0.0
     chosen = {"augmentation": recipe.augmentation, "label_smoothing": smoothing}
     chosen = {name: chosen[name] for name in open_options}

@@ -421,6 +421,7 @@ def test_file_names_tell_the_truth(file):
         "zero1",
         "cpu",
         "lit",
+        "lora",
         "fork",
         "pipeline",
         "feed",

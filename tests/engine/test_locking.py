@@ -268,6 +268,21 @@ CASES = [
     ),
     (two((1, 2), (1, 1), 6, locked={"image": True, "head": True}, precision="bf16"), set()),
 ]
+# With adapters the embeddings are locked and each block sends gradients to the one before it.
+VIT_CLIP = {"towers": "vit+clip"}
+BOTH = {"image": {"r": 2}, "text": {"r": 3, "alpha": 6, "target": "all"}}
+CASES += [
+    (Case("chain", {"image": 1, "text": 1}, 1, 8, lora=BOTH, **VIT_CLIP), {"text 0"}),
+    (
+        two((2, 1), (1, 2), 6, lora=BOTH, schedule="replay", checkpoint_interval=2, **VIT_CLIP),
+        {"image 1"},
+    ),
+    (
+        Case("merged", {"merged": 2}, 1, 8, lora={"text": {"target": "mlp"}}, **FREE),
+        {"merged 1"},
+    ),
+    (two((1, 2), (1, 1), 6, lora=BOTH, precision="bf16", **VIT_CLIP), set()),
+]
 
 
 @pytest.mark.parametrize(

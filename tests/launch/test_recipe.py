@@ -63,6 +63,24 @@ def test_the_way_to_train(arguments, block, total_steps, name):
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "lr", "rates"),
+    [
+        (["--import", __file__], None, {"image": 5e-4}),
+        (["--import", __file__], 1e-4, {"image": 1e-3}),
+        (["--image-weights", "DEFAULT", "--text-weights", "bert-mini"], 1e-3, {"image": 5e-4, "text": 1e-4}),
+    ],
+)  # fmt: skip
+def test_adapters_have_a_rate_of_their_own(arguments, lr, rates):
+    config = json.loads(FILE.read_text())
+    config["branches"]["train"] = {"image": {"lora": {"r": 4}}}
+    if lr is not None:
+        config["optimizer"]["params"]["lr"] = lr
+    _, _, block, said = settled(*arguments, config=config)
+    assert block.optimizer_groups == {branch: {"lr": rate} for branch, rate in rates.items()}
+    assert f"image lr {rates['image']:g}" in said
+
+
 def test_what_is_given_stays():
     config = json.loads(FILE.read_text())
     config["optimizer"]["params"] = SAID

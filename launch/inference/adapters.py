@@ -1,0 +1,195 @@
+"""What an export does with the adapters of a run: it adds them to the weights, or writes them beside
+these as peft's own files, a folder for each tower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from models.towers.adapters.layers import adapter_state, plain_tower, without_adapters
+from models.towers.adapters.lora import LoRA
+from models.towers.layers import Layer, Tower
+from models.towers.libraries.configurations import saved_state
+from models.towers.recording.towers import on_meta
+from models.weights.translation import Pair, unchanged
+
+if TYPE_CHECKING:
+    from launch.inference.trained import Trained
+
+FOLDER, FILE = "adapters", "adapter_model.safetensors"
+TOWER_IN = {"image": "vision_model", "text": "text_model"}  # of transformers' models of both
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Of one tower. `tensors`: by canonical name; `of_attention`: the modules that are an
+    nn.MultiheadAttention, by canonical name."""
+
+    branch: str
+    lora: LoRA
+    tensors: Mapping[str, Tensor]
+    of_attention: frozenset[str]
+
+    @property
+    def modules(self) -> list[str]:
+        """Their canonical names."""
+        return list(dict.fromkeys(name.rpartition(".lora_")[0] for name in self.tensors))
+
+
+def taken_off(trained: Trained, merge: bool) -> tuple[Trained, list[Adapters]]:
+    """The model without adapters, in place: with `merge` they are added to its weights in fp32, else
+    left out; and the adapters of each tower that had some."""
+    layers, found, towers = iter(trained.layers), [], []
+    plain: list[Layer] = []
+    for tower in trained.towers:
+        own = [next(layers) for _ in tower.specs]
+        if "lora" in tower.config:
+            lora = LoRA(**tower.config["lora"])
+            found.append(Adapters(tower.branch, lora, adapter_state(own), _attentions(own)))
+        plain += [without_adapters(*pair, merge) for pair in zip(own, tower.specs)]
+        towers.append(plain_tower(tower))
+    return replace(trained, towers=tuple(towers), layers=plain), found
+
+
+def _attentions(layers: Sequence[Layer]) -> frozenset[str]:
+    end = ".in_proj_weight"
+    names = [name for layer in layers for name in layer.canonical_names.values()]
+    return frozenset(name.removesuffix(end) for name in names if name.endswith(end))
+
+
+def names_in_library(
+    adapters: Adapters,
+    tower: Tower,
+    whole: PreTrainedConfig | None,
+    pairs: Sequence[Pair] = (),
+) -> dict[str, str]:
+    """Canonical name of an adapted module -> its name in the library's model of the tower; in
+    `whole`, the configuration of transformers' model of both towers, in that model's tower. `pairs`:
+    as for its weights.
+
+    Raises ValueError where that model has other modules than the tower that was trained.
+    """
+    if whole is None:
+        theirs = {
+            name: name.partition(".")[2]
+            for spec in tower.specs[:-1]
+            for name in spec.template.canonical_names.values()
+        }
+        if tower.config["library"] != "transformers":
+            return {module: module.partition(".")[2] for module in adapters.modules}
+        kind, inside = tower.config["architecture"], ""
+        config = type(getattr(transformers, kind).config_class())(**tower.config["config"])
+    else:
+        theirs = {
+            pair.ours[0]: pair.theirs[0]
+            for pair in pairs
+            if len(pair.ours) == len(pair.theirs) == 1 and pair.there is unchanged
+        }
+        config, (kind,), inside = whole, whole.architectures, f"{TOWER_IN[tower.branch]}."
+    live = _live_names(on_meta(lambda: getattr(transformers, kind)(config)))
+    found = {}
+    for module in adapters.modules:
+        last = "weight" if f"{module}.in_proj_weight" not in theirs else "in_proj_weight"
+        name = live.get(theirs.get(f"{module}.{last}", ""))
+        if name is None or not name.startswith(inside):
+            raise ValueError(
+                f"--keep-adapters: {module} is not a module of its own in transformers' {kind}; "
+                "give --format state_dict, or leave out --keep-adapters to merge the adapters"
+            )
+        found[module] = name.removeprefix(inside).removesuffix(f".{last}")
+    return found
+
+
+def _live_names(model: nn.Module) -> dict[str, str]:
+    """The names under which a model of transformers saves its tensors -> those that they have in
+    it: the library renames modules and keeps its files."""
+    names = {id(tensor): name for name, tensor in reversed([*model.named_parameters()])}
+    return {
+        saved: names[id(tensor)]
+        for saved, tensor in saved_state(model).items()
+        if id(tensor) in names
+    }
+
+
+def write_adapters(adapters: Adapters, names: Mapping[str, str], folder: Path) -> None:
+    """As peft's `PeftModel.from_pretrained` reads them, around the library's model. `names`: as
+    `names_in_library`."""
+    adapters.lora.config(sorted(names.values())).save_pretrained(str(folder))
+    tensors = {}
+    for canonical, tensor in adapters.tensors.items():
+        module, _, matrix = canonical.rpartition(".lora_")
+        tensors[f"base_model.model.{names[module]}.lora_{matrix}"] = tensor
+    save_file(
+        {**tensors, **_of_out_proj(adapters, names)}, folder / FILE, metadata={"format": "pt"}
+    )
+
+
+def _of_out_proj(adapters: Adapters, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """In an nn.MultiheadAttention peft looks for an adapter of `out_proj` too; these are zero."""
+    found = {}
+    for module, name in names.items():
+        up, down = (adapters.tensors[f"{module}.lora_{matrix}.weight"] for matrix in "BA")
+        if module in adapters.of_attention:
+            there = f"base_model.model.{name}.base_layer.out_proj"
+            found[f"{there}.lora_A.weight"] = torch.zeros_like(down)
+            found[f"{there}.lora_B.weight"] = up.new_zeros(down.shape[1], down.shape[0])
+    return found
+
+
+def write_all(
+    adapters: Sequence[Adapters],
+    towers: Sequence[Tower],
+    whole: PreTrainedConfig | None,
+    pairs: Sequence[Pair],
+    folder: Path,
+) -> dict[str, Any]:
+    """Write the adapters of each tower into an export; returns what its record says of them, by
+    branch. `whole`, `pairs`: as in `names_in_library`."""
+    of_branch, record = {tower.branch: tower for tower in towers}, {}
+    for own in adapters:
+        names = names_in_library(own, of_branch[own.branch], whole, pairs)
+        write_adapters(own, names, folder / FOLDER / own.branch)
+        record[own.branch] = {"lora": own.lora.record(), "modules": names}
+    return record
+
+
+def read_adapters(layers: Sequence[Layer], folder: Path, record: Mapping[str, Any]) -> None:
+    """Fill the adapters of an export into `layers`, in place. `record`: of the export, by branch."""
+    for branch, own in record.items():
+        tensors = load_file(folder / FOLDER / branch / FILE)
+        for layer in layers:
+            state = layer.state_dict()
+            for local, canonical in layer.canonical_names.items():
+                module, found, matrix = canonical.rpartition(".lora_")
+                if found and module in own["modules"]:
+                    there = f"base_model.model.{own['modules'][module]}.lora_{matrix}"
+                    state[local].copy_(tensors[there])
+
+
+def page_of_adapters(branches: Sequence[str], whole: bool) -> str:
+    """What the README.md of an export says of adapters that are kept apart."""
+    towers = {branch: f"model.{TOWER_IN[branch]}" if whole else branch for branch in branches}
+    lines = "\n".join(
+        f'PeftModel.from_pretrained({tower}, "{FOLDER}/{branch}").eval()'
+        for branch, tower in towers.items()
+    )
+    return f"""
+## Adapters
+
+`model.safetensors` holds the weights without what the adapters learned. Put these lines behind the
+ones that load the model; they add the adapters to it, in place:
+
+```python
+from peft import PeftModel
+
+{lines}
+```
+"""

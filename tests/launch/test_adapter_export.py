@@ -1,0 +1,111 @@
+"""A model with adapters, exported: merged into its weights, or as peft's files beside them. A fresh
+process that knows nothing of ours gets the embeddings of the training stages from either."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from exports import CAPTIONS, TOKENS, embed_by_pages, embeddings
+from neighbours import neighbour
+from safetensors.torch import load_file
+
+from data.modalities.tokenizer import batch_tokens
+from launch.inference.exporting import write_export
+from launch.inference.trained import Trained, open_model_folder
+from launch.run.records import options_of_import
+from models.towers.adapters.layers import adapted_tower
+from models.towers.adapters.lora import LoRA
+
+pytest.importorskip("peft", reason="adapters are made by peft")
+
+exporting = neighbour("launch/test_exporting.py")
+BERT, CLIP, HF_CLIP, HF_VIT = exporting.BERT, exporting.CLIP, exporting.HF_CLIP, exporting.HF_VIT
+OPEN_CLIP, TIMM_VIT, VIT = exporting.OPEN_CLIP, exporting.TIMM_VIT, exporting.VIT
+ATTENTION, ALL = LoRA(r=3, alpha=6), LoRA(r=2, target="all")
+# image tower, text tower, loss, adapters by branch: in transformers' models of both, in the dual
+# encoder, in a state dict
+MODELS = {
+    "CLIPModel": (HF_CLIP, CLIP, "infonce", {"image": ALL, "text": ATTENTION}),
+    "dual encoder": (HF_VIT, BERT, "infonce", {"image": ATTENTION, "text": ALL}),
+    "state dict": (TIMM_VIT, f"{BERT},pool=mean", "infonce", {"image": ALL, "text": ATTENTION}),
+    "attention in one": (OPEN_CLIP, BERT, "infonce", {"image": ATTENTION}),
+}
+
+
+def adapted_model(image_tower, text_tower, loss, adapters) -> Trained:
+    tokenizer = exporting.tokenizer_for(text_tower)
+    towers = tuple(
+        adapted_tower(tower, adapters[tower.branch]) if tower.branch in adapters else tower
+        for tower in exporting.towers_for(image_tower, text_tower, tokenizer, loss)
+    )
+    layers = [spec.build(3).eval() for tower in towers for spec in tower.specs]
+    draw = torch.Generator().manual_seed(0)
+    for layer in layers:
+        for tensor in layer.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(torch.randn(tensor.shape, generator=draw) * 0.05)
+    options = {
+        "image_tower": image_tower, "text_tower": text_tower, "embed_dim": 32, "image_size": 64, "max_text_tokens": TOKENS, "loss": loss,
+    }  # fmt: skip
+    return Trained({"options": options}, Path("step-00000007"), 7, tokenizer, towers, layers)
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """name -> (what makes the model, its merged export, the one with the adapters apart)."""
+    root, made = tmp_path_factory.mktemp("exports"), {}
+    for number, (name, model) in enumerate(MODELS.items()):
+        merged, apart = root / f"{number} merged", root / f"{number} apart"
+        write_export(adapted_model(*model), merged)
+        write_export(adapted_model(*model), apart, keep_adapters=True)
+        made[name] = model, merged, apart
+    embed_by_pages(root, [folder for _, *folders in made.values() for folder in folders])
+    return made
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fresh_process_gets_the_embeddings_of_the_training_stages(exports, name):
+    model, *folders = exports[name]
+    trained = adapted_model(*model)
+    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    for folder in folders:
+        pixels, image_embeds, text_embeds = torch.load(folder / "result.pt", weights_only=True)
+        stages = embeddings(trained.layers, pixels, tokens)
+        torch.testing.assert_close(image_embeds, stages["image_embeds"], rtol=0, atol=2e-6)
+        torch.testing.assert_close(text_embeds, stages["text_embeds"], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_adapters_are_apart_and_are_read_back(exports, name):
+    model, merged, apart = exports[name]
+    branches = model[-1]
+    assert not (merged / "adapters").exists()
+    assert {folder.name for folder in (apart / "adapters").iterdir()} == set(branches)
+    before, after = (load_file(folder / "model.safetensors") for folder in (apart, merged))
+    assert before.keys() == after.keys()
+    moved = [key for key in before if not torch.equal(before[key], after[key])]
+    record = json.loads((apart / "wye.json").read_text())["adapters"]
+    assert len(moved) == sum(len(own["modules"]) for own in record.values())
+    trained, again = adapted_model(*model), open_model_folder(apart, None, "cpu", False)
+    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    pixels = torch.load(apart / "result.pt", weights_only=True)[0]
+    one, two = (embeddings(each.layers, pixels, tokens) for each in (trained, again))
+    for key in ("image_embeds", "text_embeds"):
+        torch.testing.assert_close(one[key], two[key], rtol=0, atol=1e-6)
+    assert trained.options is not again.options and again.checksum().count("-") == len(branches)
+    with pytest.raises(ValueError, match="export without --keep-adapters"):
+        options_of_import(apart)
+
+
+def test_what_cannot_be_kept_apart_is_refused(tmp_path):
+    """torchvision's ViT becomes transformers' Dinov2Model, whose attention is in other modules."""
+    model = adapted_model(VIT, BERT, "infonce", {"image": ATTENTION})
+    with pytest.raises(ValueError, match="--keep-adapters: image.encoder.layers.*state_dict"):
+        write_export(model, tmp_path / "out", keep_adapters=True)
+    model = adapted_model(VIT, BERT, "infonce", {"image": ATTENTION})
+    assert write_export(model, tmp_path / "out", form="state_dict", keep_adapters=True)
+    with pytest.raises(ValueError, match="has no adapters"):
+        write_export(
+            exporting.trained_model(VIT, BERT, "infonce"), tmp_path / "none", keep_adapters=True
+        )
