@@ -37,7 +37,8 @@ def parse() -> argparse.Namespace:
         "--format",
         choices=FORMATS,
         default="auto",
-        help="auto: a model of transformers where it can be one, else a state dict under the towers' own names (default: auto)",
+        help="open_clip: what open_clip.create_model_and_transforms loads; auto: a model of transformers where it can be one, else a state dict "
+        "under the towers' own names (default: auto)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT")
     return parser.parse_args()
@@ -51,7 +52,9 @@ def main(arguments: argparse.Namespace) -> None:
             f"{arguments.run_dir}: is an export already; give the folder of the run it came from"
         )
     trained = open_run(arguments.run_dir, arguments.checkpoint, averaged=arguments.ema)
-    differences = write_export(trained, arguments.out, arguments.overwrite, arguments.format)
+    differences = write_export(
+        trained, arguments.out, arguments.overwrite, arguments.format, arguments.ema
+    )
     if differences:
         print(
             "a state dict, because "

@@ -151,6 +151,8 @@ class EvalTransform:
         # off, not rounded.
         shorter_h = least_h * w >= least_w * h
         size = (least_h, least_h * w // h) if shorter_h else (least_w * h // w, least_w)
+        if self.preprocessing.resize_mode == "squash":
+            size = least_h, least_w
         image = _resized(image, size, self.preprocessing.interpolation)
         top, left = round((size[0] - height) / 2), round((size[1] - width) / 2)
         return np.ascontiguousarray(image[top : top + height, left : left + width])

@@ -28,6 +28,7 @@ from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.objective import scalars_of
 from launch.run.records import (
     WEIGHTS,
+    fusion_of_export,
     is_published,
     options_of_export,
     options_of_import,
@@ -42,8 +43,8 @@ from models.losses import build_loss
 from models.towers.defaults import image_name, text_name
 from models.towers.fusion import fusion_sizes
 from models.towers.layers import Layer, Tower, library_models_kept
+from models.weights.open_clip_models import weights_of
 from models.weights.reading import open_model
-from models.weights.whole_models import options_of_model
 
 if TYPE_CHECKING:
     from launch.settings.options import Options
@@ -83,8 +84,9 @@ class Trained:
 
     def checksum(self) -> str:
         """Of the file that tells these weights from all others."""
-        file = self.checkpoint / MANIFEST
-        return checksum_of_file(file if file.is_file() else self.checkpoint / WEIGHTS)
+        files = (self.checkpoint / MANIFEST, self.checkpoint / WEIGHTS, self.checkpoint)
+        found = next((file for file in files if file.is_file()), None)
+        return checksum_of_file(found or weights_of(self.checkpoint))
 
 
 def open_model_folder(
@@ -102,13 +104,14 @@ def open_model_folder(
 
 def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
     """The model in a folder of export.py. It has no samples of its own."""
-    return _opened(folder, options_of_export(folder), read_export(folder)["step"], device)
+    options = {**options_of_export(folder), **fusion_of_export(folder)}
+    return _opened(folder, options, read_export(folder)["step"], device)
 
 
 def open_published(folder: Path, device: torch.device | str = "cpu") -> Trained:
-    """A model of images and texts in a folder of transformers, as it was published."""
+    """A model of images and texts in a folder of transformers or OpenCLIP, as it was published."""
     folder = folder.expanduser().absolute()
-    options = options_of_model(folder)
+    options = options_of_import(folder)
     prepared = trained_with(str(folder), options["image_tower"])
     pixels = prepared[0] if prepared else CLIP
     return _opened(folder, {**options, **pixels.options(options["image_size"])}, 0, device)
@@ -188,7 +191,7 @@ def towers_of(
     pairs = pairs_of(options.get("pairs", IMAGE_TEXT), build_loss(options["loss"]))
     branches = dict.fromkeys(name for pair in pairs for name in pair.branches)
     vocabulary = Vocabulary.of(tokenizer)
-    if options.get("imported") and Path(options["imported"]).is_dir():
+    if _says_its_vocabulary(options):
         vocabulary = vocabulary._replace(size=None)  # its table may have more rows than words
     towers = tuple(
         tower_of(
@@ -208,6 +211,12 @@ def towers_of(
                 f"tokenizer has {len(tokenizer)}; leave out --tokenizer"
             )
     return towers
+
+
+def _says_its_vocabulary(options: Mapping[str, Any]) -> bool:
+    """Does the model of --import say how many tokens its text tower knows?"""
+    imported, text = options.get("imported"), options["text_tower"]
+    return bool(imported) and (Path(imported).is_dir() or text.startswith("open_clip:"))
 
 
 def read_record(run_dir: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from data.index.roots import add_root_flag
-from data.modalities.preprocessing import INTERPOLATIONS, NORMALIZATIONS
+from data.modalities.preprocessing import INTERPOLATIONS, NORMALIZATIONS, RESIZE_MODES
 from data.modules import add_module_flag
 from data.options import IMAGE_TEXT, read_pairs
 from launch.balancing.loss_weights import MODES
@@ -277,6 +277,12 @@ def _towers(model: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="pixels of the shorter side before the centre is cropped in evaluation (default: in proportion to the pretrained image weights; from "
         "scratch --image-size)",
+    )
+    model.add_argument(
+        "--image-resize-mode",
+        choices=RESIZE_MODES,
+        help="in evaluation: keep the shape of an image and cut its centre out, or squash both sides to --image-size (default: as OpenCLIP's "
+        "weights say, else shortest)",
     )
     model.add_argument(
         "--image-buckets",
