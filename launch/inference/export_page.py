@@ -3,7 +3,6 @@ libraries alone."""
 
 from __future__ import annotations
 
-from data.modalities.transforms import KEPT, SHRUNK
 from launch.inference.export_code import adapted
 from launch.inference.trained import Trained
 from launch.run.records import FUSION, OPEN_CLIP
@@ -16,7 +15,6 @@ PIXELS = '''```python
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 SIZE, RESIZE = {size}, {resize}
@@ -25,25 +23,17 @@ MEAN, STD = {mean}, {std}
 
 def pixel_values(file):
     """[3, SIZE, SIZE]."""
-    image = Image.open(file)
-    image.draft(None, (RESIZE, RESIZE))  # a large JPEG is decoded at a smaller scale
-    image = ImageOps.exif_transpose(image)
+    image = ImageOps.exif_transpose(Image.open(file))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         white = Image.new("RGB", image.size, "white")
         white.paste(image, mask=image.getchannel("A"))
         image = white
-    pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-    larger = min(pixels.shape[1:]) / RESIZE
-    if larger > {kept}:  # in two steps, as the images of a cache
-        pixels = resized(pixels, [round(side * {shrunk} / larger) for side in pixels.shape[1:]])
-    pixels = resized(pixels, [RESIZE * side // min(pixels.shape[1:]) for side in pixels.shape[1:]])
+    image = image.convert("RGB")
+    image = image.resize({sides}, Image.Resampling.{interpolation})
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     top, left = (round((side - SIZE) / 2) for side in pixels.shape[1:])
     return functional.normalize(pixels[:, top : top + SIZE, left : left + SIZE] / 255, MEAN, STD)
-
-
-def resized(pixels, size):
-    return functional.resize(pixels, size, InterpolationMode.{interpolation}, antialias=True)
 ```'''
 
 WHOLE_MODEL = """```python
@@ -194,17 +184,18 @@ def export_page(
         *([training] if training else []),
         "## Images",
         "`preprocessor_config.json` is for transformers' `CLIPImageProcessor`, which gives the "
-        f"very pixels of training for opaque images between {resize} and {int(KEPT * resize)} "
-        "pixels on their shorter side, but for those whose margin around the centre is rounded "
-        "the other way. For all others it is near; this is what the model was evaluated with:",
+        "pixels of evaluation for opaque images up to one of the 255 levels of a channel, but for "
+        "images whose margin around the centre is rounded the other way. This is what the model "
+        "was evaluated with:",
         PIXELS.format(
             size=options["image_size"],
             resize=resize,
             mean=pixels.mean,
             std=pixels.std,
             interpolation=pixels.interpolation.upper(),
-            kept=KEPT,
-            shrunk=SHRUNK,
+            sides="(RESIZE, RESIZE)"
+            if pixels.resize_mode == "squash"
+            else "[RESIZE * side // min(image.size) for side in image.size]",
         ),
     ]
     return "\n\n".join(parts) + "\n"

@@ -262,9 +262,8 @@ def canonical_state(layers: list[Layer]) -> dict[str, Tensor]:
 
 
 def image_processor(preprocessing: Preprocessing, image_size: int) -> CLIPImageProcessor:
-    """transformers' nearest to `data.modalities.transforms.eval_transform`. Other are: images
-    over 1.25 times as large as they are resized to, which are shrunk in two steps in training;
-    those where the margin around the centre is odd; transparent ones."""
+    """transformers' nearest to `data.modalities.transforms.eval_transform`. Other are transparent
+    images, and those where the margin around the centre is odd."""
     resize = preprocessing.options(image_size)["image_resize"]
     squashed = preprocessing.resize_mode == "squash"
     return CLIPImageProcessor(

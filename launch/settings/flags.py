@@ -218,13 +218,13 @@ def _towers(model: argparse._ArgumentGroup) -> None:
         dest="imported",
         metavar="WHERE",
         help="a whole model to start from: a folder of export.py or of transformers' CLIPModel, SiglipModel, Siglip2Model, ChineseCLIPModel or "
-        "VisionTextDualEncoderModel, or a Hugging Face id of one, which also say the towers, sizes, tokenizer and loss that are not given; or a "
-        "file of OpenCLIP weights (default: from scratch)",
+        "VisionTextDualEncoderModel, or of OpenCLIP, or a Hugging Face id of one (OpenCLIP's: hf-hub:ORGANISATION/MODEL), which also say the towers, "
+        "sizes, tokenizer and loss that are not given; or a file of OpenCLIP weights, with both towers open_clip:MODEL (default: from scratch)",
     )
     model.add_argument(
         "--tokenizer",
         metavar="WHERE",
-        help="Hugging Face id or folder (default: that of --import, of a folder given to --text-weights or --text-tower, or of a Hugging Face id "
+        help="Hugging Face id, folder, or open_clip:MODEL for that of one of OpenCLIP's models (default: that of --import, of a folder given to --text-weights or --text-tower, or of a Hugging Face id "
         "ORGANISATION/MODEL given to --text-weights; else WordPiece trained on the captions)",
     )
     model.add_argument(

@@ -18,8 +18,9 @@ from models.weights.translation import Pair, renamed
 SIDES = ("open_clip", "timm")  # the libraries of image towers that OpenCLIP has as they are
 TIMM, HF_TEXT = "visual.trunk.", "text.transformer."
 # how a side ends inside of its tower: SigLIP's texts, CLIP's ResNets, a projection of timm's towers
-# with a bias or of two layers
+# with a bias or of two layers, the classifier of a tower of timm
 LAST_LINEARS = ("text_projection", "attnpool.c_proj", "head.proj", "head.mlp.fc2")
+LAST_LINEARS += ("trunk.head", "trunk.fc", "trunk.head.fc", "trunk.classifier")
 OTHERS = {  # a name that tells, what it belongs to, how it differs
     "visual.ln_pre.weight": "its ViT has a norm before the blocks (visual.ln_pre) and patches without a bias; torchvision's has neither",
     "visual.attnpool.positional_embedding": "its ResNet has three convolutions in its stem, pools by averages before each stride and by "

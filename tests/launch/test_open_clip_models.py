@@ -9,7 +9,7 @@ from dataclasses import replace
 import open_clip
 import pytest
 import torch
-from exports import CAPTIONS, TOKENS, embeddings
+from exports import CAPTIONS, TOKENS, embeddings, trained_model
 from launched import fork_flags, run_to_end, write_pairs
 from safetensors.torch import load_file, save_file
 
@@ -227,8 +227,6 @@ def test_a_file_of_weights_with_the_name_of_its_model(models, tmp_path):
 
 
 def test_towers_of_timm_and_transformers_that_open_clip_has(tmp_path):
-    from test_exporting import trained_model
-
     cases = [
         ("timm:test_resnet", "bert-tiny:pool=mean", "infonce"),
         ("timm:test_convnext", "roberta-base:hidden_size=48,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64,pool=first", "sigmoid"),
@@ -262,8 +260,6 @@ def test_towers_of_timm_and_transformers_that_open_clip_has(tmp_path):
     ],
 )  # fmt: skip
 def test_what_open_clip_has_not_is_refused(tmp_path, image, text, message):
-    from test_exporting import trained_model
-
     with pytest.raises(ValueError, match=message):
         write_export(trained_model(image, text, "infonce"), tmp_path / "out", form="open_clip")
 
