@@ -286,7 +286,7 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
     if arguments.rerank and embedder.fusion is None:
         raise ValueError(
             f"--rerank: {arguments.run_dir} scores no pairs; it needs a run of train.py with "
-            "--fusion (exports leave the fusion out)"
+            "--fusion, or an export of one"
         )
     sizes, results, after, figures, parts = {}, {}, {}, {}, held_out(arguments, embedder.trained)
     if arguments.embeddings:

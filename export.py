@@ -37,7 +37,8 @@ def parse() -> argparse.Namespace:
         "--format",
         choices=FORMATS,
         default="auto",
-        help="auto: a model of transformers where it can be one, else a state dict under the towers' own names (default: auto)",
+        help="open_clip: what open_clip.create_model_and_transforms loads; auto: a model of transformers where it can be one, else a state dict "
+        "under the towers' own names (default: auto)",
     )
     parser.add_argument(
         "--keep-adapters",
@@ -58,7 +59,12 @@ def main(arguments: argparse.Namespace) -> None:
         )
     trained = open_run(arguments.run_dir, arguments.checkpoint, averaged=arguments.ema)
     differences = write_export(
-        trained, arguments.out, arguments.overwrite, arguments.format, arguments.keep_adapters
+        trained,
+        arguments.out,
+        arguments.overwrite,
+        arguments.format,
+        arguments.ema,
+        arguments.keep_adapters,
     )
     if differences:
         print(

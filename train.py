@@ -5,6 +5,7 @@ r"""Train a contrastive model as a forked pipeline: options -> data -> towers ->
         --data jsonl:pairs.jsonl
 """
 
+import shlex
 import sys
 import time
 from dataclasses import asdict
@@ -171,6 +172,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
         loss_weights.load_state_dict(state["loss_weights"])
     folder.forget_after(step if checkpoint else -1)  # from the start: also the evaluation before it
     decided = {"options": options.record(), "tokenizer": options.tokenizer_source()}
+    decided["command"] = shlex.join(["train.py", *sys.argv[1:]])
     record = folder.write_config(training, decided, plan, data.summary(), model.towers, total_steps)
     journal.say(*notices, batching.explain(step))
     journal.track(options.wandb, options.wandb_project, {**training, "batches": record["batches"]})

@@ -31,6 +31,7 @@ class InputOptions:
     image_std: tuple[float, float, float]
     image_interpolation: str
     image_resize: int
+    image_resize_mode: str
     max_text_tokens: int
 
 

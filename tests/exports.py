@@ -5,20 +5,70 @@ import io
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
+from data.modalities.tokenizer import load_tokenizer
 from data.modalities.transforms import eval_transform, normalised
+from launch.inference.trained import Trained
+from models.losses import build_loss
+from models.towers.building import build_towers
 
 SIZE, TOKENS = 64, 12
+CLIP = (
+    "clip-text-base:hidden_size=48,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64"
+)
 CAPTIONS = [
     "a red apple",
     "two green birds over water",
     "nothing but snow and a very long way to go home again",
     "an apple",
 ]
+
+
+def tokenizer_for(text_tower):
+    tokenizer = load_tokenizer(None, CAPTIONS)
+    if (
+        text_tower == CLIP or "pool=eos" in text_tower or text_tower.startswith("open_clip:")
+    ):  # it pools where the text ends; this id is not 2, nor the highest
+        tokenizer.eos_token = "[SEP]"
+    return tokenizer
+
+
+def towers_for(image_tower, text_tower, tokenizer, loss="infonce", fusion=None):
+    ids = tokenizer.pad_token_id, tokenizer.eos_token_id
+    return build_towers(
+        image_tower,
+        text_tower,
+        32,
+        SIZE,
+        len(tokenizer),
+        TOKENS,
+        *ids,
+        build_loss(loss).parameters,
+        fusion,
+    )
+
+
+def trained_model(image_tower, text_tower, loss, dtype=torch.float32, fusion=None) -> Trained:
+    """As a run leaves it; batch normalisation and layer scales are not what they begin with."""
+    tokenizer = tokenizer_for(text_tower)
+    towers = towers_for(image_tower, text_tower, tokenizer, loss, fusion)
+    layers = [spec.build(3).eval() for tower in towers for spec in tower.specs]
+    draw = torch.Generator().manual_seed(0)
+    for layer in layers:
+        for tensor in layer.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(torch.randn(tensor.shape, generator=draw) * 0.05)
+        for parameter in layer.parameters():
+            parameter.data = parameter.data.to(dtype)
+    options = {
+        "image_tower": image_tower, "text_tower": text_tower, "embed_dim": 32, "image_size": SIZE, "max_text_tokens": TOKENS, "loss": loss,
+    }  # fmt: skip
+    return Trained({"options": options}, Path("step-00000007"), 7, tokenizer, towers, layers)
 
 
 def embeddings(layers, pixel_values, tokens):
@@ -42,8 +92,8 @@ def encoded(image, form="PNG", **options):
 
 
 def files():
-    """Images of the tower's size, near it, smaller, shrunk in two steps, decoded at a smaller
-    scale, lying on a side, with transparency."""
+    """Images of the tower's size, near it, smaller, larger, as JPEG, lying on a side, with
+    transparency."""
     turned = Image.Exif()
     turned[274] = 6
     transparent = sample_image((90, 70))

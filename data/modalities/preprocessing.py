@@ -25,6 +25,7 @@ NORMALIZATIONS: dict[str, tuple[Values, Values]] = {
 }
 """Name -> (mean, standard deviation) of channel values from 0 to 1."""
 INTERPOLATIONS = ("bicubic", "bilinear")  # those that torch and Pillow have with antialiasing
+RESIZE_MODES = ("shortest", "squash")
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,15 @@ class Preprocessing:
     `mean`, `std`: of channel values from 0 to 1, subtracted and divided by. `interpolation`: of
     every resizing. `crop_pct`: the tower's input ÷ what the shorter side is resized to before the
     centre is cropped, in evaluation (timm's word; 224 / 232 for torchvision's ResNet-50).
+    `resize_mode`, in evaluation (OpenCLIP's words): `shortest` keeps the shape of an image and cuts
+    off what is too long; `squash` resizes both sides to the tower's input, as SigLIP was trained.
     """
 
     mean: Values = NORMALIZATIONS["clip"][0]
     std: Values = NORMALIZATIONS["clip"][1]
     interpolation: str = "bicubic"
     crop_pct: float = 1.0
+    resize_mode: str = "shortest"
 
     def __post_init__(self) -> None:
         for name, values in (("mean", self.mean), ("std", self.std)):
@@ -56,6 +60,10 @@ class Preprocessing:
             raise ValueError(
                 f"image interpolation {self.interpolation!r}: use one of "
                 f"{', '.join(INTERPOLATIONS)}"
+            )
+        if self.resize_mode not in RESIZE_MODES:
+            raise ValueError(
+                f"image resize mode {self.resize_mode!r}: use one of {', '.join(RESIZE_MODES)}"
             )
         if not 0.25 <= self.crop_pct <= 1:
             raise ValueError(
@@ -79,6 +87,7 @@ class Preprocessing:
             tuple(options["image_std"]),
             options["image_interpolation"],
             crop_pct,
+            options.get("image_resize_mode", "shortest"),
         )
 
     def options(self, image_size: int) -> dict[str, Any]:
@@ -88,6 +97,7 @@ class Preprocessing:
             "image_std": self.std,
             "image_interpolation": self.interpolation,
             "image_resize": self.resized((image_size, image_size))[0],
+            "image_resize_mode": self.resize_mode,
         }
 
 

@@ -25,6 +25,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from data.modalities.tokenizer_open_clip import PREFIX, open_clip_tokenizer
+
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in this order: [PAD] is 0
 CONTINUES = "##"
 TENSOR_CORE_MULTIPLE = (
@@ -38,8 +40,8 @@ def load_tokenizer(
     save_to: Path | None = None,
     vocab_size: int = 8192,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer at `where` (a local folder or a Hugging Face id); without `where`, a WordPiece
-    trained on `captions`.
+    """The tokenizer at `where` (a local folder, a Hugging Face id, or `open_clip:MODEL`, the one of
+    a model of OpenCLIP); without `where`, a WordPiece trained on `captions`.
 
     A trained one is a pure function of the captions and `vocab_size` (the most entries it may have;
     every character seen is always one), and is written to the folder `save_to`, from which
@@ -127,7 +129,10 @@ def _loaded(where: str) -> PreTrainedTokenizerBase:
             "Face id"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, use_fast=True, trust_remote_code=False)
+        if where.startswith(PREFIX):
+            tokenizer = open_clip_tokenizer(where)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(where, use_fast=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         what = (
             "holds no tokenizer that transformers can load"

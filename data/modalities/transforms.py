@@ -14,7 +14,7 @@ sample.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -126,34 +126,66 @@ class TrainTransform:
 
 
 @dataclass(frozen=True)
+class StoredWhole(Stored):
+    """Phase A of evaluation, for `transform`: the file is decoded at its full size, and resized once,
+    from there to what the centre is cropped of. Always uint8 [h, w, 3]."""
+
+    transform: "EvalTransform | None" = None
+
+    def __call__(self, data: bytes) -> np.ndarray:
+        return self.of(decode_bytes(data))
+
+    def of(self, image: Image.Image) -> np.ndarray:
+        return self.transform.resized(np.array(upright_8bit(image)))
+
+    @property
+    def name(self) -> str:
+        mode = self.transform.preprocessing.resize_mode
+        return f"whole:{super().name}:{mode}"
+
+
+@dataclass(frozen=True)
 class EvalTransform:
     """Phase B of evaluation: uint8 [h, w, 3 or 4] -> uint8 [H, W, 3]: on white, resized, and its
     centre cropped.
 
-    Sizes and offsets are rounded as in torchvision's `Resize` and `CenterCrop`, so an image that
-    phase A has not shrunk has the pixels of the presets of torchvision and OpenCLIP.
+    Sizes and offsets are rounded as in torchvision's `Resize` and `CenterCrop`, so images have the
+    pixels of the presets of torchvision and OpenCLIP. `whole`: phase A gives it images that are
+    resized once, from their full size; else those that training sees, for training itself.
     """
 
     size: Size
     preprocessing: Preprocessing = CLIP
+    whole: bool = True
 
     @property
     def stored(self) -> Stored:
-        return _stored(self.size, self.preprocessing)
+        shared = _stored(self.size, self.preprocessing)
+        return StoredWhole(shared.size, shared.interpolation, self) if self.whole else shared
 
     def __call__(
         self, image: np.ndarray, generator: np.random.Generator | None = None
     ) -> np.ndarray:
+        (height, width), image = self.size, self.resized(image)
+        top, left = (round((a - b) / 2) for a, b in zip(image.shape[:2], self.size))
+        return np.ascontiguousarray(image[top : top + height, left : left + width])
+
+    def resized(self, image: np.ndarray) -> np.ndarray:
+        """uint8 [h, w, 3 or 4] -> that of which the centre is cropped, uint8 [h, w, 3]; one that was
+        resized already stays as it is."""
         image = _on_background(image, (WHITE, WHITE, WHITE))
-        (height, width), (h, w) = self.size, image.shape[:2]
+        h, w = image.shape[:2]
         least_h, least_w = self.preprocessing.resized(self.size)
         # One side becomes the least that is asked for, the other follows in proportion and is cut
         # off, not rounded.
         shorter_h = least_h * w >= least_w * h
         size = (least_h, least_h * w // h) if shorter_h else (least_w * h // w, least_w)
-        image = _resized(image, size, self.preprocessing.interpolation)
-        top, left = round((size[0] - height) / 2), round((size[1] - width) / 2)
-        return np.ascontiguousarray(image[top : top + height, left : left + width])
+        if self.preprocessing.resize_mode == "squash":
+            size = least_h, least_w
+        # By Pillow, as OpenCLIP and torchvision's presets resize files: torch rounds some of the
+        # values to the next one.
+        resampling = Image.Resampling[self.preprocessing.interpolation.upper()]
+        return np.array(Image.fromarray(image).resize(size[::-1], resampling))
 
 
 ImageTransform = TrainTransform | EvalTransform
@@ -174,9 +206,9 @@ def augmented(
     image_size: int | Size, words: Sequence[str], preprocessing: Preprocessing = CLIP
 ) -> ImageTransform:
     """What training does to images: `words` of train.py's --augmentation; without any, what
-    evaluation does. Flips are of half of them."""
+    evaluation does, to the images of a cache. Flips are of half of them."""
     if not words:
-        return eval_transform(image_size, preprocessing)
+        return replace(eval_transform(image_size, preprocessing), whole=False)
     return train_transform(
         image_size,
         COLOUR_JITTER * ("colour" in words),
@@ -217,7 +249,7 @@ def normalised(
 
 
 def _stored(size: Size, preprocessing: Preprocessing) -> Stored:
-    """What training and evaluation share: large enough for the one that needs more."""
+    """Of training: large enough for evaluation's resizing, too."""
     return Stored(preprocessing.resized(size), preprocessing.interpolation)
 
 

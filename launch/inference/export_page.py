@@ -3,9 +3,9 @@ libraries alone."""
 
 from __future__ import annotations
 
-from data.modalities.transforms import KEPT, SHRUNK
 from launch.inference.export_code import adapted
 from launch.inference.trained import Trained
+from launch.run.records import FUSION, OPEN_CLIP
 from models.towers.layers import Tower
 from models.towers.libraries import transformers_image, transformers_text
 from models.towers.libraries.transformers_image import PlacePool
@@ -15,7 +15,6 @@ PIXELS = '''```python
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 SIZE, RESIZE = {size}, {resize}
@@ -24,25 +23,17 @@ MEAN, STD = {mean}, {std}
 
 def pixel_values(file):
     """[3, SIZE, SIZE]."""
-    image = Image.open(file)
-    image.draft(None, (RESIZE, RESIZE))  # a large JPEG is decoded at a smaller scale
-    image = ImageOps.exif_transpose(image)
+    image = ImageOps.exif_transpose(Image.open(file))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         white = Image.new("RGB", image.size, "white")
         white.paste(image, mask=image.getchannel("A"))
         image = white
-    pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-    larger = min(pixels.shape[1:]) / RESIZE
-    if larger > {kept}:  # in two steps, as the images of a cache
-        pixels = resized(pixels, [round(side * {shrunk} / larger) for side in pixels.shape[1:]])
-    pixels = resized(pixels, [RESIZE * side // min(pixels.shape[1:]) for side in pixels.shape[1:]])
+    image = image.convert("RGB")
+    image = image.resize({sides}, Image.Resampling.{interpolation})
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     top, left = (round((side - SIZE) / 2) for side in pixels.shape[1:])
     return functional.normalize(pixels[:, top : top + SIZE, left : left + SIZE] / 255, MEAN, STD)
-
-
-def resized(pixels, size):
-    return functional.resize(pixels, size, InterpolationMode.{interpolation}, antialias=True)
 ```'''
 
 WHOLE_MODEL = """```python
@@ -141,9 +132,42 @@ OTHER_POOL = {
 }  # of maps
 
 
-def export_page(trained: Trained, kind: str, differences: list[str]) -> str:
+OPEN_CLIP_MODEL = """```python
+import open_clip
+import torch
+
+model, _, preprocess = open_clip.create_model_and_transforms("local-dir:.")
+tokenizer = open_clip.get_tokenizer("local-dir:.")
+model.eval()
+
+
+def embed(pixel_values, texts):
+    \"\"\"image_embeds, text_embeds: of length 1.\"\"\"
+    with torch.no_grad():
+        image_embeds = model.encode_image(pixel_values, normalize=True)
+        return image_embeds, model.encode_text(tokenizer(texts), normalize=True)
+```"""
+
+WITH_FUSION = """## The fusion head
+
+`{file}` has the layers that score pairs of an image and a text: the projections of both towers'
+tokens (`head.image_tokens.`, `head.text_tokens.`) and the attention between them (`head.fusion.`),
+{layers} layers of width {width} with {heads} heads. They go with Wye's towers, which read this
+folder:
+
+```
+python evaluate.py FOLDER --val-data SPEC --rerank 32
+python train.py --import FOLDER --fusion {layers} --fusion-width {width} --fusion-heads {heads} …
+```
+
+The tensors alone: `safetensors.torch.load_file("{file}")`."""
+
+
+def export_page(
+    trained: Trained, kind: str, differences: list[str], training: str = "", fusion: bool = False
+) -> str:
     """Markdown. Its code, in order, defines `embed` and `pixel_values`, run in the exported
-    folder."""
+    folder. `training`: the section about the run; `fusion`: there is a file of it."""
     options, (image, text), pixels = trained.options, trained.towers, trained.preprocessing
     resize = pixels.options(options["image_size"])["image_resize"]
     bias = " plus `logit_bias`" if "logit_bias" in image.specs[-1].template.scalars else ""
@@ -155,26 +179,53 @@ def export_page(trained: Trained, kind: str, differences: list[str]) -> str:
         f"{options['max_text_tokens']} tokens. Weights are in fp32. The loss read "
         f"`exp(logit_scale)` times the products of the embeddings{bias}; the scale is at most 100.",
         "## Load it",
-        _intro(differences, image, text),
-        _state_dict_example(image, text)
-        if differences
-        else _whole_model_example(kind, image, text),
+        *_how_to_load(kind, differences, image, text),
+        *([_fusion(image)] if fusion else []),
+        *([training] if training else []),
         "## Images",
         "`preprocessor_config.json` is for transformers' `CLIPImageProcessor`, which gives the "
-        f"very pixels of training for opaque images between {resize} and {int(KEPT * resize)} "
-        "pixels on their shorter side, but for those whose margin around the centre is rounded "
-        "the other way. For all others it is near; this is what the model was evaluated with:",
+        "pixels of evaluation for opaque images up to one of the 255 levels of a channel, but for "
+        "images whose margin around the centre is rounded the other way. This is what the model "
+        "was evaluated with:",
         PIXELS.format(
             size=options["image_size"],
             resize=resize,
             mean=pixels.mean,
             std=pixels.std,
             interpolation=pixels.interpolation.upper(),
-            kept=KEPT,
-            shrunk=SHRUNK,
+            sides="(RESIZE, RESIZE)"
+            if pixels.resize_mode == "squash"
+            else "[RESIZE * side // min(image.size) for side in image.size]",
         ),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _how_to_load(kind: str, differences: list[str], image: Tower, text: Tower) -> tuple[str, ...]:
+    if kind == OPEN_CLIP:
+        return _open_clip_example(text)
+    intro = _intro(differences, image, text)
+    if differences:
+        return intro, _state_dict_example(image, text)
+    return intro, _whole_model_example(kind, image, text)
+
+
+def _open_clip_example(text: Tower) -> tuple[str, ...]:
+    moved = (
+        "`hf_model_name` in `open_clip_config.json` is where this folder was written. After moving "
+        "it, give the new place of its folder `text` there, or the id of a published model of the "
+        "same configuration.",
+    )
+    return (
+        "OpenCLIP loads this folder, and from the hub it loads `hf-hub:ORGANISATION/MODEL` when the "
+        "folder has been uploaded. `preprocess` is what the images are given to.",
+        OPEN_CLIP_MODEL,
+        *(moved if _of_transformers(text) else ()),
+    )
+
+
+def _fusion(image: Tower) -> str:
+    return WITH_FUSION.format(file=FUSION, **image.config["fusion"])
 
 
 def _whole_model_example(kind: str, image: Tower, text: Tower) -> str:

@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,13 +15,25 @@ from pathlib import Path
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import CLIPImageProcessor
+from transformers import CLIPImageProcessor, PreTrainedConfig
 
 from data.modalities.preprocessing import Preprocessing
+from data.modalities.tokenizer_open_clip import PREFIX, is_clips, text_config
 from launch.inference.adapters import page_of_adapters, taken_off, write_all
 from launch.inference.export_page import export_page
+from launch.inference.model_card import model_card_data, training_section
 from launch.inference.trained import Trained
-from launch.run.records import IMAGE_FOLDER, OPTIONS, RECORD, TEXT_FOLDER, WEIGHTS, read_export
+from launch.run.records import (
+    FUSION,
+    FUSION_OPTIONS,
+    IMAGE_FOLDER,
+    OPEN_CLIP,
+    OPTIONS,
+    RECORD,
+    TEXT_FOLDER,
+    WEIGHTS,
+    read_export,
+)
 from models.losses import LOGIT_SCALE_LIMIT
 from models.towers.head import FUSION_NAMES
 from models.towers.layers import Layer, Tower
@@ -31,13 +44,20 @@ from models.weights.dual_encoder import (
     library_config,
     what_differs,
 )
-from models.weights.translation import to_theirs
-from models.weights.whole_models import whole_model_config, whole_model_of, whole_model_pairs
+from models.weights.open_clip_export import open_clip_model, what_open_clip_lacks
+from models.weights.translation import Pair, to_theirs
+from models.weights.whole_models import (
+    WHOLE_MODELS,
+    whole_model_config,
+    whole_model_of,
+    whole_model_pairs,
+)
 
 PACKAGES = ("torch", "torchvision", "transformers")
 ADAPTED = {"timm": "timm", "open_clip": "open_clip_torch"}  # library -> package
 DUAL_ENCODER, STATE_DICT = "VisionTextDualEncoderModel", "state dict"
-FORMATS = ("auto", "transformers", "state_dict")
+FORMATS = ("auto", "transformers", "open_clip", "state_dict")
+OPEN_CLIP_FILES = "open_clip_config.json", "open_clip_model.safetensors"
 
 
 def write_export(
@@ -45,10 +65,12 @@ def write_export(
     folder: Path,
     overwrite: bool = False,
     form: str = "auto",
+    averaged: bool = False,
     keep_adapters: bool = False,
 ) -> list[str]:
-    """Write the model to `folder`, which appears whole or not at all; returns why it is not one of
-    transformers' models, if it is not. `form`: one of `FORMATS`. Adapters are added to the weights;
+    """Write the model to `folder`, which appears whole or not at all; returns why it is a state dict
+    under the towers' own names, if it is one. `form`: one of `FORMATS`. `averaged`: the weights
+    are the run's moving average, which the model card says. Adapters are added to the weights;
     `keep_adapters`: they are written beside these, as peft's files.
 
     Weights are in fp32, whatever they were trained in: no number changes, but that a scale beyond
@@ -61,57 +83,137 @@ def write_export(
     trained, adapters = taken_off(images_and_texts(trained), merge=not keep_adapters)
     if keep_adapters and not adapters:
         raise ValueError(f"--keep-adapters: {trained.checkpoint} has no adapters; leave it out")
-    key = whole_model_of(*trained.towers)
-    differences = [] if key else what_differs(*trained.towers)
-    if differences and form == "transformers":
+    kind, differences = choose_form(trained.towers, form)
+    if keep_adapters and kind == OPEN_CLIP:
         raise ValueError(
-            f"--format transformers: {'; '.join(differences)}; leave it out for a state dict"
+            "--keep-adapters: peft's files name the modules of the tower's own library, and "
+            "--format open_clip has others; leave out one of the two"
         )
-    if form == "state_dict":
-        key, differences = None, differences or ["--format state_dict was asked for"]
     beside = folder.with_name(folder.name + ".writing")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
 
-    # towers, heads and scalars: what scores pairs in training has no place in an encoder of either
+    # towers, heads and scalars; what scores pairs in training has no place in an encoder of either
     state = {
         name: tensor
         for name, tensor in canonical_state(trained.layers).items()
-        if not name.startswith(FUSION_NAMES) and not _is_of_another_pair(name)
+        if not _is_of_another_pair(name)
     }
     state["head.logit_scale"] = state["head.logit_scale"].clamp(max=LOGIT_SCALE_LIMIT)
-    config, own_pairs = None, []
-    if not differences:
-        scale = state["head.logit_scale"].item()
-        if key:
-            config, pairs = whole_model_config(key, *trained.towers, scale), whole_model_pairs
-        else:
-            config, pairs = dual_encoder_config(*trained.towers, scale), dual_encoder_pairs
-        config.save_pretrained(beside)
-        own_pairs = pairs(*trained.towers)
-        state = to_theirs(own_pairs, state)
-    save_file(state, beside / WEIGHTS, metadata={"format": "pt"})
+    fusion = {name: state.pop(name) for name in list(state) if name.startswith(FUSION_NAMES)}
+    if fusion:
+        save_file(fusion, beside / FUSION, metadata={"format": "pt"})
     for tower, folder_of in zip(trained.towers, (IMAGE_FOLDER, TEXT_FOLDER)):
         if tower.config["library"] == "transformers":
             (beside / folder_of).mkdir()
             _write_json(beside / folder_of / "config.json", library_config(tower))
+    config, pairs = _write_weights(trained, state, kind, beside, folder)
     tokenizer = copy.deepcopy(trained.tokenizer)
     tokenizer.model_max_length = trained.options["max_text_tokens"]
     tokenizer.padding_side = "right"  # as in training, whatever its class does by itself
     tokenizer.save_pretrained(str(beside))
     image_processor(trained.preprocessing, trained.options["image_size"]).save_pretrained(beside)
-    kind = STATE_DICT if differences else config.architectures[0]
-    record, page = _record(trained, kind, differences), export_page(trained, kind, differences)
+    record = _record(trained, kind, differences)
+    page = export_page(
+        trained, kind, differences, training_section(trained, averaged), bool(fusion)
+    )
     if keep_adapters:
-        record["adapters"] = write_all(adapters, trained.towers, config, own_pairs, beside)
+        record["adapters"] = write_all(adapters, trained.towers, config, pairs, beside)
         page += page_of_adapters(list(record["adapters"]), whole=config is not None)
     _write_json(beside / RECORD, record)
-    (beside / "README.md").write_text(page, encoding="utf-8")
+    (beside / "README.md").write_text(model_card_data(trained, kind) + page, encoding="utf-8")
 
     if folder.exists():
         shutil.rmtree(folder)
     os.replace(beside, folder)
     return differences
+
+
+def choose_form(towers: tuple[Tower, ...], form: str) -> tuple[str, list[str]]:
+    """(the class of transformers, `open_clip` or `STATE_DICT`; for the last why it is no model of
+    transformers). Raises ValueError for a form that the towers cannot have."""
+    key = whole_model_of(*towers)
+    lacking = {
+        "transformers": [] if key else what_differs(*towers),
+        "open_clip": what_open_clip_lacks(*towers),
+        "state_dict": [],
+    }
+    if lacking.get(form):
+        possible = " or ".join(f"--format {other}" for other in lacking if not lacking[other])
+        raise ValueError(
+            f"--format {form}: {'; '.join(lacking[form])}; this model can be exported with {possible}"
+        )
+    if form == "open_clip":
+        return OPEN_CLIP, []
+    if form == "state_dict" or lacking["transformers"]:
+        return STATE_DICT, lacking["transformers"] or ["--format state_dict was asked for"]
+    return WHOLE_MODELS[key].model.__name__ if key else DUAL_ENCODER, []
+
+
+def _write_weights(
+    trained: Trained, state: dict[str, Tensor], kind: str, beside: Path, folder: Path
+) -> tuple[PreTrainedConfig | None, Sequence[Pair]]:
+    """Weights and configuration as `kind` has them, in `beside`, which will be `folder`. Returns
+    the configuration of transformers' model of both towers, if it is one, and the tensors' pairs."""
+    if kind == OPEN_CLIP:
+        tokens = _tokens_of_open_clip(trained, folder)
+        model, tensors = open_clip_model(*trained.towers, state, tokens, beside / TEXT_FOLDER)
+        if "hf_model_name" in model["text_cfg"]:
+            model["text_cfg"]["hf_model_name"] = str(folder / TEXT_FOLDER)
+        names = OPEN_CLIP_FILES
+        _write_json(
+            beside / names[0],
+            {"model_cfg": model, "preprocess_cfg": _preprocess(trained.preprocessing)},
+        )
+        save_file(tensors, beside / names[1], metadata={"format": "pt"})
+        return None, ()
+    config, pairs = None, ()
+    scale = state["head.logit_scale"].item()
+    if kind == DUAL_ENCODER:
+        config = dual_encoder_config(*trained.towers, scale)
+        pairs = dual_encoder_pairs(*trained.towers)
+    elif kind != STATE_DICT:
+        config = whole_model_config(whole_model_of(*trained.towers), *trained.towers, scale)
+        pairs = whole_model_pairs(*trained.towers)
+    if config is not None:
+        config.save_pretrained(beside)
+        state = to_theirs(pairs, state)
+    save_file(state, beside / WEIGHTS, metadata={"format": "pt"})
+    return config, pairs
+
+
+def _tokens_of_open_clip(trained: Trained, folder: Path) -> dict[str, object]:
+    """What OpenCLIP's `text_cfg` says of the tokenizer, and `max_text_tokens`. Without any name of a
+    tokenizer OpenCLIP has CLIP's; else it takes that of the folder of the model, and the name is
+    read only where the model is not in a folder."""
+    tokens = {"max_text_tokens": trained.options["max_text_tokens"]}
+    source = trained.options.get("tokenizer") or ""
+    named = {"hf_tokenizer_name": str(folder)}
+    if source.startswith(PREFIX):  # as in the model that it came from
+        texts = text_config(source.removeprefix(PREFIX))
+        named = {
+            key: texts[key] for key in ("hf_tokenizer_name", "tokenizer_kwargs") if key in texts
+        }
+        if Path(named.get("hf_tokenizer_name", "")).is_absolute():
+            named["hf_tokenizer_name"] = str(folder)
+    elif trained.towers[1].config["library"] == "open_clip" and is_clips(trained.tokenizer):
+        named = {}
+    return {**tokens, **named}
+
+
+def _preprocess(preprocessing: Preprocessing) -> dict[str, object]:
+    if preprocessing.crop_pct != 1:
+        raise ValueError(
+            f"--format open_clip: OpenCLIP resizes images to the tower's input, and this model was "
+            f"evaluated with {preprocessing.crop_pct:.3g} of what they were resized to "
+            "(--image-resize); export a state dict"
+        )
+    return {
+        "mean": list(preprocessing.mean),
+        "std": list(preprocessing.std),
+        "interpolation": preprocessing.interpolation,
+        "resize_mode": preprocessing.resize_mode,
+    }
 
 
 def images_and_texts(trained: Trained) -> Trained:
@@ -180,11 +282,12 @@ def canonical_state(layers: list[Layer]) -> dict[str, Tensor]:
 
 
 def image_processor(preprocessing: Preprocessing, image_size: int) -> CLIPImageProcessor:
-    """transformers' nearest to `data.modalities.transforms.eval_transform`. Other are: images
-    over 1.25 times as large as they are resized to, which are shrunk in two steps in training;
-    those where the margin around the centre is odd; transparent ones."""
+    """transformers' nearest to `data.modalities.transforms.eval_transform`. Other are transparent
+    images, and those where the margin around the centre is odd."""
+    resize = preprocessing.options(image_size)["image_resize"]
+    squashed = preprocessing.resize_mode == "squash"
     return CLIPImageProcessor(
-        size={"shortest_edge": preprocessing.options(image_size)["image_resize"]},
+        size={"height": resize, "width": resize} if squashed else {"shortest_edge": resize},
         crop_size={"height": image_size, "width": image_size},
         resample=Image.Resampling[preprocessing.interpolation.upper()],
         image_mean=list(preprocessing.mean),
@@ -204,10 +307,21 @@ def _record(trained: Trained, kind: str, differences: list[str]) -> dict[str, ob
         "text_pool": trained.towers[1].config["pool"],
         "loss": options["loss"],
         "projection": options.get("projection", "linear"),
+        **_fusion_options(trained.towers[0]),
         "step": trained.step,
         "trained_in": str(next(trained.layers[-1].parameters()).dtype).removeprefix("torch."),
         "versions": {name: version(name) for name in (*PACKAGES, *_adapters(trained))},
     }
+
+
+def _fusion_options(image: Tower) -> dict[str, object]:
+    """train.py's, of a model that was trained with it."""
+    sizes = image.config.get("fusion", {})
+    return (
+        dict(zip(FUSION_OPTIONS, map(sizes.get, ("layers", "width", "heads", "scales"))))
+        if sizes
+        else {}
+    )
 
 
 def _with_vocabulary(text: Tower, name: str) -> str:

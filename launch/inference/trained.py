@@ -30,6 +30,7 @@ from engine.objective import scalars_of
 from launch.inference.adapters import FILE, FOLDER, read_adapters
 from launch.run.records import (
     WEIGHTS,
+    fusion_of_export,
     is_published,
     options_of_export,
     options_of_import,
@@ -46,8 +47,8 @@ from models.towers.adapters.layers import adapted_tower
 from models.towers.defaults import image_name, text_name
 from models.towers.fusion import fusion_sizes
 from models.towers.layers import Layer, Tower, library_models_kept
+from models.weights.open_clip_models import weights_of
 from models.weights.reading import open_model
-from models.weights.whole_models import options_of_model
 
 if TYPE_CHECKING:
     from launch.settings.options import Options
@@ -87,10 +88,10 @@ class Trained:
 
     def checksum(self) -> str:
         """Of the file that tells these weights from all others."""
-        file = self.checkpoint / MANIFEST
-        apart = sorted(self.checkpoint.glob(f"{FOLDER}/*/{FILE}"))
-        files = [file] if file.is_file() else [self.checkpoint / WEIGHTS, *apart]
-        return "-".join(map(checksum_of_file, files))
+        files = (self.checkpoint / MANIFEST, self.checkpoint / WEIGHTS, self.checkpoint)
+        found = next((file for file in files if file.is_file()), None)
+        apart = sorted(self.checkpoint.glob(f"{FOLDER}/*/{FILE}"))  # an export's adapters
+        return "-".join(map(checksum_of_file, [found or weights_of(self.checkpoint), *apart]))
 
 
 def open_model_folder(
@@ -109,14 +110,14 @@ def open_model_folder(
 def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
     """The model in a folder of export.py. It has no samples of its own."""
     record = read_export(folder)
-    adapters = record.get("adapters", {})
-    return _opened(folder, options_of_export(folder), record["step"], device, adapters)
+    options = {**options_of_export(folder), **fusion_of_export(folder)}
+    return _opened(folder, options, record["step"], device, record.get("adapters", {}))
 
 
 def open_published(folder: Path, device: torch.device | str = "cpu") -> Trained:
-    """A model of images and texts in a folder of transformers, as it was published."""
+    """A model of images and texts in a folder of transformers or OpenCLIP, as it was published."""
     folder = folder.expanduser().absolute()
-    options = options_of_model(folder)
+    options = options_of_import(folder)
     prepared = trained_with(str(folder), options["image_tower"])
     pixels = prepared[0] if prepared else CLIP
     return _opened(folder, {**options, **pixels.options(options["image_size"])}, 0, device)
@@ -206,7 +207,7 @@ def towers_of(
     pairs = pairs_of(options.get("pairs", IMAGE_TEXT), build_loss(options["loss"]))
     branches = dict.fromkeys(name for pair in pairs for name in pair.branches)
     vocabulary = Vocabulary.of(tokenizer)
-    if options.get("imported") and Path(options["imported"]).is_dir():
+    if _says_its_vocabulary(options):
         vocabulary = vocabulary._replace(size=None)  # its table may have more rows than words
     towers = tuple(
         tower_of(
@@ -235,6 +236,12 @@ def adapted_towers(towers: Sequence[Tower], written: Any) -> tuple[Tower, ...]:
         adapted_tower(tower, adapters[tower.branch]) if tower.branch in adapters else tower
         for tower in towers
     )
+
+
+def _says_its_vocabulary(options: Mapping[str, Any]) -> bool:
+    """Does the model of --import say how many tokens its text tower knows?"""
+    imported, text = options.get("imported"), options["text_tower"]
+    return bool(imported) and (Path(imported).is_dir() or text.startswith("open_clip:"))
 
 
 def read_record(run_dir: Path) -> dict[str, Any]:

@@ -390,6 +390,7 @@ def _completed(training: Mapping[str, Any]) -> dict[str, Any]:
     if "image_mean" not in options and "image_size" in options:
         options = {**options, **CLIP.options(options["image_size"])}
     added = {"pairs": IMAGE_TEXT, "tower": [], "projection": "linear"}
+    added |= {"image_resize_mode": "shortest"}
     options = {**added, **options} if options else options
     branches = training.get("branches", {})
     if "balance" in branches:

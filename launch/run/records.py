@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 RUN_RECORD = "config.json"
+OPEN_CLIP_CONFIG = "open_clip_config.json"
+OPEN_CLIP = "open_clip"  # the kind of an export in OpenCLIP's form
+FUSION = "fusion.safetensors"  # of an export: what scores pairs
+FUSION_OPTIONS = ("fusion", "fusion_width", "fusion_heads", "fusion_scales")
 RECORD, WEIGHTS, TEXT_FOLDER, IMAGE_FOLDER = "wye.json", "model.safetensors", "text", "image"
 OPTIONS = (
     "image_tower",
@@ -20,6 +24,7 @@ PIXELS = (
     "image_std",
     "image_interpolation",
     "image_resize",
+    "image_resize_mode",
 )  # likewise; earlier exports, of CLIP's values, have none
 
 
@@ -43,8 +48,8 @@ def _read(file: Path, remedy: str) -> dict[str, Any] | None:
 
 
 def options_of_import(where: Path) -> dict[str, Any]:
-    """train.py's options that go on with the model in a folder, of export.py or of transformers;
-    none of a file of weights."""
+    """train.py's options that go on with the model in a folder, of export.py, of transformers or of
+    OpenCLIP; none of a file of weights. Errors: ValueError for a model that is not built."""
     if not is_published(where):
         if (read_export(where) or {}).get("adapters"):
             raise ValueError(
@@ -53,18 +58,27 @@ def options_of_import(where: Path) -> dict[str, Any]:
             )
         return options_of_export(where)
     # imports transformers, which the command line can do without
-    from models.weights.whole_models import options_of_model
+    from models.weights.open_clip_models import PREFIX, folder_of, options_of_open_clip
+    from models.weights.whole_models import is_whole_model, options_of_model
 
-    return options_of_model(where.expanduser().absolute())
+    where = where.expanduser().absolute()
+    if is_whole_model(where):
+        return options_of_model(where)
+    return options_of_open_clip(f"{PREFIX}{folder_of(where)}")
 
 
 def is_published(folder: Path) -> bool:
-    """Does the folder hold one of transformers' models of images and texts, and is it no export?"""
-    if read_export(folder) is not None or not (folder.expanduser() / RUN_RECORD).is_file():
+    """Does the folder hold one of transformers' or OpenCLIP's models of images and texts, and is it
+    no export? A file: is it of OpenCLIP, with the model's configuration beside it?"""
+    folder = folder.expanduser()
+    if read_export(folder) is not None:
         return False
+    if not any((folder / name).is_file() for name in (RUN_RECORD, OPEN_CLIP_CONFIG)):
+        return folder.name.startswith("open_clip_") and (folder.parent / OPEN_CLIP_CONFIG).is_file()
+    from models.weights.open_clip_models import folder_of
     from models.weights.whole_models import is_whole_model
 
-    return is_whole_model(folder.expanduser())
+    return is_whole_model(folder) or folder_of(folder) is not None
 
 
 def options_of_export(folder: Path) -> dict[str, Any]:
@@ -85,12 +99,23 @@ def options_of_export(folder: Path) -> dict[str, Any]:
     texts = folder.expanduser() / TEXT_FOLDER
     # a tower of another library than transformers is made again by its name
     text_tower = f"{texts}{pool}" if texts.is_dir() else record["text_tower"]
+    tokenizer = str(folder.expanduser())
+    if record["kind"] == OPEN_CLIP:
+        model = f"open_clip:{folder.expanduser().absolute()}"
+        text_tower = text_tower if texts.is_dir() else model
+        own, tokenizer = {"image_tower": model}, model
     return {
         **{key: record[key] for key in OPTIONS},
         **own,
         **{key: record[key] for key in PIXELS if key in record},
         "text_tower": text_tower,
-        "tokenizer": str(folder.expanduser()),
+        "tokenizer": tokenizer,
         "loss": record["loss"],
         "projection": record.get("projection", "linear"),
     }
+
+
+def fusion_of_export(folder: Path) -> dict[str, Any]:
+    """train.py's options of the fusion head in an exported folder; none where it has none."""
+    record = read_export(folder) or {}
+    return {key: record[key] for key in FUSION_OPTIONS if key in record}

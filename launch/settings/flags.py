@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from data.index.roots import add_root_flag
-from data.modalities.preprocessing import INTERPOLATIONS, NORMALIZATIONS
+from data.modalities.preprocessing import INTERPOLATIONS, NORMALIZATIONS, RESIZE_MODES
 from data.modules import add_module_flag
 from data.options import IMAGE_TEXT, read_pairs
 from engine.planning.devices import DEVICES, find_device
@@ -243,13 +243,13 @@ def _towers(model: argparse._ArgumentGroup) -> None:
         dest="imported",
         metavar="WHERE",
         help="a whole model to start from: a folder of export.py or of transformers' CLIPModel, SiglipModel, Siglip2Model, ChineseCLIPModel or "
-        "VisionTextDualEncoderModel, or a Hugging Face id of one, which also say the towers, sizes, tokenizer and loss that are not given; or a "
-        "file of OpenCLIP weights (default: from scratch)",
+        "VisionTextDualEncoderModel, or of OpenCLIP, or a Hugging Face id of one (OpenCLIP's: hf-hub:ORGANISATION/MODEL), which also say the towers, "
+        "sizes, tokenizer and loss that are not given; or a file of OpenCLIP weights, with both towers open_clip:MODEL (default: from scratch)",
     )
     model.add_argument(
         "--tokenizer",
         metavar="WHERE",
-        help="Hugging Face id or folder (default: that of --import, of a folder given to --text-weights or --text-tower, or of a Hugging Face id "
+        help="Hugging Face id, folder, or open_clip:MODEL for that of one of OpenCLIP's models (default: that of --import, of a folder given to --text-weights or --text-tower, or of a Hugging Face id "
         "ORGANISATION/MODEL given to --text-weights; else WordPiece trained on the captions)",
     )
     model.add_argument(
@@ -302,6 +302,12 @@ def _towers(model: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="pixels of the shorter side before the centre is cropped in evaluation (default: in proportion to the pretrained image weights; from "
         "scratch --image-size)",
+    )
+    model.add_argument(
+        "--image-resize-mode",
+        choices=RESIZE_MODES,
+        help="in evaluation: keep the shape of an image and cut its centre out, or squash both sides to --image-size (default: as OpenCLIP's "
+        "weights say, else shortest)",
     )
     model.add_argument(
         "--image-buckets",

@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -64,6 +64,7 @@ class Options:
     image_std: tuple[float, float, float]
     image_interpolation: str
     image_resize: int
+    image_resize_mode: str
     image_buckets: int
     max_text_tokens: int
     pairs: str
@@ -220,7 +221,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
                     f"--{other.replace('_', '-')}"
                 )
         values["imported"] = _model_folder(parser, values["imported"])
-        for key, default in options_of_import(Path(values["imported"])).items():
+        for key, default in _of_import(parser, values).items():
             if key not in PIXELS:
                 values[key] = default if values[key] is None else values[key]
     for key in ("tokenizer", "imported"):
@@ -310,6 +311,11 @@ def _pixels(
     found = None if weights is None or earlier else trained_with(weights, values["image_tower"])
     trained, size = found or (CLIP, values["image_size"])
     size = values["image_size"] if sized else size
+    if recorded:  # an earlier version kept the shape of every image
+        trained = replace(
+            trained,
+            resize_mode=recorded.get("image_resize_mode", "shortest"),
+        )
     pixels = {
         key: default if given[key] is None else given[key]
         for key, default in trained.options(size).items()
@@ -346,6 +352,22 @@ def _model_folder(parser: argparse.ArgumentParser, where: str) -> str:
         return str(find_model(where))
     except OSError as error:
         parser.error(f"argument --import: {error}")
+
+
+def _of_import(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that the model of --import says. A file of weights says none, unless both towers
+    are the two sides of a model of OpenCLIP."""
+    try:
+        found = options_of_import(Path(values["imported"]))
+        towers = values["image_tower"], values["text_tower"]
+        if not found and all(tower and tower.startswith("open_clip:") for tower in towers):
+            from models.weights.open_clip_models import model_of_towers, options_of_open_clip
+
+            model = model_of_towers(*towers)
+            found = options_of_open_clip(model) if model else {}
+    except (ValueError, OSError) as error:
+        parser.error(f"argument --import: {error}")
+    return found
 
 
 def default_config(on_gpu: bool, bf16_supported: bool, world_size: int) -> Path:

@@ -21,11 +21,14 @@ from models.towers.image import full_name
 from models.towers.libraries import open_clip, timm
 from models.towers.names import split_name
 from models.weights.libraries import DEFAULT
+from models.weights.open_clip_models import folder_of
 
 if TYPE_CHECKING:
     from launch.settings.options import Options
 
 IMAGENET = Preprocessing(*NORMALIZATIONS["imagenet"])
+# of OpenCLIP, where its configuration says nothing
+OPEN_CLIP = {"mean": CLIP.mean, "std": CLIP.std}
 PREPROCESSOR = "preprocessor_config.json"
 TORCHVISION = "give --image-normalization imagenet if torchvision or timm trained them"
 
@@ -43,7 +46,13 @@ def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | No
     if path.is_dir():
         return _of_export(path) or _beside(path)
     if path.is_file():
-        return _of_torchvision(path.name, split_name(image_tower)[0]) or _beside(path.parent)
+        if folder := folder_of(path):  # beside which there may be the files of transformers
+            return _of_record(folder / open_clip.CONFIG, "preprocess_cfg")
+        return (
+            _of_torchvision(path.name, split_name(image_tower)[0])
+            or _beside(path.parent)
+            or _of_all_open_clip(image_tower)
+        )
     try:
         tower = full_name(image_tower)
     except ValueError:  # the tower's own error says so
@@ -104,10 +113,12 @@ def _of_record(file: Path, key: str) -> tuple[Preprocessing, int] | None:
         return None
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
+        if file.name == open_clip.CONFIG:
+            size = found["model_cfg"]["vision_cfg"].get("image_size", 224)
+            return _of_config({**OPEN_CLIP, **found.get(key, {})}, size)
         if key not in found:  # another library's config.json
             return None
-        size = found.get("model_cfg", {}).get("vision_cfg", {}).get("image_size")
-        return _of_config(found[key], size)
+        return _of_config(found[key])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{file}: does not describe how images are prepared ({type(error).__name__}: {error}); "
@@ -126,6 +137,19 @@ def _of_open_clip(tower: str, where: str) -> tuple[Preprocessing, int] | None:
     return _of_config(config, size) if config else None
 
 
+def _of_all_open_clip(tower: str) -> tuple[Preprocessing, int] | None:
+    """Of a file of weights for one of OpenCLIP's models: what all of its published weights were
+    trained with; None: they differ, or there are none."""
+    if not tower.startswith(open_clip.PREFIX):
+        return None
+    model = split_name(tower)[0].removeprefix(open_clip.PREFIX)
+    if (Path(model).expanduser() / open_clip.CONFIG).is_file():
+        return _of_record(Path(model).expanduser() / open_clip.CONFIG, "preprocess_cfg")
+    tags = open_clip.library().list_pretrained_tags_by_model(model)
+    found = {_of_open_clip(tower, tag) for tag in tags}
+    return found.pop() if len(found) == 1 else None
+
+
 def _of_config(config: Mapping[str, Any], size: int | None = None) -> tuple[Preprocessing, int]:
     """`size`: where the configuration does not say it."""
     if "input_size" in config:
@@ -138,6 +162,7 @@ def _of_config(config: Mapping[str, Any], size: int | None = None) -> tuple[Prep
         # timm's "random" and the like choose anew for every image of a training
         interpolation if interpolation in INTERPOLATIONS else "bicubic",
         config.get("crop_pct") or 1.0,
+        config.get("resize_mode") or "shortest",
     ), size if isinstance(size, int) else min(size)
 
 

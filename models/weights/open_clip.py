@@ -6,6 +6,8 @@ Its own image networks are others than torchvision's of similar names, and are r
 differs.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,12 @@ from models.towers.layers import Tower
 from models.weights.dual_encoder import ENDS, convnext_stages, scale_pair
 from models.weights.translation import Pair, renamed
 
+SIDES = ("open_clip", "timm")  # the libraries of image towers that OpenCLIP has as they are
+TIMM, HF_TEXT = "visual.trunk.", "text.transformer."
+# how a side ends inside of its tower: SigLIP's texts, CLIP's ResNets, a projection of timm's towers
+# with a bias or of two layers, the classifier of a tower of timm
+LAST_LINEARS = ("text_projection", "attnpool.c_proj", "head.proj", "head.mlp.fc2")
+LAST_LINEARS += ("trunk.head", "trunk.fc", "trunk.head.fc", "trunk.classifier")
 OTHERS = {  # a name that tells, what it belongs to, how it differs
     "visual.ln_pre.weight": "its ViT has a norm before the blocks (visual.ln_pre) and patches without a bias; torchvision's has neither",
     "visual.attnpool.positional_embedding": "its ResNet has three convolutions in its stem, pools by averages before each stride and by "
@@ -31,11 +39,19 @@ def is_open_clip(names: list[str]) -> bool:
 def refuse_other_architecture(where: str, names: list[str], image: Tower, text: Tower) -> None:
     """Raise ValueError unless both the file and the towers are of the architectures that are the
     same in both."""
-    sides = [tower.config.get("library") == "open_clip" for tower in (image, text)]
-    if all(sides):
+    libraries = [tower.config.get("library") for tower in (image, text)]
+    # an image tower of timm is in OpenCLIP's `TimmModel`, a text tower of transformers in its
+    # `HFTextEncoder`; the file says whether its towers are these
+    is_side = (
+        libraries[0] == "open_clip"
+        or (libraries[0] == "timm" and any(name.startswith(TIMM) for name in names)),
+        libraries[1] == "open_clip"
+        or (libraries[1] == "transformers" and any(name.startswith(HF_TEXT) for name in names)),
+    )
+    if all(is_side):
         _refuse_other_width(where, image, text)
         return
-    if any(sides):
+    if "open_clip" in libraries:
         raise ValueError(
             f"--import {where}: OpenCLIP weights, but the towers are {image.name} and {text.name}; "
             "give --image-tower and --text-tower the same open_clip:MODEL"
@@ -70,11 +86,7 @@ def _refuse_other_width(where: str, image: Tower, text: Tower) -> None:
     for tower in (image, text):
         config = tower.config
         projected = config.get("projection") != "none"
-        if (
-            projected
-            and config["library_projection"] is None
-            and config["embed_dim"] != tower.width
-        ):
+        if projected and projection_of(tower) is None and config["embed_dim"] != tower.width:
             raise ValueError(
                 f"--import {where}: the projection of {tower.name} is a part of the tower, which "
                 f"makes {tower.width} numbers; give --embed-dim {tower.width}, and --projection none "
@@ -83,9 +95,10 @@ def _refuse_other_width(where: str, image: Tower, text: Tower) -> None:
 
 
 def open_clip_pairs(image: Tower, text: Tower) -> list[Pair]:
-    """Our names and OpenCLIP's."""
-    if image.config["library"] == "open_clip":
-        return [*_side_pairs(image, "visual."), *_side_pairs(text, ""), *_scalar_pairs()]
+    """Our names and OpenCLIP's, without the `text.` that stands before those of a
+    `TextTransformer` where the text side is a module of its own."""
+    if image.config["library"] in SIDES:
+        return [*side_pairs(image), *side_pairs(text), *scalar_pairs()]
     pairs = renamed("image.features.0.0", "visual.trunk.stem.0", *ENDS) + renamed(
         "image.features.0.1", "visual.trunk.stem.1", *ENDS
     )
@@ -129,26 +142,70 @@ def _transposed(matrix: Tensor) -> tuple[Tensor]:
     return (matrix.t(),)
 
 
-def _side_pairs(tower: Tower, prefix: str) -> list[Pair]:
-    """The names of an adapter's tower are OpenCLIP's own. The head is the projection that was taken
-    off, or leaves the features as they are where it stays in the tower."""
-    pairs = []
-    for spec in tower.specs[:-1]:
-        for name in spec.template.canonical_names.values():
-            pairs += renamed(name, prefix + name.split(".", 1)[1])
+def side_pairs(tower: Tower) -> list[Pair]:
+    """The names of an adapter's tower are those of its library. The head is the projection that was
+    taken off, or leaves the features as they are where it stays in the tower."""
+    prefix = _prefix(tower)
+    theirs = {
+        name: prefix + name.split(".", 1)[1]
+        for spec in tower.specs[:-1]
+        for name in spec.template.canonical_names.values()
+    }
     if tower.config.get("projection") == "none":
-        return pairs
-    head, theirs = f"head.{tower.branch}_projection.weight", tower.config["library_projection"]
-    if theirs is None:
-        pairs.append(Pair((head,), (), lambda: (torch.eye(tower.width),)))
-    elif theirs.endswith(".weight"):
-        pairs += renamed(head, theirs)
-    else:
-        pairs.append(Pair((head,), (theirs,), _transposed, _transposed))  # there [W, D]
-    return pairs
+        return [pair for ours, there in theirs.items() for pair in renamed(ours, there)]
+    head, projection = f"head.{tower.branch}_projection.weight", projection_of(tower)
+    if projection is not None:
+        pairs = [pair for ours, there in theirs.items() for pair in renamed(ours, there)]
+        if projection.endswith(".weight"):
+            return [*pairs, *renamed(head, projection)]
+        return [*pairs, Pair((head,), (projection,), _transposed, _transposed)]  # there [W, D]
+    last = last_linear(tower)
+    pairs = [
+        pair for ours, there in theirs.items() if ours not in last for pair in renamed(ours, there)
+    ]
+    there = tuple(theirs[name] for name in last)
+    identity = partial(torch.eye, tower.width)
+    return [*pairs, Pair((head, *last), there, lambda *own: (identity(), *own), _joined)]
 
 
-def _scalar_pairs() -> list[Pair]:
+def last_linear(tower: Tower) -> tuple[str, ...]:
+    """Our names of the weight and the bias of the linear that a side ends with inside of its
+    tower; none: it ends with something else."""
+    names = {name for spec in tower.specs for name in spec.template.canonical_names.values()}
+    for linear in LAST_LINEARS:
+        weight, bias = (f"{tower.branch}.{linear}{end}" for end in ENDS)
+        if weight in names:
+            return (weight, bias) if bias in names else (weight,)
+    return ()
+
+
+def projection_of(tower: Tower) -> str | None:
+    """OpenCLIP's name of the projection that our head is; None: it is a part of the tower."""
+    of_library = {"timm": "visual.head.proj.weight", "transformers": "text.proj.weight"}
+    return of_library.get(tower.config["library"]) or tower.config["library_projection"]
+
+
+def _prefix(tower: Tower) -> str:
+    if tower.config["library"] == "timm":
+        return TIMM
+    if tower.config["library"] == "transformers":
+        return HF_TEXT
+    return "visual." if tower.branch == "image" else ""
+
+
+def _joined(head: Tensor, *last: Tensor) -> tuple[Tensor, ...]:
+    """A head [D, W] behind a linear with `last` = weight [W, …] and bias [W]: one linear, exactly
+    the same where the head is still the identity that an import begins with."""
+    if is_identity(head):
+        return last
+    return tuple((head.double() @ tensor.double()).to(tensor.dtype) for tensor in last)
+
+
+def is_identity(matrix: Tensor) -> bool:
+    return matrix.shape[0] == matrix.shape[1] and torch.equal(matrix, torch.eye(len(matrix)))
+
+
+def scalar_pairs() -> list[Pair]:
     bias = Pair(
         ("head.logit_bias",),
         ("logit_bias",),

@@ -34,6 +34,13 @@ from models.weights.libraries import (
     published_timm,
 )
 from models.weights.open_clip import is_open_clip, open_clip_pairs, refuse_other_architecture
+from models.weights.open_clip_models import (
+    CONFIG,
+    OWN_WEIGHTS,
+    folder_of,
+    local_model,
+    weights_of,
+)
 from models.weights.positions import Resize, resizers
 from models.weights.translation import Source, as_ours, plain_names
 from models.weights.whole_models import whole_model_pairs
@@ -47,6 +54,9 @@ POOLING = (
 )  # how a sentence encoder pools, beside its weights
 # what a whole model has beside its weights
 WHOLE = ("*.json", "*.txt", "*.model")
+FUSION = "fusion.safetensors"  # of a folder of export.py
+# what a tokenizer is made of
+WORDS = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model")
 PREFIXES = {  # of wrappers, of models with a task head, and of models of images and texts
     "text": (
         *("module.", "bert.", "roberta.", "distilbert.", "electra.", "mpnet.", "model."),
@@ -237,7 +247,7 @@ def open_model(where: str, image: Tower, text: Tower) -> WeightReader:
             "OpenCLIP weights; a single tower is started from with --image-weights or "
             "--text-weights"
         )
-    keys, shape_of, tensor_of = source
+    keys, shape_of, tensor_of = _with_fusion(path, source)
     reader = WeightReader(
         ("image", "text", "head"),
         f"--import {where}:",
@@ -247,6 +257,21 @@ def open_model(where: str, image: Tower, text: Tower) -> WeightReader:
         resizers={**resizers(image), **resizers(text)},
     )
     return _checked(reader, image, text)
+
+
+def _with_fusion(folder: Path, source: Source) -> Source:
+    """The same with the tensors of the fusion head that an export keeps beside the model."""
+    if not (folder / FUSION).is_file():
+        return source
+    (names, shape_of, tensor_of), (more, more_shape, more_tensor) = (
+        source,
+        _open_file(folder / FUSION),
+    )
+    return (
+        [*names, *more],
+        lambda name: more_shape(name) if name in more else shape_of(name),
+        lambda name: more_tensor(name) if name in more else tensor_of(name),
+    )
 
 
 def _checked(reader: WeightReader, *towers: Tower) -> WeightReader:
@@ -335,16 +360,16 @@ def find_weights(
 
 
 def find_model(where: str) -> Path:
-    """The folder or file of a whole model, downloaded where `where` is ORGANISATION/MODEL. Errors:
-    FileNotFoundError."""
-    path = Path(where).expanduser()
+    """The folder or file of a whole model, downloaded where `where` is ORGANISATION/MODEL or
+    hf-hub:ORGANISATION/MODEL. Errors: FileNotFoundError."""
+    path = Path(local_model(where)).expanduser()
     if path.exists():
         return path
     if where.count("/") == 1 and not where.startswith((".", "~", "/")):
         return _download(where, WHOLE)
     raise FileNotFoundError(
-        f"--import {where}: there is no such file or folder; give a folder of export.py or of "
-        "transformers, a file of OpenCLIP weights, or ORGANISATION/MODEL"
+        f"--import {where}: there is no such file or folder; give a folder of export.py, of "
+        "transformers or of OpenCLIP, a file of OpenCLIP weights, or ORGANISATION/MODEL"
     )
 
 
@@ -357,6 +382,8 @@ def open_tensors(path: Path) -> Source:
             return _open_file(path / name)
         if (path / f"{name}.index.json").is_file():
             return _open_sharded(path / f"{name}.index.json")
+    if folder_of(path) and (file := weights_of(path)):
+        return _open_file(file)
     raise FileNotFoundError(
         f"weights: folder {path} has none of {', '.join(SAFETENSORS + TORCH)} nor an index of "
         "shards; give a Hugging Face model folder or a single file"
@@ -457,6 +484,25 @@ def _download(hub_id: str, others: Sequence[str] = POOLING) -> Path:
     raise FileNotFoundError(
         f"weights {hub_id!r}: the model on the hub has none of {', '.join(SAFETENSORS + TORCH)}; "
         "give a local file"
+    )
+
+
+def download_open_clip(hub_id: str) -> Path:
+    """The folder of a model that is on the hub in OpenCLIP's form. Errors: FileNotFoundError."""
+    safe = [name for name in OWN_WEIGHTS if name.endswith(".safetensors")]
+    try:
+        for names in (safe, OWN_WEIGHTS):  # torch files only where there are no others
+            folder = Path(snapshot_download(hub_id, allow_patterns=[CONFIG, *names, *WORDS]))
+            if (folder / CONFIG).is_file() and weights_of(folder):
+                return folder
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"OpenCLIP's model {hub_id!r} could not be had from the Hugging Face hub; check the id "
+            "and the network, or download the model and give local-dir:FOLDER"
+        ) from error
+    raise FileNotFoundError(
+        f"OpenCLIP's model {hub_id!r}: on the hub there is no {CONFIG} with one of "
+        f"{', '.join(OWN_WEIGHTS)} beside it; give a folder or a file of weights"
     )
 
 

@@ -1,6 +1,7 @@
 """Images of every mode become the same kind of tensor."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -124,13 +125,24 @@ def test_not_square_is_cropped_in_the_middle():
 def test_evaluation_is_torchvision_s_resize_and_centre_crop(shape, interpolation, resize):
     """To the last bit on the same decoded pixels, whichever way sizes and margins have to be
     rounded."""
-    pixels = torch.from_numpy(np.array(smooth(*shape))).permute(2, 0, 1)
-    usual = v2.Compose(
-        [v2.Resize(resize, InterpolationMode(interpolation), antialias=True), v2.CenterCrop(40)]
-    )
+    usual = v2.Compose([v2.Resize(resize, InterpolationMode(interpolation)), v2.CenterCrop(40)])
     transform = eval_transform(40, Preprocessing(interpolation=interpolation, crop_pct=40 / resize))
     ours = transform(np.array(smooth(*shape)))
-    assert torch.equal(torch.from_numpy(ours).permute(2, 0, 1), usual(pixels))
+    assert np.array_equal(ours, np.array(usual(smooth(*shape))))
+
+
+@pytest.mark.parametrize("mode", ["shortest", "squash"])
+@pytest.mark.parametrize("shape", [(333, 217), (100, 301), (40, 57)])
+def test_evaluation_resizes_files_once_from_their_full_size(mode, shape):
+    """To what OpenCLIP's transform makes of them."""
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+
+    coarse = np.random.default_rng(5).integers(0, 256, (23, 31, 3)).astype(np.uint8)
+    image = Image.fromarray(coarse).resize(shape, Image.Resampling.BICUBIC)
+    theirs = image_transform_v2(PreprocessCfg(size=32, resize_mode=mode), is_train=False)(image)
+    transform = eval_transform(32, Preprocessing(resize_mode=mode))
+    ours = normalised([transform(transform.stored(encoded(image, "PNG")))])[0]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +210,7 @@ def left_is_brighter(tensor):
 
 
 def test_augmentation_does_what_its_words_say():
-    assert augmented(8, ()) == eval_transform(8)
+    assert augmented(8, ()) == replace(eval_transform(8), whole=False)
     assert augmented(8, ("crop",)) == train_transform(8)
     assert augmented(8, ("crop", "white")) == train_transform(8, white=True)
     assert augmented((8, 12), ("crop", "colour", "flip")) == train_transform(
@@ -289,9 +301,11 @@ def test_stored_is_the_same_for_the_same_bytes_and_named_by_its_size(demo):
     assert (
         Stored((32, 32)).name
         == train_transform(32).stored.name
-        == eval_transform(32).stored.name
         != Stored((32, 64)).name
+        != eval_transform(32).stored.name
     )
+    squashed = Preprocessing(resize_mode="squash")
+    assert eval_transform(32, squashed).stored.name != eval_transform(32).stored.name
     larger, bilinear = Preprocessing(crop_pct=32 / 36), Preprocessing(interpolation="bilinear")
     names = {
         train_transform(32, preprocessing=changed).stored.name

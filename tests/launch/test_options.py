@@ -23,7 +23,7 @@ FLAGS = [
     "--val-data", "--val-fraction", "--limit-samples",
     "--on-leak", "--leak-bits", "--max-bad-fraction", "--index-check", "--augmentation", "--cache", "--cache-limit",
     "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--import", "--tokenizer", "--tower", "--embed-dim", "--projection", "--image-size",
-    "--image-normalization", "--image-mean", "--image-std", "--image-interpolation", "--image-resize",
+    "--image-normalization", "--image-mean", "--image-std", "--image-interpolation", "--image-resize", "--image-resize-mode",
     "--image-buckets", "--max-text-tokens",
     "--pairs", "--loss", "--label-smoothing",
     "--fusion", "--fusion-width", "--fusion-heads", "--fusion-scales", "--matching-weight", "--loss-weights", "--loss-weights-every",

@@ -305,6 +305,7 @@ def _record(
         "library": "open_clip",
         "model": split_name(name)[0].removeprefix(PREFIX),
         "output_dim": config["embed_dim"],
+        "custom_text": config.get("custom_text", False),
         "library_projection": found[-1],
     }
 

@@ -1,0 +1,159 @@
+"""OpenCLIP's models in folders and files: which there are, and what one says of a run.
+
+A folder has `open_clip_config.json` and a file of weights beside it. OpenCLIP's `hf-hub:` and
+`local-dir:` may stand before a name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from models.towers.libraries.open_clip import CONFIG, PREFIX, model_config
+from models.towers.names import split_name
+
+HUB, LOCAL = "hf-hub:", "local-dir:"
+# the names that belong to OpenCLIP, and those that a folder may have instead, in OpenCLIP's order
+OWN_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors")
+OWN_WEIGHTS += ("open_clip_pytorch_model.bin", "open_clip_pytorch_model.pth")
+OTHER_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
+CONTEXT_LENGTH = 77  # OpenCLIP's, where a configuration does not say another
+# OpenCLIP's pooling of a tower of transformers -> ours
+POOLS = {"mean_pooler": "mean", "cls_pooler": "pooler", "cls_last_hidden_state_pooler": "first"}
+# where a configuration does not name it (OpenCLIP's `hf_configs.py`)
+POOL_OF = {"bert": "cls_pooler", "m2m_100": "cls_pooler"}
+TEXT_FOLDER = "text"  # in an export of ours: the configuration of a tower of transformers
+NOT_BUILT = "{name}: {what}, which is not built; {remedy}"
+
+
+def folder_of(where: Path) -> Path | None:
+    """The folder of the OpenCLIP model that `where` is: itself, or that of a file of weights with
+    one of OpenCLIP's names; None: of no such model."""
+    where = where.expanduser()
+    folder = where if where.is_dir() else where.parent
+    is_one = where.is_dir() or (where.is_file() and where.name in OWN_WEIGHTS)
+    return folder.absolute() if is_one and (folder / CONFIG).is_file() else None
+
+
+def weights_of(folder: Path) -> Path | None:
+    """The file that OpenCLIP loads of a folder."""
+    files = (folder / name for name in (*OWN_WEIGHTS, *OTHER_WEIGHTS))
+    return next((file for file in files if file.is_file()), None)
+
+
+def local_model(where: str) -> str:
+    """What `local-dir:` or `hf-hub:` stands before as a file of weights, which says that OpenCLIP's
+    model is meant where a folder also holds one of transformers; everything else as it is. Errors:
+    FileNotFoundError."""
+    from models.weights.reading import download_open_clip
+
+    if where.startswith(HUB):
+        folder = download_open_clip(where.removeprefix(HUB))
+    elif where.startswith(LOCAL):
+        folder = Path(where.removeprefix(LOCAL)).expanduser()
+        if not (folder / CONFIG).is_file():
+            raise FileNotFoundError(
+                f"--import {where}: there is no {CONFIG} in that folder; give a folder that "
+                "OpenCLIP wrote, or a file of weights"
+            )
+    else:
+        return where
+    file = weights_of(folder)
+    if file is None:
+        raise FileNotFoundError(
+            f"--import {where}: the folder has none of {', '.join(OWN_WEIGHTS + OTHER_WEIGHTS)}"
+        )
+    return str(file if file.name in OWN_WEIGHTS else folder)
+
+
+def options_of_open_clip(name: str) -> dict[str, Any]:
+    """train.py's options that go on with the model of a tower's name `open_clip:MODEL` or
+    `open_clip:FOLDER`: towers, sizes, tokenizer, loss. Errors: ValueError for a model that towers
+    here cannot be."""
+    config, base = model_config(name), split_name(name)[0]
+    images, texts = config["vision_cfg"], config["text_cfg"]
+    if "multimodal_cfg" in config:
+        raise ValueError(
+            NOT_BUILT.format(
+                name=name,
+                what="a CoCa model has a decoder that writes captions",
+                remedy="its image and text side alone are --image-tower and --text-tower, with "
+                "--image-weights and --text-weights",
+            )
+        )
+    projected = _images_are_projected(images) or _texts_are_projected(name, texts)
+    return {
+        "image_tower": name,
+        "text_tower": _text_tower(name, texts),
+        "embed_dim": config["embed_dim"],
+        "image_size": _side(name, images.get("image_size", 224)),
+        "max_text_tokens": texts.get("context_length", CONTEXT_LENGTH),
+        "tokenizer": base,
+        "loss": "infonce" if config.get("init_logit_bias") is None else "sigmoid",
+        "projection": "linear" if projected else "none",
+    }
+
+
+def model_of_towers(image_tower: str | None, text_tower: str | None) -> str | None:
+    """`open_clip:MODEL` where that is what both names of towers begin with; None: they do not."""
+    bases = {split_name(name or "")[0] for name in (image_tower, text_tower)}
+    (base, *others) = bases
+    return base if not others and base.startswith(PREFIX) else None
+
+
+def _images_are_projected(config: dict[str, Any]) -> bool:
+    """By a plain matrix at the end, which is our head."""
+    if config.get("timm_model_name"):
+        return config.get("timm_proj", "linear") == "linear" and not config.get("timm_proj_bias")
+    return not isinstance(config.get("layers"), (list, tuple))  # CLIP's ResNet: by its pooling
+
+
+def _texts_are_projected(name: str, config: dict[str, Any]) -> bool:
+    if not config.get("hf_model_name"):
+        return config.get("proj_type", "linear") != "none" and not config.get("proj_bias")
+    if config.get("hf_proj_type", "mlp") != "linear":
+        raise ValueError(
+            NOT_BUILT.format(
+                name=name,
+                what=f"its projection of texts is hf_proj_type={config.get('hf_proj_type', 'mlp')}",
+                remedy="models with hf_proj_type=linear are read",
+            )
+        )
+    return True
+
+
+def _text_tower(name: str, config: dict[str, Any]) -> str:
+    model = config.get("hf_model_name")
+    if not model:
+        return name
+    inside = Path(split_name(name)[0].removeprefix(PREFIX)).expanduser() / TEXT_FOLDER
+    if (inside / "config.json").is_file():  # an export of ours, which may have been moved
+        model = str(inside)
+    from transformers import AutoConfig
+
+    pooler = config.get("hf_pooler_type", "mean_pooler")
+    if pooler is None:
+        kind = AutoConfig.from_pretrained(model, trust_remote_code=False).model_type
+        pooler = POOL_OF.get(kind, "mean_pooler")
+    if pooler not in POOLS:
+        raise ValueError(
+            NOT_BUILT.format(
+                name=name,
+                what=f"its texts are pooled by {pooler}",
+                remedy=f"models with one of {', '.join(POOLS)} are read",
+            )
+        )
+    return f"{model}:pool={POOLS[pooler]}"
+
+
+def _side(name: str, size: Any) -> int:
+    height, width = (size, size) if isinstance(size, int) else size
+    if height != width:
+        raise ValueError(
+            NOT_BUILT.format(
+                name=name,
+                what=f"it takes images of {height} × {width} pixels",
+                remedy="give a model of square images",
+            )
+        )
+    return height

@@ -1,0 +1,318 @@
+"""OpenCLIP's models, in and out: the same tensors, the same embeddings by OpenCLIP alone, trained
+between."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import open_clip
+import pytest
+import torch
+from exports import CAPTIONS, TOKENS, embeddings, trained_model
+from launched import fork_flags, run_to_end, write_pairs
+from safetensors.torch import load_file, save_file
+
+from data.modalities.tokenizer import batch_tokens, load_tokenizer
+from data.modalities.tokenizer_open_clip import clip_tokenizer
+from launch.inference.exporting import write_export
+from launch.inference.trained import open_model_folder, with_named_towers
+from launch.model import ModelOptions, RunModel
+from launch.settings.options import parse_options
+
+VIT = {"image_size": 64, "layers": 2, "width": 64, "head_width": 32, "patch_size": 16}
+TEXT = {"context_length": TOKENS, "width": 48, "heads": 4, "layers": 2}
+# `own`: the tokenizer is one of transformers, in the folder of the model
+MODELS = {
+    "ViT, quick-gelu": {"quick_gelu": True, "vision_cfg": VIT, "text_cfg": TEXT},
+    "ViT, avg, texts of their own": {
+        "vision_cfg": {**VIT, "pool_type": "avg", "final_ln_after_pool": True},
+        "text_cfg": {**TEXT, "proj_bias": True},
+        "custom_text": True,
+    },
+    "ResNet": {
+        "vision_cfg": {"image_size": 64, "layers": [1, 1, 1, 1], "width": 16},
+        "text_cfg": TEXT,
+    },
+    "SigLIP": {
+        "embed_dim": 96,
+        "init_logit_bias": -10,
+        "vision_cfg": {
+            "image_size": 160,
+            "timm_model_name": "test_vit3",
+            "timm_model_pretrained": False,
+            "timm_pool": "map",
+            "timm_proj": "none",
+        },
+        "text_cfg": {
+            **TEXT,
+            "width": 96,
+            "hf_tokenizer_name": "own",
+            "tokenizer_kwargs": {"clean": "canonicalize"},
+            "no_causal_mask": True,
+            "proj_bias": True,
+            "pool_type": "last",
+            "norm_kwargs": {"eps": 1e-6},
+        },
+        "custom_text": True,
+    },
+    "timm, no causal mask": {
+        "vision_cfg": {
+            "image_size": 64,
+            "timm_model_name": "test_resnet",
+            "timm_model_pretrained": False,
+            "timm_pool": "avg",
+            "timm_proj": None,
+        },
+        "text_cfg": {**TEXT, "no_causal_mask": True},
+        "custom_text": True,
+    },
+}
+# nothing of ours can be imported
+FRESH = """
+import json, sys, torch, open_clip
+captions, *folders = sys.argv[1:]
+for folder in folders:
+    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
+    model.eval()
+    tokens = open_clip.get_tokenizer(f"local-dir:{folder}")(captions.split("|"))
+    size = model.visual.preprocess_cfg["size"]
+    side = size if isinstance(size, int) else size[0]
+    pixels = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = model.encode_image(pixels, normalize=True), model.encode_text(tokens, normalize=True)
+    torch.save({"pixels": pixels, "image": found[0], "text": found[1], "tokens": tokens,
+                "scale": model.logit_scale.data, "bias": getattr(model.logit_bias, "data", None)},
+               f"{folder}/result.pt")
+"""
+
+
+def by_open_clip_alone(root, folders):
+    arguments = [sys.executable, "-c", FRESH, "|".join(CAPTIONS), *map(str, folders)]
+    result = subprocess.run(arguments, cwd=root, text=True, capture_output=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [torch.load(folder / "result.pt", weights_only=True) for folder in folders]
+
+
+def published(config, folder, torch_file=False):
+    """A folder as OpenCLIP's `save_for_hf` writes it; no parameter is zero."""
+    torch.manual_seed(3)
+    config = json.loads(json.dumps({"embed_dim": 32, **config}))
+    folder.mkdir()
+    if "hf_tokenizer_name" in config["text_cfg"]:
+        tokenizer = load_tokenizer(None, CAPTIONS)
+        tokenizer.save_pretrained(folder)
+        config["text_cfg"] |= {"vocab_size": len(tokenizer) + 5}
+    kind = open_clip.CustomTextCLIP if config.get("custom_text") else open_clip.CLIP
+    model = kind(**{key: value for key, value in config.items() if key != "custom_text"})
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.05)
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    pixels = {"mean": [0.5] * 3, "std": [0.4] * 3, "interpolation": "bilinear"}
+    pixels["resize_mode"] = "squash" if "init_logit_bias" in config else "shortest"
+    (folder / "open_clip_config.json").write_text(
+        json.dumps({"model_cfg": config, "preprocess_cfg": pixels})
+    )
+    if torch_file:
+        torch.save(state, folder / "open_clip_pytorch_model.bin")
+    else:
+        save_file(state, folder / "open_clip_model.safetensors")
+    return config, state
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """name -> (its configuration, its tensors, its folder, the folder of its export)."""
+    root, made = tmp_path_factory.mktemp("models"), {}
+    for number, (name, config) in enumerate(MODELS.items()):
+        folder, out = root / f"model {number}", root / f"out {number}"
+        config, state = published(config, folder, torch_file=number == 1)
+        assert write_export(opened(folder), out, form="open_clip") == []
+        made[name] = config, state, folder, out
+    return made
+
+
+def opened(folder):
+    return open_model_folder(folder, None, "cpu", False)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_comes_out_as_it_went_in(models, name):
+    config, state, _, out = models[name]
+    after = load_file(out / "open_clip_model.safetensors")
+    assert state.keys() == after.keys()
+    assert not [key for key in state if not torch.equal(state[key], after[key])]
+    written = json.loads((out / "open_clip_config.json").read_text())
+    assert {key: written["model_cfg"].get(key) for key in config if key != "text_cfg"} == {
+        key: value for key, value in config.items() if key != "text_cfg"
+    } | {"vision_cfg": written["model_cfg"]["vision_cfg"]}
+    texts = written["model_cfg"]["text_cfg"]
+    assert {key: texts[key] for key in config["text_cfg"]} == config["text_cfg"]
+    assert written["preprocess_cfg"]["resize_mode"] == (
+        "squash" if name == "SigLIP" else "shortest"
+    )
+
+
+def changed(trained):
+    """As training leaves it: no head is the identity any more, and statistics have moved."""
+    draw = torch.Generator().manual_seed(0)
+    for layer in trained.layers:
+        for key, tensor in layer.state_dict().items():
+            if tensor.is_floating_point() and "running_var" not in key:
+                tensor.add_(torch.randn(tensor.shape, generator=draw) * 0.02)
+    return trained
+
+
+def test_open_clip_alone_has_our_embeddings(models, tmp_path):
+    """Of models that have learned; heads behind OpenCLIP's own projections are multiplied into
+    them."""
+    outs, ours = [], []
+    for name, (_, _, folder, _) in models.items():
+        trained = changed(opened(folder))
+        outs.append(tmp_path / name)
+        write_export(trained, outs[-1], form="open_clip")
+        ours.append(trained)
+    for trained, found in zip(ours, by_open_clip_alone(tmp_path, outs)):
+        tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+        stages = embeddings(trained.layers, found["pixels"], tokens)
+        torch.testing.assert_close(found["image"], stages["image_embeds"][:2], rtol=0, atol=1e-6)
+        torch.testing.assert_close(found["text"], stages["text_embeds"], rtol=0, atol=1e-6)
+        assert found["scale"] == stages["logit_scale"] and (found["bias"] is None) == (
+            "logit_bias" not in stages
+        )
+        if found["bias"] is not None:
+            assert found["bias"] == stages["logit_bias"]
+        again = opened(outs[ours.index(trained)])
+        repeated = embeddings(again.layers, found["pixels"], tokens)
+        torch.testing.assert_close(
+            repeated["image_embeds"], stages["image_embeds"], rtol=0, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("name", ["ViT, quick-gelu", "SigLIP"])
+def test_a_run_takes_from_the_model_what_is_not_given(models, name):
+    config, state, folder, _ = models[name]
+    for where in (folder, f"local-dir:{folder}"):
+        options = parse_options(["--data", "demo", "--import", str(where)])
+        options = with_named_towers(replace(options, label_smoothing=0.0), None)
+        sigmoid = name == "SigLIP"
+        assert (options.loss, options.projection) == (
+            ("sigmoid", "none") if sigmoid else ("infonce", "linear")
+        )
+        assert options.embed_dim == config["embed_dim"] and options.max_text_tokens == TOKENS
+        assert options.image_size == config["vision_cfg"]["image_size"]
+        assert options.image_std == (0.4,) * 3 and options.image_interpolation == "bilinear"
+        assert options.image_resize_mode == ("squash" if sigmoid else "shortest")
+        tokenizer = load_tokenizer(options.tokenizer)
+        model = RunModel.of(options.section(ModelOptions), tokenizer)
+        heads = [model.build_layer(specs[-1]) for specs in model.layers.values()]
+        assert heads[0].logit_scale == state["logit_scale"]
+
+
+def test_a_file_of_weights_with_the_name_of_its_model(models, tmp_path):
+    """What the model's configuration says need not be given again."""
+    config, state, folder, _ = models["ViT, quick-gelu"]
+    file = tmp_path / "epoch_3.pt"
+    torch.save({"epoch": 3, "state_dict": {f"module.{n}": t for n, t in state.items()}}, file)
+    towers = [f"--{side}-tower=open_clip:{folder}" for side in ("image", "text")]
+    options = parse_options(["--data", "demo", "--import", str(file), *towers])
+    assert (options.embed_dim, options.image_size, options.max_text_tokens) == (32, 64, TOKENS)
+    assert options.image_std == (0.4,) * 3
+    model = RunModel.of(
+        replace(options, label_smoothing=0.0).section(ModelOptions),
+        load_tokenizer(options.tokenizer),
+    )
+    head = model.build_layer(model.layers["image"][-1])
+    assert torch.equal(head.image_projection.weight, state["visual.proj"].t())
+
+
+def test_towers_of_timm_and_transformers_that_open_clip_has(tmp_path):
+    cases = [
+        ("timm:test_resnet", "bert-tiny:pool=mean", "infonce"),
+        ("timm:test_convnext", "roberta-base:hidden_size=48,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64,pool=first", "sigmoid"),
+        ("open_clip:RN50:layers=1-1-1-1,width=16", "bert-tiny:pool=pooler", "infonce"),
+        ("timm:test_resnet", "mt5-small:d_model=48,d_kv=16,d_ff=64,num_layers=2,num_heads=3", "infonce"),
+        ("timm:test_resnet", "open_clip:ViT-B-32:layers=2,width=64,heads=2", "infonce"),
+    ]  # fmt: skip
+    models = [trained_model(*case) for case in cases]
+    outs = [tmp_path / str(i) for i in range(len(cases))]
+    for trained, out in zip(models, outs):
+        write_export(trained, out, form="open_clip")
+    for trained, out, found in zip(models, outs, by_open_clip_alone(tmp_path, outs)):
+        tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+        for model in (trained, opened(out)):
+            stages = embeddings(model.layers, found["pixels"], tokens)
+            torch.testing.assert_close(
+                found["image"], stages["image_embeds"][:2], rtol=0, atol=1e-6
+            )
+            torch.testing.assert_close(found["text"], stages["text_embeds"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("image", "text", "message"),
+    [
+        ("resnet18:layers=1-1-1-1", "bert-tiny:pool=mean", "no image tower that is resnet18 of torchvision"),
+        ("timm:test_resnet:pool=attention", "bert-tiny:pool=mean", "no pool=attention behind"),
+        ("timm:test_resnet", "bert-tiny:pool=max", "not by max"),
+        ("timm:test_resnet", "distilbert-base-uncased:dim=48,n_layers=2,n_heads=4,hidden_dim=64", "no DistilBertModel"),
+        ("timm:vit_tiny_patch16_224:depth=2,embed_dim=48,num_heads=3", "bert-tiny:pool=mean", "without depth, embed_dim, num_heads"),
+        ("timm:vit_tiny_patch16_224", "bert-tiny:pool=mean", "has other tensors: visual.trunk.pos_embed"),
+    ],
+)  # fmt: skip
+def test_what_open_clip_has_not_is_refused(tmp_path, image, text, message):
+    with pytest.raises(ValueError, match=message):
+        write_export(trained_model(image, text, "infonce"), tmp_path / "out", form="open_clip")
+
+
+def test_a_model_with_a_decoder_is_refused(models, tmp_path, capsys):
+    _, _, folder, _ = models["ViT, quick-gelu"]
+    config = json.loads((folder / "open_clip_config.json").read_text())
+    config["model_cfg"]["multimodal_cfg"] = {}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit):
+        parse_options(["--data", "demo", "--import", str(tmp_path)])
+    assert "CoCa model has a decoder" in capsys.readouterr().err
+
+
+def test_without_a_network_a_folder_may_be_given(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit):
+        parse_options(["--data", "demo", "--import", "hf-hub:nobody/nothing"])
+    assert "give local-dir:FOLDER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", CAPTIONS + ["It's a  CAT_dog! (no. 12)", "naïve café — ½"])
+def test_the_tokenizers_are_open_clips(models, text):
+    theirs = open_clip.SimpleTokenizer()([text])[0].tolist()
+    assert clip_tokenizer()(text)["input_ids"] == theirs[: theirs.index(49407) + 1]
+    _, _, folder, _ = models["SigLIP"]
+    ids = load_tokenizer(f"open_clip:{folder}")(text, truncation=True, max_length=TOKENS)[
+        "input_ids"
+    ]
+    theirs = open_clip.get_tokenizer(f"local-dir:{folder}")([text])[0].tolist()
+    assert theirs[: len(ids)] == ids and not any(theirs[len(ids) :])
+
+
+@pytest.mark.slow
+def test_a_model_is_trained_in_a_fork_and_loaded_by_open_clip(models, tmp_path):
+    """Two steps from the SigLIP-like model; the card says what was done."""
+    _, state, folder, _ = models["SigLIP"]
+    data, run, out = write_pairs(tmp_path, 96), tmp_path / "run", tmp_path / "out"
+    how = ["--data", data, "--val-fraction", 0.25, "--workers", 0, "--steps", 2, "--save-every", 2]
+    how += [*fork_flags(tmp_path), "--import", folder, "--run-dir", run]
+    status, output = run_to_end("train.py", *how, ranks=2)
+    assert status == 0, output[-5000:]
+    status, output = run_to_end("export.py", run, out, "--format", "open_clip")
+    assert status == 0, output[-5000:]
+    (found,) = by_open_clip_alone(tmp_path, [out])
+    assert found["scale"] != state["logit_scale"] and found["bias"] != state["logit_bias"]
+    trained = opened(run)
+    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    stages = embeddings(trained.layers, found["pixels"], tokens)
+    torch.testing.assert_close(found["image"], stages["image_embeds"][:2], rtol=0, atol=1e-6)
+    torch.testing.assert_close(found["text"], stages["text_embeds"], rtol=0, atol=1e-6)
+    card = (out / "README.md").read_text()
+    header, page = card.removeprefix("---\n").split("\n---\n", 1)
+    assert "library_name: open_clip" in header and "pipeline_tag: zero-shot" in header
+    assert "license" not in header and "| steps | 2 of 2 |" in page
+    assert "train.py --data" in page and "| validation | image → text |" in page
