@@ -31,6 +31,7 @@ CHINESE = "中文"  # the section of mkdocs.yml's nav with the pages in Chinese
 # Where a page of the repository is on the site, if not at its own path.
 PLACES = (("docs/guide/", "guide/"), ("docs/zh/", "zh/guide/"), ("README.zh-CN.md", "zh/README.md"))
 PICTURES = (".svg", ".png", ".jpg", ".gif")
+HAN, MARKS = "一-鿿", "，。；：、）”"  # Chinese characters; their punctuation that may end a line
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 COMMAND = re.compile(
     r"(deepspeed|python3?|bash|pip|source|export|train\.py|git|#SBATCH|[A-Z_]+=)\b"
@@ -101,7 +102,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = posixpath.normpath(posixpath.join(folder, link[1]))
         return f"{link[1]}.md" if f"{target}.md" in files.src_uris else link[1]
 
-    return coloured(LINK.sub(to_page, markdown))
+    markdown = LINK.sub(to_page, markdown)
+    if is_chinese(page):  # a line break is no space between Chinese characters
+        markdown = re.sub(
+            rf"(?<=[{HAN}{MARKS}])\n(?=[{HAN}（“`])|(?<=[{MARKS}])\n(?=\w)", "", markdown
+        )
+    return coloured(markdown)
 
 
 def coloured(markdown: str) -> str:
@@ -165,6 +171,12 @@ def on_page_context(
     return context
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Without the links to other languages in the head: the theme's script would look for a site map
+    beside each of them. The choice of the language in the header has its own links."""
+    return re.sub(r'\s*<link rel="alternate"[^>]*hreflang[^>]*>', "", output)
+
+
 def on_post_build(config: MkDocsConfig) -> None:
     """Chinese has no spaces between words: in the search index every character is a word of its
     own, as the search cuts a query."""
@@ -172,5 +184,5 @@ def on_post_build(config: MkDocsConfig) -> None:
     content = json.loads(index.read_text(encoding="utf-8"))
     for entry in content["docs"]:
         for key in ("title", "text"):
-            entry[key] = re.sub(r"(?<=[一-鿿])(?=[一-鿿])", "\u200b", entry[key])
+            entry[key] = re.sub(rf"(?<=[{HAN}])(?=[{HAN}])", "\u200b", entry[key])
     index.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

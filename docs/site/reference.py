@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import html
+import importlib
 import inspect
 import json
 import re

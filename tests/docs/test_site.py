@@ -43,15 +43,11 @@ def text_of(page: Path) -> str:
 
 
 def test_every_document_is_a_page(site):
-    documents = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/*/*.md")]
-    titles = {
-        re.sub(r"[`¶]", "", re.search(r"<h1[^>]*>(.*?)</h1>", page.read_text("utf-8"), re.S)[1])
-        for page in site.glob("**/index.html")
-    }
-    shown = {html.unescape(re.sub(r"<[^>]+>", "", title)).strip() for title in titles}
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *ROOT.glob("docs/*/*.md")]
+    shown = {text_of(page).split("¶")[0].strip() for page in site.glob("**/index.html")}
     for document in documents:
-        first = document.read_text(encoding="utf-8").splitlines()[0]
-        assert first.lstrip("# ").replace("`", "") in shown, document
+        title = document.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+        assert title.replace("`", "") in shown, document
 
 
 def test_figures_and_source_files_are_there(site):
@@ -90,3 +86,13 @@ def test_every_key_is_in_the_reference(site):
         section = page.partition(f"\nbranches.{key}¶")[2].partition("\nbranches.")[0]
         for field in dataclasses.fields(block):
             assert re.search(rf"^{field.name}$", section, re.MULTILINE), f"{key}.{field.name}"
+
+
+def test_a_chinese_page_is_in_chinese(site):
+    page = (site / "zh" / "guide" / "resume" / "index.html").read_text(encoding="utf-8")
+    assert '<html lang="zh"' in page
+    # the navigation of that language only, and the same page in the other one
+    assert "运行演示" in page and "Run the demo" not in page
+    assert '<a href="../../../guide/resume/" hreflang="en"' in page
+    english = (site / "guide" / "resume" / "index.html").read_text(encoding="utf-8")
+    assert '<a href="../../zh/guide/resume/" hreflang="zh"' in english and "运行演示" not in english
