@@ -57,7 +57,7 @@ NUM_EXAMPLES, NUM_ANSWERS = 8, 20
 OF_SPECS = ("val_data", "classify", "classify_train")
 
 
-def parse() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="evaluate.py",
         description="Zero-shot retrieval (R@1, R@5, R@10, median rank, both directions) of a checkpoint as a table and as JSON; or classes, "
@@ -142,6 +142,11 @@ def parse() -> argparse.Namespace:
         metavar="FILE",
         help="where the numbers go (default: in RUN_DIR, named after what was evaluated on what: evaluation-<checkpoint>.json, ...)",
     )
+    return parser
+
+
+def parse() -> argparse.Namespace:
+    parser = make_parser()
     arguments = parser.parse_args()
     refuse(parser, arguments)
     given = {name: getattr(arguments, name) for name in OF_SPECS if getattr(arguments, name)}

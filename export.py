@@ -14,7 +14,7 @@ from launch.inference.trained import open_run
 from launch.run.records import read_export
 
 
-def parse() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="export.py",
         description="Write a checkpoint as a folder with safetensors, tokenizer and preprocessing: one that transformers' "
@@ -47,7 +47,7 @@ def parse() -> argparse.Namespace:
         "(default: they are added to the weights)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT")
-    return parser.parse_args()
+    return parser
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     try:
-        main(parse())
+        main(make_parser().parse_args())
     except (ValueError, OSError) as error:
         sys.exit(f"export.py: error: {error}")
     except KeyboardInterrupt:

@@ -172,7 +172,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.2f}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m data.inspect",
         description="What is in a data set: counts, histograms, bad samples, a sheet of images.",
@@ -204,6 +204,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="processes that read images (default: one per core)",
     )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser()
     options = parser.parse_args(arguments)
     roots = given_roots(parser, options.data_root, [options.spec])
     try:

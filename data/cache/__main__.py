@@ -17,7 +17,7 @@ from data.modules import import_modules
 from data.options import add_pairs_flags, compared
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m data.cache",
         description="Fill the cache of decoded images before training.",
@@ -49,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
         type=int,
         default=os.cpu_count() or 1,
         metavar="N",
-        help="processes; 0: none beside this (default: %(default)s)",
+        help="processes; 0: none beside this (default: one per core)",
     )
     parser.add_argument(
         "--cache", type=Path, metavar="DIR", help=f"where it is (default: {default_folder()})"
@@ -61,6 +61,11 @@ def main(words: Sequence[str] | None = None) -> int:
         metavar="GB",
         help="most GiB on disk (default: %(default).0f)",
     )
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = make_parser()
     arguments = parser.parse_args(words)
     if arguments.workers < 0 or arguments.limit <= 0:
         parser.error("--workers must be >= 0 and --limit > 0")
