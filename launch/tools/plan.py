@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 if __name__ == "__main__":
@@ -36,14 +37,14 @@ from data.options import IMAGE_TEXT, branches_of
 from engine.config.reading import AUTO, BranchesBlock, read_config
 from engine.objective import scalars_of
 from engine.optimizer.locking import lock_costs, trainable_layers
-from engine.planning.costs import CostModel
+from engine.planning.costs import CostModel, with_learned
 from engine.planning.devices import DEVICES, Device, find_device
 from engine.planning.planner import GIB, Candidate, Search, describe_batch, search_plans
 from engine.schedule import SCHEDULES
 from engine.topology import LAYOUTS
 from launch.estimates import estimated_costs
 from launch.run.report import show
-from launch.settings.blocks import READERS
+from launch.settings.blocks import READERS, adapting
 from launch.settings.flags import named_tower, pairs_given
 from launch.settings.modalities import Vocabulary, refuse_pairs, tower_of
 from launch.settings.objective import pairs_of
@@ -51,6 +52,8 @@ from launch.settings.options import DEFAULTS, ROOT
 from launch.tools.drawing import FORMATS, save_plan_png, seconds
 from launch.tools.running import run_tool
 from models.losses import build_loss
+from models.towers.adapters.layers import adapted_tower, num_learned
+from models.towers.adapters.lora import LoRA
 from models.towers.defaults import image_name, text_name
 from models.towers.fusion import FusionSizes
 
@@ -310,8 +313,13 @@ def configuration(options: PlanOptions) -> tuple[dict[str, Any], BranchesBlock]:
     return config, replace(block, schedule=options.schedule or block.schedule)
 
 
-def cost_model(options: PlanOptions, config: Mapping[str, Any]) -> CostModel:
-    """Estimated: counted operations of both towers against the device's data sheet."""
+def cost_model(
+    options: PlanOptions,
+    config: Mapping[str, Any],
+    adapters: Mapping[str, LoRA] = MappingProxyType({}),
+) -> CostModel:
+    """Estimated: counted operations of both towers against the device's data sheet. `adapters`: by
+    branch, of the towers that learn in them alone."""
     pairs = pairs_of(options.pairs, build_loss("infonce"))
     names = {
         "image_tower": image_name(options.image_tower, None),
@@ -328,6 +336,10 @@ def cost_model(options: PlanOptions, config: Mapping[str, Any]) -> CostModel:
         )
         for branch in branches_of(options.pairs)
     ]
+    towers = [
+        adapted_tower(tower, adapters[tower.branch]) if tower.branch in adapters else tower
+        for tower in towers
+    ]
     memory_bytes = None if options.memory is None else options.memory * GIB
     costs = estimated_costs(
         towers,
@@ -337,6 +349,7 @@ def cost_model(options: PlanOptions, config: Mapping[str, Any]) -> CostModel:
         memory_bytes,
         compared=[pair.branches for pair in pairs],
     )
+    costs = with_learned(costs, {tower.branch: num_learned(tower.specs) for tower in towers})
     return replace(
         costs,
         machine=replace(
@@ -407,7 +420,7 @@ def _once(values: list[str]) -> str:
 
 def main(options: PlanOptions) -> None:
     config, block = configuration(options)
-    costs = cost_model(options, config)
+    costs = cost_model(options, config, adapting(block))
     search = search_plans(config, block, options.gpus, costs)
     show(plan_table(search, config["train_batch_size"], options.top))
     print(search.why())

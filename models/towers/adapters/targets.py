@@ -89,7 +89,8 @@ def targets_of(tower: Tower, lora: LoRA) -> list[list[Module]]:
     found = [module for line in meant for module in line]
     there = [module for line in lines for module in line if module.takes_adapter]
     for end in (lora.target,) if isinstance(lora.target, str) else lora.target:
-        if not any(_is_meant(module, end if end in TARGETS else (end,)) for module in found):
+        own = end if end == lora.target else (end,)
+        if not any(_is_meant(module, own) for module in found):
             raise ValueError(f"{where}: {end!r} matches no {_what_there_is(tower, there)}")
     for module in found:
         if not module.takes_adapter:
