@@ -78,9 +78,9 @@ def _open_clip_text(text: Tower) -> tuple[str, str, str]:
     return (
         "import open_clip",
         f"text = open_clip.CustomTextCLIP({model}, {config['quick_gelu']}).text{taken_off}",
-        # it takes texts of its whole length
-        f"text(torch.nn.functional.pad(ids, (0, {length} - ids.shape[1]), "
-        f"value={config['config']['pad_id']}))",
+        # it takes texts of its whole length, and may read what they are padded with
+        f"text(torch.nn.functional.pad(ids.masked_fill(mask == 0, {config['config']['pad_id']}), "
+        f"(0, {length} - ids.shape[1]), value={config['config']['pad_id']}))",
     )
 
 

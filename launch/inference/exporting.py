@@ -44,7 +44,11 @@ from models.weights.dual_encoder import (
     library_config,
     what_differs,
 )
-from models.weights.open_clip_export import open_clip_model, what_open_clip_lacks
+from models.weights.open_clip_export import (
+    config_of_text,
+    open_clip_model,
+    what_open_clip_lacks,
+)
 from models.weights.translation import Pair, to_theirs
 from models.weights.whole_models import (
     WHOLE_MODELS,
@@ -106,7 +110,8 @@ def write_export(
     for tower, folder_of in zip(trained.towers, (IMAGE_FOLDER, TEXT_FOLDER)):
         if tower.config["library"] == "transformers":
             (beside / folder_of).mkdir()
-            _write_json(beside / folder_of / "config.json", library_config(tower))
+            own = config_of_text(tower) if kind == OPEN_CLIP else library_config(tower)
+            _write_json(beside / folder_of / "config.json", own)
     config, pairs = _write_weights(trained, state, kind, beside, folder)
     tokenizer = copy.deepcopy(trained.tokenizer)
     tokenizer.model_max_length = trained.options["max_text_tokens"]

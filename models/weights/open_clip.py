@@ -17,6 +17,7 @@ from models.weights.translation import Pair, renamed
 
 SIDES = ("open_clip", "timm")  # the libraries of image towers that OpenCLIP has as they are
 TIMM, HF_TEXT = "visual.trunk.", "text.transformer."
+MT5 = "MT5EncoderModel"
 # how a side ends inside of its tower: SigLIP's texts, CLIP's ResNets, a projection of timm's towers
 # with a bias or of two layers, the classifier of a tower of timm
 LAST_LINEARS = ("text_projection", "attnpool.c_proj", "head.proj", "head.mlp.fc2")
@@ -147,7 +148,7 @@ def side_pairs(tower: Tower) -> list[Pair]:
     taken off, or leaves the features as they are where it stays in the tower."""
     prefix = _prefix(tower)
     theirs = {
-        name: prefix + name.split(".", 1)[1]
+        name: prefix + _own_name(tower, name.split(".", 1)[1])
         for spec in tower.specs[:-1]
         for name in spec.template.canonical_names.values()
     }
@@ -166,6 +167,13 @@ def side_pairs(tower: Tower) -> list[Pair]:
     there = tuple(theirs[name] for name in last)
     identity = partial(torch.eye, tower.width)
     return [*pairs, Pair((head, *last), there, lambda *own: (identity(), *own), _joined)]
+
+
+def _own_name(tower: Tower, name: str) -> str:
+    """OpenCLIP keeps the encoder of mT5 alone, whose table of tokens then has another name."""
+    if tower.config["architecture"] != MT5:
+        return name
+    return name.replace("shared.", "embed_tokens.", 1).removeprefix("encoder.")
 
 
 def last_linear(tower: Tower) -> tuple[str, ...]:

@@ -21,7 +21,9 @@ from models.losses import LOSSES
 from models.towers.layers import Tower
 from models.towers.libraries.open_clip import library
 from models.towers.recording.towers import on_meta
+from models.weights.dual_encoder import library_config
 from models.weights.open_clip import (
+    MT5,
     SIDES,
     is_identity,
     last_linear,
@@ -32,7 +34,7 @@ from models.weights.open_clip import (
 from models.weights.translation import Pair, to_theirs
 
 # transformers' text models that OpenCLIP knows (its `hf_configs.py`), and its poolings by ours
-HF_TEXTS = ("BertModel", "RobertaModel", "XLMRobertaModel", "MT5EncoderModel")
+HF_TEXTS = ("BertModel", "RobertaModel", "XLMRobertaModel", MT5)
 POOLERS = {"mean": "mean_pooler", "first": "cls_last_hidden_state_pooler", "pooler": "cls_pooler"}
 # of timm's constructors, that OpenCLIP's `TimmModel` can say in its configuration
 TIMM_KEYS = {"drop_path_rate": "timm_drop_path", "global_pool": "timm_pool", "img_size": None}
@@ -126,6 +128,12 @@ def open_clip_model(
                 for name, tensor in tensors.items()
             }
     return config, _complete(config, tensors, (image, text))
+
+
+def config_of_text(text: Tower) -> dict[str, Any]:
+    """Of a text tower of transformers, as OpenCLIP asks for it: it takes the encoder out of mT5."""
+    config = library_config(text)
+    return {**config, "is_encoder_decoder": True} if text.config["architecture"] == MT5 else config
 
 
 def _has_activation(tower: Tower) -> bool:

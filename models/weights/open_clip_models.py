@@ -9,6 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+
 from models.towers.libraries.open_clip import CONFIG, PREFIX, model_config
 from models.towers.names import split_name
 
@@ -23,6 +26,8 @@ POOLS = {"mean_pooler": "mean", "cls_pooler": "pooler", "cls_last_hidden_state_p
 # where a configuration does not name it (OpenCLIP's `hf_configs.py`)
 POOL_OF = {"bert": "cls_pooler", "m2m_100": "cls_pooler"}
 TEXT_FOLDER = "text"  # in an export of ours: the configuration of a tower of transformers
+# what a tokenizer is made of
+WORDS = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model")
 NOT_BUILT = "{name}: {what}, which is not built; {remedy}"
 
 
@@ -45,10 +50,8 @@ def local_model(where: str) -> str:
     """What `local-dir:` or `hf-hub:` stands before as a file of weights, which says that OpenCLIP's
     model is meant where a folder also holds one of transformers; everything else as it is. Errors:
     FileNotFoundError."""
-    from models.weights.reading import download_open_clip
-
     if where.startswith(HUB):
-        folder = download_open_clip(where.removeprefix(HUB))
+        folder = _download(where.removeprefix(HUB))
     elif where.startswith(LOCAL):
         folder = Path(where.removeprefix(LOCAL)).expanduser()
         if not (folder / CONFIG).is_file():
@@ -64,6 +67,25 @@ def local_model(where: str) -> str:
             f"--import {where}: the folder has none of {', '.join(OWN_WEIGHTS + OTHER_WEIGHTS)}"
         )
     return str(file if file.name in OWN_WEIGHTS else folder)
+
+
+def _download(hub_id: str) -> Path:
+    """The folder of a model that is on the hub in OpenCLIP's form. Errors: FileNotFoundError."""
+    safe = [name for name in OWN_WEIGHTS if name.endswith(".safetensors")]
+    try:
+        for names in (safe, OWN_WEIGHTS):  # torch files only where there are no others
+            folder = Path(snapshot_download(hub_id, allow_patterns=[CONFIG, *names, *WORDS]))
+            if (folder / CONFIG).is_file() and weights_of(folder):
+                return folder
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"OpenCLIP's model {hub_id!r} could not be had from the Hugging Face hub; check the id "
+            "and the network, or download the model and give local-dir:FOLDER"
+        ) from error
+    raise FileNotFoundError(
+        f"OpenCLIP's model {hub_id!r}: on the hub there is no {CONFIG} with one of "
+        f"{', '.join(OWN_WEIGHTS)} beside it; give a folder or a file of weights"
+    )
 
 
 def options_of_open_clip(name: str) -> dict[str, Any]:

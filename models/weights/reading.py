@@ -34,13 +34,7 @@ from models.weights.libraries import (
     published_timm,
 )
 from models.weights.open_clip import is_open_clip, open_clip_pairs, refuse_other_architecture
-from models.weights.open_clip_models import (
-    CONFIG,
-    OWN_WEIGHTS,
-    folder_of,
-    local_model,
-    weights_of,
-)
+from models.weights.open_clip_models import folder_of, local_model, weights_of
 from models.weights.positions import Resize, resizers
 from models.weights.translation import Source, as_ours, plain_names
 from models.weights.whole_models import whole_model_pairs
@@ -55,8 +49,6 @@ POOLING = (
 # what a whole model has beside its weights
 WHOLE = ("*.json", "*.txt", "*.model")
 FUSION = "fusion.safetensors"  # of a folder of export.py
-# what a tokenizer is made of
-WORDS = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model")
 PREFIXES = {  # of wrappers, of models with a task head, and of models of images and texts
     "text": (
         *("module.", "bert.", "roberta.", "distilbert.", "electra.", "mpnet.", "model."),
@@ -484,25 +476,6 @@ def _download(hub_id: str, others: Sequence[str] = POOLING) -> Path:
     raise FileNotFoundError(
         f"weights {hub_id!r}: the model on the hub has none of {', '.join(SAFETENSORS + TORCH)}; "
         "give a local file"
-    )
-
-
-def download_open_clip(hub_id: str) -> Path:
-    """The folder of a model that is on the hub in OpenCLIP's form. Errors: FileNotFoundError."""
-    safe = [name for name in OWN_WEIGHTS if name.endswith(".safetensors")]
-    try:
-        for names in (safe, OWN_WEIGHTS):  # torch files only where there are no others
-            folder = Path(snapshot_download(hub_id, allow_patterns=[CONFIG, *names, *WORDS]))
-            if (folder / CONFIG).is_file() and weights_of(folder):
-                return folder
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"OpenCLIP's model {hub_id!r} could not be had from the Hugging Face hub; check the id "
-            "and the network, or download the model and give local-dir:FOLDER"
-        ) from error
-    raise FileNotFoundError(
-        f"OpenCLIP's model {hub_id!r}: on the hub there is no {CONFIG} with one of "
-        f"{', '.join(OWN_WEIGHTS)} beside it; give a folder or a file of weights"
     )
 
 

@@ -226,6 +226,8 @@ def test_what_scores_pairs_is_in_a_file_of_its_own(tmp_path, name, form):
     """The model is that of an export without it; `--fusion` goes on with its weights, and evaluate.py
     scores with them."""
     image_tower, text_tower, loss, _ = MODELS[name]
+    if form == "open_clip":  # which keeps no more positions than texts have tokens
+        text_tower += f",context_length={TOKENS}"
     sizes = FusionSizes(1, 16, 2)
     trained = trained_model(image_tower, text_tower, loss, fusion=sizes)
     write_export(trained, tmp_path / "out", form=form)

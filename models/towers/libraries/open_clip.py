@@ -201,7 +201,9 @@ def text_tower(
         )
     if vocab_size is not None and "vocab_size" not in values:
         text["vocab_size"] = vocab_size
-    if pad_token_id is not None:
+    # CLIP's tokenizer of transformers pads with the token that ends a text, OpenCLIP's does not
+    ends = pad_token_id is not None and pad_token_id == eos_token_id
+    if pad_token_id is not None and not ends:
         text["pad_id"] = pad_token_id
     by_end = text.get("pool_type", "argmax") in ("argmax", "eos")
     if by_end and not text.get("embed_cls"):  # which pools a token of its own
@@ -236,7 +238,14 @@ def text_tower(
         "text",
         lambda: make()[0],
         ("input_ids", (SAMPLES, max_text_tokens), torch.int64),
-        partial(_padded, length=positions, pad_id=text["pad_id"]) if whole else _as_it_is,
+        partial(
+            _padded,
+            length=positions,
+            pad_id=text["pad_id"],
+            end_id=eos_token_id if ends else None,
+        )
+        if whole
+        else _as_it_is,
         drop_last=("attention_mask",),
     )
     try:
@@ -283,7 +292,14 @@ def _as_it_is(model: nn.Module, input_ids: Tensor) -> Tensor:
     return model(input_ids)
 
 
-def _padded(model: nn.Module, input_ids: Tensor, length: int, pad_id: int) -> Tensor:
+def _padded(
+    model: nn.Module, input_ids: Tensor, length: int, pad_id: int, end_id: int | None
+) -> Tensor:
+    """With texts of the whole length. `end_id`: what ends a text, where it is padded with that too;
+    then all behind the first one becomes `pad_id`."""
+    if end_id is not None:
+        ends = (input_ids == end_id).to(torch.int64)
+        input_ids = input_ids.masked_fill(ends.cumsum(1) > ends, pad_id)
     return model(F.pad(input_ids, (0, length - input_ids.shape[1]), value=pad_id))
 
 
