@@ -251,8 +251,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     if batches is not None:
         batches.close()
     journal.finish(0 if done else 1)
+    journal.report()  # the others wait for it below: the launcher ends all ranks when one has left
     stop_processes()
-    journal.report()
     return 0 if done else STOPPED
 
 

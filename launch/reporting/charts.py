@@ -161,6 +161,14 @@ def thin(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
     return np.unique(kept)
 
 
+def thin_curves(figure: go.Figure, most: int) -> None:
+    """`thin` each curve of a figure."""
+    for trace in figure.data:
+        if trace.type == "scatter" and len(trace.y) > most:
+            kept = thin(np.asarray(trace.y), most)
+            trace.update(x=np.asarray(trace.x)[kept], y=np.asarray(trace.y)[kept])
+
+
 def trend(y: np.ndarray) -> np.ndarray:
     """[n]: an exponential mean that forgets half within a fiftieth of the curve, without the bias
     of its start (Kingma & Ba 2015, section 3). nan values are passed over."""

@@ -6,22 +6,25 @@ import base64
 import gzip
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.io import to_json
 from plotly.offline import get_plotlyjs
 
+from launch.reporting.charts import MOST_POINTS, thin_curves
 from launch.reporting.parts import Section
 from launch.reporting.reading import RunData, read_runs
 from launch.reporting.sections import build_sections, charts_of
 
 TEMPLATES = Path(__file__).resolve().parent / "template"
 MOST_BYTES = 5_000_000
+# of these bytes, beside 2 MB of library and the pictures, see `tables.MOST_PICTURE_BYTES`
+MOST_FIGURE_BYTES = 1_900_000
+FEWEST_POINTS = 25
 
 
 def write_report(folders: Sequence[Path], output: Path) -> None:
@@ -99,8 +102,13 @@ def _environment() -> Environment:
 def _figures(sections: Sequence[Section]) -> str:
     """JSON of {name: figure} that may stand in a script element: a caption that says </script>
     does not end it."""
-    parts: Mapping[str, Any] = {
-        chart.name: to_json(chart.figure, validate=False) for chart in charts_of(sections)
-    }
-    whole = ", ".join(f"{json.dumps(name)}: {figure}" for name, figure in parts.items())
-    return f"{{{whole}}}".replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    figures, most_points = {chart.name: chart.figure for chart in charts_of(sections)}, MOST_POINTS
+    while True:
+        parts = (f"{json.dumps(k)}: {to_json(v, validate=False)}" for k, v in figures.items())
+        text = f"{{{', '.join(parts)}}}".replace("<", "\\u003c").replace("\u2028", "\\u2028")
+        if len(text) <= MOST_FIGURE_BYTES or most_points <= FEWEST_POINTS:
+            return text
+        # many runs, or many stages: coarser curves until the page is small enough to send
+        most_points //= 2
+        for figure in figures.values():
+            thin_curves(figure, most_points)

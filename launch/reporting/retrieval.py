@@ -64,12 +64,24 @@ def _geometry_chart(runs: Runs, name: str, held_out: str) -> Chart | None:
         f"{held_out}: how embeddings lie to each other",
         Axis("value", "{:.3f}".format),
         [
-            (run, [_curve(run, held_out, key, key.replace("_", " ")) for key in GEOMETRY])
+            (
+                run,
+                [
+                    _curve(run, held_out, key, key.replace("_", " "))
+                    for key in _geometry(run.held_out.get(held_out, ()))
+                ],
+            )
             for run in runs
         ],
         "alignment: mean squared distance of pairs. modality gap: distance of the mean embeddings. "
         "cosine: mean similarity of pairs, and of all others.",
     )
+
+
+def _geometry(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """With several pairs the keys end in the pair: `alignment/image_text`."""
+    keys = dict.fromkeys(key for line in lines for key in line)
+    return [key for name in GEOMETRY for key in keys if key.split("/")[0] == name]
 
 
 def _curve(run: RunData, held_out: str, key: str, name: str) -> Curve:

@@ -13,11 +13,13 @@ from launch.reporting.parts import Section, Text, beside
 from launch.reporting.reading import RunData
 from launch.reporting.retrieval import retrieval_parts
 from launch.reporting.tables import bad, differences, environment, notices, queries, summaries
-from launch.reporting.timelines import read_traced, time_by_stage, timeline_chart
+from launch.reporting.timelines import MOST_BARS, read_traced, time_by_stage, timeline_chart
 from launch.tools.balance import decisions
+from launch.tools.balance_plot import Decision
 from launch.tools.drawing import seconds
 
 GIB = 2**30
+MOST_MARKS = 20  # decisions that are drawn in a chart
 
 
 Runs = Sequence[RunData]
@@ -111,7 +113,7 @@ def _times(runs: Runs) -> list[Any]:
             continue
         for chart in (
             time_by_stage(run, traced, f"stages-{place}"),
-            timeline_chart(run, traced, f"timeline-{place}"),
+            timeline_chart(run, traced, f"timeline-{place}", MOST_BARS // len(runs)),
         ):
             parts.append(replace(chart, title=f"{beside(run, runs)}{chart.title}"))
     share = Axis("share of the step", "{:.1%}".format, ".0%", from_zero=True)
@@ -143,8 +145,11 @@ def _times(runs: Runs) -> list[Any]:
 
 
 def _balance(runs: Runs) -> list[Any]:
-    share = Axis("padding share", "{:.2%}".format, "~p", from_zero=True)
-    tokens = Axis("tokens/s", "{:,.0f}".format, from_zero=True)
+    # of one run, decisions are marked by their number in the table
+    marks = [(d.holds_from, str(i)) for i, d in enumerate(_decisions(runs[0]), 1)]
+    marks = marks[:MOST_MARKS] if len(runs) == 1 else []
+    share = Axis("padding share", "{:.2%}".format, "~p", from_zero=True, lines=marks)
+    tokens = Axis("tokens/s", "{:,.0f}".format, from_zero=True, lines=marks)
     parts: list[Any] = [
         *over_steps(runs, "padding", "Padding of the texts", share, _named("padding_share/")),
         *over_steps(
@@ -165,19 +170,24 @@ def _balance(runs: Runs) -> list[Any]:
     )
     parts += [] if chart is None else [chart]
     for run in runs:
-        try:
-            made = decisions(run.measurements)
-        except (KeyError, TypeError) as error:
-            parts.append(Text(f"balance.jsonl cannot be read ({type(error).__name__}: {error})."))
-            continue
-        if made:
-            rows = [[f"{d.step:,}", f"{d.holds_from:,}", d.reason] for d in made]
-            title = f"Decisions{f' of {run.label}' if len(runs) > 1 else ''}"
-            parts.append(Table(title, ["after step", "from step", "what, and why"], rows))
+        if made := _decisions(run):
+            rows = [
+                [str(number), f"{d.step:,}", f"{d.holds_from:,}", d.reason]
+                for number, d in enumerate(made, 1)
+            ]
+            header = ["", "after step", "from step", "what, and why"]
+            parts.append(Table(f"{beside(run, runs)}Decisions", header, rows))
         if run.loss_weights:
             rows = [[f"{w.get('step')}", str(w.get("reason"))] for w in run.loss_weights]
             parts.append(Table(f"Changes of loss weights, {run.label}", ["step", "reason"], rows))
     return parts
+
+
+def _decisions(run: RunData) -> list[Decision]:
+    try:
+        return decisions(run.measurements)
+    except (KeyError, TypeError):  # lines of another version
+        return []
 
 
 def _predictions(run: RunData) -> list[Curve]:

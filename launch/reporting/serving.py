@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -53,7 +53,7 @@ class ReportServer(ThreadingHTTPServer):
     def update(self) -> bytes:
         return self._of("update", lambda: render_update(read_runs(self.folders)))
 
-    def _of(self, name: str, make) -> bytes:
+    def _of(self, name: str, make: Callable[[], str]) -> bytes:
         """Made anew where a file of the runs has changed. One request at a time makes it."""
         with self._lock:
             now = [_stamp(folder / source) for folder in self.folders for source in SOURCES]

@@ -13,6 +13,7 @@ from launch.reporting.parts import Facts, Gallery, Text, beside, count, duration
 from launch.reporting.reading import RunData
 from launch.tools.drawing import seconds
 
+MOST_PICTURE_BYTES = 900_000  # of the page; the queries of further runs are left out
 Runs = Sequence[RunData]
 
 
@@ -27,7 +28,7 @@ def _summary(run: RunData) -> list[tuple[str, str]]:
     held_out = held_out if isinstance(held_out, Mapping) else {}
     facts = [
         ("state", run.state),
-        ("data", ", ".join(options.get("data") or [str(data.get("source"))])),
+        ("data", ", ".join(map(str, options.get("data") or [data.get("source")]))),
         ("training samples", count(data.get("train_samples"))),
         ("held-out samples", ", ".join(f"{k} {count(v)}" for k, v in held_out.items())),
     ]
@@ -87,12 +88,17 @@ def differences(runs: Runs) -> list[Table]:
     rows = [
         [key, *(words(each.get(key)) for each in flat)]
         for key in keys
-        if any(each.get(key) != flat[0].get(key) for each in flat)
+        if any(_given(each.get(key)) != _given(flat[0].get(key)) for each in flat)
     ]
     header = ["option", *(run.label for run in runs)]
     if not rows:
         return [Text("All options, versions and plans are the same.")]
     return [Table("Options that differ", header, rows)]
+
+
+def _given(value: Any) -> Any:
+    """null, {} and [] are the same: nothing was given."""
+    return None if value in ({}, []) else value
 
 
 def flattened(record: Any, path: str = "") -> dict[str, Any]:
@@ -107,21 +113,26 @@ def flattened(record: Any, path: str = "") -> dict[str, Any]:
 
 def queries(runs: Runs) -> list[Any]:
     parts: list[Any] = []
-    for run in runs:
-        if run.queries is None:
-            continue
-        for name, record in run.queries["sets"].items():
-            samples = record.get("samples", {})
-            rows = [
-                row
-                for direction, asked in record.items()
-                if direction != "samples"
-                for row in (_asked(direction, query, samples) for query in asked)
-            ]
-            step = int(run.queries["step"])
-            parts.append(Gallery(f"{beside(run, runs)}{name}, after step {step:,}", rows))
+    pictures = 0
+    asked_of = [
+        (run, *own) for run in runs for own in (run.queries or {"sets": {}})["sets"].items()
+    ]
+    for run, name, record in asked_of:
+        samples = record.get("samples", {})
+        pictures += sum(len(sample.get("picture") or "") for sample in samples.values())
+        if pictures > MOST_PICTURE_BYTES:
+            parts.append(Text("Further queries are left out: make a report of fewer runs."))
+            break
+        rows = [
+            _asked(direction, query, samples)
+            for direction, asked in record.items()
+            if direction != "samples"
+            for query in asked
+        ]
+        step = int(run.queries["step"])
+        parts.append(Gallery(f"{beside(run, runs)}{name}, after step {step:,}", rows))
     if not parts:
-        return [Text("The runs have no queries.json: an evaluation of image–text pairs writes it.")]
+        return [Text("There is no queries.json: an evaluation of image–text pairs writes it.")]
     return parts
 
 

@@ -24,11 +24,12 @@ from launch.tools.drawing import (
 )
 from launch.tools.timeline import measured_tracks, prediction
 
-WAITED, IDLE = "waits for other ranks", "idle"
-EXTRA_COLOURS = {WAITED: "#C9C9C9", MOVES[0]: MOVES[1], IDLE: "rgba(128,128,128,0.18)"}
-LABELS = (*(label for label, _ in COLOURS.values()), WAITED, MOVES[0], IDLE)  # as they are stacked
-MOST_BARS = 3000  # of a timeline; neighbours of one kind are merged beyond that
+WAITED, MOVED, IDLE = "waits for other ranks", "send, receive, load", "idle"
+EXTRA_COLOURS = {WAITED: "#C9C9C9", MOVED: MOVES[1], IDLE: "rgba(128,128,128,0.18)"}
+LABELS = (*(label for label, _ in COLOURS.values()), WAITED, MOVED, IDLE)  # as they are stacked
+MOST_BARS = 3000  # of the timelines of a page; neighbours of one kind are merged beyond that
 TRACK_PIXELS = 34
+NARROW = {"narrow": 170}  # pixels more on a phone, where the legend is a column
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,10 @@ def time_by_stage(run: RunData, traced: Traced, name: str) -> Chart:
             hovertemplate="%{x:.4s}s",
         )
     figure.update_layout(
-        barmode="stack", hovermode="y unified", height=150 + TRACK_PIXELS * len(parts)
+        barmode="stack",
+        hovermode="y unified",
+        height=150 + TRACK_PIXELS * len(parts),
+        meta=NARROW,
     )
     figure.update_xaxes(tickformat="~s", ticksuffix="s")
     figure.update_yaxes(autorange="reversed", title=None)
@@ -106,7 +110,7 @@ def time_by_stage(run: RunData, traced: Traced, name: str) -> Chart:
 
 def waited_share(parts: Mapping[str, float]) -> float:
     """Of what `breakdown` returns: the share in which nothing is computed."""
-    waited = sum(parts.get(label, 0.0) for label in (WAITED, MOVES[0], IDLE))
+    waited = sum(parts.get(label, 0.0) for label in (WAITED, MOVED, IDLE))
     return waited / max(1e-12, sum(parts.values()))
 
 
@@ -120,7 +124,7 @@ def breakdown(spans: Sequence[Span], step_s: float) -> dict[str, float]:
         if span.name in COMPUTE:
             label = COLOURS[span.name][0]
         elif span.name != WAIT:
-            label = MOVES[0]
+            label = MOVED
         else:
             around = bisect_right(starts, span.start_s) - 1
             if around < 0 or span.end_s > computing[around].end_s:
@@ -133,8 +137,9 @@ def breakdown(spans: Sequence[Span], step_s: float) -> dict[str, float]:
     return {**parts, IDLE: max(0.0, step_s - sum(parts.values()))}
 
 
-def timeline_chart(run: RunData, traced: Traced, name: str) -> Chart:
-    """The newest traced step, with the prediction above it where the run has one."""
+def timeline_chart(run: RunData, traced: Traced, name: str, most_bars: int = MOST_BARS) -> Chart:
+    """The newest traced step, with the prediction above it where the run has one. More than
+    `most_bars` are merged with their neighbours."""
     step = max(traced.steps)
     ranks = traced.steps[step]
     measured = Timeline(
@@ -165,11 +170,13 @@ def timeline_chart(run: RunData, traced: Traced, name: str) -> Chart:
     )
     title = "One step, predicted above measured" if predicted else "One measured step"
     note = "" if reason is None else reason.replace(f"{run.path}: ", "")
-    figure = _timeline_figure(timelines, titles)
+    figure = _timeline_figure(timelines, titles, most_bars)
     return Chart(name, title, figure, "; ".join(titles) + ".", table, note, wide=True)
 
 
-def _timeline_figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> go.Figure:
+def _timeline_figure(
+    timelines: Sequence[Timeline], titles: Sequence[str], most_bars: int
+) -> go.Figure:
     rows = [len(each.tracks) for each in timelines]
     figure = make_subplots(
         rows=len(timelines),
@@ -188,6 +195,7 @@ def _timeline_figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> go
         plot_bgcolor=plain.plot_bgcolor,
         uirevision="kept",
         barmode="overlay",
+        meta=NARROW,
         hovermode="closest",
         bargap=0.2,
         legend={"orientation": "h", "yanchor": "bottom", "y": 0, "x": 0, "yref": "container"},
@@ -195,7 +203,7 @@ def _timeline_figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> go
     figure.update_annotations(x=0, xanchor="left", font={"size": 13})
     shown: set[str] = set()
     for row, timeline in enumerate(timelines, 1):
-        for label, bars in _bars(timeline).items():
+        for label, bars in _bars(timeline, most_bars).items():
             _add_bars(figure, row, label, bars, label not in shown)
             shown.add(label)
         figure.update_yaxes(autorange="reversed", automargin=True, row=row, col=1)
@@ -210,7 +218,7 @@ def _timeline_figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> go
 def _add_bars(
     figure: go.Figure, row: int, label: str, bars: Sequence[tuple[str, Span]], first: bool
 ) -> None:
-    moves = label == MOVES[0]
+    moves = label == MOVED
     figure.add_bar(
         y=[escaped(track) for track, _ in bars],
         base=[span.start_s for _, span in bars],
@@ -231,9 +239,9 @@ def _add_bars(
     )
 
 
-def _bars(timeline: Timeline) -> dict[str, list[tuple[str, Span]]]:
+def _bars(timeline: Timeline, most: int) -> dict[str, list[tuple[str, Span]]]:
     """By label, moves first and waits last, so that these lie below and above the rest."""
-    grain_s = timeline.step_s / MOST_BARS
+    grain_s = timeline.step_s / most
     number = sum(map(len, timeline.tracks.values()))
     found: dict[str, list[tuple[str, Span]]] = {}
     for track, spans in timeline.tracks.items():
@@ -241,9 +249,9 @@ def _bars(timeline: Timeline) -> dict[str, list[tuple[str, Span]]]:
         for span in sorted(spans, key=lambda each: each.start_s):
             by_label.setdefault(_label(span.name), []).append(span)
         for label, own in by_label.items():
-            own = _merged(own, grain_s * len(timeline.tracks)) if number > MOST_BARS else own
+            own = _merged(own, grain_s * len(timeline.tracks)) if number > most else own
             found.setdefault(label, []).extend((track, span) for span in own)
-    order = [MOVES[0], *(label for label, _ in COLOURS.values()), WAITED]
+    order = [MOVED, *(label for label, _ in COLOURS.values()), WAITED]
     return {label: found[label] for label in order if label in found}
 
 
@@ -259,7 +267,7 @@ def _merged(spans: Sequence[Span], gap_s: float) -> list[Span]:
 
 
 def _label(name: str) -> str:
-    return WAITED if name == WAIT else COLOURS[name][0] if name in COLOURS else MOVES[0]
+    return WAITED if name == WAIT else COLOURS[name][0] if name in COLOURS else MOVED
 
 
 def _colour(label: str) -> str:

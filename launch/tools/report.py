@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 if __name__ == "__main__":
     os.environ.setdefault(
@@ -96,7 +97,7 @@ def write_at_end(run_dir: Path) -> Path | None:
     return output
 
 
-def imported():
+def imported() -> ModuleType:
     """`launch.reporting.page`. Errors: ValueError where plotly is not installed."""
     try:
         import plotly  # noqa: F401

@@ -26,10 +26,11 @@
   }
 
   // A figure has no colours of text, grid and hover labels: those are the theme's.
-  function themed(layout) {
+  function themed(layout, width) {
     const css = getComputedStyle(root);
     const colour = (name) => css.getPropertyValue(name).trim();
     const own = structuredClone(layout);
+    if (own.meta && width < 560) own.height += own.meta.narrow;
     own.font = { ...own.font, color: colour("--text"), family: "system-ui, sans-serif", size: 12 };
     own.hoverlabel = { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--text") }, namelength: 40 };
     own.modebar = { bgcolor: "rgba(0,0,0,0)", color: colour("--faint"), activecolor: colour("--accent"), orientation: "h" };
@@ -52,7 +53,7 @@
   async function draw() {
     for (const [name, figure] of Object.entries(figures)) {
       const place = byId("chart-" + name);
-      if (place) await Plotly.react(place, coloured(figure.data), themed(figure.layout), CONFIG);
+      if (place) await Plotly.react(place, coloured(figure.data), themed(figure.layout, place.clientWidth), CONFIG);
     }
   }
 
@@ -87,6 +88,7 @@
   }
 
   async function refresh() {
+    const began = performance.now();
     try {
       const answer = await fetch("update.json", { cache: "no-store" });
       if (!answer.ok) throw new Error((await answer.json()).error || answer.statusText);
@@ -102,6 +104,8 @@
     } catch (error) {
       byId("live").textContent = "Not refreshed: " + error.message;
     }
+    // a long run takes long to read: that must not slow it down
+    setTimeout(refresh, Math.max(3000, 10 * (performance.now() - began)));
   }
 
   // Charts that are drawn keep their element, and with it their zoom; open tables stay open.
@@ -129,6 +133,6 @@
   chooseTheme(kept, false);
   loadLibrary().then(draw).then(() => {
     root.dataset.drawn = "true";
-    if (byId("live")) setInterval(refresh, 3000);
+    if (byId("live")) setTimeout(refresh, 3000);
   }).catch((error) => say("The charts cannot be drawn: " + error.message + ". The tables have their numbers."));
 })();
