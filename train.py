@@ -48,6 +48,7 @@ from launch.settings.configuration import read_configuration
 from launch.settings.options import Options, parse_options
 from launch.settings.preprocessing import describe_pixels
 from launch.settings.recipe import as_begun, settle
+from launch.tracking.tracker import TrackingOptions
 from models.towers.layers import library_models_kept
 
 
@@ -64,7 +65,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     loading = share_cores(options.section(LoadingOptions), processes)
 
     # How to run: the JSON file, checked against this hardware and this number of processes.
-    config_file, config, block = read_configuration(options, processes)
+    config_file, config, block, monitors = read_configuration(options, processes)
 
     # The run's folder. If it holds a run, this must be the same one, and it goes on from there.
     place = from_first_rank(choose_folder(options.run_dir, options.data))
@@ -146,7 +147,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     decided = {"options": options.record(), "tokenizer": options.tokenizer_source()}
     record = folder.write_config(training, decided, plan, data.summary(), model.towers, total_steps)
     journal.say(*notices, batching.explain(step))
-    journal.track(options.wandb, options.wandb_project, {**training, "batches": record["batches"]})
+    shown = {**training, "batches": record["batches"]}
+    journal.track(options.section(TrackingOptions), monitors, shown, step)
 
     # What this rank's stage loads: only the modality that enters there.
     languages = languages_of(model.towers)
@@ -173,9 +175,9 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
             )
             step, stopping = engine.global_steps, metrics.stop_requested
 
-            # A line per step, in metrics.jsonl and W&B.
+            # A line per step, in metrics.jsonl and the trackers.
             line = batching.line(metrics, step, clock() - start)
-            journal.step(line)
+            journal.step(line, metrics, batching.order.samples_before(step))
 
             # A loss or gradient that is not finite: the step was skipped. Too many in a row end the
             # run.

@@ -63,8 +63,10 @@ DEEPSPEED_KEYS = [
     "gradient_predivide_factor",
     "memory_breakdown",
     "comms_logger",
+    "wandb",
     "tensorboard",
     "csv_monitor",
+    "comet",
 ]
 NOT_WITH_A_PIPELINE = {
     "flops_profiler": "DeepSpeed's profiler does not run under its pipeline engine; remove it",
@@ -73,7 +75,6 @@ NOT_WITH_A_PIPELINE = {
     "curriculum_learning": "DeepSpeed removed this key; remove it",
     "amp": 'use "fp16" or "bf16"',
     "torch_autocast": 'use "fp16" or "bf16"',
-    "wandb": "W&B is an option of train.py: --wandb online|offline|disabled",
     "wall_clock_breakdown": "DeepSpeed's timers do not run under this schedule; remove it, metrics.jsonl has step_s",
     "activation_checkpointing": "DeepSpeed's pipeline reads it elsewhere; write "
     '"pipeline": {"activation_checkpoint_interval": 1}, the number of layers between checkpoints',

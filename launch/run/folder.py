@@ -71,7 +71,8 @@ DEEPSPEED_FREE_TO_CHANGE = (
         "gradient_predivide_factor",
     ),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
-    *("steps_per_print", "memory_breakdown", "comms_logger", "tensorboard", "csv_monitor"),
+    *("steps_per_print", "memory_breakdown", "comms_logger"),
+    *("wandb", "tensorboard", "csv_monitor", "comet"),
 )
 BRANCHES_SPLIT = (
     "layout",

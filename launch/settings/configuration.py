@@ -6,19 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
 from engine.config.reading import BranchesBlock, check_hardware, read_config
 from engine.planning.planner import check_world
 from engine.processes.start import Processes, has_bf16
 from launch.settings.blocks import READERS
 from launch.settings.options import Options, default_config
+from launch.tracking.monitors import split_monitors
 
 
 def read_configuration(
     options: Options, processes: Processes
-) -> tuple[Path, dict[str, Any], BranchesBlock]:
-    """--deepspeed_config, or the file that suits the hardware; DeepSpeed's keys of it; and its
-    `branches` block. Errors: ValueError, OSError."""
+) -> tuple[Path, dict[str, Any], BranchesBlock, DeepSpeedMonitorConfig]:
+    """--deepspeed_config, or the file that suits the hardware; DeepSpeed's keys of it; its
+    `branches` block; and the blocks of DeepSpeed's monitors. Errors: ValueError, OSError."""
     on_gpu, accelerator = processes.device.type != "cpu", get_accelerator()
     file = options.deepspeed_config or default_config(
         on_gpu, has_bf16(processes.device), processes.world_size
@@ -32,4 +34,8 @@ def read_configuration(
     )
     check_world(config, block, processes.world_size, options.branches)
     options.refuse_beside(block)
-    return Path(file), config, block
+    try:
+        config, monitors = split_monitors(config)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return Path(file), config, block, monitors

@@ -14,6 +14,7 @@ from data.modalities.preprocessing import INTERPOLATIONS, NORMALIZATIONS
 from data.modules import add_module_flag
 from data.options import IMAGE_TEXT, read_pairs
 from launch.balancing.loss_weights import MODES
+from launch.tracking.login import MODES as MODES_OF_WANDB
 
 
 class _Parser(argparse.ArgumentParser):
@@ -425,9 +426,9 @@ def _length(length: argparse._ArgumentGroup) -> None:
 def _tracking(tracking: argparse._ArgumentGroup) -> None:
     tracking.add_argument(
         "--wandb",
-        choices=("online", "offline", "disabled"),
-        default="disabled",
-        help="Weights & Biases (default: disabled)",
+        choices=MODES_OF_WANDB,
+        default="auto",
+        help="Weights & Biases; auto: online where a login is found (default: auto)",
     )
     tracking.add_argument(
         "--trace-every",
@@ -444,7 +445,9 @@ def _tracking(tracking: argparse._ArgumentGroup) -> None:
         help="print how N global batches are dealt before training starts (default: 0)",
     )
     tracking.add_argument(
-        "--wandb-project", default="wye", metavar="NAME", help="project there (default: wye)"
+        "--wandb-project",
+        metavar="NAME",
+        help="project there (default: that of the JSON's wandb block or of WANDB_PROJECT, else wye)",
     )
 
 

@@ -90,7 +90,7 @@ class Options:
     explain_balance: int
     resume: str
     wandb: str
-    wandb_project: str
+    wandb_project: str | None
 
     @property
     def branches(self) -> tuple[str, ...]:

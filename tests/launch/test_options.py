@@ -94,7 +94,7 @@ def test_the_demo_is_the_default():
         0,
     )
     assert (options.wandb, options.val_fraction, options.steps, options.run_dir) == (
-        "disabled",
+        "auto",
         0.1,
         None,
         None,
@@ -268,7 +268,7 @@ def test_what_is_given_wins_over_the_defaults():
             ["--data-adapt", "nan is not in 0 <= RATE <= 1"],
         ),
         (["--on-leak", "keep"], ["--on-leak", "'keep'", "refuse", "drop"]),
-        (["--wandb", "on"], ["--wandb", "'on'", "online", "offline", "disabled"]),
+        (["--wandb", "on"], ["--wandb", "'on'", "auto", "online", "offline", "disabled"]),
         (["--data"], ["--data", "expected one argument"]),
         (
             ["--data", "jsonl:x", "--data-root", "/nowhere"],

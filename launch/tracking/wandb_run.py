@@ -1,58 +1,90 @@
-"""Weights & Biases for the first rank. No login and no network never end a run: it goes on offline,
-with one line."""
+"""The W&B run of a training run. No login and no network never end a run: it goes on offline, with
+one line."""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 INIT_TIMEOUT_S = 30
+IDENTITY = "wandb_run_id"  # a file in the run's folder
+STEP = "step"
 
 
-class Tracker:
-    """`log` what `metrics.jsonl` gets. A run that goes on continues the same W&B run."""
+def _never_ends_a_run(method: Callable) -> Callable:
+    """Whatever W&B's client raises, training does not depend on it: tracking ends, with one
+    line."""
 
-    def __init__(
-        self, mode: str, project: str, folder: Path, config: Mapping[str, Any], first_rank: bool
-    ):
-        self._run = None
-        if mode == "disabled" or not first_rank:
-            return
+    @wraps(method)
+    def guarded(self: WandbRun, *arguments: Any, **keywords: Any) -> Any:
+        if self._run is None:
+            return None
         try:
-            self._start(mode, project, folder, config)
+            return method(self, *arguments, **keywords)
         except Exception as error:
             self._give_up(error)
+            return None
 
-    def _start(self, mode: str, project: str, folder: Path, config: Mapping[str, Any]) -> None:
-        import wandb
+    return guarded
 
-        identity = folder / "wandb_run_id"
-        run_id = (
-            identity.read_text(encoding="utf-8").strip()
-            if identity.is_file()
-            else uuid.uuid4().hex[:8]
-        )
-        common = {
-            "project": project,
+
+class WandbRun:
+    """A run that goes on continues the same W&B run, and so do the pieces that were recorded
+    offline: `wandb sync` uploads all pieces with one id in the order in which they were made.
+
+    `where`: arguments of `wandb.init` that are not None: project, group, entity. `mode`: "online",
+    "offline" or "disabled".
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        folder: Path,
+        where: Mapping[str, str | None],
+        config: Mapping[str, Any],
+        job_type: str = "train",
+    ):
+        self.folder, self._run = folder, None
+        if mode == "disabled":
+            return
+        given = {key: value for key, value in where.items() if value is not None}
+        common = given | {
             "name": folder.name,
             "resume": "allow",
             "dir": str(folder),
             "config": dict(config),
+            "job_type": job_type,
         }
+        try:
+            self._start(mode, common)
+        except Exception as error:
+            self._give_up(error)
+
+    def _start(self, mode: str, common: Mapping[str, Any]) -> None:
+        import wandb
+
+        identity = self.folder / IDENTITY
+        run_id = (
+            identity.read_text(encoding="utf-8").strip()
+            if identity.is_file()
+            # the agent of a sweep has chosen one
+            else os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
+        )
         quiet = wandb.Settings(
             init_timeout=INIT_TIMEOUT_S, login_timeout=INIT_TIMEOUT_S, silent=True
         )
         if mode == "online":
             try:
-                client = wandb.setup(
-                    quiet
-                )  # unless it is quiet and verifies nothing, login asks the server, again and again
+                # unless it is quiet and verifies nothing, login asks the server, again and again
+                client = wandb.setup(quiet)
                 if wandb.login(prompt=False, verify=False):
                     _reach(client.settings.base_url, INIT_TIMEOUT_S)
                     self._run = wandb.init(mode="online", id=run_id, settings=quiet, **common)
@@ -65,23 +97,24 @@ class Tracker:
         if self._run is None:
             self._run = wandb.init(mode="offline", id=run_id, settings=quiet, **common)
         identity.write_text(run_id + "\n", encoding="utf-8")
+        # every chart has the step of training as its axis, media and alerts too
+        self._run.define_metric(STEP, hidden=True)
+        self._run.define_metric("*", step_metric=STEP)
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        try:
-            if self._run is not None:
-                self._run.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
-        except Exception as error:
-            self._give_up(error)
+    @property
+    def is_on(self) -> bool:
+        return self._run is not None
 
+    @_never_ends_a_run
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Numbers, and W&B's media."""
+        self._run.log({**values, STEP: step}, step=step)
+
+    @_never_ends_a_run
     def finish(self, exit_code: int = 0) -> None:
-        try:
-            if self._run is not None:
-                self._run.finish(exit_code=exit_code)
-        except Exception as error:
-            self._give_up(error)
+        self._run.finish(exit_code=exit_code)
 
     def _give_up(self, error: Exception) -> None:
-        """Whatever its client raises, training does not depend on it."""
         self._run = None
         logging.getLogger("wye").warning(
             "W&B failed (%s: %s): tracking ends, metrics.jsonl goes on", type(error).__name__, error
