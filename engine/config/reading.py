@@ -206,11 +206,14 @@ Readers = Mapping[
 
 
 def read_config(
-    path: str | Path, branches: Sequence[str], readers: Readers = MappingProxyType({})
+    path: str | Path,
+    branches: Sequence[str],
+    readers: Readers = MappingProxyType({}),
+    change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> tuple[dict[str, Any], BranchesBlock]:
     """DeepSpeed's part of a JSON file and the `branches` block. `branches`: the names of the run's;
-    `readers`: of the keys that are read elsewhere. Raises ValueError or FileNotFoundError with file
-    and key."""
+    `readers`: of the keys that are read elsewhere; `change`: of the file's content, before it is
+    checked. Raises ValueError or FileNotFoundError with file and key."""
     path = Path(path)
     if not path.is_file():
         near = (
@@ -229,7 +232,7 @@ def read_config(
             f"{path}: holds a {type(config).__name__}; a configuration is a JSON object"
         )
     try:
-        return check_config(config, branches, readers)
+        return check_config(change(config) if change else config, branches, readers)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

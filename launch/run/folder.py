@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import subprocess
 import time
@@ -40,6 +41,7 @@ FREE_TO_CHANGE = (
         "eval_ema",
         "trace_every",
         "deepspeed_config",
+        "set",  # what it changes is compared where it stands
     ),
     *(
         "cache",
@@ -87,11 +89,13 @@ PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillo
 
 
 def choose_folder(run_dir: Path | None, data: Sequence[str]) -> Path:
-    """--run-dir, or a new folder below runs/ named after the time and the data."""
+    """--run-dir, or a new folder below runs/ named after the time and the data. Agents of a sweep
+    may start in the same second, so the id that each has given to its run ends the name."""
     if run_dir is not None:
         return run_dir
     kind = "+".join(spec.split(":")[0] for spec in data)
-    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{kind}"
+    own = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+    return Path("runs") / "-".join(filter(None, (time.strftime("%Y%m%d-%H%M%S"), kind, own)))
 
 
 class RunFolder:

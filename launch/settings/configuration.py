@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine.planning.planner import check_world
 from engine.processes.start import Processes, has_bf16
 from launch.settings.blocks import READERS
 from launch.settings.options import Options, default_config
+from launch.settings.overrides import with_settings
 from launch.tracking.monitors import split_monitors
 
 
@@ -25,7 +27,7 @@ def read_configuration(
     file = options.deepspeed_config or default_config(
         on_gpu, has_bf16(processes.device), processes.world_size
     )
-    config, block = read_config(file, options.branches, READERS)
+    config, block = with_file(options, file)
     check_hardware(
         config,
         accelerator.is_fp16_supported(),
@@ -39,3 +41,14 @@ def read_configuration(
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     return Path(file), config, block, monitors
+
+
+def with_file(options: Options, file: Path) -> tuple[dict[str, Any], BranchesBlock]:
+    """DeepSpeed's keys and the `branches` block of the file, with those of --set in their place.
+    Errors: ValueError, OSError."""
+    try:
+        change = partial(with_settings, settings=options.set)
+        return read_config(file, options.branches, READERS, change)
+    except ValueError as error:
+        by = f"with --set {' '.join(options.set)}: " if options.set else ""
+        raise ValueError(f"{by}{error}") from error

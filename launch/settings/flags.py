@@ -62,6 +62,13 @@ def _how_to_run(run: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="how to run (default: the file in ds_configs/ that suits the hardware)",
     )
+    run.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        metavar="KEY=VALUE",
+        help="a key of the JSON file, such as branches.layout=merged, or a flag, such as seed=1, in place of what is given elsewhere (default: none)",
+    )
     add_module_flag(run)
     run.add_argument(
         "--run-dir",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from data.options import branches_of, read_pairs
 from launch.balancing.loss_weights import check_mode
 from launch.run.records import PIXELS, options_of_import, read_run
 from launch.settings.flags import make_parser
+from launch.settings.overrides import split_settings
 from models.towers.names import join_name, split_name
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ class Options:
     """Everything the command line decides. Field names are the flags' names."""
 
     deepspeed_config: Path | None
+    set: tuple[str, ...]
     import_module: tuple[str, ...] | None
     data: tuple[str, ...]
     data_root: tuple[str, ...] | None
@@ -163,7 +166,7 @@ DEFAULTS = {
 def parse_options(arguments: list[str] | None = None) -> Options:
     """Options of train.py; exits with status 2 and one message when they are wrong."""
     parser = make_parser()
-    values = vars(parser.parse_args(arguments))
+    values = _parsed(parser, arguments)
     values.pop("local_rank")
     if values["workers"].isdigit():
         values["workers"] = int(values["workers"])
@@ -240,6 +243,17 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     )
     values |= _pixels(parser, pixels, values, sized, recorded)
     return Options(**values)
+
+
+def _parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> dict[str, Any]:
+    """By name, with the flags that --set gives in place of their own; `set` keeps what is for the
+    JSON file."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    values = vars(parser.parse_args(arguments))
+    flags, settings = split_settings(parser, values["set"] or ())
+    if flags:
+        values = vars(parser.parse_args([*arguments, *flags]))
+    return {**values, "set": settings}
 
 
 def _given_pixels(parser: argparse.ArgumentParser, values: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from launch.settings.options import DEFAULTS, DEMO_DEFAULTS, default_config, par
 
 # A new flag needs an edit here, and with it the question whether two recipes need it (style.md).
 FLAGS = [
-    "--deepspeed_config", "--import-module", "--run-dir", "--resume", "--workers", "--seed",
+    "--deepspeed_config", "--set", "--import-module", "--run-dir", "--resume", "--workers", "--seed",
     "--data", "--data-root", "--data-weights", "--data-temperature", "--data-floors", "--data-adapt",
     "--val-data", "--val-fraction", "--limit-samples",
     "--on-leak", "--leak-bits", "--max-bad-fraction", "--index-check", "--augmentation", "--cache", "--cache-limit",
