@@ -48,7 +48,7 @@ from launch.settings.configuration import read_configuration
 from launch.settings.options import Options, parse_options
 from launch.settings.preprocessing import describe_pixels
 from launch.settings.recipe import as_begun, settle
-from launch.tracking.tracker import TrackingOptions
+from launch.tracking.tracker import TrackingOptions, where
 from models.towers.layers import library_models_kept
 
 
@@ -144,11 +144,15 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
         batching.load_state_dict(state["balance"], step)
         loss_weights.load_state_dict(state["loss_weights"])
     folder.forget_after(step if checkpoint else -1)  # from the start: also the evaluation before it
-    decided = {"options": options.record(), "tokenizer": options.tokenizer_source()}
+    decided = {
+        "options": options.record(),
+        "tokenizer": options.tokenizer_source(),
+        "tracking": where(options.wandb_project, monitors.wandb),
+    }
     record = folder.write_config(training, decided, plan, data.summary(), model.towers, total_steps)
     journal.say(*notices, batching.explain(step))
     shown = {**training, "batches": record["batches"]}
-    journal.track(options.section(TrackingOptions), monitors, shown, step)
+    journal.track(options.section(TrackingOptions), monitors, shown, step, plan)
 
     # What this rank's stage loads: only the modality that enters there.
     languages = languages_of(model.towers)

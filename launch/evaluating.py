@@ -3,9 +3,10 @@ train."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,10 +17,12 @@ from launch.balancing.loss_weights import HeldOutFigures, LossWeights
 from launch.feeding import Feeding
 from launch.run.journal import Journal
 from launch.run.report import recalls
+from launch.tracking.queries import Answers
 from models.metrics.alignment import alignment_figures, alignment_sums
-from models.metrics.retrieval import RECALL_AT, recall_hits
+from models.metrics.retrieval import RECALL_AT, answers_of, recall_hits
 
 AVERAGED = "ema/"  # before the name of a set that the averaged weights were measured on
+QUERIES, ANSWERS = 8, 5  # that a tracker shows of each direction
 
 
 class Evaluator:
@@ -38,12 +41,17 @@ class Evaluator:
         self.engine, self.feeding, self.journal = engine, feeding, journal
         self.loss_weights = loss_weights
         self.prefixes = ("", AVERAGED) if averaged else ("",)
+        # the tracker is on the first rank, and all ranks have to find the answers together
+        self.shows_queries = from_first_rank(journal.shows_queries)
+        self.answers: dict[str, dict[str, Answers]] = {}
+        """Of the last evaluation with the run's own weights: by held-out set and direction."""
 
     def evaluate(self, step: int) -> None:
         """After `step` steps."""
         found = self.measure()
         epoch = self.feeding.batching.order.epochs_before(step)
         self.journal.evaluation(step, epoch, found)
+        self.journal.queries(step, self.feeding.data.held_out, self.answers)
         self._weigh(step, found)
 
     def complete(self, step: int) -> None:
@@ -89,15 +97,25 @@ class Evaluator:
                 held_out.subset, self.engine.replica, share.replicas, share.micro_batch_size
             )
             batches = self.feeding.held_out(held_out.source, requests)
-            measured = self.engine.evaluate(batches, len(requests), len(held_out.subset), _measured)
+            shown = queries_of(len(held_out.subset)) if self.shows_queries else np.zeros(0, int)
+            measure = _measure(torch.from_numpy(shown))
+            measured = self.engine.evaluate(batches, len(requests), len(held_out.subset), measure)
             values: dict[str, float] = {}
+            self.answers[name] = {}
             for pair in self.engine.objective.pairs:
                 directions, num_samples = measured[pair.name]
                 hits = {
                     direction: sums[: len(RECALL_AT)].tolist()
                     for direction, sums in directions.items()
                 }
-                sums = [of_direction[len(RECALL_AT) :] for of_direction in directions.values()]
+                end = len(RECALL_AT)
+                sums = [of[end : len(of) - shown.size * 2 * ANSWERS] for of in directions.values()]
+                # where a sample lacks a half of the pair, places are others than in the subset
+                if shown.size and num_samples == len(held_out.subset):
+                    self.answers[name] |= {
+                        direction: _answers(shown, of[len(of) - shown.size * 2 * ANSWERS :])
+                        for direction, of in directions.items()
+                    }
                 figures = alignment_figures(*sums, num_samples, pair.branches)
                 several = len(measured) > 1
                 of_pair = f"/{pair.name}" if several else ""
@@ -107,5 +125,24 @@ class Evaluator:
             yield name, values
 
 
-def _measured(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
-    return torch.cat([recall_hits(own, other, target), alignment_sums(own, other, target)])
+def queries_of(num_samples: int) -> np.ndarray:
+    """Places in a held-out set that are shown at every evaluation, spread over all of it: int64,
+    `QUERIES` or as many as there are."""
+    return np.unique(np.linspace(0, num_samples - 1, min(QUERIES, num_samples)).astype(np.int64))
+
+
+def _measure(asked: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """What the ranks measure of their own rows, as one vector that adds up over them."""
+
+    def measured(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
+        sums = [recall_hits(own, other, target), alignment_sums(own, other, target)]
+        if len(asked):
+            sums.append(answers_of(own, other, target, asked, ANSWERS).flatten())
+        return torch.cat(sums)
+
+    return measured
+
+
+def _answers(queries: np.ndarray, sums: Tensor) -> Answers:
+    found, similarity = sums.cpu().numpy().reshape(2, len(queries), ANSWERS)
+    return Answers(queries, np.rint(found).astype(np.int64) - 1, similarity)

@@ -76,10 +76,14 @@ class Piece:
 
 
 def _items(items: Any) -> dict[str, Any]:
+    """What W&B keeps as a file is an object, whose keys are items of their own."""
     found: dict[str, Any] = {}
     for item in items:
-        key = item.key or ".".join(item.nested_key)
-        found[key] = json.loads(item.value_json)
+        first, *below = [item.key] if item.key else item.nested_key
+        place, name = found, first
+        for inner in below:
+            place, name = place.setdefault(name, {}), inner
+        place[name] = json.loads(item.value_json)
     return found
 
 

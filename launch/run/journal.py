@@ -8,12 +8,15 @@ from typing import Any
 
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
+from data.prepare import HeldOut
 from engine.executor import ForkEngine
+from engine.planning.planner import RunPlan
 from engine.step_metrics import StepMetrics
 from launch.balancing.loss_weights import HeldOutFigures, LossWeights
 from launch.run.folder import RunFolder
 from launch.run.report import retrieval_report, show
 from launch.run.trace_file import TraceFile, is_sampled
+from launch.tracking.queries import Answers
 from launch.tracking.tracker import Tracker, TrackingOptions
 
 
@@ -32,11 +35,12 @@ class Journal:
         monitors: DeepSpeedMonitorConfig,
         config: Mapping[str, Any],
         step: int,
+        plan: RunPlan,
     ) -> None:
         """From here on in Weights & Biases and in the `monitors` of the JSON file too, where they
         are asked for. `step`: at which the run begins or goes on."""
         if self.folder.first_rank:
-            self.tracker = Tracker(options, monitors, self.folder.path, config, step)
+            self.tracker = Tracker(options, monitors, self.folder.path, config, step, plan)
             self.say(self.tracker.notice)
 
     def say(self, *things: object) -> None:
@@ -57,13 +61,19 @@ class Journal:
             return
         self.folder.log_measurement(seen)
         for reason in filter(None, (seen["reason"], seen.get("mix", {}).get("reason"))):
-            self.say(f"step {step}: {reason}")
+            self._decision(step, reason)
 
     def loss_weights(self, step: int, reason: str | None, now: LossWeights) -> None:
         """loss_weights.jsonl, where there is a reason for other weights."""
         if reason:
             self.folder.log_loss_weights({"step": step, **now.weights(), "reason": reason})
-            self.say(f"step {step}: {reason}")
+            self._decision(step, reason)
+
+    def _decision(self, step: int, reason: str) -> None:
+        """In the terminal, and beside the charts."""
+        self.say(f"step {step}: {reason}")
+        if self.tracker is not None:
+            self.tracker.decision(step, reason)
 
     def bad_step(self, step: int, metrics: StepMetrics, identity: Any) -> None:
         """bad_steps.jsonl: the samples of a step that was skipped. `identity`: of a sample, by its
@@ -79,12 +89,31 @@ class Journal:
             if self.tracker is not None:
                 self.tracker.evaluation(step, name, values)
 
+    @property
+    def shows_queries(self) -> bool:
+        """Is there a tracker that shows queries and what was found for them? On other ranks than
+        the first there is none."""
+        return self.folder.first_rank and self.tracker is not None and self.tracker.wandb.is_on
+
+    def queries(
+        self,
+        step: int,
+        held_out: Mapping[str, HeldOut],
+        answers: Mapping[str, Mapping[str, Answers]],
+    ) -> None:
+        """Tables of queries with what was found for them: by held-out set and direction."""
+        if self.shows_queries:
+            for name, found in answers.items():
+                self.tracker.queries(step, name, held_out[name], found)
+
     def sampled_trace(self, step: int, engine: ForkEngine) -> None:
         """trace.json, in the steps that are traced. All ranks call it together."""
         if is_sampled(step, self.trace_every):
             ranks = engine.gather_trace()
             if self.folder.first_rank:
                 self.trace.add(step, engine.recorder.started_at_s, ranks)
+                if self.tracker is not None:
+                    self.tracker.timeline(step)
 
     def finish(self, exit_code: int) -> None:
         """Nothing more will be tracked."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import tempfile
 import threading
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
+
+from launch.tracking.alerts import Alert
 
 INIT_TIMEOUT_S = 30
 IDENTITY = "wandb_run_id"  # a file in the run's folder
@@ -50,9 +54,10 @@ class WandbRun:
         folder: Path,
         where: Mapping[str, str | None],
         config: Mapping[str, Any],
-        job_type: str = "train",
+        job_type: str | None = "train",
     ):
         self.folder, self._run = folder, None
+        self._notes: dict[str, Any] = {}
         if mode == "disabled":
             return
         given = {key: value for key, value in where.items() if value is not None}
@@ -109,6 +114,51 @@ class WandbRun:
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Numbers, and W&B's media."""
         self._run.log({**values, STEP: step}, step=step)
+
+    @_never_ends_a_run
+    def draw(self, step: int, name: str, picture: Callable[[Path], str]) -> None:
+        """A figure. `picture` draws it into a .png file and returns the line below it."""
+        import wandb
+
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "figure.png"
+            caption = picture(file)
+            self._run.log({name: wandb.Image(str(file), caption=caption), STEP: step}, step=step)
+
+    @_never_ends_a_run
+    def note(self, step: int, name: str, text: str) -> None:
+        """One more row of a table of sentences."""
+        import wandb
+
+        table = self._notes.get(name)
+        if table is None:
+            table = self._notes[name] = wandb.Table(["step", "reason"], log_mode="INCREMENTAL")
+        table.add_data(step, text)
+        self._run.log({name: table, STEP: step}, step=step)
+
+    @_never_ends_a_run
+    def table(self, step: int, name: str, make: Callable[[], Any]) -> None:
+        """`make` returns a wandb.Table."""
+        self._run.log({name: make(), STEP: step}, step=step)
+
+    @_never_ends_a_run
+    def alert(self, alert: Alert) -> None:
+        self._run.alert(title=alert.title, text=alert.text, level=alert.level)
+
+    @_never_ends_a_run
+    def summarize(self, values: Mapping[str, Any]) -> None:
+        """What is said of the run as a whole."""
+        self._run.summary.update(dict(values))
+
+    @_never_ends_a_run
+    def model(self, folder: Path, aliases: Sequence[str], metadata: Mapping[str, Any]) -> None:
+        """All files of `folder` as an artifact, named after the run's folder."""
+        import wandb
+
+        name = re.sub(r"[^\w.-]", "_", self.folder.resolve().name, flags=re.ASCII)
+        artifact = wandb.Artifact(name, type="model", metadata=dict(metadata))
+        artifact.add_dir(str(folder))
+        self._run.log_artifact(artifact, aliases=list(aliases))
 
     @_never_ends_a_run
     def finish(self, exit_code: int = 0) -> None:

@@ -111,6 +111,21 @@ def nearest(own: Tensor, other: Tensor, k: int) -> tuple[Tensor, Tensor]:
     )
 
 
+def answers_of(own: Tensor, other: Tensor, target: Tensor, asked: Tensor, k: int) -> Tensor:
+    """The k best candidates of those queries of `own` [b, D] whose `target` [b] is in `asked` [Q]:
+    float64 [2, Q, k], the index of each in `other` [B, D] counted from 1, and its similarity. Zeros
+    for a query that is not in `own`, and where there are fewer candidates.
+
+    So the parts of several ranks, each with own queries of its own, add up to the whole.
+    """
+    found = own.new_zeros(2, len(asked), k, dtype=torch.float64)
+    row, query = (target[:, None] == asked.to(target)).nonzero(as_tuple=True)
+    index, similarity = nearest(own[row], other, k)
+    found[0, query, : index.shape[1]] = index.double() + 1
+    found[1, query, : index.shape[1]] = similarity.double()
+    return found
+
+
 def blocks(num_queries: int, num_candidates: int) -> Iterator[slice]:
     """Rows of queries, so many at a time that their similarities to all candidates take
     `BLOCK_BYTES`."""

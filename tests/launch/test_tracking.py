@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.monitor.config import WandbConfig
+from wandb_files import pieces
 
 from launch.tracking import wandb_run
 from launch.tracking.login import HOW_TO_SWITCH_IT_ON, choose_mode, login_found
@@ -25,12 +26,16 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from launch.tracking import wandb_run
+from launch.tracking.alerts import Alert
 
 wandb_run.INIT_TIMEOUT_S = 1
 mode, folder = sys.argv[1], Path(sys.argv[2])
 run = wandb_run.WandbRun(mode, folder, {"project": "wye", "group": None}, {"options": {"seed": 0}})
 run.log({"loss/total": 2.5, "clipping/grad_norm/image": 0.1}, 1)
 run.log({"retrieval/validation/image_to_text/R@1": 0.5}, 1)
+run.note(1, "balance/decisions", "texts take longer")
+run.note(2, "balance/decisions", "images take longer")
+run.alert(Alert("Loss or gradients not finite", "Step 2 was skipped.", "ERROR"))
 run.finish()
 print(json.dumps({"imported": "wandb" in sys.modules}))
 """
@@ -95,6 +100,13 @@ def test_offline_writes_below_the_run_folder_and_goes_on_as_the_same_run(start):
         and b"retrieval/validation/image_to_text/R@1" in first.read_bytes()
     )
     assert errors == [] and start.elsewhere() == []
+    (piece,) = pieces(start.folder)
+    assert piece.alerts == [("Loss or gradients not finite", "Step 2 was skipped.", "ERROR")]
+    decisions = [
+        json.loads(piece.file(table).read_text())["data"]
+        for table in piece.logged("balance/decisions")
+    ]
+    assert decisions[-1][-1] == [2, "images take longer"]
     start("offline")
     assert (start.folder / "wandb_run_id").read_text().strip() == identity
     assert len(runs(start.folder)) == 2 and {file.name for file in runs(start.folder)} == {

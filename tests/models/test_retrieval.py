@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from models.metrics import retrieval
 from models.metrics.retrieval import (
     RECALL_AT,
+    answers_of,
     best_ranks,
     hits,
     median_rank,
@@ -176,3 +177,19 @@ def test_ranks_among_the_first_candidates_by_other_scores(seed):
         best = max((-1.0 if s != s else s for s, r in zip(own, is_right) if r), default=None)
         before = sum(not r and not (best is not None and s < best) for s, r in zip(own, is_right))
         assert found[i] == (100 + i if best is None else before), i
+
+
+def test_answers_to_some_queries_add_up_over_the_ranks_that_have_them():
+    draw = torch.Generator().manual_seed(0)
+    own, other = (F.normalize(torch.randn(30, 8, generator=draw), dim=1) for _ in range(2))
+    asked, k = torch.tensor([0, 11, 29]), 4
+    whole = answers_of(own, other, torch.arange(30), asked, k)
+    parts = [answers_of(own[rows], other, rows, asked, k) for rows in torch.arange(30).split(7)]
+    torch.testing.assert_close(sum(parts), whole)
+    best = (own @ other.T)[asked].sort(1, descending=True)
+    assert torch.equal(whole[0], best.indices[:, :k].double() + 1)
+    torch.testing.assert_close(whole[1], best.values[:, :k].double())
+    # a rank without rows, and fewer candidates than are asked for
+    assert not answers_of(own[:0], other[:0], torch.zeros(0, dtype=torch.int64), asked, k).any()
+    few = answers_of(own[:2], other[:2], torch.arange(2), asked, k)
+    assert few[0].count_nonzero(1).tolist() == [2, 0, 0]
