@@ -12,6 +12,7 @@ from pathlib import Path
 from launch.inference.exporting import FORMATS, refuse_to_overwrite, write_export
 from launch.inference.trained import open_run
 from launch.run.records import read_export
+from launch.tracking.artifacts import log_export
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -47,6 +48,11 @@ def make_parser() -> argparse.ArgumentParser:
         "(default: they are added to the weights)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in OUT")
+    parser.add_argument(
+        "--wandb",
+        action="store_true",
+        help="log OUT as an artifact of the run in Weights & Biases; without a login, offline",
+    )
     return parser
 
 
@@ -72,6 +78,8 @@ def main(arguments: argparse.Namespace) -> None:
             + "; ".join(differences)
             + f": {arguments.out / 'README.md'} loads it"
         )
+    if arguments.wandb:
+        log_export(trained, arguments.run_dir, arguments.out, averaged=arguments.ema)
     print(arguments.out)
 
 

@@ -53,6 +53,7 @@ from launch.settings.recipe import as_begun, settle
 from launch.terminal.bar import Progress
 from launch.terminal.first_screen import Hardware, first_screen
 from launch.terminal.last_words import say_last
+from launch.tracking.tracker import TrackingOptions, where
 from models.towers.layers import library_models_kept
 
 
@@ -72,7 +73,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     loading = share_cores(options.section(LoadingOptions), processes)
 
     # How to run: the JSON file, checked against this hardware and this number of processes.
-    config_file, config, block = read_configuration(
+    config_file, config, block, monitors = read_configuration(
         options, processes.world_size, Abilities.here(processes.device)
     )
 
@@ -171,11 +172,16 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
         batching.load_state_dict(state["balance"], step)
         loss_weights.load_state_dict(state["loss_weights"])
     folder.forget_after(step if checkpoint else -1)  # from the start: also the evaluation before it
-    decided = {"options": options.record(), "tokenizer": options.tokenizer_source()}
-    decided["command"] = shlex.join(["train.py", *sys.argv[1:]])
+    decided = {
+        "options": options.record(),
+        "tokenizer": options.tokenizer_source(),
+        "tracking": where(options.wandb_project, monitors.wandb),
+        "command": shlex.join(["train.py", *sys.argv[1:]]),
+    }
     record = folder.write_config(training, decided, plan, data.summary(), model.towers, total_steps)
     journal.say(*notices, batching.explain(step))
-    journal.track(options.wandb, options.wandb_project, {**training, "batches": record["batches"]})
+    shown = {**training, "batches": record["batches"]}
+    journal.track(options.section(TrackingOptions), monitors, shown, step, plan)
 
     # What this rank's stage loads: only the modality that enters there.
     languages = languages_of(model.towers)
@@ -202,9 +208,9 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
             )
             step, stopping = engine.global_steps, metrics.stop_requested
 
-            # A line per step, in metrics.jsonl and W&B.
+            # A line per step, in metrics.jsonl and the trackers.
             line = batching.line(metrics, step, clock() - start)
-            journal.step(line)
+            journal.step(line, metrics, batching.order.samples_before(step))
 
             # A loss or gradient that is not finite: the step was skipped. Too many in a row end the
             # run.

@@ -843,6 +843,8 @@ class ForkEngine(PipelineEngine):
             ),
             losses=losses_of(self.objective, totals["losses"], self.tail_loss.weights),
             rank_memory_bytes=tuple(map(int, peak_bytes)),
+            rank_busy_s=tuple(busy_s),
+            slowest_step_s=max(step_s),
         )
 
     _NUM_SLOTS = 5

@@ -98,8 +98,10 @@ class StepMetrics:
     collectives counted as rings. `peak_memory_bytes`: of the rank that held most so far; on a CPU
     the whole process. `sources`: of each of several sources; of one there is nothing to tell.
     `losses`: where there are several, see `losses_of`; `loss` is then their weighted sum, and
-    `sources` are those of the contrastive ones, weighted. `rank_memory_bytes`: by rank, the most
-    that it held so far.
+    `sources` are those of the contrastive ones, weighted. By rank: `rank_memory_bytes`, the most
+    that it held so far, and `rank_busy_s`, the seconds in which it computed, of `slowest_step_s`,
+    the seconds of the step on the rank that took longest; the latter two are for trackers, and in
+    no line.
     """
 
     loss: float
@@ -127,6 +129,8 @@ class StepMetrics:
     sources: tuple[SourceLoss, ...] = ()
     losses: Mapping[str, float] = field(default_factory=dict)
     rank_memory_bytes: Sequence[int] = ()
+    rank_busy_s: Sequence[float] = ()
+    slowest_step_s: float = 0.0
 
     def record(
         self, step: int, epoch: float, samples_per_s: float, step_s: float

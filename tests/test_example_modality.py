@@ -9,6 +9,7 @@ import json
 
 import pytest
 from launched import ROOT, metrics, run_to_end
+from wandb_files import pieces
 
 from launch.settings.modalities import MODALITIES
 from launch.settings.options import parse_options
@@ -77,11 +78,20 @@ def test_a_fork_of_three_branches_trains_as_one_rank_does(tmp_path):
             PAIRS,
             "--run-dir",
             run_dir,
+            "--wandb",
+            "offline" if ranks == 4 else "disabled",
         ]
         status, output = run_to_end("train.py", *DATA, *TOWERS, *SIZES, *flags, ranks=ranks)
         assert status == 0, output[-3000:]
         assert "palette → text" in output and "image → palette" not in output
         seen[ranks] = metrics(run_dir), metrics(run_dir, "held_out")[2]
+    (piece,) = pieces(tmp_path / "run4")
+    # where samples lack a half of a pair there is nothing to show; the pictures of the others are
+    assert {key for key in piece.keys() if key.startswith("queries/")} == {
+        "queries/validation/image_to_text",
+        "queries/validation/text_to_image",
+    }
+    assert "retrieval/validation/palette_to_text/R@1" in piece.keys()
     whole, split = (steps for steps, _ in seen.values())
     compared = [
         name

@@ -11,18 +11,27 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+from pydantic import BaseModel, ValidationError
 
 from engine.config.spelling import nearest
 
+MONITORS = {
+    "wandb": WandbConfig,
+    "tensorboard": TensorBoardConfig,
+    "csv_monitor": CSVConfig,
+    "comet": CometConfig,
+}
 MODELS = {
     "zero_optimization": DeepSpeedZeroConfig,
     "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
     "fp16": DeepSpeedFP16Config,
     "bf16": DeepSpeedBF16Config,
+    **MONITORS,
 }
 # Of `optimizer.params`, by type in small letters: of classes that are imported only when they are
 # used, because some compile at once.
@@ -55,6 +64,8 @@ def check_blocks(config: Mapping[str, Any]) -> None:
             name for key, field in model.model_fields.items() for name in (key, field.alias) if name
         ]
         _refuse(where, _block(config, where), valid)
+    for where, model in MONITORS.items():
+        _check_types(where, model, _block(config, where))
     _refuse("data_types", _block(config, "data_types"), ["grad_accum_dtype"])
     for name, parameters in (
         ("optimizer", _optimizer_parameters),
@@ -80,6 +91,16 @@ def _refuse(where: str, given: Mapping[str, Any], valid: list[str] | None) -> No
     for key in given:
         if valid is not None and key not in valid:
             raise ValueError(f"unknown key '{where}.{key}'{nearest(key, valid)}")
+
+
+def _check_types(where: str, model: type[BaseModel], given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a value that DeepSpeed's own model does not take."""
+    try:
+        model(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, (where, *first["loc"])))
+        raise ValueError(f"{key}: got {first['input']!r}; {first['msg']}") from error
 
 
 def _optimizer_parameters(kind: Any) -> list[str] | None:

@@ -63,8 +63,10 @@ DEEPSPEED_KEYS = [
     "gradient_predivide_factor",
     "memory_breakdown",
     "comms_logger",
+    "wandb",
     "tensorboard",
     "csv_monitor",
+    "comet",
 ]
 NOT_WITH_A_PIPELINE = {
     "flops_profiler": "DeepSpeed's profiler does not run under its pipeline engine; remove it",
@@ -73,7 +75,6 @@ NOT_WITH_A_PIPELINE = {
     "curriculum_learning": "DeepSpeed removed this key; remove it",
     "amp": 'use "fp16" or "bf16"',
     "torch_autocast": 'use "fp16" or "bf16"',
-    "wandb": "W&B is an option of train.py: --wandb online|offline|disabled",
     "wall_clock_breakdown": "DeepSpeed's timers do not run under this schedule; remove it, metrics.jsonl has step_s",
     "activation_checkpointing": "DeepSpeed's pipeline reads it elsewhere; write "
     '"pipeline": {"activation_checkpoint_interval": 1}, the number of layers between checkpoints',
@@ -213,11 +214,14 @@ Readers = Mapping[
 
 
 def read_config(
-    path: str | Path, branches: Sequence[str], readers: Readers = MappingProxyType({})
+    path: str | Path,
+    branches: Sequence[str],
+    readers: Readers = MappingProxyType({}),
+    change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> tuple[dict[str, Any], BranchesBlock]:
     """DeepSpeed's part of a JSON file and the `branches` block. `branches`: the names of the run's;
-    `readers`: of the keys that are read elsewhere. Raises ValueError or FileNotFoundError with file
-    and key."""
+    `readers`: of the keys that are read elsewhere; `change`: of the file's content, before it is
+    checked. Raises ValueError or FileNotFoundError with file and key."""
     path = Path(path)
     if not path.is_file():
         near = (
@@ -236,7 +240,7 @@ def read_config(
             f"{path}: holds a {type(config).__name__}; a configuration is a JSON object"
         )
     try:
-        return check_config(config, branches, readers)
+        return check_config(change(config) if change else config, branches, readers)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

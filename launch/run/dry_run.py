@@ -92,7 +92,9 @@ def dry_run(options: Options) -> int:
 
 def _prepare(options: Options, planned: Planned, temporary: Path) -> list[tuple[str, str]]:
     """The first screen. The order of the steps is that of train.py."""
-    config_file, config, block = read_configuration(options, planned.num_ranks, planned.abilities)
+    config_file, config, block, _ = read_configuration(
+        options, planned.num_ranks, planned.abilities
+    )
 
     folder = RunFolder(choose_folder(options.run_dir, options.data), first_rank=False)
     previous = folder.previous()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import subprocess
 import time
@@ -43,6 +44,7 @@ FREE_TO_CHANGE = (
         "eval_ema",
         "trace_every",
         "deepspeed_config",
+        "set",  # what it changes is compared where it stands
     ),
     *(
         "cache",
@@ -74,7 +76,8 @@ DEEPSPEED_FREE_TO_CHANGE = (
         "gradient_predivide_factor",
     ),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
-    *("steps_per_print", "memory_breakdown", "comms_logger", "tensorboard", "csv_monitor"),
+    *("steps_per_print", "memory_breakdown", "comms_logger"),
+    *("wandb", "tensorboard", "csv_monitor", "comet"),
 )
 BRANCHES_SPLIT = (
     "layout",
@@ -89,11 +92,13 @@ PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillo
 
 
 def choose_folder(run_dir: Path | None, data: Sequence[str]) -> Path:
-    """--run-dir, or a new folder below runs/ named after the time and the data."""
+    """--run-dir, or a new folder below runs/ named after the time and the data. Agents of a sweep
+    may start in the same second, so the id that each has given to its run ends the name."""
     if run_dir is not None:
         return run_dir
     kind = "+".join(spec.split(":")[0] for spec in data)
-    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{kind}"
+    own = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+    return Path("runs") / "-".join(filter(None, (time.strftime("%Y%m%d-%H%M%S"), kind, own)))
 
 
 class RunFolder:

@@ -6,28 +6,42 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepspeed.monitor.config import DeepSpeedMonitorConfig
+
 from engine.executor import ForkEngine
+from engine.planning.planner import RunPlan
 from engine.step_metrics import StepMetrics
 from launch.balancing.loss_weights import HeldOutFigures, LossWeights
 from launch.run.folder import RunFolder
 from launch.run.queries import Answers, write_queries
 from launch.run.report import retrieval_report, show
 from launch.run.trace_file import TraceFile, is_sampled
-from launch.run.tracking import Tracker
 from launch.terminal.first_screen import print_screen
+from launch.tracking.tracker import Tracker, TrackingOptions
 
 
 class Journal:
     """On the first rank; on the others it does nothing, but for what all ranks gather together."""
 
     def __init__(self, folder: RunFolder, trace_every: int):
-        self.folder, self.trace_every, self.tracker = folder, trace_every, None
+        self.folder, self.trace_every = folder, trace_every
+        self.tracker: Tracker | None = None  # on the first rank, once the run is decided
         self.trace = TraceFile(folder.path / "trace.json")
         self._evaluations: dict[int, dict[str, float]] = {}
 
-    def track(self, mode: str, project: str, config: Mapping[str, Any]) -> None:
-        """From here on in Weights & Biases too, if `mode` (--wandb) asks for it."""
-        self.tracker = Tracker(mode, project, self.folder.path, config, self.folder.first_rank)
+    def track(
+        self,
+        options: TrackingOptions,
+        monitors: DeepSpeedMonitorConfig,
+        config: Mapping[str, Any],
+        step: int,
+        plan: RunPlan,
+    ) -> None:
+        """From here on in Weights & Biases and in the `monitors` of the JSON file too, where they
+        are asked for. `step`: at which the run begins or goes on."""
+        if self.folder.first_rank:
+            self.tracker = Tracker(options, monitors, self.folder.path, config, step, plan)
+            self.say(self.tracker.notice)
 
     def say(self, *things: object) -> None:
         """In the terminal, above the progress bar, each on its own lines; empty ones are left
@@ -40,10 +54,11 @@ class Journal:
         if self.folder.first_rank:
             print_screen(screen)
 
-    def step(self, line: Mapping[str, Any]) -> None:
-        """metrics.jsonl, and W&B."""
+    def step(self, line: Mapping[str, Any], metrics: StepMetrics, samples: int) -> None:
+        """metrics.jsonl, and the trackers. `samples`: of all steps so far."""
         self.folder.log(line)
-        self.tracker.log(line)
+        if self.tracker is not None:
+            self.tracker.step(line, metrics, samples)
 
     def measurement(self, step: int, seen: Mapping[str, Any] | None) -> None:
         """balance.jsonl, and the reasons of what was moved. None: there was no measurement."""
@@ -51,13 +66,19 @@ class Journal:
             return
         self.folder.log_measurement(seen)
         for reason in filter(None, (seen["reason"], seen.get("mix", {}).get("reason"))):
-            self.say(f"step {step}: {reason}")
+            self._decision(step, reason)
 
     def loss_weights(self, step: int, reason: str | None, now: LossWeights) -> None:
         """loss_weights.jsonl, where there is a reason for other weights."""
         if reason:
             self.folder.log_loss_weights({"step": step, **now.weights(), "reason": reason})
-            self.say(f"step {step}: {reason}")
+            self._decision(step, reason)
+
+    def _decision(self, step: int, reason: str) -> None:
+        """In the terminal, and beside the charts."""
+        self.say(f"step {step}: {reason}")
+        if self.tracker is not None:
+            self.tracker.decision(step, reason)
 
     def bad_step(self, step: int, metrics: StepMetrics, identity: Any) -> None:
         """bad_steps.jsonl: the samples of a step that was skipped. `identity`: of a sample, by its
@@ -65,17 +86,21 @@ class Journal:
         self.folder.note_bad_step(step, metrics.loss, metrics.bad_step, identity)
 
     def evaluation(self, step: int, epoch: float, found: HeldOutFigures) -> None:
-        """A line of metrics.jsonl for each held-out set, and W&B."""
+        """A line of metrics.jsonl for each held-out set, and the trackers."""
         self._evaluations[step] = {}
         for name, values in found.items():
             self._evaluations[step] |= {f"{name}/{key}": value for key, value in values.items()}
             self.folder.log({"step": step, "epoch": epoch, "held_out": name, **values})
-        self.tracker.log({"step": step, **self._evaluations[step]})
+            if self.tracker is not None:
+                self.tracker.evaluation(step, name, values)
 
     def queries(self, step: int, by_set: Mapping[str, Answers]) -> None:
-        """queries.json: what was found for some held-out samples after `step`."""
+        """queries.json, and tables in W&B: what was found for some held-out samples after
+        `step`."""
         if self.folder.first_rank and by_set:
             write_queries(self.folder.path, step, by_set)
+            if self.tracker is not None:
+                self.tracker.queries(step, by_set)
 
     def sampled_trace(self, step: int, engine: ForkEngine) -> None:
         """trace.json, in the steps that are traced. All ranks call it together."""
@@ -83,6 +108,8 @@ class Journal:
             ranks = engine.gather_trace()
             if self.folder.first_rank:
                 self.trace.add(step, engine.recorder.started_at_s, ranks)
+                if self.tracker is not None:
+                    self.tracker.timeline(step)
 
     def finish(self, exit_code: int) -> None:
         """Nothing more will be tracked."""

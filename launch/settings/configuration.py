@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
 from engine.config.reading import BranchesBlock, check_hardware, read_config
 from engine.planning.planner import check_world
 from engine.processes.start import has_bf16
 from launch.settings.blocks import READERS
 from launch.settings.options import Options, default_config
+from launch.settings.overrides import with_settings
+from launch.tracking.monitors import split_monitors
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,28 @@ class Abilities:
 
 def read_configuration(
     options: Options, num_ranks: int, abilities: Abilities
-) -> tuple[Path, dict[str, Any], BranchesBlock]:
-    """--deepspeed_config, or the file that suits the hardware; DeepSpeed's keys of it; and its
-    `branches` block. Errors: ValueError, OSError."""
+) -> tuple[Path, dict[str, Any], BranchesBlock, DeepSpeedMonitorConfig]:
+    """--deepspeed_config, or the file that suits the hardware; DeepSpeed's keys of it; its
+    `branches` block; and the blocks of DeepSpeed's monitors. Errors: ValueError, OSError."""
     on_gpu = abilities.device_type != "cpu"
     file = options.deepspeed_config or default_config(on_gpu, abilities.fast_bf16, num_ranks)
-    config, block = read_config(file, options.branches, READERS)
+    config, block = with_file(options, file)
     check_hardware(config, abilities.fp16, abilities.bf16, abilities.device_type)
     check_world(config, block, num_ranks, options.branches)
     options.refuse_beside(block)
-    return Path(file), config, block
+    try:
+        config, monitors = split_monitors(config)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return Path(file), config, block, monitors
+
+
+def with_file(options: Options, file: Path) -> tuple[dict[str, Any], BranchesBlock]:
+    """DeepSpeed's keys and the `branches` block of the file, with those of --set in their place.
+    Errors: ValueError, OSError."""
+    try:
+        change = partial(with_settings, settings=options.set)
+        return read_config(file, options.branches, READERS, change)
+    except ValueError as error:
+        by = f"with --set {' '.join(options.set)}: " if options.set else ""
+        raise ValueError(f"{by}{error}") from error

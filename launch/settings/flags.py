@@ -17,6 +17,7 @@ from engine.planning.devices import DEVICES, find_device
 from launch.balancing.loss_weights import MODES
 from launch.settings.recipe_files import add_recipe_flag
 from launch.terminal.last_words import say_last
+from launch.tracking.login import MODES as MODES_OF_WANDB
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,6 +67,13 @@ def _how_to_run(run: argparse._ArgumentGroup) -> None:
         help="how to run (default: the file in ds_configs/ that suits the hardware)",
     )
     add_recipe_flag(run)
+    run.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        metavar="KEY=VALUE",
+        help="a key of the JSON file, such as branches.layout=merged, or a flag, such as seed=1, in place of what is given elsewhere (default: none)",
+    )
     add_module_flag(run)
     run.add_argument(
         "--run-dir",
@@ -456,9 +464,9 @@ def _length(length: argparse._ArgumentGroup) -> None:
 def _tracking(tracking: argparse._ArgumentGroup) -> None:
     tracking.add_argument(
         "--wandb",
-        choices=("online", "offline", "disabled"),
-        default="disabled",
-        help="Weights & Biases (default: disabled)",
+        choices=MODES_OF_WANDB,
+        default="auto",
+        help="Weights & Biases; auto: online where a login is found (default: auto)",
     )
     tracking.add_argument(
         "--trace-every",
@@ -475,7 +483,9 @@ def _tracking(tracking: argparse._ArgumentGroup) -> None:
         help="print how N global batches are dealt before training starts (default: 0)",
     )
     tracking.add_argument(
-        "--wandb-project", default="wye", metavar="NAME", help="project there (default: wye)"
+        "--wandb-project",
+        metavar="NAME",
+        help="project there (default: that of the JSON's wandb block or of WANDB_PROJECT, else wye)",
     )
 
 

@@ -18,6 +18,7 @@ from data.options import branches_of, read_pairs
 from launch.balancing.loss_weights import check_mode
 from launch.run.records import PIXELS, options_of_import, read_run
 from launch.settings.flags import make_parser
+from launch.settings.overrides import split_settings
 from launch.settings.recipe_files import RecipeFile, with_recipe
 from models.towers.names import join_name, split_name
 
@@ -33,6 +34,7 @@ class Options:
     """Everything the command line decides. Field names are the flags' names."""
 
     deepspeed_config: Path | None
+    set: tuple[str, ...]
     import_module: tuple[str, ...] | None
     data: tuple[str, ...]
     data_root: tuple[str, ...] | None
@@ -96,7 +98,7 @@ class Options:
     ranks: int | None
     device: str | None
     wandb: str
-    wandb_project: str
+    wandb_project: str | None
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -170,7 +172,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     """Options of train.py; exits with status 2 and one message when they are wrong."""
     parser = make_parser()
     words, file, recipe = with_recipe(parser, sys.argv[1:] if arguments is None else arguments)
-    values = vars(parser.parse_args(words))
+    values = _parsed(parser, words)
     values.pop("local_rank")
     values.pop("recipe")
     _check_dry_run(parser, values, recipe)
@@ -255,6 +257,16 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     )
     values |= _pixels(parser, pixels, values, sized, recorded)
     return Options(**values)
+
+
+def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, Any]:
+    """By name, with the flags that --set gives in place of their own; `set` keeps what is for the
+    JSON file."""
+    values = vars(parser.parse_args(words))
+    flags, settings = split_settings(parser, values["set"] or ())
+    if flags:
+        values = vars(parser.parse_args([*words, *flags]))
+    return {**values, "set": settings}
 
 
 def _check_dry_run(

@@ -17,7 +17,7 @@ from launch.settings.options import DEFAULTS, DEMO_DEFAULTS, default_config, par
 
 # A new flag needs an edit here, and with it the question whether two recipes need it (style.md).
 FLAGS = [
-    "--deepspeed_config", "--recipe", "--import-module", "--run-dir", "--resume", "--workers", "--seed",
+    "--deepspeed_config", "--recipe", "--set", "--import-module", "--run-dir", "--resume", "--workers", "--seed",
     "--dry-run", "--ranks", "--device",
     "--data", "--data-root", "--data-weights", "--data-temperature", "--data-floors", "--data-adapt",
     "--val-data", "--val-fraction", "--limit-samples",
@@ -95,7 +95,7 @@ def test_the_demo_is_the_default():
         0,
     )
     assert (options.wandb, options.val_fraction, options.steps, options.run_dir) == (
-        "disabled",
+        "auto",
         0.1,
         None,
         None,
@@ -269,7 +269,7 @@ def test_what_is_given_wins_over_the_defaults():
             ["--data-adapt", "nan is not in 0 <= RATE <= 1"],
         ),
         (["--on-leak", "keep"], ["--on-leak", "'keep'", "refuse", "drop"]),
-        (["--wandb", "on"], ["--wandb", "'on'", "online", "offline", "disabled"]),
+        (["--wandb", "on"], ["--wandb", "'on'", "auto", "online", "offline", "disabled"]),
         (["--data"], ["--data", "expected one argument"]),
         (
             ["--data", "jsonl:x", "--data-root", "/nowhere"],

@@ -120,7 +120,7 @@ def planned(file, recipe, flags):
     """The plan for the towers with a vocabulary of their own, at full size."""
     options = parse_options(["--recipe", str(file), "--data", "jsonl:none.jsonl", *flags])
     options = with_named_towers(options, None)
-    _, config, block = read_configuration(options, recipe.ranks, Abilities("cuda"))
+    _, config, block, _ = read_configuration(options, recipe.ranks, Abilities("cuda"))
     pairs = pairs_of(options.pairs, build_loss(options.loss))
     towers = [
         tower_of(branch, vars(options), Vocabulary(None), scalars_of(pairs, branch), None)

@@ -138,6 +138,8 @@ def test_the_same_run_goes_on(folder):
             "renamed.json",
             "--keep-checkpoints",
             "1",
+            "--set",  # compared in the configuration, where it has been put
+            "steps_per_print=5",
         )
     )
 

@@ -11,8 +11,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from deepspeed.monitor.config import WandbConfig
+from wandb_files import pieces
 
-from launch.run import tracking
+from launch.tracking import wandb_run
+from launch.tracking.login import HOW_TO_SWITCH_IT_ON, choose_mode, login_found
+from launch.tracking.tracker import where
 
 ROOT = Path(__file__).resolve().parents[2]
 # the discard port: refuses at once, so nothing leaves this machine and nothing waits
@@ -21,27 +25,31 @@ NOWHERE = "http://127.0.0.1:9"
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from launch.run import tracking
+from launch.tracking import wandb_run
+from launch.tracking.alerts import Alert
 
-tracking.INIT_TIMEOUT_S = 1
-mode, folder, first_rank = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "True"
-tracker = tracking.Tracker(mode, "wye", folder, {"options": {"seed": 0}}, first_rank)
-tracker.log({"step": 1, "loss": 2.5, "grad_norm/image": 0.1})
-tracker.log({"step": 1, "validation/image_to_text_R@1": 0.5})
-tracker.finish()
+wandb_run.INIT_TIMEOUT_S = 1
+mode, folder = sys.argv[1], Path(sys.argv[2])
+run = wandb_run.WandbRun(mode, folder, {"project": "wye", "group": None}, {"options": {"seed": 0}})
+run.log({"loss/total": 2.5, "clipping/grad_norm/image": 0.1}, 1)
+run.log({"retrieval/validation/image_to_text/R@1": 0.5}, 1)
+run.note(1, "balance/decisions", "texts take longer")
+run.note(2, "balance/decisions", "images take longer")
+run.alert(Alert("Loss or gradients not finite", "Step 2 was skipped.", "ERROR"))
+run.finish()
 print(json.dumps({"imported": "wandb" in sys.modules}))
 """
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Runs a Tracker with `mode` in a folder `run`; returns (what it printed, stderr without the
+    """Makes a W&B run with `mode` in a folder `run`; returns (what it printed, stderr without the
     client's own `wandb:` lines)."""
     folder = tmp_path / "run"
     folder.mkdir()
     (tmp_path / "home").mkdir()
 
-    def start(mode: str, first_rank: bool = True, **environment: str):
+    def start(mode: str, **environment: str):
         kept = {
             key: value
             for key, value in os.environ.items()
@@ -55,7 +63,7 @@ def start(tmp_path):
             **environment,
         }
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, mode, str(folder), str(first_rank)],
+            [sys.executable, "-c", SCRIPT, mode, str(folder)],
             env=kept,
             cwd=tmp_path,
             capture_output=True,
@@ -76,11 +84,8 @@ def runs(folder: Path) -> list[Path]:
     return sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
 
 
-@pytest.mark.parametrize(
-    "mode, first_rank", [("disabled", True), ("online", False), ("offline", False)]
-)
-def test_disabled_and_other_ranks_do_nothing(start, mode, first_rank):
-    printed, errors = start(mode, first_rank)
+def test_disabled_does_nothing(start):
+    printed, errors = start("disabled")
     assert printed == {"imported": False} and errors == []  # not even the import
     assert list(start.folder.iterdir()) == []
 
@@ -91,10 +96,17 @@ def test_offline_writes_below_the_run_folder_and_goes_on_as_the_same_run(start):
     (first,) = runs(start.folder)
     assert first.name == f"run-{identity}.wandb" and first.stat().st_size > 0
     assert (
-        b"grad_norm/image" in first.read_bytes()
-        and b"validation/image_to_text_R@1" in first.read_bytes()
+        b"clipping/grad_norm/image" in first.read_bytes()
+        and b"retrieval/validation/image_to_text/R@1" in first.read_bytes()
     )
     assert errors == [] and start.elsewhere() == []
+    (piece,) = pieces(start.folder)
+    assert piece.alerts == [("Loss or gradients not finite", "Step 2 was skipped.", "ERROR")]
+    decisions = [
+        json.loads(piece.file(table).read_text())["data"]
+        for table in piece.logged("balance/decisions")
+    ]
+    assert decisions[-1][-1] == [2, "images take longer"]
     start("offline")
     assert (start.folder / "wandb_run_id").read_text().strip() == identity
     assert len(runs(start.folder)) == 2 and {file.name for file in runs(start.folder)} == {
@@ -145,12 +157,12 @@ def test_online_with_a_broken_server_goes_on_offline(start, broken_server):
 
 
 def test_any_answer_counts_and_silence_has_a_limit(broken_server):
-    tracking._reach(broken_server, 120)
+    wandb_run._reach(broken_server, 120)
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(ConnectionError, match=r"no answer from http://127"),
     ):
-        tracking._reach(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.2)
+        wandb_run._reach(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.2)
 
 
 def test_a_broken_login_goes_on_offline(start):
@@ -173,12 +185,91 @@ def test_a_client_that_fails_while_training_ends_tracking_alone(tmp_path, caplog
         def log(self, *_, **__):
             raise ConnectionResetError("the service is gone")
 
-    tracker = tracking.Tracker("disabled", "wye", tmp_path, {}, True)
-    tracker._run = Broken()
-    tracker.log({"step": 1, "loss": 2.5})
-    tracker.log({"step": 2, "loss": 2.4})
-    tracker.finish()
+    run = wandb_run.WandbRun("disabled", tmp_path, {}, {})
+    run._run = Broken()
+    run.log({"loss/total": 2.5}, 1)
+    run.log({"loss/total": 2.4}, 2)
+    run.finish()
     assert [record.getMessage() for record in caplog.records] == [
         "W&B failed (ConnectionResetError: the service is gone): tracking ends, metrics.jsonl goes "
         "on"
     ]
+
+
+# -- whether it is used at all
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Without a login, a setting or a word in the environment; returns its home."""
+    for name in [name for name in os.environ if name.startswith(("WANDB", "NETRC"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def set_for_wandb(home: Path, **settings: str) -> None:
+    file = home / ".config" / "wandb" / "settings"
+    file.parent.mkdir(parents=True)
+    file.write_text("[default]\n" + "".join(f"{k} = {v}\n" for k, v in settings.items()))
+
+
+def test_without_a_login_auto_says_how_to_switch_it_on(machine):
+    assert choose_mode("auto", WandbConfig()) == ("disabled", HOW_TO_SWITCH_IT_ON)
+    assert "wandb login" in HOW_TO_SWITCH_IT_ON and "--wandb offline" in HOW_TO_SWITCH_IT_ON
+
+
+@pytest.mark.parametrize("place", ["environment", "netrc", "settings", "server of one's own"])
+def test_with_a_login_auto_is_online(machine, monkeypatch, place):
+    key = "0" * 40
+    if place == "environment":
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    elif place == "settings":
+        set_for_wandb(machine, api_key=key)
+    else:
+        host = "api.wandb.ai" if place == "netrc" else "wandb.example:8080"
+        (machine / ".netrc").write_text(f"machine {host} login user password {key}\n")
+        if place != "netrc":
+            assert not login_found()
+            set_for_wandb(machine, base_url=f"https://{host}")
+    assert choose_mode("auto", WandbConfig()) == ("online", "")
+
+
+def test_what_is_damaged_is_no_login(machine):
+    (machine / ".netrc").write_text("machine\n")
+    set_for_wandb(machine)
+    (machine / ".config" / "wandb" / "settings").write_bytes(b"\xff[")
+    assert not login_found()
+
+
+@pytest.mark.parametrize(
+    "environment, settings, mode",
+    [
+        ({"WANDB_MODE": "offline"}, {}, "offline"),
+        ({"WANDB_MODE": "dryrun"}, {}, "offline"),
+        ({"WANDB_DISABLED": "true"}, {}, "disabled"),
+        ({}, {"mode": "disabled"}, "disabled"),
+    ],
+)
+def test_what_the_user_told_wandb_decides_where_no_flag_does(
+    machine, monkeypatch, environment, settings, mode
+):
+    for name, value in ({"WANDB_API_KEY": "0" * 40} | environment).items():
+        monkeypatch.setenv(name, value)
+    if settings:
+        set_for_wandb(machine, **settings)
+    assert choose_mode("auto", WandbConfig(enabled=True)) == (mode, "")
+    assert choose_mode("online", WandbConfig()) == ("online", "")
+
+
+def test_the_json_block_switches_it_on_and_off_and_says_where(machine, monkeypatch):
+    assert choose_mode("auto", WandbConfig(enabled=True)) == ("online", "")
+    assert choose_mode("auto", WandbConfig(enabled=False)) == ("disabled", "")
+    assert choose_mode("disabled", WandbConfig(enabled=True)) == ("disabled", "")
+    block = WandbConfig(team="vision", group="ablation", project="birds")
+    assert where(None, block) == {"project": "birds", "group": "ablation", "entity": "vision"}
+    assert where("plants", block)["project"] == "plants"
+    assert where(None, WandbConfig(enabled=True))["project"] == "wye"
+    monkeypatch.setenv("WANDB_PROJECT", "trees")
+    assert where(None, WandbConfig())["project"] == "trees"

@@ -1,0 +1,114 @@
+"""What metrics are called in W&B, TensorBoard, CSV files and Comet.
+
+All of them group charts by the part of a name before its first slash. `metrics.jsonl` keeps its own
+keys; this is the one place that says which panel each of them goes to. Plain Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Key of a step's line -> name. A key that ends in a slash stands for all keys that begin with it.
+NAMES = {
+    "loss": "loss/total",
+    "contrastive_loss": "loss/contrastive",
+    "contrastive_loss/": "loss/contrastive/",
+    "matching_loss": "loss/matching",
+    "matching_loss/": "loss/matching/",
+    "matching_accuracy": "loss/matching_accuracy",
+    "matching_accuracy/": "loss/matching_accuracy/",
+    "epoch": "data/epoch",
+    "epochs/": "data/epochs/",
+    "left_out_samples": "data/left_out_samples",
+    "left_out_samples/": "data/left_out_samples/",
+    "truncated_texts": "data/truncated_texts",
+    "unreadable_pictures": "data/unreadable_pictures",
+    "lr": "optimizer/lr",
+    "lr/": "optimizer/lr/",
+    "logit_scale_exp": "optimizer/logit_scale_exp",
+    "logit_scale_exp/": "optimizer/logit_scale_exp/",
+    "logit_bias": "optimizer/logit_bias",
+    "logit_bias/": "optimizer/logit_bias/",
+    "loss_scale": "optimizer/loss_scale",
+    "step_applied": "optimizer/step_applied",
+    "skipped_steps": "optimizer/skipped_steps",
+    "grad_norm/": "clipping/grad_norm/",
+    "clip_coefficient/": "clipping/coefficient/",
+    "clipped_share/": "clipping/share/",
+    "samples_per_s": "throughput/samples_per_s",
+    "images_per_s": "throughput/image/samples_per_s",
+    "text_tokens_per_s": "throughput/text/tokens_per_s",
+    "step_s": "throughput/step_s",
+    "sent_bytes": "throughput/sent_bytes",
+    "busy_s/": "busy_s/",
+    "data_wait_s/": "data_wait/",
+    "peak_memory_bytes": "memory/most_bytes",
+    "padding_share/": "padding/",
+    "text_tokens": "padding/text_tokens",
+    "padded_text_tokens": "padding/padded_text_tokens",
+    "captions_per_image": "balance/captions_per_image",
+    "kept_patches": "balance/kept_patches",
+    "image_size": "balance/image_size",
+}
+PREFIXES = tuple(key for key in NAMES if key.endswith("/"))
+RECALL = "_R@"  # between a direction and k
+
+
+def step_names(line: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a step's line by the names of their panels, without `step`. A key that the
+    table lacks, such as `idle/<stage>` or `loss/<set>`, is a name already."""
+    return {_renamed(key): _number(value) for key, value in line.items() if key != "step"}
+
+
+def _renamed(key: str) -> str:
+    if key in NAMES:
+        return NAMES[key]
+    prefix = next((prefix for prefix in PREFIXES if key.startswith(prefix)), "")
+    return NAMES[prefix] + key[len(prefix) :] if prefix else key
+
+
+def rank_names(
+    memory_bytes: Sequence[float], busy_s: Sequence[float], step_s: float
+) -> dict[str, float]:
+    """By rank the most bytes that it held so far, and the part of the step in which it computed."""
+    names = {f"memory/rank_{rank}_bytes": held for rank, held in enumerate(memory_bytes)}
+    if step_s > 0:
+        names |= {
+            f"utilisation/rank_{rank}": min(1.0, seconds / step_s)
+            for rank, seconds in enumerate(busy_s)
+        }
+    return names
+
+
+def branch_names(line: Mapping[str, Any]) -> dict[str, float]:
+    """`throughput/<branch>/possible_samples_per_s`: what the slowest stage of the branch would do
+    if it never waited. From the `busy_s/<stage>` of a step's line; stages are called `image 0`."""
+    samples = line["samples_per_s"] * line["step_s"]
+    slowest: dict[str, float] = {}
+    for key, seconds in line.items():
+        if key.startswith("busy_s/"):
+            branch = key.removeprefix("busy_s/").rsplit(" ", 1)[0]
+            slowest[branch] = max(slowest.get(branch, 0.0), seconds)
+    return {
+        f"throughput/{branch}/possible_samples_per_s": round(samples / seconds, 2)
+        for branch, seconds in slowest.items()
+        if seconds > 0
+    }
+
+
+def evaluation_names(held_out: str, values: Mapping[str, float]) -> dict[str, float]:
+    """The figures of a held-out set: `retrieval/<set>/image_to_text/R@1` and
+    `alignment/<set>/modality_gap`."""
+    names = {}
+    for key, value in values.items():
+        direction, recall, k = key.partition(RECALL)
+        panel = (
+            f"retrieval/{held_out}/{direction}/R@{k}" if recall else f"alignment/{held_out}/{key}"
+        )
+        names[panel] = _number(value)
+    return names
+
+
+def _number(value: Any) -> float:
+    return int(value) if isinstance(value, bool) else value

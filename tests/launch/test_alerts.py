@@ -1,0 +1,59 @@
+"""When a person who is not looking is told something."""
+
+import math
+
+from launch.tracking.alerts import SKIPPED, WINDOW, Alarms
+
+
+def line(step, loss=1.0, idle=0.1, wait_s=0.0, **others):
+    return {
+        "step": step,
+        "loss": loss,
+        "step_s": 1.0,
+        "idle/text 0": idle,
+        "data_wait_s/text 0": wait_s,
+        **others,
+    }
+
+
+def titles(alarms, lines, **others):
+    return [(each["step"], a.title) for each in lines for a in alarms.after_step(each, **others)]
+
+
+def test_a_run_that_goes_well_tells_nothing():
+    assert titles(Alarms(), [line(step) for step in range(1, 200)]) == []
+
+
+def test_a_loss_that_is_not_finite_is_told_when_it_begins_and_when_it_begins_again():
+    alarms = Alarms()
+    told = titles(alarms, [line(1), line(2, math.nan), line(3, None), line(4), line(5, math.inf)])
+    assert told == [(2, "Loss or gradients not finite"), (5, "Loss or gradients not finite")]
+    (alert,) = Alarms().after_step(line(1), not_finite=True)  # of the gradients alone
+    assert alert.level == "ERROR" and "bad_steps.jsonl" in alert.text
+
+
+def test_a_stage_that_starts_to_wait_is_told_once():
+    before, after = SKIPPED + WINDOW, 3 * WINDOW
+    lines = [line(s, idle=0.1 if s <= before else 0.5) for s in range(1, before + after)]
+    ((step, title),) = titles(Alarms(), lines)
+    # from 10 % by more than 20 points: when over half of the window is at 50 %
+    assert title == "Stage text 0 waits" and step == before + WINDOW // 2 + 1
+
+
+def test_slow_first_steps_and_one_slow_step_are_no_news():
+    lines = [line(s, idle=0.9 if s <= SKIPPED or s == 60 else 0.1) for s in range(1, 100)]
+    assert titles(Alarms(), lines) == []
+
+
+def test_a_stage_that_has_always_waited_starts_nothing():
+    assert titles(Alarms(), [line(s, idle=0.6) for s in range(1, 100)]) == []
+
+
+def test_data_that_runs_dry_is_told_with_the_stage_that_loads_it():
+    told = titles(Alarms(), [line(s, wait_s=0.3) for s in range(1, 100)])
+    assert told == [(SKIPPED + WINDOW, "Data for stage text 0 runs dry")]
+
+
+def test_samples_that_cannot_be_used_are_told_once():
+    lines = [line(1), line(2, unreadable_pictures=2.0), line(3), line(4, left_out_samples=1)]
+    assert titles(Alarms(), lines) == [(2, "Samples that cannot be used")]

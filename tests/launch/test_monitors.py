@@ -1,0 +1,52 @@
+"""DeepSpeed's monitor blocks before a run begins, and a monitor that fails in it."""
+
+import pytest
+from deepspeed.monitor.config import DeepSpeedMonitorConfig
+
+from launch.tracking import monitors
+from launch.tracking.monitors import BLOCKS, Monitors, split_monitors
+
+CONFIG = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}}
+
+
+def test_deepspeeds_engine_gets_no_block_of_a_monitor():
+    blocks = {name: {"enabled": False} for name in BLOCKS}
+    blocks["csv_monitor"] = {"enabled": True, "output_path": "logs", "job_name": "birds"}
+    config, read = split_monitors({**CONFIG, **blocks})
+    assert config == CONFIG and read.enabled
+    assert (read.csv_monitor.output_path, read.csv_monitor.job_name) == ("logs", "birds")
+    assert not split_monitors(CONFIG)[1].enabled
+
+
+@pytest.mark.parametrize(
+    "block, command", [("tensorboard", "pip install tensorboard"), ("comet", 'pip install "comet')]
+)
+def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch, block, command):
+    monkeypatch.setattr(monitors, "find_spec", lambda name: None)
+    with pytest.raises(ValueError) as error:
+        split_monitors({**CONFIG, block: {"enabled": True}})
+    assert str(error.value).startswith(f"{block}.enabled: ") and command in str(error.value)
+    split_monitors({**CONFIG, block: {"enabled": False}})
+
+
+def test_a_monitor_that_fails_ends_alone(tmp_path, caplog):
+    class Full:
+        def write_events(self, events):
+            raise OSError("no space left on device")
+
+    class Kept:
+        def __init__(self):
+            self.events = []
+
+        def write_events(self, events):
+            self.events += events
+
+    both = Monitors(DeepSpeedMonitorConfig(), tmp_path, 0)
+    assert both.parts == []
+    both.tb_monitor, both.csv_monitor = Full(), Kept()
+    both.write_events([("loss/total", 2.0, 1)])
+    both.write_events([("loss/total", 1.0, 2)])
+    assert both.csv_monitor.events == [("loss/total", 2.0, 1), ("loss/total", 1.0, 2)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Full failed (OSError: no space left on device): its tracking ends, metrics.jsonl goes on"
+    ]
