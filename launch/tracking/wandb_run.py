@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +122,10 @@ class WandbRun:
 
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "figure.png"
-            caption = picture(file)
-            self._run.log({name: wandb.Image(str(file), caption=caption), STEP: step}, step=step)
+            caption = _made(name, partial(picture, file))
+            if caption is not None:
+                image = wandb.Image(str(file), caption=caption)
+                self._run.log({name: image, STEP: step}, step=step)
 
     @_never_ends_a_run
     def note(self, step: int, name: str, text: str) -> None:
@@ -139,7 +141,9 @@ class WandbRun:
     @_never_ends_a_run
     def table(self, step: int, name: str, make: Callable[[], Any]) -> None:
         """`make` returns a wandb.Table."""
-        self._run.log({name: make(), STEP: step}, step=step)
+        table = _made(name, make)
+        if table is not None:
+            self._run.log({name: table, STEP: step}, step=step)
 
     @_never_ends_a_run
     def alert(self, alert: Alert) -> None:
@@ -169,6 +173,17 @@ class WandbRun:
         logging.getLogger("wye").warning(
             "W&B failed (%s: %s): tracking ends, metrics.jsonl goes on", type(error).__name__, error
         )
+
+
+def _made(name: str, make: Callable[[], Any]) -> Any:
+    """What `make` returns. None where it fails: a picture less is no reason to track no more."""
+    try:
+        return make()
+    except Exception as error:
+        logging.getLogger("wye").warning(
+            "%s is not shown in W&B (%s: %s)", name, type(error).__name__, error
+        )
+        return None
 
 
 def _reach(url: str, timeout_s: float) -> None:

@@ -196,6 +196,26 @@ def test_a_client_that_fails_while_training_ends_tracking_alone(tmp_path, caplog
     ]
 
 
+def test_a_picture_that_cannot_be_drawn_is_left_out(tmp_path, caplog):
+    class Kept:
+        def __init__(self):
+            self.lines = []
+
+        def log(self, line, step):
+            self.lines.append(line)
+
+    def failing(*_):
+        raise ValueError("no such step")
+
+    run = wandb_run.WandbRun("disabled", tmp_path, {}, {})
+    run._run = kept = Kept()
+    run.draw(1, "timeline/step", failing)
+    run.table(1, "queries/validation/image_to_text", failing)
+    run.log({"loss/total": 2.5}, 1)
+    assert kept.lines == [{"loss/total": 2.5, "step": 1}]
+    assert "timeline/step is not shown in W&B (ValueError: no such step)" in caplog.messages
+
+
 # -- whether it is used at all
 
 
