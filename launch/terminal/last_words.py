@@ -21,7 +21,10 @@ REPEAT = """
 import os, select, sys
 if os.fork():
     os._exit(0)
-select.select([os.pidfd_open(int(sys.argv[1]))], [], [], float(sys.argv[2]))
+try:
+    select.select([os.pidfd_open(int(sys.argv[1]))], [], [], float(sys.argv[2]))
+except OSError:
+    pass  # it has ended already
 os.write(2, os.fsencode(sys.argv[3]))
 """
 LONGEST_S = 120.0  # the launcher waits up to 30 s for each process that does not end
@@ -32,7 +35,8 @@ def say_last(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     launcher = os.getppid()
     if sys.stderr.isatty() and hasattr(os, "pidfd_open") and is_launcher(launcher):
-        with contextlib.suppress(OSError):  # no memory for a process: it has been said
+        # no memory for a process, or a word that no command line can hold: it has been said
+        with contextlib.suppress(OSError, ValueError):
             words = [str(launcher), str(LONGEST_S), f"\n{shortened(message.strip())}\n"]
             # -I -S: nothing is imported that takes time
             starting = [sys.executable, "-I", "-S", "-c", REPEAT, *words]
