@@ -42,7 +42,7 @@ from models.losses import build_loss
 from models.towers.defaults import image_name, text_name
 from models.towers.fusion import fusion_sizes
 from models.towers.layers import Layer, Tower, library_models_kept
-from models.weights.reading import open_model
+from models.weights.reading import find_model, open_model, weight_files
 from models.weights.whole_models import options_of_model
 
 if TYPE_CHECKING:
@@ -82,9 +82,12 @@ class Trained:
         return Preprocessing.from_options(self.options)
 
     def checksum(self) -> str:
-        """Of the file that tells these weights from all others."""
-        file = self.checkpoint / MANIFEST
-        return checksum_of_file(file if file.is_file() else self.checkpoint / WEIGHTS)
+        """Of the file that tells these weights from all others; of published ones that lie in
+        several, of each."""
+        for name in (MANIFEST, WEIGHTS):
+            if (self.checkpoint / name).is_file():
+                return checksum_of_file(self.checkpoint / name)
+        return "-".join(map(checksum_of_file, weight_files(self.checkpoint)))
 
 
 def open_model_folder(
@@ -98,6 +101,18 @@ def open_model_folder(
     if checkpoint or averaged:
         raise ValueError(f"{folder}: holds one model; --checkpoint and --ema are of a run's folder")
     return open_published(folder, device) if published else open_export(folder, device)
+
+
+def public_model(where: str) -> Path:
+    """The folder of a public model, downloaded if it is ORGANISATION/MODEL. Errors: ValueError for
+    a file, FileNotFoundError."""
+    path = find_model(where)
+    if not path.is_dir():
+        raise ValueError(
+            f"--import {where}: is a file, which does not say what towers its weights are of; give "
+            "the folder of the whole model"
+        )
+    return path
 
 
 def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
