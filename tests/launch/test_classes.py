@@ -65,7 +65,7 @@ def test_class_embeddings_are_those_of_open_clip(embedder):
     ours, same = class_embeddings(embedder, [tuple(t(n) for t in templates) for n in names])
     assert ours.shape == theirs.T.shape and same.tolist() == [0, 1, 2, 3]
     torch.testing.assert_close(ours, theirs.T, rtol=0, atol=1e-6)
-    assert (ours @ ours.T).fill_diagonal_(0).max() < 0.999  # so that the classes differ
+    assert (ours @ ours.T).fill_diagonal_(0).max() < 0.9999  # so that the classes differ
 
 
 def test_imagenet_by_name(imagenet, embedder):
