@@ -15,11 +15,11 @@ PAGE = TABLE.read_text(encoding="utf-8")
 TABLES = SUMMARY.search(PAGE)[0]
 SAMPLE = (
     ("timm", "timm:resnet18"),
-    ("timm", "timm:mobilenetv3_small_050"),
+    ("timm", "timm:coat_mini"),
     ("timm", "timm:beit_base_patch16_224"),
     ("torchvision", "alexnet"),
-    ("OpenCLIP, images", "open_clip:RN50"),
-    ("OpenCLIP, texts", "open_clip:RN50"),
+    ("OpenCLIP, images", "open_clip:RN101"),
+    ("OpenCLIP, texts", "open_clip:EVA01-g-14"),
     ("transformers, images", "hf:dinov2-small"),
     ("transformers, texts", "bert-tiny"),
 )
