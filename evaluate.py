@@ -7,6 +7,7 @@ python evaluate.py RUN_DIR --rerank 32                  of a run with --fusion: 
 python evaluate.py RUN_DIR --classify imagefolder:TEST --classify-train imagefolder:TRAIN
 python evaluate.py RUN_DIR --embeddings OUT             images and texts as memory-mapped arrays
 python evaluate.py RUN_DIR --embeddings OUT --query "a red apple" --picture apples.png
+python evaluate.py --import openai/clip-vit-base-patch32 --classify "imagefolder:IMAGENET/val?templates=openai" --precision bf16
 """
 
 import argparse
@@ -20,26 +21,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.table import Table
 
 from data.batching.mixture import open_sources
 from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
-from data.index.sources import open_source
 from data.loader import resolve_workers
-from data.options import DataOptions
-from data.prepare import HeldOut, count_bad, first_bad, prepare_data
+from launch.inference.classes import benchmark_metrics, classification, classification_table
 from launch.inference.embedding import (
+    PRECISIONS,
     Embedder,
+    chosen_device,
     forget_embeddings,
     line_of,
     refuse_other_content,
     refuse_other_images,
     write_embeddings,
 )
+from launch.inference.evaluation import benchmark_metrics as retrieval_metrics
 from launch.inference.evaluation import (
-    classification,
-    classification_table,
+    by_language,
     embeddings_of,
     examples,
     retrieval,
@@ -49,7 +49,8 @@ from launch.inference.evaluation import (
 )
 from launch.inference.gallery import Found, Row, draw_rows
 from launch.inference.reranking import reranked_retrieval
-from launch.inference.trained import Trained, open_model_folder
+from launch.inference.samples import held_out, left_out, opened
+from launch.inference.trained import Trained, open_model_folder, public_model
 from launch.run.report import retrieval_table, show
 from launch.settings.flags import Once
 
@@ -66,8 +67,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "run_dir",
         type=Path,
+        nargs="?",
         metavar="RUN_DIR",
         help="folder of a run of train.py, or one that export.py wrote",
+    )
+    parser.add_argument(
+        "--import",
+        dest="imported",
+        metavar="WHERE",
+        help="instead of RUN_DIR: a public model, its folder or ORGANISATION/MODEL on the Hugging Face hub",
     )
     parser.add_argument(
         "--checkpoint",
@@ -88,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--captions",
         choices=("first", "all"),
-        help="of each image (default: first, as a run evaluates; figures published for COCO need all)",
+        help="of each image (default: first, as a run evaluates, and all of karpathy: data; figures published for COCO need all)",
     )
     parser.add_argument(
         "--classify",
@@ -128,6 +136,18 @@ def make_parser() -> argparse.ArgumentParser:
         help="draw queries with their answers: .png, .svg or .pdf; a file for each of several held-out sets (default: none)",
     )
     parser.add_argument(
+        "--precision",
+        choices=tuple(PRECISIONS),
+        default="fp32",
+        help="of the towers: bf16 and fp16 by autocast; figures of fp32 differ in the last digits (default: fp32)",
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="cpu|cuda|cuda:N|auto",
+        help="where the towers run (default: auto, the first GPU if there is one)",
+    )
+    parser.add_argument(
         "--batch-size", type=int, default=128, metavar="N", help="samples at a time (default: 128)"
     )
     parser.add_argument(
@@ -140,7 +160,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--json",
         type=Path,
         metavar="FILE",
-        help="where the numbers go (default: in RUN_DIR, named after what was evaluated on what: evaluation-<checkpoint>.json, ...)",
+        help="where the numbers go (default: in RUN_DIR, with --import in the current folder, named after what was evaluated on what: evaluation-<checkpoint>.json, ...)",
     )
     return parser
 
@@ -149,6 +169,8 @@ def parse() -> argparse.Namespace:
     parser = make_parser()
     arguments = parser.parse_args()
     refuse(parser, arguments)
+    if (arguments.val_data or "").startswith("karpathy:") and arguments.query is None:
+        arguments.captions = arguments.captions or "all"  # as its figures are published
     given = {name: getattr(arguments, name) for name in OF_SPECS if getattr(arguments, name)}
     roots = given_roots(parser, arguments.data_root, list(given.values()))
     for name, spec in given.items():
@@ -158,6 +180,7 @@ def parse() -> argparse.Namespace:
 
 def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """What does not go together, before anything is loaded."""
+    refuse_other_models(parser, given)
     if given.classify_train and not given.classify:
         parser.error("--classify-train trains on what --classify is tested with; give that too")
     of_pairs = {
@@ -201,21 +224,42 @@ def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
             parser.error(f"{flag} {path}: nothing can be written in {there}; give another place")
 
 
+def refuse_other_models(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """One model is given, in one way, and a device for it."""
+    if (given.run_dir is None) == (given.imported is None):
+        parser.error(
+            "give one model: RUN_DIR, the folder of a run or an export, or --import WHERE, a public "
+            "model"
+        )
+    of_runs = {"--checkpoint": given.checkpoint, "--ema": given.ema}
+    ignored = [flag for flag, is_given in of_runs.items() if is_given]
+    if given.imported and ignored:
+        parser.error(f"--import has one set of weights; {ignored[0]} is of a run's folder")
+    searched = given.query is not None and given.embeddings
+    if given.imported and not (given.val_data or given.classify or searched):
+        parser.error(
+            "--import: a public model has no samples of its own; give some with --val-data SPEC or "
+            "--classify SPEC"
+        )
+    try:
+        given.device = chosen_device(given.device)
+    except ValueError as error:
+        parser.error(f"argument --device: {error}")
+
+
 def main(arguments: argparse.Namespace) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if arguments.embeddings and arguments.query is None:
         refuse_other_content(arguments.embeddings)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, results = arguments.device, arguments.run_dir
+    if arguments.imported:
+        arguments.run_dir, results = public_model(arguments.imported), Path()
     trained = open_model_folder(arguments.run_dir, arguments.checkpoint, device, arguments.ema)
     refuse_other_pairs(trained)
-    name = (
-        f"{trained.checkpoint.resolve().name}-ema"
-        if arguments.ema
-        else trained.checkpoint.resolve().name
-    )
+    name = name_of(arguments, trained)
     workers = "auto" if arguments.workers is None else arguments.workers
     workers = resolve_workers(workers, 1, len(os.sched_getaffinity(0)), device.type != "cpu")
-    embedder = Embedder(trained, device, arguments.batch_size, workers)
+    embedder = Embedder(trained, device, arguments.batch_size, workers, arguments.precision)
     if arguments.query is not None:
         find(arguments, embedder, name)
         return
@@ -224,8 +268,10 @@ def main(arguments: argparse.Namespace) -> None:
         if arguments.classify
         else of_pairs(arguments, embedder, name)
     )
-    output = arguments.json or arguments.run_dir / output_name(arguments, name)
-    write_numbers(output, {"step": trained.step, **found.numbers})
+    output = arguments.json or results / output_name(arguments, name)
+    about = {"step": trained.step, "precision": arguments.precision}
+    about |= {"model": arguments.imported} if arguments.imported else {}
+    write_numbers(output, {**about, **found.numbers})
     show(found.table)
     notices = {
         draw_rows(rows, title, figure) for figure, (title, rows) in found.figures.items()
@@ -233,6 +279,13 @@ def main(arguments: argparse.Namespace) -> None:
     for line in (*sorted(notices), *found.figures):
         print(line)
     print(output)
+
+
+def name_of(arguments: argparse.Namespace, trained: Trained) -> str:
+    """What results and files call the model."""
+    if arguments.imported and not Path(arguments.imported).expanduser().exists():
+        return Path(arguments.imported).name  # its folder of the hub's cache is called by a hash
+    return trained.checkpoint.resolve().name + ("-ema" if arguments.ema else "")
 
 
 def refuse_other_pairs(trained: Trained) -> None:
@@ -263,6 +316,7 @@ def output_name(arguments: argparse.Namespace, name: str) -> str:
         if spec
     ]
     parts += ["all-captions"] if arguments.captions == "all" else []
+    parts += [arguments.precision] if arguments.precision != "fp32" else []
     whole = "-".join(parts)
     # names of files end at 255 bytes; what is cut off must still tell one question from another
     return (
@@ -279,6 +333,8 @@ def of_classes(arguments: argparse.Namespace, embedder: Embedder, name: str) -> 
         "data": arguments.classify,
         "train_data": arguments.classify_train,
         "left_out": left_out(test),
+        "task": "zeroshot_classification",
+        "metrics": benchmark_metrics(results),
     }
     return Evaluated(
         {**about, **results},
@@ -294,6 +350,7 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
             "--fusion, or an export of one"
         )
     sizes, results, after, figures, parts = {}, {}, {}, {}, held_out(arguments, embedder.trained)
+    metrics, languages = {}, {}
     if arguments.embeddings:
         forget_embeddings(arguments.embeddings)
     for part_name, part in parts.items():
@@ -304,7 +361,12 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
                 f"{part_name}: {repeated:,} of {len(embedded.texts):,} texts repeat an earlier "
                 "one; each is right for its own image only"
             )
-        results |= {f"{part_name}/{key}": value for key, value in retrieval(embedded).items()}
+        found = retrieval(embedded)
+        metrics[part_name] = retrieval_metrics(found)
+        results |= {f"{part_name}/{key}": value for key, value in found.items()}
+        for language, own in by_language(embedded, part.source).items():
+            found = {"num_samples": len(own.image), **retrieval(own)}
+            languages.setdefault(part_name, {})[language] = found
         if arguments.rerank:
             again = reranked_retrieval(embedder, embedded, part.source, arguments.rerank)
             after |= {f"{part_name}/{key}": value for key, value in again.items()}
@@ -328,12 +390,16 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
         f"Zero-shot retrieval, {name}{how}",
         [results, after] if arguments.rerank else [results],
         sizes,
+        languages if not arguments.rerank else {},
     )
     about = {
         "data": arguments.val_data or "held out by the run",
         "captions": arguments.captions or "first",
         "num_samples": sizes,
+        "task": "zeroshot_retrieval",
+        "metrics": metrics if len(parts) > 1 else next(iter(metrics.values())),
     }
+    about |= {"languages": languages} if languages else {}
     about |= {"left_out": left_out(parts["validation"])} if arguments.val_data else {}
     reranked = {"reranked": {"candidates": arguments.rerank, **after}} if arguments.rerank else {}
     return Evaluated({**about, **results, **reranked}, table, figures)
@@ -346,61 +412,6 @@ def model_of(arguments: argparse.Namespace, embedder: Embedder, name: str) -> di
         "run": str(arguments.run_dir),
         "checksum": embedder.trained.checksum(),
     }
-
-
-def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldOut]:
-    """The samples to evaluate, by name; at least one set."""
-    if arguments.val_data:
-        return {"validation": opened(arguments.val_data)}
-    if "data" not in trained.options:
-        raise ValueError(
-            f"{arguments.run_dir}: an exported model has no samples of its own; give some with "
-            "--val-data"
-        )
-    options = DataOptions.from_record(trained.options)
-    if options.val_data:
-        return {"validation": opened(with_roots(options.val_data, options.data_root))}
-    try:
-        parts = prepare_data(
-            options, trained.record["tokenizer"], arguments.run_dir, progress=True
-        ).held_out
-    except (ValueError, OSError) as error:
-        raise ValueError(
-            f"{error}\nthe samples that the run held out cannot be had any more; give samples with "
-            "--val-data"
-        ) from error
-    if not parts:
-        raise ValueError(
-            f"{arguments.run_dir}: no samples were held out (--val-fraction 0), so there is "
-            "nothing to evaluate; give samples with --val-data, or train a new run with "
-            "--val-fraction 0.1"
-        )
-    return {name: with_both(part) for name, part in parts.items()}
-
-
-def with_both(part: HeldOut) -> HeldOut:
-    """The samples that have an image and a text."""
-    lacking = part.source.lacking("image") | part.source.lacking("text")
-    return HeldOut(part.source, part.subset[~lacking[part.subset]])
-
-
-def opened(spec: str | None) -> HeldOut | None:
-    """All samples of a data set that can be used; says how many cannot."""
-    if spec is None:
-        return None
-    source = open_source(spec, progress=True)
-    part = HeldOut(source, source.usable())
-    if left_out(part):
-        first = next(first_bad(source)).strip()
-        show(
-            f"{left_out(part):,} of {len(source):,} samples of {spec} cannot be used and are left "
-            f"out; the first: {first}"
-        )
-    return part
-
-
-def left_out(part: HeldOut) -> int:
-    return sum(count_bad(part.source).values())
 
 
 def find(arguments: argparse.Namespace, embedder: Embedder, name: str) -> None:

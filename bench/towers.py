@@ -1,10 +1,13 @@
-"""Which models of timm, torchvision and OpenCLIP can be towers, and into how many layers?
+"""Which models of timm, torchvision, OpenCLIP and transformers can be towers, and into how many layers?
 
-    python bench/towers.py                              all of them; writes models/TOWERS.md
+    python bench/towers.py                              all of them; writes models/TOWERS.md,
+                                                        and its summary into models/README.md
+    python bench/towers.py --rows FILE                  keeps each row in FILE, and goes on from there
+    python bench/towers.py --rows FILE --known          writes the page of what is in FILE
     python bench/towers.py timm:resnet18 swin_t         some, one line each
 
 Each is made, recorded and cut on the meta device, at the image size that it was published with: no
-memory, no arithmetic. About a second each, half an hour for all on one core.
+memory, no arithmetic. One to three seconds each, an hour for all on one core.
 
 Expected. All that their library builds; a layer for each of the library's blocks, and two for what
 comes before and behind them.
@@ -13,28 +16,40 @@ comes before and behind them.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import json
+import re
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # not this folder, where a script is called open_clip
-TABLE = ROOT / "models" / "TOWERS.md"
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # not this folder, where a script is called open_clip
+TABLE, README = ROOT / "models" / "TOWERS.md", ROOT / "models" / "README.md"
+SUMMARY = re.compile(r"^\| library \| names \|.+?(?=\n\n)", re.M | re.S)  # in both
 SHORT = 6  # layers; fewer are too few for a pipeline
+PACKAGES = ("timm", "torchvision", "open_clip_torch", "transformers")
+IMAGES, TEXTS = "images", "texts"
+PREFIXES = ("timm:", "open_clip:", "hf:")  # left out in the lists of names of a library
 
 
 @dataclass(frozen=True)
 class Row:
-    """A tower: `library` and `family` as in the table; no `layers`: it could not be made, `notes`
-    says why."""
+    """A tower: `library` and `family` as in the table. `size`: pixels a side of the images that it
+    was published with, 0 for texts; `width`: of its features. No `layers`: it could not be made,
+    and `notes` says why."""
 
     name: str
     library: str
     family: str
+    size: int
     layers: int
+    width: int
     notes: tuple[str, ...] = ()
 
 
@@ -42,9 +57,6 @@ def names() -> Iterator[tuple[str, str, str, int]]:
     """Name, library, family and image size of every tower; 0: a text tower."""
     import timm
     import torchvision
-
-    from models.towers.libraries import open_clip
-    from models.towers.libraries.torchvision_by_hand import ARCHITECTURES
 
     for name in timm.list_models():
         config = timm.get_pretrained_cfg(name)
@@ -54,20 +66,41 @@ def names() -> Iterator[tuple[str, str, str, int]]:
         weights = torchvision.models.get_model_weights(name)
         size = weights.DEFAULT.transforms().crop_size[0] if len(weights) else 224
         family = torchvision.models.get_model_builder(name).__module__.rpartition(".")[2]
-        if name not in ARCHITECTURES:
-            yield name, "torchvision", family, size
+        yield name, "torchvision", family, size
+    yield from _of_open_clip()
+    yield from _of_transformers()
+
+
+def _of_open_clip() -> Iterator[tuple[str, str, str, int]]:
+    from models.towers.libraries import open_clip
+
     for name in open_clip.names():
-        vision = open_clip.model_config(f"{open_clip.PREFIX}{name}")["vision_cfg"]
+        config = open_clip.model_config(f"{open_clip.PREFIX}{name}")
+        vision, text = config["vision_cfg"], config["text_cfg"]
         size = vision.get("image_size", 224)
         size = size if isinstance(size, int) else size[0]
-        yield f"open_clip:{name}", "OpenCLIP, images", _open_clip_family(vision), size
-        yield f"open_clip:{name}", "OpenCLIP, texts", "text", 0
+        family = "TextTransformer"
+        if "hf_model_name" in text:
+            family = f"transformers: {text['hf_model_name'].rpartition('/')[2].split('-')[0]}"
+        yield f"open_clip:{name}", f"OpenCLIP, {IMAGES}", _open_clip_family(vision), size
+        yield f"open_clip:{name}", f"OpenCLIP, {TEXTS}", family, 0
 
 
 def _open_clip_family(vision: dict) -> str:
     if "timm_model_name" in vision:
         return f"timm: {vision['timm_model_name'].split('_')[0]}"
     return "ModifiedResNet" if isinstance(vision["layers"], list) else "VisionTransformer"
+
+
+def _of_transformers() -> Iterator[tuple[str, str, str, int]]:
+    from models.towers.libraries import transformers_image, transformers_text
+
+    for name, preset in transformers_image.PRESETS.items():
+        size = getattr(preset.config(**preset.values), "image_size", 256)
+        family = preset.config.model_type
+        yield f"{transformers_image.HF}{name}", f"transformers, {IMAGES}", family, size
+    for name, preset in transformers_text.PRESETS.items():
+        yield name, f"transformers, {TEXTS}", preset.config.model_type, 0
 
 
 def row(name: str, library: str, family: str, size: int) -> Row:
@@ -78,56 +111,132 @@ def row(name: str, library: str, family: str, size: int) -> Row:
     try:
         tower = image_tower(name, size) if size else text_tower(name, None, 16)
     except (ValueError, RuntimeError) as error:
-        return Row(name, library, family, 0, (str(error).replace("\n", " "),))
-    return Row(name, library, family, len(tower.specs), tuple(tower.config["notes"]))
+        return Row(name, library, family, size, 0, 0, (str(error).replace("\n", " "),))
+    notes = tuple(tower.config.get("notes", ()))
+    return Row(name, library, family, size, len(tower.specs), tower.width, notes)
 
 
-def summary(rows: Iterable[Row], library: str) -> str:
-    """One sentence on the towers of a library."""
-    rows = [each for each in rows if each.library == library]
-    made = [each.layers for each in rows if each.layers]
-    return (
-        f"{library}: {len(made)} of {len(rows)} names are towers, of {min(made)} to {max(made)} "
-        f"layers, {statistics.median(made):g} on median; {sum(n < SHORT for n in made)} have fewer "
-        f"than {SHORT}, {made.count(1)} of these one"
-    )
+# -- the page
 
 
-def table(rows: list[Row]) -> str:
-    """Markdown: a section for each library, a line for each family."""
-    parts = [
-        "# Towers that adapters make\n\nWritten by `python bench/towers.py`. Layers are counted "
-        "without the head, at the image size that a model was published with."
+def summary(rows: Iterable[Row], num_names: Mapping[str, int]) -> str:
+    """A Markdown table: of each library how many names it has (`num_names`), and what became of
+    those that were tried."""
+    lines = [
+        "| library | names | tried | towers | layers: least, median, most | fewer than "
+        f"{SHORT} | one |",
+        "|---|---|---|---|---|---|---|",
     ]
+    by_library: dict[str, list[int]] = {}
+    for each in rows:
+        by_library.setdefault(each.library, []).append(each.layers)
+    for library, layers in by_library.items():
+        made = [number for number in layers if number]
+        spread = f"{min(made)}, {statistics.median(made):g}, {max(made)}"
+        short = sum(number < SHORT for number in made)
+        lines.append(
+            f"| {library} | {num_names[library]} | {len(layers)} | {len(made)} | {spread} | "
+            f"{short} | {made.count(1)} |"
+        )
+    return "\n".join(lines)
+
+
+def page(rows: Sequence[Row], every: Sequence[tuple[str, str, str, int]]) -> str:
+    """Markdown: a section for each library with a table of its families, a list of all names with
+    their layers, and the names that are no tower. `every`: of `names`."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    parts = [
+        "# Towers that libraries' models make\n\nWritten by `python bench/towers.py`, with "
+        f"{versions}; checked by `tests/bench/test_towers.py`. Layers are counted without the head, "
+        "at the image size that a model was published with.",
+        summary(rows, Counter(library for _, library, _, _ in every)),
+    ]
+    families = Counter(each[1:3] for each in every)
     for library in dict.fromkeys(each.library for each in rows):
-        of_library = [each for each in rows if each.library == library]
-        lines = [
-            f"## {library}\n\n{summary(rows, library)}.\n",
-            "| family | names | layers | cut less, or not at all |\n|---|---|---|---|",
-        ]
-        for family in sorted({each.family for each in of_library}):
-            members = [each for each in of_library if each.family == family]
-            counts = sorted(each.layers for each in members)
-            spread = f"{counts[0]} to {counts[-1]}" if counts[0] < counts[-1] else str(counts[0])
-            lines.append(f"| {family} | {len(members)} | {spread} | {_reasons(members)} |")
-        parts.append("\n".join(lines))
+        own = [each for each in rows if each.library == library]
+        parts += _section(library, own, families)
     return "\n\n".join(parts) + "\n"
 
 
-def _reasons(members: list[Row]) -> str:
+def _section(
+    library: str, rows: Sequence[Row], families: Mapping[tuple[str, ...], int]
+) -> Iterator[str]:
+    """`families`: (library, family) -> how many names it has."""
+    yield f"## {library}"
+    lines = [
+        "| family | names tried | in | out | layers | cut into fewer than it has blocks (names) |",
+        "|---|---|---|---|---|---|",
+    ]
+    listed = []
+    for family in sorted({each.family for each in rows}):
+        members = [each for each in rows if each.family == family]
+        made = [each for each in members if each.layers]
+        pixels = [each.size for each in made]
+        size = "tokens" if pixels and not pixels[0] else f"{_spread(pixels)} px"
+        cells = (size, _spread([m.width for m in made]), _spread([m.layers for m in made]))
+        lines.append(
+            f"| {family} | {len(members)} of {families[library, family]} | "
+            f"{' | '.join(cells) if made else '– | – | –'} | {_reasons(made)} |"
+        )
+        if made:
+            listed.append(_layers_of_names(family, made))
+    yield "\n".join(lines)
+    yield f"Layers of each name of {library}:"
+    yield "\n".join(listed)
+    refused = [each for each in rows if not each.layers]
+    if refused:
+        yield f"No towers of {library}, with the reason:"
+        yield "\n".join(f"- `{_short(each.name)}`: {_reason(each.notes[0])}" for each in refused)
+
+
+def _layers_of_names(family: str, rows: Sequence[Row]) -> str:
+    """`- family: 10 `name` `name`; 18 `name`` ."""
+    by_layers: dict[int, list[str]] = {}
+    for each in sorted(rows, key=lambda each: (each.layers, each.name)):
+        by_layers.setdefault(each.layers, []).append(f"`{_short(each.name)}`")
+    return f"- {family}: " + "; ".join(f"{n} {' '.join(names)}" for n, names in by_layers.items())
+
+
+def layers_in(text: str) -> dict[str, dict[str, int]]:
+    """What a page says: library -> name, without the library's prefix -> layers, 0 where it is no
+    tower."""
+    found: dict[str, dict[str, int]] = {}
+    for library, section in re.findall(r"^## (.+?)$(.+?)(?=^## |\Z)", text, re.M | re.S):
+        found[library] = of_library = {}
+        listed, _, refused = section.partition(f"No towers of {library}")
+        for line in re.findall(r"^- .+?: (\d.*)$", listed, re.M):
+            for number, names_of in re.findall(r"(\d+) ((?:`[^`]+` ?)+)", line):
+                of_library |= dict.fromkeys(re.findall(r"`([^`]+)`", names_of), int(number))
+        of_library |= dict.fromkeys(re.findall(r"^- `([^`]+)`:", refused, re.M), 0)
+    return found
+
+
+def _short(name: str) -> str:
+    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+    return name.removeprefix(prefix)
+
+
+def _spread(values: Sequence[int]) -> str:
+    if not values:
+        return ""
+    return f"{min(values)} to {max(values)}" if min(values) < max(values) else str(values[0])
+
+
+def _reasons(members: Iterable[Row]) -> str:
     """Each reason once, with the number of names that it is of."""
-    found: dict[str, int] = {}
-    for member in members:
-        for reason in dict.fromkeys(_reason(note) for note in member.notes):
-            found[reason] = found.get(reason, 0) + 1
-    words = (f"{reason} ({number})" for reason, number in found.items())
-    return "; ".join(words).replace("|", "/")
+    found = Counter(
+        reason
+        for member in members
+        for reason in dict.fromkeys(_reason(note) for note in member.notes)
+    )
+    return "; ".join(f"{reason} ({number})" for reason, number in found.items())
 
 
 def _reason(note: str) -> str:
     """A note without the names in it."""
+    note = note.replace("|", "/")
     if "texts go through transformers'" in note:
-        return "texts of transformers: a tower of its own"
+        return "its texts go through a model of transformers, which is a tower of its own"
     if "no gradient comes back" in note:
         return "a block is given what it does not use"
     if "tensors would travel" in note:
@@ -136,22 +245,45 @@ def _reason(note: str) -> str:
         return "blocks hand on more than tensors"
     if "share weights" in note or "changes its input in place" in note:
         return note.rpartition(": ")[2]
-    return note if len(note) < 160 else f"{note[:157]}..."
+    return note if len(note) < 200 else f"{note[:197]}..."
+
+
+def read_rows(file: Path | None) -> dict[tuple[str, str], Row]:
+    """(name, library) -> the row in a file of JSON lines; none where there is no file."""
+    if file is None or not file.is_file():
+        return {}
+    records = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    rows = (Row(**{**record, "notes": tuple(record["notes"])}) for record in records)
+    return {(each.name, each.library): each for each in rows}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="of towers (default: all)")
-    wanted = parser.parse_args().names
-    start, rows = time.monotonic(), []
-    for each in names():
-        if wanted and each[0] not in wanted:
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="JSON lines, read and added to")
+    parser.add_argument(
+        "--known", action="store_true", help="write the page of the rows in FILE, and try no more"
+    )
+    arguments = parser.parse_args()
+    start, rows, every, known = time.monotonic(), [], list(names()), read_rows(arguments.rows)
+    for each in every:
+        if arguments.names and each[0] not in arguments.names:
             continue
-        rows.append(row(*each))
-        print(f"{rows[-1].layers:4}  {each[1]}  {each[0]}  {'; '.join(rows[-1].notes)}", flush=True)
-    if not wanted:
-        TABLE.write_text(table(rows), encoding="utf-8")
-        print(f"{TABLE}: {len(rows)} towers in {time.monotonic() - start:.0f} s")
+        if found := known.get(each[:2]):
+            rows.append(found)
+        elif not arguments.known:
+            rows.append(row(*each))
+            notes = "; ".join(rows[-1].notes)
+            print(f"{rows[-1].layers:4}  {each[1]}  {each[0]}  {notes}", flush=True)
+            if arguments.rows:
+                with arguments.rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(rows[-1])) + "\n")
+    if not arguments.names:
+        text = page(rows, every)
+        TABLE.write_text(text, encoding="utf-8")
+        before = README.read_text(encoding="utf-8")
+        README.write_text(SUMMARY.sub(SUMMARY.search(text)[0], before), encoding="utf-8")
+        print(f"{TABLE}: {len(rows)} of {len(every)} in {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":

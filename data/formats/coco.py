@@ -1,7 +1,9 @@
-"""A folder of images and a JSON file of captions, as COCO has them."""
+"""Images and a JSON file of captions, as COCO has them, and as Karpathy split COCO and Flickr8k/30k
+for retrieval (Karpathy and Fei-Fei 2015)."""
 
 import json
-from collections import defaultdict
+import os
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from data.formats.rows import (
@@ -13,6 +15,7 @@ from data.formats.rows import (
     checked_captions,
     checked_id,
     in_parts,
+    near,
     place,
     stamp,
 )
@@ -20,6 +23,7 @@ from data.formats.specs import ROOT, local_file, local_folder, split_options
 from data.index.bad_samples import BadSample
 
 USAGE = "coco:IMAGES:CAPTIONS.json or coco:IMAGES:CAPTIONS.json?root=DIR"
+KARPATHY = "karpathy:FILE?split=test or karpathy:FILE?split=train+restval&root=DIR"
 
 
 class CocoFormat(Format):
@@ -104,3 +108,99 @@ class CocoFormat(Format):
 
     def where(self, file: str, path: str, number: int) -> str:
         return f"{file}#images[{number}]" + (f" {path}" if path else "")
+
+
+class KarpathyFormat(Format):
+    """The images of one or more splits of `dataset_coco.json`, `dataset_flickr30k.json` or
+    `dataset_flickr8k.json`, with all their sentences.
+
+    An image is `filepath/filename`, or `filename` alone, below the file's folder or below a further
+    root. An id is COCO's own where there is one, so that leaks are found beside `coco:`.
+    """
+
+    def __init__(self, where: str) -> None:
+        """`where`: `FILE?split=NAME+NAME[&root=DIR]`. Errors: ValueError, FileNotFoundError."""
+        name, options, more = split_options("karpathy", where, ("split", ROOT))
+        self.file = local_file(
+            "karpathy", name, KARPATHY, 'Karpathy\'s splits {"images": [{"sentences": ...}, ...]}'
+        )
+        self.roots = Roots.of(os.path.dirname(self.file), more)
+        self.splits = tuple(filter(None, options.get("split", "").split("+")))
+        if not self.splits:
+            raise ValueError(
+                f"data spec 'karpathy:{where}': no split is given; write {KARPATHY}; the file has "
+                f"{self._counts()}"
+            )
+        self.spec = f"karpathy:{self.file}?{'+'.join(self.splits)}{self.roots.options()}"
+
+    def fingerprint(self) -> list[Stamp]:
+        return [stamp(self.file)]
+
+    def parts(self) -> Iterator[Part]:
+        images = self._images()
+        known = dict.fromkeys(_split_of(image) for image in images)
+        for split in self.splits:
+            if split not in known:
+                raise ValueError(
+                    f"data spec '{self.spec}': the file has no split {split!r}; it has "
+                    f"{self._counts()}{near(split, [str(each) for each in known])}"
+                )
+        entries = enumerate(images)
+        return in_parts(
+            self.file,
+            (((n, image), 1, 1) for n, image in entries if _split_of(image) in self.splits),
+        )
+
+    def _images(self) -> list:
+        try:
+            with open(self.file, encoding="utf-8-sig", errors="surrogateescape") as file:
+                images = json.load(file)["images"]
+            if not isinstance(images, list):
+                raise TypeError('"images" must be a list')
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            what = f"no key {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(
+                f"{self.file}: is no file of Karpathy's splits ({what}); "
+                '{"images": [{"filename": ..., "split": ..., "sentences": [{"raw": ...}]}]} is needed'
+            ) from error
+        return images
+
+    def _counts(self) -> str:
+        """Of the file's splits, for messages."""
+        counts = Counter(str(_split_of(image)) for image in self._images())
+        return ", ".join(f"{split} ({number:,})" for split, number in counts.items())
+
+    def rows(self, part: Part) -> Iterator[Row]:
+        for number, image in part.content:
+            row = Row(id=f"images[{number}]", number=number)
+            try:
+                self._fill(row, image)
+            except BadSample as problem:
+                row.problem = problem
+            yield row
+
+    def _fill(self, row: Row, image: object) -> None:
+        sentences = image.get("sentences") if isinstance(image, dict) else None
+        if not isinstance(sentences, list) or "filename" not in image:
+            raise BadSample(
+                "invalid-row", f"{image!r:.100} is given; an image has a filename and sentences"
+            )
+        row.id = checked_id(image.get("cocoid", image.get("imgid")), row.id)
+        row.captions = checked_captions(
+            [each.get("raw") if isinstance(each, dict) else each for each in sentences]
+        )
+        name, folder = image["filename"], image.get("filepath")
+        if isinstance(folder, str) and isinstance(name, str):
+            try:
+                return place(row, self.roots, f"{folder}/{name}")
+            except BadSample as problem:
+                if problem.reason != "missing-file":
+                    raise
+        place(row, self.roots, name)
+
+    def where(self, file: str, path: str, number: int) -> str:
+        return f"{file}#images[{number}]" + (f" {path}" if path else "")
+
+
+def _split_of(image: object) -> object:
+    return image.get("split") if isinstance(image, dict) else None

@@ -1,10 +1,19 @@
 """A folder per class, as ImageNet has them: `DIR/class/name.jpg`; captions are the class's name in
-some sentences."""
+some sentences (`prompts.py`)."""
 
-import json
 import os
 from collections.abc import Iterator
 
+from data.formats.prompts import (
+    IMAGENET,
+    PUBLISHED,
+    TEMPLATES,
+    imagenet_names,
+    is_imagenet,
+    published_templates,
+    read_names,
+    read_templates,
+)
 from data.formats.rows import (
     IMAGE_ENDINGS,
     Format,
@@ -15,7 +24,6 @@ from data.formats.rows import (
     check_characters,
     checked_captions,
     is_inside,
-    near,
     place,
     stamp,
 )
@@ -23,15 +31,8 @@ from data.formats.specs import local_file, local_folder, split_options
 from data.index.bad_samples import BadSample
 
 USAGE = "imagefolder:DIR or imagefolder:DIR?names=FILE&templates=FILE"
-OPTIONS = ("names", "templates")
+OPTIONS = ("names", "classnames", "templates")
 NAMES_FILE = "classnames.txt"  # taken from DIR where it is there and no other is named
-TEMPLATES = (
-    "a photo of a {}",
-    "a picture that shows a {}",
-    "one {}, seen from near",
-    "a {} among other things",
-    "a drawing or a photo of a {}",
-)
 
 
 class ImageFolderFormat(Format):
@@ -52,18 +53,34 @@ class ImageFolderFormat(Format):
                 f"data spec 'imagefolder:{where}': {self.folder} has no folder in it; a folder per "
                 "class is needed"
             )
-        own = os.path.join(root, NAMES_FILE)
-        names = options.get(
-            "names", own if os.path.isfile(own) and is_inside(root, os.path.realpath(own)) else None
-        )
         templates = options.get("templates")
-        self.names_file = local_file("imagefolder", names, USAGE, "class names") if names else None
-        self.templates_file = (
-            local_file("imagefolder", templates, USAGE, "sentences with {}") if templates else None
-        )
-        self.names = _read_names(self.names_file, self.classes) if self.names_file else {}
-        self.templates = _read_templates(self.templates_file) if self.templates_file else TEMPLATES
-        self.spec = f"imagefolder:{self.folder}?{self.names_file}&{self.templates_file}"
+        self.templates_file = None
+        if templates in PUBLISHED:
+            self.templates = published_templates(templates)
+        elif templates and "{}" in templates:
+            self.templates = (templates,)
+        elif templates:
+            self.templates_file = local_file(
+                "imagefolder", templates, USAGE, f"sentences with {{}}; or {', '.join(PUBLISHED)}"
+            )
+            self.templates = read_templates(self.templates_file)
+        else:
+            self.templates = TEMPLATES
+        names = _chosen_names(where, options, root)
+        if names is None and templates in PUBLISHED and is_imagenet(self.classes):
+            names = IMAGENET
+        self.names_file = None
+        if names == IMAGENET:
+            self.names = imagenet_names(self.classes)
+        elif names:
+            self.names_file = local_file(
+                "imagefolder", names, USAGE, f"class names; or {IMAGENET} for ImageNet's"
+            )
+            self.names = read_names(self.names_file, self.classes)
+        else:
+            self.names = {}
+        said = self.templates_file or (templates if templates else None)
+        self.spec = f"imagefolder:{self.folder}?{self.names_file or names}&{said}"
 
     def fingerprint(self) -> list[Stamp]:
         root = self.roots.own
@@ -72,7 +89,11 @@ class ImageFolderFormat(Format):
         below = [folder for path in inside for folder in _folders(path)]
         return [
             stamp(path) for path in (root, *below, self.names_file, self.templates_file) if path
-        ] + [(str(self.templates), 0, 0)]
+        ] + [(str(self.templates), 0, 0), *self._names_by_library()]
+
+    def _names_by_library(self) -> list[Stamp]:
+        """Of names that no file holds; none for the folders' own."""
+        return [(str(self.names), 0, 0)] if self.names and not self.names_file else []
 
     def total(self) -> int:
         return len(self.classes)
@@ -81,8 +102,7 @@ class ImageFolderFormat(Format):
         return (Part(self.roots.own, name, 1) for name in self.classes)
 
     def rows(self, part: Part) -> Iterator[Row]:
-        name = self.names.get(part.content, part.content.replace("_", " "))
-        captions = [template.replace("{}", name) for template in self.templates]
+        captions = self.prompts(part.content)
         for number, path in enumerate(_images(self.roots.own, part.content)):
             row = Row(id=path, number=number, path=path)
             try:
@@ -93,8 +113,30 @@ class ImageFolderFormat(Format):
                 row.problem = problem
             yield row
 
+    def prompts(self, folder: str) -> list[str]:
+        """The name of a class in each of the sentences."""
+        name = self.names.get(folder, folder.replace("_", " "))
+        return [template.replace("{}", name) for template in self.templates]
+
+    def label(self, path: str) -> str:
+        return path.partition("/")[0]
+
     def where(self, file: str, path: str, number: int) -> str:
         return os.path.join(file, path)
+
+
+def _chosen_names(where: str, options: dict[str, str], root: str) -> str | None:
+    """The file with the names of the classes, or `IMAGENET`; None: neither is given, nor is there
+    the folder's own file. Errors: ValueError where two are given."""
+    given = [options[key] for key in ("names", "classnames") if key in options]
+    if len(given) > 1:
+        raise ValueError(
+            f"data spec 'imagefolder:{where}': names and classnames are the same; give one of them"
+        )
+    own = os.path.join(root, NAMES_FILE)
+    if not given and os.path.isfile(own) and is_inside(root, os.path.realpath(own)):
+        return own
+    return given[0] if given else None
 
 
 def _images(root: str, relative: str) -> Iterator[str]:
@@ -123,50 +165,3 @@ def _folders(folder: str) -> Iterator[str]:
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
             yield from _folders(entry.path)
-
-
-def _read_text(file: str) -> str:
-    try:
-        with open(file, encoding="utf-8-sig") as opened:
-            return opened.read()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
-
-
-def _read_names(file: str, classes: list[str]) -> dict[str, str]:
-    text = _read_text(file)
-    if file.endswith(".json"):
-        try:
-            names = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{file}: invalid JSON: {error}") from None
-        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise ValueError(f'{file}: an object {{"folder": "name of the class", ...}} is needed')
-    else:
-        lines = [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
-        short = [line[0] for line in lines if len(line) < 2]
-        if short:
-            raise ValueError(
-                f"{file}: '{short[0]}' has no name; a line is a folder, a space, and the name of "
-                "its class"
-            )
-        names = {folder: name.strip() for folder, name in lines}
-    missing = [folder for folder in classes if not names.get(folder, "").strip()]
-    if missing:
-        hint = near(missing[0], list(names))
-        raise ValueError(
-            f"{file}: no name for {len(missing)} of {len(classes)} folders, the first is "
-            f"'{missing[0]}'{hint}"
-        )
-    return {folder: names[folder] for folder in classes}
-
-
-def _read_templates(file: str) -> tuple[str, ...]:
-    templates = tuple(line.strip() for line in _read_text(file).splitlines() if line.strip())
-    wrong = [template for template in templates if template.count("{}") != 1]
-    if wrong or not templates:
-        raise ValueError(
-            f"{file}: {wrong[0] if wrong else 'no line'!r}; each line is a sentence with one {{}}, "
-            "for the class"
-        )
-    return templates

@@ -1,10 +1,13 @@
 """A data set as a file of JSON lines: `{"image_path": "a/b.png", "text": "a red apple", "id":
 "b"}`."""
 
+import contextlib
 import difflib
 import json
 import os
 from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
 
 from data.formats.rows import (
     Format,
@@ -14,6 +17,7 @@ from data.formats.rows import (
     Stamp,
     checked_captions,
     checked_id,
+    checked_language,
     in_parts,
     place,
     stamp,
@@ -22,7 +26,7 @@ from data.formats.specs import ROOT, local_file, split_options
 from data.index.bad_samples import BadSample
 
 USAGE = "jsonl:FILE or jsonl:FILE?root=DIR"
-FORMAT = '{"image_path": "path.png", "text": "a caption" or ["several", "captions"], "id": "optional name"}'
+FORMAT = '{"image_path": "path.png", "text": "a caption" or ["several", "captions"], "id": "optional name", "language": "optional, of the text"}'
 LINE_LIMIT = 16 << 20  # bytes
 
 
@@ -72,6 +76,22 @@ class JsonlFormat(Format):
             except BadSample as problem:
                 row.problem = problem
             yield row
+
+    @cached_property
+    def _languages(self) -> dict[int, str | int]:
+        """Of the lines that say it: read when the first is asked for, from the whole file."""
+        found = {}
+        for (number, line), _, _ in self._lines():
+            if b'"language"' in line:
+                with contextlib.suppress(BadSample):
+                    found[number] = checked_language(_fields(line).get("language"))
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_languages"}
+
+    def language(self, number: int) -> str | int | None:
+        return self._languages.get(number)
 
 
 def _fill(row: Row, line: bytes, roots: Roots) -> None:

@@ -136,6 +136,11 @@ class Format:
         """Of a row's texts, by a name or a number that the text tower knows; None: not said."""
         return None
 
+    def label(self, path: str) -> str | None:
+        """The class of a row's image, by a name that is equal for all images of the class; None: the
+        data set has no classes of its own."""
+        return None
+
     def where(self, file: str, path: str, number: int) -> str:
         return f"{file}:{number}"
 
@@ -359,6 +364,11 @@ def checked_id(given: Any, otherwise: str) -> str:
             "invalid-row", f"the id has {len(text):,} characters; at most {ID_LIMIT:,} are allowed"
         )
     return text
+
+
+def checked_language(given: Any) -> str | int | None:
+    """A name or a number; all else, and an empty name: not said."""
+    return given if isinstance(given, (str, int)) and given != "" else None
 
 
 def in_parts(file: str, entries: Iterator[tuple[Any, int, int]]) -> Iterator[Part]:

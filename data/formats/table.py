@@ -4,6 +4,8 @@
 import csv
 import os
 from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
 
 from data.formats.rows import (
     Format,
@@ -21,7 +23,7 @@ from data.formats.rows import (
 from data.formats.specs import ROOT, local_file, split_options
 from data.index.bad_samples import BadSample
 
-OPTIONS = ("image", "text", "id", "separator", ROOT)
+OPTIONS = ("image", "text", "id", "language", "separator", ROOT)
 # stands for the character NUL within the reader, which before Python 3.11 refuses the whole row; no
 # other byte is read as it
 NUL = "\udc00"
@@ -35,8 +37,8 @@ class TableFormat(Format):
     unit = "B"
 
     def __init__(self, kind: str, where: str) -> None:
-        """`where`: `FILE[?image=COLUMN&text=COLUMN&id=COLUMN&separator=;&root=DIR]`. Errors:
-        ValueError, FileNotFoundError."""
+        """`where`: `FILE[?image=COLUMN&text=COLUMN&id=COLUMN&language=COLUMN&separator=;&root=DIR]`.
+        Errors: ValueError, FileNotFoundError."""
         name, options, more = split_options(kind, where, OPTIONS)
         usage = f"{kind}:FILE or {kind}:FILE?image=COLUMN&text=COLUMN&id=COLUMN&separator=CHARACTER&root=DIR"
         self.file = local_file(kind, name, usage, f"rows below a line of column names: {usage}")
@@ -57,16 +59,38 @@ class TableFormat(Format):
     def _positions(self, spec: str, options: dict[str, str]) -> dict[str, int]:
         with open(self.file, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             header = next(csv.reader(file, delimiter=self.separator), [])
-        for key in ("image", "text", "id"):
-            if self.columns[key] not in header and (key != "id" or key in options):
+        columns = {**self.columns, "language": options.get("language", "language")}
+        for key, column in columns.items():
+            if column not in header and (key in ("image", "text") or key in options):
                 raise ValueError(
-                    f"data spec '{spec}': no column '{self.columns[key]}'; the first line names: "
-                    f"{', '.join(header) or 'none'}{near(self.columns[key], header)}; name it: "
+                    f"data spec '{spec}': no column '{column}'; the first line names: "
+                    f"{', '.join(header) or 'none'}{near(column, header)}; name it: "
                     f"?{key}=COLUMN, or another separator: ?separator=CHARACTER"
                 )
+        # apart from the others: a row may end before it
+        self.language_position = (
+            header.index(columns["language"]) if columns["language"] in header else None
+        )
         return {
             key: header.index(column) for key, column in self.columns.items() if column in header
         }
+
+    @cached_property
+    def _languages(self) -> dict[int, str]:
+        """Of the rows that say it: read when the first is asked for, from the whole file."""
+        at, found = self.language_position, {}
+        if at is None:
+            return found
+        for (number, fields), _, _ in self._lines():
+            if isinstance(fields, list) and len(fields) > at and fields[at]:
+                found[number] = fields[at]
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_languages"}
+
+    def language(self, number: int) -> str | None:
+        return self._languages.get(number)
 
     def fingerprint(self) -> list[Stamp]:
         return [stamp(self.file)]

@@ -15,6 +15,7 @@ KINDS_WITH_PATHS = (
     "tsv",
     "parquet",
     "coco",
+    "karpathy",
 )  # their images may be files of their own, named by paths
 ESCAPES = {"%": "%25", "&": "%26", "?": "%3F"}  # what has a meaning in a spec; see split_options
 FLAG = "--data-root"

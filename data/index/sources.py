@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from data.formats.coco import CocoFormat
+from data.formats.coco import CocoFormat, KarpathyFormat
 from data.formats.demo import DemoFormat, family_key, text_of, toneless_key
 from data.formats.imagefolder import ImageFolderFormat
 from data.formats.jsonl import JsonlFormat
@@ -111,6 +111,10 @@ class IndexedSource:
     def language(self, i: int) -> str | int | None:
         return self.format.language(int(self.column("row")[i]))
 
+    def label(self, i: int) -> str | None:
+        """The class of the image; None: this kind of data set has no classes of its own."""
+        return self.format.label(self.index.text("path", i))
+
     def image_bytes(self, i: int) -> bytes:
         """Raises BadSample for a sample that the index calls bad, and when the image is not the
         one that it knows."""
@@ -191,6 +195,7 @@ KINDS: dict[str, tuple[str, Callable[..., Format]]] = {
     "tsv": ("tsv:FILE", open_tsv),
     "parquet": ("parquet:FILE_OR_PATTERN", ParquetFormat),
     "coco": ("coco:IMAGES:CAPTIONS.json", CocoFormat),
+    "karpathy": ("karpathy:FILE?split=test", KarpathyFormat),
     "imagefolder": ("imagefolder:DIR", ImageFolderFormat),
     "webdataset": ("webdataset:PATTERN", WebdatasetFormat),
     "python": ("python:MODULE:NAME", PythonFormat),

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -29,6 +31,10 @@ from data.modalities.tokenizer_open_clip import PREFIX, open_clip_tokenizer
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in this order: [PAD] is 0
 CONTINUES = "##"
+HUB_FILES = (  # that a tokenizer is made of
+    *("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*"),
+    *("merges.txt", "*.model", "chat_template*"),
+)
 TENSOR_CORE_MULTIPLE = (
     8  # sides of half-precision products that tensor cores take without padding of their own
 )
@@ -132,8 +138,10 @@ def _loaded(where: str) -> PreTrainedTokenizerBase:
         if where.startswith(PREFIX):
             tokenizer = open_clip_tokenizer(where)
         else:
-            tokenizer = AutoTokenizer.from_pretrained(where, use_fast=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+            # asks the hub once; AutoTokenizer asks for each file, and waits a minute for a network
+            place = where if folder.is_dir() else snapshot_download(where, allow_patterns=HUB_FILES)
+            tokenizer = AutoTokenizer.from_pretrained(place, use_fast=True, trust_remote_code=False)
+    except (OSError, ValueError, HfHubHTTPError) as error:
         what = (
             "holds no tokenizer that transformers can load"
             if folder.is_dir()

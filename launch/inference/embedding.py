@@ -10,6 +10,7 @@ row in the first, and `text`; and `about.json`, which says what model they are o
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -33,6 +34,8 @@ from launch.inputs import languages_of
 from launch.run.report import show
 from models.towers.fusion import Fusion
 
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Name -> what autocast computes in; None: nothing is cast."""
 FILES = ("about.json", "image.npy", "text.npy", "images.jsonl", "texts.jsonl")
 
 
@@ -54,9 +57,18 @@ class Embedded:
 
 
 class Embedder:
-    """The towers of `trained` on `device`, `batch_size` images or texts at a time."""
+    """The towers of `trained` on `device`, `batch_size` images or texts at a time. `precision`: a
+    key of `PRECISIONS`; embeddings are float32 in any."""
 
-    def __init__(self, trained: Trained, device: torch.device | str, batch_size: int, workers: int):
+    def __init__(
+        self,
+        trained: Trained,
+        device: torch.device | str,
+        batch_size: int,
+        workers: int,
+        precision: str = "fp32",
+    ):
+        self.precision = precision
         self.trained, self.device, self.batch_size, self.workers = (
             trained,
             torch.device(device),
@@ -84,6 +96,11 @@ class Embedder:
         return _rows(
             [outputs["text_embeds"].float().cpu() for outputs in self._of_texts(texts, languages)]
         )
+
+    def autocast(self) -> torch.autocast:
+        """The precision, for what runs inside of it."""
+        dtype = PRECISIONS[self.precision]
+        return torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
     @property
     def fusion(self) -> Fusion | None:
@@ -158,9 +175,25 @@ class Embedder:
     @torch.inference_mode()
     def _run(self, branch: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
-        for layer in self._layers[branch]:
-            tensors = layer(tensors)
+        with self.autocast():
+            for layer in self._layers[branch]:
+                tensors = layer(tensors)
         return tensors
+
+
+def chosen_device(given: str) -> torch.device:
+    """The device of `cpu`, `cuda`, `cuda:N` or `auto`, the first GPU if there is one. Errors:
+    ValueError for another word, and for a GPU that this machine does not have."""
+    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if given == "auto":
+        return torch.device("cuda" if number else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", given):
+        raise ValueError(f"{given!r}; give cpu, cuda, cuda:N or auto")
+    device = torch.device(given)
+    if device.type == "cuda" and (device.index or 0) >= number:
+        there = f"cuda:0 to cuda:{number - 1}" if number else "no GPU that torch can use"
+        raise ValueError(f"{given}; this machine has {there}; give one of its devices, or auto")
+    return device
 
 
 def _with_progress(batches: Iterable[Any], total: int, of: str) -> Iterable[Any]:

@@ -1,4 +1,4 @@
-"""What a trained model can do, in numbers and in figures: retrieval, classes, examples."""
+"""What a trained model can do, in numbers and in figures: retrieval, examples, a search."""
 
 from __future__ import annotations
 
@@ -15,23 +15,14 @@ from rich.table import Table
 from torch import Tensor
 
 from data.index.sources import Source
-from data.prepare import HeldOut
-from launch.inference.embedding import Embedded, Embedder, folders_of, read_images
+from launch.inference.embedding import Embedded, folders_of, read_images
 from launch.inference.gallery import Found, Row
 from launch.run.report import recalls
 from models.metrics.alignment import alignment_figures, alignment_sums
-from models.metrics.classification import (
-    LEAST_TO_PROBE,
-    NEIGHBOURS,
-    TOP,
-    class_embeds,
-    neighbour_accuracy,
-    probe_accuracy,
-    zero_shot_accuracy,
-)
-from models.metrics.retrieval import best_ranks, hits, median_rank, nearest
+from models.metrics.retrieval import RECALL_AT, best_ranks, hits, median_rank, nearest
 
 SHOWN = 5  # answers to a query
+NUM_ASKED = 32  # samples, for whether the data says languages
 
 
 def retrieval(embedded: Embedded) -> dict[str, float]:
@@ -48,6 +39,46 @@ def retrieval(embedded: Embedded) -> dict[str, float]:
             len(images),
         )
     return values
+
+
+BENCHMARK_NAMES = {"image_to_text": "text_retrieval", "text_to_image": "image_retrieval"}
+
+
+def benchmark_metrics(values: Mapping[str, float]) -> dict[str, float]:
+    """The recalls of `retrieval` under the names of CLIP_benchmark, which are of what is found:
+    text_retrieval_recall@5 is of images as queries."""
+    return {
+        f"{name}_recall@{k}": values[f"{direction}_R@{k}"]
+        for direction, name in BENCHMARK_NAMES.items()
+        for k in RECALL_AT
+        if f"{direction}_R@{k}" in values
+    }
+
+
+def by_language(embedded: Embedded, source: Source) -> dict[str, Embedded]:
+    """The samples of each language, where the data says of several; a sample that does not say it is
+    of none. Each is compared with samples of its own language.
+
+    Some samples are asked first: a data set class may have to load an item to tell its language.
+    """
+    some = embedded.index[:: max(1, len(embedded.index) // NUM_ASKED)].tolist()
+    if all(source.language(i) is None for i in some):
+        return {}
+    said = [source.language(i) for i in embedded.index.tolist()]
+    languages = sorted({str(language) for language in said if language is not None})
+    found = {}
+    for language in languages if len(languages) > 1 else ():
+        own = torch.tensor([str(each) == language for each in said])
+        row = own.cumsum(0) - 1  # of an image among those of its language
+        texts = own[embedded.image_of_text]
+        found[language] = Embedded(
+            embedded.index[own],
+            embedded.image[own],
+            embedded.text[texts],
+            row[embedded.image_of_text[texts]],
+            [text for text, is_own in zip(embedded.texts, texts.tolist()) if is_own],
+        )
+    return found
 
 
 def directions(embedded: Embedded) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -70,91 +101,6 @@ def rank_figures(direction: str, ranks: Tensor) -> dict[str, float]:
 
 def _both(image: Tensor, text: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (image, text), (text, image)
-
-
-def classification(embedder: Embedder, test: HeldOut, train: HeldOut | None) -> dict[str, float]:
-    """Of data whose samples of a class have the same captions: zero-shot, by these as prompts; with
-    `train` by neighbours and a linear probe.
-
-    Zero-shot, an image is one of the classes of `test`; to those that `train` has besides,
-    neighbours and probe may take it.
-    """
-    if train:
-        refuse_unlike(test, train)
-    index, image = embedder.images(test.source, test.subset)
-    train_index, train_image = (
-        embedder.images(train.source, train.subset) if train else (index[:0], image[:0])
-    )
-    captions = [test.source.captions(i) for i in index.tolist()]
-    train_captions = [train.source.captions(i) for i in train_index.tolist()]
-    prompts = {own[0]: own for own in captions}  # of each class, by its first
-    classes = sorted(prompts)
-    every = [*classes, *sorted({own[0] for own in train_captions} - set(classes))]
-    number = {name: n for n, name in enumerate(every)}
-    label, train_label = (
-        torch.tensor([number[own[0]] for own in each], dtype=torch.int64)
-        for each in (captions, train_captions)
-    )
-    of_prompt = torch.tensor([n for n, name in enumerate(classes) for _ in prompts[name]])
-    by_class = class_embeds(
-        embedder.texts([text for name in classes for text in prompts[name]]),
-        of_prompt,
-        len(classes),
-    )
-    values = {"num_samples": len(index), "num_classes": len(classes)}
-    values |= {
-        f"zero_shot_{key}": value
-        for key, value in zero_shot_accuracy(image, label, by_class).items()
-    }
-    if train:
-        values["neighbours_top_1"] = neighbour_accuracy(
-            train_image, train_label, image, label, len(every)
-        )
-        values["linear_probe_top_1"], values["linear_probe_strength"] = probe_accuracy(
-            train_image, train_label, image, label
-        )
-    return values
-
-
-def refuse_unlike(test: HeldOut, train: HeldOut) -> None:
-    """Errors: ValueError where classes cannot be learned from `train`: a class is known by its
-    first caption."""
-    tested, trained = (
-        {part.source.captions(i)[0] for i in part.subset.tolist()} for part in (test, train)
-    )
-    if unknown := sorted(tested - trained):
-        raise ValueError(
-            f"{len(unknown)} of {len(tested)} classes of {test.source.spec} are not among those of "
-            f"{train.source.spec}, the first is {unknown[0]!r}; give both the same names and "
-            "templates"
-        )
-    if len(train.subset) < LEAST_TO_PROBE or len(trained) < 2:
-        raise ValueError(
-            f"a linear probe needs at least {LEAST_TO_PROBE} training images of 2 classes; "
-            f"{train.source.spec} has {len(train.subset)} of {len(trained)}"
-        )
-
-
-def classification_table(values: Mapping[str, float], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("how")
-    table.add_column("top-1 %", justify="right")
-    table.add_column("top-5 %", justify="right")
-    table.add_row("zero-shot", *(f"{100 * values[f'zero_shot_top_{k}']:.1f}" for k in TOP))
-    if "neighbours_top_1" in values:
-        table.add_row(
-            f"{NEIGHBOURS} nearest neighbours", f"{100 * values['neighbours_top_1']:.1f}", ""
-        )
-        table.add_row(
-            f"linear probe, C = {values['linear_probe_strength']:g}",
-            f"{100 * values['linear_probe_top_1']:.1f}",
-            "",
-        )
-    chance = [min(1.0, k / values["num_classes"]) for k in TOP]
-    table.add_row(
-        f"chance, {values['num_classes']:.0f} classes", *(f"{100 * c:.1f}" for c in chance)
-    )
-    return table
 
 
 def examples(embedded: Embedded, source: Source, number: int, seed: int = 0) -> list[Row]:

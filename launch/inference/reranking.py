@@ -63,8 +63,8 @@ def pair_scores(
             mask = pad_sequence([torch.ones(len(each)) for each in own], batch_first=True).to(
                 embedder.device
             )
-            scores.append(
-                embedder.fusion(tokens[image[part].to(embedder.device) - first], padded, mask).cpu()
-            )
+            own_image = tokens[image[part].to(embedder.device) - first]
+            with embedder.autocast():
+                scores.append(embedder.fusion(own_image, padded, mask).float().cpu())
         first += len(tokens)
     return torch.cat(scores)

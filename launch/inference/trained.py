@@ -48,7 +48,7 @@ from models.towers.defaults import image_name, text_name
 from models.towers.fusion import fusion_sizes
 from models.towers.layers import Layer, Tower, library_models_kept
 from models.weights.open_clip_models import weights_of
-from models.weights.reading import open_model
+from models.weights.reading import find_model, open_model, weight_files
 
 if TYPE_CHECKING:
     from launch.settings.options import Options
@@ -87,11 +87,12 @@ class Trained:
         return Preprocessing.from_options(self.options)
 
     def checksum(self) -> str:
-        """Of the file that tells these weights from all others."""
+        """Of the file that tells these weights from all others; of published ones that lie in
+        several, of each."""
         files = (self.checkpoint / MANIFEST, self.checkpoint / WEIGHTS, self.checkpoint)
-        found = next((file for file in files if file.is_file()), None)
+        found = [file for file in files if file.is_file()][:1] or weight_files(self.checkpoint)
         apart = sorted(self.checkpoint.glob(f"{FOLDER}/*/{FILE}"))  # an export's adapters
-        return "-".join(map(checksum_of_file, [found or weights_of(self.checkpoint), *apart]))
+        return "-".join(map(checksum_of_file, (found or [weights_of(self.checkpoint)]) + apart))
 
 
 def open_model_folder(
@@ -105,6 +106,18 @@ def open_model_folder(
     if checkpoint or averaged:
         raise ValueError(f"{folder}: holds one model; --checkpoint and --ema are of a run's folder")
     return open_published(folder, device) if published else open_export(folder, device)
+
+
+def public_model(where: str) -> Path:
+    """The folder of a public model, or its file where the configuration lies beside it, downloaded
+    if it is ORGANISATION/MODEL. Errors: ValueError for another file, FileNotFoundError."""
+    path = find_model(where)
+    if not path.is_dir() and not is_published(path):
+        raise ValueError(
+            f"--import {where}: is a file, which does not say what towers its weights are of; give "
+            "the folder of the whole model"
+        )
+    return path
 
 
 def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:

@@ -34,10 +34,16 @@ def recalls(totals: Mapping[str, Sequence[float]], num_samples: int) -> dict[str
 
 
 def retrieval_table(
-    title: str, evaluations: Sequence[Mapping[str, float]], num_samples: Mapping[str, int]
+    title: str,
+    evaluations: Sequence[Mapping[str, float]],
+    num_samples: Mapping[str, int],
+    languages: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
 ) -> Table:
     """Rows: held-out set and direction; columns: R@1, R@5, R@10 and, where it was measured, the
-    median rank, each as first → last of `evaluations` (one: just that)."""
+    median rank, each as first → last of `evaluations` (one: just that). `languages`: by set and
+    language the same figures with `num_samples`, of one evaluation."""
+    if languages:
+        num_samples, evaluations = _with_languages(evaluations[0], num_samples, languages)
     with_median = all(
         key.removesuffix("_R@1") + "_median_rank" in values
         for values in evaluations
@@ -75,6 +81,21 @@ def retrieval_table(
                 f"{100 * min(1.0, RECALL_AT[-1] / with_both):.1f}",
             )
     return table
+
+
+def _with_languages(
+    values: Mapping[str, float],
+    num_samples: Mapping[str, int],
+    languages: Mapping[str, Mapping[str, Mapping[str, float]]],
+) -> tuple[dict[str, int], list[dict[str, float]]]:
+    """The sets, each followed by its languages as sets of their own."""
+    sizes, figures = {}, dict(values)
+    for held_out, number in num_samples.items():
+        sizes[held_out] = number
+        for language, own in languages.get(held_out, {}).items():
+            sizes[f"{held_out}, {language}"] = own["num_samples"]
+            figures |= {f"{held_out}, {language}/{key}": value for key, value in own.items()}
+    return sizes, [figures]
 
 
 def _with_both(values: Mapping[str, float], held_out: str, direction: str, count: int) -> int:

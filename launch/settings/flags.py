@@ -127,7 +127,7 @@ def _data(data: argparse._ArgumentGroup) -> None:
         "--data",
         action="append",
         metavar="SPEC",
-        help="demo | demo:LANG[+LANG...] | jsonl:FILE | csv:FILE | tsv:FILE | parquet:FILES | coco:IMAGES:CAPTIONS.json | imagefolder:DIR | "
+        help="demo | demo:LANG[+LANG...] | jsonl:FILE | csv:FILE | tsv:FILE | parquet:FILES | coco:IMAGES:CAPTIONS.json | karpathy:FILE?split=train+restval | imagefolder:DIR | "
         "webdataset:SHARDS | python:MODULE:NAME; repeat it to mix several (data/README.md; "
         "default: demo)",
     )

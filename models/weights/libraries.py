@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from models.towers.layers import Tower
@@ -40,6 +41,7 @@ def published_timm(where: str, tower: Tower) -> Source:
     if tag not in tags:
         raise refuse(f"image weights for tower {tower.name!r}:", where, [DEFAULT, *tags])
     try:
+        refuse_unreachable(timm.hub_id(config["architecture"], tag))
         return in_memory(timm.loaded(config["architecture"], config["arguments"], tag).state_dict())
     except RuntimeError as error:
         raise _unfit(f"weights {where!r}", tower, error) from error
@@ -57,7 +59,12 @@ def published_open_clip(where: str, tower: Tower) -> str:
     library, model = open_clip.library(), tower.config["model"]
     tags = library.list_pretrained_tags_by_model(model)
     quick = tower.config["quick_gelu"]
-    tag = open_clip.default_tag(model, quick) or where if where == DEFAULT else where
+    tag = open_clip.default_tag(model, quick) if where == DEFAULT else where
+    if tag is None and tags:
+        raise ValueError(
+            f"weights {where!r} of tower {tower.name!r}: all that OpenCLIP has of {model} were "
+            f"trained with quick_gelu={'false' if quick else 'true'}; give the tower that key"
+        )
     if tag not in tags:
         raise refuse(f"{tower.branch} weights for tower {tower.name!r}:", where, [DEFAULT, *tags])
     config = library.get_pretrained_cfg(model, tag)
@@ -67,6 +74,7 @@ def published_open_clip(where: str, tower: Tower) -> str:
             f"{'false' if quick else 'true'}; give the tower that key"
         )
     try:
+        refuse_unreachable(config.get("hf_hub", ""))
         return library.download_pretrained(config)
     except Exception as error:  # of the hub's client there are many kinds
         place = config.get("hf_hub", "").rstrip("/") or config.get("url")
@@ -74,6 +82,17 @@ def published_open_clip(where: str, tower: Tower) -> str:
             f"weights {where!r} of OpenCLIP's {model} could not be had ({type(error).__name__}); "
             f"check the network, or download {place} and give its file"
         ) from error
+
+
+def refuse_unreachable(hub_id: str) -> None:
+    """Raise what the hub's client raises where a model is neither in its cache nor to be had.
+
+    `snapshot_download` asks once. The libraries ask for each file, and wait for half a minute
+    between attempts before they say that there is no network. An address that is no
+    ORGANISATION/MODEL passes.
+    """
+    if "://" not in hub_id and hub_id.count("/") >= 1:
+        snapshot_download("/".join(hub_id.split("/")[:2]), allow_patterns=["config.json"])
 
 
 # -- as the tower wants them

@@ -7,6 +7,7 @@ the file.
 
 import json
 import logging
+import pickle
 import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -365,6 +366,17 @@ def find_model(where: str) -> Path:
     )
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Those that `open_tensors` may read, with their shards, by name."""
+    stems = {Path(name).stem for name in SAFETENSORS + TORCH}
+    ends = {Path(name).suffix for name in SAFETENSORS + TORCH}
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.suffix in ends and (file.stem in stems or file.stem.split("-")[0] in stems)
+    )
+
+
 def open_tensors(path: Path) -> Source:
     """A folder's weights, or a file's; nothing but headers is read where the format allows it."""
     if path.is_file():
@@ -397,10 +409,22 @@ def _open_safetensors(path: Path) -> Source:
 
 
 def _open_torch(path: Path) -> Source:
-    """Mapped into memory where the format allows: pages are read when their tensors are."""
-    return in_memory(
-        torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    )
+    """Mapped into memory where the format allows: pages are read when their tensors are. Nothing in
+    the file is run: torch refuses whatever is more than tensors and plain containers."""
+    mapped = zipfile.is_zipfile(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{path}: cannot be read as weights alone, and code in a file is never run ({reason}); "
+            "give a .safetensors file, or save the state dict alone with torch.save"
+        ) from error
+    if not isinstance(state, dict):
+        raise ValueError(
+            f"{path}: holds a {type(state).__name__}; a state dict is needed, names with tensors"
+        )
+    return in_memory(state)
 
 
 def _open_sharded(index: Path) -> Source:

@@ -10,16 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from embedders import TOKENS, make_embedder
 from matplotlib.image import imread
 from torch.nn import functional as F
 
 from data.index.sources import open_source
 from data.modalities.fonts import fonts_for, installed_fonts
-from data.modalities.tokenizer import batch_tokens, load_tokenizer
+from data.modalities.tokenizer import batch_tokens
 from data.prepare import HeldOut
-from evaluate import held_out, refuse_other_pairs, with_both
+from evaluate import refuse_other_pairs
+from launch.inference.classes import classification
 from launch.inference.embedding import (
-    Embedder,
     forget_embeddings,
     read_images,
     refuse_other_content,
@@ -27,7 +28,6 @@ from launch.inference.embedding import (
     write_embeddings,
 )
 from launch.inference.evaluation import (
-    classification,
     embeddings_of,
     examples,
     retrieval,
@@ -36,12 +36,9 @@ from launch.inference.evaluation import (
 )
 from launch.inference.gallery import Found, Row, draw_rows
 from launch.inference.reranking import reranked_retrieval
-from launch.inference.trained import Trained
-from models.losses import build_loss
-from models.towers.building import build_towers
+from launch.inference.samples import held_out, with_both
 from models.towers.fusion import FusionSizes
 
-SIZE, TOKENS = 32, 16
 MODEL = {"checkpoint": "step-00000001", "run": "a run", "checksum": "a"}
 
 
@@ -53,23 +50,6 @@ def source():
 @pytest.fixture(scope="module")
 def embedder(source):
     return make_embedder(source)
-
-
-def make_embedder(source, fusion=None):
-    tokenizer = load_tokenizer(None, [source.captions(i)[0] for i in range(0, 400)])
-    names = (
-        "resnet18:layers=1-1-1-1,width_per_group=64",
-        "bert-tiny:hidden_size=32,num_attention_heads=2,intermediate_size=32",
-    )
-    ids = tokenizer.pad_token_id, tokenizer.eos_token_id
-    towers = build_towers(
-        *names, 16, SIZE, len(tokenizer), TOKENS, *ids, build_loss("infonce").parameters, fusion
-    )
-    layers = [spec.build(1).eval() for tower in towers for spec in tower.specs]
-    record = {"options": {"image_size": SIZE, "max_text_tokens": TOKENS, "seed": 0}}
-    return Embedder(
-        Trained(record, Path("step-00000001"), 1, tokenizer, towers, layers), "cpu", 7, 0
-    )
 
 
 SUBSET = np.arange(0, 400, 20)
@@ -314,7 +294,13 @@ def test_classes_by_prompts_neighbours_and_a_probe(source, embedder, tmp_path):
     right = np.mean([guess == test.captions(i)[0] for guess, i in zip(guessed, index.tolist())])
     assert values["zero_shot_top_1"] == pytest.approx(right) and values["zero_shot_top_5"] == 1.0
     alone = classification(embedder, HeldOut(test, test.usable()), None)
-    assert set(alone) == {"num_samples", "num_classes", "zero_shot_top_1", "zero_shot_top_5"}
+    assert set(alone) == {"num_samples", "num_classes"} | {
+        f"zero_shot_{name}" for name in ("top_1", "top_5", "mean_per_class")
+    }
+    plain = open_source(f"imagefolder:{tmp_path / 'train'}")  # a class is a folder, not a prompt
+    assert values == classification(
+        embedder, HeldOut(test, test.usable()), HeldOut(plain, plain.usable())
+    )
     shutil.rmtree(
         tmp_path / "test" / "blue"
     )  # a class that is only learned from is no answer to a zero-shot question
@@ -326,12 +312,13 @@ def test_classes_by_prompts_neighbours_and_a_probe(source, embedder, tmp_path):
         for more in (HeldOut(train, train.usable()), None)
     )
     assert alone["num_classes"] == 2 and alone.items() <= with_train.items()
-    plain = open_source(f"imagefolder:{tmp_path / 'train'}")
+    (tmp_path / "train" / "green").rename(tmp_path / "train" / "lime")
+    other = open_source(f"imagefolder:{tmp_path / 'train'}")
     with pytest.raises(
         ValueError,
-        match="2 of 2 classes of .* are not among those of .*, the first is 'green'; give both the same names",
+        match="1 of 2 classes of .* are not among those of .*, the first is 'green'; a class has the same folder",
     ):
-        classification(embedder, HeldOut(fewer, fewer.usable()), HeldOut(plain, plain.usable()))
+        classification(embedder, HeldOut(fewer, fewer.usable()), HeldOut(other, other.usable()))
     with pytest.raises(ValueError, match="at least 5 training images of 2 classes; .* has 4 of 2"):
         classification(
             embedder, HeldOut(fewer, fewer.usable()), HeldOut(fewer, fewer.usable()[4:8])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import balanced_accuracy_score, top_k_accuracy_score
 from sklearn.neighbors import KNeighborsClassifier
 from torch.nn import functional as F
 
@@ -10,6 +11,7 @@ from models.metrics.classification import (
     NEIGHBOURS,
     TEMPERATURE,
     class_embeds,
+    class_ranks,
     neighbour_accuracy,
     probe_accuracy,
     zero_shot_accuracy,
@@ -39,8 +41,37 @@ def test_zero_shot_counts_the_first_and_the_first_five():
     classes = torch.roll(torch.eye(6), 1, 0) + 0.5 * torch.eye(
         6
     )  # the right class is second for each image
-    assert zero_shot_accuracy(image, torch.arange(6), classes) == {"top_1": 0.0, "top_5": 1.0}
+    expected = {"top_1": 0.0, "top_5": 1.0, "mean_per_class": 0.0}
+    assert zero_shot_accuracy(image, torch.arange(6), classes) == expected
     assert zero_shot_accuracy(image, torch.arange(6), torch.eye(6))["top_1"] == 1.0
+    collapsed = zero_shot_accuracy(image, torch.arange(6), torch.ones(6, 6))
+    unknown = zero_shot_accuracy(image, torch.arange(6), torch.full((6, 6), torch.nan))
+    assert collapsed == unknown == {"top_1": 0.0, "top_5": 0.0, "mean_per_class": 0.0}
+
+
+def test_zero_shot_figures_are_scikit_learns():
+    """Of classes with other numbers of images, one of which has none."""
+    classes, _ = clusters(1, num_classes=8)
+    image, label = clusters(40, num_classes=7, spread=1.0)
+    kept = torch.rand(len(label), generator=torch.Generator().manual_seed(3)) < 0.1 + label / 8
+    image, label = image[kept], label[kept]
+    scores = (image @ classes.T).numpy()
+    with pytest.warns(UserWarning, match="y_pred contains classes not in y_true"):
+        balanced = balanced_accuracy_score(label, scores.argmax(1))
+    found = zero_shot_accuracy(image, label, classes)
+    assert found["mean_per_class"] == pytest.approx(balanced, abs=1e-12)
+    for k in (1, 5):
+        of_library = top_k_accuracy_score(label, scores, k=k, labels=range(8))
+        assert found[f"top_{k}"] == pytest.approx(of_library, abs=1e-12)
+    assert abs(found["top_1"] - found["mean_per_class"]) > 0.01 and found["top_1"] < 0.95
+
+
+def test_of_classes_with_the_same_prompts_the_first_is_found():
+    """As by argmax: the second is right behind it, and a class behind both has two before it."""
+    embeds = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    same = torch.tensor([0, 1, 0])  # classes 0 and 2 have the same prompts
+    image = torch.tensor([[1.0, 0.1], [1.0, 0.1], [1.0, 0.1]])
+    assert class_ranks(image, torch.arange(3), embeds, same).tolist() == [0, 2, 1]
 
 
 def test_neighbours_vote_as_scikit_learn_lets_them():

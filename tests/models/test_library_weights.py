@@ -108,6 +108,7 @@ def test_names_of_timms_weights(monkeypatch):
         return dict(model.state_dict())
 
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", load)
+    monkeypatch.setattr("models.weights.libraries.snapshot_download", lambda *_, **__: None)
     tower = image_tower("timm:test_vit", 160)
     pixels = torch.randn(2, 3, 160, 160)
     expected = model.forward_head(model.forward_features(pixels), pre_logits=True)
@@ -318,6 +319,7 @@ def test_names_of_openclips_weights(tmp_path, monkeypatch):
         return f"{where}/model.safetensors"
 
     monkeypatch.setattr(open_clip, "download_pretrained", download)
+    monkeypatch.setattr("models.weights.libraries.snapshot_download", lambda *_, **__: None)
     tower = image_tower(f"open_clip:ViT-B-32:{keys}", 64)
     quick = image_tower(f"open_clip:ViT-B-32:{keys},quick_gelu=true", 64)
     for each in (tower, quick):

@@ -167,12 +167,10 @@ def test_folders_refused(tmp_path):
 
 
 def test_an_unreachable_hub_is_said(monkeypatch):
-    from transformers import AutoConfig
-
     def unreachable(*args, **kwargs):
         raise OSError("no network")
 
-    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    monkeypatch.setattr("models.towers.libraries.configurations.snapshot_download", unreachable)
     with pytest.raises(
         FileNotFoundError,
         match="'someone/model': its configuration could not be had from the Hugging Face hub; check",

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
@@ -72,8 +74,9 @@ def find_config(
             "ORGANISATION/MODEL"
         )
     try:
-        return _auto_config(base, part), base
-    except OSError as error:
+        # asks once; transformers would ask for several files, and wait for a network for a minute
+        return _auto_config(snapshot_download(base, allow_patterns=["config.json"]), part), base
+    except (OSError, HfHubHTTPError, ValueError) as error:
         raise FileNotFoundError(
             f"{what} {base!r}: its configuration could not be had from the Hugging Face hub; check "
             "the id and the network, or download the model and give its folder"

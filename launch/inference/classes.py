@@ -1,0 +1,134 @@
+"""Classes of images by a trained model: zero-shot by prompts, by neighbours, by a linear probe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from data.index.sources import Source
+from data.prepare import HeldOut
+from launch.inference.embedding import Embedder
+from models.metrics.classification import (
+    LEAST_TO_PROBE,
+    NEIGHBOURS,
+    TOP,
+    class_embeds,
+    neighbour_accuracy,
+    probe_accuracy,
+    zero_shot_accuracy,
+)
+
+
+def classification(embedder: Embedder, test: HeldOut, train: HeldOut | None) -> dict[str, float]:
+    """Of data whose samples of a class have the same captions: zero-shot, by these as prompts; with
+    `train` by neighbours and a linear probe.
+
+    Zero-shot, an image is one of the classes of `test`; to those that `train` has besides,
+    neighbours and probe may take it.
+    """
+    if train:
+        refuse_unlike(test, train)
+    index, image = embedder.images(test.source, test.subset)
+    train_index, train_image = (
+        embedder.images(train.source, train.subset) if train else (index[:0], image[:0])
+    )
+    names = [class_of(test.source, i) for i in index.tolist()]
+    train_names = [class_of(train.source, i) for i in train_index.tolist()] if train else []
+    prompts: dict[str, tuple[str, ...]] = {}  # of each class
+    for name, i in zip(names, index.tolist()):
+        if name not in prompts:
+            prompts[name] = tuple(test.source.captions(i))
+    classes = sorted(prompts)
+    every = [*classes, *sorted(set(train_names) - set(classes))]
+    number = {name: n for n, name in enumerate(every)}
+    label, train_label = (
+        torch.tensor([number[name] for name in each], dtype=torch.int64)
+        for each in (names, train_names)
+    )
+    by_class, same = class_embeddings(embedder, [prompts[name] for name in classes])
+    values = {"num_samples": len(index), "num_classes": len(classes)}
+    values |= {
+        f"zero_shot_{key}": value
+        for key, value in zero_shot_accuracy(image, label, by_class, same).items()
+    }
+    if train:
+        values["neighbours_top_1"] = neighbour_accuracy(
+            train_image, train_label, image, label, len(every)
+        )
+        values["linear_probe_top_1"], values["linear_probe_strength"] = probe_accuracy(
+            train_image, train_label, image, label
+        )
+    return values
+
+
+def class_of(source: Source, i: int) -> str:
+    """The class of a sample: its folder, or its first caption where the data set has no classes of
+    its own."""
+    label = getattr(source, "label", lambda i: None)(i)
+    return source.captions(i)[0] if label is None else label
+
+
+def class_embeddings(
+    embedder: Embedder, prompts: Sequence[tuple[str, ...]]
+) -> tuple[Tensor, Tensor]:
+    """([U, D] of length 1, [C] int64): one row for classes with the same prompts, and the row of
+    each of the C classes. `prompts`: of each class."""
+    rows = {own: row for row, own in enumerate(dict.fromkeys(prompts))}
+    of_prompt = torch.tensor([row for own, row in rows.items() for _ in own])
+    embeds = embedder.texts([text for own in rows for text in own])
+    return (
+        class_embeds(embeds, of_prompt, len(rows)),
+        torch.tensor([rows[own] for own in prompts]),
+    )
+
+
+def refuse_unlike(test: HeldOut, train: HeldOut) -> None:
+    """Errors: ValueError where classes cannot be learned from `train`."""
+    tested, trained = (
+        {class_of(part.source, i) for i in part.subset.tolist()} for part in (test, train)
+    )
+    if unknown := sorted(tested - trained):
+        raise ValueError(
+            f"{len(unknown)} of {len(tested)} classes of {test.source.spec} are not among those of "
+            f"{train.source.spec}, the first is {unknown[0]!r}; a class has the same folder in "
+            "both, or the same first caption"
+        )
+    if len(train.subset) < LEAST_TO_PROBE or len(trained) < 2:
+        raise ValueError(
+            f"a linear probe needs at least {LEAST_TO_PROBE} training images of 2 classes; "
+            f"{train.source.spec} has {len(train.subset)} of {len(trained)}"
+        )
+
+
+def benchmark_metrics(values: Mapping[str, float]) -> dict[str, Any]:
+    """The zero-shot figures under the names of CLIP_benchmark. Its acc5 is not a number where there
+    are fewer than five classes."""
+    return {
+        "acc1": values["zero_shot_top_1"],
+        "acc5": values["zero_shot_top_5"] if values["num_classes"] >= 5 else float("nan"),
+        "mean_per_class_recall": values["zero_shot_mean_per_class"],
+    }
+
+
+def classification_table(values: Mapping[str, float], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("how")
+    for name in ("top-1 %", "top-5 %", "mean per class %"):
+        table.add_column(name, justify="right")
+    figures = [f"zero_shot_top_{k}" for k in TOP] + ["zero_shot_mean_per_class"]
+    table.add_row("zero-shot", *(f"{100 * values[name]:.1f}" for name in figures))
+    if "neighbours_top_1" in values:
+        table.add_row(f"{NEIGHBOURS} nearest neighbours", f"{100 * values['neighbours_top_1']:.1f}")
+        table.add_row(
+            f"linear probe, C = {values['linear_probe_strength']:g}",
+            f"{100 * values['linear_probe_top_1']:.1f}",
+        )
+    chance = [min(1.0, k / values["num_classes"]) for k in (*TOP, 1)]
+    table.add_row(
+        f"chance, {values['num_classes']:.0f} classes", *(f"{100 * c:.1f}" for c in chance)
+    )
+    return table

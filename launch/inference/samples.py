@@ -1,0 +1,67 @@
+"""The samples that evaluate.py measures: those that a run held out, or a data set of their own."""
+
+from __future__ import annotations
+
+import argparse
+
+from data.index.roots import with_roots
+from data.index.sources import open_source
+from data.options import DataOptions
+from data.prepare import HeldOut, count_bad, first_bad, prepare_data
+from launch.inference.trained import Trained
+from launch.run.report import show
+
+
+def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldOut]:
+    """The samples to evaluate, by name; at least one set."""
+    if arguments.val_data:
+        return {"validation": opened(arguments.val_data)}
+    if "data" not in trained.options:
+        raise ValueError(
+            f"{arguments.run_dir}: an exported model has no samples of its own; give some with "
+            "--val-data"
+        )
+    options = DataOptions.from_record(trained.options)
+    if options.val_data:
+        return {"validation": opened(with_roots(options.val_data, options.data_root))}
+    try:
+        parts = prepare_data(
+            options, trained.record["tokenizer"], arguments.run_dir, progress=True
+        ).held_out
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{error}\nthe samples that the run held out cannot be had any more; give samples with "
+            "--val-data"
+        ) from error
+    if not parts:
+        raise ValueError(
+            f"{arguments.run_dir}: no samples were held out (--val-fraction 0), so there is "
+            "nothing to evaluate; give samples with --val-data, or train a new run with "
+            "--val-fraction 0.1"
+        )
+    return {name: with_both(part) for name, part in parts.items()}
+
+
+def with_both(part: HeldOut) -> HeldOut:
+    """The samples that have an image and a text."""
+    lacking = part.source.lacking("image") | part.source.lacking("text")
+    return HeldOut(part.source, part.subset[~lacking[part.subset]])
+
+
+def opened(spec: str | None) -> HeldOut | None:
+    """All samples of a data set that can be used; says how many cannot."""
+    if spec is None:
+        return None
+    source = open_source(spec, progress=True)
+    part = HeldOut(source, source.usable())
+    if left_out(part):
+        first = next(first_bad(source)).strip()
+        show(
+            f"{left_out(part):,} of {len(source):,} samples of {spec} cannot be used and are left "
+            f"out; the first: {first}"
+        )
+    return part
+
+
+def left_out(part: HeldOut) -> int:
+    return sum(count_bad(part.source).values())

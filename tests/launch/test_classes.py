@@ -1,0 +1,123 @@
+"""Zero-shot classes as published figures have them: OpenCLIP's classifier, names and prompts."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from embedders import make_embedder
+from PIL import Image
+
+from data.index.sources import open_source
+from data.prepare import HeldOut
+from launch.inference.classes import benchmark_metrics, class_embeddings, classification
+
+open_clip = pytest.importorskip("open_clip", reason="class names and prompts are taken from it")
+
+
+@pytest.fixture(scope="module")
+def embedder():
+    """With weights so large that texts and images differ."""
+    made, draw = make_embedder(open_source("demo")), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in made.trained.layers:
+            for parameter in layer.parameters():
+                parameter += 0.2 * torch.randn(parameter.shape, generator=draw)
+    return made
+
+
+@pytest.fixture
+def imagenet(tmp_path, monkeypatch):
+    """Six of ImageNet's folders, among them both that are called "missile", with three images
+    each."""
+    monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))
+    wnids = ("n01440764", "n01443537", "n01484850", "n03773504", "n04008634", "n15075141")
+    for folder, wnid in enumerate(wnids):
+        (tmp_path / "val" / wnid).mkdir(parents=True)
+        for i in range(3):
+            draw = np.random.default_rng(3 * folder + i)
+            image = Image.fromarray(draw.integers(0, 256, (32, 40, 3), dtype=np.uint8))
+            image.save(tmp_path / "val" / wnid / f"{i}.JPEG")
+    return tmp_path / "val"
+
+
+class _Texts(list):
+    def to(self, device):
+        return self
+
+
+class _AsOpenClip:
+    """Our text tower with the one method that OpenCLIP's classifier calls."""
+
+    def __init__(self, embedder):
+        self.embedder = embedder
+
+    def encode_text(self, texts, normalize):
+        return self.embedder.texts(texts)
+
+
+def test_class_embeddings_are_those_of_open_clip(embedder):
+    names = ["tench", "great white shark", "toilet paper", "missile"]
+    templates = open_clip.OPENAI_IMAGENET_TEMPLATES
+    theirs = open_clip.build_zero_shot_classifier(
+        _AsOpenClip(embedder), _Texts, names, templates, num_classes_per_batch=3
+    )
+    ours, same = class_embeddings(embedder, [tuple(t(n) for t in templates) for n in names])
+    assert ours.shape == theirs.T.shape and same.tolist() == [0, 1, 2, 3]
+    torch.testing.assert_close(ours, theirs.T, rtol=0, atol=1e-6)
+    assert (ours @ ours.T).fill_diagonal_(0).max() < 0.9999  # so that the classes differ
+
+
+def test_imagenet_by_name(imagenet, embedder):
+    """Folders get OpenAI's names and prompts; classes of the same name stay two."""
+    source = open_source(f"imagefolder:{imagenet}?templates=openai")
+    names = open_clip.IMAGENET_CLASSNAMES
+    of_index = {0: 0, 3: 1, 6: 2, 9: 657, 12: 744, 15: 999}  # sample -> class of ImageNet
+    for sample, number in of_index.items():
+        expected = [template(names[number]) for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
+        assert source.captions(sample) == expected and len(expected) == 80
+    assert [source.label(i) for i in (0, 9, 12)] == ["n01440764", "n03773504", "n04008634"]
+    values = classification(embedder, HeldOut(source, source.usable()), None)
+    assert values["num_classes"] == 6 and names[657] == names[744] == "missile"
+    classes = open_clip.build_zero_shot_classifier(
+        _AsOpenClip(embedder),
+        _Texts,
+        [names[number] for number in of_index.values()],
+        open_clip.OPENAI_IMAGENET_TEMPLATES,
+    )
+    classes[:, 4] = classes[:, 3]  # "missile" twice: the same prompts, rounding apart
+    _, image = embedder.images(source, source.usable())
+    label = np.arange(18) // 3
+    logits = (image @ classes).numpy()
+    first = logits.argmax(1)
+    assert values["zero_shot_top_1"] == pytest.approx((first == label).mean(), abs=1e-12)
+    metrics = benchmark_metrics(values)
+    assert metrics["acc1"] == metrics["mean_per_class_recall"] == values["zero_shot_top_1"]
+    assert metrics["acc5"] == values["zero_shot_top_5"] < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "caption", "number"),
+    [
+        ("templates=simple", "itap of a tench.", 7),
+        ("names=imagenet", "a photo of a tench", 5),
+        ("classnames=imagenet&templates=a {} in the wild", "a tench in the wild", 1),
+        ("classnames={file}&templates=openai", "a bad photo of a fish 0.", 80),
+    ],
+)
+def test_names_and_templates_in_a_spec(imagenet, tmp_path, options, caption, number):
+    names = {folder.name: f"fish {i}" for i, folder in enumerate(sorted(imagenet.iterdir()))}
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    options = options.replace("{file}", str(tmp_path / "names.json"))
+    source = open_source(f"imagefolder:{imagenet}?{options}")
+    assert source.captions(0)[0] == caption and len(source.captions(0)) == number
+
+
+def test_other_folders_have_no_imagenet_names(imagenet):
+    (imagenet / "n00000001").mkdir()
+    with pytest.raises(ValueError, match="1 of 7 folders are none of ImageNet's 1,000 .*n00000001"):
+        open_source(f"imagefolder:{imagenet}?names=imagenet")
+    with pytest.raises(ValueError, match="names and classnames are the same"):
+        open_source(f"imagefolder:{imagenet}?names=imagenet&classnames=imagenet")
+    with pytest.raises(FileNotFoundError, match="sentences with {}; or openai, simple"):
+        open_source(f"imagefolder:{imagenet}?templates=opneai")
