@@ -79,19 +79,18 @@ def test_trained_resumed_elsewhere_evaluated_and_exported(tmp_path):
     for name, tensor in state(again)[0].items():
         torch.testing.assert_close(tensor, after[name], rtol=1e-2, atol=1e-4, msg=name)
 
+    # merged exports have their own test: tests/launch/test_adapter_export.py
+    status, output = run_to_end("export.py", run, tmp_path / "apart", "--keep-adapters")
+    assert status == 0, output[-5000:]
+    assert (tmp_path / "apart" / "adapters" / "text" / "adapter_model.safetensors").is_file()
     figures = []
-    for where, kept in (
-        (run, None),
-        (tmp_path / "merged", []),
-        (tmp_path / "apart", ["--keep-adapters"]),
-    ):
-        if kept is not None:
-            status, output = run_to_end("export.py", run, where, *kept)
-            assert status == 0, output[-5000:]
+    for where in (run, tmp_path / "apart"):
         file = tmp_path / f"{len(figures)}.json"
         words = [where, "--val-data", data, "--workers", 0, "--json", file]
         status, output = run_to_end("evaluate.py", *words)
         assert status == 0, output[-5000:]
         figures.append(json.loads(file.read_text()))
-    assert figures[0] == figures[1] == figures[2] and figures[0]
-    assert (tmp_path / "apart" / "adapters" / "text" / "adapter_model.safetensors").is_file()
+    assert figures[0].keys() == figures[1].keys() and figures[0]
+    for key, value in figures[0].items():
+        same = pytest.approx(value, rel=1e-5, abs=1e-6) if isinstance(value, float) else value
+        assert figures[1][key] == same, key
