@@ -70,6 +70,13 @@ class Piece:
         """The values of `key`, in order."""
         return [line[key] for line in self.history if key in line]
 
+    def table(self, media: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+        """A table, and the files of its artifact by the paths that its cells have."""
+        own, path = media["artifact_path"].removeprefix("wandb-client-artifact://").split("/", 1)
+        artifact = next(each for each in self.artifacts if each.client_id == own)
+        files = {each.path: Path(each.local_path) for each in artifact.manifest.contents}
+        return json.loads(files[path].read_text()), files
+
     def file(self, media: dict[str, Any]) -> Path:
         """Of a value that W&B keeps as a file."""
         return self.folder / "files" / media["path"]

@@ -76,6 +76,8 @@ class WandbRun:
     def _start(self, mode: str, common: Mapping[str, Any]) -> None:
         import wandb
 
+        # pictures of tables wait there for their upload: beside the run, not in the user's home
+        os.environ.setdefault("WANDB_DATA_DIR", str(self.folder.absolute() / "wandb" / "data"))
         identity = self.folder / IDENTITY
         run_id = (
             identity.read_text(encoding="utf-8").strip()
