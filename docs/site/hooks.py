@@ -88,10 +88,16 @@ def files_linked(path: str) -> Iterator[str]:
 
 
 def source_page(path: str) -> str:
-    """A page that shows a file."""
-    kind = {"py": "python", "sh": "bash", "ipynb": "json"}.get(path.rpartition(".")[2], "")
+    """A page that shows a file; of a notebook its cells."""
     text = (ROOT / path).read_text(encoding="utf-8").rstrip()
-    return f"# `{path}`\n\n````{kind or path.rpartition('.')[2]}\n{text}\n````\n"
+    suffix = path.rpartition(".")[2]
+    if suffix == "ipynb":
+        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+        return "\n\n".join(
+            f"```python\n{source}\n```" if kind == "code" else source for kind, source in cells
+        )
+    kind = {"py": "python", "sh": "bash"}.get(suffix, suffix)
+    return f"# `{path}`\n\n````{kind}\n{text}\n````\n"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
