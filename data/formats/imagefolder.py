@@ -1,11 +1,12 @@
-"""A folder per class, as ImageNet has them: `DIR/class/name.jpg`; captions are the class's name in
-some sentences."""
+"""A folder per class, as ImageNet has them: `DIR/class/name.jpg`, or `DIR/class/name.wav`; captions
+are the class's name in some sentences."""
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from data.formats.rows import (
+    AUDIO_ENDINGS,
     IMAGE_ENDINGS,
     Format,
     Part,
@@ -17,12 +18,12 @@ from data.formats.rows import (
     is_inside,
     near,
     place,
+    place_audio,
     stamp,
 )
 from data.formats.specs import local_file, local_folder, split_options
 from data.index.bad_samples import BadSample
 
-USAGE = "imagefolder:DIR or imagefolder:DIR?names=FILE&templates=FILE"
 OPTIONS = ("names", "templates")
 NAMES_FILE = "classnames.txt"  # taken from DIR where it is there and no other is named
 TEMPLATES = (
@@ -39,17 +40,21 @@ class ImageFolderFormat(Format):
     files are passed over."""
 
     unit = "class"
+    kind = "imagefolder"
+    endings = IMAGE_ENDINGS
+    usual_templates = TEMPLATES
 
     def __init__(self, where: str) -> None:
         """`where`: `DIR[?names=FILE&templates=FILE]`. Errors: ValueError, FileNotFoundError."""
-        name, options, _ = split_options("imagefolder", where, OPTIONS)
-        self.folder = local_folder("imagefolder", name, USAGE)
+        usage = f"{self.kind}:DIR or {self.kind}:DIR?names=FILE&templates=FILE"
+        name, options, _ = split_options(self.kind, where, OPTIONS)
+        self.folder = local_folder(self.kind, name, usage)
         self.roots = Roots.of(self.folder)
         root = self.roots.own
         self.classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
         if not self.classes:
             raise ValueError(
-                f"data spec 'imagefolder:{where}': {self.folder} has no folder in it; a folder per "
+                f"data spec '{self.kind}:{where}': {self.folder} has no folder in it; a folder per "
                 "class is needed"
             )
         own = os.path.join(root, NAMES_FILE)
@@ -57,13 +62,15 @@ class ImageFolderFormat(Format):
             "names", own if os.path.isfile(own) and is_inside(root, os.path.realpath(own)) else None
         )
         templates = options.get("templates")
-        self.names_file = local_file("imagefolder", names, USAGE, "class names") if names else None
+        self.names_file = local_file(self.kind, names, usage, "class names") if names else None
         self.templates_file = (
-            local_file("imagefolder", templates, USAGE, "sentences with {}") if templates else None
+            local_file(self.kind, templates, usage, "sentences with {}") if templates else None
         )
         self.names = _read_names(self.names_file, self.classes) if self.names_file else {}
-        self.templates = _read_templates(self.templates_file) if self.templates_file else TEMPLATES
-        self.spec = f"imagefolder:{self.folder}?{self.names_file}&{self.templates_file}"
+        self.templates = (
+            _read_templates(self.templates_file) if self.templates_file else self.usual_templates
+        )
+        self.spec = f"{self.kind}:{self.folder}?{self.names_file}&{self.templates_file}"
 
     def fingerprint(self) -> list[Stamp]:
         root = self.roots.own
@@ -83,21 +90,42 @@ class ImageFolderFormat(Format):
     def rows(self, part: Part) -> Iterator[Row]:
         name = self.names.get(part.content, part.content.replace("_", " "))
         captions = [template.replace("{}", name) for template in self.templates]
-        for number, path in enumerate(_images(self.roots.own, part.content)):
+        for number, path in enumerate(_files(self.roots.own, part.content, self.endings)):
             row = Row(id=path, number=number, path=path)
             try:
                 check_characters(path, "the name of the file")
-                place(row, self.roots, path)
+                self._place(row, path)
                 row.captions = checked_captions(captions)
             except BadSample as problem:
                 row.problem = problem
             yield row
 
+    def _place(self, row: Row, path: str) -> None:
+        place(row, self.roots, path)
+
     def where(self, file: str, path: str, number: int) -> str:
         return os.path.join(file, path)
 
 
-def _images(root: str, relative: str) -> Iterator[str]:
+class AudioFolderFormat(ImageFolderFormat):
+    """The same of sounds."""
+
+    kind = "audiofolder"
+    endings = AUDIO_ENDINGS
+    holds = ("audio", "text")
+    usual_templates = (
+        "the sound of {}",
+        "a recording of {}",
+        "{}",
+        "one can hear {}",
+        "{}, with some noise",
+    )
+
+    def _place(self, row: Row, path: str) -> None:
+        place_audio(row, self.roots, path)
+
+
+def _files(root: str, relative: str, endings: Sequence[str]) -> Iterator[str]:
     """Paths below `root`, sorted. A folder that leads out of the root comes as its own path, and is
     not entered."""
     folder = os.path.join(root, relative)
@@ -112,8 +140,8 @@ def _images(root: str, relative: str) -> Iterator[str]:
             if not is_inside(root, os.path.realpath(entry.path)):
                 yield path
         elif entry.is_dir():
-            yield from _images(root, path)
-        elif entry.name.rpartition(".")[2].lower() in IMAGE_ENDINGS:
+            yield from _files(root, path, endings)
+        elif entry.name.rpartition(".")[2].lower() in endings:
             yield path
 
 
