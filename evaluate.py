@@ -49,6 +49,7 @@ from launch.inference.evaluation import (
 )
 from launch.inference.gallery import Found, Row, draw_rows
 from launch.inference.reranking import reranked_retrieval
+from launch.inference.sounds import sound_retrieval
 from launch.inference.trained import Trained, open_model_folder
 from launch.run.report import retrieval_table, show
 from launch.settings.flags import Once
@@ -300,6 +301,9 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
                 "one; each is right for its own image only"
             )
         results |= {f"{part_name}/{key}": value for key, value in retrieval(embedded).items()}
+        if "audio" in embedder.branches:
+            of_sounds = sound_retrieval(embedder, part)
+            results |= {f"{part_name}/{key}": value for key, value in of_sounds.items()}
         if arguments.rerank:
             again = reranked_retrieval(embedder, embedded, part.source, arguments.rerank)
             after |= {f"{part_name}/{key}": value for key, value in again.items()}
