@@ -50,6 +50,7 @@ from launch.inference.evaluation import (
 from launch.inference.gallery import Found, Row, draw_rows
 from launch.inference.reranking import reranked_retrieval
 from launch.inference.samples import held_out, left_out, opened
+from launch.inference.sounds import sound_retrieval
 from launch.inference.trained import Trained, open_model_folder, public_model
 from launch.run.report import retrieval_table, show
 from launch.settings.flags import Once
@@ -364,6 +365,9 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
         found = retrieval(embedded)
         metrics[part_name] = retrieval_metrics(found)
         results |= {f"{part_name}/{key}": value for key, value in found.items()}
+        if "audio" in embedder.branches:
+            of_sounds = sound_retrieval(embedder, part)
+            results |= {f"{part_name}/{key}": value for key, value in of_sounds.items()}
         for language, own in by_language(embedded, part.source).items():
             found = {"num_samples": len(own.image), **retrieval(own)}
             languages.setdefault(part_name, {})[language] = found

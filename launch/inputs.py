@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from data.cache import ImageCache
 from data.index.sources import Source
 from data.loader import MicroBatchDataset
+from data.modalities.audio.modality import AudioModality
 from data.modalities.image import ImageModality
 from data.modalities.modality import Modality
 from data.modalities.preprocessing import Preprocessing
@@ -15,7 +16,7 @@ from data.modalities.text import Languages, TextModality
 from data.modalities.transforms import augmented, eval_transform
 from data.prepare import PreparedData
 from launch.balancing.choosing import side_multiple
-from launch.settings.modalities import MODALITIES
+from launch.settings.modalities import MODALITIES, audio_features
 from models.towers.layers import Tower
 
 
@@ -33,6 +34,10 @@ class InputOptions:
     image_resize: int
     image_resize_mode: str
     max_text_tokens: int
+    audio_tower: str | None = None
+    audio_seconds: float | None = None
+    audio_size: int | None = None
+    audio_augmentation: tuple[str, ...] | None = None
 
 
 def micro_batch_dataset(
@@ -67,6 +72,14 @@ def modality(
         return TextModality(
             data.tokenizer, options.max_text_tokens, data.length_multiple, languages
         )
+    if name == "audio":
+        features = audio_features(
+            options.audio_tower,
+            options.audio_seconds,
+            options.audio_size,
+            options.audio_augmentation or (),
+        )
+        return AudioModality(features)
     preprocessing = Preprocessing.from_options(asdict(options))
     return ImageModality(
         augmented(options.image_size, options.augmentation, preprocessing),

@@ -20,6 +20,7 @@ from models.towers.adapters.lora import LoRA
 from models.towers.building import takes_other_sizes
 from models.towers.fusion import FusionSizes, fusion_sizes
 from models.towers.layers import LayerSpec, Tower, Weights
+from models.weights.audio import open_audio_weights
 from models.weights.reading import open_model, open_weights
 
 
@@ -46,6 +47,10 @@ class ModelOptions:
     image_weights: str | None
     text_weights: str | None
     seed: int
+    audio_tower: str | None = None
+    audio_seconds: float | None = None
+    audio_size: int | None = None
+    audio_weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -146,13 +151,15 @@ class RunModel:
 
 
 def _pretrained(options: ModelOptions, towers: Sequence[Tower]) -> dict[str, Weights]:
+    of_branch = {tower.branch: tower for tower in towers}
+    found: dict[str, Weights] = {}
     if options.imported:
-        of_branch = {tower.branch: tower for tower in towers}
         model = open_model(options.imported, of_branch["image"], of_branch["text"])
-        return {"image": model, "text": model}
+        found |= {"image": model, "text": model}
     given = {"image": options.image_weights, "text": options.text_weights}
-    return {
-        tower.branch: open_weights(tower.branch, given[tower.branch], tower)
-        for tower in towers
-        if given.get(tower.branch)
-    }
+    for branch, where in given.items():
+        if where and branch in of_branch:
+            found[branch] = open_weights(branch, where, of_branch[branch])
+    if options.audio_weights and "audio" in of_branch:
+        found["audio"] = open_audio_weights(options.audio_weights, of_branch["audio"])
+    return found

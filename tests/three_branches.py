@@ -1,5 +1,5 @@
 """Three branches, split over ranks by the engine and unsplit in plain torch: an image, a text, and
-a toy modality called sound.
+audio, by a toy tower that the engine has never heard of or by one of `AUDIO_TOWERS`.
 
 The unsplit side shares no code with the engine: whole towers in one process, and autograd through
 one loss over the global batch. A sample may lack a modality: no row comes for it (`lacking`), or
@@ -33,10 +33,10 @@ from models.towers.layers import Layer, LayerSpec, Tower, reset
 
 SOUND_WIDTH = 12
 PAIRS = {
-    "two": (("image", "text"), ("sound", "text")),
-    "three": (("image", "text"), ("sound", "text"), ("image", "sound")),
+    "two": (("image", "text"), ("audio", "text")),
+    "three": (("image", "text"), ("audio", "text"), ("image", "audio")),
 }
-WEIGHTS = {("image", "text"): 1.0, ("sound", "text"): 0.5, ("image", "sound"): 2.0}
+WEIGHTS = {("image", "text"): 1.0, ("audio", "text"): 0.5, ("image", "audio"): 2.0}
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class ThreeBranches:
     schedule: str = "batch_sync"
     global_batch_size: int = 24
     zero_stage: int = 1
+    audio: str = "toy"
     plain: bool = False  # all losses are functions of one's own
     lacking: dict[str, tuple[int, ...]] = field(default_factory=dict)
     not_loaded: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class ThreeBranches:
             self.pairs,
             self.schedule,
         ]
+        parts += [self.audio] if self.audio != "toy" else []
         parts += ["plain"] if self.plain else []
         parts += ["lacking"] if self.lacking else []
         parts += ["not_loaded"] if self.not_loaded else []
@@ -95,7 +97,7 @@ class ThreeBranches:
 
 
 class SoundStem(Layer):
-    reads, makes, drops = ("samples",), ("sound_hidden",), ("samples",)
+    reads, makes, drops = ("samples",), ("audio_hidden",), ("samples",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +108,7 @@ class SoundStem(Layer):
 
 
 class SoundBlock(Layer):
-    reads = makes = ("sound_hidden",)
+    reads = makes = ("audio_hidden",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +119,7 @@ class SoundBlock(Layer):
 
 
 class SoundPool(Layer):
-    reads, makes, drops = ("sound_hidden",), ("sound_features",), ("sound_hidden",)
+    reads, makes, drops = ("audio_hidden",), ("audio_features",), ("audio_hidden",)
 
     def compute(self, sound_hidden: Tensor) -> Tensor:
         return sound_hidden * 1
@@ -132,9 +134,26 @@ def sound_tower(scalars: dict[str, float]) -> Tower:
             ("block1", SoundBlock()),
             ("pool", SoundPool()),
         ):
-            layer.canonical_names = {own: f"sound.{name}.{own}" for own in layer.state_dict()}
-            specs.append(LayerSpec(f"sound.{name}", "sound", layer, reset))
-    return Tower("sound", "toy", 16, (*specs, head("sound", 16, EMBED_DIM, scalars)), {})
+            layer.canonical_names = {own: f"audio.{name}.{own}" for own in layer.state_dict()}
+            specs.append(LayerSpec(f"audio.{name}", "audio", layer, reset))
+    return Tower("audio", "toy", 16, (*specs, head("audio", 16, EMBED_DIM, scalars)), {})
+
+
+# without batch normalisation, which sees the split, and so without HTSAT
+AUDIO_TOWERS = {
+    "whisper": "hf:whisper-tiny:d_model=32,encoder_layers=2,encoder_attention_heads=2,"
+    "encoder_ffn_dim=48,num_mel_bins=8,max_source_positions=50,dropout=0.1",
+    "ast": "hf:ast:hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=48,"
+    "num_mel_bins=16,max_length=40,attention_probs_dropout_prob=0.1",
+    "vit": "vit_b_32:patch_size=8,num_layers=2,hidden_dim=32,num_heads=2,mlp_dim=48,dropout=0.1",
+}
+
+
+def real_audio_tower(name: str, scalars: dict[str, float]) -> Tower:
+    from models.towers.audio import audio_tower
+    from models.towers.building import with_head
+
+    return with_head(audio_tower(AUDIO_TOWERS[name], size=32), EMBED_DIM, scalars)
 
 
 def symmetric(first: Tensor, second: Tensor, scalars: dict[str, Tensor]) -> Tensor:
@@ -154,14 +173,14 @@ def all_of(case: ThreeBranches):
 
     losses = {
         ("image", "text"): InfoNCE(),
-        ("sound", "text"): InfoNCE(0.1),
-        ("image", "sound"): Sigmoid(),
+        ("audio", "text"): InfoNCE(0.1),
+        ("image", "audio"): Sigmoid(),
     }
     if case.plain:
         losses = {
             ("image", "text"): PlainLoss(symmetric, {"logit_scale": 1.5}),
-            ("sound", "text"): PlainLoss(distance),
-            ("image", "sound"): PlainLoss(symmetric, {"logit_scale": 0.5}),
+            ("audio", "text"): PlainLoss(distance),
+            ("image", "audio"): PlainLoss(symmetric, {"logit_scale": 0.5}),
         }
     pairs = tuple(
         Pair(
@@ -173,7 +192,8 @@ def all_of(case: ThreeBranches):
         for pair in PAIRS[case.pairs]
     )
     towers, image_size = towers_of(Case("fork", 1, 1))
-    objective = Objective(tuple(Branch(name, inputs) for name, inputs in INPUTS.items()), pairs)
+    entering = {**INPUTS} if case.audio == "toy" else {**INPUTS, "audio": ("input_features",)}
+    objective = Objective(tuple(Branch(name, inputs) for name, inputs in entering.items()), pairs)
     image = towers["image"]
     towers["image"] = replace(
         image,
@@ -182,15 +202,18 @@ def all_of(case: ThreeBranches):
             image_head(image.width, EMBED_DIM, objective.scalars_of("image")),
         ),
     )
-    towers["sound"] = sound_tower(objective.scalars_of("sound"))
-    assert {name: towers[name].inputs for name in INPUTS} == INPUTS
+    scalars = objective.scalars_of("audio")
+    towers["audio"] = (
+        sound_tower(scalars) if case.audio == "toy" else real_audio_tower(case.audio, scalars)
+    )
+    assert {name: towers[name].inputs for name in entering} == entering
     return objective, towers, image_size
 
 
 INPUTS = {
     "image": ("pixel_values", "kept_patches"),
     "text": ("input_ids", "attention_mask"),
-    "sound": ("samples",),
+    "audio": ("samples",),
 }
 
 
@@ -199,17 +222,23 @@ def loaded(case: ThreeBranches, branch: str, places: Tensor, image_size: int) ->
     of_two = Case(
         "fork", 1, 1, global_batch_size=case.global_batch_size, not_loaded=case.not_loaded
     )
-    if branch != "sound":
+    if branch != "audio":
         return micro_batch(of_two, global_batch(of_two, 0, image_size), branch, places)
+    name, shape = "samples", (SOUND_WIDTH,)
+    if case.audio != "toy":
+        name, shape = (
+            "input_features",
+            real_audio_tower(case.audio, {}).example(1)["input_features"].shape[1:],
+        )
     samples = torch.randn(
-        case.global_batch_size, SOUND_WIDTH, generator=torch.Generator().manual_seed(77)
+        case.global_batch_size, *shape, generator=torch.Generator().manual_seed(77)
     )
     index = places + FIRST_INDEX
-    broken = torch.isin(places, torch.tensor(case.not_loaded.get("sound", ()), dtype=torch.int64))
+    broken = torch.isin(places, torch.tensor(case.not_loaded.get("audio", ()), dtype=torch.int64))
     return {
-        "samples": samples[places],
-        "sound_position": places,
-        "sound_index": torch.where(broken, -1 - index, index),
+        name: samples[places],
+        "audio_position": places,
+        "audio_index": torch.where(broken, -1 - index, index),
     }
 
 

@@ -1,8 +1,8 @@
-"""A folder per class, as ImageNet has them: `DIR/class/name.jpg`; captions are the class's name in
-some sentences (`prompts.py`)."""
+"""A folder per class, as ImageNet has them: `DIR/class/name.jpg`, or `DIR/class/name.wav`; captions
+are the class's name in some sentences (`prompts.py`)."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from data.formats.prompts import (
     IMAGENET,
@@ -15,6 +15,7 @@ from data.formats.prompts import (
     read_templates,
 )
 from data.formats.rows import (
+    AUDIO_ENDINGS,
     IMAGE_ENDINGS,
     Format,
     Part,
@@ -25,12 +26,12 @@ from data.formats.rows import (
     checked_captions,
     is_inside,
     place,
+    place_audio,
     stamp,
 )
 from data.formats.specs import local_file, local_folder, split_options
 from data.index.bad_samples import BadSample
 
-USAGE = "imagefolder:DIR or imagefolder:DIR?names=FILE&templates=FILE"
 OPTIONS = ("names", "classnames", "templates")
 NAMES_FILE = "classnames.txt"  # taken from DIR where it is there and no other is named
 
@@ -40,17 +41,21 @@ class ImageFolderFormat(Format):
     files are passed over."""
 
     unit = "class"
+    kind = "imagefolder"
+    endings = IMAGE_ENDINGS
+    usual_templates = TEMPLATES
 
     def __init__(self, where: str) -> None:
         """`where`: `DIR[?names=FILE&templates=FILE]`. Errors: ValueError, FileNotFoundError."""
-        name, options, _ = split_options("imagefolder", where, OPTIONS)
-        self.folder = local_folder("imagefolder", name, USAGE)
+        usage = f"{self.kind}:DIR or {self.kind}:DIR?names=FILE&templates=FILE"
+        name, options, _ = split_options(self.kind, where, OPTIONS)
+        self.folder = local_folder(self.kind, name, usage)
         self.roots = Roots.of(self.folder)
         root = self.roots.own
         self.classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
         if not self.classes:
             raise ValueError(
-                f"data spec 'imagefolder:{where}': {self.folder} has no folder in it; a folder per "
+                f"data spec '{self.kind}:{where}': {self.folder} has no folder in it; a folder per "
                 "class is needed"
             )
         templates = options.get("templates")
@@ -61,12 +66,12 @@ class ImageFolderFormat(Format):
             self.templates = (templates,)
         elif templates:
             self.templates_file = local_file(
-                "imagefolder", templates, USAGE, f"sentences with {{}}; or {', '.join(PUBLISHED)}"
+                self.kind, templates, usage, f"sentences with {{}}; or {', '.join(PUBLISHED)}"
             )
             self.templates = read_templates(self.templates_file)
         else:
-            self.templates = TEMPLATES
-        names = _chosen_names(where, options, root)
+            self.templates = self.usual_templates
+        names = _chosen_names(f"{self.kind}:{where}", options, root)
         if names is None and templates in PUBLISHED and is_imagenet(self.classes):
             names = IMAGENET
         self.names_file = None
@@ -74,13 +79,13 @@ class ImageFolderFormat(Format):
             self.names = imagenet_names(self.classes)
         elif names:
             self.names_file = local_file(
-                "imagefolder", names, USAGE, f"class names; or {IMAGENET} for ImageNet's"
+                self.kind, names, usage, f"class names; or {IMAGENET} for ImageNet's"
             )
             self.names = read_names(self.names_file, self.classes)
         else:
             self.names = {}
         said = self.templates_file or (templates if templates else None)
-        self.spec = f"imagefolder:{self.folder}?{self.names_file or names}&{said}"
+        self.spec = f"{self.kind}:{self.folder}?{self.names_file or names}&{said}"
 
     def fingerprint(self) -> list[Stamp]:
         root = self.roots.own
@@ -103,11 +108,11 @@ class ImageFolderFormat(Format):
 
     def rows(self, part: Part) -> Iterator[Row]:
         captions = self.prompts(part.content)
-        for number, path in enumerate(_images(self.roots.own, part.content)):
+        for number, path in enumerate(_files(self.roots.own, part.content, self.endings)):
             row = Row(id=path, number=number, path=path)
             try:
                 check_characters(path, "the name of the file")
-                place(row, self.roots, path)
+                self._place(row, path)
                 row.captions = checked_captions(captions)
             except BadSample as problem:
                 row.problem = problem
@@ -121,25 +126,44 @@ class ImageFolderFormat(Format):
     def label(self, path: str) -> str:
         return path.partition("/")[0]
 
+    def _place(self, row: Row, path: str) -> None:
+        place(row, self.roots, path)
+
     def where(self, file: str, path: str, number: int) -> str:
         return os.path.join(file, path)
 
 
-def _chosen_names(where: str, options: dict[str, str], root: str) -> str | None:
+class AudioFolderFormat(ImageFolderFormat):
+    """The same of sounds."""
+
+    kind = "audiofolder"
+    endings = AUDIO_ENDINGS
+    holds = ("audio", "text")
+    usual_templates = (
+        "the sound of {}",
+        "a recording of {}",
+        "{}",
+        "one can hear {}",
+        "{}, with some noise",
+    )
+
+    def _place(self, row: Row, path: str) -> None:
+        place_audio(row, self.roots, path)
+
+
+def _chosen_names(spec: str, options: dict[str, str], root: str) -> str | None:
     """The file with the names of the classes, or `IMAGENET`; None: neither is given, nor is there
     the folder's own file. Errors: ValueError where two are given."""
     given = [options[key] for key in ("names", "classnames") if key in options]
     if len(given) > 1:
-        raise ValueError(
-            f"data spec 'imagefolder:{where}': names and classnames are the same; give one of them"
-        )
+        raise ValueError(f"data spec '{spec}': names and classnames are the same; give one of them")
     own = os.path.join(root, NAMES_FILE)
     if not given and os.path.isfile(own) and is_inside(root, os.path.realpath(own)):
         return own
     return given[0] if given else None
 
 
-def _images(root: str, relative: str) -> Iterator[str]:
+def _files(root: str, relative: str, endings: Sequence[str]) -> Iterator[str]:
     """Paths below `root`, sorted. A folder that leads out of the root comes as its own path, and is
     not entered."""
     folder = os.path.join(root, relative)
@@ -154,8 +178,8 @@ def _images(root: str, relative: str) -> Iterator[str]:
             if not is_inside(root, os.path.realpath(entry.path)):
                 yield path
         elif entry.is_dir():
-            yield from _images(root, path)
-        elif entry.name.rpartition(".")[2].lower() in IMAGE_ENDINGS:
+            yield from _files(root, path, endings)
+        elif entry.name.rpartition(".")[2].lower() in endings:
             yield path
 
 

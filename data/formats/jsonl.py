@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from data.formats.rows import (
+    DEFAULT_PAIRS,
     Format,
     Part,
     Roots,
@@ -20,11 +21,13 @@ from data.formats.rows import (
     checked_language,
     in_parts,
     place,
+    place_audio,
     stamp,
 )
 from data.formats.specs import ROOT, local_file, split_options
 from data.index.bad_samples import BadSample
 
+AUDIO_KEYS = ("audio_path", "audio")
 USAGE = "jsonl:FILE or jsonl:FILE?root=DIR"
 FORMAT = '{"image_path": "path.png", "text": "a caption" or ["several", "captions"], "id": "optional name", "language": "optional, of the text"}'
 LINE_LIMIT = 16 << 20  # bytes
@@ -35,6 +38,7 @@ class JsonlFormat(Format):
     from each further root."""
 
     unit = "B"
+    holds = ("image", "text", "audio")
 
     def __init__(self, where: str) -> None:
         """`where`: `FILE[?root=DIR]`. Errors: ValueError, FileNotFoundError."""
@@ -72,7 +76,7 @@ class JsonlFormat(Format):
         for number, line in part.content:
             row = Row(id=str(number), number=number)
             try:
-                _fill(row, line, self.roots)
+                self._fill(row, line)
             except BadSample as problem:
                 row.problem = problem
             yield row
@@ -93,18 +97,34 @@ class JsonlFormat(Format):
     def language(self, number: int) -> str | int | None:
         return self._languages.get(number)
 
+    def _fill(self, row: Row, line: bytes) -> None:
+        fields = _fields(line)
+        row.id = checked_id(fields.get("id"), row.id)
+        for key in ("image_path", "text") if self.pairs == DEFAULT_PAIRS else ():
+            if key not in fields:
+                close = difflib.get_close_matches(key, fields, n=1, cutoff=0.4)
+                hint = f"; rename '{close[0]}'?" if close else ""
+                raise BadSample(
+                    "invalid-row", f"no key '{key}'; given: {', '.join(fields) or 'none'}{hint}"
+                )
+        sound = next((fields[key] for key in AUDIO_KEYS if key in fields), None)
+        self.fill(
+            row,
+            {
+                "text": lambda: _take_text(row, fields),
+                "image": lambda: _take_image(row, self.roots, fields),
+                "audio": lambda: place_audio(row, self.roots, sound),
+            },
+        )
 
-def _fill(row: Row, line: bytes, roots: Roots) -> None:
-    fields = _fields(line)
-    row.id = checked_id(fields.get("id"), row.id)
-    for key in ("image_path", "text"):
-        if key not in fields:
-            close = difflib.get_close_matches(key, fields, n=1, cutoff=0.4)
-            hint = f"; rename '{close[0]}'?" if close else ""
-            raise BadSample(
-                "invalid-row", f"no key '{key}'; given: {', '.join(fields) or 'none'}{hint}"
-            )
-    row.captions = checked_captions(fields["text"])
+
+def _take_text(row: Row, fields: dict) -> None:
+    row.captions = checked_captions(fields.get("text"))
+
+
+def _take_image(row: Row, roots: Roots, fields: dict) -> None:
+    if "image_path" not in fields:
+        raise BadSample("no-value", "no image is given")
     place(row, roots, fields["image_path"])
 
 

@@ -1,5 +1,5 @@
-"""A data set as parquet files: images as bytes (as Hugging Face writes them) or as paths, and
-texts.
+"""A data set as parquet files: images and sounds as bytes (as Hugging Face writes them) or as
+paths, and texts.
 
 An image is read with its whole row group, of which the last one is kept: files with small row
 groups are fast in any order (Hugging Face writes 100 rows), files with one large group are not.
@@ -16,6 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.formats.rows import (
+    DEFAULT_PAIRS,
+    AudioFile,
     Format,
     Part,
     Roots,
@@ -25,6 +27,7 @@ from data.formats.rows import (
     checked_id,
     near,
     place,
+    place_audio,
     stamp,
 )
 from data.formats.specs import (
@@ -37,10 +40,12 @@ from data.formats.specs import (
 )
 from data.index.bad_samples import FILE_LIMIT, BadSample
 
-OPTIONS = ("image", "text", "id", ROOT)
+OPTIONS = ("image", "text", "audio", "id", ROOT)
 USAGE = (
-    "parquet:FILE_OR_PATTERN or parquet:FILE_OR_PATTERN?image=COLUMN&text=COLUMN&id=COLUMN&root=DIR"
+    "parquet:FILE_OR_PATTERN or "
+    "parquet:FILE_OR_PATTERN?image=COLUMN&text=COLUMN&audio=COLUMN&id=COLUMN&root=DIR"
 )
+AUDIO_COLUMNS = ("audio", "audio_path")
 IMAGE_COLUMNS = ("image", "image_path", "filepath")
 TEXT_COLUMNS = ("text", "caption", "title")
 ROWS_AT_ONCE = 64
@@ -52,63 +57,43 @@ KEPT_LIMIT = (
 class ParquetFormat(Format):
     """The rows of all files, in order. An id is that of the column `id`, else FILE/ROW.
 
-    Where images are paths, these count from the files' folder, then from each further root; where
-    they are bytes, roots change nothing.
+    Where images or sounds are paths, these count from the files' folder, then from each further
+    root; where they are bytes, roots change nothing.
     """
 
     unit = "row group"
 
     def __init__(self, where: str, progress: bool = False) -> None:
-        """`where`: `PATTERN[?image=COLUMN&text=COLUMN&id=COLUMN&root=DIR]`. Errors: ValueError,
-        OSError."""
+        """`where`: `PATTERN[?image=COLUMN&text=COLUMN&audio=COLUMN&id=COLUMN&root=DIR]`. Errors:
+        ValueError, OSError."""
         pattern, options, more = split_options("parquet", where, OPTIONS)
         names = expand("parquet", pattern, USAGE)
         self.files = local_copies(names, progress)
         self.name_of_file = dict(zip(self.files, names))
         self.short_names = short_names(names)
         schema = self._schema(f"parquet:{where}")
-        self.image = self._column(where, schema, "image", options, IMAGE_COLUMNS)
-        self.text = self._column(where, schema, "text", options, TEXT_COLUMNS)
-        self.id = (
-            self._column(where, schema, "id", options, ("id",))
-            if "id" in options or "id" in schema.names
-            else None
+        self.audio = self._optional(where, schema, "audio", options, AUDIO_COLUMNS)
+        find = self._column if self.audio is None else self._optional
+        self.image = find(where, schema, "image", options, IMAGE_COLUMNS)
+        self.text = (self._column if self.image is None else find)(
+            where, schema, "text", options, TEXT_COLUMNS
         )
-        kind = schema.field(self.image).type
-        self.in_struct = pa.types.is_struct(kind)
-        self.images_are_files = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-        if self.in_struct and "bytes" not in [kind.field(i).name for i in range(kind.num_fields)]:
-            raise ValueError(
-                f"data spec 'parquet:{where}': column '{self.image}' is {kind}; bytes, {{bytes, "
-                "path} or a path is needed"
-            )
-        if not (
-            self.in_struct
-            or self.images_are_files
-            or pa.types.is_binary(kind)
-            or pa.types.is_large_binary(kind)
-        ):
-            raise ValueError(
-                f"data spec 'parquet:{where}': column '{self.image}' is {kind}; bytes, {{bytes, "
-                "path} or a path is needed"
-            )
-        if self.images_are_files:
-            remote = [name for name in names if is_remote(name)]
-            folders = {os.path.dirname(name) for name in names}
-            if remote or len(folders) > 1:
-                what = (
-                    f"{remote[0]} is remote"
-                    if remote
-                    else f"the files are in {len(folders)} folders"
-                )
-                raise ValueError(
-                    f"data spec 'parquet:{where}': column '{self.image}' holds paths that count "
-                    f"from the file's folder, but {what}; give files of one local folder, or files "
-                    "with the images' bytes"
-                )
-            self.roots = Roots.of(folders.pop(), more)
+        self.id = self._optional(where, schema, "id", options, ("id",))
+        columns = {"image": self.image, "text": self.text, "audio": self.audio}
+        self.holds = tuple(key for key, column in columns.items() if column is not None)
+        kinds = {
+            column: _stored_as(schema, column, f"data spec 'parquet:{where}'")
+            for column in (self.image, self.audio)
+            if column is not None
+        }
+        self.images_are_files = kinds.get(self.image) == "path"
+        self.audio_is_files = kinds.get(self.audio) == "path"
         self.spec = f"parquet:{absolute_pattern(pattern)}?{self.image}&{self.text}&{self.id}"
-        self.spec += self.roots.options() if self.images_are_files else ""
+        self.spec += "" if self.audio is None else f"&{self.audio}"
+        paths = [column for column, kind in kinds.items() if kind == "path"]
+        if paths:
+            self.roots = Roots.of(_one_folder(where, names, paths[0]), more)
+            self.spec += self.roots.options()
 
     def _schema(self, spec: str) -> pa.Schema:
         """Of the first file that can be read; the others are read by the same names."""
@@ -137,12 +122,30 @@ class ParquetFormat(Format):
             )
         return found[0]
 
+    def _optional(
+        self,
+        where: str,
+        schema: pa.Schema,
+        key: str,
+        options: dict[str, str],
+        usual: tuple[str, ...],
+    ) -> str | None:
+        """As `_column`; None where it was not asked for and is not there."""
+        if key in options or any(name in schema.names for name in usual):
+            return self._column(where, schema, key, options, usual)
+        return None
+
     @cached_property
     def _opened(self) -> "_Opened":
-        return _Opened(self.image)
+        return _Opened(self.image or self.audio)
+
+    @cached_property
+    def _opened_audio(self) -> "_Opened":
+        return _Opened(self.audio) if self.image else self._opened
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_opened"}
+        opened = ("_opened", "_opened_audio")
+        return {name: value for name, value in self.__dict__.items() if name not in opened}
 
     def fingerprint(self) -> list[Stamp]:
         return [stamp(file) for file in self.files]
@@ -150,7 +153,8 @@ class ParquetFormat(Format):
     def parts(self) -> Iterator[Part]:
         for file in self.files:
             # Paths in a file say nothing of the images' own changes.
-            unchanging = "" if self.images_are_files else "\0".join(map(str, stamp(file)))
+            are_files = self.images_are_files or self.audio_is_files
+            unchanging = "" if are_files else "\0".join(map(str, stamp(file)))
             try:
                 groups = pq.ParquetFile(file).metadata.num_row_groups
             except (pa.ArrowException, OSError) as error:
@@ -175,9 +179,7 @@ class ParquetFormat(Format):
         number, end = self._opened.bounds(part.file)[group : group + 2]
         try:
             with pq.ParquetFile(part.file) as file:
-                columns = [
-                    column for column in (self.image, self.text, self.id) if column is not None
-                ]
+                columns = self._columns()
                 for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns):
                     for i in range(batch.num_rows):
                         yield self._row(batch, i, name, number, mtime_ns)
@@ -199,34 +201,75 @@ class ParquetFormat(Format):
         try:
             if self.id is not None:
                 row.id = checked_id(_value(batch.column(self.id)[i]), row.id)
-            row.captions = checked_captions(_value(batch.column(self.text)[i]))
-            image = _value(batch.column(self.image)[i])
-            if self.images_are_files:
-                place(row, self.roots, image)
-            else:
-                row.image = self._bytes(image)
-                row.size = len(row.image)
+            self.fill(
+                row,
+                {
+                    "text": lambda: self._take_text(row, batch, i),
+                    "image": lambda: self._take_image(row, batch, i),
+                    "audio": lambda: self._take_audio(row, batch, i, mtime_ns),
+                },
+            )
         except BadSample as problem:
             row.problem = problem
         return row
 
-    def _bytes(self, image: Any) -> bytes:
-        if self.in_struct and isinstance(image, dict):
-            image = image.get("bytes")
-        if not isinstance(image, bytes):
-            raise BadSample("missing-file", f"column '{self.image}' holds no bytes in this row")
-        if len(image) > FILE_LIMIT:
+    def _columns(self) -> list[str]:
+        """What is read of a row group: of images and sounds those that are compared."""
+        of = {"image": self.image, "text": self.text, "audio": self.audio}
+        wanted = [of.get(modality) for modality in self.modalities]
+        return [column for column in (*wanted, self.id) if column is not None]
+
+    def _take_text(self, row: Row, batch: pa.RecordBatch, i: int) -> None:
+        given = None if self.text is None else _value(batch.column(self.text)[i])
+        row.captions = checked_captions(given)
+
+    def _take_image(self, row: Row, batch: pa.RecordBatch, i: int) -> None:
+        image = None if self.image is None else _value(batch.column(self.image)[i])
+        if image is None and self.pairs != DEFAULT_PAIRS:
+            raise BadSample("no-value", "no image is given")
+        if self.images_are_files:
+            place(row, self.roots, image)
+        else:
+            row.image = self._bytes(image, self.image)
+            row.size = len(row.image)
+
+    def _take_audio(self, row: Row, batch: pa.RecordBatch, i: int, mtime_ns: int) -> None:
+        sound = None if self.audio is None else _value(batch.column(self.audio)[i])
+        if sound is None:
+            raise BadSample("no-value", "no sound is given")
+        if self.audio_is_files:
+            place_audio(row, self.roots, sound)
+        else:
+            content = self._bytes(sound, self.audio)
+            row.audio = AudioFile("", "", row.offset, len(content), mtime_ns, content)
+
+    def _bytes(self, given: Any, column: str) -> bytes:
+        """Of a column with the bytes, or with the structure {bytes, path}."""
+        if isinstance(given, dict):
+            given = given.get("bytes")
+        if not isinstance(given, bytes):
+            raise BadSample("missing-file", f"column '{column}' holds no bytes in this row")
+        if len(given) > FILE_LIMIT:
+            what = "image" if column == self.image else "sound"
             raise BadSample(
                 "unreadable",
-                f"the image has {len(image):,} bytes; at most {FILE_LIMIT:,} are read",
+                f"the {what} has {len(given):,} bytes; at most {FILE_LIMIT:,} are read",
             )
-        return image
+        return given
 
     def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
         if self.images_are_files:
             return super().image_bytes(file, path, offset, size)
+        return self._read(self._opened, self.image, file, offset)
+
+    def audio_bytes(self, file: str, path: str, offset: int, size: int, number: int) -> bytes:
+        if self.audio_is_files:
+            return super().audio_bytes(file, path, offset, size, number)
+        return self._read(self._opened_audio, self.audio, file, offset)
+
+    def _read(self, opened: "_Opened", column: str, file: str, row: int) -> bytes:
         try:
-            return self._bytes(self._opened.value(file, offset))
+            return self._bytes(opened.value(file, row), column)
         except (pa.ArrowException, OSError) as error:
             raise BadSample("unreadable", f"{self.name_of_file[file]}: {error}") from error
 
@@ -234,8 +277,35 @@ class ParquetFormat(Format):
         return f"{self.name_of_file.get(file, file)}#row {number}"
 
 
+def _stored_as(schema: pa.Schema, column: str, of: str) -> str:
+    """Whether a column of images or sounds holds "bytes", also within {bytes, path}, or a "path".
+    Errors: ValueError."""
+    kind = schema.field(column).type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return "path"
+    named = [kind.field(i).name for i in range(kind.num_fields)] if pa.types.is_struct(kind) else []
+    if "bytes" in named or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return "bytes"
+    raise ValueError(
+        f"{of}: column '{column}' is {kind}; bytes, {{bytes, path}} or a path is needed"
+    )
+
+
+def _one_folder(where: str, names: list[str], column: str) -> str:
+    """That paths count from. Errors: ValueError where the files are remote, or in several."""
+    remote = [name for name in names if is_remote(name)]
+    folders = {os.path.dirname(name) for name in names}
+    if remote or len(folders) > 1:
+        what = f"{remote[0]} is remote" if remote else f"the files are in {len(folders)} folders"
+        raise ValueError(
+            f"data spec 'parquet:{where}': column '{column}' holds paths that count from the "
+            f"file's folder, but {what}; give files of one local folder, or files with the bytes"
+        )
+    return folders.pop()
+
+
 class _Opened:
-    """Files and the last row group of one process."""
+    """Files of one process, and of one column the last row group."""
 
     def __init__(self, column: str) -> None:
         self._column = column

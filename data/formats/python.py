@@ -16,6 +16,7 @@ from PIL import Image
 
 from data.formats.rows import (
     ROWS_OF_A_PART,
+    AudioFile,
     Format,
     Part,
     Row,
@@ -26,7 +27,7 @@ from data.formats.rows import (
     stamp,
 )
 from data.formats.specs import local_path
-from data.index.bad_samples import FILE_LIMIT, Absent, BadSample
+from data.index.bad_samples import FILE_LIMIT, Absent, BadSample, check_sound
 
 USAGE = "python:MODULE:NAME, where NAME is a data set, or what makes one when it is called without arguments"
 ITEM = '{"image": ..., "text": ...} or (image, text)'
@@ -37,7 +38,8 @@ class PythonFormat(Format):
     torchvision's data sets give it.
 
     "image": encoded bytes, a path, a PIL image or a uint8 array [H, W, 3]; "text": a text or
-    several; "id": a name that stays, else the number; "language": of the text, for towers that tell
+    several; "audio": encoded bytes, a path, or as Hugging Face's data sets give it {"bytes", "path"}
+    or {"array": floats [samples] or [channels, samples], "sampling_rate": Hz}; "id": a name that stays, else the number; "language": of the text, for towers that tell
     languages apart. Further keys hold further modalities. A key
     that is missing, or None: the sample lacks the modality. Item i must be the same whenever it is
     asked for. The data set is made once in every process. It is read again when its module's
@@ -45,6 +47,7 @@ class PythonFormat(Format):
     """
 
     images_are_files = False
+    audio_is_files = False
     when_changed = (
         "change the data set's `fingerprint` attribute, or touch its module, and start again"
     )
@@ -135,6 +138,9 @@ class PythonFormat(Format):
         elif modality == "image":
             row.image = encoded(value)
             row.size = len(row.image)
+        elif modality == "audio":
+            sound = encoded_audio(value)
+            row.audio = AudioFile("", "", row.number, len(sound), row.mtime_ns, sound)
 
     def _item(self, number: int) -> Mapping[str, Any]:
         """Raises BadSample."""
@@ -154,6 +160,9 @@ class PythonFormat(Format):
 
     def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
         return encoded(self._item(offset).get("image"))
+
+    def audio_bytes(self, file: str, path: str, offset: int, size: int, number: int) -> bytes:
+        return encoded_audio(self._item(number).get("audio"))
 
     def value(self, modality: str, file: str, path: str, number: int) -> Any:
         value = self._item(number).get(modality)
@@ -187,6 +196,31 @@ def encoded(image: Any) -> bytes:
     with io.BytesIO() as file:
         image.save(file, "PNG", compress_level=1)  # whatever the level, the pixels stay
         return file.getvalue()
+
+
+def encoded_audio(sound: Any) -> bytes:
+    """A sound as the bytes of a file: WAV of float32 where it is not encoded yet. Raises
+    BadSample."""
+    if isinstance(sound, Mapping) and "array" in sound:
+        from scipy.io import wavfile  # half a second, which only such data sets wait for
+
+        samples = np.asarray(sound["array"], np.float32)
+        if samples.ndim in (1, 2) and isinstance(rate := sound.get("sampling_rate"), int):
+            with io.BytesIO() as file:
+                check_sound(rate, 1 if samples.ndim == 1 else len(samples))
+                wavfile.write(file, rate, samples.T)
+                return file.getvalue()
+    elif isinstance(sound, Mapping):
+        sound = sound["path"] if sound.get("bytes") is None else sound["bytes"]
+    if isinstance(sound, bytes):
+        return sound
+    if isinstance(sound, (str, os.PathLike)):
+        return _read(local_path(os.fspath(sound)))
+    raise BadSample(
+        "not-audio",
+        f"the sound is a {type(sound).__name__}; bytes, a path, {{bytes, path}} or {{array, "
+        "sampling_rate}} is needed",
+    )
 
 
 def _read(path: str) -> bytes:

@@ -8,7 +8,7 @@ cheap; `rows` runs in any process and turns one part into rows. A row that is wr
 import difflib
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ ROWS_OF_A_PART = 1024
 BYTES_OF_A_PART = 8 << 20
 ID_LIMIT = 1000  # characters
 ROOTS_SHOWN = 3
+AUDIO_ENDINGS = ("wav", "flac", "ogg", "opus", "mp3", "m4a", "aac", "aif", "aiff")
 IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 
 Pairs = tuple[tuple[str, str], ...]
@@ -39,8 +40,20 @@ class Part:
 
 
 @dataclass
+class AudioFile:
+    """Where the encoded sound of a sample is, as `Row` says it of the image."""
+
+    path: str = ""
+    root: str = ""
+    offset: int = 0
+    size: int = -1
+    mtime_ns: int = 0
+    content: bytes | None = None
+
+
+@dataclass
 class Row:
-    """One sample as listed; its image has not been read yet."""
+    """One sample as listed; its image and its sound have not been read yet."""
 
     id: str
     number: int  # of the line, the table's row, the entry: for messages
@@ -51,6 +64,7 @@ class Row:
     mtime_ns: int = 0  # last change of the file that holds the image
     captions: list[str] = field(default_factory=list)
     image: bytes | None = None  # where listing has read it anyway
+    audio: AudioFile | None = None
     problem: BadSample | None = None
     lacks: dict[str, BadSample] = field(
         default_factory=dict
@@ -104,6 +118,7 @@ class Format:
     spec: str  # kind, absolute paths and options: what the index is filed under
     roots: Roots  # unused when no image is a file of its own
     images_are_files = True
+    audio_is_files = True  # where there is any
     unit = "sample"  # of `total` and the weights of parts
     when_changed = "start again, and it is checked anew"  # what to do about a changed image
     holds: tuple[str, ...] | None = ("image", "text")  # modalities; None: any, each sample some
@@ -128,9 +143,15 @@ class Format:
         """The encoded image of a row: `file` is that of its part. Raises BadSample."""
         return read_below(self.roots, path)
 
+    def audio_bytes(self, file: str, path: str, offset: int, size: int, number: int) -> bytes:
+        """The encoded sound of a row: `file` is that of its part, the rest of its `AudioFile`,
+        `number` of the row. Raises BadSample."""
+        return read_below(self.roots, path, "audio")
+
     def value(self, modality: str, file: str, path: str, number: int) -> Any:
-        """What a row holds of a modality other than images and texts. Raises Absent, BadSample."""
-        raise Absent(f"{self.spec} holds images and texts, no {modality}")
+        """What a row holds of a modality other than images, texts and audio. Raises Absent,
+        BadSample."""
+        raise Absent(f"{self.spec} holds {' and '.join(self.holds or ())}, no {modality}")
 
     def language(self, number: int) -> str | int | None:
         """Of a row's texts, by a name or a number that the text tower knows; None: not said."""
@@ -143,6 +164,23 @@ class Format:
 
     def where(self, file: str, path: str, number: int) -> str:
         return f"{file}:{number}"
+
+    def fill(self, row: Row, takers: Mapping[str, Callable[[], None]]) -> None:
+        """Give the row what it has of each modality that is compared, by the `takers`, in their
+        order. One that raises BadSample: where images and texts are compared the sample is bad,
+        else it lacks that modality. Raises BadSample."""
+        for modality in self.modalities:
+            if modality not in takers:
+                row.lacks[modality] = BadSample("no-value", f"no '{modality}' is read from here")
+        for modality, take in takers.items():
+            if modality not in self.modalities:
+                continue
+            try:
+                take()
+            except BadSample as problem:
+                if self.pairs == DEFAULT_PAIRS:
+                    raise
+                row.lacks[modality] = problem
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -174,7 +212,7 @@ class Place(NamedTuple):
     status: os.stat_result
 
 
-def locate(roots: Roots, path: Any) -> Place:
+def locate(roots: Roots, path: Any, what: str = "image") -> Place:
     """Where the file of a path in a data set is; nothing is opened.
 
     A relative path counts from each of `roots` in order, and the first below which it exists wins,
@@ -182,19 +220,19 @@ def locate(roots: Roots, path: Any) -> Place:
     stay below one of `roots`.
 
     Raises BadSample: outside-root when the path leaves all of `roots`, has '..' or leads out
-    through a link; missing-file; invalid-row; nul-character; invalid-utf8; not-an-image for
-    folders, pipes and devices; unreadable.
+    through a link; missing-file; invalid-row; nul-character; invalid-utf8; not-an-image (`what`
+    "audio": not-audio) for folders, pipes and devices; unreadable.
     """
     if not isinstance(path, str) or not path:
         raise BadSample(
-            "invalid-row", f"the image's path is {path!r:.100}; a path as text is needed"
+            "invalid-row", f"the {what}'s path is {path!r:.100}; a path as text is needed"
         )
-    check_characters(path, "the image's path")
+    check_characters(path, f"the {what}'s path")
     pure = PurePosixPath(path)
     if ".." in pure.parts:
         raise _outside(roots, path)
     for folder, true in _candidates(roots, pure):
-        if found := _found(roots, path, folder, true):
+        if found := _found(roots, path, folder, true, what):
             return found
     if pure.is_absolute():
         raise BadSample("missing-file", f"{true} does not exist")
@@ -221,7 +259,7 @@ def _candidates(roots: Roots, path: PurePosixPath) -> Iterator[tuple[str | None,
         yield None, _true_path(below, PurePosixPath(plain).relative_to(below).parts)
 
 
-def _found(roots: Roots, path: str, folder: str | None, true: str) -> Place | None:
+def _found(roots: Roots, path: str, folder: str | None, true: str, what: str) -> Place | None:
     """What is at `true`, where `path` leads; None: nothing. Raises BadSample as `locate` does."""
     holding = roots.holding(true)
     if holding is None:
@@ -234,7 +272,7 @@ def _found(roots: Roots, path: str, folder: str | None, true: str) -> Place | No
         raise BadSample("unreadable", f"{true}: {error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):
         raise BadSample(
-            "not-an-image",
+            "not-audio" if what == "audio" else "not-an-image",
             f"{true} is a {'folder' if stat.S_ISDIR(status.st_mode) else 'pipe or device'}, not a "
             "file",
         )
@@ -273,9 +311,9 @@ def is_inside(root: str, true: str) -> bool:
     return true.startswith(root.rstrip("/") + "/")
 
 
-def read_below(roots: Roots, path: str) -> bytes:
+def read_below(roots: Roots, path: str, what: str = "image") -> bytes:
     """All bytes of a file below one of `roots`. Raises BadSample as `locate` does."""
-    _, true, status = locate(roots, path)
+    _, true, status = locate(roots, path, what)
     if status.st_size > FILE_LIMIT:
         raise BadSample(
             "unreadable", f"{true} has {status.st_size:,} bytes; at most {FILE_LIMIT:,} are read"
@@ -291,8 +329,17 @@ def place(row: Row, roots: Roots, path: Any) -> None:
     """Set the row's path, and the root, size and time of the file it names. Raises BadSample as
     `locate` does."""
     row.path = path if isinstance(path, str) else ""
-    row.root, _, status = locate(roots, path)
+    row.root, _, status = locate(roots, path, "image")
     row.size, row.mtime_ns = status.st_size, status.st_mtime_ns
+
+
+def place_audio(row: Row, roots: Roots, path: Any) -> None:
+    """The same for the sound."""
+    if path is None:
+        raise BadSample("no-value", "no sound is given")
+    row.audio = AudioFile(path if isinstance(path, str) else "")
+    row.audio.root, _, status = locate(roots, path, "audio")
+    row.audio.size, row.audio.mtime_ns = status.st_size, status.st_mtime_ns
 
 
 def check_characters(text: str, what: str) -> None:

@@ -1,5 +1,5 @@
 """A data set as comma- or tab-separated text with a line of column names, as OpenCLIP reads it:
-`filepath`, `title`."""
+`filepath`, `title`; sounds are in `audio_path` or `audio`."""
 
 import csv
 import os
@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from data.formats.rows import (
+    DEFAULT_PAIRS,
     Format,
     Part,
     Roots,
@@ -18,12 +19,14 @@ from data.formats.rows import (
     in_parts,
     near,
     place,
+    place_audio,
     stamp,
 )
 from data.formats.specs import ROOT, local_file, split_options
 from data.index.bad_samples import BadSample
 
-OPTIONS = ("image", "text", "id", "language", "separator", ROOT)
+OPTIONS = ("image", "text", "audio", "id", "language", "separator", ROOT)
+AUDIO_COLUMNS = ("audio_path", "audio")
 # stands for the character NUL within the reader, which before Python 3.11 refuses the whole row; no
 # other byte is read as it
 NUL = "\udc00"
@@ -37,10 +40,10 @@ class TableFormat(Format):
     unit = "B"
 
     def __init__(self, kind: str, where: str) -> None:
-        """`where`: `FILE[?image=COLUMN&text=COLUMN&id=COLUMN&language=COLUMN&separator=;&root=DIR]`.
+        """`where`: `FILE[?image=COLUMN&text=COLUMN&audio=COLUMN&id=COLUMN&language=COLUMN&separator=;&root=DIR]`.
         Errors: ValueError, FileNotFoundError."""
         name, options, more = split_options(kind, where, OPTIONS)
-        usage = f"{kind}:FILE or {kind}:FILE?image=COLUMN&text=COLUMN&id=COLUMN&separator=CHARACTER&root=DIR"
+        usage = f"{kind}:FILE or {kind}:FILE?image=COLUMN&text=COLUMN&audio=COLUMN&id=COLUMN&separator=CHARACTER&root=DIR"
         self.file = local_file(kind, name, usage, f"rows below a line of column names: {usage}")
         self.columns = {
             key: options.get(key, default)
@@ -53,15 +56,35 @@ class TableFormat(Format):
                 "needed (%09 is a tab)"
             )
         self.roots = Roots.of(os.path.dirname(self.file), more)
+        header = self._header()
+        self._look_for_audio(header, options)
         self.spec = f"{kind}:{self.file}?{self.columns}{self.separator}{self.roots.options()}"
-        self.positions = self._positions(f"{kind}:{where}", options)
+        self.positions = self._positions(f"{kind}:{where}", header, options)
+        self.holds = tuple(key for key in ("image", "text", "audio") if key in self.positions)
 
-    def _positions(self, spec: str, options: dict[str, str]) -> dict[str, int]:
+    def _header(self) -> list[str]:
         with open(self.file, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            header = next(csv.reader(file, delimiter=self.separator), [])
+            return next(csv.reader(file, delimiter=self.separator), [])
+
+    def _look_for_audio(self, header: list[str], options: dict[str, str]) -> None:
+        """Adds the column of sounds where there is one. Beside it the image or the text is not
+        needed. A column that is an image's or a text's by name holds no sounds."""
+        taken = self.columns.values()
+        wanted = (options["audio"],) if "audio" in options else AUDIO_COLUMNS
+        found = next((name for name in wanted if name in header and name not in taken), None)
+        if found or "audio" in options:
+            self.columns["audio"] = found or options["audio"]
+
+    def _positions(self, spec: str, header: list[str], options: dict[str, str]) -> dict[str, int]:
+        needed = {"image", "text", *options} if "audio" not in self.columns else {*options}
+        if "audio" in self.columns and not {*self.columns.values()} & {*header} - {
+            self.columns["audio"],
+            self.columns["id"],
+        }:
+            needed.add("text")  # a sound alone is compared with nothing
         columns = {**self.columns, "language": options.get("language", "language")}
         for key, column in columns.items():
-            if column not in header and (key in ("image", "text") or key in options):
+            if column not in header and key in needed:
                 raise ValueError(
                     f"data spec '{spec}': no column '{column}'; the first line names: "
                     f"{', '.join(header) or 'none'}{near(column, header)}; name it: "
@@ -152,8 +175,27 @@ class TableFormat(Format):
             key: fields[position].replace(NUL, "\0") for key, position in self.positions.items()
         }
         row.id = checked_id(given.get("id"), row.id)
-        row.captions = checked_captions(given["text"])
-        place(row, self.roots, given["image"])
+        self.fill(
+            row,
+            {
+                "text": lambda: _take_text(row, given),
+                "image": lambda: _take_image(
+                    row, self.roots, given, strict=self.pairs == DEFAULT_PAIRS
+                ),
+                # an empty field is how a table says that there is none
+                "audio": lambda: place_audio(row, self.roots, given.get("audio") or None),
+            },
+        )
+
+
+def _take_text(row: Row, given: dict[str, str]) -> None:
+    row.captions = checked_captions(given.get("text"))
+
+
+def _take_image(row: Row, roots: Roots, given: dict[str, str], strict: bool) -> None:
+    if not strict and not given.get("image"):
+        raise BadSample("no-value", "no image is given")
+    place(row, roots, given["image"])
 
 
 def _problem(error: csv.Error) -> BadSample:

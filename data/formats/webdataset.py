@@ -16,7 +16,9 @@ from typing import Any
 
 from data.formats.parquet import short_names
 from data.formats.rows import (
+    AUDIO_ENDINGS,
     IMAGE_ENDINGS,
+    AudioFile,
     Format,
     Part,
     Row,
@@ -46,7 +48,9 @@ class WebdatasetFormat(Format):
     name."""
 
     images_are_files = False
+    audio_is_files = False
     unit = "B"
+    holds = ("image", "text", "audio")
 
     def __init__(self, where: str, progress: bool = False) -> None:
         """`where`: patterns of shards, joined by `::`. Errors: ValueError, OSError."""
@@ -90,7 +94,9 @@ class WebdatasetFormat(Format):
         with open(part.file, "rb") as file:
             if file.read(2) == b"\x1f\x8b":
                 raise ValueError(_refusal(name))
-            shard = _Shard(file, size)
+            with_audio = "audio" in self.modalities
+            endings = {*IMAGE_ENDINGS, *TEXT_ENDINGS, *(AUDIO_ENDINGS if with_audio else ())}
+            shard = _Shard(file, size, endings)
             number = 0
             waiting = None  # the last sample, until it is known whether the shard goes on
             for key, members in shard.groups():
@@ -123,26 +129,46 @@ class WebdatasetFormat(Format):
         try:
             check_characters(key, "the name of the member")
             checked_id(row.id, row.id)
-            image = next(
-                (member for ending, member in members.items() if ending in IMAGE_ENDINGS), None
+            self.fill(
+                row,
+                {
+                    "image": lambda: self._take_image(row, members),
+                    "text": lambda: self._take_text(row, shard, members),
+                    "audio": lambda: self._take_audio(row, members),
+                },
             )
-            if image is None:
-                raise BadSample("orphan-member", f"a text without an image: {', '.join(members)}")
-            row.path, row.offset, row.size = image.name, image.offset_data, image.size
-            check_characters(row.path, "the name of the member")
-            if not any(ending in members for ending in TEXT_ENDINGS):
-                raise BadSample("orphan-member", f"an image without a text: {', '.join(members)}")
-            row.captions = checked_captions(shard.text(members))
-            if image.size > FILE_LIMIT:
-                raise BadSample(
-                    "unreadable",
-                    f"the image has {image.size:,} bytes; at most {FILE_LIMIT:,} are read",
-                )
         except BadSample as problem:
             row.problem = problem
         return row
 
+    def _take_image(self, row: Row, members: dict[str, tarfile.TarInfo]) -> None:
+        image = next((member for end, member in members.items() if end in IMAGE_ENDINGS), None)
+        if image is None:
+            raise BadSample("orphan-member", f"no image among {', '.join(members)}")
+        row.path, row.offset, row.size = image.name, image.offset_data, image.size
+        check_characters(row.path, "the name of the member")
+        _check_size("image", row.size)
+
+    def _take_text(self, row: Row, shard: "_Shard", members: dict[str, tarfile.TarInfo]) -> None:
+        if not any(ending in members for ending in TEXT_ENDINGS):
+            raise BadSample("orphan-member", f"no text among {', '.join(members)}")
+        row.captions = checked_captions(shard.text(members))
+
+    def _take_audio(self, row: Row, members: dict[str, tarfile.TarInfo]) -> None:
+        sound = next((member for end, member in members.items() if end in AUDIO_ENDINGS), None)
+        if sound is None:
+            raise BadSample("orphan-member", f"no sound among {', '.join(members)}")
+        check_characters(sound.name, "the name of the member")
+        _check_size("sound", sound.size)
+        row.audio = AudioFile(sound.name, "", sound.offset_data, sound.size, row.mtime_ns)
+
     def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
+        return self._read(file, offset, size)
+
+    def audio_bytes(self, file: str, path: str, offset: int, size: int, number: int) -> bytes:
+        return self._read(file, offset, size)
+
+    def _read(self, file: str, offset: int, size: int) -> bytes:
         try:
             found = self._shards.read(file, offset, size)
         except OSError as error:
@@ -167,14 +193,14 @@ class _Shard:
     """The members of one tar file, read front to back. `fault` says at the end what is wrong with
     the file, if anything."""
 
-    def __init__(self, file, size: int) -> None:
-        self._file = file
-        self._size = size
+    def __init__(self, file, size: int, endings: set[str]) -> None:
+        """`endings`: of the members that are read."""
+        self._file, self._size, self._endings = file, size, endings
         self.fault = ""
 
     def groups(self) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-        """Neighbouring members with one key: the key, and ending -> member. Groups without images
-        and texts are passed over."""
+        """Neighbouring members with one key: the key, and ending -> member. Groups of other
+        endings are passed over."""
         key, members = None, {}
         for member in self._members():
             found = None if OF_THE_ARCHIVE.match(member.name) else KEY_AND_ENDING.match(member.name)
@@ -185,7 +211,7 @@ class _Shard:
                 if members:
                     yield key, members
                 key, members = name, {}
-            if (ending in IMAGE_ENDINGS or ending in TEXT_ENDINGS) and ending not in members:
+            if ending in self._endings and ending not in members:
                 members[ending] = member
         if members:
             yield key, members
@@ -260,6 +286,13 @@ class _OpenShards:
             self._files[path] = open(path, "rb", buffering=0)
         self._files.move_to_end(path)
         return os.pread(self._files[path].fileno(), size, offset)
+
+
+def _check_size(what: str, size: int) -> None:
+    if size > FILE_LIMIT:
+        raise BadSample(
+            "unreadable", f"the {what} has {size:,} bytes; at most {FILE_LIMIT:,} are read"
+        )
 
 
 def _shown(name: str) -> str:

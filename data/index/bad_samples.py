@@ -4,7 +4,11 @@ PIXEL_LIMIT = 100_000_000  # pixels of one image; an RGBA image of that size tak
 SIDE_LIMIT = 65_535  # pixels; the longest side that JPEG can express
 ASPECT_LIMIT = 100  # longer side / shorter side
 CAPTION_LIMIT = 10_000  # characters
-FILE_LIMIT = 1 << 30  # bytes of one encoded image
+FILE_LIMIT = 1 << 30  # bytes of one encoded image or sound
+# seconds of one sound; decoded to one channel at 48 kHz so many take 230 MB
+SECONDS_LIMIT = 1_200
+RATE_LIMITS = (1_000, 768_000)  # Hz
+CHANNEL_LIMIT = 64  # mixed to one; more are no recording
 
 # The position in this table is part of every index: new reasons go to its end, and none is ever
 # taken out.
@@ -27,6 +31,14 @@ REASONS: dict[str, str] = {
     "orphan-member": "an image without its text, or a text without its image",
     "truncated-archive": "the archive is damaged or cut off; what comes before remains",
     "no-value": "the sample has nothing of this modality",
+    "not-audio": "no known audio format",
+    "no-sound": "a film without a sound track",
+    "truncated-audio": "the sound ends before the samples that its header promises",
+    "empty-audio": "the sound has no sample",
+    "silent-audio": "every sample of the sound, mixed to one channel, is 0",
+    "huge-audio": f"the sound is longer than {SECONDS_LIMIT:,} seconds",
+    "impossible-audio": f"a rate outside {RATE_LIMITS[0]:,} to {RATE_LIMITS[1]:,} Hz, or more than {CHANNEL_LIMIT} channels",
+    "not-finite-audio": "a sample of the sound is not a number, or infinite",
 }
 CODES: dict[str, int] = {reason: 1 + position for position, reason in enumerate(REASONS)}
 """Reason -> its number in the index; 0 is a usable sample."""
@@ -49,6 +61,18 @@ class BadSample(ValueError):
 
 class Absent(LookupError):
     """The sample lacks this modality, and takes part in the pairs of the others."""
+
+
+def check_sound(rate: float, channels: int, samples: int | None = None) -> None:
+    """Rate in Hz and number of channels, as a sound's header has them, and the number of samples
+    per channel where it is known. Raises BadSample: impossible-audio, huge-audio."""
+    if not RATE_LIMITS[0] <= rate <= RATE_LIMITS[1] or not 1 <= channels <= CHANNEL_LIMIT:
+        raise BadSample("impossible-audio", f"{rate:,} Hz, {channels} channels")
+    if samples is not None and samples > SECONDS_LIMIT * rate:
+        raise BadSample(
+            "huge-audio",
+            f"{samples / rate:,.0f} seconds; at most {SECONDS_LIMIT:,} are read: cut it into clips",
+        )
 
 
 def check_size(width: int, height: int, pixel_limit: int = PIXEL_LIMIT) -> None:

@@ -24,6 +24,7 @@ from PIL import Image
 
 from data.formats.rows import DEFAULT_PAIRS, Format, Part, Row
 from data.index.bad_samples import CODES, REASON_OF_CODE, BadSample
+from data.index.hearing import KnownSounds, hear, write_keys
 from data.index.mapped import (
     ABSENT,
     HASH_BYTES,
@@ -137,6 +138,7 @@ def _build(format: Format, target: Path, workers: int | None, progress: bool, ch
             order = np.argsort(keys, kind="stable")
             np.save(build / "keys.npy", keys[order])
             np.save(build / "rows.npy", order)
+            write_keys(build, old)
         done = list(_listed(_Work(format, check, build, old), workers, progress))
         if not sum(part.rows for part in done):
             raise ValueError(f"{format.spec} holds no sample")
@@ -289,10 +291,11 @@ def _index_part_in_worker(part: Part, number: int) -> int:
 def _index_part(work: _Work, part: Part, number: int) -> int:
     """List one part, read its images, write its rows to `PART.arrow`; the number of rows."""
     known, count, schema = _KnownImages(work), 0, schema_of(work.format.modalities)
+    sounds = KnownSounds(work.build, work.old)
     with pa.ipc.new_file(str(work.build / f"{number}.arrow"), schema) as writer:
         records: list[dict[str, Any]] = []
         for row in work.format.rows(part):
-            records.append(_record(work, part, row, known))
+            records.append(_record(work, part, row, known, sounds))
             count += 1
             if len(records) == ROWS_AT_ONCE:
                 writer.write_batch(_as_batch(records, schema))
@@ -320,8 +323,16 @@ _UNSEEN = {
 }
 
 
-def _record(work: _Work, part: Part, row: Row, known: "_KnownImages") -> dict[str, Any]:
+def _record(
+    work: _Work, part: Part, row: Row, known: "_KnownImages", sounds: KnownSounds
+) -> dict[str, Any]:
     problem, seen, key, lacks = row.problem, dict(_UNSEEN), 0, dict(row.lacks)
+    heard: dict[str, Any] = {}
+    if "audio" in work.format.modalities:
+        listened = problem is None and "audio" not in lacks
+        heard, wrong = hear(work.format, part, row, work.check, sounds if listened else None)
+        if wrong is not None:
+            lacks["audio"] = wrong
     if problem is None and "image" in work.format.modalities and "image" not in lacks:
         key = _image_key(work.format, part, row)
         seen, image_problem = known.find(key, row) or _see(work, part, row)
@@ -332,7 +343,9 @@ def _record(work: _Work, part: Part, row: Row, known: "_KnownImages") -> dict[st
     if problem is None and not any(
         first not in lacks and second not in lacks for first, second in work.format.pairs
     ):
-        problem = next(lacks[name] for name in work.format.modalities if name in lacks)
+        wrong = [lacks[name] for name in work.format.modalities if name in lacks]
+        # a file that is broken says more than one that was never there
+        problem = min(wrong, key=lambda each: each.reason == "no-value")
     if problem is not lacks.get("image"):
         key = 0  # the row does not tell what is wrong with the image, so it is read again
     return {
@@ -352,6 +365,7 @@ def _record(work: _Work, part: Part, row: Row, known: "_KnownImages") -> dict[st
         "id_hash": _hash64(_clean(row.id)),
         ABSENT: absent,
         **seen,
+        **heard,
     }
 
 

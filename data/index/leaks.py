@@ -1,5 +1,5 @@
-"""Samples that training and a held-out set share: by the bytes of the image, by their id, or by
-looking alike."""
+"""Samples that training and a held-out set share: by the bytes of the image, by the decoded sound,
+by their id, or by looking alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Leak:
     """Training samples [n] that also are in a held-out set, and their partners there [n]; the first
     found of each."""
 
-    kind: str  # "content", "id" or "near"
+    kind: str  # "content", "audio", "id" or "near"
     train: np.ndarray
     held_out: np.ndarray
 
@@ -32,16 +32,17 @@ def find_leaks(
     held_out_subset: np.ndarray,
     near_bits: int | None = None,
 ) -> list[Leak]:
-    """Each training sample once, as the strongest kind of leak that it is: content before id before
-    near.
+    """Each training sample once, as the strongest kind of leak that it is: content before audio
+    before id before near.
 
-    content: the encoded images are equal byte for byte. id: the ids are equal and so is a caption
+    content: the encoded images are equal byte for byte. audio: the sounds are equal sample by
+    sample, once decoded. id: the ids are equal and so is a caption
     (ids that only number the samples of a shard are equal by chance). near: perceptual hashes
     differ in at most `near_bits` of 64 bits; None: not looked for. Samples that have neither
     images nor captions are compared by their ids alone, unless these are numbers.
     """
     found, left = [], np.ones(len(train_subset), bool)
-    kinds = ["content", "id"] + (["near"] if near_bits is not None else [])
+    kinds = ["content", "audio", "id"] + (["near"] if near_bits is not None else [])
     for kind in kinds:
         if kind == "near":
             hashes = (

@@ -7,7 +7,8 @@ by every process.
 On disk, in `index/<hash of the spec>/` of the cache folder:
 
     index.json      what the file was made from, its size and checksum; replaced in one rename, so it names a whole file or the one before
-    <build>.arrow   one record batch: the columns of `SCHEMA`; where other modalities than images and texts are compared, one more
+    <build>.arrow   one record batch: the columns of `SCHEMA`; where other modalities than images and texts are compared, one more,
+                    and where audio is, those of `AUDIO_COLUMNS`
     lock            held while building: processes that start together build once
 """
 
@@ -64,6 +65,20 @@ SCHEMA = pa.schema(
     + [(name, pa.from_numpy_dtype(kind)) for name, kind in NUMBERS.items()]
 )
 
+AUDIO_COLUMNS = {
+    "audio_path": pa.large_string(),
+    "audio_hash": pa.binary(HASH_BYTES),  # of the encoded bytes, as `content_hash` of the image
+    "audio_offset": pa.int64(),
+    "audio_size": pa.int64(),  # bytes
+    "audio_mtime_ns": pa.int64(),
+    "audio_place": pa.uint64(),  # of its place, size and time; 0: to be read again
+    "audio_key": pa.uint64(),  # equal for equal samples, decoded to one channel, and rate
+    "audio_seconds": pa.float32(),
+    "audio_rate": pa.int32(),  # Hz
+    "audio_channels": pa.int16(),
+}
+"""Of the sound of each sample; in an index of pairs with the modality audio only."""
+
 ABSENT = "absent"
 """int64 [N], a bit for each of the index's modalities that the sample lacks. Only an index of other
 pairs than images and texts has it."""
@@ -71,11 +86,10 @@ pairs than images and texts has it."""
 
 def schema_of(modalities: Sequence[str]) -> pa.Schema:
     """Of an index for these modalities."""
-    return (
-        SCHEMA
-        if tuple(modalities) == DEFAULT_PAIRS[0]
-        else SCHEMA.append(pa.field(ABSENT, pa.int64()))
-    )
+    if tuple(modalities) == DEFAULT_PAIRS[0]:
+        return SCHEMA
+    more = AUDIO_COLUMNS if "audio" in modalities else {}
+    return pa.schema([*SCHEMA, *more.items(), pa.field(ABSENT, pa.int64())])
 
 
 class IndexDamaged(ValueError):
@@ -94,7 +108,11 @@ class Index:
         self._reads = 0
         self._captions, self._ids = self._batch.column("captions"), self._batch.column("id")
         self.modalities = modalities_of(meta)
-        numbers = [name for name in self._batch.schema.names if name in NUMBERS or name == ABSENT]
+        numbers = [
+            field.name
+            for field in self._batch.schema
+            if pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
+        ]
         self._columns = {
             name: self._batch.column(name).to_numpy(zero_copy_only=True) for name in numbers
         }
@@ -109,7 +127,10 @@ class Index:
         )
 
     def column(self, name: str) -> np.ndarray:
-        """[N], one of `NUMBERS`, without a copy and not to be written to."""
+        """[N], one of `NUMBERS` or a number of `AUDIO_COLUMNS`, without a copy and not to be written
+        to. Of an index without audio the latter are 0."""
+        if name not in self._columns and name in AUDIO_COLUMNS:
+            return np.zeros(len(self), AUDIO_COLUMNS[name].to_pandas_dtype())
         return self._columns[name]
 
     def id(self, i: int) -> str:
@@ -123,6 +144,9 @@ class Index:
 
     def content_hash(self, i: int) -> bytes:
         return self._read(self._batch.column("content_hash"), i)
+
+    def audio_hash(self, i: int) -> bytes:
+        return self._read(self._batch.column("audio_hash"), i)
 
     def _read(self, column: pa.Array, i: int) -> Any:
         """Rows are read in any order, and each maps far more than itself: without letting go, in an
@@ -238,6 +262,14 @@ def open_index(format: Format, folder: Path, recheck: bool = True) -> Index | No
         and _images_changed(format, index)
     ):
         return None
+    if (
+        recheck
+        and format.audio_is_files
+        and "audio" in index.modalities
+        and len(index) <= RECHECKED_FILES
+        and _sounds_changed(format, index)
+    ):
+        return None
     return index
 
 
@@ -273,12 +305,30 @@ def _images_changed(format: Format, index: Index) -> bool:
     for i in range(len(index)):
         if bad[i] == outside or (sizes[i] < 0 and bad[i] != missing):
             continue  # nothing that may be read, or the row names no file
-        found = _status(format.roots, index.text("path", i))
+        path = index.text("path", i)
+        if not path and "audio" in index.modalities:
+            continue  # the sound is missing, not the image
+        found = _status(format.roots, path)
         if (found is None) != (bad[i] == missing) or (
             found and (found.st_size != sizes[i] or found.st_mtime_ns != times[i])
         ):
             return True
     return False
+
+
+def _sounds_changed(format: Format, index: Index) -> bool:
+    sizes, times = index.column("audio_size"), index.column("audio_mtime_ns")
+    for i in np.flatnonzero(sizes >= 0):
+        found = _status(format.roots, index.text("audio_path", int(i)))
+        if not found or found.st_size != sizes[i] or found.st_mtime_ns != times[i]:
+            return True
+    # one that was not there may have come since
+    lost = CODES["missing-file"]
+    return any(
+        _status(format.roots, index.text("audio_path", int(i))) is not None
+        for i in np.flatnonzero((sizes < 0) & (index.column("bad") == lost))
+        if index.text("audio_path", int(i))
+    )
 
 
 def _status(roots: Roots, path: str) -> os.stat_result | None:

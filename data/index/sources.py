@@ -11,15 +11,17 @@ import numpy as np
 
 from data.formats.coco import CocoFormat, KarpathyFormat
 from data.formats.demo import DemoFormat, family_key, text_of, toneless_key
-from data.formats.imagefolder import ImageFolderFormat
+from data.formats.imagefolder import AudioFolderFormat, ImageFolderFormat
 from data.formats.jsonl import JsonlFormat
 from data.formats.parquet import ParquetFormat
 from data.formats.python import PythonFormat
 from data.formats.rows import DEFAULT_PAIRS, Format, Pairs
 from data.formats.table import open_csv, open_tsv
+from data.formats.voices import WORD, VoicesFormat, is_new, spoken_text
 from data.formats.webdataset import WebdatasetFormat
 from data.index.bad_samples import REASON_OF_CODE, Absent, BadSample
 from data.index.building import content_hash, load_index
+from data.index.hearing import hash_of
 from data.index.mapped import Index
 
 MAX_SHOWN = 5
@@ -52,7 +54,8 @@ class Source(Protocol):
         """The encoded image. Raises Absent, BadSample."""
 
     def value(self, modality: str, i: int) -> Any:
-        """What the sample holds of another modality. Raises Absent, BadSample."""
+        """What the sample holds of another modality; of audio the encoded sound. Raises Absent,
+        BadSample."""
 
     def lacking(self, modality: str) -> np.ndarray:
         """[N] bool: which usable samples have nothing of a modality."""
@@ -66,11 +69,13 @@ class Source(Protocol):
     def column(self, name: str) -> np.ndarray:
         """[N] of all samples, not copied, not to be written to: width and height int32 (pixels),
         num_captions int16, num_characters int32 (longest caption), complexity float32 (bytes /
-        pixel), perceptual_hash uint64, bad int8 (0: usable, else 1 + position in REASONS)."""
+        pixel), perceptual_hash uint64, bad int8 (0: usable, else 1 + position in REASONS);
+        audio_seconds float32, audio_rate int32 (Hz), audio_channels int16, 0 without a sound."""
 
     def keys(self, kind: str) -> np.ndarray:
-        """[N] uint64, equal for samples with equal encoded images (kind "content") or equal ids
-        ("id"); 0: there is none. Different ones are equal by chance once in 10^19 pairs."""
+        """[N] uint64, equal for samples with equal encoded images (kind "content"), equal decoded
+        sounds ("audio") or equal ids ("id"); 0: there is none. Different ones are equal by chance
+        once in 10^19 pairs."""
 
     def usable(self) -> np.ndarray:
         """[n] int64, ascending: the samples that are not bad."""
@@ -138,12 +143,31 @@ class IndexedSource:
     def value(self, modality: str, i: int) -> Any:
         if self.index.lacks(modality, i):
             raise Absent(f"{self.where(i)} has no {modality}")
+        if modality == "audio":
+            return self._audio_bytes(i)
         return self.format.value(
             modality,
             self.index.container(i),
             self.index.text("path", i),
             int(self.column("row")[i]),
         )
+
+    def _audio_bytes(self, i: int) -> bytes:
+        if code := int(self.column("bad")[i]):
+            raise BadSample(REASON_OF_CODE[code], self.index.text("detail", i))
+        sound = self.format.audio_bytes(
+            self.index.container(i),
+            self.index.text("audio_path", i),
+            int(self.column("audio_offset")[i]),
+            int(self.column("audio_size")[i]),
+            int(self.column("row")[i]),
+        )
+        if hash_of(sound) != self.index.audio_hash(i):
+            raise BadSample(
+                "unreadable",
+                f"the sound has changed since it was checked; {self.format.when_changed}",
+            )
+        return sound
 
     def lacking(self, modality: str) -> np.ndarray:
         return self.index.lacking(modality)
@@ -160,7 +184,9 @@ class IndexedSource:
         return self.index.column(name)
 
     def keys(self, kind: str) -> np.ndarray:
-        return self.index.content_keys() if kind == "content" else self.index.column("id_hash")
+        if kind == "content":
+            return self.index.content_keys()
+        return self.index.column("audio_key" if kind == "audio" else "id_hash")
 
     def usable(self) -> np.ndarray:
         return self.index.usable()
@@ -178,6 +204,14 @@ class IndexedSource:
             )
 
 
+@runtime_checkable
+class SpeakerSource(ConceptSource, Protocol):
+    """A source whose samples are spoken, so that whole speakers can be held out."""
+
+    def is_new_speaker(self, i: int) -> bool:
+        """Is the sample's speaker one that training never hears?"""
+
+
 class DemoSource(IndexedSource):
     """The embedded emoji, which know their concepts."""
 
@@ -188,8 +222,27 @@ class DemoSource(IndexedSource):
         return toneless_key(text_of(self.identity(i)))
 
 
+class VoicesSource(DemoSource):
+    """The same with their names spoken."""
+
+    def family(self, i: int) -> str:
+        return family_key(spoken_text(self.identity(i)))
+
+    def toneless(self, i: int) -> str:
+        return toneless_key(spoken_text(self.identity(i)))
+
+    def is_new_speaker(self, i: int) -> bool:
+        return is_new(self.identity(i))
+
+
+def open_demo(where: str) -> DemoFormat:
+    """`voices` and `voices:LANG+LANG` have sounds; else as `DemoFormat`."""
+    first, _, languages = where.partition(":")
+    return VoicesFormat(languages) if first == WORD else DemoFormat(where)
+
+
 KINDS: dict[str, tuple[str, Callable[..., Format]]] = {
-    "demo": ("demo[:LANG+LANG]", DemoFormat),
+    "demo": ("demo[:voices][:LANG+LANG]", open_demo),
     "jsonl": ("jsonl:FILE", JsonlFormat),
     "csv": ("csv:FILE", open_csv),
     "tsv": ("tsv:FILE", open_tsv),
@@ -197,6 +250,7 @@ KINDS: dict[str, tuple[str, Callable[..., Format]]] = {
     "coco": ("coco:IMAGES:CAPTIONS.json", CocoFormat),
     "karpathy": ("karpathy:FILE?split=test", KarpathyFormat),
     "imagefolder": ("imagefolder:DIR", ImageFolderFormat),
+    "audiofolder": ("audiofolder:DIR", AudioFolderFormat),
     "webdataset": ("webdataset:PATTERN", WebdatasetFormat),
     "python": ("python:MODULE:NAME", PythonFormat),
 }
@@ -223,7 +277,7 @@ def open_format(spec: str, pairs: Pairs = DEFAULT_PAIRS) -> Format:
             hint = f"did you mean '{meant}:{spec}'?"
         raise ValueError(f"data spec '{spec}': unknown kind '{kind}'; known: {known}; {hint}")
     format = KINDS[kind][1](where)
-    if pairs != DEFAULT_PAIRS:
+    if pairs != DEFAULT_PAIRS or format.lacks_all({*DEFAULT_PAIRS[0]}):
         format.pairs = tuple(
             (first, second) for first, second in pairs if not format.lacks_all({first, second})
         )
@@ -246,7 +300,8 @@ def open_source(spec: str, pairs: Pairs = DEFAULT_PAIRS, **building: Any) -> Ind
     without a usable sample, OSError (FileNotFoundError) for files.
     """
     format = open_format(spec, pairs)
-    source = (DemoSource if isinstance(format, DemoFormat) else IndexedSource)(
+    kinds = {DemoFormat: DemoSource, VoicesFormat: VoicesSource}
+    source = kinds.get(type(format), IndexedSource)(
         "demo" if spec in ("demo:", "demo:en") else spec, format, load_index(format, **building)
     )
     if not (source.column("bad") == 0).any():

@@ -1,7 +1,8 @@
 """Training samples on one side, held-out samples on the other, and no content on both.
 
-Two samples belong together when their images are equal, pixel by pixel, or when they share a
-caption (upper and lower case and spacing aside). Such groups, and for `family` whole concepts, are
+Two samples belong together when their images are equal, pixel by pixel, when their sounds are
+equal, sample by sample once decoded, or when they share a caption (upper and lower case and spacing
+aside). Such groups, and for `family` whole concepts, are
 never divided.
 """
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data.index.sources import ConceptSource, Source
+from data.index.sources import ConceptSource, Source, SpeakerSource
 from data.modalities.decoding import decode_bytes, pixel_key
 from data.progress import progress_bar
 
@@ -38,7 +39,9 @@ def split_source(
 
     A source that knows concepts (the demo) gives two held-out sets of about `val_fraction` of all
     samples each: `family`, concepts of which training has no variant, and `composition`, drawn at
-    random from the rest. Any other gives one, `validation`. Bad samples are on no side. 0 holds out
+    random from the rest. One that knows speakers too (demo:voices) gives a third, `voices`: samples
+    that training has, spoken by others than it hears; the other samples of new speakers are on no
+    side. Any other gives one, `validation`. Bad samples are on no side. 0 holds out
     nothing and reads nothing; otherwise all captions are compared; `progress` shows a bar when that
     takes long. Errors: ValueError when the fraction is out of range or the samples cannot be
     divided.
@@ -51,6 +54,10 @@ def split_source(
             f"< {limit:g} is needed"
         )
     everything = source.usable()
+    spoken_anew = np.empty(0, np.int64)
+    if isinstance(source, SpeakerSource):
+        new = np.array([source.is_new_speaker(int(i)) for i in everything], bool)
+        everything, spoken_anew = everything[~new], everything[new]
     if val_fraction == 0:
         return Splits(train=everything)
     rng = np.random.default_rng([seed, len(names)])
@@ -70,15 +77,29 @@ def split_source(
             f"content cannot be divided with val_fraction {val_fraction}: train {free.sum()}, "
             f"{sizes}; no side may be empty; give more samples, or val_fraction 0"
         )
-    return Splits(train=everything[free], held_out=held_out)
+    train = everything[free]
+    if len(spoken_anew):
+        held_out["voices"] = _of_trained(source, spoken_anew, train, wanted, rng)
+    return Splits(train=train, held_out=held_out)
+
+
+def _of_trained(
+    source: Source, spoken: np.ndarray, train: np.ndarray, wanted: int, rng: np.random.Generator
+) -> np.ndarray:
+    """At most `wanted` of the samples `spoken`, ascending, of which `train` has the captions."""
+    trained = {text for i in train for text in source.captions(int(i))}
+    known = [i for i in spoken if not trained.isdisjoint(source.captions(int(i)))]
+    return np.sort(rng.permutation(np.array(known, np.int64))[:wanted])
 
 
 def content_groups(source: Source, subset: np.ndarray, progress: bool = False) -> np.ndarray:
     """[n] int64: equal numbers for samples of the subset joined, directly or through others, by an
-    equal image or caption."""
+    equal image, sound or caption."""
     with_image = np.flatnonzero(~source.lacking("image")[subset])
     with_text = np.flatnonzero(~source.lacking("text")[subset])
-    samples, keys = [with_image], [_image_keys(source, subset[with_image])]
+    with_audio = np.flatnonzero(~source.lacking("audio")[subset])
+    samples = [with_image, with_audio]
+    keys = [_image_keys(source, subset[with_image]), source.keys("audio")[subset[with_audio]]]
     first_text = np.zeros(len(with_text), np.uint64)
     for place, sample in enumerate(
         progress_bar(with_text, "comparing captions", "sample", shown=progress)

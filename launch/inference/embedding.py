@@ -25,6 +25,7 @@ from data.batching.mixture import specs_of
 from data.batching.sampler import evaluation_requests
 from data.index.sources import Source
 from data.loader import MicroBatchDataset, micro_batches
+from data.modalities.audio.modality import AudioModality
 from data.modalities.image import ImageModality
 from data.modalities.tokenizer import batch_tokens, length_multiple
 from data.modalities.transforms import eval_transform
@@ -32,6 +33,7 @@ from data.progress import progress_bar
 from launch.inference.trained import Trained
 from launch.inputs import languages_of
 from launch.run.report import show
+from launch.settings.modalities import audio_features
 from models.towers.fusion import Fusion
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,6 +90,28 @@ class Embedder:
             loaded = batch["image_index"] >= 0  # below: could not be read
             index.append(batch["image_index"][loaded])
             embeds.append(outputs["image_embeds"].float().cpu()[loaded])
+        return _together(index, torch.int64), _rows(embeds)
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        return tuple(self._layers)
+
+    def sounds(self, source: Source, subset: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Of the samples `subset` whose sounds can be read: (their indices int64 [n], [n, D])."""
+        options = self.trained.options
+        features = audio_features(
+            *(options[key] for key in ("audio_tower", "audio_seconds", "audio_size")), ()
+        )
+        subset = subset[~source.lacking("audio")[subset]]
+        dataset = MicroBatchDataset(source, [AudioModality(features)], options["seed"])
+        requests = evaluation_requests(subset, 0, 1, self.batch_size)
+        index, embeds = [], []
+        batches = micro_batches(dataset, requests, self.workers)
+        for batch in _with_progress(batches, len(requests), "sounds"):
+            loaded = batch["audio_index"] >= 0  # below: could not be read
+            outputs = self._run("audio", batch)
+            index.append(batch["audio_index"][loaded])
+            embeds.append(outputs["audio_embeds"].float().cpu()[loaded])
         return _together(index, torch.int64), _rows(embeds)
 
     def texts(self, texts: Sequence[str], languages: Sequence[Any] | None = None) -> Tensor:

@@ -396,6 +396,9 @@ def _completed(training: Mapping[str, Any]) -> dict[str, Any]:
         options = {**options, **CLIP.options(options["image_size"])}
     added = {"pairs": IMAGE_TEXT, "tower": [], "projection": "linear"}
     added |= {"image_resize_mode": "shortest"}
+    added |= dict.fromkeys(
+        ("audio_tower", "audio_weights", "audio_seconds", "audio_size", "audio_augmentation")
+    )
     options = {**added, **options} if options else options
     branches = training.get("branches", {})
     if "balance" in branches:

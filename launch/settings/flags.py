@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from data.index.roots import add_root_flag
+from data.modalities.audio.augmentations import AUGMENTATIONS
 from data.modalities.preprocessing import INTERPOLATIONS, NORMALIZATIONS, RESIZE_MODES
 from data.modules import add_module_flag
 from data.options import IMAGE_TEXT, read_pairs
@@ -50,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     _dry_run(parser.add_argument_group("dry run"))
     _data(parser.add_argument_group("data"))
     _towers(parser.add_argument_group("towers"))
+    _audio(parser.add_argument_group("audio, for --pairs that name it"))
     _objective(parser.add_argument_group("objective"))
     _length(parser.add_argument_group("length"))
     _tracking(parser.add_argument_group("tracking"))
@@ -127,8 +129,8 @@ def _data(data: argparse._ArgumentGroup) -> None:
         "--data",
         action="append",
         metavar="SPEC",
-        help="demo | demo:LANG[+LANG...] | jsonl:FILE | csv:FILE | tsv:FILE | parquet:FILES | coco:IMAGES:CAPTIONS.json | karpathy:FILE?split=train+restval | imagefolder:DIR | "
-        "webdataset:SHARDS | python:MODULE:NAME; repeat it to mix several (data/README.md; "
+        help="demo | demo:LANG[+LANG...] | demo:voices | jsonl:FILE | csv:FILE | tsv:FILE | parquet:FILES | coco:IMAGES:CAPTIONS.json | karpathy:FILE?split=train+restval | "
+        "imagefolder:DIR | audiofolder:DIR | webdataset:SHARDS | python:MODULE:NAME; repeat it to mix several (data/README.md; "
         "default: demo)",
     )
     add_root_flag(data, "--data and --val-data")
@@ -332,6 +334,39 @@ def _towers(model: argparse._ArgumentGroup) -> None:
     )
 
 
+def _audio(audio: argparse._ArgumentGroup) -> None:
+    audio.add_argument(
+        "--audio-tower",
+        metavar="NAME",
+        help="hf:NAME of AST, CLAP or Whisper, or any image tower, over a spectrogram (default: hf:clap-htsat-unfused; demo: a ResNet-10)",
+    )
+    audio.add_argument(
+        "--audio-weights",
+        metavar="WHERE",
+        help="pretrained, as --image-weights (default: from scratch)",
+    )
+    audio.add_argument(
+        "--audio-seconds",
+        type=_positive,
+        metavar="S",
+        help="length of a clip: longer sounds are cut at random, in evaluation to their middle; shorter ones are repeated or padded (default: as the "
+        "tower of transformers was made for; an image tower 4.0; demo: 2.5)",
+    )
+    audio.add_argument(
+        "--audio-size",
+        type=_at_least(8),
+        metavar="N",
+        help="mel bins and frames of the spectrogram that an image tower sees as --audio-tower (default: 128; demo: 96)",
+    )
+    audio.add_argument(
+        "--audio-augmentation",
+        type=_audio_augmentation,
+        metavar="crop[+spec][+noise]|none",
+        help="of training sounds: a clip from anywhere in a longer sound; stripes of time and of frequency masked (SpecAugment); Gaussian noise, 5 "
+        "to 30 dB quieter (default: crop+spec)",
+    )
+
+
 def _objective(objective: argparse._ArgumentGroup) -> None:
     objective.add_argument(
         "--pairs",
@@ -528,6 +563,15 @@ def _fraction(text: str) -> float:
 
 
 _fraction.__name__ = "number"
+
+
+def _audio_augmentation(text: str) -> tuple[str, ...]:
+    words = () if text == "none" else tuple(text.split("+"))
+    if len(set(words)) < len(words) or not set(words) <= set(AUGMENTATIONS):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: none, or some of {', '.join(AUGMENTATIONS)}, joined by +, each once"
+        )
+    return words
 
 
 def _augmentation(text: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The modalities of a run: what loads each one's samples, and which tower its branch has.
 
-Images and texts have flags of their own. Any other modality is an entry of `MODALITIES`, which a
-module of one's own adds to:
+Images, texts and audio have flags of their own. Any other modality is an entry of `MODALITIES`,
+which a module of one's own adds to:
 
     MODALITIES["tone"] = ModalityEntry(load=Tone, tower=tone_tower)
 
@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from data.formats.rows import near
+from data.modalities.audio.features import AudioFeatures
 from data.modalities.modality import Modality
 from data.options import IMAGE_TEXT, branches_of, read_pairs
+from models.towers.audio import audio_tower
 from models.towers.building import with_head
 from models.towers.fusion import FusionSizes
 from models.towers.image import image_tower
@@ -54,11 +57,11 @@ class Vocabulary(NamedTuple):
 
 
 MODALITIES: dict[str, ModalityEntry] = {}
-OWN_FLAGS = ("image", "text")
+OWN_FLAGS = ("image", "text", "audio")
 
 
 def known_modalities() -> tuple[str, ...]:
-    return (*OWN_FLAGS, *MODALITIES)
+    return tuple(dict.fromkeys((*OWN_FLAGS, *MODALITIES)))
 
 
 def refuse_pairs(given: str, towers: Sequence[str], fusion: bool) -> None:
@@ -84,7 +87,7 @@ def refuse_pairs(given: str, towers: Sequence[str], fusion: bool) -> None:
         )
     names = [each.partition("=")[0] for each in towers]
     for name in names:
-        if name in OWN_FLAGS:
+        if name in OWN_FLAGS and name not in MODALITIES:
             raise ValueError(f"argument --tower: {name} has a flag of its own, --{name}-tower")
         if name not in named:
             raise ValueError(
@@ -114,15 +117,31 @@ def tower_of(
             vocabulary.pad_id,
             vocabulary.end_id,
         )
-    elif branch not in MODALITIES:
+    elif branch in MODALITIES:  # first, so that one's own module may register audio too
+        tower = MODALITIES[branch].tower(named_towers(options.get("tower") or ()).get(branch, ""))
+    elif branch == "audio":
+        tower = audio_tower(options["audio_tower"], options["audio_seconds"], options["audio_size"])
+    else:
         raise ValueError(
             f"there is no modality '{branch}'; there are {', '.join(known_modalities())}; a module "
             "that adds one is named by --import-module"
         )
-    else:
-        tower = MODALITIES[branch].tower(named_towers(options.get("tower") or ()).get(branch, ""))
     projected = options.get("projection", "linear") == "linear"
     return with_head(tower, options["embed_dim"], scalars, fusion, projected)
+
+
+def audio_features(
+    tower: str, seconds: float | None, size: int | None, augmentation: tuple[str, ...]
+) -> AudioFeatures:
+    """What turns sounds into the input of the audio tower of that name; the rest as in the flags of
+    train.py. Errors: ValueError, FileNotFoundError."""
+    reads = _audio_input(tower, seconds, size)
+    return AudioFeatures(reads["extractor"], reads["values"], reads["num_samples"], augmentation)
+
+
+@lru_cache  # a loader is made for every evaluation
+def _audio_input(tower: str, seconds: float | None, size: int | None) -> Mapping[str, Any]:
+    return audio_tower(tower, seconds, size).config["audio_input"]
 
 
 def named_towers(given: tuple[str, ...] | list[str]) -> dict[str, str]:

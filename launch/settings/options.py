@@ -17,6 +17,7 @@ from data.modules import import_modules
 from data.options import branches_of, read_pairs
 from launch.balancing.loss_weights import check_mode
 from launch.run.records import PIXELS, options_of_import, read_run
+from launch.settings.audio import AUDIO, audio_options
 from launch.settings.flags import make_parser
 from launch.settings.overrides import split_settings
 from launch.settings.recipe_files import RecipeFile, with_recipe
@@ -50,12 +51,15 @@ class Options:
     leak_bits: int | None
     index_check: str
     augmentation: tuple[str, ...] | None
+    audio_augmentation: tuple[str, ...] | None
     cache: str
     cache_limit: float
     image_tower: str
     text_tower: str
+    audio_tower: str | None  # this and what is of audio: None where no pair has it
     image_weights: str | None
     text_weights: str | None
+    audio_weights: str | None
     imported: str | None
     tokenizer: str | None
     tower: tuple[str, ...]
@@ -68,6 +72,8 @@ class Options:
     image_resize: int
     image_resize_mode: str
     image_buckets: int
+    audio_seconds: float | None
+    audio_size: int | None
     max_text_tokens: int
     pairs: str
     loss: str
@@ -231,6 +237,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     for key in (
         "image_weights",
         "text_weights",
+        "audio_weights",
     ):  # NAME is also one that a library knows; ./NAME is not
         values[key] = _from_anywhere(values[key]) if "/" in (values[key] or "") else values[key]
     if "/" in (values["text_tower"] or ""):
@@ -246,6 +253,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     for key, default in defaults.items():
         if values[key] is None and not (key == "epochs" and values["steps"] is not None):
             values[key] = recorded.get(key) or default
+    values |= audio_options(values, recorded, defaults is DEMO_DEFAULTS)
     _check_loss(parser, values)
     for key in (
         "augmentation",
@@ -417,7 +425,7 @@ def _check_pairs(parser: argparse.ArgumentParser, values: dict[str, Any]) -> Non
         refuse_pairs(values["pairs"], values["tower"], bool(values["fusion"]))
     except ValueError as error:
         parser.error(str(error))
-    for branch in ("image", "text"):
+    for branch in ("image", "text", "audio"):
         _check_used(parser, values, branch)
 
 
@@ -428,6 +436,7 @@ def _check_used(parser: argparse.ArgumentParser, values: Mapping[str, Any], bran
     of_branch = {
         "image": ("image_tower", "image_weights", "imported", "image_buckets"),
         "text": ("text_tower", "text_weights", "imported", "tokenizer"),
+        "audio": ("audio_weights", *AUDIO),
     }
     for key in of_branch[branch]:
         if values[key] not in (None, parser.get_default(key)):

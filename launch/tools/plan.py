@@ -44,6 +44,7 @@ from engine.schedule import SCHEDULES
 from engine.topology import LAYOUTS
 from launch.estimates import estimated_costs
 from launch.run.report import show
+from launch.settings.audio import AUDIO
 from launch.settings.blocks import READERS, adapting
 from launch.settings.flags import named_tower, pairs_given
 from launch.settings.modalities import Vocabulary, refuse_pairs, tower_of
@@ -79,6 +80,9 @@ class PlanOptions:
     pairs: str
     image_tower: str
     text_tower: str
+    audio_tower: str
+    audio_seconds: float | None
+    audio_size: int
     tower: list[str] | None
     embed_dim: int
     image_size: int
@@ -221,6 +225,18 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"(default: {DEFAULTS['text_tower']})",
     )
     towers.add_argument(
+        "--audio-tower",
+        default=AUDIO["audio_tower"],
+        metavar="NAME",
+        help=f"(default: {AUDIO['audio_tower']})",
+    )
+    towers.add_argument(
+        "--audio-seconds",
+        type=float,
+        metavar="S",
+        help="as in train.py (default: the tower's own)",
+    )
+    towers.add_argument(
         "--tower",
         action="append",
         type=named_tower,
@@ -231,8 +247,9 @@ def make_parser() -> argparse.ArgumentParser:
         ("embed_dim", 1, "width of the common space"),
         ("image_size", 1, "pixels a side"),
         ("max_text_tokens", 4, "tokens of a text"),
+        ("audio_size", 8, "of the spectrogram for an image tower"),
     ):
-        name, own = f"--{flag.replace('_', '-')}", DEFAULTS[flag]
+        name, own = f"--{flag.replace('_', '-')}", (DEFAULTS | AUDIO)[flag]
         towers.add_argument(
             name, type=at_least(minimum), default=own, metavar="N", help=f"{what} (default: {own})"
         )

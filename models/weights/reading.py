@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.towers.layers import Layer, Tower
-from models.towers.libraries import transformers_image
+from models.towers.libraries import transformers_audio, transformers_image
 from models.towers.libraries.transformers_text import PRESETS
 from models.towers.names import nearest, refuse
 from models.towers.text import hub_id_of
@@ -59,6 +59,7 @@ PREFIXES = {  # of wrappers, of models with a task head, and of models of images
         *("module.", "vit.", "dinov2.", "dinov2_with_registers.", "convnext.", "convnextv2."),
         *("swin.", "vision_model."),
     ),
+    "audio": ("module.", "audio_spectrogram_transformer.", "audio_model.", "model.encoder."),
 }
 RENAMED = {  # what older versions of the libraries wrote, and XLM's prefix, which DistilBERT has
     "text": (
@@ -67,11 +68,12 @@ RENAMED = {  # what older versions of the libraries wrote, and XLM's prefix, whi
         (r"^transformer\.(?!layer\.)", ""),
     ),
     "image": ((r"\.mlp\.linear_1\.", ".mlp.0."), (r"\.mlp\.linear_2\.", ".mlp.3.")),
+    "audio": (),
 }
 # absent from masked-language-model checkpoints, from those written before BatchNorm counted its
 # batches, from models trained with InfoNCE, and from models without a further pair
 OPTIONAL = re.compile(
-    r"text\.pooler\.dense\.(weight|bias)$|(image|text)\.attention_pool\.|image\..*\.num_batches_tracked$|head\.logit_bias$|head\.\w+_logit_(scale|bias)$|head\.(fusion|image_tokens|text_tokens)\."
+    r"text\.pooler\.dense\.(weight|bias)$|(image|text|audio)\.attention_pool\.|(image|audio)\..*\.num_batches_tracked$|head\.logit_bias$|head\.\w+_logit_(scale|bias)$|head\.(fusion|image_tokens|text_tokens)\."
 )
 
 
@@ -292,8 +294,8 @@ def canonical_names(branch: str, keys: list[str], plain: bool = False) -> dict[s
     prefixes = ("module.",) if plain else PREFIXES[branch]
     for key in sorted(keys, key=lambda key: key.startswith(prefixes)):
         name = key
-        while name.startswith(prefixes):
-            name = name.split(".", 1)[1]
+        while prefix := next((each for each in prefixes if name.startswith(each)), ""):
+            name = name.removeprefix(prefix)
         for pattern, replacement in () if plain else RENAMED[branch]:
             name = re.sub(pattern, replacement, name)
         names.setdefault(f"{branch}.{name}", key)
@@ -340,11 +342,11 @@ def find_weights(
         )
     if by_library:
         return None
-    presets, of_preset = (
-        (transformers_image.PRESETS, transformers_image.hub_id_of)
-        if branch == "image"
-        else (PRESETS, hub_id_of)
-    )
+    presets, of_preset = {
+        "image": (transformers_image.PRESETS, transformers_image.hub_id_of),
+        "text": (PRESETS, hub_id_of),
+        "audio": (transformers_audio.PRESETS, transformers_audio.hub_id_of),
+    }[branch]
     found = hub_id if where == "DEFAULT" else of_preset(where)
     if found is None:
         known = [*presets, *(["DEFAULT"] if hub_id else [])]

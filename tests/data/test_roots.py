@@ -391,10 +391,10 @@ def test_an_index_of_the_time_when_absolute_paths_were_refused_is_made_anew(here
     spec = write("jsonl", here / "set", "1.png", here / "set" / "1.png", "../a/1.png")
     plain = write("csv", here / "set", "1.png", "../a/1.png")
 
-    def refuse_absolute(roots, path):
+    def refuse_absolute(roots, path, what):
         if path.startswith("/"):
             raise BadSample("outside-root", "as it was")
-        return locate(roots, path)
+        return locate(roots, path, what)
 
     with monkeypatch.context() as patch:
         patch.setattr("data.formats.rows.locate", refuse_absolute)

@@ -169,7 +169,11 @@ def test_pickled_it_is_small_and_reads_the_same(demo):
         ("coco:", ["a folder and a file are needed", "coco:IMAGES:CAPTIONS.json"]),
         (
             "csv:a.csv?imag=x",
-            ["unknown option 'imag'", "known: image, text, id, separator", "did you mean 'image'?"],
+            [
+                "unknown option 'imag'",
+                "known: image, text, audio, id, separator",
+                "did you mean 'image'?",
+            ],
         ),
         ("csv:a.csv?text=", ["option 'text' has no value"]),
         ("csv:a.csv?text=a&text=b", ["option 'text' is given twice"]),

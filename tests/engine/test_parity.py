@@ -828,8 +828,8 @@ def test_both_losses_together_equal_unsplit_training(case):
 LACKING = {
     "image": (0, 5, 11),
     "text": (2, 5),
-    "sound": tuple(range(1, 24, 3)),
-}  # a third of the samples has no sound
+    "audio": tuple(range(1, 24, 3)),
+}  # a third of the samples has no audio
 
 
 def three(layout, stages, replicas, micro_batch_size, **more):
@@ -837,7 +837,7 @@ def three(layout, stages, replicas, micro_batch_size, **more):
 
 
 def fork_of_three(stages, replicas, sizes, **more):
-    names = ("image", "text", "sound")
+    names = ("image", "text", "audio")
     return three(
         "fork", *(dict(zip(names, numbers)) for numbers in (stages, replicas, sizes)), **more
     )
@@ -856,14 +856,14 @@ def fork_of_three(stages, replicas, sizes, **more):
             (1, 2, 1),
             (8, 4, 6),
             lacking=LACKING,
-            not_loaded={"image": (3,), "sound": (0, 3)},
+            not_loaded={"image": (3,), "audio": (0, 3)},
         ),
         fork_of_three(
             (1, 2, 1),
             (1, 1, 2),
             (8, 6, 4),
             schedule="replay",
-            not_loaded={"text": (7, 8), "sound": (0, 23)},
+            not_loaded={"text": (7, 8), "audio": (0, 23)},
         ),
         fork_of_three((1, 1, 1), (2, 1, 1), (6, 8, 12), pairs="three", plain=True, lacking=LACKING),
         fork_of_three(
@@ -871,7 +871,7 @@ def fork_of_three(stages, replicas, sizes, **more):
             (2, 1, 1),
             (4, 8, 24),
             pairs="three",
-            loss_weights={"contrastive/sound_text": 1.7},
+            loss_weights={"contrastive/audio_text": 1.7},
         ),
         three("merged", {"merged": 1}, 1, 8, pairs="three"),
         three("merged", {"merged": 1}, 2, 4, pairs="three", plain=True),
@@ -881,17 +881,31 @@ def fork_of_three(stages, replicas, sizes, **more):
             2,
             4,
             schedule="replay",
-            not_loaded={"image": (3,), "sound": (0, 3)},
+            not_loaded={"image": (3,), "audio": (0, 3)},
         ),
         three(
             "chain",
-            {"image": 1, "text": 1, "sound": 1},
+            {"image": 1, "text": 1, "audio": 1},
             1,
             6,
             pairs="three",
-            not_loaded={"text": (7, 8), "sound": (0, 23)},
+            not_loaded={"text": (7, 8), "audio": (0, 23)},
         ),
-        three("chain", {"image": 1, "text": 1, "sound": 1}, 2, 4, schedule="replay"),
+        three("chain", {"image": 1, "text": 1, "audio": 1}, 2, 4, schedule="replay"),
+        # real towers, cut in two, of unequal replicas
+        fork_of_three(
+            (1, 1, 2), (2, 1, 1), (6, 8, 12), lacking=LACKING, schedule="replay", audio="whisper"
+        ),
+        fork_of_three(
+            (1, 1, 1),
+            (1, 1, 2),
+            (8, 24, 4),
+            pairs="three",
+            lacking=LACKING,
+            not_loaded={"audio": (0, 3)},
+            audio="ast",
+        ),
+        three("merged", {"merged": 2}, 1, 8, audio="vit", not_loaded={"audio": (0, 3)}),
     ],
     ids=str,
 )
@@ -899,7 +913,7 @@ def test_three_branches_equal_unsplit_training(case):
     """Every pair over the samples that have both of its halves; a branch in several pairs gets the
     sum of their gradients."""
     results = run_ranks(case.world_size, train_three_split, case)
-    branches = {"image": 0, "text": 1, "sound": 2}
+    branches = {"image": 0, "text": 1, "audio": 2}
     replicas = (
         case.replicas if isinstance(case.replicas, dict) else dict.fromkeys(branches, case.replicas)
     )
@@ -950,6 +964,6 @@ def test_weights_that_follow_the_alignment_of_each_pair_are_those_of_the_next_st
 
 def test_a_weight_of_a_loss_that_is_not_there_is_refused():
     case = three("merged", {"merged": 1}, 1, 8, loss_weights={"contrastive": 2.0})
-    words = "contrastive is no loss of this run; give weights of contrastive/image_text, contrastive/sound_text"
+    words = "contrastive is no loss of this run; give weights of contrastive/image_text, contrastive/audio_text"
     with pytest.raises(RuntimeError, match=words):
         run_ranks(1, train_three_split, case)

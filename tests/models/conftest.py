@@ -12,10 +12,16 @@ from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.models.vision_transformer import VisionTransformer
 from transformers import (
+    ASTConfig,
+    ASTModel,
     BertConfig,
     BertModel,
     ChineseCLIPTextConfig,
     ChineseCLIPTextModel,
+    ClapAudioConfig,
+    ClapAudioModel,
+    ClapTextConfig,
+    ClapTextModel,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPVisionConfig,
@@ -53,13 +59,16 @@ from transformers import (
     T5EncoderModel,
     ViTConfig,
     ViTModel,
+    WhisperConfig,
     XLMConfig,
     XLMModel,
     XLMRobertaConfig,
     XLMRobertaModel,
 )
 from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
+from models.towers.audio import audio_tower
 from models.towers.image import image_tower
 from models.towers.layers import Layer, Tower
 from models.towers.libraries.configurations import saved_state
@@ -79,6 +88,23 @@ HF_VIT = {
 DINO = {key: value for key, value in HF_VIT.items() if key != "intermediate_size"}
 HF_CONVNEXT = {"hidden_sizes": [16, 24, 32, 48], "depths": [1, 1, 2, 1]}
 SWIN = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+AST = {"num_mel_bins": 16, "max_length": 40, "frequency_stride": 4, "time_stride": 8}
+HTSAT = {
+    "patch_embeds_hidden_size": 16,
+    "depths": [2, 2],
+    "num_attention_heads": [2, 4],
+    "window_size": 4,
+    "spec_size": 64,
+    "num_mel_bins": 16,
+}
+WHISPER = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 144,
+    "num_mel_bins": 16,
+    "max_source_positions": 50,
+}
 BERT = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -158,6 +184,7 @@ class Case:
     # of the library's model and the inputs, where more is to do than to call it
     call: Callable[[nn.Module, dict[str, Tensor]], Tensor] | None = None
     languages: int = 0  # how many there are
+    seconds: float | None = None  # of a sound
     # tensors whose gradients are sums in another order: equal to rounding
     rounded: tuple[str, ...] = ()
     pad_token_id: int | None = 0
@@ -174,6 +201,8 @@ class Case:
         )
         if self.branch == "image":
             return image_tower(name, SIZE)
+        if self.branch == "audio":
+            return audio_tower(name, self.seconds)
         return text_tower(name, VOCAB, TOKENS, self.pad_token_id, EOS)
 
     def reference(self, layers: list[Layer], dropout: bool = False) -> nn.Module:
@@ -212,6 +241,9 @@ class Case:
         draw = torch.Generator().manual_seed(seed)
         if self.branch == "image":
             return {"pixel_values": torch.randn(4, 3, SIZE, SIZE, generator=draw)}
+        if self.branch == "audio":
+            shape = self.tower().config["audio_input"]["shape"]
+            return {"input_features": torch.randn(4, *shape, generator=draw)}
         ids = torch.randint(10, VOCAB, (4, TOKENS), generator=draw)
         mask = torch.ones_like(ids)
         for row, length in enumerate((TOKENS, 5, 9, 3)):  # one row without padding
@@ -226,7 +258,7 @@ class Case:
     def run_reference(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         if self.call is not None:
             return self.call(model, inputs)
-        output = model(*inputs.values()) if self.branch == "image" else model(**inputs)
+        output = model(**inputs) if self.branch == "text" else model(*inputs.values())
         return output if isinstance(output, Tensor) else self.features(output)
 
 
@@ -358,6 +390,26 @@ CASES = {
         {**_text_dropout(0.1), "drop_path_rate": 0.3},
         lambda d: SwinModel(SwinConfig(image_size=SIZE, **SWIN, **d)),
     ),
+    "hf-ast": Case(
+        "audio",
+        spell("hf:ast", {**HF_VIT, **AST}),
+        _text_dropout(0.1),
+        lambda d: ASTModel(ASTConfig(**HF_VIT, **AST, **d)),
+    ),
+    "hf-htsat": Case(
+        "audio",
+        spell("hf:clap-htsat-unfused", HTSAT),
+        {**_text_dropout(0.1), "drop_path_rate": 0.3},
+        lambda d: ClapAudioModel(ClapAudioConfig(**HTSAT, **d)),
+        seconds=1.0,
+    ),
+    "hf-whisper": Case(
+        "audio",
+        spell("hf:whisper-tiny", WHISPER),
+        {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1},
+        lambda d: WhisperEncoder(WhisperConfig(**WHISPER, **d)),
+        features=lambda output: output.last_hidden_state.mean(1),
+    ),
     "bert": Case(
         "text",
         spell("bert-base-uncased", BERT),
@@ -379,6 +431,13 @@ CASES = {
         lambda d: RobertaModel(
             RobertaConfig(vocab_size=VOCAB, type_vocab_size=1, layer_norm_eps=1e-5, **BERT, **d)
         ),
+        pad_token_id=1,
+    ),
+    "clap-text": Case(
+        "text",
+        spell("clap-text-base", BERT),
+        _text_dropout(0.1),
+        lambda d: ClapTextModel(ClapTextConfig(vocab_size=VOCAB, type_vocab_size=1, **BERT, **d)),
         pad_token_id=1,
     ),
     "distilbert": Case(

@@ -42,7 +42,10 @@ def test_training_forward_and_gradients(case, forward, dropout):
     expected_gradients = {
         name: tensor.grad
         for name, tensor in expected_state.items()
-        if isinstance(tensor, torch.nn.Parameter) and not name.startswith(case.classifier_prefix)
+        # Whisper's positions do not learn
+        if isinstance(tensor, torch.nn.Parameter)
+        and tensor.requires_grad
+        and not name.startswith(case.classifier_prefix)
     }
     for layer in layers:
         for local, parameter in layer.named_parameters():
@@ -98,7 +101,7 @@ def test_evaluation_with_dropout_configured(case, forward, gradients):
 def test_without_padding_and_shorter_texts(cases, forward):
     """The library then leaves its mask out; so must we."""
     for name, case in cases.items():
-        if case.branch == "image" or name == "siglip":  # which reads texts of one length
+        if case.branch != "text" or name == "siglip":  # which reads texts of one length
             continue
         layers = build(case.tower())
         inputs = {key: tensor[:1, :7] for key, tensor in case.inputs().items() if tensor.dim() > 1}
@@ -161,7 +164,7 @@ def test_a_stage_asks_once_whether_a_mask_has_padding(cases, forward, monkeypatc
 def test_padding_is_not_seen(cases, forward):
     """Other ids behind the mask change nothing; the same ids in front of it do."""
     for name, case in cases.items():
-        if case.branch == "image" or name == "siglip":
+        if case.branch != "text" or name == "siglip":
             continue
         layers = build(cases[name].tower())
         inputs = cases[name].inputs()

@@ -11,6 +11,8 @@ from transformers import (
     BertModel,
     ChineseCLIPTextConfig,
     ChineseCLIPTextModel,
+    ClapTextConfig,
+    ClapTextModel,
     CLIPTextConfig,
     CLIPTextModel,
     DistilBertConfig,
@@ -258,6 +260,7 @@ FAMILIES = {  # by the model_type of the configuration
     "bert": Family(BertModel, _BERT_KEYS, **_POOLER),
     "roberta": Family(RobertaModel, _BERT_KEYS, **_POOLER),
     "xlm-roberta": Family(XLMRobertaModel, _BERT_KEYS, **_POOLER),
+    "clap_text_model": Family(ClapTextModel, _BERT_KEYS, **_POOLER),
     "distilbert": Family(
         DistilBertModel, _DISTILBERT_KEYS, pool="first", blocks="transformer.layer"
     ),
@@ -313,7 +316,12 @@ def derived(config: PreTrainedConfig, values: Mapping[str, Any]) -> dict[str, An
 
 # -- positions
 
-_BEHIND_PADDING = {"roberta", "xlm-roberta", "mpnet"}  # they count positions from the pad id on
+_BEHIND_PADDING = {
+    "roberta",
+    "xlm-roberta",
+    "mpnet",
+    "clap_text_model",
+}  # they count positions from the pad id on
 
 
 def first_position(config: Mapping[str, Any]) -> int:
@@ -405,6 +413,7 @@ PRESETS = {
     "roberta-large": Preset(
         "FacebookAI/roberta-large", RobertaConfig, {**_ROBERTA, **_bert(24, 1024, 16, 50265)}
     ),
+    "clap-text-base": Preset("laion/clap-htsat-unfused", ClapTextConfig),
     "xlm-roberta-base": Preset(
         "FacebookAI/xlm-roberta-base", XLMRobertaConfig, {**_ROBERTA, **_XLM_ROBERTA}
     ),

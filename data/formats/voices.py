@@ -1,0 +1,208 @@
+"""The embedded emoji with their names spoken, `--data demo:voices`: eSpeak NG says them, from the
+pip package `espeakng-loader`, in several voices and speeds.
+
+Each emoji is one sample with an image, its name, and the name spoken by one of `SPEAKERS`. A fifth
+of them is there once more, spoken by one of `NEW_SPEAKERS`, which training never hears. The sounds
+are made once, into the cache folder; made again they differ a little, because breath is noise.
+"""
+
+import ctypes
+import hashlib
+import importlib.util
+import shutil
+import wave
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from tqdm import tqdm
+
+from data.formats.demo import DemoFormat, text_of
+from data.formats.rows import Part, Roots, Row, place, place_audio
+from data.formats.specs import cache_folder
+from data.index.bad_samples import BadSample
+
+INSTALL = "pip install espeakng-loader"
+WORD = "voices"  # behind "demo:"
+VERSION = 1  # of what is said, and how
+NEW_EVERY = 5  # an emoji of so many has a second sample, by a new speaker
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """`variant`: of eSpeak's voice of a language; `rate`: words per minute; `pitch`: 0 to 99."""
+
+    variant: str
+    rate: int
+    pitch: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-{self.rate}-{self.pitch}"
+
+
+SPEAKERS = (
+    Speaker("m1", 150, 40),
+    Speaker("m3", 190, 50),
+    Speaker("m7", 130, 35),
+    Speaker("m2", 170, 60),
+    Speaker("f1", 160, 60),
+    Speaker("f2", 200, 50),
+    Speaker("f4", 140, 70),
+    Speaker("f3", 180, 45),
+)
+NEW_SPEAKERS = (Speaker("m5", 160, 45), Speaker("f5", 175, 65))
+# eSpeak reads Chinese characters in Japanese texts as "Chinese letter"
+VOICES = {
+    **{
+        code: code
+        for code in ("en", "es", "pt", "it", "fr", "de", "id", "ru", "tr", "ko", "fa", "ar")
+    },
+    "zh": "cmn",
+}
+
+
+class VoicesFormat(DemoFormat):
+    """`demo:voices[:LANG+LANG]`. Of several languages each emoji is spoken in one, and its captions
+    are its names in all. An id is the emoji's code points, a slash and the speaker."""
+
+    holds = ("image", "text", "audio")
+
+    def __init__(self, where: str) -> None:
+        """`where`: empty for English, or language codes joined by `+`. Errors: ValueError,
+        FileNotFoundError for a package that is not installed."""
+        super().__init__(where)
+        mute = [language for language in self.languages if language not in VOICES]
+        if mute:
+            raise ValueError(
+                f"data spec 'demo:{WORD}:{where}': eSpeak does not read names in '{mute[0]}'; it "
+                f"does in {' '.join(sorted(VOICES))}"
+            )
+        self.sounds = self._made()
+        self.roots = Roots.of(self.folder, (str(self.sounds),))
+        self.spec = f"demo:{WORD}:{'+'.join(self.languages)}:{self.folder}:{self.sounds}"
+
+    def rows(self, part: Part) -> Iterator[Row]:
+        for number, (points, file, captions) in enumerate(part.content):
+            for speaker in _speakers_of(points):
+                row = Row(f"{points}/{speaker.name}", number, captions=captions)
+                try:
+                    place(row, self.roots, file)
+                    place_audio(row, self.roots, _file_of(points, speaker))
+                except BadSample as problem:
+                    row.problem = problem
+                yield row
+
+    def _made(self) -> Path:
+        """The folder of all sounds, which are made where they are not there yet. Processes that
+        start together make them once."""
+        said = [
+            (_file_of(points, speaker), captions[number], self.languages[number], speaker)
+            for part in super().parts()
+            for points, _, captions in part.content
+            for number in [_hash(points) // 64 % len(self.languages)]
+            for speaker in _speakers_of(points)
+        ]
+        engine = _loader()
+        what = repr((VERSION, said, Path(engine.get_library_path()).stat().st_size))
+        name = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
+        folder = cache_folder() / WORD / name
+        if folder.is_dir():
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            if not folder.is_dir():
+                unfinished = folder.with_suffix(".writing")
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                for file, text, language, speaker in tqdm(said, "speaking", unit="name", delay=2):
+                    say(unfinished / file, text, language, speaker)
+                unfinished.rename(folder)  # others see all of them or none
+        return folder
+
+
+def is_new(identity: str) -> bool:
+    """Is a sample of VoicesFormat spoken by one of `NEW_SPEAKERS`?"""
+    return identity.partition("/")[2] in {speaker.name for speaker in NEW_SPEAKERS}
+
+
+def spoken_text(identity: str) -> str:
+    """The emoji that a sample of VoicesFormat is of."""
+    return text_of(identity.partition("/")[0])
+
+
+def _speakers_of(points: str) -> list[Speaker]:
+    number = _hash(points)
+    speakers = [SPEAKERS[number % len(SPEAKERS)]]
+    if number // 8 % NEW_EVERY == 0:
+        speakers.append(NEW_SPEAKERS[number // 512 % len(NEW_SPEAKERS)])
+    return speakers
+
+
+def _file_of(points: str, speaker: Speaker) -> str:
+    return f"{points}_{speaker.name}.wav"
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+# -- eSpeak NG, by the functions of its speak_lib.h
+
+_SYNCHRONOUS, _RATE, _PITCH, _CHARACTERS, _UTF8 = 2, 1, 3, 1, 1
+_Heard = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p
+)
+
+
+def _loader() -> Any:
+    if importlib.util.find_spec("espeakng_loader") is None:
+        raise FileNotFoundError(
+            f"data spec 'demo:{WORD}': the Python package 'espeakng-loader' is not installed; it "
+            f"speaks the names; run: {INSTALL}"
+        )
+    import espeakng_loader  # here, not above: nothing else needs it
+
+    return espeakng_loader
+
+
+@lru_cache
+def _engine() -> tuple[Any, int]:
+    """The library, once in a process, and its rate in Hz."""
+    loader = _loader()
+    library = ctypes.CDLL(loader.get_library_path())
+    rate = library.espeak_Initialize(_SYNCHRONOUS, 0, loader.get_data_path().encode(), 0)
+    if rate <= 0:
+        raise OSError(f"eSpeak NG does not start (status {rate}); reinstall it: {INSTALL}")
+    return library, rate
+
+
+def say(file: Path, text: str, language: str, speaker: Speaker) -> None:
+    """Write what is said as a WAV file of 16 bits and one channel. Errors: OSError."""
+    library, rate = _engine()
+    voice = f"{VOICES[language]}+{speaker.variant}"
+    if library.espeak_SetVoiceByName(voice.encode()):
+        raise OSError(f"eSpeak NG has no voice {voice}; reinstall it: {INSTALL}")
+    library.espeak_SetParameter(_RATE, speaker.rate, 0)
+    library.espeak_SetParameter(_PITCH, speaker.pitch, 0)
+    heard: list[bytes] = []
+
+    @_Heard
+    def take(samples: Any, count: int, events: Any) -> int:
+        if samples and count > 0:
+            heard.append(ctypes.string_at(samples, 2 * count))
+        return 0
+
+    library.espeak_SetSynthCallback(take)
+    words = text.encode()
+    status = library.espeak_Synth(words, len(words) + 1, 0, _CHARACTERS, 0, _UTF8, None, None)
+    if status:
+        raise OSError(f"eSpeak NG could not say {text!r} (status {status})")
+    with wave.open(str(file), "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(rate)
+        out.writeframes(b"".join(heard))

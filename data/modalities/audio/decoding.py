@@ -1,0 +1,237 @@
+"""Sounds as they come out of files: decode safely, mix to one channel, bring to a rate.
+
+Bytes are read by content, never by name: by libsndfile (`soundfile`) where it knows the format, else
+by FFmpeg (`av`). Neither says of every format that a file was cut off, so what a header promises is
+compared with what is there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from scipy.signal import resample_poly
+
+from data.index.bad_samples import SECONDS_LIMIT, BadSample, check_sound
+
+INSTALL = "pip install -r requirements-audio.txt"
+BLOCK = 1 << 16  # samples of a channel that are decoded at once: 16 MB with 64 channels
+# of a film's or a song's length, which a container rounds to its own ticks
+LENGTH_TOLERANCE_S = 0.25
+UNKNOWN_SIZE = 0xFFFFFFFF  # in the header of a WAV file that was written into a pipe
+LAST_PAGE = 4  # in the flags of an Ogg page
+
+
+@dataclass(frozen=True, eq=False)
+class Sound:
+    """`samples` float32 [n], the mean of the `channels` that there were; `rate`, Hz."""
+
+    samples: np.ndarray
+    rate: int
+    channels: int
+
+    @property
+    def seconds(self) -> float:
+        return len(self.samples) / self.rate
+
+
+def decode_audio(data: bytes, strict: bool = False) -> Sound:
+    """All of an encoded sound.
+
+    `strict`: an MP3 is decoded by FFmpeg too, if that is there, which finds the broken frames that
+    libsndfile passes over. Errors: BadSample, with reason empty-file, not-audio, no-sound,
+    truncated-audio, empty-audio, silent-audio, huge-audio, impossible-audio, not-finite-audio or
+    unreadable; ImportError where no decoder is installed.
+    """
+    if not data:
+        raise BadSample("empty-file", "0 bytes")
+    try:
+        found = _by_libsndfile(data, strict) or _by_ffmpeg(data)
+    except (BadSample, MemoryError, ImportError):
+        raise
+    except Exception as error:  # the set of types that decoders raise is open
+        raise BadSample("unreadable", f"{type(error).__name__}: {error}") from error
+    if not len(found.samples):
+        raise BadSample("empty-audio", "the file has a header and no sample")
+    if not found.samples.any():
+        raise BadSample("silent-audio", f"{found.seconds:.2f} seconds")
+    return found
+
+
+def describe_audio(data: bytes) -> tuple[float, int, int]:
+    """Seconds, rate in Hz and channels of an encoded sound, as its header has them. Errors: as
+    `decode_audio`, as far as the header tells."""
+    if not data:
+        raise BadSample("empty-file", "0 bytes")
+    library = _library("soundfile")
+    if library is not None:
+        try:
+            with library.SoundFile(io.BytesIO(data)) as file:
+                check_sound(file.samplerate, file.channels, file.frames)
+                return file.frames / file.samplerate, file.samplerate, file.channels
+        except library.LibsndfileError:
+            pass  # FFmpeg may know it
+    found = decode_audio(data)  # FFmpeg's headers may say nothing of the length
+    return found.seconds, found.rate, found.channels
+
+
+def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
+    """float32 [n] at `rate` -> float32 [⌈n · wanted / rate⌉] at `wanted`, Hz: SciPy's polyphase
+    filter, which lets nothing above half of the lower rate through."""
+    if rate == wanted:
+        return samples
+    common = math.gcd(rate, wanted)
+    made = resample_poly(samples, wanted // common, rate // common)
+    return np.ascontiguousarray(made, np.float32)
+
+
+@lru_cache
+def _library(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError):  # OSError: the package is there, the library in it does not load
+        return None
+
+
+def _one_channel(blocks: Iterator[np.ndarray], rate: int) -> np.ndarray:
+    """float32 [samples, channels] each -> float32 [n]. Raises BadSample: not-finite-audio, and
+    huge-audio for a file that is longer than its header says."""
+    mixed, length = [], 0
+    for block in blocks:
+        if not np.isfinite(block).all():
+            raise BadSample("not-finite-audio", f"in the samples from {length:,} on")
+        mixed.append(block.mean(1, dtype=np.float32))
+        length += len(block)
+        check_sound(rate, block.shape[1], length)
+    return np.concatenate(mixed) if mixed else np.empty(0, np.float32)
+
+
+# -- libsndfile
+
+
+def _by_libsndfile(data: bytes, strict: bool) -> Sound | None:
+    """None where it is not installed or does not know the format."""
+    library = _library("soundfile")
+    if library is None:
+        return None
+    try:
+        file = library.SoundFile(io.BytesIO(data))
+    except library.LibsndfileError:
+        if data[:4] == b"RIFF":
+            _refuse_header(data)  # else FFmpeg may know it: WebP is a RIFF file too
+        return None
+    with file:
+        check_sound(file.samplerate, file.channels, file.frames)
+        try:
+            samples = _one_channel(_blocks(file), file.samplerate)
+        except library.LibsndfileError as error:
+            kind = "truncated-audio" if "lost sync" in str(error) else "unreadable"
+            raise BadSample(kind, str(error)) from error
+        promised, kind, rate, channels = file.frames, file.format, file.samplerate, file.channels
+    if len(samples) < promised or _is_cut_off(data):
+        raise BadSample(
+            "truncated-audio", f"{len(samples):,} samples of {promised:,}, {len(data):,} bytes"
+        )
+    if strict and kind == "MP3" and _library("av") is not None:
+        _by_ffmpeg(data)
+    return Sound(samples, rate, channels)
+
+
+def _refuse_header(data: bytes) -> None:
+    """Raise BadSample for a WAV file whose rate or number of channels cannot be."""
+    if data[8:12] == b"WAVE" and (at := data.find(b"fmt ")) >= 0:
+        channels = int.from_bytes(data[at + 10 : at + 12], "little")
+        check_sound(int.from_bytes(data[at + 12 : at + 16], "little"), channels)
+
+
+def _blocks(file: Any) -> Iterator[np.ndarray]:
+    """At most one block more than is allowed, whatever the header says."""
+    for _ in range(math.ceil(SECONDS_LIMIT * file.samplerate / BLOCK) + 1):
+        block = file.read(BLOCK, dtype="float32", always_2d=True)
+        if len(block):
+            yield block
+        if len(block) < BLOCK:
+            return
+
+
+def _is_cut_off(data: bytes) -> bool:
+    """WAV, AIFF and Ogg: libsndfile takes what is there for all."""
+    if data[:4] in (b"RIFF", b"FORM"):
+        order = "little" if data[:4] == b"RIFF" else "big"
+        at = 12
+        while at + 8 <= len(data):  # one chunk after the other: a name, a size, as many bytes
+            size = int.from_bytes(data[at + 4 : at + 8], order)
+            if data[at : at + 4] in (b"data", b"SSND"):
+                return size != UNKNOWN_SIZE and at + 8 + size > len(data)
+            at += 8 + size + size % 2
+    if data[:4] == b"OggS":
+        last = data.rfind(b"OggS")
+        head = data[last : last + 27]
+        if len(head) < 27 or not head[5] & LAST_PAGE:
+            return True
+        table = data[last + 27 : last + 27 + head[26]]  # how long each segment of the page is
+        return last + 27 + head[26] + sum(table) > len(data)
+    return False
+
+
+# -- FFmpeg
+
+
+def _by_ffmpeg(data: bytes) -> Sound:
+    library = _library("av")
+    if library is None:
+        if _library("soundfile") is None:
+            raise ImportError(
+                f"sounds are decoded by soundfile or av, and neither is here; {INSTALL}"
+            )
+        raise BadSample(
+            "not-audio",
+            f"{len(data):,} bytes that begin with {data[:8]!r}, which libsndfile does not know; for "
+            f"FFmpeg's formats: {INSTALL}",
+        )
+    try:
+        container = library.open(io.BytesIO(data), metadata_errors="replace")
+    except library.FFmpegError as error:
+        raise BadSample(
+            "not-audio", f"{len(data):,} bytes that begin with {data[:8]!r}: {error.strerror}"
+        ) from error
+    with container:
+        if not container.streams.audio:
+            is_image = container.format.name.endswith("_pipe") or "image2" in container.format.name
+            found = ", ".join(stream.type for stream in container.streams) or "nothing"
+            raise BadSample(
+                "not-audio" if is_image or not container.streams else "no-sound",
+                f"{container.format.name} with {found}",
+            )
+        stream = container.streams.audio[0]
+        rate, channels = stream.rate or 0, stream.channels
+        check_sound(rate, channels)
+        try:
+            samples = _one_channel(_frames(library, container, stream), rate)
+        except library.FFmpegError as error:
+            raise BadSample("unreadable", f"{container.format.name}: {error.strerror}") from error
+        promised = float(stream.duration * stream.time_base) if stream.duration else 0.0
+        # An MP3 without a table of its frames promises only what its first frame lets one guess.
+        is_known = container.format.name != "mp3"
+    if is_known and len(samples) / rate < promised - max(LENGTH_TOLERANCE_S, 0.01 * promised):
+        raise BadSample("truncated-audio", f"{len(samples) / rate:.2f} seconds of {promised:.2f}")
+    return Sound(samples, rate, channels)
+
+
+def _frames(library: ModuleType, container: Any, stream: Any) -> Iterator[np.ndarray]:
+    """float32 [samples, channels] each, at the rate and with the channels of the stream."""
+    planar = library.AudioResampler(format="fltp")  # other number format, same rate and channels
+    for frame in container.decode(stream):
+        if frame.sample_rate != stream.rate:
+            raise BadSample(
+                "unreadable", f"the rate changes from {stream.rate} to {frame.sample_rate} Hz"
+            )
+        for converted in planar.resample(frame):
+            yield converted.to_ndarray().T

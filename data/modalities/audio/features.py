@@ -1,0 +1,119 @@
+"""From samples to what a tower reads: a clip of a fixed length, and its log-mel spectrogram by
+transformers' feature extractors.
+
+n samples at the extractor's rate, T frames, F mel bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+# the axes of time and of frequency in what each extractor makes of one sound
+AXES = {
+    "ASTFeatureExtractor": (0, 1),
+    "ClapFeatureExtractor": (1, 2),
+    "WhisperFeatureExtractor": (1, 0),
+}
+AST_WINDOW = 400  # samples of a frame of ASTFeatureExtractor, which is no argument of it
+SIGNAL_TO_NOISE_DB = (5.0, 30.0)  # mixed in so loud
+MASKS = 2  # of time and of frequency
+MASKED_BINS = (
+    27 / 80
+)  # at most, of all mel bins (Park et al. 2019, LibriSpeech double: F = 27 of 80)
+MASKED_FRAMES = 0.1  # at most, of all frames: LD's T = 100 frames, of about 1,000
+
+
+@dataclass(frozen=True)
+class AudioFeatures:
+    """`values`: the arguments of the feature extractor, a class of transformers; `num_samples`: of a
+    clip, at `rate` Hz. A longer sound is cut to that; a shorter one is repeated or padded as the
+    extractor says (CLAP: whole repetitions, then zeros)."""
+
+    extractor: str
+    values: Mapping[str, Any]
+    num_samples: int
+    augmentation: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.extractor not in AXES:
+            raise ValueError(
+                f"feature extractor {self.extractor!r}: one of {', '.join(AXES)} is needed"
+            )
+        if self.num_samples < 1:
+            raise ValueError(f"a clip of {self.num_samples} samples: at least 1 is needed")
+
+    @property
+    def rate(self) -> int:
+        """Hz."""
+        return self._made.sampling_rate
+
+    def __call__(self, samples: np.ndarray, generator: np.random.Generator | None) -> Tensor:
+        """float32 [n] -> float32 [1, T, F] (CLAP), [T, F] (AST) or [F, T] (Whisper).
+
+        `generator`: the clip is cut at random and augmented; None: cut from the middle."""
+        asked = () if generator is None else self.augmentation
+        clip = self._clip(samples, generator if "crop" in asked else None)
+        if "noise" in asked:
+            clip = with_noise(clip, generator)
+        made = self._spectrogram(clip)
+        if "spec" in asked:
+            made = masked(made, AXES[self.extractor], generator)
+        return torch.from_numpy(np.ascontiguousarray(made, np.float32))
+
+    def _clip(self, samples: np.ndarray, generator: np.random.Generator | None) -> np.ndarray:
+        spare = len(samples) - self.num_samples
+        if spare <= 0:
+            return samples
+        start = spare // 2 if generator is None else int(generator.integers(spare + 1))
+        return samples[start : start + self.num_samples]
+
+    def _spectrogram(self, clip: np.ndarray) -> np.ndarray:
+        more: dict[str, Any] = {}
+        if self.extractor == "ClapFeatureExtractor":
+            # not "fusion": it stacks four spectrograms, and draws from a generator of its own
+            more = {"max_length": self.num_samples, "truncation": "rand_trunc"}
+        if self.extractor == "ASTFeatureExtractor" and len(clip) < AST_WINDOW:
+            clip = np.pad(clip, (0, AST_WINDOW - len(clip)))  # else it finds no frame and fails
+        made = self._made(clip, sampling_rate=self.rate, return_tensors="np", **more)
+        return made[self._made.model_input_names[0]][0]
+
+    @cached_property
+    def _made(self) -> Any:
+        return getattr(transformers, self.extractor)(**self.values)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_made"}
+
+
+def with_noise(samples: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """float32 [n], with Gaussian noise that is `SIGNAL_TO_NOISE_DB` quieter, drawn evenly."""
+    decibel = generator.uniform(*SIGNAL_TO_NOISE_DB)
+    loudness = float(np.sqrt(np.mean(np.square(samples, dtype=np.float64))))
+    noise = generator.standard_normal(len(samples), np.float32)
+    return samples + np.float32(loudness * 10 ** (-decibel / 20)) * noise
+
+
+def masked(
+    spectrogram: np.ndarray, axes: tuple[int, int], generator: np.random.Generator
+) -> np.ndarray:
+    """A copy with `MASKS` stripes of frames and of mel bins set to its mean (SpecAugment, Park et
+    al. 2019). `axes`: of time and frequency."""
+    made = spectrogram.copy()
+    mean = spectrogram.mean()
+    for axis, share in zip(axes, (MASKED_FRAMES, MASKED_BINS)):
+        size = made.shape[axis]
+        for _ in range(MASKS):
+            width = int(generator.integers(int(share * size) + 1))
+            start = int(generator.integers(size - width + 1))
+            stripe = [slice(None)] * made.ndim
+            stripe[axis] = slice(start, start + width)
+            made[tuple(stripe)] = mean
+    return made

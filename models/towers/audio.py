@@ -1,0 +1,144 @@
+"""Audio towers by name: those of transformers, and any image tower over a spectrogram.
+
+| name | tower |
+|---|---|
+| `hf:NAME` | transformers' AST, CLAP's HTSAT, Whisper's encoder |
+| any name of an image tower | that tower; it sees the log-mel spectrogram as a grey image |
+| a name in `OWN` | one of your own |
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from models.towers.image import image_tower
+from models.towers.layers import Layer, LayerSpec, Tower
+from models.towers.libraries import transformers_audio
+from models.towers.libraries.transformers_audio import HF, READS
+from models.towers.names import split_name
+
+OWN: dict[str, Callable[[str, float | None, int], Tower]] = {}
+"""Towers of one's own: how names begin -> from a whole name, the seconds of a clip and the size of
+a spectrogram to a tower without a head. Its `config["audio_input"]` says what it reads."""
+
+# of a spectrogram for an image tower
+SECONDS = 4.0
+RATE = 16_000  # Hz: what speech and most sounds of the field's data sets need
+WINDOW = 1024  # samples
+# of decibels of power, so that a quiet and a loud sound are about -1 and 1
+QUIET_DB, SPREAD_DB = -30.0, 30.0
+
+
+def audio_tower(name: str, seconds: float | None = None, size: int = 64) -> Tower:
+    """The tower of `name` for clips of `seconds` (None: as its library says, else 4); it has no head
+    yet. `size`: mel bins and frames of the spectrogram that an image tower sees. Errors: ValueError,
+    FileNotFoundError."""
+    base = split_name(name)[0]
+    if base in OWN:
+        return OWN[base](name, seconds, size)
+    if base.startswith(HF) and _is_audio(base):
+        return transformers_audio.audio_tower(name, seconds)
+    return _of_image(image_tower(name, size), SECONDS if seconds is None else seconds, size)
+
+
+def _is_audio(base: str) -> bool:
+    try:
+        return transformers_audio.is_audio(base)
+    except ValueError as error:
+        from models.towers.libraries import transformers_image  # presets of images
+
+        if transformers_image.hub_id_of(base):
+            return False
+        raise error
+
+
+def _of_image(tower: Tower, seconds: float, size: int) -> Tower:
+    hop = round(seconds * RATE / (size - 1)) if size > 1 else 0
+    if not 0 < hop:
+        raise ValueError(
+            f"--audio-seconds {seconds:g} with --audio-size {size}: fewer samples than frames"
+        )
+    values = {
+        "feature_size": size,
+        "sampling_rate": RATE,
+        "hop_length": hop,
+        # a window at least as long as the step between two, of a length that transforms fast
+        "fft_window_size": max(WINDOW, 1 << (hop - 1).bit_length()),
+        "frequency_max": RATE / 2,
+        "truncation": "rand_trunc",
+    }
+    # one frame more than there are steps
+    reads = {
+        "extractor": "ClapFeatureExtractor",
+        "values": values,
+        "num_samples": (size - 1) * hop,
+        "shape": [1, size, size],
+    }
+    return Tower(
+        "audio",
+        tower.name,
+        tower.width,
+        tuple(_renamed(spec, first=number == 0) for number, spec in enumerate(tower.specs)),
+        {**tower.config, "audio_input": reads},
+        partial(_example, size),
+    )
+
+
+def _example(size: int, samples: int) -> dict[str, Tensor]:
+    return {READS: torch.empty(samples, 1, size, size, device="meta")}
+
+
+def _renamed(spec: LayerSpec, first: bool) -> LayerSpec:
+    with torch.device("meta"):
+        template = OfImage(spec.template, first)
+    return LayerSpec(
+        _name(spec.name),
+        "audio",
+        template,
+        lambda layer: spec.initialise(layer.inner),
+        spec.original,
+    )
+
+
+def _name(name: str) -> str:
+    return "audio" + name.removeprefix("image") if name.startswith("image") else name
+
+
+class OfImage(Layer):
+    """A layer of an image tower in an audio tower: its tensors are called `audio_…`. The first one
+    reads `input_features` [B, 1, T, F], decibels, as the image [B, 3, F, T] whose three channels
+    are equal."""
+
+    def __init__(self, inner: Layer, first: bool) -> None:
+        super().__init__()
+        self.inner, self.first = inner, first
+        self.reads = (READS,) if first else tuple(map(_name, inner.reads))
+        self.drops = (READS,) if first else tuple(map(_name, inner.drops))
+        self.makes = tuple(map(_name, inner.makes))
+        self.canonical_names = _within(inner.canonical_names)
+        self.unsaved_names = {f"inner.{key}": name for key, name in inner.unsaved_names.items()}
+        self.added = inner.added and (f"inner.{inner.added[0]}", inner.added[1])
+
+    def compute(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        if self.first:
+            grey = (tensors[0].transpose(2, 3) - QUIET_DB) / SPREAD_DB  # [B, 1, F, T]
+            tensors = (grey.expand(-1, 3, -1, -1),)
+        return self.inner.compute(*tensors)
+
+
+def _within(names: dict[str, str]) -> dict[str, str]:
+    return {f"inner.{local}": _name(name) for local, name in names.items()}
+
+
+class OfImageWeights:
+    """A reader of an image tower's weights, for layers of `OfImage`; the others keep their
+    values."""
+
+    def __init__(self, reader) -> None:
+        self.reader = reader
+
+    def fill(self, layer: Layer) -> None:
+        if isinstance(layer, OfImage):
+            self.reader.fill(layer.inner)
