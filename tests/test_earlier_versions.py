@@ -11,6 +11,7 @@ import pytest
 from earlier_version import SAVED, STEPS
 from forked_script import ROOT
 from launched import SMALL, command, finish, fork_flags, run_to_end, write_pairs
+from PIL import Image
 
 # The commit before the objective of a run became records of branches and pairs, the names of its
 # losses followed from those, and the modules moved into folders.
@@ -70,6 +71,8 @@ def test_a_run_and_an_export_from_before_objectives_were_records(tmp_path, sourc
     run keeps those with which it began.
     """
     data = write_pairs(tmp_path, 96)
+    for image in (tmp_path / "images").iterdir():  # of others, evaluation now has other pixels
+        Image.open(image).convert("RGBA").resize((32, 32)).save(image)
     flag, file = fork_flags(tmp_path)
     config = json.loads(file.read_text())
     config["optimizer"]["params"]["fused"] = False  # as AdamW was; the default rounds otherwise

@@ -23,8 +23,8 @@ HOW_TO_SWITCH_IT_ON = (
 
 
 def choose_mode(asked: str, block: WandbConfig) -> tuple[str, str]:
-    """ "online", "offline" or "disabled", and a line for the user or an empty one. `asked`: as
-    --wandb; `block`: the JSON's `wandb`.
+    """The mode, "online", "offline" or "disabled", and a line for the user or an empty one.
+    `asked`: as --wandb; `block`: the JSON's `wandb`.
 
     "auto": what WANDB_MODE or W&B's settings say, else what `enabled` of the block says, else
     online where a login is found.

@@ -184,37 +184,9 @@ def text_tower(
     `attention_mask` is not asked. Other towers do not see what comes behind the end.
     """
     config = model_config(name)
-    library()
-    from open_clip.model import CLIPTextCfg
-
-    own = {"pool": str, "quick_gelu": bool}
-    values = read_keys(name, split_name(name)[1], of_dataclass(CLIPTextCfg), NOT_TEXT_KEYS, own)
-    quick_gelu = values.pop("quick_gelu", config.get("quick_gelu", False))
-    if "pool" in values:
-        values["pool_type"] = values.pop("pool")
-    text = {**config["text_cfg"], **values, "output_tokens": False}
-    if text.get("hf_model_name"):
-        raise ValueError(
-            f"text tower {name!r}: its texts go through transformers' {text['hf_model_name']}, which "
-            f"is a tower of its own; give --text-tower ORGANISATION/{text['hf_model_name'].split('/')[-1]}"
-            ":pool=mean, or a folder of it"
-        )
-    if vocab_size is not None and "vocab_size" not in values:
-        text["vocab_size"] = vocab_size
+    text, quick_gelu = _text_config(name, config, vocab_size, pad_token_id, eos_token_id)
     # CLIP's tokenizer of transformers pads with the token that ends a text, OpenCLIP's does not
     ends = pad_token_id is not None and pad_token_id == eos_token_id
-    if pad_token_id is not None and not ends:
-        text["pad_id"] = pad_token_id
-    by_end = text.get("pool_type", "argmax") in ("argmax", "eos")
-    if by_end and not text.get("embed_cls"):  # which pools a token of its own
-        if eos_token_id is not None:
-            text |= {"pool_type": "eos", "eos_id": eos_token_id}
-        elif vocab_size not in (None, config["text_cfg"].get("vocab_size", VOCABULARY)):
-            raise ValueError(
-                f"text tower {name!r} pools where a text ends, and the tokenizer has no token that "
-                "ends one; give the tower pool=last, or --tokenizer openai/clip-vit-base-patch32"
-            )
-    text = asdict(CLIPTextCfg(**text))
     positions = text["context_length"]
     if not 1 <= max_text_tokens <= positions:
         raise ValueError(
@@ -254,6 +226,45 @@ def text_tower(
         raise ValueError(
             f"text tower {name!r} does not take texts of {max_text_tokens} tokens ({error})"
         ) from error
+
+
+def _text_config(
+    name: str,
+    config: dict[str, Any],
+    vocab_size: int | None,
+    pad_token_id: int | None,
+    eos_token_id: int | None,
+) -> tuple[dict[str, Any], bool]:
+    """(all fields of `CLIPTextCfg`, quick_gelu) of a tower's name with the tokenizer's numbers."""
+    library()
+    from open_clip.model import CLIPTextCfg
+
+    own = {"pool": str, "quick_gelu": bool}
+    values = read_keys(name, split_name(name)[1], of_dataclass(CLIPTextCfg), NOT_TEXT_KEYS, own)
+    quick_gelu = values.pop("quick_gelu", config.get("quick_gelu", False))
+    if "pool" in values:
+        values["pool_type"] = values.pop("pool")
+    text = {**config["text_cfg"], **values, "output_tokens": False}
+    if text.get("hf_model_name"):
+        raise ValueError(
+            f"text tower {name!r}: its texts go through transformers' {text['hf_model_name']}, which "
+            f"is a tower of its own; give --text-tower ORGANISATION/{text['hf_model_name'].split('/')[-1]}"
+            ":pool=mean, or a folder of it"
+        )
+    if vocab_size is not None and "vocab_size" not in values:
+        text["vocab_size"] = vocab_size
+    if pad_token_id is not None and pad_token_id != eos_token_id:
+        text["pad_id"] = pad_token_id
+    by_end = text.get("pool_type", "argmax") in ("argmax", "eos")
+    if by_end and not text.get("embed_cls"):  # which pools a token of its own
+        if eos_token_id is not None:
+            text |= {"pool_type": "eos", "eos_id": eos_token_id}
+        elif vocab_size not in (None, config["text_cfg"].get("vocab_size", VOCABULARY)):
+            raise ValueError(
+                f"text tower {name!r} pools where a text ends, and the tokenizer has no token that "
+                "ends one; give the tower pool=last, or --tokenizer openai/clip-vit-base-patch32"
+            )
+    return asdict(CLIPTextCfg(**text)), quick_gelu
 
 
 def _text_side(
