@@ -171,7 +171,7 @@ def test_pickled_it_is_small_and_reads_the_same(demo):
             "csv:a.csv?imag=x",
             [
                 "unknown option 'imag'",
-                "known: image, text, audio, id, separator",
+                "known: image, text, audio, id, language, separator",
                 "did you mean 'image'?",
             ],
         ),
