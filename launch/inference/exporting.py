@@ -314,9 +314,16 @@ def _record(trained: Trained, kind: str, differences: list[str]) -> dict[str, ob
         "projection": options.get("projection", "linear"),
         **_fusion_options(trained.towers[0]),
         "step": trained.step,
-        "trained_in": str(next(trained.layers[-1].parameters()).dtype).removeprefix("torch."),
+        "trained_in": _trained_in(trained.layers),
         "versions": {name: version(name) for name in (*PACKAGES, *_adapters(trained))},
     }
+
+
+def _trained_in(layers: Sequence[Layer]) -> str:
+    """The dtype of the weights. From the last layer that has some: a head without a projection has
+    none, and weights that adapters were added to are in fp32."""
+    weights = (weight for layer in reversed(layers) for weight in layer.parameters())
+    return str(next(weights).dtype).removeprefix("torch.")
 
 
 def _fusion_options(image: Tower) -> dict[str, object]:
