@@ -53,12 +53,17 @@ NAMES = {
 }
 PREFIXES = tuple(key for key in NAMES if key.endswith("/"))
 RECALL = "_R@"  # between a direction and k
+BY_RANK = "peak_memory_bytes/"  # of a line, and of few ranks only; `rank_names` has it of all
 
 
 def step_names(line: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a step's line by the names of their panels, without `step`. A key that the
     table lacks, such as `idle/<stage>` or `loss/<set>`, is a name already."""
-    return {_renamed(key): _number(value) for key, value in line.items() if key != "step"}
+    return {
+        _renamed(key): _number(value)
+        for key, value in line.items()
+        if key != "step" and not key.startswith(BY_RANK)
+    }
 
 
 def _renamed(key: str) -> str:
