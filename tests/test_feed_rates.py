@@ -138,6 +138,6 @@ def test_a_run_that_goes_on_deals_and_feeds_as_before(whole, tmp_path):
         differing = {
             key
             for key in line.keys() | second[step].keys()
-            if line.get(key) != second[step].get(key)
+            if line.get(key) != second[step].get(key) and not key.startswith("peak_memory_bytes/")
         }
         assert differing <= of_a_process, (step, differing)
