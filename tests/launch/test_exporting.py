@@ -382,10 +382,14 @@ def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
         names,
     )
     torch.testing.assert_close(names["pixel_values"](io.BytesIO(data)), expected, rtol=0, atol=1e-5)
+    by_pillow = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")(
+        sample_image((87, 80)), return_tensors="pt"
+    )["pixel_values"][0]
+    torch.testing.assert_close(by_pillow, expected, rtol=0, atol=1e-5)
     theirs = AutoImageProcessor.from_pretrained(tmp_path)(
         sample_image((87, 80)), return_tensors="pt"
     )["pixel_values"][0]
-    # theirs are resized by torchvision, whose rounding differs from Pillow's by one of 255 levels
+    # by default theirs are resized by torchvision, whose rounding differs from Pillow's by one of 255 levels
     level = 1 / 255 / min(values["image_std"])
     torch.testing.assert_close(theirs, expected, rtol=0, atol=level + 1e-5)
     assert (theirs - expected).abs().gt(1e-5).float().mean() < 0.03
