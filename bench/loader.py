@@ -224,9 +224,9 @@ def decoding_tar(folder: Path, samples: int, workers: int, pin: bool) -> Iterato
 
 
 def cached(folder: Path, samples: int, workers: int, pin: bool) -> Iterator:
-    from data.cache import ImageCache
+    from data.cache import SampleCache
 
-    return ours(f"jsonl:{folder / 'set.jsonl'}", workers, pin, ImageCache(folder / "cache"))
+    return ours(f"jsonl:{folder / 'set.jsonl'}", workers, pin, SampleCache(folder / "cache"))
 
 
 # Measuring
@@ -361,14 +361,14 @@ def main() -> None:
         return
     from tqdm import tqdm
 
-    from data.cache import ImageCache, fill
+    from data.cache import SampleCache, fill
     from data.index.sources import open_source
     from data.modalities.transforms import train_transform
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         mean_kb = make_files(folder, arguments.samples) / arguments.samples / 1000
-        cache = ImageCache(folder / "cache")
+        cache = SampleCache(folder / "cache")
         fill(
             open_source(f"jsonl:{folder / 'set.jsonl'}"), train_transform(IMAGE_SIZE).stored, cache
         )

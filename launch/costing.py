@@ -33,7 +33,7 @@ from engine.planning.measured import device_identity
 from engine.planning.profile import profile_together
 from engine.processes.start import Processes, from_first_rank
 from launch.estimates import estimated_costs
-from launch.feeding import LoadingOptions, image_cache
+from launch.feeding import LoadingOptions, sample_cache
 from launch.inputs import InputOptions, micro_batch_dataset
 from launch.model import RunModel
 from launch.run.folder import RunFolder
@@ -197,7 +197,7 @@ def _sample_s(
 ) -> float:
     """Seconds to load a training sample as in all epochs but the first: from the cache, if there is
     one."""
-    dataset = micro_batch_dataset(data, data.source, inputs, {branch}, image_cache(loading))
+    dataset = micro_batch_dataset(data, data.source, inputs, {branch}, sample_cache(loading))
     index = np.random.default_rng(inputs.seed).choice(data.train, SAMPLES_LOADED)
     seconds = []
     while len(seconds) < 2 or (len(seconds) < LOADED and sum(seconds) < LOADING_BUDGET_S):

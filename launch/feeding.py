@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data.batching.sampler import MicroBatchRequest, training_requests
-from data.cache import GIB, ImageCache, default_folder, open_cache
+from data.cache import GIB, SampleCache, default_folder, open_cache
 from data.index.sources import Source
 from data.loader import LoadReport, MicroBatchDataset, micro_batches, resolve_workers
 from data.modalities.text import Languages
@@ -27,6 +27,7 @@ from launch.inputs import InputOptions, micro_batch_dataset, modality
 from launch.run.folder import RunFolder
 
 OF_STORAGE = ("unreadable", "missing-file")
+CACHED = frozenset(("image", "audio"))
 BAD_TO_JUDGE = 100  # a few images that break are no fraction yet
 # Below this many micro-batches, starting loader processes takes longer than they save.
 WORTH_WORKERS = 64
@@ -65,7 +66,7 @@ class Feeding:
         # the next stage must know all shapes of a step before its first micro-batch
         self.outlined = engine.place.next is not None
         self.batch = engine.batches[self.branch]
-        self.cache = image_cache(loading) if "image" in self.modalities else None
+        self.cache = sample_cache(loading) if CACHED & self.modalities else None
         self.name = engine.graph.describe_rank(engine.comm.rank)
         # counted on every rank by the same names, whatever it loads
         every = (
@@ -183,7 +184,7 @@ def share_cores(loading: LoadingOptions, processes: Processes) -> LoadingOptions
     return replace(loading, workers=workers)
 
 
-def image_cache(loading: LoadingOptions) -> ImageCache | None:
+def sample_cache(loading: LoadingOptions) -> SampleCache | None:
     """Where --cache says; None when it is off or cannot be used, which is warned of."""
     if loading.cache == "off":
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
-from data.cache import ImageCache
+from data.cache import SampleCache
 from data.index.sources import Source
 from data.loader import MicroBatchDataset
 from data.modalities.audio.modality import AudioModality
@@ -45,7 +45,7 @@ def micro_batch_dataset(
     source: Source,
     options: InputOptions,
     branches: Collection[str],
-    cache: ImageCache | None = None,
+    cache: SampleCache | None = None,
     patch_size: int | None = None,
     languages: Languages | None = None,
 ) -> MicroBatchDataset:
@@ -60,11 +60,11 @@ def modality(
     name: str,
     data: PreparedData,
     options: InputOptions,
-    cache: ImageCache | None = None,
+    cache: SampleCache | None = None,
     patch_size: int | None = None,
     languages: Languages | None = None,
 ) -> Modality:
-    """The one of a branch. `cache`: of decoded images; `patch_size`: of a ViT, pixels; `languages`:
+    """The one of a branch. `cache`: of decoded images and sounds; `patch_size`: of a ViT, pixels; `languages`:
     that the text tower tells apart."""
     if name in MODALITIES:
         return MODALITIES[name].load()
@@ -79,7 +79,7 @@ def modality(
             options.audio_size,
             options.audio_augmentation or (),
         )
-        return AudioModality(features)
+        return AudioModality(features, cache)
     preprocessing = Preprocessing.from_options(asdict(options))
     return ImageModality(
         augmented(options.image_size, options.augmentation, preprocessing),

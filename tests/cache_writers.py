@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from data.cache import ImageCache
+from data.cache import SampleCache
 
 LIMIT_S = 120  # ends what hangs
 
@@ -17,13 +17,13 @@ def items(numbers) -> list[tuple[bytes, np.ndarray]]:
     return [(b"key %d" % n, sample_image(n)) for n in numbers]
 
 
-def write_items(cache: ImageCache, numbers) -> None:
+def write_items(cache: SampleCache, numbers) -> None:
     for item in items(numbers):
         assert cache.write([item], turn_s=LIMIT_S)
     cache.close()
 
 
-def write_for_ever(cache: ImageCache) -> None:
+def write_for_ever(cache: SampleCache) -> None:
     for n in range(10**9):
         cache.write(items([n % 50]), turn_s=LIMIT_S)
         cache.write(items([50 + n]), turn_s=LIMIT_S)

@@ -57,6 +57,10 @@ class Mixture:
         _, source, own = self._of(i)
         return source.content_hash(own)
 
+    def audio_hash(self, i: int) -> bytes:
+        _, source, own = self._of(i)
+        return source.audio_hash(own)
+
     def where(self, i: int) -> str:
         _, source, own = self._of(i)
         return source.where(own)

@@ -1,31 +1,29 @@
-"""Decoded images, kept on disk: what phase A of the transforms gives, in LMDB, shared by all
-processes of a machine.
+"""Decoded images and sounds, kept on disk in LMDB, shared by all processes of a machine: of images
+what phase A of the transforms gives, of sounds what `data/modalities/audio/modality.py` says.
 
     python -m data.cache SPEC --image-size N --workers N [--cache DIR] [--limit GB]      fill it beforehand; can be broken off and called again
 
 Without that it fills in the first epoch: a miss is decoded as ever and handed to a thread that
-writes by the batch. The key is the hash of the encoded image with the name of phase A, so a
-changed image, another size or another version of the code never finds old pixels. A value is a
-header of 16 bytes (magic, height, width, channels, CRC-32) and the raw pixels; one that does not
-fit its header is a miss.
+writes by the batch. The key is the hash of the encoded image or sound with the name of what was made
+of it, so a changed file, another size or rate, or another version of the code never finds old
+values. A value is a header with a CRC-32 and the raw array (`data/cache/packing.py`); one that does
+not fit its header is a miss.
 
-A cache never stops a run: whatever fails here is reported once, and images are decoded. Nor does it
+A cache never stops a run: whatever fails here is reported once, and files are decoded. Nor does it
 keep one waiting: writers take turns by a lock file, and one that does not get its turn in time
 drops what it has. Nothing is flushed to disk after a write (LMDB's sync is off): a process may die
 at any moment without harm, but after a power failure the file may be broken; then delete the
 folder. The folder must lie on a local disk, as LMDB's locks do not work over a network.
 
-Only images are kept. Captions are tokenized faster than they could be fetched.
+Captions are not kept: they are tokenized faster than they could be fetched.
 """
 
 import hashlib
 import os
 import queue
-import struct
 import threading
 import time
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -39,6 +37,7 @@ import lmdb
 import numpy as np
 from filelock import FileLock, Timeout
 
+from data.cache.packing import ARRAY_HEADER, packed, unpacked
 from data.formats.specs import cache_folder
 from data.index.bad_samples import BadSample
 from data.index.sources import Source
@@ -46,10 +45,6 @@ from data.modalities.transforms import Stored
 from data.processes import end_with_parent, start_method
 from data.progress import progress_bar
 
-HEADER = struct.Struct(
-    "<4sHHB3xI"
-)  # magic, height, width, channels, CRC-32 of the header before it and of the pixels
-MAGIC = b"WyeA"
 GIB = 1 << 30
 DEFAULT_LIMIT = 50 * GIB
 ADDRESSES = (
@@ -71,18 +66,16 @@ def default_folder() -> Path:
 
 
 @dataclass(frozen=True)
-class ImageCache:
-    """Images by key, in `folder`, up to `limit_bytes`. Small to pickle; each process opens the
-    file when it first needs it."""
+class SampleCache:
+    """Decoded images and sounds by key, in `folder`, up to `limit_bytes`. Small to pickle; each
+    process opens the file when it first needs it."""
 
     folder: Path
     limit_bytes: int = DEFAULT_LIMIT
 
     def __post_init__(self) -> None:
         if self.limit_bytes < 1:
-            raise ValueError(
-                f"limit of the image cache: {self.limit_bytes} bytes; at least 1 is needed"
-            )
+            raise ValueError(f"limit of the cache: {self.limit_bytes} bytes; at least 1 is needed")
 
     def image(self, content_hash: bytes, stored: Stored, read: Callable[[], bytes]) -> np.ndarray:
         """What `stored` makes of the bytes that `read` gives; from the cache if it is there.
@@ -98,14 +91,14 @@ class ImageCache:
         return image
 
     def get(self, key: bytes) -> np.ndarray | None:
-        """uint8 [h, w, 3 or 4], the caller's own; None where there is none, or none that is
-        whole."""
+        """uint8 [h, w, 3 or 4] of an image, float32 of a sound, the caller's own; None where there is
+        none, or none that is whole."""
         return _file(self).get(key)
 
-    def put(self, key: bytes, image: np.ndarray) -> None:
+    def put(self, key: bytes, value: np.ndarray) -> None:
         """Soon, in the background; dropped when too much is waiting or the limit is reached.
-        `image` must not be changed afterwards."""
-        _file(self).put(key, image)
+        `value` must not be changed afterwards."""
+        _file(self).put(key, value)
 
     def write(self, images: Sequence[tuple[bytes, np.ndarray]], turn_s: float = TURN_S) -> bool:
         """At once, in one transaction. False if they could not be written: full, broken, or no turn
@@ -137,17 +130,17 @@ def key_of(content_hash: bytes, stored: Stored) -> bytes:
     return content_hash + stored.name.encode()
 
 
-def open_cache(folder: Path | None = None, limit_bytes: int = DEFAULT_LIMIT) -> ImageCache | None:
+def open_cache(folder: Path | None = None, limit_bytes: int = DEFAULT_LIMIT) -> SampleCache | None:
     """The cache in `folder` (default: below WYE_CACHE, else ~/.cache/wye), or None, with a warning,
     if it cannot be used."""
-    cache = ImageCache(folder or default_folder(), limit_bytes)
+    cache = SampleCache(folder or default_folder(), limit_bytes)
     return cache if cache.is_open() else None
 
 
 class _File:
     """The open file of one process. All errors end in `_give_up`, which warns once."""
 
-    def __init__(self, cache: ImageCache) -> None:
+    def __init__(self, cache: SampleCache) -> None:
         self.folder, self.limit_bytes = cache.folder, cache.limit_bytes
         self.environment: lmdb.Environment | None = None
         self.is_broken = self.refuses_writes = False
@@ -271,8 +264,8 @@ class _File:
     def _give_up(self, error: Exception) -> None:
         if not self.is_broken:
             self._warn(
-                f"cannot be used ({error}); images are decoded instead. If the file is broken, "
-                "delete the folder"
+                f"cannot be used ({error}); images and sounds are decoded instead. If the file is "
+                "broken, delete the folder"
             )
         self.is_broken, self.environment = True, None  # not closed: another thread may be reading
 
@@ -284,14 +277,14 @@ class _File:
         self.refuses_writes = True
 
     def _warn(self, what: str) -> None:
-        warnings.warn(f"image cache {self.folder}: {what}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"cache {self.folder}: {what}", RuntimeWarning, stacklevel=2)
 
 
 _FILES: dict[tuple[int, str], _File] = {}  # LMDB allows a process to open a file once
 _OPENING = threading.Lock()
 
 
-def _place(cache: ImageCache) -> tuple[int, str]:
+def _place(cache: SampleCache) -> tuple[int, str]:
     return os.getpid(), _real_path(cache.folder)
 
 
@@ -300,7 +293,7 @@ def _real_path(folder: Path) -> str:
     return os.path.realpath(folder)
 
 
-def _file(cache: ImageCache) -> _File:
+def _file(cache: SampleCache) -> _File:
     place = _place(cache)
     file = _FILES.get(place)
     if file is None:
@@ -347,30 +340,8 @@ def _extent(environment: lmdb.Environment) -> int:
     return (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
 
 
-def packed(image: np.ndarray) -> bytes:
-    """uint8 [h, w, 3 or 4] -> header and pixels."""
-    pixels = np.ascontiguousarray(image).data.cast("B")
-    size = (MAGIC, *image.shape)
-    checksum = zlib.crc32(pixels, zlib.crc32(HEADER.pack(*size, 0)))
-    return HEADER.pack(*size, checksum) + pixels
-
-
-def unpacked(value: memoryview | bytes, copy: bool = True) -> np.ndarray | None:
-    """The image, writable if copied; None if the value is not whole."""
-    if len(value) < HEADER.size:
-        return None
-    magic, height, width, channels, checksum = HEADER.unpack_from(value)
-    pixels = memoryview(value)[HEADER.size :]
-    if magic != MAGIC or channels not in (3, 4) or len(pixels) != height * width * channels:
-        return None
-    if zlib.crc32(pixels, zlib.crc32(HEADER.pack(magic, height, width, channels, 0))) != checksum:
-        return None
-    image = np.frombuffer(pixels, np.uint8).reshape(height, width, channels)
-    return image.copy() if copy else image
-
-
 def _bytes_on_disk(item: tuple[bytes, np.ndarray]) -> int:
-    return -(-(item[1].nbytes + HEADER.size + 64) // 4096) * 4096  # 64: its entry in the tree
+    return -(-(item[1].nbytes + ARRAY_HEADER.size + 64) // 4096) * 4096  # 64: its entry in the tree
 
 
 # Filling it beforehand
@@ -398,7 +369,7 @@ class Filled:
 
 
 def fill(
-    source: Source, stored: Stored, cache: ImageCache, workers: int = 0, progress: bool = False
+    source: Source, stored: Stored, cache: SampleCache, workers: int = 0, progress: bool = False
 ) -> Filled:
     """Put every usable image of `source` into `cache`, in `workers` processes (0: here); those
     that are there are skipped.
@@ -417,7 +388,7 @@ def fill(
 
 
 def _filled_chunks(
-    chunks: Sequence[np.ndarray], source: Source, stored: Stored, cache: ImageCache, workers: int
+    chunks: Sequence[np.ndarray], source: Source, stored: Stored, cache: SampleCache, workers: int
 ) -> Iterator[tuple[Filled, int]]:
     if workers == 0:
         yield from ((_fill(source, stored, cache, chunk), len(chunk)) for chunk in chunks)
@@ -459,7 +430,7 @@ def _fill_here(chunk: np.ndarray) -> Filled:
     return _fill(*_FILLING, chunk)
 
 
-def _fill(source: Source, stored: Stored, cache: ImageCache, chunk: np.ndarray) -> Filled:
+def _fill(source: Source, stored: Stored, cache: SampleCache, chunk: np.ndarray) -> Filled:
     done, images = Filled(), []
     if cache.is_full() or not cache.is_open():
         done.refused = len(chunk)

@@ -63,6 +63,9 @@ class Source(Protocol):
     def content_hash(self, i: int) -> bytes:
         """16 bytes: blake2b of `image_bytes`."""
 
+    def audio_hash(self, i: int) -> bytes:
+        """16 bytes: blake2b of what `value("audio", i)` gives; zeros without a sound."""
+
     def where(self, i: int) -> str:
         """For messages: FILE:LINE, SHARD.tar#member, folder/name.jpg."""
 
@@ -174,6 +177,9 @@ class IndexedSource:
 
     def content_hash(self, i: int) -> bytes:
         return self.index.content_hash(i)
+
+    def audio_hash(self, i: int) -> bytes:
+        return self.index.audio_hash(i)
 
     def where(self, i: int) -> str:
         return self.format.where(

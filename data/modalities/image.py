@@ -20,7 +20,7 @@ from data.modalities.transforms import ImageTransform, normalised
 
 if TYPE_CHECKING:
     from data.batching.sampler import MicroBatchRequest
-    from data.cache import ImageCache
+    from data.cache import SampleCache
     from data.index.sources import Source
 
 GREY = 128  # where a micro-batch has no readable image at all
@@ -42,7 +42,7 @@ class ImageModality(Modality):
         self,
         transform_train: ImageTransform,
         transform_eval: ImageTransform,
-        cache: ImageCache | None = None,
+        cache: SampleCache | None = None,
         side_multiple: int = 1,
         patch_size: int | None = None,
     ) -> None:

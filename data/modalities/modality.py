@@ -90,6 +90,12 @@ class ValueModality(Modality):
         sample; None: evaluation. Raises BadSample for a value that cannot be used.
         """
 
+    def row(
+        self, source: Source, i: int, generator: np.random.Generator | None
+    ) -> dict[str, Tensor]:
+        """The tensors of sample i. Raises Absent, BadSample."""
+        return self.encode(source.value(self.name, i), generator)
+
     @abstractmethod
     def blank(self) -> dict[str, Tensor]:
         """Tensors shaped as those of `encode`, for a sample without a value in a micro-batch that
@@ -107,7 +113,7 @@ class ValueModality(Modality):
                 else None
             )
             try:
-                encoded.append(self.encode(source.value(self.name, i), generator))
+                encoded.append(self.row(source, i, generator))
             except Absent:
                 encoded.append(None)
                 absent.append(i)

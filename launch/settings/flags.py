@@ -216,7 +216,7 @@ def _data(data: argparse._ArgumentGroup) -> None:
         "--cache",
         default="off",
         metavar="off|auto|DIR",
-        help="keep decoded and resized images; auto: in ~/.cache/wye, or the folder that WYE_CACHE names (default: off)",
+        help="keep decoded images and sounds; auto: in ~/.cache/wye, or the folder that WYE_CACHE names (default: off)",
     )
     data.add_argument(
         "--cache-limit",

@@ -13,17 +13,9 @@ import pytest
 from cache_writers import LIMIT_S, items, sample_image, write_for_ever, write_items
 from filelock import FileLock
 
-from data.cache import (
-    MAGIC,
-    ImageCache,
-    _bytes_on_disk,
-    fill,
-    key_of,
-    open_cache,
-    packed,
-    unpacked,
-)
+from data.cache import SampleCache, _bytes_on_disk, fill, key_of, open_cache
 from data.cache.__main__ import main
+from data.cache.packing import MAGIC, packed, unpacked
 from data.index.sources import open_source
 from data.modalities.transforms import Stored, train_transform
 from data.processes import start_method
@@ -33,7 +25,7 @@ STORED = Stored((48, 48))
 
 @pytest.fixture
 def cache(tmp_path):
-    cache = ImageCache(tmp_path / "images")
+    cache = SampleCache(tmp_path / "images")
     yield cache
     cache.close()
 
@@ -154,7 +146,7 @@ def test_a_writer_that_stands_still_keeps_nobody_waiting(cache, monkeypatch):
 
 
 def test_a_full_cache_says_so_once_and_goes_on_answering(tmp_path):
-    cache = ImageCache(tmp_path / "images", limit_bytes=200_000)
+    cache = SampleCache(tmp_path / "images", limit_bytes=200_000)
     with pytest.warns(RuntimeWarning, match="would pass its limit.*decoded each time") as warned:
         kept = [cache.write([item]) for item in items(range(60))]
     assert len(warned) == 1 and 10 < sum(kept) < 60 and kept == sorted(kept, reverse=True)
@@ -182,7 +174,7 @@ def spoil_inside(file):
 def test_a_broken_file_costs_one_warning_and_images_are_decoded(cache, demo, spoil):
     write_items(cache, range(50))
     spoil(cache.folder / "data.mdb")
-    with pytest.warns(RuntimeWarning, match="images are decoded instead") as warned:
+    with pytest.warns(RuntimeWarning, match="are decoded instead") as warned:
         for i in range(20):
             found = cache.image(demo.content_hash(i), STORED, lambda i=i: demo.image_bytes(i))
             assert np.array_equal(found, STORED(demo.image_bytes(i)))
@@ -194,12 +186,12 @@ def test_a_folder_that_cannot_be_made_costs_one_warning(tmp_path, demo):
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(RuntimeWarning, match="cannot be used") as warned:
         assert open_cache(tmp_path / "file" / "images") is None
-        cache = ImageCache(tmp_path / "file" / "images")
+        cache = SampleCache(tmp_path / "file" / "images")
         assert cache.get(b"key") is None
         cache.put(b"key", sample_image(1))
     assert len(warned) == 1
     with pytest.raises(ValueError, match="at least 1"):
-        ImageCache(tmp_path, 0)
+        SampleCache(tmp_path, 0)
 
 
 def test_closing_and_opening_again_finds_nothing_wrong_with_a_file_that_was_written_over(cache):
@@ -254,7 +246,7 @@ def test_the_command_says_what_it_did(emoji_set, tmp_path, capsys):
     assert main(words) == 0
     assert "0 images stored, 40 were there" in capsys.readouterr().out
     source = open_source(words[0])
-    cache = ImageCache(tmp_path / "c")
+    cache = SampleCache(tmp_path / "c")
     assert cache.has(
         key_of(source.content_hash(3), train_transform(64).stored)
     )  # what training asks for

@@ -15,7 +15,7 @@ from plain_requests import plain_requests
 
 from data.batching.feed import FeedRates
 from data.batching.sampler import GlobalOrder, MicroBatchRequest, TextRows, evaluation_requests
-from data.cache import ImageCache, key_of
+from data.cache import SampleCache, key_of
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset, micro_batches, resolve_workers
 from data.modalities.image import ImageModality
@@ -348,7 +348,7 @@ def test_cached_images_are_equal_bit_for_bit(emoji_set, tmp_path, workers):
     keys = [key_of(source.content_hash(i), train_transform(16).stored) for i in range(12)]
     for _ in range(2):  # filling, then filled
         cached = make(source, {"image"})
-        cached.modalities[0].cache = ImageCache(tmp_path / "cache")
+        cached.modalities[0].cache = SampleCache(tmp_path / "cache")
         loaded = micro_batches(cached, itertools.cycle(asked), workers)
         for a, b in zip(micro_batches(plain, iter(asked)), loaded):
             assert_equal(a, b)

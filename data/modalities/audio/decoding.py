@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from scipy.signal import resample_poly
+from scipy.signal import firwin, resample_poly
 
 from data.index.bad_samples import SECONDS_LIMIT, BadSample, check_sound
 
@@ -88,8 +88,16 @@ def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
     if rate == wanted:
         return samples
     common = math.gcd(rate, wanted)
-    made = resample_poly(samples, wanted // common, rate // common)
+    up, down = wanted // common, rate // common
+    made = resample_poly(samples, up, down, window=_filter(max(up, down)))
     return np.ascontiguousarray(made, np.float32)
+
+
+@lru_cache(maxsize=16)
+def _filter(longest: int) -> np.ndarray:
+    """float32 [20 · longest + 1]: the filter that `resample_poly` designs by default, which takes
+    longer than to resample a second of sound."""
+    return firwin(20 * longest + 1, 1 / longest, window=("kaiser", 5.0)).astype(np.float32)
 
 
 @lru_cache

@@ -6,6 +6,7 @@ n samples at the extractor's rate, T frames, F mel bins.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,14 +16,19 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from transformers.utils import is_speech_available
 
+from data.modalities.audio.extractors import AST_WINDOW, feature_extractor
+
+# of what is made of a clip: raise it whenever that changes, so that caches do not answer with what
+# was made before
+VERSION = "1"
 # the axes of time and of frequency in what each extractor makes of one sound
 AXES = {
     "ASTFeatureExtractor": (0, 1),
     "ClapFeatureExtractor": (1, 2),
     "WhisperFeatureExtractor": (1, 0),
 }
-AST_WINDOW = 400  # samples of a frame of ASTFeatureExtractor, which is no argument of it
 SIGNAL_TO_NOISE_DB = (5.0, 30.0)  # mixed in so loud
 MASKS = 2  # of time and of frequency
 MASKED_BINS = (
@@ -59,14 +65,37 @@ class AudioFeatures:
         """float32 [n] -> float32 [1, T, F] (CLAP), [T, F] (AST) or [F, T] (Whisper).
 
         `generator`: the clip is cut at random and augmented; None: cut from the middle."""
-        asked = () if generator is None else self.augmentation
+        return self.finished(self.spectrogram(self.clipped(samples, generator)), generator)
+
+    def clipped(self, samples: np.ndarray, generator: np.random.Generator | None) -> np.ndarray:
+        """float32 [n] -> float32 of at most `num_samples`, with noise where that is asked for."""
+        asked = self._asked(generator)
         clip = self._clip(samples, generator if "crop" in asked else None)
-        if "noise" in asked:
-            clip = with_noise(clip, generator)
-        made = self._spectrogram(clip)
-        if "spec" in asked:
-            made = masked(made, AXES[self.extractor], generator)
-        return torch.from_numpy(np.ascontiguousarray(made, np.float32))
+        return with_noise(clip, generator) if "noise" in asked else clip
+
+    def finished(self, spectrogram: np.ndarray, generator: np.random.Generator | None) -> Tensor:
+        """What the tower reads of what `spectrogram` gave: with SpecAugment where that is asked
+        for."""
+        if "spec" in self._asked(generator):
+            spectrogram = masked(spectrogram, AXES[self.extractor], generator)
+        return torch.from_numpy(np.ascontiguousarray(spectrogram))
+
+    def is_fixed(self, generator: np.random.Generator | None, cut: bool) -> bool:
+        """Does chance leave the spectrogram alone? `cut`: of a sound longer than a clip."""
+        asked = self._asked(generator)
+        return "noise" not in asked and not (cut and "crop" in asked)
+
+    @cached_property
+    def name(self) -> str:
+        """Equal for two that make equal spectrograms of equal clips."""
+        settings = (self.extractor, sorted(self.values.items()), self.num_samples)
+        # AST's extractor uses torchaudio where that is installed, and gives other numbers with it
+        library = (transformers.__version__, is_speech_available())
+        words = repr((VERSION, settings, library))
+        return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
+
+    def _asked(self, generator: np.random.Generator | None) -> tuple[str, ...]:
+        return () if generator is None else self.augmentation
 
     def _clip(self, samples: np.ndarray, generator: np.random.Generator | None) -> np.ndarray:
         spare = len(samples) - self.num_samples
@@ -75,7 +104,8 @@ class AudioFeatures:
         start = spare // 2 if generator is None else int(generator.integers(spare + 1))
         return samples[start : start + self.num_samples]
 
-    def _spectrogram(self, clip: np.ndarray) -> np.ndarray:
+    def spectrogram(self, clip: np.ndarray) -> np.ndarray:
+        """float32 [at most `num_samples`] -> float32, shaped as what `__call__` gives."""
         more: dict[str, Any] = {}
         if self.extractor == "ClapFeatureExtractor":
             # not "fusion": it stacks four spectrograms, and draws from a generator of its own
@@ -83,11 +113,11 @@ class AudioFeatures:
         if self.extractor == "ASTFeatureExtractor" and len(clip) < AST_WINDOW:
             clip = np.pad(clip, (0, AST_WINDOW - len(clip)))  # else it finds no frame and fails
         made = self._made(clip, sampling_rate=self.rate, return_tensors="np", **more)
-        return made[self._made.model_input_names[0]][0]
+        return np.asarray(made[self._made.model_input_names[0]][0], np.float32)
 
     @cached_property
     def _made(self) -> Any:
-        return getattr(transformers, self.extractor)(**self.values)
+        return feature_extractor(self.extractor, self.values)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_made"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from torch import Tensor
 
@@ -9,23 +11,66 @@ from data.modalities.audio.decoding import decode_audio, resampled
 from data.modalities.audio.features import AudioFeatures
 from data.modalities.modality import ValueModality
 
+if TYPE_CHECKING:
+    from data.cache import SampleCache
+    from data.index.sources import Source
+
+# of decoded samples: raise it whenever they change, so that caches do not answer with old ones
+VERSION = "1"
 HUM_HZ = 440.0  # of what is heard where a micro-batch has no readable sound at all
 
 
 class AudioModality(ValueModality):
     """input_features float32 [b, ...], shaped as `AudioFeatures` says. A sound that cannot be read
-    shows another one of the micro-batch."""
+    shows another one of the micro-batch.
+
+    `cache` changes no value. Where chance does not touch the spectrogram (in evaluation, and in
+    training of sounds that are not longer than a clip) it keeps that, else the samples at the rate
+    of the tower.
+    """
 
     name = "audio"
 
-    def __init__(self, features: AudioFeatures) -> None:
-        self.features = features
+    def __init__(self, features: AudioFeatures, cache: SampleCache | None = None) -> None:
+        self.features, self.cache = features, cache
 
     def encode(self, value: bytes, generator: np.random.Generator | None) -> dict[str, Tensor]:
         """`value`: an encoded sound. Raises BadSample as `decode_audio` does."""
+        return {"input_features": self.features(self._samples(value), generator)}
+
+    def row(
+        self, source: Source, i: int, generator: np.random.Generator | None
+    ) -> dict[str, Tensor]:
+        # without a length the sound is missing or bad, and the source says which
+        if self.cache is None or not source.column("audio_seconds")[i] > 0:
+            return super().row(source, i, generator)
+        made = self._spectrogram(source, i, generator)
+        return {"input_features": self.features.finished(made, generator)}
+
+    def _samples(self, value: bytes) -> np.ndarray:
         sound = decode_audio(value)
-        samples = resampled(sound.samples, sound.rate, self.features.rate)
-        return {"input_features": self.features(samples, generator)}
+        return resampled(sound.samples, sound.rate, self.features.rate)
+
+    def _spectrogram(
+        self, source: Source, i: int, generator: np.random.Generator | None
+    ) -> np.ndarray:
+        features, content = self.features, source.audio_hash(i)
+        of_cut = {cut: content + f"{features.name}:{cut:d}".encode() for cut in (False, True)}
+        for cut, key in of_cut.items():
+            if features.is_fixed(generator, cut):
+                found = self.cache.get(key)
+                if found is not None:
+                    return found
+        of_samples = content + f"{VERSION}:{features.rate} Hz".encode()
+        stored = self.cache.get(of_samples)
+        samples = self._samples(source.value(self.name, i)) if stored is None else stored
+        made = features.spectrogram(features.clipped(samples, generator))
+        cut = len(samples) > features.num_samples
+        if features.is_fixed(generator, cut):
+            self.cache.put(of_cut[cut], made)
+        elif stored is None:
+            self.cache.put(of_samples, samples)
+        return made
 
     def blank(self) -> dict[str, Tensor]:
         time = np.arange(self.features.num_samples, dtype=np.float32) / self.features.rate
