@@ -346,9 +346,17 @@ def main() -> None:
     parser.add_argument(
         "--measure", metavar="LOADER:FOLDER", help=argparse.SUPPRESS
     )  # how it calls itself
+    parser.add_argument(
+        "--audio", action="store_true", help="sounds instead of images (bench/loader_audio.py)"
+    )
     arguments = parser.parse_args()
     if arguments.samples < 2 * BATCH_SIZE or arguments.rounds < 1:
         parser.error(f"--samples must be at least {2 * BATCH_SIZE}, --rounds at least 1")
+    if arguments.audio:
+        import loader_audio
+
+        loader_audio.main(arguments)
+        return
     if arguments.measure:
         loader, _, folder = arguments.measure.partition(":")
         print(
@@ -400,6 +408,7 @@ def run_alone(loader: str, folder: Path, arguments: argparse.Namespace) -> dict[
         "--workers",
         str(arguments.workers),
         *(["--pin-memory"] if arguments.pin_memory else []),
+        *(["--audio"] if arguments.audio else []),
     ]
     command = [sys.executable, __file__, "--measure", f"{loader}:{folder}", *options]
     run = subprocess.run(

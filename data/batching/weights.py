@@ -1,11 +1,13 @@
 """What a sample weighs: the more there is to see and to read in it, the more. For the loss, or for
 an order from easy to hard.
 
-    weight = a · complexity / mean complexity + b · length / mean length,   then divided by its own mean
+    weight = a · complexity / mean complexity + b · length / mean length + c · seconds / mean seconds
+
+and is then divided by its own mean.
 
 Complexity is bytes of the encoded image per pixel, a column of the index. Length is that of the
 longest caption in tokens, counted once: in characters a Chinese caption would weigh a third of an
-English one that takes as many tokens. So every rank knows both of every sample, and nothing is
+English one that takes as many tokens. Seconds are those of the sound. So every rank knows all of every sample, and nothing is
 decoded for it.
 
 G: samples of a global batch, N: of the training subset.
@@ -25,11 +27,19 @@ SPREAD = 0.25  # part of the plain shuffle in the first epoch of a curriculum
 
 
 def sample_weights(
-    complexity: np.ndarray, length: np.ndarray, image: float, text: float
+    complexity: np.ndarray,
+    length: np.ndarray,
+    image: float,
+    text: float,
+    seconds: np.ndarray | None = None,
+    audio: float = 0.0,
 ) -> np.ndarray:
-    """[n] float64 with mean 1, of n samples that are weighed against each other. `image`, `text`: a
-    and b, >= 0."""
-    return _of_mean_one(image * _of_mean_one(complexity) + text * _of_mean_one(length))
+    """[n] float64 with mean 1, of n samples that are weighed against each other. `image`, `text`,
+    `audio`: a, b and c, >= 0; with `audio` > 0 the `seconds` are needed."""
+    total = image * _of_mean_one(complexity) + text * _of_mean_one(length)
+    if audio:
+        total = total + audio * _of_mean_one(seconds)
+    return _of_mean_one(total)
 
 
 def _of_mean_one(values: np.ndarray) -> np.ndarray:
@@ -46,6 +56,7 @@ def loss_weights(
     image: float,
     text: float,
     indices: np.ndarray,
+    audio: float = 0.0,
 ) -> np.ndarray:
     """[G] int64, millionths: what the samples `indices` [G] of a global batch count in its loss,
     1,000,000 on average.
@@ -53,13 +64,15 @@ def loss_weights(
     `subset` [N], ascending: the training samples, whose texts have `lengths` [N]. Whole numbers, so
     that they are the same on every machine and travel unchanged in any precision.
     """
-    complexity, length = (
+    weights = sample_weights(
         source.column("complexity")[indices],
         lengths[np.searchsorted(subset, indices)],
+        image,
+        text,
+        source.column("audio_seconds")[indices] if audio else None,
+        audio,
     )
-    return np.minimum(
-        np.rint(sample_weights(complexity, length, image, text) * MILLIONTHS), LARGEST
-    ).astype(np.int64)
+    return np.minimum(np.rint(weights * MILLIONTHS), LARGEST).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,9 +54,11 @@ def training_order(
     curriculum = None
     if block is not None and block.use == "curriculum":
         complexity = data.source.column("complexity")[data.train]
-        curriculum = Curriculum(
-            sample_weights(complexity, lengths, block.image, block.text), block.epochs
+        seconds = data.source.column("audio_seconds")[data.train]
+        difficulty = sample_weights(
+            complexity, lengths, block.image, block.text, seconds, block.audio
         )
+        curriculum = Curriculum(difficulty, block.epochs)
     return GlobalOrder(
         len(data.train), global_batch_size, seed, data.parts, curriculum=curriculum, earlier=earlier
     )
@@ -69,4 +71,12 @@ def loss_weights_of(
     all the same."""
     if block is None or block.use != "loss":
         return None
-    return partial(loss_weights, data.source, data.train, lengths, block.image, block.text)
+    return partial(
+        loss_weights,
+        data.source,
+        data.train,
+        lengths,
+        block.image,
+        block.text,
+        audio=block.audio,
+    )

@@ -404,11 +404,9 @@ def _completed(training: Mapping[str, Any]) -> dict[str, Any]:
     if "balance" in branches:
         branches = {**branches, "balance": _of_training(branches["balance"])}
     weights = branches.get("sample_weights")
-    if weights and "length" not in weights:
-        branches = {
-            **branches,
-            "sample_weights": asdict(SampleWeightsBlock(**weights, length="characters")),
-        }
+    if weights:
+        weights = {"length": "characters", **weights}
+        branches = {**branches, "sample_weights": asdict(SampleWeightsBlock(**weights))}
     return json.loads(json.dumps({**training, "options": options, "branches": branches}))
 
 

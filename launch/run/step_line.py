@@ -42,7 +42,7 @@ def step_line(
 
 def rates(line: Mapping[str, float]) -> dict[str, float]:
     """Images (where the run has an image branch; samples without one count too) and text tokens
-    per second, and the share of the texts' rectangles that is padding."""
+    per second, and the shares of the texts' rectangles and of the clips that are padding."""
     tokens, padded = line.get("text_tokens", 0), line.get("padded_text_tokens", 0)
     groups = [key for key in line if key.startswith("grad_norm/")]
     has_images = not groups or "grad_norm/image" in groups
@@ -51,4 +51,12 @@ def rates(line: Mapping[str, float]) -> dict[str, float]:
         **images,
         "text_tokens_per_s": round(tokens / line["step_s"], 2),
         "padding_share/text": round(1 - tokens / padded, 4) if padded else 0.0,
+        **_padding_of_audio(line),
     }
+
+
+def _padding_of_audio(line: Mapping[str, float]) -> dict[str, float]:
+    if "padded_audio_seconds" not in line:
+        return {}
+    heard, padded = line["audio_seconds"], line["padded_audio_seconds"]
+    return {"padding_share/audio": round(1 - heard / padded, 4) if padded else 0.0}

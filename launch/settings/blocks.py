@@ -105,8 +105,8 @@ class SampleWeightsBlock:
     read in them. Checked when made.
 
     `use`: "loss", each counts by its weight, or "curriculum", from light to heavy in the first
-    `epochs` epochs. `image`, `text`: how much the complexity of the image and the length of the
-    text count. `length`: in "tokens" or, as runs before it was a choice, in "characters".
+    `epochs` epochs. `image`, `text`, `audio`: how much the complexity of the image, the length of
+    the text and the seconds of the sound count. `length`: in "tokens" or, as runs before it was a choice, in "characters".
     """
 
     use: str | None = None
@@ -114,6 +114,7 @@ class SampleWeightsBlock:
     text: float = 0.7
     epochs: int | None = None
     length: str = "tokens"
+    audio: float = 0.0
 
     def __post_init__(self):
         check_choice("sample_weights.length", self.length, ("tokens", "characters"))
@@ -137,7 +138,7 @@ class SampleWeightsBlock:
                 )
         if not any(weights.values()):
             raise ValueError(
-                f"branches.sample_weights: {' and '.join(weights)} are both 0, so nothing is "
+                f"branches.sample_weights: {', '.join(weights)} are all 0, so nothing is "
                 "weighed; raise one, or remove the block"
             )
         if self.use == "loss" and self.epochs is not None:

@@ -47,6 +47,8 @@ NAMES = {
     "padding_share/": "padding/",
     "text_tokens": "padding/text_tokens",
     "padded_text_tokens": "padding/padded_text_tokens",
+    "audio_seconds": "padding/audio_seconds",
+    "padded_audio_seconds": "padding/padded_audio_seconds",
     "captions_per_image": "balance/captions_per_image",
     "kept_patches": "balance/kept_patches",
     "image_size": "balance/image_size",

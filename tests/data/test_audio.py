@@ -52,7 +52,10 @@ def sounds():
     middle = len(broken) // 2
     broken[middle : middle + 600] = np.random.default_rng(0).bytes(600)
     found = {name: (None, content) for name, content in GOOD.items()}
-    return found | BAD_AUDIO | {"film": ("no-sound", film()), "frame": ("?", bytes(broken))}
+    made = {"film": ("no-sound", film()), "frame": ("?", bytes(broken))}
+    # one file behind the other: what is at 16 kHz must not pass for 8 kHz
+    slow, fast = (encoded(tone(1, rate=rate), "MP3", None, rate) for rate in (8_000, 16_000))
+    return found | BAD_AUDIO | made | {"rates": ("unreadable", slow + fast)}
 
 
 def fill_folder(folder, sounds):

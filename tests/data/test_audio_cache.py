@@ -143,6 +143,16 @@ def test_the_cache_changes_no_value_and_each_sound_is_decoded_once(
     assert counted == [4, 0, 0, 0, 0]
 
 
+def test_what_fills_up_short_sounds_is_counted(spoken):
+    source = open_source(f"jsonl:{spoken}/set.jsonl", AUDIO_TEXT)
+    dataset, _ = datasets(source, None, ())
+    index = np.arange(len(source))  # clips of a second; of the page nothing is counted
+    request = MicroBatchRequest(0, 0, index, index, training=True)
+    counts = dataset.load(request)[1].counts
+    assert counts["audio_seconds"] == pytest.approx(0.4 + 0.6 + 1 + 1)
+    assert counts["padded_audio_seconds"] == pytest.approx(4)
+
+
 def test_a_file_that_changed_is_decoded_again(spoken, tmp_path):
     cache = SampleCache(tmp_path / "cache")
 

@@ -53,6 +53,15 @@ def test_the_mean_is_one_whatever_the_units_and_the_sum_of_the_coefficients():
     )
 
 
+def test_seconds_of_sounds_weigh_where_they_are_asked_for():
+    complexity, length, seconds = np.array([1, 3]), np.array([30, 10]), np.array([4.0, 12.0])
+    plain = sample_weights(complexity, length, 0.3, 0.7)
+    np.testing.assert_array_equal(sample_weights(complexity, length, 0.3, 0.7, seconds), plain)
+    assert sample_weights(complexity, length, 0, 0, seconds, 2) == pytest.approx([0.5, 1.5])
+    both = sample_weights(complexity, length, 0, 1, seconds, 3)
+    assert both == pytest.approx([0.25 * 1.5 + 0.75 * 0.5, 0.25 * 0.5 + 0.75 * 1.5])
+
+
 def test_a_sample_without_an_image_or_a_text_counts_as_the_mean_of_the_others():
     complexity, length = np.array([2.0, 0.0, 4.0]), np.array([10, 30, 0])
     assert sample_weights(complexity, length, 1, 0) == pytest.approx([2 / 3, 1, 4 / 3])

@@ -238,7 +238,7 @@ REFUSED_WEIGHTS = [
     ),
     ({"use": "loss", "text": True}, ["branches.sample_weights.text", "got True"]),
     ({"use": "loss", "text": float("inf")}, ["branches.sample_weights.text", "got inf"]),
-    ({"use": "loss", "image": 0, "text": 0}, ["image and text are both 0", "remove the block"]),
+    ({"use": "loss", "image": 0, "text": 0}, ["image, text, audio are all 0", "remove the block"]),
     (
         {"use": "loss", "epochs": 3},
         ["branches.sample_weights.epochs", 'only "use": "curriculum"', "remove the key"],

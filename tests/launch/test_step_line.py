@@ -72,6 +72,9 @@ def test_rates_are_of_the_step():
         0.25,
     )
     assert METRICS.record(6, 1.0, 5.0, 2.0).items() <= line.items()
+    assert "padding_share/audio" not in line
+    heard = replace(METRICS, counts={"audio_seconds": 30.0, "padded_audio_seconds": 40.0})
+    assert line_of(6, metrics=heard)["padding_share/audio"] == 0.25
 
 
 def test_epochs_are_counted_in_samples_over_a_change_of_the_batch():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from data.modalities.audio.decoding import decode_audio, resampled
 from data.modalities.audio.features import AudioFeatures
-from data.modalities.modality import ValueModality
+from data.modalities.modality import Loaded, Memory, ValueModality
 
 if TYPE_CHECKING:
+    from data.batching.sampler import MicroBatchRequest
     from data.cache import SampleCache
     from data.index.sources import Source
 
@@ -30,9 +32,22 @@ class AudioModality(ValueModality):
     """
 
     name = "audio"
+    count_names = ("audio_seconds", "padded_audio_seconds")
 
     def __init__(self, features: AudioFeatures, cache: SampleCache | None = None) -> None:
         self.features, self.cache = features, cache
+
+    def load(
+        self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
+    ) -> Loaded:
+        loaded = super().load(source, request, seed, memory)
+        seconds = source.column("audio_seconds")[request.index]  # 0 without a sound
+        clip = self.features.num_samples / self.features.rate
+        counts = {
+            "audio_seconds": float(np.minimum(seconds, clip).sum()),
+            "padded_audio_seconds": clip * int((seconds > 0).sum()),
+        }
+        return replace(loaded, counts=counts)
 
     def encode(self, value: bytes, generator: np.random.Generator | None) -> dict[str, Tensor]:
         """`value`: an encoded sound. Raises BadSample as `decode_audio` does."""
