@@ -212,3 +212,4 @@ def test_a_full_cache_and_a_bad_sound_are_what_they_are_without(spoken, tmp_path
     for dataset in (plain, cached):
         loaded, _ = dataset.load(request)
         assert loaded["audio_index"].tolist() == [0, -1 - bad]
+    roomy.close(60)
