@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from scipy.signal import firwin, resample_poly
 
 from data.index.bad_samples import SECONDS_LIMIT, BadSample, check_sound
 
@@ -87,6 +86,8 @@ def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
     filter, which lets nothing above half of the lower rate through."""
     if rate == wanted:
         return samples
+    from scipy.signal import resample_poly  # a second, which only sounds wait for
+
     common = math.gcd(rate, wanted)
     up, down = wanted // common, rate // common
     made = resample_poly(samples, up, down, window=_filter(max(up, down)))
@@ -97,6 +98,8 @@ def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
 def _filter(longest: int) -> np.ndarray:
     """float32 [20 · longest + 1]: the filter that `resample_poly` designs by default, which takes
     longer than to resample a second of sound."""
+    from scipy.signal import firwin
+
     return firwin(20 * longest + 1, 1 / longest, window=("kaiser", 5.0)).astype(np.float32)
 
 
