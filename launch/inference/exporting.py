@@ -114,20 +114,7 @@ def write_export(
             own = config_of_text(tower) if (branch, kind) == ("text", OPEN_CLIP) else None
             _write_json(beside / branch / "config.json", own or library_config(tower))
     config, pairs = _write_weights(trained, state, kind, beside, folder)
-    tokenizer = copy.deepcopy(trained.tokenizer)
-    tokenizer.model_max_length = trained.options["max_text_tokens"]
-    tokenizer.padding_side = "right"  # as in training, whatever its class does by itself
-    tokenizer.save_pretrained(str(beside))
-    if "audio" in towers:
-        extractor = feature_extractor(towers["audio"])
-        extractor.save_pretrained(beside / AUDIO_FOLDER)
-        if kind == CLAP:  # in both files, for all versions of transformers
-            extractor.save_pretrained(beside)
-            ClapProcessor(extractor, tokenizer).save_pretrained(beside)
-    if "image" in towers:
-        image_processor(trained.preprocessing, trained.options["image_size"]).save_pretrained(
-            beside
-        )
+    _write_inputs(trained, kind, beside)
     record = _record(trained, kind, differences)
     page = export_page(
         trained, kind, differences, training_section(trained, averaged), bool(fusion)
@@ -142,6 +129,25 @@ def write_export(
         shutil.rmtree(folder)
     os.replace(beside, folder)
     return differences
+
+
+def _write_inputs(trained: Trained, kind: str, beside: Path) -> None:
+    """The tokenizer, and what prepares sounds and images, as transformers writes them."""
+    towers = {tower.branch: tower for tower in trained.towers}
+    tokenizer = copy.deepcopy(trained.tokenizer)
+    tokenizer.model_max_length = trained.options["max_text_tokens"]
+    tokenizer.padding_side = "right"  # as in training, whatever its class does by itself
+    tokenizer.save_pretrained(str(beside))
+    if "audio" in towers:
+        extractor = feature_extractor(towers["audio"])
+        extractor.save_pretrained(beside / AUDIO_FOLDER)
+        if kind == CLAP:  # in both files, for all versions of transformers
+            extractor.save_pretrained(beside)
+            ClapProcessor(extractor, tokenizer).save_pretrained(beside)
+    if "image" in towers:
+        image_processor(trained.preprocessing, trained.options["image_size"]).save_pretrained(
+            beside
+        )
 
 
 def _refuse_adapters_apart(trained: Trained, kind: str, adapted: Sequence[str]) -> None:

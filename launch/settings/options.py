@@ -212,16 +212,12 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     )
     values["data_weights"] = _weights(parser, values["data_weights"], values["data"])
     values["data_floors"] = _floors(parser, values["data_floors"], values["data"])
-    if len(values["data"]) == 1 and values["data_temperature"] != 1:
-        parser.error(
-            f"argument --data-temperature: {values['data_temperature']:g}; one --data has nothing "
-            "to share, give several"
-        )
-    if len(values["data"]) == 1 and values["data_adapt"]:
-        parser.error(
-            f"argument --data-adapt: {values['data_adapt']:g}; one --data has nothing to share, "
-            "give several"
-        )
+    for key, neutral in {"data_temperature": 1, "data_adapt": 0}.items():
+        if len(values["data"]) == 1 and values[key] != neutral:
+            parser.error(
+                f"argument --{key.replace('_', '-')}: {values[key]:g}; one --data has nothing to "
+                "share, give several"
+            )
     for key in ("tokenizer", "imported"):
         values[key] = _from_anywhere(values[key])
     for key in (

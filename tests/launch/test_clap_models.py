@@ -147,7 +147,7 @@ def test_a_run_takes_from_the_model_what_is_not_given(folders):
     assert (options.embed_dim, options.max_text_tokens) == (24, TOKENS)
     assert (options.audio_seconds, options.tokenizer) == (SECONDS, str(folders["gelu"]))
     reads = model.towers[0].config["audio_input"]
-    assert reads["num_samples"] == RATE * SECONDS and reads["shape"] == (1, 201, 16)
+    assert reads["num_samples"] == RATE * SECONDS and reads["shape"] == [1, 201, 16]
     assert {key: reads["values"][key] for key in SOUND} == SOUND
 
 
@@ -241,7 +241,9 @@ def trained_by(flags):
             if tensor.is_floating_point():
                 tensor.add_(torch.randn(tensor.shape, generator=draw).abs() * 0.05)
     record = {"options": options.record()}
-    return Trained(record, Path("step-00000007"), 7, tokenizer, tuple(model.towers), layers)
+    return Trained(
+        record, Path("run/checkpoints/step-00000007"), 7, tokenizer, tuple(model.towers), layers
+    )
 
 
 @pytest.fixture(scope="module")
