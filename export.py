@@ -19,7 +19,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="export.py",
         description="Write a checkpoint as a folder with safetensors, tokenizer and preprocessing: one that transformers' "
-        "CLIPModel, SiglipModel, Siglip2Model, ChineseCLIPModel or VisionTextDualEncoderModel loads where one of them has the same towers, "
+        "CLIPModel, SiglipModel, Siglip2Model, ChineseCLIPModel, VisionTextDualEncoderModel or ClapModel loads where one of them has the same towers, "
         "else one whose README.md loads it with torchvision and transformers.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run of train.py")

@@ -34,14 +34,14 @@ TABLE, README = ROOT / "models" / "TOWERS.md", ROOT / "models" / "README.md"
 SUMMARY = re.compile(r"^\| library \| names \|.+?(?=\n\n)", re.M | re.S)  # in both
 SHORT = 6  # layers; fewer are too few for a pipeline
 PACKAGES = ("timm", "torchvision", "open_clip_torch", "transformers")
-IMAGES, TEXTS = "images", "texts"
+IMAGES, TEXTS, SOUNDS = "images", "texts", "sounds"
 PREFIXES = ("timm:", "open_clip:", "hf:")  # left out in the lists of names of a library
 
 
 @dataclass(frozen=True)
 class Row:
     """A tower: `library` and `family` as in the table. `size`: pixels a side of the images that it
-    was published with, 0 for texts; `width`: of its features. No `layers`: it could not be made,
+    was published with, 0 for texts and sounds; `width`: of its features. No `layers`: it could not be made,
     and `notes` says why."""
 
     name: str
@@ -54,7 +54,7 @@ class Row:
 
 
 def names() -> Iterator[tuple[str, str, str, int]]:
-    """Name, library, family and image size of every tower; 0: a text tower."""
+    """Name, library, family and image size of every tower; 0: a text or an audio tower."""
     import timm
     import torchvision
 
@@ -93,7 +93,11 @@ def _open_clip_family(vision: dict) -> str:
 
 
 def _of_transformers() -> Iterator[tuple[str, str, str, int]]:
-    from models.towers.libraries import transformers_image, transformers_text
+    from models.towers.libraries import (
+        transformers_audio,
+        transformers_image,
+        transformers_text,
+    )
 
     for name, preset in transformers_image.PRESETS.items():
         size = getattr(preset.config(**preset.values), "image_size", 256)
@@ -101,15 +105,22 @@ def _of_transformers() -> Iterator[tuple[str, str, str, int]]:
         yield f"{transformers_image.HF}{name}", f"transformers, {IMAGES}", family, size
     for name, preset in transformers_text.PRESETS.items():
         yield name, f"transformers, {TEXTS}", preset.config.model_type, 0
+    for name, preset in transformers_audio.PRESETS.items():
+        family = preset.config.model_type
+        yield f"{transformers_audio.HF}{name}", f"transformers, {SOUNDS}", family, 0
 
 
 def row(name: str, library: str, family: str, size: int) -> Row:
     """Make the tower on the meta device."""
+    from models.towers.audio import audio_tower
     from models.towers.image import image_tower
     from models.towers.text import text_tower
 
     try:
-        tower = image_tower(name, size) if size else text_tower(name, None, 16)
+        if library.endswith(SOUNDS):
+            tower = audio_tower(name)
+        else:
+            tower = image_tower(name, size) if size else text_tower(name, None, 16)
     except (ValueError, RuntimeError) as error:
         return Row(name, library, family, size, 0, 0, (str(error).replace("\n", " "),))
     notes = tuple(tower.config.get("notes", ()))
@@ -172,7 +183,8 @@ def _section(
         members = [each for each in rows if each.family == family]
         made = [each for each in members if each.layers]
         pixels = [each.size for each in made]
-        size = "tokens" if pixels and not pixels[0] else f"{_spread(pixels)} px"
+        without_pixels = "spectrogram" if library.endswith(SOUNDS) else "tokens"
+        size = without_pixels if pixels and not pixels[0] else f"{_spread(pixels)} px"
         cells = (size, _spread([m.width for m in made]), _spread([m.layers for m in made]))
         lines.append(
             f"| {family} | {len(members)} of {families[library, family]} | "

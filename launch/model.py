@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.objective import Objective
 from launch.inference.trained import towers_of
+from launch.run.records import branches_held
 from launch.settings.objective import objective_of, pairs_of
 from models.losses import Matching, build_loss
 from models.towers.adapters.layers import adapted_tower, describe_adapters, num_learned
@@ -154,8 +155,9 @@ def _pretrained(options: ModelOptions, towers: Sequence[Tower]) -> dict[str, Wei
     of_branch = {tower.branch: tower for tower in towers}
     found: dict[str, Weights] = {}
     if options.imported:
-        model = open_model(options.imported, of_branch["image"], of_branch["text"])
-        found |= {"image": model, "text": model}
+        held = [branch for branch in branches_held(options.imported) if branch in of_branch]
+        model = open_model(options.imported, *(of_branch[branch] for branch in held))
+        found |= dict.fromkeys(held, model)
     given = {"image": options.image_weights, "text": options.text_weights}
     for branch, where in given.items():
         if where and branch in of_branch:

@@ -5,6 +5,7 @@ import io
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from PIL import Image
 from data.modalities.tokenizer import load_tokenizer
 from data.modalities.transforms import eval_transform, normalised
 from launch.inference.trained import Trained
+from launch.settings.options import parse_options
 from models.losses import build_loss
 from models.towers.building import build_towers
 
@@ -27,6 +29,33 @@ CAPTIONS = [
     "nothing but snow and a very long way to go home again",
     "an apple",
 ]
+
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
+
+
+def texts(tokenizer, **more):
+    """The sizes of a text tower of transformers, for texts of `TOKENS`."""
+    return {
+        **SIZES,
+        "vocab_size": len(tokenizer) + 5,  # as published models round it up
+        "max_position_embeddings": 2 * TOKENS,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        **more,
+    }
+
+
+def started_from(folder, *flags):
+    """The options of a run, without what its recipe says."""
+    options = parse_options(["--data", "demo", "--import", str(folder), *flags])
+    return replace(options, label_smoothing=0.0)
 
 
 def tokenizer_for(text_tower):

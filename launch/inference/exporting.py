@@ -15,18 +15,25 @@ from pathlib import Path
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import CLIPImageProcessor, PreTrainedConfig
+from transformers import (
+    ClapProcessor,
+    CLIPImageProcessor,
+    PreTrainedConfig,
+)
 
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer_open_clip import PREFIX, is_clips, text_config
 from launch.inference.adapters import page_of_adapters, taken_off, write_all
-from launch.inference.export_page import export_page
+from launch.inference.export_code import feature_extractor, seconds_of_clip
+from launch.inference.export_page import CLAP, STATE_DICT, export_page
 from launch.inference.model_card import model_card_data, training_section
 from launch.inference.trained import Trained
 from launch.run.records import (
+    AUDIO,
+    AUDIO_FOLDER,
+    AUDIO_OPTIONS,
     FUSION,
     FUSION_OPTIONS,
-    IMAGE_FOLDER,
     OPEN_CLIP,
     OPTIONS,
     RECORD,
@@ -38,6 +45,7 @@ from models.losses import LOGIT_SCALE_LIMIT
 from models.towers.head import FUSION_NAMES
 from models.towers.layers import Layer, Tower
 from models.towers.names import join_name, split_name
+from models.weights.clap import clap_config, clap_pairs, scale_of, what_clap_lacks
 from models.weights.dual_encoder import (
     dual_encoder_config,
     dual_encoder_pairs,
@@ -59,7 +67,7 @@ from models.weights.whole_models import (
 
 PACKAGES = ("torch", "torchvision", "transformers")
 ADAPTED = {"timm": "timm", "open_clip": "open_clip_torch"}  # library -> package
-DUAL_ENCODER, STATE_DICT = "VisionTextDualEncoderModel", "state dict"
+DUAL_ENCODER = "VisionTextDualEncoderModel"
 FORMATS = ("auto", "transformers", "open_clip", "state_dict")
 OPEN_CLIP_FILES = "open_clip_config.json", "open_clip_model.safetensors"
 
@@ -84,40 +92,29 @@ def write_export(
     """
     folder = folder.expanduser().resolve()
     refuse_to_overwrite(folder, overwrite)
-    trained, adapters = taken_off(images_and_texts(trained), merge=not keep_adapters)
-    if keep_adapters and not adapters:
-        raise ValueError(f"--keep-adapters: {trained.checkpoint} has no adapters; leave it out")
-    kind, differences = choose_form(trained.towers, form)
-    if keep_adapters and kind == OPEN_CLIP:
-        raise ValueError(
-            "--keep-adapters: peft's files name the modules of the tower's own library, and "
-            "--format open_clip has others; leave out one of the two"
-        )
+    trained, adapters = taken_off(exported(trained), merge=not keep_adapters)
+    towers = {tower.branch: tower for tower in trained.towers}
+    kind, differences = choose_form(trained, form)
+    if keep_adapters:
+        _refuse_adapters_apart(trained, kind, [own.branch for own in adapters])
     beside = folder.with_name(folder.name + ".writing")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
 
     # towers, heads and scalars; what scores pairs in training has no place in an encoder of either
-    state = {
-        name: tensor
-        for name, tensor in canonical_state(trained.layers).items()
-        if not _is_of_another_pair(name)
-    }
-    state["head.logit_scale"] = state["head.logit_scale"].clamp(max=LOGIT_SCALE_LIMIT)
+    state = _of_these_pairs(trained, canonical_state(trained.layers))
     fusion = {name: state.pop(name) for name in list(state) if name.startswith(FUSION_NAMES)}
-    if fusion:
-        save_file(fusion, beside / FUSION, metadata={"format": "pt"})
-    for tower, folder_of in zip(trained.towers, (IMAGE_FOLDER, TEXT_FOLDER)):
+    sounds = {} if kind in (STATE_DICT, CLAP) else _of_sounds(state)
+    for file, tensors in ((FUSION, fusion), (AUDIO, sounds)):
+        if tensors:
+            save_file(tensors, beside / file, metadata={"format": "pt"})
+    for branch, tower in towers.items():
         if tower.config["library"] == "transformers":
-            (beside / folder_of).mkdir()
-            own = config_of_text(tower) if kind == OPEN_CLIP else library_config(tower)
-            _write_json(beside / folder_of / "config.json", own)
+            (beside / branch).mkdir()
+            own = config_of_text(tower) if (branch, kind) == ("text", OPEN_CLIP) else None
+            _write_json(beside / branch / "config.json", own or library_config(tower))
     config, pairs = _write_weights(trained, state, kind, beside, folder)
-    tokenizer = copy.deepcopy(trained.tokenizer)
-    tokenizer.model_max_length = trained.options["max_text_tokens"]
-    tokenizer.padding_side = "right"  # as in training, whatever its class does by itself
-    tokenizer.save_pretrained(str(beside))
-    image_processor(trained.preprocessing, trained.options["image_size"]).save_pretrained(beside)
+    _write_inputs(trained, kind, beside)
     record = _record(trained, kind, differences)
     page = export_page(
         trained, kind, differences, training_section(trained, averaged), bool(fusion)
@@ -134,15 +131,57 @@ def write_export(
     return differences
 
 
-def choose_form(towers: tuple[Tower, ...], form: str) -> tuple[str, list[str]]:
+def _write_inputs(trained: Trained, kind: str, beside: Path) -> None:
+    """The tokenizer, and what prepares sounds and images, as transformers writes them."""
+    towers = {tower.branch: tower for tower in trained.towers}
+    tokenizer = copy.deepcopy(trained.tokenizer)
+    tokenizer.model_max_length = trained.options["max_text_tokens"]
+    tokenizer.padding_side = "right"  # as in training, whatever its class does by itself
+    tokenizer.save_pretrained(str(beside))
+    if "audio" in towers:
+        extractor = feature_extractor(towers["audio"])
+        extractor.save_pretrained(beside / AUDIO_FOLDER)
+        if kind == CLAP:  # in both files, for all versions of transformers
+            extractor.save_pretrained(beside)
+            ClapProcessor(extractor, tokenizer).save_pretrained(beside)
+    if "image" in towers:
+        image_processor(trained.preprocessing, trained.options["image_size"]).save_pretrained(
+            beside
+        )
+
+
+def _refuse_adapters_apart(trained: Trained, kind: str, adapted: Sequence[str]) -> None:
+    """Raise ValueError where the adapters of these branches cannot stay apart from the weights."""
+    if not adapted:
+        raise ValueError(f"--keep-adapters: {trained.checkpoint} has no adapters; leave it out")
+    if kind == OPEN_CLIP:
+        raise ValueError(
+            "--keep-adapters: peft's files name the modules of the tower's own library, and "
+            "--format open_clip has others; leave out one of the two"
+        )
+    if "audio" in adapted:
+        raise ValueError(
+            "--keep-adapters: those of the audio tower are not written apart from its weights; "
+            "leave it out, and they are added to them"
+        )
+
+
+def choose_form(trained: Trained, form: str) -> tuple[str, list[str]]:
     """(the class of transformers, `open_clip` or `STATE_DICT`; for the last why it is no model of
     transformers). Raises ValueError for a form that the towers cannot have."""
-    key = whole_model_of(*towers)
-    lacking = {
-        "transformers": [] if key else what_differs(*towers),
-        "open_clip": what_open_clip_lacks(*towers),
-        "state_dict": [],
-    }
+    towers = {tower.branch: tower for tower in trained.towers}
+    key = None
+    if _compares(trained, "image", "text"):
+        pair = towers["image"], towers["text"]
+        key = whole_model_of(*pair)
+        of_transformers = [] if key else what_differs(*pair)
+        of_open_clip = what_open_clip_lacks(*pair)
+    else:
+        of_transformers = what_clap_lacks(towers["audio"], towers["text"])
+        if "image" in towers:
+            of_transformers.append("transformers' ClapModel has no images")
+        of_open_clip = ["OpenCLIP has no models of sounds and texts"]
+    lacking = {"transformers": of_transformers, "open_clip": of_open_clip, "state_dict": []}
     if lacking.get(form):
         possible = " or ".join(f"--format {other}" for other in lacking if not lacking[other])
         raise ValueError(
@@ -152,6 +191,8 @@ def choose_form(towers: tuple[Tower, ...], form: str) -> tuple[str, list[str]]:
         return OPEN_CLIP, []
     if form == "state_dict" or lacking["transformers"]:
         return STATE_DICT, lacking["transformers"] or ["--format state_dict was asked for"]
+    if not _compares(trained, "image", "text"):
+        return CLAP, []
     return WHOLE_MODELS[key].model.__name__ if key else DUAL_ENCODER, []
 
 
@@ -160,9 +201,14 @@ def _write_weights(
 ) -> tuple[PreTrainedConfig | None, Sequence[Pair]]:
     """Weights and configuration as `kind` has them, in `beside`, which will be `folder`. Returns
     the configuration of transformers' model of both towers, if it is one, and the tensors' pairs."""
+    towers = {tower.branch: tower for tower in trained.towers}
+    if kind == STATE_DICT:
+        save_file(state, beside / WEIGHTS, metadata={"format": "pt"})
+        return None, ()
+    first, text = towers["audio" if kind == CLAP else "image"], towers["text"]
     if kind == OPEN_CLIP:
         tokens = _tokens_of_open_clip(trained, folder)
-        model, tensors = open_clip_model(*trained.towers, state, tokens, beside / TEXT_FOLDER)
+        model, tensors = open_clip_model(first, text, state, tokens, beside / TEXT_FOLDER)
         if "hf_model_name" in model["text_cfg"]:
             model["text_cfg"]["hf_model_name"] = str(folder / TEXT_FOLDER)
         names = OPEN_CLIP_FILES
@@ -172,18 +218,18 @@ def _write_weights(
         )
         save_file(tensors, beside / names[1], metadata={"format": "pt"})
         return None, ()
-    config, pairs = None, ()
-    scale = state["head.logit_scale"].item()
-    if kind == DUAL_ENCODER:
-        config = dual_encoder_config(*trained.towers, scale)
-        pairs = dual_encoder_pairs(*trained.towers)
-    elif kind != STATE_DICT:
-        config = whole_model_config(whole_model_of(*trained.towers), *trained.towers, scale)
-        pairs = whole_model_pairs(*trained.towers)
-    if config is not None:
-        config.save_pretrained(beside)
-        state = to_theirs(pairs, state)
-    save_file(state, beside / WEIGHTS, metadata={"format": "pt"})
+    if kind == CLAP:
+        scale = state[scale_of(first, text)].item()
+        config, pairs = clap_config(first, text, scale), clap_pairs(first, text)
+    elif kind == DUAL_ENCODER:
+        config = dual_encoder_config(first, text, state["head.logit_scale"].item())
+        pairs = dual_encoder_pairs(first, text)
+    else:
+        key, scale = whole_model_of(first, text), state["head.logit_scale"].item()
+        config = whole_model_config(key, first, text, scale)
+        pairs = whole_model_pairs(first, text)
+    config.save_pretrained(beside)
+    save_file(to_theirs(pairs, state), beside / WEIGHTS, metadata={"format": "pt"})
     return config, pairs
 
 
@@ -201,7 +247,7 @@ def _tokens_of_open_clip(trained: Trained, folder: Path) -> dict[str, object]:
         }
         if Path(named.get("hf_tokenizer_name", "")).is_absolute():
             named["hf_tokenizer_name"] = str(folder)
-    elif trained.towers[1].config["library"] == "open_clip" and is_clips(trained.tokenizer):
+    elif _text(trained).config["library"] == "open_clip" and is_clips(trained.tokenizer):
         named = {}
     return {**tokens, **named}
 
@@ -221,16 +267,18 @@ def _preprocess(preprocessing: Preprocessing) -> dict[str, object]:
     }
 
 
-def images_and_texts(trained: Trained) -> Trained:
-    """The image and the text tower of a model that may have more branches.
+def exported(trained: Trained) -> Trained:
+    """The image, the text and the audio tower of a model, as far as it has them; towers of other
+    modalities stay behind, and an audio tower of one's own beside an image tower does too.
 
-    Raises ValueError for a model that was trained without that pair, and for one that other
-    programs could not load: with a tower or a loss of its own.
+    Raises ValueError for a model that was trained without pairs of images and texts or of sounds
+    and texts, and for one that other programs could not load: with a tower or a loss of its own.
     """
-    if ("image", "text") not in [pair.modalities for pair in trained.pairs]:
+    images = _compares(trained, "image", "text")
+    if not images and not _compares(trained, "audio", "text"):
         raise ValueError(
             f"{trained.checkpoint}: was trained with --pairs {trained.options['pairs']}; an export "
-            "holds an image and a text tower that were compared with each other"
+            "holds a text tower and an image or audio tower that was compared with it"
         )
     if trained.options["loss"] not in ("infonce", "sigmoid"):
         raise ValueError(
@@ -240,20 +288,55 @@ def images_and_texts(trained: Trained) -> Trained:
     parts = {tower.branch: (tower, []) for tower in trained.towers}
     for branch, layer in zip(trained.branch_of_layers, trained.layers):
         parts[branch][1].append(layer)
-    towers = [parts[branch][0] for branch in ("image", "text")]
-    unknown = [tower.name for tower in towers if "library" not in tower.config]
+    of_library = {branch: "library" in tower.config for branch, (tower, _) in parts.items()}
+    branches = [
+        branch
+        for branch in ("image", "audio", "text")
+        if branch in parts and (of_library[branch] or branch != "audio" or not images)
+    ]
+    unknown = [parts[branch][0].name for branch in branches if not of_library[branch]]
     if unknown:
         raise ValueError(
             f"{trained.checkpoint}: its tower {unknown[0]} is in no library that another program "
             "could load it with; take its weights from the checkpoint"
         )
-    layers = [layer for branch in ("image", "text") for layer in parts[branch][1]]
-    return replace(trained, towers=tuple(towers), layers=layers)
+    layers = [layer for branch in branches for layer in parts[branch][1]]
+    return replace(trained, towers=tuple(parts[branch][0] for branch in branches), layers=layers)
 
 
-def _is_of_another_pair(name: str) -> bool:
-    """Is this a learned scalar of a pair other than images and texts, such as head.image_sound_logit_scale?"""
-    return name.endswith(("_logit_scale", "_logit_bias"))
+def _compares(trained: Trained, first: str, second: str) -> bool:
+    return {first, second} in [set(pair.modalities) for pair in trained.pairs]
+
+
+def _text(trained: Trained) -> Tower:
+    return next(tower for tower in trained.towers if tower.branch == "text")
+
+
+def _of_these_pairs(trained: Trained, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the learned scalars of pairs with a branch that is not exported, such as
+    head.image_tone_logit_scale; the scales are at most what the loss reads."""
+    branches = {tower.branch for tower in trained.towers}
+    left_out = tuple(
+        f"head.{pair.first}_{pair.second}_logit_"
+        for pair in trained.pairs
+        if not branches.issuperset(pair.modalities)
+    )
+    return {
+        name: tensor.clamp(max=LOGIT_SCALE_LIMIT) if name.endswith("logit_scale") else tensor
+        for name, tensor in state.items()
+        if not name.startswith(left_out or ("\0",))
+    }
+
+
+def _of_sounds(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The audio tower with its head and the scalars of its pairs, taken out of `state`."""
+    names = [
+        name
+        for name in state
+        if name.startswith(("audio.", "head.audio_"))
+        or (name.startswith("head.") and "_audio_logit_" in name)
+    ]
+    return {name: state.pop(name) for name in names}
 
 
 def refuse_to_overwrite(folder: Path, overwrite: bool) -> None:
@@ -301,22 +384,41 @@ def image_processor(preprocessing: Preprocessing, image_size: int) -> CLIPImageP
 
 
 def _record(trained: Trained, kind: str, differences: list[str]) -> dict[str, object]:
-    options = trained.options
+    options, text = trained.options, _text(trained)
+    towers = {tower.branch: tower for tower in trained.towers}
+    of_images = trained.preprocessing.options(options["image_size"]) if "image" in towers else {}
+    known = [key for key in OPTIONS if "image" in towers or not key.startswith("image_")]
     return {
         "kind": kind,
         "differences": differences,
-        **{key: options[key] for key in OPTIONS},
-        **trained.preprocessing.options(options["image_size"]),
-        "text_tower": _with_vocabulary(trained.towers[1], options["text_tower"]),
-        "image_pool": trained.towers[0].config["pool"],
-        "text_pool": trained.towers[1].config["pool"],
+        **{key: options[key] for key in known},
+        **of_images,
+        "text_tower": _with_vocabulary(text, options["text_tower"]),
+        **{f"{branch}_pool": tower.config["pool"] for branch, tower in towers.items()},
+        **(_audio_options(trained, towers["audio"]) if "audio" in towers else {}),
         "loss": options["loss"],
         "projection": options.get("projection", "linear"),
-        **_fusion_options(trained.towers[0]),
+        **(_fusion_options(towers["image"]) if "image" in towers else {}),
         "step": trained.step,
         "trained_in": _trained_in(trained.layers),
         "versions": {name: version(name) for name in (*PACKAGES, *_adapters(trained))},
     }
+
+
+def _audio_options(trained: Trained, audio: Tower) -> dict[str, object]:
+    """train.py's, of a model with sounds: pairs of what is exported, tower, length of a clip."""
+    branches = {tower.branch for tower in trained.towers}
+    pairs = [pair for pair in trained.pairs if branches.issuperset(pair.modalities)]
+    written = [
+        f"{pair.first}:{pair.second}" + (f":{pair.weight:g}" if pair.weight != 1 else "")
+        for pair in pairs
+    ]
+    given = {key: trained.options[key] for key in AUDIO_OPTIONS if key != "pairs"}
+    if (
+        audio.config["architecture"] == "ClapAudioModel"
+    ):  # its extractor is written in whole seconds
+        given["audio_seconds"] = seconds_of_clip(audio)
+    return {"pairs": ",".join(written), **given}
 
 
 def _trained_in(layers: Sequence[Layer]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ from launch.inference.trained import Trained
 from launch.run.records import OPEN_CLIP
 from models.metrics.retrieval import RECALL_AT
 
-TASK = "zero-shot-image-classification"  # the hub's word for what CLIP and SigLIP are used for
-DIRECTIONS = {"image_to_text": "image → text", "text_to_image": "text → image"}
+# the hub's words for what CLIP and SigLIP, and CLAP, are used for
+TASKS = {"image": "zero-shot-image-classification", "audio": "zero-shot-audio-classification"}
+DIRECTIONS = {
+    f"{one}_to_{other}": f"{one} → {other}"
+    for one, other in permutations(("image", "text", "audio"), 2)
+}
 Results = dict[str, Mapping[str, float]]  # of each held-out set
 
 
@@ -23,10 +28,17 @@ def model_card_data(trained: Trained, kind: str) -> str:
     """The YAML header. No license: what the data and the weights allow is not known here."""
     sigmoid = trained.options["loss"] == "sigmoid"
     is_class = kind.endswith("Model")
+    branches = [tower.branch for tower in trained.towers]
+    compared = next(branch for branch in TASKS if branch in branches)
+    own = "siglip" if sigmoid else "clip" if compared == "image" else "clap"
     data = ModelCardData(
         library_name=OPEN_CLIP if kind == OPEN_CLIP else "transformers" if is_class else "pytorch",
-        tags=["siglip" if sigmoid else "clip", "image-text", "contrastive-learning"],
-        pipeline_tag=TASK,
+        tags=[
+            own,
+            *(f"{branch}-text" for branch in TASKS if branch in branches),
+            "contrastive-learning",
+        ],
+        pipeline_tag=TASKS[compared],
     )
     return f"---\n{data.to_yaml()}\n---\n\n"
 
@@ -46,7 +58,7 @@ def training_section(trained: Trained, averaged: bool) -> str:
         "started from": next(
             (
                 f"`{options[key]}`"
-                for key in ("imported", "image_weights", "text_weights")
+                for key in ("imported", "image_weights", "text_weights", "audio_weights")
                 if options.get(key)
             ),
             "random weights",

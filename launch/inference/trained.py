@@ -30,6 +30,7 @@ from engine.objective import scalars_of
 from launch.inference.adapters import FILE, FOLDER, read_adapters
 from launch.run.records import (
     WEIGHTS,
+    branches_held,
     fusion_of_export,
     is_published,
     options_of_export,
@@ -38,6 +39,7 @@ from launch.run.records import (
     read_run,
 )
 from launch.run.report import show
+from launch.settings.audio import AUDIO
 from launch.settings.blocks import train_block
 from launch.settings.modalities import Vocabulary, tower_of
 from launch.settings.objective import pairs_of
@@ -128,9 +130,11 @@ def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
 
 
 def open_published(folder: Path, device: torch.device | str = "cpu") -> Trained:
-    """A model of images and texts in a folder of transformers or OpenCLIP, as it was published."""
+    """A model of two modalities in a folder of transformers or OpenCLIP, as it was published."""
     folder = folder.expanduser().absolute()
     options = options_of_import(folder)
+    if "image_tower" not in options:
+        return _opened(folder, options, 0, device)
     prepared = trained_with(str(folder), options["image_tower"])
     pixels = prepared[0] if prepared else CLIP
     return _opened(folder, {**options, **pixels.options(options["image_size"])}, 0, device)
@@ -144,7 +148,7 @@ def _opened(
     adapters: Mapping[str, Any] = MappingProxyType({}),
 ) -> Trained:
     """`adapters`: those that are beside the weights, as the record of an export has them."""
-    options = {"seed": 0, "fusion": 0, "imported": str(folder), **known}
+    options = {"seed": 0, "fusion": 0, "imported": str(folder), **AUDIO, **known}
     tokenizer = load_tokenizer(options["tokenizer"])
     towers = towers_of(options, tokenizer)
     reader = open_model(str(folder), *towers)
@@ -205,7 +209,8 @@ def with_named_towers(options: Options, previous: Mapping[str, Any] | None) -> O
     known |= (previous or {}).get("options", {})
     image, text = options.image_tower, options.text_tower
     if image != known.get("image_tower"):
-        image = image_name(image, options.imported or options.image_weights)
+        holds_images = "image" in branches_held(options.imported)
+        image = image_name(image, options.imported if holds_images else options.image_weights)
     if text != known.get("text_tower"):
         text = text_name(text, options.text_weights)
     return replace(options, image_tower=image, text_tower=text)

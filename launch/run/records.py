@@ -7,12 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from data.options import IMAGE_TEXT, branches_of
+
 RUN_RECORD = "config.json"
 OPEN_CLIP_CONFIG = "open_clip_config.json"
 OPEN_CLIP = "open_clip"  # the kind of an export in OpenCLIP's form
 FUSION = "fusion.safetensors"  # of an export: what scores pairs
+AUDIO = "audio.safetensors"  # of an export: the audio tower, beside a model of images and texts
 FUSION_OPTIONS = ("fusion", "fusion_width", "fusion_heads", "fusion_scales")
 RECORD, WEIGHTS, TEXT_FOLDER, IMAGE_FOLDER = "wye.json", "model.safetensors", "text", "image"
+AUDIO_FOLDER = "audio"
+AUDIO_OPTIONS = ("pairs", "audio_tower", "audio_seconds", "audio_size")
 OPTIONS = (
     "image_tower",
     "embed_dim",
@@ -49,7 +54,8 @@ def _read(file: Path, remedy: str) -> dict[str, Any] | None:
 
 def options_of_import(where: Path) -> dict[str, Any]:
     """train.py's options that go on with the model in a folder, of export.py, of transformers or of
-    OpenCLIP; none of a file of weights. Errors: ValueError for a model that is not built."""
+    OpenCLIP; none of a file of weights. `pairs` is among them where sounds are. Errors: ValueError
+    for a model that is not built, FileNotFoundError for one that lacks a file."""
     if not is_published(where):
         if (read_export(where) or {}).get("adapters"):
             raise ValueError(
@@ -67,8 +73,16 @@ def options_of_import(where: Path) -> dict[str, Any]:
     return options_of_open_clip(f"{PREFIX}{folder_of(where)}")
 
 
+def branches_held(where: str | Path | None) -> tuple[str, ...]:
+    """The branches that the model of --import has towers of; none where there is no such model.
+    Errors: as `options_of_import`."""
+    if not where:
+        return ()
+    return branches_of(options_of_import(Path(where)).get("pairs", IMAGE_TEXT))
+
+
 def is_published(folder: Path) -> bool:
-    """Does the folder hold one of transformers' or OpenCLIP's models of images and texts, and is it
+    """Does the folder hold one of transformers' or OpenCLIP's models of two modalities, and is it
     no export? A file: is it of OpenCLIP, with the model's configuration beside it?"""
     folder = folder.expanduser()
     if read_export(folder) is not None:
@@ -105,14 +119,23 @@ def options_of_export(folder: Path) -> dict[str, Any]:
         text_tower = text_tower if texts.is_dir() else model
         own, tokenizer = {"image_tower": model}, model
     return {
-        **{key: record[key] for key in OPTIONS},
+        **{key: record[key] for key in (*OPTIONS, *AUDIO_OPTIONS) if key in record},
         **own,
+        **_audio_of_export(folder.expanduser(), record),
         **{key: record[key] for key in PIXELS if key in record},
         "text_tower": text_tower,
         "tokenizer": tokenizer,
         "loss": record["loss"],
         "projection": record.get("projection", "linear"),
     }
+
+
+def _audio_of_export(folder: Path, record: dict[str, Any]) -> dict[str, str]:
+    """The audio tower by its folder, where it is transformers' own."""
+    sounds = folder / AUDIO_FOLDER
+    if not (sounds / RUN_RECORD).is_file():
+        return {}
+    return {"audio_tower": f"hf:{sounds}:pool={record['audio_pool']}"}
 
 
 def fusion_of_export(folder: Path) -> dict[str, Any]:

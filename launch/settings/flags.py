@@ -13,7 +13,7 @@ from data.index.roots import add_root_flag
 from data.modalities.audio.augmentations import AUGMENTATIONS
 from data.modalities.preprocessing import INTERPOLATIONS, NORMALIZATIONS, RESIZE_MODES
 from data.modules import add_module_flag
-from data.options import IMAGE_TEXT, read_pairs
+from data.options import read_pairs
 from engine.planning.devices import DEVICES, find_device
 from launch.balancing.loss_weights import MODES
 from launch.settings.recipe_files import add_recipe_flag
@@ -277,8 +277,9 @@ def _towers(model: argparse._ArgumentGroup) -> None:
     )
     model.add_argument(
         "--projection",
-        choices=("linear", "none"),
-        help="from a tower's features to the embeddings; none: the features are the embeddings, as in SigLIP (default: as in --import, else linear)",
+        metavar="linear|mlp[:hidden_act=NAME]|none",
+        help="from a tower's features to the embeddings; mlp: two layers and ReLU or NAME between them, as in CLAP; none: the features are the "
+        "embeddings, as in SigLIP (default: as in --import, else linear)",
     )
     model.add_argument(
         "--image-size",
@@ -371,10 +372,9 @@ def _objective(objective: argparse._ArgumentGroup) -> None:
     objective.add_argument(
         "--pairs",
         type=pairs_given,
-        default=IMAGE_TEXT,
         metavar="A:B[:WEIGHT],...",
         help="modalities that are compared, each pair with a loss of its own and its weight in the sum; a sample takes part in the pairs of which "
-        "it has both (default: image:text)",
+        "it has both (default: as in --import, else image:text)",
     )
     objective.add_argument(
         "--loss",

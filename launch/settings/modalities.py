@@ -126,8 +126,8 @@ def tower_of(
             f"there is no modality '{branch}'; there are {', '.join(known_modalities())}; a module "
             "that adds one is named by --import-module"
         )
-    projected = options.get("projection", "linear") == "linear"
-    return with_head(tower, options["embed_dim"], scalars, fusion, projected)
+    projection = options.get("projection", "linear")
+    return with_head(tower, options["embed_dim"], scalars, fusion, projection)
 
 
 def audio_features(

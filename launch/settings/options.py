@@ -14,9 +14,9 @@ from data.formats.rows import near
 from data.index.roots import from_anywhere, given_roots
 from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
 from data.modules import import_modules
-from data.options import branches_of, read_pairs
+from data.options import IMAGE_TEXT, branches_of, read_pairs
 from launch.balancing.loss_weights import check_mode
-from launch.run.records import PIXELS, options_of_import, read_run
+from launch.run.records import PIXELS, options_of_import, read_export, read_run
 from launch.settings.audio import AUDIO, audio_options
 from launch.settings.flags import make_parser
 from launch.settings.overrides import split_settings
@@ -201,6 +201,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
         )  # first: what they register are values of other flags
     except ValueError as error:
         parser.error(str(error))
+    held = _take_import(parser, values)
     _check_fusion(parser, values)
     _check_pairs(parser, values)
     pixels = _given_pixels(parser, values)
@@ -211,27 +212,12 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     )
     values["data_weights"] = _weights(parser, values["data_weights"], values["data"])
     values["data_floors"] = _floors(parser, values["data_floors"], values["data"])
-    if len(values["data"]) == 1 and values["data_temperature"] != 1:
-        parser.error(
-            f"argument --data-temperature: {values['data_temperature']:g}; one --data has nothing "
-            "to share, give several"
-        )
-    if len(values["data"]) == 1 and values["data_adapt"]:
-        parser.error(
-            f"argument --data-adapt: {values['data_adapt']:g}; one --data has nothing to share, "
-            "give several"
-        )
-    if values["imported"]:
-        for other in ("image_weights", "text_weights"):
-            if values[other]:
-                parser.error(
-                    "argument --import: it holds both towers; leave out "
-                    f"--{other.replace('_', '-')}"
-                )
-        values["imported"] = _model_folder(parser, values["imported"])
-        for key, default in _of_import(parser, values).items():
-            if key not in PIXELS:
-                values[key] = default if values[key] is None else values[key]
+    for key, neutral in {"data_temperature": 1, "data_adapt": 0}.items():
+        if len(values["data"]) == 1 and values[key] != neutral:
+            parser.error(
+                f"argument --{key.replace('_', '-')}: {values[key]:g}; one --data has nothing to "
+                "share, give several"
+            )
     for key in ("tokenizer", "imported"):
         values[key] = _from_anywhere(values[key])
     for key in (
@@ -255,6 +241,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
             values[key] = recorded.get(key) or default
     values |= audio_options(values, recorded, defaults is DEMO_DEFAULTS)
     _check_loss(parser, values)
+    _check_projection(parser, values["projection"])
     for key in (
         "augmentation",
         "label_smoothing",
@@ -263,8 +250,37 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     values["augmentation"] = (
         None if values["augmentation"] is None else tuple(values["augmentation"])
     )
-    values |= _pixels(parser, pixels, values, sized, recorded)
+    weights = values["imported"] if "image" in held else values["image_weights"]
+    values |= _pixels(parser, pixels, values, weights, sized, recorded)
     return Options(**values)
+
+
+def _take_import(parser: argparse.ArgumentParser, values: dict[str, Any]) -> tuple[str, ...]:
+    """Fill in what is not given as the model of --import says it, the pairs also without one;
+    returns the branches that the model has towers of."""
+    given, found = values["pairs"], {}
+    if values["imported"]:
+        values["imported"] = _model_folder(parser, values["imported"])
+        found = _of_import(parser, values)
+    held = branches_of(found.get("pairs", IMAGE_TEXT)) if values["imported"] else ()
+    values["pairs"] = given or found.get("pairs", IMAGE_TEXT)
+    lacking = [branch for branch in held if branch not in branches_of(values["pairs"])]
+    # what export.py wrote of three towers goes on with two of them too
+    if lacking and not (lacking == ["audio"] and read_export(Path(values["imported"]))):
+        parser.error(
+            f"argument --import: it is of the {lacking[0]} branch, and no pair of --pairs "
+            f"{values['pairs']} has '{lacking[0]}'; leave it out"
+        )
+    for branch in held:
+        if values.get(f"{branch}_weights"):
+            parser.error(
+                f"argument --import: it holds the {branch} tower; leave out --{branch}-weights"
+            )
+    for key, default in found.items():
+        is_used = key.partition("_")[0] not in lacking
+        if key not in PIXELS and values[key] is None and is_used:
+            values[key] = default
+    return held
 
 
 def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, Any]:
@@ -314,20 +330,18 @@ def _pixels(
     parser: argparse.ArgumentParser,
     given: Mapping[str, Any],
     values: Mapping[str, Any],
+    weights: str | None,
     sized: bool,
     recorded: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The image size and the four options of PIXELS: as given, else as the weights were trained,
-    else CLIP's. `sized`: the size was given. A run that recorded none of them was trained with
+    """The image size and the four options of PIXELS: as given, else as the image tower's `weights`
+    were trained, else CLIP's. `sized`: the size was given. A run that recorded none of them was trained with
     CLIP's, whatever its weights."""
     from launch.settings.preprocessing import (
         trained_with,
     )  # imports torchvision, which --help can do without
 
-    weights, earlier = (
-        values["imported"] or values["image_weights"],
-        bool(recorded) and PIXELS[0] not in recorded,
-    )
+    earlier = bool(recorded) and PIXELS[0] not in recorded
     found = None if weights is None or earlier else trained_with(weights, values["image_tower"])
     trained, size = found or (CLIP, values["image_size"])
     size = values["image_size"] if sized else size
@@ -416,6 +430,15 @@ def _check_loss(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> N
         )
 
 
+def _check_projection(parser: argparse.ArgumentParser, projection: str) -> None:
+    from models.towers.head import read_projection  # imports torch, which --help can do without
+
+    try:
+        read_projection(projection)
+    except ValueError as error:
+        parser.error(f"argument --projection: {error}")
+
+
 def _check_pairs(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:
     # imports torchvision, which --help can do without
     from launch.settings.modalities import refuse_pairs
@@ -434,15 +457,14 @@ def _check_used(parser: argparse.ArgumentParser, values: Mapping[str, Any], bran
     if branch in branches_of(values["pairs"]):
         return
     of_branch = {
-        "image": ("image_tower", "image_weights", "imported", "image_buckets"),
-        "text": ("text_tower", "text_weights", "imported", "tokenizer"),
+        "image": ("image_tower", "image_weights", "image_buckets"),
+        "text": ("text_tower", "text_weights", "tokenizer"),
         "audio": ("audio_weights", *AUDIO),
     }
     for key in of_branch[branch]:
         if values[key] not in (None, parser.get_default(key)):
-            flag = "import" if key == "imported" else key.replace("_", "-")
             parser.error(
-                f"argument --{flag}: it is of the {branch} branch, and no pair of --pairs "
+                f"argument --{key.replace('_', '-')}: it is of the {branch} branch, and no pair of --pairs "
                 f"{values['pairs']} has '{branch}'; leave it out"
             )
 

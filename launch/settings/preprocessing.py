@@ -16,7 +16,7 @@ import torchvision
 from PIL import Image
 
 from data.modalities.preprocessing import CLIP, INTERPOLATIONS, NORMALIZATIONS, Preprocessing
-from launch.run.records import read_export
+from launch.run.records import branches_held, read_export
 from models.towers.image import full_name
 from models.towers.libraries import open_clip, timm
 from models.towers.names import split_name
@@ -69,7 +69,8 @@ def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | No
 
 def describe_pixels(options: Options) -> str:
     """One line for the start of a run; empty where no image weights are given."""
-    if not options.imported and not options.image_weights:
+    imported = options.imported if "image" in branches_held(options.imported) else None
+    if not imported and not options.image_weights:
         return ""
     mean, std = (
         ", ".join(f"{value:.4g}" for value in values)
@@ -77,14 +78,12 @@ def describe_pixels(options: Options) -> str:
     )
     line = f"pixels: mean {mean}; std {std}; {options.image_interpolation}; shorter side {options.image_resize}, centre {options.image_size}"
     weights, flag = (
-        (options.imported, "--import")
-        if options.imported
-        else (options.image_weights, "--image-weights")
+        (imported, "--import") if imported else (options.image_weights, "--image-weights")
     )
     found = trained_with(weights, options.image_tower)
     used = Preprocessing.from_options(vars(options))
     if found is None:
-        hint = f"; {TORCHVISION}" if used.mean == CLIP.mean and not options.imported else ""
+        hint = f"; {TORCHVISION}" if used.mean == CLIP.mean and not imported else ""
         return f"{line}. {flag} {weights} does not say what it was trained with{hint}"
     same = (found[0].mean, found[0].std, found[0].interpolation) == (
         used.mean,
@@ -96,7 +95,9 @@ def describe_pixels(options: Options) -> str:
 
 def _of_export(folder: Path) -> tuple[Preprocessing, int] | None:
     record = read_export(folder)
-    return None if record is None else (Preprocessing.from_options(record), record["image_size"])
+    if record is None or "image_size" not in record:
+        return None
+    return (Preprocessing.from_options(record), record["image_size"])
 
 
 def _beside(folder: Path) -> tuple[Preprocessing, int] | None:
@@ -172,6 +173,8 @@ def _of_folder(file: Path) -> tuple[Preprocessing, int] | None:
         return None
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
+        if "feature_extractor_type" in config:  # of sounds
+            return None
         resize = _side(config["size"])
         crop = (
             _side(config["crop_size"])

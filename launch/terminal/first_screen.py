@@ -21,6 +21,7 @@ from data.prepare import PreparedData
 from engine.planning.costs import precision_of
 from engine.planning.planner import GIB, RunPlan
 from launch.costing import NOMINAL
+from launch.run.records import branches_held
 from launch.settings.options import Options
 from models.towers.layers import Tower
 
@@ -133,7 +134,9 @@ def _bad(data: PreparedData) -> Mapping[str, int]:
 
 
 def _towers(options: Options, towers: Sequence[Tower], plan: RunPlan) -> str:
-    weights = {"image": options.image_weights, "text": options.text_weights}
+    branches = ("image", "text", "audio")
+    weights = {branch: getattr(options, f"{branch}_weights") for branch in branches}
+    weights |= dict.fromkeys(branches_held(options.imported), options.imported)
     words = []
     for tower in towers:
         learn = plan.trainable.get(tower.branch)
@@ -142,7 +145,7 @@ def _towers(options: Options, towers: Sequence[Tower], plan: RunPlan) -> str:
             if learn and not all(learn)
             else ""
         )
-        origin = options.imported or weights.get(tower.branch)
+        origin = weights.get(tower.branch)
         words.append(
             f"{tower.branch} {tower.name} ({tower.num_parameters / 1e6:,.1f} M parameters"
             f"{f', from {origin}' if origin else ''}{locked})"

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from models.losses import InfoNCE
 from models.towers.fusion import FusionSizes, pair_inputs, pair_scores, tap_image, tap_text
 from models.towers.head import head as any_head
-from models.towers.head import image_head, text_head
+from models.towers.head import image_head, read_projection, text_head
 from models.towers.image import image_tower
 from models.towers.layers import LayerSpec, Tower
 from models.towers.text import text_tower
@@ -61,13 +61,14 @@ def with_head(
     embed_dim: int,
     scalars: Mapping[str, float] | None = None,
     fusion: FusionSizes | None = None,
-    projected: bool = True,
+    projection: str = "linear",
 ) -> Tower:
     """The tower with the head of its branch as last layer, and for `fusion` the taps that bring its
     maps there. `scalars`: what the branch owns of what the losses learn, by name with first values;
-    None: those of InfoNCE for images, nothing for others. Not `projected`: the tower's features are
-    the embeddings, as in SigLIP; ValueError where they are not as wide."""
-    if not projected and tower.width != embed_dim:
+    None: those of InfoNCE for images, nothing for others. `projection`: as `read_projection` takes
+    it; with `none` the tower's features are the embeddings, as in SigLIP. Errors: ValueError where
+    they are not as wide, and for another projection."""
+    if read_projection(projection)[0] == "none" and tower.width != embed_dim:
         raise ValueError(
             f"{tower.branch} tower {tower.name!r} makes {tower.width} features, so without a "
             f"projection the embeddings cannot be {embed_dim} wide; give --embed-dim {tower.width}, "
@@ -82,9 +83,9 @@ def with_head(
     if fusion is None:
         makers = {"image": image_head, "text": text_head}
         head = (
-            makers[tower.branch](width, embed_dim, scalars=scalars, projected=projected)
+            makers[tower.branch](width, embed_dim, scalars=scalars, projection=projection)
             if tower.branch in makers
-            else any_head(tower.branch, width, embed_dim, scalars, projected)
+            else any_head(tower.branch, width, embed_dim, scalars, projection)
         )
     else:
         config["fusion"] = asdict(fusion)
@@ -92,11 +93,11 @@ def with_head(
             tower, maps, config["num_image_tokens"] = tap_image(
                 tower, meta_inputs(tower, 2)["pixel_values"], fusion.scales
             )
-            head = image_head(width, embed_dim, scalars, maps, fusion.width, projected)
+            head = image_head(width, embed_dim, scalars, maps, fusion.width, projection)
         else:
-            tower, head = tap_text(tower), text_head(width, embed_dim, fusion, scalars, projected)
-    if not projected:
-        config["projection"] = "none"
+            tower, head = tap_text(tower), text_head(width, embed_dim, fusion, scalars, projection)
+    if projection != "linear":
+        config["projection"] = projection
     return replace(tower, specs=(*tower.specs, head), config=config)
 
 

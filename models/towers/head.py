@@ -5,14 +5,63 @@ B micro-batch, W width of the tower's features, D embedding size; T, L, F as in
 `models/towers/fusion.py`.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.activations import ACT2FN
 
 from models.towers.fusion import Fusion, FusionSizes, token_projection
 from models.towers.layers import Layer, LayerSpec, reset
+from models.towers.names import refuse
+
+PROJECTIONS = ("linear", "mlp", "none")
+"""From a tower's features to the embeddings: a matrix without a bias (CLIP); two layers with biases
+and an activation between them, ReLU unless `mlp:hidden_act=NAME` says another one (CLAP); nothing
+(SigLIP)."""
+HIDDEN_ACT_KEY, HIDDEN_ACT = "hidden_act", "relu"
+
+
+def read_projection(projection: str) -> tuple[str, str]:
+    """(one of `PROJECTIONS`, the name of its activation, "" where it has none). Errors: ValueError
+    for what is written otherwise."""
+    base, colon, rest = projection.partition(":")
+    if base not in PROJECTIONS:
+        raise refuse("projection", base, PROJECTIONS)
+    if base != "mlp":
+        if colon:
+            raise ValueError(
+                f"projection {projection!r}: {base} has no activation; leave out {':' + rest!r}"
+            )
+        return base, ""
+    key, _, activation = (rest if colon else f"{HIDDEN_ACT_KEY}={HIDDEN_ACT}").partition("=")
+    if key != HIDDEN_ACT_KEY:
+        raise ValueError(
+            f"projection {projection!r}: write mlp, or mlp:{HIDDEN_ACT_KEY}=NAME with an activation "
+            "of transformers, such as gelu"
+        )
+    if activation not in ACT2FN or list(ACT2FN[activation].parameters()):
+        plain = [name for name in ACT2FN if not list(ACT2FN[name].parameters())]
+        raise refuse(f"projection {projection!r}: activation", activation, plain)
+    return base, activation
+
+
+def projection_module(projection: str, width: int, embed_dim: int) -> nn.Module:
+    """[B, W] -> [B, D]. The layers of `mlp` are called as in transformers' ClapProjectionLayer."""
+    base, activation = read_projection(projection)
+    if base == "none":
+        return nn.Identity()
+    if base == "linear":
+        return nn.Linear(width, embed_dim, bias=False)
+    return nn.Sequential(
+        OrderedDict(
+            linear1=nn.Linear(width, embed_dim),
+            activation=ACT2FN[activation],
+            linear2=nn.Linear(embed_dim, embed_dim),
+        )
+    )
 
 
 class Head(Layer):
@@ -21,7 +70,8 @@ class Head(Layer):
 
     `scalars`: names and first values of those that the branch owns (`engine/objective.py`). They
     live here so that exactly one layer owns them. They have one dimension because optimizers that
-    flatten parameters mishandle 0-dim ones. Not `projected`: the features are the embeddings, W = D.
+    flatten parameters mishandle 0-dim ones. `projection`: as `read_projection` takes it; with `none`
+    the features are the embeddings, W = D.
     """
 
     def __init__(
@@ -30,7 +80,7 @@ class Head(Layer):
         width: int,
         embed_dim: int,
         scalars: Mapping[str, float] | None = None,
-        projected: bool = True,
+        projection: str = "linear",
     ) -> None:
         super().__init__()
         self.scalars = dict(scalars or {})
@@ -39,7 +89,7 @@ class Head(Layer):
         self.projection_name = f"{branch}_projection"
         self.add_module(
             self.projection_name,
-            nn.Linear(width, embed_dim, bias=False) if projected else nn.Identity(),
+            projection_module(projection, width, embed_dim),
         )
         for name in self.scalars:
             self.register_parameter(name, nn.Parameter(torch.empty(1)))
@@ -68,9 +118,9 @@ class ImageHead(Head):
         scalars: Mapping[str, float],
         maps: Mapping[str, int] | None = None,
         token_width: int = 0,
-        projected: bool = True,
+        projection: str = "linear",
     ):
-        super().__init__("image", width, embed_dim, scalars, projected)
+        super().__init__("image", width, embed_dim, scalars, projection)
         if maps:
             self.reads = self.drops = (*self.reads, *maps)
             self.makes = (*self.makes, "image_tokens")
@@ -96,9 +146,9 @@ class TextHead(Head):
         embed_dim: int,
         scalars: Mapping[str, float] | None = None,
         sizes: FusionSizes | None = None,
-        projected: bool = True,
+        projection: str = "linear",
     ) -> None:
-        super().__init__("text", width, embed_dim, scalars, projected)
+        super().__init__("text", width, embed_dim, scalars, projection)
         if sizes:
             self.reads = self.drops = (*self.reads, "text_states")
             self.makes = (*self.makes, "text_tokens")
@@ -130,13 +180,13 @@ def image_head(
     scalars: Mapping[str, float],
     maps: Mapping[str, int] | None = None,
     token_width: int = 0,
-    projected: bool = True,
+    projection: str = "linear",
 ) -> LayerSpec:
     """The head of the image branch, as the last recipe of its tower; it owns the `scalars`."""
     return _spec(
         "image",
         embed_dim,
-        lambda: ImageHead(width, embed_dim, scalars, maps, token_width, projected),
+        lambda: ImageHead(width, embed_dim, scalars, maps, token_width, projection),
     )
 
 
@@ -145,10 +195,10 @@ def text_head(
     embed_dim: int,
     sizes: FusionSizes | None = None,
     scalars: Mapping[str, float] | None = None,
-    projected: bool = True,
+    projection: str = "linear",
 ) -> LayerSpec:
     """The head of the text branch, as the last recipe of its tower; it owns the `scalars`."""
-    return _spec("text", embed_dim, lambda: TextHead(width, embed_dim, scalars, sizes, projected))
+    return _spec("text", embed_dim, lambda: TextHead(width, embed_dim, scalars, sizes, projection))
 
 
 def head(
@@ -156,10 +206,10 @@ def head(
     width: int,
     embed_dim: int,
     scalars: Mapping[str, float] | None = None,
-    projected: bool = True,
+    projection: str = "linear",
 ) -> LayerSpec:
     """The head of any other branch, as the last recipe of its tower; it owns the `scalars`."""
-    return _spec(branch, embed_dim, lambda: Head(branch, width, embed_dim, scalars, projected))
+    return _spec(branch, embed_dim, lambda: Head(branch, width, embed_dim, scalars, projection))
 
 
 def _spec(branch: str, embed_dim: int, make: Callable[[], Layer]) -> LayerSpec:
@@ -170,8 +220,9 @@ def _spec(branch: str, embed_dim: int, make: Callable[[], Layer]) -> LayerSpec:
 
 
 def _initialise(head: Head) -> None:
-    """CLIP's rule for projections (Radford et al. 2021): normal with standard deviation
-    width**-0.5. Scalars as the loss says; torch's own rules for what fusion adds."""
+    """CLIP's rule for projections of one layer (Radford et al. 2021): normal with standard deviation
+    width**-0.5. Scalars as the loss says; torch's own rules for projections of two layers, as
+    LAION-CLAP, and for what fusion adds."""
     for name, module in head.named_children():
         if name == head.projection_name and isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)

@@ -39,7 +39,13 @@ def what_differs(image: Tower, text: Tower) -> list[str]:
         if "logit_bias" in image.specs[-1].template.scalars
         else []
     )
-    return towers_differ(image, text) + no_bias
+    projection = image.config.get("projection", "linear")
+    other_heads = (
+        [f"transformers' dual encoder has projections of one layer, not --projection {projection}"]
+        if projection != "linear"
+        else []
+    )
+    return towers_differ(image, text) + no_bias + other_heads
 
 
 def towers_differ(image: Tower, text: Tower) -> list[str]:

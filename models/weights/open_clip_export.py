@@ -47,7 +47,10 @@ TEXT_SIDE += ("text_projection", "cls_emb")
 
 def what_open_clip_lacks(image: Tower, text: Tower) -> list[str]:
     """Why OpenCLIP has no model of these towers, a reason each; none: it may have."""
+    projection = image.config.get("projection", "linear")
     reasons = []
+    if projection not in ("linear", "none"):
+        reasons.append(f"OpenCLIP has no --projection {projection}")
     for tower, libraries in ((image, SIDES), (text, ("open_clip", "transformers"))):
         if tower.config["library"] not in libraries:
             reasons.append(

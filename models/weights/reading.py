@@ -26,6 +26,7 @@ from models.towers.libraries import transformers_audio, transformers_image
 from models.towers.libraries.transformers_text import PRESETS
 from models.towers.names import nearest, refuse
 from models.towers.text import hub_id_of
+from models.weights.clap import clap_pairs, is_clap, note_scales
 from models.weights.dual_encoder import OF_TRANSFORMERS, dual_encoder_pairs, towers_differ
 from models.weights.libraries import (
     converted_by_timm,
@@ -49,7 +50,8 @@ POOLING = (
 )  # how a sentence encoder pools, beside its weights
 # what a whole model has beside its weights
 WHOLE = ("*.json", "*.txt", "*.model")
-FUSION = "fusion.safetensors"  # of a folder of export.py
+# of a folder of export.py
+FUSION, AUDIO = "fusion.safetensors", "audio.safetensors"
 PREFIXES = {  # of wrappers, of models with a task head, and of models of images and texts
     "text": (
         *("module.", "bert.", "roberta.", "distilbert.", "electra.", "mpnet.", "model."),
@@ -130,8 +132,12 @@ class WeightReader:
                     else "it holds none"
                 )
                 raise ValueError(
-                    f"{self.source} has no tensor for {canonical}; {near}. Give weights of the "
-                    "same architecture and size"
+                    f"{self.source} has no tensor for {canonical}; {near}. "
+                    + (
+                        "Leave --projection to what the model has"
+                        if "_projection." in canonical
+                        else "Give weights of the same architecture and size"
+                    )
                 )
             found_shape = self.shape_of(self.names[canonical])
             if found_shape != shape and not self._can_resize(canonical, found_shape, shape):
@@ -209,25 +215,62 @@ def open_weights(branch: str, where: str, tower: Tower) -> WeightReader:
     return _checked(reader, tower)
 
 
-def open_model(where: str, image: Tower, text: Tower) -> WeightReader:
-    """Find the weights of a whole model, heads and scalars included, and check them against both
+def open_model(where: str, *towers: Tower) -> WeightReader:
+    """Find the weights of a whole model, heads and scalars included, and check them against its
     towers; nothing but headers is read yet.
 
-    `where`: a folder that export.py made, of either kind, one of transformers' models of images and
-    texts, or a file with the state dict of an OpenCLIP model whose architecture is one of ours
-    (`models/weights/open_clip.py`).
+    `where`: a folder that export.py made, of any kind, one of transformers' models of images and
+    texts or of sounds and texts, or a file with the state dict of an OpenCLIP model whose
+    architecture is one of ours (`models/weights/open_clip.py`). `towers`: of images and texts, of
+    sounds and texts, or of all three.
     """
     path = find_model(where)
     source = plain_names(open_tensors(path))
+    of_branch = {tower.branch: tower for tower in towers}
+    if is_clap(source[0]):
+        source = _of_clap(where, source, of_branch)
+    elif {"image", "text"} <= set(of_branch):
+        source = _of_images(where, source, of_branch["image"], of_branch["text"])
+    if not any(key.startswith("head.") for key in source[0]):
+        raise ValueError(
+            f"--import {where}: holds neither both towers and heads, as export.py writes them, nor "
+            "OpenCLIP weights; a single tower is started from with --image-weights, --text-weights "
+            "or --audio-weights"
+        )
+    keys, shape_of, tensor_of = _with_others(path, source)
+    reader = WeightReader(
+        (*of_branch, "head"),
+        f"--import {where}:",
+        {key: key for key in keys},
+        shape_of,
+        tensor_of,
+        resizers={name: resize for tower in towers for name, resize in resizers(tower).items()},
+    )
+    return _checked(reader, *towers)
+
+
+def _of_clap(where: str, source: Source, of_branch: Mapping[str, Tower]) -> Source:
+    towers = [of_branch.get(branch) for branch in ("audio", "text")]
+    if None in towers:
+        raise ValueError(
+            f"--import {where}: holds transformers' ClapModel, whose towers are of sounds and texts; "
+            "name both in --pairs, such as audio:text"
+        )
+    note_scales(where, source)
+    return as_ours(clap_pairs(*towers), source)
+
+
+def _of_images(where: str, source: Source, image: Tower, text: Tower) -> Source:
+    """The same under our names, where it is of another library."""
     keys = source[0]
     if is_open_clip(keys):
         refuse_other_architecture(where, keys, image, text)
-        source = as_ours(open_clip_pairs(image, text), source)
-    elif all(tower.config.get("library") == OF_TRANSFORMERS for tower in (image, text)) and any(
+        return as_ours(open_clip_pairs(image, text), source)
+    if all(tower.config.get("library") == OF_TRANSFORMERS for tower in (image, text)) and any(
         key.startswith("vision_model.") for key in keys
     ):
-        source = as_ours(whole_model_pairs(image, text), source)
-    elif "visual_projection.weight" in keys:
+        return as_ours(whole_model_pairs(image, text), source)
+    if "visual_projection.weight" in keys:
         differences = towers_differ(image, text)
         if differences:
             raise ValueError(
@@ -235,37 +278,26 @@ def open_model(where: str, image: Tower, text: Tower) -> WeightReader:
                 f"cannot be ({'; '.join(differences)}); leave --image-tower and --text-tower to "
                 "what the folder says"
             )
-        source = as_ours(dual_encoder_pairs(image, text), source)
-    elif not any(key.startswith("head.") for key in keys):
-        raise ValueError(
-            f"--import {where}: holds neither both towers and heads, as export.py writes them, nor "
-            "OpenCLIP weights; a single tower is started from with --image-weights or "
-            "--text-weights"
-        )
-    keys, shape_of, tensor_of = _with_fusion(path, source)
-    reader = WeightReader(
-        ("image", "text", "head"),
-        f"--import {where}:",
-        {key: key for key in keys},
-        shape_of,
-        tensor_of,
-        resizers={**resizers(image), **resizers(text)},
-    )
-    return _checked(reader, image, text)
+        return as_ours(dual_encoder_pairs(image, text), source)
+    return source
 
 
-def _with_fusion(folder: Path, source: Source) -> Source:
-    """The same with the tensors of the fusion head that an export keeps beside the model."""
-    if not (folder / FUSION).is_file():
-        return source
-    (names, shape_of, tensor_of), (more, more_shape, more_tensor) = (
-        source,
-        _open_file(folder / FUSION),
-    )
+def _with_others(folder: Path, source: Source) -> Source:
+    """The same with the tensors that an export keeps in files beside the model: of the fusion head,
+    and of the audio tower."""
+    for file in (FUSION, AUDIO):
+        if (folder / file).is_file():
+            source = _joined(source, _open_file(folder / file))
+    return source
+
+
+def _joined(source: Source, more: Source) -> Source:
+    (names, shape_of, tensor_of), (others, other_shape, other_tensor) = source, more
+    held = set(others)
     return (
-        [*names, *more],
-        lambda name: more_shape(name) if name in more else shape_of(name),
-        lambda name: more_tensor(name) if name in more else tensor_of(name),
+        [*names, *others],
+        lambda name: other_shape(name) if name in held else shape_of(name),
+        lambda name: other_tensor(name) if name in held else tensor_of(name),
     )
 
 

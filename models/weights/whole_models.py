@@ -1,5 +1,5 @@
-"""transformers' models of images and texts: which of them two towers with their heads are, what one
-in a folder says of a run, and its names.
+"""transformers' models of images and texts, and of sounds and texts: which of them two towers with
+their heads are, what one in a folder says of a run, and its names.
 
 | model | image and text tower | head | loss |
 |---|---|---|---|
@@ -7,6 +7,7 @@ in a folder says of a run, and its names.
 | `ChineseCLIPModel` | Chinese-CLIP's | projections | infonce |
 | `SiglipModel`, `Siglip2Model` | SigLIP's, SigLIP 2's | none: the features are the embeddings | sigmoid |
 | `VisionTextDualEncoderModel` | any two (`dual_encoder.py`) | projections | infonce |
+| `ClapModel` (`clap.py`) | CLAP's of sounds and texts | projections of two layers | infonce |
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from transformers import (
 
 from models.towers.layers import Tower
 from models.towers.libraries.transformers_text import first_position
+from models.weights import clap
 from models.weights.dual_encoder import OF_TRANSFORMERS, library_config, same_pairs, scale_pair
 from models.weights.translation import Pair, renamed
 
@@ -70,17 +72,23 @@ WHOLE_MODELS = {  # by the model_type of the configuration
 
 
 def is_whole_model(folder: Path) -> bool:
-    """Does the folder hold one of transformers' models of images and texts?"""
+    """Does the folder hold one of transformers' models of images and texts, or of sounds and
+    texts?"""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and config.get("model_type") in (*WHOLE_MODELS, DUAL_ENCODER)
+    known = (*WHOLE_MODELS, DUAL_ENCODER, clap.MODEL_TYPE)
+    return isinstance(config, dict) and config.get("model_type") in known
 
 
 def options_of_model(folder: Path) -> dict[str, Any]:
-    """train.py's options that go on with the model in `folder`: towers, sizes, tokenizer, loss."""
+    """train.py's options that go on with the model in `folder`: towers, sizes, tokenizer, loss; the
+    pairs, where it is not of images and texts. Errors: as `options_of_clap`."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if config.model_type == clap.MODEL_TYPE:
+        tokens = {"max_text_tokens": _text_tokens(folder, config.text_config)}
+        return {**clap.options_of_clap(folder, config), **tokens, "tokenizer": str(folder)}
     kind = WHOLE_MODELS.get(config.model_type)
     text = config.text_config
     if kind is None:  # the dual encoder takes what each of its towers pools by itself
@@ -120,12 +128,15 @@ def _text_tokens(folder: Path, config: PreTrainedConfig) -> int:
 
 
 def whole_model_of(image: Tower, text: Tower) -> str | None:
-    """The key in `WHOLE_MODELS` of the model that these towers with their heads are; None: of
-    none."""
+    """The key in `WHOLE_MODELS` of the model of images and texts that these towers with their heads
+    are; None: of none."""
     if not all(tower.config.get("library") == OF_TRANSFORMERS for tower in (image, text)):
         return None
     towers = tuple((t.config["config"]["model_type"], t.config["pool"]) for t in (image, text))
-    projected = image.config.get("projection") != "none"
+    projection = image.config.get("projection", "linear")
+    if projection not in ("linear", "none"):
+        return None
+    projected = projection == "linear"
     has_bias = "logit_bias" in image.specs[-1].template.scalars
     for key, kind in WHOLE_MODELS.items():
         if (kind.image, kind.text) == towers and projected == kind.projected != has_bias:

@@ -22,6 +22,7 @@ SAMPLE = (
     ("OpenCLIP, texts", "open_clip:EVA01-g-14"),
     ("transformers, images", "hf:dinov2-small"),
     ("transformers, texts", "bert-tiny"),
+    ("transformers, sounds", "hf:whisper-tiny"),
 )
 
 

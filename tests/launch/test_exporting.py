@@ -315,7 +315,7 @@ def test_what_is_given_beside_an_export_counts_and_must_fit_its_weights(exports,
     assert parse_options(["--import", folder, "--image-size", "96"]).image_size == 96
     with pytest.raises(SystemExit):
         parse_options(["--import", folder, "--text-weights", "bert-tiny"])
-    assert "it holds both towers; leave out --text-weights" in capsys.readouterr().err
+    assert "it holds the text tower; leave out --text-weights" in capsys.readouterr().err
     tokenizer = tokenizer_for(BERT)
     with pytest.raises(
         ValueError, match=r"conv_proj.weight has shape \(48, 3, 16, 16\) there but \(48, 3, 8, 8\)"

@@ -440,7 +440,7 @@ def test_roots_are_known_by_their_absolute_paths(tmp_path, monkeypatch):
     [
         ("palette:text", ["--image-weights", "DEFAULT"], "--image-weights: it is of the image"),
         ("palette:text", ["--image-buckets", "3"], "--image-buckets: it is of the image branch"),
-        ("palette:text", ["--import", "a.pt"], "--import: it is of the image branch"),
+        ("palette:text", ["--import", __file__], "--import: it is of the image branch"),
         ("image:palette", ["--text-weights", "x"], "--text-weights: it is of the text branch"),
         ("image:palette", ["--tokenizer", "x"], "no pair of --pairs image:palette has 'text'"),
         (

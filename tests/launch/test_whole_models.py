@@ -8,12 +8,15 @@ import torch
 from exports import (
     CAPTIONS,
     SIZE,
+    SIZES,
     TOKENS,
     embed_by_pages,
     embeddings,
     encoded,
     evaluated,
     sample_image,
+    started_from,
+    texts,
 )
 from launched import fork_flags, run_to_end, write_pairs
 from safetensors.torch import load_file
@@ -40,26 +43,8 @@ from launch.model import ModelOptions, RunModel
 from launch.settings.options import parse_options
 
 PIXELS = Preprocessing(*NORMALIZATIONS["half"])
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-}
 IMAGES = {**SIZES, "patch_size": 16, "image_size": SIZE}
 PATCHES = {**SIZES, "patch_size": 16, "num_patches": 16}
-
-
-def texts(tokenizer, **more):
-    return {
-        **SIZES,
-        "vocab_size": len(tokenizer) + 5,  # as published models round it up
-        "max_position_embeddings": 2 * TOKENS,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-        **more,
-    }
 
 
 def dual_encoder(tokenizer):
@@ -133,12 +118,6 @@ def test_the_library_alone_has_our_embeddings(models, name):
     stages = embeddings(trained.layers, pixels, tokens)
     torch.testing.assert_close(image_embeds, stages["image_embeds"], rtol=0, atol=1e-6)
     torch.testing.assert_close(text_embeds, stages["text_embeds"], rtol=0, atol=1e-6)
-
-
-def started_from(folder, *flags):
-    """The options of a run, without what its recipe says."""
-    options = parse_options(["--data", "demo", "--import", str(folder), *flags])
-    return replace(options, label_smoothing=0.0)
 
 
 @pytest.mark.parametrize("name", MODELS)

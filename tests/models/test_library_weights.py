@@ -241,8 +241,8 @@ def test_a_whole_model_becomes_its_two_sides_and_heads(tmp_path, forward, name):
     assert torch.equal(made["logit_scale"], model.logit_scale.detach().reshape(1))
 
 
-@pytest.mark.parametrize("projected", [True, False])
-def test_siglip(tmp_path, forward, projected):
+@pytest.mark.parametrize("projection", ["linear", "none"])
+def test_siglip(tmp_path, forward, projection):
     """Its image side has no projection, its text side one with a bias: both stay in the towers, and
     a head that is the identity, or none, leaves them as they are."""
     config = {**open_clip.get_model_config("ViT-B-16-SigLIP"), "embed_dim": 96}
@@ -257,8 +257,8 @@ def test_siglip(tmp_path, forward, projected):
     assert [tower.config["library_projection"] for tower in (image, text)] == [None, None]
     scalars = {"logit_scale": 1.0, "logit_bias": 0.0}
     pair = [
-        with_head(image, 96, scalars, projected=projected),
-        with_head(text, 96, {}, projected=projected),
+        with_head(image, 96, scalars, projection=projection),
+        with_head(text, 96, {}, projection=projection),
     ]
     weights = open_model(saved(model, tmp_path), *pair)
     layers = [layer for tower in pair for layer in built(tower, weights)]

@@ -464,12 +464,17 @@ def extractor_values(where: str) -> dict[str, Any]:
     }
 
 
-def _check(name: str, config: PreTrainedConfig) -> None:
+def refuse_fusion(what: str, config: PreTrainedConfig) -> None:
+    """Raise ValueError for CLAP's audio model with feature fusion; `what` has this configuration."""
     if getattr(config, "enable_fusion", False):
         raise ValueError(
-            f"audio tower {name!r} fuses four spectrograms of a sound, and which sounds it does so "
+            f"{what} fuses four spectrograms of a sound (enable_fusion), and which sounds it does so "
             "for depends on their lengths; give a model without, such as laion/clap-htsat-unfused"
         )
+
+
+def _check(name: str, config: PreTrainedConfig) -> None:
+    refuse_fusion(f"audio tower {name!r}", config)
     if getattr(config, "encoder_layerdrop", 0):
         raise ValueError(
             f"audio tower {name!r} leaves out whole blocks at random (encoder_layerdrop); stages "
