@@ -14,7 +14,7 @@ from launch.reporting.reading import RunData
 from launch.tools.drawing import seconds
 
 # of the page, in base64; the queries of further runs are left out, sounds are only drawn
-MOST_PICTURE_BYTES, MOST_SOUND_BYTES = 900_000, 600_000
+MOST_PICTURE_BYTES, MOST_SOUND_BYTES = 1_200_000, 400_000
 Runs = Sequence[RunData]
 
 
@@ -124,7 +124,7 @@ def queries(runs: Runs) -> list[Any]:
         sounds += heard
         pictures += _size(samples, "picture")
         if pictures > MOST_PICTURE_BYTES:
-            parts.append(Text("Further queries are left out: make a report of fewer runs."))
+            parts.append(Text("Further queries are left out, so that the page stays small."))
             break
         rows = [
             _asked(direction, query, samples)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 FILE = "queries.json"
 NUM_QUERIES, NUM_ANSWERS = 4, 5  # queries of each direction; answers of each
 MOST_SETS = 4  # held-out sets that are shown
+JPEG_QUALITY = 75
 MOST_LETTERS = 300  # of a caption
 
 
@@ -132,7 +133,7 @@ def _seen_and_heard(source: Source, modality: str, i: int) -> dict[str, str | No
     file = io.BytesIO()
     try:
         value = Encoded(modality, KINDS[modality].read(source, i))
-        small_picture(value).save(file, "JPEG", quality=80)
+        small_picture(value).save(file, "JPEG", quality=JPEG_QUALITY)
         sound = played(value)
     except Exception:  # BadSample, or whatever a format of the user's own raises
         return {key: None}
