@@ -5,7 +5,6 @@ no file is a query of it."""
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from data.index.sources import Source
 
 THUMBNAIL_PIXELS = 96  # longest side of a small picture of an image
-SPECTROGRAM_INCHES, DOTS_PER_INCH = (2.1, 1.4), 100  # of a small picture of a sound
+SPECTROGRAM_INCHES, DOTS_PER_INCH = (1.8, 1.2), 100  # of a small picture of a sound
 MOST_KEPT = 200  # pictures, and files to play, of 90 kB at most
 MOST_PLAYED_S, MOST_PLAYED_BYTES = 10.0, 24_000  # else a sound is only drawn
 
@@ -195,14 +194,15 @@ def _play(sound: Sound) -> bytes | None:
 
 
 def _drawn(sound: Sound) -> Image.Image:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from PIL import Image
 
     figure = Figure(SPECTROGRAM_INCHES, dpi=DOTS_PER_INCH)
-    _draw_sound(figure.add_axes((0.19, 0.2, 0.77, 0.76)), sound)
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return Image.open(file).convert("RGB")
+    _draw_sound(figure.add_axes((0.22, 0.22, 0.74, 0.74)), sound)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
 
 
 KINDS: Mapping[str, Kind] = {

@@ -38,6 +38,11 @@ class Query:
     words: str
     value: Encoded | None = None
 
+    @property
+    def label(self) -> str:
+        """Below a picture of it."""
+        return Path(self.words).name if self.value else self.words
+
 
 class OneFile:
     """A source of one sample, a file that is a value of one modality."""
@@ -119,13 +124,13 @@ def find(
         cells = [_cell(source, modality, line) for line in found]
         in_rows = [
             Row(
-                "" if start else query.words,
+                "" if start else query.label,
                 None if start else query.value,
                 cells[start:][:IN_A_ROW],
             )
             for start in range(0, len(cells), IN_A_ROW)
         ]
-        title = f"“{query.words}”, {model['checkpoint']}"
+        title = f"“{query.label}”, {model['checkpoint']}"
         if notice := draw_rows(in_rows, title, arguments.picture):
             print(notice)
         print(arguments.picture)

@@ -14,7 +14,7 @@ from launch.reporting.reading import RunData
 from launch.tools.drawing import seconds
 
 # of the page, in base64; the queries of further runs are left out, sounds are only drawn
-MOST_PICTURE_BYTES, MOST_SOUND_BYTES = 1_200_000, 400_000
+MOST_PICTURE_BYTES, MOST_SOUND_BYTES = 1_600_000, 300_000
 Runs = Sequence[RunData]
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FILE = "queries.json"
 NUM_QUERIES, NUM_ANSWERS = 4, 5  # queries of each direction; answers of each
 MOST_SETS = 4  # held-out sets that are shown
-JPEG_QUALITY = 75
+JPEG_QUALITY = 70
 MOST_LETTERS = 300  # of a caption
 
 
