@@ -51,7 +51,7 @@ from launch.settings.options import Options, parse_options
 from launch.settings.preprocessing import describe_pixels
 from launch.settings.recipe import as_begun, settle
 from launch.terminal.bar import Progress
-from launch.terminal.first_screen import Hardware, first_screen
+from launch.terminal.first_screen import Hardware, first_screen, folder_to_watch
 from launch.terminal.last_words import say_last
 from launch.tracking.tracker import TrackingOptions, where
 from models.towers.layers import library_models_kept
@@ -135,7 +135,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
                 *model.describe_cuts().splitlines(),
                 *model.describe_adapters().splitlines(),
             ],
-            folder.path,
+            folder_to_watch(folder.path),
         )
     )
 

@@ -24,6 +24,7 @@ PRELOAD += [
     "deepspeed.runtime.zero.muon.muon_optimizer"
 ]  # which ZeRO imports, and with it torch's compiler: 3 s
 PRELOAD += ["launch.reporting.page"]  # which the end of a run imports, and with it plotly
+PRELOAD += ["warmed"]
 
 # ends what hangs: no call takes a tenth of it, and a busy machine may be five times as slow
 LIMIT_S = 600.0

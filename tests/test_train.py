@@ -1,5 +1,5 @@
-"""train.py in real processes: under the launcher as a user starts it, alone, and on ranks without a
-launcher."""
+"""train.py in real processes, alone and on ranks without a launcher. `test_faults.py`,
+`test_screen.py` and `docs/test_notebook.py` start it as a user does."""
 
 import csv
 import json
@@ -17,7 +17,6 @@ from launched import (
     environment,
     finish,
     fork_flags,
-    launch,
     metrics,
     ranks_of,
     reached,
@@ -59,7 +58,7 @@ def merged(tmp_path_factory):
 
 def test_eight_processes_on_a_machine_without_a_gpu(tmp_path):
     run_dir = tmp_path / "a run"  # a path with a space
-    status, output = finish(launch(8, *SMALL, "--steps", 2, "--run-dir", run_dir))
+    status, output = run_to_end("train.py", *SMALL, "--steps", 2, "--run-dir", run_dir, ranks=8)
     assert status == 0, output[-3000:]
     assert set(metrics(run_dir)) == {1, 2}
     evaluations = [
@@ -360,7 +359,8 @@ def test_bad_input_is_answered_with_one_message(
 def test_every_rank_meets_the_error_and_one_tells_it(tmp_path):
     data = tmp_path / "pairs.jsonl"
     data.write_text('{"image_path": "a.png", "text": "a"}\n{"image_path": "b.png", "txet": "b"}\n')
-    status, output = finish(launch(2, "--data", f"jsonl:{data}", "--run-dir", tmp_path / "run"))
+    given = ["--data", f"jsonl:{data}", "--run-dir", tmp_path / "run"]
+    status, output = run_to_end("train.py", *given, ranks=2)
     assert status == 2 and output.count("train.py: error:") == 1, output[-3000:]
     assert f"{data}:2" in output and "text" in output
 

@@ -4,6 +4,7 @@ take, and where it is written."""
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -24,6 +25,7 @@ from launch.settings.options import Options
 from models.towers.layers import Tower
 
 LABEL = 10  # columns of a label with its colon
+LIVE_PORT = 8000  # in the command that is proposed
 OTHER_PLANS = 3  # that are compared with the chosen one; `launch.tools.plan` lists all
 
 
@@ -61,7 +63,7 @@ def first_screen(
     recipe: str,
     total_steps: int,
     further: Sequence[str],
-    folder: Path | str,
+    folder: str,
 ) -> list[tuple[str, str]]:
     """(label, text), a text may have several lines. `recipe`: its line, empty where no number was
     left open; `further`: lines `label: text` that only some runs have."""
@@ -76,7 +78,7 @@ def first_screen(
         ("recipe", recipe.removeprefix("recipe: ") or f"{length}; no number was left open"),
         *(_split(line) for line in further if line),
         ("predicted", _predicted(plan, total_steps)),
-        ("folder", str(folder)),
+        ("folder", folder),
     ]
     return [(label, text) for label, text in screen if text]
 
@@ -93,6 +95,12 @@ def print_screen(screen: Sequence[tuple[str, str]]) -> None:
         text.append(" " + ("\n" + " " * (LABEL + 1)).join(lines) + "\n")
     text.rstrip()
     Console(highlight=False, emoji=False, markup=False, soft_wrap=True).print(text)
+
+
+def folder_to_watch(folder: Path) -> str:
+    """A run's folder, and the command that draws its curves while it is written."""
+    watch = f"python -m launch.tools.report {shlex.quote(str(folder))} --live {LIVE_PORT}"
+    return f"{folder}\nto watch it: {watch}"
 
 
 def duration(seconds: float) -> str:

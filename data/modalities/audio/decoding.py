@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from scipy.signal import resample_poly
 
 from data.index.bad_samples import SECONDS_LIMIT, BadSample, check_sound
 
@@ -87,6 +86,8 @@ def resampled(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
     filter, which lets nothing above half of the lower rate through."""
     if rate == wanted:
         return samples
+    from scipy.signal import resample_poly  # a second, which only sounds wait for
+
     common = math.gcd(rate, wanted)
     made = resample_poly(samples, wanted // common, rate // common)
     return np.ascontiguousarray(made, np.float32)
