@@ -5,8 +5,10 @@ python evaluate.py RUN_DIR --checkpoint step-00000100   by another one; --ema: b
 python evaluate.py RUN_DIR --val-data coco:IMAGES:CAPTIONS.json --captions all --picture queries.png
 python evaluate.py RUN_DIR --rerank 32                  of a run with --fusion: the nearest 32 in the order of the matching scores, too
 python evaluate.py RUN_DIR --classify imagefolder:TEST --classify-train imagefolder:TRAIN
-python evaluate.py RUN_DIR --embeddings OUT             images and texts as memory-mapped arrays
+python evaluate.py RUN_DIR --classify 'audiofolder:TEST?templates=the sound of {}'
+python evaluate.py RUN_DIR --embeddings OUT             images, texts and sounds as memory-mapped arrays
 python evaluate.py RUN_DIR --embeddings OUT --query "a red apple" --picture apples.png
+python evaluate.py RUN_DIR --query bark.wav --find image   the images most like a sound
 python evaluate.py --import openai/clip-vit-base-patch32 --classify "imagefolder:IMAGENET/val?templates=openai" --precision bf16
 """
 
@@ -20,10 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.table import Table
 
-from data.batching.mixture import open_sources
 from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
 from data.loader import resolve_workers
 from launch.inference.classes import benchmark_metrics, classification, classification_table
@@ -32,25 +32,15 @@ from launch.inference.embedding import (
     Embedder,
     chosen_device,
     forget_embeddings,
-    line_of,
     refuse_other_content,
-    refuse_other_images,
     write_embeddings,
 )
 from launch.inference.evaluation import benchmark_metrics as retrieval_metrics
-from launch.inference.evaluation import (
-    by_language,
-    embeddings_of,
-    examples,
-    retrieval,
-    search,
-    search_table,
-    write_numbers,
-)
-from launch.inference.gallery import Found, Row, draw_rows
+from launch.inference.evaluation import by_language, examples, retrieval, write_numbers
+from launch.inference.gallery import Row, draw_rows
+from launch.inference.querying import find
 from launch.inference.reranking import reranked_retrieval
 from launch.inference.samples import held_out, left_out, opened
-from launch.inference.sounds import sound_retrieval
 from launch.inference.trained import Trained, open_model_folder, public_model
 from launch.run.report import retrieval_table, show
 from launch.settings.flags import Once
@@ -103,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--classify",
         action=Once,
         metavar="SPEC",
-        help="instead: classes of images, such as imagefolder:DIR; its captions are the prompts",
+        help="instead: classes of images or sounds, such as imagefolder:DIR or audiofolder:DIR; its captions are the prompts",
     )
     parser.add_argument(
         "--classify-train",
@@ -123,12 +113,21 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="OUT",
         help="write the embeddings to this folder; with --query: search in it",
     )
-    parser.add_argument("--query", metavar="TEXT", help="instead: the images most like a text")
+    parser.add_argument(
+        "--query",
+        metavar="TEXT_OR_FILE",
+        help="instead: what is most like a text, or like the file of an image or a sound",
+    )
+    parser.add_argument(
+        "--find",
+        metavar="MODALITY",
+        help="with it: what to find, such as image, text or audio (default: what the run compared first with the query's own modality)",
+    )
     parser.add_argument(
         "--number",
         type=int,
         metavar="N",
-        help=f"images that --query shows (default: {NUM_ANSWERS})",
+        help=f"answers that --query shows (default: {NUM_ANSWERS})",
     )
     parser.add_argument(
         "--picture",
@@ -199,9 +198,10 @@ def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     if given.query is not None and ignored:
         parser.error(f"--query searches; {ignored[0]} is of retrieval, run it again for that")
     if given.query is not None and not given.query.strip():
-        parser.error("--query is empty; give a text")
-    if given.number is not None and given.query is None:
-        parser.error("--number is of --query; give a text to search for")
+        parser.error("--query is empty; give a text or a file")
+    for flag, value in (("--number", given.number), ("--find", given.find)):
+        if value is not None and given.query is None:
+            parser.error(f"{flag} is of --query; give a text or a file to search for")
     for flag, least in (("batch_size", 1), ("number", 1), ("rerank", 1), ("workers", 0)):
         if getattr(given, flag) is not None and getattr(given, flag) < least:
             parser.error(
@@ -256,13 +256,13 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.imported:
         arguments.run_dir, results = public_model(arguments.imported), Path()
     trained = open_model_folder(arguments.run_dir, arguments.checkpoint, device, arguments.ema)
-    refuse_other_pairs(trained)
     name = name_of(arguments, trained)
     workers = "auto" if arguments.workers is None else arguments.workers
     workers = resolve_workers(workers, 1, len(os.sched_getaffinity(0)), device.type != "cpu")
     embedder = Embedder(trained, device, arguments.batch_size, workers, arguments.precision)
     if arguments.query is not None:
-        find(arguments, embedder, name)
+        model = model_of(arguments, embedder, name)
+        find(arguments, embedder, model, arguments.number or NUM_ANSWERS)
         return
     found = (
         of_classes(arguments, embedder, name)
@@ -287,16 +287,6 @@ def name_of(arguments: argparse.Namespace, trained: Trained) -> str:
     if arguments.imported and not Path(arguments.imported).expanduser().exists():
         return Path(arguments.imported).name  # its folder of the hub's cache is called by a hash
     return trained.checkpoint.resolve().name + ("-ema" if arguments.ema else "")
-
-
-def refuse_other_pairs(trained: Trained) -> None:
-    """Raise ValueError for a run without images or without texts."""
-    if not {"image", "text"} <= {tower.branch for tower in trained.towers}:
-        raise ValueError(
-            f"{trained.checkpoint}: was trained with --pairs {trained.options['pairs']}, and "
-            "evaluate.py compares images with texts; what train.py measured of its own pairs is in "
-            "metrics.jsonl of the run's folder"
-        )
 
 
 @dataclass(frozen=True)
@@ -328,7 +318,9 @@ def output_name(arguments: argparse.Namespace, name: str) -> str:
 
 
 def of_classes(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Evaluated:
-    test, train = (opened(spec) for spec in (arguments.classify, arguments.classify_train))
+    test = opened(arguments.classify, embedder.trained)
+    learned = arguments.classify_train
+    train = opened(learned, embedder.trained) if learned else None
     results = classification(embedder, test, train)
     about = {
         "data": arguments.classify,
@@ -356,20 +348,18 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
         forget_embeddings(arguments.embeddings)
     for part_name, part in parts.items():
         embedded = embedder.embedded(part.source, part.subset, arguments.captions == "all")
-        sizes[part_name] = len(embedded.image)
-        if repeated := len(embedded.texts) - len(set(embedded.texts)):
+        sizes[part_name] = len(embedded.samples)
+        texts = embedded.rows["text"].texts if "text" in embedded.rows else ()
+        if repeated := len(texts) - len(set(texts)):
             show(
-                f"{part_name}: {repeated:,} of {len(embedded.texts):,} texts repeat an earlier "
-                "one; each is right for its own image only"
+                f"{part_name}: {repeated:,} of {len(texts):,} texts repeat an earlier "
+                "one; each is right for its own sample only"
             )
         found = retrieval(embedded)
         metrics[part_name] = retrieval_metrics(found)
         results |= {f"{part_name}/{key}": value for key, value in found.items()}
-        if "audio" in embedder.branches:
-            of_sounds = sound_retrieval(embedder, part)
-            results |= {f"{part_name}/{key}": value for key, value in of_sounds.items()}
         for language, own in by_language(embedded, part.source).items():
-            found = {"num_samples": len(own.image), **retrieval(own)}
+            found = {"num_samples": len(own.samples), **retrieval(own)}
             languages.setdefault(part_name, {})[language] = found
         if arguments.rerank:
             again = reranked_retrieval(embedder, embedded, part.source, arguments.rerank)
@@ -416,47 +406,6 @@ def model_of(arguments: argparse.Namespace, embedder: Embedder, name: str) -> di
         "run": str(arguments.run_dir),
         "checksum": embedder.trained.checksum(),
     }
-
-
-def find(arguments: argparse.Namespace, embedder: Embedder, name: str) -> None:
-    """--query: the images most like a text, in a folder of embeddings or in all samples to
-    evaluate."""
-    source = None
-    if arguments.embeddings:
-        embeds, lines, specs = embeddings_of(
-            arguments.embeddings, model_of(arguments, embedder, name)
-        )
-        if arguments.val_data or arguments.picture:
-            source = open_sources(
-                [arguments.val_data] if arguments.val_data else specs, progress=True
-            )
-            refuse_other_images(arguments.embeddings, lines, source)
-    else:
-        parts = list(held_out(arguments, embedder.trained).values())
-        source = parts[0].source  # of all parts
-        index, embeds = embedder.images(source, np.concatenate([part.subset for part in parts]))
-        lines = [line_of(source, i) for i in index.tolist()]
-    found = search(
-        embedder.texts([arguments.query]), embeds, lines, arguments.number or NUM_ANSWERS
-    )
-    show(search_table(arguments.query, found))
-    if arguments.picture:
-        cells = [
-            Found(
-                source.image_bytes(line["index"]),
-                source.captions(line["index"])[0],
-                line["similarity"],
-            )
-            for line in found
-        ]
-        in_rows = [
-            Row(arguments.query if not start else "", None, cells[start : start + 5])
-            for start in range(0, len(cells), 5)
-        ]
-        notice = draw_rows(in_rows, f"“{arguments.query}”, {name}", arguments.picture)
-        if notice:
-            print(notice)
-        print(arguments.picture)
 
 
 if __name__ == "__main__":

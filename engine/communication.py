@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.objective import Objective, Pair
+from engine.objective import Objective, Pair, links_of
 from engine.topology import StageGraph
 from engine.trace import WAIT, HostClock, Recorder
 
@@ -232,7 +232,7 @@ class Communicator:
         """(from, to) of two branches -> (source rank, group) of the broadcast that brings, or
         takes, what the first one's last stage has. None where both end in one stage."""
         crossings = {}
-        for link in self.objective.links:
+        for link in links_of(self.objective.comparisons):
             sources, receivers = (self.graph.tail(branch).ranks for branch in link)
             if sources == receivers:
                 continue

@@ -31,7 +31,7 @@ from engine.communication import Communicator, Signature, gradients_of, signatur
 from engine.loss.exchange import MAX_WEIGHT, gather, meet
 from engine.loss.tail_loss import TailLoss
 from engine.module import Outline, StageModule, layer_seed
-from engine.objective import Objective
+from engine.objective import Objective, links_of
 from engine.optimizer.averaging import AverageBlock, WeightAverage
 from engine.optimizer.bad_steps import bad_step, is_loss_scale_search, seen_by
 from engine.optimizer.clipping import GroupedClipping
@@ -694,12 +694,13 @@ class ForkEngine(PipelineEngine):
         measure: Callable[..., Tensor],
     ) -> dict[str, PairTotals]:
         """Run a held-out set of `num_samples` through the stages and measure both directions of
-        every pair, by its name, on every rank.
+        every two branches, also of those without a loss, on every rank: by the names of
+        `Objective.comparisons`.
 
         `num_micro_batches` is the number on this replica (it may differ between replicas, and be
         0); `measure(own, other, target)` returns a vector that is summed over all own rows. Every
         branch brings a row for every sample; where it is a stand-in, with the index −1 − i, the
-        sample is left out of the branch's pairs. Raises RuntimeError for rows that are missing or
+        sample is left out of what the branch is compared with. Raises RuntimeError for rows that are missing or
         are of other samples, OutOfMemory where an allocation fails.
         """
         self.module.eval()
@@ -713,9 +714,10 @@ class ForkEngine(PipelineEngine):
             counts = {
                 branch: self.comm.gather_counts(len(rows.position)) for branch, rows in own.items()
             }
-            arrived = gather(self.comm, self.objective, own, counts, num_samples, {}, {})
+            links = links_of(self.objective.comparisons)
+            arrived = gather(self.comm, self.objective, own, counts, num_samples, {}, {}, links)
         totals = {}
-        for pair in self.objective.pairs:
+        for pair in self.objective.comparisons:
             meeting = (
                 meet(arrived, pair, alone=len(self.objective.pairs) == 1)
                 if arrived is not None and set(pair.branches) & set(arrived.own)

@@ -12,9 +12,10 @@ A branch may be in several pairs; the gradients of its embeddings add up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,21 +40,11 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two branches and the loss between them.
-
-    `first` owns what the loss learns: the last layer of its tower emits these scalars, each [1], as
-    tensors named `prefix` + the loss's own name for it. `weight`: of this loss in the sum over all
-    pairs. `matching`: a second loss, of single (first, second) pairs, which the last layer of the
-    `second` tower scores; None: there is none.
-    """
+class Comparison:
+    """Two branches whose embeddings an evaluation compares."""
 
     first: str
     second: str
-    loss: ContrastiveLoss = field(compare=False)
-    weight: float = 1.0
-    matching: MatchingLoss | None = field(default=None, compare=False)
-    prefix: str = ""
 
     @property
     def name(self) -> str:
@@ -62,6 +53,22 @@ class Pair:
     @property
     def branches(self) -> tuple[str, str]:
         return self.first, self.second
+
+
+@dataclass(frozen=True)
+class Pair(Comparison):
+    """Two branches and the loss between them.
+
+    `first` owns what the loss learns: the last layer of its tower emits these scalars, each [1], as
+    tensors named `prefix` + the loss's own name for it. `weight`: of this loss in the sum over all
+    pairs. `matching`: a second loss, of single (first, second) pairs, which the last layer of the
+    `second` tower scores; None: there is none.
+    """
+
+    loss: ContrastiveLoss = field(compare=False)
+    weight: float = 1.0
+    matching: MatchingLoss | None = field(default=None, compare=False)
+    prefix: str = ""
 
     @property
     def scalars(self) -> dict[str, str]:
@@ -108,7 +115,7 @@ class Objective:
                 f"objective: {', '.join(pair.name for pair in self.pairs)} compare two branches "
                 "twice; give each pair once"
             )
-        names = [pair.name for pair in self.pairs]
+        names = [comparison.name for comparison in self.comparisons]
         if len(set(names)) < len(names):
             raise ValueError(
                 f"objective: two pairs have the same name among {', '.join(names)}; call their "
@@ -136,9 +143,16 @@ class Objective:
 
     @cached_property
     def links(self) -> tuple[tuple[str, str], ...]:
-        """(from, to) of every exchange between two branches, in the one order in which all ranks go
-        through them."""
-        return tuple(link for pair in self.pairs for link in (pair.branches, pair.branches[::-1]))
+        """(from, to) of every exchange between two branches that a loss needs, in the one order in
+        which all ranks go through them."""
+        return links_of(self.pairs)
+
+    @cached_property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """What an evaluation compares: the pairs, then the branches between which there is no
+        loss."""
+        named = [pair.branches for pair in self.pairs]
+        return (*self.pairs, *(Comparison(*two) for two in without_loss(self.names, named)))
 
     @cached_property
     def _owners(self) -> dict[str, str]:
@@ -182,6 +196,19 @@ class Objective:
                 "it to the inputs of its branch"
             )
         return max(found, key=len)
+
+
+def links_of(comparisons: Iterable[Comparison]) -> tuple[tuple[str, str], ...]:
+    """(from, to) in both directions of each, in their order."""
+    return tuple(link for each in comparisons for link in (each.branches, each.branches[::-1]))
+
+
+def without_loss(
+    branches: Sequence[str], pairs: Sequence[tuple[str, str]]
+) -> tuple[tuple[str, str], ...]:
+    """Every two of `branches` that are no pair, in their order."""
+    compared = {frozenset(pair) for pair in pairs}
+    return tuple(two for two in combinations(branches, 2) if frozenset(two) not in compared)
 
 
 def scalars_of(pairs: Sequence[Pair], branch: str) -> dict[str, float]:

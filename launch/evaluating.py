@@ -5,20 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from data.batching.sampler import evaluation_requests
+from data.prepare import HeldOut
 from data.progress import Bar, progress_bar
-from engine.executor import ForkEngine
+from engine.executor import ForkEngine, PairTotals
 from engine.processes.start import from_first_rank
 from launch.balancing.loss_weights import HeldOutFigures, LossWeights
 from launch.feeding import Feeding
 from launch.run.journal import Journal
-from launch.run.queries import NUM_ANSWERS, Answers, compared_samples, query_rows
+from launch.run.queries import (
+    NUM_ANSWERS,
+    NUM_QUERIES,
+    Answers,
+    compared_samples,
+    query_rows,
+)
 from launch.run.report import recalls
 from models.metrics.alignment import alignment_figures, alignment_sums
 from models.metrics.retrieval import RECALL_AT, first_answers, recall_hits
@@ -42,7 +49,7 @@ class Evaluator:
         self.engine, self.feeding, self.journal = engine, feeding, journal
         self.loss_weights = loss_weights
         self.prefixes = ("", AVERAGED) if averaged else ("",)
-        self._answers: dict[str, Answers] = {}  # of the newest measurement, by held-out set
+        self._answers: dict[str, list[Answers]] = {}  # of the newest measurement, by held-out set
 
     def evaluate(self, step: int) -> None:
         """After `step` steps."""
@@ -89,15 +96,13 @@ class Evaluator:
 
     def _held_out(self) -> Iterator[tuple[str, dict[str, float]]]:
         """Where there are several pairs, the figures of one end in its name:
-        `alignment/image_text`."""
+        `alignment/image_text`. Two branches without a loss are compared too."""
         for name, held_out in self.feeding.data.held_out.items():
             share = self.feeding.batch
             requests = evaluation_requests(
                 held_out.subset, self.engine.replica, share.replicas, share.micro_batch_size
             )
             batches = self.feeding.held_out(held_out.source, requests)
-            compared = compared_samples(held_out)
-            queries = query_rows(len(compared))
             first_rank = self.journal.folder.first_rank
             with progress_bar(
                 None, f"evaluating {name}", "micro-batch", len(requests), shown=first_rank
@@ -106,39 +111,48 @@ class Evaluator:
                     None if batches is None else _counted(batches, bar),
                     len(requests),
                     len(held_out.subset),
-                    partial(_measured, queries=torch.from_numpy(queries)),
+                    _measured,
                 )
-            num_answers = len(queries) * NUM_ANSWERS * 2
+            several = len(measured) > 1
             values: dict[str, float] = {}
-            for pair in self.engine.objective.pairs:
-                directions, num_samples = measured[pair.name]
-                hits = {
-                    direction: sums[: len(RECALL_AT)].tolist()
-                    for direction, sums in directions.items()
-                }
-                sums = [
-                    of_direction[len(RECALL_AT) : len(of_direction) - num_answers]
-                    for of_direction in directions.values()
-                ]
-                figures = alignment_figures(*sums, num_samples, pair.branches)
-                several = len(measured) > 1
-                of_pair = f"/{pair.name}" if several else ""
-                values |= recalls(hits, num_samples) if num_samples else {}
-                values |= {f"{figure}{of_pair}": value for figure, value in figures.items()}
-                values |= {f"num_samples{of_pair}": num_samples} if several else {}
-                # rows are numbered anew where a sample could not be read: nobody knows whose they are
-                if {*pair.branches} == {"image", "text"} and num_samples == len(compared):
-                    found = {
-                        direction: of_direction[len(of_direction) - num_answers :]
-                        .view(len(queries), NUM_ANSWERS, 2)
-                        .cpu()
-                        for direction, of_direction in directions.items()
-                    }
-                    # the first measurement is of the run's own weights, later ones of averages
-                    self._answers.setdefault(
-                        name, Answers(held_out.source, compared, queries, found)
-                    )
+            answers: list[Answers] = []
+            for comparison in self.engine.objective.comparisons:
+                totals = measured[comparison.name]
+                of_pair = f"/{comparison.name}" if several else ""
+                values |= _figures(totals, comparison.branches, of_pair)
+                answers += _answers(held_out, totals, comparison.branches)
+            # the first measurement is of the run's own weights, later ones of averages
+            self._answers.setdefault(name, answers)
             yield name, values
+
+
+def _figures(totals: PairTotals, branches: tuple[str, str], of_pair: str) -> dict[str, float]:
+    """Recalls and alignment of two branches, from the sums of `_measured`. `of_pair`: the end of
+    the names, where there are several pairs."""
+    directions, num_samples = totals
+    first, last = len(RECALL_AT), NUM_QUERIES * NUM_ANSWERS * 2
+    hits = {direction: sums[:first].tolist() for direction, sums in directions.items()}
+    figures = alignment_figures(
+        *(sums[first:-last] for sums in directions.values()), num_samples, branches
+    )
+    values = recalls(hits, num_samples) if num_samples else {}
+    values |= {f"{figure}{of_pair}": value for figure, value in figures.items()}
+    return values | ({f"num_samples{of_pair}": num_samples} if of_pair else {})
+
+
+def _answers(held_out: HeldOut, totals: PairTotals, branches: tuple[str, str]) -> list[Answers]:
+    """Of the samples that have both modalities. None where one of these could not be read: rows are
+    numbered anew then, and nobody knows whose they are."""
+    compared = compared_samples(held_out, branches)
+    directions, num_samples = totals
+    if not num_samples or num_samples != len(compared):
+        return []
+    queries, last = query_rows(num_samples), NUM_QUERIES * NUM_ANSWERS * 2
+    found = {
+        direction: sums[-last:].view(NUM_QUERIES, NUM_ANSWERS, 2)[: len(queries)].cpu()
+        for direction, sums in directions.items()
+    }
+    return [Answers(held_out.source, compared, queries, found)]
 
 
 def _counted(batches: Iterator[Any], bar: Bar) -> Iterator[Any]:
@@ -147,12 +161,16 @@ def _counted(batches: Iterator[Any], bar: Bar) -> Iterator[Any]:
         bar.update(not isinstance(batch, list))  # a list: the outlines of those that follow
 
 
-def _measured(own: Tensor, other: Tensor, target: Tensor, queries: Tensor) -> Tensor:
-    answers = first_answers(own, other, target, queries.to(own.device), NUM_ANSWERS)
+def _measured(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
+    # the same length on all ranks, also where there are no rows; no row has the number -1
+    queries = np.full(NUM_QUERIES, -1)
+    asked = query_rows(len(other))
+    queries[: len(asked)] = asked
+    numbers = torch.from_numpy(queries).to(own.device)
     return torch.cat(
         [
             recall_hits(own, other, target),
             alignment_sums(own, other, target),
-            answers.flatten(),
+            first_answers(own, other, target, numbers, NUM_ANSWERS).flatten(),
         ]
     )

@@ -32,7 +32,7 @@ from split_training import global_batch, make_engine, micro_batch, micro_batches
 
 from engine import communication
 from engine.communication import Channel, Communicator
-from engine.objective import Objective, Pair
+from engine.objective import Comparison, Objective, Pair, links_of
 from engine.schedule import BackwardWeights, ComputeLoss, ForwardOnly, receives_to_post
 from engine.topology import StageGraph
 from models.losses import InfoNCE
@@ -153,12 +153,12 @@ class _Walk:
                 name = f"{source} to {target}"
                 yield Operation("together", Group(name, (rank, *audience)), what)
 
-    def exchanged(self) -> Iterator[Operation]:
+    def exchanged(self, compared: Sequence[Comparison]) -> Iterator[Operation]:
         for branch in self.stage.tail_of:
             yield from self.gathered(f"embeddings of {branch}")
             yield from self.gathered(f"labels of {branch}")
         if len(self.stage.tail_of) == 1:
-            for link in self.work.objective.links:
+            for link in links_of(compared):
                 if self.stage.tail_of[0] in link:
                     yield from self.crossed(*link, "embeddings")
                     yield from self.crossed(*link, "labels")
@@ -167,7 +167,7 @@ class _Walk:
         if not self.work.equal_shares:
             for branch in self.stage.tail_of:
                 yield from self.gathered(f"counts of {branch}")
-        yield from self.exchanged()
+        yield from self.exchanged(self.work.objective.pairs)
         for pair in self.work.objective.pairs:
             mine = [branch for branch in self.stage.tail_of if branch in pair.branches]
             if not mine:
@@ -214,8 +214,8 @@ class _Walk:
         if self.stage.is_tail:
             for branch in self.stage.tail_of:
                 yield from self.gathered(f"counts of {branch}")
-            yield from self.exchanged()
-        for pair in self.work.objective.pairs:
+            yield from self.exchanged(self.work.objective.comparisons)
+        for pair in self.work.objective.comparisons:
             for what in ("one direction", "other direction", "numbers"):
                 yield Operation("together", self.world, f"{pair.name}, {what}")
 

@@ -294,6 +294,55 @@ def train_with_alignment(case: ThreeBranches, steps: int) -> list[dict[str, Any]
     return records
 
 
+def evaluate_three_split(case: ThreeBranches) -> dict[str, tuple[dict[str, list[float]], int]]:
+    """On each rank: by comparison the sums of `alikeness` in both directions, and the samples."""
+    engine, image_size = engine_of(case)
+    loads = engine.place.loads
+    measured = engine.evaluate(
+        _micro_batches(case, engine, image_size),
+        engine.batches[loads[0]].num_micro_batches if loads else 0,
+        case.global_batch_size,
+        alikeness,
+    )
+    return {
+        name: ({key: sums.tolist() for key, sums in own.directions.items()}, own.num_samples)
+        for name, own in measured.items()
+    }
+
+
+@torch.no_grad()
+def evaluate_three_whole(case: ThreeBranches) -> dict[str, tuple[dict[str, list[float]], int]]:
+    """The reference: whole towers, all embeddings at once."""
+    _, towers, image_size = all_of(case)
+    every, embeds = torch.arange(case.global_batch_size), {}
+    for name, tower in towers.items():
+        tensors = loaded(case, name, every, image_size)
+        for spec in tower.specs:
+            tensors = spec.build(SEED).eval()(tensors)
+        embeds[name] = tensors[f"{name}_embeds"]
+    found = {}
+    for one, other in (("image", "text"), ("audio", "text"), ("image", "audio")):
+        out = {*case.not_loaded.get(one, ()), *case.not_loaded.get(other, ())}
+        both = torch.tensor([p for p in every.tolist() if p not in out])
+        sides = {name: embeds[name][both] for name in (one, other)}
+        found[f"{one}_{other}"] = (
+            {
+                f"{a}_to_{b}": alikeness(sides[a], sides[b], torch.arange(len(both))).tolist()
+                for a, b in ((one, other), (other, one))
+            },
+            len(both),
+        )
+    return found
+
+
+def alikeness(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
+    """[3] sums over the rows: similarity to their partner, to all others, its square."""
+    similarity = own @ other.T
+    return torch.stack(
+        [similarity[range(len(own)), target].sum(), similarity.sum(), similarity.square().sum()]
+    )
+
+
 def engine_of(case: ThreeBranches) -> tuple[Any, int]:
     """The engine of this rank, and the images' size."""
     import torch.distributed as dist

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from engine.communication import Communicator
-from engine.objective import Objective, Pair
+from engine.objective import Comparison, Objective, Pair
 
 
 class Side(NamedTuple):
@@ -208,12 +208,14 @@ def gather(
     num_samples: int,
     rows_per_sample: Mapping[str, int],
     num_rows: Mapping[str, int],
+    links: Sequence[tuple[str, str]] | None = None,
 ) -> Arrived:
     """Exchange rows among all last stages, which call it together.
 
     `counts[branch][r]`: rows of replica r of this stage, for each branch that ends in it.
     `num_samples`: of the global batch; `rows_per_sample`: of each branch, 1 where nothing is said;
-    `num_rows`: of each branch of which some samples lack the modality.
+    `num_rows`: of each branch of which some samples lack the modality. `links`: (from, to) of the
+    branches that exchange rows; None: those that a loss compares.
     """
     rows_per_sample = {name: rows_per_sample.get(name, 1) for name in objective.names}
     num_rows = {
@@ -233,7 +235,7 @@ def gather(
     }
     if len(own) == 1:  # a fork: the partners end elsewhere
         ((branch, mine),) = ordered.items()
-        for source, target in objective.links:
+        for source, target in objective.links if links is None else links:
             if branch == source:
                 comm.cross(source, target, mine.embeds)
                 comm.cross(source, target, torch.stack([mine.index, mine.weight], 1))
@@ -258,7 +260,7 @@ def _in_order(embeds: Tensor, tags: Tensor, number: int) -> Gathered:
     )
 
 
-def meet(arrived: Arrived, pair: Pair, alone: bool = True) -> Meeting:
+def meet(arrived: Arrived, pair: Comparison, alone: bool = True) -> Meeting:
     """The rows of one pair, without the samples that do not have both halves. Nothing is sent.
 
     `alone`: the objective has no other pair. Errors: RuntimeError, the same on all last stages of

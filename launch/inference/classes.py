@@ -1,4 +1,5 @@
-"""Classes of images by a trained model: zero-shot by prompts, by neighbours, by a linear probe."""
+"""Classes of images, or of sounds, by a trained model: zero-shot by prompts, by neighbours, by a
+linear probe."""
 
 from __future__ import annotations
 
@@ -23,19 +24,42 @@ from models.metrics.classification import (
 )
 
 
+def modality_to_classify(embedder: Embedder, test: HeldOut) -> str:
+    """The one beside texts that the samples and the model have. Raises ValueError where it is none
+    or several, and for a model without texts."""
+    known = [branch for branch in embedder.branches if branch != "text"]
+    there = [name for name in known if not test.source.lacking(name)[test.subset].all()]
+    if "text" not in embedder.branches:
+        raise ValueError(
+            "--classify: zero-shot classes are told apart by their prompts, and this model was "
+            f"trained with {' and '.join(known)}, without texts"
+        )
+    if len(there) != 1:
+        raise ValueError(
+            f"--classify {test.source.spec}: has {' and '.join(there) or 'nothing'} of "
+            f"{' and '.join(known)}, which the model reads beside texts; give data with one of "
+            "them, such as imagefolder:DIR or audiofolder:DIR"
+        )
+    return there[0]
+
+
 def classification(embedder: Embedder, test: HeldOut, train: HeldOut | None) -> dict[str, float]:
     """Of data whose samples of a class have the same captions: zero-shot, by these as prompts; with
     `train` by neighbours and a linear probe.
 
-    Zero-shot, an image is one of the classes of `test`; to those that `train` has besides,
-    neighbours and probe may take it.
+    Zero-shot, a sample is one of the classes of `test`; to those that `train` has besides,
+    neighbours and probe may take it. Errors: ValueError as `modality_to_classify`, and for data
+    from which nothing can be learned.
     """
+    modality = modality_to_classify(embedder, test)
     if train:
         refuse_unlike(test, train)
-    index, image = embedder.images(test.source, test.subset)
-    train_index, train_image = (
-        embedder.images(train.source, train.subset) if train else (index[:0], image[:0])
-    )
+    own = embedder.rows(modality, test.source, test.subset)
+    index, embeds = own.sample, own.embeds
+    train_index, train_embeds = index[:0], embeds[:0]
+    if train:
+        learned = embedder.rows(modality, train.source, train.subset)
+        train_index, train_embeds = learned.sample, learned.embeds
     names = [class_of(test.source, i) for i in index.tolist()]
     train_names = [class_of(train.source, i) for i in train_index.tolist()] if train else []
     prompts: dict[str, tuple[str, ...]] = {}  # of each class
@@ -53,14 +77,14 @@ def classification(embedder: Embedder, test: HeldOut, train: HeldOut | None) -> 
     values = {"num_samples": len(index), "num_classes": len(classes)}
     values |= {
         f"zero_shot_{key}": value
-        for key, value in zero_shot_accuracy(image, label, by_class, same).items()
+        for key, value in zero_shot_accuracy(embeds, label, by_class, same).items()
     }
     if train:
         values["neighbours_top_1"] = neighbour_accuracy(
-            train_image, train_label, image, label, len(every)
+            train_embeds, train_label, embeds, label, len(every)
         )
         values["linear_probe_top_1"], values["linear_probe_strength"] = probe_accuracy(
-            train_image, train_label, image, label
+            train_embeds, train_label, embeds, label
         )
     return values
 

@@ -1,19 +1,20 @@
 """Embeddings of a data set by a trained model, on one device: in memory, or in a folder that other
 programs map.
 
-A folder of embeddings has `image.npy` float32 [n, D] and `text.npy` float32 [m, D], rows of length
-1; `images.jsonl`, a line per row of the first with `index` in the data, `id`, `where` and
-`content`, a checksum of the image; `texts.jsonl`, a line per row of the second with `image`, its
-row in the first, and `text`; and `about.json`, which says what model they are of.
+A folder of embeddings has for each modality an array float32 [n, D] with rows of length 1, named
+after it: `image.npy`, `audio.npy`, `text.npy`. Beside each is a file with a line per row:
+`images.jsonl`, `audio.jsonl` and so on with `index` in the data, `id`, `where` and `content`, a
+checksum of the value; `texts.jsonl` with `text` and, for each other modality, the row of its sample
+there: `image`, `audio`. `about.json` says what model and what data they are of.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,35 +28,70 @@ from data.index.sources import Source
 from data.loader import MicroBatchDataset, micro_batches
 from data.modalities.audio.modality import AudioModality
 from data.modalities.image import ImageModality
+from data.modalities.modality import Modality
 from data.modalities.tokenizer import batch_tokens, length_multiple
 from data.modalities.transforms import eval_transform
 from data.progress import progress_bar
+from engine.objective import without_loss
+from launch.inference.kinds import KINDS
 from launch.inference.trained import Trained
 from launch.inputs import languages_of
 from launch.run.report import show
-from launch.settings.modalities import audio_features
+from launch.settings.modalities import MODALITIES, audio_features
 from models.towers.fusion import Fusion
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name -> what autocast computes in; None: nothing is cast."""
-FILES = ("about.json", "image.npy", "text.npy", "images.jsonl", "texts.jsonl")
+LINES = {"image": "images.jsonl", "text": "texts.jsonl"}
+"""By modality the file of lines, where it is not called `<modality>.jsonl`."""
+Pairs = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Embeddings of one modality, on the CPU: rows of length 1, float32 [n, D], the sample of each
+    in the data, int64 [n], ascending, and of texts what was embedded, else nothing."""
+
+    sample: Tensor
+    embeds: Tensor
+    texts: Sequence[str] = ()
+
+    def of(self, samples: Tensor) -> Rows:
+        """Those of some samples only."""
+        chosen = torch.isin(self.sample, samples)
+        if chosen.all():
+            return self
+        texts = [*compress(self.texts, chosen.tolist())]
+        return Rows(self.sample[chosen], self.embeds[chosen], texts)
+
+    def row_of(self, sample: int) -> int | None:
+        """The first one of a sample."""
+        row = int(torch.searchsorted(self.sample, sample))
+        return row if row < len(self.sample) and int(self.sample[row]) == sample else None
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """n images and m texts, on the CPU, of length 1. An image that cannot be read is left out,
-    with its texts."""
+    """The embeddings of some samples. `compared`: the modalities that are compared, two by two,
+    pairs of the run first. A value that cannot be read is left out; of a sample with no other
+    modality to compare, the texts too."""
 
-    index: Tensor  # [n] int64, in the data
-    image: Tensor  # [n, D] float32
-    text: Tensor  # [m, D] float32
-    image_of_text: Tensor  # [m] int64, row of `image`
-    texts: Sequence[str]  # m
+    rows: Mapping[str, Rows]
+    compared: Pairs
+
+    def both(self, first: str, second: str) -> tuple[Rows, Rows]:
+        """The rows of the samples that have both."""
+        one, other = self.rows[first], self.rows[second]
+        return one.of(other.sample), other.of(one.sample)
+
+    def of(self, samples: Tensor) -> Embedded:
+        """Those of some samples only."""
+        return replace(self, rows={name: own.of(samples) for name, own in self.rows.items()})
 
     @property
-    def is_paired(self) -> bool:
-        """Is text i that of image i, and no other?"""
-        return torch.equal(self.image_of_text, torch.arange(len(self.image)))
+    def samples(self) -> Tensor:
+        """All of which there is a row, ascending."""
+        return torch.cat([own.sample for own in self.rows.values()]).unique()
 
 
 class Embedder:
@@ -83,36 +119,19 @@ class Embedder:
         }
         self._languages = languages_of(trained.towers)
 
-    def images(self, source: Source, subset: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Of the samples `subset` whose images can be read: (their indices int64 [n], [n, D])."""
-        index, embeds = [], []
-        for batch, outputs in self._of_images(source, subset):
-            loaded = batch["image_index"] >= 0  # below: could not be read
-            index.append(batch["image_index"][loaded])
-            embeds.append(outputs["image_embeds"].float().cpu()[loaded])
-        return _together(index, torch.int64), _rows(embeds)
-
     @property
     def branches(self) -> tuple[str, ...]:
         return tuple(self._layers)
 
-    def sounds(self, source: Source, subset: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Of the samples `subset` whose sounds can be read: (their indices int64 [n], [n, D])."""
-        options = self.trained.options
-        features = audio_features(
-            *(options[key] for key in ("audio_tower", "audio_seconds", "audio_size")), ()
-        )
-        subset = subset[~source.lacking("audio")[subset]]
-        dataset = MicroBatchDataset(source, [AudioModality(features)], options["seed"])
-        requests = evaluation_requests(subset, 0, 1, self.batch_size)
+    def rows(self, branch: str, source: Source, subset: np.ndarray) -> Rows:
+        """Of the samples `subset` that have a value of this modality, texts apart, that can be
+        read. Raises OSError where none can."""
         index, embeds = [], []
-        batches = micro_batches(dataset, requests, self.workers)
-        for batch in _with_progress(batches, len(requests), "sounds"):
-            loaded = batch["audio_index"] >= 0  # below: could not be read
-            outputs = self._run("audio", batch)
-            index.append(batch["audio_index"][loaded])
-            embeds.append(outputs["audio_embeds"].float().cpu()[loaded])
-        return _together(index, torch.int64), _rows(embeds)
+        for batch, outputs in self._of_values(branch, source, subset):
+            loaded = batch[f"{branch}_index"] >= 0  # below: could not be read, or is not there
+            index.append(batch[f"{branch}_index"][loaded])
+            embeds.append(outputs[f"{branch}_embeds"].float().cpu()[loaded])
+        return Rows(_together(index, torch.int64), _rows(embeds))
 
     def texts(self, texts: Sequence[str], languages: Sequence[Any] | None = None) -> Tensor:
         """[m, D]. `languages`: of each text, None where it is not known; read if the tower tells
@@ -129,11 +148,14 @@ class Embedder:
     @property
     def fusion(self) -> Fusion | None:
         """What scores pairs of tokens; None: the model was trained without."""
-        return self._layers["text"][-1].fusion
+        return self._layers["text"][-1].fusion if "text" in self._layers else None
 
     def image_tokens(self, source: Source, index: Tensor) -> Iterator[Tensor]:
         """[b, T, F] of each batch of the samples `index`, on the device."""
-        return (outputs["image_tokens"] for _, outputs in self._of_images(source, index.numpy()))
+        return (
+            outputs["image_tokens"]
+            for _, outputs in self._of_values("image", source, index.numpy())
+        )
 
     def text_tokens(self, texts: Sequence[str]) -> list[Tensor]:
         """[L, F] of each text without its padding, on the CPU."""
@@ -144,39 +166,57 @@ class Embedder:
         return tokens
 
     def embedded(self, source: Source, subset: np.ndarray, all_captions: bool = False) -> Embedded:
-        """A data set: with the first caption of each image, as training evaluates, or with
-        all."""
-        index, image = self.images(source, subset)
-        captions = [
-            source.captions(i) if all_captions else source.captions(i)[:1] for i in index.tolist()
-        ]
-        texts = list(chain.from_iterable(captions))
-        whose = torch.repeat_interleave(
-            torch.arange(len(captions)),
-            torch.tensor([len(own) for own in captions], dtype=torch.int64),
-        )
-        languages = (
-            [source.language(int(index[sample])) for sample in whose.tolist()]
-            if self._languages
-            else None
-        )
-        return Embedded(index, image, self.texts(texts, languages), whose, texts)
+        """A data set: with the first caption of each sample, as training evaluates, or with all.
+        Samples that have one modality alone are left out."""
+        compared = compared_by(self.trained)
+        lacking = {name: source.lacking(name) for name in self.branches}
+        partners = {
+            name: [set(two) - {name} for two in compared if name in two] for name in self.branches
+        }
+        rows = {}
+        for name in self.branches:
+            alone = np.logical_and.reduce([lacking[other] for (other,) in partners[name]])
+            if name != "text":
+                rows[name] = self.rows(name, source, subset[~(lacking[name] | alone)[subset]])
+        if "text" not in self.branches:
+            return Embedded(rows, compared)
+        samples = torch.cat([own.sample for own in rows.values()]).unique()
+        whose, texts = [], []
+        for i in samples.tolist():
+            captions = source.captions(i)[: None if all_captions else 1]
+            whose += [i] * len(captions)
+            texts += captions
+        languages = [source.language(i) for i in whose] if self._languages else None
+        of_texts = Rows(torch.tensor(whose, dtype=torch.int64), self.texts(texts, languages), texts)
+        return Embedded({name: rows.get(name, of_texts) for name in self.branches}, compared)
 
-    def _of_images(
-        self, source: Source, subset: np.ndarray
+    def _modality(self, branch: str) -> Modality:
+        """What makes the tensors of a branch, as in the evaluation of a run."""
+        options = self.trained.options
+        if branch in MODALITIES:
+            return MODALITIES[branch].load()
+        if branch == "audio":
+            named = (options[key] for key in ("audio_tower", "audio_seconds", "audio_size"))
+            return AudioModality(audio_features(*named, ()))
+        transform = eval_transform(options["image_size"], self.trained.preprocessing)
+        return ImageModality(transform, transform)
+
+    def _of_values(
+        self, branch: str, source: Source, subset: np.ndarray
     ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         """(what was loaded, what the tower makes of it) of one batch after the other."""
-        transform = eval_transform(self.trained.options["image_size"], self.trained.preprocessing)
-        dataset = MicroBatchDataset(
-            source, [ImageModality(transform, transform)], self.trained.options["seed"]
-        )
+        dataset = MicroBatchDataset(source, [self._modality(branch)], self.trained.options["seed"])
         requests, reports = evaluation_requests(np.asarray(subset), 0, 1, self.batch_size), []
         batches = micro_batches(dataset, requests, self.workers, on_load=reports.append)
-        for batch in _with_progress(batches, len(requests), "images"):
-            yield batch, self._run("image", batch)
+        several = KINDS[branch].several if branch in KINDS else f"values of {branch}"
+        for batch in _with_progress(batches, len(requests), several):
+            yield batch, self._run(branch, batch)
         bad = [f"{where} ({reason})" for report in reports for _, reason, where in report.bad]
         if bad:
-            message = f"{len(bad)} of {len(subset)} images of {source.spec} cannot be read; the first: {bad[0]}"
+            message = (
+                f"{len(bad)} of {len(subset)} {several} of {source.spec} cannot be read; the "
+                f"first: {bad[0]}"
+            )
             if len(bad) == len(subset):
                 raise OSError(message)
             show(f"{message}. They are left out.")
@@ -203,6 +243,14 @@ class Embedder:
             for layer in self._layers[branch]:
                 tensors = layer(tensors)
         return tensors
+
+
+def compared_by(trained: Trained) -> tuple[tuple[str, str], ...]:
+    """The modalities that are compared, two by two: the pairs of the run, then those without a
+    loss."""
+    pairs = tuple(pair.modalities for pair in trained.pairs)
+    branches = tuple(tower.branch for tower in trained.towers)
+    return (*pairs, *without_loss(branches, pairs))
 
 
 def chosen_device(given: str) -> torch.device:
@@ -259,8 +307,20 @@ def folders_of(folder: Path) -> list[Path]:
 def forget_embeddings(folder: Path) -> None:
     """Of earlier, whatever sets they are of: none may be taken for those that come now."""
     for part in folders_of(folder):
-        for name in FILES:
-            (part / name).unlink(missing_ok=True)
+        for name in _modalities_in(part):
+            for file in (f"{name}.npy", lines_of(name)):
+                (part / file).unlink(missing_ok=True)
+        (part / "about.json").unlink(missing_ok=True)
+
+
+def _modalities_in(folder: Path) -> list[str]:
+    about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+    return list(about.get("modalities", ("image", "text")))  # as earlier versions wrote
+
+
+def lines_of(modality: str) -> str:
+    """The file with a line per row."""
+    return LINES.get(modality, f"{modality}.jsonl")
 
 
 def write_embeddings(
@@ -268,36 +328,44 @@ def write_embeddings(
 ) -> None:
     """about.json last: a folder counts with it."""
     folder.mkdir(parents=True, exist_ok=True)
-    np.save(folder / "image.npy", embedded.image.numpy())
-    np.save(folder / "text.npy", embedded.text.numpy())
-    _write_lines(folder / "images.jsonl", (line_of(source, i) for i in embedded.index.tolist()))
-    _write_lines(
-        folder / "texts.jsonl",
-        (
-            {"image": row, "text": text}
-            for row, text in zip(embedded.image_of_text.tolist(), embedded.texts)
-        ),
-    )
-    (folder / "about.json").write_text(
-        json.dumps({**about, "data": specs_of(source)}, indent=2) + "\n", encoding="utf-8"
-    )
+    for name, own in embedded.rows.items():
+        np.save(folder / f"{name}.npy", own.embeds.numpy())
+        _write_lines(folder / lines_of(name), lines_for(embedded, source, name))
+    about = {**about, "data": specs_of(source), "modalities": list(embedded.rows)}
+    (folder / "about.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
-def line_of(source: Source, i: int) -> dict[str, Any]:
-    """What images.jsonl says of a sample."""
+def lines_for(embedded: Embedded, source: Source, modality: str) -> Iterator[dict[str, Any]]:
+    """What is written beside each row of a modality."""
+    samples = embedded.rows[modality].sample.tolist()
+    if modality != "text":
+        yield from (line_of(source, i, modality) for i in samples)
+        return
+    others = {name: own for name, own in embedded.rows.items() if name != "text"}
+    for i, text in zip(samples, embedded.rows[modality].texts):
+        rows = {name: own.row_of(i) for name, own in others.items()}
+        yield {**{name: row for name, row in rows.items() if row is not None}, "text": text}
+
+
+def line_of(source: Source, i: int, modality: str) -> dict[str, Any]:
+    """What is said of a sample, beside its embedding of one modality, texts apart."""
+    kind = KINDS.get(modality)
     return {
         "index": i,
         "id": source.identity(i),
         "where": source.where(i),
-        "content": source.content_hash(i).hex(),
+        "content": kind.content(source, i) if kind else source.identity(i),
     }
 
 
-def refuse_other_images(folder: Path, lines: Sequence[dict[str, Any]], source: Source) -> None:
+def refuse_other_content_of(
+    folder: Path, lines: Sequence[dict[str, Any]], source: Source, modality: str
+) -> None:
     """Errors: ValueError where the samples of `source` are not those that were embedded."""
     for line in lines:
-        if line["index"] >= len(source) or source.content_hash(line["index"]).hex() != line.get(
-            "content"
+        if (
+            line["index"] >= len(source)
+            or line_of(source, line["index"], modality)["content"] != line["content"]
         ):
             raise ValueError(
                 f"--embeddings {folder}: {line['where']} is no longer what it was when it was "
@@ -306,22 +374,38 @@ def refuse_other_images(folder: Path, lines: Sequence[dict[str, Any]], source: S
             )
 
 
-def read_images(folder: Path) -> tuple[np.ndarray, list[dict[str, Any]], dict[str, Any]]:
-    """Of a folder of embeddings: (images' [n, D], mapped from the disk; the line of each;
-    about.json). Errors: FileNotFoundError."""
+def read_embeddings(
+    folder: Path, modality: str
+) -> tuple[np.ndarray, list[dict[str, Any]], dict[str, Any]]:
+    """Of a folder of embeddings: (those of a modality [n, D], mapped from the disk; the line of
+    each; about.json). The line of a text says of what sample it is, as those of others do. Errors:
+    FileNotFoundError."""
     if not (folder / "about.json").is_file():
         raise FileNotFoundError(
             f"{folder}: holds no about.json; make it with evaluate.py RUN_DIR --embeddings {folder}"
         )
-    lines = [
-        json.loads(line)
-        for line in (folder / "images.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    there = _modalities_in(folder)
+    if modality not in there:
+        raise FileNotFoundError(
+            f"{folder}: holds embeddings of {' and '.join(there)}, and none of {modality}; make "
+            f"them again with evaluate.py RUN_DIR --embeddings {folder}, or search another modality"
+        )
+    lines = _read_lines(folder / lines_of(modality))
+    if modality == "text":
+        others = {name: _read_lines(folder / lines_of(name)) for name in there if name != "text"}
+        lines = [
+            {**next(others[name][line[name]] for name in others if name in line), **line}
+            for line in lines
+        ]
     return (
-        np.load(folder / "image.npy", mmap_mode="r"),
+        np.load(folder / f"{modality}.npy", mmap_mode="r"),
         lines,
         json.loads((folder / "about.json").read_text(encoding="utf-8")),
     )
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:

@@ -15,8 +15,9 @@ from rich.table import Table
 from torch import Tensor
 
 from data.index.sources import Source
-from launch.inference.embedding import Embedded, folders_of, read_images
+from launch.inference.embedding import Embedded, Rows, folders_of, read_embeddings
 from launch.inference.gallery import Found, Row
+from launch.inference.kinds import Encoded, encoded
 from launch.run.report import recalls
 from models.metrics.alignment import alignment_figures, alignment_sums
 from models.metrics.retrieval import RECALL_AT, best_ranks, hits, median_rank, nearest
@@ -26,22 +27,36 @@ NUM_ASKED = 32  # samples, for whether the data says languages
 
 
 def retrieval(embedded: Embedded) -> dict[str, float]:
-    """{"image_to_text_R@1": …, …, "image_to_text_median_rank": …} and the same from text to image;
-    as `best_ranks` counts; with one text for each image also how they lie to each other
-    (`models/metrics/alignment.py`). Empty data: none."""
-    values = {}
-    for direction, sides in directions(embedded).items():
-        values |= rank_figures(direction, best_ranks(*sides))
-    if embedded.is_paired:
-        images = torch.arange(len(embedded.image))
-        values |= alignment_figures(
-            *(alignment_sums(*sides, images) for sides in _both(embedded.image, embedded.text)),
-            len(images),
-        )
+    """{"image_to_text_R@1": …, …, "image_to_text_median_rank": …} and the same from text to image,
+    and so for every two modalities that are compared, each over the samples that have both; as
+    `best_ranks` counts. With one text for each sample also how the embeddings lie to each other
+    (`models/metrics/alignment.py`). Empty data: none.
+
+    Where more than two modalities are compared, the figures of one pair end in its name, as in
+    training: `alignment/audio_text`, `num_samples/audio_text`.
+    """
+    values: dict[str, float] = {}
+    for first, second in embedded.compared:
+        of_pair = f"/{first}_{second}" if len(embedded.compared) > 1 else ""
+        one, other = embedded.both(first, second)
+        for direction, (own, candidates) in directions(embedded, (first, second)).items():
+            ranks = best_ranks(own.embeds, own.sample, candidates.embeds, candidates.sample)
+            values |= rank_figures(direction, ranks)
+        if torch.equal(one.sample, other.sample):
+            number, sides = (
+                len(one.sample),
+                ((one.embeds, other.embeds), (other.embeds, one.embeds)),
+            )
+            sums = [alignment_sums(*each, torch.arange(number)) for each in sides]
+            figures = alignment_figures(*sums, number, (first, second))
+            values |= {f"{name}{of_pair}": value for name, value in figures.items()}
+        if of_pair:
+            values[f"num_samples{of_pair}"] = len(one.sample.unique())
     return values
 
 
 BENCHMARK_NAMES = {"image_to_text": "text_retrieval", "text_to_image": "image_retrieval"}
+"""CLIP_benchmark knows images and texts only."""
 
 
 def benchmark_metrics(values: Mapping[str, float]) -> dict[str, float]:
@@ -61,33 +76,24 @@ def by_language(embedded: Embedded, source: Source) -> dict[str, Embedded]:
 
     Some samples are asked first: a data set class may have to load an item to tell its language.
     """
-    some = embedded.index[:: max(1, len(embedded.index) // NUM_ASKED)].tolist()
+    samples = embedded.samples
+    some = samples[:: max(1, len(samples) // NUM_ASKED)].tolist()
     if all(source.language(i) is None for i in some):
         return {}
-    said = [source.language(i) for i in embedded.index.tolist()]
+    said = [source.language(i) for i in samples.tolist()]
     languages = sorted({str(language) for language in said if language is not None})
     found = {}
     for language in languages if len(languages) > 1 else ():
         own = torch.tensor([str(each) == language for each in said])
-        row = own.cumsum(0) - 1  # of an image among those of its language
-        texts = own[embedded.image_of_text]
-        found[language] = Embedded(
-            embedded.index[own],
-            embedded.image[own],
-            embedded.text[texts],
-            row[embedded.image_of_text[texts]],
-            [text for text, is_own in zip(embedded.texts, texts.tolist()) if is_own],
-        )
+        found[language] = embedded.of(samples[own])
     return found
 
 
-def directions(embedded: Embedded) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """direction -> (queries, the image of each, candidates, the image of each)."""
-    image, text = (
-        (embedded.image, torch.arange(len(embedded.image))),
-        (embedded.text, embedded.image_of_text),
-    )
-    return {"image_to_text": (*image, *text), "text_to_image": (*text, *image)}
+def directions(embedded: Embedded, pair: tuple[str, str]) -> dict[str, tuple[Rows, Rows]]:
+    """direction -> (queries, candidates), of the samples that have both modalities."""
+    first, second = pair
+    one, other = embedded.both(first, second)
+    return {f"{first}_to_{second}": (one, other), f"{second}_to_{first}": (other, one)}
 
 
 def rank_figures(direction: str, ranks: Tensor) -> dict[str, float]:
@@ -99,52 +105,55 @@ def rank_figures(direction: str, ranks: Tensor) -> dict[str, float]:
     }
 
 
-def _both(image: Tensor, text: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    return (image, text), (text, image)
-
-
 def examples(embedded: Embedded, source: Source, number: int, seed: int = 0) -> list[Row]:
-    """Queries drawn by chance, half of them texts and half images, with their first `SHOWN`
-    answers."""
+    """Queries drawn by chance, equally many of each direction, with their first `SHOWN` answers; of
+    every pair texts are asked about first."""
     draw = torch.Generator().manual_seed(seed)
-    texts = torch.randperm(len(embedded.text), generator=draw)[: -(-number // 2)]
-    images = torch.randperm(len(embedded.image), generator=draw)[: number // 2]
-    rows = []
-    for query, *answers in zip(
-        texts.tolist(), *map(Tensor.tolist, nearest(embedded.text[texts], embedded.image, SHOWN))
-    ):
-        found = [
-            Found(
-                source.image_bytes(int(embedded.index[i])),
-                source.captions(int(embedded.index[i]))[0],
-                s,
-                i == int(embedded.image_of_text[query]),
-            )
-            for i, s in zip(*answers)
-        ]
-        rows.append(Row(embedded.texts[query], None, found))
-    for query, *answers in zip(
-        images.tolist(),
-        *map(Tensor.tolist, nearest(embedded.image[images], embedded.text, SHOWN)),
-    ):
-        found = [
-            Found(None, embedded.texts[i], s, int(embedded.image_of_text[i]) == query)
-            for i, s in zip(*answers)
-        ]
-        rows.append(
-            Row(
-                source.captions(int(embedded.index[query]))[0],
-                source.image_bytes(int(embedded.index[query])),
-                found,
-            )
+    found = [
+        (modalities, *sides)
+        for first, second in embedded.compared
+        for modalities, sides in zip(
+            ((second, first), (first, second)),
+            reversed(directions(embedded, (first, second)).values()),
         )
+    ]
+    rows = []
+    for i, (modalities, own, candidates) in enumerate(found):
+        share = number // len(found) + (i < number % len(found))
+        chosen = torch.randperm(len(own.sample), generator=draw)[:share]
+        answers = nearest(own.embeds[chosen], candidates.embeds, SHOWN)
+        for query, *first in zip(chosen.tolist(), *map(Tensor.tolist, answers)):
+            asked = int(own.sample[query])
+            cells = [
+                Found(
+                    *_shown(source, modalities[1], candidates, row),
+                    similarity,
+                    int(candidates.sample[row]) == asked,
+                )
+                for row, similarity in zip(*first)
+            ]
+            value, text = _shown(source, modalities[0], own, query)
+            rows.append(Row(text, value, cells))
     return rows
+
+
+def _shown(source: Source, modality: str, rows: Rows, row: int) -> tuple[Encoded | None, str]:
+    """What is drawn of a row, None for a text alone, and the text with it."""
+    sample = int(rows.sample[row])
+    if rows.texts:
+        return None, rows.texts[row]
+    return encoded(source, modality, sample), caption_of(source, sample)
+
+
+def caption_of(source: Source, i: int) -> str:
+    """The first caption of a sample, or else its name."""
+    return next(iter(source.captions(i)), source.identity(i))
 
 
 def search(
     query: Tensor, embeds: Tensor | np.ndarray, lines: Sequence[Mapping[str, Any]], number: int
 ) -> list[dict[str, Any]]:
-    """The `number` images most like a query [1, D], best first: their lines, with
+    """The `number` rows most like a query [1, D], best first: their lines, with
     "similarity"."""
     index, similarity = nearest(query, torch.as_tensor(np.array(embeds)), number)
     return [
@@ -154,21 +163,26 @@ def search(
 
 
 def search_table(query: str, found: Sequence[Mapping[str, Any]]) -> Table:
+    """Texts, where they are what was found, have a column of their own."""
     table = Table(title=f"“{query}”", title_justify="left")
-    for name in ("similarity", "id", "where"):
+    columns = ("similarity", *(("text",) if any("text" in line for line in found) else ()))
+    for name in (*columns, "id", "where"):
         table.add_column(name, justify="right" if name == "similarity" else "left", overflow="fold")
     for line in found:
-        table.add_row(f"{line['similarity']:.3f}", str(line["id"]), str(line["where"]))
+        texts = [str(line["text"])] if "text" in line else []
+        similarity = f"{line['similarity']:.3f}"
+        table.add_row(similarity, *texts, str(line["id"]), str(line["where"]))
     return table
 
 
 def embeddings_of(
-    folder: Path, model: Mapping[str, str]
+    folder: Path, model: Mapping[str, str], modality: str = "image"
 ) -> tuple[np.ndarray, list[dict[str, Any]], list[str]]:
-    """A folder of embeddings, or of several, if these weights made them: (images, their lines,
-    the specs of the data). `model`: its `checksum`, the name of its `checkpoint`, and where its
-    `run` is. Errors: ValueError, FileNotFoundError."""
-    embeds, lines, abouts = zip(*(read_images(part) for part in folders_of(folder) or [folder]))
+    """Of a folder of embeddings, or of several, if these weights made them: (those of a modality,
+    their lines, the specs of the data). `model`: its `checksum`, the name of its `checkpoint`, and
+    where its `run` is. Errors: ValueError, FileNotFoundError."""
+    folders = folders_of(folder) or [folder]
+    embeds, lines, abouts = zip(*(read_embeddings(part, modality) for part in folders))
     for about in abouts:
         if any(about[key] != model[key] for key in ("checkpoint", "checksum")):
             raise ValueError(

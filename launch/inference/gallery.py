@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from data.modalities.decoding import decode_bytes, upright_8bit
 from data.modalities.fonts import columns_of, fonts_for, wrapped
+from launch.inference.kinds import Encoded, draw
 
 RIGHT, WRONG = (
     "#009E73",
@@ -24,9 +25,10 @@ LETTERS, LETTERS_ALONE = 26, 18  # of a line below an image, and of a text in th
 
 @dataclass(frozen=True)
 class Found:
-    """One answer: an image, or a text. `right` None: nobody knows."""
+    """One answer: a picture or a sound with its caption, or a text alone. `right` None: nobody
+    knows."""
 
-    image: bytes | None
+    value: Encoded | None
     text: str
     similarity: float
     right: bool | None = None
@@ -34,10 +36,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Row:
-    """A query and its answers, best first: an image with its own caption, or a text alone."""
+    """A query and its answers, best first: a picture or a sound with its own caption, or a text
+    alone."""
 
     text: str
-    image: bytes | None
+    value: Encoded | None
     found: Sequence[Found]
 
 
@@ -65,12 +68,12 @@ def _draw_rows(rows: Sequence[Row], title: str, path: Path, drawable: Callable[[
     for row, cells in zip(rows, axes):
         for cell in cells:
             cell.set_axis_off()
-        _draw_cell(cells[0], row.image, drawable(row.text), "query", None)
+        _draw_cell(cells[0], row.value, drawable(row.text), "query", None)
         for found, cell in zip(row.found, cells[1:]):
             mark = {True: "right", False: "wrong", None: ""}[found.right]
             _draw_cell(
                 cell,
-                found.image,
+                found.value,
                 drawable(found.text),
                 f"{mark} {found.similarity:.2f}".strip(),
                 found.right,
@@ -80,10 +83,12 @@ def _draw_rows(rows: Sequence[Row], title: str, path: Path, drawable: Callable[[
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
-def _draw_cell(cell, image: bytes | None, text: str, heading: str, right: bool | None) -> None:
+def _draw_cell(
+    cell: Axes, value: Encoded | None, text: str, heading: str, right: bool | None
+) -> None:
     colour = {True: RIGHT, False: WRONG, None: "black"}[right]
     cell.set_title(heading, fontsize=8, color=colour, parse_math=False)
-    if image is None:
+    if value is None:
         cell.text(
             0.5,
             0.5,
@@ -95,10 +100,11 @@ def _draw_cell(cell, image: bytes | None, text: str, heading: str, right: bool |
             parse_math=False,
         )
         return
-    cell.imshow(on_white(image))
+    draw(cell, value)
+    has_numbers = len(cell.get_xticks()) > 0  # the axes of a spectrogram
     cell.text(
         0.5,
-        -0.04,
+        -0.22 if has_numbers else -0.04,
         _lines(text, 3, LETTERS),
         ha="center",
         va="top",
@@ -107,20 +113,10 @@ def _draw_cell(cell, image: bytes | None, text: str, heading: str, right: bool |
         parse_math=False,
     )
     for side in cell.spines.values():
-        side.set(color=colour, linewidth=2)
-    if right is not None:
+        side.set(color=colour, linewidth=2 if right is not None else 0.5)
+    if right is not None or has_numbers:
         cell.set_axis_on()
-        cell.set(xticks=[], yticks=[])
 
 
 def _lines(text: str, most: int, letters: int) -> str:
     return "\n".join(wrapped(text, most, lambda line: columns_of(line) <= letters))
-
-
-def on_white(data: bytes) -> np.ndarray:
-    """[h, w, 3] uint8 of an encoded image."""
-    image = np.asarray(upright_8bit(decode_bytes(data, at_least=160)))
-    if image.shape[-1] == 3:
-        return image
-    alpha = image[..., 3:].astype(np.float32) / 255
-    return (alpha * image[..., :3] + (1 - alpha) * 255).round().astype(np.uint8)

@@ -22,10 +22,11 @@ def reranked_retrieval(
 ) -> dict[str, float]:
     """As `retrieval` counts, after the first `number` candidates of each query were scored. Empty
     data: none."""
-    queries, number_of_texts = directions(embedded), max(1, len(embedded.text))
+    queries = directions(embedded, ("image", "text"))
+    number_of_texts = max(1, len(embedded.rows["text"].sample))
     found = {
-        direction: nearest(own, other, number)[0]
-        for direction, (own, _, other, _) in queries.items()
+        direction: nearest(own.embeds, other.embeds, number)[0]
+        for direction, (own, other) in queries.items()
     }  # [b, k]
     pairs = {}  # as numbers: by image, then by text
     for direction, candidates in found.items():
@@ -40,12 +41,11 @@ def reranked_retrieval(
         pair_scores(embedder, embedded, source, every // number_of_texts, every % number_of_texts),
         {},
     )
-    for direction, (own, own_label, other, other_label) in queries.items():
+    for direction, (own, other) in queries.items():
         of_pairs = scores[torch.searchsorted(every, pairs[direction])]
-        right = own_label[:, None] == other_label[found[direction]]
-        values |= rank_figures(
-            direction, reranked(best_ranks(own, own_label, other, other_label), of_pairs, right)
-        )
+        right = own.sample[:, None] == other.sample[found[direction]]
+        ranks = best_ranks(own.embeds, own.sample, other.embeds, other.sample)
+        values |= rank_figures(direction, reranked(ranks, of_pairs, right))
     return values
 
 
@@ -54,8 +54,9 @@ def pair_scores(
     embedder: Embedder, embedded: Embedded, source: Source, image: Tensor, text: Tensor
 ) -> Tensor:
     """[P] float32 of pairs of rows of `embedded`, [P] each, in which those of `image` ascend."""
-    text_tokens, first, scores = embedder.text_tokens(embedded.texts), 0, [torch.zeros(0)]
-    for tokens in embedder.image_tokens(source, embedded.index):
+    text_tokens = embedder.text_tokens(embedded.rows["text"].texts)
+    first, scores = 0, [torch.zeros(0)]
+    for tokens in embedder.image_tokens(source, embedded.rows["image"].sample):
         start, end = torch.searchsorted(image, torch.tensor([first, first + len(tokens)])).tolist()
         for part in torch.arange(start, end).split(embedder.batch_size):
             own = [text_tokens[i] for i in text[part].tolist()]

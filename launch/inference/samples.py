@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from data.formats.rows import DEFAULT_PAIRS, Pairs
 from data.index.roots import with_roots
 from data.index.sources import open_source
 from data.options import DataOptions
 from data.prepare import HeldOut, count_bad, first_bad, prepare_data
+from launch.inference.embedding import compared_by
 from launch.inference.trained import Trained
 from launch.run.report import show
 
@@ -15,7 +17,7 @@ from launch.run.report import show
 def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldOut]:
     """The samples to evaluate, by name; at least one set."""
     if arguments.val_data:
-        return {"validation": opened(arguments.val_data)}
+        return {"validation": opened(arguments.val_data, trained)}
     if "data" not in trained.options:
         raise ValueError(
             f"{arguments.run_dir}: an exported model has no samples of its own; give some with "
@@ -23,7 +25,7 @@ def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldO
         )
     options = DataOptions.from_record(trained.options)
     if options.val_data:
-        return {"validation": opened(with_roots(options.val_data, options.data_root))}
+        return {"validation": opened(with_roots(options.val_data, options.data_root), trained)}
     try:
         parts = prepare_data(
             options, trained.record["tokenizer"], arguments.run_dir, progress=True
@@ -39,20 +41,13 @@ def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldO
             "nothing to evaluate; give samples with --val-data, or train a new run with "
             "--val-fraction 0.1"
         )
-    return {name: with_both(part) for name, part in parts.items()}
+    return parts
 
 
-def with_both(part: HeldOut) -> HeldOut:
-    """The samples that have an image and a text."""
-    lacking = part.source.lacking("image") | part.source.lacking("text")
-    return HeldOut(part.source, part.subset[~lacking[part.subset]])
-
-
-def opened(spec: str | None) -> HeldOut | None:
-    """All samples of a data set that can be used; says how many cannot."""
-    if spec is None:
-        return None
-    source = open_source(spec, progress=True)
+def opened(spec: str, trained: Trained) -> HeldOut:
+    """All samples of a data set that have two modalities of the model; says how many cannot be
+    used."""
+    source = open_source(spec, pairs_to_open(trained), progress=True)
     part = HeldOut(source, source.usable())
     if left_out(part):
         first = next(first_bad(source)).strip()
@@ -61,6 +56,14 @@ def opened(spec: str | None) -> HeldOut | None:
             f"out; the first: {first}"
         )
     return part
+
+
+def pairs_to_open(trained: Trained) -> Pairs:
+    """Modalities of which a usable sample has two, see `open_source`."""
+    compared = compared_by(trained)
+    # in the order in which most indexes were made
+    is_usual = {*map(frozenset, compared)} == {*map(frozenset, DEFAULT_PAIRS)}
+    return DEFAULT_PAIRS if is_usual else compared
 
 
 def left_out(part: HeldOut) -> int:

@@ -20,7 +20,7 @@ from launch.run.records import read_run
 from launch.run.step_line import rates
 
 MOST_SHOWN = 50  # lines of a list such as the bad samples
-RATES = ("images_per_s", "text_tokens_per_s", "padding_share/text")
+RATES = ("images_per_s", "sounds_per_s", "text_tokens_per_s", "padding_share/text")
 
 
 class Columns:

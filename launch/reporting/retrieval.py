@@ -38,7 +38,11 @@ def retrieval_parts(runs: Runs) -> list[Any]:
         for i, name in enumerate(sets)
         for j, direction in enumerate(directions[name])
     ]
-    geometry = [_geometry_chart(runs, f"geometry-{i}", name) for i, name in enumerate(sets)]
+    geometry = [
+        _geometry_chart(runs, f"geometry-{i}" + (f"-{j}" if j else ""), name, pair)
+        for i, name in enumerate(sets)
+        for j, pair in enumerate(_pairs(runs, name))
+    ]
     return [_table(runs, directions), *filter(None, charts), *filter(None, geometry)]
 
 
@@ -58,17 +62,26 @@ def _recall_chart(runs: Runs, name: str, held_out: str, direction: str) -> Chart
     )
 
 
-def _geometry_chart(runs: Runs, name: str, held_out: str) -> Chart | None:
+def _pairs(runs: Runs, held_out: str) -> list[str]:
+    """What the figures of each pair end in: `/image_text`, or nothing where there is one pair."""
+    keys = [key for run in runs for line in run.held_out.get(held_out, ()) for key in line]
+    names = [key.partition("/") for key in dict.fromkeys(keys)]
+    return list(dict.fromkeys(slash + pair for name, slash, pair in names if name in GEOMETRY))
+
+
+def _geometry_chart(runs: Runs, name: str, held_out: str, pair: str) -> Chart | None:
+    of_pair = f", {pair[1:].replace('_', ' and ')}" if pair else ""
     return line_chart(
         name,
-        f"{held_out}: how embeddings lie to each other",
+        f"{held_out}: how embeddings lie to each other{of_pair}",
         Axis("value", "{:.3f}".format),
         [
             (
                 run,
                 [
-                    _curve(run, held_out, key, key.replace("_", " "))
-                    for key in _geometry(run.held_out.get(held_out, ()))
+                    _curve(run, held_out, key + pair, key.replace("_", " "))
+                    for key in GEOMETRY
+                    if any(key + pair in line for line in run.held_out.get(held_out, ()))
                 ],
             )
             for run in runs
@@ -76,12 +89,6 @@ def _geometry_chart(runs: Runs, name: str, held_out: str) -> Chart | None:
         "alignment: mean squared distance of pairs. modality gap: distance of the mean embeddings. "
         "cosine: mean similarity of pairs, and of all others.",
     )
-
-
-def _geometry(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """With several pairs the keys end in the pair: `alignment/image_text`."""
-    keys = dict.fromkeys(key for line in lines for key in line)
-    return [key for name in GEOMETRY for key in keys if key.split("/")[0] == name]
 
 
 def _curve(run: RunData, held_out: str, key: str, name: str) -> Curve:

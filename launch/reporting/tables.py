@@ -13,7 +13,8 @@ from launch.reporting.parts import Facts, Gallery, Text, beside, count, duration
 from launch.reporting.reading import RunData
 from launch.tools.drawing import seconds
 
-MOST_PICTURE_BYTES = 900_000  # of the page; the queries of further runs are left out
+# of the page, in base64; the queries of further runs are left out, sounds are only drawn
+MOST_PICTURE_BYTES, MOST_SOUND_BYTES = 1_600_000, 300_000
 Runs = Sequence[RunData]
 
 
@@ -113,15 +114,17 @@ def flattened(record: Any, path: str = "") -> dict[str, Any]:
 
 def queries(runs: Runs) -> list[Any]:
     parts: list[Any] = []
-    pictures = 0
+    pictures = sounds = 0
     asked_of = [
         (run, *own) for run in runs for own in (run.queries or {"sets": {}})["sets"].items()
     ]
     for run, name, record in asked_of:
         samples = record.get("samples", {})
-        pictures += sum(len(sample.get("picture") or "") for sample in samples.values())
+        samples, heard = _within(samples, MOST_SOUND_BYTES - sounds, "_sound")
+        sounds += heard
+        pictures += _size(samples, "picture")
         if pictures > MOST_PICTURE_BYTES:
-            parts.append(Text("Further queries are left out: make a report of fewer runs."))
+            parts.append(Text("Further queries are left out, so that the page stays small."))
             break
         rows = [
             _asked(direction, query, samples)
@@ -132,8 +135,32 @@ def queries(runs: Runs) -> list[Any]:
         step = int(run.queries["step"])
         parts.append(Gallery(f"{beside(run, runs)}{name}, after step {step:,}", rows))
     if not parts:
-        return [Text("There is no queries.json: an evaluation of image–text pairs writes it.")]
+        return [Text("There is no queries.json: an evaluation writes it.")]
     return parts
+
+
+def _size(samples: Mapping[str, Any], ending: str) -> int:
+    """Characters of what has a key that ends so."""
+    return sum(
+        len(value)
+        for sample in samples.values()
+        for key, value in sample.items()
+        if key.endswith(ending) and value
+    )
+
+
+def _within(
+    samples: Mapping[str, Any], most: int, ending: str
+) -> tuple[dict[str, dict[str, Any]], int]:
+    """The samples, without what has a key that ends so where it would be more than `most`
+    characters; and how many these are."""
+    kept, used = {}, 0
+    for name, sample in samples.items():
+        size = _size({name: sample}, ending)
+        fits = used + size <= most
+        used += size if fits else 0
+        kept[name] = {k: v for k, v in sample.items() if fits or not k.endswith(ending)}
+    return kept, used
 
 
 def _asked(direction: str, query: Mapping[str, Any], samples: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,12 +182,15 @@ def _asked(direction: str, query: Mapping[str, Any], samples: Mapping[str, Any])
 
 
 def _shown(sample: Mapping[str, Any], branch: str) -> dict[str, Any]:
-    """A text alone, or a picture with its caption."""
+    """A text alone, or a picture with its caption; of a short sound what can be heard, too."""
+    key = "picture" if branch == "image" else f"{branch}_picture"
     return {
         "text": str(sample.get("text", "")),
         "id": str(sample.get("id", "")),
-        "picture": sample.get("picture") if branch == "image" else None,
-        "is_image": branch == "image",
+        "picture": sample.get(key),
+        "sound": sample.get(f"{branch}_sound"),
+        "has_picture": branch == "image" or key in sample,
+        "modality": branch,
     }
 
 

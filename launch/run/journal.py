@@ -94,10 +94,10 @@ class Journal:
             if self.tracker is not None:
                 self.tracker.evaluation(step, name, values)
 
-    def queries(self, step: int, by_set: Mapping[str, Answers]) -> None:
+    def queries(self, step: int, by_set: Mapping[str, Sequence[Answers]]) -> None:
         """queries.json, and tables in W&B: what was found for some held-out samples after
         `step`."""
-        if self.folder.first_rank and by_set:
+        if self.folder.first_rank and any(by_set.values()):
             write_queries(self.folder.path, step, by_set)
             if self.tracker is not None:
                 self.tracker.queries(step, by_set)

@@ -1,5 +1,6 @@
 """Queries with their answers, as they are at the newest evaluation: what `queries.json` in the
-run's folder holds, with a small picture of each image, so that a report needs no data set."""
+run's folder holds, with a small picture of each image and sound, so that a report needs no data
+set. A short sound can be heard, too."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.checkpoint.layout import replace_text
+from launch.inference.kinds import KINDS, Encoded, played, small_picture
 
 if TYPE_CHECKING:
     from data.index.sources import Source
@@ -23,13 +25,13 @@ if TYPE_CHECKING:
 FILE = "queries.json"
 NUM_QUERIES, NUM_ANSWERS = 4, 5  # queries of each direction; answers of each
 MOST_SETS = 4  # held-out sets that are shown
-PICTURE_PIXELS = 96  # longest side
+JPEG_QUALITY = 70
 MOST_LETTERS = 300  # of a caption
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What was found for some samples of one held-out set.
+    """What was found for some samples of one held-out set, in both directions of two modalities.
 
     `samples` [n]: the index in the source of each row that was compared. `found`: by direction
     float64 [q, k, 2], see `models.metrics.retrieval.first_answers`. `queries` [q]: rows.
@@ -41,10 +43,11 @@ class Answers:
     found: Mapping[str, Any]
 
 
-def compared_samples(held_out: HeldOut) -> np.ndarray:
-    """[n] int64: the samples of a held-out set that have an image and a text."""
+def compared_samples(held_out: HeldOut, branches: tuple[str, str]) -> np.ndarray:
+    """[n] int64: the samples of a held-out set that have both modalities."""
     source, subset = held_out.source, held_out.subset
-    return subset[~(source.lacking("image") | source.lacking("text"))[subset]]
+    first, second = branches
+    return subset[~(source.lacking(first) | source.lacking(second))[subset]]
 
 
 def query_rows(count: int) -> np.ndarray:
@@ -54,10 +57,10 @@ def query_rows(count: int) -> np.ndarray:
     return np.sort(draw.choice(count, min(NUM_QUERIES, count), replace=False)).astype(np.int64)
 
 
-def write_queries(folder: Path, step: int, by_set: Mapping[str, Answers]) -> None:
+def write_queries(folder: Path, step: int, by_set: Mapping[str, Sequence[Answers]]) -> None:
     """Replace queries.json. A failure is a warning, because training does not depend on it."""
     try:
-        shown = dict(list(by_set.items())[:MOST_SETS])
+        shown = dict([each for each in by_set.items() if each[1]][:MOST_SETS])
         record = {
             "step": step,
             "sets": {name: _record(answers) for name, answers in shown.items()},
@@ -84,21 +87,23 @@ def read_queries(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     return None, f"{FILE} is damaged and left out; the next evaluation writes it again."
 
 
-def _record(answers: Answers) -> dict[str, Any]:
+def _record(of_set: Sequence[Answers]) -> dict[str, Any]:
     directions: dict[str, list[dict[str, Any]]] = {}
-    for direction, found in answers.found.items():
-        directions[direction] = [
-            {"query": str(answers.samples[row]), "answers": _answers_of(answers.samples, own)}
-            for row, own in zip(answers.queries.tolist(), found.tolist())
-        ]
-    pictured, named = set(), set()
-    for direction, rows in directions.items():
-        asked, answered = direction.split("_to_")
-        for row in rows:
-            by_branch = {asked: {row["query"]}, answered: {a["sample"] for a in row["answers"]}}
-            pictured |= by_branch.get("image", set())
-            named |= set().union(*by_branch.values())
-    samples = {each: _sample(answers.source, int(each), each in pictured) for each in sorted(named)}
+    shown: dict[str, set[str]] = {}  # sample -> the modalities that are looked at
+    for answers in of_set:
+        for direction, found in answers.found.items():
+            rows = [
+                {"query": str(answers.samples[row]), "answers": _answers_of(answers.samples, own)}
+                for row, own in zip(answers.queries.tolist(), found.tolist())
+            ]
+            directions[direction] = rows
+            asked, answered = direction.split("_to_")
+            for row in rows:
+                shown.setdefault(row["query"], set()).add(asked)
+                for answer in row["answers"]:
+                    shown.setdefault(answer["sample"], set()).add(answered)
+    source = of_set[0].source  # of all of a held-out set
+    samples = {each: _sample(source, int(each), sorted(shown[each])) for each in sorted(shown)}
     return {**directions, "samples": samples}
 
 
@@ -111,23 +116,26 @@ def _answers_of(samples: np.ndarray, found: Sequence[Sequence[float]]) -> list[d
     ]
 
 
-def _sample(source: Source, i: int, pictured: bool) -> dict[str, Any]:
+def _sample(source: Source, i: int, shown: Sequence[str]) -> dict[str, Any]:
     captions = source.captions(i)
     sample = {"id": source.identity(i), "text": captions[0][:MOST_LETTERS] if captions else ""}
-    return {**sample, "picture": _picture(source, i)} if pictured else sample
+    for modality in shown:
+        if modality in KINDS:
+            sample |= _seen_and_heard(source, modality, i)
+    return sample
 
 
-def _picture(source: Source, i: int) -> str | None:
-    """A small JPEG in base64; None where the image cannot be read."""
-    from PIL import Image
-
-    from launch.inference.gallery import on_white
-
+def _seen_and_heard(source: Source, modality: str, i: int) -> dict[str, str | None]:
+    """In base64 a small JPEG, and of a short sound an MP3 file; None where the sample cannot be
+    read. Those of an image are called `picture`, those of others `audio_picture` and
+    `audio_sound`."""
+    key = "picture" if modality == "image" else f"{modality}_picture"
+    file = io.BytesIO()
     try:
-        image = Image.fromarray(on_white(source.image_bytes(i)))
+        value = Encoded(modality, KINDS[modality].read(source, i))
+        small_picture(value).save(file, "JPEG", quality=JPEG_QUALITY)
+        sound = played(value)
     except Exception:  # BadSample, or whatever a format of the user's own raises
-        return None
-    image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
-    encoded = io.BytesIO()
-    image.save(encoded, "JPEG", quality=80)
-    return base64.b64encode(encoded.getvalue()).decode()
+        return {key: None}
+    found = {key: base64.b64encode(file.getvalue()).decode()}
+    return found | ({f"{modality}_sound": base64.b64encode(sound).decode()} if sound else {})

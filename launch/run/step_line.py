@@ -41,14 +41,16 @@ def step_line(
 
 
 def rates(line: Mapping[str, float]) -> dict[str, float]:
-    """Images (where the run has an image branch; samples without one count too) and text tokens
-    per second, and the shares of the texts' rectangles and of the clips that are padding."""
+    """Images and sounds (where the run has such a branch; samples without one count too) and text
+    tokens per second, and the shares of the texts' rectangles and of the clips that are padding."""
     tokens, padded = line.get("text_tokens", 0), line.get("padded_text_tokens", 0)
     groups = [key for key in line if key.startswith("grad_norm/")]
     has_images = not groups or "grad_norm/image" in groups
     images = {"images_per_s": line["samples_per_s"]} if has_images else {}
+    sounds = {"sounds_per_s": line["samples_per_s"]} if "grad_norm/audio" in groups else {}
     return {
         **images,
+        **sounds,
         "text_tokens_per_s": round(tokens / line["step_s"], 2),
         "padding_share/text": round(1 - tokens / padded, 4) if padded else 0.0,
         **_padding_of_audio(line),

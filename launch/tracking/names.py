@@ -38,6 +38,7 @@ NAMES = {
     "clipped_share/": "clipping/share/",
     "samples_per_s": "throughput/samples_per_s",
     "images_per_s": "throughput/image/samples_per_s",
+    "sounds_per_s": "throughput/audio/samples_per_s",
     "text_tokens_per_s": "throughput/text/tokens_per_s",
     "step_s": "throughput/step_s",
     "sent_bytes": "throughput/sent_bytes",
@@ -54,6 +55,7 @@ NAMES = {
     "image_size": "balance/image_size",
 }
 PREFIXES = tuple(key for key in NAMES if key.endswith("/"))
+SCALARS = ("logit_scale_exp", "logit_bias")
 RECALL = "_R@"  # between a direction and k
 BY_RANK = "peak_memory_bytes/"  # of a line, and of few ranks only; `rank_names` has it of all
 
@@ -71,6 +73,9 @@ def step_names(line: Mapping[str, Any]) -> dict[str, float]:
 def _renamed(key: str) -> str:
     if key in NAMES:
         return NAMES[key]
+    for scalar in SCALARS:  # `audio_text_logit_scale_exp` is of one of several pairs
+        if key.endswith(f"_{scalar}"):
+            return f"{NAMES[scalar]}/{key.removesuffix(f'_{scalar}')}"
     prefix = next((prefix for prefix in PREFIXES if key.startswith(prefix)), "")
     return NAMES[prefix] + key[len(prefix) :] if prefix else key
 

@@ -1,26 +1,32 @@
 """Queries of a held-out set with what the model finds for them: a table in W&B at every evaluation,
-with pictures, right and wrong marked."""
+with pictures of images and sounds, right and wrong marked."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from data.index.sources import Source
+from data.modalities.audio.decoding import decode_audio
+from launch.inference.kinds import KINDS, Encoded, played, whole_picture
 from launch.run.queries import Answers
 
 COLUMNS = ("query", "place of the right one")
+HEARD = "sound of the query"  # a column where queries can be heard
 
 
 def table_of(direction: str, answers: Answers) -> Any:
-    """A wandb.Table: a row per query, a column per answer. `direction`: `image_to_text`. What has
-    no picture is shown by its text, or else by its id."""
+    """A wandb.Table: a row per query, a column per answer, and where queries are sounds one in
+    which they can be heard. `direction`: `image_to_text`. What has no picture is shown by its text,
+    or else by its id."""
     import wandb
 
     asks, _, answers_with = direction.partition("_to_")
     source, samples, found = answers.source, answers.samples, answers.found[direction]
     number = found.shape[1]
-    table = wandb.Table(columns=[*COLUMNS, *(str(k + 1) for k in range(number))])
-    for query, own in zip(answers.queries.tolist(), found.tolist()):
+    heard = [_sound(source, asks, int(samples[query])) for query in answers.queries]
+    more = [HEARD] if any(sound is not None for sound in heard) else []
+    table = wandb.Table(columns=[*COLUMNS, *(str(k + 1) for k in range(number)), *more])
+    for query, own, sound in zip(answers.queries.tolist(), found.tolist(), heard):
         # an answer is its row + 1; 0 stands where there are fewer candidates than answers
         rows = [int(row) - 1 for row, _ in own]
         place = str(rows.index(query) + 1) if query in rows else f"after {number}"
@@ -30,7 +36,8 @@ def table_of(direction: str, answers: Answers) -> Any:
             else None
             for row, (_, alike) in zip(rows, own)
         ]
-        table.add_data(_cell(source, asks, int(samples[query]), ""), place, *cells)
+        asked = _cell(source, asks, int(samples[query]), "")
+        table.add_data(asked, place, *cells, *([sound] if more else []))
     return table
 
 
@@ -41,17 +48,33 @@ def _mark(is_right: bool) -> str:
 def _cell(source: Source, modality: str, sample: int, mark: str) -> Any:
     """A picture with its caption below it, or a text."""
     words = f"{mark} {_text(source, sample)}".strip()
-    if modality == "image":
-        import wandb
+    if modality not in KINDS:
+        return words
+    import wandb
 
-        from launch.inference.gallery import on_white  # imports matplotlib
+    try:
+        kind = KINDS[modality]
+        value = Encoded(modality, kind.read(source, sample))
+        picture = whole_picture(value)
+    except (OSError, ValueError, LookupError):  # the sample has none that can be read
+        return None
+    return wandb.Image(picture, caption=words)
 
-        try:
-            picture = on_white(source.image_bytes(sample))
-        except (OSError, ValueError, LookupError):  # the sample has none that can be read
-            return None
-        return wandb.Image(picture, caption=words)
-    return words
+
+def _sound(source: Source, modality: str, sample: int) -> Any:
+    """A wandb.Audio of a short sound; None of what is no sound, is long or cannot be read."""
+    if modality not in KINDS:
+        return None
+    import wandb
+
+    try:
+        heard = played(Encoded(modality, KINDS[modality].read(source, sample)))
+    except (OSError, ValueError, LookupError):
+        return None
+    if heard is None:
+        return None
+    sound = decode_audio(heard)
+    return wandb.Audio(sound.samples, sound.rate, caption=_text(source, sample))
 
 
 def _text(source: Source, sample: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,12 +72,13 @@ class Tracker:
         self.wandb.note(step, "balance/decisions", reason)
         self.monitors.note("balance/decisions", reason, step)
 
-    def queries(self, step: int, by_set: Mapping[str, Answers]) -> None:
+    def queries(self, step: int, by_set: Mapping[str, Sequence[Answers]]) -> None:
         """What the model finds for some queries of each held-out set."""
-        for name, answers in by_set.items():
-            for direction in answers.found:
-                make = partial(table_of, direction, answers)
-                self.wandb.table(step, f"queries/{name}/{direction}", make)
+        for name, of_set in by_set.items():
+            for answers in of_set:
+                for direction in answers.found:
+                    make = partial(table_of, direction, answers)
+                    self.wandb.table(step, f"queries/{name}/{direction}", make)
 
     def timeline(self, step: int) -> None:
         """The newest step of trace.json, below the prediction where there is one."""

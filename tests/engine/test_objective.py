@@ -31,6 +31,20 @@ def test_tensors_belong_to_the_branch_that_names_them_or_lists_them_or_owns_what
         OBJECTIVE.branch_of("video_hidden")
 
 
+def test_an_evaluation_compares_also_what_no_loss_does():
+    assert [each.name for each in OBJECTIVE.comparisons] == [
+        "image_text",
+        "sound_text",
+        "image_sound",
+    ]
+    assert OBJECTIVE.links == (
+        ("image", "text"),
+        ("text", "image"),
+        ("sound", "text"),
+        ("text", "sound"),
+    )
+
+
 def test_the_longest_name_decides():
     long = Objective(
         (Branch("text"), Branch("text_title")), (Pair("text", "text_title", InfoNCE()),)

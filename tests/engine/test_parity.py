@@ -26,6 +26,8 @@ from three_branches import (
     PAIRS,
     WEIGHTS,
     ThreeBranches,
+    evaluate_three_split,
+    evaluate_three_whole,
     train_three_split,
     train_three_whole,
     train_with_alignment,
@@ -956,6 +958,19 @@ def test_weights_that_follow_the_alignment_of_each_pair_are_those_of_the_next_st
         "loss weights, alignment: contrastive/image_text" in step["reason"]
         for step in results[0][1:]
     )
+
+
+def test_an_evaluation_compares_every_two_branches_as_whole_towers_do():
+    """Image and audio too, which no loss compares; unequal replicas, samples without a sound."""
+    not_loaded = {"image": (1, 7), "audio": (0, 7, 20, 21, 22)}
+    case = fork_of_three((1, 1, 1), (2, 1, 2), (4, 8, 3), not_loaded=not_loaded)
+    expected = evaluate_three_whole(case)
+    for result in run_ranks(case.world_size, evaluate_three_split, case):
+        assert result.keys() == expected.keys()
+        for name, (directions, number) in expected.items():
+            assert result[name][1] == number < case.global_batch_size
+            for direction, sums in directions.items():
+                assert result[name][0][direction] == pytest.approx(sums, rel=1e-5), direction
 
 
 def test_a_weight_of_a_loss_that_is_not_there_is_refused():

@@ -86,7 +86,7 @@ def test_imagenet_by_name(imagenet, embedder):
         open_clip.OPENAI_IMAGENET_TEMPLATES,
     )
     classes[:, 4] = classes[:, 3]  # "missile" twice: the same prompts, rounding apart
-    _, image = embedder.images(source, source.usable())
+    image = embedder.rows("image", source, source.usable()).embeds
     label = np.arange(18) // 3
     logits = (image @ classes).numpy()
     first = logits.argmax(1)

@@ -18,13 +18,12 @@ from data.index.sources import open_source
 from data.modalities.fonts import fonts_for, installed_fonts
 from data.modalities.tokenizer import batch_tokens
 from data.prepare import HeldOut
-from evaluate import refuse_other_pairs
 from launch.inference.classes import classification
 from launch.inference.embedding import (
     forget_embeddings,
-    read_images,
+    read_embeddings,
     refuse_other_content,
-    refuse_other_images,
+    refuse_other_content_of,
     write_embeddings,
 )
 from launch.inference.evaluation import (
@@ -36,7 +35,7 @@ from launch.inference.evaluation import (
 )
 from launch.inference.gallery import Found, Row, draw_rows
 from launch.inference.reranking import reranked_retrieval
-from launch.inference.samples import held_out, with_both
+from launch.inference.samples import held_out
 from models.towers.fusion import FusionSizes
 
 MODEL = {"checkpoint": "step-00000001", "run": "a run", "checksum": "a"}
@@ -58,30 +57,33 @@ SUBSET = np.arange(0, 400, 20)
 @pytest.mark.parametrize("all_captions", [False, True])
 def test_embeddings_are_those_of_the_towers(source, embedder, all_captions):
     embedded = embedder.embedded(source, SUBSET, all_captions)
-    assert embedded.index.tolist() == SUBSET.tolist() and embedded.is_paired == (not all_captions)
+    image, text = embedded.rows["image"], embedded.rows["text"]
+    assert image.sample.tolist() == SUBSET.tolist()
+    assert torch.equal(text.sample, image.sample) == (not all_captions)
     expected = [
         text
         for i in SUBSET
         for text in (source.captions(i) if all_captions else source.captions(i)[:1])
     ]
-    assert list(embedded.texts) == expected and len(expected) > len(SUBSET) * all_captions
+    assert list(text.texts) == expected and len(expected) > len(SUBSET) * all_captions
     row = len(expected) // 2
     tokens = batch_tokens(embedder.trained.tokenizer, [expected[row]], TOKENS)
     for layer in embedder.trained.layers[len(embedder.trained.towers[0].specs) :]:
         tokens = layer(tokens)
     torch.testing.assert_close(
-        embedded.text[row], tokens["text_embeds"][0].detach(), rtol=0, atol=1e-5
+        text.embeds[row], tokens["text_embeds"][0].detach(), rtol=0, atol=1e-5
     )
-    torch.testing.assert_close(embedded.image.norm(dim=1), torch.ones(len(SUBSET)))
-    embeds = embedder.images(source, SUBSET[row % len(SUBSET) :][:1])[1]
-    torch.testing.assert_close(embedded.image[row % len(SUBSET)], embeds[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(image.embeds.norm(dim=1), torch.ones(len(SUBSET)))
+    alone = embedder.rows("image", source, SUBSET[row % len(SUBSET) :][:1]).embeds
+    torch.testing.assert_close(image.embeds[row % len(SUBSET)], alone[0], rtol=0, atol=1e-5)
 
 
 def test_retrieval_of_all_captions_as_counted_by_hand(source, embedder):
     embedded = embedder.embedded(source, SUBSET, True)
     values = retrieval(embedded)
-    similarity = embedded.image @ embedded.text.T
-    right = embedded.image_of_text == torch.arange(len(SUBSET))[:, None]
+    image, text = embedded.rows["image"], embedded.rows["text"]
+    similarity = image.embeds @ text.embeds.T
+    right = text.sample == image.sample[:, None]
     best = similarity.masked_fill(~right, -2).amax(1)
     ranks = ((similarity >= best[:, None]) & ~right).sum(1)
     assert values["image_to_text_R@5"] == pytest.approx(float((ranks < 5).double().mean()))
@@ -97,14 +99,12 @@ def test_reranking_equals_every_pair_by_itself(source, all_captions, number):
     embedder = make_embedder(source, FusionSizes(1, 16, 2))
     embedded = embedder.embedded(source, SUBSET, all_captions)
     values = reranked_retrieval(embedder, embedded, source, number)
-    n = len(embedded.image)
+    image, text = embedded.rows["image"], embedded.rows["text"]
+    n = len(image.sample)
     scores = torch.stack(
         [matching_scores(embedder, source, embedded, i) for i in range(n)]
     )  # [n, m]
-    similarity, right = (
-        embedded.image @ embedded.text.T,
-        embedded.image_of_text == torch.arange(n)[:, None],
-    )
+    similarity, right = image.embeds @ text.embeds.T, text.sample == image.sample[:, None]
     assert scores.std() > 1e-3
     for direction, by_pair, alike, is_right in (
         ("image_to_text", scores, similarity, right),
@@ -131,9 +131,9 @@ def test_reranking_equals_every_pair_by_itself(source, all_captions, number):
 def matching_scores(embedder, source, embedded, i):
     """[m] of one image with each text, alone and without padding."""
     number = len(embedder.trained.towers[0].specs)
-    (image_tokens,) = embedder.image_tokens(source, embedded.index[i : i + 1])
+    (image_tokens,) = embedder.image_tokens(source, embedded.rows["image"].sample[i : i + 1])
     scores = []
-    for text in embedded.texts:
+    for text in embedded.rows["text"].texts:
         tensors = batch_tokens(embedder.trained.tokenizer, [text], TOKENS)
         for layer in embedder.trained.layers[number:]:
             tensors = layer(tensors)
@@ -151,10 +151,10 @@ def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_pat
     embeds, lines, specs = embeddings_of(tmp_path / "out", MODEL)
     assert (
         isinstance(embeds, np.memmap)
-        and np.array_equal(embeds, embedded.image.numpy())
+        and np.array_equal(embeds, embedded.rows["image"].embeds.numpy())
         and specs == [source.spec]
     )
-    found = search(embedded.image[3:4], embeds, lines, 4)
+    found = search(embedded.rows["image"].embeds[3:4], embeds, lines, 4)
     assert (
         found[0]["id"] == source.identity(SUBSET[3])
         and found[0]["similarity"] == pytest.approx(1.0, abs=1e-3)
@@ -174,7 +174,7 @@ def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_pat
     ):
         embeddings_of(tmp_path / "out", MODEL)
     with pytest.raises(FileNotFoundError, match="make it with evaluate.py RUN_DIR --embeddings"):
-        read_images(tmp_path)
+        read_embeddings(tmp_path, "image")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
     with pytest.raises(FileExistsError, match="holds something else"):
@@ -186,9 +186,9 @@ def test_embeddings_of_several_sets_are_searched_together(source, embedder, tmp_
         write_embeddings(tmp_path / "out" / name, embedder.embedded(source, subset), source, MODEL)
     refuse_other_content(tmp_path / "out")
     embeds, lines, specs = embeddings_of(tmp_path / "out", MODEL)
-    index, image = embedder.images(source, SUBSET)
-    assert [line["index"] for line in lines] == index.tolist() and specs == ["demo:en+de"]
-    np.testing.assert_allclose(embeds, image, atol=1e-6)
+    image = embedder.rows("image", source, SUBSET)
+    assert [line["index"] for line in lines] == image.sample.tolist() and specs == ["demo:en+de"]
+    np.testing.assert_allclose(embeds, image.embeds, atol=1e-6)
     forget_embeddings(tmp_path / "out")
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
@@ -199,27 +199,30 @@ def test_embeddings_know_the_images_they_are_of(embedder, emoji_files, tmp_path)
     source, _ = emoji_files
     write_embeddings(tmp_path / "out", embedder.embedded(source, np.arange(9)), source, MODEL)
     _, lines, specs = embeddings_of(tmp_path / "out", {**MODEL, "run": "the same by another path"})
-    refuse_other_images(tmp_path / "out", lines, open_source(specs[0]))
+    refuse_other_content_of(tmp_path / "out", lines, open_source(specs[0]), "image")
     file = tmp_path / "train.jsonl"
     file.write_text("\n".join(reversed(file.read_text().splitlines())) + "\n")
     with pytest.raises(
         ValueError, match="train.jsonl:1 is no longer what it was when it was embedded"
     ):
-        refuse_other_images(tmp_path / "out", lines, open_source(specs[0]))
+        refuse_other_content_of(tmp_path / "out", lines, open_source(specs[0]), "image")
     file.write_text("\n".join(file.read_text().splitlines()[:3]) + "\n")
     with pytest.raises(ValueError, match="no longer what it was"):
-        refuse_other_images(tmp_path / "out", lines[3:], open_source(specs[0]))
+        refuse_other_content_of(tmp_path / "out", lines[3:], open_source(specs[0]), "image")
 
 
-def test_samples_that_cannot_be_used_are_reported(emoji_files, tmp_path, capsys):
+def test_samples_that_cannot_be_used_are_reported(embedder, emoji_files, tmp_path, capsys):
     import evaluate
 
     source, files = emoji_files
     (tmp_path / "half.jsonl").write_text(
         (tmp_path / "train.jsonl").read_text() + '{"image_path": "none.png", "text": "nothing"}\n'
     )
-    assert evaluate.left_out(evaluate.opened(source.spec)) == 0 and not capsys.readouterr().out
-    part = evaluate.opened(f"jsonl:{tmp_path / 'half.jsonl'}")
+    assert (
+        evaluate.left_out(evaluate.opened(source.spec, embedder.trained)) == 0
+        and not capsys.readouterr().out
+    )
+    part = evaluate.opened(f"jsonl:{tmp_path / 'half.jsonl'}", embedder.trained)
     said = capsys.readouterr().out
     assert (
         evaluate.left_out(part) == 1
@@ -231,18 +234,19 @@ def test_samples_that_cannot_be_used_are_reported(emoji_files, tmp_path, capsys)
 
 def test_images_that_cannot_be_read_are_reported_and_left_out(embedder, emoji_files, capsys):
     source, files = emoji_files
-    index, image = embedder.images(source, np.arange(9))
-    assert index.tolist() == list(range(9))
+    whole = embedder.rows("image", source, np.arange(9))
+    assert whole.sample.tolist() == list(range(9))
     for i in (2, 5):
         files[i].unlink()
-    left, others = embedder.images(source, np.arange(9))
-    assert left.tolist() == [0, 1, 3, 4, 6, 7, 8] and torch.allclose(others, image[left], atol=1e-6)
+    left = embedder.rows("image", source, np.arange(9))
+    assert left.sample.tolist() == [0, 1, 3, 4, 6, 7, 8]
+    assert torch.allclose(left.embeds, whole.embeds[left.sample], atol=1e-6)
     said = " ".join(capsys.readouterr().out.split())
     assert "2 of 9 images of jsonl:" in said and f"{files[2].name}" in said and "left out" in said
     for file in files:
         file.unlink(missing_ok=True)
     with pytest.raises(OSError, match="9 of 9 images of jsonl:"):
-        embedder.images(source, np.arange(9))
+        embedder.rows("image", source, np.arange(9))
 
 
 @pytest.fixture
@@ -289,9 +293,11 @@ def test_classes_by_prompts_neighbours_and_a_probe(source, embedder, tmp_path):
         3, 2, -1
     )
     by_class = F.normalize(prompts.mean(1), dim=1)
-    index, image = embedder.images(test, test.usable())
-    guessed = [names[c] for c in (image @ by_class.T).argmax(1).tolist()]
-    right = np.mean([guess == test.captions(i)[0] for guess, i in zip(guessed, index.tolist())])
+    image = embedder.rows("image", test, test.usable())
+    guessed = [names[c] for c in (image.embeds @ by_class.T).argmax(1).tolist()]
+    right = np.mean(
+        [guess == test.captions(i)[0] for guess, i in zip(guessed, image.sample.tolist())]
+    )
     assert values["zero_shot_top_1"] == pytest.approx(right) and values["zero_shot_top_5"] == 1.0
     alone = classification(embedder, HeldOut(test, test.usable()), None)
     assert set(alone) == {"num_samples", "num_classes"} | {
@@ -328,7 +334,7 @@ def test_classes_by_prompts_neighbours_and_a_probe(source, embedder, tmp_path):
 def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
     embedded = embedder.embedded(source, SUBSET, True)
     rows = examples(embedded, source, 5, seed=3)
-    assert [row.image is None for row in rows] == [True, True, True, False, False] and all(
+    assert [row.value is None for row in rows] == [True, True, True, False, False] and all(
         len(row.found) == 5 for row in rows
     )
     for row in rows:
@@ -336,11 +342,11 @@ def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
             (f.similarity for f in row.found), reverse=True
         )
         for found in row.found:
-            if row.image is None:
-                of = next(i for i in SUBSET if source.image_bytes(i) == found.image)
+            if row.value is None:
+                of = next(i for i in SUBSET if source.image_bytes(i) == found.value.data)
                 assert found.right == (row.text in source.captions(of))
             else:
-                of = next(i for i in SUBSET if source.image_bytes(i) == row.image)
+                of = next(i for i in SUBSET if source.image_bytes(i) == row.value.data)
                 assert found.right == (found.text in source.captions(of))
     priced = replace(
         rows[0],
@@ -493,7 +499,7 @@ def test_what_a_run_held_out_is_looked_for_in_its_roots(tmp_path, source, embedd
         assert len(part.subset) == number and part.source.image_bytes(3) == source.image_bytes(3)
 
 
-def test_only_samples_with_an_image_and_a_text_are_compared(tmp_path, monkeypatch):
+def test_only_samples_with_an_image_and_a_text_are_compared(embedder, tmp_path, monkeypatch):
     """A run may have held out samples that lack one, for the sake of other pairs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -510,14 +516,4 @@ def test_only_samples_with_an_image_and_a_text_are_compared(tmp_path, monkeypatc
         "python:gaps_here:Gaps", (("image", "text"), ("tone", "text"), ("image", "tone"))
     )
     assert gaps.usable().tolist() == [*range(6)]
-    assert with_both(HeldOut(gaps, np.array([0, 1, 3, 5]))).subset.tolist() == [3, 5]
-
-
-def test_a_run_without_images_or_texts_is_refused_in_a_sentence(embedder):
-    refuse_other_pairs(embedder.trained)
-    record = {"options": {"pairs": "tone:text"}}
-    text_alone = replace(embedder.trained, towers=embedder.trained.towers[1:], record=record)
-    with pytest.raises(
-        ValueError, match="trained with --pairs tone:text, and evaluate.py compares"
-    ):
-        refuse_other_pairs(text_alone)
+    assert embedder.embedded(gaps, np.array([0, 1, 3, 5])).samples.tolist() == [3, 5]

@@ -5,14 +5,18 @@ import csv
 import io
 import json
 import re
+import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from launched import write_pairs
+from launched import ROOT, write_pairs
 from transformers import CLIPConfig, CLIPModel
+
+sys.path.insert(0, str(ROOT / "tests/data"))
+from bad_audio import tone, wav  # noqa: E402
 
 from data.index.sources import open_source
 from data.modalities.tokenizer import load_tokenizer
@@ -83,6 +87,7 @@ def data(tmp_path_factory):
             for name, content in (
                 ("png", source.image_bytes(i)),
                 ("txt", source.captions(i)[0].encode()),
+                ("wav", wav(tone(0.3, 200 + i))),
             ):
                 member = tarfile.TarInfo(f"{i:04d}.{name}")
                 member.size = len(content)
@@ -152,6 +157,8 @@ def test_a_recipe_is_dry_run(file, data, stand_ins, tmp_path, monkeypatch, capsy
     written = json.loads(file.read_text()) | {"train_batch_size": BATCH}
     (tmp_path / file.name).write_text(json.dumps(written))
     recipe = RecipeFile.read(file)
+    if "audio" in recipe.flags.get("pairs", ""):
+        pytest.importorskip("soundfile", reason="pip install -r requirements-audio.txt")
     kind = next((kind for kind in ("csv", "webdataset") if f"{kind}:" in recipe.needs), "jsonl")
     words = ["--recipe", tmp_path / file.name, "--data", data[kind], "--val-fraction", 0.2]
     words += ["--dry-run", "--ranks", min(recipe.ranks, MOST_RANKS), *stand_ins(recipe)]

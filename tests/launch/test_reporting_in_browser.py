@@ -164,18 +164,17 @@ def test_the_answers_shown_are_those_of_the_newest_checkpoint(runs):
     options = DataOptions.from_record(trained.options)
     held_out = prepare_data(options, trained.record["tokenizer"], runs[1]).held_out["validation"]
     embedded = embedder.embedded(held_out.source, held_out.subset)
-    for direction, own, other in (
-        ("image_to_text", embedded.image, embedded.text),
-        ("text_to_image", embedded.text, embedded.image),
-    ):
+    image, text = (embedded.rows[name].embeds for name in ("image", "text"))
+    samples = embedded.rows["image"].sample.tolist()
+    for direction, own, other in (("image_to_text", image, text), ("text_to_image", text, image)):
         asked = record["sets"]["validation"][direction]
         assert len(asked) == 4
         for query in asked:
-            row = embedded.index.tolist().index(int(query["query"]))
+            row = samples.index(int(query["query"]))
             _, similarity = nearest(own[row : row + 1], other, 5)
             shown = [answer["similarity"] for answer in query["answers"]]
             assert shown == pytest.approx(similarity[0].tolist(), abs=2e-4)
-            found = [embedded.index.tolist().index(int(a["sample"])) for a in query["answers"]]
+            found = [samples.index(int(a["sample"])) for a in query["answers"]]
             torch.testing.assert_close(other[found] @ own[row], similarity[0], atol=2e-4, rtol=0)
 
 

@@ -20,6 +20,7 @@ LINE = {
     "contrastive_loss/image_text": 2.0,
     "lr": 1e-3,
     "logit_scale_exp": 14.0,
+    "audio_text_logit_scale_exp": 15.0,
     "grad_norm/image": 1.0,
     "clip_coefficient/text": 0.5,
     "clipped_share/head": 0.1,
@@ -47,6 +48,7 @@ def test_metrics_go_to_the_panel_of_their_kind():
         *("padding", "memory", "data", "something_new"),
     }
     assert names["loss/total"] == 3.0 and names["loss/birds"] == 2.5
+    assert names["optimizer/logit_scale_exp/audio_text"] == 15.0
     assert names["data_wait/text 0"] == 0.1 and names["optimizer/step_applied"] == 0
 
 

@@ -1,0 +1,233 @@
+"""What evaluation, reports and trackers know of a modality beside its tower: how a sample's value is
+read and drawn, and which files hold one. A record each; a modality without one has no pictures, and
+no file is a query of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from data.formats.rows import AUDIO_ENDINGS, IMAGE_ENDINGS
+from data.index.bad_samples import BadSample
+from data.modalities.audio.decoding import Sound, decode_audio
+from data.modalities.audio.picture import playable, spectrogram_of
+from data.modalities.decoding import decode_bytes, upright_8bit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from PIL import Image
+
+    from data.index.sources import Source
+
+THUMBNAIL_PIXELS = 96  # longest side of a small picture of an image
+SPECTROGRAM_INCHES, DOTS_PER_INCH = (1.8, 1.2), 100  # of a small picture of a sound
+MOST_KEPT = 200  # pictures, and files to play, of 90 kB at most
+MOST_PLAYED_S, MOST_PLAYED_BYTES = 10.0, 24_000  # else a sound is only drawn
+
+
+class Encoded(NamedTuple):
+    """A sample's value as a file has it."""
+
+    modality: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One modality. `several`: in messages. `read`: the encoded value of a sample; raises
+    BadSample. `content`: equal for samples with the same value. `decode`: raises BadSample, with
+    one of `others` where the content is of another kind of file. Of what `decode` returns: `draw`
+    puts it into axes; `picture` and `small` are pictures of it; `play` is a small MP3 file, if it
+    can be heard."""
+
+    several: str
+    endings: tuple[str, ...]
+    read: Callable[[Source, int], bytes]
+    content: Callable[[Source, int], str]
+    decode: Callable[[bytes], Any]
+    others: frozenset[str]
+    draw: Callable[[Axes, Any], None]
+    picture: Callable[[Any], Image.Image]
+    small: Callable[[Any], Image.Image]
+    play: Callable[[Any], bytes | None]
+
+
+def encoded(source: Source, modality: str, i: int) -> Encoded | None:
+    """Of a sample; None for a modality without a record. Raises BadSample, Absent."""
+    kind = KINDS.get(modality)
+    return Encoded(modality, kind.read(source, i)) if kind else None
+
+
+def draw(axes: Axes, value: Encoded) -> None:
+    """Raises BadSample."""
+    kind = KINDS[value.modality]
+    kind.draw(axes, kind.decode(value.data))
+
+
+def whole_picture(value: Encoded) -> Image.Image:
+    """Raises BadSample."""
+    kind = KINDS[value.modality]
+    return kind.picture(kind.decode(value.data))
+
+
+def small_picture(value: Encoded) -> Image.Image:
+    """Raises BadSample."""
+    kind = KINDS[value.modality]
+    return kind.small(kind.decode(value.data))
+
+
+def played(value: Encoded) -> bytes | None:
+    """A small MP3 file, where the value can be heard and is short. Raises BadSample."""
+    kind = KINDS[value.modality]
+    return kind.play(kind.decode(value.data))
+
+
+def modality_of(file: Path, data: bytes, modalities: tuple[str, ...]) -> str:
+    """The one of `modalities` that a file is of, by its content. Raises ValueError where it is of
+    none, and where it is damaged."""
+    reasons = {}
+    for name in modalities:
+        if name not in KINDS:
+            continue
+        try:
+            KINDS[name].decode(data)
+            return name
+        except BadSample as error:
+            if error.reason not in KINDS[name].others:
+                raise ValueError(
+                    f"{file}: cannot be read as {name}: {error.reason}, {error.detail}"
+                ) from error
+            reasons[name] = error.detail
+        except ImportError as error:  # it says what to install
+            raise ValueError(f"{file}: {error}") from error
+    known = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
+    raise ValueError(
+        f"{file}: is no file of a modality of this model, which has {', '.join(modalities)}"
+        + (f"; tried: {known}" if known else "")
+    )
+
+
+def names_a_file(text: str) -> bool:
+    """Does a text end as the files of some modality do?"""
+    ending = Path(text).suffix.lower().removeprefix(".")
+    return any(ending in kind.endings for kind in KINDS.values())
+
+
+# -- images
+
+
+def on_white(data: bytes) -> np.ndarray:
+    """[h, w, 3] uint8 of an encoded image."""
+    return _on_white(decode_bytes(data, at_least=160))
+
+
+def _on_white(decoded: Image.Image) -> np.ndarray:
+    image = np.asarray(upright_8bit(decoded))
+    if image.shape[-1] == 3:
+        return image
+    alpha = image[..., 3:].astype(np.float32) / 255
+    return (alpha * image[..., :3] + (1 - alpha) * 255).round().astype(np.uint8)
+
+
+def _draw_image(axes: Axes, pixels: np.ndarray) -> None:
+    axes.imshow(pixels)
+    axes.set(xticks=[], yticks=[])
+
+
+def _as_image(pixels: np.ndarray) -> Image.Image:
+    from PIL import Image
+
+    return Image.fromarray(pixels)
+
+
+def _thumbnail(pixels: np.ndarray) -> Image.Image:
+    image = _as_image(pixels)
+    image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    return image
+
+
+# -- sounds
+
+_PICTURES: dict[bytes, Any] = {}
+_PLAYED: dict[bytes, Any] = {}
+
+
+def _draw_sound(axes: Axes, sound: Sound) -> None:
+    """Its mel spectrogram, with seconds and Hz at the axes."""
+    found = spectrogram_of(sound)
+    axes.imshow(
+        found.decibels,
+        origin="lower",
+        aspect="auto",
+        extent=(0, found.seconds, 0, 1),
+        cmap="magma",
+        interpolation="nearest",
+    )
+    axes.set_yticks([at for at, _ in found.ticks], [f"{hz:,}" for _, hz in found.ticks])
+    axes.locator_params(axis="x", nbins=4)
+    axes.tick_params(labelsize=5.5, length=2, pad=1.5, width=0.5)
+    axes.set_xlabel("seconds", fontsize=5.5, labelpad=1)
+    axes.set_ylabel("Hz (mel scale)", fontsize=5.5, labelpad=1)
+
+
+def _kept(made: dict[bytes, Any], sound: Sound, make: Callable[[Sound], Any]) -> Any:
+    """What `make` returns, made once: evaluations of a run show the same queries again."""
+    key = hashlib.blake2b(sound.samples.tobytes(), digest_size=16).digest()
+    if key not in made:
+        while len(made) >= MOST_KEPT:
+            made.pop(next(iter(made)))
+        made[key] = make(sound)
+    return made[key]
+
+
+def _spectrogram(sound: Sound) -> Image.Image:
+    return _kept(_PICTURES, sound, _drawn)
+
+
+def _play(sound: Sound) -> bytes | None:
+    return _kept(_PLAYED, sound, lambda own: playable(own, MOST_PLAYED_S, MOST_PLAYED_BYTES))
+
+
+def _drawn(sound: Sound) -> Image.Image:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    figure = Figure(SPECTROGRAM_INCHES, dpi=DOTS_PER_INCH)
+    _draw_sound(figure.add_axes((0.22, 0.22, 0.74, 0.74)), sound)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
+
+
+KINDS: Mapping[str, Kind] = {
+    "image": Kind(
+        several="images",
+        endings=IMAGE_ENDINGS,
+        read=lambda source, i: source.image_bytes(i),
+        content=lambda source, i: source.content_hash(i).hex(),
+        decode=on_white,
+        others=frozenset({"not-an-image"}),
+        draw=_draw_image,
+        picture=_as_image,
+        small=_thumbnail,
+        play=lambda pixels: None,
+    ),
+    "audio": Kind(
+        several="sounds",
+        endings=AUDIO_ENDINGS,
+        read=lambda source, i: source.value("audio", i),
+        content=lambda source, i: f"{int(source.keys('audio')[i]):016x}",
+        decode=decode_audio,
+        others=frozenset({"not-audio", "no-sound"}),
+        draw=_draw_sound,
+        picture=_spectrogram,
+        small=_spectrogram,
+        play=_play,
+    ),
+}

@@ -1,0 +1,175 @@
+"""--query: what is most like a text, or like a file of some modality of the model, among a folder of
+embeddings or the samples to evaluate."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from data.batching.mixture import open_sources
+from data.index.bad_samples import Absent
+from data.index.sources import Source
+from launch.inference.embedding import (
+    Embedder,
+    compared_by,
+    line_of,
+    refuse_other_content_of,
+)
+from launch.inference.evaluation import caption_of, embeddings_of, search, search_table
+from launch.inference.gallery import Found, Row, draw_rows
+from launch.inference.kinds import Encoded, encoded, modality_of, names_a_file
+from launch.inference.samples import held_out, pairs_to_open
+from launch.run.report import show
+
+IN_A_ROW = 5  # answers that are drawn beside each other
+
+
+@dataclass(frozen=True)
+class Query:
+    """`value`: what the file holds; None: the query is a text."""
+
+    modality: str
+    words: str
+    value: Encoded | None = None
+
+    @property
+    def label(self) -> str:
+        """Below a picture of it."""
+        return Path(self.words).name if self.value else self.words
+
+
+class OneFile:
+    """A source of one sample, a file that is a value of one modality."""
+
+    def __init__(self, file: str, value: Encoded) -> None:
+        self.spec, self._value = file, value
+
+    def __len__(self) -> int:
+        return 1
+
+    def where(self, i: int) -> str:
+        return self.spec
+
+    def image_bytes(self, i: int) -> bytes:
+        return self.value("image", i)
+
+    def value(self, modality: str, i: int) -> bytes:
+        if modality != self._value.modality:
+            raise Absent(f"{self.spec} has no {modality}")
+        return self._value.data
+
+    def lacking(self, modality: str) -> np.ndarray:
+        return np.array([modality != self._value.modality])
+
+
+def read_query(given: str, branches: Sequence[str]) -> Query:
+    """A file of one of the modalities, recognised by its content; else a text. Raises ValueError
+    for a file of none of them, for one that is damaged or not there, and for a text where the model
+    has no texts."""
+    file = Path(given).expanduser()
+    if file.is_file():
+        data = file.read_bytes()
+        modality = modality_of(file, data, tuple(branches))
+        return Query(modality, given, Encoded(modality, data))
+    if names_a_file(given) and " " not in given.strip():
+        raise ValueError(
+            f"--query {given}: there is no such file; give the path of a file, or a text of "
+            "several words"
+        )
+    if "text" not in branches:
+        raise ValueError(
+            f"--query {given!r}: is a text, and this model was trained with "
+            f"{' and '.join(branches)}; give a file of one of these"
+        )
+    return Query("text", given)
+
+
+def answers_of(query: Query, embedder: Embedder, asked: str | None) -> str:
+    """The modality among which answers are looked for: as asked, else the first that the model was
+    trained to compare with that of the query. Raises ValueError for one that it does not have."""
+    if asked is None:
+        first = next(pair for pair in compared_by(embedder.trained) if query.modality in pair)
+        return next(name for name in first if name != query.modality)
+    if asked not in embedder.branches:
+        raise ValueError(
+            f"--find {asked}: this model has {', '.join(embedder.branches)}; give one of these"
+        )
+    return asked
+
+
+def embedded_query(query: Query, embedder: Embedder) -> Tensor:
+    """[1, D]"""
+    if query.value is None:
+        return embedder.texts([query.words])
+    one = OneFile(query.words, query.value)
+    return embedder.rows(query.modality, one, np.zeros(1, np.int64)).embeds
+
+
+def find(
+    arguments: argparse.Namespace, embedder: Embedder, model: Mapping[str, str], number: int
+) -> None:
+    """Show what is most like the query, and draw it where that is asked for."""
+    query = read_query(arguments.query, embedder.branches)
+    modality = answers_of(query, embedder, arguments.find)
+    embeds, lines, source = _searched(arguments, embedder, model, modality)
+    found = search(embedded_query(query, embedder), embeds, lines, number)
+    show(search_table(query.words, found))
+    if arguments.picture:
+        cells = [_cell(source, modality, line) for line in found]
+        in_rows = [
+            Row(
+                "" if start else query.label,
+                None if start else query.value,
+                cells[start:][:IN_A_ROW],
+            )
+            for start in range(0, len(cells), IN_A_ROW)
+        ]
+        title = f"“{query.label}”, {model['checkpoint']}"
+        if notice := draw_rows(in_rows, title, arguments.picture):
+            print(notice)
+        print(arguments.picture)
+
+
+def _searched(
+    arguments: argparse.Namespace, embedder: Embedder, model: Mapping[str, str], modality: str
+) -> tuple[np.ndarray | Tensor, Sequence[Mapping[str, Any]], Source | None]:
+    """(rows [n, D], the line of each, where they are from if that is needed)."""
+    if arguments.embeddings:
+        embeds, lines, specs = embeddings_of(arguments.embeddings, model, modality)
+        source = None
+        if arguments.val_data or arguments.picture:
+            given = [arguments.val_data] if arguments.val_data else specs
+            source = open_sources(given, pairs=pairs_to_open(embedder.trained), progress=True)
+            if modality != "text":  # a text is as it was written down
+                refuse_other_content_of(arguments.embeddings, lines, source, modality)
+        return embeds, lines, source
+    parts = list(held_out(arguments, embedder.trained).values())
+    source = parts[0].source  # of all parts
+    subset = np.concatenate([part.subset for part in parts])
+    there = subset[~source.lacking(modality)[subset]]
+    if not len(there):
+        raise ValueError(
+            f"--query: no sample of {source.spec} has {modality} to find; give others with "
+            "--val-data, or another modality with --find"
+        )
+    if modality != "text":
+        rows = embedder.rows(modality, source, there)
+        return rows.embeds, [line_of(source, i, modality) for i in rows.sample.tolist()], source
+    texts = [source.captions(i)[0] for i in there.tolist()]
+    lines = [
+        {"index": i, "id": source.identity(i), "where": source.where(i), "text": text}
+        for i, text in zip(there.tolist(), texts)
+    ]
+    return embedder.texts(texts), lines, source
+
+
+def _cell(source: Source, modality: str, line: Mapping[str, Any]) -> Found:
+    value = encoded(source, modality, line["index"])
+    text = line["text"] if "text" in line else caption_of(source, line["index"])
+    return Found(value, text, line["similarity"])
