@@ -41,6 +41,8 @@ class AudioModality(ValueModality):
         self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
     ) -> Loaded:
         loaded = super().load(source, request, seed, memory)
+        if not request.training:  # nothing is counted of it, and a source may have no index
+            return loaded
         seconds = source.column("audio_seconds")[request.index]  # 0 without a sound
         clip = self.features.num_samples / self.features.rate
         counts = {
