@@ -334,9 +334,9 @@ def test_a_model_is_trained_in_a_fork_and_loaded_by_its_library(folders, tmp_pat
     assert not any(torch.equal(before[name], after[name]) for name in projections)
     trained = open_model_folder(run, None, "cpu", False)
     model, processor = ClapModel.from_pretrained(out).eval(), ClapProcessor.from_pretrained(out)
-    given = processor(
-        text=CAPTIONS, audio=tone(SECONDS), sampling_rate=RATE, padding=True, return_tensors="pt"
-    )
+    given = processor.tokenizer(CAPTIONS, padding=True, truncation=True, return_tensors="pt")
+    given = {name: given[name] for name in ("input_ids", "attention_mask")}
+    given |= processor(audio=tone(SECONDS), sampling_rate=RATE, return_tensors="pt")
     with torch.no_grad():
         theirs = model(**given)
     tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
