@@ -164,7 +164,7 @@ def check_answers(run_dir, folder, monkeypatch, capsys):
     assert re.search(r"1\.000[\s│]+91\b", found) and found.count("sounds.jsonl") == 3
     drawn = folder / "found.png"
     found = asked("--query", heard, "--find", "image", "--val-data", sounds, "--picture", drawn)
-    ids = [int(each) for each in re.findall(r"│ +(\d+) │", found)]
+    ids = [int(each) for each in re.findall(r"│ (\d+) +│", found)]
     assert len(ids) == 20 and all(n % 3 for n in ids)  # the others have no image
     assert drawn.stat().st_size > 20_000
     asked("--embeddings", folder / "out", "--val-data", sounds)

@@ -14,7 +14,7 @@ from launch.reporting.reading import RunData
 from launch.tools.drawing import seconds
 
 # of the page, in base64; the queries of further runs are left out, sounds are only drawn
-MOST_PICTURE_BYTES, MOST_SOUND_BYTES = 1_600_000, 300_000
+MOST_PICTURE_BYTES, MOST_SOUND_BYTES = 1_600_000, 400_000
 Runs = Sequence[RunData]
 
 
@@ -114,14 +114,12 @@ def flattened(record: Any, path: str = "") -> dict[str, Any]:
 
 def queries(runs: Runs) -> list[Any]:
     parts: list[Any] = []
-    pictures = sounds = 0
+    pictures = 0
     asked_of = [
         (run, *own) for run in runs for own in (run.queries or {"sets": {}})["sets"].items()
     ]
     for run, name, record in asked_of:
-        samples = record.get("samples", {})
-        samples, heard = _within(samples, MOST_SOUND_BYTES - sounds, "_sound")
-        sounds += heard
+        samples = _heard(record, MOST_SOUND_BYTES // len(asked_of))
         pictures += _size(samples, "picture")
         if pictures > MOST_PICTURE_BYTES:
             parts.append(Text("Further queries are left out, so that the page stays small."))
@@ -149,18 +147,19 @@ def _size(samples: Mapping[str, Any], ending: str) -> int:
     )
 
 
-def _within(
-    samples: Mapping[str, Any], most: int, ending: str
-) -> tuple[dict[str, dict[str, Any]], int]:
-    """The samples, without what has a key that ends so where it would be more than `most`
-    characters; and how many these are."""
-    kept, used = {}, 0
-    for name, sample in samples.items():
-        size = _size({name: sample}, ending)
-        fits = used + size <= most
-        used += size if fits else 0
-        kept[name] = {k: v for k, v in sample.items() if fits or not k.endswith(ending)}
-    return kept, used
+def _heard(record: Mapping[str, Any], most: int) -> dict[str, dict[str, Any]]:
+    """The samples of a set; of the sounds those that fit into `most` characters, the queries
+    first."""
+    samples = dict(record.get("samples", {}))
+    rows = [row for name, asked in record.items() if name != "samples" for row in asked]
+    left = most
+    for name in dict.fromkeys([*(row["query"] for row in rows), *samples]):
+        size = _size({name: samples.get(name, {})}, "_sound")
+        if size > left:
+            samples[name] = {k: v for k, v in samples[name].items() if not k.endswith("_sound")}
+        else:
+            left -= size
+    return samples
 
 
 def _asked(direction: str, query: Mapping[str, Any], samples: Mapping[str, Any]) -> dict[str, Any]:
