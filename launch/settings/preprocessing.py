@@ -69,18 +69,15 @@ def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | No
 
 def describe_pixels(options: Options) -> str:
     """One line for the start of a run; empty where no image weights are given."""
-    if not options.imported and not options.image_weights:
+    weights = options.imported or options.image_weights
+    if not weights:
         return ""
+    flag = "--import" if options.imported else "--image-weights"
     mean, std = (
         ", ".join(f"{value:.4g}" for value in values)
         for values in (options.image_mean, options.image_std)
     )
     line = f"pixels: mean {mean}; std {std}; {options.image_interpolation}; shorter side {options.image_resize}, centre {options.image_size}"
-    weights, flag = (
-        (options.imported, "--import")
-        if options.imported
-        else (options.image_weights, "--image-weights")
-    )
     found = trained_with(weights, options.image_tower)
     used = Preprocessing.from_options(vars(options))
     if found is None:
