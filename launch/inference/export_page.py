@@ -6,7 +6,6 @@ from __future__ import annotations
 from launch.inference.export_code import adapted
 from launch.inference.trained import Trained
 from launch.run.records import FUSION, OPEN_CLIP
-from models.towers.head import learned_scalars
 from models.towers.layers import Tower
 from models.towers.libraries import transformers_image, transformers_text
 from models.towers.libraries.transformers_image import PlacePool
@@ -171,7 +170,7 @@ def export_page(
     folder. `training`: the section about the run; `fusion`: there is a file of it."""
     options, (image, text), pixels = trained.options, trained.towers, trained.preprocessing
     resize = pixels.options(options["image_size"])["image_resize"]
-    bias = " plus `logit_bias`" if "logit_bias" in learned_scalars(image) else ""
+    bias = " plus `logit_bias`" if "logit_bias" in image.specs[-1].template.scalars else ""
     parts = [
         f"# {options['image_tower']} and {options['text_tower']}",
         f"An image–text model: both towers give embeddings of length 1 in {options['embed_dim']} "

@@ -69,16 +69,19 @@ def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | No
 
 def describe_pixels(options: Options) -> str:
     """One line for the start of a run; empty where no image weights are given."""
-    weights = options.imported or options.image_weights
-    if not weights:
+    if not options.imported and not options.image_weights:
         return ""
-    flag = "--import" if options.imported else "--image-weights"
     mean, std = (
         ", ".join(f"{value:.4g}" for value in values)
         for values in (options.image_mean, options.image_std)
     )
     line = f"pixels: mean {mean}; std {std}; {options.image_interpolation}; shorter side {options.image_resize}, centre {options.image_size}"
-    found = trained_with(weights, options.image_tower)
+    weights, flag = (
+        (options.imported, "--import")
+        if options.imported
+        else (options.image_weights, "--image-weights")
+    )
+    found = trained_with(str(weights), options.image_tower)
     used = Preprocessing.from_options(vars(options))
     if found is None:
         hint = f"; {TORCHVISION}" if used.mean == CLIP.mean and not options.imported else ""

@@ -38,7 +38,7 @@ class PlainLoss:
         sides: Sides,
         branch: str,
         mine: Tensor,
-        statistics: None,
+        statistics: Mapping[str, Tensor],
         parameters: Mapping[str, Tensor],
     ) -> Part:
         """What the rows `mine` [b] of a side contribute. Every row has an equal share of half of

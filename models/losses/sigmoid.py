@@ -56,7 +56,7 @@ class Sigmoid:
         sides: Sides,
         branch: str,
         mine: Tensor,
-        statistics: None,
+        statistics: Mapping[str, Tensor],
         parameters: Mapping[str, Tensor],
     ) -> Part:
         """What the rows `mine` [b] of a side contribute."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.towers.fusion import Fusion, FusionSizes, token_projection
-from models.towers.layers import Layer, LayerSpec, Tower, reset
+from models.towers.layers import Layer, LayerSpec, reset
 
 
 class Head(Layer):
@@ -160,12 +160,6 @@ def head(
 ) -> LayerSpec:
     """The head of any other branch, as the last recipe of its tower; it owns the `scalars`."""
     return _spec(branch, embed_dim, lambda: Head(branch, width, embed_dim, scalars, projected))
-
-
-def learned_scalars(tower: Tower) -> Mapping[str, float]:
-    """Names and first values of what the tower's head owns of what the losses learn."""
-    last = tower.specs[-1].template
-    return last.scalars if isinstance(last, Head) else {}
 
 
 def _spec(branch: str, embed_dim: int, make: Callable[[], Head]) -> LayerSpec:

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +27,8 @@ class Layer(nn.Module):
     `canonical_names` maps each local state-dict name to its name in the run: `image.` or `text.` +
     the library's name, or `head.` + ours. The first component is the group whose gradient norm is
     clipped together. `added`: how the local names of tensors begin that the library's model does
-    not have, and how their canonical names do behind the branch. `unsaved_names`: the library's
+    not have, and how their canonical names do behind the branch. `scalars`: of a head, names and
+    first values of what the losses learn and it owns. `unsaved_names`: the library's
     names of buffers that are not part of the state, for layers with a `LibraryModel`.
     """
 
@@ -35,6 +37,7 @@ class Layer(nn.Module):
     drops: tuple[str, ...] = ()
     reads_if_given: tuple[str, ...] = ()
     added: tuple[str, str] | None = None
+    scalars: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self) -> None:
         super().__init__()

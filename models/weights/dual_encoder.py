@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers import ConvNextConfig, Dinov2Config, PreTrainedConfig, VisionTextDualEncoderConfig
 
-from models.towers.head import learned_scalars
 from models.towers.layers import Tower
 from models.towers.libraries.torchvision_by_hand import ARCHITECTURES
 from models.towers.libraries.transformers_image import FAMILIES
@@ -37,7 +36,7 @@ def what_differs(image: Tower, text: Tower) -> list[str]:
     none: it can."""
     no_bias = (
         ["transformers' dual encoder has no logit_bias"]
-        if "logit_bias" in learned_scalars(image)
+        if "logit_bias" in image.specs[-1].template.scalars
         else []
     )
     return towers_differ(image, text) + no_bias

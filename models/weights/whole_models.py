@@ -28,7 +28,6 @@ from transformers import (
     SiglipModel,
 )
 
-from models.towers.head import learned_scalars
 from models.towers.layers import Tower
 from models.towers.libraries.transformers_text import first_position
 from models.weights.dual_encoder import OF_TRANSFORMERS, library_config, same_pairs, scale_pair
@@ -127,7 +126,7 @@ def whole_model_of(image: Tower, text: Tower) -> str | None:
         return None
     towers = tuple((t.config["config"]["model_type"], t.config["pool"]) for t in (image, text))
     projected = image.config.get("projection") != "none"
-    has_bias = "logit_bias" in learned_scalars(image)
+    has_bias = "logit_bias" in image.specs[-1].template.scalars
     for key, kind in WHOLE_MODELS.items():
         if (kind.image, kind.text) == towers and projected == kind.projected != has_bias:
             return key
