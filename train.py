@@ -160,7 +160,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
             source_starts=data.source_starts,
             clock=clock,
         )
-    batching.follow(engine, loading.workers)
+    batching.follow(engine, loading.num_workers)
     loss_weights = LossWeights.of(
         options.section(LossWeightOptions), model.objective, data.held_out
     )
