@@ -418,7 +418,7 @@ def _up_to(items: Iterator, number: int) -> Iterable:
     return [item for _, item in zip(range(number), items)]
 
 
-_FILLING: tuple[Source, Stored, ImageCache]  # of a worker process
+_FILLING: tuple[Source, Stored, SampleCache]  # of a worker process
 
 
 def _start_filling(*what: Any) -> None:

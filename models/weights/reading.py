@@ -254,14 +254,14 @@ def open_model(where: str, *towers: Tower) -> WeightReader:
 
 
 def _of_clap(where: str, source: Source, of_branch: Mapping[str, Tower]) -> Source:
-    towers = [of_branch.get(branch) for branch in ("audio", "text")]
-    if None in towers:
+    audio, text = of_branch.get("audio"), of_branch.get("text")
+    if audio is None or text is None:
         raise ValueError(
             f"--import {where}: holds transformers' ClapModel, whose towers are of sounds and texts; "
             "name both in --pairs, such as audio:text"
         )
     note_scales(where, source)
-    return as_ours(clap_pairs(*towers), source)
+    return as_ours(clap_pairs(audio, text), source)
 
 
 def _of_images(where: str, source: Source, image: Tower, text: Tower) -> Source:
