@@ -160,7 +160,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
             source_starts=data.source_starts,
             clock=clock,
         )
-    batching.follow(engine, loading.workers)
+    batching.follow(engine, loading.num_workers)
     loss_weights = LossWeights.of(
         options.section(LossWeightOptions), model.objective, data.held_out
     )
@@ -215,7 +215,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
             # A loss or gradient that is not finite: the step was skipped. Too many in a row end the
             # run.
             if metrics.bad_step is not None:
-                journal.bad_step(step, metrics, data.source.identity)
+                journal.bad_step(step, metrics.loss, metrics.bad_step, data.source.identity)
                 folder.refuse_more_bad_steps(
                     metrics.bad_steps_in_a_row, block.max_bad_steps, checkpoints.newest
                 )

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from data.index.bad_samples import REASONS, Absent, BadSample
 from data.index.roots import add_root_flag, given_roots, with_roots
-from data.index.sources import Source, open_source
+from data.index.sources import IndexedSource, Source, open_source
 from data.modalities.decoding import decode_bytes, upright_8bit
 from data.modalities.fonts import Font, Fonts, fonts_for, wrapped
 from data.modules import import_modules
@@ -63,7 +63,7 @@ def histogram(values: np.ndarray, bins: int = 8) -> list[tuple[float, float, int
     return [(float(a), float(b), int(n)) for a, b, n in zip(edges, edges[1:], counts)]
 
 
-def report(source: Source, most_bad: int = 10) -> list[Table]:
+def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
     """Tables to print."""
     usable, bad = source.usable(), count_bad(source)
     counts = Table(title=source.spec, title_justify="left", show_header=False)

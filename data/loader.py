@@ -13,7 +13,7 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any
@@ -127,7 +127,7 @@ def micro_batches(
     prefetch: int = 2,
     on_load: Callable[[LoadReport], None] | None = None,
     name: str = "",
-) -> Iterator[dict[str, Tensor] | list[dict[str, Tensor]]]:
+) -> Generator[dict[str, Tensor] | list[dict[str, Tensor]], None, None]:
     """The micro-batches of `requests`, in their order, made in this process (workers 0) or ahead of
     time in others. A list of requests gives the list of their outlines.
 
@@ -211,20 +211,23 @@ class _Carrier(Dataset):
         try:
             if isinstance(request, list):
                 return _Outlines([self.dataset.outline(each) for each in request])
-            return self.dataset.load(request) if self.token is None else self._packed(request)
+            if self.token is None:
+                return self.dataset.load(request)
+            return self._packed(request, self.token)
         except (
             ValueError,
             OSError,
         ) as error:  # what data/ raises; these survive the way between processes
             return _Failure(error, traceback.format_exc())
 
-    def _packed(self, request: MicroBatchRequest) -> tuple[dict[str, Any], LoadReport]:
+    def _packed(self, request: MicroBatchRequest, token: str) -> tuple[dict[str, Any], LoadReport]:
         if self.blocks is None:
-            self.blocks = shared_pixels.Blocks(self.token)
+            self.blocks = shared_pixels.Blocks(token)
+        blocks = self.blocks
         taken: list[shared_pixels.SharedPixels] = []
 
         def memory(num_values: int) -> Tensor:
-            taken.append(self.blocks.take(num_values))
+            taken.append(blocks.take(num_values))
             return taken[0].out
 
         micro_batch, report = self.dataset.load(request, memory)
@@ -240,7 +243,7 @@ class _Carrier(Dataset):
 
 def _unpacked(
     loader: DataLoader, token: str, on_load: Callable[[LoadReport], None] | None, name: str
-) -> Iterator[dict[str, Tensor] | list[dict[str, Tensor]]]:
+) -> Generator[dict[str, Tensor] | list[dict[str, Tensor]], None, None]:
     others = multiprocessing.active_children()
     iterator = iter(loader)
     workers = [child for child in multiprocessing.active_children() if child not in others]
@@ -281,7 +284,7 @@ def _unpacked(
 
 def _dead(
     workers: list[multiprocessing.process.BaseProcess], message: str
-) -> list[tuple[int, int, int | None]]:
+) -> list[tuple[int, int | None, int | None]]:
     """(number, process id, exit code) of the workers that are gone, and of those that `message`
     says are."""
     named = {
@@ -296,7 +299,7 @@ def _dead(
     ]
 
 
-def _obituary(dead: list[tuple[int, int, int | None]], workers: int, name: str) -> str:
+def _obituary(dead: list[tuple[int, int | None, int | None]], workers: int, name: str) -> str:
     of = f" of {name}" if name else ""
     fates = ", ".join(
         f"worker {number} of {workers} (process {pid}) {_fate(code)}" for number, pid, code in dead
@@ -312,7 +315,7 @@ def _fate(code: int | None) -> str:
     if code is not None and code < 0:
         return (
             f"to {signal.Signals(-code).name}"
-            if -code in iter(signal.Signals)
+            if -code in map(int, signal.Signals)
             else f"to signal {-code}"
         )
     return "without a word" if code is None else f"to its own exit with status {code}"

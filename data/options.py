@@ -82,12 +82,11 @@ class DataOptions:
     def from_record(cls, record: Mapping[str, Any]) -> "DataOptions":
         """Of train.py's options by name, as config.json keeps them; others are passed over."""
         known = {field.name: record[field.name] for field in fields(cls) if field.name in record}
-        return cls(
-            **{
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in known.items()
-            }
-        )
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in known.items()
+        }
+        return cls(**values)
 
 
 def compared(given: str) -> tuple[tuple[str, str], ...]:

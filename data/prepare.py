@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -61,7 +62,14 @@ class PreparedData:
         """The first index in `source` of each of several data sets; None: there is one."""
         return self.source.starts if isinstance(self.source, Mixture) else None
 
-    def summary(self) -> dict[str, object]:
+    @property
+    def text_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, where a pair has texts; else ValueError."""
+        if self.tokenizer is None:
+            raise ValueError(f"{self.source.spec}: no pair has texts, so there is no tokenizer")
+        return self.tokenizer
+
+    def summary(self) -> dict[str, Any]:
         return {
             "source": self.source.spec,
             "samples": len(self.source),
@@ -89,7 +97,7 @@ def prepare_data(
     processes share `folder`, one goes first and the others find what it made. Errors: ValueError,
     OSError.
     """
-    building = {
+    building: dict[str, Any] = {
         "workers": workers,
         "progress": progress,
         "check": options.index_check,
@@ -303,4 +311,4 @@ class _Kept:
         )
         shutil.rmtree(self.folder, ignore_errors=True)
         os.replace(beside, self.folder)
-        return self.read()
+        return self.read() or division

@@ -31,7 +31,7 @@ def build_engine(
     config: Mapping[str, Any],
     *,
     layers: Mapping[str, Sequence[DescribesLayer]],
-    build_layer: Callable[[DescribesLayer], nn.Module],
+    build_layer: Callable[[Any], nn.Module],  # from what `layers` hold
     objective: Objective,
     embed_dim: int,
     total_num_steps: int,

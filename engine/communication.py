@@ -88,7 +88,8 @@ class Channel:
         for tensor in tensors.values():
             if tensor.numel():
                 tensor = tensor.detach().to(self.wire).contiguous()
-                message.append((dist.isend(tensor, self.peer, group=self.group), tensor))
+                work = _started(dist.isend(tensor, self.peer, group=self.group))
+                message.append((work, tensor))
                 self.sent_bytes += _bytes(tensor)
         self._in_flight.append(message)
         while len(self._in_flight) > self.SENDS_IN_FLIGHT:
@@ -98,7 +99,7 @@ class Channel:
         """Post the receive of the next message. Messages arrive in the order of their posting."""
         tensors = empty_tensors(known, self.wire)
         works = [
-            dist.irecv(tensor, self.peer, group=self.group)
+            _started(dist.irecv(tensor, self.peer, group=self.group))
             for tensor in tensors.values()
             if tensor.numel()
         ]
@@ -119,6 +120,23 @@ class Channel:
     def _wait_for_oldest(self) -> None:
         for work, _ in self._in_flight.popleft():
             work.wait()
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    """What torch returns for a message. Raises RuntimeError for None: nothing moves then."""
+    if work is None:
+        raise RuntimeError("a message in a process group that this rank is not in")
+    return work
+
+
+def existing(channel: Channel | None) -> Channel:
+    """The channel itself. Raises RuntimeError where the line of this stage ends and has none."""
+    if channel is None:
+        raise RuntimeError(
+            "this stage is at the end of its line, beyond which its schedule sends or receives; "
+            "check `previous` and `next` in the schedule's `steps`"
+        )
+    return channel
 
 
 def signature_of(tensors: Mapping[str, Tensor]) -> Signature:
@@ -209,10 +227,16 @@ class Communicator:
         return group
 
     def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        return dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
+        # on a rank outside the group: torch's GroupMember.NON_GROUP_MEMBER, which is never used
+        group: Any = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
+        return group
 
     def _make_channels(self) -> None:
-        self.activations_in = self.activations_out = self.gradients_in = self.gradients_out = None
+        # with the stage before this one and with the next; None where there is none
+        self.activations_in: Channel | None = None
+        self.activations_out: Channel | None = None
+        self.gradients_in: Channel | None = None
+        self.gradients_out: Channel | None = None
         edges = self.graph.edges()
         if edges:
             # Announcements are read on the host: no device synchronisation for them. One group of
@@ -258,12 +282,13 @@ class Communicator:
 
     def announce(self, signatures: Sequence[Signature]) -> None:
         """Tell the next stage what all messages of a step will be, micro-batch by micro-batch."""
-        dist.send_object_list([signatures], self.activations_out.peer, group=self._host_group)
+        peer = existing(self.activations_out).peer
+        dist.send_object_list([signatures], peer, group=self._host_group)
 
     def announced(self) -> list[Signature]:
         """What the stage before announces."""
         box: list[Any] = [None]
-        dist.recv_object_list(box, self.activations_in.peer, group=self._host_group)
+        dist.recv_object_list(box, existing(self.activations_in).peer, group=self._host_group)
         return box[0]
 
     def drain(self) -> None:
@@ -292,7 +317,8 @@ class Communicator:
         dist.gather_object(value, gathered, dst=0)
         return gathered
 
-    def _wire(self, group: dist.ProcessGroup) -> torch.device:
+    def _wire(self, group: dist.ProcessGroup | None) -> torch.device:
+        """Where the group moves tensors from; None: the group of all ranks."""
         return torch.device("cpu") if dist.get_backend(group) == "gloo" else self.device
 
     def gather_replicas(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
@@ -367,7 +393,7 @@ class Communicator:
 
     def sum_over(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         """Sum over a group (default: all ranks)."""
-        wired = tensor.to(self._wire(group if group is not None else dist.group.WORLD))
+        wired = tensor.to(self._wire(group))
         with self.recorder.span(WAIT):
             dist.all_reduce(wired, group=group)
         members = dist.get_world_size(group)

@@ -27,7 +27,7 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
-from engine.communication import Communicator, Signature, gradients_of, signature_of
+from engine.communication import Communicator, Signature, existing, gradients_of, signature_of
 from engine.loss.exchange import MAX_WEIGHT, gather, meet
 from engine.loss.tail_loss import TailLoss
 from engine.module import Outline, StageModule, layer_seed
@@ -175,6 +175,20 @@ class ForkEngine(PipelineEngine):
             self.comm.start_sum_over_replicas,
             self.place.replicas,
         )
+
+    def _reset_buffers(self) -> None:
+        """Buffers by micro-batch: named tensors that came in, that go out, and the gradients of
+        what went out."""
+        self._inputs: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        self._kept: dict[int, dict[str, Tensor]] = {}  # in host memory, for a second forward
+        self._outputs: dict[int, dict[str, Tensor]] = {}
+        self._output_grads: dict[int, dict[str, Tensor]] = {}
+        self._half_done: dict[int, HeldBackward] = {}
+        # signatures of the activations along both edges, by micro-batch
+        self._received: list[Signature] = []
+        self._sent: list[Signature] = []
+        self._ahead: deque[dict[str, Tensor]] = deque()  # loaded for their shapes
+        self._data_wait_s = 0.0
 
     # -- what the base class asks
 
@@ -324,13 +338,13 @@ class ForkEngine(PipelineEngine):
             raise ValueError(
                 'the weights are not averaged: add "ema": {"decay": 0.9999, "warmup": true} to "branches"'
             )
-        self._exchange_average()
+        self._exchange_average(self.average)
         yield
-        self._exchange_average()
+        self._exchange_average(self.average)
 
-    def _exchange_average(self) -> None:
+    def _exchange_average(self, average: WeightAverage) -> None:
         with self.memory_explained(AVERAGING):
-            self.average.exchange()
+            average.exchange()
             if self.clipping.partitioned:
                 # DeepSpeed: from each rank's slice to all weights of the stage
                 self.optimizer.update_lp_params()
@@ -403,24 +417,11 @@ class ForkEngine(PipelineEngine):
 
     def _post(self, receive: ds_schedule.PipeInstruction) -> None:
         if isinstance(receive, ds_schedule.RecvActivation):
-            self.comm.activations_in.expect(self._received[receive.buffer_id])
+            existing(self.comm.activations_in).expect(self._received[receive.buffer_id])
         else:
-            known = self._sent[receive.buffer_id]
-            self.comm.gradients_in.expect(gradients_of(known, self.objective, self.place.trained))
-
-    def _reset_buffers(self) -> None:
-        """Buffers by micro-batch: named tensors that came in, that go out, and the gradients of
-        what went out."""
-        self._inputs: dict[int, dict[str, Tensor]] = defaultdict(dict)
-        self._kept: dict[int, dict[str, Tensor]] = {}  # in host memory, for a second forward
-        self._outputs: dict[int, dict[str, Tensor]] = {}
-        self._output_grads: dict[int, dict[str, Tensor]] = {}
-        self._half_done: dict[int, HeldBackward] = {}
-        # signatures of the activations along both edges, by micro-batch
-        self._received: list[Signature] = []
-        self._sent: list[Signature] = []
-        self._ahead: deque[dict[str, Tensor]] = deque()  # loaded for their shapes
-        self._data_wait_s = 0.0
+            sent = self._sent[receive.buffer_id]
+            known = gradients_of(sent, self.objective, self.place.trained)
+            existing(self.comm.gradients_in).expect(known)
 
     @property
     def _trainable(self) -> list[nn.Parameter]:
@@ -498,8 +499,8 @@ class ForkEngine(PipelineEngine):
         return tensor.to(self.get_data_types()[0]) if tensor.is_floating_point() else tensor
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
-        received = self.comm.activations_in.receive()
-        trained = self.graph.stages[self.place.previous].trained
+        received = existing(self.comm.activations_in).receive()
+        trained = self.graph.trained_before(self.place)
         for name, tensor in received.items():
             needs = (
                 tensor.is_floating_point()
@@ -564,12 +565,12 @@ class ForkEngine(PipelineEngine):
 
     def _exec_send_activations(self, buffer_id: int) -> None:
         outputs = self._outputs[buffer_id]
-        self.comm.activations_out.send(outputs, self._sent[buffer_id])
+        existing(self.comm.activations_out).send(outputs, self._sent[buffer_id])
         if not any(tensor.requires_grad for tensor in outputs.values()):
             del self._outputs[buffer_id]  # no backward will ask for them
 
     def _exec_recv_grads(self, buffer_id: int) -> None:
-        self._output_grads[buffer_id] = self.comm.gradients_in.receive()
+        self._output_grads[buffer_id] = existing(self.comm.gradients_in).receive()
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
         self._inject(self._differentiable(buffer_id))
@@ -585,8 +586,8 @@ class ForkEngine(PipelineEngine):
         with self._own_backward():
             found = parameter_gradients(held)
         # through autograd, so that DeepSpeed's hooks see these gradients as all others
-        found = [(parameter.view_as(parameter), grad) for parameter, grad in found]
-        self._inject([*held.apart, *found])
+        own = [(parameter.view_as(parameter), grad) for parameter, grad in found]
+        self._inject([*held.apart, *own])
 
     def _differentiable(self, buffer_id: int) -> list[tuple[Tensor, Tensor]]:
         """What was handed on of this micro-batch and needs a gradient, with the gradient that came
@@ -636,7 +637,8 @@ class ForkEngine(PipelineEngine):
 
     def _exec_send_grads(self, buffer_id: int) -> None:
         received = self._inputs.pop(buffer_id)
-        missing = [name for name, tensor in received.items() if tensor.grad is None]
+        grads = {name: t.grad for name, t in received.items() if t.grad is not None}
+        missing = [name for name in received if name not in grads]
         if missing:
             raise RuntimeError(
                 f"{self.place.name}: received {missing} but its layers made no gradient for them; "
@@ -646,9 +648,9 @@ class ForkEngine(PipelineEngine):
         known = gradients_of(
             self._received[buffer_id],
             self.objective,
-            self.graph.stages[self.place.previous].trained,
+            self.graph.trained_before(self.place),
         )
-        self.comm.gradients_out.send({name: received[name].grad for name, _, _ in known}, known)
+        existing(self.comm.gradients_out).send({name: grads[name] for name, _, _ in known}, known)
 
     def _exec_compute_loss(self, buffer_id: int | None = None) -> None:
         """One loss over everything that is waiting here: the global batch, or, with `buffer_id`, a
@@ -700,8 +702,8 @@ class ForkEngine(PipelineEngine):
         `num_micro_batches` is the number on this replica (it may differ between replicas, and be
         0); `measure(own, other, target)` returns a vector that is summed over all own rows. Every
         branch brings a row for every sample; where it is a stand-in, with the index −1 − i, the
-        sample is left out of what the branch is compared with. Raises RuntimeError for rows that are missing or
-        are of other samples, OutOfMemory where an allocation fails.
+        sample is left out of what the branch is compared with. Raises RuntimeError for rows that
+        are missing or are of other samples, OutOfMemory where an allocation fails.
         """
         self.module.eval()
         self.set_dataiterator(data_iter)
@@ -735,9 +737,11 @@ class ForkEngine(PipelineEngine):
                     )
                 directions[f"{branch}_to_{other}"] = self.comm.sum_over(part)
             speaks = self.comm.rank == self.graph.tail(pair.first).ranks[0]
-            counted = (meeting.num_rows, meeting.num_misaligned) if speaks else (0, 0)
+            counted = [0.0, 0.0]
+            if meeting is not None and speaks:
+                counted = [float(meeting.num_rows), float(meeting.num_misaligned)]
             number, misaligned = self.comm.sum_over(
-                torch.tensor([float(value) for value in counted], device=self.device)
+                torch.tensor(counted, device=self.device)
             ).tolist()
             if misaligned:
                 raise RuntimeError(

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import io
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,14 +29,24 @@ from engine.optimizer.parameter_groups import Setting, groups_of_names
 from engine.planning.measured import layer_key
 from engine.topology import Stage, StageGraph
 
+# DeepSpeed's mark of a parameter that every stage has
+IN_ALL_STAGES = "ds_pipe_replicated"
+
+Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
+
 
 class DescribesLayer(Protocol):
     """What the engine needs to know of a layer before it exists: its name, its parameters' shapes by
     their names in the run, and the layer on the meta device."""
 
-    name: str
-    canonical_parameters: Mapping[str, Sequence[int]]
-    template: nn.Module
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def canonical_parameters(self) -> Mapping[str, Sequence[int]]: ...
+
+    @property
+    def template(self) -> nn.Module: ...
 
 
 class StageGrid(PipelineParallelGrid):
@@ -76,7 +87,7 @@ class StageModule(PipelineModule):
         graph: StageGraph,
         rank: int,
         layers: Mapping[str, Sequence[DescribesLayer]],
-        build_layer: Callable[[DescribesLayer], nn.Module],
+        build_layer: Callable[[Any], nn.Module],  # from what `layers` hold
         stage_group: Any,
         seed: int,
         settings: Mapping[str, Setting],
@@ -144,9 +155,10 @@ class StageModule(PipelineModule):
                 compile_layer(layer)
             self.forward_funcs.append(layer)
             self.add_module(spec.name.replace(".", "/"), layer)
+            names: Any = layer.canonical_names  # local name -> name in the run
             for name, parameter in layer.named_parameters():
-                self.canonical_parameters[layer.canonical_names[name]] = parameter
-                parameter.ds_pipe_replicated = False
+                self.canonical_parameters[names[name]] = parameter
+                setattr(parameter, IN_ALL_STAGES, False)
         self._draws = [bool(getattr(layer, "draws", True)) for layer in self.forward_funcs]
 
     def _group_parameters(self, settings: Mapping[str, Setting]) -> None:
@@ -172,7 +184,7 @@ class StageModule(PipelineModule):
             _most_groups(self._graph, self._layers, settings, self._trainable),
         ):
             placeholder = nn.Parameter(torch.zeros(1))
-            placeholder.ds_pipe_replicated = False
+            setattr(placeholder, IN_ALL_STAGES, False)
             self.placeholders.append(placeholder)
             self.parameter_groups.append((Setting(1.0, 0.0, None), [placeholder]))
 
@@ -241,6 +253,11 @@ class StageModule(PipelineModule):
             return self._run(range(start, number), micro_batch, tensors)
         learning = max(start, min(self.num_locked_first, number))
         tensors = self._run(range(start, learning), micro_batch, tensors)
+
+        def contexts(part: range) -> Contexts:
+            """Of the forward, and of the one in the backward."""
+            return contextlib.nullcontext(), self.statistics_untouched(part)
+
         for start in range(learning, number, self.activation_checkpoint_interval):
             part = range(start, min(start + self.activation_checkpoint_interval, number))
             # Not reentrant: exact for inputs without gradient too. The seeds make random state
@@ -252,10 +269,7 @@ class StageModule(PipelineModule):
                 tensors,
                 use_reentrant=False,
                 preserve_rng_state=False,
-                context_fn=lambda part=part: (
-                    contextlib.nullcontext(),
-                    self.statistics_untouched(part),
-                ),
+                context_fn=partial(contexts, part),
             )
         return tensors
 
@@ -328,8 +342,9 @@ def _still_norms(layer: nn.Module) -> list[nn.Module]:
 def learned_parameters(spec: DescribesLayer) -> list[str]:
     """The canonical names of the parameters that learn where the layer does: all, or those that its
     template leaves trainable (adapters)."""
+    names: Any = spec.template.canonical_names  # local name -> name in the run
     still = {
-        spec.template.canonical_names[local]
+        names[local]
         for local, parameter in spec.template.named_parameters()
         if not parameter.requires_grad
     }

@@ -41,6 +41,7 @@ a new schedule is a class that is added to `SCHEDULES` (`examples/schedule.py`).
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
@@ -114,7 +115,8 @@ def receives_to_post(program: Sequence[PipeInstruction]) -> list[list[PipeInstru
     return posts
 
 
-class StageSchedule(PipeSchedule):
+# PipeSchedule is an ABC already; mypy, which does not read DeepSpeed, has to see it here
+class StageSchedule(PipeSchedule, ABC):
     """The instructions of one stage for one global batch of `num_micro_batches` micro-batches.
 
     A subclass writes `steps`, which yields lists of instructions. `num_kept`: how many

@@ -111,6 +111,11 @@ class StageGraph:
         """The stage where the micro-batches of `branch` enter the pipeline."""
         return next(stage for stage in self.stages if branch in stage.loads)
 
+    def trained_before(self, own: Stage) -> tuple[str, ...]:
+        """Branches whose tensors need gradients where the stage before `own` sends them; none
+        where there is no such stage."""
+        return () if own.previous is None else self.stages[own.previous].trained
+
     @cached_property
     def tails(self) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if stage.is_tail)

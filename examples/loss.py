@@ -7,13 +7,17 @@ Wang & Isola 2020, "Understanding contrastive representation learning through al
 uniformity on the hypersphere".
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from models.losses import LOSSES, PlainLoss
 
 
-def alignment_and_uniformity(first: Tensor, second: Tensor, scalars: dict[str, Tensor]) -> Tensor:
+def alignment_and_uniformity(
+    first: Tensor, second: Tensor, scalars: Mapping[str, Tensor]
+) -> Tensor:
     """`first`, `second` [B, D], rows of length 1, row i of one belongs to row i of the other;
     `scalars`: what the loss learns, none here. Each rank that holds embeddings of the pair computes
     the whole of it, B × B distances."""

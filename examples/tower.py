@@ -48,8 +48,9 @@ def mixer(name: str, image_size: int) -> Tower:
     given = parse_overrides(name, split_name(name)[1], {"width": int, "depth": int})
     width, depth = given.get("width", 64), given.get("depth", 2)
     with torch.device("meta"):
-        model = nn.Sequential(Patches(width), *(Block(width) for _ in range(depth)), Pool())
-    specs = cut("image", model, [(f"layer{i}", layer) for i, layer in enumerate(model)], reset)
+        layers: list[Layer] = [Patches(width), *(Block(width) for _ in range(depth)), Pool()]
+    named = [(f"layer{i}", layer) for i, layer in enumerate(layers)]
+    specs = cut("image", nn.Sequential(*layers), named, reset)
     return Tower("image", name, width, specs, {"image_size": image_size, "depth": depth})
 
 

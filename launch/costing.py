@@ -186,7 +186,7 @@ def _loading(
         sample_s = {b: _sample_s(data, inputs, loading, b) for b in inputs.branches}
     return Loading(
         from_first_rank(sample_s),
-        loading.workers,
+        loading.num_workers,
         len(os.sched_getaffinity(0)),
         shared=processes.device.type == "cpu",
     )
@@ -199,7 +199,7 @@ def _sample_s(
     one."""
     dataset = micro_batch_dataset(data, data.source, inputs, {branch}, sample_cache(loading))
     index = np.random.default_rng(inputs.seed).choice(data.train, SAMPLES_LOADED)
-    seconds = []
+    seconds: list[float] = []
     while len(seconds) < 2 or (len(seconds) < LOADED and sum(seconds) < LOADING_BUDGET_S):
         request = MicroBatchRequest(
             len(seconds), 0, index, np.arange(SAMPLES_LOADED), training=True
@@ -269,7 +269,7 @@ def _example(
 def _text_lengths(data: PreparedData, inputs: InputOptions) -> np.ndarray:
     """Tokens of the first training samples' texts, at most those that the tower takes."""
     first = [(data.source.captions(int(i)) or [""])[0] for i in data.train[:EXAMPLE_TEXTS]]
-    encoded = data.tokenizer(
+    encoded = data.text_tokenizer(
         first, truncation=True, max_length=inputs.max_text_tokens, padding=False
     )["input_ids"]
     return np.array([len(tokens) for tokens in encoded])
@@ -277,7 +277,8 @@ def _text_lengths(data: PreparedData, inputs: InputOptions) -> np.ndarray:
 
 def _example_pairs(towers: Sequence[Tower], size: int) -> dict[str, Tensor]:
     """Of `size` texts, as long as they can be."""
+    image, text = towers
     return {
         name: torch.ones(t.shape, dtype=t.dtype) if name == "text_mask" else torch.randn(t.shape)
-        for name, t in pair_inputs(*towers, size).items()
+        for name, t in pair_inputs(image, text, size).items()
     }

@@ -33,7 +33,9 @@ def estimated_costs(
     }
     pairs = None
     if "fusion" in towers[0].config:
-        (pairs,) = estimated_layers([describe_pairs(*towers, BYTES[precision])], device, precision)
+        image, text = towers
+        counted = describe_pairs(image, text, BYTES[precision])
+        (pairs,) = estimated_layers([counted], device, precision)
     machine = estimated_machine(device, precision)
     if memory_bytes is not None:
         machine = replace(machine, memory_bytes=memory_bytes)

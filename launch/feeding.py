@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,13 @@ class LoadingOptions:
     cache: str  # "off", "auto", or a folder
     cache_limit: float  # GiB
     max_bad_fraction: float
+
+    @property
+    def num_workers(self) -> int:
+        """Of a rank, after `share_cores`."""
+        if isinstance(self.workers, str):
+            raise ValueError(f"--workers {self.workers} is not settled; call share_cores first")
+        return self.workers
 
 
 class Feeding:
@@ -81,7 +88,7 @@ class Feeding:
 
     def training(
         self, start_step: int, stop_step: int
-    ) -> Iterator[dict[str, Tensor] | list[dict[str, Tensor]]] | None:
+    ) -> Generator[dict[str, Tensor] | list[dict[str, Tensor]], None, None] | None:
         """This rank's micro-batches for the steps start_step..stop_step-1, those of each step behind
         their outlines where a next stage waits for them; None where nothing enters."""
         if not self.modalities:
@@ -103,7 +110,7 @@ class Feeding:
         return micro_batches(
             self._dataset(self.data.source),
             requests,
-            self.loading.workers,
+            self.loading.num_workers,
             self.pin_memory,
             on_load=on_load,
             name=self.name,
@@ -116,11 +123,11 @@ class Feeding:
 
     def held_out(
         self, source: Source, requests: list[MicroBatchRequest]
-    ) -> Iterator[dict[str, Tensor] | list[dict[str, Tensor]]] | None:
+    ) -> Generator[dict[str, Tensor] | list[dict[str, Tensor]], None, None] | None:
         """This rank's micro-batches of a held-out set; None where nothing enters."""
         if not self.modalities:
             return None
-        workers = self.loading.workers if len(requests) >= WORTH_WORKERS else 0
+        workers = self.loading.num_workers if len(requests) >= WORTH_WORKERS else 0
         on_load = partial(self._note, source, False)
         return micro_batches(
             self._dataset(source),

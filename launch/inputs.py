@@ -70,9 +70,11 @@ def modality(
         return MODALITIES[name].load()
     if name == "text":
         return TextModality(
-            data.tokenizer, options.max_text_tokens, data.length_multiple, languages
+            data.text_tokenizer, options.max_text_tokens, data.length_multiple, languages
         )
     if name == "audio":
+        if options.audio_tower is None or options.audio_size is None:
+            raise ValueError("a pair with audio needs --audio-tower and --audio-size")
         features = audio_features(
             options.audio_tower,
             options.audio_seconds,

@@ -134,11 +134,11 @@ class RunModel:
     def refuse_sizes(self, image_buckets: int, image_sizes: Sequence[int] | None) -> None:
         """Raise ValueError where images of several sizes are asked for (--image-buckets, the bounds
         `branches.balance.image_size`) and the image tower takes one."""
-        asked = {
+        several = {
             "--image-buckets": image_buckets > 1,
             "branches.balance.image_size": image_sizes is not None,
         }
-        asked = [name for name, several in asked.items() if several]
+        asked = [name for name, is_asked in several.items() if is_asked]
         images = [tower for tower in self.towers if tower.branch == "image"]
         if asked and images and not takes_other_sizes(images[0]):
             raise ValueError(

@@ -38,7 +38,8 @@ class Trends:
 
     @classmethod
     def start(cls, number: int) -> Trends:
-        return cls((1.0,) * number, *((0.0,) * number for _ in range(3)), (0,) * number)
+        nothing = (0.0,) * number
+        return cls((1.0,) * number, nothing, nothing, nothing, (0,) * number)
 
 
 @dataclass(frozen=True)

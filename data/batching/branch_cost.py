@@ -42,7 +42,7 @@ class BranchCost:
     def coefficients(self) -> tuple[float, float, float, float]:
         return self.fixed_s, self.per_sample_s, self.per_token_s, self.per_token_squared_s
 
-    def of_sample(self, lengths: np.ndarray) -> np.ndarray:
+    def of_sample(self, lengths: np.ndarray | int) -> np.ndarray:
         """Seconds that a sample adds to a micro-batch padded to its length."""
         lengths = np.asarray(lengths, dtype=np.float64)
         return self.per_sample_s + lengths * (self.per_token_s + lengths * self.per_token_squared_s)
@@ -53,7 +53,10 @@ class BranchCost:
 
 
 def fit_branch_cost(
-    num_samples: Sequence[int], lengths: Sequence[int], seconds: Sequence[float], version: int = 0
+    num_samples: Sequence[int] | np.ndarray,
+    lengths: Sequence[int] | np.ndarray,
+    seconds: Sequence[float] | np.ndarray,
+    version: int = 0,
 ) -> BranchCost:
     """The cost that measured micro-batches speak for: coefficients >= 0, errors relative to what is
     predicted, outliers held off.
@@ -94,10 +97,10 @@ def smoothed(old: BranchCost, new: BranchCost, weight: float = 0.3) -> BranchCos
         raise ValueError(
             f"weight {weight}: more than 0 (nothing would be learned) and at most 1 is needed"
         )
-    mixed = (
+    fixed, per_sample, per_token, per_token_squared = (
         float((1 - weight) * a + weight * b) for a, b in zip(old.coefficients, new.coefficients)
     )
-    return BranchCost(*mixed, version=old.version + 1)
+    return BranchCost(fixed, per_sample, per_token, per_token_squared, old.version + 1)
 
 
 def _non_negative_least_squares(columns: np.ndarray, weights: np.ndarray) -> np.ndarray:

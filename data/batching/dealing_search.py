@@ -63,7 +63,8 @@ class Task:
 
 def best_deal(task: Task) -> list[list[np.ndarray]] | None:
     """[replica][micro-batch] -> sorted positions: the fastest deal found. None: none is allowed."""
-    best_time, best, tried = float("inf"), None, []
+    best_time, best = float("inf"), None
+    tried: list[int] = []
     for least_time, number, least_sum in _numbers(task):
         if len(tried) == NUMBERS or NEAR * least_time >= 1000 * best_time:
             break

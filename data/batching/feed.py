@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 SMOOTHING = 0.5  # weight of a new measurement in the mean of all since the last move
 CONFIRMATIONS = 3  # measurements in a row that must ask for a move
@@ -139,14 +140,15 @@ def adjust(
     if moved is not None:
         name, value = moved
         reason = f"{name} {_said(getattr(feed_rates, name))} -> {_said(value)}: {seen}"
-        return Observations(), replace(feed_rates, **{name: value}), reason
-    reason = (
+        changed: dict[str, Any] = {name: value}
+        return Observations(), replace(feed_rates, **changed), reason
+    bound = (
         None
         if observations.at_bound
         else f"bound reached: {seen}, and no feed rate improves it within "
         f"{_ranges(feed_rates, ladders)}"
     )
-    return replace(observations, at_bound=True), feed_rates, reason
+    return replace(observations, at_bound=True), feed_rates, bound
 
 
 def _waiting(busy_s: Mapping[str, float]) -> float:
@@ -207,6 +209,7 @@ def scaled_size(
 ) -> tuple[int, int]:
     """(H, W) of a bucket made for `full_size`, at `image_size`: both sides scaled alike, to
     multiples of what the tower asks for."""
-    return tuple(
+    height, width = (
         max(multiple, round(side * image_size / full_size / multiple) * multiple) for side in size
     )
+    return height, width

@@ -82,8 +82,8 @@ class Mixture:
 
     def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
         for number, source in enumerate(self.sources):
-            for identity, *rest in source.bad_samples():
-                yield f"{number}/{identity}", *rest
+            for identity, where, reason, detail in source.bad_samples():
+                yield f"{number}/{identity}", where, reason, detail
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -142,9 +142,9 @@ def mixed(parts: Parts, temperature: float = 1.0, floors: Sequence[float] | None
     """
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature {temperature}: a number above 0 is needed")
-    floors = np.zeros(len(parts)) if floors is None else np.asarray(floors, np.float64)
+    least = np.zeros(len(parts)) if floors is None else np.asarray(floors, np.float64)
     sizes = np.array([count * weight for count, weight in parts])
-    for number, ((count, weight), floor) in enumerate(zip(parts, floors, strict=True), 1):
+    for number, ((count, weight), floor) in enumerate(zip(parts, least, strict=True), 1):
         if floor > 0 and not count * weight:
             why = "no training samples" if not count else "weight 0"
             raise ValueError(
@@ -153,7 +153,7 @@ def mixed(parts: Parts, temperature: float = 1.0, floors: Sequence[float] | None
             )
     if not sizes.any():
         return parts
-    shares = raised_to_floors(_shares(sizes, temperature), floors)
+    shares = raised_to_floors(_shares(sizes, temperature), least)
     if not np.array_equal(shares, sizes / sizes.sum()):
         parts = _visited(parts, _whole(shares, sum(round(size) for size in sizes)))
     for number, ((count, weight), size) in enumerate(zip(parts, sizes), 1):

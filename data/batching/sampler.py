@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -249,7 +248,8 @@ class GlobalOrder:
         return places[within - first :]
 
 
-class TextRows(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class TextRows:
     """Texts [t], all int64: their samples in the source, their positions 0..c·G-1, their weights in
     millionths (None: all the same)."""
 
@@ -351,7 +351,8 @@ def training_requests(
         number = batch.setting.num_micro_batches[branch]
         weights = None if weights_of is None else weights_of(batch.indices)  # [G]
         nothing = np.zeros(0, dtype=np.int64)
-        samples, texts = [(nothing, None)] * number, [None] * number
+        samples: list[tuple[np.ndarray, tuple[int, int] | None]] = [(nothing, None)] * number
+        texts: list[TextRows | None] = [None] * number
         for dealer in dealers:
             own = dealer.shares(batch, replicas, number)[replica * number : (replica + 1) * number]
             if dealer.deals_texts:
@@ -499,7 +500,7 @@ def _held(mixes: Mixes, epochs: int) -> list[tuple[int, Parts]]:
     """For how many of the first `epochs` epochs there are which parts, in their order."""
     ends = [*(start for start, _ in mixes[1:]), math.inf]
     return [
-        (min(end, epochs) - start, parts)
+        (int(min(end, epochs)) - start, parts)
         for (start, parts), end in zip(mixes, ends)
         if start < epochs
     ]

@@ -38,6 +38,8 @@ def sample_weights(
     `audio`: a, b and c, >= 0; with `audio` > 0 the `seconds` are needed."""
     total = image * _of_mean_one(complexity) + text * _of_mean_one(length)
     if audio:
+        if seconds is None:
+            raise ValueError("sounds cannot be weighed without their seconds")
         total = total + audio * _of_mean_one(seconds)
     return _of_mean_one(total)
 

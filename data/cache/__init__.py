@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -417,10 +418,10 @@ def _up_to(items: Iterator, number: int) -> Iterable:
     return [item for _, item in zip(range(number), items)]
 
 
-_FILLING: tuple | None = None
+_FILLING: tuple[Source, Stored, SampleCache]  # of a worker process
 
 
-def _start_filling(*what) -> None:
+def _start_filling(*what: Any) -> None:
     global _FILLING
     end_with_parent()
     _FILLING = what

@@ -5,6 +5,7 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 from data.formats.rows import (
     Format,
@@ -179,7 +180,7 @@ class KarpathyFormat(Format):
                 row.problem = problem
             yield row
 
-    def _fill(self, row: Row, image: object) -> None:
+    def _fill(self, row: Row, image: Any) -> None:
         sentences = image.get("sentences") if isinstance(image, dict) else None
         if not isinstance(sentences, list) or "filename" not in image:
             raise BadSample(

@@ -84,11 +84,12 @@ class JsonlFormat(Format):
     @cached_property
     def _languages(self) -> dict[int, str | int]:
         """Of the lines that say it: read when the first is asked for, from the whole file."""
-        found = {}
+        found: dict[int, str | int] = {}
         for (number, line), _, _ in self._lines():
             if b'"language"' in line:
                 with contextlib.suppress(BadSample):
-                    found[number] = checked_language(_fields(line).get("language"))
+                    language = checked_language(_fields(line).get("language"))
+                    found |= {} if language is None else {number: language}
         return found
 
     def __getstate__(self) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class ParquetFormat(Format):
         self.id = self._optional(where, schema, "id", options, ("id",))
         columns = {"image": self.image, "text": self.text, "audio": self.audio}
         self.holds = tuple(key for key, column in columns.items() if column is not None)
-        kinds = {
+        kinds: dict[str | None, str] = {
             column: _stored_as(schema, column, f"data spec 'parquet:{where}'")
             for column in (self.image, self.audio)
             if column is not None
@@ -90,7 +90,7 @@ class ParquetFormat(Format):
         self.audio_is_files = kinds.get(self.audio) == "path"
         self.spec = f"parquet:{absolute_pattern(pattern)}?{self.image}&{self.text}&{self.id}"
         self.spec += "" if self.audio is None else f"&{self.audio}"
-        paths = [column for column, kind in kinds.items() if kind == "path"]
+        paths = [column for column, kind in kinds.items() if column and kind == "path"]
         if paths:
             self.roots = Roots.of(_one_folder(where, names, paths[0]), more)
             self.spec += self.roots.options()
@@ -243,7 +243,7 @@ class ParquetFormat(Format):
             content = self._bytes(sound, self.audio)
             row.audio = AudioFile("", "", row.offset, len(content), mtime_ns, content)
 
-    def _bytes(self, given: Any, column: str) -> bytes:
+    def _bytes(self, given: Any, column: str | None) -> bytes:
         """Of a column with the bytes, or with the structure {bytes, path}."""
         if isinstance(given, dict):
             given = given.get("bytes")
@@ -267,7 +267,7 @@ class ParquetFormat(Format):
             return super().audio_bytes(file, path, offset, size, number)
         return self._read(self._opened_audio, self.audio, file, offset)
 
-    def _read(self, opened: "_Opened", column: str, file: str, row: int) -> bytes:
+    def _read(self, opened: "_Opened", column: str | None, file: str, row: int) -> bytes:
         try:
             return self._bytes(opened.value(file, row), column)
         except (pa.ArrowException, OSError) as error:
@@ -307,7 +307,8 @@ def _one_folder(where: str, names: list[str], column: str) -> str:
 class _Opened:
     """Files of one process, and of one column the last row group."""
 
-    def __init__(self, column: str) -> None:
+    def __init__(self, column: str | None) -> None:
+        """`column`: None where only the rows are counted."""
         self._column = column
         self._bounds: dict[str, list[int]] = {}
         self._file: tuple[str, pq.ParquetFile] | None = None

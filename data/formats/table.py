@@ -101,7 +101,8 @@ class TableFormat(Format):
     @cached_property
     def _languages(self) -> dict[int, str]:
         """Of the rows that say it: read when the first is asked for, from the whole file."""
-        at, found = self.language_position, {}
+        at = self.language_position
+        found: dict[int, str] = {}
         if at is None:
             return found
         for (number, fields), _, _ in self._lines():
@@ -143,7 +144,8 @@ class TableFormat(Format):
                         return
                     except csv.Error as error:
                         fields = _problem(error)
-                    read = file.buffer.tell()
+                    # a file's buffer; typeshed knows only what any buffer has
+                    read = file.buffer.tell()  # type: ignore[attr-defined]
                     if fields and not header:
                         size = sum(map(len, fields)) if isinstance(fields, list) else 0
                         yield (start, fields), size, read - position
@@ -171,19 +173,19 @@ class TableFormat(Format):
                 f"{given}, but {', '.join(self.columns[key] for key in self.positions)} are "
                 "further on",
             )
-        given = {
+        values = {
             key: fields[position].replace(NUL, "\0") for key, position in self.positions.items()
         }
-        row.id = checked_id(given.get("id"), row.id)
+        row.id = checked_id(values.get("id"), row.id)
         self.fill(
             row,
             {
-                "text": lambda: _take_text(row, given),
+                "text": lambda: _take_text(row, values),
                 "image": lambda: _take_image(
-                    row, self.roots, given, strict=self.pairs == DEFAULT_PAIRS
+                    row, self.roots, values, strict=self.pairs == DEFAULT_PAIRS
                 ),
                 # an empty field is how a table says that there is none
-                "audio": lambda: place_audio(row, self.roots, given.get("audio") or None),
+                "audio": lambda: place_audio(row, self.roots, values.get("audio") or None),
             },
         )
 

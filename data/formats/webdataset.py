@@ -201,7 +201,8 @@ class _Shard:
     def groups(self) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
         """Neighbouring members with one key: the key, and ending -> member. Groups of other
         endings are passed over."""
-        key, members = None, {}
+        key = ""
+        members: dict[str, tarfile.TarInfo] = {}
         for member in self._members():
             found = None if OF_THE_ARCHIVE.match(member.name) else KEY_AND_ENDING.match(member.name)
             if not found:
@@ -223,7 +224,8 @@ class _Shard:
                 fileobj=self._file, errorlevel=1, encoding="utf-8", errors="surrogateescape"
             )
             while (member := tar.next()) is not None:
-                tar.members.clear()  # it keeps them all, for access by name
+                # it keeps them all, for access by name; typeshed does not know the list
+                tar.members.clear()  # type: ignore[attr-defined]
                 if member.isreg() and not member.issparse():
                     if member.offset_data + member.size > self._size:
                         self.fault = f"cut off at byte {self._size} within '{_shown(member.name)}', which needs {member.offset_data + member.size}"

@@ -275,7 +275,7 @@ def _start_method() -> multiprocessing.context.BaseContext:
     )
 
 
-_work: _Work | None = None  # of a worker process
+_work: _Work  # of a worker process
 
 
 def _start_worker(work: _Work) -> None:
@@ -343,9 +343,9 @@ def _record(
     if problem is None and not any(
         first not in lacks and second not in lacks for first, second in work.format.pairs
     ):
-        wrong = [lacks[name] for name in work.format.modalities if name in lacks]
+        problems = [lacks[name] for name in work.format.modalities if name in lacks]
         # a file that is broken says more than one that was never there
-        problem = min(wrong, key=lambda each: each.reason == "no-value")
+        problem = min(problems, key=lambda each: each.reason == "no-value")
     if problem is not lacks.get("image"):
         key = 0  # the row does not tell what is wrong with the image, so it is read again
     return {
@@ -494,7 +494,7 @@ def _write(
 
 
 def _batches(build: Path, part: _Done, old: Index | None) -> Iterator[pa.RecordBatch]:
-    if part.start >= 0:
+    if part.start >= 0 and old is not None:
         for start in range(part.start, part.start + part.rows, ROWS_AT_ONCE):
             yield _without_duplicates(
                 old.slice(start, min(ROWS_AT_ONCE, part.start + part.rows - start))
@@ -631,7 +631,7 @@ class _Buffers:
         if name not in self._ends:
             self._ends[name] = 0
             self._put(f"{name}.offsets", np.zeros(1, np.int64))
-        if first == last:
+        if first == last or buffer is None:
             return 0, 0
         offsets = np.frombuffer(buffer, np.int64)[first : last + 1]
         self._put(f"{name}.offsets", offsets[1:] - offsets[0] + self._ends[name])

@@ -44,12 +44,12 @@ def find_leaks(
     found, left = [], np.ones(len(train_subset), bool)
     kinds = ["content", "audio", "id"] + (["near"] if near_bits is not None else [])
     for kind in kinds:
-        if kind == "near":
-            hashes = (
+        if kind == "near" and near_bits is not None:
+            trained_on, kept_back = (
                 source.column("perceptual_hash")[subset]
                 for source, subset in ((train, train_subset), (held_out, held_out_subset))
             )
-            own, other = _near(*hashes, near_bits)
+            own, other = _near(trained_on, kept_back, near_bits)
         else:
             own, other = _equal(
                 train.keys(kind)[train_subset], held_out.keys(kind)[held_out_subset]

@@ -199,9 +199,8 @@ class IndexedSource:
 
     def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
         bad = self.column("bad")
-        for i in np.flatnonzero(
-            bad
-        ):  # a numpy integer each: nothing of the size of the data set is made
+        # one number after the other: no list of the size of the data set is made
+        for i in map(int, np.flatnonzero(bad)):
             yield (
                 self.identity(i),
                 self.where(i),
@@ -289,7 +288,7 @@ def open_format(spec: str, pairs: Pairs = DEFAULT_PAIRS) -> Format:
         )
         if not format.pairs:
             raise ValueError(
-                f"data spec '{spec}': it holds {' and '.join(format.holds)}, and --pairs compares "
+                f"data spec '{spec}': it holds {' and '.join(format.holds or ())}, and --pairs compares "
                 f"{', '.join(map(':'.join, pairs))}; give data of the modalities of a pair, such "
                 "as python:MODULE:NAME, or other --pairs"
             )
@@ -306,7 +305,10 @@ def open_source(spec: str, pairs: Pairs = DEFAULT_PAIRS, **building: Any) -> Ind
     without a usable sample, OSError (FileNotFoundError) for files.
     """
     format = open_format(spec, pairs)
-    kinds = {DemoFormat: DemoSource, VoicesFormat: VoicesSource}
+    kinds: dict[type, type[IndexedSource]] = {
+        DemoFormat: DemoSource,
+        VoicesFormat: VoicesSource,
+    }
     source = kinds.get(type(format), IndexedSource)(
         "demo" if spec in ("demo:", "demo:en") else spec, format, load_index(format, **building)
     )

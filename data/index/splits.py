@@ -66,7 +66,9 @@ def split_source(
     free = np.ones(len(everything), dtype=bool)
     held_out = {}
     for name in names:
-        whole = concept_groups(source, everything, groups) if name == "family" else groups
+        whole = groups
+        if name == "family" and isinstance(source, ConceptSource):
+            whole = concept_groups(source, everything, groups)
         chosen = _draw(whole, free, wanted, rng)
         free &= ~chosen
         held_out[name] = everything[chosen]

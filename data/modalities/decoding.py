@@ -60,7 +60,7 @@ def decode_bytes(
         raise BadSample("empty-file", "0 bytes")
     try:
         image = _opened(data)
-        check_size(*image.size, pixel_limit)
+        check_size(image.width, image.height, pixel_limit)
         if (
             at_least is not None and image.format == "JPEG"
         ):  # asking a PNG how it lies decodes it, and hides what is wrong with it
@@ -69,9 +69,8 @@ def decode_bytes(
                 None, (height, width) if _orientation(image) in SIDES_SWAPPED else (width, height)
             )
         image.load()
-        check_size(
-            *image.size, pixel_limit
-        )  # the first frame of an animation may reach beyond what the header says
+        # the first frame of an animation may reach beyond what the header says
+        check_size(image.width, image.height, pixel_limit)
         return image
     except (BadSample, MemoryError):
         raise
@@ -166,7 +165,7 @@ def _opened(data: bytes) -> Image.Image:
     prefix = data[:16]
     for name in FORMATS:
         opens, accepts = Image.OPEN[name]
-        accepted = accepts(prefix)
+        accepted = accepts is not None and accepts(prefix)
         if accepted and not isinstance(
             accepted, str
         ):  # a text says what is missing here to read it

@@ -206,7 +206,8 @@ def wrapped(text: str, most_lines: int, fits: Callable[[str], bool]) -> list[str
 
     Where more than `most_lines` are needed the last one ends in "…".
     """
-    lines, left = [], " ".join(text.split())
+    lines: list[str] = []
+    left = " ".join(text.split())
     while left and len(lines) < most_lines:
         end = next((n for n in range(1, len(left)) if not fits(left[: n + 1])), len(left))
         end = next((n for n in range(end, 0, -1) if _may_break(left, n)), end)

@@ -60,11 +60,8 @@ class ImageModality(Modality):
         images: list[np.ndarray | None] = []
         bad, absent = [], []
         for i in request.index.tolist():
-            generator = (
-                np.random.default_rng([seed, request.epoch, i, AUGMENTATION])
-                if request.training
-                else None
-            )
+            # a transform of evaluation draws nothing
+            generator = np.random.default_rng([seed, request.epoch, i, AUGMENTATION])
             try:
                 images.append(transform(self._stored(source, transform, i), generator))
             except Absent:
@@ -73,13 +70,11 @@ class ImageModality(Modality):
             except BadSample as error:
                 images.append(None)
                 bad.append((i, error.reason, f"{source.where(i)}: {error.detail}"))
-        images = shown(
-            images, lambda: np.full((*transform.size, 3), GREY, np.uint8)
-        )  # b times uint8 [H, W, 3]
-        out = memory and memory(sum(image.size for image in images))
-        tensors = {"pixel_values": normalised(images, out, self.transform_eval.preprocessing)}
-        if self._keeps_some(request):
-            tensors["kept_patches"] = self._kept_patches(request, seed, images[0].shape[:2])
+        # b times uint8 [H, W, 3]
+        pixels = shown(images, lambda: np.full((*transform.size, 3), GREY, np.uint8))
+        out = memory and memory(sum(image.size for image in pixels))
+        tensors = {"pixel_values": normalised(pixels, out, self.transform_eval.preprocessing)}
+        tensors |= self._kept_patches(request, seed, transform.size)
         return Loaded(
             tensors,
             request.position,
@@ -93,12 +88,8 @@ class ImageModality(Modality):
     def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         size = self._transform(request).size
         tensors = {"pixel_values": torch.empty(len(request.index), 3, *size, device="meta")}
-        if self._keeps_some(request):
-            tensors["kept_patches"] = self._kept_patches(request, seed, size)
+        tensors |= self._kept_patches(request, seed, size)
         return Loaded(tensors, request.position, request.index, request.weight)
-
-    def _keeps_some(self, request: MicroBatchRequest) -> bool:
-        return request.feed_rates.kept_patches < 1 and self.patch_size is not None
 
     def _transform(self, request: MicroBatchRequest) -> ImageTransform:
         transform = self.transform_train if request.training else self.transform_eval
@@ -117,14 +108,15 @@ class ImageModality(Modality):
             source.content_hash(i), transform.stored, lambda: source.image_bytes(i)
         )
 
-    def _kept_patches(self, request: MicroBatchRequest, seed: int, size: tuple[int, int]) -> Tensor:
+    def _kept_patches(
+        self, request: MicroBatchRequest, seed: int, size: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        """`kept_patches`, where some are left out."""
+        if request.feed_rates.kept_patches >= 1 or self.patch_size is None:
+            return {}
         patches = (size[0] // self.patch_size) * (size[1] // self.patch_size)
         kept = kept_number(patches, request.feed_rates.kept_patches)
-        return torch.from_numpy(
-            np.stack(
-                [
-                    patch_numbers(seed, request.epoch, i, patches, kept)
-                    for i in request.index.tolist()
-                ]
-            )
+        numbers = np.stack(
+            [patch_numbers(seed, request.epoch, i, patches, kept) for i in request.index.tolist()]
         )
+        return {"kept_patches": torch.from_numpy(numbers)}

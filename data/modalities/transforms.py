@@ -14,7 +14,7 @@ sample.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ class Stored:
     def of(self, image: Image.Image) -> np.ndarray:
         """The same of a decoded image, of any mode."""
         image = upright_8bit(image)
-        if image.mode == "RGBA" and image.getextrema()[3][0] == 255:
+        if image.mode == "RGBA" and image.getchannel("A").getextrema()[0] == 255:
             image = image.convert("RGB")
         larger = min(image.height / self.size[0], image.width / self.size[1])
         if larger <= KEPT:
@@ -130,7 +130,7 @@ class StoredWhole(Stored):
     """Phase A of evaluation, for `transform`: the file is decoded at its full size, and resized once,
     from there to what the centre is cropped of. Always uint8 [h, w, 3]."""
 
-    transform: "EvalTransform | None" = None
+    transform: "EvalTransform" = field(kw_only=True)
 
     def __call__(self, data: bytes) -> np.ndarray:
         return self.of(decode_bytes(data))
@@ -161,7 +161,9 @@ class EvalTransform:
     @property
     def stored(self) -> Stored:
         shared = _stored(self.size, self.preprocessing)
-        return StoredWhole(shared.size, shared.interpolation, self) if self.whole else shared
+        return (
+            StoredWhole(shared.size, shared.interpolation, transform=self) if self.whole else shared
+        )
 
     def __call__(
         self, image: np.ndarray, generator: np.random.Generator | None = None

@@ -123,7 +123,10 @@ def snapshot(engine: ForkEngine) -> Snapshot:
         get_torch_optimizer(engine.optimizer),
         engine.module.canonical_parameters,
     )
-    runs, tensors, scalars, options, stateless = runs_of(engine), {}, {}, {}, []
+    runs, stateless = runs_of(engine), []
+    tensors: dict[Fragment, Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
     averages = averages_of(engine)
     on_every_replica = [run for run in runs if run.held is parameters[run.name]]
     own = [run for run in runs if run.held is not parameters[run.name]]
@@ -204,7 +207,8 @@ def random_states() -> dict[str, Any]:
     states = {"torch": torch.get_rng_state()}
     if get_accelerator().device_name() != "cpu":
         states["device"] = get_accelerator().get_rng_state()
-    name, keys, *position = np.random.get_state()
+    of_numpy: Any = np.random.get_state()  # a tuple, unless it is asked for a dictionary
+    name, keys, *position = of_numpy
     return {
         **{
             where: base64.b64encode(state.numpy().tobytes()).decode()
@@ -283,7 +287,7 @@ def _restore_optimizer(engine: ForkEngine, reader: CheckpointReader, runs: list[
     for group, filled in zip(optimizer.param_groups, whole["param_groups"]):
         names = [run.name for tensor in group["params"] for run in by_held.get(id(tensor), [])]
         # of a group whose slice is all padding here, any: nothing is stepped
-        options = next(
+        options: dict[str, Any] = next(
             (
                 saved["options"][name]
                 for name in (*names, *saved["options"])

@@ -320,12 +320,10 @@ PASSING = (
 def _passing(error: Exception) -> OSError | None:
     """Storage that does not answer now is no broken checkpoint: older ones must not be taken for
     the newest."""
-    return (
-        OSError(
-            error.errno, f"{error.strerror}; start again when the storage answers", error.filename
-        )
-        if getattr(error, "errno", None) in PASSING
-        else None
+    if not isinstance(error, OSError) or error.errno not in PASSING:
+        return None
+    return OSError(
+        error.errno, f"{error.strerror}; start again when the storage answers", error.filename
     )
 
 
@@ -357,7 +355,7 @@ def newest_of(
 ) -> tuple[Path | None, list[str]]:
     """The first of `candidates` that `check` finds nothing wrong with, and what is wrong with those
     before it."""
-    passed_over = []
+    passed_over: list[str] = []
     for checkpoint in candidates:
         try:
             check(checkpoint)

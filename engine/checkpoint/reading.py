@@ -7,7 +7,7 @@ import contextlib
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -126,27 +126,27 @@ class CheckpointReader:
         ]
 
 
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
 def load_layer(
     reader: CheckpointReader,
-    layer: nn.Module,
+    layer: Layer,
     device: torch.device | str = "cpu",
     averaged: bool = False,
-) -> nn.Module:
+) -> Layer:
     """Fill one built layer, in the precision it was trained in; buffers stay in theirs.
     `layer.canonical_names`: local name -> name in the run. Raises ValueError where the checkpoint
     was made with other towers."""
     dtype = PRECISIONS[reader.manifest.topology["precision"]]
+    names: Any = layer.canonical_names
     for local, parameter in layer.named_parameters():
         kind = (
-            AVERAGE
-            if averaged and reader.shape(AVERAGE, layer.canonical_names[local]) is not None
-            else PARAMETER
+            AVERAGE if averaged and reader.shape(AVERAGE, names[local]) is not None else PARAMETER
         )  # locked: itself
-        value = reader.read(kind, layer.canonical_names[local], parameter.shape)
+        value = reader.read(kind, names[local], parameter.shape)
         parameter.data = value.view(parameter.shape).to(dtype)
     for local, buffer in layer.named_buffers():
-        if local in layer.canonical_names:
-            buffer.copy_(
-                reader.read(BUFFER, layer.canonical_names[local], buffer.shape).view(buffer.shape)
-            )
+        if local in names:
+            buffer.copy_(reader.read(BUFFER, names[local], buffer.shape).view(buffer.shape))
     return layer.to(device)

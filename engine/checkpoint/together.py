@@ -182,7 +182,8 @@ class CheckpointWriter:
         if self._first:
             if reasons:
                 self._cancelled.set()
-            reasons += [reason for reason in [_reason(self._commit)] if reason]
+            committed = None if self._commit is None else _reason(self._commit)
+            reasons += [committed] if committed else []
             if reasons:
                 shutil.rmtree(writing.writing_folder(self.folder, self._step), ignore_errors=True)
         self._files = self._commit = None

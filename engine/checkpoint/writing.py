@@ -130,7 +130,8 @@ def refuse_other_content(file: Path, tensors: Mapping[Fragment, Tensor]) -> None
 
 def _digest(tensor: Tensor) -> bytes:
     """Of its bits, also where they are no numbers; several times as fast as comparing."""
-    return xxhash.xxh3_128_digest(tensor.view(torch.uint8).numpy())
+    bits: Any = tensor.view(torch.uint8).numpy()  # a buffer, as Python before 3.12 cannot say
+    return xxhash.xxh3_128_digest(bits)
 
 
 def commit(

@@ -53,11 +53,18 @@ class Side(NamedTuple):
 class LossPart(Protocol):
     """What some rows contribute to the loss."""
 
-    shares: Mapping[str, Tensor]  # branch -> [b], of the loss, of each of these rows
-    embeds: Mapping[str, Tensor]  # branch -> the whole ∂L/∂ of these rows [b, D]
-    parameters: Mapping[
-        str, Tensor
-    ]  # ∂L/∂ of the learned scalars from these rows; the rows of either side add up to the whole
+    @property
+    def shares(self) -> Mapping[str, Tensor]:
+        """branch -> [b], of the loss, of each of these rows."""
+
+    @property
+    def embeds(self) -> Mapping[str, Tensor]:
+        """branch -> the whole ∂L/∂ of these rows [b, D]."""
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """∂L/∂ of the learned scalars from these rows; the rows of either side add up to the
+        whole."""
 
 
 class ContrastiveLoss(Protocol):
@@ -65,9 +72,10 @@ class ContrastiveLoss(Protocol):
     branches, the first of the pair first; `mine` [b]: places of own rows among those of the
     branch."""
 
-    parameters: Mapping[
-        str, float
-    ]  # the [1]-shaped learned scalars it uses, with first values; the first branch emits them
+    @property
+    def parameters(self) -> Mapping[str, float]:
+        """The [1]-shaped learned scalars it uses, with first values; the first branch emits
+        them."""
 
     def statistics(
         self, sides: Mapping[str, Side], branch: str, mine: Tensor, parameters: Mapping[str, Tensor]
@@ -79,11 +87,11 @@ class ContrastiveLoss(Protocol):
         sides: Mapping[str, Side],
         branch: str,
         mine: Tensor,
-        statistics: Mapping[str, Tensor | None],
+        statistics: Mapping[str, Tensor],
         parameters: Mapping[str, Tensor],
     ) -> LossPart:
-        """`statistics`: of all rows of both branches. The parts of all rows of both branches add up
-        to the loss."""
+        """`statistics`: of all rows of both branches, where there are any. The parts of all rows
+        of both branches add up to the loss."""
 
     def whole(self, sides: Mapping[str, Side], parameters: Mapping[str, Tensor]) -> LossPart:
         """All rows of both branches."""
@@ -119,7 +127,8 @@ class Rows:
         return torch.stack([(self.weight - NO_WEIGHT) * _PLACES + self.position, self.index], 1)
 
 
-class Gathered(NamedTuple):
+@dataclass(frozen=True)
+class Gathered:
     """All rows of one branch, in global order: as its replicas brought them, before anything is
     left out of a pair."""
 
@@ -197,7 +206,8 @@ class LossResult:
     @property
     def share(self) -> Tensor:
         """[], those of all last stages add up to the loss."""
-        return sum(shares.sum() for shares in self.shares.values())
+        first, *others = (shares.sum() for shares in self.shares.values())
+        return sum(others, start=first)
 
 
 def gather(
@@ -293,9 +303,9 @@ def meet(arrived: Arrived, pair: Comparison, alone: bool = True) -> Meeting:
     }
     # rows that never came have neither a weight nor none
     unweighted = [(own.weight == NO_WEIGHT) & (own.index != NOBODY) for own in rows.values()]
-    num_came = sum((own.index != NOBODY).sum() for own in rows.values())
+    came_here = torch.stack([(own.index != NOBODY).sum() for own in rows.values()]).sum()
     weight_left = [(own.weight * ~left_out[branch]).sum() for branch, own in rows.items()]
-    counted = [out.sum(), not_loaded.sum(), torch.cat(unweighted).sum(), num_came, *weight_left]
+    counted = [out.sum(), not_loaded.sum(), torch.cat(unweighted).sum(), came_here, *weight_left]
     # the host waits for the device here, where the stage waits for the others anyway
     num_left_out, num_not_loaded, num_unweighted, num_came, *weight_left = torch.stack(
         counted
@@ -356,8 +366,13 @@ def _without(
         for branch, rows in meeting.own.items()
     }
     everyone = {
-        branch: Side(*(None if values is None else values[~left_out[branch]] for values in side))
+        branch: Side(
+            side.embeds[kept],
+            side.label[kept],
+            None if side.weight is None else side.weight[kept],
+        )
         for branch, side in meeting.everyone.items()
+        for kept in [~left_out[branch]]
     }
     counts = {
         branch: [int((~left_out[branch][p]).sum()) for p in places[branch].split(list(each))]
@@ -407,11 +422,12 @@ def exchange_loss(
             branch: part.shares[branch][rows.position] for branch, rows in meeting.own.items()
         }
         return LossResult(shares, embeds, loss.constrained(part.parameters, parameters))
-    statistics = {
+    own = {
         branch: loss.statistics(sides, branch, rows.position, parameters)
         for branch, rows in meeting.own.items()
     }
-    if any(values is not None for values in statistics.values()):
+    statistics = {branch: values for branch, values in own.items() if values is not None}
+    if statistics:
         statistics = _share_statistics(comm, pair, meeting, statistics)
     shares, embeds, parameter_gradients = {}, {}, {}
     for branch, rows in meeting.own.items():

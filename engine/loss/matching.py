@@ -78,6 +78,9 @@ class _Texts:
     drawn_text: Tensor
     weight: Tensor  # [n], of the pairs made for a text
     image_weight: Tensor  # [M], of the pair made for an image
+    loss: MatchingLoss
+    fusion: nn.Module
+    gradient: Tensor  # [n, L, F] fp32, that of the tokens so far
 
 
 def match(
@@ -99,33 +102,21 @@ def match(
     `inject` runs a backward from (tensor, gradient) pairs; it is given parts of the loss with
     `scale`, which is that of a text tail's gradients.
     """
-    loss = pair.matching
     texts = (
-        _texts(comm, pair, meeting, outputs, parameters, seed)
+        _texts(comm, pair, meeting, outputs, parameters, seed, fusion)
         if pair.second in meeting.own
         else None
     )
-    text_gradient = None if texts is None else torch.zeros_like(texts.tokens, dtype=torch.float32)
     image_gradients, shares, right, num_pairs = [], [scale.new_zeros(())], [scale.new_zeros(())], 0
     image, text = (comm.graph.tail(branch) for branch in pair.branches)
     for replica, place, block in _blocks(comm, pair, meeting, outputs):
         gradient = torch.zeros_like(block, dtype=torch.float32)
-        for pairs in [] if texts is None else _split(_pairs(texts, place), most_pairs):
-            tokens = block[pairs.image].requires_grad_()
-            longest = int(texts.mask[pairs.text].sum(1).max())  # texts are padded behind
-            text_tokens = texts.tokens[pairs.text, :longest].requires_grad_()
-            with torch.enable_grad():
-                scores = fusion(tokens, text_tokens, texts.mask[pairs.text, :longest])
-                share = (loss.losses(scores, pairs.belong) * pairs.weight).sum()
-            share_value = share.detach()
-            inject(
-                [(share, scale + (share_value - share_value))]
-            )  # not-a-number where it is not finite, so that the step is skipped
-            gradient.index_add_(0, pairs.image, tokens.grad.float())
-            text_gradient[:, :longest].index_add_(0, pairs.text, text_tokens.grad.float())
-            shares.append(share_value)
-            right.append(((scores > 0) == pairs.belong).float().sum())
-            num_pairs += len(scores)
+        if texts is not None:
+            for pairs in _split(_pairs(texts, place), most_pairs):
+                scores, share = _scored(texts, pairs, block, gradient, scale, inject)
+                shares.append(share)
+                right.append(((scores > 0) == pairs.belong).float().sum())
+                num_pairs += len(scores)
         if pair.first in image.trained:
             gradient = comm.sum_to_first(pair, replica, gradient)
         if comm.rank == image.ranks[replica]:
@@ -141,7 +132,7 @@ def match(
         gradients[f"{pair.first}_tokens"] = _restored(meeting, pair.first, outputs, image_gradients)
     if texts is not None:
         name = f"{pair.second}_tokens"
-        rows = text_gradient.split(
+        rows = texts.gradient.split(
             [int(present.sum()) for present in _present(meeting, pair.second, outputs)]
         )
         lengths = [output[name].shape[1] for output in outputs]
@@ -158,6 +149,35 @@ def _present(
     return list(
         meeting.present[branch].split([len(output[f"{branch}_tokens"]) for output in outputs])
     )
+
+
+def _scored(
+    texts: _Texts,
+    pairs: _Pairs,
+    block: Tensor,
+    gradient: Tensor,
+    scale: Tensor,
+    inject: Callable[[list[tuple[Tensor, Tensor]]], None],
+) -> tuple[Tensor, Tensor]:
+    """The scores of some pairs and their part of the loss, after its backward: what it makes for
+    the image tokens of the `block` is added to `gradient`, for the texts' to theirs."""
+    tokens = block[pairs.image].requires_grad_()
+    longest = int(texts.mask[pairs.text].sum(1).max())  # texts are padded behind
+    text_tokens = texts.tokens[pairs.text, :longest].requires_grad_()
+    with torch.enable_grad():
+        scores = texts.fusion(tokens, text_tokens, texts.mask[pairs.text, :longest])
+        share = (texts.loss.losses(scores, pairs.belong) * pairs.weight).sum()
+    share_value = share.detach()
+    # not-a-number where it is not finite, so that the step is skipped
+    inject([(share, scale + (share_value - share_value))])
+    _add_gradient(gradient, pairs.image, tokens)
+    _add_gradient(texts.gradient[:, :longest], pairs.text, text_tokens)
+    return scores, share_value
+
+
+def _add_gradient(total: Tensor, rows: Tensor, leaf: Tensor) -> None:
+    if leaf.grad is not None:
+        total.index_add_(0, rows, leaf.grad.float())
 
 
 def _left_in(meeting: Meeting, values: Tensor, present: Tensor) -> Tensor:
@@ -190,8 +210,11 @@ def _texts(
     outputs: Sequence[Mapping[str, Tensor]],
     parameters: Mapping[str, Tensor],
     seed: int,
+    fusion: nn.Module | None,
 ) -> _Texts:
     loss, (first, second) = pair.matching, pair.branches
+    if loss is None or fusion is None:
+        raise ValueError(f"the pair {first}-{second} has no matching loss, or {second} no fusion")
     sides, place = meeting.everyone, meeting.own[second].position
     present = _present(meeting, second, outputs)
     longest = max(output[f"{second}_tokens"].shape[1] for output in outputs)
@@ -224,6 +247,9 @@ def _texts(
         torch.where(drawn < 0, -1, row_here[drawn]),
         weights[second][place],
         weights[first],
+        loss,
+        fusion,
+        torch.zeros_like(tokens, dtype=torch.float32),
     )
 
 

@@ -197,13 +197,13 @@ class TailLoss:
             # accumulated: times the
             # number of replicas makes that the sum. fp16: times the loss scale, which the optimizer
             # takes out again.
-            scale = (
+            factor = (
                 self.place.replicas
                 * loss_scale
                 * weight
                 * self.weights[self.objective.loss_name("contrastive", pair)]
             )
-            scale = scale + (
+            scale = factor + (
                 result.share - result.share
             )  # a share that is not finite: not-a-number, so that the step is skipped
             for branch, gradient in result.embeds.items():
@@ -219,7 +219,7 @@ class TailLoss:
             if pair.matching:
                 replicas = self.comm.graph.tail(pair.second).replicas
                 of_matching = self.weights[self.objective.loss_name("matching", pair)]
-                scale = torch.tensor(
+                of_texts = torch.tensor(
                     replicas * loss_scale * weight * of_matching, device=self.device
                 )
                 matched = match(
@@ -231,7 +231,7 @@ class TailLoss:
                     shared,
                     seed,
                     most_pairs,
-                    scale,
+                    of_texts,
                     inject,
                 )
                 self.sums.loss += matched.share * weight * of_matching

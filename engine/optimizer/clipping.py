@@ -53,7 +53,8 @@ class GroupedClipping:
         optimizer: torch.optim.Optimizer | ZeROOptimizer,
     ):
         """`optimizer`: the one that steps the parameters, or DeepSpeed's wrapper of it."""
-        self.comm, self.rules, self.optimizer = comm, dict(rules), optimizer
+        self.comm, self.rules = comm, dict(rules)
+        self.optimizer: Any = optimizer
         # ZeRO-1 and BF16_Optimizer step one flat slice for each parameter group instead of its
         # parameters.
         self.partitioned = isinstance(optimizer, ZeROOptimizer)
@@ -120,7 +121,7 @@ class GroupedClipping:
         if rule.kind == "value":  # tensor by tensor, so that one limited copy is there at a time
             for g in gradients:
                 squares += torch.stack(
-                    [_square([g]), _square([g.clamp(-rule.limit, rule.limit)])]
+                    [_square([g]), _square([g.clamp(-rule.bound, rule.bound)])]
                 ).to(squares.device)
         else:
             squares += _square(gradients).to(squares.device)
@@ -140,11 +141,11 @@ class GroupedClipping:
             self._count_step()
         for group, coefficient in self.coefficients.items():
             rule = self.rules[group]
-            for gradient in filter(
-                lambda g: g is not None, map(self.gradient, self.members[group])
-            ):
+            for gradient in map(self.gradient, self.members[group]):
+                if gradient is None:
+                    continue
                 if rule.kind == "value":
-                    gradient.clamp_(-rule.limit, rule.limit)
+                    gradient.clamp_(-rule.bound, rule.bound)
                 elif rule.kind != "none":
                     gradient.mul_(coefficient.to(gradient.device))
 
@@ -236,10 +237,10 @@ class GroupedClipping:
         )
 
     @staticmethod
-    def _place(parameter: nn.Parameter) -> tuple[int, int, int] | None:
+    def _place(parameter: Any) -> tuple[int, int, int] | None:
         """(parameter group, start, number of elements): where this rank's slice of the parameter
         lies in its flat slices."""
-        mapping = parameter._hp_mapping  # DeepSpeed's
+        mapping = parameter._hp_mapping  # which DeepSpeed adds
         if mapping is None:
             return None
         address = mapping.get_hp_fragment_address()
@@ -281,7 +282,7 @@ def _members(
 ) -> list[nn.Parameter]:
     """The trainable parameters of a group, each once: one with two names belongs to the group of
     the first."""
-    first_names = {id(p): name for name, p in reversed(parameters.items())}
+    first_names = {id(p): name for name, p in reversed(list(parameters.items()))}
     return [
         p
         for name, p in parameters.items()

@@ -55,6 +55,11 @@ class ClippingRule:
     decay: float = DECAY
     warmup_steps: int = WARMUP_STEPS
 
+    @property
+    def bound(self) -> float:
+        """The limit; infinity where there is none."""
+        return math.inf if self.limit is None else self.limit
+
     def __post_init__(self):
         if self.kind not in list(KEYS_OF_KIND):
             raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.config.spelling import nearest
 from engine.planning.costs import CostModel
-from engine.topology import StageGraph
+from engine.topology import Stage, StageGraph
 
 Trainable = Mapping[str, Sequence[bool]]  # branch -> of each of its layers, the head last
 
@@ -89,7 +89,7 @@ def locked_block(written: Any, branches: Sequence[str] | None = None) -> LockedB
             valid = (*branches, "head", "batch_norm")
             raise ValueError(f"unknown key 'branches.locked.{branch}'{nearest(branch, valid)}")
     locked = LockedBlock(towers, **own)
-    if locked.head and all(towers.get(branch) is True for branch in branches or ("",)):
+    if locked.head and branches and all(towers.get(branch) is True for branch in branches):
         raise ValueError(
             f"branches.locked: {', '.join(branches)} and head are all locked, so nothing would "
             "learn; leave one of them out"
@@ -114,7 +114,7 @@ def trainable_layers(locked: LockedBlock, costs: CostModel) -> dict[str, tuple[b
 def lock_graph(graph: StageGraph, trainable: Trainable) -> StageGraph:
     """The graph with what is known of gradients: of which branches' tensors they are needed, and
     whether the stage above wants any."""
-    stages = []
+    stages: list[Stage] = []
     for stage in graph.stages:
         above = () if stage.previous is None else stages[stage.previous].trained
         own = [

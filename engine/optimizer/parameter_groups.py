@@ -84,7 +84,8 @@ class OptimizerGroups:
             if rule.lr is not None or rule.warmup_steps is not None
         }
         return {
-            g: schedules[rule.warmup_steps] * (1.0 if rule.lr is None else rule.lr / base_lr)
+            g: schedules[rule.warmup_steps]
+            * (1.0 if rule.lr is None or base_lr is None else rule.lr / base_lr)
             for g, rule in own.items()
         }
 
@@ -161,7 +162,8 @@ class DescribesParameters(Protocol):
     """What is asked of a layer before it exists: the shape of each of its parameters, by its name
     in the run."""
 
-    canonical_parameters: Mapping[str, Sequence[int]]
+    @property
+    def canonical_parameters(self) -> Mapping[str, Sequence[int]]: ...
 
 
 def settings_of(

@@ -261,7 +261,7 @@ def cost_model_from_json(record: Mapping[str, Any]) -> CostModel:
     try:
         layers = {branch: list(map(_layer, line)) for branch, line in record["layers"].items()}
         pairs = record["pairs"] and _layer(record["pairs"])
-        machine = {
+        machine: dict[str, Any] = {
             key: float("inf") if value is None else value
             for key, value in record["machine"].items()
         }
@@ -283,12 +283,10 @@ def cost_model_from_json(record: Mapping[str, Any]) -> CostModel:
 
 
 def _layer(record: Mapping[str, Any]) -> LayerCost:
-    return LayerCost(
-        **{
-            key: _curve(value) if isinstance(value, dict) else value
-            for key, value in record.items()
-        }
-    )
+    values: dict[str, Any] = {
+        key: _curve(value) if isinstance(value, dict) else value for key, value in record.items()
+    }
+    return LayerCost(**values)
 
 
 def _curve(record: Mapping[str, Any]) -> Curve:

@@ -121,7 +121,10 @@ def find_device(text: str) -> Device:
     return Device(
         text,
         rates,
-        *(values[key] for key in ("memory", "bandwidth", "link", "network")),
+        values["memory"],
+        values["bandwidth"],
+        values["link"],
+        values["network"],
         int(values["ranks_per_node"]),
     )
 
@@ -146,14 +149,29 @@ class CountedLayer(Protocol):
     """Counts of one layer, per sample, as `models/towers/building.py: describe_layers` gives them
     for a precision."""
 
-    name: str
-    num_parameters: int
-    flops: float
-    convolution_flops: float
-    activation_bytes: float
-    output_bytes: float
-    moved_bytes: float
-    num_kernels: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_parameters(self) -> int: ...
+
+    @property
+    def flops(self) -> float: ...
+
+    @property
+    def convolution_flops(self) -> float: ...
+
+    @property
+    def activation_bytes(self) -> float: ...
+
+    @property
+    def output_bytes(self) -> float: ...
+
+    @property
+    def moved_bytes(self) -> float: ...
+
+    @property
+    def num_kernels(self) -> int: ...
 
 
 def estimated_layers(

@@ -73,7 +73,7 @@ def _settings(module: nn.Module) -> str:
     return json.dumps({name: value for name, value in sorted(values.items()) if value is not None})
 
 
-def _setting(value: object) -> Any:
+def _setting(value: Any) -> Any:
     """A value that JSON has, None for what says nothing."""
     if isinstance(value, float):
         return value != 0.0

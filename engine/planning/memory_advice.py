@@ -214,7 +214,7 @@ def recomputing(setup: RankSetup) -> list[Remedy]:
         if not smaller:
             return []
         words = f"{smaller[0].words}; not all micro-batches' activations are held then, and each forward is computed twice"
-        keys |= smaller[0].keys["branches"]
+        keys |= (smaller[0].keys or {})["branches"]
     return [Remedy(words, {"branches": keys})]
 
 
@@ -346,11 +346,8 @@ def _of_the_allocator(shortage: Shortage) -> list[Remedy]:
         found.append(
             Remedy(f"end the other processes on {shortage.device}: without them it would fit")
         )
-    if (
-        shortage.can_expand
-        and None not in (shortage.asked, shortage.cached)
-        and shortage.cached >= shortage.asked
-    ):
+    asked, cached = shortage.asked, shortage.cached
+    if shortage.can_expand and asked is not None and cached is not None and cached >= asked:
         words = "torch had reserved enough, in pieces that were too small"
         found.append(
             Remedy(f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment: {words}")

@@ -207,8 +207,8 @@ def _operation(run: Sequence[PipeInstruction]) -> _Operation:
     first, last = type(run[0]), type(run[-1])
     works = [_WORK.get(type(instruction), _NOTHING) for instruction in run]
     return _Operation(
-        (first is RecvActivation, _micro_batch(run[0])) if first in _RECEIVES else None,
-        (_SENDS[last], _micro_batch(run[-1])) if last in _SENDS else None,
+        (first is RecvActivation, run[0].buffer_id) if first in _RECEIVES else None,
+        (_SENDS[last], run[-1].buffer_id) if last in _SENDS else None,
         (first, _micro_batch(run[0])) if first in _COLLECTIVES else None,
         max(works),
         tuple((i.name, _micro_batch(i), work) for i, work in zip(run, works)),
@@ -354,15 +354,16 @@ class _Linker:
         return self.position[stage] > start
 
     def _take(self, stage: int, receives: tuple[bool, int] | None) -> int | None:
-        """The message an operation starts with; 0: it needs none; None: it is not there yet, or
-        another comes before it."""
+        """The message an operation starts with; 0: it needs none; None: it is not there yet,
+        another comes before it, or there is no stage that could send it."""
         if receives is None:
             return 0
         activation, m = receives
         place = self.shape[stage]
-        queue = self.links[
-            2 * place.previous + DOWNSTREAM if activation else 2 * place.next + UPSTREAM
-        ]
+        sender = place.previous if activation else place.next
+        if sender is None:
+            return None
+        queue = self.links[2 * sender + (DOWNSTREAM if activation else UPSTREAM)]
         return queue.popleft()[1] if queue and queue[0][0] == m else None
 
     def _give(self, stage: int, sends: tuple[int, int] | None) -> tuple[int, int]:
@@ -398,7 +399,10 @@ class _Linker:
         self.segments.append(
             (
                 tuple(operations),
-                tuple((stage, self._write_down(stage, self._now(stage))) for stage in members),
+                tuple(
+                    (stage, self._write_down(stage, self.operations[stage][self.position[stage]]))
+                    for stage in members
+                ),
             )
         )
 

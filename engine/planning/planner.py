@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -273,7 +274,8 @@ def check_world(
     What needs the towers (a stage for each layer at most, the memory) `plan_run` refuses. Errors:
     ValueError.
     """
-    next(_splits(config, block, world_size, dict.fromkeys(branches, inf)))
+    num_layers = dict.fromkeys(branches, sys.maxsize)  # never too few
+    next(_splits(config, block, world_size, num_layers))
 
 
 def search_plans(
@@ -298,7 +300,8 @@ def search_plans(
     heapify(queue)
     best: dict[tuple[str, str], float] = {}
     simulated: list[Candidate] = []
-    num_too_large, smallest_bytes, smallest = 0, inf, None
+    num_too_large, smallest_bytes = 0, inf
+    smallest: tuple[StageGraph, Deal, str] | None = None
     while queue:
         seconds, i, bounded = heappop(queue)
         split, deal, schedule = ways[i]
@@ -320,9 +323,9 @@ def search_plans(
             heappush(queue, (bound_s, i, (graph, deal)))
             continue
         num_too_large += 1
-        if peak_bytes < smallest_bytes:
+        if smallest is None or peak_bytes < smallest_bytes:
             smallest_bytes, smallest = peak_bytes, (graph, deal, schedule)
-    if not simulated:
+    if smallest is not None and not simulated:
         raise ValueError(_nothing_fits(config, block, world_size, costs, *smallest))
     return Search(
         tuple(sorted(simulated, key=lambda c: c.simulation.step_s)), len(ways), num_too_large
@@ -439,7 +442,7 @@ def _splits(
     config: Mapping[str, Any],
     block: BranchesBlock,
     world_size: int,
-    num_layers: Mapping[str, float],
+    num_layers: Mapping[str, int],
 ) -> Iterator[Split]:
     """Every split that the block allows. Raises ValueError, with the reason, when there is none."""
     layouts = [block.layout] if block.layout != AUTO else ["merged"] if world_size == 1 else LAYOUTS
@@ -454,7 +457,8 @@ def _splits(
         if block.schedule != AUTO
         else [name for name in exact_schedules() if SCHEDULES[name].chosen_by_auto]
     )
-    found, reasons = False, []
+    found = False
+    reasons: list[str] = []
     for layout in layouts:
         try:
             if block.layout != AUTO and (reason := _refuse_kept(block, layout, num_layers)):
@@ -497,7 +501,7 @@ def _stages_and_replicas(
     block: BranchesBlock,
     layout: str,
     world_size: int,
-    num_layers: Mapping[str, float],
+    num_layers: Mapping[str, int],
 ) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
     """Every (stages, replicas) of a layout that fills the world. Raises ValueError where none
     does."""
@@ -570,7 +574,7 @@ def _cut(seconds: tuple[float, ...], parts: int) -> list[range]:
 
 
 def _stage_counts(
-    block: BranchesBlock, layout: str, world_size: int, num_layers: Mapping[str, float]
+    block: BranchesBlock, layout: str, world_size: int, num_layers: Mapping[str, int]
 ) -> Iterator[dict[str, int]]:
     if block.stages == AUTO:
         most = min(world_size, MAX_STAGES)
@@ -824,9 +828,11 @@ def _keeping(block: BranchesBlock, graph: StageGraph, deal: Deal, costs: CostMod
     fits = most_kept(graph, deal, costs) if AUTO in asked.values() else {}
     found = {}
     for branch, batch in deal.items():
-        number = batch.num_micro_batches
-        if asked[branch] != AUTO or fits[branch] >= number:
-            kept = number if asked[branch] == AUTO else min(asked[branch], number)
+        number, wish = batch.num_micro_batches, asked[branch]
+        if isinstance(wish, int):
+            kept = min(wish, number)
+        elif fits[branch] >= number:
+            kept = number
         else:  # in eighths: many graphs then share one order of instructions, which is what a search spends its time on
             kept = fits[branch] - fits[branch] % max(1, number // 8)
         found[branch] = replace(batch, num_kept=kept)

@@ -38,8 +38,11 @@ class ProfiledLayer(Protocol):
     """What is asked of a layer's description: its name, and the layer itself without memory (meta
     device), which is only inspected."""
 
-    name: str
-    template: nn.Module
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def template(self) -> nn.Module: ...
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Together(Alone):
             number / dist.get_world_size() for number in self._reduce(numbers, dist.ReduceOp.SUM)
         ]
 
-    def _reduce(self, numbers: Sequence[float], op: dist.ReduceOp) -> list[float]:
+    def _reduce(self, numbers: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         wired = torch.tensor(numbers, dtype=torch.float64, device=self._wire)
         dist.all_reduce(wired, op)
         return wired.tolist()
@@ -154,7 +157,10 @@ def _layer_cost(spec: ProfiledLayer, measured: Mapping[int, Measurement]) -> Lay
     return LayerCost(
         spec.name,
         num_parameters,
-        *map(curve, ("forward_s", "backward_s", "activation_bytes", "output_bytes")),
+        curve("forward_s"),
+        curve("backward_s"),
+        curve("activation_bytes"),
+        curve("output_bytes"),
     )
 
 
@@ -208,7 +214,7 @@ class _Profiler:
                 all_know = self.ranks.all(
                     found is not None
                 )  # if one does not, all measure: they slow each other down
-                if not all_know:
+                if found is None or not all_know:
                     with explained(
                         self.device, partial(message_of_profile, self.ranks.who, spec.name, size)
                     ):
@@ -289,9 +295,10 @@ class _Passes:
         """Median seconds of a forward and of a backward."""
         marks = [self._pass() for _ in range(repeats)]
         self.clock.wait()
-        return tuple(
+        forward_s, backward_s = (
             statistics.median(self.clock.between(*both[i]) for both in marks) for i in (0, 1)
         )
+        return forward_s, backward_s
 
     def _pass(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """(start, end) of the forward and of the backward."""

@@ -141,12 +141,12 @@ class _Imitation:
         self.master = nn.Parameter(torch.zeros(self.total, device=device))
         self.optimizer = torch.optim.AdamW([self.master], lr=1e-6)
 
-    def _clip_and_step(self) -> None:
+    def _clip_and_step(self, gradient: Tensor) -> None:
         """`engine/optimizer/clipping.py`, then the optimizer, then the weights back into their own
         precision."""
         pieces, offset = [], 0
         for size in self.sizes:
-            pieces.append(self.master.grad.narrow(0, offset, size))
+            pieces.append(gradient.narrow(0, offset, size))
             offset += size
         square = torch.zeros(1, device=self.device)
         for piece in pieces:
@@ -202,12 +202,11 @@ class _ZeroStep(_Imitation):
             for g in self.gradients
         ]
         torch.stack(norms).pow(2).sum()
-        self.master.grad = torch.cat([gradient.view(-1) for gradient in self.gradients]).to(
-            torch.float32
-        )
+        flat = torch.cat([gradient.view(-1) for gradient in self.gradients]).to(torch.float32)
+        self.master.grad = flat
         if scaled:
-            self.master.grad.mul_(1.0)
-        self._clip_and_step()
+            flat.mul_(1.0)
+        self._clip_and_step(flat)
         self.master.grad = None
 
 
@@ -217,8 +216,9 @@ class _BF16Step(_Imitation):
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device):
         super().__init__(sizes, dtype, device)
-        self.master.grad = torch.full((self.total,), 1e-3, device=device)
-        self.gradients = self.master.grad.split(self.sizes)
+        self.flat = torch.full((self.total,), 1e-3, device=device)
+        self.master.grad = self.flat
+        self.gradients = self.flat.split(self.sizes)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -235,9 +235,9 @@ class _BF16Step(_Imitation):
         torch.stack(
             [gradient.detach().float().norm(2.0).to(self.device) for gradient in self.gradients]
         ).pow(2).sum()
-        self._clip_and_step()
-        self.master.grad.zero_()
-        self.master.grad.zero_()
+        self._clip_and_step(self.flat)
+        self.flat.zero_()
+        self.flat.zero_()
 
 
 def _host_s() -> float:
@@ -302,7 +302,8 @@ def measure_links(device: torch.device, ranks: Together) -> Links:
         )
     if world > size:
         found["node"] = _link((rank + size) % world, (rank - size) % world, wire, ranks)
-    within, across = found.get("link", found.get("node")), found.get("node", (float("inf"), 0.0))
+    across = found.get("node", (float("inf"), 0.0))
+    within = found.get("link", across)
     messages_s = (world - 1) * (within[1] + BUCKET_BYTES / world / min(within[0], across[0]))
     passes_s = (
         ranks.mean([_step_of_replicas_s(wire, world)])[0] / 3

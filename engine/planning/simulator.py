@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.optimizer.gradient_averages import BUCKET_BYTES
-from engine.planning.costs import CostModel, Loading, Machine
+from engine.planning.costs import CostModel, LayerCost, Loading, Machine
 from engine.planning.ordering import (
     DOWNSTREAM,
     UPSTREAM,
@@ -147,10 +147,9 @@ def bounds(
     """
     every = [counts_of(place, SCHEDULES[schedule]) for place in shape_of(graph, batches)]
     bill = _bill(graph, batches, costs, SCHEDULES[schedule].loss_per_micro_batch)
-    longest, above = (
-        0.0,
-        [],
-    )  # by stage: a forward and a backward of all stages above it, the reduction of the first of them
+    longest = 0.0
+    # by stage: a forward and a backward of all stages above it, the reduction of the first of them
+    above: list[tuple[float, float, float]] = []
     for stage, own, counts in zip(graph.stages, bill.times, every):
         fill_s, drain_s, reduce_s = (
             above[stage.previous] if stage.previous is not None else (0.0, 0.0, own.reduce_s)
@@ -482,7 +481,7 @@ def _loss(
     sides = sum(len(pair & here) for pair in pairs)
     batch = batches[stage.tail_of[0]]
     own = batch.micro_batch_size * (1 if per_micro_batch else batch.num_micro_batches)
-    matching = _matching(stage, batch, own, costs) if costs.pairs else _Matching()
+    matching = _matching(stage, batch, own, costs, costs.pairs) if costs.pairs else _Matching()
     return _Loss(
         len(here),
         len(here | set(elsewhere)),
@@ -497,7 +496,9 @@ def _loss(
     )
 
 
-def _matching(stage: Stage, batch: BranchBatch, own: int, costs: CostModel) -> _Matching:
+def _matching(
+    stage: Stage, batch: BranchBatch, own: int, costs: CostModel, pairs: LayerCost
+) -> _Matching:
     first, second = tuple(costs.token_bytes) or costs.all_compared[0]
     size, alone = (
         batch.micro_batch_size,
@@ -509,9 +510,9 @@ def _matching(stage: Stage, batch: BranchBatch, own: int, costs: CostModel) -> _
     if second not in stage.tail_of:
         return _Matching(held_bytes=held_bytes)
     held_bytes += (2 + with_sums) * own * tokens[second]  # a second time, padded to the longest
-    held_bytes += with_sums * size * tokens[first] + costs.pairs.activation_bytes.at(size)
+    held_bytes += with_sums * size * tokens[first] + pairs.activation_bytes.at(size)
     moved_bytes = 0.0 if alone else with_sums * own * batch.replicas * tokens[first]
-    return _Matching(own / size * costs.pairs.training_s(size), held_bytes, moved_bytes)
+    return _Matching(own / size * pairs.training_s(size), held_bytes, moved_bytes)
 
 
 def _message_bytes(
@@ -522,7 +523,8 @@ def _message_bytes(
 ) -> list[float]:
     """A stage sends what its layers put out, and in a chain the embeddings of the branch that ended
     above it."""
-    found, passed = [], []  # passed: branches whose layers a message has gone through, by stage
+    found = []
+    passed: list[set[str]] = []  # branches whose layers a message has gone through, by stage
     for stage, own in zip(graph.stages, layers):
         above = passed[stage.previous] if stage.previous is not None else set()
         ended = above - stage.layers.keys()
@@ -573,7 +575,7 @@ def _exchange_s(
 
     The log-sum-exps go the same ways, `logit_scale` crosses once.
     """
-    tails = [losses[stage.stage_id] for stage in graph.tails]
+    tails = [loss for loss in losses if loss is not None]
     gather_s = max(loss.gather_s(rings[stage.stage_id]) for stage, loss in zip(graph.tails, tails))
     crossing = _link(
         machine, {rank for stage in graph.tails for rank in (min(stage.ranks), max(stage.ranks))}

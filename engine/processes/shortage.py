@@ -10,6 +10,7 @@ import contextlib
 import re
 import resource
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 import torch
@@ -54,9 +55,9 @@ class Shortage:
     @property
     def would_fit_alone(self) -> bool:
         """Would it have fitted without the other processes? False where that is not known."""
-        return (
-            None not in (self.asked, self.own, self.total) and self.asked + self.own <= self.total
-        )
+        if self.asked is None or self.own is None or self.total is None:
+            return False
+        return self.asked + self.own <= self.total
 
 
 def shortage_of(error: BaseException) -> Shortage | None:
@@ -71,8 +72,8 @@ def shortage_of(error: BaseException) -> Shortage | None:
         isinstance(error, RuntimeError) and _ON_THE_HOST.search(text)
     ):
         asked = re.search(r"tried to allocate (\d+) bytes", text)
-        array = re.search(rf"Unable to allocate {_SIZE}", text)  # NumPy's
-        return Shortage(False, line, asked=float(asked[1]) if asked else _bytes(array))
+        of_numpy = _bytes_in(text, rf"Unable to allocate {_SIZE}")
+        return Shortage(False, line, asked=float(asked[1]) if asked else of_numpy)
     return None
 
 
@@ -82,7 +83,7 @@ def with_what_is_held(shortage: Shortage, device: torch.device) -> Shortage:
     with contextlib.suppress(
         RuntimeError, ValueError, OSError, psutil.Error
     ):  # a message that knows less is better than another error
-        found = _held_on_gpu(device) if shortage.on_gpu else _held_on_host()
+        found: dict[str, Any] = _held_on_gpu(device) if shortage.on_gpu else _held_on_host()
         return replace(
             shortage,
             **{name: value for name, value in found.items() if getattr(shortage, name) is None},
@@ -92,18 +93,24 @@ def with_what_is_held(shortage: Shortage, device: torch.device) -> Shortage:
 
 def size_in_words(num_bytes: float) -> str:
     """Such as `20.00 GiB`."""
-    unit = max((u for u in _UNITS if _UNITS[u] <= max(num_bytes, 1)), key=_UNITS.get)
+    unit = max((u for u in _UNITS if _UNITS[u] <= max(num_bytes, 1)), key=_UNITS.__getitem__)
     return f"{num_bytes / _UNITS[unit]:.{0 if unit == 'bytes' else 2}f} {unit}"
 
 
-def _bytes(found: re.Match[str] | None) -> float | None:
-    return float(found[1]) * _UNITS[found[2]] if found else None
+def _bytes(found: re.Match[str]) -> float:
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _bytes_in(text: str, *patterns: str) -> float | None:
+    """As the first of the patterns that is in the text has it; None: there is none."""
+    matches = (re.search(pattern, text) for pattern in patterns)
+    return next((_bytes(found) for found in matches if found), None)
 
 
 def _of_gpu(text: str) -> Shortage:
     number = re.search(r"GPU (\d+) has", text)
     total, free, this, allocated, cached = (
-        _bytes(re.search(pattern, text))
+        _bytes_in(text, pattern)
         for pattern in (
             rf"total capac\w+ of {_SIZE}",  # "capacty" in some versions
             rf"of which {_SIZE} is free",
@@ -112,10 +119,7 @@ def _of_gpu(text: str) -> Shortage:
             rf"{_SIZE} is reserved by PyTorch but unallocated",
         )
     )
-    asked = _bytes(
-        re.search(rf"Tried to allocate {_SIZE}", text)
-        or re.search(rf"Requested size: {_SIZE}", text)
-    )
+    asked = _bytes_in(text, rf"Tried to allocate {_SIZE}", rf"Requested size: {_SIZE}")
     processes = sorted(
         _bytes(found) for found in re.finditer(rf"Process \d+ has {_SIZE} memory in use", text)
     )
@@ -139,7 +143,7 @@ def _of_gpu(text: str) -> Shortage:
     )
 
 
-def _held_on_gpu(device: torch.device) -> dict[str, float]:
+def _held_on_gpu(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)
@@ -147,7 +151,7 @@ def _held_on_gpu(device: torch.device) -> dict[str, float]:
     return {"total": total, "free": free, "allocated": allocated, "cached": reserved - allocated}
 
 
-def _held_on_host() -> dict[str, float | bool]:
+def _held_on_host() -> dict[str, Any]:
     """Of the machine; or of the address space, where that is limited: it ends first."""
     used = psutil.Process().memory_info()
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)

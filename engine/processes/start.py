@@ -168,7 +168,7 @@ def first_rank_first() -> Iterator[None]:
     They wait for up to a day, since reading millions of images takes hours. That the first
     rank lives, the watchdog sees.
     """
-    group = dist.new_group(backend="gloo", timeout=PREPARATION_LIMIT)
+    group: Any = dist.new_group(backend="gloo", timeout=PREPARATION_LIMIT)  # of all ranks
     if dist.get_rank() > 0:
         dist.barrier(group)
     yield

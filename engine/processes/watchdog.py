@@ -176,7 +176,8 @@ class Watchdog:
         self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
 
     def _tell_stack(self) -> None:
-        frame = sys._current_frames()[threading.main_thread().ident]
+        main = threading.main_thread().ident
+        frame = None if main is None else sys._current_frames().get(main)
         self._store.set(f"stack/{self.rank}", "".join(traceback.format_stack(frame)))
 
     def _leave(self, message: str, status: int, first: bool) -> None:
@@ -198,8 +199,8 @@ class Watchdog:
             if rank not in self._here and self._store.check([f"place/{rank}"]):
                 host, pid = self._store.get(f"place/{rank}").decode().rsplit(" ", 1)
                 self._here[rank] = int(pid) if host == socket.gethostname() else None
-            pid = self._here.get(rank)
-            if pid is not None and not _alive(pid):
+            here = self._here.get(rank)
+            if here is not None and not _alive(here):
                 return rank
         return None
 
@@ -208,7 +209,8 @@ class _Unchanged:
     """How long a value has been the same."""
 
     def __init__(self) -> None:
-        self._value, self._since = None, time.monotonic()
+        self._value: object = None
+        self._since = time.monotonic()
 
     def for_s(self, value: object) -> float:
         if value != self._value:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from data.batching.adaptation import Trends, after_step
+from data.batching.adaptation import Adaptation, Trends, after_step
 from data.batching.balance import ByCost
 from data.batching.branch_cost import BranchCost, fit_branch_cost, smoothed
 from data.batching.feed import Observations, adjust, typical
@@ -59,7 +59,9 @@ class Balancer:
     def __init__(self, balance: Balance, replica: int, stage_name: str, workers: int):
         self.balance = balance
         self.settings = Settings([balance.first])
-        self._trends = balance.adaptation and Trends.start(len(balance.adaptation.parts))
+        self._trends: Trends | None = None
+        if balance.adaptation is not None:
+            self._trends = Trends.start(len(balance.adaptation.parts))
         self._observations, self._replica, self._stage_name = Observations(), replica, stage_name
         self._graph: StageGraph = balance.plan.graph
         self._branch = next(
@@ -81,7 +83,13 @@ class Balancer:
     def _dealt(self) -> bool:
         return any(isinstance(dealer, ByCost) for dealer in self.balance.dealers.values())
 
-    def shape(self, step: int) -> dict[str, int]:
+    @property
+    def _adapting(self) -> tuple[Adaptation, Trends] | None:
+        """What makes other weights of the sets, and of what; None: they stay as they are."""
+        adaptation, trends = self.balance.adaptation, self._trends
+        return None if adaptation is None or trends is None else (adaptation, trends)
+
+    def shape(self, step: int) -> dict[str, Any]:
         """What the engine must know of a step."""
         setting = self.settings.at(step)
         return {
@@ -114,12 +122,13 @@ class Balancer:
         measurement?"""
         if not self.measurement_interval:
             return False
-        if self._trends is not None:
-            self._trends = after_step(
-                self._trends, [each.loss for each in sources], [each.samples for each in sources]
+        if self._adapting is not None:
+            adaptation, trends = self._adapting
+            trends = after_step(
+                trends, [each.loss for each in sources], [each.samples for each in sources]
             )
-            if self.balance.order.ends_epoch(step):
-                self._trends = self.balance.adaptation.after_epoch(self._trends)
+            ends = self.balance.order.ends_epoch(step)
+            self._trends = adaptation.after_epoch(trends) if ends else trends
         self._busy_s.append(branch_seconds(self._graph, busy_s))
         self._spans = [*self._spans[1 - OBSERVED :], (step - 1, spans)]
         return step % self.measurement_interval == 0
@@ -189,9 +198,10 @@ class Balancer:
     def _next_mix(self, first_step: int) -> Mix | None:
         """What the losses of whole epochs have made of the weights, from the first epoch on that
         begins with `first_step` or later."""
-        if self._trends is None:
+        if self._adapting is None:
             return None
-        parts = self.balance.adaptation.mix(self._trends)
+        adaptation, trends = self._adapting
+        parts = adaptation.mix(trends)
         epoch, newest = self._newest_mix()
         return (
             None
@@ -226,17 +236,21 @@ class Balancer:
             "num_micro_batches": dict(now.num_micro_batches),
             "reason": reason,
             "next": setting and setting.record(),
-            **({} if mix is None else {"mix": self._mix_record(*mix)}),
+            **self._mix_record(mix),
         }
 
-    def _mix_record(self, epoch: int, parts: Parts) -> dict[str, Any]:
-        return {
+    def _mix_record(self, mix: Mix | None) -> dict[str, Any]:
+        if mix is None or self._adapting is None:
+            return {}
+        (epoch, parts), (adaptation, trends) = mix, self._adapting
+        record = {
             "from_step": self.balance.order.first_step(epoch),
             "weights": [weight for _, weight in parts],
-            "losses": self._trends.losses,
-            "losses_before": self._trends.before,
-            "reason": self.balance.adaptation.reason(self._trends, self._newest_mix()[1], parts),
+            "losses": trends.losses,
+            "losses_before": trends.before,
+            "reason": adaptation.reason(trends, self._newest_mix()[1], parts),
         }
+        return {"mix": record}
 
     # -- what each rank saw
 
@@ -279,11 +293,11 @@ class Balancer:
         planned then, with the feed rates and the mixes of before, which decide what is trained. So
         it is with global batches of another size, which may end an epoch."""
         before = Settings.from_records(state["settings"], state["mixes"])
-        self._trends = self._trends and Trends(
-            **{name: tuple(values) for name, values in state["trends"].items()}
-        )
-        if self._trends and any(self._trends.samples) and self.balance.order.ends_epoch(step):
-            self._trends = self.balance.adaptation.after_epoch(self._trends)
+        if self._adapting is not None and state["trends"]:  # else it begins now
+            adaptation = self._adapting[0]
+            trends = Trends(**{name: tuple(values) for name, values in state["trends"].items()})
+            ends = any(trends.samples) and self.balance.order.ends_epoch(step)
+            self._trends = adaptation.after_epoch(trends) if ends else trends
         dealt_alike = (
             before.at(step).costs.keys() == self.balance.first.costs.keys()
         )  # else it was dealt in order, or by shape

@@ -50,7 +50,7 @@ class Batching:
         lengths = text_lengths(data, weights, options.max_text_tokens, folder, progress=True)
         earlier = earlier_sizes(state["batch_sizes"], batch_size)
         self.order = training_order(data, batch_size, options.seed, weights, lengths, earlier)
-        self.total_steps = options.steps or self.order.first_step(options.epochs)
+        self.total_steps = options.steps or self.order.first_step(options.epochs or 0)
         self.weights_of = loss_weights_of(data, weights, lengths)
         """The samples of a global batch [G] -> what they count in its loss, [G] int64 millionths;
         None: all the same."""

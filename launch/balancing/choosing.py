@@ -186,7 +186,7 @@ def make_balance(
     tokens = token_counts(
         data.source,
         data.train,
-        data.tokenizer,
+        data.text_tokenizer,
         options.max_text_tokens,
         folder / "token_counts",
         progress,
@@ -265,9 +265,9 @@ def image_buckets(
     images; None: one square."""
     if options.image_buckets == 1:
         return None
-    sides = [data.source.column(name)[data.train] for name in ("width", "height")]
+    widths, heights = (data.source.column(name)[data.train] for name in ("width", "height"))
     return BucketedSamples.choose(
-        *sides, options.image_size, side_multiple(patch_size), options.image_buckets
+        widths, heights, options.image_size, side_multiple(patch_size), options.image_buckets
     )
 
 
@@ -286,7 +286,9 @@ def _ladders(
     typical: float,
 ) -> Ladders:
     """The values that the bounds leave for these towers and data."""
-    captions, patches, sizes = (1,), (1.0,), (0,)
+    captions: tuple[int, ...] = (1,)
+    patches: tuple[float, ...] = (1.0,)
+    sizes: tuple[int, ...] = (0,)
     if block.captions_per_image is not None:
         least, most = block.captions_per_image
         have = int(data.source.column("num_captions")[data.train].max())

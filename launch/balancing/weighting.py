@@ -52,7 +52,7 @@ def training_order(
     """`lengths`: as `text_lengths` gives them. `earlier`: the sizes that global batches had before.
     Errors: ValueError when the training samples do not fill one global batch."""
     curriculum = None
-    if block is not None and block.use == "curriculum":
+    if block is not None and lengths is not None and block.epochs is not None:  # a curriculum
         complexity = data.source.column("complexity")[data.train]
         seconds = data.source.column("audio_seconds")[data.train]
         difficulty = sample_weights(
@@ -69,7 +69,7 @@ def loss_weights_of(
 ) -> Callable[[np.ndarray], np.ndarray] | None:
     """The samples of a global batch [G] -> what they count in its loss [G] int64, millionths; None:
     all the same."""
-    if block is None or block.use != "loss":
+    if block is None or block.use != "loss" or lengths is None:
         return None
     return partial(
         loss_weights,

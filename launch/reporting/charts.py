@@ -93,23 +93,24 @@ def line_chart(
 ) -> Chart | None:
     """Curves over steps. One run: a colour per curve; several: a colour per run, and a kind of line
     per curve. None where no run has a number."""
-    by_run = [(run, [c for c in curves if np.isfinite(c.y).any()]) for run, curves in by_run]
-    number, by_run = len(by_run), [(i, *each) for i, each in enumerate(by_run) if each[1]]
-    if not by_run:
+    number = len(by_run)
+    known = [(run, [c for c in curves if np.isfinite(c.y).any()]) for run, curves in by_run]
+    drawn = [(i, run, curves) for i, (run, curves) in enumerate(known) if curves]
+    if not drawn:
         return None
-    names = list(dict.fromkeys(curve.name for _, _, curves in by_run for curve in curves))
+    names = list(dict.fromkeys(curve.name for _, _, curves in drawn for curve in curves))
     figure = new_figure("step", axis.title)
-    for place, run, curves in by_run:
+    for place, run, curves in drawn:
         for curve in curves:
             style = _style(names.index(curve.name), place, number)
             in_legend = number == 1 or len(names) == 1
             _add_curve(figure, curve, style, in_legend, run.label if number > 1 else None)
     if number > 1 and len(names) > 1:
-        _explain(figure, [(place, run.label) for place, run, _ in by_run], names)
+        _explain(figure, [(place, run.label) for place, run, _ in drawn], names)
     figure.update_layout(showlegend=number > 1 or len(names) > 1)
     _finish_axis(figure, axis)
-    table = _table(title, [(run, c) for _, run, curves in by_run for c in curves], number, axis)
-    return Chart(name, title, figure, _summary(by_run, number, axis), table, note, wide)
+    table = _table(title, [(run, c) for _, run, curves in drawn for c in curves], number, axis)
+    return Chart(name, title, figure, _summary(drawn, number, axis), table, note, wide)
 
 
 def new_figure(x_title: str, y_title: str) -> go.Figure:
@@ -198,10 +199,9 @@ def _add_curve(
     label = escaped(f"{run}: {curve.name}" if run and not in_legend else run or curve.name)
     group = escaped(run or curve.name)
     smooth = curve.smooth and len(curve.y) >= SMOOTHED_FROM
-    drawn = [(curve.y, 1.0, 1.6)] if not smooth else [(curve.y, 0.3, 1.0), (None, 1.0, 2.2)]
-    for values, opacity, width in drawn:
-        is_trend = values is None
-        values = trend(curve.y) if is_trend else values
+    drawn = [(False, 0.3, 1.0), (True, 1.0, 2.2)] if smooth else [(False, 1.0, 1.6)]
+    for is_trend, opacity, width in drawn:
+        values = trend(curve.y) if is_trend else curve.y
         kept = thin(values)
         figure.add_scatter(
             x=curve.x[kept],
@@ -223,7 +223,7 @@ def _add_curve(
 def _explain(figure: go.Figure, runs: Sequence[tuple[int, str]], names: Sequence[str]) -> None:
     """In the legend a colour for each run, which hides its curves, and a kind of line for each
     name."""
-    entries = [
+    entries: list[tuple[str, str, str, str | None]] = [
         (label, COLOURS[place % len(COLOURS)], "solid", escaped(label)) for place, label in runs
     ]
     entries += [(name, "#888888", dash, None) for name, dash in zip(names, DASHES)]

@@ -166,7 +166,8 @@ def read_folder(folder: Path, label: str) -> RunData:
             evaluations.append(line)
         elif "step_s" in line and "step" in line:
             steps.add(_with_rates(line))
-    bad, reasons = [], Counter()
+    bad: list[dict[str, Any]] = []
+    reasons: Counter[str] = Counter()
     for line in lines.of(folder / "bad_samples.jsonl"):
         reasons[str(line.get("reason", "unknown"))] += 1
         if len(bad) < MOST_SHOWN:

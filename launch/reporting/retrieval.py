@@ -24,12 +24,14 @@ def retrieval_parts(runs: Runs) -> list[Any]:
     if not sets:
         return [Text("No evaluation has been made, or no samples were held out.")]
     directions = {
-        name: dict.fromkeys(
-            key.removesuffix("_R@1")
-            for run in runs
-            for line in run.held_out.get(name, ())
-            for key in line
-            if key.endswith("_R@1")
+        name: list(
+            dict.fromkeys(
+                key.removesuffix("_R@1")
+                for run in runs
+                for line in run.held_out.get(name, ())
+                for key in line
+                if key.endswith("_R@1")
+            )
         )
         for name in sets
     }

@@ -68,7 +68,7 @@ def _named(prefix: str) -> Keys:
 
 def _losses(runs: Runs) -> list[Chart]:
     def parts(run: RunData) -> dict[str, str]:
-        found = {}
+        found: dict[str, str] = {}
         for key in ("contrastive_loss", "matching_loss"):
             found |= {key.replace("_", " "): key}
             found |= {f"{key.split('_')[0]} {k}": v for k, v in run.steps.named(f"{key}/").items()}

@@ -68,7 +68,7 @@ def notices(runs: Runs) -> list[Text]:
     return [Text(f"{own}{notice}") for run, own in zip(runs, prefix) for notice in run.notices]
 
 
-def differences(runs: Runs) -> list[Table]:
+def differences(runs: Runs) -> list[Table | Text]:
     if len(runs) < 2:
         return []
     flat = [

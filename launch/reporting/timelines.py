@@ -17,6 +17,7 @@ from launch.run.trace_file import FIRST_STEP, read_trace
 from launch.tools.drawing import (
     COLOURS,
     MOVES,
+    SpanLike,
     Timeline,
     busy_s,
     idle_fraction,
@@ -216,13 +217,13 @@ def _timeline_figure(
 
 
 def _add_bars(
-    figure: go.Figure, row: int, label: str, bars: Sequence[tuple[str, Span]], first: bool
+    figure: go.Figure, row: int, label: str, bars: Sequence[tuple[str, SpanLike]], first: bool
 ) -> None:
     moves = label == MOVED
     figure.add_bar(
         y=[escaped(track) for track, _ in bars],
         base=[span.start_s for _, span in bars],
-        x=[span.seconds for _, span in bars],
+        x=[span.end_s - span.start_s for _, span in bars],
         customdata=[
             [span.name if span.micro_batch is None else f"{span.name} {span.micro_batch}"]
             for _, span in bars
@@ -239,13 +240,13 @@ def _add_bars(
     )
 
 
-def _bars(timeline: Timeline, most: int) -> dict[str, list[tuple[str, Span]]]:
+def _bars(timeline: Timeline, most: int) -> dict[str, list[tuple[str, SpanLike]]]:
     """By label, moves first and waits last, so that these lie below and above the rest."""
     grain_s = timeline.step_s / most
     number = sum(map(len, timeline.tracks.values()))
-    found: dict[str, list[tuple[str, Span]]] = {}
+    found: dict[str, list[tuple[str, SpanLike]]] = {}
     for track, spans in timeline.tracks.items():
-        by_label: dict[str, list[Span]] = {}
+        by_label: dict[str, list[SpanLike]] = {}
         for span in sorted(spans, key=lambda each: each.start_s):
             by_label.setdefault(_label(span.name), []).append(span)
         for label, own in by_label.items():
@@ -255,9 +256,9 @@ def _bars(timeline: Timeline, most: int) -> dict[str, list[tuple[str, Span]]]:
     return {label: found[label] for label in order if label in found}
 
 
-def _merged(spans: Sequence[Span], gap_s: float) -> list[Span]:
+def _merged(spans: Sequence[SpanLike], gap_s: float) -> list[SpanLike]:
     """Spans of one kind whose gaps cannot be seen become one."""
-    merged: list[Span] = []
+    merged: list[SpanLike] = []
     for span in spans:
         if merged and span.start_s - merged[-1].end_s < gap_s:
             last = merged.pop()

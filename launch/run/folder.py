@@ -362,7 +362,7 @@ def training_identity(
     loss per micro-batch the split decides the negatives, so it belongs to what is trained; `plan`
     is known later than the rest. `options`: the flags of train.py by name."""
     schedule = SCHEDULES.get(
-        branches.get("schedule")
+        branches.get("schedule", "")
     )  # None: "auto", which chooses none with a loss per micro-batch
     by_split = schedule is not None and schedule.loss_per_micro_batch
     branches = {**branches, "balance": _of_training(branches.get("balance"))}
@@ -394,7 +394,7 @@ def _completed(training: Mapping[str, Any]) -> dict[str, Any]:
     options = training.get("options", {})
     if "image_mean" not in options and "image_size" in options:
         options = {**options, **CLIP.options(options["image_size"])}
-    added = {"pairs": IMAGE_TEXT, "tower": [], "projection": "linear"}
+    added: dict[str, Any] = {"pairs": IMAGE_TEXT, "tower": [], "projection": "linear"}
     added |= {"image_resize_mode": "shortest"}
     added |= dict.fromkeys(
         ("audio_tower", "audio_weights", "audio_seconds", "audio_size", "audio_augmentation")

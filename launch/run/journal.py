@@ -3,12 +3,13 @@ traces."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
 from engine.executor import ForkEngine
+from engine.optimizer.bad_steps import BadStep
 from engine.planning.planner import RunPlan
 from engine.step_metrics import StepMetrics
 from launch.balancing.loss_weights import HeldOutFigures, LossWeights
@@ -80,10 +81,12 @@ class Journal:
         if self.tracker is not None:
             self.tracker.decision(step, reason)
 
-    def bad_step(self, step: int, metrics: StepMetrics, identity: Any) -> None:
+    def bad_step(
+        self, step: int, loss: float, bad: BadStep, identity: Callable[[int], str]
+    ) -> None:
         """bad_steps.jsonl: the samples of a step that was skipped. `identity`: of a sample, by its
         index."""
-        self.folder.note_bad_step(step, metrics.loss, metrics.bad_step, identity)
+        self.folder.note_bad_step(step, loss, bad, identity)
 
     def evaluation(self, step: int, epoch: float, found: HeldOutFigures) -> None:
         """A line of metrics.jsonl for each held-out set, and the trackers."""
@@ -106,7 +109,7 @@ class Journal:
         """trace.json, in the steps that are traced. All ranks call it together."""
         if is_sampled(step, self.trace_every):
             ranks = engine.gather_trace()
-            if self.folder.first_rank:
+            if ranks is not None:  # on the first rank
                 self.trace.add(step, engine.recorder.started_at_s, ranks)
                 if self.tracker is not None:
                     self.tracker.timeline(step)

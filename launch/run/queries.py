@@ -92,15 +92,14 @@ def _record(of_set: Sequence[Answers]) -> dict[str, Any]:
     shown: dict[str, set[str]] = {}  # sample -> the modalities that are looked at
     for answers in of_set:
         for direction, found in answers.found.items():
-            rows = [
+            rows = directions[direction] = [
                 {"query": str(answers.samples[row]), "answers": _answers_of(answers.samples, own)}
                 for row, own in zip(answers.queries.tolist(), found.tolist())
             ]
-            directions[direction] = rows
             asked, answered = direction.split("_to_")
-            for row in rows:
-                shown.setdefault(row["query"], set()).add(asked)
-                for answer in row["answers"]:
+            for query in rows:
+                shown.setdefault(query["query"], set()).add(asked)
+                for answer in query["answers"]:
                     shown.setdefault(answer["sample"], set()).add(answered)
     source = of_set[0].source  # of all of a held-out set
     samples = {each: _sample(source, int(each), sorted(shown[each])) for each in sorted(shown)}
@@ -118,7 +117,10 @@ def _answers_of(samples: np.ndarray, found: Sequence[Sequence[float]]) -> list[d
 
 def _sample(source: Source, i: int, shown: Sequence[str]) -> dict[str, Any]:
     captions = source.captions(i)
-    sample = {"id": source.identity(i), "text": captions[0][:MOST_LETTERS] if captions else ""}
+    sample: dict[str, Any] = {
+        "id": source.identity(i),
+        "text": captions[0][:MOST_LETTERS] if captions else "",
+    }
     for modality in shown:
         if modality in KINDS:
             sample |= _seen_and_heard(source, modality, i)
@@ -137,5 +139,5 @@ def _seen_and_heard(source: Source, modality: str, i: int) -> dict[str, str | No
         sound = played(value)
     except Exception:  # BadSample, or whatever a format of the user's own raises
         return {key: None}
-    found = {key: base64.b64encode(file.getvalue()).decode()}
+    found: dict[str, str | None] = {key: base64.b64encode(file.getvalue()).decode()}
     return found | ({f"{modality}_sound": base64.b64encode(sound).decode()} if sound else {})

@@ -89,11 +89,12 @@ def _with_languages(
     languages: Mapping[str, Mapping[str, Mapping[str, float]]],
 ) -> tuple[dict[str, int], list[dict[str, float]]]:
     """The sets, each followed by its languages as sets of their own."""
-    sizes, figures = {}, dict(values)
+    sizes: dict[str, int] = {}
+    figures = dict(values)
     for held_out, number in num_samples.items():
         sizes[held_out] = number
         for language, own in languages.get(held_out, {}).items():
-            sizes[f"{held_out}, {language}"] = own["num_samples"]
+            sizes[f"{held_out}, {language}"] = int(own["num_samples"])
             figures |= {f"{held_out}, {language}/{key}": value for key, value in own.items()}
     return sizes, [figures]
 

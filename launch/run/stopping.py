@@ -30,7 +30,8 @@ class StopRequest:
 
     def __init__(self, max_hours: float | None = None, clock: Callable[[], float] = time.monotonic):
         self.reason: str | None = None
-        self._max_hours, self._clock, self._file = max_hours, clock, None
+        self._max_hours, self._clock = max_hours, clock
+        self._file: Path | None = None
         # from the start of the process: imports take a while
         self._started_at_s = psutil.Process().create_time()
         self._started_s = clock() - max(0.0, time.time() - self._started_at_s)
@@ -55,13 +56,13 @@ class StopRequest:
             and self._clock() - self._started_s >= 3600 * self._max_hours
         ):
             self.reason = f"--max-hours {self._max_hours:g}"
-        if self.reason is None and self._file is not None and self._asks():
+        if self.reason is None and self._file is not None and self._asks(self._file):
             self.reason = str(self._file)
         return self.reason is not None
 
-    def _asks(self) -> bool:
+    def _asks(self, file: Path) -> bool:
         try:
-            return self._file.stat().st_mtime >= self._started_at_s
+            return file.stat().st_mtime >= self._started_at_s
         except OSError:
             return False
 

@@ -13,7 +13,7 @@ DEMO_AUDIO = {
     "audio_size": 96,
     "audio_augmentation": ("crop", "spec"),
 }
-AUDIO = {
+AUDIO: dict[str, Any] = {
     "audio_tower": "hf:clap-htsat-unfused",
     "audio_seconds": None,
     "audio_size": 128,
@@ -29,7 +29,7 @@ def audio_options(
     it."""
     if "audio" not in branches_of(values["pairs"]):
         return {}
-    found = {}
+    found: dict[str, Any] = {}
     for key, default in (DEMO_AUDIO if is_demo else AUDIO).items():
         earlier = recorded.get(key, default) if recorded.get("audio_tower") else default
         found[key] = earlier if values[key] is None else values[key]

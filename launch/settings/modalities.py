@@ -131,7 +131,7 @@ def tower_of(
 
 
 def audio_features(
-    tower: str, seconds: float | None, size: int | None, augmentation: tuple[str, ...]
+    tower: str, seconds: float | None, size: int, augmentation: tuple[str, ...]
 ) -> AudioFeatures:
     """What turns sounds into the input of the audio tower of that name; the rest as in the flags of
     train.py. Errors: ValueError, FileNotFoundError."""
@@ -140,7 +140,7 @@ def audio_features(
 
 
 @lru_cache  # a loader is made for every evaluation
-def _audio_input(tower: str, seconds: float | None, size: int | None) -> Mapping[str, Any]:
+def _audio_input(tower: str, seconds: float | None, size: int) -> Mapping[str, Any]:
     return audio_tower(tower, seconds, size).config["audio_input"]
 
 

@@ -24,10 +24,12 @@ from launch.settings.recipe_files import RecipeFile, with_recipe
 from models.towers.names import join_name, split_name
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from engine.config.reading import BranchesBlock
 
 ROOT = Path(__file__).resolve().parents[2]
-Section = TypeVar("Section")
+Section = TypeVar("Section", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
                 "share, give several"
             )
     for key in ("tokenizer", "imported"):
-        values[key] = _from_anywhere(values[key])
+        values[key] = values[key] and _from_anywhere(values[key])
     for key in (
         "image_weights",
         "text_weights",
@@ -366,14 +368,10 @@ def _pixels(
     return {"image_size": size, **pixels}
 
 
-def _from_anywhere(where: str | None) -> str | None:
+def _from_anywhere(where: str) -> str:
     """A file or folder that is here by its absolute path, so that evaluate.py and export.py find it
     from elsewhere; all else as it was given."""
-    return (
-        str(Path(where).expanduser().absolute())
-        if where and Path(where).expanduser().exists()
-        else where
-    )
+    return str(Path(where).expanduser().absolute()) if Path(where).expanduser().exists() else where
 
 
 def _model_folder(parser: argparse.ArgumentParser, where: str) -> str:

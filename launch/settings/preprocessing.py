@@ -80,7 +80,7 @@ def describe_pixels(options: Options) -> str:
     weights, flag = (
         (imported, "--import") if imported else (options.image_weights, "--image-weights")
     )
-    found = trained_with(weights, options.image_tower)
+    found = trained_with(str(weights), options.image_tower)
     used = Preprocessing.from_options(vars(options))
     if found is None:
         hint = f"; {TORCHVISION}" if used.mean == CLIP.mean and not imported else ""

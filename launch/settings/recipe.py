@@ -166,7 +166,7 @@ def settle(
     adapted = tuple(block.train or ())
     values = recipe.values(config["train_batch_size"], total_steps, pretrained, lr, warmup, adapted)
     smoothing = recipe.label_smoothing if options.loss == "infonce" else 0.0
-    chosen = {"augmentation": recipe.augmentation, "label_smoothing": smoothing}
+    chosen: dict[str, Any] = {"augmentation": recipe.augmentation, "label_smoothing": smoothing}
     chosen = {name: chosen[name] for name in open_options}
     words = [_in_words(place.rsplit(".", 1)[1], values[place]) for place in open_places] + [
         _in_words(*item) for item in chosen.items()

@@ -54,12 +54,12 @@ class Progress(Bar):
         """The stage whose ranks are idle least, or its data; empty where all are equally busy."""
         self._smooth(self._idle, line, "idle/", 1.0)
         self._smooth(self._data, line, "data_wait_s/", line["step_s"])
-        held_up = max(self._data, key=self._data.get, default=None)
+        held_up = max(self._data, key=self._data.__getitem__, default=None)
         if held_up is not None and self._data[held_up] > DATA_SHARE:
             return f"data of {held_up}"
         if len(self._idle) < 2:
             return ""
-        busiest = min(self._idle, key=self._idle.get)
+        busiest = min(self._idle, key=self._idle.__getitem__)
         waits = max(self._idle.values()) - self._idle[busiest] > EQUAL
         return busiest if waits else ""
 

@@ -50,10 +50,17 @@ DARK = {"ReplayPass", "BackwardWeights", "ReduceGrads", "OptimizerStep"}  # whit
 
 
 class SpanLike(Protocol):
-    name: str
-    micro_batch: int | None
-    start_s: float
-    end_s: float
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def micro_batch(self) -> int | None: ...
+
+    @property
+    def start_s(self) -> float: ...
+
+    @property
+    def end_s(self) -> float: ...
 
 
 Tracks = Mapping[str, Sequence[SpanLike]]

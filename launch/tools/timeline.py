@@ -34,6 +34,7 @@ from engine.trace import Span
 from launch.run.report import show
 from launch.run.trace_file import read_trace
 from launch.tools.drawing import (
+    SpanLike,
     Timeline,
     busy_s,
     idle_fraction,
@@ -165,14 +166,18 @@ def step_table(
     table.add_column("", no_wrap=True)
     for name in ("busy, predicted", "busy, measured", "idle, predicted", "idle, measured"):
         table.add_column(name, justify="right", no_wrap=True)
-    expected = list(predicted.tracks.values()) if predicted else [None] * len(stages)
+    expected: Sequence[Sequence[SpanLike] | None] = (
+        list(predicted.tracks.values()) if predicted else [None] * len(stages)
+    )
     for (name, members), spans in zip(stages.items(), expected):
         own = [ranks[rank] for rank in members]
         table.add_row(
             name,
-            seconds(busy_s(spans)) if predicted else "–",
+            "–" if spans is None else seconds(busy_s(spans)),
             seconds(mean(map(busy_s, own))) if own else "–",
-            f"{idle_fraction(spans, predicted.step_s):.0%}" if predicted else "–",
+            "–"
+            if predicted is None or spans is None
+            else f"{idle_fraction(spans, predicted.step_s):.0%}",
             f"{mean(idle_fraction(spans, step_s) for spans in own):.0%}" if own else "–",
         )
     table.add_section()

@@ -56,7 +56,8 @@ class WandbRun:
         config: Mapping[str, Any],
         job_type: str | None = "train",
     ):
-        self.folder, self._run = folder, None
+        self.folder = folder
+        self._run: Any = None  # wandb's
         self._notes: dict[str, Any] = {}
         if mode == "disabled":
             return

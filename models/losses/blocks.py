@@ -28,9 +28,17 @@ class Side(Protocol):
     """All rows of one modality. Rows of the two sides with equal labels are positives, and every
     row has one on the other side."""
 
-    embeds: Tensor  # [B, D]
-    label: Tensor  # [B] int64
-    weight: Tensor | None  # [B], of each row in the means, in any unit; None: equal
+    @property
+    def embeds(self) -> Tensor:
+        """[B, D]"""
+
+    @property
+    def label(self) -> Tensor:
+        """[B] int64"""
+
+    @property
+    def weight(self) -> Tensor | None:
+        """[B], of each row in the means, in any unit; None: equal."""
 
 
 Sides = Mapping[

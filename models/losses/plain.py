@@ -38,7 +38,7 @@ class PlainLoss:
         sides: Sides,
         branch: str,
         mine: Tensor,
-        statistics: None,
+        statistics: Mapping[str, Tensor],
         parameters: Mapping[str, Tensor],
     ) -> Part:
         """What the rows `mine` [b] of a side contribute. Every row has an equal share of half of
@@ -81,11 +81,16 @@ class PlainLoss:
         given = {branch: side.embeds.detach().requires_grad_() for branch, side in sides.items()}
         learned = {name: value.detach().requires_grad_() for name, value in parameters.items()}
         with torch.enable_grad():
-            loss = self.function(*given.values(), learned)
+            one, another = given.values()
+            loss = self.function(one, another, learned)
             wanted = [*given.values(), *learned.values()]
             found = torch.autograd.grad(loss, wanted, allow_unused=True)
-        found = [
+        gradients = [
             torch.zeros_like(value) if gradient is None else gradient
             for value, gradient in zip(wanted, found)
         ]
-        return loss.detach(), dict(zip(given, found)), dict(zip(learned, found[len(given) :]))
+        return (
+            loss.detach(),
+            dict(zip(given, gradients)),
+            dict(zip(learned, gradients[len(given) :])),
+        )

@@ -56,7 +56,7 @@ class Sigmoid:
         sides: Sides,
         branch: str,
         mine: Tensor,
-        statistics: None,
+        statistics: Mapping[str, Tensor],
         parameters: Mapping[str, Tensor],
     ) -> Part:
         """What the rows `mine` [b] of a side contribute."""
@@ -103,11 +103,11 @@ class Sigmoid:
             d_logits = torch.where(positive, torch.neg(wrong, out=losses), wrong, out=logits)
             d_bias += d_logits.sum()
             torch.mm(d_logits, other, out=d_own[rows])
-            if both:
+            if d_other is not None:
                 d_other.addmm_(d_logits.T, scaled)
             del positive, wrong, losses, d_logits  # before the next block's are made
         d_own *= scale
-        gradients = {branch: d_own, **({other_branch: d_other} if both else {})}
+        gradients = {branch: d_own, **({} if d_other is None else {other_branch: d_other})}
         scalars = {
             "logit_scale": (embeds * d_own).sum().reshape(1),
             "logit_bias": d_bias,

@@ -1,9 +1,10 @@
 """Both towers with their heads, and what each of their layers costs."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +82,7 @@ def with_head(
         {**tower.config, "tower": tower.name, "width": tower.width, "embed_dim": embed_dim},
     )
     if fusion is None:
-        makers = {"image": image_head, "text": text_head}
+        makers: dict[str, Callable[..., LayerSpec]] = {"image": image_head, "text": text_head}
         head = (
             makers[tower.branch](width, embed_dim, scalars=scalars, projection=projection)
             if tower.branch in makers
@@ -336,7 +337,7 @@ _FLOPS = {
 }  # which torch 2.6 does not count
 
 
-def _with_fused_attention(function: FunctionType) -> FunctionType:
+def _with_fused_attention(function: Callable[..., Any]) -> FunctionType:
     """A copy of one of torch's functions that finds `_attend` under the name of torch's attention:
     a mode does not reach inside it."""
     names = {**function.__globals__, "scaled_dot_product_attention": _attend}

@@ -149,10 +149,11 @@ def tap_image(
         shapes.append(
             tuple(tensors["image_hidden"].shape[1:]) if "image_hidden" in tensors else None
         )
+    places = [None if shape is None else _places(shape) for shape in shapes]
     ends = [
-        i
+        (i, shape)
         for i, shape in enumerate(shapes)
-        if shape is not None and _places(shape) != _places(shapes[i + 1])
+        if shape is not None and places[i] != places[i + 1]
     ]
     scales = min(2, len(ends)) if scales is None else scales
     if len(ends) < scales:
@@ -161,8 +162,8 @@ def tap_image(
             f"give at most {len(ends)}"
         )
     specs, maps, num_tokens = list(tower.specs), {}, 0
-    for scale, end in enumerate(ends[-scales:]):
-        name, shape = f"image_map_{scale}", shapes[end]
+    for scale, (end, shape) in enumerate(ends[-scales:]):
+        name = f"image_map_{scale}"
         last = _channels_last(shape)
         specs.insert(end + 1 + scale, _tap(f"image.map_{scale}", "image", ImageTap(name, last)))
         maps[name] = shape[-1] if last or len(shape) == 2 else shape[0]
@@ -179,11 +180,9 @@ def tap_text(tower: Tower) -> Tower:
     )
 
 
-def _places(shape: Sequence[int] | None) -> tuple[int, ...] | None:
+def _places(shape: Sequence[int]) -> tuple[int, ...]:
     """A shape without its channels: (H, W) of a map [C, H, W] or [H, W, C], (N,) of tokens
     [N, C]."""
-    if shape is None:
-        return None
     return tuple(shape[1:]) if len(shape) == 3 and not _channels_last(shape) else tuple(shape[:-1])
 
 

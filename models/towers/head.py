@@ -212,7 +212,7 @@ def head(
     return _spec(branch, embed_dim, lambda: Head(branch, width, embed_dim, scalars, projection))
 
 
-def _spec(branch: str, embed_dim: int, make: Callable[[], Layer]) -> LayerSpec:
+def _spec(branch: str, embed_dim: int, make: Callable[[], Head]) -> LayerSpec:
     if embed_dim < 1:
         raise ValueError(f"embed_dim={embed_dim} must be at least 1")
     with torch.device("meta"):

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +27,8 @@ class Layer(nn.Module):
     `canonical_names` maps each local state-dict name to its name in the run: `image.` or `text.` +
     the library's name, or `head.` + ours. The first component is the group whose gradient norm is
     clipped together. `added`: how the local names of tensors begin that the library's model does
-    not have, and how their canonical names do behind the branch. `unsaved_names`: the library's
+    not have, and how their canonical names do behind the branch. `scalars`: of a head, names and
+    first values of what the losses learn and it owns. `unsaved_names`: the library's
     names of buffers that are not part of the state, for layers with a `LibraryModel`.
     """
 
@@ -35,13 +37,15 @@ class Layer(nn.Module):
     drops: tuple[str, ...] = ()
     reads_if_given: tuple[str, ...] = ()
     added: tuple[str, str] | None = None
+    scalars: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self) -> None:
         super().__init__()
         self.canonical_names: dict[str, str] = {}
         self.unsaved_names: dict[str, str] = {}
 
-    def compute(self, *tensors: Tensor, **given: Tensor) -> Tensor | tuple[Tensor, ...]:
+    # Any: a layer names the tensors that it reads, so each has a signature of its own
+    def compute(self, *tensors: Any, **given: Any) -> Tensor | tuple[Tensor, ...]:
         """The tensors of `reads`, in that order, to those of `makes`, in that order."""
         raise NotImplementedError
 
@@ -103,13 +107,14 @@ class LibraryModel:
     def fill(self, layer: Layer, seed: int) -> None:
         """Copy the layer's tensors, those outside the state too, but for those that were `added` to
         the library's."""
-        found = _KEPT.get().get((id(self), seed)) if _KEPT.get() is not None else None
+        kept = _KEPT.get()
+        found = kept.get((id(self), seed)) if kept is not None else None
         if found is None:
             torch.default_generator.manual_seed(seed)
             model = self._make()
             found = _tensors(model)
-            if _KEPT.get() is not None:
-                _KEPT.get()[id(self), seed] = found
+            if kept is not None:
+                kept[id(self), seed] = found
         targets = _tensors(layer)
         for local, name in layer.canonical_names.items():
             if not (layer.added and local.startswith(layer.added[0])):
@@ -159,7 +164,8 @@ class LayerSpec:
     name: str  # such as image.layer1.0
     branch: str  # such as image or text
     template: Layer = field(repr=False, compare=False)
-    initialise: Callable[[Layer], None] = field(repr=False, compare=False)
+    # Any: a layer of the template's class
+    initialise: Callable[[Any], None] = field(repr=False, compare=False)
     original: LibraryModel | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -258,12 +264,12 @@ def cut(
     """
     state = model.state_dict(keep_vars=True) if state is None else state
     # of several names of a tensor the first
-    library_names = {id(tensor): name for name, tensor in reversed(state.items())}
+    library_names = {id(tensor): name for name, tensor in reversed(list(state.items()))}
     expected = sorted(
         name for name in library_names.values() if not name.startswith(dropped or ("\0",))
     )
     unsaved = {id(buffer): name for name, buffer in model.named_buffers()} if original else {}
-    owned = []
+    owned: list[str] = []
     for _, layer in layers:
         names = set()  # a tensor that modules of one layer share has several local names there
         for local, tensor in layer.state_dict(keep_vars=True).items():

@@ -4,6 +4,7 @@ refused, the nearest one named."""
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 KINDS = {
     int: "an integer",
@@ -72,10 +73,10 @@ def join_name(base: str, overrides: Mapping[str, str]) -> str:
 
 def parse_overrides(
     name: str, overrides: Mapping[str, str], kinds: Mapping[str, type]
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Read each value as the kind that its key asks for. `kinds`: key -> int, float, bool, str or
     tuple (of integers)."""
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for key, text in overrides.items():
         if key not in kinds:
             raise refuse(f"tower {name!r}: key", key, kinds)

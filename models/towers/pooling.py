@@ -94,8 +94,8 @@ class AttentionPool(nn.Module):
         nn.init.zeros_(self.attention.out_proj.bias)
         self.layernorm.reset_parameters()
         for linear in self.mlp.values():
-            nn.init.xavier_uniform_(linear.weight)
-            nn.init.normal_(linear.bias, std=1e-6)
+            nn.init.xavier_uniform_(linear.get_parameter("weight"))
+            nn.init.normal_(linear.get_parameter("bias"), std=1e-6)
 
     def forward(self, tokens: Tensor, kept: Tensor | None = None) -> Tensor:
         padded = None if kept is None else kept == 0

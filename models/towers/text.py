@@ -63,6 +63,11 @@ def text_tower(
     name = full_name(name)
     base, overrides = split_name(name)
     if base in OWN:
+        if vocab_size is None:
+            raise ValueError(
+                f"text tower {name!r}: it has no configuration that says how many tokens there are; "
+                "give vocab_size"
+            )
         return OWN[base](name, vocab_size, max_text_tokens)
     for prefix, tower in LIBRARIES.items():
         if base.startswith(prefix):

@@ -20,6 +20,7 @@ TIMM, HF_TEXT = "visual.trunk.", "text.transformer."
 MT5 = "MT5EncoderModel"
 # how a side ends inside of its tower: SigLIP's texts, CLIP's ResNets, a projection of timm's towers
 # with a bias or of two layers, the classifier of a tower of timm
+LAST_LINEARS: tuple[str, ...]
 LAST_LINEARS = ("text_projection", "attnpool.c_proj", "head.proj", "head.mlp.fc2")
 LAST_LINEARS += ("trunk.head", "trunk.fc", "trunk.head.fc", "trunk.classifier")
 OTHERS = {  # a name that tells, what it belongs to, how it differs

@@ -41,6 +41,7 @@ TIMM_KEYS = {"drop_path_rate": "timm_drop_path", "global_pool": "timm_pool", "im
 # of a configuration, written also where they are OpenCLIP's defaults
 SIZES = ("image_size", "layers", "width", "patch_size", "context_length", "vocab_size", "heads")
 NO_TEXTS = ("hf_tokenizer_name", "tokenizer_kwargs", "tokenizer_mode")
+TEXT_SIDE: tuple[str, ...]
 TEXT_SIDE = ("token_embedding.", "positional_embedding", "transformer.", "ln_final.")
 TEXT_SIDE += ("text_projection", "cls_emb")
 
@@ -99,16 +100,17 @@ def open_clip_model(
         name = f"head.{tower.branch}_projection.weight"
         heads[tower.branch] = state.get(name, torch.eye(tower.width))
         pairs += _head_pairs(tower, heads[tower.branch], side_pairs(tower))
-        if name not in state and projection_of(tower) is not None:
+        projection = projection_of(tower)
+        if name not in state and projection is not None:
             # without a projection the features are the embeddings: OpenCLIP's is the identity
             state[name] = heads[tower.branch]
-            pairs += _projection(name, projection_of(tower))
+            pairs += _projection(name, projection)
     named = {name for pair in pairs for name in pair.ours}
     pairs = [pair for pair in pairs if "head.logit_bias" not in pair.ours or pair.ours[0] in state]
     if unknown := sorted(set(state) - named):
         raise ValueError(f"--format open_clip: OpenCLIP has no place for {', '.join(unknown)}")
     tensors = to_theirs(pairs, state)
-    config = {
+    config: dict[str, Any] = {
         "embed_dim": len(heads["image"]),
         "vision_cfg": _vision(image, heads["image"]),
         "text_cfg": _texts(text, heads["text"], tokens, config_at),
@@ -178,7 +180,7 @@ def _added_projection(tower: Tower) -> str | None:
 def _vision(image: Tower, head: Tensor) -> dict[str, Any]:
     if image.config["library"] == "timm":
         arguments = image.config["arguments"]
-        named = {TIMM_KEYS[key]: value for key, value in arguments.items() if TIMM_KEYS[key]}
+        named = {theirs: value for key, value in arguments.items() if (theirs := TIMM_KEYS[key])}
         return {
             "timm_model_name": image.config["architecture"],
             "timm_model_pretrained": False,

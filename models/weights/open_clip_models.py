@@ -17,6 +17,7 @@ from models.towers.names import split_name
 
 HUB, LOCAL = "hf-hub:", "local-dir:"
 # the names that belong to OpenCLIP, and those that a folder may have instead, in OpenCLIP's order
+OWN_WEIGHTS: tuple[str, ...]
 OWN_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors")
 OWN_WEIGHTS += ("open_clip_pytorch_model.bin", "open_clip_pytorch_model.pth")
 OTHER_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")

@@ -21,6 +21,7 @@ Resize = Callable[[Tensor, tuple[int, ...]], Tensor]
 """From a tensor in the file and the shape in the tower to the tensor of the tower. Raises ValueError
 where none can be made of it."""
 
+_TABLES: tuple[str, ...]
 _TABLES = ("position_embedding.weight", "position_embeddings.weight", "position_embeddings")
 _TABLES += ("encoder.pos_embedding", ".positional_embedding")  # of torchvision, of OpenCLIP
 
@@ -67,8 +68,8 @@ def resized_positions(
     grid = F.interpolate(
         grid, (sides[1], sides[1]), mode="bicubic", align_corners=False, antialias=antialias
     )
-    rows = torch.cat([table[:prefix], grid[0].permute(1, 2, 0).flatten(0, 1)])
-    return rows.reshape(*weight.shape[:-2], positions, weight.shape[-1])
+    made = torch.cat([table[:prefix], grid[0].permute(1, 2, 0).flatten(0, 1)])
+    return made.reshape(*weight.shape[:-2], positions, weight.shape[-1])
 
 
 def resizers(tower: Tower) -> dict[str, Resize]:

@@ -195,8 +195,12 @@ def open_weights(branch: str, where: str, tower: Tower) -> WeightReader:
             "pass that branch's tower"
         )
     published = _PUBLISHED.get(tower.config.get("library"))
-    path = find_weights(branch, where, tower.name, tower.config.get("hub_id"), bool(published))
-    source = published(where, tower) if path is None else open_tensors(path)
+    path = _given_path(where)
+    if path is None and published is not None:
+        source = published(where, tower)
+    else:
+        hub_id = tower.config.get("hub_id")
+        source = open_tensors(path or _preset_path(branch, where, tower.name, hub_id))
     shapes = {
         name.split(".", 1)[1]: shape
         for name, shape in _shapes(tower, (branch,)).items()
@@ -250,14 +254,14 @@ def open_model(where: str, *towers: Tower) -> WeightReader:
 
 
 def _of_clap(where: str, source: Source, of_branch: Mapping[str, Tower]) -> Source:
-    towers = [of_branch.get(branch) for branch in ("audio", "text")]
-    if None in towers:
+    audio, text = of_branch.get("audio"), of_branch.get("text")
+    if audio is None or text is None:
         raise ValueError(
             f"--import {where}: holds transformers' ClapModel, whose towers are of sounds and texts; "
             "name both in --pairs, such as audio:text"
         )
     note_scales(where, source)
-    return as_ours(clap_pairs(*towers), source)
+    return as_ours(clap_pairs(audio, text), source)
 
 
 def _of_images(where: str, source: Source, image: Tower, text: Tower) -> Source:
@@ -335,7 +339,7 @@ def canonical_names(branch: str, keys: list[str], plain: bool = False) -> dict[s
 
 
 def _shapes(tower: Tower, groups: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for spec in tower.specs:
         tensors = spec.template.state_dict()
         shapes |= {
@@ -349,19 +353,17 @@ def _shapes(tower: Tower, groups: tuple[str, ...]) -> dict[str, tuple[int, ...]]
 # -- sources
 
 
-def find_weights(
-    branch: str,
-    where: str,
-    tower_name: str,
-    hub_id: str | None,
-    by_library: bool = False,
-) -> Path | None:
-    """The file or folder that `where` means, downloaded if need be; None: a name of the tower's
-    library, which keeps its weights itself.
+def find_weights(branch: str, where: str, tower_name: str, hub_id: str | None) -> Path:
+    """The file or folder that `where` means, downloaded if need be.
 
-    `where`: as in `open_weights`, for the tower called `tower_name`, whose published weights are
-    `hub_id`. `by_library`: its library is not transformers. Errors: as there.
+    `where`: as in `open_weights`, for the tower of transformers called `tower_name`, whose published
+    weights are `hub_id`. Errors: as there.
     """
+    return _given_path(where) or _preset_path(branch, where, tower_name, hub_id)
+
+
+def _given_path(where: str) -> Path | None:
+    """Of a file, a folder or a Hugging Face id; None: `where` is a word, so a library's name."""
     path = Path(where).expanduser()
     if path.exists():
         return path
@@ -372,8 +374,10 @@ def find_weights(
             f"weights {where!r}: there is no such file or folder; give an existing one, or "
             "ORGANISATION/MODEL"
         )
-    if by_library:
-        return None
+    return None
+
+
+def _preset_path(branch: str, where: str, tower_name: str, hub_id: str | None) -> Path:
     presets, of_preset = {
         "image": (transformers_image.PRESETS, transformers_image.hub_id_of),
         "text": (PRESETS, hub_id_of),

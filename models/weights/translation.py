@@ -43,7 +43,7 @@ def to_theirs(pairs: Iterable[Pair], state: Mapping[str, Tensor]) -> dict[str, T
             "the pairs do not cover the tensors once each: "
             f"{sorted(set(used) ^ set(state)) or 'one is in two pairs'}"
         )
-    theirs = {}
+    theirs: dict[str, Tensor] = {}
     for pair in pairs:
         theirs |= dict(
             zip(pair.theirs, pair.there(*(state[name] for name in pair.ours)), strict=True)

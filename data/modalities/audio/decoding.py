@@ -175,10 +175,10 @@ def _blocks(file: Any) -> Iterator[np.ndarray]:
 def _is_cut_off(data: bytes) -> bool:
     """WAV, AIFF and Ogg: libsndfile takes what is there for all."""
     if data[:4] in (b"RIFF", b"FORM"):
-        order = "little" if data[:4] == b"RIFF" else "big"
+        is_riff = data[:4] == b"RIFF"
         at = 12
         while at + 8 <= len(data):  # one chunk after the other: a name, a size, as many bytes
-            size = int.from_bytes(data[at + 4 : at + 8], order)
+            size = int.from_bytes(data[at + 4 : at + 8], "little" if is_riff else "big")
             if data[at : at + 4] in (b"data", b"SSND"):
                 return size != UNKNOWN_SIZE and at + 8 + size > len(data)
             at += 8 + size + size % 2

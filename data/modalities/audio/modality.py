@@ -61,7 +61,7 @@ class AudioModality(ValueModality):
         # without a length the sound is missing or bad, and the source says which
         if self.cache is None or not source.column("audio_seconds")[i] > 0:
             return super().row(source, i, generator)
-        made = self._spectrogram(source, i, generator)
+        made = self._spectrogram(self.cache, source, i, generator)
         return {"input_features": self.features.finished(made, generator)}
 
     def _samples(self, value: bytes) -> np.ndarray:
@@ -69,24 +69,24 @@ class AudioModality(ValueModality):
         return resampled(sound.samples, sound.rate, self.features.rate)
 
     def _spectrogram(
-        self, source: Source, i: int, generator: np.random.Generator | None
+        self, cache: SampleCache, source: Source, i: int, generator: np.random.Generator | None
     ) -> np.ndarray:
         features, content = self.features, source.audio_hash(i)
         of_cut = {cut: content + f"{features.name}:{cut:d}".encode() for cut in (False, True)}
         for cut, key in of_cut.items():
             if features.is_fixed(generator, cut):
-                found = self.cache.get(key)
+                found = cache.get(key)
                 if found is not None:
                     return found
         of_samples = content + f"{VERSION}:{features.rate} Hz".encode()
-        stored = self.cache.get(of_samples)
+        stored = cache.get(of_samples)
         samples = self._samples(source.value(self.name, i)) if stored is None else stored
         made = features.spectrogram(features.clipped(samples, generator))
         cut = len(samples) > features.num_samples
         if features.is_fixed(generator, cut):
-            self.cache.put(of_cut[cut], made)
+            cache.put(of_cut[cut], made)
         elif stored is None:
-            self.cache.put(of_samples, samples)
+            cache.put(of_samples, samples)
         return made
 
     def blank(self) -> dict[str, Tensor]:

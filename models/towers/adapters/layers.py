@@ -224,7 +224,7 @@ def describe_adapters(towers: Iterable[Tower]) -> str:
             continue
         lora, specs = tower.config["lora"], tower.specs[:-1]
         learned = sum(filter(None, num_learned(specs)))
-        number = sum(len(spec.targets) for spec in specs)
+        number = sum(len(spec.targets) for spec in specs if isinstance(spec, AdaptedSpec))
         total = sum(spec.num_parameters for spec in specs)
         target = lora["target"] if isinstance(lora["target"], str) else ", ".join(lora["target"])
         lines.append(
@@ -237,8 +237,8 @@ def describe_adapters(towers: Iterable[Tower]) -> str:
 # -- adapters taken off again
 
 
-def _adapted_modules(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
-    """Paths of the modules that have an adapter, every path of a shared one."""
+def _adapted_modules(layer: Layer) -> Iterator[tuple[str, Any]]:
+    """Paths of the modules that have an adapter (peft's `LoraLayer`), every path of a shared one."""
     from peft.tuners.lora.layer import LoraLayer
 
     for path, module in list(layer.named_modules(remove_duplicate=False)):

@@ -37,7 +37,9 @@ def modules_of(layer: Layer) -> list[Module]:
             path, canonical = path.rpartition(".")[0], canonical.rpartition(".")[0]
             if canonical:
                 names.setdefault(path, canonical)
-    found, whole, classes = [], [], {"": type(layer).__name__}
+    found: list[Module] = []
+    whole: list[str] = []
+    classes = {"": type(layer).__name__}
     for path, module in layer.named_modules():
         classes[path] = type(module).__name__
         if path not in names or path.startswith(tuple(f"{other}." for other in whole) or "\0"):

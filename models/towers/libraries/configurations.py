@@ -32,7 +32,7 @@ class Preset:
 def preset_of(name: str, presets: Mapping[str, Preset], aliases: Mapping[str, str]) -> str | None:
     """The preset that is meant by its name, its id on the hub or an alias, in any case; None: by
     none of them."""
-    ids = {preset.hub_id.lower(): known for known, preset in reversed(presets.items())}
+    ids = {preset.hub_id.lower(): known for known, preset in reversed(list(presets.items()))}
     word = name.lower()
     word = aliases.get(word, word)
     return word if word in presets else ids.get(word)

@@ -40,6 +40,7 @@ SMALL_IMAGE = {"layers": 1, "width": 64, "patch_size": 32, "image_size": 32}
 SMALL_TEXT = {"layers": 1, "width": 64, "heads": 1, "vocab_size": 2, "context_length": 2}
 # said in other ways (`--image-size`, `pool=`, the tokenizer), or of no use to a tower
 NOT_IMAGE_KEYS = ("image_size", "output_tokens", "timm_model_pretrained", "pool_type")
+NOT_TEXT_KEYS: tuple[str, ...]
 NOT_TEXT_KEYS = ("eos_id", "pad_id", "output_tokens", "proj_type", "pool_type")
 NOT_TEXT_KEYS += ("hf_tokenizer_name", "tokenizer_mode", "hf_model_name", "hf_model_pretrained")
 
@@ -278,7 +279,8 @@ def _text_side(
     except Exception as error:  # whatever the constructor raises
         raise _refused(name, error) from error
     for block in side.transformer.resblocks:
-        block.__class__ = _of_any_length(type(block))
+        # typeshed wants a hashable argument, and mypy does not see that a class is
+        block.__class__ = _of_any_length(type(block))  # type: ignore[arg-type]
     if isinstance(side.text_projection, nn.Parameter):
         side.text_projection = None
         return side, "text_projection"

@@ -32,30 +32,38 @@ def once(attention_mask: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
     return made[key]
 
 
-class TextEmbeddings(Layer):
-    """`input_ids` [B, L] -> `text_hidden` [B, L, W].
+class Embeddings(Layer):
+    """What first layers have in common. `behind`: what follows the library's embeddings, if
+    anything does."""
 
-    `behind`: what follows the library's embeddings, if anything does.
-    """
+    drops: tuple[str, ...] = ("input_ids",)
 
-    reads, makes, drops = ("input_ids",), ("text_hidden",), ("input_ids",)
-
-    def __init__(self, embeddings: nn.Module, behind: nn.Module | None = None) -> None:
+    # Any: a module of the library
+    def __init__(self, embeddings: Any, behind: nn.Module | None = None) -> None:
         super().__init__()
         self.embeddings, self.behind = embeddings, nn.Identity() if behind is None else behind
 
-    def compute(self, input_ids: Tensor) -> Tensor:
+    def embedded(self, input_ids: Tensor) -> Tensor:
         return self.behind(self.embeddings(input_ids=input_ids))
+
+
+class TextEmbeddings(Embeddings):
+    """`input_ids` [B, L] -> `text_hidden` [B, L, W]."""
+
+    reads, makes = ("input_ids",), ("text_hidden",)
+
+    def compute(self, input_ids: Tensor) -> Tensor:
+        return self.embedded(input_ids)
 
 
 class TableEmbeddings(TextEmbeddings):
     """The same where the library's embeddings are a table and nothing else (T5)."""
 
-    def compute(self, input_ids: Tensor) -> Tensor:
+    def embedded(self, input_ids: Tensor) -> Tensor:
         return self.behind(self.embeddings(input_ids))
 
 
-class FullLengthEmbeddings(TextEmbeddings):
+class FullLengthEmbeddings(Embeddings):
     """Texts of `length` tokens whatever they hold, `text_hidden` [B, `length`, W], with an
     `attention_mask` of ones: the padding is read as any other token.
 
@@ -72,14 +80,14 @@ class FullLengthEmbeddings(TextEmbeddings):
         input_ids = input_ids.masked_fill(attention_mask == 0, self.pad_token_id)
         missing = self.length - input_ids.shape[1]
         input_ids = F.pad(input_ids, (0, missing), value=self.pad_token_id)  # [B, length]
-        return super().compute(input_ids), torch.ones_like(input_ids)
+        return self.embedded(input_ids), torch.ones_like(input_ids)
 
 
-class BiasedEmbeddings(TextEmbeddings):
+class BiasedEmbeddings(Embeddings):
     """MPNet's: also makes `text_position_bias` [B, N, L, L], which all of its blocks add to their
     attention scores."""
 
-    makes = ("text_hidden", "text_position_bias")
+    reads, makes = ("input_ids",), ("text_hidden", "text_position_bias")
     relative_position_bucket = staticmethod(MPNetEncoder.relative_position_bucket)
 
     def __init__(self, embeddings: nn.Module, relative_attention_bias: nn.Embedding) -> None:
@@ -87,7 +95,7 @@ class BiasedEmbeddings(TextEmbeddings):
         self.relative_attention_bias = relative_attention_bias
 
     def compute(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = super().compute(input_ids)
+        hidden = self.embedded(input_ids)
         # the library's method, which asks its object for the two names above and no more
         return hidden, MPNetEncoder.compute_position_bias(self, hidden)
 
@@ -97,9 +105,10 @@ class XLMEmbeddings(Layer):
     languages, `language_ids` [B] name that of each text; without them it is the `lang_id` of the
     configuration."""
 
-    reads, makes, drops = ("input_ids", "attention_mask"), ("text_hidden",), ("input_ids",)
+    reads, makes = ("input_ids", "attention_mask"), ("text_hidden",)
+    drops: tuple[str, ...] = ("input_ids",)
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.embeddings, self.position_embeddings = model.embeddings, model.position_embeddings
         self.layer_norm_emb, self.dropout = model.layer_norm_emb, nn.Dropout(model.dropout)
@@ -151,26 +160,17 @@ class EotEmbeddings(Layer):
         return *made, marks.argmax(dim=-1)  # [B, L, W], ..., [B]
 
 
-class TextBlock(Layer):
-    """`text_hidden` [B, L, W] -> `text_hidden`; `attention_mask` [B, L] becomes what the library's
-    block wants of it."""
+class Block(Layer):
+    """What blocks have in common: `attention_mask` [B, L] becomes what the library's block wants of
+    it."""
 
-    reads, makes = ("text_hidden", "attention_mask"), ("text_hidden",)
+    reads: tuple[str, ...] = ("text_hidden", "attention_mask")
+    makes: tuple[str, ...] = ("text_hidden",)
 
-    def __init__(self, block: nn.Module, config: PreTrainedConfig, causal: bool = False) -> None:
+    # Any: a module of the library
+    def __init__(self, block: Any, config: PreTrainedConfig) -> None:
         super().__init__()
-        self.block, self.config, self.causal = block, config, causal
-
-    def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
-        if self.causal:
-            mask = self._mask(
-                masking_utils.create_causal_mask, text_hidden, attention_mask, past_key_values=None
-            )
-            return self.block(text_hidden, mask, is_causal=True)
-        return self.block(
-            text_hidden,
-            self._mask(masking_utils.create_bidirectional_mask, text_hidden, attention_mask),
-        )
+        self.block, self.config = block, config
 
     @torch.compiler.disable  # it remembers and may read the mask: both are the host's affair
     def _mask(
@@ -188,13 +188,32 @@ class TextBlock(Layer):
         )
 
 
-class BiasedBlock(TextBlock):
+class TextBlock(Block):
+    """`text_hidden` [B, L, W] -> `text_hidden`."""
+
+    def __init__(self, block: Any, config: PreTrainedConfig, causal: bool = False) -> None:
+        super().__init__(block, config)
+        self.causal = causal
+
+    def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        if self.causal:
+            mask = self._mask(
+                masking_utils.create_causal_mask, text_hidden, attention_mask, past_key_values=None
+            )
+            return self.block(text_hidden, mask, is_causal=True)
+        return self.block(
+            text_hidden,
+            self._mask(masking_utils.create_bidirectional_mask, text_hidden, attention_mask),
+        )
+
+
+class BiasedBlock(Block):
     """A block of MPNet, or of T5 behind the first: adds `text_position_bias` [B or 1, N, L, L] to
     its attention scores. `last`: of the tower, behind which nothing reads them."""
 
     reads = ("text_hidden", "attention_mask", "text_position_bias")
 
-    def __init__(self, block: nn.Module, config: PreTrainedConfig, last: bool) -> None:
+    def __init__(self, block: Any, config: PreTrainedConfig, last: bool) -> None:
         super().__init__(block, config)
         self.drops = ("text_position_bias",) if last else ()
 
@@ -205,11 +224,11 @@ class BiasedBlock(TextBlock):
         return self.block(text_hidden, mask, text_position_bias)[0]
 
 
-class BiasingBlock(TextBlock):
+class BiasingBlock(Block):
     """T5's first block, which also makes `text_position_bias` [1, N, L, L] for those behind it,
     unless it is the `last` as well."""
 
-    def __init__(self, block: nn.Module, config: PreTrainedConfig, last: bool) -> None:
+    def __init__(self, block: Any, config: PreTrainedConfig, last: bool) -> None:
         super().__init__(block, config)
         self.makes = ("text_hidden",) if last else ("text_hidden", "text_position_bias")
 
@@ -218,11 +237,11 @@ class BiasingBlock(TextBlock):
         return tuple(self.block(text_hidden, mask)[: len(self.makes)])
 
 
-class RotaryBlock(TextBlock):
+class RotaryBlock(Block):
     """A block of ModernBERT, of which some attend to a window and the others to all tokens. Where a
     token stands turns its queries and keys; `rotary` says by how much."""
 
-    def __init__(self, block: nn.Module, config: PreTrainedConfig, rotary: nn.Module) -> None:
+    def __init__(self, block: Any, config: PreTrainedConfig, rotary: nn.Module) -> None:
         super().__init__(block, config)
         self.rotary = rotary
 
@@ -254,7 +273,7 @@ class XLMBlock(Layer):
 
     reads, makes = ("text_hidden", "attention_mask"), ("text_hidden",)
 
-    def __init__(self, model: nn.Module, number: int) -> None:
+    def __init__(self, model: Any, number: int) -> None:
         super().__init__()
         self.attention, self.ffn = model.attentions[number], model.ffns[number]
         self.norm1, self.norm2 = model.layer_norm1[number], model.layer_norm2[number]

@@ -139,7 +139,7 @@ def _pooled(model: nn.Module, pixel_values: Tensor) -> Tensor:
     return model(pixel_values)
 
 
-def _unpooled(model: nn.Module, pixel_values: Tensor) -> Tensor:
+def _unpooled(model: Any, pixel_values: Tensor) -> Tensor:
     return model.forward_features(pixel_values)
 
 

@@ -32,6 +32,9 @@ class BatchNorm2d(nn.BatchNorm2d):
     half-precision weights beside fp32 statistics. In fp32 it is the library's own forward.
     """
 
+    momentum: float  # a fixed one
+    num_batches_tracked: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dtype == torch.float32:
             return super().forward(x)
@@ -134,7 +137,7 @@ class ConvNeXtStem(Layer):
         self.patchify = patchify
 
     def compute(self, pixel_values: Tensor) -> Tensor:
-        return self.patchify(pixel_values.to(self.patchify[0].weight.dtype))
+        return self.patchify(pixel_values.to(next(self.patchify.parameters()).dtype))
 
 
 class ImageBlock(Layer):
@@ -370,7 +373,7 @@ def _cut_vit(model: VisionTransformer, sizes: ViTSizes, pool: str) -> Cut:
         (f"encoder.layers.{name}", ImageBlock(block))
         for name, block in model.encoder.layers.named_children()
     ]
-    modules = {
+    modules: dict[str, Callable[[], nn.Module]] = {
         "cls": FirstPool,
         "avg": MeanPool,
         "max": MaxPool,
@@ -444,6 +447,7 @@ def _initialise_convnext(layer: Layer, sizes: ConvNeXtSizes) -> None:
     for module in layer.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             nn.init.trunc_normal_(module.weight, std=0.02)
-            nn.init.zeros_(module.bias)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
         elif isinstance(module, CNBlock):
             nn.init.constant_(module.layer_scale, sizes.layer_scale)

@@ -201,7 +201,11 @@ class Family:
 
 
 def _pool(pool: str, width: int, own: Callable[[], nn.Module]) -> nn.Module:
-    made = {"max": MaxPool, "avg": MeanPool, "attention": partial(AttentionPool, width)}
+    made: dict[str, Callable[[], nn.Module]] = {
+        "max": MaxPool,
+        "avg": MeanPool,
+        "attention": partial(AttentionPool, width),
+    }
     return made[pool]() if pool in made else own()
 
 

@@ -70,8 +70,9 @@ class PatchEmbeddings(Layer):
     )
 
     def __init__(
-        self, embeddings: nn.Module, image_size: int, prefix: int, norm: nn.Module | None
+        self, embeddings: Any, image_size: int, prefix: int, norm: nn.Module | None
     ) -> None:
+        """`embeddings`: the library's module."""
         super().__init__()
         self.embeddings, self.image_size, self.prefix = embeddings, image_size, prefix
         self.norm = nn.Identity() if norm is None else norm
@@ -159,13 +160,13 @@ class WindowBlock(MapBlock):
         self.sizes = {name: getattr(block, name) for name in self.SIZES if hasattr(block, name)}
 
     def compute(self, image_hidden: Tensor) -> Tensor:
-        size = tuple(image_hidden.shape[2:])
+        height, width = image_hidden.shape[2:]
         for name, value in self.sizes.items():  # a small map makes the library change them for good
             setattr(self.block, name, value)
-        made = self.block(_tokens(image_hidden), size)
+        made = self.block(_tokens(image_hidden), (height, width))
         if isinstance(made, Tensor):  # a merging of patches, two by two
-            return _map(made, tuple(-(-side // 2) for side in size))
-        return _map(made[0], size)
+            return _map(made, (-(-height // 2), -(-width // 2)))
+        return _map(made[0], (height, width))
 
 
 class ImagePool(Layer):
@@ -271,7 +272,7 @@ def _of_tokens(
     if getattr(embeddings, "mask_token", None) is not None:  # which no configuration leaves out
         del embeddings.mask_token
         embeddings.mask_token = torch.empty(0)
-    modules = {
+    modules: dict[str, Callable[[], nn.Module]] = {
         "cls": FirstPool,
         "avg": MeanPool,
         "max": MaxPool,
@@ -320,7 +321,7 @@ def _swin(model: Any, pool: str, image_size: int) -> Named:
         ]
         if stage.downsample is not None:
             layers.append((f"{name}.downsample", WindowBlock(stage.downsample)))
-    modules = {
+    modules: dict[str, Callable[[], nn.Module]] = {
         "avg": lambda: TransposedPool(model.pooler),
         "max": MaxPool,
         "attention": lambda: AttentionPool(model.num_features),

@@ -107,6 +107,7 @@ class Family:
     ) -> list[tuple[str, Layer]]:
         """Names and layers, in order."""
         start, norm = self.start(model), self.norm(model)
+        last: Layer
         if pool == "eos":
             start, last = EotEmbeddings(start, eos_token_id), EotPool(norm)
         elif pool == "head":
@@ -114,7 +115,7 @@ class Family:
             start = FullLengthEmbeddings(model.embeddings, length, pad)
             last = TextPool(LastThrough(model.head), norm)
         else:
-            modules = {
+            modules: dict[str, Callable[[], nn.Module]] = {
                 "mean": MeanPool,
                 "max": MaxPool,
                 "first": FirstPool,
@@ -246,10 +247,14 @@ _XLM_KEYS = {
 }
 
 POOLS = ("mean", "first", "last", "eos", "max", "attention")
-_POOLER = {"pool": "pooler", "pooled_by": "pooler"}
-_NORM = {"blocks": "encoder.layers", "norm": attrgetter("final_layer_norm"), "contrastive": True}
-_SIGLIP = {"pool": "head", "pooled_by": "head", **_NORM}
-_T5 = {
+_POOLER: dict[str, Any] = {"pool": "pooler", "pooled_by": "pooler"}
+_NORM: dict[str, Any] = {
+    "blocks": "encoder.layers",
+    "norm": attrgetter("final_layer_norm"),
+    "contrastive": True,
+}
+_SIGLIP: dict[str, Any] = {"pool": "head", "pooled_by": "head", **_NORM}
+_T5: dict[str, Any] = {
     "pool": "mean",
     "blocks": "encoder.block",
     "start": _t5,

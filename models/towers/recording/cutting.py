@@ -133,7 +133,8 @@ def record_layers(
     CannotRun for an example that the model does not take.
     """
     name, example = given
-    root, notes = Root(model, call).train(), []
+    root = Root(model, call).train()
+    notes: list[str] = []
     untouched = _Untouched(model)
     try:
         with torch.no_grad(), untouched:
@@ -309,7 +310,7 @@ class Cutter:
 
     def _has_weights(self, node: fx.Node) -> bool:
         if node.op == "call_module":
-            return num_weights(self.tape.root.get_submodule(node.target)) > 0
+            return num_weights(self.tape.root.get_submodule(str(node.target))) > 0
         return (
             node.op == "get_attr"
             and isinstance(self.values[node], nn.Parameter)
@@ -385,7 +386,7 @@ class Cutter:
 
     def _state(self, node: fx.Node) -> list[Tensor]:
         if node.op == "call_module":
-            module = self.tape.root.get_submodule(node.target)
+            module = self.tape.root.get_submodule(str(node.target))
             return list(module.state_dict(keep_vars=True).values())
         return [self.values[node]] if node.op == "get_attr" else []
 
@@ -506,14 +507,15 @@ class Cutter:
         if self.has_size and self.given != "pixel_values":
             raise CannotRecord("its layers would be for inputs of one length")
         if self.has_size:
-            layers[0].only_size = self.tape.example.shape[-2:]
+            height, width = self.tape.example.shape[-2:]
+            layers[0].only_size = height, width
         return layers
 
     def _names(self, parts: Sequence[Part]) -> dict[fx.Node, tuple[str, ...]]:
         """Of every tensor that travels. Those that are read soonest are `{branch}_hidden`, one
         after the other, as the blocks of a chain hand on; others have the name of what made
         them."""
-        names = {self.nodes[0]: (self.given,)}
+        names: dict[fx.Node, tuple[str, ...]] = {self.nodes[0]: (self.given,)}
         made = [
             (last - number, number, last, node)
             for number, part in enumerate(parts)
@@ -536,7 +538,8 @@ class Cutter:
 
     def _body(self, part: Part, last: bool) -> tuple[fx.GraphModule, list[tuple[Tensor, bool]]]:
         """The graph of a part. Modules have short names in it, so that equal blocks are equal."""
-        graph, env = fx.Graph(), {}
+        graph = fx.Graph()
+        env: dict[fx.Node, Any] = {}  # a node of the record -> what stands for it here
         for node in part.reads:
             several = isinstance(self.values[node], (tuple, list))
             tensors = [
@@ -548,7 +551,8 @@ class Cutter:
         for i, node in enumerate(attributes):
             env[node] = graph.placeholder(f"own_{i}")
         mode = graph.placeholder(MODE)
-        modules, holder = {}, nn.Module()
+        modules: dict[str, str] = {}
+        holder = nn.Module()
 
         def moved(given: fx.Node) -> Any:
             if given in env:
@@ -565,7 +569,7 @@ class Cutter:
                 target = modules.setdefault(target, f"block_{len(modules)}")
                 holder.add_module(target, module)
             env[node] = graph.create_node(node.op, target, args, kwargs)
-        made = []
+        made: list[fx.Node] = []
         for node in [self.output] if last else part.makes:
             several = isinstance(self.values[node], (tuple, list))
             made += (

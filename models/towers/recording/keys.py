@@ -18,18 +18,19 @@ Parameters = Mapping[str, tuple[Any, Any]]  # name -> annotation, default
 def of_constructor(kind: type) -> dict[str, tuple[Any, Any]]:
     """Of a class that takes a dataclass as `cfg` and further keywords, also the dataclass's
     fields."""
+    made_by = kind.__init__  # type: ignore[misc]  # mypy takes the class for an instance
     try:
-        hints = typing.get_type_hints(kind.__init__)
+        hints = typing.get_type_hints(made_by)
     except NameError:  # a name that is imported for type checkers only
         hints = {}
     found, takes_others = {}, False
-    for key, parameter in list(inspect.signature(kind.__init__).parameters.items())[1:]:
+    for key, parameter in list(inspect.signature(made_by).parameters.items())[1:]:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_others = True
         else:
             found[key] = hints.get(key, parameter.annotation), parameter.default
     described = found.get("cfg", (None, None))[0]
-    if takes_others and dataclasses.is_dataclass(described):
+    if takes_others and isinstance(described, type) and dataclasses.is_dataclass(described):
         found |= of_dataclass(described)
     return found
 
@@ -76,7 +77,7 @@ def _types(described: tuple[Any, Any]) -> set[type]:
     if annotation is inspect.Parameter.empty:
         return {type(default)}
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    found = set()
+    found: set[type] = set()
     for part in typing.get_args(annotation) if union else (annotation,):
         if typing.get_origin(part) in (tuple, list) or part in (tuple, list):
             if all(one in (int, Ellipsis) for one in typing.get_args(part)):

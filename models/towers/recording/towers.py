@@ -57,7 +57,8 @@ def recorded_tower(
         recording.leaf_modules,
         recording.drop_last,
     )
-    layers, width, added = recipe.layers, recipe.features[-1], None
+    layers, width = recipe.layers, recipe.features[-1]
+    added: dict[str, Any] | None = None
     if len(recipe.features) > 2:
         # timm says which of its maps have their channels last
         first = len(recipe.features) == 4 and getattr(model, "output_fmt", "NCHW") == "NCHW"

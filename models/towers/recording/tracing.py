@@ -13,7 +13,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -52,11 +52,18 @@ class _Value(fx.Proxy):
     """A proxy that knows its value on the meta device, so that Python code may ask for a length or
     decide by a shape. What was asked is noted: it must not depend on the batch."""
 
+    tracer: Tape
+
+    if TYPE_CHECKING:  # fx gives it to its proxies when it is imported
+
+        def __getitem__(self, key: Any) -> Any: ...
+
     @property
     def value(self) -> Any:
         return self.tracer.values[self.node]
 
-    def __getattr__(self, name: str) -> _Attribute:
+    # instead of fx's own class of attributes
+    def __getattr__(self, name: str) -> _Attribute:  # type: ignore[override]
         return _Attribute(self, name)
 
     def _decided(self, kind: Callable[[Any], Any]) -> Any:
@@ -88,13 +95,15 @@ class _Attribute(_Value):
     """An attribute of a proxy; recorded when it is used and not when it is called, as fx's own."""
 
     def __init__(self, root: _Value, name: str) -> None:
-        self.root, self.attr, self.tracer, self._node = root, name, root.tracer, None
+        self.root, self.attr, self.tracer = root, name, root.tracer
+        self._node: fx.Node | None = None
 
-    @property
-    def node(self) -> fx.Node:
+    @property  # as in fx's own class
+    def node(self) -> fx.Node:  # type: ignore[override]
         if self._node is None:
             made = self.tracer.create_proxy("call_function", getattr, (self.root, self.attr), {})
             self._node = made.node
+            return made.node
         return self._node
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +130,8 @@ class Tape(fx.Tracer):
         self.values: dict[fx.Node, Any] = {}
         self.decided: list[tuple[fx.Node, Callable[[Any], Any], Any]] = []
         self.inside: str | None = None
-        self._computing, self._own = False, set()
+        self._computing = False
+        self._own: set[int] = set()
 
     def record(self, root: Root) -> Tape:
         self._own = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
@@ -176,12 +186,12 @@ class Tape(fx.Tracer):
             if node.op == "placeholder":
                 return True if node.target == MODE else example
             if node.op == "get_attr":
-                return operator.attrgetter(node.target)(self.root)
+                return operator.attrgetter(str(node.target))(self.root)
             if node.op == "call_module":
-                return self.root.get_submodule(node.target)(*args, **kwargs)
+                return self.root.get_submodule(str(node.target))(*args, **kwargs)
             if node.op == "call_method":
-                return getattr(args[0], node.target)(*args[1:], **kwargs)
-            return node.target(*args, **kwargs) if node.op == "call_function" else args[0]
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return node.target(*args, **kwargs) if callable(node.target) else args[0]
         finally:
             self._computing = False
 
