@@ -275,8 +275,10 @@ def main(arguments: argparse.Namespace) -> None:
     write_numbers(output, {**about, **found.numbers})
     show(found.table)
     notices = {
-        draw_rows(rows, title, figure) for figure, (title, rows) in found.figures.items()
-    } - {None}
+        notice
+        for figure, (title, rows) in found.figures.items()
+        if (notice := draw_rows(rows, title, figure))
+    }
     for line in (*sorted(notices), *found.figures):
         print(line)
     print(output)
@@ -342,8 +344,11 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
             f"--rerank: {arguments.run_dir} scores no pairs; it needs a run of train.py with "
             "--fusion, or an export of one"
         )
-    sizes, results, after, figures, parts = {}, {}, {}, {}, held_out(arguments, embedder.trained)
-    metrics, languages = {}, {}
+    parts = held_out(arguments, embedder.trained)
+    sizes, metrics, figures = {}, {}, {}
+    results: dict[str, float] = {}
+    after: dict[str, float] = {}
+    languages: dict[str, dict[str, dict[str, float]]] = {}
     if arguments.embeddings:
         forget_embeddings(arguments.embeddings)
     for part_name, part in parts.items():

@@ -132,9 +132,8 @@ def _figures(totals: PairTotals, branches: tuple[str, str], of_pair: str) -> dic
     directions, num_samples = totals
     first, last = len(RECALL_AT), NUM_QUERIES * NUM_ANSWERS * 2
     hits = {direction: sums[:first].tolist() for direction, sums in directions.items()}
-    figures = alignment_figures(
-        *(sums[first:-last] for sums in directions.values()), num_samples, branches
-    )
+    one_way, other_way = (sums[first:-last] for sums in directions.values())
+    figures = alignment_figures(one_way, other_way, num_samples, branches)
     values = recalls(hits, num_samples) if num_samples else {}
     values |= {f"{figure}{of_pair}": value for figure, value in figures.items()}
     return values | ({f"num_samples{of_pair}": num_samples} if of_pair else {})

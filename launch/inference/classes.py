@@ -74,7 +74,7 @@ def classification(embedder: Embedder, test: HeldOut, train: HeldOut | None) -> 
         for each in (names, train_names)
     )
     by_class, same = class_embeddings(embedder, [prompts[name] for name in classes])
-    values = {"num_samples": len(index), "num_classes": len(classes)}
+    values: dict[str, float] = {"num_samples": len(index), "num_classes": len(classes)}
     values |= {
         f"zero_shot_{key}": value
         for key, value in zero_shot_accuracy(embeds, label, by_class, same).items()

@@ -25,7 +25,7 @@ from torch import Tensor
 from data.batching.mixture import specs_of
 from data.batching.sampler import evaluation_requests
 from data.index.sources import Source
-from data.loader import MicroBatchDataset, micro_batches
+from data.loader import LoadReport, MicroBatchDataset, micro_batches
 from data.modalities.audio.modality import AudioModality
 from data.modalities.image import ImageModality
 from data.modalities.modality import Modality
@@ -39,6 +39,7 @@ from launch.inputs import languages_of
 from launch.run.report import show
 from launch.settings.modalities import MODALITIES, audio_features
 from models.towers.fusion import Fusion
+from models.towers.head import TextHead
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name -> what autocast computes in; None: nothing is cast."""
@@ -148,7 +149,8 @@ class Embedder:
     @property
     def fusion(self) -> Fusion | None:
         """What scores pairs of tokens; None: the model was trained without."""
-        return self._layers["text"][-1].fusion if "text" in self._layers else None
+        head = self._layers["text"][-1] if "text" in self._layers else None
+        return head.fusion if isinstance(head, TextHead) else None
 
     def image_tokens(self, source: Source, index: Tensor) -> Iterator[Tensor]:
         """[b, T, F] of each batch of the samples `index`, on the device."""
@@ -196,8 +198,8 @@ class Embedder:
         if branch in MODALITIES:
             return MODALITIES[branch].load()
         if branch == "audio":
-            named = (options[key] for key in ("audio_tower", "audio_seconds", "audio_size"))
-            return AudioModality(audio_features(*named, ()))
+            tower, seconds = options["audio_tower"], options["audio_seconds"]
+            return AudioModality(audio_features(tower, seconds, options["audio_size"], ()))
         transform = eval_transform(options["image_size"], self.trained.preprocessing)
         return ImageModality(transform, transform)
 
@@ -206,7 +208,8 @@ class Embedder:
     ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         """(what was loaded, what the tower makes of it) of one batch after the other."""
         dataset = MicroBatchDataset(source, [self._modality(branch)], self.trained.options["seed"])
-        requests, reports = evaluation_requests(np.asarray(subset), 0, 1, self.batch_size), []
+        requests = evaluation_requests(np.asarray(subset), 0, 1, self.batch_size)
+        reports: list[LoadReport] = []
         batches = micro_batches(dataset, requests, self.workers, on_load=reports.append)
         several = KINDS[branch].several if branch in KINDS else f"values of {branch}"
         for batch in _with_progress(batches, len(requests), several):
@@ -231,7 +234,7 @@ class Embedder:
         multiple = length_multiple(self.device.type)
         for start in _with_progress(starts, len(starts), "texts"):
             part = slice(start, start + self.batch_size)
-            tokens = batch_tokens(self.trained.tokenizer, texts[part], limit, multiple)
+            tokens = batch_tokens(self.trained.text_tokenizer, texts[part], limit, multiple)
             if self._languages and languages is not None:
                 tokens["language_ids"] = self._languages.ids(list(languages[part]))
             yield self._run("text", tokens)

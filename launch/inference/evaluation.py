@@ -43,12 +43,13 @@ def retrieval(embedded: Embedded) -> dict[str, float]:
             ranks = best_ranks(own.embeds, own.sample, candidates.embeds, candidates.sample)
             values |= rank_figures(direction, ranks)
         if torch.equal(one.sample, other.sample):
-            number, sides = (
-                len(one.sample),
-                ((one.embeds, other.embeds), (other.embeds, one.embeds)),
+            target = torch.arange(len(one.sample))
+            figures = alignment_figures(
+                alignment_sums(one.embeds, other.embeds, target),
+                alignment_sums(other.embeds, one.embeds, target),
+                len(target),
+                (first, second),
             )
-            sums = [alignment_sums(*each, torch.arange(number)) for each in sides]
-            figures = alignment_figures(*sums, number, (first, second))
             values |= {f"{name}{of_pair}": value for name, value in figures.items()}
         if of_pair:
             values[f"num_samples{of_pair}"] = len(one.sample.unique())

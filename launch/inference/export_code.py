@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import transformers
 from transformers import ClapFeatureExtractor, SequenceFeatureExtractor
@@ -272,7 +274,10 @@ def _import(tower: Tower) -> str:
 
 def _from_transformers(tower: Tower) -> str:
     architecture, pool = tower.config["architecture"], tower.config["pool"]
-    families = {"image": transformers_image.FAMILIES, "text": transformers_text.FAMILIES}
+    families: Mapping[str, Mapping[str, Any]] = {
+        "image": transformers_image.FAMILIES,
+        "text": transformers_text.FAMILIES,
+    }
     family = families.get(tower.branch, {}).get(tower.config["config"]["model_type"])
     has_pooler = family is not None and "pooler" in family.pools
     return FROM_TRANSFORMERS.format(

@@ -120,8 +120,9 @@ def write_export(
         trained, kind, differences, training_section(trained, averaged), bool(fusion)
     )
     if keep_adapters:
-        record["adapters"] = write_all(adapters, trained.towers, config, pairs, beside)
-        page += page_of_adapters(list(record["adapters"]), whole=config is not None)
+        written = write_all(adapters, trained.towers, config, pairs, beside)
+        record["adapters"] = written
+        page += page_of_adapters(list(written), whole=config is not None)
     _write_json(beside / RECORD, record)
     (beside / "README.md").write_text(model_card_data(trained, kind) + page, encoding="utf-8")
 
@@ -134,7 +135,7 @@ def write_export(
 def _write_inputs(trained: Trained, kind: str, beside: Path) -> None:
     """The tokenizer, and what prepares sounds and images, as transformers writes them."""
     towers = {tower.branch: tower for tower in trained.towers}
-    tokenizer = copy.deepcopy(trained.tokenizer)
+    tokenizer = copy.deepcopy(trained.text_tokenizer)
     tokenizer.model_max_length = trained.options["max_text_tokens"]
     tokenizer.padding_side = "right"  # as in training, whatever its class does by itself
     tokenizer.save_pretrained(str(beside))
@@ -219,14 +220,19 @@ def _write_weights(
         save_file(tensors, beside / names[1], metadata={"format": "pt"})
         return None, ()
     if kind == CLAP:
-        scale = state[scale_of(first, text)].item()
-        config, pairs = clap_config(first, text, scale), clap_pairs(first, text)
-    elif kind == DUAL_ENCODER:
+        learned = scale_of(first, text)
+        if learned is None:
+            raise ValueError(
+                f"{trained.checkpoint}: has no scale of sounds and texts, which ClapModel needs; "
+                "export a state dict"
+            )
+        config = clap_config(first, text, state[learned].item())
+        pairs = clap_pairs(first, text)
+    elif (key := whole_model_of(first, text)) is None:
         config = dual_encoder_config(first, text, state["head.logit_scale"].item())
         pairs = dual_encoder_pairs(first, text)
     else:
-        key, scale = whole_model_of(first, text), state["head.logit_scale"].item()
-        config = whole_model_config(key, first, text, scale)
+        config = whole_model_config(key, first, text, state["head.logit_scale"].item())
         pairs = whole_model_pairs(first, text)
     config.save_pretrained(beside)
     save_file(to_theirs(pairs, state), beside / WEIGHTS, metadata={"format": "pt"})
@@ -247,7 +253,7 @@ def _tokens_of_open_clip(trained: Trained, folder: Path) -> dict[str, object]:
         }
         if Path(named.get("hf_tokenizer_name", "")).is_absolute():
             named["hf_tokenizer_name"] = str(folder)
-    elif _text(trained).config["library"] == "open_clip" and is_clips(trained.tokenizer):
+    elif _text(trained).config["library"] == "open_clip" and is_clips(trained.text_tokenizer):
         named = {}
     return {**tokens, **named}
 
@@ -285,7 +291,9 @@ def exported(trained: Trained) -> Trained:
             f"{trained.checkpoint}: was trained with --loss {trained.options['loss']}; an export "
             "needs the scale that infonce and sigmoid learn"
         )
-    parts = {tower.branch: (tower, []) for tower in trained.towers}
+    parts: dict[str, tuple[Tower, list[Layer]]] = {
+        tower.branch: (tower, []) for tower in trained.towers
+    }
     for branch, layer in zip(trained.branch_of_layers, trained.layers):
         parts[branch][1].append(layer)
     of_library = {branch: "library" in tower.config for branch, (tower, _) in parts.items()}

@@ -4,7 +4,6 @@ run was trained on, its steps, its results and its command."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ DIRECTIONS = {
     f"{one}_to_{other}": f"{one} → {other}"
     for one, other in permutations(("image", "text", "audio"), 2)
 }
-Results = dict[str, Mapping[str, float]]  # of each held-out set
+Results = dict[str, dict[str, float]]  # of each held-out set
 
 
 def model_card_data(trained: Trained, kind: str) -> str:

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -107,7 +107,8 @@ def embedded_query(query: Query, embedder: Embedder) -> Tensor:
     """[1, D]"""
     if query.value is None:
         return embedder.texts([query.words])
-    one = OneFile(query.words, query.value)
+    # not a whole Source, but all of one that an image and a sound are loaded by
+    one = cast(Source, OneFile(query.words, query.value))
     return embedder.rows(query.modality, one, np.zeros(1, np.int64)).embeds
 
 
@@ -120,7 +121,7 @@ def find(
     embeds, lines, source = _searched(arguments, embedder, model, modality)
     found = search(embedded_query(query, embedder), embeds, lines, number)
     show(search_table(query.words, found))
-    if arguments.picture:
+    if arguments.picture and source is not None:
         cells = [_cell(source, modality, line) for line in found]
         in_rows = [
             Row(

@@ -37,10 +37,10 @@ def reranked_retrieval(
             else candidates * number_of_texts + query
         )
     every = torch.cat([each.flatten() for each in pairs.values()]).unique()
-    scores, values = (
-        pair_scores(embedder, embedded, source, every // number_of_texts, every % number_of_texts),
-        {},
+    scores = pair_scores(
+        embedder, embedded, source, every // number_of_texts, every % number_of_texts
     )
+    values: dict[str, float] = {}
     for direction, (own, other) in queries.items():
         of_pairs = scores[torch.searchsorted(every, pairs[direction])]
         right = own.sample[:, None] == other.sample[found[direction]]
@@ -53,7 +53,11 @@ def reranked_retrieval(
 def pair_scores(
     embedder: Embedder, embedded: Embedded, source: Source, image: Tensor, text: Tensor
 ) -> Tensor:
-    """[P] float32 of pairs of rows of `embedded`, [P] each, in which those of `image` ascend."""
+    """[P] float32 of pairs of rows of `embedded`, [P] each, in which those of `image` ascend.
+    Raises ValueError for a model without fusion."""
+    fusion = embedder.fusion
+    if fusion is None:
+        raise ValueError(f"{embedder.trained.checkpoint}: scores no pairs; it has no fusion")
     text_tokens = embedder.text_tokens(embedded.rows["text"].texts)
     first, scores = 0, [torch.zeros(0)]
     for tokens in embedder.image_tokens(source, embedded.rows["image"].sample):
@@ -66,6 +70,6 @@ def pair_scores(
             )
             own_image = tokens[image[part].to(embedder.device) - first]
             with embedder.autocast():
-                scores.append(embedder.fusion(own_image, padded, mask).float().cpu())
+                scores.append(fusion(own_image, padded, mask).float().cpu())
         first += len(tokens)
     return torch.cat(scores)

@@ -29,6 +29,7 @@ from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.objective import scalars_of
 from launch.inference.adapters import FILE, FOLDER, read_adapters
 from launch.run.records import (
+    RECORD,
     WEIGHTS,
     branches_held,
     fusion_of_export,
@@ -79,6 +80,13 @@ class Trained:
         return read_pairs(self.options.get("pairs", IMAGE_TEXT))
 
     @property
+    def text_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, where a pair has texts; else ValueError."""
+        if self.tokenizer is None:
+            raise ValueError(f"{self.checkpoint}: no pair has texts, so there is no tokenizer")
+        return self.tokenizer
+
+    @property
     def branch_of_layers(self) -> list[str]:
         """Of each of `layers` the branch."""
         return [tower.branch for tower in self.towers for _ in tower.specs]
@@ -93,8 +101,10 @@ class Trained:
         several, of each."""
         files = (self.checkpoint / MANIFEST, self.checkpoint / WEIGHTS, self.checkpoint)
         found = [file for file in files if file.is_file()][:1] or weight_files(self.checkpoint)
+        if not found and (of_open_clip := weights_of(self.checkpoint)):
+            found = [of_open_clip]
         apart = sorted(self.checkpoint.glob(f"{FOLDER}/*/{FILE}"))  # an export's adapters
-        return "-".join(map(checksum_of_file, (found or [weights_of(self.checkpoint)]) + apart))
+        return "-".join(map(checksum_of_file, found + apart))
 
 
 def open_model_folder(
@@ -123,8 +133,11 @@ def public_model(where: str) -> Path:
 
 
 def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
-    """The model in a folder of export.py. It has no samples of its own."""
+    """The model in a folder of export.py. It has no samples of its own. Errors: FileNotFoundError
+    for another folder."""
     record = read_export(folder)
+    if record is None:
+        raise FileNotFoundError(f"{folder}: holds no {RECORD}; give a folder that export.py wrote")
     options = {**options_of_export(folder), **fusion_of_export(folder)}
     return _opened(folder, options, record["step"], device, record.get("adapters", {}))
 
@@ -259,7 +272,9 @@ def adapted_towers(towers: Sequence[Tower], written: Any) -> tuple[Tower, ...]:
 def _says_its_vocabulary(options: Mapping[str, Any]) -> bool:
     """Does the model of --import say how many tokens its text tower knows?"""
     imported, text = options.get("imported"), options["text_tower"]
-    return bool(imported) and (Path(imported).is_dir() or text.startswith("open_clip:"))
+    if not imported:
+        return False
+    return Path(imported).is_dir() or text.startswith("open_clip:")
 
 
 def read_record(run_dir: Path) -> dict[str, Any]:
