@@ -12,7 +12,12 @@ from dataclasses import replace
 
 import pytest
 from cost_models import BRANCHES, proportional
-from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, SendActivation
+from deepspeed.runtime.pipe.schedule import (
+    OptimizerStep,
+    PipeInstruction,
+    RecvActivation,
+    SendActivation,
+)
 
 from engine.planning import ordering, simulator
 from engine.planning.costs import CostModel, Curve, LayerCost, Loading, Machine, StateBytes
@@ -675,6 +680,15 @@ class SendsTwice(BatchSync):
             yield [SendActivation(2)]
 
 
+class ReceivesFromNobody(BatchSync):
+    """Wrong on purpose: the first stage waits for activations."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        if self.place.previous is None:
+            yield [RecvActivation(0)]
+        yield from super().steps()
+
+
 @pytest.mark.parametrize(
     ("schedule", "says"),
     [
@@ -684,6 +698,7 @@ class SendsTwice(BatchSync):
             "of micro-batch 2; merged 0 sends",
         ),
         (SendsTwice, "SendsTwice: .*: merged 0 sends micro-batch 2 and nobody receives it$"),
+        (ReceivesFromNobody, "ReceivesFromNobody: .*: merged 0 in RecvActivation of micro-batch 0"),
     ],
 )
 def test_what_waits_for_ever_is_named(schedule, says):
