@@ -28,6 +28,9 @@ os.environ.setdefault(
         tempfile.gettempdir(), f"wye-tests-{os.getuid()}", f"torch_extensions-{ENVIRONMENT}"
     ),
 )
+# So is one that the system's ninja and that of the environment share. Earlier versions of the code,
+# which tests start too, take the first that they find.
+os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
 os.environ.setdefault(
     "WYE_CACHE", os.path.join(tempfile.gettempdir(), f"wye-tests-{os.getuid()}", "costs")
 )

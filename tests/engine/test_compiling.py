@@ -25,7 +25,7 @@ FORK = Case(
     {"image": 8, "text": 6},
     towers="vit+clip",
     schedule="replay",
-    compile="layers",
+    compile={"text": "layers"},
 )
 
 
@@ -38,7 +38,8 @@ def needs_a_compiler():
 
 
 def test_compiled_layers_train_as_unsplit_training_does():
-    """Under replay, so with and without gradients; texts of several lengths."""
+    """Of one branch, beside another that is not compiled; under replay, so with and without
+    gradients; texts of several lengths."""
     needs_a_compiler()
     results = run_ranks(2, train_split, FORK, timeout_s=600)
     batches = {"image": (8, 3), "text": (6, 4)}
