@@ -9,7 +9,7 @@ import logging
 import sys
 from pathlib import Path
 
-from launch.inference.exporting import FORMATS, refuse_to_overwrite, write_export
+from launch.exporting.writing import FORMATS, refuse_to_overwrite, write_export
 from launch.inference.trained import open_run
 from launch.run.records import read_export
 from launch.tracking.artifacts import log_export

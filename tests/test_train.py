@@ -471,7 +471,7 @@ def test_own_data_and_pretrained_text_weights_then_an_export_to_go_on_from(tmp_p
 
     from data.index.sources import open_source
     from data.modalities.tokenizer import load_tokenizer
-    from launch.inference.exporting import canonical_state
+    from launch.exporting.writing import canonical_state
     from launch.inference.trained import open_run
 
     own_data = write_pairs(tmp_path / "own", 60)

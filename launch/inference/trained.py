@@ -27,7 +27,7 @@ from engine.checkpoint.layout import (
 )
 from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.objective import scalars_of
-from launch.inference.adapters import FILE, FOLDER, read_adapters
+from launch.exporting.adapters import FILE, FOLDER, read_adapters
 from launch.run.records import (
     RECORD,
     WEIGHTS,

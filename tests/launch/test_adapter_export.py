@@ -11,7 +11,7 @@ from neighbours import neighbour
 from safetensors.torch import load_file
 
 from data.modalities.tokenizer import batch_tokens
-from launch.inference.exporting import write_export
+from launch.exporting.writing import write_export
 from launch.inference.trained import Trained, open_model_folder
 from launch.run.records import options_of_import
 from models.towers.adapters.layers import adapted_tower

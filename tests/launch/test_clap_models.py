@@ -28,7 +28,7 @@ from bad_audio import tone, wav  # noqa: E402
 
 from data.modalities.audio.modality import AudioModality  # noqa: E402
 from data.modalities.tokenizer import batch_tokens, load_tokenizer  # noqa: E402
-from launch.inference.exporting import write_export  # noqa: E402
+from launch.exporting.writing import write_export  # noqa: E402
 from launch.inference.trained import Trained, open_model_folder, with_named_towers  # noqa: E402
 from launch.model import ModelOptions, RunModel  # noqa: E402
 from launch.settings.modalities import audio_features  # noqa: E402

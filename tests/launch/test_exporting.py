@@ -29,7 +29,7 @@ from transformers import AutoImageProcessor, AutoProcessor
 from data.modalities.preprocessing import CLIP as CLIP_PIXELS
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.modalities.transforms import eval_transform, normalised
-from launch.inference.exporting import canonical_state, write_export
+from launch.exporting.writing import canonical_state, write_export
 from launch.inference.trained import (
     find_checkpoint,
     open_export,

@@ -12,10 +12,10 @@ from PIL import Image
 
 from data.index.sources import open_source
 from data.prepare import HeldOut
+from launch.exporting.writing import write_export
 from launch.inference.classes import classification
 from launch.inference.embedding import Embedder
 from launch.inference.evaluation import retrieval
-from launch.inference.exporting import write_export
 from launch.inference.trained import open_export
 
 SAMPLES, BATCH = 120, 32

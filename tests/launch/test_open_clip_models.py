@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.modalities.tokenizer_open_clip import clip_tokenizer
-from launch.inference.exporting import write_export
+from launch.exporting.writing import write_export
 from launch.inference.trained import open_model_folder, with_named_towers
 from launch.model import ModelOptions, RunModel
 from launch.settings.options import parse_options

@@ -37,7 +37,7 @@ from transformers import (
 
 from data.modalities.preprocessing import NORMALIZATIONS, Preprocessing
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
-from launch.inference.exporting import image_processor, write_export
+from launch.exporting.writing import image_processor, write_export
 from launch.inference.trained import open_model_folder, with_named_towers
 from launch.model import ModelOptions, RunModel
 from launch.settings.options import parse_options

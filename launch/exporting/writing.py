@@ -23,10 +23,10 @@ from transformers import (
 
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer_open_clip import PREFIX, is_clips, text_config
-from launch.inference.adapters import page_of_adapters, taken_off, write_all
-from launch.inference.export_code import feature_extractor, seconds_of_clip
-from launch.inference.export_page import CLAP, STATE_DICT, export_page
-from launch.inference.model_card import model_card_data, training_section
+from launch.exporting.adapters import page_of_adapters, taken_off, write_all
+from launch.exporting.code import feature_extractor, seconds_of_clip
+from launch.exporting.model_card import model_card_data, training_section
+from launch.exporting.page import CLAP, STATE_DICT, export_page
 from launch.inference.trained import Trained
 from launch.run.records import (
     AUDIO,

@@ -3,7 +3,7 @@ libraries alone."""
 
 from __future__ import annotations
 
-from launch.inference.export_code import (
+from launch.exporting.code import (
     TowerCode,
     helpers,
     projection_code,
