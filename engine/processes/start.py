@@ -3,6 +3,7 @@ process group."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -77,8 +78,11 @@ def start_processes(
     local_rank = int(os.environ["LOCAL_RANK"])
     ranks_on_node = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1)))
     # What was imported stays until the end. A full collection would look through all of it, half a
-    # second each time, and DeepSpeed asks for six of them before the first step.
+    # second each time, and DeepSpeed asks for six of them before the first step. At the end, though,
+    # it is looked through: libraries made with nanobind, triton among them, print a screen of
+    # "leaks" where it is not.
     gc.freeze()
+    atexit.register(gc.unfreeze)
     accelerator = get_accelerator()
     check_devices(ranks_on_node, accelerator.device_count(), accelerator.device_name())
     if accelerator.device_name() == "cpu":

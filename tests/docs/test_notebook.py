@@ -42,6 +42,8 @@ def test_it_runs(tmp_path):
     printed = "".join(output.text for output in outputs if output.output_type == "stream")
     pictures = [each for each in outputs if "image/png" in each.get("data", {})]
     assert "Zero-shot retrieval" in printed and "red heart" in printed
+    # the launcher's ranks have ended as any program does; a library that finds fault with that says so
+    assert "leaked" not in printed, printed[-3000:]
     # the curve, the queries of both held-out sets, the answers to the query
     assert len(pictures) == 4
     assert (tmp_path / "run" / "done").is_file()
