@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,28 @@ class LayerCost:
         return self.forward_s.at(size) + (self.backward_s.at(size) if self.differentiated else 0.0)
 
 
+class Ring(NamedTuple):
+    """How a tensor goes round the ranks of a collective.
+
+    As NCCL estimates it to choose an algorithm (NVIDIA/nccl, src/graph/tuning.cc): a part of the
+    tensor makes as many hops as there are other ranks, those between nodes with a latency of their
+    own; the ranks that each node has in the ring use its network together.
+    """
+
+    size: int
+    bytes_per_s: float  # of each rank
+    latency_s: float  # of all hops
+    collective_s_per_byte: float  # as in `Machine`
+
+    def seconds(self, num_bytes: float) -> float:
+        """Until all have the `num_bytes` that each had a part of: an all-gather, or either half of
+        an all-reduce."""
+        if self.size == 1:
+            return 0.0
+        moved = (self.size - 1) * num_bytes / self.size
+        return self.latency_s + moved / self.bytes_per_s + num_bytes * self.collective_s_per_byte
+
+
 @dataclass(frozen=True)
 class Machine:
     """One rank's hardware and its links."""
@@ -92,12 +114,28 @@ class Machine:
     )
     instruction_s: float  # host time of an instruction, whatever it does
     ranks_per_node: int = 1_000_000
-    node_bytes_per_s: float = float("inf")  # between two ranks of different nodes
+    # between two ranks of different nodes, when all ranks of a node send to another
+    node_bytes_per_s: float = float("inf")
     node_latency_s: float = 0.0
     collective_s_per_byte: float = (
         0.0  # of a tensor that goes round a ring, besides its messages: copies and sums
     )
     measured: bool = False  # these numbers and the layers' costs; else they are counted
+
+    def ring(self, ranks: Sequence[int]) -> Ring:
+        """Over these consecutive ranks, which fill one node after the other."""
+        size = self.ranks_per_node
+        first, last = ranks[0] // size, ranks[-1] // size
+        if first == last:
+            speed, latency_s = self.link_bytes_per_s, (len(ranks) - 1) * self.link_latency_s
+        else:
+            # of the node with the fewest: every ring that goes through the nodes goes through it
+            together = min(size * (first + 1) - ranks[0], ranks[-1] + 1 - size * last)
+            speed = min(self.link_bytes_per_s, together * self.node_bytes_per_s)
+            latency_s = (last - first) * self.node_latency_s + (
+                len(ranks) - 1 - (last - first)
+            ) * self.link_latency_s
+        return Ring(len(ranks), speed, latency_s, self.collective_s_per_byte)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ profile_together      all of it on every rank at the same time, and the mean ove
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +23,7 @@ from engine.config.checks import AUTO
 from engine.planning.costs import LayerCost, Machine
 from engine.planning.measured import Tensors
 from engine.planning.profile_layers import Effort, ProfiledLayer, Together, profile_layers
-from engine.planning.profile_machine import measure_links, profile_machine
+from engine.planning.profile_machine import profile_machine, with_links
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,7 @@ def profile_together(
     ]
     machine = profile_machine(device, dtype, parameter_sizes, batch_size, embed_dim, ranks)
     if dist.get_world_size() > 1:
-        machine = replace(
-            machine, ranks_per_node=ranks_on_node, **asdict(measure_links(device, ranks))
-        )
+        machine = with_links(machine, device, ranks)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return Profile(measured, machine, of_pairs, compiled_share)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -274,23 +274,12 @@ BUCKET_BYTES = 2**24  # 4 M gradients in fp32, as in ds_configs/cpu_fp32.json
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22
 
 
-@dataclass(frozen=True)
-class Links:
-    """Bytes/s and seconds of a message between two ranks of a node, and of different nodes, while
-    all ranks send at once."""
+def with_links(machine: Machine, device: torch.device, ranks: Together) -> Machine:
+    """The machine with its links as they are while all ranks send at once.
 
-    link_bytes_per_s: float
-    link_latency_s: float
-    node_bytes_per_s: float = float("inf")
-    node_latency_s: float = 0.0
-    collective_s_per_byte: float = 0.0  # as in `Machine`
-
-
-def measure_links(device: torch.device, ranks: Together) -> Links:
-    """Every rank of the default group sends to its neighbour and hears from the other one: within
-    its node, then across. All call together.
-
-    With gloo tensors are in host memory, as in `engine/communication.py`.
+    Every rank of the default group sends to its neighbour and hears from the other one: within its
+    node, then across. All call together. With gloo tensors are in host memory, as in
+    `engine/communication.py`.
     """
     world, rank, size = dist.get_world_size(), dist.get_rank(), ranks.ranks_on_node
     wire = torch.device("cpu") if dist.get_backend() == "gloo" else device
@@ -304,13 +293,19 @@ def measure_links(device: torch.device, ranks: Together) -> Links:
         found["node"] = _link((rank + size) % world, (rank - size) % world, wire, ranks)
     across = found.get("node", (float("inf"), 0.0))
     within = found.get("link", across)
-    messages_s = (world - 1) * (within[1] + BUCKET_BYTES / world / min(within[0], across[0]))
+    linked = replace(
+        machine,
+        ranks_per_node=size,
+        link_bytes_per_s=within[0],
+        link_latency_s=within[1],
+        node_bytes_per_s=across[0],
+        node_latency_s=across[1],
+    )
     passes_s = (
         ranks.mean([_step_of_replicas_s(wire, world)])[0] / 3
     )  # there and back, and there once more
-    return Links(
-        *within, *across, collective_s_per_byte=max(0.0, passes_s - messages_s) / BUCKET_BYTES
-    )
+    messages_s = linked.ring(range(world)).seconds(BUCKET_BYTES)
+    return replace(linked, collective_s_per_byte=max(0.0, passes_s - messages_s) / BUCKET_BYTES)
 
 
 def _step_of_replicas_s(wire: torch.device, world: int) -> float:

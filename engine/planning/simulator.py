@@ -8,13 +8,13 @@ What is modelled:
     send               returns at once; the messages of one direction of an edge travel one after the other
     receive            waits for its message
     ComputeLoss        all tails wait for each other, exchange embeddings, then each computes its block of the logits
-    ReduceGrads        a ring over the replicas of the stage
+    ReduceGrads        a ring over the replicas of the stage (`engine/planning/costs.py`, `Ring`)
     OptimizerStep      all stages wait for each other (overflow and norms concern all), then owners step and hand back weights
     loading            where the rank does it, part of a forward; else a step lasts at least as long as the
                        processes that load, and the cores that they share, need for it
 
 Where replicas differ (one pair of ranks within a node, another across), the slowest counts for all.
-Not modelled: links that several pairs of ranks share, a send that waits because too many are under
+A rank has its share of its node's network, whatever the others of the node do. Not modelled: a send that waits because too many are under
 way, the memory of the loaded inputs.
 
 The instructions come in an order that `engine/planning/ordering.py` has found; here is what they
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.optimizer.gradient_averages import BUCKET_BYTES
-from engine.planning.costs import CostModel, LayerCost, Loading, Machine
+from engine.planning.costs import CostModel, LayerCost, Loading, Machine, Ring
 from engine.planning.ordering import (
     DOWNSTREAM,
     UPSTREAM,
@@ -249,17 +249,9 @@ class _Bill:
 class _Link(NamedTuple):
     bytes_per_s: float
     latency_s: float
-    collective_s_per_byte: float
 
     def message_s(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s
-
-    def ring_s(self, replicas: int, num_bytes: float) -> float:
-        """Around a ring until all have the `num_bytes` that each had a part of: an all-gather, or
-        either half of an all-reduce."""
-        return (replicas - 1) * self.message_s(num_bytes / replicas) + (
-            num_bytes * self.collective_s_per_byte if replicas > 1 else 0.0
-        )
 
 
 class _Matching(NamedTuple):
@@ -332,8 +324,8 @@ class _Loss(NamedTuple):
         log-sum-exp per row, for each pair."""
         return self.everyone * (FLOAT_BYTES * self.width + LABEL_BYTES), self.everyone * FLOAT_BYTES
 
-    def gather_s(self, ring: _Link) -> float:
-        rows, statistics = (ring.ring_s(self.replicas, num_bytes) for num_bytes in self.messages)
+    def gather_s(self, ring: Ring) -> float:
+        rows, statistics = (ring.seconds(num_bytes) for num_bytes in self.messages)
         return self.branches * rows + self.sides * statistics
 
 
@@ -346,7 +338,7 @@ def _bill(
         for stage in graph.stages
     ]
     message_bytes = _message_bytes(graph, batches, costs, layers)
-    rings = [_link(costs.machine, stage.ranks) for stage in graph.stages]
+    rings = [costs.machine.ring(stage.ranks) for stage in graph.stages]
     exchange_s = _exchange_s(graph, losses, rings, costs.machine)
     pairs_s = max(
         loss.matching.seconds for loss in losses if loss
@@ -537,15 +529,11 @@ def _message_bytes(
 
 
 def _link(machine: Machine, ranks: Collection[int]) -> _Link:
-    """The slowest link among these ranks, each named once."""
+    """The slowest between two of these ranks."""
     size = machine.ranks_per_node
-    across = len(ranks) > size or min(ranks) // size != max(ranks) // size
-    speed = (
-        (machine.node_bytes_per_s, machine.node_latency_s)
-        if across
-        else (machine.link_bytes_per_s, machine.link_latency_s)
-    )
-    return _Link(*speed, machine.collective_s_per_byte)
+    if min(ranks) // size != max(ranks) // size:
+        return _Link(machine.node_bytes_per_s, machine.node_latency_s)
+    return _Link(machine.link_bytes_per_s, machine.link_latency_s)
 
 
 def _edges(
@@ -568,7 +556,7 @@ def _edges(
 
 
 def _exchange_s(
-    graph: StageGraph, losses: Sequence[_Loss | None], rings: Sequence[_Link], machine: Machine
+    graph: StageGraph, losses: Sequence[_Loss | None], rings: Sequence[Ring], machine: Machine
 ) -> float:
     """Replicas gather their rows, the branches of a fork at the same time; then each whole crosses
     over, one after the other.
@@ -600,14 +588,14 @@ def _times(
     costs: CostModel,
     layers: _LayersCost,
     loss: _Loss | None,
-    ring: _Link,
+    ring: Ring,
     exchange_s: float,
 ) -> _Times:
     machine, replicas = costs.machine, stage.replicas
     host_s = machine.instruction_s
     owned = layers.num_parameters / replicas if costs.sharded_optimizer else layers.num_parameters
     gradients, weights = _reduced_bytes(stage, costs, layers)
-    reduced_s = 2 * ring.ring_s(replicas, gradients)
+    reduced_s = 2 * ring.seconds(gradients)
     if costs.early_averages:
         # they begin when a bucket is complete, and the last bucket when the backward is over
         bucket = min(1.0, BUCKET_BYTES / max(1.0, gradients))
@@ -623,7 +611,7 @@ def _times(
         host_s + machine.gradient_s_per_parameter * layers.num_parameters + reduced_s,
         host_s
         + machine.optimizer_s_per_parameter * owned
-        + (ring.ring_s(replicas, weights) if weights else 0.0),
+        + (ring.seconds(weights) if weights else 0.0),
         host_s + OF_INPUTS * layers.backward_s,
         host_s + (1 - OF_INPUTS) * layers.backward_s,
         exchange_s,

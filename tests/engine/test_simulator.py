@@ -434,13 +434,36 @@ def test_bytes_sent_over_the_replicas():
         )
 
 
-@pytest.mark.parametrize(("replicas", "across"), [(2, False), (4, False), (5, True), (8, True)])
-def test_replicas_in_one_node_use_its_links(replicas, across):
+@pytest.mark.parametrize(("replicas", "between_nodes"), [(2, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
+def test_hops_of_a_ring_within_a_node_and_between_nodes(replicas, between_nodes):
+    """A part passes all other ranks, so of the hops between nodes all but one."""
     machine = replace(FREE, link_latency_s=1.0, node_latency_s=100.0, ranks_per_node=4)
-    assert last_two(machine, replicas, False) == (
-        2 * (replicas - 1) * (100.0 if across else 1.0),
-        0,
-    )
+    within = replicas - 1 - between_nodes
+    assert last_two(machine, replicas, False) == (2 * (within + 100.0 * between_nodes), 0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "bytes_per_s"),
+    [
+        (range(4), 100.0),  # one node: its links
+        (range(8), 4.0),  # four ranks of each node use its network together
+        (range(2, 10), 2.0),  # as many rings as the node with the fewest has ranks
+        (range(3, 8), 1.0),
+        (range(5), 1.0),
+    ],
+)
+def test_the_ranks_of_a_node_use_its_network_together(ranks, bytes_per_s):
+    """As NCCL's rings do: bench/nodes.py has the same over limited links."""
+    machine = replace(FREE, link_bytes_per_s=100.0, node_bytes_per_s=1.0, ranks_per_node=4)
+    moved = (len(ranks) - 1) / len(ranks) * 64
+    assert machine.ring(ranks).seconds(64) == pytest.approx(moved / bytes_per_s)
+    fast = replace(machine, node_bytes_per_s=60.0)  # and no faster than what comes over the links
+    assert fast.ring(range(8)).seconds(64) == pytest.approx(7 / 8 * 64 / 100)
+
+
+def test_a_ring_of_one_is_free():
+    machine = replace(FREE, link_latency_s=1.0, collective_s_per_byte=1.0)
+    assert machine.ring([3]).seconds(64) == 0
 
 
 def test_a_stage_may_lie_across_nodes_where_another_does_not():
@@ -454,7 +477,7 @@ def test_a_stage_may_lie_across_nodes_where_another_does_not():
         for stage_id in (0, 1)
         for span in of(result, stage_id, "ReduceGrads")
     ]
-    assert seconds == pytest.approx([0, 2 * 2 * 1.0])
+    assert seconds == pytest.approx([0, 2 * 1.0])  # one of two hops, there and back
 
 
 def test_replicas_are_simulated_once():
