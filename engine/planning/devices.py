@@ -36,7 +36,9 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _STEP_BYTES = {"fp32": 140.0, "fp16": 160.0, "bf16": 120.0}
 _REDUCE_PASSES = {"fp32": 4, "fp16": 4, "bf16": 3}  # each reads and writes a gradient
 _INSTRUCTION_S = 2e-4
-_LINK_LATENCY_S, _NODE_LATENCY_S = 1e-5, 2e-5
+# of a hop: what NCCL counts for its rings over NVLink and over a network (NVIDIA/nccl,
+# src/graph/tuning.cc, hwLatencies)
+_LINK_LATENCY_S, _NODE_LATENCY_S = 3.4e-6, 14e-6
 
 
 @dataclass(frozen=True)
