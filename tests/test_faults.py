@@ -64,6 +64,23 @@ def test_a_rank_that_is_stuck_ends_all_and_says_where_each_stands(tmp_path, smal
     assert (tmp_path / "checkpoints" / "latest").is_file()
 
 
+def test_a_rank_leaves_where_the_store_does_not_answer(tmp_path, small):
+    """Calls to the store have no limit of their own: the rank that holds it is stopped, as by a
+    debugger, and its node would not answer either where it is cut off (test_two_nodes.py)."""
+    length = ["--steps", 100_000, "--save-every", 100_000, "--eval-every", 100_000, "--workers", 0]
+    run = start("train.py", *small, *length, "--run-dir", tmp_path, ranks=2)
+    wait_for(reached(tmp_path, 2), run)
+    first, second = ranks_of(run)
+    first.suspend()
+    wait_for(lambda: not second.is_running() or second.status() == psutil.STATUS_ZOMBIE, run)
+    first.resume()
+    status, output = finish(run)
+    said = (
+        "the store of the process group, in rank 0 (image 0, replica 0), has not answered for 40 s"
+    )
+    assert status == 1 and said in output, output[-5000:]
+
+
 def test_when_a_rank_dies_all_leave_one_says_why_and_a_supervised_run_goes_on(
     tmp_path, monkeypatch, small
 ):

@@ -4,7 +4,9 @@ and one message from one rank.
 Every rank has a thread that counts up its own heartbeat and watches its neighbour's. When a
 neighbour stands still for `SILENCE_LIMIT_S`, the process of a rank of the same node is gone, or a
 rank reports its own failure, the reason is put in the store, and every rank leaves on reading it.
-The thread needs no collective, so it works while the main thread waits in one.
+The thread needs no collective, so it works while the main thread waits in one. A second thread
+watches the first: where the network or the node of the store is down, calls to the store do not
+return.
 
 It also sees whether the main threads get on. Where none finishes anything for a given time, every
 rank tells where its main thread stands: the one that is stuck, and those that wait for it.
@@ -46,6 +48,7 @@ class Watchdog:
         self._stall_limit_s = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._beats = 0  # rounds of `_watch`
         self._here: dict[int, int | None] = {}  # rank -> its process, None on another node
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A connection of our own to the store of the process group: its own client may be busy in a
@@ -58,6 +61,7 @@ class Watchdog:
         self._store.set(f"place/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
         self._thread = threading.Thread(target=self._watch, name="wye-watchdog", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="wye-watchdog-guard", daemon=True).start()
         return self
 
     def follow(self, progress: Callable[[], int], limit_s: float) -> None:
@@ -112,15 +116,15 @@ class Watchdog:
         return f"{self.describe(rank)} died without a message; it was killed, or the machine ran out of memory"
 
     def _watch(self) -> None:
-        neighbour, beats = (self.rank + 1) % self.world_size, 0
+        neighbour = (self.rank + 1) % self.world_size
         alive, getting_on, reported_progress, everyone = _Unchanged(), _Unchanged(), 0, 0
         while not self._stop.wait(BEAT_S):
-            beats += 1
+            self._beats += 1
             # where a call holds Python's lock, this thread stands still too, and only
             # faulthandler's can speak
             faulthandler.dump_traceback_later(SILENCE_LIMIT_S - 2 * BEAT_S)
             try:
-                self._store.set(f"beat/{self.rank}", str(beats))
+                self._store.set(f"beat/{self.rank}", str(self._beats))
                 dead = self._dead_on_this_node()
                 reported = self._reported()  # after that: who spoke before it died is heard
                 current = (
@@ -152,6 +156,27 @@ class Watchdog:
             if self._progress is not None and getting_on.for_s(everyone) > self._stall_limit_s:
                 self._end_stall()
         faulthandler.cancel_dump_traceback_later()
+
+    def _guard(self) -> None:
+        """Leave where the store has not answered for as long as others wait for a sign of life.
+
+        It counts its own rounds and not seconds: a process that was stopped for an hour, or held
+        Python's lock, has not waited for the store.
+        """
+        seen, rounds = self._beats, 0
+        while not self._stop.wait(BEAT_S):
+            rounds = rounds + 1 if seen == self._beats else 0
+            seen = self._beats
+            if rounds:  # this thread runs, so nobody holds the lock
+                faulthandler.cancel_dump_traceback_later()
+            if rounds * BEAT_S > SILENCE_LIMIT_S:
+                message = (
+                    f"the store of the process group, in {self.describe(0)}, has not answered for "
+                    f"{SILENCE_LIMIT_S:.0f} s; its process hangs, or its node or the network is down"
+                )
+                # nobody can be asked who speaks: the first of each node does, and beside rank 0 the next
+                first = os.environ.get("LOCAL_RANK", "0") == "0" or self.rank == 1
+                self._leave(message, EXIT_STATUS, first)
 
     def _end_stall(self) -> None:
         """The first rank to come collects where all stand, says it, and all leave."""

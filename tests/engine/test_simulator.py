@@ -453,7 +453,7 @@ def test_hops_of_a_ring_within_a_node_and_between_nodes(replicas, between_nodes)
     ],
 )
 def test_the_ranks_of_a_node_use_its_network_together(ranks, bytes_per_s):
-    """As NCCL's rings do: bench/nodes.py has the same over limited links."""
+    """As NCCL's rings do: bench/collectives.py has the same over limited links."""
     machine = replace(FREE, link_bytes_per_s=100.0, node_bytes_per_s=1.0, ranks_per_node=4)
     moved = (len(ranks) - 1) / len(ranks) * 64
     assert machine.ring(ranks).seconds(64) == pytest.approx(moved / bytes_per_s)

@@ -1,6 +1,6 @@
 """Collectives over two nodes: what the planner's model of them says, beside what they take.
 
-    python bench/nodes.py            as root, on Linux with iproute2; writes bench/out/nodes.md and prints it
+    python bench/collectives.py      as root, on Linux with iproute2; writes bench/out/collectives.md and prints it
 
 Each node is a network namespace of this machine with an interface of limited speed. The ranks
 measure their links as `branches.layout: "auto"` does, then average and gather tensors over groups
@@ -13,28 +13,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # with nodes.py
 OUT = ROOT / "bench" / "out"
+
+from nodes import lacking, nodes
 
 PORT = 29731
 LIMIT_S = 300.0
 
 
-def groups_of(nodes: int, per_node: int) -> dict[str, list[list[int]]]:
+def groups_of(num_nodes: int, per_node: int) -> dict[str, list[list[int]]]:
     """Consecutive ranks, as the replicas of a stage are; those of a line work at the same time."""
-    world = nodes * per_node
+    world = num_nodes * per_node
     return {
         "all ranks": [list(range(world))],
         "the ranks of each node": [
@@ -42,7 +43,7 @@ def groups_of(nodes: int, per_node: int) -> dict[str, list[list[int]]]:
         ],
         "one of the first node, all of the others": [list(range(per_node - 1, world))],
         "one of each node, as many groups": [
-            [rank + node * per_node for node in range(nodes)] for rank in range(per_node)
+            [rank + node * per_node for node in range(num_nodes)] for rank in range(per_node)
         ],
     }
 
@@ -63,13 +64,13 @@ def measure(options: argparse.Namespace) -> None:
     world = options.nodes * options.ranks
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://{address(0)}:{PORT}",
+        init_method=f"tcp://{options.master}:{PORT}",
         rank=options.rank,
         world_size=world,
         timeout=timedelta(seconds=LIMIT_S),
     )
     device = torch.device("cpu")
-    free = Machine("nodes", 1e15, 1e15, 0.0, 1e15, 0.0, 0.0, 0.0)
+    free = Machine("namespaces", 1e15, 1e15, 0.0, 1e15, 0.0, 0.0, 0.0)
     machine = with_links(free, device, Together(device, options.ranks))
     rows = []
     for name, members in groups_of(options.nodes, options.ranks).items():
@@ -137,51 +138,19 @@ def _seconds(group: Any, size: int, numel: int) -> tuple[float, float]:
 # -- the nodes
 
 
-def address(node: int) -> str:
-    return f"10.213.0.{node + 1}"
-
-
-@contextmanager
-def namespaces(count: int, megabits: int) -> Iterator[list[str]]:
-    """As many network namespaces on a bridge of their own; removed at the end."""
-    mark = f"wn{os.getpid() % 10_000}"
-    names = [f"{mark}n{node}" for node in range(count)]
-    with ExitStack() as undo:
-        _ip("link", "add", mark, "type", "bridge")
-        undo.callback(_ip, "link", "del", mark)
-        _ip("link", "set", mark, "up")
-        for node, name in enumerate(names):
-            _ip("netns", "add", name)
-            undo.callback(_ip, "netns", "del", name)
-            outside, inside = f"{mark}v{node}", "eth0"
-            _ip("link", "add", outside, "type", "veth", "peer", "name", inside, "netns", name)
-            undo.callback(_ip, "link", "del", outside)  # a namespace's own end goes some time later
-            _ip("link", "set", outside, "master", mark, "up")
-            _ip("-n", name, "addr", "add", f"{address(node)}/24", "dev", inside)
-            _ip("-n", name, "link", "set", inside, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-            limit = (
-                f"tc qdisc add dev {inside} root tbf rate {megabits}mbit burst 128kb latency 200ms"
-            )
-            _ip("netns", "exec", name, *limit.split())
-        yield names
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     given = [f"--{key}={getattr(options, key)}" for key in ("nodes", "ranks", "rounds")]
     given += ["--mebibytes", *map(str, options.mebibytes)]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
     environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the addresses have no names
-    with namespaces(options.nodes, options.megabits) as names, ExitStack() as undo:
+    with nodes(options.nodes, options.megabits) as made, ExitStack() as undo:
         ranks = []
         for rank in range(options.nodes * options.ranks):
             started = subprocess.Popen(
-                ["ip", "netns", "exec", names[rank // options.ranks], sys.executable]
-                + [__file__, *given, "--rank", str(rank)],
+                made[rank // options.ranks].command(
+                    *[sys.executable, __file__, *given, "--rank", str(rank)],
+                    *["--master", made[0].address],
+                ),
                 env=environment,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -227,18 +196,15 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, nargs="+", default=[4, 32])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--master", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
         return measure(options)
-    missing = [name for name in ("ip", "tc") if not shutil.which(name)]
-    if missing or os.geteuid():
-        raise SystemExit(
-            "bench/nodes.py makes network namespaces, which takes root and iproute2; "
-            + (f"not found: {', '.join(missing)}" if missing else "this is another user")
-        )
+    if reason := lacking():
+        raise SystemExit(f"bench/collectives.py {reason}")
     text = report(run(options), options)
     OUT.mkdir(exist_ok=True)
-    (OUT / "nodes.md").write_text(text)
+    (OUT / "collectives.md").write_text(text)
     print(text)
 
 
