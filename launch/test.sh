@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# From a fresh machine to passing tests: the same set-up as quickstart.sh, then pytest in two processes.
+# From a fresh machine to passing tests: the same set-up as quickstart.sh, then pytest in three processes:
+# some tests wait for what they started.
 #   bash launch/test.sh [OPTIONS OF pytest]       --numprocesses 0: in one
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 set_up requirements-test.txt
 cd "$root"
-exec "$PYTHON" -m pytest --numprocesses 2 --dist loadgroup "$@"
+exec "$PYTHON" -m pytest --numprocesses 3 --dist loadgroup "$@"

@@ -1,7 +1,7 @@
 """One torch extensions cache per environment, so that a killed run elsewhere cannot block the
 tests, nor the tests others.
 
-`pytest --numprocesses 2 --dist loadgroup` runs files side by side. Those that start train.py follow
+`pytest --numprocesses 3 --dist loadgroup` runs files side by side. Those that start train.py follow
 one another, and so do those that start ranks of their own: they have time limits, so no more than
 two of them may share the cores.
 """
