@@ -1,5 +1,5 @@
-"""How the processes of data/ start and end: those that load and those that fill the cache share one
-fork server."""
+"""How the processes of data/ start and end: those that load, those that fill the cache and those that
+build an index share one fork server."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -24,7 +24,7 @@ def start_method() -> multiprocessing.context.BaseContext:
     context = multiprocessing.get_context("forkserver")
     # Imported once by the server instead of once by each worker; "__main__" is Python's own
     # default.
-    context.set_forkserver_preload(["__main__", "data.loader"])
+    context.set_forkserver_preload(["data.fork_server", "__main__", "data.loader"])
     return context
 
 
@@ -37,11 +37,13 @@ def start_early() -> None:
 
 def end_with_parent() -> None:
     """In a worker, once: from now on it ends at once when the process that asked for it is gone,
-    however that ended.
+    however that ended, and on signals, which its fork server ignores.
 
     Else it would stay for ever: its parent by number is the fork server, and that waits for the
     last of its workers.
     """
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(

@@ -4,7 +4,6 @@ what has not changed is not read again."""
 import contextlib
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
 import time
@@ -38,7 +37,7 @@ from data.index.mapped import (
     schema_of,
 )
 from data.modalities.decoding import decode_bytes, read_image_size, upright_8bit
-from data.processes import end_with_parent
+from data.processes import end_with_parent, start_method
 from data.progress import progress_bar
 
 CHECKS = ("decode", "header")
@@ -238,7 +237,7 @@ def _listed(work: _Work, workers: int | None, progress: bool) -> Iterator[_Done]
                 if pool is None and workers > 1 and time.monotonic() - began > POOL_AFTER_S:
                     pool = ProcessPoolExecutor(
                         workers,
-                        mp_context=_start_method(),
+                        mp_context=start_method(),
                         initializer=_start_worker,
                         initargs=(work,),
                     )
@@ -266,13 +265,6 @@ def _now(work: _Work, part: Part, number: int) -> Future:
     future: Future = Future()
     future.set_result(_index_part(work, part, number))
     return future
-
-
-def _start_method() -> multiprocessing.context.BaseContext:
-    # Not by forking: threads of this process may hold locks.
-    return multiprocessing.get_context(
-        "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    )
 
 
 _work: _Work  # of a worker process

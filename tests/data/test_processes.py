@@ -27,17 +27,20 @@ if __name__ == "__main__":
     dataset = MicroBatchDataset(open_source("demo"), [ImageModality(train_transform(16), eval_transform(16))])
     batches = micro_batches(dataset, (MicroBatchRequest(n, 0, np.array([n]), np.array([0]), True) for n in itertools.count()), 2)
     next(batches)
-    for method, initializer in ((processes.start_method, cache._start_filling), (index_build._start_method, index_build._start_worker)):
-        pool = ProcessPoolExecutor(1, method(), initializer, (None,))
+    for initializer in (cache._start_filling, index_build._start_worker):
+        pool = ProcessPoolExecutor(1, processes.start_method(), initializer, (None,))
         pool.submit(os.getpid).result()
     print("ready", flush=True)
-    time.sleep(1000)
+    THEN
 """
 
 
 def test_workers_end_when_the_process_that_asked_for_them_is_killed():
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SCRIPT.replace("THEN", "time.sleep(1000)")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout.readline() == "ready\n"
@@ -49,6 +52,35 @@ def test_workers_end_when_the_process_that_asked_for_them_is_killed():
     for other in left:
         other.kill()
     assert not left, [" ".join(other.cmdline())[:100] for other in left]
+
+
+# DataLoader asks whether its workers live when a batch takes more than five seconds
+ASKED_TO_END = """
+    import multiprocessing, psutil, signal
+    family = [
+        one for one in psutil.Process().children(recursive=True)
+        if "resource_tracker" not in " ".join(one.cmdline())
+    ]
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        for one in family:
+            if one.is_running():
+                one.send_signal(number)
+        time.sleep(1)
+    print(len(multiprocessing.active_children()), next(batches) is not None, flush=True)
+    os._exit(0)
+"""
+
+
+def test_workers_that_load_on_are_seen_to_live():
+    """The two of the loader, of whom one is asked for a batch; those that fill and index end."""
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT.replace("    THEN", ASKED_TO_END)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert result.stdout == "ready\n2 True\n", result.stdout + result.stderr
 
 
 def after_signal(number: signal.Signals, grace_s: float, then: str) -> subprocess.CompletedProcess:
