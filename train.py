@@ -53,6 +53,7 @@ from launch.settings.recipe import as_begun, settle
 from launch.terminal.bar import Progress
 from launch.terminal.first_screen import Hardware, first_screen, folder_to_watch
 from launch.terminal.last_words import say_last
+from launch.terminal.output import outlive_output
 from launch.tracking.tracker import TrackingOptions, where
 from models.towers.layers import library_models_kept
 
@@ -263,6 +264,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
 
 
 if __name__ == "__main__":
+    outlive_output()
     run = Run()
     try:
         status = main(parse_options(), run)

@@ -1,9 +1,9 @@
 """One torch extensions cache per environment, so that a killed run elsewhere cannot block the
 tests, nor the tests others.
 
-`pytest --numprocesses 3 --dist loadgroup` runs files side by side. Those that start train.py follow
-one another, and so do those that start ranks of their own: they have time limits, so no more than
-two of them may share the cores.
+`pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder` runs files side by side. Those that
+start train.py or ranks of their own come first, one after another with the rest: they take long and
+wait for what they started.
 """
 
 import hashlib
@@ -61,13 +61,20 @@ def pytest_sessionstart() -> None:
         )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file is a group, so that what a module's fixture makes is made once."""
+    long: dict[str, list[pytest.Item]] = {}
+    short: dict[str, list[pytest.Item]] = {}
     for item in items:
+        item.add_marker(pytest.mark.xdist_group(str(item.path)))
         used = {getattr(each, "__module__", None) for each in vars(item.module).values()}
-        group = next(
-            (starter for starter in ("launched", "ranks") if starter in used), str(item.path)
-        )
-        item.add_marker(pytest.mark.xdist_group(group))
+        files = long if used & {"launched", "ranks"} else short
+        files.setdefault(str(item.path), []).append(item)
+    # two of three are short while there are both
+    others = iter(short.values())
+    order = [file for each in long.values() for file in (each, next(others, []), next(others, []))]
+    items[:] = [item for file in [*order, *others] for item in file]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ go on from."""
 import json
 import os
 import signal
+import sys
 
 import psutil
 import pytest
@@ -178,6 +179,21 @@ def test_ctrl_c_in_a_terminal_saves_before_the_launcher_ends_the_ranks(tmp_path,
     assert "stopped (SIG" in output and "error:" not in output, output[-3000:]
     step = max(metrics(tmp_path))
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == f"step-{step:08}"
+
+
+def test_a_pipe_that_nobody_reads_any_more_ends_no_run(tmp_path, small):
+    """As `| tee log` at Ctrl-C. The progress and the table at the end are said to nobody."""
+    config = json.loads(small[small.index("--deepspeed_config") + 1].read_text())
+    config["branches"] |= {"layout": "merged", "stages": {"merged": 1}}
+    (tmp_path / "merged.json").write_text(json.dumps(config))
+    run_dir, read = tmp_path / "run", tmp_path / "read"
+    piped = ["bash", "-c", 'set -o pipefail; "$@" 2>&1 | head -n 2 > "$0"', read]
+    flags = [*small, "--deepspeed_config", tmp_path / "merged.json", "--steps", 6, "--workers", 0]
+    trained = [sys.executable, "train.py", *flags, "--run-dir", run_dir]
+    status, output = finish(command(lambda port: [*piped, *trained]))
+    assert status == 0 and output == "" and len(read.read_text().splitlines()) == 2, output
+    assert len(metrics(run_dir)) == 6 and (run_dir / "done").is_file()
+    assert not list(run_dir.glob("error-*"))
 
 
 def test_memory_that_runs_out_is_one_message_with_what_to_change(tmp_path):

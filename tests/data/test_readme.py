@@ -50,6 +50,7 @@ def test_every_room_is_in_the_figure():
         "__init__",
         "options",
         "processes",
+        "fork_server",
         "shared_pixels",
         "inspect",
         "modules",
