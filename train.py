@@ -23,6 +23,7 @@ from engine.checkpoint.retention import Keep
 from engine.checkpoint.together import CheckpointWriter
 from engine.planning.planner import plan_run
 from engine.processes.start import (
+    COLLECTIVE_LIMIT_S,
     first_rank_first,
     from_first_rank,
     start_processes,
@@ -46,7 +47,7 @@ from launch.run.journal import Journal
 from launch.run.resuming import find_checkpoint, resume, state_of
 from launch.run.stopping import STOPPED, StopRequest
 from launch.settings.blocks import adapting, dealing
-from launch.settings.configuration import Abilities, read_configuration
+from launch.settings.configuration import Abilities, asked_communication, read_configuration
 from launch.settings.options import Options, parse_options
 from launch.settings.preprocessing import describe_pixels
 from launch.settings.recipe import as_begun, settle
@@ -68,7 +69,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
 
     # One process per rank, a watchdog that ends them all when one is lost, and requests to stop.
     stop = StopRequest(options.max_hours)
-    processes = start_processes(notice=print)
+    limit_s = max(COLLECTIVE_LIMIT_S, 2 * 60 * options.stall_limit)  # the watchdog speaks before
+    processes = start_processes(limit_s, print, asked_communication(options))
     run.watchdog = Watchdog(processes.rank, processes.world_size, tell=say_last).start()
     first = processes.rank == 0
     loading = share_cores(options.section(LoadingOptions), processes)
@@ -119,7 +121,12 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     run.watchdog.describe = plan.graph.describe_rank
     training = training_identity(options.record(), config, asdict(block), plan)
     folder.refuse_other_run(training, options.resume)
-    hardware = Hardware.here(processes.world_size, processes.ranks_on_node, processes.device)
+    hardware = Hardware.here(
+        processes.world_size,
+        processes.ranks_on_node,
+        processes.device,
+        processes.communication,
+    )
     journal.begin(
         first_screen(
             options,
@@ -192,7 +199,9 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     keep = Keep(options.keep_checkpoints, options.keep_every)
     checkpoints = CheckpointWriter(folder.checkpoints, record, keep)
     run.watchdog.follow(
-        lambda: engine.instructions_done + checkpoints.signs_of_life(), 60 * options.stall_limit
+        lambda: engine.instructions_done + checkpoints.signs_of_life(),
+        60 * options.stall_limit,
+        lambda: engine.work().describe(),
     )
 
     # Evaluate before the first step, and what a run that was ended in its evaluation has left.

@@ -23,6 +23,7 @@ from engine.optimizer.parameter_groups import settings_of
 from engine.planning.memory_advice import BUILDING, RankSetup, Work
 from engine.planning.planner import RunPlan, deepspeed_config
 from engine.processes.out_of_memory import explained, message
+from engine.processes.start import as_local_rank
 from engine.trace import HostClock
 
 
@@ -79,7 +80,8 @@ def build_engine(
     own_sets = [ranks for sets in sets_of_groups.values() for ranks in sets]
     comm = Communicator(plan.graph, objective, rank, device, timeout, own_sets, clock)
     setup = RankSetup(plan, config, plan.graph.stage_of(rank), device.type == "cuda")
-    with explained(device, partial(message, plan.graph.describe_rank(rank), setup, Work(BUILDING))):
+    building = partial(message, plan.graph.describe_rank(rank), setup, Work(BUILDING))
+    with explained(device, building), as_local_rank(device):
         module = StageModule(
             plan.graph,
             rank,

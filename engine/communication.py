@@ -65,8 +65,9 @@ class Channel:
 
     def __init__(self, peer: int, group: dist.ProcessGroup, device: torch.device, sends: bool):
         self.peer, self.group, self.device = peer, group, device
-        # gloo moves host memory only; with it, tensors of a GPU are staged through the host.
+        # gloo's messages lie in host memory: those of a GPU are staged there, in pinned memory
         self.wire = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+        self._staged = self.wire != device
         self.sent_bytes = 0
         self._in_flight: deque[list[tuple[dist.Work, Tensor]]] = deque()
         self._posted: deque[tuple[dict[str, Tensor], list[dist.Work]]] = deque()
@@ -87,7 +88,8 @@ class Channel:
         message = []
         for tensor in tensors.values():
             if tensor.numel():
-                tensor = tensor.detach().to(self.wire).contiguous()
+                tensor = tensor.detach().contiguous()
+                tensor = _on_host(tensor) if self._staged else tensor
                 work = _started(dist.isend(tensor, self.peer, group=self.group))
                 message.append((work, tensor))
                 self.sent_bytes += _bytes(tensor)
@@ -97,7 +99,7 @@ class Channel:
 
     def expect(self, known: Signature) -> None:
         """Post the receive of the next message. Messages arrive in the order of their posting."""
-        tensors = empty_tensors(known, self.wire)
+        tensors = empty_tensors(known, self.wire, self._staged)
         works = [
             _started(dist.irecv(tensor, self.peer, group=self.group))
             for tensor in tensors.values()
@@ -110,7 +112,11 @@ class Channel:
         tensors, works = self._posted.popleft()
         for work in works:
             work.wait()  # NCCL: the present stream waits, not the host; gloo: has arrived
-        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        # torch keeps pinned memory for as long as a copy from it is under way
+        return {
+            name: tensor.to(self.device, non_blocking=self._staged)
+            for name, tensor in tensors.items()
+        }
 
     def drain(self) -> None:
         """Wait until every send has left; only then may their memory be reused."""
@@ -151,10 +157,21 @@ def signature_of(tensors: Mapping[str, Tensor]) -> Signature:
     return tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
-def empty_tensors(signature: Signature, device: torch.device | str) -> dict[str, Tensor]:
+def empty_tensors(
+    signature: Signature, device: torch.device | str, pinned: bool = False
+) -> dict[str, Tensor]:
     return {
-        name: torch.empty(shape, dtype=dtype, device=device) for name, dtype, shape in signature
+        name: torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+        for name, dtype, shape in signature
     }
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, complete: gloo reads it as soon as it is given."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return copy
 
 
 def gradients_of(signature: Signature, objective: Objective, trained: Collection[str]) -> Signature:

@@ -16,7 +16,6 @@ import math
 import resource
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +38,14 @@ from engine.optimizer.clipping_rules import ClippingRule
 from engine.optimizer.gradient_averages import GradientAverages
 from engine.optimizer.parameter_groups import GroupSchedule, OptimizerGroups, Setting
 from engine.planning.costs import averages_early
-from engine.planning.memory_advice import AVERAGING, EVALUATION, TRAINING, RankSetup, Work
+from engine.planning.memory_advice import (
+    AVERAGING,
+    BUILDING,
+    EVALUATION,
+    TRAINING,
+    RankSetup,
+    Work,
+)
 from engine.planning.planner import BranchBatch
 from engine.processes.out_of_memory import explained, message
 from engine.processes.shortage import Shortage
@@ -132,6 +138,7 @@ class ForkEngine(PipelineEngine):
         self._gradient_averages = self._make_gradient_averages() if early else None
         self.bad_steps_in_a_row = 0
         self._setup = setup
+        self._activity = (BUILDING, 0)  # and the step
         self._running: tuple[StageSchedule, ds_schedule.PipeInstruction] | None = None
         self._num_steps_done = 0  # by this process
         self.instructions_done = (
@@ -353,22 +360,23 @@ class ForkEngine(PipelineEngine):
     def memory_explained(self, activity: str) -> Iterator[None]:
         """An allocation that fails in here is an OutOfMemory that says where, and what to change
         (`engine/processes/out_of_memory.py`)."""
-        self._running, step = None, self.global_steps + 1
+        self._activity, self._running = (activity, self.global_steps + 1), None
 
         def words(shortage: Shortage) -> str:
-            work = Work(activity, step=step)
-            if self._running is not None:
-                of, instruction = self._running
-                work = replace(
-                    work,
-                    instruction=instruction.name,
-                    micro_batch=instruction.kwargs.get("buffer_id"),
-                    num_micro_batches=of.micro_batches,
-                )
-            return message(self.graph.describe_rank(self.comm.rank), self._setup, work, shortage)
+            rank = self.graph.describe_rank(self.comm.rank)
+            return message(rank, self._setup, self.work(), shortage)
 
         with explained(self.device, words, self._num_steps_done):
             yield
+
+    def work(self) -> Work:
+        """What this rank is doing, or did last. May be asked for by another thread."""
+        (activity, step), running = self._activity, self._running
+        if running is None:
+            return Work(activity, step=step)
+        of, instruction = running
+        micro_batch = instruction.kwargs.get("buffer_id")
+        return Work(activity, instruction.name, micro_batch, of.micro_batches, step)
 
     def _exec_schedule(self, pipe_schedule: StageSchedule) -> None:
         program = [instruction for instructions in pipe_schedule for instruction in instructions]

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from engine.config.checks import AUTO, check_choice, check_counts
+from engine.config.communication import COMMUNICATION
 from engine.config.deepspeed_keys import check_blocks
 from engine.config.spelling import keys_of, nearest
 from engine.optimizer.averaging import AverageBlock, average_block
@@ -100,6 +101,7 @@ class BranchesBlock:
     ema: Any = None
     max_bad_steps: int = 10
     compile: Any = None
+    communication: str = AUTO
     balance: Any = None
     sample_weights: Any = None
 
@@ -128,6 +130,7 @@ class BranchesBlock:
             choices = self.compile.values() if isinstance(self.compile, dict) else [self.compile]
             for choice in choices:
                 check_choice("compile", choice, COMPILING)
+        check_choice("communication", self.communication, COMMUNICATION)
         self.averaging()
         if (
             isinstance(self.max_bad_steps, bool)

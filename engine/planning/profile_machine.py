@@ -258,10 +258,11 @@ GPU_SHARE = (
 
 
 def _memory_bytes(device: torch.device, ranks_on_node: int) -> int:
-    """What one rank may use: most of its GPU; on a CPU its part of what is free, or of what the
-    container may have."""
+    """What one rank may use: most of its GPU, or of its part where ranks share one; on a CPU its
+    part of what is free, or of what the container may have."""
     if device.type == "cuda":
-        return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
+        sharing = -(-ranks_on_node // torch.cuda.device_count())
+        return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory / sharing)
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -26,14 +26,22 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from filelock import FileLock, Timeout
 
+from engine.config.checks import AUTO
+from engine.config.communication import DEVICE, HOST, choose_communication
+
 COMPILE_LIMIT_S = 600
+COLLECTIVE_LIMIT_S = 1800.0
 PREPARATION_LIMIT = timedelta(days=1)
 LISTENING = range(20_000, 32_000)  # ports; Linux gives 32768 and above to outgoing connections
+# What each rank last did with NCCL is written to /tmp/nccl_trace_rank_N when a collective runs out of
+# time (torch's flight recorder). Newer versions do so by themselves, under other names.
+FLIGHT_RECORDER = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+RECORDS_BY_ITSELF = (2, 9)  # version of torch
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among the others."""
+    """This process among the others. `communication`: "device" or "host"."""
 
     rank: int
     world_size: int
@@ -41,18 +49,21 @@ class Processes:
     ranks_on_node: int
     device: torch.device
     timeout: timedelta
+    communication: str
 
 
 def start_processes(
-    timeout_s: float = 1800.0, notice: Callable[[str], object] | None = None
+    timeout_s: float = COLLECTIVE_LIMIT_S,
+    notice: Callable[[str], object] | None = None,
+    communication: str = AUTO,
 ) -> Processes:
     """Join the process group that the launcher describes in the environment; without a launcher, a
     group of one.
 
     `timeout_s` limits every wait in a collective. `notice` is told, on the first process of a node,
-    of what takes long. Raises ValueError for more processes on this node
-    than GPUs, before any of them is touched; TimeoutError when the C++ op is not compiled within
-    ten minutes.
+    of what takes long. `communication`: see `choose_communication`. Raises ValueError for more
+    processes on this node than GPUs where they may not share them, before any of them is touched;
+    TimeoutError when the C++ op is not compiled within ten minutes.
     """
     if not os.environ.get("WYE_VERBOSE"):
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -84,13 +95,23 @@ def start_processes(
     gc.freeze()
     atexit.register(gc.unfreeze)
     accelerator = get_accelerator()
-    check_devices(ranks_on_node, accelerator.device_count(), accelerator.device_name())
-    if accelerator.device_name() == "cpu":
+    kind, num_devices = accelerator.device_name(), accelerator.device_count()
+    several_nodes = int(os.environ["WORLD_SIZE"]) > ranks_on_node
+    chosen = choose_communication(communication, ranks_on_node, num_devices, kind, several_nodes)
+    timeout, number = timedelta(seconds=timeout_s), local_rank
+    if kind == "cpu":
         compile_shared_memory_op(notice if local_rank == 0 else None)
         _keep_freed_memory()
     else:
-        accelerator.set_device(local_rank)
-    timeout = timedelta(seconds=timeout_s)
+        number = local_rank % num_devices
+        accelerator.set_device(number)
+    if kind != "cpu" and chosen == HOST:
+        # DeepSpeed would give gloo a device; it takes a group that is there as it is
+        dist.init_process_group("gloo", timeout=timeout)
+    major, minor = torch.__version__.split(".")[:2]
+    if chosen == DEVICE and (int(major), int(minor)) < RECORDS_BY_ITSELF:
+        for name, value in FLIGHT_RECORDER.items():
+            os.environ.setdefault(name, value)
     with contextlib.redirect_stdout(
         io.StringIO()
     ):  # DeepSpeed prints that its op is built, on every rank
@@ -101,26 +122,23 @@ def start_processes(
         dist.get_world_size(),
         local_rank,
         ranks_on_node,
-        torch.device(accelerator.device_name(local_rank)),
+        torch.device(accelerator.device_name(number)),
         timeout,
+        chosen,
     )
 
 
-def check_devices(ranks_on_node: int, num_devices: int, device: str) -> None:
-    """Refuse more processes on a node than it has GPUs: each needs its own. `device`: its kind; on
-    a "cpu" nothing is counted. Errors: ValueError."""
-    if device == "cpu" or ranks_on_node <= num_devices:
-        return
-    if num_devices == 0:
-        raise ValueError(
-            f"DS_ACCELERATOR asks for {device}, but no such device is visible on this node; unset "
-            "it, or look at CUDA_VISIBLE_DEVICES and the driver"
-        )
-    raise ValueError(
-        f"{ranks_on_node} processes on this node, but {num_devices} "
-        f"GPU{'s' if num_devices > 1 else ''} ({device}): each process needs its own; start "
-        f"`deepspeed --num_gpus {num_devices} train.py ...`, with a layout for that many"
-    )
+@contextlib.contextmanager
+def as_local_rank(device: torch.device) -> Iterator[None]:
+    """In here LOCAL_RANK is the number of this rank's GPU, which DeepSpeed takes it for. They differ
+    where ranks share a GPU."""
+    before = os.environ["LOCAL_RANK"]
+    if device.index is not None:
+        os.environ["LOCAL_RANK"] = str(device.index)
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = before
 
 
 def _check_path(torch_folder: Path) -> None:

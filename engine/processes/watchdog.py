@@ -45,6 +45,7 @@ class Watchdog:
     ):
         self.rank, self.world_size, self.describe, self.tell = rank, world_size, describe, tell
         self._progress: Callable[[], int] | None = None
+        self._doing: Callable[[], str] = str
         self._stall_limit_s = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -64,11 +65,12 @@ class Watchdog:
         threading.Thread(target=self._guard, name="wye-watchdog-guard", daemon=True).start()
         return self
 
-    def follow(self, progress: Callable[[], int], limit_s: float) -> None:
+    def follow(self, progress: Callable[[], int], limit_s: float, doing: Callable[[], str]) -> None:
         """From now on all ranks are stuck when the numbers `progress()` of all of them stay the
         same for `limit_s` seconds: one that is stuck stops the others sooner or later, and one that
-        waits for others that get on is not."""
-        self._stall_limit_s, self._progress = limit_s, progress
+        waits for others that get on is not. `doing()` says, in another thread, where this rank
+        stands."""
+        self._stall_limit_s, self._progress, self._doing = limit_s, progress, doing
 
     def stop(self) -> None:
         self._stop.set()
@@ -190,7 +192,7 @@ class Watchdog:
             time.sleep(0.1)
         stacks = [
             "--- "
-            f"{self.describe(rank)}:\n{self._store.get(f'stack/{rank}').decode() if self._store.check([f'stack/{rank}']) else 'no answer'}"
+            f"{self.describe(rank)}: {self._store.get(f'stack/{rank}').decode() if self._store.check([f'stack/{rank}']) else 'no answer'}"
             for rank in range(self.world_size)
         ]
         message = (
@@ -203,7 +205,8 @@ class Watchdog:
     def _tell_stack(self) -> None:
         main = threading.main_thread().ident
         frame = None if main is None else sys._current_frames().get(main)
-        self._store.set(f"stack/{self.rank}", "".join(traceback.format_stack(frame)))
+        stack = "".join(traceback.format_stack(frame))
+        self._store.set(f"stack/{self.rank}", f"{self._doing()}\n{stack}")
 
     def _leave(self, message: str, status: int, first: bool) -> None:
         if self._stop.is_set():

@@ -87,7 +87,7 @@ BRANCHES_SPLIT = (
     "schedule",
     "kept_micro_batches",
 )
-BRANCHES_FREE_TO_CHANGE = ("max_bad_steps", "compile")
+BRANCHES_FREE_TO_CHANGE = ("max_bad_steps", "compile", "communication")
 PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillow")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
+from engine.config.checks import AUTO
+from engine.config.communication import COMMUNICATION
 from engine.config.reading import BranchesBlock, check_hardware, read_config
 from engine.planning.planner import check_world
 from engine.processes.start import has_bf16
@@ -56,6 +59,21 @@ def read_configuration(
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     return Path(file), config, block, monitors
+
+
+def asked_communication(options: Options) -> str:
+    """`branches.communication` of --deepspeed_config and --set, which the process group is made by.
+
+    The rest of the file is read later, when the ranks can agree on who reports what is wrong with
+    it; until then a file that cannot be read asks for nothing.
+    """
+    try:
+        file = options.deepspeed_config
+        written = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+        asked = with_settings(written, options.set)["branches"]["communication"]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return AUTO
+    return asked if asked in COMMUNICATION else AUTO
 
 
 def with_file(options: Options, file: Path) -> tuple[dict[str, Any], BranchesBlock]:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from data.prepare import PreparedData
+from engine.config.communication import DEVICE, HOST
 from engine.planning.costs import precision_of
 from engine.planning.planner import GIB, RunPlan
 from launch.costing import NOMINAL
@@ -32,25 +33,36 @@ OTHER_PLANS = 3  # that are compared with the chosen one; `launch.tools.plan` li
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a run runs on. `device`: in words, such as "NVIDIA H100 80GB HBM3"."""
+    """What a run runs on. `device`: in words, such as "NVIDIA H100 80GB HBM3"; `through_host`: GPUs
+    whose ranks communicate through host memory; `gpus_per_node`: 0 on a CPU."""
 
     num_ranks: int
     ranks_per_node: int
     device: str
+    through_host: bool = False
+    gpus_per_node: int = 0
 
     @classmethod
-    def here(cls, num_ranks: int, ranks_on_node: int, device: torch.device) -> Hardware:
-        """Of this process's node."""
+    def here(
+        cls, num_ranks: int, ranks_on_node: int, device: torch.device, communication: str = DEVICE
+    ) -> Hardware:
+        """Of this process's node. `communication`: of its ranks where they have GPUs."""
         if device.type == "cuda":
-            return cls(num_ranks, ranks_on_node, torch.cuda.get_device_name(device))
+            name, gpus = torch.cuda.get_device_name(device), torch.cuda.device_count()
+            return cls(num_ranks, ranks_on_node, name, communication == HOST, gpus)
         cores = len(os.sched_getaffinity(0))
         return cls(num_ranks, ranks_on_node, f"{device.type} ({cores} core{'s' * (cores > 1)})")
 
     def describe(self) -> str:
-        """Such as `16 ranks on 2 nodes, H100`."""
+        """Such as `16 ranks on 2 nodes, H100`, and what is unusual in brackets."""
         nodes = -(-self.num_ranks // self.ranks_per_node)
         where = f" on {nodes} nodes" if nodes > 1 else ""
-        return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}{where}, {self.device}"
+        said = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}{where}, {self.device}"
+        if not self.through_host:
+            return said
+        gpus = self.gpus_per_node
+        shared = f" share {gpus} GPU{'s' * (gpus > 1)} and" if self.ranks_per_node > gpus else ""
+        return f"{said} (ranks{shared} communicate through host memory)"
 
 
 def first_screen(

@@ -1,44 +1,61 @@
-"""Starting processes: more of them on a node than it has GPUs are refused before a GPU is
-touched."""
+"""Starting processes: how they communicate, and what is refused before a GPU is touched."""
 
 import re
 
 import pytest
 
-from engine.processes.start import _check_path, check_devices
+from engine.config.communication import choose_communication
+from engine.processes.start import _check_path
 
 
 @pytest.mark.parametrize(
-    ("ranks_on_node", "num_devices", "words"),
+    ("asked", "ranks_on_node", "num_devices", "several_nodes", "words"),
     [
         (
+            "device",
             2,
             1,
-            "2 processes on this node, but 1 GPU (cuda): each process needs its own; start "
+            False,
+            "2 processes on this node, but 1 GPU (cuda): NCCL needs a GPU for each process; start "
             "`deepspeed --num_gpus 1 train.py",
         ),
         (
+            "auto",
             9,
             8,
-            "9 processes on this node, but 8 GPUs (cuda): each process needs its own; start "
+            True,
+            "9 processes on this node, but 8 GPUs (cuda): NCCL needs a GPU for each process; start "
             "`deepspeed --num_gpus 8 train.py",
         ),
-        (1, 0, "DS_ACCELERATOR asks for cuda, but no such device is visible on this node"),
+        ("host", 1, 0, False, "DS_ACCELERATOR asks for cuda, but no such device is visible on"),
     ],
 )
-def test_more_processes_than_gpus_are_refused(ranks_on_node, num_devices, words):
-    with pytest.raises(ValueError, match=re.escape(words)):
-        check_devices(ranks_on_node, num_devices, "cuda")
+def test_ranks_that_may_not_share_gpus_are_refused(
+    asked, ranks_on_node, num_devices, several_nodes, words
+):
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        choose_communication(asked, ranks_on_node, num_devices, "cuda", several_nodes)
+    assert ('"communication": "host"' in str(caught.value)) == (num_devices > 0)
 
 
 @pytest.mark.parametrize(
-    ("ranks_on_node", "num_devices", "device"),
-    [(8, 8, "cuda"), (1, 8, "cuda"), (8, 1, "cpu"), (1, 0, "cpu")],
+    ("asked", "ranks_on_node", "num_devices", "device", "several_nodes", "chosen"),
+    [
+        ("auto", 8, 8, "cuda", True, "device"),
+        ("device", 1, 8, "cuda", False, "device"),
+        ("auto", 2, 1, "cuda", False, "host"),
+        ("host", 9, 8, "cuda", True, "host"),
+        ("host", 8, 8, "cuda", False, "host"),
+        ("auto", 8, 1, "cpu", False, "host"),
+        ("device", 8, 1, "cpu", True, "host"),
+        ("auto", 1, 0, "cpu", False, "host"),
+    ],
 )
-def test_as_many_processes_as_gpus_and_any_number_on_a_cpu_are_fine(
-    ranks_on_node, num_devices, device
+def test_ranks_communicate_from_device_to_device_where_each_has_its_own(
+    asked, ranks_on_node, num_devices, device, several_nodes, chosen
 ):
-    check_devices(ranks_on_node, num_devices, device)
+    found = choose_communication(asked, ranks_on_node, num_devices, device, several_nodes)
+    assert found == chosen
 
 
 def test_an_environment_below_a_path_with_a_space_is_answered(tmp_path):
