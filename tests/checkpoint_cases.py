@@ -40,7 +40,7 @@ def train_from(
         assert engine.global_steps == step + 1
         result["losses"][step + 1], result["lr"][step + 1] = metrics.loss, metrics.lr
         result["buffers"][step + 1] = {
-            name: buffer.clone() for name, buffer in engine.module.canonical_buffers.items()
+            name: buffer.clone().cpu() for name, buffer in engine.module.canonical_buffers.items()
         }
         if step + 1 == save_at:
             result["saved"] = state_of(engine)

@@ -1,63 +1,256 @@
-"""What only a GPU can show. Skipped, with the reason, where there is none."""
+"""What only a GPU can show, with one, two and four ranks on one GPU.
+
+    DS_ACCELERATOR=cuda python -m pytest tests/test_gpu.py         about eight minutes
+    WYE_GPU_TESTS=cpu python -m pytest tests/test_gpu.py           the same on a CPU, to try the tests
+
+The variable belongs to the command: everywhere else in the tests ranks are on the CPU, also where
+there is a GPU, and all processes of a test are forked from a server that has chosen one.
+"""
 
 import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_cases import whole
+from gpu_cases import checkpoint_of, train_exactly, train_exactly_from, train_with_overflow
+from launched import finish, launch, metrics, run_to_end
+from ranks import run_ranks
+from split_training import (
+    LOSS_SCALE,
+    RELATIVE,
+    Case,
+    assemble,
+    check_gradients,
+    train_whole,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
+ON_GPU = os.environ.get("DS_ACCELERATOR") == "cuda" and torch.cuda.is_available()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(
+        not ON_GPU and os.environ.get("WYE_GPU_TESTS") != "cpu",
+        reason="needs a CUDA device and DS_ACCELERATOR=cuda in the environment",
+    ),
 ]
+gpu_memory = pytest.mark.skipif(not ON_GPU, reason="needs the memory of a CUDA device")
+
+SIZE = 4  # of all micro-batches, so that a split sees what the whole sees
+RESNET = {"towers": "resnet+bert", "dropout": 0.1}
+CLIPPED = {"clipping": {"image": 0.5, "text": 1.0, "head": 0.1}}
+LORA = {"lora": {"text": {"r": 4, "target": "all"}}}
+# of a branch's gradient: as on a CPU, tests/engine/test_parity.py
+ROUNDED = {"fp32": RELATIVE, "bf16": 1e-2, "fp16": 1.5e-3}
+OTHER_KERNELS = 30.0  # times the tolerance, where a CPU computed the reference
 
 
-def train(tmp_path, name, changes, *arguments):
-    """train.py on one rank and one GPU under the JSON file `name` with these keys changed: (what it
-    said, its folder)."""
-    config = json.loads((ROOT / "ds_configs" / name).read_text())
-    file = tmp_path / name
-    file.write_text(
-        json.dumps(
-            config | changes | {"branches": config["branches"] | changes.get("branches", {})}
+def fork(image, text, **more):
+    """image, text: (stages, replicas)."""
+    stages, replicas = ({"image": image[i], "text": text[i]} for i in (0, 1))
+    return Case("fork", stages, replicas, SIZE, **more)
+
+
+def chain(image, text, replicas, **more):
+    return Case("chain", {"image": image, "text": text}, replicas, SIZE, **more)
+
+
+def merged(stages, replicas, **more):
+    return Case("merged", {"merged": stages}, replicas, SIZE, **more)
+
+
+SPLITS = [
+    fork((1, 1), (1, 1), **RESNET),
+    fork((1, 1), (1, 1), zero_stage=0, schedule="replay"),
+    fork((1, 1), (1, 1), schedule="replay", kept_micro_batches=2, **RESNET),
+    fork((1, 1), (1, 1), fusion=1, loss_weights={"contrastive": 0.8, "matching": 1.5}),
+    fork((1, 1), (1, 1), locked={"image": True}),
+    fork((1, 1), (1, 1), **LORA),
+    fork((1, 2), (1, 2), **RESNET),
+    fork((2, 1), (1, 2), **CLIPPED),
+    fork((1, 3), (1, 1), schedule="replay"),
+    chain(1, 1, 1, **RESNET),
+    chain(2, 2, 1, schedule="replay", **CLIPPED),
+    merged(1, 2, zero_stage=0, **RESNET),
+    merged(2, 1, schedule="zero_bubble"),
+    merged(2, 2, **CLIPPED),
+    merged(2, 2, schedule="replay", compile="layers"),
+]
+HALF = [
+    fork((1, 1), (1, 1), **RESNET),
+    fork((1, 2), (1, 1), fusion=1, schedule="replay", **CLIPPED),
+    chain(2, 2, 1),
+    merged(1, 2, **RESNET),
+]
+CASES = [
+    *SPLITS,
+    *(replace(c, precision=p) for c in HALF for p in ("bf16", "fp16")),
+]
+WHOLES: dict[str, list] = {}
+
+
+def on_one_rank(case):
+    """The same training on one rank, without a split."""
+    one = replace(case, layout="merged", stages={"merged": 1}, replicas=1, zero_stage=1)
+    one = replace(one, schedule="batch_sync", kept_micro_batches=None, compile=None)
+    key = f"{one} {one.clipping}"  # which the name of a case leaves out
+    if key not in WHOLES:
+        WHOLES[key] = run_ranks(1, train_exactly, one)
+    return WHOLES[key]
+
+
+def gradients_of(results):
+    shapes = {n: p.shape for r in results for n, p in r["parameters"].items()}
+    learned = {name for result in results for name, _, _ in result["gradients"]}
+    return assemble(results, {name: shapes[name] for name in learned})
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_split_equals_one_rank(case):
+    """Loss, every gradient, norms and running statistics, with the same dropout."""
+    results, (one,) = run_ranks(case.world_size, train_exactly, case), on_one_rank(case)
+    assert {r["device"].split(":")[0] for r in results} == {"cuda" if ON_GPU else "cpu"}
+    assert {r["backend"] for r in results} == {"gloo"}  # two ranks and more share the GPU
+    tolerance = ROUNDED[case.precision]
+    # a compiled layer draws other numbers, and rounds differently
+    assert results[0]["metrics"][0].loss == pytest.approx(
+        one["metrics"][0].loss, rel=max(RELATIVE, tolerance / 10)
+    )
+    assert results[0]["metrics"][0].grad_norm == pytest.approx(
+        one["metrics"][0].grad_norm, rel=tolerance
+    )
+    split, expected = gradients_of(results), gradients_of([one])
+    assert split.keys() == expected.keys()
+    if case.precision == "fp32":
+        check_gradients(split, expected)
+    for group in {name.split(".")[0] for name in split} if case.precision != "fp32" else ():
+        own, right = (
+            torch.cat([each[n].flatten() for n in split if n.startswith(group + ".")])
+            for each in (split, expected)
         )
-    )
-    run_dir = tmp_path / file.stem
-    result = subprocess.run(
-        [sys.executable, "train.py", "--deepspeed_config", file, "--run-dir", run_dir, *arguments],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"},
-        text=True,
-        capture_output=True,
-        timeout=1200,
-    )
-    return result, run_dir
+        assert float((own - right).norm() / right.norm()) < tolerance, group
+    # replicas average their running means, of fewer micro-batches each
+    replicas = case.replicas["image"] if case.layout == "fork" else case.replicas
+    for result in results if replicas == 1 else ():
+        for name, buffer in result["buffers"].items():
+            torch.testing.assert_close(buffer, one["buffers"][name], rtol=tolerance, atol=1e-6)
 
 
-def losses(tmp_path, name):
-    """Losses of 20 steps with a batch that suits the embedded data."""
-    scheduler = json.loads((ROOT / "ds_configs" / name).read_text())["scheduler"]
-    scheduler["params"]["warmup_num_steps"] = 5
-    changes = {"train_batch_size": 120, "scheduler": scheduler}
-    result, run_dir = train(tmp_path, name, changes, "--steps", "20", "--eval-every", "20")
-    assert result.returncode == 0, result.stderr[-3000:]
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+@pytest.mark.parametrize("towers", ["resnet+bert", "vit+clip"])
+def test_one_rank_equals_plain_torch_on_a_cpu(towers):
+    case = merged(1, 1, towers=towers)
+    (one,) = on_one_rank(case)
+    reference = train_whole(case, dict.fromkeys(("image", "text"), (SIZE, 24 // SIZE)))
+    assert one["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
+    check_gradients(gradients_of([one]), reference["gradients"], OTHER_KERNELS)
+
+
+def test_two_hundred_steps_in_fp16_with_an_overflow_put_in():
+    """The loss scale starts at 2**10. The step with infinite pixels changes no weight, is counted,
+    and halves the scale; the others learn one batch by heart."""
+    case = fork((1, 1), (1, 1), precision="fp16", **CLIPPED)
+    results = run_ranks(2, train_with_overflow, case, 200, 20)
+    for found in results:
+        assert found["skipped"] == [0.0] * 20 + [1.0] * 180
+        assert found["loss_scale"][:20] == [LOSS_SCALE] * 20
+        assert found["loss_scale"][21] == LOSS_SCALE / 2
+        assert found["moved"] == [float(step != 20) for step in range(200)]
+    assert results[0]["loss"][-1] < 0.1 * results[0]["loss"][0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_resumed_run_ends_where_an_undisturbed_one_ends_bit_for_bit(tmp_path, precision):
+    case = fork((1, 2), (1, 1), precision=precision, **RESNET)
+    undisturbed = run_ranks(3, train_exactly_from, case, 4, folder=tmp_path, save_at=2)
+    resumed = run_ranks(3, train_exactly_from, case, 2, checkpoint_of(tmp_path, 2))
+    assert resumed[0]["losses"] == {step: undisturbed[0]["losses"][step] for step in (3, 4)}
+    before, after = (whole([r["end"] for r in each]) for each in (undisturbed, resumed))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert torch.equal(tensor, after[key]), key
+
+
+# -- train.py and its companions
+
+
+def small(folder, name="zero1_bf16.json", **branches):
+    """Flags of a short run on the embedded data under one of the shipped files for GPUs."""
+    config = json.loads((ROOT / "ds_configs" / name).read_text())
+    config |= {"train_batch_size": 120}
+    config["scheduler"]["params"]["warmup_num_steps"] = 5
+    config["branches"] |= branches
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(config))
+    towers = ["--image-tower", "resnet18:layers=1-1-1-1", "--text-tower", "bert-mini"]
+    return ["--deepspeed_config", folder / name, *towers, "--workers", 2]
 
 
 def test_bf16_and_fp16_losses_follow_fp32(tmp_path):
     """Within 2 %: half precision rounds each activation to 8 or 11 bits, and 20 steps let the
     differences grow."""
-    exact = losses(tmp_path, "zero1_fp32.json")
-    for name in ("zero1_bf16.json", "zero1_fp16.json"):
-        assert losses(tmp_path, name) == pytest.approx(exact, rel=0.02), name
+
+    def losses(name):
+        run_dir = tmp_path / Path(name).stem
+        flags = [*small(tmp_path / "how", name), "--steps", 20, "--eval-every", 20]
+        status, output = run_to_end("train.py", *flags, "--run-dir", run_dir, ranks=1)
+        assert status == 0, output[-3000:]
+        return [line["loss"] for line in metrics(run_dir).values()]
+
+    exact = losses("zero1_fp32.json")
+    for name in ("zero1_bf16.json", *(["zero1_fp16.json"] if ON_GPU else [])):
+        assert losses(name) == pytest.approx(exact, rel=0.02), name
 
 
+def test_a_fork_under_the_launcher_is_traced_evaluated_and_exported(tmp_path):
+    """Two ranks on one GPU."""
+    branches = {"layout": "fork", "stages": {"image": 1, "text": 1}, "replicas": "auto"}
+    flags = [
+        *small(tmp_path / "how", **branches),
+        "--trace-every",
+        5,
+        "--run-dir",
+        tmp_path / "run",
+    ]
+    status, output = finish(launch(2, *flags, "--steps", 10, "--eval-every", 10))
+    assert status == 0, output[-3000:]
+    if ON_GPU:
+        assert "ranks share 1 GPU and communicate through host memory" in output
+    trace = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    steps = metrics(tmp_path / "run")
+    for rank in (0, 1):
+        spans = [e for e in trace if e["ph"] == "X" and e["tid"] == rank and e["args"]["step"] == 5]
+        forwards = [e["dur"] for e in spans if e["args"]["instruction"] == "ForwardPass"]
+        assert forwards and min(forwards) > 0, "device times of each forward"
+        last = max(e["ts"] + e["dur"] for e in spans) - min(e["ts"] for e in spans)
+        assert last / 1e6 < 1.2 * steps[5]["step_s"]
+    status, output = run_to_end("evaluate.py", tmp_path / "run")
+    assert status == 0 and "R@10" in output, output[-3000:]
+    status, output = run_to_end("export.py", tmp_path / "run", tmp_path / "out")
+    assert status == 0 and list((tmp_path / "out").glob("**/*.safetensors")), output[-3000:]
+
+
+@gpu_memory
+@pytest.mark.parametrize("schedule", ["batch_sync", "replay"])
+def test_peak_memory_is_as_predicted(tmp_path, schedule):
+    """Within 10 %, once the layers are measured."""
+    flags = [
+        *small(tmp_path / "how", layout="auto", schedule=schedule, micro_batch_size=60),
+        *("--image-tower", "vit_b_16", "--image-size", 224, "--text-tower", "bert-base-uncased"),
+        *("--steps", 6, "--eval-every", 6, "--run-dir", tmp_path / "run"),
+    ]
+    status, output = run_to_end("train.py", *flags, ranks=1)
+    assert status == 0, output[-3000:]
+    predicted = float(re.search(r"at most ([\d.]+) GiB a rank \(from layers", output)[1])
+    measured = max(line["peak_memory_bytes"] for line in metrics(tmp_path / "run").values())
+    assert predicted == pytest.approx(measured / 2**30, rel=0.1)
+
+
+@gpu_memory
 def test_memory_that_runs_out_is_one_message_with_what_to_change(tmp_path):
     """A ResNet-50 keeps some 140 MB for each image of 288 × 288 in fp32: no GPU has room for
     2,400 of them."""
@@ -67,28 +260,33 @@ def test_memory_that_runs_out_is_one_message_with_what_to_change(tmp_path):
         "micro_batch_size": 2400,
         "schedule": "batch_sync",
     }
-    changes = {"train_batch_size": 2400, "branches": branches}
-    arguments = [
-        "--image-tower",
-        "resnet50",
-        "--image-size",
-        "288",
-        "--text-tower",
-        "bert-tiny",
-        "--steps",
-        "2",
-        "--eval-every",
-        "2",
-    ]
-    result, run_dir = train(tmp_path, "zero1_fp32.json", changes, *arguments)
+    config = json.loads((ROOT / "ds_configs" / "zero1_fp32.json").read_text())
+    config = {**config, "train_batch_size": 2400, "branches": {**config["branches"], **branches}}
+    (tmp_path / "large.json").write_text(json.dumps(config))
+    towers = ["--image-tower", "resnet50", "--image-size", "288", "--text-tower", "bert-tiny"]
+    length = ["--steps", "2", "--eval-every", "2", "--run-dir", tmp_path / "run"]
+    result = subprocess.run(
+        [
+            sys.executable,
+            "train.py",
+            "--deepspeed_config",
+            tmp_path / "large.json",
+            *towers,
+            *length,
+        ],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=1200,
+    )
     assert result.returncode == 2, result.stderr[-3000:]
     assert result.stderr.count("error:") == 1 and "Traceback" not in result.stderr, result.stderr[
         -3000:
     ]
     said = result.stderr.split("train.py: error: ")[1].splitlines()
-    assert (
-        said[0]
-        == "rank 0 (merged 0, replica 0) ran out of memory in ForwardPass of micro-batch 0 (of 1, counted from 0), in step 1"
+    assert said[0] == (
+        "rank 0 (merged 0, replica 0) ran out of memory in ForwardPass of micro-batch 0 "
+        "(of 1, counted from 0), in step 1"
     )
     assert re.match(r"asked for: [\d.]+ [MG]iB; GPU 0 has [\d.]+ GiB, of which ", said[1])
     assert re.match(
@@ -96,5 +294,5 @@ def test_memory_that_runs_out_is_one_message_with_what_to_change(tmp_path):
     )
     assert said[3].startswith("predicted for a training step of merged 0: at most ")
     assert '{"schedule": "replay", "micro_batch_size": 1200}' in result.stderr
-    kept = (run_dir / "error-rank0.txt").read_text()
+    kept = (tmp_path / "run" / "error-rank0.txt").read_text()
     assert "OutOfMemoryError: CUDA out of memory" in kept and "_exec_forward_pass" in kept
