@@ -208,7 +208,11 @@ def _by_ffmpeg(data: bytes) -> Sound:
             f"FFmpeg's formats: {INSTALL}",
         )
     try:
-        container = library.open(io.BytesIO(data), metadata_errors="replace")
+        # titles that are no UTF-8 end nothing; from PyAV 19 on by itself
+        old = int(library.__version__.split(".")[0]) < 19
+        container = library.open(
+            io.BytesIO(data), **({"metadata_errors": "replace"} if old else {})
+        )
     except library.FFmpegError as error:
         raise BadSample(
             "not-audio", f"{len(data):,} bytes that begin with {data[:8]!r}: {error.strerror}"

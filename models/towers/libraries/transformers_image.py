@@ -529,7 +529,7 @@ def image_tower(name: str, image_size: int) -> Tower:
     values = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
     if hasattr(config, "image_size"):  # SigLIP 2 takes images of any size
         values["image_size"] = image_size
-    if pool != "head" and hasattr(config, "vision_use_head"):
+    if pool != "head" and "head" in family.pools:  # a key that older configurations do not declare
         values["vision_use_head"] = False
     if hasattr(config, "use_mask_token"):  # of pretraining; it would wait for a gradient
         values["use_mask_token"] = False
