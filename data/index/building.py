@@ -9,7 +9,7 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from filelock import FileLock
 from PIL import Image
 
 from data.formats.rows import DEFAULT_PAIRS, Format, Part, Row
-from data.index.bad_samples import CODES, REASON_OF_CODE, BadSample
+from data.index.bad_samples import ABSENCES, CODES, REASON_OF_CODE, BadSample
 from data.index.hearing import KnownSounds, hear, write_keys
 from data.index.mapped import (
     ABSENT,
@@ -343,7 +343,7 @@ def _record(
     return {
         "id": _clean(row.id),
         "path": _clean(row.path),
-        "detail": _clean(problem.detail)[:DETAIL_LIMIT] if problem else "",
+        "detail": _clean(problem.detail)[:DETAIL_LIMIT] if problem else _noted(lacks),
         "captions": row.captions,
         "part": 0,  # known when all parts are
         "row": row.number,
@@ -359,6 +359,17 @@ def _record(
         **seen,
         **heard,
     }
+
+
+def _noted(lacks: Mapping[str, BadSample]) -> str:
+    """What is broken of a sample that is used without it, as `Index.broken` reads it: a line per
+    modality."""
+    lines = []
+    for modality, problem in lacks.items():
+        if problem.reason not in ABSENCES:
+            detail = " ".join(_clean(problem.detail).split())
+            lines.append(f"{modality}: {problem.reason}: {detail}"[:DETAIL_LIMIT])
+    return "\n".join(lines)
 
 
 def _see(work: _Work, part: Part, row: Row) -> tuple[dict[str, Any], BadSample | None]:

@@ -8,7 +8,7 @@ from data.formats.rows import DEFAULT_PAIRS, Pairs
 from data.index.roots import with_roots
 from data.index.sources import open_source
 from data.options import DataOptions
-from data.prepare import HeldOut, count_bad, first_bad, prepare_data
+from data.prepare import HeldOut, count_unusable, first_bad, prepare_data
 from launch.inference.embedding import compared_by
 from launch.inference.trained import Trained
 from launch.run.report import show
@@ -67,4 +67,4 @@ def pairs_to_open(trained: Trained) -> Pairs:
 
 
 def left_out(part: HeldOut) -> int:
-    return sum(count_bad(part.source).values())
+    return sum(count_unusable(part.source).values())
