@@ -102,6 +102,7 @@ def prepare_data(
         "workers": workers,
         "progress": progress,
         "check": options.index_check,
+        "max_audio_seconds": options.max_audio_seconds,
         "pairs": options.compared(),
     }
     source = open_sources(
@@ -275,6 +276,8 @@ class _Kept:
         }
         if options.pairs == IMAGE_TEXT:
             del asked["pairs"]  # as runs before there was a choice recorded it
+        if options.max_audio_seconds is None:
+            del asked["max_audio_seconds"]
         self.made_of = json.loads(json.dumps(asked))
         self.sizes = [[len(s), len(s.usable())] for s in (source, validation) if s is not None]
 

@@ -245,12 +245,18 @@ def checksum(file: Path) -> int:
     return value
 
 
-def index_folder(format: Format, check: str = "decode", folder: Path | None = None) -> Path:
-    """Where the index of a data set lies; `folder` instead of the cache folder's `index`."""
-    name = hashlib.blake2b(
-        f"{VERSION}\0{check}\0{format.index_name()}".encode(errors="backslashreplace"),
-        digest_size=12,
-    ).hexdigest()
+def index_folder(
+    format: Format,
+    check: str = "decode",
+    folder: Path | None = None,
+    max_audio_seconds: float | None = None,
+) -> Path:
+    """Where the index of a data set lies; `folder` instead of the cache folder's `index`. The rest
+    as `load_index` has it."""
+    words = f"{VERSION}\0{check}\0{format.index_name()}"
+    if max_audio_seconds is not None and "audio" in format.modalities:
+        words += f"\0{max_audio_seconds}"
+    name = hashlib.blake2b(words.encode(errors="backslashreplace"), digest_size=12).hexdigest()
     return (folder or cache_folder() / "index") / name
 
 

@@ -22,6 +22,7 @@ from data.batching.mixture import open_sources
 from data.batching.sampler import MicroBatchRequest
 from data.index.bad_samples import BadSample
 from data.index.leaks import find_leaks
+from data.index.mapped import index_folder
 from data.index.sources import open_format, open_source
 from data.index.splits import split_source
 from data.loader import MicroBatchDataset
@@ -331,6 +332,23 @@ def test_a_bad_sound_beside_a_good_image_is_listed_and_counted(make, tmp_path, s
     write_bad_samples(tmp_path / "bad.jsonl", [source])
     lines = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
     assert len(lines) == len(expected) + 1
+
+
+def test_a_limit_of_length_is_one_that_can_be_given(tmp_path):
+    """And each limit has an index of its own; images and texts alone have the same."""
+    spec, _ = jsonl(tmp_path, {n: (None, wav(tone(float(n)))) for n in ("0.5", "1", "1.5", "3")})
+    found = {}
+    for limit in (None, 1, 2.5, 1, None):
+        source = open_source(spec, AUDIO_TEXT, max_audio_seconds=limit)
+        found[limit] = [source.identity(int(i)) for i in source.usable()]
+        if limit == 2.5:
+            (bad,) = [row for row in source.bad_samples() if row[2] == "huge-audio"]
+            assert bad[0] == "3" and "3.00 seconds; --max-audio-seconds is 2.5" in bad[3]
+    assert found == {None: ["0.5", "1", "1.5", "3"], 1: ["0.5", "1"], 2.5: ["0.5", "1", "1.5"]}
+    format = open_format(spec, AUDIO_TEXT)
+    assert index_folder(format, max_audio_seconds=1) != index_folder(format)
+    format.pairs = (("image", "text"),)
+    assert index_folder(format, max_audio_seconds=1) == index_folder(format)
 
 
 def test_a_sound_that_comes_later_is_heard(tmp_path):
