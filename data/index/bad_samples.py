@@ -36,7 +36,7 @@ REASONS: dict[str, str] = {
     "truncated-audio": "the sound ends before the samples that its header promises",
     "empty-audio": "the sound has no sample",
     "silent-audio": "every sample of the sound, mixed to one channel, is 0",
-    "huge-audio": f"the sound is longer than {SECONDS_LIMIT:,} seconds",
+    "huge-audio": f"the sound is longer than --max-audio-seconds, or than {SECONDS_LIMIT:,} seconds",
     "impossible-audio": f"a rate outside {RATE_LIMITS[0]:,} to {RATE_LIMITS[1]:,} Hz, or more than {CHANNEL_LIMIT} channels",
     "not-finite-audio": "a sample of the sound is not a number, or infinite",
 }

@@ -358,7 +358,7 @@ def _audio(audio: argparse._ArgumentGroup) -> None:
         "--max-audio-seconds",
         type=_sound_limit,
         metavar="S",
-        help=f"longer sounds are bad samples (default: {SECONDS_LIMIT:,}, more is never read)",
+        help=f"longer sounds are bad samples, which --max-bad-fraction counts (default: {SECONDS_LIMIT:,}; more is never read)",
     )
     audio.add_argument(
         "--audio-size",
