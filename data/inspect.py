@@ -1,5 +1,5 @@
-"""What is in a data set: counts, sizes, lengths, bad samples, and a sheet of images with their
-captions.
+"""What is in a data set: counts, sizes, lengths, bad samples, and a sheet of images and
+spectrograms with their captions.
 
     python -m data.inspect demo
     python -m data.inspect 'webdataset:/data/cc3m/{00000..00331}.tar' --sheet cc3m.png --count 48
@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from matplotlib import colormaps
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from rich.console import Console
 from rich.table import Table
@@ -22,11 +23,12 @@ from rich.table import Table
 from data.index.bad_samples import REASONS, Absent, BadSample
 from data.index.roots import add_root_flag, given_roots, with_roots
 from data.index.sources import IndexedSource, Source, open_source
+from data.modalities.audio.decoding import decode_audio
 from data.modalities.decoding import decode_bytes, upright_8bit
 from data.modalities.fonts import Font, Fonts, fonts_for, wrapped
 from data.modules import import_modules
 from data.options import add_pairs_flags, compared
-from data.prepare import count_bad
+from data.prepare import bad_values, count_bad
 
 TILE, CAPTION_LINES, LINE, GAP, LETTER_SIZE = (
     160,
@@ -36,12 +38,17 @@ TILE, CAPTION_LINES, LINE, GAP, LETTER_SIZE = (
     11,
 )  # pixels, but for the number of lines
 BAR = 30  # characters
+COLOURS = "magma"  # of spectrograms, as evaluate.py draws them
+SEVERAL = {"image": "images", "audio": "sounds"}
 COLUMNS = (
     ("width", "width, pixels"),
     ("height", "height, pixels"),
     ("num_captions", "captions per sample"),
     ("num_characters", "characters of the longest caption"),
     ("complexity", "complexity, encoded bytes per pixel"),
+    ("audio_seconds", "seconds of the sound"),
+    ("audio_rate", "rate of the sound, Hz"),
+    ("audio_channels", "channels of the sound"),
 )
 
 
@@ -69,8 +76,11 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
     counts = Table(title=source.spec, title_justify="left", show_header=False)
     counts.add_row("samples", f"{len(source):,}")
     counts.add_row("usable", f"{len(usable):,}")
-    images = usable[~source.lacking("image")[usable]]
-    counts.add_row("different images", f"{len(np.unique(source.keys('content')[images])):,}")
+    for modality, kind in (("image", "content"), ("audio", "audio")):
+        if modality in source.index.modalities:
+            there = usable[~source.lacking(modality)[usable]]
+            different = len(np.unique(source.keys(kind)[there]))
+            counts.add_row(f"different {SEVERAL[modality]}", f"{different:,}")
     for modality in source.index.modalities:
         if lacking := int(source.lacking(modality)[usable].sum()):
             counts.add_row(f"usable, without {modality}", f"{lacking:,}")
@@ -82,7 +92,7 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
         shapes.add_column(name, justify="right" if name else "left", no_wrap=True)
     for column, words in COLUMNS:
         values = source.column(column)[usable]
-        classes = histogram(values[values > 0])  # 0: the sample has no image, or no caption
+        classes = histogram(values[values > 0])  # 0: there is no image, sound or caption
         most = max((count for _, _, count in classes), default=0)
         for n, (low, high, count) in enumerate(classes):
             shapes.add_row(
@@ -100,7 +110,7 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
         )
         for name in ("where", "reason", "what was found"):
             listed.add_column(name, overflow="fold")
-        for (_, where, reason, detail), _ in zip(source.bad_samples(), range(most_bad)):
+        for (_, where, reason, detail), _ in zip(bad_values(source), range(most_bad)):
             listed.add_row(where, reason, detail)
         tables.append(listed)
     return tables
@@ -124,17 +134,14 @@ def contact_sheet(
         left, top = GAP + place % columns * (TILE + GAP), GAP + place // columns * (height + GAP)
         draw.rectangle((left - 1, top - 1, left + TILE, top + TILE), outline="lightgrey")
         try:
-            image = upright_8bit(
-                decode_bytes(source.image_bytes(i), at_least=(TILE, TILE))
-            ).convert("RGBA")
-            image = ImageOps.contain(image, (TILE, TILE))
+            image = _tile(source, i)
             sheet.paste(
                 image,
                 (left + (TILE - image.width) // 2, top + (TILE - image.height) // 2),
                 image,
             )
         except Absent:
-            _draw_line(draw, (left + 4, top + 4), "no image", fonts, "grey")
+            _draw_line(draw, (left + 4, top + 4), "no image, no sound", fonts, "grey")
         except BadSample as problem:  # of what only a full decoding shows
             _draw_line(draw, (left + 4, top + 4), problem.reason, fonts, "red")
         for number, line in enumerate(
@@ -142,6 +149,39 @@ def contact_sheet(
         ):
             _draw_line(draw, (left, top + TILE + 2 + number * LINE), line, fonts)
     return sheet, fonts.notice()
+
+
+def _tile(source: Source, i: int) -> Image.Image:
+    """RGBA, at most `TILE` a side: the image, the spectrogram of the sound, or one above the
+    other. Raises Absent where the sample has neither, BadSample."""
+    has_sound = source.column("audio_seconds")[i] > 0
+    sides = (TILE, TILE // 2 if has_sound else TILE)
+    try:
+        found = upright_8bit(decode_bytes(source.image_bytes(i), at_least=sides)).convert("RGBA")
+        shown = [ImageOps.contain(found, sides)]
+    except Absent:
+        if not has_sound:
+            raise
+        shown, sides = [], (TILE, TILE)
+    if not has_sound:
+        return shown[0]
+    shown.append(_spectrogram(source.value("audio", i)).resize(sides))
+    tile = Image.new("RGBA", (TILE, sum(image.height for image in shown)))
+    top = 0
+    for image in shown:
+        tile.paste(image, ((TILE - image.width) // 2, top))
+        top += image.height
+    return tile
+
+
+def _spectrogram(sound: bytes) -> Image.Image:
+    """RGBA: time from left to right, low tones at the bottom. Raises BadSample."""
+    from data.modalities.audio.picture import spectrogram_of  # reads torch
+
+    decibels = spectrogram_of(decode_audio(sound)).decibels[::-1]
+    low, high = float(decibels.min()), float(decibels.max())
+    levels = (decibels - low) / max(high - low, 1e-6)
+    return Image.fromarray(colormaps[COLOURS](levels, bytes=True))
 
 
 def _draw_line(
@@ -175,7 +215,8 @@ def _number(value: float) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m data.inspect",
-        description="What is in a data set: counts, histograms, bad samples, a sheet of images.",
+        description="What is in a data set: counts, histograms, bad samples, a sheet of images and "
+        "spectrograms.",
     )
     parser.add_argument("spec", metavar="SPEC", help="as --data of train.py")
     add_root_flag(parser, "SPEC")
@@ -192,7 +233,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         default=24,
         metavar="N",
-        help="images on the sheet; 0: none (default: 24)",
+        help="samples on the sheet; 0: none (default: 24)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which ones (default: 0)")
     parser.add_argument(
@@ -202,7 +243,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--workers",
         type=int,
         metavar="N",
-        help="processes that read images (default: one per core)",
+        help="processes that read images and sounds (default: one per core)",
     )
     return parser
 

@@ -63,6 +63,7 @@ class DataOptions:
     val_fraction: float = 0.1
     limit_samples: int | None = None  # train on so many, drawn at random
     max_bad_fraction: float = 0.01
+    max_audio_seconds: float | None = None  # longer sounds are bad samples
     on_leak: str = "refuse"  # or "drop"
     leak_bits: int | None = (
         None  # images whose perceptual hashes differ in so many bits are the same

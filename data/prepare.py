@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def prepare_data(
         "workers": workers,
         "progress": progress,
         "check": options.index_check,
+        "max_audio_seconds": options.max_audio_seconds,
         "pairs": options.compared(),
     }
     source = open_sources(
@@ -186,9 +188,20 @@ def _divide(options: DataOptions, source: Source, validation: Source | None) -> 
 
 
 def count_bad(source: Source) -> dict[str, int]:
-    """Bad samples by reason."""
+    """Bad samples by reason, and those that are used without a value that is broken."""
+    broken = Counter(reason for _, _, reason, _ in source.broken_values())
+    return dict(Counter(count_unusable(source)) + broken)
+
+
+def count_unusable(source: Source) -> dict[str, int]:
+    """Samples by the reason for which they are not used."""
     codes, counts = np.unique(source.column("bad"), return_counts=True)
     return {REASON_OF_CODE[int(code)]: int(count) for code, count in zip(codes, counts) if code}
+
+
+def bad_values(source: Source) -> Iterator[tuple[str, str, str, str]]:
+    """(identity, where, reason, detail) of all that `count_bad` counts."""
+    return chain(source.bad_samples(), source.broken_values())
 
 
 def refuse_too_many_bad(source: Source, max_bad_fraction: float) -> None:
@@ -204,7 +217,7 @@ def refuse_too_many_bad(source: Source, max_bad_fraction: float) -> None:
 
 
 def first_bad(source: Source, most: int = 5) -> Iterator[str]:
-    for (_, where, reason, detail), _ in zip(source.bad_samples(), range(most)):
+    for (_, where, reason, detail), _ in zip(bad_values(source), range(most)):
         yield f"    {where}: {reason}: {detail}"
 
 
@@ -229,12 +242,12 @@ def bad_table(
 def write_bad_samples(file: Path, sources: Sequence[Source]) -> None:
     """A line for each: {"data", "id", "where", "reason", "detail"}. No file where there are
     none."""
-    if not any(source.column("bad").any() for source in sources):
+    if not any(count_bad(source) for source in sources):
         file.unlink(missing_ok=True)
         return
     with file.open("w", encoding="utf-8") as lines:
         for source in sources:
-            for identity, where, reason, detail in source.bad_samples():
+            for identity, where, reason, detail in bad_values(source):
                 record = {
                     "data": source.spec,
                     "id": identity,
@@ -263,6 +276,8 @@ class _Kept:
         }
         if options.pairs == IMAGE_TEXT:
             del asked["pairs"]  # as runs before there was a choice recorded it
+        if options.max_audio_seconds is None:
+            del asked["max_audio_seconds"]
         self.made_of = json.loads(json.dumps(asked))
         self.sizes = [[len(s), len(s.usable())] for s in (source, validation) if s is not None]
 

@@ -56,6 +56,7 @@ class ThreeBranches:
     lacking: dict[str, tuple[int, ...]] = field(default_factory=dict)
     not_loaded: dict[str, tuple[int, ...]] = field(default_factory=dict)
     loss_weights: dict[str, float] = field(default_factory=dict)  # as `train_batch` takes them
+    locked: tuple[str, ...] = ()  # branches whose towers keep their weights, heads apart
 
     @cached_property
     def world_size(self) -> int:
@@ -77,6 +78,7 @@ class ThreeBranches:
         parts += ["lacking"] if self.lacking else []
         parts += ["not_loaded"] if self.not_loaded else []
         parts += ["weights"] if self.loss_weights else []
+        parts += ["locked", *self.locked] if self.locked else []
         return " ".join(map(str, parts)).replace("'", "").replace(" ", "")
 
     def rows(self, branch: str) -> list[int]:
@@ -368,6 +370,7 @@ def engine_of(case: ThreeBranches) -> tuple[Any, int]:
             "micro_batch_size": case.micro_batch_size,
             "schedule": case.schedule,
             "gradient_clipping": {},
+            "locked": dict.fromkeys(case.locked, True),
         },
     }
     config, block = check_config(config, objective.names)
@@ -379,8 +382,15 @@ def engine_of(case: ThreeBranches) -> tuple[Any, int]:
         },
         compared=PAIRS[case.pairs],
     )
+    layers = {  # what is locked is counted by the true numbers of parameters
+        name: [
+            replace(own, num_parameters=spec.num_parameters)
+            for own, spec in zip(costs.layers[name], tower.specs)
+        ]
+        for name, tower in towers.items()
+    }
     engine = build_engine(
-        plan_run(config, block, dist.get_world_size(), costs),
+        plan_run(config, block, dist.get_world_size(), replace(costs, layers=layers)),
         config,
         layers={name: tower.specs for name, tower in towers.items()},
         build_layer=lambda spec: spec.build(SEED),
@@ -428,11 +438,15 @@ def train_three_whole(case: ThreeBranches, batches: dict[str, tuple[int, int]]) 
     layers = {
         name: [spec.build(SEED).train() for spec in towers[name].specs] for name in objective.names
     }
+    for branch in case.locked:
+        for layer in layers[branch][:-1]:
+            layer.requires_grad_(False)
     named = {
         layer.canonical_names[n]: p
         for own in layers.values()
         for layer in own
         for n, p in layer.named_parameters()
+        if p.requires_grad
     }
     embeds, scalars, first_layer = {}, {}, 0
     for name in objective.names:

@@ -61,9 +61,9 @@ class Mixture:
         _, source, own = self._of(i)
         return source.audio_hash(own)
 
-    def where(self, i: int) -> str:
+    def where(self, i: int, modality: str | None = None) -> str:
         _, source, own = self._of(i)
-        return source.where(own)
+        return source.where(own, modality)
 
     def column(self, name: str) -> np.ndarray:
         """[N], put together when first asked for: a copy, unlike that of a single source."""
@@ -83,6 +83,11 @@ class Mixture:
     def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
         for number, source in enumerate(self.sources):
             for identity, where, reason, detail in source.bad_samples():
+                yield f"{number}/{identity}", where, reason, detail
+
+    def broken_values(self) -> Iterator[tuple[str, str, str, str]]:
+        for number, source in enumerate(self.sources):
+            for identity, where, reason, detail in source.broken_values():
                 yield f"{number}/{identity}", where, reason, detail
 
     @property

@@ -24,6 +24,7 @@ IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm
 
 Pairs = tuple[tuple[str, str], ...]
 DEFAULT_PAIRS: Pairs = (("image", "text"),)
+PAIRS_VERSION = 2  # of an index of other pairs; raised with what it says of broken values
 
 Stamp = tuple[str, int, int]
 """Path, size in bytes, time of the last change in ns: equal as long as a file is what it was."""
@@ -193,9 +194,11 @@ class Format:
 
     def index_name(self) -> str:
         """What an index is filed under: the spec, and the pairs where they are others than images
-        and texts."""
+        and texts, with the version of what is said of those."""
         named = ",".join(map(":".join, self.pairs))
-        return self.spec if self.pairs == DEFAULT_PAIRS else f"{self.spec}\0{named}"
+        return (
+            self.spec if self.pairs == DEFAULT_PAIRS else f"{self.spec}\0{named}\0{PAIRS_VERSION}"
+        )
 
 
 def stamp(path: str) -> Stamp:

@@ -28,6 +28,7 @@ from data.index.bad_samples import BadSample
 INSTALL = "pip install espeakng-loader"
 WORD = "voices"  # behind "demo:"
 VERSION = 1  # of what is said, and how
+ENDING = ".wav"
 NEW_EVERY = 5  # an emoji of so many has a second sample, by a new speaker
 
 
@@ -96,6 +97,10 @@ class VoicesFormat(DemoFormat):
                     row.problem = problem
                 yield row
 
+    def where(self, file: str, path: str, number: int) -> str:
+        """An image lies in the emoji's package, a sound in the cache folder."""
+        return super().where(str(self.sounds) if path.endswith(ENDING) else file, path, number)
+
     def _made(self) -> Path:
         """The folder of all sounds, which are made where they are not there yet. Processes that
         start together make them once."""
@@ -143,7 +148,7 @@ def _speakers_of(points: str) -> list[Speaker]:
 
 
 def _file_of(points: str, speaker: Speaker) -> str:
-    return f"{points}_{speaker.name}.wav"
+    return f"{points}_{speaker.name}{ENDING}"
 
 
 def _hash(text: str) -> int:

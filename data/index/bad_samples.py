@@ -8,13 +8,13 @@ FILE_LIMIT = 1 << 30  # bytes of one encoded image or sound
 # seconds of one sound; decoded to one channel at 48 kHz so many take 230 MB
 SECONDS_LIMIT = 1_200
 RATE_LIMITS = (1_000, 768_000)  # Hz
-CHANNEL_LIMIT = 64  # mixed to one; more are no recording
+CHANNEL_LIMIT = 24  # mixed to one; as many as the largest layout of loudspeakers has, 22.2
 
 # The position in this table is part of every index: new reasons go to its end, and none is ever
 # taken out.
 REASONS: dict[str, str] = {
-    "missing-file": "the image's file does not exist",
-    "outside-root": "the image's path leaves the folders it may lie in (--data-root), by itself or through a link; it was not opened",
+    "missing-file": "the file of the image or the sound does not exist",
+    "outside-root": "the path of the image or the sound leaves the folders it may lie in (--data-root), by itself or through a link; it was not opened",
     "empty-file": "the file has no byte",
     "not-an-image": "no known image format",
     "truncated-image": "the image ends before its last pixel",
@@ -28,7 +28,7 @@ REASONS: dict[str, str] = {
     "nul-character": "a text or a name holds the character NUL",
     "invalid-row": "the line or row cannot be understood: not JSON, missing columns, values of another type",
     "duplicate-id": "an earlier sample has the same id",
-    "orphan-member": "an image without its text, or a text without its image",
+    "orphan-member": "an image or a sound without its text, or a text alone",
     "truncated-archive": "the archive is damaged or cut off; what comes before remains",
     "no-value": "the sample has nothing of this modality",
     "not-audio": "no known audio format",
@@ -36,10 +36,12 @@ REASONS: dict[str, str] = {
     "truncated-audio": "the sound ends before the samples that its header promises",
     "empty-audio": "the sound has no sample",
     "silent-audio": "every sample of the sound, mixed to one channel, is 0",
-    "huge-audio": f"the sound is longer than {SECONDS_LIMIT:,} seconds",
+    "huge-audio": f"the sound is longer than --max-audio-seconds, or than {SECONDS_LIMIT:,} seconds",
     "impossible-audio": f"a rate outside {RATE_LIMITS[0]:,} to {RATE_LIMITS[1]:,} Hz, or more than {CHANNEL_LIMIT} channels",
     "not-finite-audio": "a sample of the sound is not a number, or infinite",
 }
+ABSENCES = ("no-value", "no-caption", "empty-caption", "orphan-member")
+"""Reasons that say of one modality that it was never there, not that it is broken."""
 CODES: dict[str, int] = {reason: 1 + position for position, reason in enumerate(REASONS)}
 """Reason -> its number in the index; 0 is a usable sample."""
 REASON_OF_CODE: dict[int, str] = {code: reason for reason, code in CODES.items()}

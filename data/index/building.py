@@ -9,7 +9,7 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ from filelock import FileLock
 from PIL import Image
 
 from data.formats.rows import DEFAULT_PAIRS, Format, Part, Row
-from data.index.bad_samples import CODES, REASON_OF_CODE, BadSample
-from data.index.hearing import KnownSounds, hear, write_keys
+from data.index.bad_samples import ABSENCES, CODES, REASON_OF_CODE, BadSample
+from data.index.hearing import KnownSounds, hear, too_long, write_keys
 from data.index.mapped import (
     ABSENT,
     HASH_BYTES,
@@ -65,6 +65,7 @@ def load_index(
     progress: bool = False,
     check: str = "decode",
     refresh: bool = False,
+    max_audio_seconds: float | None = None,
 ) -> Index:
     """The data set's index, open; made first, or made anew where the data changed, in its folder
     (see `index_folder`).
@@ -72,11 +73,12 @@ def load_index(
     workers: processes that read images; None: a core each, at most 16. check: "decode" decodes
     every image, so that all who open the index agree on which are bad; "header" reads sizes only,
     and leaves the rest to be found in training. refresh: compare every file, however many there
-    are. Errors: ValueError, OSError.
+    are. max_audio_seconds: longer sounds are bad; None: as far as they are read at all. Errors:
+    ValueError, OSError.
     """
     if check not in CHECKS:
         raise ValueError(f"check '{check}': one of {', '.join(CHECKS)} is needed")
-    target = index_folder(format, check, folder)
+    target = index_folder(format, check, folder, max_audio_seconds)
     if not refresh and (index := open_index(format, target)):
         return index
     try:
@@ -93,7 +95,7 @@ def load_index(
             return index  # made by another process while this one waited
         for left in target.glob("build-*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
-        _build(format, target, workers, progress, check)
+        _build(format, target, workers, progress, check, max_audio_seconds)
     finally:
         lock.release()
     index = kept_index(target)
@@ -112,6 +114,7 @@ class _Work:
     check: str
     build: Path
     old: Index | None
+    max_audio_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,14 @@ class _Done:
     start: int = -1
 
 
-def _build(format: Format, target: Path, workers: int | None, progress: bool, check: str) -> None:
+def _build(
+    format: Format,
+    target: Path,
+    workers: int | None,
+    progress: bool,
+    check: str,
+    max_audio_seconds: float | None,
+) -> None:
     old = kept_index(target)
     fingerprint = fingerprint_of(format)
     build = target / f"build-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -138,7 +148,8 @@ def _build(format: Format, target: Path, workers: int | None, progress: bool, ch
             np.save(build / "keys.npy", keys[order])
             np.save(build / "rows.npy", order)
             write_keys(build, old)
-        done = list(_listed(_Work(format, check, build, old), workers, progress))
+        work = _Work(format, check, build, old, max_audio_seconds)
+        done = list(_listed(work, workers, progress))
         if not sum(part.rows for part in done):
             raise ValueError(f"{format.spec} holds no sample")
         files = list(dict.fromkeys(part.file for part in done))
@@ -323,6 +334,8 @@ def _record(
     if "audio" in work.format.modalities:
         listened = problem is None and "audio" not in lacks
         heard, wrong = hear(work.format, part, row, work.check, sounds if listened else None)
+        if wrong is None and work.max_audio_seconds is not None:
+            wrong = too_long(heard["audio_seconds"], work.max_audio_seconds)
         if wrong is not None:
             lacks["audio"] = wrong
     if problem is None and "image" in work.format.modalities and "image" not in lacks:
@@ -343,7 +356,7 @@ def _record(
     return {
         "id": _clean(row.id),
         "path": _clean(row.path),
-        "detail": _clean(problem.detail)[:DETAIL_LIMIT] if problem else "",
+        "detail": _clean(problem.detail)[:DETAIL_LIMIT] if problem else _noted(lacks),
         "captions": row.captions,
         "part": 0,  # known when all parts are
         "row": row.number,
@@ -359,6 +372,17 @@ def _record(
         **seen,
         **heard,
     }
+
+
+def _noted(lacks: Mapping[str, BadSample]) -> str:
+    """What is broken of a sample that is used without it, as `Index.broken` reads it: a line per
+    modality."""
+    lines = []
+    for modality, problem in lacks.items():
+        if problem.reason not in ABSENCES:
+            detail = " ".join(_clean(problem.detail).split())
+            lines.append(f"{modality}: {problem.reason}: {detail}"[:DETAIL_LIMIT])
+    return "\n".join(lines)
 
 
 def _see(work: _Work, part: Part, row: Row) -> tuple[dict[str, Any], BadSample | None]:

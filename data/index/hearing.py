@@ -69,6 +69,16 @@ def hear(
     return heard | {"audio_place": place}, None
 
 
+def too_long(seconds: float, limit: float) -> BadSample | None:
+    """What is wrong with a sound of this length, if anything."""
+    if seconds <= limit:
+        return None
+    return BadSample(
+        "huge-audio",
+        f"{seconds:,.2f} seconds; --max-audio-seconds is {limit:,g}: cut it into clips",
+    )
+
+
 def hash_of(content: bytes) -> bytes:
     """16 bytes, equal for equal bytes."""
     return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()

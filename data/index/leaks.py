@@ -129,7 +129,9 @@ def describe_leaks(train: Source, held_out: Source, name: str, leaks: list[Leak]
         (leak.kind, int(i), int(j)) for leak in leaks for i, j in zip(leak.train, leak.held_out)
     ]
     shown = [
-        f"    {train.where(i)} is {held_out.where(j)} ({kind})" for kind, i, j in pairs[:MAX_SHOWN]
+        f"    {train.where(i, of)} is {held_out.where(j, of)} ({kind})"
+        for kind, i, j in pairs[:MAX_SHOWN]
+        for of in [kind if kind == "audio" else None]
     ]
     more = [f"    ... and {len(pairs) - MAX_SHOWN} more"] if len(pairs) > MAX_SHOWN else []
     return "\n".join(

@@ -18,12 +18,13 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from data.formats.rows import DEFAULT_PAIRS, Format, Roots
 from data.formats.specs import cache_folder
@@ -174,6 +175,17 @@ class Index:
             return np.full(len(self), modality not in self.modalities)
         return (self._columns[ABSENT] >> self.modalities.index(modality) & 1).astype(bool)
 
+    def broken(self) -> Iterator[tuple[int, str, str, str]]:
+        """(i, modality, reason, detail) of what cannot be used of usable samples, which are used
+        without it."""
+        if ABSENT not in self._columns:
+            return
+        lengths = pc.binary_length(self._batch.column("detail")).to_numpy(zero_copy_only=False)
+        for i in np.flatnonzero((lengths > 0) & (self._columns["bad"] == 0)).tolist():
+            for line in self.text("detail", i).split("\n"):
+                modality, reason, detail = line.split(": ", 2)
+                yield i, modality, reason, detail
+
     def content_keys(self) -> np.ndarray:
         """[N] uint64: the first half of each content hash, not copied."""
         column = self._batch.column("content_hash")
@@ -233,12 +245,18 @@ def checksum(file: Path) -> int:
     return value
 
 
-def index_folder(format: Format, check: str = "decode", folder: Path | None = None) -> Path:
-    """Where the index of a data set lies; `folder` instead of the cache folder's `index`."""
-    name = hashlib.blake2b(
-        f"{VERSION}\0{check}\0{format.index_name()}".encode(errors="backslashreplace"),
-        digest_size=12,
-    ).hexdigest()
+def index_folder(
+    format: Format,
+    check: str = "decode",
+    folder: Path | None = None,
+    max_audio_seconds: float | None = None,
+) -> Path:
+    """Where the index of a data set lies; `folder` instead of the cache folder's `index`. The rest
+    as `load_index` has it."""
+    words = f"{VERSION}\0{check}\0{format.index_name()}"
+    if max_audio_seconds is not None and "audio" in format.modalities:
+        words += f"\0{max_audio_seconds}"
+    name = hashlib.blake2b(words.encode(errors="backslashreplace"), digest_size=12).hexdigest()
     return (folder or cache_folder() / "index") / name
 
 
@@ -302,14 +320,16 @@ def _refused_by_an_earlier_rule(index: Index) -> bool:
 def _images_changed(format: Format, index: Index) -> bool:
     sizes, times, bad = (index.column(name) for name in ("size", "mtime_ns", "bad"))
     missing, outside = CODES["missing-file"], CODES["outside-root"]
+    passed_over = _missing(index, "image")  # their samples are used without them
     for i in range(len(index)):
-        if bad[i] == outside or (sizes[i] < 0 and bad[i] != missing):
+        lost = bad[i] == missing or i in passed_over
+        if bad[i] == outside or (sizes[i] < 0 and not lost):
             continue  # nothing that may be read, or the row names no file
         path = index.text("path", i)
         if not path and "audio" in index.modalities:
             continue  # the sound is missing, not the image
         found = _status(format.roots, path)
-        if (found is None) != (bad[i] == missing) or (
+        if (found is None) != lost or (
             found and (found.st_size != sizes[i] or found.st_mtime_ns != times[i])
         ):
             return True
@@ -323,12 +343,19 @@ def _sounds_changed(format: Format, index: Index) -> bool:
         if not found or found.st_size != sizes[i] or found.st_mtime_ns != times[i]:
             return True
     # one that was not there may have come since
-    lost = CODES["missing-file"]
+    lost = np.flatnonzero((sizes < 0) & (index.column("bad") == CODES["missing-file"]))
     return any(
-        _status(format.roots, index.text("audio_path", int(i))) is not None
-        for i in np.flatnonzero((sizes < 0) & (index.column("bad") == lost))
-        if index.text("audio_path", int(i))
+        _status(format.roots, index.text("audio_path", i)) is not None
+        for i in (*lost.tolist(), *_missing(index, "audio"))
+        if index.text("audio_path", i)
     )
+
+
+def _missing(index: Index, modality: str) -> set[int]:
+    """The usable samples of which the file of this modality was not there."""
+    return {
+        i for i, name, reason, _ in index.broken() if (name, reason) == (modality, "missing-file")
+    }
 
 
 def _status(roots: Roots, path: str) -> os.stat_result | None:

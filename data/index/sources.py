@@ -66,8 +66,9 @@ class Source(Protocol):
     def audio_hash(self, i: int) -> bytes:
         """16 bytes: blake2b of what `value("audio", i)` gives; zeros without a sound."""
 
-    def where(self, i: int) -> str:
-        """For messages: FILE:LINE, SHARD.tar#member, folder/name.jpg."""
+    def where(self, i: int, modality: str | None = None) -> str:
+        """For messages: FILE:LINE, SHARD.tar#member, folder/name.jpg. `modality`: of this one of
+        what the sample has."""
 
     def column(self, name: str) -> np.ndarray:
         """[N] of all samples, not copied, not to be written to: width and height int32 (pixels),
@@ -85,6 +86,10 @@ class Source(Protocol):
 
     def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
         """(identity, where, reason, detail) of each."""
+
+    def broken_values(self) -> Iterator[tuple[str, str, str, str]]:
+        """The same of each value that cannot be used of a usable sample, which is used without
+        it."""
 
 
 @runtime_checkable
@@ -181,9 +186,16 @@ class IndexedSource:
     def audio_hash(self, i: int) -> bytes:
         return self.index.audio_hash(i)
 
-    def where(self, i: int) -> str:
-        return self.format.where(
-            self.index.container(i), self.index.text("path", i), int(self.column("row")[i])
+    def where(self, i: int, modality: str | None = None) -> str:
+        path = self.index.text("audio_path" if self._is_sound(i, modality) else "path", i)
+        return self.format.where(self.index.container(i), path, int(self.column("row")[i]))
+
+    def _is_sound(self, i: int, modality: str | None) -> bool:
+        """Is what is asked for in a file or a member of its own, beside that of the image?"""
+        return (
+            modality == "audio"
+            and modality in self.index.modalities
+            and bool(self.index.text("audio_path", i))
         )
 
     def column(self, name: str) -> np.ndarray:
@@ -207,6 +219,11 @@ class IndexedSource:
                 REASON_OF_CODE[int(bad[i])],
                 self.index.text("detail", i),
             )
+
+    def broken_values(self) -> Iterator[tuple[str, str, str, str]]:
+        for i, modality, reason, detail in self.index.broken():
+            without = f"{detail}; the sample is used without its {modality}"
+            yield self.identity(i), self.where(i, modality), reason, without
 
 
 @runtime_checkable

@@ -119,7 +119,7 @@ class ValueModality(Modality):
                 absent.append(i)
             except BadSample as error:
                 encoded.append(None)
-                bad.append((i, error.reason, f"{source.where(i)}: {error.detail}"))
+                bad.append((i, error.reason, f"{source.where(i, self.name)}: {error.detail}"))
         rows = shown(encoded, self.blank)
         tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         return Loaded(tensors, request.position, request.index, request.weight, bad, absent)

@@ -125,6 +125,8 @@ def write_export(
         page += page_of_adapters(list(written), whole=config is not None)
     _write_json(beside / RECORD, record)
     (beside / "README.md").write_text(model_card_data(trained, kind) + page, encoding="utf-8")
+    for weights in beside.rglob("*.safetensors"):  # safetensors makes them for their owner alone
+        weights.chmod(beside.stat().st_mode & 0o666)
 
     if folder.exists():
         shutil.rmtree(folder)

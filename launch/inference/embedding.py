@@ -356,7 +356,7 @@ def line_of(source: Source, i: int, modality: str) -> dict[str, Any]:
     return {
         "index": i,
         "id": source.identity(i),
-        "where": source.where(i),
+        "where": source.where(i, modality),
         "content": kind.content(source, i) if kind else source.identity(i),
     }
 

@@ -53,7 +53,7 @@ class OneFile:
     def __len__(self) -> int:
         return 1
 
-    def where(self, i: int) -> str:
+    def where(self, i: int, modality: str | None = None) -> str:
         return self.spec
 
     def image_bytes(self, i: int) -> bytes:

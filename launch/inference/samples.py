@@ -8,7 +8,7 @@ from data.formats.rows import DEFAULT_PAIRS, Pairs
 from data.index.roots import with_roots
 from data.index.sources import open_source
 from data.options import DataOptions
-from data.prepare import HeldOut, count_bad, first_bad, prepare_data
+from data.prepare import HeldOut, count_unusable, first_bad, prepare_data
 from launch.inference.embedding import compared_by
 from launch.inference.trained import Trained
 from launch.run.report import show
@@ -25,7 +25,8 @@ def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldO
         )
     options = DataOptions.from_record(trained.options)
     if options.val_data:
-        return {"validation": opened(with_roots(options.val_data, options.data_root), trained)}
+        spec = with_roots(options.val_data, options.data_root)
+        return {"validation": opened(spec, trained, options.max_audio_seconds)}
     try:
         parts = prepare_data(
             options, trained.record["tokenizer"], arguments.run_dir, progress=True
@@ -44,10 +45,11 @@ def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldO
     return parts
 
 
-def opened(spec: str, trained: Trained) -> HeldOut:
+def opened(spec: str, trained: Trained, max_audio_seconds: float | None = None) -> HeldOut:
     """All samples of a data set that have two modalities of the model; says how many cannot be
-    used."""
-    source = open_source(spec, pairs_to_open(trained), progress=True)
+    used. `max_audio_seconds`: longer sounds are not."""
+    limit = {"max_audio_seconds": max_audio_seconds}
+    source = open_source(spec, pairs_to_open(trained), progress=True, **limit)
     part = HeldOut(source, source.usable())
     if left_out(part):
         first = next(first_bad(source)).strip()
@@ -67,4 +69,4 @@ def pairs_to_open(trained: Trained) -> Pairs:
 
 
 def left_out(part: HeldOut) -> int:
-    return sum(count_bad(part.source).values())
+    return sum(count_unusable(part.source).values())

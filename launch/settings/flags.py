@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from data.index.bad_samples import SECONDS_LIMIT
 from data.index.roots import add_root_flag
 from data.modalities.audio.augmentations import AUGMENTATIONS
 from data.modalities.preprocessing import INTERPOLATIONS, NORMALIZATIONS, RESIZE_MODES
@@ -354,6 +355,12 @@ def _audio(audio: argparse._ArgumentGroup) -> None:
         "tower of transformers was made for; an image tower 4.0; demo: 2.5)",
     )
     audio.add_argument(
+        "--max-audio-seconds",
+        type=_sound_limit,
+        metavar="S",
+        help=f"longer sounds are bad samples, which --max-bad-fraction counts (default: {SECONDS_LIMIT:,}; more is never read)",
+    )
+    audio.add_argument(
         "--audio-size",
         type=_at_least(8),
         metavar="N",
@@ -553,6 +560,19 @@ def _positive(text: str) -> float:
 
 
 _positive.__name__ = "number"
+
+
+def _sound_limit(text: str) -> float:
+    value = _positive(text)
+    if value > SECONDS_LIMIT:
+        raise argparse.ArgumentTypeError(
+            f"{value:g} is above {SECONDS_LIMIT:,}, the longest sound that is read; cut longer "
+            "ones into clips"
+        )
+    return value
+
+
+_sound_limit.__name__ = "number"
 
 
 def _fraction(text: str) -> float:

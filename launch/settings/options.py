@@ -75,6 +75,7 @@ class Options:
     image_resize_mode: str
     image_buckets: int
     audio_seconds: float | None
+    max_audio_seconds: float | None
     audio_size: int | None
     max_text_tokens: int
     pairs: str

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from data.prepare import PreparedData
+from data.prepare import PreparedData, count_bad, count_unusable
 from engine.config.communication import DEVICE, HOST
 from engine.planning.costs import precision_of
 from engine.planning.planner import GIB, RunPlan
@@ -136,13 +136,16 @@ def duration(seconds: float) -> str:
 
 def _data(data: PreparedData) -> str:
     held_out = ", ".join(f"{name} {len(h.subset):,}" for name, h in data.held_out.items())
-    bad = sum(int(n) for n in _bad(data).values())
+    bad = sum(count_unusable(data.source).values())
+    broken = sum(count_bad(data.source).values()) - bad
     said = f"{data.source.spec}: {len(data.train):,} samples to train on; held out: {held_out or 'none'}"
-    return said + (f"; {bad:,} cannot be used" if bad else "")
-
-
-def _bad(data: PreparedData) -> Mapping[str, int]:
-    return data.summary()["bad_samples"]
+    return "".join(
+        [
+            said,
+            f"; {bad:,} cannot be used" if bad else "",
+            f"; {broken:,} are used without a modality that is broken" if broken else "",
+        ]
+    )
 
 
 def _towers(options: Options, towers: Sequence[Tower], plan: RunPlan) -> str:

@@ -22,6 +22,7 @@ from data.batching.mixture import open_sources
 from data.batching.sampler import MicroBatchRequest
 from data.index.bad_samples import BadSample
 from data.index.leaks import find_leaks
+from data.index.mapped import index_folder
 from data.index.sources import open_format, open_source
 from data.index.splits import split_source
 from data.loader import MicroBatchDataset
@@ -29,13 +30,14 @@ from data.modalities.audio import decoding
 from data.modalities.audio.decoding import decode_audio, resampled
 from data.modalities.audio.features import AudioFeatures
 from data.modalities.audio.modality import AudioModality
+from data.prepare import count_bad, refuse_too_many_bad, write_bad_samples
 
 soundfile = pytest.importorskip("soundfile", reason="pip install -r requirements-audio.txt")
 pytest.importorskip("av", reason="pip install -r requirements-audio.txt")
 
 AUDIO_TEXT = (("audio", "text"),)
 THREE = (("image", "text"), ("audio", "text"))
-GOOD = {"good": wav(tone()), "many": wav(np.repeat(tone(0.2, 300)[:, None], 30, 1))}
+GOOD = {"good": wav(tone()), "many": wav(np.repeat(tone(0.2, 300)[:, None], 24, 1))}
 CLAP = {"feature_size": 16, "sampling_rate": 16_000, "hop_length": 160, "truncation": "rand_trunc"}
 
 
@@ -135,7 +137,7 @@ def test_each_bad_sound_gets_its_reason_in_every_format(make, tmp_path, sounds):
     del expected["frame"]
     assert found == expected
     assert [named(source.identity(int(i))) for i in source.usable()] == ["good", "many"]
-    assert [source.column("audio_channels")[i] for i in source.usable()] == [1, 30]
+    assert [source.column("audio_channels")[i] for i in source.usable()] == [1, 24]
     assert [source.column("audio_rate")[i] for i in source.usable()] == [RATE, RATE]
     seconds = [source.column("audio_seconds")[i] for i in source.usable()]
     assert seconds == pytest.approx([0.5, 0.2])
@@ -255,6 +257,10 @@ def test_a_mixed_run_of_two_sets_and_samples_that_lack_a_modality(tmp_path):
     )
     assert source.usable().tolist() == [0, 1, 2, 3, 6]
     assert [reason for _, _, reason, _ in source.bad_samples()] == ["not-audio", "no-value"]
+    ((_, where, reason, detail),) = source.broken_values()  # what is not there is not broken
+    assert where == f"{tmp_path}/set.jsonl:4" and reason == "not-audio"
+    assert detail.endswith("the sample is used without its audio")
+    assert count_bad(source) == {"not-audio": 2, "no-value": 1}
     assert source.lacking("audio")[source.usable()].tolist() == [True, False, False, True, True]
     assert source.lacking("image")[source.usable()].tolist() == [False, True, False, False, False]
     features = AudioFeatures("ClapFeatureExtractor", CLAP, 16_000)
@@ -264,6 +270,94 @@ def test_a_mixed_run_of_two_sets_and_samples_that_lack_a_modality(tmp_path):
     assert loaded["audio_index"].tolist() == [-1, 1, 2, -4, -7] and not report.bad
     # images and texts alone are what they were, whatever sounds lie beside them
     assert open_source(f"jsonl:{tmp_path}/set.jsonl").usable().tolist() == [0, 2, 3]
+
+
+def three_in_jsonl(folder, sounds):
+    root, rows, more = fill_folder(folder, sounds)
+    lines = []
+    for n, (i, path) in enumerate(rows):
+        (root / f"{n}.png").write_bytes(encoded_image(n))
+        lines.append({"id": i, "audio_path": path, "image_path": f"{n}.png", "text": f"words {i}"})
+    (root / "set.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return f"jsonl:{root}/set.jsonl", more
+
+
+def three_in_parquet(folder, sounds):
+    names = list(sounds)
+    table = pa.table(
+        {
+            "id": names,
+            "audio": [{"bytes": content, "path": None} for _, content in sounds.values()],
+            "image": [encoded_image(n) for n in range(len(names))],
+            "text": [f"words {name}" for name in names],
+        }
+    )
+    pq.write_table(table, folder / "set.parquet", row_group_size=3)
+    return f"parquet:{folder}/set.parquet", {}
+
+
+def three_in_webdataset(folder, sounds):
+    with tarfile.open(folder / "set.tar", "w") as tar:
+        for n, (name, (_, content)) in enumerate(sounds.items()):
+            members = (("png", encoded_image(n)), ("wav", content), ("txt", name.encode()))
+            for ending, data in members:
+                member = tarfile.TarInfo(f"{name}.{ending}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return f"webdataset:{folder}/set.tar", {}
+
+
+@pytest.mark.parametrize(
+    "make", (three_in_jsonl, three_in_parquet, three_in_webdataset), ids=lambda make: make.__name__
+)
+def test_a_bad_sound_beside_a_good_image_is_listed_and_counted(make, tmp_path, sounds):
+    """The sample is used without its sound, and that is not silent."""
+    spec, more = make(tmp_path, sounds)
+    source = open_source(spec, THREE)
+    assert len(source.usable()) == len(source) and not list(source.bad_samples())
+    found = {
+        identity.split("/")[-1]: (where, reason)
+        for identity, where, reason, _ in source.broken_values()
+    }
+    expected = {name: reason for name, (reason, _) in sounds.items() if reason} | more
+    assert found.pop("frame")[1] in ("truncated-audio", "unreadable")
+    del expected["frame"]
+    assert {name: reason for name, (_, reason) in found.items()} == expected
+    if make is three_in_webdataset:  # the sound's member, not the image's
+        assert found["page"][0].endswith("set.tar#page.wav")
+        assert source.where(0).endswith(".png") and source.where(0, "audio").endswith(".wav")
+    assert sum(count_bad(source).values()) == len(expected) + 1
+    with pytest.raises(ValueError, match="not-audio .*no known audio format"):
+        refuse_too_many_bad(source, 0.01)
+    write_bad_samples(tmp_path / "bad.jsonl", [source])
+    lines = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
+    assert len(lines) == len(expected) + 1
+
+
+def test_a_limit_of_length_is_one_that_can_be_given(tmp_path):
+    """And each limit has an index of its own; images and texts alone have the same."""
+    spec, _ = jsonl(tmp_path, {n: (None, wav(tone(float(n)))) for n in ("0.5", "1", "1.5", "3")})
+    found = {}
+    for limit in (None, 1, 2.5, 1, None):
+        source = open_source(spec, AUDIO_TEXT, max_audio_seconds=limit)
+        found[limit] = [source.identity(int(i)) for i in source.usable()]
+        if limit == 2.5:
+            (bad,) = [row for row in source.bad_samples() if row[2] == "huge-audio"]
+            assert bad[0] == "3" and "3.00 seconds; --max-audio-seconds is 2.5" in bad[3]
+    assert found == {None: ["0.5", "1", "1.5", "3"], 1: ["0.5", "1"], 2.5: ["0.5", "1", "1.5"]}
+    format = open_format(spec, AUDIO_TEXT)
+    assert index_folder(format, max_audio_seconds=1) != index_folder(format)
+    format.pairs = (("image", "text"),)
+    assert index_folder(format, max_audio_seconds=1) == index_folder(format)
+
+
+def test_a_sound_that_comes_later_is_heard(tmp_path):
+    spec, _ = three_in_jsonl(tmp_path, {"a": (None, wav(tone())), "b": (None, wav(tone(0.3)))})
+    (tmp_path / "set/b.wav").rename(tmp_path / "b.wav")
+    source = open_source(spec, THREE)
+    assert source.lacking("audio").tolist()[:2] == [False, True]
+    (tmp_path / "b.wav").rename(tmp_path / "set/b.wav")
+    assert open_source(spec, THREE).lacking("audio").tolist()[:2] == [False, False]
 
 
 def test_no_sound_is_on_both_sides_and_a_leak_is_found(tmp_path):

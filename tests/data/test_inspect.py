@@ -1,11 +1,17 @@
 """What `python -m data.inspect` prints and draws."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bad_audio import tone, wav  # noqa: E402
+from bad_sets import encoded_image  # noqa: E402
 
 from data.index.sources import open_source
 from data.inspect import GAP, TILE, contact_sheet, histogram, main
@@ -55,6 +61,37 @@ def test_command(emoji_set, tmp_path):
     assert result.stdout.splitlines()[-1] == str(tmp_path / "a sheet.png")
     sheet = np.asarray(Image.open(tmp_path / "a sheet.png"))
     assert (sheet != 255).any(axis=2).sum() > 5000  # five images, not a white page
+
+
+def test_sounds_have_their_lengths_and_their_spectrograms(tmp_path, capsys):
+    """An image above the spectrogram, a spectrogram alone, an image whose sound is broken."""
+    pytest.importorskip("soundfile", reason="pip install -r requirements-audio.txt")
+    (tmp_path / "a.png").write_bytes(encoded_image(1))
+    for name, sound in (("low", tone(0.5, 300)), ("high", np.stack([tone(2)] * 2, 1))):
+        (tmp_path / f"{name}.wav").write_bytes(wav(sound))
+    (tmp_path / "page.wav").write_bytes(b"<html>")
+    rows = [
+        {"audio_path": "low.wav", "image_path": "a.png", "text": "both"},
+        {"audio_path": "high.wav", "text": "a sound"},
+        {"audio_path": "page.wav", "image_path": "a.png", "text": "an image"},
+    ]
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec, sheet = f"jsonl:{tmp_path}/set.jsonl", tmp_path / "sheet.png"
+    assert main([spec, "--pairs", "image:text,audio:text", "--sheet", str(sheet)]) == 0
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for words in (
+        *("different images 1", "different sounds 2", "usable, without audio 1"),
+        *("seconds of the sound 0.50", "rate of the sound, Hz 8,000 8,000 2"),
+        *("channels of the sound 1", "not-audio 1", "the sample is used without its audio"),
+    ):
+        assert words.replace(" ", "") in printed.replace(" ", ""), words
+    pixels = np.asarray(Image.open(sheet)).astype(int)
+    tiles = [pixels[GAP:][:TILE, GAP + n * (TILE + GAP) :][:, :TILE] for n in range(3)]
+    # magma has no green that is brighter than its red; the image fills its own half
+    below = [tile[TILE // 2 + 5 :].reshape(-1, 3) for tile in tiles]
+    assert all((half[:, 1] <= half[:, 0] + 16).all() and half.std() > 20 for half in below[:2])
+    assert (tiles[1][5 : TILE // 2] != 255).any(2).mean() > 0.9  # alone: all of the tile
+    assert not (tiles[0][: TILE // 2] == tiles[1][: TILE // 2]).all()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`demo:voices`: names spoken, and speakers held out."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +49,8 @@ def test_every_name_is_spoken(source):
     longest, shortest = int(seconds.argmax()), int(seconds.argmin())
     assert len(source.captions(longest)[0]) > 2 * len(source.captions(shortest)[0])
     assert len(source.captions(0)) == 2  # in both languages
+    assert source.where(0).endswith(".png") and Path(source.where(0)).is_file()
+    assert source.where(0, "audio").endswith(".wav") and Path(source.where(0, "audio")).is_file()
 
 
 def test_speakers_are_held_out_apart_from_concepts(source):

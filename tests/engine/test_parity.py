@@ -904,6 +904,19 @@ def fork_of_three(stages, replicas, sizes, **more):
             audio="ast",
         ),
         three("merged", {"merged": 2}, 1, 8, audio="vit", not_loaded={"audio": (0, 3)}),
+        # locked: no gradient of a tower of sounds, and the right ones of its head and of all else
+        fork_of_three(
+            (1, 1, 2), (2, 1, 1), (6, 8, 12), lacking=LACKING, audio="ast", locked=("audio",)
+        ),
+        fork_of_three(
+            (1, 1, 1),
+            (1, 1, 2),
+            (8, 24, 4),
+            pairs="three",
+            schedule="replay",
+            audio="whisper",
+            locked=("image", "audio"),
+        ),
     ],
     ids=str,
 )

@@ -276,6 +276,8 @@ def test_a_model_comes_out_as_it_went_in(folders, exports):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert "zero-shot-audio-classification" in (out / "README.md").read_text()
+    # whoever may read the one may read the other
+    assert (out / "model.safetensors").stat().st_mode == (out / "README.md").stat().st_mode
 
 
 @pytest.mark.parametrize("name", ["the library's", *OTHERS])

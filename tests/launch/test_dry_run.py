@@ -2,9 +2,14 @@
 nothing written."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 from launched import SMALL, write_pairs
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
+from bad_audio import tone, wav  # noqa: E402
 
 from launch.run.dry_run import dry_run
 from launch.settings.options import ROOT, parse_options
@@ -52,6 +57,29 @@ def test_the_first_screen_says_what_a_run_would_do_and_no_folder_is_made(
     assert not list((tmp_path / "here").iterdir())
     monkeypatch.setenv("RANK", "1")  # of a launcher's processes the first does it
     assert planned() == 0 and capsys.readouterr().out == ""
+
+
+def test_samples_that_are_used_without_what_is_broken_are_not_called_unusable(
+    pairs, planned, tmp_path, capsys
+):
+    file = Path(pairs.removeprefix("jsonl:"))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for name, content in (("page", b"<html>"), ("short", wav(tone(0.3))), ("long", wav(tone(1)))):
+        (file.parent / f"{name}.wav").write_bytes(content)
+    sounds = ["page.wav", "long.wav", *["short.wav"] * (len(lines) - 2)]
+    rows = [{**line, "audio_path": sound} for line, sound in zip(lines, sounds)]
+    rows.append({"text": "nothing else"})
+    spoken = file.parent / "spoken.jsonl"
+    spoken.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--data", f"jsonl:{spoken}", "--pairs", "image:text,audio:text"]
+    flags += ["--audio-tower", "resnet18:layers=1-1-1-1", "--ranks", 1, "--device", "H100"]
+    flags += ["--max-bad-fraction", 0.5]
+    assert planned(*flags, "--max-audio-seconds", 0.5) == 0
+    said = capsys.readouterr().out
+    assert "; 1 cannot be used; 2 are used without a modality that is broken" in said, said
+    with pytest.raises(SystemExit):
+        planned(*flags, "--max-audio-seconds", 5_000)
+    assert "5000 is above 1,200, the longest sound that is read" in capsys.readouterr().err
 
 
 def config_with(tmp_path, **changes):

@@ -25,7 +25,7 @@ FLAGS = [
     "--image-tower", "--text-tower", "--image-weights", "--text-weights", "--import", "--tokenizer", "--tower", "--embed-dim", "--projection", "--image-size",
     "--image-normalization", "--image-mean", "--image-std", "--image-interpolation", "--image-resize", "--image-resize-mode",
     "--image-buckets", "--max-text-tokens",
-    "--audio-tower", "--audio-weights", "--audio-seconds", "--audio-size", "--audio-augmentation",
+    "--audio-tower", "--audio-weights", "--audio-seconds", "--max-audio-seconds", "--audio-size", "--audio-augmentation",
     "--pairs", "--loss", "--label-smoothing",
     "--fusion", "--fusion-width", "--fusion-heads", "--fusion-scales", "--matching-weight", "--loss-weights", "--loss-weights-every",
     "--epochs", "--steps", "--save-every", "--keep-checkpoints", "--keep-every", "--eval-every", "--eval-ema", "--max-hours", "--stall-limit",

@@ -21,7 +21,7 @@ import numpy as np
 from data.index.bad_samples import SECONDS_LIMIT, BadSample, check_sound
 
 INSTALL = "pip install -r requirements-audio.txt"
-BLOCK = 1 << 16  # samples of a channel that are decoded at once: 16 MB with 64 channels
+BLOCK = 1 << 16  # samples of a channel that are decoded at once: 6 MB with 24 channels
 # of a film's or a song's length, which a container rounds to its own ticks
 LENGTH_TOLERANCE_S = 0.25
 UNKNOWN_SIZE = 0xFFFFFFFF  # in the header of a WAV file that was written into a pipe
@@ -146,9 +146,15 @@ def _by_libsndfile(data: bytes, strict: bool) -> Sound | None:
             kind = "truncated-audio" if "lost sync" in str(error) else "unreadable"
             raise BadSample(kind, str(error)) from error
         promised, kind, rate, channels = file.frames, file.format, file.samplerate, file.channels
-    if len(samples) < promised or _is_cut_off(data):
+    if len(samples) < promised:
         raise BadSample(
             "truncated-audio", f"{len(samples):,} samples of {promised:,}, {len(data):,} bytes"
+        )
+    if _is_cut_off(data):  # libsndfile promises only what is there
+        raise BadSample(
+            "truncated-audio",
+            f"the {kind} file ends before its last sample, after {len(samples):,} samples and "
+            f"{len(data):,} bytes",
         )
     if strict and kind == "MP3" and _library("av") is not None:
         _by_ffmpeg(data)
