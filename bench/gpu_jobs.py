@@ -74,6 +74,7 @@ WAYS = {
     "wye_compiled": Way("Wye, compile: layers", "wye", 40, 180, compiled=True),
     "open_clip_accum": Way("OpenCLIP, --accum-freq 4", "open_clip", 25, 120, accumulates=True),
     "wye_replay": Way("Wye, replay", "wye", 25, 120, accumulates=True),
+    "wye_replay_large": Way("Wye, replay, 16 ×", "wye", 60, 180, accumulates=True),
     "wye_predict": Way("Wye, predicted", "wye", 25, 90, predicts=True),
     "wye_largest": Way("Wye, its largest batch", "wye", 25, 120),
     "open_clip_decoded": Way("OpenCLIP, from files", "open_clip", 40, 120, decoded=True),
@@ -81,17 +82,19 @@ WAYS = {
 }
 SCHEDULES = {True: "replay", False: "batch_sync"}
 
-# The most important first; within a line every model has its turn, and the two programs alternate.
+# The most important first: ways, and the models for which they come now; within a line each model
+# has its turn, and the two programs alternate.
+BOTH, COMPILED = ("open_clip", "wye"), ("open_clip_compiled", "wye_compiled")
 ORDER = (
-    ("open_clip", "wye"),
-    ("open_clip_compiled", "wye_compiled"),
-    ("open_clip_accum", "wye_replay"),
-    ("wye_predict",),
-    ("wye_largest",),
-    ("open_clip_decoded", "wye_decoded"),
+    (BOTH, tuple(MODELS)),
+    (("wye_predict",), tuple(MODELS)),
+    (COMPILED, ("ViT-L-14", "ViT-B-32")),
+    (("open_clip_accum", "wye_replay"), tuple(MODELS)),
+    (COMPILED, ("ViT-B-16", "RN50")),
+    (("wye_largest",), tuple(MODELS)),
+    (("open_clip_decoded", "wye_decoded"), ("ViT-B-32", "RN50")),
+    (("wye_replay_large",), tuple(MODELS)),
 )
-# One model is enough for these by default: the loaders' work is the same for all.
-ONE_MODEL = ("open_clip_decoded", "wye_decoded")
 
 
 @dataclass(frozen=True)
@@ -136,10 +139,10 @@ class Job:
 
 def turns(models: Collection[str], ways: Collection[str]) -> Iterator[tuple[str, str]]:
     """(model, way) in the order in which they are measured."""
-    for group in ORDER:
-        for model in models:
+    for group, of_models in ORDER:
+        for model in of_models:
             for way in group:
-                if way in ways and (way not in ONE_MODEL or model == next(iter(models))):
+                if model in models and way in ways:
                     yield model, way
 
 
@@ -161,7 +164,9 @@ def batches_for(
         return MICRO_BATCHES * micro, micro
     if way == "wye_replay":
         return MICRO_BATCHES * largest, largest
-    if way in ONE_MODEL:
+    if way == "wye_replay_large":  # four times as many as OpenCLIP accumulates
+        return MICRO_BATCHES**2 * largest, largest
+    if WAYS[way].decoded:
         half = max(2, largest // 2)  # the loaders set the pace: a step need not be long
         return half, half
     return largest, largest

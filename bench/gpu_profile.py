@@ -28,6 +28,7 @@ PROFILED_STEPS = 3
 # The first that is found in a kernel's name, in small letters, says what it does. Triton's are made
 # by torch.compile of pointwise operations, norms and sums together.
 CLASSES = (
+    ("compiled", r"^triton_(?!tem)"),
     ("optimizer", r"multi_tensor_apply|adam"),
     ("communication", r"nccl"),
     ("attention", r"flash|fmha|attention|sdpa"),
@@ -37,17 +38,11 @@ CLASSES = (
     ),
     ("matmul", r"gemm|nvjet|cutlass|cublas|splitk|gemv|matmul|triton_tem"),
     ("norm", r"layer_?norm|batch_?norm|bn_[fb]w|gammabeta|rowwisemoments|softmax"),
-    ("compiled", r"triton"),
     ("elementwise", r"elementwise|vectorized|reduce|copy|cat|index|scatter|gather|fill|gelu"),
 )
 COPIES = {"gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 # Calls of CUDA in which the host waits for the device, and operations of torch that end in one.
-WAITING_CALLS = (
-    "cudaStreamSynchronize",
-    "cudaDeviceSynchronize",
-    "cudaEventSynchronize",
-    "cudaMemcpy",
-)
+WAITING_CALL = re.compile(r"^cu(da)?\w*Synchronize$|^cudaMemcpy$")
 WAITING_OPERATIONS = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero")
 
 
@@ -67,14 +62,14 @@ def summary(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
         category, name = event.get("cat"), str(event.get("name", ""))
         if event.get("ph") != "X":
             continue
-        if category == "kernel" or category in COPIES:
-            seconds = float(event["dur"]) / 1e6  # microseconds
+        if category == "kernel" or category in COPIES:  # microseconds
+            seconds = float(event["dur"]) / 1e6
             spans.append((float(event["ts"]) / 1e6, float(event["ts"]) / 1e6 + seconds))
             kernel_s[COPIES.get(category) or kind_of(name)] += seconds
             if category == "kernel":
                 kernels += 1
                 slowest[name[:80]] += seconds
-        elif (category == "cuda_runtime" and name in WAITING_CALLS) or (
+        elif (category in ("cuda_runtime", "cuda_driver") and WAITING_CALL.match(name)) or (
             category == "cpu_op" and name in WAITING_OPERATIONS
         ):
             waits[name] += 1
@@ -140,9 +135,12 @@ class _Operations(TorchDispatchMode):
 
 
 class _Methods(TorchFunctionMode):
-    """Those of tensors that bring a value to the host, of which a CPU makes no operation."""
+    """What moves values between host and device, of which a CPU makes no operation: methods that
+    bring them to the host, and tensors that are made on the device from numbers of the host, which
+    lie in pageable memory."""
 
     METHODS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
+    MAKERS = (torch.tensor, torch.as_tensor)
 
     def __init__(self, waits: Counter[str]) -> None:
         super().__init__()
@@ -151,6 +149,10 @@ class _Methods(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in self.METHODS:
             self.waits[_here(f"Tensor.{func.__name__}")] += 1
+        elif func in self.MAKERS and (kwargs or {}).get("device") is not None:
+            on_device = isinstance(args[0], Tensor) and args[0].device == kwargs["device"]
+            if not on_device:
+                self.waits[_here(f"torch.{func.__name__} onto the device")] += 1
         return func(*args, **(kwargs or {}))
 
 

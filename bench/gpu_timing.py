@@ -18,7 +18,7 @@ from bench.gpu_jobs import Job
 
 WARMUP_STEPS = 3  # memory is allocated, kernels are chosen and, where asked, compiled in them
 WINDOWS = 3  # between waits for the device; their median is what is reported
-FILLED = 0.96  # of the memory, that the largest batch is foretold to take
+FILLED = 0.94  # of the memory, that the largest batch is foretold to take
 DISTINCT = 64  # images and texts, repeated to fill a batch: the work does not depend on them
 
 Note = Callable[..., None]
@@ -43,13 +43,14 @@ class Device:
 
     @property
     def memory(self) -> dict[str, float | None]:
-        """Bytes: most of tensors since `forget_peak`, most that torch has taken for them, all."""
+        """Bytes: most of tensors since `forget_peak`, most that torch has taken for them, and what
+        it could take: other processes have a context on the GPU, too."""
         if not self.on_gpu:
             return {"peak_bytes": None, "reserved_bytes": None, "total_bytes": None}
         return {
             "peak_bytes": torch.cuda.max_memory_allocated(),
             "reserved_bytes": torch.cuda.max_memory_reserved(),
-            "total_bytes": torch.cuda.get_device_properties(0).total_memory,
+            "total_bytes": torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),
         }
 
     @property
