@@ -152,8 +152,8 @@ class Bench:
             record.setdefault("status", "timeout")
         elif status and "status" not in record:
             record |= {"status": "failed", "reason": f"status {status}; {worker.last_line()}"}
-        elif status and record["status"] == "ok":
-            record["reason"] = f"what came behind it failed, status {status}"
+        elif status and record["status"] == "ok":  # by a signal, behind the measurement
+            record["reason"] = f"ended with status {status} behind the measurement"
         return record
 
     def _note(self, model: str, way: str, record: dict[str, Any]) -> None:

@@ -64,9 +64,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def measure(job: Job) -> int:
     """The exit status."""
     device = Device(job.device)
+    known: dict[str, Any] = {}
     with job.file.open("a", encoding="utf-8") as file:
 
         def note(**values: Any) -> None:
+            known.update(values)
             file.write(json.dumps(values) + "\n")
             file.flush()
 
@@ -75,11 +77,15 @@ def measure(job: Job) -> int:
             importlib.import_module(f"bench.gpu_{job.of.program}").train(job, note)
         except Exception as error:
             traceback.print_exc()
-            if is_out_of_memory(error):
+            said = f"{type(error).__name__}: {error}"[:500]
+            if known.get("status") == "ok":  # what was to be measured is; a profile is missing
+                note(reason=f"behind the measurement: {said}")
+            elif is_out_of_memory(error):
                 note(status="out of memory")
                 return OUT_OF_MEMORY
-            note(status="failed", reason=f"{type(error).__name__}: {error}"[:500])
-            return 1
+            else:
+                note(status="failed", reason=said)
+                return 1
     return 0
 
 

@@ -77,11 +77,11 @@ class Batches:
             number = largest_foretold(peaks[-2], peaks[-1], total)
             if number < 1.03 * peaks[-1][0]:
                 break
-            self.note(trying=number)
             yield from self._probe(number, peaks)
         self.micro_batch = peaks[-1][0]
 
     def _probe(self, number: int, peaks: list[tuple[int, float]]) -> Iterator[Any]:
+        self.note(trying=number)
         batch = self._made(number)
         if self.device.on_gpu:
             torch.cuda.empty_cache()  # blocks of smaller batches would be in the way

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -118,7 +119,8 @@ class Trained:
                 1,
                 seconds,
             )
-        return CostModel.of(profile.layers, profile.machine, self.config, self.job.spec.embed_dim)
+        machine = replace(profile.machine, memory_bytes=float("inf"))  # as above
+        return CostModel.of(profile.layers, machine, self.config, self.job.spec.embed_dim)
 
     def plan(self, costs: CostModel) -> RunPlan:
         return plan_run(self.config, self.block, 1, costs)
