@@ -154,11 +154,20 @@ class Bench:
             record |= {"status": "failed", "reason": f"status {status}; {worker.last_line()}"}
         elif status and record["status"] == "ok":  # by a signal, behind the measurement
             record["reason"] = f"ended with status {status} behind the measurement"
+        elif "status" not in record:
+            record |= {"status": "failed", "reason": worker.last_line()}
         return record
 
     def _note(self, model: str, way: str, record: dict[str, Any]) -> None:
         key = f"{model}/{way}"
-        self.about |= record.pop("environment", {})
+        here = record.pop("environment", {})
+        earlier = self.about.get("device")
+        if earlier and here and here["device"] != earlier:  # ratios across devices say nothing
+            aside = self.folder / f"results-{earlier.replace(' ', '-')}.json"
+            (self.folder / "results.json").replace(aside)
+            print(f"what was measured on {earlier} is in {aside}, and left out here", flush=True)
+            self.records.clear()
+        self.about |= here
         self.records[key] = record
         self.save()
         rate = record.get("samples_per_s")

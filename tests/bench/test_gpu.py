@@ -71,6 +71,17 @@ def test_a_process_that_dies_without_a_word_is_a_failure(tmp_path):
     assert record["status"] == "failed" and "FileNotFoundError" in record["reason"]
 
 
+def test_what_another_device_measured_is_set_aside(tmp_path):
+    bench = Bench(tmp_path, "cpu", True, 0.05, time.monotonic() + 300)
+    bench._note("RN50", "open_clip", {"status": "ok", "environment": {"device": "NVIDIA H100"}})
+    bench._note("RN50", "wye", {"status": "ok", "environment": {"device": "NVIDIA H100"}})
+    assert len(bench.records) == 2
+    bench._note("RN50", "wye", {"status": "ok", "environment": {"device": "NVIDIA H200"}})
+    assert list(bench.records) == ["RN50/wye"] and bench.about["device"] == "NVIDIA H200"
+    aside = json.loads((tmp_path / "results-NVIDIA-H100.json").read_text())
+    assert len(aside["records"]) == 2
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_flops_of_a_sample_are_those_counted(model):
     towers = build_towers(
