@@ -374,6 +374,24 @@ def test_random_numbers_are_drawn_only_where_a_layer_says_so(case):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_causal_texts_are_attended_without_a_mask(monkeypatch, forward):
+    """Which the fastest kernels of a GPU do not take. That the outcome is the library's, for short
+    texts too, is tested above."""
+    asked = []
+    attend = nn.functional.scaled_dot_product_attention
+
+    def watched(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
+        asked.append((attn_mask, is_causal))
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, **more)
+
+    case = CASES["open_clip texts"]
+    with library_models_kept():
+        layers = [spec.build(0) for spec in case.tower().specs]
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", watched)
+    forward(layers, case.inputs())
+    assert asked == [(None, True)] * TEXT["layers"]
+
+
 @small
 def test_half_precision(case, forward):
     with library_models_kept():

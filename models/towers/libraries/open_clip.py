@@ -278,9 +278,10 @@ def _text_side(
         raise
     except Exception as error:  # whatever the constructor raises
         raise _refused(name, error) from error
+    causal = not text["no_causal_mask"] and not text["embed_cls"]
     for block in side.transformer.resblocks:
         # typeshed wants a hashable argument, and mypy does not see that a class is
-        block.__class__ = _of_any_length(type(block))  # type: ignore[arg-type]
+        block.__class__ = _of_any_length(type(block), causal)  # type: ignore[arg-type]
     if isinstance(side.text_projection, nn.Parameter):
         side.text_projection = None
         return side, "text_projection"
@@ -288,16 +289,26 @@ def _text_side(
 
 
 @functools.cache
-def _of_any_length(kind: type[nn.Module]) -> type[nn.Module]:
+def _of_any_length(kind: type[nn.Module], causal: bool) -> type[nn.Module]:
     """A block that takes as much of its mask as it has tokens: OpenCLIP's towers are given texts of
-    their whole length, ours only as long as the longest of a micro-batch."""
+    their whole length, ours only as long as the longest of a micro-batch.
+
+    `causal`: the mask hides what comes later and nothing else. Then attention is told so and needs
+    no mask, which the fastest kernels of a GPU do not take.
+    """
 
     def forward(self, q_x, k_x=None, v_x=None, attn_mask=None):
         length = q_x.shape[1]
         mask = None if attn_mask is None else attn_mask[..., :length, :length]
         return kind.forward(self, q_x, k_x, v_x, mask)
 
+    def attention(self, q_x, k_x=None, v_x=None, attn_mask=None):
+        mask = attn_mask.to(q_x.dtype)  # torch asks for it beside `is_causal`
+        return self.attn(q_x, q_x, q_x, need_weights=False, attn_mask=mask, is_causal=True)[0]
+
     named = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    if causal and kind is library().transformer.ResidualAttentionBlock:  # others ask for no `attn`
+        named["attention"] = attention
     return type(kind.__name__, (kind,), named)
 
 

@@ -1,0 +1,201 @@
+"""Where the time of a step goes on a GPU, and where the host waits for the device.
+
+`summary` reads a trace of torch.profiler, whose events have the categories that are asked for here;
+`Waits` counts, line by line, where a step synchronises.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import re
+import tempfile
+import traceback
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).resolve().parent.parent
+PROFILED_STEPS = 3
+# The first that is found in a kernel's name, in small letters, says what it does. Triton's are made
+# by torch.compile of pointwise operations, norms and sums together.
+CLASSES = (
+    ("compiled", r"^triton_(?!tem)"),
+    ("optimizer", r"multi_tensor_apply|adam"),
+    ("communication", r"nccl"),
+    ("attention", r"flash|fmha|attention|sdpa"),
+    (
+        "convolution",
+        r"conv|fprop|dgrad|wgrad|implicit_gemm|winograd|nchwtonhwc|nhwctonchw|im2col|col2im",
+    ),
+    ("matmul", r"gemm|nvjet|cutlass|cublas|splitk|gemv|matmul|triton_tem"),
+    ("norm", r"layer_?norm|batch_?norm|bn_[fb]w|gammabeta|rowwisemoments|softmax"),
+    ("elementwise", r"elementwise|vectorized|reduce|copy|cat|index|scatter|gather|fill|gelu"),
+)
+COPIES = {"gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+# Calls of CUDA in which the host waits for the device, and operations of torch that end in one.
+WAITING_CALL = re.compile(r"^cu(da)?\w*Synchronize$|^cudaMemcpy$")
+WAITING_OPERATIONS = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero")
+
+
+def kind_of(kernel: str) -> str:
+    name = kernel.lower()
+    return next((kind for kind, pattern in CLASSES if re.search(pattern, name)), "other")
+
+
+def summary(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """Per step, from the events of a trace in Chrome's format: seconds in kernels by class, seconds
+    in which any kernel or copy ran, kernels launched, and how often the host waited, by call."""
+    kernel_s: dict[str, float] = defaultdict(float)
+    spans: list[tuple[float, float]] = []
+    kernels, waits = 0, Counter[str]()
+    slowest: dict[str, float] = defaultdict(float)
+    for event in events:
+        category, name = event.get("cat"), str(event.get("name", ""))
+        if event.get("ph") != "X":
+            continue
+        if category == "kernel" or category in COPIES:  # microseconds
+            seconds = float(event["dur"]) / 1e6
+            spans.append((float(event["ts"]) / 1e6, float(event["ts"]) / 1e6 + seconds))
+            kernel_s[COPIES.get(category) or kind_of(name)] += seconds
+            if category == "kernel":
+                kernels += 1
+                slowest[name[:80]] += seconds
+        elif (category in ("cuda_runtime", "cuda_driver") and WAITING_CALL.match(name)) or (
+            category == "cpu_op" and name in WAITING_OPERATIONS
+        ):
+            waits[name] += 1
+    most = sorted(slowest.items(), key=lambda item: -item[1])[:12]
+    return {
+        "kernel_s": {k: v / steps for k, v in sorted(kernel_s.items(), key=lambda item: -item[1])},
+        "busy_s": covered(spans) / steps,
+        "kernels": kernels / steps,
+        "waits": {name: number / steps for name, number in waits.most_common()},
+        "slowest_kernels": {name: seconds / steps for name, seconds in most},
+    }
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the spans (start, end) lies."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+class Profiled:
+    """torch.profiler between `start` and `stop`."""
+
+    def start(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.start()
+
+    def stop(self, steps: int) -> dict[str, Any]:
+        """The `summary` of what ran since, in so many steps."""
+        self._profiler.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(file))
+            trace = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+        return summary(trace["traceEvents"], steps)
+
+
+# -- which lines wait
+
+
+class _Operations(TorchDispatchMode):
+    """On a CPU: the operations that wait on a GPU, because their result, or its size, is needed on
+    the host."""
+
+    NAMES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
+
+    def __init__(self, waits: Counter[str]) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        by_mask = func is torch.ops.aten.index.Tensor and any(
+            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        )
+        if by_mask or func.name().split(".")[0] in self.NAMES:
+            self.waits[_here(func.name())] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Methods(TorchFunctionMode):
+    """What moves values between host and device, of which a CPU makes no operation: methods that
+    bring them to the host, and tensors that are made on the device from numbers of the host, which
+    lie in pageable memory."""
+
+    METHODS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
+    MAKERS = (torch.tensor, torch.as_tensor)
+
+    def __init__(self, waits: Counter[str]) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self.METHODS:
+            self.waits[_here(f"Tensor.{func.__name__}")] += 1
+        elif func in self.MAKERS and (kwargs or {}).get("device") is not None:
+            on_device = isinstance(args[0], Tensor) and args[0].device == kwargs["device"]
+            if not on_device:
+                self.waits[_here(f"torch.{func.__name__} onto the device")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def waits_by_line(device: torch.device) -> Iterator[Counter[str]]:
+    """Counts what runs inside by `file:line: code`, of the innermost line of this repository. On a
+    GPU torch itself reports each synchronising call but those of events; on a CPU the operations
+    are watched that would synchronise there, and copies are not seen."""
+    waits: Counter[str] = Counter()
+    if device.type != "cuda":
+        with _Operations(waits), _Methods(waits):
+            yield waits
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        previous = warnings.showwarning
+
+        def note(message: Any, category: Any, *rest: Any, **more: Any) -> None:
+            if "synchroniz" in str(message):
+                waits[_here("synchronises")] += 1
+            else:
+                previous(message, category, *rest, **more)
+
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def _here(what: str) -> str:
+    """The innermost line of this repository that is being run, else the innermost of all, and what
+    happens there."""
+    frames = traceback.extract_stack(limit=80)[:-1]
+    frames = [f for f in frames if Path(f.filename) != Path(__file__)]
+    own = [f for f in frames if f.filename.startswith(f"{ROOT}/")]
+    own = [f for f in own if "site-packages" not in f.filename]
+    frame, innermost = (own or frames)[-1], frames[-1]
+    name = frame.filename.removeprefix(f"{ROOT}/")
+    said = f"{name}:{frame.lineno}: {linecache.getline(frame.filename, frame.lineno or 0).strip()}"
+    if innermost is not frame:
+        parts = innermost.filename.split("site-packages/")[-1]
+        said += f" → {parts}:{innermost.lineno}"
+    return f"{said} ({what})"

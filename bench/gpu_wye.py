@@ -1,0 +1,204 @@
+"""This program on one GPU, for bench/gpu.py: the engine as train.py builds it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import open_clip
+import torch
+from torch import Tensor
+
+from bench.common import BRANCHES, laid_over
+from bench.gpu_jobs import CONFIG, NUM_TOKENS, SCHEDULES, Job, write_tiny
+from bench.gpu_profile import PROFILED_STEPS, Profiled, waits_by_line
+from bench.gpu_timing import (
+    WARMUP_STEPS,
+    Device,
+    Note,
+    example,
+    filled,
+    largest_foretold,
+    sizes_of,
+    speed,
+    timed,
+)
+from engine.build import build_engine
+from engine.config.auto import filled as with_values
+from engine.config.reading import read_config
+from engine.executor import ForkEngine
+from engine.planning.costs import CostModel
+from engine.planning.devices import DEVICES
+from engine.planning.planner import RunPlan, plan_run
+from engine.planning.profile import profile_together
+from engine.processes.start import start_processes
+from launch.estimates import estimated_costs
+from launch.settings.objective import objective_of, pairs_of
+from launch.settings.recipe import RECIPES
+from models.losses import InfoNCE
+from models.towers.building import build_towers
+from models.towers.layers import library_models_kept
+
+
+def configuration(job: Job, batch: int, micro_batch: int) -> dict[str, Any]:
+    """The changes of ds_configs/zero1_bf16.json."""
+    return {
+        "train_batch_size": batch,
+        "branches": {
+            "layout": "merged",
+            "stages": {"merged": 1},
+            "replicas": 1,
+            "micro_batch_size": micro_batch,
+            "schedule": SCHEDULES[job.of.accumulates],
+            "compile": "layers" if job.of.compiled else "off",
+        },
+    }
+
+
+class Trained:
+    """What train.py makes of a job before its loop, up to the engine."""
+
+    def __init__(self, job: Job, device: Device) -> None:
+        if job.tiny:
+            write_tiny(Path(job.folder), job.model, open_clip.get_model_config(job.model))
+        self.job, self.device = job, device
+        self.batch = job.batch or 4 * job.probes[1]
+        self.micro_batch = job.micro_batch or self.batch
+        self.image_size, self.vocab_size = sizes_of(job)
+        self.processes = start_processes()
+        changes = configuration(job, self.batch, self.micro_batch)
+        config, block = read_config(
+            CONFIG, BRANCHES, change=lambda written: laid_over(written, changes)
+        )
+        values = RECIPES["long"].values(self.batch, 100_000, dict.fromkeys(BRANCHES, False))
+        self.config, self.block = with_values(config, block, values, BRANCHES)
+        name = f"open_clip:{job.tower}"
+        self.towers = build_towers(
+            name,
+            name,
+            job.spec.embed_dim,
+            self.image_size,
+            self.vocab_size,
+            NUM_TOKENS,
+            eos_token_id=self.vocab_size - 1,
+        )
+
+    def counted_costs(self) -> CostModel:
+        """By counted operations, for the GPU that this is."""
+        here = next((d for name, d in DEVICES.items() if name in self.device.name()), None)
+        return estimated_costs(
+            self.towers,
+            self.config,
+            self.job.spec.embed_dim,
+            here or DEVICES["H100"],
+            float("inf"),  # what does not fit is to be seen, not refused
+        )
+
+    def measured_costs(self, seconds: float) -> CostModel:
+        """As `"layout": "auto"` measures them, here for this micro-batch."""
+
+        micro_batch = self.micro_batches()[0]
+        inputs = {
+            "image": {"pixel_values": micro_batch["pixel_values"]},
+            "text": {key: micro_batch[key] for key in ("input_ids", "attention_mask")},
+        }
+        with library_models_kept():
+            profile = profile_together(
+                {tower.branch: tower.specs for tower in self.towers},
+                lambda spec: spec.build(0),
+                {branch: lambda size, b=branch: dict(inputs[b]) for branch in inputs},
+                torch.bfloat16,
+                self.device.torch,
+                dict.fromkeys(inputs, (self.micro_batch,)),
+                self.batch,
+                self.job.spec.embed_dim,
+                1,
+                seconds,
+            )
+        machine = replace(profile.machine, memory_bytes=float("inf"))  # as above
+        return CostModel.of(profile.layers, machine, self.config, self.job.spec.embed_dim)
+
+    def plan(self, costs: CostModel) -> RunPlan:
+        return plan_run(self.config, self.block, 1, costs)
+
+    def engine(self) -> ForkEngine:
+        with library_models_kept():
+            return build_engine(
+                self.plan(self.counted_costs()),
+                self.config,
+                layers={tower.branch: tower.specs for tower in self.towers},
+                build_layer=lambda spec: spec.build(0),
+                objective=objective_of(self.towers, pairs_of("image:text", InfoNCE())),
+                embed_dim=self.job.spec.embed_dim,
+                total_num_steps=100_000,
+                seed=0,
+                timeout=self.processes.timeout,
+            )
+
+    def micro_batches(self) -> list[dict[str, Tensor]]:
+        """Of a step, as the loader makes them. They share their images and texts."""
+        on_gpu = self.device.on_gpu
+        images, texts = example(self.image_size, self.vocab_size, NUM_TOKENS)
+        tokens = filled(texts, self.micro_batch, on_gpu)
+        shared = {
+            "pixel_values": filled(images, self.micro_batch, on_gpu, channels_last=True),
+            "input_ids": tokens,
+            "attention_mask": filled(torch.ones_like(texts), self.micro_batch, on_gpu),
+        }
+        places = filled(torch.arange(self.batch), self.batch, on_gpu).split(self.micro_batch)
+        labels = ("image_position", "image_index", "text_position", "text_index")
+        return [{**shared, **dict.fromkeys(labels, own)} for own in places]
+
+
+def train(job: Job, note: Note) -> None:
+    device = Device(job.device)
+    if job.of.decoded:
+        from bench.gpu_files import wye_from_files
+
+        note(status="ok", **wye_from_files(job))
+        return
+    trained = Trained(job, device)
+    if job.of.predicts:
+        predict(trained, note)
+        return
+    note(batch=trained.batch, micro_batch=trained.micro_batch)
+    engine, batch = trained.engine(), trained.micro_batches()
+    held = device.held_bytes
+    losses: list[float] = []
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            losses.append(engine.train_batch(iter(batch)).loss)
+
+    steps(WARMUP_STEPS)
+    device.now()
+    device.forget_peak()
+    windows = timed(steps, device, job.seconds)
+    found = speed(job, trained.batch, windows, device)
+    note(status="ok", losses=[losses[0], losses[-1]], **found)
+    if found["total_bytes"] and not job.of.accumulates:
+        own = largest_foretold(
+            (0, held), (trained.batch, found["peak_bytes"]), found["total_bytes"]
+        )
+        note(largest_foretold=own)
+    with waits_by_line(device.torch) as waits:
+        steps(1)
+    note(waiting_lines=dict(waits.most_common()))
+    profiled = Profiled()
+    profiled.start()
+    steps(PROFILED_STEPS)
+    device.now()
+    note(profile=profiled.stop(PROFILED_STEPS))
+
+
+def predict(trained: Trained, note: Note) -> None:
+    """The step as the planner foretells it: by counted costs, then by costs measured here."""
+    counted = trained.plan(trained.counted_costs()).predicted_step_s
+    note(batch=trained.batch, micro_batch=trained.micro_batch, counted_step_s=counted)
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, WYE_CACHE=folder):
+        measured = trained.plan(trained.measured_costs(4 * trained.job.seconds)).predicted_step_s
+    note(status="ok", measured_step_s=measured)
