@@ -38,8 +38,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # would find bench/open_clip.py instead of the library.
 sys.path = [str(ROOT), *(folder for folder in sys.path if Path(folder).resolve() != ROOT / "bench")]
 
-from bench.gpu_jobs import MODELS, WAYS, Job, batches_for, turns
-from bench.gpu_report import report
+from bench.on_gpu.jobs import MODELS, WAYS, Job, batches_for, turns
+from bench.on_gpu.report import report
 
 OUT = ROOT / "bench" / "out" / "gpu"
 BUDGET_S, SECONDS = 520.0, 2.5
@@ -199,7 +199,7 @@ class Worker:
             environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         with self.log.open("w", encoding="utf-8") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "bench.gpu_measure", program],
+                [sys.executable, "-m", "bench.on_gpu.measure", program],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.PIPE,

@@ -433,15 +433,13 @@ class Communicator:
     def _vector(self, part: Tensor | Sequence[Tensor | float]) -> Tensor:
         if isinstance(part, Tensor):
             return part.double().flatten()
-        numbers = [
-            torch.as_tensor(number, dtype=torch.float64, device=self.device).reshape(())
-            for number in part
-        ]
-        return (
-            torch.stack(numbers)
-            if numbers
-            else torch.zeros(0, dtype=torch.float64, device=self.device)
-        )
+        # one copy to the device for all numbers of the host
+        numbers = [0.0 if isinstance(number, Tensor) else number for number in part]
+        vector = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        for place, number in enumerate(part):
+            if isinstance(number, Tensor):
+                vector[place] = number.reshape(())
+        return vector
 
     def sum_in_order(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Sum of a small tensor over one of the `rank_sets`. Added up in the order of the ranks,

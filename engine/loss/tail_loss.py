@@ -283,7 +283,7 @@ class TailLoss:
     ) -> None:
         share = result.share * weight
         self.sums.loss += share * self.weights[self.objective.loss_name("contrastive", pair)]
-        self.sums.losses[number] += _vector(share, 0.0, 0.0, 0.0, device=self.device)
+        self.sums.losses[number, 0] += share.double()
         if len(self._source_starts):
             shares, samples = by_source(pair, meeting, result, self._source_starts)
             self.sums.sources[:, number] += torch.stack([shares * weight, samples])

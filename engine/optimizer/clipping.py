@@ -78,6 +78,8 @@ class GroupedClipping:
         }
         self.members = {group: _members(parameters, rules, group) for _, group in own}
         self._steps = 0
+        # made once: each would be a copy to the device
+        self._zero, self._nan = self._number(0), self._number(math.nan)
         self._clipped_steps = {group: self._number(0) for group in self.members}
         self._mean_norm = {
             group: self._number(0) for group in self.members if self.rules[group].kind == "adaptive"
@@ -188,7 +190,7 @@ class GroupedClipping:
         """Norm, coefficient and clipped share of every group, one after the other, as the metrics
         have them: zero where another rank reports them; norm and coefficient not-a-number in a step
         that was skipped. A group without parameters has norm 0."""
-        zero, nan = self._number(0), self._number(math.nan)
+        zero, nan = self._zero, self._nan
         shares, numbers = self.clipped_share, []
         for group in self.rules:
             if self.speakers.get(group, 0) != self.comm.rank:

@@ -105,6 +105,9 @@ def start_processes(
     else:
         number = local_rank % num_devices
         accelerator.set_device(number)
+        # cuDNN tries its algorithms and keeps the fastest for each shape, as OpenCLIP's trainer lets
+        # it: the shapes of images hardly ever change
+        torch.backends.cudnn.benchmark = True
     if kind != "cpu" and chosen == HOST:
         # DeepSpeed would give gloo a device; it takes a group that is there as it is
         dist.init_process_group("gloo", timeout=timeout)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from bench.gpu import Bench, Worker, main, merged, parse
-from bench.gpu_jobs import MODELS, NUM_TOKENS, ORDER, WAYS, Job, batches_for, peak_of, turns
-from bench.gpu_profile import covered, kind_of, summary, waits_by_line
-from bench.gpu_report import report
-from bench.gpu_timing import largest_foretold
+from bench.on_gpu.jobs import MODELS, NUM_TOKENS, ORDER, WAYS, Job, batches_for, peak_of, turns
+from bench.on_gpu.profile import covered, kind_of, summary, waits_by_line
+from bench.on_gpu.report import report
+from bench.on_gpu.timing import largest_foretold
 from models.towers.building import build_towers, count_flops, meta_inputs
 
 TRIED = ["--device", "cpu", "--tiny", "--seconds-per-measurement", "0.05"]

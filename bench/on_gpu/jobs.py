@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "ds_configs" / "zero1_bf16.json"
 NUM_TOKENS = 77  # of each text: all that CLIP's text tower has room for
 MICRO_BATCHES = 4  # of replay, and OpenCLIP's --accum-freq

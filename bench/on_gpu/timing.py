@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu_jobs import Job
+from bench.on_gpu.jobs import Job
 
 WARMUP_STEPS = 3  # memory is allocated, kernels are chosen and, where asked, compiled in them
 WINDOWS = 3  # between waits for the device; their median is what is reported

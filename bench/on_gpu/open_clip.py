@@ -16,9 +16,9 @@ from open_clip_train import data
 from open_clip_train.main import main
 from torch import Tensor
 
-from bench.gpu_jobs import NUM_TOKENS, Job, write_tiny
-from bench.gpu_profile import PROFILED_STEPS, Profiled
-from bench.gpu_timing import (
+from bench.on_gpu.jobs import NUM_TOKENS, Job, write_tiny
+from bench.on_gpu.profile import PROFILED_STEPS, Profiled
+from bench.on_gpu.timing import (
     WARMUP_STEPS,
     WINDOWS,
     Device,
@@ -153,7 +153,7 @@ def train(job: Job, note: Note) -> None:
     with tempfile.TemporaryDirectory() as folder:
         flags = open_clip_options(job, folder, name)
         if job.of.decoded:
-            from bench.gpu_files import open_clip_from_files
+            from bench.on_gpu.files import open_clip_from_files
 
             note(status="ok", **open_clip_from_files(job, flags, Path(folder), main))
             return

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROFILED_STEPS = 3
 # The first that is found in a kernel's name, in small letters, says what it does. Triton's are made
 # by torch.compile of pointwise operations, norms and sums together.

@@ -1,6 +1,6 @@
 """One measurement of bench/gpu.py, in a process of its own.
 
-    python -m bench.gpu_measure wye|open_clip       a `Job` as a line of JSON on the standard input
+    python -m bench.on_gpu.measure wye|open_clip       a `Job` as a line of JSON on the standard input
 
 The libraries are imported before the line is read, so that the process can be started while another
 one still measures. What is found is written line by line to the job's file; the parts of a
@@ -34,8 +34,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own log
 
 import torch
 
-from bench.gpu_jobs import Job
-from bench.gpu_timing import Device
+from bench.on_gpu.jobs import Job
+from bench.on_gpu.timing import Device
 
 OUT_OF_MEMORY = 3  # exit status
 SAID_OF_MEMORY = ("out of memory", "ALLOC_FAILED")  # also by cuBLAS and cuDNN
@@ -74,7 +74,7 @@ def measure(job: Job) -> int:
 
         note(environment=environment(device))
         try:
-            importlib.import_module(f"bench.gpu_{job.of.program}").train(job, note)
+            importlib.import_module(f"bench.on_gpu.{job.of.program}").train(job, note)
         except Exception as error:
             traceback.print_exc()
             said = f"{type(error).__name__}: {error}"[:500]
@@ -91,7 +91,7 @@ def measure(job: Job) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     (program,) = arguments
-    importlib.import_module(f"bench.gpu_{program}")  # which touches no device
+    importlib.import_module(f"bench.on_gpu.{program}")  # which touches no device
     gc.collect()
     line = sys.stdin.readline()
     return measure(Job(**json.loads(line))) if line.strip() else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.gpu_jobs import MODELS, WAYS, peak_of
+from bench.on_gpu.jobs import MODELS, WAYS, peak_of
 
 GIB = 2**30
 MEANS_NOTHING = (

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from bench.common import BRANCHES, laid_over
-from bench.gpu_jobs import CONFIG, NUM_TOKENS, SCHEDULES, Job, write_tiny
-from bench.gpu_profile import PROFILED_STEPS, Profiled, waits_by_line
-from bench.gpu_timing import (
+from bench.on_gpu.jobs import CONFIG, NUM_TOKENS, SCHEDULES, Job, write_tiny
+from bench.on_gpu.profile import PROFILED_STEPS, Profiled, waits_by_line
+from bench.on_gpu.timing import (
     WARMUP_STEPS,
     Device,
     Note,
@@ -157,7 +157,7 @@ class Trained:
 def train(job: Job, note: Note) -> None:
     device = Device(job.device)
     if job.of.decoded:
-        from bench.gpu_files import wye_from_files
+        from bench.on_gpu.files import wye_from_files
 
         note(status="ok", **wye_from_files(job))
         return

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from bench.gpu_jobs import CONFIG, NUM_TOKENS, Job
+from bench.on_gpu.jobs import CONFIG, NUM_TOKENS, Job
 from bench.open_clip_report import Record, read_open_clip, read_own
 
 STEPS, SKIPPED = 14, 4  # loaders start in the first steps, and work ahead
