@@ -21,7 +21,7 @@ from launch.settings.audio import AUDIO, audio_options
 from launch.settings.flags import make_parser
 from launch.settings.overrides import split_settings
 from launch.settings.recipe_files import RecipeFile, with_recipe
-from models.towers.names import join_name, split_name
+from models.towers.names import HF, join_name, split_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -124,7 +124,7 @@ class Options:
         configuration; None: train one."""
         if self.tokenizer is not None:
             return self.tokenizer
-        for where in (self.text_weights, split_name(self.text_tower)[0]):
+        for where in (self.text_weights, split_name(self.text_tower)[0].removeprefix(HF)):
             if where is not None and any(
                 (Path(where) / name).is_file() for name in ("tokenizer.json", "vocab.txt")
             ):

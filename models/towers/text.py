@@ -23,7 +23,7 @@ from models.towers.libraries.transformers_text import (
     first_position,
     initialise_text,
 )
-from models.towers.names import alike, join_name, parse_overrides, refuse, split_name
+from models.towers.names import HF, alike, join_name, parse_overrides, refuse, split_name
 
 OWN: dict[str, Callable[[str, int, int], Tower]] = {}
 """Towers of one's own: how names begin -> from a whole name, the size of the vocabulary and the
@@ -35,8 +35,9 @@ LIBRARIES = {open_clip.PREFIX: open_clip.text_tower}
 
 def full_name(name: str) -> str:
     """The name with its library, for those that people type without: `ViT-B/32` is
-    `open_clip:ViT-B-32`."""
-    base, overrides = split_name(name)
+    `open_clip:ViT-B-32`; without the `hf:` that image towers of transformers have."""
+    base, overrides = split_name(name.removeprefix(HF))
+    name = join_name(base, overrides)
     if base in OWN or preset_of(base, PRESETS, ALIASES) or Path(base).expanduser().exists():
         return name
     found = alike(base, open_clip.names())
@@ -125,7 +126,7 @@ def of_library(base: str) -> tuple[Family, str | None]:
 
 def hub_id_of(name: str) -> str | None:
     """The id on the hub of a preset that is named in any of its ways; None: it is no preset."""
-    known = preset_of(name, PRESETS, ALIASES)
+    known = preset_of(name.removeprefix(HF), PRESETS, ALIASES)
     return PRESETS[known].hub_id if known else None
 
 
