@@ -192,8 +192,15 @@ def choose_form(trained: Trained, form: str) -> tuple[str, list[str]]:
         )
     if form == "open_clip":
         return OPEN_CLIP, []
-    if form == "state_dict" or lacking["transformers"]:
-        return STATE_DICT, lacking["transformers"] or ["--format state_dict was asked for"]
+    if form == "state_dict":
+        return STATE_DICT, ["--format state_dict was asked for"]
+    if lacking["transformers"]:
+        possible = (
+            []
+            if lacking["open_clip"]
+            else ["OpenCLIP may have this model: give --format open_clip"]
+        )
+        return STATE_DICT, lacking["transformers"] + possible
     if not _compares(trained, "image", "text"):
         return CLAP, []
     return WHOLE_MODELS[key].model.__name__ if key else DUAL_ENCODER, []

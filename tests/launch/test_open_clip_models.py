@@ -189,6 +189,11 @@ def test_open_clip_alone_has_our_embeddings(models, tmp_path):
         )
 
 
+def test_without_a_format_it_is_said_that_open_clip_has_the_model(models, tmp_path):
+    reasons = write_export(opened(models["ViT, quick-gelu"][2]), tmp_path / "out")
+    assert reasons[-1] == "OpenCLIP may have this model: give --format open_clip"
+
+
 @pytest.mark.parametrize("name", ["ViT, quick-gelu", "SigLIP"])
 def test_a_run_takes_from_the_model_what_is_not_given(models, name):
     config, state, folder, _ = models[name]

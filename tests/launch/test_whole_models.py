@@ -1,6 +1,7 @@
 """Whole models of transformers, in and out: the same embeddings, the same files, trained between."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -38,7 +39,7 @@ from transformers import (
 from data.modalities.preprocessing import NORMALIZATIONS, Preprocessing
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from launch.exporting.writing import image_processor, write_export
-from launch.inference.trained import open_model_folder, with_named_towers
+from launch.inference.trained import open_model_folder, public_model, with_named_towers
 from launch.model import ModelOptions, RunModel
 from launch.settings.options import parse_options
 
@@ -159,6 +160,24 @@ def test_a_model_is_started_from_at_another_size(models):
     assert [len(tensor) for tensor in positions.values()] == [37, 30]
 
 
+@pytest.mark.parametrize(
+    ("tower", "size", "said"),
+    [
+        ("hf:dinov2-small:num_hidden_layers=1", 30, "leaves out 2 pixels at the right and the bottom, as its library does; --image-size 28 or 42"),
+        ("open_clip:ViT-B-32:layers=1", 65, "leaves out 1 pixel at the right and the bottom, as its library does; --image-size 64 or 96"),
+        ("timm:vit_tiny_patch16_224:depth=1", 64, ""),
+        ("hf:convnext-tiny-224:depths=1-1-1-1", 66, ""),
+        ("resnet18", 65, ""),
+    ],
+)  # fmt: skip
+def test_pixels_that_no_patch_reads_are_said(tower, size, said):
+    flags = ["--data", "demo", "--image-tower", tower, "--image-size", str(size)]
+    options = replace(parse_options(flags), label_smoothing=0.0)
+    model = RunModel.of(options.section(ModelOptions), load_tokenizer(None, CAPTIONS))
+    line = model.describe_patches()
+    assert said in line and bool(line) == bool(said)
+
+
 @pytest.mark.parametrize("name", ["CLIPModel", "SiglipModel"])
 def test_a_model_is_trained_in_a_fork_and_loaded_by_its_library(models, tmp_path, name):
     folder, _ = models[name]
@@ -218,10 +237,33 @@ def test_what_does_not_go_together_is_refused(flags, message, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {},
+            "holds no whole model: there is no config.json of a model. Give a folder of export.py",
+        ),
+        ({"config.json": '{"model_type": "bert"}'}, "its config.json is of a 'bert'"),
+        ({"config.json": '{"model_type": "clip"'}, "its config.json is no JSON"),
+        ({"config.json": '{"options": {}}'}, "is the folder of a run; write its model out with"),
+    ],
+)
+def test_a_folder_without_a_whole_model_is_refused(tmp_path, files, message, capsys):
+    """By train.py and by evaluate.py, with the same words."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit):
+        parse_options(["--data", "demo", "--import", str(tmp_path)])
+    assert message in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        public_model(str(tmp_path))
+
+
 def test_the_form_of_an_export_can_be_chosen(models, tmp_path):
     trained = open_model_folder(models["SiglipModel"][0], None, "cpu", False)
     reasons = write_export(trained, tmp_path / "state", form="state_dict")
-    assert any("--format state_dict" in reason for reason in reasons) or reasons
+    assert reasons == ["--format state_dict was asked for"]
     names = load_file(tmp_path / "state" / "model.safetensors")
     assert {"head.logit_scale", "head.logit_bias"} < names.keys()
     again = open_model_folder(tmp_path / "state", None, "cpu", False)
