@@ -44,7 +44,7 @@ from launch.run.records import (
 from models.losses import LOGIT_SCALE_LIMIT
 from models.towers.head import FUSION_NAMES
 from models.towers.layers import Layer, Tower
-from models.towers.names import join_name, split_name
+from models.towers.names import TWO_LAYERS, join_name, split_name
 from models.weights.clap import clap_config, clap_pairs, scale_of, what_clap_lacks
 from models.weights.dual_encoder import (
     dual_encoder_config,
@@ -195,12 +195,8 @@ def choose_form(trained: Trained, form: str) -> tuple[str, list[str]]:
     if form == "state_dict":
         return STATE_DICT, ["--format state_dict was asked for"]
     if lacking["transformers"]:
-        possible = (
-            []
-            if lacking["open_clip"]
-            else ["OpenCLIP may have this model: give --format open_clip"]
-        )
-        return STATE_DICT, lacking["transformers"] + possible
+        hint = "OpenCLIP may have this model: give --format open_clip"
+        return STATE_DICT, lacking["transformers"] + ([] if lacking["open_clip"] else [hint])
     if not _compares(trained, "image", "text"):
         return CLAP, []
     return WHOLE_MODELS[key].model.__name__ if key else DUAL_ENCODER, []
@@ -412,6 +408,7 @@ def _record(trained: Trained, kind: str, differences: list[str]) -> dict[str, ob
         **of_images,
         "text_tower": _with_vocabulary(text, options["text_tower"]),
         **{f"{branch}_pool": tower.config["pool"] for branch, tower in towers.items()},
+        **({f"text_{TWO_LAYERS}": text.config[TWO_LAYERS]} if TWO_LAYERS in text.config else {}),
         **(_audio_options(trained, towers["audio"]) if "audio" in towers else {}),
         "loss": options["loss"],
         "projection": options.get("projection", "linear"),

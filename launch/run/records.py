@@ -136,6 +136,7 @@ def options_of_export(folder: Path) -> dict[str, Any]:
     pool = (
         f":pool={record['text_pool']}" if "text_pool" in record else ""
     )  # earlier ones have the library's
+    pool += f",mlp_proj={record['text_mlp_proj']}" if "text_mlp_proj" in record else ""
     images = folder.expanduser() / IMAGE_FOLDER  # of a tower that is transformers' own
     own = (
         {"image_tower": f"hf:{images}:pool={record['image_pool']}"}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 HF = "hf:"  # how image towers of transformers are called; those of texts need not be
+TWO_LAYERS = "mlp_proj"  # key of a text tower of transformers: OpenCLIP's hf_proj_type=mlp
 
 KINDS = {
     int: "an integer",

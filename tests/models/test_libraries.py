@@ -506,7 +506,10 @@ def test_text_names_refused(tmp_path):
     for name, message in (
         ("open_clip:ViT-B-3", "did you mean open_clip:ViT-B-32"),
         ("open_clip:ViT-B-32:image_size=3", "key 'image_size' is not known"),
-        ("open_clip:xlm-roberta-base-ViT-B-32", "ORGANISATION/xlm-roberta-base:pool=mean"),
+        (
+            "open_clip:xlm-roberta-base-ViT-B-32",
+            "--text-tower xlm-roberta-base:pool=mean,mlp_proj=512, or --import",
+        ),
         ("open_clip:ViT-B-32:context_length=8", "has 8 positions, so max_text_tokens=12"),
         ("open_clip:ViT-B-32:pool=mean", "OpenCLIP cannot make it"),
     ):
