@@ -133,7 +133,7 @@ class RunModel:
         """A line where --image-size is no multiple of a ViT's patches; empty where it is."""
         for tower in self.towers:
             size, patch = tower.config.get("image_size"), patch_side(tower)
-            if tower.branch == "image" and patch and size % patch:
+            if tower.branch == "image" and size and patch and size % patch:
                 rest = size % patch
                 return (
                     f"{tower.name} reads patches of {patch} × {patch} pixels: of images of {size} it "
