@@ -139,7 +139,8 @@ def _write_inputs(trained: Trained, kind: str, beside: Path) -> None:
     towers = {tower.branch: tower for tower in trained.towers}
     tokenizer = copy.deepcopy(trained.text_tokenizer)
     tokenizer.model_max_length = trained.options["max_text_tokens"]
-    tokenizer.padding_side = "right"  # as in training, whatever its class does by itself
+    # as in training, whatever its class does by itself; the file is written from the second one
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
     tokenizer.save_pretrained(str(beside))
     if "audio" in towers:
         extractor = feature_extractor(towers["audio"])
