@@ -141,6 +141,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
             [
                 describe_pixels(options),
                 *model.describe_cuts().splitlines(),
+                model.describe_patches(),
                 *model.describe_adapters().splitlines(),
             ],
             folder_to_watch(folder.path),
@@ -180,11 +181,12 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
         batching.load_state_dict(state["balance"], step)
         loss_weights.load_state_dict(state["loss_weights"])
     folder.forget_after(step if checkpoint else -1)  # from the start: also the evaluation before it
+    typed = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # the launcher's
     decided = {
         "options": options.record(),
         "tokenizer": options.tokenizer_source(),
         "tracking": where(options.wandb_project, monitors.wandb),
-        "command": shlex.join(["train.py", *sys.argv[1:]]),
+        "command": shlex.join(["train.py", *typed]),
     }
     record = folder.write_config(training, decided, plan, data.summary(), model.towers, total_steps)
     journal.say(*notices, batching.explain(step))

@@ -24,6 +24,8 @@ from models.towers.layers import LayerSpec, Tower, Weights
 from models.weights.audio import open_audio_weights
 from models.weights.reading import open_model, open_weights
 
+SMALLEST_PATCH = 7  # pixels, of towers that stay at one resolution
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -127,6 +129,20 @@ class RunModel:
             if tower.config.get("notes")
         )
 
+    def describe_patches(self) -> str:
+        """A line where --image-size is no multiple of a ViT's patches; empty where it is."""
+        for tower in self.towers:
+            size, patch = tower.config.get("image_size"), patch_side(tower)
+            if tower.branch == "image" and size and patch and size % patch:
+                rest = size % patch
+                return (
+                    f"{tower.name} reads patches of {patch} × {patch} pixels: of images of {size} it "
+                    f"leaves out {rest} {'pixel' if rest == 1 else 'pixels'} at the right and the "
+                    f"bottom, as its library does; --image-size {size - rest} or "
+                    f"{size - rest + patch} leaves out none"
+                )
+        return ""
+
     def describe_adapters(self) -> str:
         """A line for each tower with adapters; empty where there is none."""
         return describe_adapters(self.towers)
@@ -149,6 +165,16 @@ class RunModel:
     def build_layer(self, spec: LayerSpec) -> nn.Module:
         """One layer with its first values, on the CPU."""
         return spec.build(self.seed, self.pretrained.get(spec.branch))
+
+
+def patch_side(tower: Tower) -> int | None:
+    """Of an image tower that cuts images into patches, once: their side, pixels. None: of another."""
+    for module in tower.specs[0].template.modules():
+        # a network of several resolutions begins with smaller ones
+        if isinstance(module, nn.Conv2d) and module.stride == module.kernel_size:
+            side = module.kernel_size[0]
+            return side if side >= SMALLEST_PATCH and module.padding in ("valid", (0, 0)) else None
+    return None
 
 
 def _pretrained(options: ModelOptions, towers: Sequence[Tower]) -> dict[str, Weights]:

@@ -15,6 +15,7 @@ from models.towers.head import read_projection
 from models.towers.layers import Tower
 from models.towers.libraries import open_clip, torchvision, transformers_image, transformers_text
 from models.towers.libraries.transformers_image import PlacePool
+from models.towers.names import TWO_LAYERS
 from models.towers.pooling import num_heads
 
 
@@ -41,7 +42,10 @@ def tower_code(tower: Tower) -> TowerCode:
         given = "" if full_length else f", attention_mask=mask{_languages(tower)}"
         made = _from_transformers(tower)
         before = f"output = text(input_ids=ids{given})"
-        return TowerCode(_import(tower), made, _text_features(tower), before)
+        features = _text_features(tower)
+        if TWO_LAYERS in tower.config:
+            features = f"text_proj({features})"
+        return TowerCode(_import(tower), made, features, before)
     imports, constructor = _constructor(tower)
     return TowerCode(imports, constructor, _image_features(tower))
 
@@ -53,7 +57,8 @@ def helpers(towers: tuple[Tower, ...]) -> str:
         ATTENTION_OF.format(branch=tower.branch, width=tower.width, heads=num_heads(tower.width))
         for tower in learned
     )
-    return (ATTENTION + pools if learned else "") + "".join(map(_patches, towers))
+    two_layers = "".join(_two_layers(tower) for tower in towers if TWO_LAYERS in tower.config)
+    return (ATTENTION + pools if learned else "") + two_layers + "".join(map(_patches, towers))
 
 
 PROJECTED = {
@@ -258,6 +263,12 @@ class AttentionPool(torch.nn.Module):
 """
 ATTENTION_OF = """{branch}_pool = AttentionPool("{branch}", {width}, {heads})
 """
+TWO_LAYERS_OF = """
+text_proj = torch.nn.Sequential(
+    torch.nn.Linear({width}, {inner}, bias=False), torch.nn.GELU(), torch.nn.Linear({inner}, {out}, bias=False)
+)
+text_proj.load_state_dict({{name: tensors.pop(f"text.proj.{{name}}") for name in text_proj.state_dict()}})
+"""
 OTHER_POOL = {
     "max": "\nimage.avgpool = torch.nn.AdaptiveMaxPool2d(1)",
     "attention": "\nimage.avgpool = torch.nn.Identity()",
@@ -291,6 +302,12 @@ def _languages(text: Tower) -> str:
     if "languages" not in text.config:
         return ""
     return f", langs=torch.full_like(ids, {text.config['languages']['default']})"
+
+
+def _two_layers(text: Tower) -> str:
+    shapes = text.specs[-2].canonical_parameters
+    (inner, width), out = shapes["text.proj.0.weight"], text.config[TWO_LAYERS]
+    return TWO_LAYERS_OF.format(width=width, inner=inner, out=out)
 
 
 def _patches(image: Tower) -> str:

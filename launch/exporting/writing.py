@@ -44,7 +44,7 @@ from launch.run.records import (
 from models.losses import LOGIT_SCALE_LIMIT
 from models.towers.head import FUSION_NAMES
 from models.towers.layers import Layer, Tower
-from models.towers.names import join_name, split_name
+from models.towers.names import TWO_LAYERS, join_name, split_name
 from models.weights.clap import clap_config, clap_pairs, scale_of, what_clap_lacks
 from models.weights.dual_encoder import (
     dual_encoder_config,
@@ -139,7 +139,8 @@ def _write_inputs(trained: Trained, kind: str, beside: Path) -> None:
     towers = {tower.branch: tower for tower in trained.towers}
     tokenizer = copy.deepcopy(trained.text_tokenizer)
     tokenizer.model_max_length = trained.options["max_text_tokens"]
-    tokenizer.padding_side = "right"  # as in training, whatever its class does by itself
+    # as in training, whatever its class does by itself; the file is written from the second one
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
     tokenizer.save_pretrained(str(beside))
     if "audio" in towers:
         extractor = feature_extractor(towers["audio"])
@@ -192,8 +193,11 @@ def choose_form(trained: Trained, form: str) -> tuple[str, list[str]]:
         )
     if form == "open_clip":
         return OPEN_CLIP, []
-    if form == "state_dict" or lacking["transformers"]:
-        return STATE_DICT, lacking["transformers"] or ["--format state_dict was asked for"]
+    if form == "state_dict":
+        return STATE_DICT, ["--format state_dict was asked for"]
+    if lacking["transformers"]:
+        hint = "OpenCLIP may have this model: give --format open_clip"
+        return STATE_DICT, lacking["transformers"] + ([] if lacking["open_clip"] else [hint])
     if not _compares(trained, "image", "text"):
         return CLAP, []
     return WHOLE_MODELS[key].model.__name__ if key else DUAL_ENCODER, []
@@ -405,6 +409,7 @@ def _record(trained: Trained, kind: str, differences: list[str]) -> dict[str, ob
         **of_images,
         "text_tower": _with_vocabulary(text, options["text_tower"]),
         **{f"{branch}_pool": tower.config["pool"] for branch, tower in towers.items()},
+        **({f"text_{TWO_LAYERS}": text.config[TWO_LAYERS]} if TWO_LAYERS in text.config else {}),
         **(_audio_options(trained, towers["audio"]) if "audio" in towers else {}),
         "loss": options["loss"],
         "projection": options.get("projection", "linear"),

@@ -38,6 +38,7 @@ from launch.run.records import (
     options_of_import,
     read_export,
     read_run,
+    refuse_no_model,
 )
 from launch.run.report import show
 from launch.settings.audio import AUDIO
@@ -124,6 +125,7 @@ def public_model(where: str) -> Path:
     """The folder of a public model, or its file where the configuration lies beside it, downloaded
     if it is ORGANISATION/MODEL. Errors: ValueError for another file, FileNotFoundError."""
     path = find_model(where)
+    refuse_no_model(where, path, weights_alone=False)
     if not path.is_dir() and not is_published(path):
         raise ValueError(
             f"--import {where}: is a file, which does not say what towers its weights are of; give "

@@ -131,6 +131,7 @@ def _prepare(options: Options, planned: Planned, temporary: Path) -> list[tuple[
     further = [
         describe_pixels(options),
         *model.describe_cuts().splitlines(),
+        model.describe_patches(),
         *model.describe_adapters().splitlines(),
         batching.describe_shapes(),
     ]

@@ -52,6 +52,38 @@ def _read(file: Path, remedy: str) -> dict[str, Any] | None:
         raise ValueError(f"{file}: is damaged ({error}); {remedy}") from error
 
 
+def refuse_no_model(where: str, folder: Path, weights_alone: bool) -> None:
+    """Raise ValueError for a folder of --import that holds no whole model: neither an export nor a
+    published one. `weights_alone`: a folder without a configuration will do, because the towers are
+    named elsewhere."""
+    folder = folder.expanduser()
+    if not folder.is_dir() or read_export(folder) is not None or is_published(folder):
+        return
+    file, found = folder / RUN_RECORD, None
+    if file.is_file():
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(
+                f"--import {where}: its {RUN_RECORD} is no JSON ({error}); download the model again"
+            ) from error
+    if isinstance(found, dict) and "options" in found:
+        raise ValueError(
+            f"--import {where}: is the folder of a run; write its model out with export.py RUN_DIR "
+            "OUT, and give OUT (evaluate.py takes the folder itself, without --import)"
+        )
+    if found is None and weights_alone and any(folder.glob("*model*")):
+        return
+    kind = found.get("model_type") if isinstance(found, dict) else None
+    what = f"its {RUN_RECORD} is of a {kind!r}" if kind else f"there is no {RUN_RECORD} of a model"
+    raise ValueError(
+        f"--import {where}: holds no whole model: {what}. Give a folder of export.py, of "
+        "transformers' CLIPModel, SiglipModel, Siglip2Model, ChineseCLIPModel, "
+        "VisionTextDualEncoderModel or ClapModel, or of OpenCLIP; a single tower is started from "
+        "with --image-weights, --text-weights or --audio-weights"
+    )
+
+
 def options_of_import(where: Path) -> dict[str, Any]:
     """train.py's options that go on with the model in a folder, of export.py, of transformers or of
     OpenCLIP; none of a file of weights. `pairs` is among them where sounds are. Errors: ValueError
@@ -104,6 +136,7 @@ def options_of_export(folder: Path) -> dict[str, Any]:
     pool = (
         f":pool={record['text_pool']}" if "text_pool" in record else ""
     )  # earlier ones have the library's
+    pool += f",mlp_proj={record['text_mlp_proj']}" if "text_mlp_proj" in record else ""
     images = folder.expanduser() / IMAGE_FOLDER  # of a tower that is transformers' own
     own = (
         {"image_tower": f"hf:{images}:pool={record['image_pool']}"}

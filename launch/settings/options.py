@@ -16,12 +16,18 @@ from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
 from data.modules import import_modules
 from data.options import IMAGE_TEXT, branches_of, read_pairs
 from launch.balancing.loss_weights import check_mode
-from launch.run.records import PIXELS, options_of_import, read_export, read_run
+from launch.run.records import (
+    PIXELS,
+    options_of_import,
+    read_export,
+    read_run,
+    refuse_no_model,
+)
 from launch.settings.audio import AUDIO, audio_options
 from launch.settings.flags import make_parser
 from launch.settings.overrides import split_settings
 from launch.settings.recipe_files import RecipeFile, with_recipe
-from models.towers.names import join_name, split_name
+from models.towers.names import HF, join_name, split_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -124,7 +130,7 @@ class Options:
         configuration; None: train one."""
         if self.tokenizer is not None:
             return self.tokenizer
-        for where in (self.text_weights, split_name(self.text_tower)[0]):
+        for where in (self.text_weights, split_name(self.text_tower)[0].removeprefix(HF)):
             if where is not None and any(
                 (Path(where) / name).is_file() for name in ("tokenizer.json", "vocab.txt")
             ):
@@ -391,6 +397,7 @@ def _of_import(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> di
     """The options that the model of --import says. A file of weights says none, unless both towers
     are the two sides of a model of OpenCLIP."""
     try:
+        refuse_no_model(values["imported"], Path(values["imported"]), weights_alone=True)
         found = options_of_import(Path(values["imported"]))
         towers = values["image_tower"], values["text_tower"]
         if not found and all(tower and tower.startswith("open_clip:") for tower in towers):

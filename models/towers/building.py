@@ -20,6 +20,7 @@ from models.towers.head import head as any_head
 from models.towers.head import image_head, read_projection, text_head
 from models.towers.image import image_tower
 from models.towers.layers import LayerSpec, Tower
+from models.towers.names import TWO_LAYERS
 from models.towers.text import text_tower
 
 __all__ = [
@@ -74,6 +75,11 @@ def with_head(
             f"{tower.branch} tower {tower.name!r} makes {tower.width} features, so without a "
             f"projection the embeddings cannot be {embed_dim} wide; give --embed-dim {tower.width}, "
             "or --projection linear"
+        )
+    if fusion is not None and TWO_LAYERS in tower.config:
+        raise ValueError(
+            f"{tower.branch} tower {tower.name!r}: --fusion reads tokens as wide as the tower's "
+            f"features, which {TWO_LAYERS} changes; leave one of them out"
         )
     if scalars is None:
         scalars = InfoNCE.parameters if tower.branch == "image" else {}

@@ -10,7 +10,9 @@
 | a name in `OWN` | one of your own |
 """
 
+import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from models.towers.layers import Tower
 from models.towers.libraries import (
@@ -21,6 +23,8 @@ from models.towers.libraries import (
     transformers_image,
 )
 from models.towers.names import alike, join_name, nearest, split_name
+
+CONFIG = "config.json"  # of transformers' models
 
 LIBRARIES: dict[str, Callable[[str, int], Tower]] = {
     timm.PREFIX: timm.image_tower,
@@ -56,13 +60,15 @@ def image_tower(name: str, image_size: int) -> Tower:
 def full_name(name: str) -> str:
     """The name with its library, for those that people type without: `ViT-B/32` is
     `open_clip:ViT-B-32`, `vit_base_patch16_224` is `timm:vit_base_patch16_224`, `efficientnet-b0`
-    is `efficientnet_b0`. Errors: ValueError for a name that no library has."""
+    is `efficientnet_b0`, `openai/clip-vit-base-patch32` is `hf:` that. A folder is of the library
+    whose configuration it holds. Errors: ValueError for a name that no library has."""
     base, overrides = split_name(name)
     if base in OWN or base.startswith(tuple(LIBRARIES)) or base in _torchvisions():
         return name
     timms = timm.names()
-    if base.partition(".")[0] in timms:  # with a tag or without
-        return join_name(timm.PREFIX + base, overrides)
+    of_timm = base.removeprefix("hf-hub:").removeprefix("hf_hub:").removeprefix("timm/")
+    if of_timm.partition(".")[0] in timms:  # with a tag or without
+        return join_name(timm.PREFIX + of_timm, overrides)
     clips = [open_clip.PREFIX + each for each in open_clip.names()]
     if open_clip.PREFIX + base.replace("/", "-") in clips:  # as OpenAI writes them
         return join_name(open_clip.PREFIX + base.replace("/", "-"), overrides)
@@ -74,9 +80,29 @@ def full_name(name: str) -> str:
             raise ValueError(
                 f"image tower {base!r} may be {' or '.join(found)}; write the one that is meant"
             )
-    raise ValueError(
-        f"image tower {base!r} is not known; did you mean "
-        f"{nearest(base, [*_torchvisions(), *OWN])!r}? Known: "
+    if transformers_image.hub_id_of(base):
+        return join_name(transformers_image.HF + base, overrides)
+    folder = Path(base).expanduser()
+    for file, prefix in ((CONFIG, transformers_image.HF), (open_clip.CONFIG, open_clip.PREFIX)):
+        if (folder / file).is_file():
+            return join_name(prefix + base, overrides)
+    raise _unknown(base, [*clips, *(timm.PREFIX + each for each in timms)])
+
+
+def _unknown(base: str, others: Iterable[str]) -> ValueError:
+    """`others`: full names of the libraries' towers that are not torchvision's."""
+    if re.fullmatch(r"[\w-]+/[\w.-]+", base):
+        return ValueError(
+            f"image tower {base!r} is not known; a model of the Hugging Face hub is written "
+            f"{transformers_image.HF}{base}, one of timm {timm.PREFIX}NAME and one of OpenCLIP "
+            f"{open_clip.PREFIX}MODEL"
+        )
+    presets = (transformers_image.HF + each for each in transformers_image.PRESETS)
+    # torchvision's last: of names that are the same, they are the ones without a prefix
+    named = {each.partition(":")[2]: each for each in (*presets, *others)}
+    named |= {each: each for each in (*_torchvisions(), *OWN)}
+    return ValueError(
+        f"image tower {base!r} is not known; did you mean {named[nearest(base, named)]!r}? Known: "
         f"{', '.join(sorted([*torchvision_by_hand.ARCHITECTURES, *OWN]))}, torchvision's other "
         "classifiers, timm:NAME, open_clip:MODEL and hf:ORGANISATION/MODEL"
     )

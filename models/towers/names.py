@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+HF = "hf:"  # how image towers of transformers are called; those of texts need not be
+TWO_LAYERS = "mlp_proj"  # key of a text tower of transformers: OpenCLIP's hf_proj_type=mlp
+
 KINDS = {
     int: "an integer",
     float: "a number",
@@ -27,7 +30,8 @@ def alike(word: str, known: Iterable[str]) -> list[str]:
 
 
 def _letters(word: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", word.lower())
+    word = re.sub(r"@(\d+)px$", r"\1", word.lower())  # OpenAI writes ViT-L/14@336px
+    return re.sub(r"[^a-z0-9]", "", word)
 
 
 def refuse(what: str, word: str, valid: Iterable[str]) -> ValueError:

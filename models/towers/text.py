@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from models.towers.layers import Tower, cut
+from models.towers.layers import LayerSpec, Tower, cut, reset
 from models.towers.libraries import open_clip
 from models.towers.libraries.configurations import changed, find_config, preset_of, saved_state
+from models.towers.libraries.text_layers import TwoLayers
 from models.towers.libraries.transformers_text import (
     ALIASES,
     FAMILIES,
@@ -23,7 +24,15 @@ from models.towers.libraries.transformers_text import (
     first_position,
     initialise_text,
 )
-from models.towers.names import alike, join_name, parse_overrides, refuse, split_name
+from models.towers.names import (
+    HF,
+    TWO_LAYERS,
+    alike,
+    join_name,
+    parse_overrides,
+    refuse,
+    split_name,
+)
 
 OWN: dict[str, Callable[[str, int, int], Tower]] = {}
 """Towers of one's own: how names begin -> from a whole name, the size of the vocabulary and the
@@ -35,8 +44,9 @@ LIBRARIES = {open_clip.PREFIX: open_clip.text_tower}
 
 def full_name(name: str) -> str:
     """The name with its library, for those that people type without: `ViT-B/32` is
-    `open_clip:ViT-B-32`."""
-    base, overrides = split_name(name)
+    `open_clip:ViT-B-32`; without the `hf:` that image towers of transformers have."""
+    base, overrides = split_name(name.removeprefix(HF))
+    name = join_name(base, overrides)
     if base in OWN or preset_of(base, PRESETS, ALIASES) or Path(base).expanduser().exists():
         return name
     found = alike(base, open_clip.names())
@@ -57,8 +67,9 @@ def text_tower(
     `vocab_size`, `pad_token_id`, `eos_token_id` are the tokenizer's; None keeps the
     configuration's. `eos_token_id` is read with `pool=eos` only. Without `pool` the features are
     the library's pooled output (BERT, RoBERTa: pooler_output; DistilBERT: the first token; CLIP:
-    the final norm at the end of the text; `Family.pool` of the others). The towers of published
-    image-text models have as many positions as the texts need.
+    the final norm at the end of the text; `Family.pool` of the others). With `mlp_proj=D` they go
+    through OpenCLIP's projection of two layers, to D. The towers of published image-text models
+    have as many positions as the texts need.
     """
     name = full_name(name)
     base, overrides = split_name(name)
@@ -74,8 +85,10 @@ def text_tower(
             return tower(name, vocab_size, max_text_tokens, pad_token_id, eos_token_id)
     config, hub_id = _find(base)
     family = _family(base, config)
-    values = parse_overrides(name, overrides, {**family.keys, "pool": str})
-    pool = values.pop("pool", family.pool)
+    values = parse_overrides(name, overrides, {**family.keys, "pool": str, TWO_LAYERS: int})
+    pool, projected = values.pop("pool", family.pool), values.pop(TWO_LAYERS, None)
+    if projected is not None and projected < 1:
+        raise ValueError(f"text tower {name!r}: {TWO_LAYERS}={projected} must be at least 1")
     if pool not in family.pools:
         raise refuse(f"text tower {name!r}: pool", pool, family.pools)
     end = _end(name, family, config, vocab_size, eos_token_id) if pool == "eos" else None
@@ -107,6 +120,11 @@ def text_tower(
         "eos_token_id": eos_token_id,
         "config": config.to_dict(),
     }
+    if projected is not None:
+        with torch.device("meta"):
+            added = TwoLayers(width, projected)
+        specs, width = (*specs, LayerSpec("text.proj", "text", added, reset)), projected
+        record[TWO_LAYERS] = projected
     if any("language_ids" in layer.reads_if_given for _, layer in layers):
         record["languages"] = {
             "names": getattr(config, "lang2id", {}),
@@ -125,7 +143,7 @@ def of_library(base: str) -> tuple[Family, str | None]:
 
 def hub_id_of(name: str) -> str | None:
     """The id on the hub of a preset that is named in any of its ways; None: it is no preset."""
-    known = preset_of(name, PRESETS, ALIASES)
+    known = preset_of(name.removeprefix(HF), PRESETS, ALIASES)
     return PRESETS[known].hub_id if known else None
 
 

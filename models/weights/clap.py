@@ -25,6 +25,7 @@ from transformers import ClapConfig, PreTrainedConfig
 from models.towers.head import HIDDEN_ACT, HIDDEN_ACT_KEY, read_projection
 from models.towers.layers import Tower
 from models.towers.libraries.transformers_audio import refuse_fusion
+from models.towers.names import TWO_LAYERS
 from models.weights.dual_encoder import ENDS, OF_TRANSFORMERS, library_config, same_pairs
 from models.weights.translation import Pair, Source, renamed
 
@@ -94,6 +95,8 @@ def what_clap_lacks(audio: Tower, text: Tower) -> list[str]:
             reasons.append(f"transformers' ClapModel has no {tower.branch} tower {tower.name}")
         elif config["pool"] != pool:
             reasons.append(f"ClapModel pools by pool={pool}, not {config['pool']}")
+    if TWO_LAYERS in text.config:
+        reasons.append(f"ClapModel has no {TWO_LAYERS} behind its text tower")
     projection = audio.config.get("projection", "linear")
     if read_projection(projection)[0] != "mlp":
         reasons.append(f"ClapModel has projections of two layers, not --projection {projection}")

@@ -16,6 +16,7 @@ from transformers import ConvNextConfig, Dinov2Config, PreTrainedConfig, VisionT
 from models.towers.layers import Tower
 from models.towers.libraries.torchvision_by_hand import ARCHITECTURES
 from models.towers.libraries.transformers_image import FAMILIES
+from models.towers.names import TWO_LAYERS
 from models.weights.translation import Pair, renamed
 
 POOLED_TEXT = {
@@ -84,6 +85,8 @@ def towers_differ(image: Tower, text: Tower) -> list[str]:
     if image.config["pool"] != own:
         reasons.append(f"transformers pools the images by pool={own}, not {image.config['pool']}")
     architecture = text.config["architecture"]
+    if TWO_LAYERS in text.config:
+        reasons.append(f"transformers has no {TWO_LAYERS} behind {architecture}")
     if text.config["pool"] == "head":
         reasons.append(
             f"transformers' {architecture} pools the last token of the padding, which the dual "

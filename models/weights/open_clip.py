@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from models.towers.layers import Tower
+from models.towers.names import TWO_LAYERS
 from models.weights.dual_encoder import ENDS, convnext_stages, scale_pair
 from models.weights.translation import Pair, renamed
 
@@ -19,10 +20,10 @@ SIDES = ("open_clip", "timm")  # the libraries of image towers that OpenCLIP has
 TIMM, HF_TEXT = "visual.trunk.", "text.transformer."
 MT5 = "MT5EncoderModel"
 # how a side ends inside of its tower: SigLIP's texts, CLIP's ResNets, a projection of timm's towers
-# with a bias or of two layers, the classifier of a tower of timm
+# with a bias or of two layers, the classifier of a tower of timm, two layers behind one of transformers
 LAST_LINEARS: tuple[str, ...]
 LAST_LINEARS = ("text_projection", "attnpool.c_proj", "head.proj", "head.mlp.fc2")
-LAST_LINEARS += ("trunk.head", "trunk.fc", "trunk.head.fc", "trunk.classifier")
+LAST_LINEARS += ("trunk.head", "trunk.fc", "trunk.head.fc", "trunk.classifier", "proj.2")
 OTHERS = {  # a name that tells, what it belongs to, how it differs
     "visual.ln_pre.weight": "its ViT has a norm before the blocks (visual.ln_pre) and patches without a bias; torchvision's has neither",
     "visual.attnpool.positional_embedding": "its ResNet has three convolutions in its stem, pools by averages before each stride and by "
@@ -147,9 +148,8 @@ def _transposed(matrix: Tensor) -> tuple[Tensor]:
 def side_pairs(tower: Tower) -> list[Pair]:
     """The names of an adapter's tower are those of its library. The head is the projection that was
     taken off, or leaves the features as they are where it stays in the tower."""
-    prefix = _prefix(tower)
     theirs = {
-        name: prefix + _own_name(tower, name.split(".", 1)[1])
+        name: _their_name(tower, name.split(".", 1)[1])
         for spec in tower.specs[:-1]
         for name in spec.template.canonical_names.values()
     }
@@ -168,6 +168,12 @@ def side_pairs(tower: Tower) -> list[Pair]:
     there = tuple(theirs[name] for name in last)
     identity = partial(torch.eye, tower.width)
     return [*pairs, Pair((head, *last), there, lambda *own: (identity(), *own), _joined)]
+
+
+def _their_name(tower: Tower, name: str) -> str:
+    if TWO_LAYERS in tower.config and name.startswith("proj."):
+        return f"text.{name}"
+    return _prefix(tower) + _own_name(tower, name)
 
 
 def _own_name(tower: Tower, name: str) -> str:
@@ -190,6 +196,8 @@ def last_linear(tower: Tower) -> tuple[str, ...]:
 
 def projection_of(tower: Tower) -> str | None:
     """OpenCLIP's name of the projection that our head is; None: it is a part of the tower."""
+    if TWO_LAYERS in tower.config:
+        return None
     of_library = {"timm": "visual.head.proj.weight", "transformers": "text.proj.weight"}
     return of_library.get(tower.config["library"]) or tower.config["library_projection"]
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from models.losses import LOSSES
 from models.towers.layers import Tower
 from models.towers.libraries.open_clip import library
+from models.towers.names import TWO_LAYERS
 from models.towers.recording.towers import on_meta
 from models.weights.dual_encoder import library_config
 from models.weights.open_clip import (
@@ -72,6 +73,11 @@ def what_open_clip_lacks(image: Tower, text: Tower) -> list[str]:
         architecture, pool = text.config["architecture"], text.config["pool"]
         if architecture not in HF_TEXTS:
             reasons.append(f"OpenCLIP has no {architecture} of transformers")
+        elif TWO_LAYERS in text.config and text.config[TWO_LAYERS] != text.config["embed_dim"]:
+            reasons.append(
+                f"OpenCLIP projects to --embed-dim {text.config['embed_dim']}, not to "
+                f"{TWO_LAYERS}={text.config[TWO_LAYERS]}"
+            )
         elif pool not in POOLERS:
             reasons.append(f"OpenCLIP pools {architecture} by {', '.join(POOLERS)}, not by {pool}")
     flags = {t.config["quick_gelu"] for t in (image, text) if _has_activation(t)}
@@ -206,7 +212,7 @@ def _texts(text: Tower, head: Tensor, tokens: Mapping[str, Any], config_at: Path
         return {
             "hf_model_name": str(config_at),
             **tokens,
-            "hf_proj_type": "linear",
+            "hf_proj_type": "mlp" if TWO_LAYERS in text.config else "linear",
             "hf_pooler_type": POOLERS[text.config["pool"]],
             "context_length": most,
         }

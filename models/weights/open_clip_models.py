@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
 from models.towers.libraries.open_clip import CONFIG, PREFIX, model_config
-from models.towers.names import split_name
+from models.towers.names import TWO_LAYERS, split_name
 
 HUB, LOCAL = "hf-hub:", "local-dir:"
 # the names that belong to OpenCLIP, and those that a folder may have instead, in OpenCLIP's order
@@ -29,6 +29,7 @@ POOL_OF = {"bert": "cls_pooler", "m2m_100": "cls_pooler"}
 TEXT_FOLDER = "text"  # in an export of ours: the configuration of a tower of transformers
 # what a tokenizer is made of
 WORDS = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model")
+PROJECTION = "mlp"  # of a text tower of transformers, where a configuration does not say another
 NOT_BUILT = "{name}: {what}, which is not built; {remedy}"
 
 
@@ -107,7 +108,7 @@ def options_of_open_clip(name: str) -> dict[str, Any]:
     projected = _images_are_projected(images) or _texts_are_projected(name, texts)
     return {
         "image_tower": name,
-        "text_tower": _text_tower(name, texts),
+        "text_tower": _text_tower(name, texts, config["embed_dim"]),
         "embed_dim": config["embed_dim"],
         "image_size": _side(name, images.get("image_size", 224)),
         "max_text_tokens": texts.get("context_length", CONTEXT_LENGTH),
@@ -134,18 +135,19 @@ def _images_are_projected(config: dict[str, Any]) -> bool:
 def _texts_are_projected(name: str, config: dict[str, Any]) -> bool:
     if not config.get("hf_model_name"):
         return config.get("proj_type", "linear") != "none" and not config.get("proj_bias")
-    if config.get("hf_proj_type", "mlp") != "linear":
+    kind = config.get("hf_proj_type", PROJECTION)
+    if kind not in ("linear", PROJECTION):
         raise ValueError(
             NOT_BUILT.format(
                 name=name,
-                what=f"its projection of texts is hf_proj_type={config.get('hf_proj_type', 'mlp')}",
-                remedy="models with hf_proj_type=linear are read",
+                what=f"its projection of texts is hf_proj_type={kind}",
+                remedy="models with hf_proj_type=linear or mlp are read",
             )
         )
-    return True
+    return kind == "linear"
 
 
-def _text_tower(name: str, config: dict[str, Any]) -> str:
+def _text_tower(name: str, config: dict[str, Any], embed_dim: int) -> str:
     model = config.get("hf_model_name")
     if not model:
         return name
@@ -166,7 +168,8 @@ def _text_tower(name: str, config: dict[str, Any]) -> str:
                 remedy=f"models with one of {', '.join(POOLS)} are read",
             )
         )
-    return f"{model}:pool={POOLS[pooler]}"
+    two_layers = config.get("hf_proj_type", PROJECTION) == PROJECTION
+    return f"{model}:pool={POOLS[pooler]}" + (f",{TWO_LAYERS}={embed_dim}" if two_layers else "")
 
 
 def _side(name: str, size: Any) -> int:

@@ -75,7 +75,7 @@ RENAMED = {  # what older versions of the libraries wrote, and XLM's prefix, whi
 # absent from masked-language-model checkpoints, from those written before BatchNorm counted its
 # batches, from models trained with InfoNCE, and from models without a further pair
 OPTIONAL = re.compile(
-    r"text\.pooler\.dense\.(weight|bias)$|(image|text|audio)\.attention_pool\.|(image|audio)\..*\.num_batches_tracked$|head\.logit_bias$|head\.\w+_logit_(scale|bias)$|head\.(fusion|image_tokens|text_tokens)\."
+    r"text\.pooler\.dense\.(weight|bias)$|text\.proj\.\d\.weight$|(image|text|audio)\.attention_pool\.|(image|audio)\..*\.num_batches_tracked$|head\.logit_bias$|head\.\w+_logit_(scale|bias)$|head\.(fusion|image_tokens|text_tokens)\."
 )
 
 

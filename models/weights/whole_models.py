@@ -31,6 +31,7 @@ from transformers import (
 
 from models.towers.layers import Tower
 from models.towers.libraries.transformers_text import first_position
+from models.towers.names import TWO_LAYERS
 from models.weights import clap
 from models.weights.dual_encoder import OF_TRANSFORMERS, library_config, same_pairs, scale_pair
 from models.weights.translation import Pair, renamed
@@ -131,6 +132,8 @@ def whole_model_of(image: Tower, text: Tower) -> str | None:
     """The key in `WHOLE_MODELS` of the model of images and texts that these towers with their heads
     are; None: of none."""
     if not all(tower.config.get("library") == OF_TRANSFORMERS for tower in (image, text)):
+        return None
+    if TWO_LAYERS in text.config:
         return None
     towers = tuple((t.config["config"]["model_type"], t.config["pool"]) for t in (image, text))
     projection = image.config.get("projection", "linear")

@@ -83,6 +83,7 @@ MODELS = {
         "sigmoid",
         "no logit_bias",
     ),
+    "vit+bert, two layers": (VIT, f"{BERT},mlp_proj=24", "infonce", "no mlp_proj behind BertModel"),
     "convnext+distilbert": (CONVNEXT, DISTILBERT, "infonce", "no pooled output"),
     "resnet, attention+bert, mean": (
         f"{RESNET},pool=attention",

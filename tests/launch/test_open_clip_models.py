@@ -12,6 +12,7 @@ import torch
 from exports import CAPTIONS, TOKENS, embeddings, trained_model
 from launched import fork_flags, run_to_end, write_pairs
 from safetensors.torch import load_file, save_file
+from transformers import XLMRobertaConfig
 
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.modalities.tokenizer_open_clip import clip_tokenizer
@@ -189,6 +190,11 @@ def test_open_clip_alone_has_our_embeddings(models, tmp_path):
         )
 
 
+def test_without_a_format_it_is_said_that_open_clip_has_the_model(models, tmp_path):
+    reasons = write_export(opened(models["ViT, quick-gelu"][2]), tmp_path / "out")
+    assert reasons[-1] == "OpenCLIP may have this model: give --format open_clip"
+
+
 @pytest.mark.parametrize("name", ["ViT, quick-gelu", "SigLIP"])
 def test_a_run_takes_from_the_model_what_is_not_given(models, name):
     config, state, folder, _ = models[name]
@@ -207,6 +213,49 @@ def test_a_run_takes_from_the_model_what_is_not_given(models, name):
         model = RunModel.of(options.section(ModelOptions), tokenizer)
         heads = [model.build_layer(specs[-1]) for specs in model.layers.values()]
         assert heads[0].logit_scale == state["logit_scale"]
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory):
+    """(a folder of OpenCLIP whose texts go through transformers' XLM-R and two layers, its
+    tensors), as `xlm-roberta-base-ViT-B-32` is."""
+    root = tmp_path_factory.mktemp("two layers")
+    folder, tokenizer = root / "model", load_tokenizer(None, CAPTIONS)
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 64, "vocab_size": len(tokenizer), "pad_token_id": 0}
+    XLMRobertaConfig(**sizes, max_position_embeddings=40).save_pretrained(root / "xlm")
+    text = {"hf_model_name": str(root / "xlm"), "hf_model_pretrained": False}
+    text |= {"hf_tokenizer_name": "own", "hf_pooler_type": "mean_pooler", "context_length": TOKENS}
+    assert "hf_proj_type" not in text  # two layers are OpenCLIP's default
+    config = {"vision_cfg": VIT, "text_cfg": text, "custom_text": True}
+    return folder, published(config, folder)[1]
+
+
+def test_texts_through_two_layers_come_out_as_they_went_in(two_layers, tmp_path):
+    folder, state = two_layers
+    trained = opened(folder)
+    assert trained.towers[1].specs[-2].canonical_parameters == {
+        "text.proj.0.weight": (40, 48),
+        "text.proj.2.weight": (32, 40),
+    }
+    assert write_export(trained, tmp_path / "out", form="open_clip") == []
+    after = load_file(tmp_path / "out" / "open_clip_model.safetensors")
+    assert state.keys() == after.keys()
+    assert not [key for key in state if not torch.equal(state[key], after[key])]
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["as published", "learned"])
+def test_open_clip_alone_has_our_embeddings_of_two_layers(two_layers, tmp_path, train):
+    trained = changed(opened(two_layers[0])) if train else opened(two_layers[0])
+    write_export(trained, tmp_path / "out", form="open_clip")
+    outs = [tmp_path / "out"] if train else [tmp_path / "out", two_layers[0]]
+    for found in by_open_clip_alone(tmp_path, outs):
+        tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+        for model in (trained, opened(tmp_path / "out")):
+            stages = embeddings(model.layers, found["pixels"], tokens)
+            image, text = stages["image_embeds"][:2], stages["text_embeds"]
+            torch.testing.assert_close(found["image"], image, rtol=0, atol=1e-6)
+            torch.testing.assert_close(found["text"], text, rtol=0, atol=1e-6)
 
 
 def test_a_file_of_weights_with_the_name_of_its_model(models, tmp_path):

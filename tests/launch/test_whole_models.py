@@ -1,10 +1,12 @@
 """Whole models of transformers, in and out: the same embeddings, the same files, trained between."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from exports import (
     CAPTIONS,
     SIZE,
@@ -38,7 +40,7 @@ from transformers import (
 from data.modalities.preprocessing import NORMALIZATIONS, Preprocessing
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from launch.exporting.writing import image_processor, write_export
-from launch.inference.trained import open_model_folder, with_named_towers
+from launch.inference.trained import open_model_folder, public_model, with_named_towers
 from launch.model import ModelOptions, RunModel
 from launch.settings.options import parse_options
 
@@ -159,7 +161,43 @@ def test_a_model_is_started_from_at_another_size(models):
     assert [len(tensor) for tensor in positions.values()] == [37, 30]
 
 
-@pytest.mark.parametrize("name", ["CLIPModel", "SiglipModel"])
+@pytest.mark.parametrize(
+    ("tower", "size", "rest", "others"),
+    [
+        ("hf:dinov2-small:num_hidden_layers=1", 30, "2 pixels", "28 or 42"),
+        ("open_clip:ViT-B-32:layers=1", 65, "1 pixel", "64 or 96"),
+    ],
+)
+def test_pixels_that_no_patch_reads_are_said(tower, size, rest, others):
+    line = patches_of(tower, size)
+    assert f"leaves out {rest} at the right" in line and f"--image-size {others} " in line
+
+
+@pytest.mark.parametrize(
+    ("tower", "size"),
+    [
+        ("timm:vit_tiny_patch16_224:depth=1", 64),
+        ("hf:convnext-tiny-224:depths=1-1-1-1", 66),
+        ("resnet18", 65),
+    ],
+)
+def test_of_whole_patches_nothing_is_said(tower, size):
+    assert patches_of(tower, size) == ""
+
+
+def patches_of(tower, size):
+    flags = ["--data", "demo", "--image-tower", tower, "--image-size", str(size)]
+    options = replace(parse_options(flags), label_smoothing=0.0)
+    model = RunModel.of(options.section(ModelOptions), load_tokenizer(None, CAPTIONS))
+    return model.describe_patches()
+
+
+SLOW = ("Siglip2Model", "ChineseCLIPModel", "VisionTextDualEncoderModel")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MODELS]
+)
 def test_a_model_is_trained_in_a_fork_and_loaded_by_its_library(models, tmp_path, name):
     folder, _ = models[name]
     data, run, out = write_pairs(tmp_path, 96), tmp_path / "run", tmp_path / "out"
@@ -173,16 +211,25 @@ def test_a_model_is_trained_in_a_fork_and_loaded_by_its_library(models, tmp_path
     assert before.keys() == after.keys()
     assert not torch.equal(before["logit_scale"], after["logit_scale"])
     trained = open_model_folder(run, None, "cpu", False)
-    model = {"CLIPModel": CLIPModel, "SiglipModel": SiglipModel}[name].from_pretrained(out).eval()
+    model = getattr(transformers, name).from_pretrained(out).eval()
     pixels = torch.stack([evaluated(encoded(sample_image((SIZE, SIZE))))])
     tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
     ours = embeddings(trained.layers, pixels, tokens)
-    padded = trained.tokenizer(
+    # the one in the export, which pads on the right whatever its class does (Siglip2Tokenizer: left)
+    padded = transformers.AutoTokenizer.from_pretrained(out)(
         CAPTIONS, padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt"
     )
-    mask = {} if name == "SiglipModel" else {"attention_mask": padded["attention_mask"]}
+    given = {"input_ids": padded["input_ids"], "pixel_values": pixels}
+    if not name.startswith("Siglip"):
+        given["attention_mask"] = padded["attention_mask"]
+    if name == "Siglip2Model":  # patches with their channels last, and how many there are
+        sides = SIZE // PATCHES["patch_size"]
+        patches = pixels.unflatten(3, (sides, -1)).unflatten(2, (sides, -1))  # [B, 3, n, p, n, p]
+        given["pixel_values"] = patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+        given["pixel_attention_mask"] = torch.ones(1, sides**2)
+        given["spatial_shapes"] = torch.tensor([[sides, sides]])
     with torch.no_grad():
-        theirs = model(input_ids=padded["input_ids"], pixel_values=pixels, **mask)
+        theirs = model(**given)
     torch.testing.assert_close(theirs.image_embeds, ours["image_embeds"], rtol=0, atol=1e-6)
     torch.testing.assert_close(theirs.text_embeds, ours["text_embeds"], rtol=0, atol=1e-6)
 
@@ -218,10 +265,33 @@ def test_what_does_not_go_together_is_refused(flags, message, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {},
+            "holds no whole model: there is no config.json of a model. Give a folder of export.py",
+        ),
+        ({"config.json": '{"model_type": "bert"}'}, "its config.json is of a 'bert'"),
+        ({"config.json": '{"model_type": "clip"'}, "its config.json is no JSON"),
+        ({"config.json": '{"options": {}}'}, "is the folder of a run; write its model out with"),
+    ],
+)
+def test_a_folder_without_a_whole_model_is_refused(tmp_path, files, message, capsys):
+    """By train.py and by evaluate.py, with the same words."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit):
+        parse_options(["--data", "demo", "--import", str(tmp_path)])
+    assert message in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        public_model(str(tmp_path))
+
+
 def test_the_form_of_an_export_can_be_chosen(models, tmp_path):
     trained = open_model_folder(models["SiglipModel"][0], None, "cpu", False)
     reasons = write_export(trained, tmp_path / "state", form="state_dict")
-    assert any("--format state_dict" in reason for reason in reasons) or reasons
+    assert reasons == ["--format state_dict was asked for"]
     names = load_file(tmp_path / "state" / "model.safetensors")
     assert {"head.logit_scale", "head.logit_bias"} < names.keys()
     again = open_model_folder(tmp_path / "state", None, "cpu", False)

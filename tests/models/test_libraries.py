@@ -451,6 +451,13 @@ def test_equal_blocks_are_measured_once():
         ("resnet50d", "timm:resnet50d"),
         ("RN50", "open_clip:RN50"),
         ("timm:resnet50", "timm:resnet50"),
+        ("ViT-L/14@336px", "open_clip:ViT-L-14-336"),
+        ("timm/resnet50.a1_in1k", "timm:resnet50.a1_in1k"),
+        ("hf-hub:timm/resnet50.a1_in1k", "timm:resnet50.a1_in1k"),
+        ("openai/clip-vit-base-patch32", "hf:openai/clip-vit-base-patch32"),
+        ("clip-vit-base-patch32:pool=avg", "hf:clip-vit-base-patch32:pool=avg"),
+        ("google/siglip-base-patch16-224", "hf:google/siglip-base-patch16-224"),
+        ("facebook/dinov2-base", "hf:facebook/dinov2-base"),
     ],
 )
 def test_names_that_people_type(given, full):
@@ -473,7 +480,15 @@ def test_names_that_people_type(given, full):
         ("timm:convnext_atto:pool=attentive", "cannot make convnext_atto"),
         ("timm:crossvit_9_240", "does not take images of 64 pixels a side .*give another"),
         ("efficientnet_b0:droput=1", r"key 'droput' is not known; did you mean 'dropout'\?"),
-        ("efficientnet_b9", r"not known; did you mean 'efficientnet_b\d'\? Known: convnext_base"),
+        (
+            "efficientnet_b9",
+            r"not known; did you mean '(timm:)?efficientnet_b\d'\? Known: convnext_base",
+        ),
+        ("dinov2-bse", "did you mean 'hf:dinov2-base'"),
+        (
+            "ViT-B/3",
+            "'ViT-B/3' is not known; a model of the .* hub is written hf:ViT-B/3, .* open_clip:MODEL",
+        ),
         ("swin_t:pool=cls", "pool 'cls' is not known; .*Known: avg, max"),
         ("maxvit_t", "torchvision cannot make maxvit_t with input_size=.64, 64."),
         ("open_clip:ViT-B-3", r"OpenCLIP has no 'ViT-B-3'; did you mean open_clip:ViT-B-32\?"),
@@ -491,7 +506,10 @@ def test_text_names_refused(tmp_path):
     for name, message in (
         ("open_clip:ViT-B-3", "did you mean open_clip:ViT-B-32"),
         ("open_clip:ViT-B-32:image_size=3", "key 'image_size' is not known"),
-        ("open_clip:xlm-roberta-base-ViT-B-32", "ORGANISATION/xlm-roberta-base:pool=mean"),
+        (
+            "open_clip:xlm-roberta-base-ViT-B-32",
+            "--text-tower xlm-roberta-base:pool=mean,mlp_proj=512, or --import",
+        ),
         ("open_clip:ViT-B-32:context_length=8", "has 8 positions, so max_text_tokens=12"),
         ("open_clip:ViT-B-32:pool=mean", "OpenCLIP cannot make it"),
     ):

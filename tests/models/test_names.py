@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from transformers import BertConfig, CLIPConfig, GPT2Config, XLMRobertaConfig
+from transformers import BertConfig, CLIPConfig, GPT2Config, ViTConfig, XLMRobertaConfig
 
 from models.towers.building import build_towers
 from models.towers.image import image_tower
@@ -40,6 +40,7 @@ def test_image_names_refused(name, message):
     ("name", "message"),
     [
         ("bert-mimi", r"text tower 'bert-mimi' is not known; did you mean 'bert-mini'\?"),
+        ("bert-bse", r"'bert-bse' is not known; did you mean 'bert-base-uncased'\?"),
         ("bert-mini:hidden=4", "key 'hidden' is not known; did you mean 'hidden_"),
         ("bert-mini:vocab_size=4", "key 'vocab_size' is not known"),  # the tokenizer's business
         ("bert-mini:hidden_size=30", "hidden size.*30.*multiple"),
@@ -94,12 +95,28 @@ def test_vit_refuses_images_that_are_not_whole_patches():
         ("mBERT", "bert-base-multilingual-cased"),
         ("ModernBERT-large", "modernbert-large"),
         ("openai/clip-vit-base-patch32", "clip-text-base"),
+        ("clip-vit-base-patch32", "clip-text-base"),
+        ("siglip-base-patch16-224", "siglip-text-base"),
+        ("bert_base_chinese", "bert-base-chinese"),
+        ("xlm-r", "xlm-roberta-base"),
     ],
 )
 def test_other_spellings_of_a_preset(typed, preset):
     """Hub ids and common names need no network."""
     one, other = text_tower(typed, 100, 8, 0, 5), text_tower(preset, 100, 8, 0, 5)
     assert one.config == other.config and one.name == typed
+
+
+def test_a_prefix_that_texts_need_not_have(tmp_path):
+    assert text_tower("hf:bert-mini", 100, 8).name == "bert-mini"
+    BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path)
+    assert text_tower(f"hf:{tmp_path}:pool=mean", None, 16).name == f"{tmp_path}:pool=mean"
+
+
+def test_a_folder_is_of_the_library_whose_configuration_it_holds(tmp_path):
+    ViTConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path)
+    tower = image_tower(f"{tmp_path}:pool=cls", 32)
+    assert tower.name == f"hf:{tmp_path}:pool=cls" and tower.width == 24
 
 
 def test_a_preset_with_other_sizes():

@@ -30,12 +30,19 @@ class Preset:
 
 
 def preset_of(name: str, presets: Mapping[str, Preset], aliases: Mapping[str, str]) -> str | None:
-    """The preset that is meant by its name, its id on the hub or an alias, in any case; None: by
-    none of them."""
-    ids = {preset.hub_id.lower(): known for known, preset in reversed(list(presets.items()))}
-    word = name.lower()
-    word = aliases.get(word, word)
-    return word if word in presets else ids.get(word)
+    """The preset that is meant by its name, an alias, or its id on the hub with or without the
+    organisation, in any case and with `_` for `-`; None: by none of them."""
+    return spellings_of(presets, aliases).get(name.lower().replace("_", "-"))
+
+
+def spellings_of(presets: Mapping[str, Preset], aliases: Mapping[str, str]) -> dict[str, str]:
+    """What a preset may be called, in small letters -> the preset. Of presets with one id on the
+    hub the first is meant."""
+    ids: dict[str, str] = {}
+    for known, preset in presets.items():
+        for word in (preset.hub_id, preset.hub_id.rpartition("/")[2]):
+            ids.setdefault(word.lower().replace("_", "-"), known)
+    return {**ids, **aliases, **{known: known for known in presets}}
 
 
 def find_config(
@@ -64,7 +71,7 @@ def find_config(
         return _auto_config(str(folder), part), None
     if "/" not in base:
         raise ValueError(
-            f"{what} {base!r} is not known; did you mean {nearest(base.lower(), presets)!r}? "
+            f"{what} {base!r} is not known; did you mean {_nearest(base, presets, aliases)!r}? "
             f"Known: {', '.join(presets)}, a local folder with a config.json, or a Hugging Face id "
             f"such as {example}"
         )
@@ -81,6 +88,11 @@ def find_config(
             f"{what} {base!r}: its configuration could not be had from the Hugging Face hub; check "
             "the id and the network, or download the model and give its folder"
         ) from error
+
+
+def _nearest(base: str, presets: Mapping[str, Preset], aliases: Mapping[str, str]) -> str:
+    spellings = spellings_of(presets, aliases)
+    return spellings[nearest(base.lower().replace("_", "-"), spellings)]
 
 
 def _auto_config(where: str, part: str) -> PreTrainedConfig:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.towers.layers import Tower
-from models.towers.names import nearest, split_name
+from models.towers.names import TWO_LAYERS, nearest, split_name
 from models.towers.recording.keys import of_dataclass, read_keys
 from models.towers.recording.towers import Recording, on_meta, recorded_tower
 from models.towers.recording.tracing import SAMPLES, CannotRun
@@ -247,10 +247,12 @@ def _text_config(
         values["pool_type"] = values.pop("pool")
     text = {**config["text_cfg"], **values, "output_tokens": False}
     if text.get("hf_model_name"):
+        two_layers = text.get("hf_proj_type", "mlp") == "mlp"
         raise ValueError(
             f"text tower {name!r}: its texts go through transformers' {text['hf_model_name']}, which "
-            f"is a tower of its own; give --text-tower ORGANISATION/{text['hf_model_name'].split('/')[-1]}"
-            ":pool=mean, or a folder of it"
+            f"is a tower of its own; give --text-tower {text['hf_model_name']}:pool=mean"
+            + (f",{TWO_LAYERS}={config['embed_dim']}" if two_layers else "")
+            + ", or --import the whole model"
         )
     if vocab_size is not None and "vocab_size" not in values:
         text["vocab_size"] = vocab_size

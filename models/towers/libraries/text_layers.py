@@ -302,6 +302,24 @@ class TextPool(Layer):
         return self.pool(self.norm(text_hidden), attention_mask)
 
 
+class TwoLayers(Layer):
+    """`text_features` [B, W] -> [B, D], as OpenCLIP's HFTextEncoder projects them with
+    `hf_proj_type=mlp`: two matrices without biases, GELU between them."""
+
+    reads = drops = makes = ("text_features",)
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        inner = (width + out) // 2
+        self.proj = nn.Sequential(
+            nn.Linear(width, inner, bias=False), nn.GELU(), nn.Linear(inner, out, bias=False)
+        )
+        self.canonical_names = {name: f"text.{name}" for name in self.state_dict()}
+
+    def compute(self, text_features: Tensor) -> Tensor:
+        return self.proj(text_features)
+
+
 class EotPool(Layer):
     """`text_hidden` [B, L, W] -> `text_features` [B, W]: the token at `text_pool_position` [B],
     behind the final norm if there is one."""

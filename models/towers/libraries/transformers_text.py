@@ -474,6 +474,7 @@ PRESETS = {
 }
 
 ALIASES = {  # what people type -> the preset; in small letters
+    "bert": "bert-base-uncased",
     "bert-base": "bert-base-uncased",
     "bert-large": "bert-large-uncased",
     "bert-chinese": "bert-base-chinese",
@@ -482,8 +483,12 @@ ALIASES = {  # what people type -> the preset; in small letters
     "distilbert": "distilbert-base-uncased",
     "distilbert-base": "distilbert-base-uncased",
     "roberta": "roberta-base",
+    "xlm-r": "xlm-roberta-base",
+    "xlm-roberta": "xlm-roberta-base",
     "xlm-r-base": "xlm-roberta-base",
     "xlm-r-large": "xlm-roberta-large",
+    "xlmr-base": "xlm-roberta-base",
+    "xlmr-large": "xlm-roberta-large",
     "minilm": "minilm-l6",
     "mpnet": "mpnet-base",
     "electra": "electra-small",
