@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 
 VERBOSE = "WYE_VERBOSE"
 # logger -> beginnings of messages
@@ -15,6 +16,8 @@ UNNEEDED = {
     # on a machine without a GPU, of every process; which device a run uses is on its first screen
     "torch.utils.cpp_extension": ("No CUDA runtime is found",),
 }
+# beginnings of warnings, as regular expressions: what DeepSpeed calls, and no user can change
+DEPRECATED = (r"`torch\.distributed\.\w+` is deprecated",)
 
 
 class _Unneeded(logging.Filter):
@@ -35,3 +38,5 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is reported once
     for name, beginnings in UNNEEDED.items():
         logging.getLogger(name).addFilter(_Unneeded(beginnings))
+    for message in DEPRECATED:
+        warnings.filterwarnings("ignore", message, FutureWarning)

@@ -174,7 +174,7 @@ class Block(Layer):
 
     @torch.compiler.disable  # it remembers and may read the mask: both are the host's affair
     def _mask(
-        self, make: Callable[..., Any], text_hidden: Tensor, attention_mask: Tensor, **more: Any
+        self, make: Callable[..., Any], text_hidden: Tensor, attention_mask: Tensor, *more: Any
     ) -> Any:
         # the library reads the mask to leave it out where nothing is padded; meta tensors have
         # nothing to read
@@ -182,9 +182,8 @@ class Block(Layer):
         return once(
             attention_mask,
             (make, text_hidden.shape[:2], text_hidden.dtype, self.config._attn_implementation),
-            lambda: make(
-                config=self.config, inputs_embeds=text_hidden, attention_mask=padding, **more
-            ),
+            # by place: the names of what follows differ between versions of the library
+            lambda: make(self.config, text_hidden, padding, *more),
         )
 
 
@@ -197,9 +196,7 @@ class TextBlock(Block):
 
     def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
         if self.causal:
-            mask = self._mask(
-                masking_utils.create_causal_mask, text_hidden, attention_mask, past_key_values=None
-            )
+            mask = self._mask(masking_utils.create_causal_mask, text_hidden, attention_mask, None)
             return self.block(text_hidden, mask, is_causal=True)
         return self.block(
             text_hidden,
