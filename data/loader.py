@@ -226,8 +226,8 @@ class _Carrier(Dataset):
         blocks = self.blocks
         taken: list[shared_pixels.SharedPixels] = []
 
-        def memory(num_values: int) -> Tensor:
-            taken.append(blocks.take(num_values))
+        def memory(num_values: int, dtype: torch.dtype) -> Tensor:
+            taken.append(blocks.take(num_values, dtype))
             return taken[0].out
 
         micro_batch, report = self.dataset.load(request, memory)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
+import torch
+
 from data.cache import SampleCache
 from data.index.sources import Source
 from data.loader import MicroBatchDataset
@@ -48,10 +50,12 @@ def micro_batch_dataset(
     cache: SampleCache | None = None,
     patch_size: int | None = None,
     languages: Languages | None = None,
+    pixel_dtype: torch.dtype = torch.float32,
 ) -> MicroBatchDataset:
     """Micro-batches of `source` with the tensors of `branches` and no others."""
     modalities = [
-        modality(name, data, options, cache, patch_size, languages) for name in sorted(branches)
+        modality(name, data, options, cache, patch_size, languages, pixel_dtype)
+        for name in sorted(branches)
     ]
     return MicroBatchDataset(source, modalities, options.seed)
 
@@ -63,9 +67,11 @@ def modality(
     cache: SampleCache | None = None,
     patch_size: int | None = None,
     languages: Languages | None = None,
+    pixel_dtype: torch.dtype = torch.float32,
 ) -> Modality:
-    """The one of a branch. `cache`: of decoded images and sounds; `patch_size`: of a ViT, pixels; `languages`:
-    that the text tower tells apart."""
+    """The one of a branch. `cache`: of decoded images and sounds; `patch_size`: of a ViT, pixels;
+    `languages`: that the text tower tells apart; `pixel_dtype`: in which the image tower computes.
+    """
     if name in MODALITIES:
         return MODALITIES[name].load()
     if name == "text":
@@ -89,6 +95,7 @@ def modality(
         cache,
         side_multiple(patch_size),
         patch_size,
+        pixel_dtype,
     )
 
 

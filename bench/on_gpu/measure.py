@@ -10,7 +10,7 @@ Both programs are given batches that lie ready in page-locked memory, and are ti
 waits for the device:
 
 - Wye: `train_batch` of the engine that train.py builds, with ds_configs/zero1_bf16.json. Its
-  micro-batches are as its loader makes them: fp32 images with channels last.
+  micro-batches are as its loader makes them: images in bf16 with channels last.
 - OpenCLIP: `open_clip_train.main.main`, unchanged, with `--dataset-type synthetic`, of which the
   data set is exchanged for one that hands out these batches, and that ends the program when it has
   been timed. Images are fp32 as its own loader's.

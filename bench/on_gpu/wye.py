@@ -145,7 +145,7 @@ class Trained:
         images, texts = example(self.image_size, self.vocab_size, NUM_TOKENS)
         tokens = filled(texts, self.micro_batch, on_gpu)
         shared = {
-            "pixel_values": filled(images, self.micro_batch, on_gpu, channels_last=True),
+            "pixel_values": filled(images.bfloat16(), self.micro_batch, on_gpu, channels_last=True),
             "input_ids": tokens,
             "attention_mask": filled(torch.ones_like(texts), self.micro_batch, on_gpu),
         }

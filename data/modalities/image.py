@@ -27,11 +27,12 @@ GREY = 128  # where a micro-batch has no readable image at all
 
 
 class ImageModality(Modality):
-    """pixel_values float32 [b, 3, H, W], channels-last; with `patch_size` (ViT) and fewer patches
+    """pixel_values [b, 3, H, W], channels-last; with `patch_size` (ViT) and fewer patches
     asked for kept_patches int64 [b, K], ascending.
 
-    `side_multiple`: of the sides that the tower takes. `cache` changes no value. An image that
-    cannot be read shows another one of the micro-batch.
+    `side_multiple`: of the sides that the tower takes. `cache` changes no value. `dtype`: of the
+    pixels; a stage that computes in half precision would round them after it has moved twice the
+    bytes. An image that cannot be read shows another one of the micro-batch.
     """
 
     name = "image"
@@ -45,13 +46,14 @@ class ImageModality(Modality):
         cache: SampleCache | None = None,
         side_multiple: int = 1,
         patch_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.transform_train, self.transform_eval, self.cache = (
             transform_train,
             transform_eval,
             cache,
         )
-        self.side_multiple, self.patch_size = side_multiple, patch_size
+        self.side_multiple, self.patch_size, self.dtype = side_multiple, patch_size, dtype
 
     def load(
         self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
@@ -72,7 +74,10 @@ class ImageModality(Modality):
                 bad.append((i, error.reason, f"{source.where(i)}: {error.detail}"))
         # b times uint8 [H, W, 3]
         pixels = shown(images, lambda: np.full((*transform.size, 3), GREY, np.uint8))
-        out = memory and memory(sum(image.size for image in pixels))
+        num_values = sum(image.size for image in pixels)
+        out = (
+            memory(num_values, self.dtype) if memory else torch.empty(num_values, dtype=self.dtype)
+        )
         tensors = {"pixel_values": normalised(pixels, out, self.transform_eval.preprocessing)}
         tensors |= self._kept_patches(request, seed, transform.size)
         return Loaded(
@@ -87,7 +92,8 @@ class ImageModality(Modality):
 
     def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         size = self._transform(request).size
-        tensors = {"pixel_values": torch.empty(len(request.index), 3, *size, device="meta")}
+        shape = (len(request.index), 3, *size)
+        tensors = {"pixel_values": torch.empty(shape, dtype=self.dtype, device="meta")}
         tensors |= self._kept_patches(request, seed, size)
         return Loaded(tensors, request.position, request.index, request.weight)
 

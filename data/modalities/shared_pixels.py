@@ -15,7 +15,6 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,9 +51,9 @@ class Blocks:
     number: int = 0
     retired: list[Token] = field(default_factory=list)
 
-    def take(self, num_values: int) -> "SharedPixels":
-        """Memory for so many float32 values, marked as used."""
-        num_bytes = 4 * num_values
+    def take(self, num_values: int, dtype: torch.dtype = torch.float32) -> "SharedPixels":
+        """Memory for so many values, marked as used."""
+        num_bytes = dtype.itemsize * num_values
         free = [block for block in self.blocks if block.mark.item() == FREE]
         fitting = [block for block in free if block.capacity >= num_bytes]
         if fitting:
@@ -69,7 +68,7 @@ class Blocks:
             self.blocks.append(block)
             self.number += 1
         block.memory[-1] = USED
-        return SharedPixels(self, block, num_values)
+        return SharedPixels(self, block, num_bytes, dtype)
 
 
 @dataclass
@@ -78,13 +77,14 @@ class SharedPixels:
 
     owner: Blocks
     block: Block
-    num_values: int
+    num_bytes: int
+    dtype: torch.dtype
     shape: tuple[int, int, int] = (0, 0, 0)  # b, H, W
 
     @property
     def out(self) -> Tensor:
-        """float32, flat: where the values go."""
-        return self.block.memory[: 4 * self.num_values].view(torch.float32)
+        """Flat: where the values go."""
+        return self.block.memory[: self.num_bytes].view(self.dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
         memory = None if self.block.is_known else self.block.memory
@@ -93,7 +93,8 @@ class SharedPixels:
         return _receive, (
             (self.owner.loader, os.getpid(), self.block.number),
             memory,
-            self.num_values,
+            self.num_bytes,
+            self.dtype,
             self.shape,
             retired,
         )
@@ -102,11 +103,12 @@ class SharedPixels:
 def _receive(
     token: Token,
     memory: Tensor | None,
-    num_values: int,
+    num_bytes: int,
+    dtype: torch.dtype,
     shape: tuple[int, int, int],
     retired: tuple[Token, ...],
 ) -> Tensor:
-    """float32 [b, 3, H, W], channels-last, on the block itself."""
+    """[b, 3, H, W], channels-last, on the block itself."""
     for old in retired:
         _RECEIVED.pop(old, None)
     if memory is None:
@@ -114,10 +116,10 @@ def _receive(
     else:
         _RECEIVED[token] = memory
     block = memory.numpy()
-    values = block[: 4 * num_values].view(np.float32)
+    values = block[:num_bytes]
     # The storage of the tensor below, and with it every view of it, keeps this very array alive.
     weakref.finalize(values, block.__setitem__, -1, FREE).atexit = False
-    return torch.from_numpy(values).view(*shape, 3).permute(0, 3, 1, 2)
+    return torch.from_numpy(values).view(dtype).view(*shape, 3).permute(0, 3, 1, 2)
 
 
 def forget(loader: str) -> None:

@@ -1,4 +1,4 @@
-"""From encoded images to what an image tower reads: float32 [b, 3, H, W], channels-last,
+"""From encoded images to what an image tower reads: [b, 3, H, W], channels-last,
 normalised as its weights expect.
 
 Two phases, so that a cache can stand between them and change nothing:
@@ -228,10 +228,10 @@ def eval_transform(image_size: int | Size, preprocessing: Preprocessing = CLIP) 
 def normalised(
     images: Sequence[np.ndarray], out: Tensor | None = None, preprocessing: Preprocessing = CLIP
 ) -> Tensor:
-    """uint8 [H, W, 3] each -> float32 [b, 3, H, W], channels-last: (value / 255 - mean) / std of
-    each channel.
+    """uint8 [H, W, 3] each -> [b, 3, H, W], channels-last: (value / 255 - mean) / std of each
+    channel, computed in float32.
 
-    `out`: memory to write to, float32, flat, of as many values; else it is allocated. Convolutions
+    `out`: memory to write to, flat, of as many values; without it float32 is allocated. Convolutions
     follow the memory format of their input, and are faster on channels-last on CPU and GPU alike.
     """
     height, width = images[0].shape[:2]
@@ -244,9 +244,11 @@ def normalised(
     for row, image in zip(
         rows, images
     ):  # image by image: in between, the values stay in the processor's cache
-        torch.addcmul(
-            shift, torch.from_numpy(image).view(height, width * 3).float(), scale, out=row
-        )
+        values = torch.from_numpy(image).view(height, width * 3).float()
+        if row.dtype == torch.float32:
+            torch.addcmul(shift, values, scale, out=row)
+        else:
+            row.copy_(torch.addcmul(shift, values, scale))
     return out.view(len(images), height, width, 3).permute(0, 3, 1, 2)
 
 

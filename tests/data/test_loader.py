@@ -28,9 +28,9 @@ ORDER = GlobalOrder(num_samples=40, global_batch_size=12, seed=1)
 SUBSET = np.arange(300, 340)
 
 
-def make(source, modalities=BOTH, tokenizer=None, seed=0):
+def make(source, modalities=BOTH, tokenizer=None, seed=0, dtype=torch.float32):
     made = {
-        "image": ImageModality(train_transform(16), eval_transform(16)),
+        "image": ImageModality(train_transform(16), eval_transform(16), dtype=dtype),
         "text": TextModality(tokenizer, 32),
     }
     return MicroBatchDataset(source, [made[name] for name in sorted(modalities)], seed)
@@ -191,16 +191,19 @@ def test_unequal_replicas_see_the_same_samples_at_the_same_positions(demo, token
     assert [image[2, p] for p in range(12)] == SUBSET[ORDER.batch(2)].tolist()
 
 
-def test_workers_change_nothing(demo, tokenizer):
-    dataset = make(demo, BOTH, tokenizer)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_workers_change_nothing(demo, tokenizer, dtype):
+    dataset = make(demo, BOTH, tokenizer, dtype=dtype)
     requests = [
         *plain_requests(ORDER, SUBSET, 1, 2, 2, 0, 4),
         *evaluation_requests(SUBSET, 0, 1, 16),
     ]
     here, there = (list(micro_batches(dataset, iter(requests), workers)) for workers in (0, 2))
     assert len(here) == len(there) == len(requests) == 11
-    for a, b in zip(here, there):
+    for a, b, asked in zip(here, there, requests):
         assert_equal(a, b)
+        outline = dataset.outline(asked)["pixel_values"]
+        assert (outline.dtype, outline.shape) == (dtype, a["pixel_values"].shape)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

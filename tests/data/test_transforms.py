@@ -111,6 +111,10 @@ def test_normalised_is_torchvision_s_arithmetic():
         values, torch.stack(expected), atol=1e-5
     )  # one multiplication and one addition instead of four steps
     assert torch.equal(values, normalised(images))
+    for dtype in (torch.bfloat16, torch.float16):  # as a stage that computes in it would round them
+        half = normalised(images, torch.empty(values.numel(), dtype=dtype))
+        assert torch.equal(half, values.to(dtype))
+        assert half.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_not_square_is_cropped_in_the_middle():
