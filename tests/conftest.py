@@ -37,6 +37,9 @@ os.environ.setdefault(
 os.environ.setdefault(
     "DS_ACCELERATOR", "cpu"
 )  # also where there is a GPU: more ranks than that are asked for
+# Whether there is a GPU is asked of the driver's library: to open the device in the server that ranks
+# are forked from would close it to them.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # A shell's background job ignores Ctrl-C, nohup hang-ups, and so would every program that a test
 # starts and signals. A handler here is none of theirs: they begin with the default.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
