@@ -56,15 +56,12 @@ def test_workers_end_when_the_process_that_asked_for_them_is_killed():
 
 # DataLoader asks whether its workers live when a batch takes more than five seconds
 ASKED_TO_END = """
-    import multiprocessing, psutil, signal
-    family = [
-        one for one in psutil.Process().children(recursive=True)
-        if "resource_tracker" not in " ".join(one.cmdline())
-    ]
+    import contextlib, multiprocessing, psutil, signal
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        for one in family:
-            if one.is_running():
-                one.send_signal(number)
+        for one in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has just ended, as the first pool does
+                if "resource_tracker" not in " ".join(one.cmdline()):
+                    one.send_signal(number)
         time.sleep(1)
     print(len(multiprocessing.active_children()), next(batches) is not None, flush=True)
     os._exit(0)
