@@ -38,7 +38,7 @@ from launch.costing import run_costs
 from launch.evaluating import Evaluator
 from launch.feeding import Feeding, LoadingOptions, share_cores
 from launch.inference.trained import with_named_towers
-from launch.inputs import InputOptions, languages_of
+from launch.inputs import InputOptions, from_bytes, languages_of
 from launch.model import ModelOptions, RunModel
 from launch.run.dry_run import dry_run
 from launch.run.failures import Run, report_and_exit
@@ -168,6 +168,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
             equal_shares=batching.equal_shares,
             source_starts=data.source_starts,
             clock=clock,
+            from_bytes=from_bytes(inputs.preprocessing),
         )
     batching.follow(engine, loading.num_workers)
     loss_weights = LossWeights.of(

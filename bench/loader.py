@@ -6,7 +6,8 @@ decoding and from its cache.
 
 The files are the same for all: 640×480 JPEGs of emoji on smooth backgrounds with noise, quality 85,
 about 85 KB each, in a folder with a jsonl file, and again in tar shards. All give float32 [b, 3,
-224, 224], cropped at random and normalised, in the same number of worker processes. Each round runs
+224, 224], cropped at random and normalised, in the same number of worker processes; ours hands out
+uint8, which the process that asked normalises, as a rank does on its device. Each round runs
 every loader once, in turn, in fresh processes; ratios to the usual code are taken within a round.
 Time to the first micro-batch counts from the request, with the workers' start; speed counts from
 the end of the first epoch, so that neither the start nor what was prefetched until then is in it.
@@ -191,7 +192,7 @@ def ours(spec: str, workers: int, pin: bool, cache=None) -> Iterator:
     from data.index.sources import open_source
     from data.loader import MicroBatchDataset, micro_batches
     from data.modalities.image import ImageModality
-    from data.modalities.transforms import eval_transform, train_transform
+    from data.modalities.transforms import eval_transform, normalise, train_transform
 
     source = open_source(spec)
     order = GlobalOrder(len(source), BATCH_SIZE, seed=0)
@@ -212,7 +213,7 @@ def ours(spec: str, workers: int, pin: bool, cache=None) -> Iterator:
         EPOCHS * order.steps_per_epoch,
     )
     for micro_batch in micro_batches(dataset, requests, workers, pin):
-        yield micro_batch["pixel_values"]
+        yield normalise(micro_batch["pixel_values"])
 
 
 def decoding(folder: Path, samples: int, workers: int, pin: bool) -> Iterator:

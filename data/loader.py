@@ -71,8 +71,8 @@ class MicroBatchDataset(Dataset):
     def load(
         self, request: MicroBatchRequest, memory: Memory | None = None
     ) -> tuple[dict[str, Tensor], LoadReport]:
-        """The micro-batch and its report. `memory`: gives flat float32 memory for so many pixel
-        values."""
+        """The micro-batch and its report. `memory`: gives so many bytes of memory for
+        pixels."""
         asked = [
             *request.index.tolist(),
             *(() if request.dealt_texts is None else request.dealt_texts.index.tolist()),
@@ -226,8 +226,8 @@ class _Carrier(Dataset):
         blocks = self.blocks
         taken: list[shared_pixels.SharedPixels] = []
 
-        def memory(num_values: int, dtype: torch.dtype) -> Tensor:
-            taken.append(blocks.take(num_values, dtype))
+        def memory(num_bytes: int) -> Tensor:
+            taken.append(blocks.take(num_bytes))
             return taken[0].out
 
         micro_batch, report = self.dataset.load(request, memory)

@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from engine.communication import Communicator
-from engine.executor import ForkEngine
+from engine.executor import ForkEngine, FromBytes
 from engine.module import DescribesLayer, StageModule, learned_parameters
 from engine.objective import Objective
 from engine.optimizer.clipping_rules import group_of, rank_sets, refuse_idle_patterns
@@ -41,6 +41,7 @@ def build_engine(
     equal_shares: bool = True,
     source_starts: Sequence[int] | None = None,
     clock: HostClock = time.perf_counter,
+    from_bytes: Mapping[str, FromBytes] | None = None,
 ) -> ForkEngine:
     """The engine of this rank. All ranks call it together, after the process group is up.
 
@@ -50,7 +51,8 @@ def build_engine(
     samples of every global batch. `source_starts`: the first index of each of several sources of
     the samples, ascending, whose losses are reported separately; None: there is one. A pair of the
     `objective` may have a `matching` loss where the last layer of its second branch has a `fusion`.
-    `clock`: what steps are measured by on a CPU. Raises ValueError for a pattern (of clipping or decay) that matches no parameter, OutOfMemory
+    `clock`: what steps are measured by on a CPU. `from_bytes`: by the names of inputs, what makes
+    values of those that come as uint8, on this rank's device. Raises ValueError for a pattern (of clipping or decay) that matches no parameter, OutOfMemory
     when the stage does not fit.
     """
     rank = dist.get_rank()
@@ -108,4 +110,5 @@ def build_engine(
             equal_shares=equal_shares,
             source_starts=source_starts,
             setup=setup,
+            from_bytes=from_bytes,
         )

@@ -90,6 +90,11 @@ def _explains_memory(activity: str) -> Callable[[Callable], Callable]:
     return decorate
 
 
+FromBytes = Callable[[Tensor, torch.dtype], Tensor]
+"""Makes values of a dtype of what was loaded as uint8, on the device where that is; of a tensor on
+the meta device an empty one."""
+
+
 class ForkEngine(PipelineEngine):
     """Trains one stage of a stage graph. `train_batch` runs one global batch, `evaluate` a held-out
     set."""
@@ -112,6 +117,7 @@ class ForkEngine(PipelineEngine):
         setup: RankSetup,
         equal_shares: bool = True,
         source_starts: Sequence[int] | None = None,
+        from_bytes: Mapping[str, FromBytes] | None = None,
     ):
         grid = module.mpu()
         self.optimizer_groups = optimizer_groups
@@ -137,7 +143,7 @@ class ForkEngine(PipelineEngine):
         early = self.place.replicas > 1 and averages_early(config)
         self._gradient_averages = self._make_gradient_averages() if early else None
         self.bad_steps_in_a_row = 0
-        self._setup = setup
+        self._setup, self._from_bytes = setup, dict(from_bytes or {})
         self._activity = (BUILDING, 0)  # and the step
         self._running: tuple[StageSchedule, ds_schedule.PipeInstruction] | None = None
         self._num_steps_done = 0  # by this process
@@ -419,7 +425,9 @@ class ForkEngine(PipelineEngine):
             self._ahead.extend([first, *(self._load() for _ in range(number - 1))])
             outlines = list(self._ahead)
         return [
-            signature_of({name: self._cast(tensor.to("meta")) for name, tensor in outline.items()})
+            signature_of(
+                {name: self._cast(name, tensor.to("meta")) for name, tensor in outline.items()}
+            )
             for outline in outlines
         ]
 
@@ -501,10 +509,15 @@ class ForkEngine(PipelineEngine):
 
     def _take_in(self, buffer_id: int, loaded: Mapping[str, Tensor]) -> None:
         for name, tensor in loaded.items():
-            self._inputs[buffer_id][name] = self._cast(tensor.to(self.device, non_blocking=True))
+            arrived = tensor.to(self.device, non_blocking=True)
+            self._inputs[buffer_id][name] = self._cast(name, arrived)
 
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.get_data_types()[0]) if tensor.is_floating_point() else tensor
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """An input as the layers compute with it."""
+        dtype = self.get_data_types()[0]
+        if tensor.dtype == torch.uint8 and name in self._from_bytes:
+            return self._from_bytes[name](tensor, dtype)
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
         received = existing(self.comm.activations_in).receive()

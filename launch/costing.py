@@ -34,7 +34,7 @@ from engine.planning.profile import profile_together
 from engine.processes.start import Processes, from_first_rank
 from launch.estimates import estimated_costs
 from launch.feeding import LoadingOptions, sample_cache
-from launch.inputs import InputOptions, micro_batch_dataset
+from launch.inputs import InputOptions, from_bytes, micro_batch_dataset
 from launch.model import RunModel
 from launch.run.folder import RunFolder
 from launch.settings.blocks import dealing
@@ -263,7 +263,11 @@ def _example(
     if branch == "text" and lengths is not None:
         number = np.resize(np.argsort(np.abs(lengths - lengths.mean()), kind="stable"), size)
     index = data.train[number % len(data.train)]
-    return dataset[MicroBatchRequest(0, 0, index, np.arange(size), training=True)]
+    example = dataset[MicroBatchRequest(0, 0, index, np.arange(size), training=True)]
+    for name, values in from_bytes(inputs.preprocessing).items():
+        if name in example:
+            example[name] = values(example[name], torch.float32)
+    return example
 
 
 def _text_lengths(data: PreparedData, inputs: InputOptions) -> np.ndarray:

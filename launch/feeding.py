@@ -147,7 +147,6 @@ class Feeding:
             self.cache,
             self.batching.patch_size,
             self.languages,
-            self.engine.get_data_types()[0],
         )
 
     def _note(self, source: Source, training: bool, report: LoadReport) -> None:

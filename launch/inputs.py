@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-
-import torch
+from functools import partial
 
 from data.cache import SampleCache
 from data.index.sources import Source
@@ -15,8 +14,9 @@ from data.modalities.image import ImageModality
 from data.modalities.modality import Modality
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.text import Languages, TextModality
-from data.modalities.transforms import augmented, eval_transform
+from data.modalities.transforms import augmented, eval_transform, normalise
 from data.prepare import PreparedData
+from engine.executor import FromBytes
 from launch.balancing.choosing import side_multiple
 from launch.settings.modalities import MODALITIES, audio_features
 from models.towers.layers import Tower
@@ -41,6 +41,10 @@ class InputOptions:
     audio_size: int | None = None
     audio_augmentation: tuple[str, ...] | None = None
 
+    @property
+    def preprocessing(self) -> Preprocessing:
+        return Preprocessing.from_options(asdict(self))
+
 
 def micro_batch_dataset(
     data: PreparedData,
@@ -50,12 +54,10 @@ def micro_batch_dataset(
     cache: SampleCache | None = None,
     patch_size: int | None = None,
     languages: Languages | None = None,
-    pixel_dtype: torch.dtype = torch.float32,
 ) -> MicroBatchDataset:
     """Micro-batches of `source` with the tensors of `branches` and no others."""
     modalities = [
-        modality(name, data, options, cache, patch_size, languages, pixel_dtype)
-        for name in sorted(branches)
+        modality(name, data, options, cache, patch_size, languages) for name in sorted(branches)
     ]
     return MicroBatchDataset(source, modalities, options.seed)
 
@@ -67,11 +69,9 @@ def modality(
     cache: SampleCache | None = None,
     patch_size: int | None = None,
     languages: Languages | None = None,
-    pixel_dtype: torch.dtype = torch.float32,
 ) -> Modality:
     """The one of a branch. `cache`: of decoded images and sounds; `patch_size`: of a ViT, pixels;
-    `languages`: that the text tower tells apart; `pixel_dtype`: in which the image tower computes.
-    """
+    `languages`: that the text tower tells apart."""
     if name in MODALITIES:
         return MODALITIES[name].load()
     if name == "text":
@@ -88,15 +88,21 @@ def modality(
             options.audio_augmentation or (),
         )
         return AudioModality(features, cache)
-    preprocessing = Preprocessing.from_options(asdict(options))
+    preprocessing = options.preprocessing
     return ImageModality(
         augmented(options.image_size, options.augmentation, preprocessing),
         eval_transform(options.image_size, preprocessing),
         cache,
         side_multiple(patch_size),
         patch_size,
-        pixel_dtype,
     )
+
+
+def from_bytes(preprocessing: Preprocessing) -> dict[str, FromBytes]:
+    """What makes values of the bytes that modalities load, by the name of the tensor."""
+    if "image" in MODALITIES:  # one's own
+        return {}
+    return {"pixel_values": partial(normalise, preprocessing=preprocessing)}
 
 
 def languages_of(towers: Sequence[Tower]) -> Languages | None:

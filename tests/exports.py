@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from data.modalities.tokenizer import load_tokenizer
-from data.modalities.transforms import eval_transform, normalised
+from data.modalities.transforms import eval_transform, normalise, stacked
 from launch.inference.trained import Trained
 from launch.settings.options import parse_options
 from models.losses import build_loss
@@ -142,7 +142,7 @@ def files():
 def evaluated(data):
     """[3, SIZE, SIZE] as evaluate.py sees it."""
     transform = eval_transform(SIZE)
-    return normalised([transform(transform.stored(data))])[0]
+    return normalise(stacked([transform(transform.stored(data))]))[0]
 
 
 # for each folder: the code of its page, run there, on the images and texts; nothing of ours can

@@ -27,6 +27,8 @@ from bench.on_gpu.timing import (
     speed,
     timed,
 )
+from data.modalities.preprocessing import CLIP
+from data.modalities.transforms import normalise
 from engine.build import build_engine
 from engine.config.auto import filled as with_values
 from engine.config.reading import read_config
@@ -37,6 +39,7 @@ from engine.planning.planner import RunPlan, plan_run
 from engine.planning.profile import profile_together
 from engine.processes.start import start_processes
 from launch.estimates import estimated_costs
+from launch.inputs import from_bytes
 from launch.settings.objective import objective_of, pairs_of
 from launch.settings.recipe import RECIPES
 from models.losses import InfoNCE
@@ -103,7 +106,7 @@ class Trained:
 
         micro_batch = self.micro_batches()[0]
         inputs = {
-            "image": {"pixel_values": micro_batch["pixel_values"]},
+            "image": {"pixel_values": normalise(micro_batch["pixel_values"])},
             "text": {key: micro_batch[key] for key in ("input_ids", "attention_mask")},
         }
         with library_models_kept():
@@ -137,15 +140,17 @@ class Trained:
                 total_num_steps=100_000,
                 seed=0,
                 timeout=self.processes.timeout,
+                from_bytes=from_bytes(CLIP),
             )
 
     def micro_batches(self) -> list[dict[str, Tensor]]:
         """Of a step, as the loader makes them. They share their images and texts."""
         on_gpu = self.device.on_gpu
         images, texts = example(self.image_size, self.vocab_size, NUM_TOKENS)
+        pixels = images.mul(64).add(128).clamp(0, 255).to(torch.uint8)
         tokens = filled(texts, self.micro_batch, on_gpu)
         shared = {
-            "pixel_values": filled(images.bfloat16(), self.micro_batch, on_gpu, channels_last=True),
+            "pixel_values": filled(pixels, self.micro_batch, on_gpu, channels_last=True),
             "input_ids": tokens,
             "attention_mask": filled(torch.ones_like(texts), self.micro_batch, on_gpu),
         }

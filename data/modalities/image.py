@@ -16,7 +16,7 @@ from data.batching.draws import AUGMENTATION, patch_numbers
 from data.batching.feed import kept_number, scaled_size
 from data.index.bad_samples import Absent, BadSample
 from data.modalities.modality import Loaded, Memory, Modality, shown
-from data.modalities.transforms import ImageTransform, normalised
+from data.modalities.transforms import ImageTransform, stacked
 
 if TYPE_CHECKING:
     from data.batching.sampler import MicroBatchRequest
@@ -27,12 +27,12 @@ GREY = 128  # where a micro-batch has no readable image at all
 
 
 class ImageModality(Modality):
-    """pixel_values [b, 3, H, W], channels-last; with `patch_size` (ViT) and fewer patches
-    asked for kept_patches int64 [b, K], ascending.
+    """pixel_values uint8 [b, 3, H, W], channels-last, of which `normalise`
+    (`data/modalities/transforms.py`) makes what the tower reads, on the tower's device; with
+    `patch_size` (ViT) and fewer patches asked for kept_patches int64 [b, K], ascending.
 
-    `side_multiple`: of the sides that the tower takes. `cache` changes no value. `dtype`: of the
-    pixels; a stage that computes in half precision would round them after it has moved twice the
-    bytes. An image that cannot be read shows another one of the micro-batch.
+    `side_multiple`: of the sides that the tower takes. `cache` changes no value. An image that
+    cannot be read shows another one of the micro-batch.
     """
 
     name = "image"
@@ -46,14 +46,13 @@ class ImageModality(Modality):
         cache: SampleCache | None = None,
         side_multiple: int = 1,
         patch_size: int | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.transform_train, self.transform_eval, self.cache = (
             transform_train,
             transform_eval,
             cache,
         )
-        self.side_multiple, self.patch_size, self.dtype = side_multiple, patch_size, dtype
+        self.side_multiple, self.patch_size = side_multiple, patch_size
 
     def load(
         self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
@@ -74,11 +73,8 @@ class ImageModality(Modality):
                 bad.append((i, error.reason, f"{source.where(i)}: {error.detail}"))
         # b times uint8 [H, W, 3]
         pixels = shown(images, lambda: np.full((*transform.size, 3), GREY, np.uint8))
-        num_values = sum(image.size for image in pixels)
-        out = (
-            memory(num_values, self.dtype) if memory else torch.empty(num_values, dtype=self.dtype)
-        )
-        tensors = {"pixel_values": normalised(pixels, out, self.transform_eval.preprocessing)}
+        out = memory(sum(image.size for image in pixels)) if memory else None
+        tensors = {"pixel_values": stacked(pixels, out)}
         tensors |= self._kept_patches(request, seed, transform.size)
         return Loaded(
             tensors,
@@ -93,7 +89,7 @@ class ImageModality(Modality):
     def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         size = self._transform(request).size
         shape = (len(request.index), 3, *size)
-        tensors = {"pixel_values": torch.empty(shape, dtype=self.dtype, device="meta")}
+        tensors = {"pixel_values": torch.empty(shape, dtype=torch.uint8, device="meta")}
         tensors |= self._kept_patches(request, seed, size)
         return Loaded(tensors, request.position, request.index, request.weight)
 

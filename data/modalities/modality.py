@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from data.batching.sampler import MicroBatchRequest
     from data.index.sources import Source
 
-Memory = Callable[[int, torch.dtype], Tensor]
-"""Gives flat memory for so many values, which reaches the training process without a copy."""
+Memory = Callable[[int], Tensor]
+"""Gives so many bytes of memory, uint8, which reach the training process without a copy."""
 
 
 @dataclass(frozen=True, eq=False)

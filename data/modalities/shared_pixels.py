@@ -1,8 +1,7 @@
 """Pixels on their way from a loader's worker to the process that asked, in shared memory that is
 used again and again.
 
-Fresh shared memory costs a page fault for every 4 KiB, on both sides: for float images more than
-to crop and resize them. So a worker keeps its blocks. A block carries a mark: 1 from when the
+Fresh shared memory costs a page fault for every 4 KiB, on both sides. So a worker keeps its blocks. A block carries a mark: 1 from when the
 worker fills it until the last tensor on it, wherever it went, is gone in the other process; then
 the worker may fill it again. There are as many blocks as are ever in use at once.
 
@@ -51,9 +50,8 @@ class Blocks:
     number: int = 0
     retired: list[Token] = field(default_factory=list)
 
-    def take(self, num_values: int, dtype: torch.dtype = torch.float32) -> "SharedPixels":
+    def take(self, num_bytes: int) -> "SharedPixels":
         """Memory for so many values, marked as used."""
-        num_bytes = dtype.itemsize * num_values
         free = [block for block in self.blocks if block.mark.item() == FREE]
         fitting = [block for block in free if block.capacity >= num_bytes]
         if fitting:
@@ -68,7 +66,7 @@ class Blocks:
             self.blocks.append(block)
             self.number += 1
         block.memory[-1] = USED
-        return SharedPixels(self, block, num_bytes, dtype)
+        return SharedPixels(self, block, num_bytes)
 
 
 @dataclass
@@ -78,13 +76,12 @@ class SharedPixels:
     owner: Blocks
     block: Block
     num_bytes: int
-    dtype: torch.dtype
     shape: tuple[int, int, int] = (0, 0, 0)  # b, H, W
 
     @property
     def out(self) -> Tensor:
         """Flat: where the values go."""
-        return self.block.memory[: self.num_bytes].view(self.dtype)
+        return self.block.memory[: self.num_bytes]
 
     def __reduce__(self) -> tuple[Any, ...]:
         memory = None if self.block.is_known else self.block.memory
@@ -94,7 +91,6 @@ class SharedPixels:
             (self.owner.loader, os.getpid(), self.block.number),
             memory,
             self.num_bytes,
-            self.dtype,
             self.shape,
             retired,
         )
@@ -104,11 +100,10 @@ def _receive(
     token: Token,
     memory: Tensor | None,
     num_bytes: int,
-    dtype: torch.dtype,
     shape: tuple[int, int, int],
     retired: tuple[Token, ...],
 ) -> Tensor:
-    """[b, 3, H, W], channels-last, on the block itself."""
+    """uint8 [b, 3, H, W], channels-last, on the block itself."""
     for old in retired:
         _RECEIVED.pop(old, None)
     if memory is None:
@@ -119,7 +114,7 @@ def _receive(
     values = block[:num_bytes]
     # The storage of the tensor below, and with it every view of it, keeps this very array alive.
     weakref.finalize(values, block.__setitem__, -1, FREE).atexit = False
-    return torch.from_numpy(values).view(dtype).view(*shape, 3).permute(0, 3, 1, 2)
+    return torch.from_numpy(values).view(*shape, 3).permute(0, 3, 1, 2)
 
 
 def forget(loader: str) -> None:

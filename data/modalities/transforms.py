@@ -8,11 +8,13 @@ Two phases, so that a cache can stand between them and change nothing:
     B  `TrainTransform`, `EvalTransform`: that image -> uint8 [H, W, 3], at random in training,
        always the same in evaluation
 
-`normalised` then turns the images of a whole micro-batch into one tensor. H, W: the tower's
-input; h, w: a stored image. Chance comes from a numpy Generator that the caller seeds for each
+`stacked` then makes one tensor of the images of a micro-batch, and `normalise` its values, where the
+tower computes. H, W: the tower's input; h, w: a stored image. Chance comes from a numpy Generator that the caller seeds for each
 sample.
 """
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -225,31 +227,50 @@ def eval_transform(image_size: int | Size, preprocessing: Preprocessing = CLIP) 
     return EvalTransform(_checked(image_size), preprocessing)
 
 
-def normalised(
-    images: Sequence[np.ndarray], out: Tensor | None = None, preprocessing: Preprocessing = CLIP
-) -> Tensor:
-    """uint8 [H, W, 3] each -> [b, 3, H, W], channels-last: (value / 255 - mean) / std of each
-    channel, computed in float32.
+def stacked(images: Sequence[np.ndarray], out: Tensor | None = None) -> Tensor:
+    """uint8 [H, W, 3] each -> uint8 [b, 3, H, W], channels-last. `out`: memory to write to, flat,
+    of as many values.
 
-    `out`: memory to write to, flat, of as many values; without it float32 is allocated. Convolutions
-    follow the memory format of their input, and are faster on channels-last on CPU and GPU alike.
+    Convolutions follow the memory format of their input, and are faster on channels-last on CPU and
+    GPU alike.
     """
-    height, width = images[0].shape[:2]
-    out = torch.empty(len(images) * height * width * 3) if out is None else out
-    rows = out.view(len(images), height, width * 3)
-    # One row of the image at a time: a broadcast over 3 channels would be a loop of 3 steps.
+    shape = (len(images), *images[0].shape)
+    out = torch.empty(math.prod(shape), dtype=torch.uint8) if out is None else out
+    np.stack(images, out=out.numpy().reshape(shape))
+    return out.view(shape).permute(0, 3, 1, 2)
+
+
+def normalise(
+    pixels: Tensor, dtype: torch.dtype = torch.float32, preprocessing: Preprocessing = CLIP
+) -> Tensor:
+    """uint8 [b, 3, H, W], channels-last -> the same of `dtype`: (value / 255 - mean) / std of each
+    channel, computed in float32 on the device where the pixels are.
+
+    So a quarter of the bytes of float32 have to get there.
+    """
+    if pixels.is_meta:
+        return torch.empty_like(pixels, dtype=dtype)
+    channels_last = pixels.permute(0, 2, 3, 1)  # [b, H, W, 3]
+    scale, shift = _scale_and_shift(preprocessing, pixels.shape[3], pixels.device)
+    rows = channels_last.reshape(-1, len(scale))  # [b H, 3 W]
+    out = torch.empty(rows.shape, dtype=dtype, device=pixels.device)
+    torch.addcmul(shift, rows, scale, out=out)
+    return out.view(channels_last.shape).permute(0, 3, 1, 2)
+
+
+@functools.lru_cache(64)  # a copy to the device for each micro-batch would make the host wait
+def _scale_and_shift(
+    preprocessing: Preprocessing, width: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Of a row of an image, [3 W] each: a broadcast over 3 channels would be a loop of 3 steps."""
     mean, std = preprocessing.mean, preprocessing.std
-    scale = torch.tensor([1 / (255 * s) for s in std]).repeat(width)  # [3 W]
-    shift = torch.tensor([-m / s for m, s in zip(mean, std)]).repeat(width)
-    for row, image in zip(
-        rows, images
-    ):  # image by image: in between, the values stay in the processor's cache
-        values = torch.from_numpy(image).view(height, width * 3).float()
-        if row.dtype == torch.float32:
-            torch.addcmul(shift, values, scale, out=row)
-        else:
-            row.copy_(torch.addcmul(shift, values, scale))
-    return out.view(len(images), height, width, 3).permute(0, 3, 1, 2)
+    scale = [1 / (255 * s) for s in std]
+    shift = [-m / s for m, s in zip(mean, std)]
+    with torch.inference_mode(False):  # training may be the next to use them
+        return (
+            torch.tensor(scale, device=device).repeat(width),
+            torch.tensor(shift, device=device).repeat(width),
+        )
 
 
 def _stored(size: Size, preprocessing: Preprocessing) -> Stored:

@@ -18,7 +18,8 @@ from data.modalities.transforms import (
     Stored,
     augmented,
     eval_transform,
-    normalised,
+    normalise,
+    stacked,
     train_transform,
 )
 
@@ -32,7 +33,9 @@ def to_rgb(tensor):
 
 def made(transform, image, seed=0):
     """Both phases, and the normalisation: float32 [3, H, W]."""
-    return normalised([transform(transform.stored.of(image), np.random.default_rng(seed))])[0]
+    return normalise(stacked([transform(transform.stored.of(image), np.random.default_rng(seed))]))[
+        0
+    ]
 
 
 def encoded(image, kind, **options):
@@ -93,14 +96,17 @@ def test_every_mode_becomes_normalised_rgb(image, colour):
     assert tensor.shape == (3, 4, 4) and tensor.dtype == torch.float32 and tensor.isfinite().all()
 
 
-def test_normalised_is_torchvision_s_arithmetic():
+def test_normalise_is_torchvision_s_arithmetic():
     images = [
         np.random.default_rng(n).integers(0, 256, (5, 7, 3)).astype(np.uint8) for n in range(3)
     ]
-    given = torch.full((3 * 5 * 7 * 3,), torch.nan)
-    values = normalised(images, given)
+    given = torch.full((3 * 5 * 7 * 3,), 99, dtype=torch.uint8)
+    pixels = stacked(images, given)
+    assert pixels.shape == (3, 3, 5, 7) and pixels.data_ptr() == given.data_ptr()
+    assert torch.equal(pixels, stacked(images))
+    assert torch.equal(pixels[1], torch.from_numpy(images[1]).permute(2, 0, 1))
+    values = normalise(pixels)
     assert values.shape == (3, 3, 5, 7) and values.is_contiguous(memory_format=torch.channels_last)
-    assert values.data_ptr() == given.data_ptr()
     expected = [
         v2.functional.normalize(
             torch.from_numpy(p).permute(2, 0, 1) / 255, list(CLIP.mean), list(CLIP.std)
@@ -110,11 +116,15 @@ def test_normalised_is_torchvision_s_arithmetic():
     assert torch.allclose(
         values, torch.stack(expected), atol=1e-5
     )  # one multiplication and one addition instead of four steps
-    assert torch.equal(values, normalised(images))
-    for dtype in (torch.bfloat16, torch.float16):  # as a stage that computes in it would round them
-        half = normalised(images, torch.empty(values.numel(), dtype=dtype))
+    # whatever the images came together with, and in whatever order the bytes lie
+    assert torch.equal(values[1:2], normalise(stacked(images[1:2])))
+    assert torch.equal(values, normalise(pixels.contiguous()))
+    for dtype in (torch.bfloat16, torch.float16):  # rounded once, from float32
+        half = normalise(pixels, dtype)
         assert torch.equal(half, values.to(dtype))
         assert half.is_contiguous(memory_format=torch.channels_last)
+    outline = normalise(pixels.to("meta"), torch.bfloat16)
+    assert outline.is_meta and (outline.dtype, outline.shape) == (torch.bfloat16, values.shape)
 
 
 def test_not_square_is_cropped_in_the_middle():
@@ -145,7 +155,7 @@ def test_evaluation_resizes_files_once_from_their_full_size(mode, shape):
     image = Image.fromarray(coarse).resize(shape, Image.Resampling.BICUBIC)
     theirs = image_transform_v2(PreprocessCfg(size=32, resize_mode=mode), is_train=False)(image)
     transform = eval_transform(32, Preprocessing(resize_mode=mode))
-    ours = normalised([transform(transform.stored(encoded(image, "PNG")))])[0]
+    ours = normalise(stacked([transform(transform.stored(encoded(image, "PNG")))]))[0]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 

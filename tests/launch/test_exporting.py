@@ -28,7 +28,7 @@ from transformers import AutoImageProcessor, AutoProcessor
 
 from data.modalities.preprocessing import CLIP as CLIP_PIXELS
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
-from data.modalities.transforms import eval_transform, normalised
+from data.modalities.transforms import eval_transform, normalise, stacked
 from launch.exporting.writing import canonical_state, write_export
 from launch.inference.trained import (
     find_checkpoint,
@@ -370,9 +370,8 @@ def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
     write_export(trained, tmp_path)
     transform = eval_transform(SIZE, trained.preprocessing)
     data = encoded(sample_image((87, 80)))
-    expected = normalised([transform(transform.stored(data))], preprocessing=trained.preprocessing)[
-        0
-    ]
+    pixels = stacked([transform(transform.stored(data))])
+    expected = normalise(pixels, preprocessing=trained.preprocessing)[0]
     names: dict = {}
     exec(
         re.findall(

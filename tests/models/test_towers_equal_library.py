@@ -7,9 +7,10 @@ gradient that SigLIP 2 adds up image by image and we add up at once (`Case.round
 
 import pytest
 import torch
-from transformers import masking_utils
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.towers.building import with_head
+from models.towers.libraries import text_layers
 
 
 def build(tower):
@@ -131,24 +132,49 @@ def test_siglip_reads_texts_of_full_length(cases, forward):
     torch.testing.assert_close(made, expected[[1, 3]], rtol=0, atol=1e-6)  # other batch, other sums
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds"), [("bert", 1), ("clip", 1), ("t5", 1), ("modernbert", 2)]
-)
-def test_a_stage_asks_once_whether_a_mask_has_padding(cases, forward, monkeypatch, name, kinds):
-    """Its blocks share what comes of one mask; another tensor, or another content, is asked."""
+class Waits(TorchDispatchMode):
+    """Operations whose result the host needs, for which it would wait for a GPU."""
+
+    NAMES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name().split(".")[0] in self.NAMES:
+            self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_tower_makes_the_host_wait(case, forward):
+    """With padding and without."""
+    if case.name.startswith("hf:siglip2"):
+        pytest.skip("its shapes of images are read, but they lie on the host")
+    layers, inputs = build(case.tower()), case.inputs()
+    for mask in (None, torch.ones_like(inputs.get("attention_mask", torch.empty(0)))):
+        if mask is not None and mask.numel():
+            inputs["attention_mask"] = mask
+        with Waits() as waits:
+            forward(layers, inputs)[f"{case.branch}_features"].sum().backward()
+        assert waits.seen == []
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("bert", 1), ("t5", 1), ("modernbert", 3)])
+def test_the_blocks_of_a_stage_share_what_they_make_of_a_mask(
+    cases, forward, monkeypatch, name, kinds
+):
+    """For another tensor, or another content, it is made anew. ModernBERT's windows are made of the
+    other mask."""
     asked = []
-    for function in (
-        "create_bidirectional_mask",
-        "create_bidirectional_sliding_window_mask",
-        "create_causal_mask",
-    ):
-        library = getattr(masking_utils, function)
+    for function in ("bidirectional_mask", "window_mask"):
+        own = getattr(text_layers, function)
 
-        def make(*given, library=library):
-            asked.append(library)
-            return library(*given)
+        def make(*given, own=own):
+            asked.append(own)
+            return own(*given)
 
-        monkeypatch.setattr(masking_utils, function, make)
+        monkeypatch.setattr(text_layers, function, make)
     layers, inputs = build(cases[name].tower()), cases[name].inputs()
     first = forward(layers, inputs)["text_features"]
     assert len(asked) == kinds

@@ -22,14 +22,44 @@ _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def once(attention_mask: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
     """What `make` gives, made once for each mask and `key`; anew where the mask was written to.
 
-    The blocks of a stage are handed one and the same tensor as mask of a micro-batch. What they
-    derive from it is equal, and asking whether it has padding makes the host wait for the device.
+    The blocks of a stage are handed one and the same tensor as mask of a micro-batch, and what they
+    derive from it is equal.
     """
     made = _made.setdefault(attention_mask, {})
     key = key, 0 if attention_mask.is_inference() else attention_mask._version
     if key not in made:
         made[key] = make()
     return made[key]
+
+
+OWN_MASKS = ("sdpa", "eager")  # implementations of attention whose masks are made here
+
+
+def bidirectional_mask(
+    config: PreTrainedConfig, text_hidden: Tensor, attention_mask: Tensor | None
+) -> Tensor | None:
+    """transformers' `create_bidirectional_mask` without its question whether anything is padded, for
+    which the host would have to wait for the device: [B, 1, L, L], also where nothing is; None where
+    no `attention_mask` is given."""
+    if attention_mask is None or config._attn_implementation not in OWN_MASKS:
+        return masking_utils.create_bidirectional_mask(config, text_hidden, attention_mask)
+    seen = attention_mask.bool()[:, None, None].expand(-1, 1, text_hidden.shape[1], -1)
+    if config._attn_implementation == "sdpa":
+        return seen
+    none = torch.zeros((), dtype=text_hidden.dtype, device=text_hidden.device)
+    return torch.where(seen, none, torch.finfo(text_hidden.dtype).min)  # added to the scores
+
+
+def window_mask(
+    config: PreTrainedConfig, text_hidden: Tensor, attention_mask: Tensor | None
+) -> Tensor | None:
+    """transformers' `create_bidirectional_sliding_window_mask`, likewise."""
+    make = masking_utils.create_bidirectional_sliding_window_mask
+    if attention_mask is None or config._attn_implementation != "sdpa":
+        return make(config, text_hidden, attention_mask)
+    window = make(config, text_hidden, None)  # None: wider than the texts are long
+    padding = bidirectional_mask(config, text_hidden, attention_mask)
+    return padding if window is None else window & padding
 
 
 class Embeddings(Layer):
@@ -162,7 +192,9 @@ class EotEmbeddings(Layer):
 
 class Block(Layer):
     """What blocks have in common: `attention_mask` [B, L] becomes what the library's block wants of
-    it."""
+    it. `padded` False: it is ones throughout, and is not looked at."""
+
+    padded = True
 
     reads: tuple[str, ...] = ("text_hidden", "attention_mask")
     makes: tuple[str, ...] = ("text_hidden",)
@@ -172,13 +204,12 @@ class Block(Layer):
         super().__init__()
         self.block, self.config = block, config
 
-    @torch.compiler.disable  # it remembers and may read the mask: both are the host's affair
+    @torch.compiler.disable  # to remember is the host's affair
     def _mask(
         self, make: Callable[..., Any], text_hidden: Tensor, attention_mask: Tensor, *more: Any
     ) -> Any:
-        # the library reads the mask to leave it out where nothing is padded; meta tensors have
-        # nothing to read
-        padding = None if attention_mask.is_meta else attention_mask
+        # meta tensors have nothing to read
+        padding = attention_mask if self.padded and not attention_mask.is_meta else None
         return once(
             attention_mask,
             (make, text_hidden.shape[:2], text_hidden.dtype, self.config._attn_implementation),
@@ -190,18 +221,21 @@ class Block(Layer):
 class TextBlock(Block):
     """`text_hidden` [B, L, W] -> `text_hidden`."""
 
-    def __init__(self, block: Any, config: PreTrainedConfig, causal: bool = False) -> None:
-        super().__init__(block, config)
-        self.causal = causal
+    def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        mask = self._mask(bidirectional_mask, text_hidden, attention_mask)
+        return self.block(text_hidden, mask)
+
+
+class CausalBlock(Block):
+    """`text_hidden` [B, L, W] -> `text_hidden`, where a token sees those before it. Padding is on
+    the right, so that none that is kept sees any of it, and what it becomes is of no concern:
+    attention needs no mask, which the fastest kernels of a GPU do not take."""
+
+    padded = False
 
     def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
-        if self.causal:
-            mask = self._mask(masking_utils.create_causal_mask, text_hidden, attention_mask, None)
-            return self.block(text_hidden, mask, is_causal=True)
-        return self.block(
-            text_hidden,
-            self._mask(masking_utils.create_bidirectional_mask, text_hidden, attention_mask),
-        )
+        mask = self._mask(masking_utils.create_causal_mask, text_hidden, attention_mask, None)
+        return self.block(text_hidden, mask, is_causal=True)
 
 
 class BiasedBlock(Block):
@@ -217,7 +251,7 @@ class BiasedBlock(Block):
     def compute(
         self, text_hidden: Tensor, attention_mask: Tensor, text_position_bias: Tensor
     ) -> Tensor:
-        mask = self._mask(masking_utils.create_bidirectional_mask, text_hidden, attention_mask)
+        mask = self._mask(bidirectional_mask, text_hidden, attention_mask)
         return self.block(text_hidden, mask, text_position_bias)[0]
 
 
@@ -230,7 +264,7 @@ class BiasingBlock(Block):
         self.makes = ("text_hidden",) if last else ("text_hidden", "text_position_bias")
 
     def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
-        mask = self._mask(masking_utils.create_bidirectional_mask, text_hidden, attention_mask)
+        mask = self._mask(bidirectional_mask, text_hidden, attention_mask)
         return tuple(self.block(text_hidden, mask)[: len(self.makes)])
 
 
@@ -245,9 +279,7 @@ class RotaryBlock(Block):
     def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
         kind = self.block.attention_type
         mask = self._mask(
-            masking_utils.create_bidirectional_sliding_window_mask
-            if kind == "sliding_attention"
-            else masking_utils.create_bidirectional_mask,
+            window_mask if kind == "sliding_attention" else bidirectional_mask,
             text_hidden,
             attention_mask,
         )

@@ -48,6 +48,8 @@ from models.towers.libraries.text_layers import (
     BiasedBlock,
     BiasedEmbeddings,
     BiasingBlock,
+    Block,
+    CausalBlock,
     EotEmbeddings,
     EotPool,
     FullLengthEmbeddings,
@@ -128,6 +130,10 @@ class Family:
             (f"{self.blocks}.{i}", self.block(model, i, block))
             for i, block in enumerate(model.get_submodule(self.blocks))
         ]
+        if isinstance(start, FullLengthEmbeddings):
+            for _, block in blocks:
+                if isinstance(block, Block):
+                    block.padded = False
         return [("embeddings", start), *blocks, ("pooler", last)]
 
 
@@ -143,7 +149,7 @@ class LastThrough(nn.Module):
 
 
 def _causal_block(model: Any, number: int, block: nn.Module) -> Layer:
-    return TextBlock(block, model.config, causal=True)
+    return CausalBlock(block, model.config)
 
 
 def _biased_block(model: Any, number: int, block: nn.Module) -> Layer:
