@@ -29,7 +29,7 @@ from data.modalities import shared_pixels
 from data.modalities.modality import Loaded, Memory, Modality
 from data.processes import end_with_parent, outlast_signals, start_method
 
-MAX_WORKERS_GPU, MAX_WORKERS_CPU = 8, 2
+MAX_WORKERS_GPU, MAX_WORKERS_CPU = 16, 2
 SEEN_S = 2.0  # within which a process that ended is seen to be gone
 
 
@@ -158,7 +158,7 @@ def resolve_workers(asked: str | int, ranks_on_node: int, cpu_count: int, on_gpu
     """How many loader processes one rank starts: `asked` where it is a number, else what the
     machine has to spare.
 
-    "auto" with a GPU: the cores beside each rank's own, 1 to 8. Without: towers compute on the
+    "auto" with a GPU: the cores beside each rank's own, 1 to 16. Without: towers compute on the
     cores, so at most 2, and 0 (load in the rank itself) when no rank has a core to spare. Errors:
     ValueError.
     """

@@ -323,13 +323,20 @@ def _attend(
     """The fused kernel that exists on every machine. It saves what those of a GPU save (theirs draw
     dropout again in the backward)."""
     shape = (*query.shape[:-1], value.shape[-1])
+    kept = None  # for the backward
+    if (
+        attn_mask is not None
+        and attn_mask.dtype == query.dtype
+        and attn_mask.dim() == query.dim() == 4
+    ):
+        kept = attn_mask.detach()
     # [B, heads, L, D]: some towers have windows as a further dimension, or no heads
     query, key, value = (
         (t if t.dim() > 3 else t[None]).flatten(0, -4) if t.dim() != 4 else t
         for t in (query, key, value)
     )
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal
+        query, key, value, 0.0, is_causal, attn_mask=kept
     )[0]
     return found.reshape(shape)
 

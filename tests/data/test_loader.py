@@ -379,7 +379,7 @@ def test_evaluation_without_a_share(demo):
         ("auto", 1, 64, False, 2),
         ("auto", 1, 1, True, 1),
         ("auto", 8, 32, True, 3),
-        ("auto", 1, 64, True, 8),
+        ("auto", 1, 64, True, 16),
         (0, 8, 64, True, 0),
         (5, 8, 2, False, 5),
     ],

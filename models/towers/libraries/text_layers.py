@@ -3,6 +3,7 @@
 B micro-batch, L tokens, W width, N heads.
 """
 
+import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -32,7 +33,8 @@ def once(attention_mask: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
     return made[key]
 
 
-OWN_MASKS = ("sdpa", "eager")  # implementations of attention whose masks are made here
+# of masked scores, by the implementation of attention whose masks are made here
+_ADDED = {"sdpa": lambda dtype: -math.inf, "eager": lambda dtype: torch.finfo(dtype).min}
 
 
 def bidirectional_mask(
@@ -40,14 +42,20 @@ def bidirectional_mask(
 ) -> Tensor | None:
     """transformers' `create_bidirectional_mask` without its question whether anything is padded, for
     which the host would have to wait for the device: [B, 1, L, L], also where nothing is; None where
-    no `attention_mask` is given."""
-    if attention_mask is None or config._attn_implementation not in OWN_MASKS:
+    no `attention_mask` is given.
+
+    It is what is added to the scores: of a mask of truth values each block would make that anew, and
+    keep it.
+    """
+    added = _ADDED.get(config._attn_implementation)
+    if attention_mask is None or added is None:
+        if attention_mask is not None and attention_mask.is_meta:  # has nothing to read
+            attention_mask = None
         return masking_utils.create_bidirectional_mask(config, text_hidden, attention_mask)
-    seen = attention_mask.bool()[:, None, None].expand(-1, 1, text_hidden.shape[1], -1)
-    if config._attn_implementation == "sdpa":
-        return seen
-    none = torch.zeros((), dtype=text_hidden.dtype, device=text_hidden.device)
-    return torch.where(seen, none, torch.finfo(text_hidden.dtype).min)  # added to the scores
+    dtype = text_hidden.dtype
+    mask = torch.zeros(attention_mask.shape, dtype=dtype, device=attention_mask.device)
+    mask = mask.masked_fill_(attention_mask == 0, added(dtype))
+    return mask[:, None, None].expand(-1, 1, text_hidden.shape[1], -1)
 
 
 def window_mask(
@@ -59,7 +67,9 @@ def window_mask(
         return make(config, text_hidden, attention_mask)
     window = make(config, text_hidden, None)  # None: wider than the texts are long
     padding = bidirectional_mask(config, text_hidden, attention_mask)
-    return padding if window is None else window & padding
+    if window is None or padding is None:
+        return padding
+    return padding.masked_fill(~window, -math.inf)
 
 
 class Embeddings(Layer):
@@ -208,8 +218,7 @@ class Block(Layer):
     def _mask(
         self, make: Callable[..., Any], text_hidden: Tensor, attention_mask: Tensor, *more: Any
     ) -> Any:
-        # meta tensors have nothing to read
-        padding = attention_mask if self.padded and not attention_mask.is_meta else None
+        padding = attention_mask if self.padded else None
         return once(
             attention_mask,
             (make, text_hidden.shape[:2], text_hidden.dtype, self.config._attn_implementation),
