@@ -17,6 +17,7 @@ All micro-batches are read by the process that asked for them, one value per pag
     webdataset   the webdataset library on the tar shards, with the same transforms
     decoding     ours on the folder; decoding_tar: on the tar shards
     cached       ours on the folder, from a cache that is full
+    cached_bytes the same, but nothing is normalised: what the host does for a GPU
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ IMAGE_SIZE, BATCH_SIZE, EPOCHS = 224, 32, 4  # the first epoch is not counted
 WIDTH, HEIGHT, QUALITY = 640, 480, 85
 SHARDS = 4
 AIMS = {"decoding": 1.5, "cached": 5.0}  # times plain
-LOADERS = ("plain", "webdataset", "decoding", "decoding_tar", "cached")
+LOADERS = ("plain", "webdataset", "decoding", "decoding_tar", "cached", "cached_bytes")
 
 
 def make_files(folder: Path, samples: int) -> int:
@@ -184,7 +185,7 @@ def webdataset(folder: Path, samples: int, workers: int, pin: bool) -> Iterator:
 # Ours
 
 
-def ours(spec: str, workers: int, pin: bool, cache=None) -> Iterator:
+def ours(spec: str, workers: int, pin: bool, cache=None, on_host: bool = True) -> Iterator:
     import numpy as np
 
     from data.batching.sampler import GlobalOrder, training_requests
@@ -213,7 +214,8 @@ def ours(spec: str, workers: int, pin: bool, cache=None) -> Iterator:
         EPOCHS * order.steps_per_epoch,
     )
     for micro_batch in micro_batches(dataset, requests, workers, pin):
-        yield normalise(micro_batch["pixel_values"])
+        pixels = micro_batch["pixel_values"]
+        yield normalise(pixels) if on_host else pixels
 
 
 def decoding(folder: Path, samples: int, workers: int, pin: bool) -> Iterator:
@@ -228,6 +230,13 @@ def cached(folder: Path, samples: int, workers: int, pin: bool) -> Iterator:
     from data.cache import SampleCache
 
     return ours(f"jsonl:{folder / 'set.jsonl'}", workers, pin, SampleCache(folder / "cache"))
+
+
+def cached_bytes(folder: Path, samples: int, workers: int, pin: bool) -> Iterator:
+    from data.cache import SampleCache
+
+    cache = SampleCache(folder / "cache")
+    return ours(f"jsonl:{folder / 'set.jsonl'}", workers, pin, cache, on_host=False)
 
 
 # Measuring
@@ -247,9 +256,8 @@ def measure(loader: str, folder: Path, samples: int, workers: int, pin: bool) ->
     seen, checksum, per_epoch = 0, 0.0, samples // BATCH_SIZE * BATCH_SIZE
     asked = time.perf_counter()
     for pixels in globals()[loader](folder, samples, workers, pin):
-        if (
-            tuple(pixels.shape) != (BATCH_SIZE, 3, IMAGE_SIZE, IMAGE_SIZE)
-            or pixels.dtype != torch.float32
+        if tuple(pixels.shape) != (BATCH_SIZE, 3, IMAGE_SIZE, IMAGE_SIZE) or pixels.dtype != (
+            torch.uint8 if loader == "cached_bytes" else torch.float32
         ):
             raise ValueError(f"{loader} gave {pixels.dtype} {tuple(pixels.shape)}")
         checksum += float(

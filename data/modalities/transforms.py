@@ -254,7 +254,11 @@ def normalise(
     scale, shift = _scale_and_shift(preprocessing, pixels.shape[3], pixels.device)
     rows = channels_last.reshape(-1, len(scale))  # [b H, 3 W]
     out = torch.empty(rows.shape, dtype=dtype, device=pixels.device)
-    torch.addcmul(shift, rows, scale, out=out)
+    # on a CPU image by image: in between, the values stay in its cache, and no further memory of the
+    # size of a micro-batch is touched
+    step = pixels.shape[2] if pixels.device.type == "cpu" else len(rows)
+    for part, made in zip(rows.split(step), out.split(step)):
+        torch.addcmul(shift, part, scale, out=made)
     return out.view(channels_last.shape).permute(0, 3, 1, 2)
 
 
