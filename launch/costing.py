@@ -34,7 +34,7 @@ from engine.planning.profile import profile_together
 from engine.processes.start import Processes, from_first_rank
 from launch.estimates import estimated_costs
 from launch.feeding import LoadingOptions, sample_cache
-from launch.inputs import InputOptions, from_bytes, micro_batch_dataset
+from launch.inputs import InputOptions, as_values, micro_batch_dataset
 from launch.model import RunModel
 from launch.run.folder import RunFolder
 from launch.settings.blocks import dealing
@@ -264,10 +264,7 @@ def _example(
         number = np.resize(np.argsort(np.abs(lengths - lengths.mean()), kind="stable"), size)
     index = data.train[number % len(data.train)]
     example = dataset[MicroBatchRequest(0, 0, index, np.arange(size), training=True)]
-    for name, values in from_bytes(inputs.preprocessing).items():
-        if name in example:
-            example[name] = values(example[name], torch.float32)
-    return example
+    return as_values(example, inputs.preprocessing)
 
 
 def _text_lengths(data: PreparedData, inputs: InputOptions) -> np.ndarray:

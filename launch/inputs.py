@@ -6,6 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from data.cache import SampleCache
 from data.index.sources import Source
 from data.loader import MicroBatchDataset
@@ -103,6 +106,15 @@ def from_bytes(preprocessing: Preprocessing) -> dict[str, FromBytes]:
     if "image" in MODALITIES:  # one's own
         return {}
     return {"pixel_values": partial(normalise, preprocessing=preprocessing)}
+
+
+def as_values(tensors: dict[str, Tensor], preprocessing: Preprocessing) -> dict[str, Tensor]:
+    """A micro-batch as float32 towers read it, for those who call them without an engine."""
+    made = from_bytes(preprocessing)
+    return {
+        name: made[name](tensor, torch.float32) if name in made else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def languages_of(towers: Sequence[Tower]) -> Languages | None:

@@ -51,7 +51,7 @@ class Blocks:
     retired: list[Token] = field(default_factory=list)
 
     def take(self, num_bytes: int) -> "SharedPixels":
-        """Memory for so many values, marked as used."""
+        """Memory for so many bytes, marked as used."""
         free = [block for block in self.blocks if block.mark.item() == FREE]
         fitting = [block for block in free if block.capacity >= num_bytes]
         if fitting:

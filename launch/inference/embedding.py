@@ -35,7 +35,7 @@ from data.progress import progress_bar
 from engine.objective import without_loss
 from launch.inference.kinds import KINDS
 from launch.inference.trained import Trained
-from launch.inputs import from_bytes, languages_of
+from launch.inputs import as_values, languages_of
 from launch.run.report import show
 from launch.settings.modalities import MODALITIES, audio_features
 from models.towers.fusion import Fusion
@@ -119,7 +119,6 @@ class Embedder:
             tower.branch: list(islice(layers, len(tower.specs))) for tower in trained.towers
         }
         self._languages = languages_of(trained.towers)
-        self._from_bytes = from_bytes(trained.preprocessing)
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -243,8 +242,7 @@ class Embedder:
     @torch.inference_mode()
     def _run(self, branch: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
-        for name in tensors.keys() & self._from_bytes.keys():
-            tensors[name] = self._from_bytes[name](tensors[name], torch.float32)
+        tensors = as_values(tensors, self.trained.preprocessing)
         with self.autocast():
             for layer in self._layers[branch]:
                 tensors = layer(tensors)

@@ -18,7 +18,7 @@ from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality
 from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
 from data.modalities.transforms import eval_transform
-from launch.inputs import InputOptions, from_bytes
+from launch.inputs import InputOptions, as_values
 from launch.run.folder import RunFolder, training_identity
 from launch.settings.options import parse_options
 from launch.settings.preprocessing import describe_pixels, trained_with
@@ -57,9 +57,7 @@ def run_s_pixels(options, spec, number):
     transform = eval_transform(options.image_size, preprocessing)
     dataset = MicroBatchDataset(open_source(spec), [ImageModality(transform, transform)])
     (request,) = evaluation_requests(np.arange(number), 0, 1, number)
-    return from_bytes(preprocessing)["pixel_values"](
-        dataset[request]["pixel_values"], torch.float32
-    )
+    return as_values(dataset[request], preprocessing)["pixel_values"]
 
 
 def run_s_features(options, pixel_values):

@@ -202,7 +202,8 @@ class EotEmbeddings(Layer):
 
 class Block(Layer):
     """What blocks have in common: `attention_mask` [B, L] becomes what the library's block wants of
-    it. `padded` False: it is ones throughout, and is not looked at."""
+    it. `padded` False: nothing is padded, or no token that is kept sees any padding; the mask is not
+    looked at."""
 
     padded = True
 
@@ -236,9 +237,11 @@ class TextBlock(Block):
 
 
 class CausalBlock(Block):
-    """`text_hidden` [B, L, W] -> `text_hidden`, where a token sees those before it. Padding is on
-    the right, so that none that is kept sees any of it, and what it becomes is of no concern:
-    attention needs no mask, which the fastest kernels of a GPU do not take."""
+    """`text_hidden` [B, L, W] -> `text_hidden`, where a token sees those before it.
+
+    Padding is on the right, so no token that is kept sees any of it. Attention needs no mask, which
+    the fastest kernels of a GPU do not take.
+    """
 
     padded = False
 
