@@ -90,3 +90,8 @@ def test_a_run_from_a_folder_of_weights(tmp_path, text):
         assert status == 0, output[-5000:]
         found.append(json.loads(file.read_text()))
     assert all(any("R@1" in key for key in each) for each in found)
+    # the run's stages and evaluate.py see the same pixels, whose mean is not CLIP's
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    *_, last = (line for line in lines if line.get("held_out"))
+    for key in ("alignment", "uniformity/image", "cosine_pairs"):
+        assert found[1][f"validation/{key}"] == pytest.approx(last[key], rel=1e-4), key
