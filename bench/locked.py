@@ -118,7 +118,8 @@ def main() -> None:
     import bench.locked as this  # so that the ranks find `measure_tensors` by name
 
     OUT.mkdir(parents=True, exist_ok=True)
-    record = run_ranks(2, profile, SETUP, tempfile.mkdtemp(), timeout_s=600)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        record = run_ranks(2, profile, SETUP, folder, timeout_s=600)[0]
     rows = []
     for name, way in tqdm(WAYS.items(), unit="way"):
         pair = way, {**way, **LOCKED}

@@ -182,7 +182,8 @@ def main() -> None:
     rows = []
     with tqdm(total=len(TOWERS) * len(COMBINATIONS) * arguments.rounds, unit="run") as bar:
         for towers, setup in TOWERS.items():
-            record = run_ranks(2, this.profile, setup, tempfile.mkdtemp(), timeout_s=600)[0]
+            with tempfile.TemporaryDirectory() as folder:
+                record = run_ranks(2, this.profile, setup, folder, timeout_s=600)[0]
             seconds: dict[tuple, list[float]] = {}
             idle = {}
             for _ in range(arguments.rounds):

@@ -7,4 +7,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 set_up requirements-test.txt
 cd "$root"
-exec "$PYTHON" -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder "$@"
+exec "$PYTHON" -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder "$@"

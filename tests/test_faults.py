@@ -30,9 +30,9 @@ from launch.run.stopping import STOPPED
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
+def small(module_folder):
     """Towers, configuration and data of a fork on two ranks."""
-    folder = tmp_path_factory.mktemp("small")
+    folder = module_folder("small")
     return [
         *SMALL,
         *fork_flags(folder),

@@ -27,10 +27,10 @@ TRAIN = "tests/counted_training.py"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(module_folder):
     """(arguments, folder, output) of a run whose images are sixteen times the work of its texts;
     done at step 24, with a checkpoint of step 12."""
-    folder = tmp_path_factory.mktemp("feed")
+    folder = module_folder("feed")
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
     bounds = {"captions_per_image": [1, 3], "image_size": [32, 64]}
     config["train_batch_size"] = 60

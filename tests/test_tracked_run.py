@@ -24,11 +24,11 @@ MONITORS = {
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
+def run_dir(module_folder):
     """A fork on two ranks, stopped after its first step and resumed to its end."""
     pytest.importorskip("tensorboard", reason="the JSON's tensorboard block needs it")
     pytest.importorskip("comet_ml", reason="the JSON's comet block needs it")
-    folder = tmp_path_factory.mktemp("tracked")
+    folder = module_folder("tracked")
     _, file = fork_flags(folder)
     config = json.loads(file.read_text()) | MONITORS
     for block in ("tensorboard", "csv_monitor"):

@@ -33,25 +33,25 @@ from launch.tools.timeline import run as draw_timeline
 
 
 @pytest.fixture(scope="module")
-def fork(tmp_path_factory):
-    return fork_flags(tmp_path_factory.mktemp("config"))
+def fork(module_folder):
+    return fork_flags(module_folder("config"))
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
+def pairs(module_folder):
     """320 emoji, of which 48 are held out; each rank loads by itself."""
-    spec = write_pairs(tmp_path_factory.mktemp("pairs"), 320)
+    spec = write_pairs(module_folder("pairs"), 320)
     return ["--data", spec, "--val-fraction", 0.15, "--max-text-tokens", 16, "--workers", 0]
 
 
 @pytest.fixture(scope="module")
-def merged(tmp_path_factory):
+def merged(module_folder):
     """For one rank, which measures nothing either."""
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text()) | {
         "train_batch_size": BATCH
     }
     config["branches"] |= {"layout": "merged", "schedule": "batch_sync"}
-    file = tmp_path_factory.mktemp("config") / "merged.json"
+    file = module_folder("config") / "merged.json"
     file.write_text(json.dumps(config))
     return ["--deepspeed_config", file]
 

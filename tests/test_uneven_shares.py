@@ -39,8 +39,8 @@ def numbers_of(line):
 
 
 @pytest.fixture(scope="module")
-def unsplit(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("unsplit") / "a", 1, MERGED)[0]
+def unsplit(module_folder):
+    return run(module_folder("unsplit") / "a", 1, MERGED)[0]
 
 
 @pytest.mark.parametrize(

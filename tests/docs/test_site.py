@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
+def site(module_folder) -> Path:
     """The folder of the built site; `--strict` makes a broken link or anchor an error."""
-    folder = tmp_path_factory.mktemp("site")
+    folder = module_folder("site")
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         cwd=ROOT,

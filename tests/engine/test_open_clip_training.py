@@ -48,12 +48,12 @@ ONE, FORK, MERGED = (
 
 
 @pytest.fixture(scope="module")
-def peer(tmp_path_factory):
+def peer(module_folder):
     """(loss, ranks) -> the mean of its ranks' losses in each step."""
 
     @cache
     def train(loss, ranks):
-        folder = tmp_path_factory.mktemp("open_clip")
+        folder = module_folder("open_clip")
         case = case_of(*ONE, loss, ranks * BATCH_PER_RANK)
         towers, image_size = towers_of(case)
         _write_model(folder, towers, image_size)

@@ -52,9 +52,9 @@ def adapted_model(image_tower, text_tower, loss, adapters) -> Trained:
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory):
+def exports(module_folder):
     """name -> (what makes the model, its merged export, the one with the adapters apart)."""
-    root, made = tmp_path_factory.mktemp("exports"), {}
+    root, made = module_folder("exports"), {}
     for number, (name, model) in enumerate(MODELS.items()):
         merged, apart = root / f"{number} merged", root / f"{number} apart"
         write_export(adapted_model(*model), merged)

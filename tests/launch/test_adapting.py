@@ -28,10 +28,10 @@ SETS = ("--data", "demo:de", "--data", "demo:fr")
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def data(module_folder):
     """Epochs of 10 steps."""
     return prepare_data(
-        DataOptions(("demo:de", "demo:fr"), limit_samples=480), None, tmp_path_factory.mktemp("run")
+        DataOptions(("demo:de", "demo:fr"), limit_samples=480), None, module_folder("run")
     )
 
 

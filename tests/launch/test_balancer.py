@@ -25,8 +25,8 @@ TRUE = BranchCost(2e-3, 0.0, 3e-5)  # what texts really cost
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepare_data(DataOptions(("demo:en+de+es+fr+it",)), None, tmp_path_factory.mktemp("run"))
+def data(module_folder):
+    return prepare_data(DataOptions(("demo:en+de+es+fr+it",)), None, module_folder("run"))
 
 
 class World:

@@ -32,8 +32,8 @@ BUCKETS = BucketedSamples(((32, 64), (64, 32)), np.zeros(4000, np.int8))
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepare_data(DataOptions(("demo:en+de+es+fr+it",)), None, tmp_path_factory.mktemp("run"))
+def data(module_folder):
+    return prepare_data(DataOptions(("demo:en+de+es+fr+it",)), None, module_folder("run"))
 
 
 def made(

@@ -82,13 +82,13 @@ def saved(folder, model, tokenizer, extractor=True):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(module_folder):
     """By the activation of the projections: the folder of a model."""
     made = {}
     for activation in ("relu", "gelu"):
         torch.manual_seed(3)
         tokenizer = load_tokenizer(None, CAPTIONS)
-        made[activation] = tmp_path_factory.mktemp("clap") / activation
+        made[activation] = module_folder("clap") / activation
         saved(made[activation], clap(tokenizer, activation), tokenizer)
     return made
 
@@ -247,11 +247,11 @@ def trained_by(flags):
 
 
 @pytest.fixture(scope="module")
-def exports(folders, tmp_path_factory):
+def exports(folders, module_folder):
     """By name: what was exported, its folder and what the export said; a fresh process has run the
     page of each folder."""
     pytest.importorskip("soundfile", reason="pip install -r requirements-audio.txt")
-    root, made = tmp_path_factory.mktemp("exports"), {}
+    root, made = module_folder("exports"), {}
     for name in ("the library's", *OTHERS):
         if name in OTHERS:
             trained = trained_by(OTHERS[name][0])

@@ -16,8 +16,8 @@ from launch.settings.options import ROOT, parse_options
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    return write_pairs(tmp_path_factory.mktemp("pairs"), 160)
+def pairs(module_folder):
+    return write_pairs(module_folder("pairs"), 160)
 
 
 @pytest.fixture

@@ -186,10 +186,10 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory):
+def exports(module_folder):
     """name -> (the model, its folder, why it is no dual encoder); a fresh process has left the
     embeddings by the folder's page in result.pt."""
-    root = tmp_path_factory.mktemp("exports")
+    root = module_folder("exports")
     made = {}
     for number, (name, (image_tower, text_tower, loss, _)) in enumerate(MODELS.items()):
         trained = trained_model(image_tower, text_tower, loss)

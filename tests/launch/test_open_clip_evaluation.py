@@ -32,10 +32,10 @@ def white(data):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(module_folder):
     """(ours, OpenCLIP's, its transform, its tokenizer): of towers that have not learned, whose
     similarities lie close together, so that ranks turn with the last digits."""
-    folder = tmp_path_factory.mktemp("model") / "out"
+    folder = module_folder("model") / "out"
     write_export(trained_model(*TOWERS, "infonce"), folder, form="open_clip")
     theirs, _, transform = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")

@@ -122,9 +122,9 @@ def published(config, folder, torch_file=False):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def models(module_folder):
     """name -> (its configuration, its tensors, its folder, the folder of its export)."""
-    root, made = tmp_path_factory.mktemp("models"), {}
+    root, made = module_folder("models"), {}
     for number, (name, config) in enumerate(MODELS.items()):
         folder, out = root / f"model {number}", root / f"out {number}"
         config, state = published(config, folder, torch_file=number == 1)
@@ -216,10 +216,10 @@ def test_a_run_takes_from_the_model_what_is_not_given(models, name):
 
 
 @pytest.fixture(scope="module")
-def two_layers(tmp_path_factory):
+def two_layers(module_folder):
     """(a folder of OpenCLIP whose texts go through transformers' XLM-R and two layers, its
     tensors), as `xlm-roberta-base-ViT-B-32` is."""
-    root = tmp_path_factory.mktemp("two layers")
+    root = module_folder("two layers")
     folder, tokenizer = root / "model", load_tokenizer(None, CAPTIONS)
     sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"intermediate_size": 64, "vocab_size": len(tokenizer), "pad_token_id": 0}

@@ -18,10 +18,10 @@ MODEL = "a public model"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(module_folder):
     """A folder with a CLIP of random weights, and a data set of eight images in two classes, with
     a caption of their own each."""
-    root = tmp_path_factory.mktemp("public")
+    root = module_folder("public")
     torch.manual_seed(0)
     tokenizer = load_tokenizer(None, [f"one {word} of a kind" for word in WORDS])
     tokenizer.eos_token, tokenizer.model_max_length = "[SEP]", TOKENS

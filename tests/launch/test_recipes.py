@@ -46,9 +46,9 @@ def storeless(tensors, file):
 
 
 @pytest.fixture(scope="module")
-def clip(tmp_path_factory):
+def clip(module_folder):
     """In place of openai/clip-vit-base-patch32, whose sizes are the defaults of CLIPConfig."""
-    folder = tmp_path_factory.mktemp("clip")
+    folder = module_folder("clip")
     config = CLIPConfig(architectures=["CLIPModel"])
     with torch.device("meta"):
         model = CLIPModel(config)
@@ -60,11 +60,11 @@ def clip(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def vit(tmp_path_factory):
+def vit(module_folder):
     """In place of torchvision's weights of a ViT-B/16."""
     import torchvision
 
-    file = tmp_path_factory.mktemp("vit") / "vit_b_16.pth"
+    file = module_folder("vit") / "vit_b_16.pth"
     with torch.device("meta"):
         model = torchvision.models.vit_b_16()
     storeless({name: tensor.shape for name, tensor in model.state_dict().items()}, file)
@@ -72,9 +72,9 @@ def vit(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def data(module_folder):
     """By kind: the same emoji in each format."""
-    folder = tmp_path_factory.mktemp("data")
+    folder = module_folder("data")
     jsonl = write_pairs(folder, NUMBER)
     source = open_source(jsonl)
     with (folder / "pairs.csv").open("w", newline="") as file:

@@ -23,10 +23,10 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(module_folder):
     """Two runs that differ in seed and layout; the second has no prediction. All captions and a
     name of a folder are hostile."""
-    folder = tmp_path_factory.mktemp("report")
+    folder = module_folder("report")
     spec = write_pairs(folder / "data", 120)
     file = folder / "data" / "pairs.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]

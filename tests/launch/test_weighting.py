@@ -14,8 +14,8 @@ from launch.settings.blocks import SampleWeightsBlock
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return prepare_data(DataOptions(("demo:en+de+es+fr+it",)), None, tmp_path_factory.mktemp("run"))
+def data(module_folder):
+    return prepare_data(DataOptions(("demo:en+de+es+fr+it",)), None, module_folder("run"))
 
 
 def tokens(data, i):

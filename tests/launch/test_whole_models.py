@@ -79,10 +79,10 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def models(module_folder):
     """By class: the folder of a model with its tokenizer, and that of its export; a fresh process
     has left the embeddings by the page of the export in result.pt."""
-    root, made = tmp_path_factory.mktemp("models"), {}
+    root, made = module_folder("models"), {}
     for name, make in MODELS.items():
         torch.manual_seed(3)
         tokenizer = load_tokenizer(None, CAPTIONS)

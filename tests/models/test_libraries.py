@@ -226,7 +226,7 @@ small = pytest.mark.parametrize("case", [CASES[name] for name in SMALL], ids=SMA
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def models(module_folder):
     """Of each case on demand: the library's model, away from its first values, the tower, and
     layers with weights from the file that the model was saved to."""
     made = {}
@@ -238,7 +238,7 @@ def models(tmp_path_factory):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.02)
-            folder = tmp_path_factory.mktemp("weights")
+            folder = module_folder("weights")
             state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
             save_file(state, folder / "model.safetensors")
             made[case.name] = model, case.tower(), folder
