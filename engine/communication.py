@@ -419,27 +419,25 @@ class Communicator:
         )  # a ring: reduce-scatter, then all-gather
         return wired.to(self.device)
 
-    def sum_parts(
-        self, parts: Mapping[str, Tensor | Sequence[Tensor | float]]
-    ) -> dict[str, list[float]]:
+    def sum_parts(self, parts: Mapping[str, Tensor | Sequence[float]]) -> dict[str, list[float]]:
         """Several vectors, of the same lengths on all ranks, each summed over all ranks: one
         message, in float64."""
-        vectors = [self._vector(part) for part in parts.values()]
-        sums = iter(self.sum_over(torch.cat(vectors)).tolist())
-        return {
-            name: list(itertools.islice(sums, len(vector))) for name, vector in zip(parts, vectors)
+        lengths = {
+            name: part.numel() if isinstance(part, Tensor) else len(part)
+            for name, part in parts.items()
         }
-
-    def _vector(self, part: Tensor | Sequence[Tensor | float]) -> Tensor:
-        if isinstance(part, Tensor):
-            return part.double().flatten()
         # one copy to the device for all numbers of the host
-        numbers = [0.0 if isinstance(number, Tensor) else number for number in part]
+        of_host = [
+            [0.0] * lengths[name] if isinstance(part, Tensor) else part
+            for name, part in parts.items()
+        ]
+        numbers = list(itertools.chain.from_iterable(of_host))
         vector = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        for place, number in enumerate(part):
-            if isinstance(number, Tensor):
-                vector[place] = number.reshape(())
-        return vector
+        for place, part in zip(vector.split(list(lengths.values())), parts.values()):
+            if isinstance(part, Tensor):
+                place.copy_(part.flatten())
+        sums = iter(self.sum_over(vector).tolist())
+        return {name: list(itertools.islice(sums, length)) for name, length in lengths.items()}
 
     def sum_in_order(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Sum of a small tensor over one of the `rank_sets`. Added up in the order of the ranks,

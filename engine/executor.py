@@ -27,6 +27,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
 from engine.communication import Communicator, Signature, existing, gradients_of, signature_of
+from engine.device_copies import DeviceCopies
 from engine.loss.exchange import MAX_WEIGHT, gather, meet
 from engine.loss.tail_loss import TailLoss
 from engine.module import Outline, StageModule, layer_seed
@@ -151,6 +152,7 @@ class ForkEngine(PipelineEngine):
             0  # of training and evaluation: while it grows, this rank is not stuck
         )
         self.recorder = comm.recorder
+        self._copies = DeviceCopies(self.device)
         self._num_micro_batches = batches[self._branch].num_micro_batches  # of the present step
         self.instruction_seconds: dict[str, float] = defaultdict(
             float
@@ -501,16 +503,13 @@ class ForkEngine(PipelineEngine):
     def _exec_reload_micro_batch(self, buffer_id: int) -> None:
         kept = self._kept.pop(buffer_id)
         if self._keeps_what_layers_made:  # in their dtypes
-            self._inputs[buffer_id] |= {
-                name: tensor.to(self.device, non_blocking=True) for name, tensor in kept.items()
-            }
+            self._inputs[buffer_id] |= self._copies.take(kept)
         else:
             self._take_in(buffer_id, kept)
 
     def _take_in(self, buffer_id: int, loaded: Mapping[str, Tensor]) -> None:
-        for name, tensor in loaded.items():
-            arrived = tensor.to(self.device, non_blocking=True)
-            self._inputs[buffer_id][name] = self._cast(name, arrived)
+        for name, tensor in self._copies.take(loaded).items():
+            self._inputs[buffer_id][name] = self._cast(name, tensor)
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         """An input as the layers compute with it."""
@@ -559,7 +558,7 @@ class ForkEngine(PipelineEngine):
         if locked:
             inputs = self._forward(buffer_id, inputs, stop=locked)
         if self.place.has_backward and self._keeps_what_layers_made:
-            self._kept[buffer_id] = {name: tensor.cpu() for name, tensor in inputs.items()}
+            self._kept[buffer_id] = self._copies.keep(inputs)
         self._outputs[buffer_id] = self._forward(buffer_id, inputs, start=locked)
 
     def _exec_replay_pass(self, buffer_id: int) -> None:

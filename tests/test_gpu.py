@@ -30,6 +30,9 @@ from split_training import (
     train_whole,
 )
 
+from bench.on_gpu.profile import Profiled
+from engine.device_copies import DeviceCopies
+
 ROOT = Path(__file__).resolve().parent.parent
 ON_GPU = os.environ.get("DS_ACCELERATOR") == "cuda" and torch.cuda.is_available()
 pytestmark = [
@@ -39,7 +42,7 @@ pytestmark = [
         reason="needs a CUDA device and DS_ACCELERATOR=cuda in the environment",
     ),
 ]
-gpu_memory = pytest.mark.skipif(not ON_GPU, reason="needs the memory of a CUDA device")
+on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs the memory or the streams of a CUDA device")
 
 SIZE = 4  # of all micro-batches, so that a split sees what the whole sees
 RESNET = {"towers": "resnet+bert", "dropout": 0.1}
@@ -150,6 +153,39 @@ def test_one_rank_equals_plain_torch_on_a_cpu(towers):
     check_gradients(gradients_of([one]), reference["gradients"], OTHER_KERNELS)
 
 
+def test_what_computes_with_a_copy_finds_it_complete():
+    """In memory that earlier copies were in, and behind products that keep the device busy."""
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    copies, left = DeviceCopies(device), torch.randn(2048, 2048, device=device)
+    right, rounds, elements = left, 40, 1 << 20
+    sums = []
+    for number in range(rounds):
+        right = (left @ right).clamp(-1, 1)
+        loaded = torch.full((elements,), number, dtype=torch.uint8, pin_memory=ON_GPU)
+        values = copies.take({"values": loaded})["values"].float() + 1.0
+        kept = copies.keep({"values": values})
+        del values
+        sums.append(copies.take(kept)["values"].sum())
+    assert [float(each) for each in sums] == [elements * (n + 1.0) for n in range(rounds)]
+
+
+@on_gpu
+def test_copies_run_beside_kernels():
+    device = torch.device("cuda")
+    copies, left = DeviceCopies(device), torch.randn(4096, 4096, device=device)
+    loaded = torch.zeros(1 << 24, dtype=torch.uint8, pin_memory=True)
+    copies.take({"values": left.cpu()}), left @ left  # the first of each allots memory
+    torch.cuda.synchronize()
+    profiled, rounds = Profiled(), 20
+    profiled.start()
+    for _ in range(rounds):
+        left @ left
+        copies.take({"values": loaded})["values"].sum(dtype=torch.float32)
+    torch.cuda.synchronize()
+    found = profiled.stop(rounds)
+    assert found["copies_alone_s"] < 0.5 * found["kernel_s"]["memcpy"]
+
+
 def test_two_hundred_steps_in_fp16_with_an_overflow_put_in():
     """The loss scale starts at 2**10. The step with infinite pixels changes no weight, is counted,
     and halves the scale; the others learn one batch by heart."""
@@ -234,7 +270,7 @@ def test_a_fork_under_the_launcher_is_traced_evaluated_and_exported(tmp_path):
     assert status == 0 and list((tmp_path / "out").glob("**/*.safetensors")), output[-3000:]
 
 
-@gpu_memory
+@on_gpu
 @pytest.mark.parametrize("schedule", ["batch_sync", "replay"])
 def test_peak_memory_is_as_predicted(tmp_path, schedule):
     """Within 10 %, once the layers are measured."""
@@ -250,7 +286,7 @@ def test_peak_memory_is_as_predicted(tmp_path, schedule):
     assert predicted == pytest.approx(measured / 2**30, rel=0.1)
 
 
-@gpu_memory
+@on_gpu
 def test_memory_that_runs_out_is_one_message_with_what_to_change(tmp_path):
     """A ResNet-50 keeps some 140 MB for each image of 288 × 288 in fp32: no GPU has room for
     2,400 of them."""

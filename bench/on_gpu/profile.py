@@ -53,10 +53,12 @@ def kind_of(kernel: str) -> str:
 
 def summary(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     """Per step, from the events of a trace in Chrome's format: seconds in kernels by class, seconds
-    in which any kernel or copy ran, kernels launched, and how often the host waited, by call."""
+    in which any kernel or copy ran and in which copies ran alone, kernels launched, and how often
+    the host waited, by call."""
     kernel_s: dict[str, float] = defaultdict(float)
     spans: list[tuple[float, float]] = []
-    kernels, waits = 0, Counter[str]()
+    of_kernels: list[tuple[float, float]] = []
+    waits = Counter[str]()
     slowest: dict[str, float] = defaultdict(float)
     for event in events:
         category, name = event.get("cat"), str(event.get("name", ""))
@@ -67,7 +69,7 @@ def summary(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
             spans.append((float(event["ts"]) / 1e6, float(event["ts"]) / 1e6 + seconds))
             kernel_s[COPIES.get(category) or kind_of(name)] += seconds
             if category == "kernel":
-                kernels += 1
+                of_kernels.append(spans[-1])
                 slowest[name[:80]] += seconds
         elif (category in ("cuda_runtime", "cuda_driver") and WAITING_CALL.match(name)) or (
             category == "cpu_op" and name in WAITING_OPERATIONS
@@ -77,7 +79,8 @@ def summary(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     return {
         "kernel_s": {k: v / steps for k, v in sorted(kernel_s.items(), key=lambda item: -item[1])},
         "busy_s": covered(spans) / steps,
-        "kernels": kernels / steps,
+        "copies_alone_s": (covered(spans) - covered(of_kernels)) / steps,
+        "kernels": len(of_kernels) / steps,
         "waits": {name: number / steps for name, number in waits.most_common()},
         "slowest_kernels": {name: seconds / steps for name, seconds in most},
     }

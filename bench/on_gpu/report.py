@@ -138,7 +138,15 @@ def profiles(records: Records) -> str:
     kinds = {kind: None for _, _, r in found for kind in r["profile"]["kernel_s"]}
     if not found:
         return ""
-    header = ["model", "way", "ms a step", "no kernel runs", "kernels", "host waits"]
+    header = [
+        "model",
+        "way",
+        "ms a step",
+        "no kernel runs",
+        "kernels",
+        "host waits",
+        "copies alone, ms",
+    ]
     rows = []
     for model, way, record in found:
         profile, step_s = record["profile"], record["step_s"]
@@ -152,6 +160,7 @@ def profiles(records: Records) -> str:
                 f"{idle:.0%}" if profile["busy_s"] else "–",
                 f"{profile['kernels']:,.0f}",
                 f"{sum(waits.values()):.0f}",
+                f"{1e3 * profile['copies_alone_s']:,.1f}",
                 *(f"{1e3 * profile['kernel_s'].get(kind, 0):,.1f}" for kind in kinds),
             ]
         )

@@ -186,7 +186,7 @@ class GroupedClipping:
             == 0
         )
 
-    def reported(self, step_applied: bool) -> list[Tensor]:
+    def reported(self, step_applied: bool) -> Tensor:
         """Norm, coefficient and clipped share of every group, one after the other, as the metrics
         have them: zero where another rank reports them; norm and coefficient not-a-number in a step
         that was skipped. A group without parameters has norm 0."""
@@ -203,7 +203,7 @@ class GroupedClipping:
                     self.coefficients.get(group, zero + 1),
                     shares.get(group, zero),
                 ]
-        return [number.float() for number in numbers]
+        return torch.stack([number.float().reshape(()) for number in numbers])
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Inside the optimizer's step: the gradient it is about to use, or this rank's slice of it;

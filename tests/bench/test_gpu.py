@@ -148,10 +148,12 @@ def event(cat, name, ts, dur):
 
 
 def test_a_trace_is_summed_per_step():
-    """Two steps: 4 + 2 µs of kernels of which 1 runs beside another, and a copy of 3."""
+    """Two steps: 4 + 2 µs of kernels of which 1 runs beside another, and copies of 1 beside them and
+    of 3 alone."""
     events = [
         event("kernel", "nvjet_a", 0.0, 4.0),
         event("kernel", "flash_fwd", 3.0, 2.0),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 1.0, 1.0),
         event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 10.0, 3.0),
         event("gpu_user_annotation", "a range", 0.0, 100.0),
         event("cuda_runtime", "cudaStreamSynchronize", 0.0, 1.0),
@@ -160,7 +162,8 @@ def test_a_trace_is_summed_per_step():
         {"ph": "i", "cat": "kernel", "name": "no span"},
     ]
     found = summary(events, 2)
-    assert found["kernel_s"] == pytest.approx({"matmul": 2e-6, "memcpy": 1.5e-6, "attention": 1e-6})
+    assert found["kernel_s"] == pytest.approx({"matmul": 2e-6, "memcpy": 2e-6, "attention": 1e-6})
+    assert found["copies_alone_s"] == pytest.approx(1.5e-6)
     assert found["busy_s"] == pytest.approx(4e-6) and found["kernels"] == 1
     assert found["waits"] == {"cudaStreamSynchronize": 0.5, "aten::item": 0.5}
 
@@ -200,6 +203,7 @@ def test_the_report_of_a_gpu():
     profile = {
         "kernel_s": {"matmul": 0.9, "attention": 0.1},
         "busy_s": 0.99705,
+        "copies_alone_s": 0.0125,
         "kernels": 1234.0,
         "waits": {"cudaStreamSynchronize": 5.0, "aten::item": 1.0},
     }
@@ -220,7 +224,7 @@ def test_the_report_of_a_gpu():
     line = next(line for line in text.splitlines() if line.startswith("| ViT-L-14 | Wye | 1,000"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[3:] == ["752.2", "1.50", "1.20", "40.0%", "1,329.4", "10.0%", "60.0", "64.0"]
-    assert "| ViT-L-14 | Wye | 1,329.4 | 25% | 1,234 | 5 | 900.0 | 100.0 |" in text
+    assert "| ViT-L-14 | Wye | 1,329.4 | 25% | 1,234 | 5 | 12.5 | 900.0 | 100.0 |" in text
     assert "| ViT-L-14 | 1,000 | 1,329.4 | 1,000.0 | 0.75 | 1,329.4 | 1.00 |" in text
     assert "- RN50, Wye: out of memory" in text and "2 × `a.py:1: x`" in text
     # 25 and 40 % of an H100, as in the issue of the measurement
