@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from engine.communication import Communicator, Signature, existing, gradients_of, signature_of
 from engine.device_copies import DeviceCopies
 from engine.loss.exchange import MAX_WEIGHT, gather, meet
+from engine.loss.matching import Scoring
 from engine.loss.tail_loss import TailLoss
 from engine.module import Outline, StageModule, layer_seed
 from engine.objective import Objective, links_of
@@ -678,16 +679,19 @@ class ForkEngine(PipelineEngine):
         number = 1 if buffer_id is None else self._num_micro_batches  # of losses in this step
         waiting = sorted(self._outputs)
         outputs = [self._outputs[m] for m in waiting]
+        batch = self.batches[self._branch]
         gradients = self.tail_loss.gradients(
             outputs,
-            self.batches[self._branch].global_batch_size // number,
-            buffer_id,
-            1.0 / number,
-            self._loss_scale(),
-            layer_seed(self.module.base_seed, self.global_steps, buffer_id or 0, OF_PAIRS),
-            self.module.fusion,
-            self.batches[self._branch].micro_batch_size,
-            self._inject,
+            batch.global_batch_size // number,
+            batch=buffer_id,
+            weight=1.0 / number,
+            loss_scale=self._loss_scale(),
+            scoring=Scoring(
+                self.module.fusion,
+                batch.micro_batch_size,
+                layer_seed(self.module.base_seed, self.global_steps, buffer_id or 0, OF_PAIRS),
+                self._inject,
+            ),
         )
         for m, made, of_made in zip(waiting, outputs, gradients):
             self._output_grads[m] = of_made

@@ -47,6 +47,21 @@ class MatchingLoss(Protocol):
         """[P] of P pairs."""
 
 
+Inject = Callable[[list[tuple[Tensor, Tensor]]], None]
+"""Runs a backward from (tensor, gradient) pairs."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a last stage scores pairs: through `fusion`, where texts end, `most_pairs` at a time.
+    Negatives are drawn with `seed`; `inject` is given parts of the loss."""
+
+    fusion: nn.Module | None
+    most_pairs: int
+    seed: int
+    inject: Inject
+
+
 class Matched(NamedTuple):
     """What this tail's pairs add to the loss, and the gradients of the tokens that it made, by
     micro-batch; `match`'s `scale` is in them."""
@@ -86,24 +101,18 @@ class _Texts:
 def match(
     comm: Communicator,
     pair: Pair,
-    fusion: nn.Module | None,
     meeting: Meeting,
     outputs: Sequence[Mapping[str, Tensor]],
     parameters: Mapping[str, Tensor],
-    seed: int,
-    most_pairs: int,
+    *,
+    scoring: Scoring,
     scale: Tensor,
-    inject: Callable[[list[tuple[Tensor, Tensor]]], None],
 ) -> Matched:
     """All tails call it together. `outputs`: of the own micro-batches, with the tokens of the
     branches that end here; `parameters`: those of the contrastive loss, the same on all tails;
-    `fusion`: on text tails; `most_pairs` are scored at a time.
-
-    `inject` runs a backward from (tensor, gradient) pairs; it is given parts of the loss with
-    `scale`, which is that of a text tail's gradients.
-    """
+    `scale`: of a text tail's gradients, which parts of the loss are injected with."""
     texts = (
-        _texts(comm, pair, meeting, outputs, parameters, seed, fusion)
+        _texts(comm, pair, meeting, outputs, parameters, scoring)
         if pair.second in meeting.own
         else None
     )
@@ -112,8 +121,8 @@ def match(
     for replica, place, block in _blocks(comm, pair, meeting, outputs):
         gradient = torch.zeros_like(block, dtype=torch.float32)
         if texts is not None:
-            for pairs in _split(_pairs(texts, place), most_pairs):
-                scores, share = _scored(texts, pairs, block, gradient, scale, inject)
+            for pairs in _split(_pairs(texts, place), scoring.most_pairs):
+                scores, share = _scored(texts, pairs, block, gradient, scoring.inject, scale)
                 shares.append(share)
                 right.append(((scores > 0) == pairs.belong).float().sum())
                 num_pairs += len(scores)
@@ -123,10 +132,11 @@ def match(
             # a tail's own gradients are averaged over its replicas: `scale` makes up for those of
             # the text tail
             image_gradients.append((gradient * (image.replicas / text.replicas)).to(block.dtype))
-    learned = [p.sum() for p in (fusion.parameters() if fusion else ()) if p.requires_grad]
+    fusion = scoring.fusion.parameters() if scoring.fusion else ()
+    learned = [parameter.sum() for parameter in fusion if parameter.requires_grad]
     if texts is not None and not num_pairs and learned:  # every replica has a gradient to average
         held = torch.stack(learned)
-        inject([(held, torch.zeros_like(held))])
+        scoring.inject([(held, torch.zeros_like(held))])
     gradients = {}
     if pair.first in meeting.own:
         gradients[f"{pair.first}_tokens"] = _restored(meeting, pair.first, outputs, image_gradients)
@@ -156,8 +166,8 @@ def _scored(
     pairs: _Pairs,
     block: Tensor,
     gradient: Tensor,
+    inject: Inject,
     scale: Tensor,
-    inject: Callable[[list[tuple[Tensor, Tensor]]], None],
 ) -> tuple[Tensor, Tensor]:
     """The scores of some pairs and their part of the loss, after its backward: what it makes for
     the image tokens of the `block` is added to `gradient`, for the texts' to theirs."""
@@ -209,10 +219,10 @@ def _texts(
     meeting: Meeting,
     outputs: Sequence[Mapping[str, Tensor]],
     parameters: Mapping[str, Tensor],
-    seed: int,
-    fusion: nn.Module | None,
+    scoring: Scoring,
 ) -> _Texts:
     loss, (first, second) = pair.matching, pair.branches
+    fusion, seed = scoring.fusion, scoring.seed
     if loss is None or fusion is None:
         raise ValueError(f"the pair {first}-{second} has no matching loss, or {second} no fusion")
     sides, place = meeting.everyone, meeting.own[second].position

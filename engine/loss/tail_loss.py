@@ -7,13 +7,12 @@ outputs of the waiting micro-batches ── gather ── for each pair: meet �
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.communication import Communicator
 from engine.loss.exchange import (
@@ -28,7 +27,7 @@ from engine.loss.exchange import (
     meet,
     share_parameters,
 )
-from engine.loss.matching import match
+from engine.loss.matching import Matched, Scoring, match
 from engine.objective import Objective, Pair
 
 
@@ -77,6 +76,41 @@ class Sums:
             "losses": self.losses,
             "left_out": self.left_out,
         }
+
+
+class _Gradients:
+    """Of what the layers made of each micro-batch. A tensor that is in the losses of several pairs
+    gets the sum of their gradients."""
+
+    def __init__(self, embeds: Mapping[str, Tensor], sizes: Mapping[str, Sequence[int]]):
+        """`embeds` [n, D] and `sizes`, by branch: of all micro-batches, and the rows of each."""
+        self._sizes = sizes
+        self._embeds = {branch: torch.zeros_like(rows) for branch, rows in embeds.items()}
+        self._others: dict[str, list[Tensor]] = {}  # name -> of each micro-batch
+
+    def add_embeds(self, gradients: Mapping[str, Tensor]) -> None:
+        for branch, gradient in gradients.items():
+            self._embeds[branch] += gradient
+
+    def set_scalar(self, name: str, gradient: Tensor, value: Tensor) -> None:
+        """The whole gradient goes with the first micro-batch."""
+        number = max(map(len, self._sizes.values()))
+        self._others[name] = [gradient, *[torch.zeros_like(value)] * (number - 1)]
+
+    def add_tokens(self, gradients: Mapping[str, Sequence[Tensor]]) -> None:
+        for name, of_micro_batches in gradients.items():
+            known = self._others.get(name)
+            self._others[name] = (
+                [a + b for a, b in zip(known, of_micro_batches)] if known else [*of_micro_batches]
+            )
+
+    def by_micro_batch(self) -> list[dict[str, Tensor]]:
+        embeds = {
+            f"{branch}_embeds": gradient.split(self._sizes[branch])
+            for branch, gradient in self._embeds.items()
+        }
+        pieces = {**embeds, **self._others}
+        return [dict(zip(pieces, values)) for values in zip(*pieces.values(), strict=True)]
 
 
 class TailLoss:
@@ -135,19 +169,17 @@ class TailLoss:
         self,
         outputs: Sequence[Mapping[str, Tensor]],
         num_samples: int,
+        *,
         batch: int | None,
         weight: float,
         loss_scale: float,
-        seed: int,
-        fusion: nn.Module | None,
-        most_pairs: int,
-        inject: Callable[[list[tuple[Tensor, Tensor]]], None],
+        scoring: Scoring,
     ) -> list[dict[str, Tensor]]:
         """Of what the layers made of each micro-batch, by name. `outputs`: of the micro-batches
         that wait here, a batch of `num_samples` samples with those of the other replicas; `batch`:
         which of several in this step, each of the same `weight`; None: the global one.
 
-        `loss_scale`: fp16's, else 1. `seed`, `fusion`, `most_pairs`, `inject`: see `match`.
+        `loss_scale`: fp16's, else 1.
         """
         sizes = {
             branch: [len(output[f"{branch}_embeds"]) for output in outputs]
@@ -156,17 +188,8 @@ class TailLoss:
         counts = self._counts(sizes, num_samples)
         own = self.own_rows(outputs)
         self.sums.given.append(own)
-        if (
-            batch is not None
-        ):  # a batch of its own: its rows are numbered from 0, replica by replica
-            own = {
-                b: replace(
-                    rows,
-                    position=torch.arange(len(rows.position), device=self.device)
-                    + sum(counts[b][: self.comm.replica]),
-                )
-                for b, rows in own.items()
-            }
+        if batch is not None:
+            own = self._numbered_from_0(own, counts)
         with torch.no_grad():
             arrived = gather(
                 self.comm,
@@ -177,12 +200,7 @@ class TailLoss:
                 self.rows_per_sample,
                 self.num_rows,
             )
-        # A branch that is in several pairs gets the sum of their gradients.
-        whole: dict[str, Tensor] = {
-            branch: torch.zeros_like(rows.embeds) for branch, rows in own.items()
-        }
-        pieces: dict[str, Sequence[Tensor]] = {}
-        tokens: dict[str, list[Tensor]] = defaultdict(list)
+        made = _Gradients({branch: rows.embeds for branch, rows in own.items()}, sizes)
         for number, pair in enumerate(self.objective.pairs):
             if not set(pair.branches) & set(self.place.tail_of):
                 continue
@@ -194,68 +212,40 @@ class TailLoss:
             meeting, shared, result = self._pair_loss(pair, arrived, scalars)
             self._note(number, pair, meeting, result, scalars, weight)
             # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each
-            # accumulated: times the
-            # number of replicas makes that the sum. fp16: times the loss scale, which the optimizer
-            # takes out again.
-            factor = (
-                self.place.replicas
-                * loss_scale
-                * weight
-                * self.weights[self.objective.loss_name("contrastive", pair)]
-            )
-            scale = factor + (
-                result.share - result.share
-            )  # a share that is not finite: not-a-number, so that the step is skipped
-            for branch, gradient in result.embeds.items():
-                whole[branch] += gradient * scale
-            for (
-                name,
-                value,
-            ) in scalars.items():  # the whole gradient goes with the first micro-batch
-                pieces[pair.scalars[name]] = [
-                    result.parameters[name] * scale,
-                    *[torch.zeros_like(value)] * (len(outputs) - 1),
-                ]
+            # accumulated: times the number of replicas makes that the sum. fp16: times the loss
+            # scale, which the optimizer takes out again.
+            of_pair = self.weights[self.objective.loss_name("contrastive", pair)]
+            factor = self.place.replicas * loss_scale * weight * of_pair
+            # a share that is not finite: not-a-number, so that the step is skipped
+            scale = factor + (result.share - result.share)
+            made.add_embeds({b: gradient * scale for b, gradient in result.embeds.items()})
+            for name, value in scalars.items():
+                made.set_scalar(pair.scalars[name], result.parameters[name] * scale, value)
             if pair.matching:
+                of_pair = self.weights[self.objective.loss_name("matching", pair)]
                 replicas = self.comm.graph.tail(pair.second).replicas
-                of_matching = self.weights[self.objective.loss_name("matching", pair)]
-                of_texts = torch.tensor(
-                    replicas * loss_scale * weight * of_matching, device=self.device
-                )
+                factor = replicas * loss_scale * weight * of_pair
+                scale = torch.tensor(factor, device=self.device)
                 matched = match(
-                    self.comm,
-                    pair,
-                    fusion,
-                    meeting,
-                    outputs,
-                    shared,
-                    seed,
-                    most_pairs,
-                    of_texts,
-                    inject,
+                    self.comm, pair, meeting, outputs, shared, scoring=scoring, scale=scale
                 )
-                self.sums.loss += matched.share * weight * of_matching
-                self.sums.losses[number] += _vector(
-                    0.0,
-                    matched.share * weight,
-                    matched.num_right,
-                    matched.num_pairs,
-                    device=self.device,
-                )
-                for name, of_micro_batches in matched.gradients.items():
-                    known = tokens[name]
-                    tokens[name] = (
-                        [a + b for a, b in zip(known, of_micro_batches)]
-                        if known
-                        else list(of_micro_batches)
-                    )
-        pieces |= {
-            f"{branch}_embeds": gradient.split(sizes[branch]) for branch, gradient in whole.items()
-        } | tokens
-        return [
-            {name: of_micro_batches[i] for name, of_micro_batches in pieces.items()}
-            for i in range(len(outputs))
-        ]
+                self._note_matching(number, matched, weight, of_pair)
+                made.add_tokens(matched.gradients)
+        return made.by_micro_batch()
+
+    def _numbered_from_0(
+        self, own: Mapping[str, Rows], counts: Mapping[str, Sequence[int]]
+    ) -> dict[str, Rows]:
+        """Rows of a batch of its own, as which a micro-batch of each replica counts: replica by
+        replica."""
+        return {
+            branch: replace(
+                rows,
+                position=torch.arange(len(rows.position), device=self.device)
+                + sum(counts[branch][: self.comm.replica]),
+            )
+            for branch, rows in own.items()
+        }
 
     @torch.no_grad()
     def _pair_loss(
@@ -287,9 +277,8 @@ class TailLoss:
         if len(self._source_starts):
             shares, samples = by_source(pair, meeting, result, self._source_starts)
             self.sums.sources[:, number] += torch.stack([shares * weight, samples])
-        if (
-            self.comm.rank == self.comm.graph.tail(pair.first).ranks[0]
-        ):  # every last stage of the pair sees the same; one counts
+        # every last stage of the pair sees the same; one counts
+        if self.comm.rank == self.comm.graph.tail(pair.first).ranks[0]:
             self.sums.misaligned += meeting.num_misaligned
             self.sums.left_out[number] += meeting.num_not_loaded
         if scalars and self.comm.replica == 0:
@@ -297,6 +286,15 @@ class TailLoss:
             self.sums.scalars[before : before + len(scalars)] = torch.cat(
                 [scalars[name] for name in pair.scalars]
             ).double()
+
+    def _note_matching(
+        self, number: int, matched: Matched, weight: float, of_matching: float
+    ) -> None:
+        share = matched.share * weight
+        self.sums.loss += share * of_matching
+        self.sums.losses[number] += _vector(
+            0.0, share, matched.num_right, matched.num_pairs, device=self.device
+        )
 
     def _counts(self, sizes: Mapping[str, list[int]], num_samples: int) -> dict[str, list[int]]:
         """Rows of each replica of this stage, for each branch that ends in it. `sizes`: rows of
