@@ -34,7 +34,7 @@ from engine.loss.tail_loss import TailLoss
 from engine.module import Outline, StageModule, layer_seed
 from engine.objective import Objective, links_of
 from engine.optimizer.averaging import AverageBlock, WeightAverage
-from engine.optimizer.bad_steps import bad_step, is_loss_scale_search, seen_by
+from engine.optimizer.bad_steps import BadStep, bad_step, is_loss_scale_search, seen_by
 from engine.optimizer.clipping import GroupedClipping
 from engine.optimizer.clipping_rules import ClippingRule
 from engine.optimizer.gradient_averages import GradientAverages
@@ -65,7 +65,7 @@ from engine.schedule import (
     receives_to_post,
 )
 from engine.split_backward import HeldBackward, backward_inputs, parameter_gradients
-from engine.step_metrics import StepMetrics, losses_of, losses_of_sources
+from engine.step_metrics import RankNumbers, StepMetrics, losses_of, losses_of_sources
 from engine.topology import StageGraph
 from engine.trace import Span
 
@@ -781,62 +781,33 @@ class ForkEngine(PipelineEngine):
     def _step_metrics(self, stop_requested: bool, counts: Mapping[str, float]) -> StepMetrics:
         """Gather the numbers of one step from the ranks that have them: each is given by one rank,
         zeros by the others."""
-        losses, sent_bytes = self.tail_loss.sums, self.comm.sent_bytes + self._reduced_bytes()
+        sent_bytes = self.comm.sent_bytes + self._reduced_bytes()
         totals = self.comm.sum_parts(
             {
-                **losses.reported(),
+                **self.tail_loss.sums.reported(),
                 "groups": self.clipping.reported(self._step_applied),
-                "sums": [
-                    float(stop_requested),
-                    sent_bytes - self._sent_bytes_before,
-                ],
+                "sums": [float(stop_requested), sent_bytes - self._sent_bytes_before],
                 "counts": list(counts.values()),
-                "ranks": self._own_slots(),
+                "ranks": self._numbers_of_rank().between_zeros(
+                    self.comm.rank, self.graph.world_size
+                ),
             }
         )
         self._sent_bytes_before = sent_bytes
-        (loss,), (misaligned,), (stopping, sent) = (
-            totals["loss"],
-            totals["misaligned"],
-            totals["sums"],
-        )
-        if misaligned:
-            raise RuntimeError(
-                f"the {' and '.join(self.objective.names)} branches disagree about "
-                f"{int(misaligned)} samples of this batch; all must be given the same samples at "
-                "the same positions (data order, seed and number of samples must be equal on all "
-                "ranks)"
-            )
-        bad = None
-        if not self._step_applied and not is_loss_scale_search(self.optimizer, loss):
-            bad = bad_step(self.comm.share_objects(seen_by(losses.given)), self.objective.names)
-        self.bad_steps_in_a_row = (
-            0 if self._step_applied else self.bad_steps_in_a_row + (bad is not None)
-        )
-        scalars = dict(
-            zip(
-                [tensor for pair in self.objective.pairs for tensor in pair.scalars.values()],
-                totals["scalars"],
-            )
-        )
+        (loss,), (stopping, sent) = totals["loss"], totals["sums"]
+        self._refuse_misaligned(int(totals["misaligned"][0]))
+        bad = self._seen_in_bad_step(loss)
+        ranks = self._without_waits(RankNumbers.of_sum(totals["ranks"]))
+        busy_s = self._by_stage(ranks.busy_s)
+        loads = {stage.name for stage in self.graph.stages if stage.loads}
+        pairs = self.objective.pairs
+        scalars = [tensor for pair in pairs for tensor in pair.scalars.values()]
         norms, coefficients, shares = (
             dict(zip(self.clipping.rules, totals["groups"][i::3])) for i in range(3)
         )
-        busy_s, step_s, ready_s, peak_bytes, data_wait_s = (
-            totals["ranks"][i :: self._NUM_SLOTS] for i in range(self._NUM_SLOTS)
-        )
-        if self.clipping.partitioned:
-            # DeepSpeed asks all ranks whether a gradient is not finite before any of them steps;
-            # `recorder` sees no wait in that, since the collective is not ours
-            waited_s = [max(ready_s) - ready for ready in ready_s]
-            busy_s = [max(0.0, busy - waited) for busy, waited in zip(busy_s, waited_s)]
-            self.recorder.add_wait("OptimizerStep", waited_s[self.comm.rank])
-        stage_busy_s = {
-            s.name: sum(busy_s[r] for r in s.ranks) / s.replicas for s in self.graph.stages
-        }
         return StepMetrics(
             loss=loss,
-            scalars=dict(_readable(name, value) for name, value in scalars.items()),
+            scalars=dict(map(_readable, scalars, totals["scalars"])),
             grad_norm=norms,
             clip_coefficient=coefficients,
             clipped_share=shares,
@@ -850,20 +821,14 @@ class ForkEngine(PipelineEngine):
             bad_steps_in_a_row=self.bad_steps_in_a_row,
             loss_scale=self._loss_scale(),
             stop_requested=stopping > 0,
-            idle={
-                name: max(0.0, 1 - seconds / max(step_s)) for name, seconds in stage_busy_s.items()
-            },
-            busy_s=stage_busy_s,
+            idle={name: max(0.0, 1 - s / max(ranks.step_s)) for name, s in busy_s.items()},
+            busy_s=busy_s,
             data_wait_s={
-                s.name: sum(data_wait_s[r] for r in s.ranks) / s.replicas
-                for s in self.graph.stages
-                if s.loads
+                name: s for name, s in self._by_stage(ranks.data_wait_s).items() if name in loads
             },
             sent_bytes=int(sent),
-            peak_memory_bytes=int(max(peak_bytes)),
-            left_out=dict(
-                zip([pair.name for pair in self.objective.pairs], map(int, totals["left_out"]))
-            ),
+            peak_memory_bytes=int(max(ranks.peak_bytes)),
+            left_out={pair.name: int(n) for pair, n in zip(pairs, totals["left_out"])},
             counts=dict(zip(counts, totals["counts"])),
             sources=losses_of_sources(
                 self.objective,
@@ -872,26 +837,58 @@ class ForkEngine(PipelineEngine):
                 self.tail_loss.weights,
             ),
             losses=losses_of(self.objective, totals["losses"], self.tail_loss.weights),
-            rank_memory_bytes=tuple(map(int, peak_bytes)),
-            rank_busy_s=tuple(busy_s),
-            slowest_step_s=max(step_s),
+            rank_memory_bytes=tuple(map(int, ranks.peak_bytes)),
+            rank_busy_s=tuple(ranks.busy_s),
+            slowest_step_s=max(ranks.step_s),
         )
 
-    _NUM_SLOTS = 5
+    def _refuse_misaligned(self, number: int) -> None:
+        if number:
+            raise RuntimeError(
+                f"the {' and '.join(self.objective.names)} branches disagree about {number} "
+                "samples of this batch; all must be given the same samples at the same positions "
+                "(data order, seed and number of samples must be equal on all ranks)"
+            )
 
-    def _own_slots(self) -> list[float]:
-        """What this rank alone reports, between the zeros of the others: seconds computed, seconds
-        of the step, seconds until it could take the optimizer's step, most bytes held, seconds
-        waited for data."""
-        before, after = self.comm.rank, self.graph.world_size - self.comm.rank - 1
-        mine = [
-            self.recorder.busy_s(),
-            self.recorder.step_s,
-            self.recorder.start_of("OptimizerStep"),
-            float(peak_memory_bytes(self.device)),
-            self._data_wait_s,
-        ]
-        return [0.0] * (before * self._NUM_SLOTS) + mine + [0.0] * (after * self._NUM_SLOTS)
+    def _seen_in_bad_step(self, loss: float) -> BadStep | None:
+        """What the step was made of, where its loss or a gradient was not finite; counts such steps
+        in a row. All ranks call it together."""
+        bad = None
+        if not self._step_applied and not is_loss_scale_search(self.optimizer, loss):
+            seen = seen_by(self.tail_loss.sums.given)
+            bad = bad_step(self.comm.share_objects(seen), self.objective.names)
+        if self._step_applied:
+            self.bad_steps_in_a_row = 0
+        else:
+            self.bad_steps_in_a_row += bad is not None
+        return bad
+
+    def _numbers_of_rank(self) -> RankNumbers:
+        return RankNumbers(
+            busy_s=[self.recorder.busy_s()],
+            step_s=[self.recorder.step_s],
+            ready_s=[self.recorder.start_of("OptimizerStep")],
+            peak_bytes=[float(peak_memory_bytes(self.device))],
+            data_wait_s=[self._data_wait_s],
+        )
+
+    def _without_waits(self, ranks: RankNumbers) -> RankNumbers:
+        """With ZeRO-1 and in half precision DeepSpeed asks all ranks whether a gradient is not
+        finite before any of them steps; the recorder sees no wait in that, since the collective is
+        not ours."""
+        if not self.clipping.partitioned:
+            return ranks
+        waited_s = [max(ranks.ready_s) - ready for ready in ranks.ready_s]
+        self.recorder.add_wait("OptimizerStep", waited_s[self.comm.rank])
+        busy_s = [max(0.0, busy - waited) for busy, waited in zip(ranks.busy_s, waited_s)]
+        return ranks._replace(busy_s=busy_s)
+
+    def _by_stage(self, values: Sequence[float]) -> dict[str, float]:
+        """The mean of the replicas of each stage; `values`: by rank."""
+        return {
+            stage.name: sum(values[rank] for rank in stage.ranks) / stage.replicas
+            for stage in self.graph.stages
+        }
 
     def _reduced_bytes(self) -> float:
         """What DeepSpeed has sent so far to average this stage's gradients and, under ZeRO-1, to

@@ -82,6 +82,27 @@ def losses_of(
     return found | {f"loss_weight/{name}": weight for name, weight in weights.items()}
 
 
+class RankNumbers(NamedTuple):
+    """What each rank alone tells of a step, by rank."""
+
+    busy_s: Sequence[float]  # computed
+    step_s: Sequence[float]  # the whole step
+    ready_s: Sequence[float]  # until it could take the optimizer's step
+    peak_bytes: Sequence[float]  # the most that it held so far
+    data_wait_s: Sequence[float]  # waited for data
+
+    def between_zeros(self, rank: int, world_size: int) -> list[float]:
+        """Of one rank only, at its place among all: summed over the ranks these are everyone's."""
+        own = [number for (number,) in self]
+        before, after = rank, world_size - rank - 1
+        return [0.0] * (before * len(own)) + own + [0.0] * (after * len(own))
+
+    @classmethod
+    def of_sum(cls, numbers: Sequence[float]) -> RankNumbers:
+        width = len(cls._fields)
+        return cls(*(numbers[i::width] for i in range(width)))
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """What one step reports, equal on all ranks. `loss` is over the global batch.
