@@ -68,9 +68,9 @@ def main(arguments: argparse.Namespace) -> None:
         trained,
         arguments.out,
         arguments.overwrite,
-        arguments.format,
-        arguments.ema,
-        arguments.keep_adapters,
+        form=arguments.format,
+        averaged=arguments.ema,
+        keep_adapters=arguments.keep_adapters,
     )
     if differences:
         print(

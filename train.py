@@ -106,7 +106,14 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
             length_multiple=length_multiple(processes.device.type),
         )
         asked = options.section(BatchingOptions)
-        batching = Batching(data, asked, block, config["train_batch_size"], state, folder.path)
+        batching = Batching(
+            data=data,
+            options=asked,
+            block=block,
+            batch_size=config["train_batch_size"],
+            state=state,
+            folder=folder.path,
+        )
     total_steps = batching.total_steps
     options, config, block, recipe = settle(options, config, block, total_steps)
 
@@ -116,7 +123,16 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     inputs = options.section(InputOptions)
 
     # Which rank runs which layers: the fastest plan by what the layers cost, measured or estimated.
-    costs = run_costs(model, config, block, data, inputs, loading, processes, folder)
+    costs = run_costs(
+        model,
+        config,
+        block,
+        data=data,
+        inputs=inputs,
+        loading=loading,
+        processes=processes,
+        folder=folder,
+    )
     plan = plan_run(config, block, processes.world_size, costs)
     run.watchdog.describe = plan.graph.describe_rank
     training = training_identity(options.record(), config, asdict(block), plan)
@@ -132,19 +148,19 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
             options,
             data,
             model.towers,
-            hardware,
-            config,
-            config_file,
-            plan,
-            recipe,
-            total_steps,
-            [
+            hardware=hardware,
+            config=config,
+            config_file=config_file,
+            plan=plan,
+            recipe=recipe,
+            total_steps=total_steps,
+            further=[
                 describe_pixels(options),
                 *model.describe_cuts().splitlines(),
                 model.describe_patches(),
                 *model.describe_adapters().splitlines(),
             ],
-            folder_to_watch(folder.path),
+            folder=folder_to_watch(folder.path),
         )
     )
 
@@ -189,14 +205,24 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
         "tracking": where(options.wandb_project, monitors.wandb),
         "command": shlex.join(["train.py", *typed]),
     }
-    record = folder.write_config(training, decided, plan, data.summary(), model.towers, total_steps)
+    record = folder.write_config(
+        training, decided, plan, data=data.summary(), towers=model.towers, total_steps=total_steps
+    )
     journal.say(*notices, batching.explain(step))
     shown = {**training, "batches": record["batches"]}
     journal.track(options.section(TrackingOptions), monitors, shown, step, plan)
 
     # What this rank's stage loads: only the modality that enters there.
     languages = languages_of(model.towers)
-    feeding = Feeding(data, engine, batching, folder, inputs, loading, languages)
+    feeding = Feeding(
+        data=data,
+        engine=engine,
+        batching=batching,
+        folder=folder,
+        inputs=inputs,
+        loading=loading,
+        languages=languages,
+    )
     batches = feeding.training(step, total_steps)
     evaluator = Evaluator(engine, feeding, journal, loss_weights, options.eval_ema)
     keep = Keep(options.keep_checkpoints, options.keep_every)

@@ -167,12 +167,12 @@ def measure(num_stages: int, replicas: int) -> Row:
     bound_s = lower_bound_s(work, replicas, NUM_MICRO_BATCHES, num_stages)
     best_s = min(lower_bound_s(work, replicas, number, num_stages) for number in range(1, 65))
     return Row(
-        num_stages,
-        replicas,
-        {name: padding_share(deal, work.lengths) for name, deal in deals.items()},
-        {name: _step_s(deal, work, num_stages) / bound_s - 1 for name, deal in deals.items()},
-        len(free[0]),
-        _step_s(free, work, num_stages) / best_s - 1,
+        num_stages=num_stages,
+        replicas=replicas,
+        padding={name: padding_share(deal, work.lengths) for name, deal in deals.items()},
+        over={name: _step_s(deal, work, num_stages) / bound_s - 1 for name, deal in deals.items()},
+        free_number=len(free[0]),
+        free_over=_step_s(free, work, num_stages) / best_s - 1,
     )
 
 

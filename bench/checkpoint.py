@@ -83,13 +83,13 @@ def measure(folder: Path, rounds: int, steps: int) -> list[Round]:
         )
         found.append(
             Round(
-                undisturbed,
-                while_writing,
-                waited,
-                written,
-                _bytes(checkpoint),
-                deepspeed_s,
-                _bytes(theirs),
+                undisturbed_s=undisturbed,
+                while_writing_s=while_writing,
+                waited_s=waited,
+                written_s=written,
+                num_bytes=_bytes(checkpoint),
+                deepspeed_s=deepspeed_s,
+                deepspeed_bytes=_bytes(theirs),
             )
         )
         from_first_rank(

@@ -82,12 +82,12 @@ def measure(
         for kind, rule in rules.items()
     }
     comm = Communicator(
-        engine.graph,
-        engine.objective,
-        engine.comm.rank,
-        engine.device,
-        TIMEOUT,
-        [r for s in sets.values() for of_group in s.values() for r in of_group],
+        graph=engine.graph,
+        objective=engine.objective,
+        rank=engine.comm.rank,
+        device=engine.device,
+        timeout=TIMEOUT,
+        rank_sets=[r for s in sets.values() for of_group in s.values() for r in of_group],
     )
     result: dict[str, Any] = {
         "name": engine.place.name,

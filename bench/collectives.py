@@ -70,7 +70,16 @@ def measure(options: argparse.Namespace) -> None:
         timeout=timedelta(seconds=LIMIT_S),
     )
     device = torch.device("cpu")
-    free = Machine("namespaces", 1e15, 1e15, 0.0, 1e15, 0.0, 0.0, 0.0)
+    free = Machine(
+        name="namespaces",
+        memory_bytes=1e15,
+        link_bytes_per_s=1e15,
+        link_latency_s=0.0,
+        flops_per_s=1e15,
+        optimizer_s_per_parameter=0.0,
+        gradient_s_per_parameter=0.0,
+        instruction_s=0.0,
+    )
     machine = with_links(free, device, Together(device, options.ranks))
     rows = []
     for name, members in groups_of(options.nodes, options.ranks).items():

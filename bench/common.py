@@ -68,9 +68,9 @@ class Setup:
             self.image_tower,
             self.text_tower,
             self.embed_dim,
-            self.image_size,
-            self.vocab_size,
-            self.num_tokens,
+            image_size=self.image_size,
+            vocab_size=self.vocab_size,
+            max_text_tokens=self.num_tokens,
             pad_token_id=0,
             eos_token_id=2,
         )
@@ -135,7 +135,16 @@ def cost_model(towers: Mapping[str, Tower], embed_dim: int) -> CostModel:
             for spec, s in zip(tower.specs, seconds)
         ]
 
-    machine = Machine("bench", 1e15, 1e15, 0.0, 1 / SECONDS_PER_FLOP, 0.0, 0.0, 0.0)
+    machine = Machine(
+        name="bench",
+        memory_bytes=1e15,
+        link_bytes_per_s=1e15,
+        link_latency_s=0.0,
+        flops_per_s=1 / SECONDS_PER_FLOP,
+        optimizer_s_per_parameter=0.0,
+        gradient_s_per_parameter=0.0,
+        instruction_s=0.0,
+    )
     return CostModel(
         {b: costs(t) for b, t in towers.items()}, machine, StateBytes(8, 12, 4), embed_dim
     )

@@ -68,7 +68,14 @@ class Bench:
     def job(self, model: str, way: str) -> Job:
         batch, micro_batch = batches_for(way, model, self.records, self.tiny)
         return Job(
-            model, way, batch, micro_batch, self.device, self.tiny, self.seconds, str(self.folder)
+            model=model,
+            way=way,
+            batch=batch,
+            micro_batch=micro_batch,
+            device=self.device,
+            tiny=self.tiny,
+            seconds=self.seconds,
+            folder=str(self.folder),
         )
 
     def save(self) -> None:

@@ -93,7 +93,16 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
     subset = np.load(folder / "train.npy", mmap_mode="r")
     order = GlobalOrder(len(subset), GLOBAL_BATCH, SEED)
     request = next(
-        training_requests(order, subset, 0, REPLICAS, "image", settings, 0, order.steps_per_epoch)
+        training_requests(
+            order,
+            subset,
+            0,
+            replicas=REPLICAS,
+            branch="image",
+            settings=settings,
+            start_step=0,
+            stop_step=order.steps_per_epoch,
+        )
     )
     read = [
         (source.captions(i), source.content_hash(i), source.where(i))
@@ -104,7 +113,18 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
 
     step = int((RESUME_EPOCH + RESUME_FRACTION) * order.steps_per_epoch)
     resume_start = time.perf_counter()
-    request = next(training_requests(order, subset, 3, REPLICAS, "image", settings, step, step + 1))
+    request = next(
+        training_requests(
+            order,
+            subset,
+            3,
+            replicas=REPLICAS,
+            branch="image",
+            settings=settings,
+            start_step=step,
+            stop_step=step + 1,
+        )
+    )
     read += [
         (source.captions(i), source.content_hash(i), source.where(i))
         for i in request.index.tolist()
@@ -115,7 +135,16 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
     # Once more in the same epoch: what any later step costs.
     step_start = time.perf_counter()
     later = list(
-        training_requests(order, subset, 3, REPLICAS, "image", settings, step + 1, step + 101)
+        training_requests(
+            order,
+            subset,
+            3,
+            replicas=REPLICAS,
+            branch="image",
+            settings=settings,
+            start_step=step + 1,
+            stop_step=step + 101,
+        )
     )
     step_ms = (time.perf_counter() - step_start) * 10
     return {

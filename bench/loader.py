@@ -207,11 +207,11 @@ def ours(spec: str, workers: int, pin: bool, cache=None, on_host: bool = True) -
         order,
         np.arange(len(source)),
         0,
-        1,
-        "image",
-        Settings([Setting(0, {"image": 1})]),
-        0,
-        EPOCHS * order.steps_per_epoch,
+        replicas=1,
+        branch="image",
+        settings=Settings([Setting(0, {"image": 1})]),
+        start_step=0,
+        stop_step=EPOCHS * order.steps_per_epoch,
     )
     for micro_batch in micro_batches(dataset, requests, workers, pin):
         pixels = micro_batch["pixel_values"]

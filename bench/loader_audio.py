@@ -133,11 +133,11 @@ def ours(folder: Path, workers: int, cache=None) -> Iterator:
         order,
         np.arange(len(source)),
         0,
-        1,
-        "audio",
-        Settings([Setting(0, {"audio": 1})]),
-        0,
-        EPOCHS * order.steps_per_epoch,
+        replicas=1,
+        branch="audio",
+        settings=Settings([Setting(0, {"audio": 1})]),
+        start_step=0,
+        stop_step=EPOCHS * order.steps_per_epoch,
     )
     dataset = MicroBatchDataset(source, [AudioModality(features, cache)])
     for micro_batch in micro_batches(dataset, requests, workers):

@@ -526,13 +526,13 @@ def run_in_turn(
         [(seed, variant) for seed in seeds for variant in variants], unit="run"
     ):
         run = Run(
-            variant,
-            seed,
-            epochs,
-            arguments.language,
-            arguments.workers,
-            evaluated,
-            TOWERS[arguments.towers],
+            variant=variant,
+            seed=seed,
+            epochs=epochs,
+            language=arguments.language,
+            workers=arguments.workers,
+            evaluated=evaluated,
+            towers=TOWERS[arguments.towers],
         )
         records[variant.name].append(finished(run, files))
     return records

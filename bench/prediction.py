@@ -73,13 +73,13 @@ def profile(setup: Setup, cache: str) -> dict:
             branch: lambda size, b=branch: samples(setup, b, 0, torch.arange(size))
             for branch in towers
         },
-        torch.float32,
-        torch.device("cpu"),
-        dict.fromkeys(towers, sizes),
-        setup.global_batch_size,
-        setup.embed_dim,
-        2,
-        20.0,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        sizes=dict.fromkeys(towers, sizes),
+        batch_size=setup.global_batch_size,
+        embed_dim=setup.embed_dim,
+        ranks_on_node=2,
+        budget_s=20.0,
     )
     return cost_model_to_json(
         CostModel.of(measured.layers, measured.machine, config, setup.embed_dim)

@@ -214,9 +214,25 @@ def costs_of(case: Case) -> Any:
         forward, backward, nothing = (
             Curve((1, 2), (value, 2 * value)) for value in (per_sample, BACKWARD * per_sample, 0.0)
         )
-        return LayerCost(spec.name, spec.num_parameters, forward, backward, nothing, nothing)
+        return LayerCost(
+            name=spec.name,
+            num_parameters=spec.num_parameters,
+            forward_s=forward,
+            backward_s=backward,
+            activation_bytes=nothing,
+            output_bytes=nothing,
+        )
 
-    machine = Machine("sleeping", 1e15, 1e15, 0.0, 1e18, 0.0, 0.0, 0.0)
+    machine = Machine(
+        name="sleeping",
+        memory_bytes=1e15,
+        link_bytes_per_s=1e15,
+        link_latency_s=0.0,
+        flops_per_s=1e18,
+        optimizer_s_per_parameter=0.0,
+        gradient_s_per_parameter=0.0,
+        instruction_s=0.0,
+    )
     layers = {name: [of(spec) for spec in own.specs] for name, own in towers_of(case).items()}
     return CostModel(layers, machine, StateBytes(8, 12, 4), EMBED_DIM, compared=case.pairs)
 
@@ -330,7 +346,14 @@ def compare(case: Case, schedule: str, steps: int) -> Row:
     ranks = run_ranks(case.ranks, this.measure, case, schedule, steps)
     seconds = [max(times) for times in zip(*(rank[0] for rank in ranks))]
     idle = [stage.idle_fraction for stage in predicted.stages]
-    return Row(case, schedule, predicted.step_s, seconds, idle, list(ranks[0][1].values()))
+    return Row(
+        case=case,
+        schedule=schedule,
+        predicted_s=predicted.step_s,
+        seconds=seconds,
+        idle_predicted=idle,
+        idle_measured=list(ranks[0][1].values()),
+    )
 
 
 def report(rows: list[Row]) -> str:

@@ -233,15 +233,15 @@ def summarise(
     bubbles = [rank["bubble"] for rank in ranks if rank["bubble"] is not None]
     step_s = statistics.median(steps)
     return Result(
-        strategy,
-        setup.global_batch_size / step_s,
-        [theirs / ours for theirs, ours in zip(ddp, steps)],
-        step_s,
-        statistics.median(bubbles) if bubbles else None,
-        max(rank["process_bytes"] for rank in ranks),
-        tensor_bytes,
-        statistics.mean(rank["sent_bytes"] for rank in rounds[-1][strategy.name]),
-        ranks[-1]["loss"],
+        strategy=strategy,
+        samples_per_s=setup.global_batch_size / step_s,
+        ratios=[theirs / ours for theirs, ours in zip(ddp, steps)],
+        step_s=step_s,
+        bubble=statistics.median(bubbles) if bubbles else None,
+        process_bytes=max(rank["process_bytes"] for rank in ranks),
+        tensor_bytes=tensor_bytes,
+        sent_bytes=statistics.mean(rank["sent_bytes"] for rank in rounds[-1][strategy.name]),
+        loss=ranks[-1]["loss"],
     )
 
 
@@ -418,7 +418,14 @@ def main() -> None:
     runnable, skipped = [s for s in asked if not s.skip], [s for s in asked if s.skip]
     if not runnable:
         parser.error("; ".join(f"{s.name} {s.skip}" for s in skipped))
-    run_all(setup, arguments.ranks, arguments.rounds, arguments.steps, runnable, skipped)
+    run_all(
+        setup,
+        arguments.ranks,
+        arguments.rounds,
+        steps=arguments.steps,
+        runnable=runnable,
+        skipped=skipped,
+    )
 
 
 def run_all(
@@ -454,7 +461,7 @@ def run_all(
             if results:
                 rounds.append(results)
     summaries = [summarise(setup, s, rounds, tensor_bytes[s.name]) for s in runnable]
-    text = report(setup, ranks, num_rounds, steps, summaries, skipped)
+    text = report(setup, ranks, num_rounds, steps=steps, results=summaries, skipped=skipped)
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / "strategies.md").write_text(text, encoding="utf-8")
     print(text)

@@ -122,9 +122,25 @@ def row(name: str, library: str, family: str, size: int) -> Row:
         else:
             tower = image_tower(name, size) if size else text_tower(name, None, 16)
     except (ValueError, RuntimeError) as error:
-        return Row(name, library, family, size, 0, 0, (str(error).replace("\n", " "),))
+        return Row(
+            name=name,
+            library=library,
+            family=family,
+            size=size,
+            layers=0,
+            width=0,
+            notes=(str(error).replace("\n", " "),),
+        )
     notes = tuple(tower.config.get("notes", ()))
-    return Row(name, library, family, size, len(tower.specs), tower.width, notes)
+    return Row(
+        name=name,
+        library=library,
+        family=family,
+        size=size,
+        layers=len(tower.specs),
+        width=tower.width,
+        notes=notes,
+    )
 
 
 # -- the page

@@ -143,7 +143,15 @@ def prepare_data(
             else None
         )
         made = load_tokenizer(tokenizer, captions, words if tokenizer is None else None)
-    return PreparedData(source, found.train, held_out, made, parts, found.leaks, length_multiple)
+    return PreparedData(
+        source=source,
+        train=found.train,
+        held_out=held_out,
+        tokenizer=made,
+        parts=parts,
+        leaks=found.leaks,
+        length_multiple=length_multiple,
+    )
 
 
 @dataclass(frozen=True, eq=False)

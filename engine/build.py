@@ -80,21 +80,29 @@ def build_engine(
     )
     settings = settings_of(plan.optimizer_groups, layers, config["optimizer"])
     own_sets = [ranks for sets in sets_of_groups.values() for ranks in sets]
-    comm = Communicator(plan.graph, objective, rank, device, timeout, own_sets, clock)
+    comm = Communicator(
+        graph=plan.graph,
+        objective=objective,
+        rank=rank,
+        device=device,
+        timeout=timeout,
+        rank_sets=own_sets,
+        clock=clock,
+    )
     setup = RankSetup(plan, config, plan.graph.stage_of(rank), device.type == "cuda")
     building = partial(message, plan.graph.describe_rank(rank), setup, Work(BUILDING))
     with explained(device, building), as_local_rank(device):
         module = StageModule(
-            plan.graph,
-            rank,
-            layers,
-            build_layer,
-            comm.stage_group,
-            seed,
-            settings,
-            plan.trainable,
-            plan.batch_norm_locked,
-            plan.compiled,
+            graph=plan.graph,
+            rank=rank,
+            layers=layers,
+            build_layer=build_layer,
+            stage_group=comm.stage_group,
+            seed=seed,
+            settings=settings,
+            trainable=plan.trainable,
+            batch_norm_locked=plan.batch_norm_locked,
+            compiled=plan.compiled,
         )
         return ForkEngine(
             module,

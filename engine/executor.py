@@ -741,7 +741,16 @@ class ForkEngine(PipelineEngine):
                 branch: self.comm.gather_counts(len(rows.position)) for branch, rows in own.items()
             }
             links = links_of(self.objective.comparisons)
-            arrived = gather(self.comm, self.objective, own, counts, num_samples, {}, {}, links)
+            arrived = gather(
+                self.comm,
+                self.objective,
+                own,
+                counts=counts,
+                num_samples=num_samples,
+                rows_per_sample={},
+                num_rows={},
+                links=links,
+            )
         totals = {}
         for pair in self.objective.comparisons:
             meeting = (

@@ -235,10 +235,10 @@ def chain(cuts: Mapping[str, Sequence[range]], replicas: int) -> StageGraph:
                 i,
                 len(pieces),
                 f"{branch} {position}",
-                {branch: layers},
-                replicas,
-                (branch,) if position == 0 else (),
-                tuple(cuts),
+                layers={branch: layers},
+                replicas=replicas,
+                loads=(branch,) if position == 0 else (),
+                branches=tuple(cuts),
             )
             for i, (branch, position, layers) in enumerate(pieces)
         ),
@@ -256,10 +256,10 @@ def merged(cuts: Mapping[str, Sequence[range]], replicas: int) -> StageGraph:
                 i,
                 count,
                 f"merged {i}",
-                {b: cuts[b][i] for b in branches},
-                replicas,
-                branches if i == 0 else (),
-                branches,
+                layers={b: cuts[b][i] for b in branches},
+                replicas=replicas,
+                loads=branches if i == 0 else (),
+                branches=branches,
             )
             for i in range(count)
         ),

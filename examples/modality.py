@@ -48,7 +48,12 @@ def palette_tower(name: str) -> Tower:
     with torch.device("meta"):
         layer = Mix(width)
     return Tower(
-        "palette", f"mix{width}", width, cut("palette", layer, [("mix", layer)], reset), {}, example
+        branch="palette",
+        name=f"mix{width}",
+        width=width,
+        specs=cut("palette", layer, [("mix", layer)], reset),
+        config={},
+        example=example,
     )
 
 

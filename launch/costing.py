@@ -74,7 +74,16 @@ def run_costs(
 
     All ranks call it together and get the same.
     """
-    costs = _all_learning(model, config, block, data, inputs, loading, processes, folder)
+    costs = _all_learning(
+        model,
+        config,
+        block,
+        data=data,
+        inputs=inputs,
+        loading=loading,
+        processes=processes,
+        folder=folder,
+    )
     return with_learned(costs, model.num_learned)
 
 
@@ -100,12 +109,12 @@ def _all_learning(
             costs.layers,
             machine,
             config,
-            embed_dim,
-            costs.pairs,
-            costs.token_bytes,
-            compared,
-            costs.compiled_share,
-            costs.loading,
+            embed_dim=embed_dim,
+            pairs=costs.pairs,
+            token_bytes=costs.token_bytes,
+            compared=compared,
+            compiled_share=costs.compiled_share,
+            loading=costs.loading,
         )
     # where they are dealt, texts of about equal lengths come together
     dealt = (
@@ -119,7 +128,13 @@ def _all_learning(
         device = find_device(NOMINAL.get(processes.device.type, "A100"))
         num_tokens = None if lengths is None else round(lengths.mean())
         return estimated_costs(
-            towers, config, embed_dim, device, float("inf"), num_tokens, compared
+            towers,
+            config,
+            embed_dim,
+            device=device,
+            memory_bytes=float("inf"),
+            num_tokens=num_tokens,
+            compared=compared,
         )
     sizes = _sizes(config, block, processes.device.type, inputs.branches)
     # with "auto" each layer of the branch is measured as it is and compiled
@@ -139,18 +154,18 @@ def _all_learning(
                 tower.branch: partial(_example, data, inputs, tower.branch, lengths)
                 for tower in towers
             },
-            DTYPES[precision_of(config)],
-            processes.device,
-            sizes,
-            config["train_batch_size"],
-            embed_dim,
-            processes.ranks_on_node,
-            BUDGET_S,
-            (pair_scores(model.fusion), partial(_example_pairs, towers), sizes["text"])
+            dtype=DTYPES[precision_of(config)],
+            device=processes.device,
+            sizes=sizes,
+            batch_size=config["train_batch_size"],
+            embed_dim=embed_dim,
+            ranks_on_node=processes.ranks_on_node,
+            budget_s=BUDGET_S,
+            pairs=(pair_scores(model.fusion), partial(_example_pairs, towers), sizes["text"])
             if model.fusion
             else None,
-            compiling,
-            measuring.update,
+            compiling=compiling,
+            done=measuring.update,
         )
     precision_bytes = DTYPES[precision_of(config)].itemsize
     layers = dict(profile.layers)
@@ -166,12 +181,12 @@ def _all_learning(
         layers,
         profile.machine,
         config,
-        embed_dim,
-        profile.pairs,
-        token_bytes(towers, precision_bytes),
-        compared,
-        profile.compiled_share,
-        _loading(data, inputs, loading, processes),
+        embed_dim=embed_dim,
+        pairs=profile.pairs,
+        token_bytes=token_bytes(towers, precision_bytes),
+        compared=compared,
+        compiled_share=profile.compiled_share,
+        loading=_loading(data, inputs, loading, processes),
     )
     folder.write_costs(cost_model_to_json(costs))
     return costs

@@ -40,5 +40,11 @@ def estimated_costs(
     if memory_bytes is not None:
         machine = replace(machine, memory_bytes=memory_bytes)
     return CostModel.of(
-        layers, machine, config, embed_dim, pairs, token_bytes(towers, BYTES[precision]), compared
+        layers,
+        machine,
+        config,
+        embed_dim=embed_dim,
+        pairs=pairs,
+        token_bytes=token_bytes(towers, BYTES[precision]),
+        compared=compared,
     )

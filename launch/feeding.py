@@ -97,13 +97,13 @@ class Feeding:
             self.batching.balance.order,
             self.data.train,
             self.engine.replica,
-            self.batch.replicas,
-            self.branch,
-            self.batching.balancer.settings,
-            start_step,
-            stop_step,
-            [self.batching.balance.dealers[branch] for branch in self.engine.place.loads],
-            self.batching.weights_of,
+            replicas=self.batch.replicas,
+            branch=self.branch,
+            settings=self.batching.balancer.settings,
+            start_step=start_step,
+            stop_step=stop_step,
+            dealers=[self.batching.balance.dealers[branch] for branch in self.engine.place.loads],
+            weights_of=self.batching.weights_of,
             outlined=self.outlined,
         )
         on_load = partial(self._note, self.data.source, True)
@@ -143,10 +143,10 @@ class Feeding:
             self.data,
             source,
             self.inputs,
-            self.modalities,
-            self.cache,
-            self.batching.patch_size,
-            self.languages,
+            branches=self.modalities,
+            cache=self.cache,
+            patch_size=self.batching.patch_size,
+            languages=self.languages,
         )
 
     def _note(self, source: Source, training: bool, report: LoadReport) -> None:

@@ -60,7 +60,8 @@ def micro_batch_dataset(
 ) -> MicroBatchDataset:
     """Micro-batches of `source` with the tensors of `branches` and no others."""
     modalities = [
-        modality(name, data, options, cache, patch_size, languages) for name in sorted(branches)
+        modality(name, data, options, cache=cache, patch_size=patch_size, languages=languages)
+        for name in sorted(branches)
     ]
     return MicroBatchDataset(source, modalities, options.seed)
 

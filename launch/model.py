@@ -81,12 +81,12 @@ class RunModel:
         loss = build_loss(options.loss, options.label_smoothing)
         pairs = pairs_of(options.pairs, loss, Matching() if options.fusion else None)
         return cls(
-            towers,
-            objective_of(towers, pairs),
-            options.embed_dim,
-            options.seed,
-            fusion_sizes(vars(options)),
-            _pretrained(options, towers),
+            towers=towers,
+            objective=objective_of(towers, pairs),
+            embed_dim=options.embed_dim,
+            seed=options.seed,
+            fusion=fusion_sizes(vars(options)),
+            pretrained=_pretrained(options, towers),
         )._with(adapters)
 
     def _with(self, adapters: Mapping[str, LoRA]) -> RunModel:

@@ -84,9 +84,9 @@ class Trained:
             name,
             name,
             job.spec.embed_dim,
-            self.image_size,
-            self.vocab_size,
-            NUM_TOKENS,
+            image_size=self.image_size,
+            vocab_size=self.vocab_size,
+            max_text_tokens=NUM_TOKENS,
             eos_token_id=self.vocab_size - 1,
         )
 
@@ -114,13 +114,13 @@ class Trained:
                 {tower.branch: tower.specs for tower in self.towers},
                 lambda spec: spec.build(0),
                 {branch: lambda size, b=branch: dict(inputs[b]) for branch in inputs},
-                torch.bfloat16,
-                self.device.torch,
-                dict.fromkeys(inputs, (self.micro_batch,)),
-                self.batch,
-                self.job.spec.embed_dim,
-                1,
-                seconds,
+                dtype=torch.bfloat16,
+                device=self.device.torch,
+                sizes=dict.fromkeys(inputs, (self.micro_batch,)),
+                batch_size=self.batch,
+                embed_dim=self.job.spec.embed_dim,
+                ranks_on_node=1,
+                budget_s=seconds,
             )
         machine = replace(profile.machine, memory_bytes=float("inf"))  # as above
         return CostModel.of(profile.layers, machine, self.config, self.job.spec.embed_dim)

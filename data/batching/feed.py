@@ -136,7 +136,7 @@ def adjust(
         return observations, feed_rates, None
     busy, *_, idle = sorted(smoothed, key=smoothed.__getitem__, reverse=True)
     seen = f"the {idle} branch waits {_waiting(smoothed):.0%} of a step ({idle} {smoothed[idle]:.3g} s, {busy} {smoothed[busy]:.3g} s)"
-    moved = _move(feed_rates, ladders, rules, smoothed, busy, idle)
+    moved = _move(feed_rates, ladders, rules, busy_s=smoothed, busy=busy, idle=idle)
     if moved is not None:
         name, value = moved
         reason = f"{name} {_said(getattr(feed_rates, name))} -> {_said(value)}: {seen}"

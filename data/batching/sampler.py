@@ -201,7 +201,16 @@ class GlobalOrder:
     def _stretches(self) -> tuple[_Stretch, ...]:
         stretches, first_step, visited, epoch, taken = [], 0, 0, 0, 0
         for number, size in (*self.earlier, (0, self.global_batch_size)):
-            stretches.append(_Stretch(size, first_step, visited, epoch, taken, self.epoch_samples))
+            stretches.append(
+                _Stretch(
+                    size=size,
+                    first_step=first_step,
+                    visited=visited,
+                    epoch=epoch,
+                    taken=taken,
+                    epoch_samples=self.epoch_samples,
+                )
+            )
             first_step, visited = first_step + number, visited + number * size
             epoch, taken, within = stretches[-1].place(first_step)
             taken += within * size
@@ -361,15 +370,15 @@ def training_requests(
                 samples = own
         return [
             MicroBatchRequest(
-                step,
-                batch.epoch,
-                batch.indices[position],
-                position,
-                True,
-                size,
-                batch.setting.feed_rates,
-                None if weights is None else weights[position],
-                rows,
+                step=step,
+                epoch=batch.epoch,
+                index=batch.indices[position],
+                position=position,
+                training=True,
+                size=size,
+                feed_rates=batch.setting.feed_rates,
+                weight=None if weights is None else weights[position],
+                dealt_texts=rows,
             )
             for (position, size), rows in zip(samples, texts)
         ]

@@ -70,9 +70,9 @@ def loss_weights(
         source.column("complexity")[indices],
         lengths[np.searchsorted(subset, indices)],
         image,
-        text,
-        source.column("audio_seconds")[indices] if audio else None,
-        audio,
+        text=text,
+        seconds=source.column("audio_seconds")[indices] if audio else None,
+        audio=audio,
     )
     return np.minimum(np.rint(weights * MILLIONTHS), LARGEST).astype(np.int64)
 

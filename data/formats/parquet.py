@@ -241,7 +241,14 @@ class ParquetFormat(Format):
             place_audio(row, self.roots, sound)
         else:
             content = self._bytes(sound, self.audio)
-            row.audio = AudioFile("", "", row.offset, len(content), mtime_ns, content)
+            row.audio = AudioFile(
+                path="",
+                root="",
+                offset=row.offset,
+                size=len(content),
+                mtime_ns=mtime_ns,
+                content=content,
+            )
 
     def _bytes(self, given: Any, column: str | None) -> bytes:
         """Of a column with the bytes, or with the structure {bytes, path}."""

@@ -140,7 +140,14 @@ class PythonFormat(Format):
             row.size = len(row.image)
         elif modality == "audio":
             sound = encoded_audio(value)
-            row.audio = AudioFile("", "", row.number, len(sound), row.mtime_ns, sound)
+            row.audio = AudioFile(
+                path="",
+                root="",
+                offset=row.number,
+                size=len(sound),
+                mtime_ns=row.mtime_ns,
+                content=sound,
+            )
 
     def _item(self, number: int) -> Mapping[str, Any]:
         """Raises BadSample."""

@@ -103,7 +103,9 @@ class WebdatasetFormat(Format):
                 if waiting is not None:
                     yield waiting
                     number += 1
-                waiting = self._row(shard, short, key, members, number, mtime_ns)
+                waiting = self._row(
+                    shard, short, key, members=members, number=number, mtime_ns=mtime_ns
+                )
             if waiting is not None and not (
                 shard.fault and waiting.problem and waiting.problem.reason == "orphan-member"
             ):

@@ -95,7 +95,14 @@ def load_index(
             return index  # made by another process while this one waited
         for left in target.glob("build-*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
-        _build(format, target, workers, progress, check, max_audio_seconds)
+        _build(
+            format,
+            target,
+            workers,
+            progress=progress,
+            check=check,
+            max_audio_seconds=max_audio_seconds,
+        )
     finally:
         lock.release()
     index = kept_index(target)
@@ -158,11 +165,11 @@ def _build(
             target,
             build / "index.arrow",
             format.spec,
-            check,
-            fingerprint,
-            files,
-            _starts(done),
-            format.modalities,
+            check=check,
+            fingerprint=fingerprint,
+            files=files,
+            parts=_starts(done),
+            modalities=format.modalities,
         )
     finally:
         shutil.rmtree(build, ignore_errors=True)

@@ -77,13 +77,13 @@ class ImageModality(Modality):
         tensors = {"pixel_values": stacked(pixels, out)}
         tensors |= self._kept_patches(request, seed, transform.size)
         return Loaded(
-            tensors,
-            request.position,
-            request.index,
-            request.weight,
-            bad,
-            absent,
-            {"unreadable_pictures": len(bad)},
+            tensors=tensors,
+            position=request.position,
+            index=request.index,
+            weight=request.weight,
+            bad=bad,
+            absent=absent,
+            counts={"unreadable_pictures": len(bad)},
         )
 
     def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:

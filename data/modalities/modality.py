@@ -121,7 +121,14 @@ class ValueModality(Modality):
                 bad.append((i, error.reason, f"{source.where(i, self.name)}: {error.detail}"))
         rows = shown(encoded, self.blank)
         tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        return Loaded(tensors, request.position, request.index, request.weight, bad, absent)
+        return Loaded(
+            tensors=tensors,
+            position=request.position,
+            index=request.index,
+            weight=request.weight,
+            bad=bad,
+            absent=absent,
+        )
 
     def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         tensors = {

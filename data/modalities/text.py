@@ -97,4 +97,12 @@ class TextModality(Modality):
             "text_tokens": int(mask.sum()),
             "padded_text_tokens": mask.numel(),
         }
-        return Loaded(tokens, position, index, request.text_weight(), [], absent, counts)
+        return Loaded(
+            tensors=tokens,
+            position=position,
+            index=index,
+            weight=request.text_weight(),
+            bad=[],
+            absent=absent,
+            counts=counts,
+        )

@@ -60,7 +60,16 @@ def runs_of(engine: ForkEngine) -> list[Run]:
     for name, parameter in engine.module.canonical_parameters.items():
         shape = tuple(parameter.shape)
         if not (engine.clipping.partitioned and parameter.requires_grad):
-            runs.append(Run(name, shape, 0, parameter.numel(), parameter, 0))
+            runs.append(
+                Run(
+                    name=name,
+                    shape=shape,
+                    offset=0,
+                    numel=parameter.numel(),
+                    held=parameter,
+                    start=0,
+                )
+            )
         elif (
             mapping := parameter._hp_mapping
         ) is not None:  # DeepSpeed's: where the parameter lies in this rank's flat slice
@@ -69,7 +78,14 @@ def runs_of(engine: ForkEngine) -> list[Run]:
                 groups[mapping.param_group_index]["params"][0],
             )
             runs.append(
-                Run(name, shape, mapping.lp_fragment_address.start, own.numel, held, own.start)
+                Run(
+                    name=name,
+                    shape=shape,
+                    offset=mapping.lp_fragment_address.start,
+                    numel=own.numel,
+                    held=held,
+                    start=own.start,
+                )
             )
     return runs
 

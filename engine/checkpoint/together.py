@@ -112,7 +112,12 @@ class CheckpointWriter:
         self._files = self._in_background(
             "checkpoint files",
             lambda: writing.write_rank(
-                folder, rank, tensors, taken.scalars, taken.stateless, taken.progress
+                folder,
+                rank,
+                tensors,
+                scalars=taken.scalars,
+                stateless=taken.stateless,
+                progress=taken.progress,
             ),
         )
         if self._first:
@@ -128,11 +133,11 @@ class CheckpointWriter:
                     self.folder,
                     step,
                     num_ranks,
-                    about,
-                    self.keep,
-                    self.limit_s,
-                    self._cancelled,
-                    self._owner,
+                    about=about,
+                    keep=self.keep,
+                    limit_s=self.limit_s,
+                    cancelled=self._cancelled,
+                    owner=self._owner,
                 ),
             )
 

@@ -104,12 +104,12 @@ def write_rank(
         flush(file, forget=True)
         refuse_other_content(file, tensors)
         record = RankRecord(
-            file.stat().st_size,
-            checksum_of_file(file),
-            tuple(tensors),
-            scalars,
-            stateless,
-            progress,
+            num_bytes=file.stat().st_size,
+            checksum=checksum_of_file(file),
+            fragments=tuple(tensors),
+            scalars=scalars,
+            stateless=stateless,
+            progress=progress,
         )
         replace_text(folder / marker_file(rank), sealed(asdict(record)))
     except Exception:

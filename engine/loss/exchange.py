@@ -256,7 +256,14 @@ def gather(
                 )
                 labels = comm.cross(source, target, mine.index.new_empty(number, 2))
                 ordered[source] = Gathered(embeds, *labels.unbind(1))
-    return Arrived(own, ordered, places, counts, rows_per_sample, num_rows)
+    return Arrived(
+        own=own,
+        everyone=ordered,
+        places=places,
+        counts=counts,
+        rows_per_sample=rows_per_sample,
+        num_rows=num_rows,
+    )
 
 
 def _in_order(embeds: Tensor, tags: Tensor, number: int) -> Gathered:
@@ -341,7 +348,13 @@ def meet(arrived: Arrived, pair: Comparison, alone: bool = True) -> Meeting:
     present = {branch: ~left_out[branch][own.position] for branch, own in mine.items()}
     counts = {branch: arrived.counts[branch] for branch in mine}
     meeting = Meeting(
-        mine, everyone, counts, present, misaligned + lost, num_not_loaded, num_left_out
+        own=mine,
+        everyone=everyone,
+        counts=counts,
+        present=present,
+        num_misaligned=misaligned + lost,
+        num_not_loaded=num_not_loaded,
+        num_left_out=num_left_out,
     )
     return _without(meeting, left_out, arrived.places) if num_left_out else meeting
 

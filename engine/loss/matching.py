@@ -112,7 +112,7 @@ def match(
     branches that end here; `parameters`: those of the contrastive loss, the same on all tails;
     `scale`: of a text tail's gradients, which parts of the loss are injected with."""
     texts = (
-        _texts(comm, pair, meeting, outputs, parameters, scoring)
+        _texts(comm, pair, meeting, outputs=outputs, parameters=parameters, scoring=scoring)
         if pair.second in meeting.own
         else None
     )
@@ -122,7 +122,9 @@ def match(
         gradient = torch.zeros_like(block, dtype=torch.float32)
         if texts is not None:
             for pairs in _split(_pairs(texts, place), scoring.most_pairs):
-                scores, share = _scored(texts, pairs, block, gradient, scoring.inject, scale)
+                scores, share = _scored(
+                    texts, pairs, block, gradient=gradient, inject=scoring.inject, scale=scale
+                )
                 shares.append(share)
                 right.append(((scores > 0) == pairs.belong).float().sum())
                 num_pairs += len(scores)
@@ -248,18 +250,18 @@ def _texts(
     )
     weights = loss.weights(sides)
     return _Texts(
-        tokens,
-        mask,
-        torch.searchsorted(
+        tokens=tokens,
+        mask=mask,
+        image=torch.searchsorted(
             sides[first].label, sides[second].label[place]
         ),  # labels ascend, with gaps where samples were left out
-        loss.negatives(sides, second, place, parameters, seed),
-        torch.where(drawn < 0, -1, row_here[drawn]),
-        weights[second][place],
-        weights[first],
-        loss,
-        fusion,
-        torch.zeros_like(tokens, dtype=torch.float32),
+        drawn_image=loss.negatives(sides, second, place, parameters, seed),
+        drawn_text=torch.where(drawn < 0, -1, row_here[drawn]),
+        weight=weights[second][place],
+        image_weight=weights[first],
+        loss=loss,
+        fusion=fusion,
+        gradient=torch.zeros_like(tokens, dtype=torch.float32),
     )
 
 

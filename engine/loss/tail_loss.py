@@ -58,12 +58,12 @@ class Sums:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
         return cls(
-            zeros(1),
-            zeros(num_pairs, 4),
-            zeros(2, num_pairs, num_sources),
-            zeros(num_scalars),
-            zeros(1),
-            [0.0] * num_pairs,
+            loss=zeros(1),
+            losses=zeros(num_pairs, 4),
+            sources=zeros(2, num_pairs, num_sources),
+            scalars=zeros(num_scalars),
+            misaligned=zeros(1),
+            left_out=[0.0] * num_pairs,
         )
 
     def reported(self) -> dict[str, Tensor | list[float]]:
@@ -195,10 +195,10 @@ class TailLoss:
                 self.comm,
                 self.objective,
                 own,
-                counts,
-                num_samples,
-                self.rows_per_sample,
-                self.num_rows,
+                counts=counts,
+                num_samples=num_samples,
+                rows_per_sample=self.rows_per_sample,
+                num_rows=self.num_rows,
             )
         made = _Gradients({branch: rows.embeds for branch, rows in own.items()}, sizes)
         for number, pair in enumerate(self.objective.pairs):
@@ -210,7 +210,7 @@ class TailLoss:
                 if tensor in outputs[0]
             }
             meeting, shared, result = self._pair_loss(pair, arrived, scalars)
-            self._note(number, pair, meeting, result, scalars, weight)
+            self._note(number, pair, meeting, result=result, scalars=scalars, weight=weight)
             # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each
             # accumulated: times the number of replicas makes that the sum. fp16: times the loss
             # scale, which the optimizer takes out again.

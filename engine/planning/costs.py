@@ -261,18 +261,18 @@ class CostModel:
         checkpoints."""
         zero = config.get("zero_optimization", {})
         return cls(
-            layers,
-            machine,
-            StateBytes.of(config),
-            embed_dim,
-            config.get("pipeline", {}).get("activation_checkpoint_interval", 0),
-            zero.get("stage", 0) == 1,
-            averages_early(config),
-            pairs,
-            token_bytes or {},
-            compared,
-            compiled_share or {},
-            loading,
+            layers=layers,
+            machine=machine,
+            state=StateBytes.of(config),
+            embed_dim=embed_dim,
+            checkpoint_interval=config.get("pipeline", {}).get("activation_checkpoint_interval", 0),
+            sharded_optimizer=zero.get("stage", 0) == 1,
+            early_averages=averages_early(config),
+            pairs=pairs,
+            token_bytes=token_bytes or {},
+            compared=compared,
+            compiled_share=compiled_share or {},
+            loading=loading,
         )
 
 

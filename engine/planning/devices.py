@@ -76,15 +76,29 @@ DEVICES = {
     device.name: device
     for device in (
         Device(
-            "A100",
-            {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12},
-            80e9,
-            2.039e12,
-            300e9,
-            25e9,
+            name="A100",
+            flops_per_s={"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12},
+            memory_bytes=80e9,
+            bandwidth_bytes_per_s=2.039e12,
+            link_bytes_per_s=300e9,
+            node_bytes_per_s=25e9,
         ),
-        Device("H100", _HOPPER, 80e9, 3.35e12, 450e9, 50e9),
-        Device("H200", _HOPPER, 141e9, 4.8e12, 450e9, 50e9),
+        Device(
+            name="H100",
+            flops_per_s=_HOPPER,
+            memory_bytes=80e9,
+            bandwidth_bytes_per_s=3.35e12,
+            link_bytes_per_s=450e9,
+            node_bytes_per_s=50e9,
+        ),
+        Device(
+            name="H200",
+            flops_per_s=_HOPPER,
+            memory_bytes=141e9,
+            bandwidth_bytes_per_s=4.8e12,
+            link_bytes_per_s=450e9,
+            node_bytes_per_s=50e9,
+        ),
     )
 }
 
@@ -121,13 +135,13 @@ def find_device(text: str) -> Device:
         )
     rates = dict.fromkeys(BYTES, values["flops"])
     return Device(
-        text,
-        rates,
-        values["memory"],
-        values["bandwidth"],
-        values["link"],
-        values["network"],
-        int(values["ranks_per_node"]),
+        name=text,
+        flops_per_s=rates,
+        memory_bytes=values["memory"],
+        bandwidth_bytes_per_s=values["bandwidth"],
+        link_bytes_per_s=values["link"],
+        node_bytes_per_s=values["network"],
+        ranks_per_node=int(values["ranks_per_node"]),
     )
 
 
@@ -187,7 +201,10 @@ def estimated_layers(
     """The cost of every layer, in order, for micro-batches of `sizes`. `precision`: fp32, tf32,
     bf16 or fp16; counts must be of the same."""
     return [
-        _estimated(layer, device, precision, tuple(sizes), efficiency, launch_s) for layer in counts
+        _estimated(
+            layer, device, precision, sizes=tuple(sizes), efficiency=efficiency, launch_s=launch_s
+        )
+        for layer in counts
     ]
 
 
@@ -214,12 +231,12 @@ def _estimated(
         max(b * compute_s, b * move_s + weights_s, layer.num_kernels * launch_s) for b in sizes
     )
     return LayerCost(
-        layer.name,
-        layer.num_parameters,
-        Curve(sizes, forward),
-        Curve(sizes, tuple(2 * seconds for seconds in forward)),
-        Curve(sizes, tuple(b * layer.activation_bytes for b in sizes)),
-        Curve(sizes, tuple(b * layer.output_bytes for b in sizes)),
+        name=layer.name,
+        num_parameters=layer.num_parameters,
+        forward_s=Curve(sizes, forward),
+        backward_s=Curve(sizes, tuple(2 * seconds for seconds in forward)),
+        activation_bytes=Curve(sizes, tuple(b * layer.activation_bytes for b in sizes)),
+        output_bytes=Curve(sizes, tuple(b * layer.output_bytes for b in sizes)),
     )
 
 

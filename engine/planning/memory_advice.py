@@ -86,7 +86,12 @@ class RankSetup:
             costs.machine, memory_bytes=float("inf")
         )  # how much is needed is asked, not whether it fits
         costs = CostModel.of(
-            costs.layers, machine, config, costs.embed_dim, costs.pairs, costs.token_bytes
+            costs.layers,
+            machine,
+            config,
+            embed_dim=costs.embed_dim,
+            pairs=costs.pairs,
+            token_bytes=costs.token_bytes,
         )
         try:
             block = replace(_as_planned(self.plan), **changes)

@@ -120,16 +120,16 @@ class Program:
 def shape_of(graph: StageGraph, batches: Mapping[str, BranchBatch]) -> tuple[Place, ...]:
     return tuple(
         Place(
-            s.name,
-            s.previous,
-            s.next,
-            s.loads,
-            s.tail_of,
-            s.num_downstream,
-            batch.num_micro_batches,
-            batch.num_kept,
-            s.has_backward,
-            s.sends_gradients,
+            name=s.name,
+            previous=s.previous,
+            next=s.next,
+            loads=s.loads,
+            tail_of=s.tail_of,
+            num_downstream=s.num_downstream,
+            num_micro_batches=batch.num_micro_batches,
+            num_kept=batch.num_kept,
+            has_backward=s.has_backward,
+            sends_gradients=s.sends_gradients,
         )
         for s in graph.stages
         for batch in (batches[next(iter(s.layers))],)
@@ -220,17 +220,17 @@ def _instructions(place: Place, schedule: type[StageSchedule]) -> list[PipeInstr
         (place.name,) if place.has_backward else ()
     )  # all that a schedule asks of it is whether there is anything
     stage = Stage(
-        0,
-        place.name,
-        {},
-        (0,),
-        place.previous,
-        place.next,
-        place.loads,
-        place.tail_of,
-        place.num_downstream,
-        trained,
-        place.sends_gradients,
+        stage_id=0,
+        name=place.name,
+        layers={},
+        ranks=(0,),
+        previous=place.previous,
+        next=place.next,
+        loads=place.loads,
+        tail_of=place.tail_of,
+        num_downstream=place.num_downstream,
+        trained=trained,
+        sends_gradients=place.sends_gradients,
     )
     return [
         instruction
@@ -255,18 +255,18 @@ def _count(instructions: Sequence[PipeInstruction]) -> Counts:
         elif kind is ComputeLoss:
             at_loss = max(at_loss, held)
     return Counts(
-        kinds[ForwardPass] + kinds[EmbedPass],
-        kinds[ReplayPass],
-        kinds[BackwardPass],
-        kinds[ComputeLoss],
-        kinds[ReduceGrads],
-        kinds[OptimizerStep],
-        kinds[SendActivation],
-        kinds[SendGrad],
-        peak,
-        at_loss,
-        kinds[BackwardInputs],
-        most_half_done,
+        forwards=kinds[ForwardPass] + kinds[EmbedPass],
+        replays=kinds[ReplayPass],
+        backwards=kinds[BackwardPass],
+        losses=kinds[ComputeLoss],
+        reductions=kinds[ReduceGrads],
+        steps=kinds[OptimizerStep],
+        activations_sent=kinds[SendActivation],
+        gradients_sent=kinds[SendGrad],
+        in_flight=peak,
+        in_flight_at_loss=at_loss,
+        input_backwards=kinds[BackwardInputs],
+        half_done=most_half_done,
     )
 
 

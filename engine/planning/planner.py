@@ -248,20 +248,20 @@ def plan_run(
             "This is another objective than the loss over the global batch; for ablation only"
         )
     return RunPlan(
-        best.graph,
-        best.batches,
-        best.schedule,
-        block.clipping(branches),
-        block.learning(branches),
-        trainable_layers(locked, costs),
-        block,
-        costs,
-        best.simulation.stages,
-        locked.batch_norm == "locked",
-        block.averaging(),
-        "\n".join(filter(None, (reasons, _of_compiling(block, costs)))),
-        compiled,
-        best.simulation.step_s,
+        graph=best.graph,
+        batches=best.batches,
+        schedule=best.schedule,
+        clipping=block.clipping(branches),
+        optimizer_groups=block.learning(branches),
+        trainable=trainable_layers(locked, costs),
+        block=block,
+        costs=costs,
+        predicted=best.simulation.stages,
+        batch_norm_locked=locked.batch_norm == "locked",
+        average=block.averaging(),
+        reasons="\n".join(filter(None, (reasons, _of_compiling(block, costs)))),
+        compiled=compiled,
+        predicted_step_s=best.simulation.step_s,
     )
 
 
@@ -509,7 +509,12 @@ def _stages_and_replicas(
     for stages in _stage_counts(block, layout, world_size, num_layers):
         try:
             choices = _replicas(
-                config["train_batch_size"], block, layout, stages, world_size, tuple(num_layers)
+                config["train_batch_size"],
+                block,
+                layout,
+                stages=stages,
+                world_size=world_size,
+                branches=tuple(num_layers),
             )
         except ValueError as error:
             reason = reason or error

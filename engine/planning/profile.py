@@ -71,13 +71,13 @@ def profile_together(
                 specs,
                 build_layer,
                 inputs[branch],
-                dtype,
-                device,
-                sizes[branch],
-                Effort(budget_s=budget_s / len(layers)),
-                ranks,
-                compiled,
-                done,
+                dtype=dtype,
+                device=device,
+                sizes=sizes[branch],
+                effort=Effort(budget_s=budget_s / len(layers)),
+                ranks=ranks,
+                compiled=compiled,
+                done=done,
             )
             for compiled in (False, True)
             if choice in (AUTO, "layers" if compiled else "off")
@@ -92,17 +92,19 @@ def profile_together(
             [spec],
             build_layer,
             given,
-            dtype,
-            device,
-            sizes_of_pairs,
-            Effort(budget_s=budget_s / 4),
-            ranks,
+            dtype=dtype,
+            device=device,
+            sizes=sizes_of_pairs,
+            effort=Effort(budget_s=budget_s / 4),
+            ranks=ranks,
             done=done,
         )
     parameter_sizes = [
         p.numel() for specs in layers.values() for spec in specs for p in spec.template.parameters()
     ]
-    machine = profile_machine(device, dtype, parameter_sizes, batch_size, embed_dim, ranks)
+    machine = profile_machine(
+        device, dtype, parameter_sizes, batch_size=batch_size, embed_dim=embed_dim, ranks=ranks
+    )
     if dist.get_world_size() > 1:
         machine = with_links(machine, device, ranks)
     if device.type == "cuda":

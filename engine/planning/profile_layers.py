@@ -132,7 +132,13 @@ def profile_layers(
     sizes = sorted(set(sizes))
     structures = [layer_key(spec.template) for spec in specs]
     profiler = _Profiler(
-        specs, build_layer, dtype, device, effort or Effort(), ranks or Alone(), compiled
+        specs=specs,
+        build_layer=build_layer,
+        dtype=dtype,
+        device=device,
+        effort=effort or Effort(),
+        ranks=ranks or Alone(),
+        compiled=compiled,
     )
     costs = []
     with torch.random.fork_rng(
@@ -155,12 +161,12 @@ def _layer_cost(spec: ProfiledLayer, measured: Mapping[int, Measurement]) -> Lay
 
     num_parameters = sum(parameter.numel() for parameter in spec.template.parameters())
     return LayerCost(
-        spec.name,
-        num_parameters,
-        curve("forward_s"),
-        curve("backward_s"),
-        curve("activation_bytes"),
-        curve("output_bytes"),
+        name=spec.name,
+        num_parameters=num_parameters,
+        forward_s=curve("forward_s"),
+        backward_s=curve("backward_s"),
+        activation_bytes=curve("activation_bytes"),
+        output_bytes=curve("output_bytes"),
     )
 
 
@@ -257,7 +263,14 @@ class _Profiler:
         )
         del outputs
         cooler = Cooler(self.weight_bytes, self.num_layers * activation_bytes, self.device)
-        passes = _Passes(layer, given, gradients, self.dtype, self.device, cooler)
+        passes = _Passes(
+            layer=layer,
+            given=given,
+            gradients=gradients,
+            dtype=self.dtype,
+            device=self.device,
+            cooler=cooler,
+        )
         passes.run(1)
         repeats = self.ranks.least(self.effort.repeats(share_s, sum(passes.run(1))))
         return Measurement(*passes.run(repeats), activation_bytes, signature)

@@ -126,7 +126,12 @@ def simulate(
         step_s,
         tuple(
             _stage_result(
-                stage, bill, program.counts[stage.stage_id], busy[stage.stage_id], step_s, costs
+                stage,
+                bill,
+                program.counts[stage.stage_id],
+                busy_s=busy[stage.stage_id],
+                step_s=step_s,
+                costs=costs,
             )
             for stage in graph.stages
         ),
@@ -348,9 +353,9 @@ def _bill(
             stage,
             costs,
             own,
-            loss,
-            ring,
-            exchange_s + (pairs_s - loss.matching.seconds if loss else 0.0),
+            loss=loss,
+            ring=ring,
+            exchange_s=exchange_s + (pairs_s - loss.matching.seconds if loss else 0.0),
         )
         for stage, own, loss, ring in zip(graph.stages, layers, losses, rings)
     ]
@@ -433,14 +438,14 @@ def _layers_cost(pieces: Sequence[tuple[str, range, int]], costs: CostModel) -> 
             *(sum(layer.activation_bytes.at(size) for layer, size in group) for group in groups),
         )
     return _LayersCost(
-        forward_s,
-        replay_s,
-        backward_s,
-        sum(layer.num_trained for layer, _ in layers),
-        sum(layer.num_parameters - layer.num_trained for layer, _ in layers),
-        kept_bytes,
-        working_bytes,
-        sum(
+        forward_s=forward_s,
+        replay_s=replay_s,
+        backward_s=backward_s,
+        num_parameters=sum(layer.num_trained for layer, _ in layers),
+        num_locked=sum(layer.num_parameters - layer.num_trained for layer, _ in layers),
+        kept_bytes=kept_bytes,
+        working_bytes=working_bytes,
+        output_bytes=sum(
             costs.layers[branch][where.stop - 1].output_bytes.at(size)
             for branch, where, size in pieces
         ),
@@ -475,16 +480,16 @@ def _loss(
     own = batch.micro_batch_size * (1 if per_micro_batch else batch.num_micro_batches)
     matching = _matching(stage, batch, own, costs, costs.pairs) if costs.pairs else _Matching()
     return _Loss(
-        len(here),
-        len(here | set(elsewhere)),
-        len(pairs),
-        sides,
-        receivers,
-        batch.replicas,
-        own,
-        own * batch.replicas,
-        costs.embed_dim,
-        matching,
+        branches=len(here),
+        known=len(here | set(elsewhere)),
+        pairs=len(pairs),
+        sides=sides,
+        receivers=receivers,
+        replicas=batch.replicas,
+        own=own,
+        everyone=own * batch.replicas,
+        width=costs.embed_dim,
+        matching=matching,
     )
 
 
@@ -601,20 +606,20 @@ def _times(
         bucket = min(1.0, BUCKET_BYTES / max(1.0, gradients))
         reduced_s = max(bucket * reduced_s, reduced_s - (1 - bucket) * layers.backward_s)
     return _Times(
-        host_s,
-        host_s + layers.forward_s,
-        host_s + layers.replay_s,
-        host_s + layers.backward_s,
-        host_s + exchange_s + loss.flops / machine.flops_per_s + loss.matching.seconds
+        instruction_s=host_s,
+        forward_s=host_s + layers.forward_s,
+        replay_s=host_s + layers.replay_s,
+        backward_s=host_s + layers.backward_s,
+        loss_s=host_s + exchange_s + loss.flops / machine.flops_per_s + loss.matching.seconds
         if loss
         else 0.0,
-        host_s + machine.gradient_s_per_parameter * layers.num_parameters + reduced_s,
-        host_s
+        reduce_s=host_s + machine.gradient_s_per_parameter * layers.num_parameters + reduced_s,
+        step_s=host_s
         + machine.optimizer_s_per_parameter * owned
         + (ring.seconds(weights) if weights else 0.0),
-        host_s + OF_INPUTS * layers.backward_s,
-        host_s + (1 - OF_INPUTS) * layers.backward_s,
-        exchange_s,
+        inputs_s=host_s + OF_INPUTS * layers.backward_s,
+        weights_s=host_s + (1 - OF_INPUTS) * layers.backward_s,
+        exchange_s=exchange_s,
     )
 
 
@@ -681,13 +686,13 @@ def _stage_result(
     gradients, weights = _reduced_bytes(stage, costs, layers)
     bytes_in, bytes_out = _bytes_in_and_out(stage, bill)
     return StageResult(
-        stage.name,
-        busy_s,
-        1 - busy_s / step_s if step_s else 0.0,
-        _peak_bytes(stage, bill, counts, costs),
-        _state_bytes(stage, layers, costs),
-        _held_bytes(layers, counts),
-        counts.activations_sent * bytes_out
+        name=stage.name,
+        busy_s=busy_s,
+        idle_fraction=1 - busy_s / step_s if step_s else 0.0,
+        peak_bytes=_peak_bytes(stage, bill, counts, costs),
+        state_bytes=_state_bytes(stage, layers, costs),
+        activation_bytes=_held_bytes(layers, counts),
+        sent_bytes=counts.activations_sent * bytes_out
         + counts.gradients_sent * bytes_in
         + counts.losses * _exchanged_bytes(stage, bill.losses)
         + (stage.replicas - 1) / stage.replicas * (2 * gradients + weights),

@@ -121,13 +121,13 @@ def start_processes(
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
     _unlink_shared_memory()
     return Processes(
-        dist.get_rank(),
-        dist.get_world_size(),
-        local_rank,
-        ranks_on_node,
-        torch.device(accelerator.device_name(number)),
-        timeout,
-        chosen,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=local_rank,
+        ranks_on_node=ranks_on_node,
+        device=torch.device(accelerator.device_name(number)),
+        timeout=timeout,
+        communication=chosen,
     )
 
 

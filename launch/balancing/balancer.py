@@ -165,9 +165,9 @@ class Balancer:
                 observations,
                 feed_rates,
                 self.balance.ladders,
-                self.balance.rules,
-                busy_s,
-                step - len(self._busy_s),
+                rules=self.balance.rules,
+                busy_s=busy_s,
+                first_step=step - len(self._busy_s),
             )
         setting, from_step = None, max(first_step, now.from_step + 1)
         remixed = self._dealt and any(
@@ -193,7 +193,12 @@ class Balancer:
             )
             if feed_rates != now.feed_rates:
                 observations = replace(observations, from_step=from_step)
-        return setting, observations, mix, self._record(step, busy_s, points, reason, setting, mix)
+        return (
+            setting,
+            observations,
+            mix,
+            self._record(step, busy_s, points, reason=reason, setting=setting, mix=mix),
+        )
 
     def _next_mix(self, first_step: int) -> Mix | None:
         """What the losses of whole epochs have made of the weights, from the first epoch on that

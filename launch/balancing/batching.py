@@ -49,7 +49,9 @@ class Batching:
         weights = weighting(block)
         lengths = text_lengths(data, weights, options.max_text_tokens, folder, progress=True)
         earlier = earlier_sizes(state["batch_sizes"], batch_size)
-        self.order = training_order(data, batch_size, options.seed, weights, lengths, earlier)
+        self.order = training_order(
+            data, batch_size, options.seed, block=weights, lengths=lengths, earlier=earlier
+        )
         self.total_steps = options.steps or self.order.first_step(options.epochs or 0)
         self.weights_of = loss_weights_of(data, weights, lengths)
         """The samples of a global batch [G] -> what they count in its loss, [G] int64 millionths;
@@ -65,12 +67,12 @@ class Batching:
             dealing(self.block),
             plan,
             costs,
-            self.data,
-            self.order,
-            self.buckets,
-            patch_size,
-            self.options,
-            self.folder,
+            data=self.data,
+            order=self.order,
+            buckets=self.buckets,
+            patch_size=patch_size,
+            options=self.options,
+            folder=self.folder,
             progress=True,
         )
 
@@ -100,7 +102,14 @@ class Batching:
 
     def line(self, metrics: StepMetrics, step: int, step_s: float) -> dict[str, float]:
         """The step's line of metrics.jsonl."""
-        return step_line(metrics, step, step_s, self.balance, self.balancer.settings, self.sources)
+        return step_line(
+            metrics,
+            step,
+            step_s,
+            balance=self.balance,
+            settings=self.balancer.settings,
+            sources=self.sources,
+        )
 
     def after_step(self, metrics: StepMetrics) -> dict[str, Any] | None:
         """At a measurement of times, which all ranks make together: the line of

@@ -173,23 +173,23 @@ def make_balance(
     planned = {branch: batch.num_micro_batches for branch, batch in plan.batches.items()}
     if block.strategy == "off" or plan.schedule_type.loss_per_micro_batch or "text" not in dealers:
         return Balance(
-            block,
-            plan,
-            dealers,
-            order,
-            data.train,
-            Ladders(),
-            FeedRules(),
-            Setting(0, planned),
-            adaptation,
+            block=block,
+            plan=plan,
+            dealers=dealers,
+            order=order,
+            train=data.train,
+            ladders=Ladders(),
+            rules=FeedRules(),
+            first=Setting(0, planned),
+            adaptation=adaptation,
         )
     tokens = token_counts(
         data.source,
         data.train,
         data.text_tokenizer,
-        options.max_text_tokens,
-        folder / "token_counts",
-        progress,
+        max_text_tokens=options.max_text_tokens,
+        folder=folder / "token_counts",
+        progress=progress,
     )
     typical = float(
         padded_lengths(
@@ -197,15 +197,15 @@ def make_balance(
         ).mean()
     )
     by_cost = ByCost(
-        tokens,
-        options.max_text_tokens,
-        options.seed,
-        DealBounds(block.min_size, block.max_size or 1 << 30),
-        plan.batches["text"].micro_batch_size * options.max_text_tokens,
-        sum("text" in stage.layers for stage in plan.graph.stages)
+        tokens=tokens,
+        max_text_tokens=options.max_text_tokens,
+        seed=options.seed,
+        bounds=DealBounds(block.min_size, block.max_size or 1 << 30),
+        largest=plan.batches["text"].micro_batch_size * options.max_text_tokens,
+        num_stages=sum("text" in stage.layers for stage in plan.graph.stages)
         if plan.graph.layout == "fork"
         else len(plan.graph.stages),
-        data.length_multiple,
+        length_multiple=data.length_multiple,
     )
     dealers["text"] = by_cost
     if block.window > 1:
@@ -216,10 +216,22 @@ def make_balance(
         order = replace(order, window=block.window, lengths_of=lengths_of)
     ladders, rules = Ladders(), FeedRules()
     if block.strategy == "feed":
-        ladders = _ladders(block, plan, data, options, patch_size, typical)
+        ladders = _ladders(
+            block, plan, data, options=options, patch_size=patch_size, typical=typical
+        )
         rules = FeedRules(block.dead_band, block.max_change)
     first = Setting(0, planned, {"text": text_cost(costs, plan, typical)}, ladders.start())
-    balance = Balance(block, plan, dealers, order, data.train, ladders, rules, first, adaptation)
+    balance = Balance(
+        block=block,
+        plan=plan,
+        dealers=dealers,
+        order=order,
+        train=data.train,
+        ladders=ladders,
+        rules=rules,
+        first=first,
+        adaptation=adaptation,
+    )
     return replace(
         balance,
         first=replace(first, num_micro_batches=balance.num_micro_batches(first, order.changed_at)),

@@ -34,9 +34,9 @@ def text_lengths(
         data.source,
         data.train,
         data.tokenizer,
-        max_text_tokens,
-        run_folder / "token_counts",
-        progress,
+        max_text_tokens=max_text_tokens,
+        folder=run_folder / "token_counts",
+        progress=progress,
     )
     return np.where(data.source.lacking("text")[data.train], 0, counts.longest())
 
@@ -56,7 +56,7 @@ def training_order(
         complexity = data.source.column("complexity")[data.train]
         seconds = data.source.column("audio_seconds")[data.train]
         difficulty = sample_weights(
-            complexity, lengths, block.image, block.text, seconds, block.audio
+            complexity, lengths, block.image, text=block.text, seconds=seconds, audio=block.audio
         )
         curriculum = Curriculum(difficulty, block.epochs)
     return GlobalOrder(

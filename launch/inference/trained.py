@@ -176,7 +176,14 @@ def _opened(
         ]
     read_adapters(layers, folder, adapters)
     layers = [layer.to(device) for layer in layers]
-    return Trained({"options": options}, folder, step, tokenizer, towers, layers)
+    return Trained(
+        record={"options": options},
+        checkpoint=folder,
+        step=step,
+        tokenizer=tokenizer,
+        towers=towers,
+        layers=layers,
+    )
 
 
 def open_run(
@@ -210,7 +217,14 @@ def open_run(
             load_layer(reader, spec.build(options["seed"]), device, averaged).eval()
             for spec in specs
         ]
-    return Trained(record, found, step_of(found), tokenizer, towers, layers)
+    return Trained(
+        record=record,
+        checkpoint=found,
+        step=step_of(found),
+        tokenizer=tokenizer,
+        towers=towers,
+        layers=layers,
+    )
 
 
 def with_named_towers(options: Options, previous: Mapping[str, Any] | None) -> Options:

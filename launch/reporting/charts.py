@@ -110,7 +110,15 @@ def line_chart(
     figure.update_layout(showlegend=number > 1 or len(names) > 1)
     _finish_axis(figure, axis)
     table = _table(title, [(run, c) for _, run, curves in drawn for c in curves], number, axis)
-    return Chart(name, title, figure, _summary(drawn, number, axis), table, note, wide)
+    return Chart(
+        name=name,
+        title=title,
+        figure=figure,
+        summary=_summary(drawn, number, axis),
+        table=table,
+        note=note,
+        wide=wide,
+    )
 
 
 def new_figure(x_title: str, y_title: str) -> go.Figure:

@@ -177,18 +177,18 @@ def read_folder(folder: Path, label: str) -> RunData:
     bad_steps = list(lines.of(folder / "bad_steps.jsonl"))
     queries, notice = read_queries(folder)
     return RunData(
-        folder,
-        label,
-        config,
-        steps,
-        evaluations,
-        measurements,
-        weights,
-        bad,
-        reasons,
-        bad_steps,
-        queries,
-        tuple(filter(None, (*lines.notices, notice))),
+        path=folder,
+        label=label,
+        config=config,
+        steps=steps,
+        evaluations=evaluations,
+        measurements=measurements,
+        loss_weights=weights,
+        bad_samples=bad,
+        bad_reasons=reasons,
+        bad_steps=bad_steps,
+        queries=queries,
+        notices=tuple(filter(None, (*lines.notices, notice))),
     )
 
 

@@ -106,7 +106,15 @@ def time_by_stage(run: RunData, traced: Traced, name: str) -> Chart:
         for stage, own in parts.items()
     )
     counted = f"Mean of {len(steps)} traced step{'s' * (len(steps) > 1)} and of the replicas of each stage."
-    return Chart(name, "Where the time of a step goes", figure, said, table, counted, wide=True)
+    return Chart(
+        name=name,
+        title="Where the time of a step goes",
+        figure=figure,
+        summary=said,
+        table=table,
+        note=counted,
+        wide=True,
+    )
 
 
 def waited_share(parts: Mapping[str, float]) -> float:
@@ -172,7 +180,15 @@ def timeline_chart(run: RunData, traced: Traced, name: str, most_bars: int = MOS
     title = "One step, predicted above measured" if predicted else "One measured step"
     note = "" if reason is None else reason.replace(f"{run.path}: ", "")
     figure = _timeline_figure(timelines, titles, most_bars)
-    return Chart(name, title, figure, "; ".join(titles) + ".", table, note, wide=True)
+    return Chart(
+        name=name,
+        title=title,
+        figure=figure,
+        summary="; ".join(titles) + ".",
+        table=table,
+        note=note,
+        wide=True,
+    )
 
 
 def _timeline_figure(

@@ -115,7 +115,14 @@ def _prepare(options: Options, planned: Planned, temporary: Path) -> list[tuple[
         length_multiple=length_multiple(planned.abilities.device_type),
     )
     asked = options.section(BatchingOptions)
-    batching = Batching(data, asked, block, config["train_batch_size"], state, temporary)
+    batching = Batching(
+        data=data,
+        options=asked,
+        block=block,
+        batch_size=config["train_batch_size"],
+        state=state,
+        folder=temporary,
+    )
     total_steps = batching.total_steps
     options, config, block, recipe = settle(options, config, block, total_steps)
 
@@ -139,14 +146,14 @@ def _prepare(options: Options, planned: Planned, temporary: Path) -> list[tuple[
         options,
         data,
         model.towers,
-        planned.hardware,
-        config,
-        config_file,
-        plan,
-        recipe,
-        total_steps,
-        further,
-        f"{folder.path} (of the run; not written)",
+        hardware=planned.hardware,
+        config=config,
+        config_file=config_file,
+        plan=plan,
+        recipe=recipe,
+        total_steps=total_steps,
+        further=further,
+        folder=f"{folder.path} (of the run; not written)",
     )
 
 

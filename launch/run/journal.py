@@ -41,7 +41,14 @@ class Journal:
         """From here on in Weights & Biases and in the `monitors` of the JSON file too, where they
         are asked for. `step`: at which the run begins or goes on."""
         if self.folder.first_rank:
-            self.tracker = Tracker(options, monitors, self.folder.path, config, step, plan)
+            self.tracker = Tracker(
+                options=options,
+                monitors=monitors,
+                folder=self.folder.path,
+                config=config,
+                step=step,
+                plan=plan,
+            )
             self.say(self.tracker.notice)
 
     def say(self, *things: object) -> None:

@@ -21,9 +21,9 @@ def pairs_of(
             pair.first,
             pair.second,
             loss,
-            pair.weight,
-            matching,
-            "" if pair.modalities == ("image", "text") else f"{pair.first}_{pair.second}_",
+            weight=pair.weight,
+            matching=matching,
+            prefix="" if pair.modalities == ("image", "text") else f"{pair.first}_{pair.second}_",
         )
         for pair in read_pairs(given)
     )

@@ -260,7 +260,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
         None if values["augmentation"] is None else tuple(values["augmentation"])
     )
     weights = values["imported"] if "image" in held else values["image_weights"]
-    values |= _pixels(parser, pixels, values, weights, sized, recorded)
+    values |= _pixels(parser, pixels, values, weights=weights, sized=sized, recorded=recorded)
     return Options(**values)
 
 

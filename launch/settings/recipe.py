@@ -164,7 +164,14 @@ def settle(
         _given(config, *place) for place in (("optimizer", "lr"), ("scheduler", "warmup_num_steps"))
     )
     adapted = tuple(block.train or ())
-    values = recipe.values(config["train_batch_size"], total_steps, pretrained, lr, warmup, adapted)
+    values = recipe.values(
+        config["train_batch_size"],
+        total_steps,
+        pretrained,
+        lr=lr,
+        warmup=warmup,
+        adapted=adapted,
+    )
     smoothing = recipe.label_smoothing if options.loss == "infonce" else 0.0
     chosen: dict[str, Any] = {"augmentation": recipe.augmentation, "label_smoothing": smoothing}
     chosen = {name: chosen[name] for name in open_options}

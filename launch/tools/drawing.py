@@ -273,7 +273,14 @@ def _draw_track(axes: Axes, row: int, spans: Sequence[SpanLike], scale: float) -
         edge = {"edgecolors": "white", "linewidths": 0.5} if points > 4 else {"edgecolors": "none"}
         _bars(axes, by_kind[name], scale, top, BAR_HEIGHT, facecolors=COLOURS[name][1], **edge)
         if name != "ComputeLoss":
-            _numbers(axes, row, by_kind[name], scale, points, "white" if name in DARK else "black")
+            _numbers(
+                axes,
+                row,
+                by_kind[name],
+                scale=scale,
+                points=points,
+                colour="white" if name in DARK else "black",
+            )
     _bars(axes, by_kind.get(WAIT, ()), scale, top, BAR_HEIGHT, **HATCHED)
 
 

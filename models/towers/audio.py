@@ -77,12 +77,12 @@ def _of_image(tower: Tower, seconds: float, size: int) -> Tower:
         "shape": [1, size, size],
     }
     return Tower(
-        "audio",
-        tower.name,
-        tower.width,
-        tuple(_renamed(spec, first=number == 0) for number, spec in enumerate(tower.specs)),
-        {**tower.config, "audio_input": reads},
-        partial(_example, size),
+        branch="audio",
+        name=tower.name,
+        width=tower.width,
+        specs=tuple(_renamed(spec, first=number == 0) for number, spec in enumerate(tower.specs)),
+        config={**tower.config, "audio_input": reads},
+        example=partial(_example, size),
     )
 
 

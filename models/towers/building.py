@@ -100,7 +100,14 @@ def with_head(
             tower, maps, config["num_image_tokens"] = tap_image(
                 tower, meta_inputs(tower, 2)["pixel_values"], fusion.scales
             )
-            head = image_head(width, embed_dim, scalars, maps, fusion.width, projection)
+            head = image_head(
+                width,
+                embed_dim,
+                scalars,
+                maps=maps,
+                token_width=fusion.width,
+                projection=projection,
+            )
         else:
             tower, head = tap_text(tower), text_head(width, embed_dim, fusion, scalars, projection)
     if projection != "linear":
@@ -252,11 +259,14 @@ def _described(
             tensors = layer(given)
         described.append(
             LayerCounts(
-                spec.name,
-                spec.num_parameters,
-                flops.get_total_flops() / samples,
-                flops.get_flop_counts()["Global"].get(torch.ops.aten.convolution, 0) / samples,
-                saved.num_bytes(
+                name=spec.name,
+                num_parameters=spec.num_parameters,
+                flops=flops.get_total_flops() / samples,
+                convolution_flops=flops.get_flop_counts()["Global"].get(
+                    torch.ops.aten.convolution, 0
+                )
+                / samples,
+                activation_bytes=saved.num_bytes(
                     tensors.values(),
                     not_counted=(
                         *layer.parameters(),
@@ -265,9 +275,9 @@ def _described(
                     ),
                 )
                 / samples,
-                sum(t.numel() * t.element_size() for t in tensors.values()) / samples,
-                traffic.moved_bytes / samples,
-                traffic.num_kernels,
+                output_bytes=sum(t.numel() * t.element_size() for t in tensors.values()) / samples,
+                moved_bytes=traffic.moved_bytes / samples,
+                num_kernels=traffic.num_kernels,
             )
         )
     return described

@@ -186,7 +186,14 @@ def image_head(
     return _spec(
         "image",
         embed_dim,
-        lambda: ImageHead(width, embed_dim, scalars, maps, token_width, projection),
+        lambda: ImageHead(
+            width=width,
+            embed_dim=embed_dim,
+            scalars=scalars,
+            maps=maps,
+            token_width=token_width,
+            projection=projection,
+        ),
     )
 
 

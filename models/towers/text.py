@@ -105,9 +105,9 @@ def text_tower(
         "text",
         model,
         layers,
-        partial(initialise_text, model=model),
-        family.unused(pool),
-        saved_state(model),
+        initialise=partial(initialise_text, model=model),
+        dropped=family.unused(pool),
+        state=saved_state(model),
     )
     # DistilBERT and others map hidden_size to a name of their own
     width = config.projection_size if pool == "head" else config.hidden_size
@@ -149,7 +149,12 @@ def hub_id_of(name: str) -> str | None:
 
 def _find(base: str) -> tuple[PreTrainedConfig, str | None]:
     return find_config(
-        "text tower", base, "text_config", PRESETS, ALIASES, "google-bert/bert-base-uncased"
+        "text tower",
+        base,
+        "text_config",
+        presets=PRESETS,
+        aliases=ALIASES,
+        example="google-bert/bert-base-uncased",
     )
 
 

@@ -278,9 +278,9 @@ def _convnext_pairs(depths: tuple[int, ...]) -> list[Pair]:
         depths,
         f"{there}encoder.stages",
         "downsampling_layer",
-        "layers",
-        inner,
-        "layer_scale_parameter",
+        blocks="layers",
+        inner=inner,
+        layer_scale="layer_scale_parameter",
     )
 
 

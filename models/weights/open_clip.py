@@ -108,7 +108,12 @@ def open_clip_pairs(image: Tower, text: Tower) -> list[Pair]:
     pairs += renamed("image.classifier.0", "visual.trunk.head.norm", *ENDS)
     inner = {"block.0": "conv_dw", "block.2": "norm", "block.3": "mlp.fc1", "block.5": "mlp.fc2"}
     pairs += convnext_stages(
-        image.config["depths"], "visual.trunk.stages", "downsample", "blocks", inner, "gamma"
+        image.config["depths"],
+        "visual.trunk.stages",
+        "downsample",
+        blocks="blocks",
+        inner=inner,
+        layer_scale="gamma",
     )
     pairs += renamed("text.embeddings.token_embedding.weight", "token_embedding.weight")
     pairs += renamed("text.embeddings.position_embedding.weight", "positional_embedding")

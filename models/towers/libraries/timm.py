@@ -71,12 +71,12 @@ def image_tower(name: str, image_size: int) -> Tower:
     _check_name(name, architecture, tag)
     arguments, pool = _arguments(name, architecture, image_size)
     recording = Recording(
-        "image",
-        partial(_make, name, architecture, arguments),
-        ("pixel_values", (SAMPLES, 3, image_size, image_size), torch.float32),
-        _unpooled if pool == "attention" else _pooled,
-        timm.models.get_notrace_functions(),
-        tuple(timm.models.get_notrace_modules()),
+        branch="image",
+        make=partial(_make, name, architecture, arguments),
+        given=("pixel_values", (SAMPLES, 3, image_size, image_size), torch.float32),
+        call=_unpooled if pool == "attention" else _pooled,
+        leaf_functions=timm.models.get_notrace_functions(),
+        leaf_modules=tuple(timm.models.get_notrace_modules()),
     )
     config = {
         "library": "timm",

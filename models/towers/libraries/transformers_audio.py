@@ -291,8 +291,8 @@ _DROPOUTS = {"hidden_dropout_prob": float, "attention_probs_dropout_prob": float
 
 FAMILIES = {  # by the model_type of the configuration
     "audio-spectrogram-transformer": Family(
-        ASTModel,
-        {
+        model=ASTModel,
+        keys={
             **dict.fromkeys(
                 ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
                 int,
@@ -304,15 +304,15 @@ FAMILIES = {  # by the model_type of the configuration
             "hidden_act": str,
             "layer_norm_eps": float,
         },
-        ("pooler", "avg", "max", "attention"),
-        _ast,
-        lambda config: config.hidden_size,
-        lambda seconds: {"max_length": round(100 * seconds)},
-        _ast_reads,
+        pools=("pooler", "avg", "max", "attention"),
+        layers=_ast,
+        width=lambda config: config.hidden_size,
+        seconds=lambda seconds: {"max_length": round(100 * seconds)},
+        reads=_ast_reads,
     ),
     "clap_audio_model": Family(
-        ClapAudioModel,
-        {
+        model=ClapAudioModel,
+        keys={
             **dict.fromkeys(("patch_embeds_hidden_size", "window_size", "patch_size"), int),
             **dict.fromkeys(("spec_size", "num_mel_bins", "patch_stride"), int),
             **dict.fromkeys(("depths", "num_attention_heads"), tuple),
@@ -320,15 +320,15 @@ FAMILIES = {  # by the model_type of the configuration
             "drop_path_rate": float,
             "mlp_ratio": float,
         },
-        ("avg",),
-        _htsat,
-        lambda config: config.patch_embeds_hidden_size * 2 ** (len(config.depths) - 1),
-        lambda seconds: {},
-        _clap_reads,
+        pools=("avg",),
+        layers=_htsat,
+        width=lambda config: config.patch_embeds_hidden_size * 2 ** (len(config.depths) - 1),
+        seconds=lambda seconds: {},
+        reads=_clap_reads,
     ),
     "whisper": Family(
-        _whisper_model,
-        {
+        model=_whisper_model,
+        keys={
             **dict.fromkeys(
                 ("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"), int
             ),
@@ -336,11 +336,11 @@ FAMILIES = {  # by the model_type of the configuration
             **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), float),
             "activation_function": str,
         },
-        ("avg", "max", "attention"),
-        _whisper,
-        lambda config: config.d_model,
-        _whisper_seconds,
-        _whisper_reads,
+        pools=("avg", "max", "attention"),
+        layers=_whisper,
+        width=lambda config: config.d_model,
+        seconds=_whisper_seconds,
+        reads=_whisper_reads,
     ),
 }
 
@@ -409,7 +409,14 @@ def audio_tower(name: str, seconds: float | None = None) -> Tower:
     with torch.device("meta"):
         model = with_exact_statistics(family.model(config))
         layers = family.layers(model, pool)
-    specs = cut("audio", model, layers, partial(_initialise, model=model), (), saved_state(model))
+    specs = cut(
+        "audio",
+        model,
+        layers,
+        initialise=partial(_initialise, model=model),
+        dropped=(),
+        state=saved_state(model),
+    )
     record = {
         "library": "transformers",
         "architecture": type(model).__name__,
@@ -419,7 +426,14 @@ def audio_tower(name: str, seconds: float | None = None) -> Tower:
         "config": config.to_dict(),
     }
     example = partial(_example, reads.shape)
-    return Tower("audio", name, family.width(config), specs, record, example)
+    return Tower(
+        branch="audio",
+        name=name,
+        width=family.width(config),
+        specs=specs,
+        config=record,
+        example=example,
+    )
 
 
 def is_audio(base: str) -> bool:
@@ -438,9 +452,9 @@ def _find(base: str) -> tuple[PreTrainedConfig, str | None]:
         f"audio tower {HF}",
         base.removeprefix(HF),
         "audio_config",
-        PRESETS,
-        ALIASES,
-        "laion/clap-htsat-unfused",
+        presets=PRESETS,
+        aliases=ALIASES,
+        example="laion/clap-htsat-unfused",
     )
 
 

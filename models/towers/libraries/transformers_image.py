@@ -542,9 +542,9 @@ def image_tower(name: str, image_size: int) -> Tower:
         "image",
         model,
         layers,
-        partial(initialise, model=model),
-        family.unused(pool),
-        saved_state(model),
+        initialise=partial(initialise, model=model),
+        dropped=family.unused(pool),
+        state=saved_state(model),
     )
     record = {
         "library": "transformers",
@@ -583,9 +583,9 @@ def _find(base: str) -> tuple[PreTrainedConfig, str | None]:
         f"image tower {HF}",
         base.removeprefix(HF),
         "vision_config",
-        PRESETS,
-        ALIASES,
-        "openai/clip-vit-base-patch32",
+        presets=PRESETS,
+        aliases=ALIASES,
+        example="openai/clip-vit-base-patch32",
     )
 
 

@@ -52,10 +52,10 @@ def recorded_tower(
         model,
         recording.branch,
         (tensor, example),
-        recording.call,
-        recording.leaf_functions,
-        recording.leaf_modules,
-        recording.drop_last,
+        call=recording.call,
+        leaf_functions=recording.leaf_functions,
+        leaf_modules=recording.leaf_modules,
+        drop_last=recording.drop_last,
     )
     layers, width = recipe.layers, recipe.features[-1]
     added: dict[str, Any] | None = None
