@@ -47,14 +47,8 @@ def palette_tower(name: str) -> Tower:
     width = int(name or 128)
     with torch.device("meta"):
         layer = Mix(width)
-    return Tower(
-        branch="palette",
-        name=f"mix{width}",
-        width=width,
-        specs=cut("palette", layer, [("mix", layer)], reset),
-        config={},
-        example=example,
-    )
+    specs = cut("palette", layer, [("mix", layer)], reset)
+    return Tower("palette", f"mix{width}", width, specs=specs, config={}, example=example)
 
 
 def example(samples: int) -> dict[str, Tensor]:

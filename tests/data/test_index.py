@@ -40,7 +40,7 @@ import os, sys, time
 import data.index.building
 from data.index.sources import open_source
 build = data.index.building._build
-data.index.building._build = lambda *given: (print("built"), build(*given))
+data.index.building._build = lambda *given, **named: (print("built"), build(*given, **named))
 while not os.path.exists(sys.argv[2]):
     time.sleep(0.001)
 source = open_source(sys.argv[1], workers=1)
