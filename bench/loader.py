@@ -315,6 +315,8 @@ def report(
         )
     lines.append("")
     for loader, aim in AIMS.items():
+        if loader not in rounds[0]:
+            continue
         ratio = statistics.median(
             r[loader]["samples_per_s"] / r["plain"]["samples_per_s"] for r in rounds
         )
@@ -361,6 +363,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.samples < 2 * BATCH_SIZE or arguments.rounds < 1:
         parser.error(f"--samples must be at least {2 * BATCH_SIZE}, --rounds at least 1")
+    whole = BATCH_SIZE * max(1, arguments.workers)  # webdataset's workers have equal shares
+    if arguments.samples % whole and not arguments.audio:
+        parser.error(
+            f"--samples {arguments.samples} with {arguments.workers} workers: give a multiple of "
+            f"{whole}, so that every batch is full"
+        )
+    unknown = set((arguments.only or "plain").split(",")) - set(LOADERS)
+    if unknown:
+        parser.error(f"--only {min(unknown)}: give some of {', '.join(LOADERS)}")
     if arguments.audio:
         import loader_audio
 
