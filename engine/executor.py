@@ -504,7 +504,7 @@ class ForkEngine(PipelineEngine):
     def _exec_reload_micro_batch(self, buffer_id: int) -> None:
         kept = self._kept.pop(buffer_id)
         if self._keeps_what_layers_made:  # in their dtypes
-            self._inputs[buffer_id] |= self._copies.take(kept)
+            self._inputs[buffer_id] |= self._copies.take_back(kept)
         else:
             self._take_in(buffer_id, kept)
 

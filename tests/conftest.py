@@ -6,8 +6,8 @@ each in one process, so that what a module's fixture makes is made once. Files t
 ranks of their own come first, one after another with the rest: they take long and wait for what they
 started.
 
-Of what tests write, only the folders of those that failed are left: all of them together write 9 GB,
-of which at most 0.8 GB are there at a time.
+Folders of tests that failed are left until another run fails; those of others go with them. All
+together write 9 GB, of which at most 0.8 GB are there at a time.
 """
 
 import hashlib

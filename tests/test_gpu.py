@@ -157,15 +157,18 @@ def test_what_computes_with_a_copy_finds_it_complete():
     """In memory that earlier copies were in, and behind products that keep the device busy."""
     device = torch.device("cuda" if ON_GPU else "cpu")
     copies, left = DeviceCopies(device), torch.randn(2048, 2048, device=device)
-    right, rounds, elements = left, 40, 1 << 20
+    right, rounds, elements = left, 40, 4 * 4 * 256 * 256
     sums = []
     for number in range(rounds):
         right = (left @ right).clamp(-1, 1)
-        loaded = torch.full((elements,), number, dtype=torch.uint8, pin_memory=ON_GPU)
+        loaded = torch.full((4, 4, 256, 256), number, dtype=torch.uint8, pin_memory=ON_GPU)
         values = copies.take({"values": loaded})["values"].float() + 1.0
+        values = values.to(memory_format=torch.channels_last)
         kept = copies.keep({"values": values})
         del values
-        sums.append(copies.take(kept)["values"].sum())
+        back = copies.take_back(kept)["values"]
+        assert back.is_contiguous(memory_format=torch.channels_last)
+        sums.append(back.sum())
     assert [float(each) for each in sums] == [elements * (n + 1.0) for n in range(rounds)]
 
 

@@ -160,7 +160,7 @@ def profiles(records: Records) -> str:
                 f"{idle:.0%}" if profile["busy_s"] else "–",
                 f"{profile['kernels']:,.0f}",
                 f"{sum(waits.values()):.0f}",
-                f"{1e3 * profile['copies_alone_s']:,.1f}",
+                f"{1e3 * profile.get('copies_alone_s', 0.0):,.1f}",
                 *(f"{1e3 * profile['kernel_s'].get(kind, 0):,.1f}" for kind in kinds),
             ]
         )

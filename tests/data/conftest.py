@@ -2,6 +2,7 @@
 images."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def cache_folder(tmp_path_factory):
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("WYE_CACHE", str(folder))
         yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
