@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from engine.planning.costs import Machine
+    from bench.common import free_machine
     from engine.planning.profile_layers import Together
     from engine.planning.profile_machine import with_links
 
@@ -70,16 +70,7 @@ def measure(options: argparse.Namespace) -> None:
         timeout=timedelta(seconds=LIMIT_S),
     )
     device = torch.device("cpu")
-    free = Machine(
-        name="namespaces",
-        memory_bytes=1e15,
-        link_bytes_per_s=1e15,
-        link_latency_s=0.0,
-        flops_per_s=1e15,
-        optimizer_s_per_parameter=0.0,
-        gradient_s_per_parameter=0.0,
-        instruction_s=0.0,
-    )
+    free = free_machine("namespaces", 1e15)
     machine = with_links(free, device, Together(device, options.ranks))
     rows = []
     for name, members in groups_of(options.nodes, options.ranks).items():

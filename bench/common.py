@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from engine.config.reading import BranchesBlock
     from engine.executor import ForkEngine
-    from engine.planning.costs import CostModel
+    from engine.planning.costs import CostModel, Machine
     from models.towers.layers import Tower
 
 BRANCHES = ("image", "text")
@@ -34,6 +34,22 @@ def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
         if isinstance(below[key], Mapping)
     }
     return copy.deepcopy({**below, **above, **both})
+
+
+def free_machine(name: str, flops_per_s: float) -> Machine:
+    """Where nothing but computing takes time."""
+    from engine.planning.costs import Machine
+
+    return Machine(
+        name=name,
+        memory_bytes=1e15,
+        link_bytes_per_s=1e15,
+        link_latency_s=0.0,
+        flops_per_s=flops_per_s,
+        optimizer_s_per_parameter=0.0,
+        gradient_s_per_parameter=0.0,
+        instruction_s=0.0,
+    )
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -119,7 +135,7 @@ def _sample(setup: Setup, branch: str, index: int) -> Tensor:
 def cost_model(towers: Mapping[str, Tower], embed_dim: int) -> CostModel:
     """Time in proportion to counted FLOPs, nothing else costs anything: enough to cut towers for a
     layout that is given."""
-    from engine.planning.costs import CostModel, Curve, LayerCost, Machine, StateBytes
+    from engine.planning.costs import CostModel, Curve, LayerCost, StateBytes
     from models.towers.building import count_flops, meta_inputs
 
     def costs(tower: Tower) -> list[LayerCost]:
@@ -135,16 +151,7 @@ def cost_model(towers: Mapping[str, Tower], embed_dim: int) -> CostModel:
             for spec, s in zip(tower.specs, seconds)
         ]
 
-    machine = Machine(
-        name="bench",
-        memory_bytes=1e15,
-        link_bytes_per_s=1e15,
-        link_latency_s=0.0,
-        flops_per_s=1 / SECONDS_PER_FLOP,
-        optimizer_s_per_parameter=0.0,
-        gradient_s_per_parameter=0.0,
-        instruction_s=0.0,
-    )
+    machine = free_machine("bench", 1 / SECONDS_PER_FLOP)
     return CostModel(
         {b: costs(t) for b, t in towers.items()}, machine, StateBytes(8, 12, 4), embed_dim
     )

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,18 +93,10 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
     subset_start = time.perf_counter()
     subset = np.load(folder / "train.npy", mmap_mode="r")
     order = GlobalOrder(len(subset), GLOBAL_BATCH, SEED)
-    request = next(
-        training_requests(
-            order,
-            subset,
-            0,
-            replicas=REPLICAS,
-            branch="image",
-            settings=settings,
-            start_step=0,
-            stop_step=order.steps_per_epoch,
-        )
+    requests = partial(
+        training_requests, order, subset, replicas=REPLICAS, branch="image", settings=settings
     )
+    request = next(requests(replica=0, start_step=0, stop_step=order.steps_per_epoch))
     read = [
         (source.captions(i), source.content_hash(i), source.where(i))
         for i in request.index.tolist()
@@ -113,18 +106,7 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
 
     step = int((RESUME_EPOCH + RESUME_FRACTION) * order.steps_per_epoch)
     resume_start = time.perf_counter()
-    request = next(
-        training_requests(
-            order,
-            subset,
-            3,
-            replicas=REPLICAS,
-            branch="image",
-            settings=settings,
-            start_step=step,
-            stop_step=step + 1,
-        )
-    )
+    request = next(requests(replica=3, start_step=step, stop_step=step + 1))
     read += [
         (source.captions(i), source.content_hash(i), source.where(i))
         for i in request.index.tolist()
@@ -134,18 +116,7 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
 
     # Once more in the same epoch: what any later step costs.
     step_start = time.perf_counter()
-    later = list(
-        training_requests(
-            order,
-            subset,
-            3,
-            replicas=REPLICAS,
-            branch="image",
-            settings=settings,
-            start_step=step + 1,
-            stop_step=step + 101,
-        )
-    )
+    later = list(requests(replica=3, start_step=step + 1, stop_step=step + 101))
     step_ms = (time.perf_counter() - step_start) * 10
     return {
         "stages": stages,

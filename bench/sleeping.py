@@ -207,7 +207,8 @@ def towers_of(case: Case) -> dict[str, Tower]:
 
 def costs_of(case: Case) -> Any:
     """What the layers sleep, and nothing else."""
-    from engine.planning.costs import CostModel, Curve, LayerCost, Machine, StateBytes
+    from bench.common import free_machine
+    from engine.planning.costs import CostModel, Curve, LayerCost, StateBytes
 
     def of(spec: LayerSpec) -> LayerCost:
         per_sample = getattr(spec.template, "seconds", 0.0)
@@ -223,16 +224,7 @@ def costs_of(case: Case) -> Any:
             output_bytes=nothing,
         )
 
-    machine = Machine(
-        name="sleeping",
-        memory_bytes=1e15,
-        link_bytes_per_s=1e15,
-        link_latency_s=0.0,
-        flops_per_s=1e18,
-        optimizer_s_per_parameter=0.0,
-        gradient_s_per_parameter=0.0,
-        instruction_s=0.0,
-    )
+    machine = free_machine("sleeping", 1e18)
     layers = {name: [of(spec) for spec in own.specs] for name, own in towers_of(case).items()}
     return CostModel(layers, machine, StateBytes(8, 12, 4), EMBED_DIM, compared=case.pairs)
 

@@ -21,6 +21,7 @@ from engine.config.reading import AUTO, BranchesBlock
 from engine.planning.costs import (
     CostModel,
     Curve,
+    LayerCost,
     Loading,
     StateBytes,
     cost_model_from_json,
@@ -30,7 +31,7 @@ from engine.planning.costs import (
 )
 from engine.planning.devices import find_device
 from engine.planning.measured import device_identity
-from engine.planning.profile import profile_together
+from engine.planning.profile import Profile, profile_together
 from engine.processes.start import Processes, from_first_rank
 from launch.estimates import estimated_costs
 from launch.feeding import LoadingOptions, sample_cache
@@ -74,122 +75,130 @@ def run_costs(
 
     All ranks call it together and get the same.
     """
-    costs = _all_learning(
-        model,
-        config,
-        block,
-        data=data,
-        inputs=inputs,
-        loading=loading,
-        processes=processes,
-        folder=folder,
-    )
+    costs = _kept(model, config, processes, folder)
+    if costs is None:
+        # where they are dealt, texts of about equal lengths come together
+        dealt = (
+            "text" in inputs.branches
+            and dealing(block).strategy != "off"
+            and not block.loss_per_micro_batch
+        )
+        lengths = _text_lengths(data, inputs) if dealt else None
+        compiling = {tower.branch: block.compiling(tower.branch) for tower in model.towers}
+        if block.layout != AUTO and AUTO not in compiling.values():
+            costs = estimated_costs(
+                model.towers,
+                config,
+                model.embed_dim,
+                device=find_device(NOMINAL.get(processes.device.type, "A100")),
+                memory_bytes=float("inf"),
+                num_tokens=None if lengths is None else round(lengths.mean()),
+                compared=_compared(model),
+            )
+        else:
+            layers, profile = _measured(
+                model,
+                config,
+                compiling,
+                sizes=_sizes(config, block, processes.device.type, inputs.branches),
+                data=data,
+                inputs=inputs,
+                lengths=lengths,
+                processes=processes,
+            )
+            costs = CostModel.of(
+                layers,
+                profile.machine,
+                config,
+                embed_dim=model.embed_dim,
+                pairs=profile.pairs,
+                token_bytes=token_bytes(model.towers, DTYPES[precision_of(config)].itemsize),
+                compared=_compared(model),
+                compiled_share=profile.compiled_share,
+                loading=_loading(data, inputs, loading, processes),
+            )
+            folder.write_costs(cost_model_to_json(costs))
     return with_learned(costs, model.num_learned)
 
 
-def _all_learning(
+def _compared(model: RunModel) -> list[tuple[str, str]]:
+    return [pair.branches for pair in model.objective.pairs]
+
+
+def _kept(
+    model: RunModel, config: Mapping[str, Any], processes: Processes, folder: RunFolder
+) -> CostModel | None:
+    """What was measured when the run began; None: nothing that holds here."""
+    known = from_first_rank(folder.read_costs() if processes.rank == 0 else None)
+    if known is None:
+        return None
+    costs = cost_model_from_json(known)
+    if not are_of(costs, model.towers, config, processes.device):
+        return None
+    return CostModel.of(
+        costs.layers,
+        replace(costs.machine, measured=True),  # files of earlier versions do not say so
+        config,
+        embed_dim=model.embed_dim,
+        pairs=costs.pairs,
+        token_bytes=costs.token_bytes,
+        compared=_compared(model),
+        compiled_share=costs.compiled_share,
+        loading=costs.loading,
+    )
+
+
+def _measured(
     model: RunModel,
     config: Mapping[str, Any],
-    block: BranchesBlock,
+    compiling: Mapping[str, str],
+    *,
+    sizes: Mapping[str, Sequence[int]],
     data: PreparedData,
     inputs: InputOptions,
-    loading: LoadingOptions,
+    lengths: np.ndarray | None,
     processes: Processes,
-    folder: RunFolder,
-) -> CostModel:
-    """The costs, but for how many of the parameters learn."""
-    towers, embed_dim = model.towers, model.embed_dim
-    compared = [pair.branches for pair in model.objective.pairs]
-    known = from_first_rank(folder.read_costs() if processes.rank == 0 else None)
-    if known is not None and are_of(
-        costs := cost_model_from_json(known), towers, config, processes.device
-    ):
-        machine = replace(costs.machine, measured=True)  # files of earlier versions do not say so
-        return CostModel.of(
-            costs.layers,
-            machine,
-            config,
-            embed_dim=embed_dim,
-            pairs=costs.pairs,
-            token_bytes=costs.token_bytes,
-            compared=compared,
-            compiled_share=costs.compiled_share,
-            loading=costs.loading,
-        )
-    # where they are dealt, texts of about equal lengths come together
-    dealt = (
-        "text" in inputs.branches
-        and dealing(block).strategy != "off"
-        and not block.loss_per_micro_batch
-    )
-    lengths = _text_lengths(data, inputs) if dealt else None
-    compiling = {tower.branch: block.compiling(tower.branch) for tower in towers}
-    if block.layout != AUTO and AUTO not in compiling.values():
-        device = find_device(NOMINAL.get(processes.device.type, "A100"))
-        num_tokens = None if lengths is None else round(lengths.mean())
-        return estimated_costs(
-            towers,
-            config,
-            embed_dim,
-            device=device,
-            memory_bytes=float("inf"),
-            num_tokens=num_tokens,
-            compared=compared,
-        )
-    sizes = _sizes(config, block, processes.device.type, inputs.branches)
+) -> tuple[dict[str, list[LayerCost]], Profile]:
+    """(the layers with the memory of the longest texts, all that was measured)."""
     # with "auto" each layer of the branch is measured as it is and compiled
     ways = {branch: 2 if choice == AUTO else 1 for branch, choice in compiling.items()}
     measuring = progress_bar(
         None,
         "measuring what each layer costs",
         "layer",
-        sum(ways[t.branch] * len(t.specs) for t in towers) + bool(model.fusion),
+        sum(ways[t.branch] * len(t.specs) for t in model.towers) + bool(model.fusion),
         shown=processes.rank == 0,
     )
     with measuring, library_models_kept():
         profile = profile_together(
-            {tower.branch: tower.specs for tower in towers},
+            {tower.branch: tower.specs for tower in model.towers},
             model.build_layer,
             {
                 tower.branch: partial(_example, data, inputs, tower.branch, lengths)
-                for tower in towers
+                for tower in model.towers
             },
             dtype=DTYPES[precision_of(config)],
             device=processes.device,
             sizes=sizes,
             batch_size=config["train_batch_size"],
-            embed_dim=embed_dim,
+            embed_dim=model.embed_dim,
             ranks_on_node=processes.ranks_on_node,
             budget_s=BUDGET_S,
-            pairs=(pair_scores(model.fusion), partial(_example_pairs, towers), sizes["text"])
+            pairs=(pair_scores(model.fusion), partial(_example_pairs, model.towers), sizes["text"])
             if model.fusion
             else None,
             compiling=compiling,
             done=measuring.update,
         )
-    precision_bytes = DTYPES[precision_of(config)].itemsize
     layers = dict(profile.layers)
-    if (
-        lengths is not None
-    ):  # seconds are those of texts of the mean length; the memory must hold a micro-batch of the longest
+    # seconds are those of texts of the mean length; the memory must hold a micro-batch of the longest
+    if lengths is not None:
         longer = inputs.max_text_tokens / lengths.mean()
         layers["text"] = [
             replace(layer, activation_bytes=_times(layer.activation_bytes, longer))
             for layer in layers["text"]
         ]
-    costs = CostModel.of(
-        layers,
-        profile.machine,
-        config,
-        embed_dim=embed_dim,
-        pairs=profile.pairs,
-        token_bytes=token_bytes(towers, precision_bytes),
-        compared=compared,
-        compiled_share=profile.compiled_share,
-        loading=_loading(data, inputs, loading, processes),
-    )
-    folder.write_costs(cost_model_to_json(costs))
-    return costs
+    return layers, profile
 
 
 def _loading(

@@ -242,12 +242,7 @@ class ParquetFormat(Format):
         else:
             content = self._bytes(sound, self.audio)
             row.audio = AudioFile(
-                path="",
-                root="",
-                offset=row.offset,
-                size=len(content),
-                mtime_ns=mtime_ns,
-                content=content,
+                offset=row.offset, size=len(content), mtime_ns=mtime_ns, content=content
             )
 
     def _bytes(self, given: Any, column: str | None) -> bytes:

@@ -141,12 +141,7 @@ class PythonFormat(Format):
         elif modality == "audio":
             sound = encoded_audio(value)
             row.audio = AudioFile(
-                path="",
-                root="",
-                offset=row.number,
-                size=len(sound),
-                mtime_ns=row.mtime_ns,
-                content=sound,
+                offset=row.number, size=len(sound), mtime_ns=row.mtime_ns, content=sound
             )
 
     def _item(self, number: int) -> Mapping[str, Any]:

@@ -76,22 +76,15 @@ class ImageModality(Modality):
         out = memory(sum(image.size for image in pixels)) if memory else None
         tensors = {"pixel_values": stacked(pixels, out)}
         tensors |= self._kept_patches(request, seed, transform.size)
-        return Loaded(
-            tensors=tensors,
-            position=request.position,
-            index=request.index,
-            weight=request.weight,
-            bad=bad,
-            absent=absent,
-            counts={"unreadable_pictures": len(bad)},
-        )
+        counts = {"unreadable_pictures": len(bad)}
+        return Loaded.of(request, tensors, bad=bad, absent=absent, counts=counts)
 
     def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         size = self._transform(request).size
         shape = (len(request.index), 3, *size)
         tensors = {"pixel_values": torch.empty(shape, dtype=torch.uint8, device="meta")}
         tensors |= self._kept_patches(request, seed, size)
-        return Loaded(tensors, request.position, request.index, request.weight)
+        return Loaded.of(request, tensors)
 
     def _transform(self, request: MicroBatchRequest) -> ImageTransform:
         transform = self.transform_train if request.training else self.transform_eval

@@ -7,8 +7,9 @@ b: samples of a micro-batch, n: rows that a modality makes of them (b, or severa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +44,19 @@ class Loaded:
     bad: list[tuple[int, str, str]] = field(default_factory=list)
     absent: list[int] = field(default_factory=list)  # samples that do not have this modality
     counts: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        request: MicroBatchRequest,
+        tensors: dict[str, Tensor],
+        bad: Sequence[tuple[int, str, str]] = (),
+        absent: Sequence[int] = (),
+        counts: Mapping[str, float] = MappingProxyType({}),
+    ) -> Loaded:
+        """One row for each sample of the request."""
+        rows = cls(tensors, request.position, request.index, request.weight)
+        return replace(rows, bad=list(bad), absent=list(absent), counts=dict(counts))
 
 
 class Modality(ABC):
@@ -121,21 +135,14 @@ class ValueModality(Modality):
                 bad.append((i, error.reason, f"{source.where(i, self.name)}: {error.detail}"))
         rows = shown(encoded, self.blank)
         tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        return Loaded(
-            tensors=tensors,
-            position=request.position,
-            index=request.index,
-            weight=request.weight,
-            bad=bad,
-            absent=absent,
-        )
+        return Loaded.of(request, tensors, bad=bad, absent=absent)
 
     def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         tensors = {
             name: row.to("meta").expand(len(request.index), *row.shape)
             for name, row in self.blank().items()
         }
-        return Loaded(tensors, request.position, request.index, request.weight)
+        return Loaded.of(request, tensors)
 
 
 def shown(values: list[Any], blank: Callable[[], Any]) -> list[Any]:

@@ -80,11 +80,12 @@ def read_queries(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
         return None, None
     try:
         record = json.loads(text)
-        if isinstance(record["step"], int) and isinstance(record["sets"], dict):
-            return record, None
+        whole = isinstance(record["step"], int) and isinstance(record["sets"], dict)
     except (ValueError, KeyError, TypeError):
-        pass
-    return None, f"{FILE} is damaged and left out; the next evaluation writes it again."
+        whole = False
+    if not whole:
+        return None, f"{FILE} is damaged and left out; the next evaluation writes it again."
+    return record, None
 
 
 def _record(of_set: Sequence[Answers]) -> dict[str, Any]:
