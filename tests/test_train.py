@@ -26,6 +26,7 @@ from launched import (
     write_pairs,
 )
 
+from engine.trace import COMPUTE
 from launch.inference.trained import open_run
 from launch.run.stopping import STOPPED
 from launch.run.trace_file import read_trace
@@ -163,7 +164,12 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(
     if layout == "auto":
         with pytest.raises(ValueError, match="holds no moving average of the weights"):
             open_run(tmp_path / "whole", averaged=True)
-    assert list(read_trace(tmp_path / "stopped" / "trace.json")) == [3, 4, 8]
+    traced = read_trace(tmp_path / "stopped" / "trace.json")
+    assert list(traced) == [3, 4, 8]
+    if layout == "fork":  # busy is what computes, without the waiting in it
+        for rank, stage in enumerate(("image 0", "text 0")):
+            computing = sum(s.seconds for s in traced[8][rank] if s.name in COMPUTE)
+            assert 0 < resumed[8][f"busy_s/{stage}"] < computing + 1e-4 < resumed[8]["step_s"]
     assert (
         draw_timeline([str(tmp_path / "stopped")]) == 0
         and (tmp_path / "stopped" / "timeline.png").stat().st_size > 10_000
