@@ -354,12 +354,6 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
     for part_name, part in parts.items():
         embedded = embedder.embedded(part.source, part.subset, arguments.captions == "all")
         sizes[part_name] = len(embedded.samples)
-        texts = embedded.rows["text"].texts if "text" in embedded.rows else ()
-        if repeated := len(texts) - len(set(texts)):
-            show(
-                f"{part_name}: {repeated:,} of {len(texts):,} texts repeat an earlier "
-                "one; each is right for its own sample only"
-            )
         found = retrieval(embedded)
         metrics[part_name] = retrieval_metrics(found)
         results |= {f"{part_name}/{key}": value for key, value in found.items()}

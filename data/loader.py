@@ -50,8 +50,8 @@ class MicroBatchDataset(Dataset):
     `seed`.
 
     It holds the tensors of each modality, and of each modality NAME int64 [n]: NAME_position, the
-    row's place in the global batch, and NAME_index, its sample in the source; where the request has
-    weights also NAME_weight, millionths that each row counts in the loss. Only what the modalities
+    row's place in the global batch, NAME_index, its sample in the source, and NAME_key, equal where
+    values are equal; where the request has weights also NAME_weight, millionths that each row counts in the loss. Only what the modalities
     ask for is done: without the images nothing is decoded, without the texts nothing is tokenized.
 
     A sample that lacks the modality, or whose value cannot be read, shows a stand-in, and its index
@@ -111,7 +111,8 @@ def _tensors(name: str, loaded: Loaded) -> dict[str, Tensor]:
     index, missing = loaded.index, [*loaded.absent, *(i for i, _, _ in loaded.bad)]
     if missing:
         index = np.where(np.isin(index, missing), -1 - index, index)
-    labels = {"position": loaded.position, "index": index, "weight": loaded.weight}
+    key = loaded.index if loaded.key is None else loaded.key
+    labels = {"position": loaded.position, "index": index, "key": key, "weight": loaded.weight}
     return loaded.tensors | {
         f"{name}_{label}": torch.from_numpy(values.copy())
         for label, values in labels.items()

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from engine.communication import Communicator, Signature, existing, gradients_of, signature_of
 from engine.device_copies import DeviceCopies
-from engine.loss.exchange import MAX_WEIGHT, gather, meet
+from engine.loss.exchange import MAX_WEIGHT, Side, gather, meet
 from engine.loss.matching import Scoring
 from engine.loss.tail_loss import TailLoss
 from engine.module import Outline, StageModule, layer_seed
@@ -724,8 +724,9 @@ class ForkEngine(PipelineEngine):
         `Objective.comparisons`.
 
         `num_micro_batches` is the number on this replica (it may differ between replicas, and be
-        0); `measure(own, other, target)` returns a vector that is summed over all own rows. Every
-        branch brings a row for every sample; where it is a stand-in, with the index −1 − i, the
+        0); `measure(sides, branch, mine)` returns a vector that is summed over the ranks: of the
+        rows `mine` [b] of one of the two sides, as a loss sees them. Row i of one side belongs to
+        row i of the other. Every branch brings a row for every sample; where it is a stand-in, with the index −1 − i, the
         sample is left out of what the branch is compared with. Raises RuntimeError for rows that
         are missing or are of other samples, OutOfMemory where an allocation fails.
         """
@@ -761,13 +762,12 @@ class ForkEngine(PipelineEngine):
             directions = {}
             for branch, other in (pair.branches, pair.branches[::-1]):
                 if meeting is not None and branch in meeting.own:
-                    rows = meeting.own[branch]
-                    part = measure(rows.embeds, meeting.everyone[other].embeds, rows.position)
+                    sides, mine = meeting.everyone, meeting.own[branch].position
                 else:
+                    mine = torch.zeros(0, dtype=torch.int64, device=self.device)
                     blank = torch.zeros(0, self.tail_loss.embed_dim, device=self.device)
-                    part = measure(
-                        blank, blank, torch.zeros(0, dtype=torch.int64, device=self.device)
-                    )
+                    sides = dict.fromkeys(pair.branches, Side(blank, mine, weight=None))
+                part = measure(sides, branch, mine)
                 directions[f"{branch}_to_{other}"] = self.comm.sum_over(part)
             speaks = self.comm.rank == self.graph.tail(pair.first).ranks[0]
             counted = [0.0, 0.0]
@@ -838,6 +838,7 @@ class ForkEngine(PipelineEngine):
             sent_bytes=int(sent),
             peak_memory_bytes=int(max(ranks.peak_bytes)),
             left_out={pair.name: int(n) for pair, n in zip(pairs, totals["left_out"])},
+            duplicates={pair.name: int(n) for pair, n in zip(pairs, totals["duplicates"])},
             counts=dict(zip(counts, totals["counts"])),
             sources=losses_of_sources(
                 self.objective,

@@ -115,7 +115,8 @@ class StepMetrics:
     by stage, the part of the step in which its ranks did not compute; `busy_s`: the seconds in
     which they did, mean of the replicas; `data_wait_s`: by stage that loads, the seconds waited for
     micro-batches, mean of the replicas. `left_out`: by pair, samples of which a half was a
-    stand-in: they lack it, or it could not be loaded. `sent_bytes`: by all ranks together,
+    stand-in: they lack it, or it could not be loaded; `duplicates`: samples with a value that
+    another sample of the batch has too. `sent_bytes`: by all ranks together,
     collectives counted as rings. `peak_memory_bytes`: of the rank that held most so far; on a CPU
     the whole process. `sources`: of each of several sources; of one there is nothing to tell.
     `losses`: where there are several, see `losses_of`; `loss` is then their weighted sum, and
@@ -146,6 +147,7 @@ class StepMetrics:
     sent_bytes: int
     peak_memory_bytes: int
     left_out: Mapping[str, int]
+    duplicates: Mapping[str, int]
     counts: Mapping[str, float]  # what the caller of `train_batch` counted, over all ranks
     sources: tuple[SourceLoss, ...] = ()
     losses: Mapping[str, float] = field(default_factory=dict)
@@ -187,11 +189,8 @@ class StepMetrics:
             "peak_memory_bytes": self.peak_memory_bytes,
             **self._memory_by_rank(),
             **{name: round(value, 5) for name, value in self.counts.items()},
-            **{
-                "left_out_samples" + (f"/{pair}" if len(self.left_out) > 1 else ""): number
-                for pair, number in self.left_out.items()
-                if number
-            },
+            **_by_pair("left_out_samples", self.left_out),
+            **_by_pair("duplicate_samples", self.duplicates),
             **({} if self.loss_scale == 1.0 else {"loss_scale": self.loss_scale}),
             **({} if self.step_applied else {"step_applied": False}),
         }
@@ -204,3 +203,9 @@ class StepMetrics:
             f"peak_memory_bytes/rank {rank}": number
             for rank, number in enumerate(self.rank_memory_bytes)
         }
+
+
+def _by_pair(name: str, numbers: Mapping[str, int]) -> dict[str, int]:
+    """Those that are not 0, named after their pair where there are several."""
+    several = len(numbers) > 1
+    return {f"{name}/{pair}" if several else name: n for pair, n in numbers.items() if n}

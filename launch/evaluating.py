@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,10 +25,18 @@ from launch.run.queries import (
     compared_samples,
     query_rows,
 )
-from launch.run.report import recalls
+from models.losses.blocks import Sides, other_of
 from models.metrics.alignment import alignment_figures, alignment_sums
-from models.metrics.retrieval import RECALL_AT, first_answers, recall_hits
+from models.metrics.retrieval import (
+    NUM_SUMS,
+    Relevance,
+    first_answers,
+    query_figures,
+    query_sums,
+    relevant_ranks,
+)
 
+NUM_FOUND = NUM_QUERIES * NUM_ANSWERS * 3  # numbers of `first_answers`
 AVERAGED = "ema/"  # before the name of a set that the averaged weights were measured on
 
 
@@ -130,11 +137,11 @@ def _figures(totals: PairTotals, branches: tuple[str, str], of_pair: str) -> dic
     """Recalls and alignment of two branches, from the sums of `_measured`. `of_pair`: the end of
     the names, where there are several pairs."""
     directions, num_samples = totals
-    first, last = len(RECALL_AT), NUM_QUERIES * NUM_ANSWERS * 2
-    hits = {direction: sums[:first].tolist() for direction, sums in directions.items()}
-    one_way, other_way = (sums[first:-last] for sums in directions.values())
+    values: dict[str, float] = {}
+    for direction, sums in directions.items():
+        values |= query_figures(direction, sums[:NUM_SUMS].tolist())
+    one_way, other_way = (sums[NUM_SUMS:-NUM_FOUND] for sums in directions.values())
     figures = alignment_figures(one_way, other_way, num_samples, branches)
-    values = recalls(hits, num_samples) if num_samples else {}
     values |= {f"{figure}{of_pair}": value for figure, value in figures.items()}
     return values | ({f"num_samples{of_pair}": num_samples} if of_pair else {})
 
@@ -146,9 +153,9 @@ def _answers(held_out: HeldOut, totals: PairTotals, branches: tuple[str, str]) -
     directions, num_samples = totals
     if not num_samples or num_samples != len(compared):
         return []
-    queries, last = query_rows(num_samples), NUM_QUERIES * NUM_ANSWERS * 2
+    queries = query_rows(num_samples)
     found = {
-        direction: sums[-last:].view(NUM_QUERIES, NUM_ANSWERS, 2)[: len(queries)].cpu()
+        direction: sums[-NUM_FOUND:].view(NUM_QUERIES, NUM_ANSWERS, 3)[: len(queries)].cpu()
         for direction, sums in directions.items()
     }
     return [Answers(held_out.source, compared, queries, found)]
@@ -160,16 +167,22 @@ def _counted(batches: Iterator[Any], bar: Bar) -> Iterator[Any]:
         bar.update(not isinstance(batch, list))  # a list: the outlines of those that follow
 
 
-def _measured(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
+def _measured(sides: Sides, branch: str, mine: Tensor) -> Tensor:
+    own, other = sides[branch], sides[other_of(sides, branch)]
+    rows = torch.arange(len(own.label), device=mine.device)
+    # without keys no two samples have equal values
+    own_key, other_key = (rows if side.keys is None else side.keys[:, 0] for side in (own, other))
+    relevance = Relevance.of(own_key, other_key, rows, rows)
+    here = relevance.asked_by(mine)
     # the same length on all ranks, also where there are no rows; no row has the number -1
-    queries = np.full(NUM_QUERIES, -1)
-    asked = query_rows(len(other))
-    queries[: len(asked)] = asked
-    numbers = torch.from_numpy(queries).to(own.device)
+    asked = mine.new_full((NUM_QUERIES,), -1)
+    chosen = query_rows(len(rows))
+    asked[: len(chosen)] = torch.from_numpy(chosen).to(mine.device)
+    answers = first_answers(own.embeds, other.embeds, relevance, mine, asked, NUM_ANSWERS)
     return torch.cat(
         [
-            recall_hits(own, other, target),
-            alignment_sums(own, other, target),
-            first_answers(own, other, target, numbers, NUM_ANSWERS).flatten(),
+            query_sums(relevant_ranks(own.embeds, other.embeds, here), here),
+            alignment_sums(own.embeds[mine], other.embeds, mine),
+            answers.flatten(),
         ]
     )

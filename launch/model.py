@@ -15,7 +15,7 @@ from engine.objective import Objective
 from launch.inference.trained import towers_of
 from launch.run.records import branches_held
 from launch.settings.objective import objective_of, pairs_of
-from models.losses import Matching, build_loss
+from models.losses import Matching, Targets, build_loss
 from models.towers.adapters.layers import adapted_tower, describe_adapters, num_learned
 from models.towers.adapters.lora import LoRA
 from models.towers.building import takes_other_sizes
@@ -42,6 +42,7 @@ class ModelOptions:
     max_text_tokens: int
     loss: str
     label_smoothing: float
+    duplicates: str
     fusion: int
     fusion_width: int
     fusion_heads: int
@@ -78,8 +79,9 @@ class RunModel:
         """As the options say. `adapters`: by branch, of the towers that learn in them alone.
         Errors: ValueError, FileNotFoundError."""
         towers = towers_of(vars(options), tokenizer)
-        loss = build_loss(options.loss, options.label_smoothing)
-        pairs = pairs_of(options.pairs, loss, Matching() if options.fusion else None)
+        loss = build_loss(options.loss, options.label_smoothing, options.duplicates)
+        matching = Matching(targets=Targets(options.duplicates)) if options.fusion else None
+        pairs = pairs_of(options.pairs, loss, matching)
         return cls(
             towers=towers,
             objective=objective_of(towers, pairs),

@@ -19,3 +19,6 @@ class NamesItsReaders:
         with self.file.open("a") as pids:
             pids.write(f"{os.getpid()}\n")
         return self.source.image_bytes(i)
+
+    def content_hash(self, i: int) -> bytes:
+        return self.source.content_hash(i)

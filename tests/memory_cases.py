@@ -87,7 +87,7 @@ def fail_while_averaged(case: Case, layer: str) -> None:
             micro_batches_of_rank(case, engine, 1, image_size),
             1,
             case.global_batch_size,
-            lambda own, *_: own.sum()[None],
+            lambda sides, branch, _: sides[branch].embeds.sum()[None],
         )
 
 
@@ -120,7 +120,8 @@ def failures(case: Case, layer: str) -> dict[str, tuple[str, bool, str]]:
         "second step": lambda: train(hungry_engine(case, layer, "forward", number)[0], 2),
         "loading": lambda: engine.train_batch(map(allocate_too_much, [0])),
         "evaluation": lambda: evaluate(
-            hungry_engine(case, layer, "forward")[0], lambda own, *_: own.sum()[None]
+            hungry_engine(case, layer, "forward")[0],
+            lambda sides, branch, _: sides[branch].embeds.sum()[None],
         ),
         "comparing": lambda: evaluate(engines["comparing"], allocate_too_much),
         "loss": lambda: train(engines["loss"]),

@@ -359,7 +359,7 @@ def recorded(case: Any) -> list[tuple[list[tuple], list[tuple]]]:
             iter(held_out if engine.replica == 0 else []),
             number[rank],
             case.global_batch_size,
-            lambda own, *_: own.sum()[None],
+            lambda sides, branch, _: sides[branch].embeds.sum()[None],
         )
     return [
         (

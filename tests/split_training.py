@@ -132,6 +132,7 @@ class Case:
     )  # branch -> places of its rows in the global batch
     loss: str = "infonce"
     label_smoothing: float = 0.0
+    duplicates: str | None = None  # what they are to each other; None: there are none
     texts_per_image: tuple[int, ...] = (1,)  # step by step, then from the first again
     full_texts: bool = (
         False  # as long as they can be: all micro-batches of a branch have equal shapes
@@ -229,6 +230,23 @@ class Case:
             else self.rows_of(branch, share, step)
         )
 
+    def keys(self, branch: str, rows: Tensor) -> Tensor:
+        """int64, of rows at these places: some images, and some texts of any sample, are equal."""
+        if branch == "image":
+            return rows % 17 + 2**40
+        return rows * 5 % (19 * max(self.texts_per_image)) - 2**40
+
+    def equal(self, samples: Tensor, texts: Tensor, step: int) -> Tensor:
+        """bool [b, t]: an image of these samples is that of a text's sample, or one of the image's
+        texts is the text."""
+        number = self.texts_of(step)
+        own, others = (self.keys("image", of) for of in (samples, texts // number))
+        found = own[:, None] == others
+        for k in range(number):
+            mine = self.keys("text", samples * number + k)
+            found = found | (mine[:, None] == self.keys("text", texts))
+        return found
+
     def weights(self, samples: Tensor) -> Tensor:
         """[len(samples)] int64, millionths; some are 0."""
         return samples * 7 % 5 * 250_000
@@ -252,6 +270,7 @@ class Case:
         parts += ["not_loaded"] if self.not_loaded else []
         parts += [self.loss] if self.loss != "infonce" else []
         parts += [f"smoothing{self.label_smoothing}"] if self.label_smoothing else []
+        parts += [self.duplicates] if self.duplicates else []
         parts += ["texts", *self.texts_per_image] if self.texts_per_image != (1,) else []
         parts += ["weighted"] if self.weighted else []
         parts += ["sources"] if self.source_starts else []
@@ -357,6 +376,8 @@ def micro_batch(
         f"{branch}_position": position,
         f"{branch}_index": torch.where(broken, -1 - index, index),
     }
+    if case.duplicates:
+        labels[f"{branch}_key"] = case.keys(branch, position)
     if branch in case.weighted:
         labels[f"{branch}_weight"] = case.weights(sample)
     if branch == "image":
@@ -435,7 +456,7 @@ def make_engine(case: Case, build_layer: Callable | None = None):
                 towers.values(),
                 pairs_of(
                     "image:text",
-                    build_loss(case.loss, case.label_smoothing),
+                    build_loss(case.loss, case.label_smoothing, case.duplicates or "positives"),
                     recording_matching() if case.fusion else None,
                 ),
             ),
@@ -630,13 +651,18 @@ def contrastive(
         * embeds["image"][rows["image"]]
         @ embeds["text"][rows["text"]].T
     )
-    positive = (samples[:, None] == rows["text"] // case.texts_of(step)).float()
+    own = samples[:, None] == rows["text"] // case.texts_of(step)
+    equal = case.equal(samples, rows["text"], step) if case.duplicates else own
+    positive = (equal if case.duplicates == "positives" else own).float()
+    masked = equal & ~own if case.duplicates == "masked" else torch.zeros_like(own)
+    own = own.float()
     by_image = case.weights(samples).float() if case.weighted else torch.ones(len(samples))
-    by_text = by_image[positive.argmax(0)]
+    by_text = by_image[own.argmax(0)]
     if case.loss == "sigmoid":
-        losses = -F.logsigmoid((2 * positive - 1) * (logits + scalars["logit_bias"]))
+        losses = -F.logsigmoid((2 * positive - 1) * (logits + scalars["logit_bias"])) * ~masked
         of_texts = (by_text / by_text.mean() * losses).sum(0)
-        return ((by_image[:, None] / by_image.mean() * losses).sum(1) + positive @ of_texts) / 2
+        return ((by_image[:, None] / by_image.mean() * losses).sum(1) + own @ of_texts) / 2
+    logits = logits.masked_fill(masked, -1e30)  # infinity times a target of 0 is not a number
 
     def direction(logits: Tensor, positive: Tensor, weight: Tensor) -> Tensor:
         target = positive / positive.sum(1, keepdim=True)
@@ -646,7 +672,7 @@ def contrastive(
         return weight / weight.mean() * rows
 
     of_texts = direction(logits.T, positive.T, by_text)
-    return (direction(logits, positive, by_image) + positive @ of_texts / case.texts_of(step)) / 2
+    return (direction(logits, positive, by_image) + own @ of_texts / case.texts_of(step)) / 2
 
 
 def lock_by_hand(case: Case, layers: dict[str, list]) -> None:

@@ -8,6 +8,7 @@ the row comes and could not be loaded (`not_loaded`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -273,7 +274,7 @@ def train_with_alignment(case: ThreeBranches, steps: int) -> list[dict[str, Any]
         loads = engine.place.loads
         number = engine.batches[loads[0]].num_micro_batches if loads else 0
         batches = _micro_batches(case, engine, image_size)
-        measured = engine.evaluate(batches, number, case.global_batch_size, alignment_sums)
+        measured = engine.evaluate(batches, number, case.global_batch_size, of_rows(alignment_sums))
         figures = {}
         for pair in engine.objective.pairs:
             of_pair = alignment_figures(
@@ -304,7 +305,7 @@ def evaluate_three_split(case: ThreeBranches) -> dict[str, tuple[dict[str, list[
         _micro_batches(case, engine, image_size),
         engine.batches[loads[0]].num_micro_batches if loads else 0,
         case.global_batch_size,
-        alikeness,
+        of_rows(alikeness),
     )
     return {
         name: ({key: sums.tolist() for key, sums in own.directions.items()}, own.num_samples)
@@ -335,6 +336,16 @@ def evaluate_three_whole(case: ThreeBranches) -> dict[str, tuple[dict[str, list[
             len(both),
         )
     return found
+
+
+def of_rows(figure: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A figure of (own rows, all other rows, partners) as the engine measures it."""
+
+    def measure(sides: Any, branch: str, mine: Tensor) -> Tensor:
+        (other,) = (name for name in sides if name != branch)
+        return figure(sides[branch].embeds[mine], sides[other].embeds, mine)
+
+    return measure
 
 
 def alikeness(own: Tensor, other: Tensor, target: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ aside). Such groups, and for `family` whole concepts, are
 never divided.
 """
 
-import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from data.index.keys import hash64, plain_caption
 from data.index.sources import ConceptSource, Source, SpeakerSource
 from data.modalities.decoding import decode_bytes, pixel_key
 from data.progress import progress_bar
@@ -106,8 +106,8 @@ def content_groups(source: Source, subset: np.ndarray, progress: bool = False) -
     for place, sample in enumerate(
         progress_bar(with_text, "comparing captions", "sample", shown=progress)
     ):
-        texts = {" ".join(text.split()).casefold() for text in source.captions(int(subset[sample]))}
-        first_text[place], *others = [_hash64(text) for text in texts]
+        texts = set(map(plain_caption, source.captions(int(subset[sample]))))
+        first_text[place], *others = [hash64(text) for text in texts]
         if others:
             samples.append(np.full(len(others), sample))
             keys.append(np.array(others, np.uint64))
@@ -118,7 +118,7 @@ def content_groups(source: Source, subset: np.ndarray, progress: bool = False) -
 
 def concept_groups(source: ConceptSource, subset: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """[n] int64: `groups` joined further, so that all variants of a concept have one number."""
-    families = np.array([_hash64(source.family(int(i))) for i in subset], np.uint64)
+    families = np.array([hash64(source.family(int(i))) for i in subset], np.uint64)
     places = np.arange(len(subset))
     return _connected(
         len(subset),
@@ -145,14 +145,8 @@ def _image_keys(source: Source, subset: np.ndarray) -> np.ndarray:
     )  # each different content, once
     _, alike, count = np.unique(group[first], return_inverse=True, return_counts=True)
     for n in np.flatnonzero((count[alike] > 1) & (features[first, 2] != 0)):
-        each[n] = _hash64(pixel_key(decode_bytes(source.image_bytes(int(subset[first[n]])))))
+        each[n] = hash64(pixel_key(decode_bytes(source.image_bytes(int(subset[first[n]])))))
     return each[of.reshape(-1)]
-
-
-def _hash64(text: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest(), "little"
-    )
 
 
 def _connected(count: int, samples: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from torch import Tensor
 from data.batching.draws import AUGMENTATION, patch_numbers
 from data.batching.feed import kept_number, scaled_size
 from data.index.bad_samples import Absent, BadSample
+from data.index.keys import keys_of
 from data.modalities.modality import Loaded, Memory, Modality, shown
 from data.modalities.transforms import ImageTransform, stacked
 
@@ -77,7 +78,8 @@ class ImageModality(Modality):
         tensors = {"pixel_values": stacked(pixels, out)}
         tensors |= self._kept_patches(request, seed, transform.size)
         counts = {"unreadable_pictures": len(bad)}
-        return Loaded.of(request, tensors, bad=bad, absent=absent, counts=counts)
+        key = keys_of(map(source.content_hash, request.index.tolist()))
+        return Loaded.of(request, tensors, bad=bad, absent=absent, counts=counts, key=key)
 
     def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         size = self._transform(request).size

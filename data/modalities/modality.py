@@ -33,7 +33,8 @@ class Loaded:
 
     `tensors`: what enters the branch, each [n, ...]. `position` [n], `index` [n] int64: of each row
     its place in the global batch and its sample in the source. `weight` [n] int64 millionths: what
-    each row counts in the loss; None: all the same. `bad`: (index, reason, detail) of samples that
+    each row counts in the loss; None: all the same. `key` [n] int64: equal for rows whose values are
+    equal; None: all differ. `bad`: (index, reason, detail) of samples that
     could not be read; a stand-in has their place in `tensors`. `counts`: of `Modality.count_names`.
     """
 
@@ -41,6 +42,7 @@ class Loaded:
     position: np.ndarray
     index: np.ndarray
     weight: np.ndarray | None = None
+    key: np.ndarray | None = None
     bad: list[tuple[int, str, str]] = field(default_factory=list)
     absent: list[int] = field(default_factory=list)  # samples that do not have this modality
     counts: Mapping[str, float] = field(default_factory=dict)
@@ -53,9 +55,10 @@ class Loaded:
         bad: Sequence[tuple[int, str, str]] = (),
         absent: Sequence[int] = (),
         counts: Mapping[str, float] = MappingProxyType({}),
+        key: np.ndarray | None = None,
     ) -> Loaded:
         """One row for each sample of the request."""
-        rows = cls(tensors, request.position, request.index, request.weight)
+        rows = cls(tensors, request.position, request.index, request.weight, key)
         return replace(rows, bad=list(bad), absent=list(absent), counts=dict(counts))
 
 

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.batching.draws import caption_numbers
+from data.index.keys import caption_key
 from data.modalities.modality import Loaded, Memory, Modality
 from data.modalities.tokenizer import batch_tokens_counted
 
@@ -102,6 +104,7 @@ class TextModality(Modality):
             position=position,
             index=index,
             weight=request.text_weight(),
+            key=np.array([caption_key(text) for text in texts], np.int64),
             bad=[],
             absent=absent,
             counts=counts,

@@ -23,6 +23,9 @@ samples that have both. A row that could not be loaded comes with the index i as
 modality that the sample does not have need not come at all. Every last stage learns of both in the
 exchange. Where one of a sample's several rows is missing, the sample goes with all of them.
 
+Every row carries a key of its value too: equal images, sounds or captions of different samples have
+equal keys, and the loss decides what follows from that.
+
 Rows may have weights, whole millionths. A weight travels in the upper half of its row's place, so
 that it costs no byte and every last stage sees who brought some: all rows of both branches, or
 none.
@@ -48,6 +51,9 @@ class Side(NamedTuple):
     embeds: Tensor  # [B, D]
     label: Tensor  # [B] int64
     weight: Tensor | None  # [B] int64, millionths
+    # [B, 1 + c] int64: of the row's own value, and of the c rows of its sample on the other side.
+    # Equal keys are equal values. None: no two samples of the batch have equal ones.
+    keys: Tensor | None = None
 
 
 class LossPart(Protocol):
@@ -111,20 +117,23 @@ _PLACES = 2**32
 @dataclass(frozen=True)
 class Rows:
     """Embeddings [b, D] float32 with the place of each row in the global batch, the index of its
-    sample in the data set, and its weight.
+    sample in the data set, its weight, and the key of its value.
 
     All int64 [b]. An index below 0 stands for −1 − index, a sample that could not be loaded.
-    Weights are millionths, at most `MAX_WEIGHT`; `NO_WEIGHT` where rows have none.
+    Weights are millionths, at most `MAX_WEIGHT`; `NO_WEIGHT` where rows have none. Rows with equal
+    keys hold equal values.
     """
 
     embeds: Tensor
     position: Tensor
     index: Tensor
     weight: Tensor
+    key: Tensor
 
     def tags(self) -> Tensor:
-        """[b, 2] int64, as they travel: weight and place, index."""
-        return torch.stack([(self.weight - NO_WEIGHT) * _PLACES + self.position, self.index], 1)
+        """[b, 3] int64, as they travel: weight and place, index, key."""
+        placed = (self.weight - NO_WEIGHT) * _PLACES + self.position
+        return torch.stack([placed, self.index, self.key], 1)
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,7 @@ class Gathered:
     embeds: Tensor  # [R, D] float32; zero where no row came
     index: Tensor  # [R] int64; `NOBODY` where no row came
     weight: Tensor  # [R] int64; `NO_WEIGHT` where the row has none
+    key: Tensor  # [R] int64
 
 
 @dataclass(frozen=True)
@@ -175,6 +185,7 @@ class Meeting:
     num_misaligned: Tensor
     num_not_loaded: int  # samples of which a half could not be loaded
     num_left_out: int  # these, and the samples that do not have both halves
+    num_duplicates: int  # samples left in of which another one has an equal value
 
     @property
     def num_rows(self) -> int:
@@ -248,13 +259,13 @@ def gather(
         for source, target in objective.links if links is None else links:
             if branch == source:
                 comm.cross(source, target, mine.embeds)
-                comm.cross(source, target, torch.stack([mine.index, mine.weight], 1))
+                comm.cross(source, target, torch.stack([mine.index, mine.weight, mine.key], 1))
             elif branch == target:
                 number = num_samples * rows_per_sample[source]
                 embeds = comm.cross(
                     source, target, mine.embeds.new_empty(number, mine.embeds.shape[1])
                 )
-                labels = comm.cross(source, target, mine.index.new_empty(number, 2))
+                labels = comm.cross(source, target, mine.index.new_empty(number, 3))
                 ordered[source] = Gathered(embeds, *labels.unbind(1))
     return Arrived(
         own=own,
@@ -267,13 +278,14 @@ def gather(
 
 
 def _in_order(embeds: Tensor, tags: Tensor, number: int) -> Gathered:
-    """Rows [r, D] with their tags [r, 2], as the replicas hold them -> all `number` places of the
+    """Rows [r, D] with their tags [r, 3], as the replicas hold them -> all `number` places of the
     branch."""
     place, weight = tags[:, 0] % _PLACES, tags[:, 0] // _PLACES + NO_WEIGHT
     return Gathered(
         embeds.new_zeros(number, embeds.shape[1]).index_copy_(0, place, embeds),
         place.new_full((number,), NOBODY).index_copy_(0, place, tags[:, 1]),
         place.new_full((number,), NO_WEIGHT).index_copy_(0, place, weight),
+        place.new_zeros(number).index_copy_(0, place, tags[:, 2]),
     )
 
 
@@ -312,10 +324,12 @@ def meet(arrived: Arrived, pair: Comparison, alone: bool = True) -> Meeting:
     unweighted = [(own.weight == NO_WEIGHT) & (own.index != NOBODY) for own in rows.values()]
     came_here = torch.stack([(own.index != NOBODY).sum() for own in rows.values()]).sum()
     weight_left = [(own.weight * ~left_out[branch]).sum() for branch, own in rows.items()]
-    counted = [out.sum(), not_loaded.sum(), torch.cat(unweighted).sum(), came_here, *weight_left]
+    repeated = [_repeated(rows[branch].key, left_out[branch], len(out)) for branch in rows]
+    duplicates = torch.stack(repeated).any(0).sum()
+    counted = [out.sum(), not_loaded.sum(), duplicates, torch.cat(unweighted).sum(), came_here]
     # the host waits for the device here, where the stage waits for the others anyway
-    num_left_out, num_not_loaded, num_unweighted, num_came, *weight_left = torch.stack(
-        counted
+    num_left_out, num_not_loaded, num_duplicates, num_unweighted, num_came, *left = torch.stack(
+        [*counted, *weight_left]
     ).tolist()
     what = " and ".join(f"{branch} rows" for branch in pair.branches)
     keys = " and ".join(f"{branch}_weight" for branch in pair.branches)
@@ -325,7 +339,7 @@ def meet(arrived: Arrived, pair: Comparison, alone: bool = True) -> Meeting:
             f"others with one; give {keys} for all samples, or neither for any"
         )
     weighted = num_unweighted < num_came
-    if weighted and num_left_out < len(out) and not all(weight_left):
+    if weighted and num_left_out < len(out) and not all(left):
         if alone:
             raise RuntimeError(
                 f"all {pair.first} rows, or all {pair.second} rows, of this batch that could be "
@@ -335,14 +349,21 @@ def meet(arrived: Arrived, pair: Comparison, alone: bool = True) -> Meeting:
         # few samples may have both halves of one of several pairs: as if there were none
         num_left_out = len(out)
         left_out = {branch: torch.ones_like(each) for branch, each in left_out.items()}
+    sample = {
+        branch: torch.arange(len(own.index), device=own.index.device)
+        // arrived.rows_per_sample[branch]
+        for branch, own in rows.items()
+    }
     everyone = {
         branch: Side(
             own.embeds,
-            torch.arange(len(own.index), device=own.index.device)
-            // arrived.rows_per_sample[branch],
+            sample[branch],
             own.weight if weighted else None,
+            _with_partners(own.key, rows[other].key.view(len(out), -1)[sample[branch]])
+            if num_duplicates
+            else None,
         )
-        for branch, own in rows.items()
+        for (branch, own), other in zip(rows.items(), pair.branches[::-1])
     }
     mine = {branch: arrived.own[branch] for branch in pair.branches if branch in arrived.own}
     present = {branch: ~left_out[branch][own.position] for branch, own in mine.items()}
@@ -355,8 +376,26 @@ def meet(arrived: Arrived, pair: Comparison, alone: bool = True) -> Meeting:
         num_misaligned=misaligned + lost,
         num_not_loaded=num_not_loaded,
         num_left_out=num_left_out,
+        num_duplicates=num_duplicates,
     )
     return _without(meeting, left_out, arrived.places) if num_left_out else meeting
+
+
+def _repeated(key: Tensor, left_out: Tensor, num_samples: int) -> Tensor:
+    """[G] bool: samples with a row [R] whose key a row of another sample has. Rows that are left
+    out have none."""
+    row = torch.arange(len(key), device=key.device)
+    sample = row // (len(key) // num_samples)
+    ordered, order = torch.where(left_out, NOBODY + row, key).sort(stable=True)
+    whose = sample[order]
+    equal = (ordered[1:] == ordered[:-1]) & (whose[1:] != whose[:-1])
+    either = torch.cat([equal, equal.new_zeros(1)]) | torch.cat([equal.new_zeros(1), equal])
+    return torch.zeros_like(either).index_copy_(0, order, either).view(num_samples, -1).any(1)
+
+
+def _with_partners(key: Tensor, partners: Tensor) -> Tensor:
+    """[R], [R, c] -> [R, 1 + c]."""
+    return torch.cat([key[:, None], partners], 1)
 
 
 def _sample(index: Tensor) -> Tensor:
@@ -373,7 +412,13 @@ def _without(
         branch: Rows(
             *(
                 values[meeting.present[branch]]
-                for values in (rows.embeds, place[branch][rows.position], rows.index, rows.weight)
+                for values in (
+                    rows.embeds,
+                    place[branch][rows.position],
+                    rows.index,
+                    rows.weight,
+                    rows.key,
+                )
             )
         )
         for branch, rows in meeting.own.items()
@@ -383,6 +428,7 @@ def _without(
             side.embeds[kept],
             side.label[kept],
             None if side.weight is None else side.weight[kept],
+            None if side.keys is None else side.keys[kept],
         )
         for branch, side in meeting.everyone.items()
         for kept in [~left_out[branch]]

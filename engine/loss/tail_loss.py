@@ -48,6 +48,7 @@ class Sums:
     # [1], places with different samples in two branches, reported by one rank of each pair
     misaligned: Tensor
     left_out: list[float]  # [P], samples of which a half was a stand-in, reported by one rank each
+    duplicates: list[float]  # [P], samples with a value that another one has, likewise
     given: list[dict[str, Rows]] = field(
         default_factory=list
     )  # what went into each loss, by branch
@@ -64,6 +65,7 @@ class Sums:
             scalars=zeros(num_scalars),
             misaligned=zeros(1),
             left_out=[0.0] * num_pairs,
+            duplicates=[0.0] * num_pairs,
         )
 
     def reported(self) -> dict[str, Tensor | list[float]]:
@@ -75,6 +77,7 @@ class Sums:
             "source_samples": self.sources[1],
             "losses": self.losses,
             "left_out": self.left_out,
+            "duplicates": self.duplicates,
         }
 
 
@@ -281,6 +284,7 @@ class TailLoss:
         if self.comm.rank == self.comm.graph.tail(pair.first).ranks[0]:
             self.sums.misaligned += meeting.num_misaligned
             self.sums.left_out[number] += meeting.num_not_loaded
+            self.sums.duplicates[number] += meeting.num_duplicates
         if scalars and self.comm.replica == 0:
             before = sum(len(earlier.scalars) for earlier in self.objective.pairs[:number])
             self.sums.scalars[before : before + len(scalars)] = torch.cat(
@@ -327,9 +331,11 @@ class TailLoss:
                 o.get(f"{branch}_weight", torch.full_like(p, NO_WEIGHT))
                 for o, p in zip(outputs, position)
             ]
+            # without keys no two samples are equal; a number of a sample is no hash by chance
+            key = [o.get(f"{branch}_key", i) for o, i in zip(outputs, index)]
             rows[branch] = Rows(
                 torch.cat([blank, *embeds]),
-                *(torch.cat([none, *part]) for part in (position, index, weight)),
+                *(torch.cat([none, *part]) for part in (position, index, weight, key)),
             )
         return rows
 

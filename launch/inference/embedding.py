@@ -24,6 +24,7 @@ from torch import Tensor
 
 from data.batching.mixture import specs_of
 from data.batching.sampler import evaluation_requests
+from data.index.keys import caption_key
 from data.index.sources import Source
 from data.loader import LoadReport, MicroBatchDataset, micro_batches
 from data.modalities.audio.modality import AudioModality
@@ -51,10 +52,12 @@ Pairs = Sequence[tuple[str, str]]
 @dataclass(frozen=True)
 class Rows:
     """Embeddings of one modality, on the CPU: rows of length 1, float32 [n, D], the sample of each
-    in the data, int64 [n], ascending, and of texts what was embedded, else nothing."""
+    in the data, int64 [n], ascending, a key that is equal for equal values, int64 [n], and of texts
+    what was embedded, else nothing."""
 
     sample: Tensor
     embeds: Tensor
+    key: Tensor
     texts: Sequence[str] = ()
 
     def of(self, samples: Tensor) -> Rows:
@@ -63,7 +66,7 @@ class Rows:
         if chosen.all():
             return self
         texts = [*compress(self.texts, chosen.tolist())]
-        return Rows(self.sample[chosen], self.embeds[chosen], texts)
+        return Rows(self.sample[chosen], self.embeds[chosen], self.key[chosen], texts)
 
     def row_of(self, sample: int) -> int | None:
         """The first one of a sample."""
@@ -127,12 +130,13 @@ class Embedder:
     def rows(self, branch: str, source: Source, subset: np.ndarray) -> Rows:
         """Of the samples `subset` that have a value of this modality, texts apart, that can be
         read. Raises OSError where none can."""
-        index, embeds = [], []
+        index, embeds, key = [], [], []
         for batch, outputs in self._of_values(branch, source, subset):
             loaded = batch[f"{branch}_index"] >= 0  # below: could not be read, or is not there
             index.append(batch[f"{branch}_index"][loaded])
+            key.append(batch[f"{branch}_key"][loaded])
             embeds.append(outputs[f"{branch}_embeds"].float().cpu()[loaded])
-        return Rows(_together(index, torch.int64), _rows(embeds))
+        return Rows(_together(index, torch.int64), _rows(embeds), _together(key, torch.int64))
 
     def texts(self, texts: Sequence[str], languages: Sequence[Any] | None = None) -> Tensor:
         """[m, D]. `languages`: of each text, None where it is not known; read if the tower tells
@@ -189,7 +193,9 @@ class Embedder:
             whose += [i] * len(captions)
             texts += captions
         languages = [source.language(i) for i in whose] if self._languages else None
-        of_texts = Rows(torch.tensor(whose, dtype=torch.int64), self.texts(texts, languages), texts)
+        key = torch.tensor([caption_key(text) for text in texts], dtype=torch.int64)
+        sample = torch.tensor(whose, dtype=torch.int64)
+        of_texts = Rows(sample, self.texts(texts, languages), key, texts)
         return Embedded({name: rows.get(name, of_texts) for name in self.branches}, compared)
 
     def _modality(self, branch: str) -> Modality:

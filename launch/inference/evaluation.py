@@ -18,9 +18,17 @@ from data.index.sources import Source
 from launch.inference.embedding import Embedded, Rows, folders_of, read_embeddings
 from launch.inference.gallery import Found, Row
 from launch.inference.kinds import Encoded, encoded
-from launch.run.report import recalls
 from models.metrics.alignment import alignment_figures, alignment_sums
-from models.metrics.retrieval import RECALL_AT, best_ranks, hits, median_rank, nearest
+from models.metrics.retrieval import (
+    RECALL_AT,
+    Relevance,
+    equal_labels,
+    median_rank,
+    nearest,
+    query_figures,
+    query_sums,
+    relevant_ranks,
+)
 
 SHOWN = 5  # answers to a query
 NUM_ASKED = 32  # samples, for whether the data says languages
@@ -29,7 +37,7 @@ NUM_ASKED = 32  # samples, for whether the data says languages
 def retrieval(embedded: Embedded) -> dict[str, float]:
     """{"image_to_text_R@1": …, …, "image_to_text_median_rank": …} and the same from text to image,
     and so for every two modalities that are compared, each over the samples that have both; as
-    `best_ranks` counts. With one text for each sample also how the embeddings lie to each other
+    `Relevance` and `best_ranks` count. With one text for each sample also how the embeddings lie to each other
     (`models/metrics/alignment.py`). Empty data: none.
 
     Where more than two modalities are compared, the figures of one pair end in its name, as in
@@ -40,8 +48,9 @@ def retrieval(embedded: Embedded) -> dict[str, float]:
         of_pair = f"/{first}_{second}" if len(embedded.compared) > 1 else ""
         one, other = embedded.both(first, second)
         for direction, (own, candidates) in directions(embedded, (first, second)).items():
-            ranks = best_ranks(own.embeds, own.sample, candidates.embeds, candidates.sample)
-            values |= rank_figures(direction, ranks)
+            relevance = relevance_of(own, candidates)
+            ranks = relevant_ranks(own.embeds, candidates.embeds, relevance)
+            values |= rank_figures(direction, ranks, relevance)
         if torch.equal(one.sample, other.sample):
             target = torch.arange(len(one.sample))
             figures = alignment_figures(
@@ -97,13 +106,18 @@ def directions(embedded: Embedded, pair: tuple[str, str]) -> dict[str, tuple[Row
     return {f"{first}_to_{second}": (one, other), f"{second}_to_{first}": (other, one)}
 
 
-def rank_figures(direction: str, ranks: Tensor) -> dict[str, float]:
+def relevance_of(own: Rows, candidates: Rows) -> Relevance:
+    """Rows of one sample belong together."""
+    pairs = equal_labels(own.sample, candidates.sample)
+    return Relevance.of(own.key, candidates.key, *pairs)
+
+
+def rank_figures(direction: str, ranks: Tensor, relevance: Relevance) -> dict[str, float]:
     """Of no queries: none."""
     if not len(ranks):
         return {}
-    return recalls({direction: hits(ranks).tolist()}, len(ranks)) | {
-        f"{direction}_median_rank": median_rank(ranks)
-    }
+    figures = query_figures(direction, query_sums(ranks, relevance).tolist())
+    return figures | {f"{direction}_median_rank": median_rank(ranks)}
 
 
 def examples(embedded: Embedded, source: Source, number: int, seed: int = 0) -> list[Row]:
@@ -120,18 +134,18 @@ def examples(embedded: Embedded, source: Source, number: int, seed: int = 0) -> 
     ]
     rows = []
     for i, (modalities, own, candidates) in enumerate(found):
+        relevance = relevance_of(own, candidates)
         share = number // len(found) + (i < number % len(found))
-        chosen = torch.randperm(len(own.sample), generator=draw)[:share]
-        answers = nearest(own.embeds[chosen], candidates.embeds, SHOWN)
-        for query, *first in zip(chosen.tolist(), *map(Tensor.tolist, answers)):
-            asked = int(own.sample[query])
+        chosen = torch.randperm(len(relevance.query_row), generator=draw)[:share]
+        queries, answers = relevance.query_row[chosen], relevance.candidate_row
+        index, similarity = nearest(own.embeds[queries], candidates.embeds[answers], SHOWN)
+        right = relevance.is_right(chosen, index).tolist()
+        for query, *found_of in zip(
+            queries.tolist(), answers[index].tolist(), similarity.tolist(), right
+        ):
             cells = [
-                Found(
-                    *_shown(source, modalities[1], candidates, row),
-                    similarity,
-                    int(candidates.sample[row]) == asked,
-                )
-                for row, similarity in zip(*first)
+                Found(*_shown(source, modalities[1], candidates, row), *rest)
+                for row, *rest in zip(*found_of)
             ]
             value, text = _shown(source, modalities[0], own, query)
             rows.append(Row(text, value, cells))

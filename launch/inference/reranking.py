@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data.index.sources import Source
 from launch.inference.embedding import Embedded, Embedder
-from launch.inference.evaluation import directions, rank_figures
-from models.metrics.retrieval import best_ranks, nearest, reranked
+from launch.inference.evaluation import directions, rank_figures, relevance_of
+from models.metrics.retrieval import nearest, relevant_ranks, reranked
 
 
 def reranked_retrieval(
@@ -24,17 +24,18 @@ def reranked_retrieval(
     data: none."""
     queries = directions(embedded, ("image", "text"))
     number_of_texts = max(1, len(embedded.rows["text"].sample))
-    found = {
-        direction: nearest(own.embeds, other.embeds, number)[0]
-        for direction, (own, other) in queries.items()
-    }  # [b, k]
-    pairs = {}  # as numbers: by image, then by text
-    for direction, candidates in found.items():
-        query = torch.arange(len(candidates))[:, None]
+    found, pairs = {}, {}
+    for direction, (own, other) in queries.items():
+        relevance = relevance_of(own, other)
+        asked, answers = relevance.query_row, relevance.candidate_row
+        index = nearest(own.embeds[asked], other.embeds[answers], number)[0]  # [q, k]
+        found[direction] = relevance, index
+        # as numbers: by image, then by text
+        one, another = asked[:, None], answers[index]
         pairs[direction] = (
-            query * number_of_texts + candidates
+            one * number_of_texts + another
             if direction == "image_to_text"
-            else candidates * number_of_texts + query
+            else another * number_of_texts + one
         )
     every = torch.cat([each.flatten() for each in pairs.values()]).unique()
     scores = pair_scores(
@@ -42,10 +43,11 @@ def reranked_retrieval(
     )
     values: dict[str, float] = {}
     for direction, (own, other) in queries.items():
+        relevance, index = found[direction]
         of_pairs = scores[torch.searchsorted(every, pairs[direction])]
-        right = own.sample[:, None] == other.sample[found[direction]]
-        ranks = best_ranks(own.embeds, own.sample, other.embeds, other.sample)
-        values |= rank_figures(direction, reranked(ranks, of_pairs, right))
+        right = relevance.is_right(torch.arange(len(index)), index)
+        ranks = relevant_ranks(own.embeds, other.embeds, relevance)
+        values |= rank_figures(direction, reranked(ranks, of_pairs, right), relevance)
     return values
 
 

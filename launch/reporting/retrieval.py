@@ -12,6 +12,7 @@ import numpy as np
 from launch.reporting.charts import Axis, Chart, Curve, Table, line_chart
 from launch.reporting.parts import Text
 from launch.reporting.reading import RunData
+from launch.run.report import asked_of
 from models.metrics.retrieval import RECALL_AT
 
 SHARE = Axis("recall", "{:.1%}".format, ".0%", from_zero=True)
@@ -106,6 +107,14 @@ def _number(value: Any) -> float:
 def _table(runs: Runs, directions: Mapping[str, Sequence[str]]) -> Table:
     """First → last recall of each set and direction; of several runs, a row for each."""
     header = ["held-out set", "query → answer", *(["run"] if len(runs) > 1 else [])]
+    several = any(
+        key.endswith("_answers")
+        for run in runs
+        for name in directions
+        for line in run.held_out.get(name, ())
+        for key in line
+    )
+    header += ["queries → candidates", "answers"] if several else []
     header += [f"R@{k} %" for k in RECALL_AT] + [f"best R@{RECALL_AT[-1]} %", "chance %"]
     rows = []
     for name, own in directions.items():
@@ -113,16 +122,24 @@ def _table(runs: Runs, directions: Mapping[str, Sequence[str]]) -> Table:
             for run in runs:
                 lines = [line for line in run.held_out.get(name, ()) if f"{direction}_R@1" in line]
                 if lines:
+                    number = _samples(run, name, lines[-1], direction)
+                    asked = asked_of(lines[-1], direction, number or 0)
                     rows.append(
                         [
-                            f"{name}{_size(run, name, lines[-1], direction)}",
+                            f"{name} ({number:,})" if number else name,
                             in_words(direction),
                             *([run.label] if len(runs) > 1 else []),
+                            *(asked.words() if several else ()),
                             *_cells(lines, direction),
-                            _chance(_samples(run, name, lines[-1], direction)),
+                            f"{100 * asked.chance:.1f}" if asked.queries else "–",
                         ]
                     )
     note = "Each cell is the recall at the first → at the last evaluation."
+    if several:
+        note += (
+            " Samples with equal images, sounds or captions are one query and one candidate; "
+            "answers: how many candidates are right, on average."
+        )
     return Table("Zero-shot retrieval of held-out samples", header, rows, note)
 
 
@@ -145,12 +162,3 @@ def _samples(run: RunData, held_out: str, line: Mapping[str, Any], direction: st
     known = run.config.get("data", {}).get("held_out_samples")
     number = known.get(held_out.removeprefix("ema/")) if isinstance(known, Mapping) else None
     return number if isinstance(number, int) else None
-
-
-def _size(run: RunData, held_out: str, line: Mapping[str, Any], direction: str) -> str:
-    number = _samples(run, held_out, line, direction)
-    return f" ({number:,})" if number else ""
-
-
-def _chance(number: int | None) -> str:
-    return f"{100 * min(1.0, RECALL_AT[-1] / number):.1f}" if number else "–"

@@ -167,7 +167,7 @@ def _asked(direction: str, query: Mapping[str, Any], samples: Mapping[str, Any])
     answers = [
         {
             **_shown(samples.get(answer["sample"], {}), answered),
-            "right": answer["sample"] == query["query"],
+            "right": answer["right"],
             "similarity": f"{answer['similarity']:.2f}",
         }
         for answer in query["answers"]

@@ -399,7 +399,7 @@ def _completed(training: Mapping[str, Any]) -> dict[str, Any]:
     added |= dict.fromkeys(
         ("audio_tower", "audio_weights", "audio_seconds", "audio_size", "audio_augmentation")
     )
-    added["max_audio_seconds"] = None
+    added |= {"max_audio_seconds": None, "duplicates": "negatives"}
     options = {**added, **options} if options else options
     branches = training.get("branches", {})
     if "balance" in branches:

@@ -34,7 +34,7 @@ class Answers:
     """What was found for some samples of one held-out set, in both directions of two modalities.
 
     `samples` [n]: the index in the source of each row that was compared. `found`: by direction
-    float64 [q, k, 2], see `models.metrics.retrieval.first_answers`. `queries` [q]: rows.
+    float64 [q, k, 3], see `models.metrics.retrieval.first_answers`. `queries` [q]: rows.
     """
 
     source: Source
@@ -110,8 +110,12 @@ def _record(of_set: Sequence[Answers]) -> dict[str, Any]:
 def _answers_of(samples: np.ndarray, found: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
     # an answer is its row + 1; 0 stands where there are fewer candidates than answers
     return [
-        {"sample": str(samples[int(row) - 1]), "similarity": round(similarity, 4)}
-        for row, similarity in found
+        {
+            "sample": str(samples[int(row) - 1]),
+            "similarity": round(similarity, 4),
+            "right": right > 0,
+        }
+        for row, similarity, right in found
         if row > 0
     ]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from models.metrics.retrieval import RECALL_AT
+from models.metrics.retrieval import FIGURES, RECALL_AT
 
 DIRECTIONS = {"image_to_text": "image → text", "text_to_image": "text → image"}
 
@@ -22,15 +23,6 @@ def measured_directions(values: Mapping[str, float], held_out: str) -> dict[str,
         if key.startswith(prefix) and key.endswith(end)
     ]
     return {key: key.replace("_to_", " → ") for key in found}
-
-
-def recalls(totals: Mapping[str, Sequence[float]], num_samples: int) -> dict[str, float]:
-    """{"image_to_text_R@1": …} in 0..1 from the hits per direction."""
-    return {
-        f"{direction}_R@{k}": float(hits) / num_samples
-        for direction, counts in totals.items()
-        for k, hits in zip(RECALL_AT, counts)
-    }
 
 
 def retrieval_table(
@@ -53,7 +45,9 @@ def retrieval_table(
     table = Table(title=title, title_justify="left")
     for name in ("held-out set", "query → answer"):
         table.add_column(name, no_wrap=True)
+    with_answers = any(key.endswith("_answers") for key in evaluations[-1])
     for name in (
+        *(["queries → candidates", "answers"] if with_answers else []),
         *(f"R@{k} %" for k in RECALL_AT),
         *(["median rank"] if with_median else []),
         f"chance R@{RECALL_AT[-1]} %",
@@ -74,13 +68,35 @@ def retrieval_table(
                     )
                 )
             with_both = _with_both(evaluations[-1], held_out, key, count)
+            asked = asked_of(evaluations[-1], f"{held_out}/{key}", with_both)
             table.add_row(
                 f"{held_out} ({with_both})",
                 direction,
+                *(asked.words() if with_answers else ()),
                 *cells,
-                f"{100 * min(1.0, RECALL_AT[-1] / with_both):.1f}",
+                f"{100 * asked.chance:.1f}",
             )
     return table
+
+
+class Asked(NamedTuple):
+    """Of the queries of a direction, in the order of `models.metrics.retrieval.FIGURES`."""
+
+    queries: float
+    candidates: float
+    answers: float
+    chance: float
+
+    def words(self) -> tuple[str, str]:
+        return f"{self.queries:g} → {self.candidates:g}", f"{self.answers:.3g}"
+
+
+def asked_of(values: Mapping[str, float], direction: str, count: int) -> Asked:
+    """From the figures of a direction; where it has none, each of `count` samples is asked about
+    once, and is its own answer."""
+    if f"{direction}_{FIGURES[0]}" in values:
+        return Asked(*(values[f"{direction}_{name}"] for name in FIGURES))
+    return Asked(count, count, 1.0, min(1.0, RECALL_AT[-1] / max(1, count)))
 
 
 def _with_languages(

@@ -396,6 +396,13 @@ def _objective(objective: argparse._ArgumentGroup) -> None:
         help="part of each target that all share, in infonce (default: as the recipe says, ds_configs/README.md)",
     )
     objective.add_argument(
+        "--duplicates",
+        choices=("positives", "masked", "negatives"),
+        default="positives",
+        help="what samples of a batch are to each other whose image, sound or caption is the same: each other's "
+        "positives, left out of each other's loss, or negatives like all others (default: positives)",
+    )
+    objective.add_argument(
         "--fusion",
         type=_at_least(0),
         default=0,

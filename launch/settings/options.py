@@ -87,6 +87,7 @@ class Options:
     pairs: str
     loss: str
     label_smoothing: float | None
+    duplicates: str
     fusion: int
     fusion_width: int
     fusion_heads: int

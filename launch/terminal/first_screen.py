@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.text import Text
@@ -26,6 +27,11 @@ from launch.run.records import branches_held
 from launch.settings.options import Options
 from models.towers.layers import Tower
 
+DUPLICATES = {
+    "positives": "positives of each other",
+    "masked": "left out of each other's loss",
+    "negatives": "negatives of each other",
+}
 LABEL = 10  # columns of a label with its colon
 LIVE_PORT = 8000  # in the command that is proposed
 OTHER_PLANS = 3  # that are compared with the chosen one; `launch.tools.plan` lists all
@@ -83,7 +89,7 @@ def first_screen(
     zero = config.get("zero_optimization", {}).get("stage", 0)
     length = f"{total_steps:,} steps of {config['train_batch_size']:,} samples"
     screen = [
-        ("data", _data(data)),
+        ("data", "\n".join([_data(data), *_repeated(data, options.duplicates)])),
         ("towers", _towers(options, towers, plan)),
         ("ranks", f"{hardware.describe()}; {precision_of(config)}, ZeRO stage {zero}"),
         ("plan", f"{plan.describe()}   {config_file.name}"),
@@ -146,6 +152,20 @@ def _data(data: PreparedData) -> str:
             f"; {broken:,} are used without a modality that is broken" if broken else "",
         ]
     )
+
+
+def _repeated(data: PreparedData, duplicates: str) -> list[str]:
+    """A line for each modality of which a value stands in several training samples."""
+    lines = []
+    for kind, name in (("content", "images"), ("audio", "sounds")):
+        keys = data.source.keys(kind)[data.train]
+        keys = keys[keys != 0]
+        if (different := len(np.unique(keys))) < len(keys):
+            lines.append(
+                f"{len(keys):,} samples have {different:,} different {name}; in a batch those with "
+                f"the same are {DUPLICATES[duplicates]} (--duplicates {duplicates})"
+            )
+    return lines
 
 
 def _towers(options: Options, towers: Sequence[Tower], plan: RunPlan) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from models.metrics.retrieval import FIGURES
+
 # Key of a step's line -> name. A key that ends in a slash stands for all keys that begin with it.
 NAMES = {
     "loss": "loss/total",
@@ -22,6 +24,8 @@ NAMES = {
     "epochs/": "data/epochs/",
     "left_out_samples": "data/left_out_samples",
     "left_out_samples/": "data/left_out_samples/",
+    "duplicate_samples": "data/duplicate_samples",
+    "duplicate_samples/": "data/duplicate_samples/",
     "truncated_texts": "data/truncated_texts",
     "unreadable_pictures": "data/unreadable_pictures",
     "lr": "optimizer/lr",
@@ -56,7 +60,6 @@ NAMES = {
 }
 PREFIXES = tuple(key for key in NAMES if key.endswith("/"))
 SCALARS = ("logit_scale_exp", "logit_bias")
-RECALL = "_R@"  # between a direction and k
 BY_RANK = "peak_memory_bytes/"  # of a line, and of few ranks only; `rank_names` has it of all
 
 
@@ -114,10 +117,11 @@ def evaluation_names(held_out: str, values: Mapping[str, float]) -> dict[str, fl
     `alignment/<set>/modality_gap`."""
     names = {}
     for key, value in values.items():
-        direction, recall, k = key.partition(RECALL)
-        panel = (
-            f"retrieval/{held_out}/{direction}/R@{k}" if recall else f"alignment/{held_out}/{key}"
-        )
+        direction, of_queries, figure = key.rpartition("_")
+        if of_queries and (figure in FIGURES or figure.startswith("R@")):
+            panel = f"retrieval/{held_out}/{direction}/{figure}"
+        else:
+            panel = f"alignment/{held_out}/{key}"
         names[panel] = _number(value)
     return names
 

@@ -28,13 +28,18 @@ def table_of(direction: str, answers: Answers) -> Any:
     table = wandb.Table(columns=[*COLUMNS, *(str(k + 1) for k in range(number)), *more])
     for query, own, sound in zip(answers.queries.tolist(), found.tolist(), heard):
         # an answer is its row + 1; 0 stands where there are fewer candidates than answers
-        rows = [int(row) - 1 for row, _ in own]
-        place = str(rows.index(query) + 1) if query in rows else f"after {number}"
+        right = [is_right > 0 for _, _, is_right in own]
+        place = str(right.index(True) + 1) if any(right) else f"after {number}"
         cells = [
-            _cell(source, answers_with, int(samples[row]), f"{_mark(row == query)} {alike:.2f}")
-            if row >= 0
+            _cell(
+                source,
+                answers_with,
+                int(samples[int(row) - 1]),
+                f"{_mark(is_right > 0)} {alike:.2f}",
+            )
+            if row > 0
             else None
-            for row, (_, alike) in zip(rows, own)
+            for row, alike, is_right in own
         ]
         asked = _cell(source, asks, int(samples[query]), "")
         table.add_data(asked, place, *cells, *([sound] if more else []))

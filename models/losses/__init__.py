@@ -2,14 +2,23 @@
 nothing here knows of processes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from models.losses.blocks import LOGIT_SCALE_LIMIT, Part, Side, logit_scale_exp
+from models.losses.blocks import (
+    DUPLICATES,
+    LOGIT_SCALE_LIMIT,
+    Part,
+    Side,
+    Targets,
+    logit_scale_exp,
+)
 from models.losses.infonce import InfoNCE
 from models.losses.matching import Matching
 from models.losses.plain import PlainLoss
 from models.losses.sigmoid import Sigmoid
 
 __all__ = [
+    "DUPLICATES",
     "LOGIT_SCALE_LIMIT",
     "LOSSES",
     "InfoNCE",
@@ -18,6 +27,7 @@ __all__ = [
     "PlainLoss",
     "Side",
     "Sigmoid",
+    "Targets",
     "build_loss",
     "logit_scale_exp",
 ]
@@ -29,16 +39,20 @@ LOSSES: dict[str, Callable[[], InfoNCE | Sigmoid | PlainLoss]] = {
 """--loss -> what makes it. A module of one's own adds to it; see `PlainLoss`."""
 
 
-def build_loss(name: str, label_smoothing: float = 0.0) -> InfoNCE | Sigmoid | PlainLoss:
-    """The loss of a name in `LOSSES`. Errors: ValueError for another name, and for smoothing where
-    there are no targets to smooth."""
+def build_loss(
+    name: str, label_smoothing: float = 0.0, duplicates: str = DUPLICATES[0]
+) -> InfoNCE | Sigmoid | PlainLoss:
+    """The loss of a name in `LOSSES`. `duplicates`: as in `Targets`; a loss of one's own sees them
+    as all other samples. Errors: ValueError for another name, and for smoothing where there are no
+    targets to smooth."""
     if name not in LOSSES:
         raise ValueError(f"loss {name!r} is not known; give one of {', '.join(LOSSES)}")
-    if name == "infonce":
-        return InfoNCE(label_smoothing)
-    if label_smoothing:
+    if label_smoothing and name != "infonce":
         raise ValueError(
             f"label smoothing {label_smoothing} is for loss 'infonce'; '{name}' has no targets to "
             "smooth: leave it at 0"
         )
-    return LOSSES[name]()
+    loss = LOSSES[name]()
+    if isinstance(loss, InfoNCE):
+        loss = replace(loss, label_smoothing=label_smoothing)
+    return loss if isinstance(loss, PlainLoss) else replace(loss, targets=Targets(duplicates))

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 LOGIT_SCALE_LIMIT = math.log(100.0)
+DUPLICATES = ("positives", "masked", "negatives")
 WORK_BYTES = 64 * 2**20
 COPIES = (
     4  # of a block that exist at once: the similarities, which are positives, what is made of them
@@ -25,7 +27,7 @@ COPIES = (
 
 
 class Side(Protocol):
-    """All rows of one modality. Rows of the two sides with equal labels are positives, and every
+    """All rows of one modality. Rows of the two sides with equal labels are of one sample, and every
     row has one on the other side."""
 
     @property
@@ -39,6 +41,11 @@ class Side(Protocol):
     @property
     def weight(self) -> Tensor | None:
         """[B], of each row in the means, in any unit; None: equal."""
+
+    @property
+    def keys(self) -> Tensor | None:
+        """[B, 1 + c] int64: the key of the row's value, then those of the c rows of its sample on
+        the other side. Equal keys are equal values; None: no two samples have equal ones."""
 
 
 Sides = Mapping[
@@ -93,17 +100,66 @@ def similarity_blocks(
         )
 
 
-def positives(sides: Sides, branch: str, rows: Tensor) -> Tensor:
-    """Which rows of the other side are positives of these rows of `branch`: bool [t, B]."""
+def belonging(sides: Sides, branch: str, rows: Tensor) -> Tensor:
+    """Which rows of the other side are of the same sample as these rows of `branch`: bool [t,
+    B]."""
     return sides[branch].label[rows, None] == sides[other_of(sides, branch)].label
 
 
-def num_positives(side: Side, other: Side) -> Tensor:
-    """Of each row: [B]."""
-    ordered = other.label.sort().values
-    return torch.searchsorted(ordered, side.label, right=True) - torch.searchsorted(
-        ordered, side.label
-    )
+def duplicates(sides: Sides, branch: str, rows: Tensor) -> Tensor | None:
+    """Which rows of the other side belong to these rows of `branch` as much as those of their own
+    sample, which are among them: bool [t, B]. Either the rows themselves are equal to a row of the
+    other's sample, or the other is equal to one of their own. None: no two samples have equal
+    values."""
+    own, other = sides[branch].keys, sides[other_of(sides, branch)].keys
+    if own is None or other is None:
+        return None
+    own = own[rows]
+    found = own.new_zeros(len(own), len(other), dtype=torch.bool)
+    # a column at a time: c is small, and [t, B, c] may not be
+    for partner in other[:, 1:].unbind(1):
+        found |= own[:, :1] == partner
+    for partner in own[:, 1:].unbind(1):
+        found |= partner[:, None] == other[:, 0]
+    return found
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Which rows of the other side are positives, and which are no negatives either.
+
+    `duplicates`, of samples that have an equal image, sound or caption: "positives" (SupCon: Khosla
+    et al. 2020; UniCL: Yang et al. 2022), "masked", neither positives nor negatives, or
+    "negatives", as all other samples.
+    """
+
+    duplicates: str = DUPLICATES[0]
+
+    def __post_init__(self) -> None:
+        if self.duplicates not in DUPLICATES:
+            raise ValueError(f"duplicates {self.duplicates!r}; give one of {', '.join(DUPLICATES)}")
+
+    def positives(self, sides: Sides, branch: str, rows: Tensor) -> Tensor:
+        """Of these rows of `branch`: bool [t, B]."""
+        found = duplicates(sides, branch, rows) if self.duplicates == "positives" else None
+        return belonging(sides, branch, rows) if found is None else found
+
+    def masked(self, sides: Sides, branch: str, rows: Tensor) -> Tensor | None:
+        """bool [t, B]; None: there are none."""
+        found = duplicates(sides, branch, rows) if self.duplicates == "masked" else None
+        return None if found is None else found & ~belonging(sides, branch, rows)
+
+    def num_positives(self, sides: Sides, branch: str) -> Tensor:
+        """Of each row of `branch`: [B]."""
+        side, other = sides[branch], sides[other_of(sides, branch)]
+        if self.duplicates == "positives" and side.keys is not None:
+            rows = torch.arange(len(side.label), device=side.label.device)
+            parts = rows.split(max(1, WORK_BYTES // max(1, len(other.label))))
+            return torch.cat([self.positives(sides, branch, part).sum(1) for part in parts])
+        ordered = other.label.sort().values
+        return torch.searchsorted(ordered, side.label, right=True) - torch.searchsorted(
+            ordered, side.label
+        )
 
 
 def mean_weights(side: Side) -> Tensor:

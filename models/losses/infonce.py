@@ -14,12 +14,11 @@ from models.losses.blocks import (
     WORK_BYTES,
     Part,
     Sides,
+    Targets,
     first_of,
     logit_scale_exp,
     mean_weights,
-    num_positives,
     other_of,
-    positives,
     similarity_blocks,
     stop_outward,
 )
@@ -42,7 +41,7 @@ class InfoNCE:
 
     L = ½ (weighted mean over images of −Σⱼ tᵢⱼ log softmaxⱼ(sᵢⱼ) + the same over texts). The target
     t of a row is even over its positives (SupCon: Khosla et al. 2020, their L_out) with 1 −
-    `label_smoothing` of its mass, and even over all with the rest.
+    `label_smoothing` of its mass, and even over all with the rest. A masked row is in no softmax.
 
     `logit_scale` [1] is in log space; the scale used is its exponential, at most 100 as in CLIP, at
     first 1 / 0.07 (section 2.5). `work_bytes`: what a block of similarities takes at most, with all
@@ -51,6 +50,7 @@ class InfoNCE:
 
     label_smoothing: float = 0.0
     work_bytes: int = WORK_BYTES
+    targets: Targets = Targets()
     parameters: ClassVar[Mapping[str, float]] = {"logit_scale": math.log(1 / 0.07)}
     constrained = staticmethod(stop_outward)
 
@@ -66,6 +66,7 @@ class InfoNCE:
         for rows, _, logits in similarity_blocks(
             sides, branch, mine, logit_scale_exp(parameters["logit_scale"]), self.work_bytes
         ):
+            self._mask(logits, sides, branch, mine[rows])
             log_sum_exp[rows] = logits.logsumexp(1)
         return log_sum_exp
 
@@ -104,6 +105,7 @@ class InfoNCE:
         for rows, _, logits in similarity_blocks(
             sides, first, everyone, logit_scale_exp(parameters["logit_scale"]), self.work_bytes
         ):
+            self._mask(logits, sides, first, everyone[rows])
             rows_log_sum_exp[rows] = logits.logsumexp(1)
             columns_log_sum_exp = torch.logaddexp(columns_log_sum_exp, logits.logsumexp(0))
         return {first: rows_log_sum_exp, second: columns_log_sum_exp}
@@ -134,7 +136,8 @@ class InfoNCE:
         if both:
             d_other, matched_other = torch.zeros_like(other.embeds), torch.zeros_like(across.half)
         for rows, scaled, logits in similarity_blocks(sides, branch, mine, scale, self.work_bytes):
-            positive = positives(sides, branch, mine[rows])
+            self._mask(logits, sides, branch, mine[rows])
+            positive = self.targets.positives(sides, branch, mine[rows])
             matched = torch.where(positive, logits, 0)
             matched_own[rows] = matched.sum(1)
             if both:
@@ -162,13 +165,18 @@ class InfoNCE:
             shares, gradients, {"logit_scale": (embeds * d_own).sum().reshape(1)}
         )  # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ
 
+    def _mask(self, logits: Tensor, sides: Sides, branch: str, rows: Tensor) -> None:
+        masked = self.targets.masked(sides, branch, rows)
+        if masked is not None:
+            logits.masked_fill_(masked, -torch.inf)
+
     def _terms(self, sides: Sides, branch: str, statistics: Mapping[str, Tensor]) -> _Terms:
-        own, other = sides[branch], sides[other_of(sides, branch)]
-        half = mean_weights(own) / 2
+        other = sides[other_of(sides, branch)]
+        half = mean_weights(sides[branch]) / 2
         return _Terms(
             statistics[branch],
             half,
-            half * (1 - self.label_smoothing) / num_positives(own, other),
+            half * (1 - self.label_smoothing) / self.targets.num_positives(sides, branch),
             half * self.label_smoothing / len(other.label),
         )
 

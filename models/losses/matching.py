@@ -2,7 +2,7 @@
 hardest that do not belong together.
 
 The negatives are drawn from the batch (ALBEF: Li et al. 2021, section 3.2): for each row of a side
-one row of the other with another label, with probability softmax of the scaled similarities. The
+one row of the other that is a negative of it, with probability softmax of the scaled similarities. The
 draw is a function of (seed, place, place) alone, so it is the same however the batch is split: with
 Gumbel noise gᵢⱼ = −log(−log uᵢⱼ), argmaxⱼ (sᵢⱼ + gᵢⱼ) has that distribution (Gumbel 1954), and uᵢⱼ
 is a hash of the two places.
@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from models.losses.blocks import (
     WORK_BYTES,
     Sides,
+    Targets,
     first_of,
     logit_scale_exp,
     mean_weights,
-    positives,
     similarity_blocks,
 )
 
@@ -37,12 +37,13 @@ class Matching:
     texts, which add up to 1. A row of which nothing could be drawn asks nothing there."""
 
     work_bytes: int = WORK_BYTES
+    targets: Targets = Targets()
 
     def negatives(
         self, sides: Sides, branch: str, mine: Tensor, parameters: Mapping[str, Tensor], seed: int
     ) -> Tensor:
-        """[b] int64, a place of the other side for each of the rows `mine` [b]; −1 where all others
-        have the row's label."""
+        """[b] int64, a place of the other side for each of the rows `mine` [b]; −1 where no other
+        row is a negative."""
         drawn, scale = torch.empty_like(mine), logit_scale_exp(parameters["logit_scale"])
         for rows, _, logits in similarity_blocks(
             sides, branch, mine, scale, self.work_bytes // BYTES_OF_DRAWING
@@ -50,10 +51,15 @@ class Matching:
             logits += gumbel_noise(
                 seed if branch == first_of(sides) else ~seed, mine[rows], logits.shape[1]
             ).to(logits.dtype)
-            logits.masked_fill_(positives(sides, branch, mine[rows]), -torch.inf)
+            logits.masked_fill_(self._not_drawn(sides, branch, mine[rows]), -torch.inf)
             best = logits.max(1)
             drawn[rows] = torch.where(best.values == -torch.inf, -1, best.indices)
         return drawn
+
+    def _not_drawn(self, sides: Sides, branch: str, rows: Tensor) -> Tensor:
+        positive = self.targets.positives(sides, branch, rows)
+        masked = self.targets.masked(sides, branch, rows)
+        return positive if masked is None else positive | masked
 
     def weights(self, sides: Sides) -> dict[str, Tensor]:
         """What each row counts, [B], as text j in both of its sums, and as image i."""

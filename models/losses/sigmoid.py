@@ -15,11 +15,11 @@ from models.losses.blocks import (
     WORK_BYTES,
     Part,
     Sides,
+    Targets,
     first_of,
     logit_scale_exp,
     mean_weights,
     other_of,
-    positives,
     similarity_blocks,
     stop_outward,
 )
@@ -32,8 +32,8 @@ class Sigmoid:
     """Binary cross entropy over all pairs of an image and a text (SigLIP: Zhai et al. 2023, section
     3.2).
 
-    L = −1/M Σᵢⱼ ωᵢⱼ log σ(zᵢⱼ (scale · uᵢ·vⱼ + bias)), z = 1 for positives and −1 for all others, M
-    images. ωᵢⱼ is the mean of the two rows' weights, each divided by the mean weight of its side: 1
+    L = −1/M Σᵢⱼ ωᵢⱼ log σ(zᵢⱼ (scale · uᵢ·vⱼ + bias)), z = 1 for positives and −1 for all others that
+    are not masked, M images. ωᵢⱼ is the mean of the two rows' weights, each divided by the mean weight of its side: 1
     where weights are equal. As in InfoNCE, a row without weight is still compared with the others:
     it asks nothing, but answers.
 
@@ -43,6 +43,7 @@ class Sigmoid:
     """
 
     work_bytes: int = WORK_BYTES
+    targets: Targets = Targets()
     parameters: ClassVar[Mapping[str, float]] = {"logit_scale": math.log(10.0), "logit_bias": -10.0}
     constrained = staticmethod(stop_outward)
 
@@ -92,8 +93,11 @@ class Sigmoid:
             **({other_branch: torch.zeros_like(across)} if both else {}),
         }
         for rows, scaled, logits in similarity_blocks(sides, branch, mine, scale, self.work_bytes):
-            positive = positives(sides, branch, mine[rows])
+            positive = self.targets.positives(sides, branch, mine[rows])
+            masked = self.targets.masked(sides, branch, mine[rows])
             logits += parameters["logit_bias"]
+            if masked is not None:
+                logits.masked_fill_(masked, -torch.inf)  # log σ(∞) = 0, and so is its gradient
             wrong = torch.where(positive, -logits, logits)  # −z · logit
             losses = F.softplus(wrong, threshold=EXACT_BELOW)
             shares[branch][rows] = along[rows] * losses.sum(1)

@@ -3,34 +3,116 @@ Exact, in blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 RECALL_AT = (1, 5, 10)
+FIGURES = ("queries", "candidates", "answers", f"chance@{RECALL_AT[-1]}")
+"""Beside the recalls of a direction; the last two are means over the queries."""
+NUM_SUMS = len(RECALL_AT) + len(FIGURES)  # of `query_sums`
 BLOCK_BYTES = 1 << 26  # of similarities at a time
 
 
-def best_ranks(own: Tensor, own_label: Tensor, other: Tensor, other_label: Tensor) -> Tensor:
-    """Rank (0 = first) of each query's best match among all candidates: int64 [b].
+@dataclass(frozen=True)
+class Relevance:
+    """Which candidates are right answers to which queries.
 
-    `own` [b, D] queries, `other` [B, D] candidates; a candidate matches a query where their labels,
-    [b] and [B], are equal. Matches do not stand in each other's way: as COCO counts, an image has
-    found its text when one of its five is among the first. Another candidate that ties with the
-    best match counts as ranked before it, so that a collapsed model scores nothing. Errors:
-    ValueError where a query has no match.
+    Rows with equal keys hold equal values (the same image in several rows of a table, the same
+    caption of several images): they are one query and one candidate, named by their first row. A
+    candidate is right where some sample has both values.
     """
-    order = other_label.argsort()
-    first, last = (
-        torch.searchsorted(other_label[order], own_label, right=right) for right in (False, True)
-    )
-    if (first == last).any():
-        raise ValueError(
-            f"query {int((first == last).nonzero()[0])} has no match among the {len(other)} "
-            "candidates"
+
+    query_row: Tensor  # [q] int64, the row of each query
+    candidate_row: Tensor  # [m] int64, the row of each candidate
+    query_of: Tensor  # [n] int64, the query that each row is of; -1: one that is left out
+    query: Tensor  # [p] int64, ascending, and
+    candidate: Tensor  # [p] int64: the pairs that belong together, by their numbers
+
+    @classmethod
+    def of(cls, own_key: Tensor, other_key: Tensor, own: Tensor, other: Tensor) -> Relevance:
+        """`own_key` [n], `other_key` [B] int64: of the rows of both sides. `own`, `other` [s]: rows
+        of which a sample has both. Errors: ValueError for a query without an answer."""
+        query_row, query_of = _distinct(own_key)
+        candidate_row, candidate_of = _distinct(other_key)
+        number = max(1, len(candidate_row))
+        pairs = (query_of[own] * number + candidate_of[other]).unique()
+        relevance = cls(query_row, candidate_row, query_of, pairs // number, pairs % number)
+        alone = (relevance.num_answers == 0).nonzero()
+        if len(alone):
+            raise ValueError(
+                f"query {int(query_row[alone[0]])} has no match among the {len(candidate_row)} "
+                "candidates"
+            )
+        return relevance
+
+    @property
+    def num_answers(self) -> Tensor:
+        """Of each query: int64 [q]."""
+        return self.query.bincount(minlength=len(self.query_row))
+
+    def asked_by(self, rows: Tensor) -> Relevance:
+        """Only the queries that these rows name. Ranks that share out the rows share out the
+        queries."""
+        kept = torch.isin(self.query_row, rows)
+        number = torch.where(kept, kept.cumsum(0) - 1, -1)  # [q]
+        pairs = kept[self.query]
+        return replace(
+            self,
+            query_row=self.query_row[kept],
+            query_of=number[self.query_of],
+            query=number[self.query[pairs]],
+            candidate=self.candidate[pairs],
         )
-    ranks, parts = torch.empty_like(own_label), list(blocks(len(own), len(other)))
+
+    def is_right(self, query: Tensor, candidate: Tensor) -> Tensor:
+        """Of the queries [b] each of the candidates [b, k], by their numbers: bool [b, k]."""
+        number = max(1, len(self.candidate_row))
+        pairs = self.query * number + self.candidate
+        return torch.isin(query[:, None] * number + candidate, pairs)
+
+    def chance(self, k: int) -> Tensor:
+        """Of each query, how likely the first k of all candidates in random order hold an answer:
+        float64 [q]."""
+        candidates, wrong = len(self.candidate_row), len(self.candidate_row) - self.num_answers
+        drawn = torch.arange(min(k, candidates), device=wrong.device)
+        missed = (wrong[:, None] - drawn).clamp(min=0).double() / (candidates - drawn)
+        return 1 - missed.prod(1)
+
+
+def _distinct(key: Tensor) -> tuple[Tensor, Tensor]:
+    """The first row of each distinct key, in the order of the rows: [u]; the number of its key for
+    each row [n]."""
+    values, number = key.unique(return_inverse=True)
+    rows = torch.arange(len(key), device=key.device)
+    first = rows.new_full((len(values),), len(key)).scatter_reduce_(0, number, rows, "amin")
+    order = first.argsort()
+    return first[order], order.argsort()[number]
+
+
+def equal_labels(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels [n] and [B], the latter ascending -> the pairs of rows that have the same: int64 [s]
+    each, those of the first ascending."""
+    first, last = (torch.searchsorted(other, own, right=right) for right in (False, True))
+    number = last - first
+    rows = torch.arange(len(own), device=own.device).repeat_interleave(number)
+    within = torch.arange(len(rows), device=own.device) - (number.cumsum(0) - number)[rows]
+    return rows, first[rows] + within
+
+
+def best_ranks(own: Tensor, other: Tensor, query: Tensor, candidate: Tensor) -> Tensor:
+    """Rank (0 = first) of each query's best match among all candidates: int64 [q].
+
+    `own` [q, D] queries, `other` [m, D] candidates; `query` [p], ascending, and `candidate` [p]: the
+    pairs that match, at least one for each query. Matches do not stand in each other's way: as COCO
+    counts, an image has found its text when one of its five is among the first. Another candidate
+    that ties with the best match counts as ranked before it, so that a collapsed model scores
+    nothing.
+    """
+    last = query.bincount(minlength=len(own)).cumsum(0)
+    ranks, parts = query.new_empty(len(own)), list(blocks(len(own), len(other)))
     # made once: blocks that come and go leave gaps between what stays, and the process grows
     most = max((rows.stop - rows.start for rows in parts), default=0)
     memory, flags = (
@@ -40,33 +122,34 @@ def best_ranks(own: Tensor, own_label: Tensor, other: Tensor, other_label: Tenso
     for rows in parts:
         similarity = torch.mm(
             own[rows], other.T, out=memory[: rows.stop - rows.start]
-        )  # [block, B]
-        number = (last - first)[rows]
-        query = torch.arange(len(number), device=own.device).repeat_interleave(
-            number
-        )  # of each match, [p]
-        within = torch.arange(len(query), device=own.device) - (
-            number.cumsum(0) - number
-        ).repeat_interleave(number)
-        match = order[first[rows].repeat_interleave(number) + within]  # [p]
-        of_match = similarity[query, match]
+        )  # [block, m]
+        of_block = slice(int(last[rows.start - 1]) if rows.start else 0, int(last[rows.stop - 1]))
+        within, match = query[of_block] - rows.start, candidate[of_block]
+        of_match = similarity[within, match]
         of_match = torch.where(of_match.isnan(), -torch.inf, of_match)  # no better than any other
         best = torch.full_like(similarity[:, 0], -torch.inf).scatter_reduce_(
-            0, query, of_match, "amax"
+            0, within, of_match, "amax"
         )
         behind = torch.lt(
             similarity, best[:, None], out=flags[: len(similarity)]
         )  # not-a-number is not: it counts as ranked before
         before = (len(other) - behind.sum(1)).index_add_(
-            0, query, (~behind[query, match]).long(), alpha=-1
+            0, within, (~behind[within, match]).long(), alpha=-1
         )
         ranks[rows] = before
     return ranks
 
 
+def relevant_ranks(own: Tensor, other: Tensor, relevance: Relevance) -> Tensor:
+    """`best_ranks` of the queries among the rows `own` [n, D], with candidates among `other` [B,
+    D]: int64 [q]."""
+    queries, candidates = own[relevance.query_row], other[relevance.candidate_row]
+    return best_ranks(queries, candidates, relevance.query, relevance.candidate)
+
+
 def positive_ranks(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
     """`best_ranks` where each query has one match: candidate `target` [b]."""
-    return best_ranks(own, target, other, torch.arange(len(other), device=other.device))
+    return best_ranks(own, other, torch.arange(len(own), device=own.device), target)
 
 
 def reranked(ranks: Tensor, scores: Tensor, right: Tensor) -> Tensor:
@@ -81,15 +164,32 @@ def reranked(ranks: Tensor, scores: Tensor, right: Tensor) -> Tensor:
     return torch.where(right.any(1), (~(scores < best) & ~right).sum(1), ranks)
 
 
-def recall_hits(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
-    """How many queries find their partner among the first k, for each k of RECALL_AT: float64
-    [3]."""
-    return hits(positive_ranks(own, other, target))
-
-
 def hits(ranks: Tensor) -> Tensor:
     """How many of the ranks [b] are among the first k, for each k of RECALL_AT: float64 [3]."""
     return torch.stack([(ranks < k).sum() for k in RECALL_AT]).double()
+
+
+def query_sums(ranks: Tensor, relevance: Relevance) -> Tensor:
+    """What `query_figures` divides, float64 [7], which ranks add up: `hits`; of all queries their
+    number, answers and candidates, and how likely the first 10 of a random order are right."""
+    number = ranks.new_tensor(len(ranks), dtype=torch.float64)
+    answers = relevance.num_answers.sum().double()
+    of_all = [number, answers, number * len(relevance.candidate_row)]
+    return torch.cat([hits(ranks), torch.stack([*of_all, relevance.chance(RECALL_AT[-1]).sum()])])
+
+
+def query_figures(direction: str, sums: Sequence[float]) -> dict[str, float]:
+    """{"image_to_text_R@1": …, …} in 0..1, from the sums of `query_sums`. Where queries do not
+    have one answer each among as many candidates also {"image_to_text_queries": …} and so on, of
+    `FIGURES`. Without queries none."""
+    *found, number, answers, candidates, chance = map(float, sums)
+    if not number:
+        return {}
+    values = {f"{direction}_R@{k}": count / number for k, count in zip(RECALL_AT, found)}
+    if answers == number and candidates == number * number:
+        return values
+    means = (number, candidates / number, answers / number, chance / number)
+    return values | {f"{direction}_{name}": value for name, value in zip(FIGURES, means)}
 
 
 def median_rank(ranks: Tensor) -> float:
@@ -111,19 +211,24 @@ def nearest(own: Tensor, other: Tensor, k: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def first_answers(own: Tensor, other: Tensor, target: Tensor, queries: Tensor, k: int) -> Tensor:
-    """What is found for some rows, in a form that can be summed over ranks: float64 [q, k, 2], for
-    each of `queries` [q] the k candidates of `other` [B, D] that are most like it, best first, as
-    (index + 1, similarity).
+def first_answers(
+    own: Tensor, other: Tensor, relevance: Relevance, mine: Tensor, asked: Tensor, k: int
+) -> Tensor:
+    """What is found for some rows, in a form that can be summed over ranks: float64 [q, k, 3], for
+    each of the rows `asked` [q] the k candidates that are most like it, best first, as (row + 1,
+    similarity, 1 where it is right).
 
-    `target` [b]: the candidate that belongs to each row of `own` [b, D]; `queries` are named by it.
-    Zeros stand for queries that are not among the rows, and for candidates beyond the last.
+    `own` [n, D], `other` [B, D]: all rows of both sides; `mine` [b]: those that are looked at here.
+    Zeros stand for rows that are not among them, and for candidates beyond the last.
     """
-    found = torch.zeros(len(queries), k, 2, dtype=torch.float64, device=own.device)
-    query, row = (queries[:, None] == target[None, :]).nonzero(as_tuple=True)
-    index, similarity = nearest(own[row], other, k)
-    found[query, : index.shape[1], 0] = index.double() + 1
-    found[query, : index.shape[1], 1] = similarity.double()
+    found = torch.zeros(len(asked), k, 3, dtype=torch.float64, device=own.device)
+    here = torch.isin(asked, mine).nonzero()[:, 0]
+    rows = asked[here]
+    index, similarity = nearest(own[rows], other[relevance.candidate_row], k)
+    number = index.shape[1]
+    found[here, :number, 0] = relevance.candidate_row[index].double() + 1
+    found[here, :number, 1] = similarity.double()
+    found[here, :number, 2] = relevance.is_right(relevance.query_of[rows], index).double()
     return found
 
 

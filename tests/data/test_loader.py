@@ -78,6 +78,7 @@ class NoTexts:
 
     def __init__(self, source):
         self.spec, self.image_bytes, self.source = source.spec, source.image_bytes, source
+        self.content_hash = source.content_hash
 
     def __len__(self):
         return len(self.source)
@@ -95,7 +96,9 @@ def test_both_modalities(demo, tokenizer):
         "input_ids": ((2, 4), torch.int64),
         "attention_mask": ((2, 4), torch.int64),
         **{
-            f"{side}_{what}": ((2,), torch.int64) for side in BOTH for what in ("position", "index")
+            f"{side}_{what}": ((2,), torch.int64)
+            for side in BOTH
+            for what in ("position", "index", "key")
         },
     }
     assert batch["image_index"].tolist() == batch["text_index"].tolist() == [7, 900]
@@ -107,6 +110,19 @@ def test_both_modalities(demo, tokenizer):
     batch["image_index"][0] = 0  # belongs to the caller
 
 
+def test_equal_images_and_captions_have_equal_keys(demo, tmp_path, tokenizer):
+    """A line per caption, as most tables have it; a caption differs by case and spaces."""
+    for i in (0, 1):
+        (tmp_path / f"{i}.png").write_bytes(demo.image_bytes(i))
+    rows = [("0.png", "a smile"), ("0.png", "a face"), ("1.png", " A  smile"), ("1.png", "a grin")]
+    table = tmp_path / "captions.csv"
+    table.write_text("filepath,title\n" + "".join(f"{path},{text}\n" for path, text in rows))
+    batch = make(open_source(f"csv:{table}"), BOTH, tokenizer)[request(0, 1, 2, 3)]
+    image, text = (batch[f"{side}_key"].tolist() for side in BOTH)
+    assert image[0] == image[1] != image[2] == image[3]
+    assert text[0] == text[2] and len(set(text)) == 3
+
+
 def test_text_only_never_decodes(demo, tokenizer):
     dataset = MicroBatchDataset(NoImages(demo), [TextModality(tokenizer, 32)])
     assert set(dataset[request(1, 2)]) == {
@@ -114,6 +130,7 @@ def test_text_only_never_decodes(demo, tokenizer):
         "attention_mask",
         "text_position",
         "text_index",
+        "text_key",
     }
     with pytest.raises(AssertionError, match="decoded"):
         make(NoImages(demo), BOTH, tokenizer)[request(1, 2)]
@@ -121,7 +138,12 @@ def test_text_only_never_decodes(demo, tokenizer):
 
 def test_image_only_never_reads_a_caption_and_needs_no_tokenizer(demo, tokenizer):
     dataset = make(NoTexts(demo), {"image"})
-    assert set(dataset[request(1, 2)]) == {"pixel_values", "image_position", "image_index"}
+    assert set(dataset[request(1, 2)]) == {
+        "pixel_values",
+        "image_position",
+        "image_index",
+        "image_key",
+    }
     with pytest.raises(AssertionError, match="read a caption"):
         make(NoTexts(demo), BOTH, tokenizer)[request(1, 2)]
 
@@ -538,6 +560,7 @@ def test_the_outline_of_values_is_that_of_a_blank_one(demo):
         ("rate", torch.int64, (3,)),
         ("tone_position", torch.int64, (3,)),
         ("tone_index", torch.int64, (3,)),
+        ("tone_key", torch.int64, (3,)),
     ]
 
 

@@ -12,14 +12,18 @@ WHOLE = torch.arange(3)
 PAIR = Pair("sound", "text", InfoNCE(), prefix="sound_text_")
 
 
-def arrived(index, weight):
-    """Three samples with a text each, all of one stage; sounds have these indices and weights."""
+def arrived(index, weight, keys=(0, 1, 2)):
+    """Three samples with a text each, all of one stage; sounds have these indices, weights and
+    keys."""
+    sound_keys = torch.tensor(keys)
     sound, text = torch.tensor(index), WHOLE
     rows = {
-        "sound": Rows(torch.ones(3, 4), WHOLE, sound, torch.tensor(weight)),
-        "text": Rows(torch.ones(3, 4), WHOLE, text, torch.ones(3, dtype=torch.int64)),
+        "sound": Rows(torch.ones(3, 4), WHOLE, sound, torch.tensor(weight), key=sound_keys),
+        "text": Rows(torch.ones(3, 4), WHOLE, text, torch.ones(3, dtype=torch.int64), key=text),
     }
-    everyone = {name: Gathered(own.embeds, own.index, own.weight) for name, own in rows.items()}
+    everyone = {
+        name: Gathered(own.embeds, own.index, own.weight, own.key) for name, own in rows.items()
+    }
     ones, threes = dict.fromkeys(rows, 1), dict.fromkeys(rows, 3)
     places, counts = dict.fromkeys(rows, WHOLE), dict.fromkeys(rows, (3,))
     return Arrived(rows, everyone, places, counts, ones, threes)
@@ -39,6 +43,17 @@ def test_a_pair_whose_few_samples_all_have_weight_0_is_empty_beside_others():
 
 def test_rows_that_never_came_are_not_taken_for_samples_without_the_modality():
     assert int(meet(arrived([0, NOBODY, 2], [1, -1, 1]), PAIR, alone=False).num_misaligned) == 1
+
+
+def test_samples_with_equal_values_are_counted_without_those_that_are_left_out():
+    """A sound that could not be read is equal to none, whatever its key."""
+    assert meet(arrived([0, 1, 2], [1, 1, 1]), PAIR).everyone["text"].keys is None
+    meeting = meet(arrived([0, 1, 2], [1, 1, 1], keys=(7, 3, 7)), PAIR)
+    assert meeting.num_duplicates == 2
+    assert meeting.everyone["sound"].keys.tolist() == [[7, 0], [3, 1], [7, 2]]
+    assert meeting.everyone["text"].keys.tolist() == [[0, 7], [1, 3], [2, 7]]
+    left_out = meet(arrived([0, 1, -3], [1, 1, 1], keys=(7, 3, 7)), PAIR)
+    assert left_out.num_duplicates == 0 and left_out.everyone["sound"].keys is None
 
 
 def test_the_samples_of_a_bad_step_are_those_of_all_branches():

@@ -17,6 +17,7 @@ from split_training import (
     Case,
     assemble,
     check_gradients,
+    compared,
     disagreement,
     refusal,
     train_split,
@@ -423,6 +424,44 @@ def test_several_texts_per_image_weights_and_the_sigmoid_loss(case):
     )
     assert metrics.scalars == pytest.approx(scalars)
     assert metrics.loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
+    check_gradients(
+        assemble(results, {n: g.shape for n, g in reference["gradients"].items()}),
+        reference["gradients"],
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        fork((1, 2), (2, 1), {"image": 4, "text": 8}, duplicates="positives", label_smoothing=0.1),
+        fork((1, 1), (1, 2), {"image": 8, "text": 6}, duplicates="masked", schedule="replay"),
+        merged(1, 1, 8, duplicates="masked", **THREE_TEXTS),
+        merged(1, 2, 4, duplicates="positives", schedule="per_micro_batch"),
+        chain(1, 1, 2, 4, duplicates="positives", **THREE_TEXTS, not_loaded={"image": (3, 23)}),
+        fork((1, 1), (1, 1), 8, duplicates="masked", loss="sigmoid"),
+        merged(1, 1, 8, duplicates="positives", loss="sigmoid"),
+        fork((1, 1), (1, 1), 8, duplicates="negatives"),
+    ],
+    ids=str,
+)
+def test_samples_with_equal_values_are_positives_masked_or_negatives(case):
+    """Equal images and equal texts overlap; equality is not passed on from sample to sample."""
+    results = run_ranks(case.world_size, train_split, case)
+    reference = train_whole(case, whole_batches(case))
+    metrics = results[0]["metrics"][0]
+    assert metrics.loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
+    if case.schedule != "per_micro_batch":
+        present = compared(case, 0)[0]
+        equal = [case.keys("image", present)]
+        texts = torch.cat([case.keys("text", case.rows_of("text", i[None], 0)) for i in present])
+        equal.append(texts)
+        repeated = torch.zeros(len(present), dtype=torch.bool)
+        for keys in equal:
+            same = keys[:, None] == keys
+            whose = torch.arange(len(present)).repeat_interleave(len(keys) // len(present))
+            same &= whose[:, None] != whose
+            repeated |= same.any(1).view(len(present), -1).any(1)
+        assert metrics.duplicates["image_text"] == int(repeated.sum()) > 0
     check_gradients(
         assemble(results, {n: g.shape for n, g in reference["gradients"].items()}),
         reference["gradients"],

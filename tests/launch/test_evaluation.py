@@ -92,6 +92,44 @@ def test_retrieval_of_all_captions_as_counted_by_hand(source, embedder):
     assert values["text_to_image_R@10"] == pytest.approx(float((back < 10).double().mean()))
 
 
+@pytest.fixture(scope="module")
+def by_line(source, tmp_path_factory):
+    """(a table with a line per caption, the same data grouped by image); some captions come with
+    several images."""
+    folder = tmp_path_factory.mktemp("captions")
+    lines, groups = ["filepath,title"], []
+    for i in range(12):
+        (folder / f"{i}.png").write_bytes(source.image_bytes(i))
+        texts = [
+            f"sign number {i}",
+            "a face" if i % 3 else f"a smile of {i}",
+            source.captions(i)[0],
+        ]
+        lines += [f"{i}.png,{text}" for text in texts]
+        groups.append({"image_path": f"{i}.png", "text": texts, "id": str(i)})
+    (folder / "lines.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "groups.jsonl").write_text("".join(json.dumps(g) + "\n" for g in groups))
+    return open_source(f"csv:{folder}/lines.csv"), open_source(f"jsonl:{folder}/groups.jsonl")
+
+
+def test_a_line_per_caption_scores_as_the_same_data_grouped(by_line, embedder):
+    """CLIP_benchmark#7, openai/CLIP#115: an image in five rows is one image, and each of its
+    captions is right, also where another image has the same one."""
+    embedded = [
+        embedder.embedded(source, source.usable(), all_captions)
+        for source, all_captions in zip(by_line, (False, True))
+    ]
+    lines, groups = map(retrieval, embedded)
+    for key in (key for key in groups if "_to_" in key):
+        assert lines[key] == pytest.approx(groups[key], abs=1e-9), key
+    assert (groups["image_to_text_queries"], groups["image_to_text_answers"]) == (12, 3)
+    assert groups["text_to_image_candidates"] == 12 and groups["text_to_image_answers"] > 1
+    perfect = torch.eye(12).repeat_interleave(3, 0)
+    rows = {name: replace(own, embeds=perfect) for name, own in embedded[0].rows.items()}
+    found = retrieval(replace(embedded[0], rows=rows))
+    assert found["image_to_text_R@1"] == found["text_to_image_R@1"] == 1.0
+
+
 @pytest.mark.parametrize(("all_captions", "number"), [(False, 5), (True, 5), (True, 1000)])
 def test_reranking_equals_every_pair_by_itself(source, all_captions, number):
     """Batches of 7 cut images, texts and pairs; texts have other lengths. Each pair's score is

@@ -26,7 +26,7 @@ FLAGS = [
     "--image-normalization", "--image-mean", "--image-std", "--image-interpolation", "--image-resize", "--image-resize-mode",
     "--image-buckets", "--max-text-tokens",
     "--audio-tower", "--audio-weights", "--audio-seconds", "--max-audio-seconds", "--audio-size", "--audio-augmentation",
-    "--pairs", "--loss", "--label-smoothing",
+    "--pairs", "--loss", "--label-smoothing", "--duplicates",
     "--fusion", "--fusion-width", "--fusion-heads", "--fusion-scales", "--matching-weight", "--loss-weights", "--loss-weights-every",
     "--epochs", "--steps", "--save-every", "--keep-checkpoints", "--keep-every", "--eval-every", "--eval-ema", "--max-hours", "--stall-limit",
     "--wandb", "--trace-every", "--explain-balance", "--wandb-project",

@@ -25,7 +25,7 @@ from launch.reporting.timelines import IDLE, breakdown
 from launch.run.queries import query_rows
 from launch.tools.drawing import busy_s
 from launch.tools.report import run, write_at_end
-from models.metrics.retrieval import first_answers, nearest
+from models.metrics.retrieval import Relevance, first_answers, nearest
 
 RECORD = {
     "training": {"options": {"seed": 0}, "deepspeed_config": {}, "branches": {}},
@@ -118,20 +118,20 @@ def test_the_parts_of_a_step_add_up_and_compute_as_long_as_the_timeline_says():
 def test_first_answers_of_all_ranks_add_up_to_those_of_one():
     draw = torch.Generator().manual_seed(0)
     own, other = (F.normalize(torch.randn(9, 8, generator=draw), dim=1) for _ in range(2))
-    target, queries = torch.randperm(9, generator=draw), torch.from_numpy(query_rows(9))
-    blank = torch.zeros(0, 8)
+    rows, queries = torch.arange(9), torch.from_numpy(query_rows(9))
+    relevance = Relevance.of(rows, rows, rows, rows)
     parts = [
-        first_answers(own[:4], other, target[:4], queries, 5),
-        first_answers(own[4:], other, target[4:], queries, 5),
-        first_answers(blank, blank, torch.zeros(0, dtype=torch.int64), queries, 5),
+        first_answers(own, other, relevance, mine, queries, 5)
+        for mine in (rows[:4], rows[4:], rows[:0])
     ]
     total = sum(parts)
-    by_target = own[target.argsort()]
-    index, similarity = nearest(by_target[queries], other, 5)
+    index, similarity = nearest(own[queries], other, 5)
     assert torch.equal(total[..., 0].long() - 1, index)
+    assert torch.equal(total[..., 2] > 0, index == queries[:, None])
     torch.testing.assert_close(total[..., 1], similarity.double())
-    few = first_answers(own, other[:3], target, queries, 5)
-    assert (few[:, 3:] == 0).all() and (few[:, :3, 0] > 0).all()
+    few = Relevance.of(rows, rows[:3], rows, rows % 3)
+    found = first_answers(own, other[:3], few, rows, queries, 5)
+    assert (found[:, 3:] == 0).all() and (found[:, :3, 0] > 0).all()
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path):

@@ -36,6 +36,7 @@ METRICS = StepMetrics(
     sent_bytes=100,
     peak_memory_bytes=200,
     left_out={"image_text": 0},
+    duplicates={"image_text": 3},
     counts={"text_tokens": 300.0, "padded_text_tokens": 400.0},
 )
 ORDER = GlobalOrder(40, 10, 0, ((30, 1.0), (10, 3.0)))
@@ -72,7 +73,7 @@ def test_rates_are_of_the_step():
         0.25,
     )
     assert METRICS.record(6, 1.0, 5.0, 2.0).items() <= line.items()
-    assert "padding_share/audio" not in line
+    assert "padding_share/audio" not in line and line["duplicate_samples"] == 3
     heard = replace(METRICS, counts={"audio_seconds": 30.0, "padded_audio_seconds": 40.0})
     assert line_of(6, metrics=heard)["padding_share/audio"] == 0.25
 

@@ -5,6 +5,7 @@ of up to 100 loses a few.
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -15,7 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.memory_probe import TensorBytes
-from models.losses import LOGIT_SCALE_LIMIT, InfoNCE, Sigmoid, build_loss, logit_scale_exp
+from models.losses import (
+    DUPLICATES,
+    LOGIT_SCALE_LIMIT,
+    InfoNCE,
+    Matching,
+    Sigmoid,
+    Targets,
+    build_loss,
+    logit_scale_exp,
+)
 from models.losses.blocks import COPIES
 
 B, D = 13, 6  # samples in the global batch, width of the embeddings
@@ -28,6 +38,7 @@ class Rows(NamedTuple):
     embeds: Tensor
     label: Tensor
     weight: Tensor | None = None
+    keys: Tensor | None = None
 
 
 def unit(*shape: int, seed: int) -> Tensor:
@@ -58,32 +69,58 @@ def scalars(loss, log_scale: float, bias: float = -10.0) -> dict[str, Tensor]:
 
 
 def infonce(
-    logits: Tensor, positive: Tensor, image_weight: Tensor, text_weight: Tensor, smoothing: float
+    logits: Tensor,
+    positive: Tensor,
+    image_weight: Tensor,
+    text_weight: Tensor,
+    loss,
+    masked: Tensor,
 ) -> dict[str, Tensor]:
     """What each row adds to the loss."""
 
-    def direction(logits: Tensor, positive: Tensor, weight: Tensor) -> Tensor:
-        target = (1 - smoothing) * positive / positive.sum(
-            1, keepdim=True
-        ) + smoothing / logits.shape[1]
-        return weight * -(target * logits.log_softmax(1)).sum(1) / weight.sum() / 2
+    def direction(logits: Tensor, positive: Tensor, weight: Tensor, masked: Tensor) -> Tensor:
+        target = (1 - loss.label_smoothing) * positive / positive.sum(1, keepdim=True)
+        target = target + loss.label_smoothing / logits.shape[1]
+        softmax_over = logits.masked_fill(masked, -math.inf).logsumexp(1, keepdim=True)
+        return weight * (target * (softmax_over - logits)).sum(1) / weight.sum() / 2
 
     return {
-        "image": direction(logits, positive, image_weight),
-        "text": direction(logits.T, positive.T, text_weight),
+        "image": direction(logits, positive, image_weight, masked),
+        "text": direction(logits.T, positive.T, text_weight, masked.T),
     }
 
 
 def sigmoid(
-    logits: Tensor, positive: Tensor, image_weight: Tensor, text_weight: Tensor, smoothing: float
+    logits: Tensor,
+    positive: Tensor,
+    image_weight: Tensor,
+    text_weight: Tensor,
+    loss,
+    masked: Tensor,
 ) -> dict[str, Tensor]:
     """The same: half of the loss of a pair by the weight of its image, half by that of its text."""
-    losses = -F.logsigmoid((2 * positive - 1) * logits) / len(logits) / 2
+    losses = ~masked * -F.logsigmoid((2 * positive - 1) * logits) / len(logits) / 2
     by_image, by_text = (
         image_weight[:, None] / image_weight.mean(),
         text_weight / text_weight.mean(),
     )
     return {"image": (by_image * losses).sum(1), "text": (by_text * losses).sum(0)}
+
+
+def targets_by_hand(loss, sides: dict[str, Rows]) -> tuple[Tensor, Tensor]:
+    """Positives and masked pairs of images and texts, bool [M, N], pair by pair."""
+    own = sides["image"].label[:, None] == sides["text"].label
+    nothing = torch.zeros_like(own)
+    if sides["image"].keys is None:
+        return own, nothing
+    equal = torch.tensor(
+        [
+            [image[0] in text[1:] or text[0] in image[1:] for text in sides["text"].keys.tolist()]
+            for image in sides["image"].keys.tolist()
+        ]
+    )
+    how = loss.targets.duplicates
+    return equal if how == "positives" else own, equal & ~own if how == "masked" else nothing
 
 
 def reference(loss, sides: dict[str, Rows], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -96,13 +133,13 @@ def reference(loss, sides: dict[str, Rows], parameters: dict[str, Tensor]) -> di
     logits = leaves["logit_scale"].exp() * leaves["image"] @ leaves["text"].T + leaves.get(
         "logit_bias", 0.0
     )
-    positive = (sides["image"].label[:, None] == sides["text"].label).double()
+    positive, masked = targets_by_hand(loss, sides)
     weights = (
         torch.ones(len(r.label)).double() if r.weight is None else r.weight.double()
         for r in sides.values()
     )
     formula = infonce if isinstance(loss, InfoNCE) else sigmoid
-    shares = formula(logits, positive, *weights, getattr(loss, "label_smoothing", 0.0))
+    shares = formula(logits, positive.double(), *weights, loss, masked)
     value = shares["image"].sum() + shares["text"].sum()
     shares = {f"shares of {branch}": share.detach() for branch, share in shares.items()}
     return {
@@ -252,6 +289,47 @@ def test_positives_weights_and_smoothing(loss, weighted, labels):
     }
     check(side_by_side(loss, sides, parameters, rows, order), expected)
     check(at_once(loss, sides, parameters), expected)
+
+
+@pytest.mark.parametrize("how", DUPLICATES)
+@pytest.mark.parametrize(
+    "loss", [InfoNCE(0.1), InfoNCE(work_bytes=FOUR_ROWS), Sigmoid(FOUR_ROWS)], ids=str
+)
+def test_samples_with_equal_values(loss, how):
+    """Images with three texts each; some images and some texts are equal, also across both."""
+    draw = torch.Generator().manual_seed(5)
+    image, text = (torch.randint(0, n, (k,), generator=draw) for n, k in ((9, B), (25, 3 * B)))
+    whose = torch.arange(B).repeat_interleave(3)
+    sides = {
+        "image": Rows(
+            unit(B, D, seed=1),
+            torch.arange(B),
+            None,
+            torch.cat([image[:, None], text.view(B, 3)], 1),
+        ),
+        "text": Rows(unit(3 * B, D, seed=2), whose, None, torch.stack([text, image[whose]], 1)),
+    }
+    loss, parameters = replace(loss, targets=Targets(how)), scalars(loss, 1.3, bias=-2.0)
+    expected = reference(loss, sides, parameters)
+    check(side_by_side(loss, sides, parameters, {"image": (4, 9), "text": (20, 19)}), expected)
+    check(at_once(loss, sides, parameters), expected)
+
+
+def test_equal_values_are_not_drawn_as_negatives():
+    sides = {
+        branch: rows._replace(keys=torch.tensor([[1, 5], [1, 6], [2, 6]]))
+        for branch, rows in pairs(*(unit(3, D, seed=s) for s in (1, 2))).items()
+    }
+    sides["text"] = sides["text"]._replace(keys=sides["text"].keys[:, [1, 0]])
+    for how, expected in (("positives", [2, -1, 0]), ("masked", [2, -1, 0])):
+        drawn = Matching(targets=Targets(how)).negatives(
+            sides, "image", torch.arange(3), scalars(InfoNCE(), 1.0), 7
+        )
+        assert drawn.tolist() == expected
+    drawn = Matching(targets=Targets("negatives")).negatives(
+        sides, "image", torch.arange(3), scalars(InfoNCE(), 1.0), 7
+    )
+    assert int(drawn[1]) in (0, 2)
 
 
 @pytest.mark.parametrize("loss", [InfoNCE(0.1), Sigmoid()], ids=str)

@@ -8,14 +8,23 @@ from torch.nn import functional as F
 from models.metrics import retrieval
 from models.metrics.retrieval import (
     RECALL_AT,
+    Relevance,
     best_ranks,
+    equal_labels,
+    first_answers,
     hits,
     median_rank,
     nearest,
     positive_ranks,
-    recall_hits,
+    query_figures,
+    query_sums,
+    relevant_ranks,
     reranked,
 )
+
+
+def recall_hits(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
+    return hits(positive_ranks(own, other, target))
 
 
 def ranks_one_by_one(own: Tensor, other: Tensor, target: Tensor) -> list[int]:
@@ -132,12 +141,111 @@ def test_the_best_of_several_texts_counts(seed, high, monkeypatch):
     image, text = whole_numbers(23, 5, seed, high), whole_numbers(len(whose), 5, seed + 100, high)
     monkeypatch.setattr(retrieval, "BLOCK_BYTES", 7 * 4 * len(whose))
     for sides in ((image, torch.arange(23), text, whose), (text, whose, image, torch.arange(23))):
-        assert best_ranks(*sides).tolist() == best_ranks_one_by_one(*sides)
+        own, own_label, other, other_label = sides
+        order = other_label.argsort()
+        pairs = equal_labels(own_label, other_label[order])
+        assert best_ranks(own, other[order], *pairs).tolist() == best_ranks_one_by_one(*sides)
+
+
+# -- equal values
+
+
+def relevance_by_hand(own_key, other_key, pairs):
+    """Values as the queries and candidates, and the set of those that belong together."""
+    right = {(own_key[i], other_key[j]) for i, j in pairs}
+    return list(dict.fromkeys(own_key)), list(dict.fromkeys(other_key)), right
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_equal_value_is_right(seed):
+    """An image in several rows, a caption of several images, and both at once: CLIP_benchmark#7,
+    openai/CLIP#115. Ranks as counted value by value, and the same however rows are shared out."""
+    draw = torch.Generator().manual_seed(seed)
+    own_key, other_key = (torch.randint(0, n, (40,), generator=draw) for n in (15, 18))
+    image, text = (
+        whole_numbers(15, 4, seed, 4)[own_key],
+        whole_numbers(18, 4, seed + 9, 4)[other_key],
+    )
+    rows = torch.arange(40)
+    relevance = Relevance.of(own_key, other_key, rows, rows)
+    queries, candidates, right = relevance_by_hand(
+        own_key.tolist(), other_key.tolist(), zip(range(40), range(40))
+    )
+    first = {key: own_key.tolist().index(key) for key in queries}
+    of_text = {key: other_key.tolist().index(key) for key in candidates}
+    expected, chances = [], []
+    for query in queries:
+        similarity = {c: float(image[first[query]] @ text[of_text[c]]) for c in candidates}
+        best = max(similarity[c] for c in candidates if (query, c) in right)
+        wrong = [c for c in candidates if (query, c) not in right]
+        expected.append(sum(similarity[c] >= best for c in wrong))
+        missed = 1.0
+        for drawn in range(10):
+            missed *= max(0, len(wrong) - drawn) / (len(candidates) - drawn)
+        chances.append(1 - missed)
+    ranks = relevant_ranks(image, text, relevance)
+    assert ranks.tolist() == expected
+    sums = query_sums(ranks, relevance)
+    assert sums[3:6].tolist() == [len(queries), len(right), len(queries) * len(candidates)]
+    assert float(sums[6]) == pytest.approx(sum(chances))
+    parts = [relevance.asked_by(part) for part in (rows[::2], rows[1::2])]
+    shared = sum(query_sums(relevant_ranks(image, text, part), part) for part in parts)
+    torch.testing.assert_close(shared, sums)
+
+
+def test_a_table_with_a_line_per_caption_scores_as_the_same_data_grouped():
+    """Five lines an image, one caption of which several images share: a perfect model is right
+    everywhere, and a random one scores what it scores on images with five captions each."""
+    draw = torch.Generator().manual_seed(0)
+    image, text_key = torch.randn(12, 6, generator=draw), torch.arange(60)
+    text_key[4::15] = 4  # one caption of four images
+    text = torch.randn(60, 6, generator=draw)[text_key]
+    whose = torch.arange(12).repeat_interleave(5)
+    image_rows, rows = image[whose], torch.arange(60)
+    by_line = {
+        "image_to_text": (image_rows, text, Relevance.of(whose, text_key, rows, rows)),
+        "text_to_image": (text, image_rows, Relevance.of(text_key, whose, rows, rows)),
+    }
+    alone = torch.arange(12)
+    grouped = {
+        "image_to_text": (image, text, Relevance.of(alone, text_key, *equal_labels(alone, whose))),
+        "text_to_image": (text, image, Relevance.of(text_key, alone, *equal_labels(whose, alone))),
+    }
+    for direction in by_line:
+        one, another = (
+            query_figures(direction, query_sums(relevant_ranks(*sides), sides[2]).tolist())
+            for sides in (by_line[direction], grouped[direction])
+        )
+        assert one == another
+        assert one[f"{direction}_answers"] > 1
+    perfect = torch.nn.functional.one_hot(whose).double()
+    ranks = relevant_ranks(perfect, perfect, by_line["image_to_text"][2])
+    assert int(ranks.max()) == 0
+
+
+def test_without_equal_values_nothing_is_said_of_them():
+    rows = torch.arange(30)
+    relevance = Relevance.of(rows, rows + 5, rows, rows)
+    figures = query_figures("a_to_b", query_sums(rows % 3, relevance).tolist())
+    assert list(figures) == ["a_to_b_R@1", "a_to_b_R@5", "a_to_b_R@10"]
+    assert float(relevance.chance(10)[0]) == pytest.approx(1 / 3)
+
+
+def test_first_answers_show_a_value_once_and_mark_what_is_right():
+    key, rows = torch.tensor([7, 7, 8, 9]), torch.arange(4)
+    text_key = torch.tensor([1, 2, 2, 3])
+    image = torch.eye(3)[torch.tensor([0, 0, 1, 2])]
+    text = torch.tensor([[0.9, 0, 0], [1.0, 0.5, 0], [1.0, 0.5, 0], [0, 0, 1.0]])
+    relevance = Relevance.of(key, text_key, rows, rows)
+    found = first_answers(image, text, relevance, rows[:2], asked=torch.tensor([1, 3, -1]), k=3)
+    assert found[0].tolist()[:2] == [[2.0, 1.0, 1.0], [pytest.approx(1), pytest.approx(0.9), 1.0]]
+    assert found[0, 2, [0, 2]].tolist() == [4.0, 0.0]
+    assert not found[1:].any()  # row 3 is another rank's, and no row has the number -1
 
 
 def test_a_query_without_a_match_is_refused():
     with pytest.raises(ValueError, match="query 1 has no match among the 3 candidates"):
-        best_ranks(torch.eye(2, 3), torch.tensor([0, 7]), torch.eye(3), torch.arange(3))
+        Relevance.of(torch.arange(2), torch.arange(3), torch.tensor([0]), torch.tensor([2]))
 
 
 def test_median_and_hits_of_ranks():

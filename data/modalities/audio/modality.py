@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from data.index.keys import keys_of
 from data.modalities.audio.decoding import decode_audio, resampled
 from data.modalities.audio.features import AudioFeatures
 from data.modalities.modality import Loaded, Memory, ValueModality
@@ -40,7 +41,8 @@ class AudioModality(ValueModality):
     def load(
         self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
     ) -> Loaded:
-        loaded = super().load(source, request, seed, memory)
+        key = keys_of(map(source.audio_hash, request.index.tolist()))
+        loaded = replace(super().load(source, request, seed, memory), key=key)
         if not request.training:  # nothing is counted of it, and a source may have no index
             return loaded
         seconds = source.column("audio_seconds")[request.index]  # 0 without a sound
