@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.loss.exchange import NOBODY, Arrived, Gathered, Rows, meet
+from engine.loss.exchange import NOBODY, Arrived, Gathered, Rows, _repeated, meet
 from engine.objective import Pair
 from engine.optimizer.bad_steps import bad_step
 from models.losses import InfoNCE
@@ -65,3 +65,11 @@ def test_the_samples_of_a_bad_step_are_those_of_all_branches():
     ]
     found = bad_step(seen, ("sound", "text"))
     assert found.samples == (12, 10, 11) and found.not_finite == {"sound": (), "text": (11,)}
+
+
+def test_a_sample_that_repeats_its_own_text_is_no_duplicate():
+    keys = torch.tensor([5, 5, 6, 7, 7, 6, 8, 9])  # two texts of each of four samples
+    left_out = torch.zeros(8, dtype=torch.bool)
+    assert _repeated(keys, left_out, 4).tolist() == [False, True, True, False]
+    left_out[2:4] = True
+    assert not _repeated(keys, left_out, 4).any()
