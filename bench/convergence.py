@@ -23,6 +23,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,21 @@ def _optimizer(**params: Any) -> dict[str, Any]:
 
 def _warm_up(steps: int) -> dict[str, Any]:
     return {"scheduler": {"params": {"warmup_num_steps": steps}}}
+
+
+def _duplicates(data: str, expected: str, more: tuple[str, ...] = ()) -> Experiment:
+    variants = (
+        Variant(
+            f"{how}{', sigmoid loss' if loss else ''}",
+            options=("--duplicates", how, *loss, *more),
+            data=data,
+        )
+        for loss in ((), ("--loss", "sigmoid"))
+        for how in ("negatives", "masked", "positives")
+    )
+    return Experiment(
+        "Samples of a batch with an equal image or caption", expected, tuple(variants)
+    )
 
 
 BASE = Variant("fork, batch_sync")
@@ -352,19 +368,21 @@ EXPERIMENTS = {
             ),
         ),
     ),
-    "duplicates": Experiment(
-        "Samples of a batch with an equal image or caption",
+    "duplicates": _duplicates(
+        "csv:{lines}",
         "masked and positives above negatives by one or two points of R@1, masked a little below "
         "positives; 8 % of the rows of a batch have such a partner.",
-        tuple(
-            Variant(
-                f"{how}{', sigmoid loss' if loss else ''}",
-                options=("--duplicates", how, *loss),
-                data="csv:{lines}",
-            )
-            for loss in ((), ("--loss", "sigmoid"))
-            for how in ("negatives", "masked", "positives")
-        ),
+    ),
+    "many-duplicates": _duplicates(
+        "csv:{few_lines}",
+        "with InfoNCE positives above negatives by some points, since 30 % of the rows have such a "
+        "partner; with the sigmoid loss masked above negatives, positives below.",
+    ),
+    "classes": _duplicates(
+        "{classes}/train?templates={templates}",
+        "masked and positives well above negatives: ten captions for all images, so a twelfth of a "
+        "batch of 120 has each.",
+        ("--val-data", "{classes}/test?templates={templates}"),
     ),
     "locked-rate": Experiment(
         "The highest learning rate beside a locked text tower",
@@ -442,7 +460,7 @@ def command(variant: Variant, seed: int, folder: Path, arguments: argparse.Names
     )
     names = {"text": "bert-tiny" if arguments.towers == "small" else DEMO_DEFAULTS["text_tower"]}
     given = (*variant.options, variant.data)
-    for name, where in (("minilm", minilm), ("lite0", lite0), ("lines", line_per_caption)):
+    for name, where in (("minilm", minilm), ("lite0", lite0), *MADE.items()):
         if any(f"{{{name}}}" in option for option in given):
             names[name] = where()
     data = variant.data.format(**names) or arguments.data
@@ -461,22 +479,48 @@ def minilm() -> str:
         )
 
 
-def line_per_caption() -> str:
-    """A table of emoji with a line for each of their names in four languages, as tables of captions
-    are: every image stands in four rows."""
+def line_per_caption(every: int) -> str:
+    """A table of every so many-th emoji with a line for each of its names in four languages, as
+    tables of captions are: an image stands in four rows."""
     from data.index.sources import open_source
 
-    folder = OUT / "lines"
+    folder = OUT / f"lines-{every}"
     table = folder / "captions.csv"
     if not table.is_file():
         (folder / "images").mkdir(parents=True, exist_ok=True)
         source, rows = open_source("demo:en+de+es+fr"), ["filepath,title"]
-        for i in range(0, len(source), 3):
+        for i in range(0, len(source), every):
             (folder / "images" / f"{i}.png").write_bytes(source.image_bytes(i))
             names = (name.replace('"', "") for name in source.captions(i))
             rows += [f'images/{i}.png,"{name}"' for name in names]
         table.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return str(table)
+
+
+def digits() -> str:
+    """The digits of scikit-learn in folders, one for each class; the spec of that."""
+    import numpy as np
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    folder = OUT / "digits"
+    if not (folder / "templates.txt").is_file():
+        names = "zero one two three four five six seven eight nine".split()
+        found = load_digits()
+        for i, (pixels, label) in enumerate(zip(found.images, found.target)):
+            place = folder / ("test" if i % 5 == 0 else "train") / names[label]
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((pixels * 15.9).astype(np.uint8)).save(place / f"{i}.png")
+        (folder / "templates.txt").write_text("the digit {}\n", encoding="utf-8")
+    return f"imagefolder:{folder}"
+
+
+MADE = {
+    "lines": partial(line_per_caption, 3),
+    "few_lines": partial(line_per_caption, 12),
+    "classes": digits,
+    "templates": lambda: f"{digits().partition(':')[2]}/templates.txt",
+}
 
 
 def lite0() -> str:
