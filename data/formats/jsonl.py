@@ -16,13 +16,13 @@ from data.formats.rows import (
     Roots,
     Row,
     Stamp,
-    checked_captions,
     checked_id,
     checked_language,
     in_parts,
     place,
     place_audio,
     stamp,
+    take_captions,
 )
 from data.formats.specs import ROOT, local_file, split_options
 from data.index.bad_samples import BadSample
@@ -120,7 +120,7 @@ class JsonlFormat(Format):
 
 
 def _take_text(row: Row, fields: dict) -> None:
-    row.captions = checked_captions(fields.get("text"))
+    take_captions(row, fields.get("text"))
 
 
 def _take_image(row: Row, roots: Roots, fields: dict) -> None:

@@ -23,12 +23,12 @@ from data.formats.rows import (
     Roots,
     Row,
     Stamp,
-    checked_captions,
     checked_id,
     near,
     place,
     place_audio,
     stamp,
+    take_captions,
 )
 from data.formats.specs import (
     ROOT,
@@ -221,7 +221,7 @@ class ParquetFormat(Format):
 
     def _take_text(self, row: Row, batch: pa.RecordBatch, i: int) -> None:
         given = None if self.text is None else _value(batch.column(self.text)[i])
-        row.captions = checked_captions(given)
+        take_captions(row, given)
 
     def _take_image(self, row: Row, batch: pa.RecordBatch, i: int) -> None:
         image = None if self.image is None else _value(batch.column(self.image)[i])

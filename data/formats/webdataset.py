@@ -24,9 +24,9 @@ from data.formats.rows import (
     Row,
     Stamp,
     check_characters,
-    checked_captions,
     checked_id,
     stamp,
+    take_captions,
 )
 from data.formats.specs import absolute_pattern, expand, local_copies
 from data.index.bad_samples import FILE_LIMIT, BadSample
@@ -154,7 +154,7 @@ class WebdatasetFormat(Format):
     def _take_text(self, row: Row, shard: "_Shard", members: dict[str, tarfile.TarInfo]) -> None:
         if not any(ending in members for ending in TEXT_ENDINGS):
             raise BadSample("orphan-member", f"no text among {', '.join(members)}")
-        row.captions = checked_captions(shard.text(members))
+        take_captions(row, shard.text(members))
 
     def _take_audio(self, row: Row, members: dict[str, tarfile.TarInfo]) -> None:
         sound = next((member for end, member in members.items() if end in AUDIO_ENDINGS), None)

@@ -61,19 +61,40 @@ def test_csv_with_other_columns_and_separator(tmp_path):
         open_source(f"csv:{file}?separator=ab")
 
 
-def test_a_quote_that_is_never_closed_costs_no_other_row(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.formats.table.FIELD_LIMIT", 1000)
+@pytest.mark.parametrize("limit", [1000, 1 << 20])
+@pytest.mark.parametrize("end", ["a.png,fine", 'a.png,"a quoted, fine one"'])
+def test_a_quote_that_is_never_closed_costs_no_other_row(tmp_path, monkeypatch, limit, end):
+    """Whether the reader gives up, comes to another quote, or to the end of the file."""
+    monkeypatch.setattr("data.formats.table.FIELD_LIMIT", limit)
     (tmp_path / "a.png").write_bytes(encoded_image())
-    rows = ["a.png,fine"] * 3 + ['a.png,"open'] + ["a.png,fine"] * 300
+    rows = ["a.png,fine"] * 3 + ['a.png,"open'] + ["a.png,fine"] * 300 + [end]
     (tmp_path / "set.csv").write_text("filepath,title\n" + "\n".join(rows) + "\n")
     source = open_source(f"csv:{tmp_path}/set.csv")
     ((_, where, reason, detail),) = source.bad_samples()
-    assert (
-        where == f"{tmp_path}/set.csv:5"
-        and reason == "huge-caption"
-        and "is a quote not closed?" in detail
-    )
-    assert len(source.usable()) > 200 and source.column("row")[source.usable()[-1]] == 305
+    assert where == f"{tmp_path}/set.csv:5" and "a quote" in detail and "not closed" in detail
+    assert reason == ("huge-caption" if limit == 1000 else "invalid-row")
+    assert source.column("row").tolist() == list(range(2, 307)) and len(source.usable()) == 304
+    assert source.captions(304) == [end.partition(",")[2].strip('"')]
+
+
+def test_a_text_of_several_lines_is_one_row(tmp_path):
+    """Also if some of its lines would be rows, but for their image."""
+    (tmp_path / "a.png").write_bytes(encoded_image())
+    text = "first, one\nb.png,second\nsaid x, last"
+    (tmp_path / "set.csv").write_text(f'title,filepath\n"{text}",a.png\n')
+    source = open_source(f"csv:{tmp_path}/set.csv")
+    assert len(source) == 1 and source.captions(0)[0].splitlines()[1:2] == ["b.png,second"]
+
+
+def test_a_row_with_more_fields_than_the_first_line_has_is_bad(tmp_path):
+    """A text with a separator that is not in quotes would lose its end. Empty ones are no text."""
+    (tmp_path / "a.png").write_bytes(encoded_image())
+    rows = ["a.png,a red, round apple", "a.png,fine,,", "a.png,fine"]
+    (tmp_path / "set.csv").write_text("filepath,title\n" + "\n".join(rows) + "\n")
+    source = open_source(f"csv:{tmp_path}/set.csv")
+    ((_, _, reason, detail),) = source.bad_samples()
+    assert reason == "invalid-row" and "3 columns, but the first line names 2" in detail
+    assert source.usable().tolist() == [1, 2]
 
 
 def test_a_file_whose_name_looks_like_options(tmp_path):
@@ -97,6 +118,18 @@ def test_coco_keeps_all_captions_of_an_image(tmp_path):
     source = open_source(f"coco:{tmp_path / 'val'}:{tmp_path / 'captions.json'}")
     assert identities(source) == ["42"] and source.captions(0) == [f"caption {n}" for n in range(5)]
     assert source.image_bytes(0) == (tmp_path / "val" / "1.jpg").read_bytes()
+
+
+def test_coco_a_caption_that_is_null_costs_no_other(tmp_path):
+    (tmp_path / "1.jpg").write_bytes(encoded_image(kind="JPEG"))
+    captions = ["good", None]
+    content = {
+        "images": [{"id": 1, "file_name": "1.jpg"}],
+        "annotations": [{"image_id": 1, "caption": caption} for caption in captions],
+    }
+    (tmp_path / "captions.json").write_text(json.dumps(content))
+    source = open_source(f"coco:{tmp_path}:{tmp_path / 'captions.json'}")
+    assert source.captions(0) == ["good"] and source.unused()["captions without text"][0] == 1
 
 
 @pytest.mark.parametrize(
@@ -149,6 +182,39 @@ def test_imagefolder_with_names_and_templates(classes, tmp_path, kind):
         source.captions(0) == ["look: tench, Tinca tinca!", "tench, Tinca tinca is it"]
         and source.captions(1)[0] == "look: tiger!"
     )
+
+
+def test_imagefolder_counts_what_it_does_not_use(classes):
+    """What would have been a sample is bad, with a reason; other files are counted by ending, and
+    what systems leave is passed over."""
+    jpg = encoded_image(kind="JPEG")
+    for name in ("n01/deep/2.pgm", "n01/3.heic", "top.jpg", "n03/x.dat", ".git/1.jpg"):
+        (classes / name).parent.mkdir(exist_ok=True)
+        (classes / name).write_bytes(jpg)
+    (classes / "n04").mkdir()
+    for name in ("n01/1.xml", "n02_big_cat/1.xml", "n01/list", "labels.csv", "classnames.txt"):
+        (classes / name).write_text("n01 a\nn02_big_cat b\nn03 c\nn04 d\n")
+    for name in ("n01/.DS_Store", "n01/._1.JPEG", "__MACOSX/n01/._1.JPEG", "README.md"):
+        (classes / name).parent.mkdir(parents=True, exist_ok=True)
+        (classes / name).write_bytes(b"Mac OS X")
+    source = open_source(f"imagefolder:{classes}")
+    assert [row[0] for row in map(list, source.bad_samples())] == [
+        *("top.jpg", "n01/3.heic", "n03", "n04")
+    ]
+    assert [row[2] for row in source.bad_samples()] == [
+        *("orphan-member", "not-an-image", "orphan-member", "orphan-member")
+    ]
+    assert [source.identity(int(i)) for i in source.usable()] == [
+        *("n01/1.JPEG", "n01/deep/2.pgm", "n02_big_cat/1.JPEG")
+    ]
+    root = classes.resolve()
+    assert source.unused() == {
+        "files .csv": (1, f"{root}/labels.csv"),
+        "files .dat": (1, f"{root}/n03/x.dat"),
+        "files .xml": (2, f"{root}/n01/1.xml"),
+        "files without an ending": (1, f"{root}/n01/list"),
+        "hidden files": (1, f"{root}/.git"),
+    }
 
 
 def test_imagefolder_refusals(classes, tmp_path):

@@ -146,24 +146,29 @@ def test_a_sample_whose_twin_went_is_usable_again(tmp_path):
 
 
 def test_a_row_whose_twin_went_with_its_file_is_usable_again(tmp_path):
+    """And what was noted of it is not forgotten."""
     for n in range(3):
         table = {
             "id": [f"of {n}", "common"],
             "image": [encoded_image(n), encoded_image(n + 3)],
-            "text": ["words"] * 2,
+            "text": [["words"], ["words", "x" * 20_000] if n == 1 else ["words"]],
         }
         pq.write_table(pa.table(table), tmp_path / f"{n}.parquet")
     spec = f"parquet:{tmp_path}/*.parquet"
     found = [row for row in open_source(spec).bad_samples()]
     first = f"id 'common' is already that of {tmp_path}/0.parquet#row 1; ids must differ"
-    assert found == [
-        ("common", f"{tmp_path}/{n}.parquet#row 1", "duplicate-id", first) for n in (1, 2)
+    assert [row[:3] for row in found] == [
+        ("common", f"{tmp_path}/{n}.parquet#row 1", "duplicate-id") for n in (1, 2)
     ]
+    assert found[0][3].startswith(f"{first}\ntext: huge-caption") and found[1][3] == first
     (tmp_path / "0.parquet").unlink()
     source = open_source(spec)
     assert [row[1] for row in source.bad_samples()] == [
         f"{tmp_path}/2.parquet#row 1"
     ] and source.usable().tolist() == [0, 1, 2]
+    assert [row[1:3] for row in source.broken_values()] == [
+        (f"{tmp_path}/1.parquet#row 1", "huge-caption")
+    ]
 
 
 def test_what_could_not_be_read_is_tried_again(tmp_path):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from data.index.sources import ConceptSource, Source, open_source
+from data.prepare import count_bad
 
 GOOD = {"image_path": "images of emoji/0.png", "text": "again"}
 
@@ -46,7 +47,7 @@ def test_reads_in_file_order_from_paths_with_spaces(emoji_set, demo):
         ),
         ("{}", "invalid-row", "no key 'image_path'; given: none"),
         ({**GOOD, "text": 5}, "invalid-row", "the text is 5; a text or a list of texts is needed"),
-        ({**GOOD, "text": ["a", None]}, "invalid-row", "a text or a list of texts is needed"),
+        ({**GOOD, "text": [None, 5]}, "no-caption", "no text is given"),
         ({**GOOD, "text": "  "}, "empty-caption", "the text is empty"),
         ({**GOOD, "text": []}, "no-caption", "no text is given"),
         (
@@ -103,13 +104,21 @@ def test_an_id_that_two_lines_have_names_the_first(emoji_set):
 
 
 def test_some_good_captions_are_kept(emoji_set):
-    source = open_source(
-        f"jsonl:{emoji_set(1, {**GOOD, 'text': ['', 'kept', 'x' * 20_000, 'kept too']})}"
+    """Of the others, those that are broken are listed and count as bad; those without a text are
+    counted."""
+    file = emoji_set(
+        1,
+        {**GOOD, "text": ["", "kept", "x" * 20_000, None, "kept too", 5]},
+        {**GOOD, "text": [None, "alone"]},
     )
-    assert source.captions(1) == ["kept", "kept too"]
-    assert (
-        source.column("num_captions").tolist() == [1, 2] and source.column("num_characters")[1] == 8
-    )
+    source = open_source(f"jsonl:{file}")
+    assert [source.captions(i) for i in (1, 2)] == [["kept", "kept too"], ["alone"]]
+    assert source.column("num_captions").tolist() == [1, 2, 1]
+    assert source.column("num_characters")[1] == 8
+    assert source.unused() == {"captions without text": (3, f"{file}:2")}
+    ((_, where, reason, detail),) = source.broken_values()
+    assert (where, reason) == (f"{file}:2", "huge-caption") and detail.startswith("2 of 6 captions")
+    assert count_bad(source) == {"huge-caption": 1} and list(source.usable()) == [0, 1, 2]
 
 
 def test_not_utf8(emoji_set):
