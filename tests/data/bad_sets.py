@@ -336,7 +336,7 @@ def webdataset(folder: Path):
         add(tar, "last.json", b'{"caption": ["in json", ""]}')
         add(tar, "last.webp", encoded_image(kind="WEBP"))
     expected |= {"000.tar/no json": "invalid-row"}
-    orphans = ("no words", "no image", "linked")
+    orphans = ("no words", "no image", "linked", "classes")
     expected |= {f"000.tar/{name}": "orphan-member" for name in orphans}
     for shard in (second, third):
         with tarfile.open(shard, "w") as tar:

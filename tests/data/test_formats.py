@@ -342,6 +342,84 @@ def test_webdataset_key_ends_at_the_first_dot(tmp_path):
     ] == ["a.tar/b"]
 
 
+@pytest.mark.parametrize(
+    ("names", "keys", "bad", "unused"),
+    [
+        # webdataset/webdataset#237: a name with dots of its own
+        ("./1 Track 2.0 (Clean).png, ./1 Track 2.0 (Clean).txt", "./1 Track 2.0 (Clean)", "", ""),
+        ("v1.20.png, v1.20.txt, v1.21.png, v1.21.json", "v1.20, v1.21", "", ""),
+        ("v1.1.png, v1.2.png, v1.2.txt, v1.1.txt", "v1.1, v1.2", "", ""),  # sorted by ending
+        ("x.y/22.0/3.PNG, x.y/22.0/3.TXT", "x.y/22.0/3", "", ""),  # huggingface/datasets#7150
+        ("What now...png, What now...txt, ...So.png, ...So.txt", "What now.., ...So", "", ""),
+        # what webdataset reads as one sample stays one
+        ("a.png, a.seg.png, a.cls, a.txt", "a", "", "members .seg.png, members .cls"),
+        ("a.seg.png, a.png, a.json, a.seg.json", "a", "", "members .seg.png, members .seg.json"),
+        ("a.png, a.txt, a.json, a.blip.txt", "a", "", "members .json, members .blip.txt"),
+        # beside a plain sample, an image with its own text is one too
+        ("p.1.png, p.1.txt, p.png, p.txt", "p, p.1", "", ""),
+        # nothing is lost in silence
+        ("a.png, a.txt, b.cls, b.npy", "a", "b", ""),
+        ("a.png, a.txt, v1.20.heic, v1.20.txt, v1.21.png, v1.21.txt", "a, v1.21", "v1.20", ""),
+        ("a.png, a.txt, v1.20.png, v1.20.txt, v1.cls", "a, v1.20", "", "members .cls"),
+        ("a.png, a.txt, b.seg.png, b.txt", "a", "b", ""),
+        ("a.png, a.txt, a.png, a.txt", "a", "a", ""),  # the same again
+        ("a.png, a.txt, 000001, b/.hidden.png", "a", "000001", "hidden members"),
+        # what is no data
+        ("a.png, __MACOSX/a.png, ._a.png, a.txt, x/.DS_Store, README.md", "a", "", ""),
+    ],
+)
+def test_webdataset_uses_or_counts_every_member(tmp_path, names, keys, bad, unused):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in names.split(", "):
+            stem, _, ending = name.rpartition(".")
+            content = {"txt": f"words of {stem}", "json": json.dumps({"text": f"words of {stem}"})}
+            text = content.get(ending.lower())
+            add(tar, name, text.encode() if text else encoded_image(len(stem)))
+    source = open_source(f"webdataset:{tmp_path}/a.tar")
+    good = {source.identity(int(i)).partition("/")[2]: int(i) for i in source.usable()}
+    assert ", ".join(good) == keys
+    for key, i in good.items():
+        assert source.captions(i) == [f"words of {key}"]
+        assert source.image_bytes(i) == encoded_image(len(key))
+    reasons = {"a": "duplicate-id"}
+    assert [(identity, reason) for identity, _, reason, _ in source.bad_samples()] == [
+        (f"a.tar/{key}", reasons.get(key, "orphan-member")) for key in bad.split()
+    ]
+    assert ", ".join(source.unused()) == unused
+
+
+def test_webdataset_links_are_counted(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        add(tar, "a.png", encoded_image())
+        add(tar, "a.txt", b"words")
+        for name in ("b.png", "b.txt"):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.LNKTYPE, f"a{name[1:]}"
+            tar.addfile(link)
+    ((identity, _, reason, detail),) = open_source(f"webdataset:{tmp_path}/a.tar").bad_samples()
+    assert (identity, reason) == ("a.tar/b", "orphan-member") and "png (a link)" in detail
+
+
+@pytest.mark.parametrize(
+    ("members", "captions", "broken"),
+    [
+        ({"json": b'{"caption": null, "text": "good"}'}, ["good"], ""),
+        ({"json": b'{"caption": " ", "text": ["", "good"]}'}, ["good"], ""),
+        ({"txt": b"\n", "json": b'{"caption": null, "text": "good"}'}, ["good"], ""),
+        ({"txt": b"caf\xe9", "json": b'{"caption": "good"}'}, ["good"], "invalid-utf8"),
+        ({"txt": b"good", "json": b"{"}, ["good"], ""),
+    ],
+)
+def test_webdataset_takes_the_first_good_text(tmp_path, members, captions, broken):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        add(tar, "a.png", encoded_image())
+        for ending, content in members.items():
+            add(tar, f"a.{ending}", content)
+    source = open_source(f"webdataset:{tmp_path}/a.tar")
+    assert source.captions(0) == captions
+    assert [reason for *_, reason, _ in source.broken_values()] == [*filter(None, [broken])]
+
+
 def test_webdataset_shards_of_one_name_are_distinguished_by_their_folders(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

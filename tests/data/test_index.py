@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from data.batching.mixture import open_sources
 from data.index.bad_samples import CODES
 from data.index.building import load_index, perceptual_hash
 from data.index.mapped import index_folder
 from data.index.sources import open_format, open_source
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bad_sets import BAD_IMAGES, encoded_image  # noqa: E402
+from bad_sets import BAD_IMAGES, add, encoded_image  # noqa: E402
 from large_index import CAPTIONS, write_large_index  # noqa: E402
 from test_formats import write_shard  # noqa: E402
 
@@ -126,6 +128,29 @@ def test_only_shards_that_changed_are_read_again(tmp_path):
     assert (
         source.image_bytes(7) == encoded_image(1) and source.where(7) == f"{tmp_path}/2.tar#b.png"
     )
+
+
+def test_what_is_unused_is_counted_also_in_shards_that_are_not_read_again(tmp_path, monkeypatch):
+    for n in range(3):
+        with tarfile.open(tmp_path / f"{n}.tar", "w") as tar:
+            for name in ("a.png", "a.txt", "a.cls", f"a.{n}.npy"):
+                add(tar, name, encoded_image(n) if name == "a.png" else b"words")
+    spec = f"webdataset:{tmp_path}/*.tar"
+    first = (1, f"{tmp_path}/0.tar#a.0.npy")
+    assert open_source(spec).unused() == {
+        "members .cls": (3, f"{tmp_path}/0.tar#a.cls"),
+        "members .0.npy": first,
+        "members .1.npy": (1, f"{tmp_path}/1.tar#a.1.npy"),
+        "members .2.npy": (1, f"{tmp_path}/2.tar#a.2.npy"),
+    }
+    monkeypatch.setattr("data.index.mapped.UNUSED_KINDS", 2)
+    write_shard(tmp_path / "3.tar", ["a"])
+    source = open_source(spec)
+    where = f"{tmp_path}/0.tar#a.cls"
+    assert source.unused()["members .cls"] == (3, where) and source.unused()["others"][0] == 2
+    assert opened(spec, tmp_path)[1] == []
+    mixture = open_sources([spec, f"webdataset:{tmp_path}/1.tar"])
+    assert mixture.unused()["members .cls"] == (4, where)
 
 
 def _of(shard: str, keys: str) -> list[str]:
