@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import uuid
 from pathlib import Path
 
 import fsspec
@@ -255,6 +256,131 @@ def test_parquet_reads_any_row_in_any_order(tmp_path):
     )
     for i in np.random.default_rng(0).permutation(23).tolist():
         assert source.image_bytes(i) == images[i]
+
+
+STRING_LISTS = {
+    "list": pa.list_(pa.string()),
+    "large_list": pa.large_list(pa.large_string()),  # polars
+    "fixed_size_list": pa.list_(pa.string(), 2),  # polars' Array
+}
+TEXTS = {
+    "string_view": pa.string_view(),
+    "large_string": pa.large_string(),  # pandas, polars
+    "dictionary": pa.dictionary(pa.int8(), pa.string()),  # pandas' category, polars' Categorical
+    "binary": pa.binary(),  # DuckDB's BLOB, and what does not say that it is text
+}
+
+
+@pytest.mark.parametrize("kind", [*TEXTS, *STRING_LISTS])
+def test_parquet_texts_of_any_type(tmp_path, kind):
+    """As public tools write them, and each one's null. In a list it takes no good caption along,
+    and neither does one that is no UTF-8."""
+    if kind in TEXTS:
+        texts = pa.array(["a", "ü", None], pa.string()).cast(TEXTS[kind])
+    else:
+        good = pa.array([["a", "b"], ["ü", None], None], STRING_LISTS[kind])
+        texts = good
+    images = pa.array([encoded_image(n) for n in range(3)], pa.large_binary())
+    pq.write_table(pa.table({"image": images, "text": texts}), tmp_path / "a.parquet")
+    source = open_source(f"parquet:{tmp_path}/a.parquet")
+    first = ["a"] if kind in TEXTS else ["a", "b"]
+    assert [source.captions(i) for i in (0, 1)] == [first, ["ü"]]
+    assert [reason for _, _, reason, _ in source.bad_samples()] == ["no-caption"]
+    where = f"{tmp_path}/a.parquet#row 1"
+    assert source.unused() == ({} if kind in TEXTS else {"captions without text": (1, where)})
+
+
+def test_parquet_one_text_that_is_no_utf8_costs_no_other(tmp_path):
+    texts = pa.array([[b"good", b"caf\xe9"]], pa.list_(pa.binary()))
+    texts = pa.ListArray.from_arrays(texts.offsets, texts.values.view(pa.string()))
+    table = pa.table({"image": [encoded_image()], "text": texts})
+    pq.write_table(table, tmp_path / "a.parquet")
+    source = open_source(f"parquet:{tmp_path}/a.parquet")
+    assert source.captions(0) == ["good"]
+    assert [reason for *_, reason, _ in source.broken_values()] == ["invalid-utf8"]
+
+
+@pytest.mark.parametrize("order", [("bytes", "path"), ("path", "bytes")])
+@pytest.mark.parametrize("of_polars", [False, True])
+def test_parquet_reads_bytes_or_else_the_path(tmp_path, order, of_polars):
+    """As Hugging Face writes images (datasets#4187), and DuckDB and polars structures."""
+    string, binary = (
+        (pa.large_string(), pa.large_binary()) if of_polars else (pa.string(), pa.binary())
+    )
+    folder, away = tmp_path.resolve() / "set", tmp_path.resolve() / "away"
+    for place, number in ((folder / "img", 0), (away, 1)):
+        place.mkdir(parents=True)
+        (place / f"{number}.png").write_bytes(encoded_image(number))
+    rows = [
+        {"bytes": None, "path": f"{folder}/img/0.png"},  # by an absolute path
+        {"bytes": None, "path": "img/0.png"},
+        {"bytes": encoded_image(2), "path": "2.png"},  # which need not exist
+        {"bytes": encoded_image(3), "path": None},
+        {"bytes": None, "path": f"{away}/1.png"},
+        {"bytes": None, "path": "img/none.png"},
+        {"bytes": None, "path": None},
+        None,
+    ]
+    kind = pa.struct([(name, {"bytes": binary, "path": string}[name]) for name in order])
+    table = pa.table({"image": pa.array(rows, kind), "text": [f"row {n}" for n in range(8)]})
+    pq.write_table(table, folder / "a.parquet", row_group_size=3)
+    spec = f"parquet:{folder}/a.parquet"
+    source = open_source(spec)
+    images = [encoded_image(n) for n in (0, 0, 2, 3)]
+    assert [source.image_bytes(int(i)) for i in source.usable()] == images
+    reasons = ["outside-root", "missing-file", "missing-file", "missing-file"]
+    assert [reason for _, _, reason, _ in source.bad_samples()] == reasons
+    rooted = open_source(f"{spec}?root={away}")
+    assert rooted.image_bytes(4) == encoded_image(1) and len(rooted.usable()) == 5
+    # as long as nothing changes, the index stays; a file that changes is read again
+    assert open_source(spec).index.file == source.index.file
+    (folder / "img" / "0.png").write_bytes(encoded_image(9))
+    assert open_source(spec).image_bytes(1) == encoded_image(9)
+
+
+@pytest.mark.parametrize("kind", ["string_view", "large_string", "dictionary"])
+def test_parquet_paths_of_any_type(tmp_path, kind):
+    (tmp_path / "0.png").write_bytes(encoded_image())
+    paths = pa.array(["0.png", None], pa.string()).cast(TEXTS[kind])
+    table = pa.table({"image_path": paths, "text": ["a", "b"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    source = open_source(f"parquet:{tmp_path}/a.parquet")
+    assert source.image_bytes(0) == encoded_image()
+    assert [reason for _, _, reason, _ in source.bad_samples()] == ["missing-file"]
+
+
+def test_parquet_without_a_folder_to_look_in_reads_bytes(tmp_path):
+    """Files in several folders: nothing says which one a path would count from."""
+    for n, image in enumerate(({"bytes": encoded_image(), "path": "0.png"}, {"path": "0.png"})):
+        (tmp_path / f"{n}").mkdir()
+        (tmp_path / f"{n}" / "0.png").write_bytes(encoded_image(n))
+        kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        table = pa.table({"image": pa.array([image], kind), "text": ["a"]})
+        pq.write_table(table, tmp_path / f"{n}" / "a.parquet")
+    spec = f"parquet:{tmp_path}/*/a.parquet"
+    assert [reason for _, _, reason, _ in open_source(spec).bad_samples()] == ["missing-file"]
+    assert open_source(f"{spec}?root={tmp_path}/1").image_bytes(1) == encoded_image(1)
+
+
+def test_parquet_ids_of_duckdb_and_pandas(tmp_path):
+    """A number beside a null is a float in pandas; DuckDB has a type for UUIDs."""
+    uuids = [b"0" * 16, b"1" * 16]
+    columns = {
+        "float": pa.array([7.0, None]),
+        "uuid": pa.array(uuids, pa.uuid()),
+        "category": pa.array(["x", "y"]).dictionary_encode(),
+    }
+    images = [encoded_image(n) for n in range(2)]
+    found = {}
+    for kind, ids in columns.items():
+        table = pa.table({"image": images, "text": ["a", "b"], "id": ids})
+        pq.write_table(table, tmp_path / f"{kind}.parquet")
+        found[kind] = identities(open_source(f"parquet:{tmp_path}/{kind}.parquet"))
+    assert found == {
+        "float": ["7", "float.parquet/1"],
+        "uuid": [str(uuid.UUID(bytes=each)) for each in uuids],
+        "category": ["x", "y"],
+    }
 
 
 def test_parquet_large_row_groups_are_not_kept(tmp_path, monkeypatch):
