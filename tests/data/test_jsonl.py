@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from data.index.sources import ConceptSource, Source, open_source
+from data.index.sources import ConceptSource, Source, open_format, open_source
 from data.prepare import count_bad
 
 GOOD = {"image_path": "images of emoji/0.png", "text": "again"}
@@ -119,6 +119,30 @@ def test_some_good_captions_are_kept(emoji_set):
     ((_, where, reason, detail),) = source.broken_values()
     assert (where, reason) == (f"{file}:2", "huge-caption") and detail.startswith("2 of 6 captions")
     assert count_bad(source) == {"huge-caption": 1} and list(source.usable()) == [0, 1, 2]
+
+
+def test_keys_of_other_names(emoji_set):
+    """As a spec says; and Hugging Face's metadata.jsonl as it is."""
+    image = GOOD["image_path"]
+    rows = [
+        {"photo": image, "words": "a", "nr": 7, "tongue": "de"},
+        {"photo": image, "words": "b", "text": "not this"},
+    ]
+    options = "image=photo&text=words&id=nr&language=tongue"
+    emoji_set(1)
+    source = open_source(f"jsonl:{emoji_set(0, *rows)}?{options}")
+    assert [source.captions(i) for i in (0, 1)] == [["a"], ["b"]]
+    assert source.identity(0) == "7" and source.language(0) == "de" and source.language(1) is None
+    theirs = f"jsonl:{emoji_set(0, {'file_name': image, 'text': 'as they have it'})}"
+    assert open_source(theirs).captions(0) == ["as they have it"]
+    # named for sounds, it is no image's
+    swapped = open_format(f"{theirs}?audio=file_name", (("image", "text"), ("audio", "text")))
+    (row,) = swapped.rows(next(swapped.parts()))
+    assert row.audio.path == image and row.path == ""
+    with pytest.raises(ValueError, match="unknown option 'txt'.*did you mean 'text'"):
+        open_source(f"{theirs}?txt=words")
+    with pytest.raises(ValueError, match=r"no key 'words'; given: .*name it: \?text=word"):
+        open_source(f"jsonl:{emoji_set(0, {'file_name': image, 'word': 'a'})}?text=words")
 
 
 def test_not_utf8(emoji_set):
