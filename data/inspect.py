@@ -18,6 +18,7 @@ import numpy as np
 from matplotlib import colormaps
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from data.index.bad_samples import REASONS, Absent, BadSample
@@ -73,7 +74,7 @@ def histogram(values: np.ndarray, bins: int = 8) -> list[tuple[float, float, int
 def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
     """Tables to print."""
     usable, bad = source.usable(), count_bad(source)
-    counts = Table(title=source.spec, title_justify="left", show_header=False)
+    counts = Table(title=escape(source.spec), title_justify="left", show_header=False)
     counts.add_row("samples", f"{len(source):,}")
     counts.add_row("usable", f"{len(usable):,}")
     for modality, kind in (("image", "content"), ("audio", "audio")):
@@ -86,6 +87,8 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
             counts.add_row(f"usable, without {modality}", f"{lacking:,}")
     for reason, number in sorted(bad.items(), key=lambda item: -item[1]):
         counts.add_row(f"[red]{reason}[/red]", f"{number:,}   {REASONS[reason]}")
+    for what, (number, where) in source.unused().items():
+        counts.add_row(escape(f"unused: {what}"), escape(f"{number:,}   for example {where}"))
     tables = [counts]
     shapes = Table(title="What they are like", title_justify="left")
     for name in ("", "from", "up to", "samples", ""):
@@ -111,7 +114,7 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
         for name in ("where", "reason", "what was found"):
             listed.add_column(name, overflow="fold")
         for (_, where, reason, detail), _ in zip(bad_values(source), range(most_bad)):
-            listed.add_row(where, reason, detail)
+            listed.add_row(escape(where), reason, escape(detail))
         tables.append(listed)
     return tables
 

@@ -75,6 +75,7 @@ class PreparedData:
             "source": self.source.spec,
             "samples": len(self.source),
             "bad_samples": count_bad(self.source),
+            **({"unused": self.source.unused()} if self.source.unused() else {}),
             "dropped_leaks": dict(self.leaks),
             "train_samples": len(self.train),
             "held_out_samples": {n: len(h.subset) for n, h in self.held_out.items()},
@@ -196,7 +197,7 @@ def _divide(options: DataOptions, source: Source, validation: Source | None) -> 
 
 
 def count_bad(source: Source) -> dict[str, int]:
-    """Bad samples by reason, and those that are used without a value that is broken."""
+    """Bad samples by reason, and those that are used without a value or captions that are bad."""
     broken = Counter(reason for _, _, reason, _ in source.broken_values())
     return dict(Counter(count_unusable(source)) + broken)
 

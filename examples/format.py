@@ -37,7 +37,7 @@ class NamedFormat(rows.Format):
         for number, name in part.content:
             row = Row(id=name, number=number)
             try:
-                row.captions = rows.checked_captions(name.rpartition(".")[0].replace("_", " "))
+                rows.take_captions(row, name.rpartition(".")[0].replace("_", " "))
                 rows.place(row, self.roots, name)
             except BadSample as problem:  # listed with its reason, and left out of training
                 row.problem = problem

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from data.index.mapped import UnusedCounts, add_unused
 from data.index.sources import Source, open_source
 
 Parts = tuple[
@@ -89,6 +90,12 @@ class Mixture:
         for number, source in enumerate(self.sources):
             for identity, where, reason, detail in source.broken_values():
                 yield f"{number}/{identity}", where, reason, detail
+
+    def unused(self) -> UnusedCounts:
+        total = UnusedCounts()
+        for source in self.sources:
+            add_unused(total, source.unused())
+        return total
 
     @property
     def starts(self) -> tuple[int, ...]:

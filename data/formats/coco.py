@@ -13,12 +13,12 @@ from data.formats.rows import (
     Roots,
     Row,
     Stamp,
-    checked_captions,
     checked_id,
     in_parts,
     near,
     place,
     stamp,
+    take_captions,
 )
 from data.formats.specs import ROOT, local_file, local_folder, split_options
 from data.index.bad_samples import BadSample
@@ -101,7 +101,7 @@ class CocoFormat(Format):
                 row.id = checked_id(image["id"], row.id)
                 if "file_name" not in image:
                     raise BadSample("invalid-row", f"image {row.id} is not listed with a file_name")
-                row.captions = checked_captions(texts)
+                take_captions(row, texts)
                 place(row, self.roots, image["file_name"])
             except BadSample as problem:
                 row.problem = problem
@@ -149,7 +149,12 @@ class KarpathyFormat(Format):
         entries = enumerate(images)
         return in_parts(
             self.file,
-            (((n, image), 1, 1) for n, image in entries if _split_of(image) in self.splits),
+            (
+                ((n, image), 1, 1)
+                for n, image in entries
+                # an entry that names no split may be of any
+                if _split_of(image) in (None, *self.splits)
+            ),
         )
 
     def _images(self) -> list:
@@ -182,13 +187,14 @@ class KarpathyFormat(Format):
 
     def _fill(self, row: Row, image: Any) -> None:
         sentences = image.get("sentences") if isinstance(image, dict) else None
-        if not isinstance(sentences, list) or "filename" not in image:
+        if not isinstance(sentences, list) or "filename" not in image or not _split_of(image):
             raise BadSample(
-                "invalid-row", f"{image!r:.100} is given; an image has a filename and sentences"
+                "invalid-row",
+                f"{image!r:.100} is given; an image has a filename, sentences and a split",
             )
         row.id = checked_id(image.get("cocoid", image.get("imgid")), row.id)
-        row.captions = checked_captions(
-            [each.get("raw") if isinstance(each, dict) else each for each in sentences]
+        take_captions(
+            row, [each.get("raw") if isinstance(each, dict) else each for each in sentences]
         )
         name, folder = image["filename"], image.get("filepath")
         if isinstance(folder, str) and isinstance(name, str):
@@ -203,5 +209,6 @@ class KarpathyFormat(Format):
         return f"{file}#images[{number}]" + (f" {path}" if path else "")
 
 
-def _split_of(image: object) -> object:
-    return image.get("split") if isinstance(image, dict) else None
+def _split_of(image: object) -> str | None:
+    split = image.get("split") if isinstance(image, dict) else None
+    return split if isinstance(split, str) and split else None

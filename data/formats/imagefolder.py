@@ -2,7 +2,7 @@
 are the class's name in some sentences (`prompts.py`)."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from data.formats.prompts import (
     IMAGENET,
@@ -17,17 +17,19 @@ from data.formats.prompts import (
 from data.formats.rows import (
     AUDIO_ENDINGS,
     IMAGE_ENDINGS,
+    LEFTOVER,
     Format,
     Part,
     Roots,
     Row,
     Stamp,
+    Unused,
     check_characters,
-    checked_captions,
     is_inside,
     place,
     place_audio,
     stamp,
+    take_captions,
 )
 from data.formats.specs import local_file, local_folder, split_options
 from data.index.bad_samples import BadSample
@@ -37,12 +39,20 @@ NAMES_FILE = "classnames.txt"  # taken from DIR where it is there and no other i
 
 
 class ImageFolderFormat(Format):
-    """The images of all classes, sorted by class and path; an id is the path below DIR. Other
-    files are passed over."""
+    """The images of all classes, sorted by class and path; an id is the path below DIR.
+
+    Bad rows tell of images beside the classes, of images in a format that is not read, and of
+    classes without an image. Other files are counted as unused.
+    """
 
     unit = "class"
     kind = "imagefolder"
-    endings = IMAGE_ENDINGS
+    endings: tuple[str, ...] = IMAGE_ENDINGS
+    unread: tuple[str, ...] = (
+        *("heic", "heif", "avif", "jxl", "jp2", "svg", "tga", "psd", "ico"),
+        *("dng", "raw", "cr2"),
+    )
+    no_file_of_its_kind = "not-an-image"
     usual_templates = TEMPLATES
 
     def __init__(self, where: str) -> None:
@@ -52,7 +62,11 @@ class ImageFolderFormat(Format):
         self.folder = local_folder(self.kind, name, usage)
         self.roots = Roots.of(self.folder)
         root = self.roots.own
-        self.classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        self.classes = sorted(
+            entry.name
+            for entry in os.scandir(root)
+            if entry.is_dir() and not entry.name.startswith(".") and not _is_leftover(entry)
+        )
         if not self.classes:
             raise ValueError(
                 f"data spec '{self.kind}:{where}': {self.folder} has no folder in it; a folder per "
@@ -104,19 +118,49 @@ class ImageFolderFormat(Format):
         return len(self.classes)
 
     def parts(self) -> Iterator[Part]:
-        return (Part(self.roots.own, name, 1) for name in self.classes)
+        yield Part(self.roots.own, None, 0)  # what is in no class
+        yield from (Part(self.roots.own, name, 1) for name in self.classes)
 
-    def rows(self, part: Part) -> Iterator[Row]:
-        captions = self.prompts(part.content)
-        for number, path in enumerate(_files(self.roots.own, part.content, self.endings)):
+    def rows(self, part: Part) -> Iterator[Row | Unused]:
+        number, folder = 0, part.content
+        captions = [] if folder is None else self.prompts(folder)
+        expected = {*self.endings, *self.unread}
+        for path, leads_out in self._beside() if folder is None else _files(self.roots.own, folder):
+            ending = os.path.splitext(path)[1][1:].lower()
+            if not leads_out and ending not in expected:
+                yield Unused(_kind_of(path), path)
+                continue
             row = Row(id=path, number=number, path=path)
             try:
-                check_characters(path, "the name of the file")
-                self._place(row, path)
-                row.captions = checked_captions(captions)
+                self._fill(row, folder, ending, captions)
             except BadSample as problem:
                 row.problem = problem
+            number += 1
             yield row
+        if folder is not None and not number:
+            without = f"the class has no file that ends with one of {', '.join(self.endings)}"
+            yield Row(folder, 0, folder, problem=BadSample("orphan-member", without))
+
+    def _fill(self, row: Row, folder: str | None, ending: str, captions: list[str]) -> None:
+        check_characters(row.path, "the name of the file")
+        if folder is None:
+            raise BadSample(
+                "orphan-member", "it lies in no folder of a class, of which captions are made"
+            )
+        if ending in self.unread:
+            raise BadSample(
+                self.no_file_of_its_kind, f".{ending} is not read; convert it to {self.endings[0]}"
+            )
+        self._place(row, row.path)
+        take_captions(row, captions)
+
+    def _beside(self) -> Iterator[tuple[str, bool]]:
+        """What is in DIR and in no class; as `_files`."""
+        used = [os.path.realpath(file) for file in (self.names_file, self.templates_file) if file]
+        for entry in sorted(os.scandir(self.roots.own), key=lambda entry: entry.name):
+            taken = entry.name in self.classes or os.path.realpath(entry.path) in used
+            if not taken and not _is_leftover(entry):
+                yield entry.name, False
 
     def prompts(self, folder: str) -> list[str]:
         """The name of a class in each of the sentences."""
@@ -138,6 +182,8 @@ class AudioFolderFormat(ImageFolderFormat):
 
     kind = "audiofolder"
     endings = AUDIO_ENDINGS
+    unread = ("wma", "amr", "ape", "ac3", "mp4", "mkv", "mov", "webm")
+    no_file_of_its_kind = "not-audio"
     holds = ("audio", "text")
     usual_templates = (
         "the sound of {}",
@@ -163,24 +209,39 @@ def _chosen_names(spec: str, options: dict[str, str], root: str) -> str | None:
     return given[0] if given else None
 
 
-def _files(root: str, relative: str, endings: Sequence[str]) -> Iterator[str]:
-    """Paths below `root`, sorted. A folder that leads out of the root comes as its own path, and is
-    not entered."""
+def _files(root: str, relative: str) -> Iterator[tuple[str, bool]]:
+    """Paths below `root`, sorted, without what systems leave there. A folder that leads out of the
+    root comes as its own path, with True, and is not entered."""
     folder = os.path.join(root, relative)
     if not is_inside(root, os.path.realpath(folder)):
-        yield relative
+        yield relative, True
         return
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         path = f"{relative}/{entry.name}"
+        if _is_leftover(entry):
+            continue
         if (
             entry.is_symlink() and entry.is_dir()
         ):  # inside it is listed where it is; else a link to its own parent would never end
             if not is_inside(root, os.path.realpath(entry.path)):
-                yield path
+                yield path, True
         elif entry.is_dir():
-            yield from _files(root, path, endings)
-        elif entry.name.rpartition(".")[2].lower() in endings:
-            yield path
+            yield from _files(root, path)
+        else:
+            yield path, False
+
+
+def _is_leftover(entry: os.DirEntry) -> bool:
+    # a folder may well be called license
+    return bool(LEFTOVER.search(f"{entry.name}/" if entry.is_dir() else entry.name))
+
+
+def _kind_of(path: str) -> str:
+    """Of a file that is no image: what it is counted as."""
+    if os.path.basename(path).startswith("."):
+        return "hidden files"
+    ending = os.path.splitext(path)[1].lower()
+    return f"files {ending}" if ending else "files without an ending"
 
 
 def _folders(folder: str) -> Iterator[str]:

@@ -16,19 +16,26 @@ from data.formats.rows import (
     Roots,
     Row,
     Stamp,
-    checked_captions,
     checked_id,
     checked_language,
     in_parts,
     place,
     place_audio,
     stamp,
+    take_captions,
 )
 from data.formats.specs import ROOT, local_file, split_options
 from data.index.bad_samples import BadSample
 
-AUDIO_KEYS = ("audio_path", "audio")
-USAGE = "jsonl:FILE or jsonl:FILE?root=DIR"
+# Of each, the first that a line has. Hugging Face's metadata.jsonl has `file_name`.
+KEYS = {
+    "image": ("image_path", "file_name"),
+    "text": ("text",),
+    "audio": ("audio_path", "audio"),
+    "id": ("id",),
+    "language": ("language",),
+}
+USAGE = "jsonl:FILE or jsonl:FILE?image=KEY&text=KEY&audio=KEY&id=KEY&language=KEY&root=DIR"
 FORMAT = '{"image_path": "path.png", "text": "a caption" or ["several", "captions"], "id": "optional name", "language": "optional, of the text"}'
 LINE_LIMIT = 16 << 20  # bytes
 
@@ -41,11 +48,19 @@ class JsonlFormat(Format):
     holds = ("image", "text", "audio")
 
     def __init__(self, where: str) -> None:
-        """`where`: `FILE[?root=DIR]`. Errors: ValueError, FileNotFoundError."""
-        name, _, more = split_options("jsonl", where, (ROOT,))
+        """`where`: `FILE[?image=KEY&text=KEY&audio=KEY&id=KEY&language=KEY&root=DIR]`. Errors:
+        ValueError, FileNotFoundError."""
+        name, options, more = split_options("jsonl", where, (*KEYS, ROOT))
         self.file = local_file("jsonl", name, USAGE, f"JSON lines {FORMAT}")
+        # a key that is named for one thing is not read as another by its usual name
+        self.keys = {
+            what: (options[what],)
+            if what in options
+            else tuple(key for key in usual if key not in options.values())
+            for what, usual in KEYS.items()
+        }
         self.roots = Roots.of(os.path.dirname(self.file), more)
-        self.spec = f"jsonl:{self.file}{self.roots.options()}"
+        self.spec = f"jsonl:{self.file}{options or ''}{self.roots.options()}"
 
     def fingerprint(self) -> list[Stamp]:
         return [stamp(self.file)]
@@ -85,10 +100,13 @@ class JsonlFormat(Format):
     def _languages(self) -> dict[int, str | int]:
         """Of the lines that say it: read when the first is asked for, from the whole file."""
         found: dict[int, str | int] = {}
+        key = next(iter(self.keys["language"]), "")
+        # other keys may be written with escapes
+        word = json.dumps(key).encode() if key.isascii() else b""
         for (number, line), _, _ in self._lines():
-            if b'"language"' in line:
+            if word in line:
                 with contextlib.suppress(BadSample):
-                    language = checked_language(_fields(line).get("language"))
+                    language = checked_language(_fields(line).get(key))
                     found |= {} if language is None else {number: language}
         return found
 
@@ -100,33 +118,36 @@ class JsonlFormat(Format):
 
     def _fill(self, row: Row, line: bytes) -> None:
         fields = _fields(line)
-        row.id = checked_id(fields.get("id"), row.id)
-        for key in ("image_path", "text") if self.pairs == DEFAULT_PAIRS else ():
-            if key not in fields:
-                close = difflib.get_close_matches(key, fields, n=1, cutoff=0.4)
-                hint = f"; rename '{close[0]}'?" if close else ""
-                raise BadSample(
-                    "invalid-row", f"no key '{key}'; given: {', '.join(fields) or 'none'}{hint}"
-                )
-        sound = next((fields[key] for key in AUDIO_KEYS if key in fields), None)
+        found = {}
+        for what, keys in self.keys.items():
+            given = [fields[key] for key in keys if key in fields]
+            if given:
+                found[what] = next((value for value in given if value is not None), None)
+        row.id = checked_id(found.get("id"), row.id)
+        for what in ("image", "text") if self.pairs == DEFAULT_PAIRS else ():
+            if what not in found:
+                raise BadSample("invalid-row", self._without(what, fields))
         self.fill(
             row,
             {
-                "text": lambda: _take_text(row, fields),
-                "image": lambda: _take_image(row, self.roots, fields),
-                "audio": lambda: place_audio(row, self.roots, sound),
+                "text": lambda: take_captions(row, found.get("text")),
+                "image": lambda: _take_image(row, self.roots, found),
+                "audio": lambda: place_audio(row, self.roots, found.get("audio")),
             },
         )
 
+    def _without(self, what: str, fields: dict) -> str:
+        """For the message of a line without a key."""
+        key = (self.keys[what] or KEYS[what])[0]
+        close = difflib.get_close_matches(key, fields, n=1, cutoff=0.4)
+        hint = f"; rename '{close[0]}'? or name it: ?{what}={close[0]}" if close else ""
+        return f"no key '{key}'; given: {', '.join(fields) or 'none'}{hint}"
 
-def _take_text(row: Row, fields: dict) -> None:
-    row.captions = checked_captions(fields.get("text"))
 
-
-def _take_image(row: Row, roots: Roots, fields: dict) -> None:
-    if "image_path" not in fields:
+def _take_image(row: Row, roots: Roots, found: dict) -> None:
+    if "image" not in found:
         raise BadSample("no-value", "no image is given")
-    place(row, roots, fields["image_path"])
+    place(row, roots, found["image"])
 
 
 def _fields(line: bytes) -> dict:

@@ -5,7 +5,9 @@ An image is read with its whole row group, of which the last one is kept: files 
 groups are fast in any order (Hugging Face writes 100 rows), files with one large group are not.
 """
 
+import math
 import os
+import uuid
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
@@ -23,12 +25,12 @@ from data.formats.rows import (
     Roots,
     Row,
     Stamp,
-    checked_captions,
     checked_id,
     near,
     place,
     place_audio,
     stamp,
+    take_captions,
 )
 from data.formats.specs import (
     ROOT,
@@ -58,10 +60,12 @@ class ParquetFormat(Format):
     """The rows of all files, in order. An id is that of the column `id`, else FILE/ROW.
 
     Where images or sounds are paths, these count from the files' folder, then from each further
-    root; where they are bytes, roots change nothing.
+    root; where they are bytes, roots change nothing. A row of {bytes, path} is read from its path
+    where it has no bytes.
     """
 
     unit = "row group"
+    no_folder = ""  # for messages: why paths are not looked up
 
     def __init__(self, where: str, progress: bool = False) -> None:
         """`where`: `PATTERN[?image=COLUMN&text=COLUMN&audio=COLUMN&id=COLUMN&root=DIR]`. Errors:
@@ -81,19 +85,27 @@ class ParquetFormat(Format):
         self.id = self._optional(where, schema, "id", options, ("id",))
         columns = {"image": self.image, "text": self.text, "audio": self.audio}
         self.holds = tuple(key for key, column in columns.items() if column is not None)
-        kinds: dict[str | None, str] = {
+        self.stored: dict[str | None, str] = {
             column: _stored_as(schema, column, f"data spec 'parquet:{where}'")
             for column in (self.image, self.audio)
             if column is not None
         }
-        self.images_are_files = kinds.get(self.image) == "path"
-        self.audio_is_files = kinds.get(self.audio) == "path"
         self.spec = f"parquet:{absolute_pattern(pattern)}?{self.image}&{self.text}&{self.id}"
         self.spec += "" if self.audio is None else f"&{self.audio}"
-        paths = [column for column, kind in kinds.items() if column and kind == "path"]
-        if paths:
-            self.roots = Roots.of(_one_folder(where, names, paths[0]), more)
-            self.spec += self.roots.options()
+        if {"path", "either"} & {*self.stored.values()}:
+            own = self._one_folder(where, names)
+            if own or more:
+                self.roots = Roots.of(own or more[0], more)
+                self.spec += "" if own else f"?root={self.roots.own}"
+                self.spec += self.roots.options()
+            else:
+                self.stored = dict.fromkeys(self.stored, "bytes")
+                self.no_folder = (
+                    "; its path is not looked up, since the files are not in one local folder: "
+                    "give --data-root DIR"
+                )
+        self.images_are_files = self.stored.get(self.image, "bytes") != "bytes"
+        self.audio_is_files = self.stored.get(self.audio, "bytes") != "bytes"
 
     def _schema(self, spec: str) -> pa.Schema:
         """Of the first file that can be read; the others are read by the same names."""
@@ -103,6 +115,21 @@ class ParquetFormat(Format):
             except (pa.ArrowException, OSError) as error:
                 first = f"{self.name_of_file[file]}: {error}"
         raise ValueError(f"data spec '{spec}': no file of it is a parquet file: {first}")
+
+    def _one_folder(self, where: str, names: list[str]) -> str | None:
+        """The folder that paths count from; None: the files are remote, or in several. Errors:
+        ValueError for these where a column holds nothing but paths."""
+        remote = [name for name in names if is_remote(name)]
+        folders = {os.path.dirname(name) for name in names}
+        if not remote and len(folders) == 1:
+            return folders.pop()
+        if (column := next((c for c, kind in self.stored.items() if kind == "path"), None)) is None:
+            return None
+        what = f"{remote[0]} is remote" if remote else f"the files are in {len(folders)} folders"
+        raise ValueError(
+            f"data spec 'parquet:{where}': column '{column}' holds paths that count from the "
+            f"file's folder, but {what}; give files of one local folder, or files with the bytes"
+        )
 
     def _column(
         self,
@@ -152,16 +179,25 @@ class ParquetFormat(Format):
 
     def parts(self) -> Iterator[Part]:
         for file in self.files:
-            # Paths in a file say nothing of the images' own changes.
-            are_files = self.images_are_files or self.audio_is_files
-            unchanging = "" if are_files else "\0".join(map(str, stamp(file)))
+            unchanging = "\0".join(map(str, stamp(file)))
             try:
-                groups = pq.ParquetFile(file).metadata.num_row_groups
+                metadata = pq.ParquetFile(file).metadata
             except (pa.ArrowException, OSError) as error:
                 yield Part(file, (None, str(error)), 1, unchanging)
                 continue
-            for group in range(groups):
-                yield Part(file, (group, None), 1, unchanging and f"{unchanging}\0{group}")
+            for group in range(metadata.num_row_groups):
+                # Paths in a file say nothing of the images' own changes.
+                own = "" if self._names_files(metadata.row_group(group)) else unchanging
+                yield Part(file, (group, None), 1, own and f"{own}\0{group}")
+
+    def _names_files(self, group: pq.RowGroupMetaData) -> bool:
+        """May rows of the group be read from files of their own?"""
+        if "path" in self.stored.values():
+            return True
+        inner = {f"{column}.bytes" for column, kind in self.stored.items() if kind == "either"}
+        chunks = map(group.column, range(group.num_columns) if inner else ())
+        found = [chunk.statistics for chunk in chunks if chunk.path_in_schema in inner]
+        return any(each is None or each.null_count != 0 for each in found)  # None: not known
 
     def rows(self, part: Part) -> Iterator[Row]:
         group, fault = part.content
@@ -200,7 +236,7 @@ class ParquetFormat(Format):
         row = Row(f"{name}/{number}", number, offset=number, mtime_ns=mtime_ns)
         try:
             if self.id is not None:
-                row.id = checked_id(_value(batch.column(self.id)[i]), row.id)
+                row.id = checked_id(_id(_value(batch.column(self.id)[i])), row.id)
             self.fill(
                 row,
                 {
@@ -220,37 +256,37 @@ class ParquetFormat(Format):
         return [column for column in (*wanted, self.id) if column is not None]
 
     def _take_text(self, row: Row, batch: pa.RecordBatch, i: int) -> None:
-        given = None if self.text is None else _value(batch.column(self.text)[i])
-        row.captions = checked_captions(given)
+        take_captions(row, None if self.text is None else _texts(batch.column(self.text)[i]))
 
     def _take_image(self, row: Row, batch: pa.RecordBatch, i: int) -> None:
         image = None if self.image is None else _value(batch.column(self.image)[i])
         if image is None and self.pairs != DEFAULT_PAIRS:
             raise BadSample("no-value", "no image is given")
-        if self.images_are_files:
-            place(row, self.roots, image)
+        content, path = _bytes_and_path(image)
+        if content is None and path is not None and self.images_are_files:
+            place(row, self.roots, path)
         else:
-            row.image = self._bytes(image, self.image)
+            row.image = self._bytes(content, self.image)
             row.size = len(row.image)
 
     def _take_audio(self, row: Row, batch: pa.RecordBatch, i: int, mtime_ns: int) -> None:
         sound = None if self.audio is None else _value(batch.column(self.audio)[i])
         if sound is None:
             raise BadSample("no-value", "no sound is given")
-        if self.audio_is_files:
-            place_audio(row, self.roots, sound)
+        content, path = _bytes_and_path(sound)
+        if content is None and path is not None and self.audio_is_files:
+            place_audio(row, self.roots, path)
         else:
-            content = self._bytes(sound, self.audio)
+            content = self._bytes(content, self.audio)
             row.audio = AudioFile(
                 offset=row.offset, size=len(content), mtime_ns=mtime_ns, content=content
             )
 
     def _bytes(self, given: Any, column: str | None) -> bytes:
-        """Of a column with the bytes, or with the structure {bytes, path}."""
-        if isinstance(given, dict):
-            given = given.get("bytes")
         if not isinstance(given, bytes):
-            raise BadSample("missing-file", f"column '{column}' holds no bytes in this row")
+            raise BadSample(
+                "missing-file", f"column '{column}' holds no bytes in this row{self.no_folder}"
+            )
         if len(given) > FILE_LIMIT:
             what = "image" if column == self.image else "sound"
             raise BadSample(
@@ -260,18 +296,18 @@ class ParquetFormat(Format):
         return given
 
     def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
-        if self.images_are_files:
+        if path:
             return super().image_bytes(file, path, offset, size)
         return self._read(self._opened, self.image, file, offset)
 
     def audio_bytes(self, file: str, path: str, offset: int, size: int, number: int) -> bytes:
-        if self.audio_is_files:
+        if path:
             return super().audio_bytes(file, path, offset, size, number)
         return self._read(self._opened_audio, self.audio, file, offset)
 
     def _read(self, opened: "_Opened", column: str | None, file: str, row: int) -> bytes:
         try:
-            return self._bytes(opened.value(file, row), column)
+            return self._bytes(_bytes_and_path(opened.value(file, row))[0], column)
         except (pa.ArrowException, OSError) as error:
             raise BadSample("unreadable", f"{self.name_of_file[file]}: {error}") from error
 
@@ -280,30 +316,27 @@ class ParquetFormat(Format):
 
 
 def _stored_as(schema: pa.Schema, column: str, of: str) -> str:
-    """Whether a column of images or sounds holds "bytes", also within {bytes, path}, or a "path".
-    Errors: ValueError."""
+    """Whether a column of images or sounds holds "bytes", also within a structure, a "path", or
+    "either", in {bytes, path}. Errors: ValueError."""
     kind = schema.field(column).type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    stored = kind.value_type if pa.types.is_dictionary(kind) else kind
+    named = {stored.field(i).name for i in range(stored.num_fields)} & {"bytes", "path"}
+    if pa.types.is_struct(stored) and named:
+        return "either" if len(named) == 2 else named.pop()
+    if str(stored).endswith(("string", "string_view")):
         return "path"
-    named = [kind.field(i).name for i in range(kind.num_fields)] if pa.types.is_struct(kind) else []
-    if "bytes" in named or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+    if str(stored).endswith(("binary", "binary_view")):
         return "bytes"
     raise ValueError(
         f"{of}: column '{column}' is {kind}; bytes, {{bytes, path}} or a path is needed"
     )
 
 
-def _one_folder(where: str, names: list[str], column: str) -> str:
-    """That paths count from. Errors: ValueError where the files are remote, or in several."""
-    remote = [name for name in names if is_remote(name)]
-    folders = {os.path.dirname(name) for name in names}
-    if remote or len(folders) > 1:
-        what = f"{remote[0]} is remote" if remote else f"the files are in {len(folders)} folders"
-        raise ValueError(
-            f"data spec 'parquet:{where}': column '{column}' holds paths that count from the "
-            f"file's folder, but {what}; give files of one local folder, or files with the bytes"
-        )
-    return folders.pop()
+def _bytes_and_path(given: Any) -> tuple[Any, Any]:
+    """Of an image or a sound as a column holds it."""
+    if isinstance(given, dict):
+        return given.get("bytes"), given.get("path")
+    return (None, given) if isinstance(given, str) else (given, None)
 
 
 class _Opened:
@@ -370,6 +403,26 @@ def _value(scalar: pa.Scalar) -> Any:
             "invalid-utf8",
             f"not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}",
         ) from None
+
+
+def _texts(scalar: pa.Scalar) -> Any:
+    """A text, or a list of them; bytes that are not UTF-8 become lone surrogates, which the check
+    of captions finds. Some tools write texts as bytes."""
+    if isinstance(scalar, pa.ListScalar) and scalar.is_valid:
+        return [_texts(each) for each in scalar]
+    try:
+        given = scalar.as_py()
+    except UnicodeDecodeError as error:
+        given = error.object
+    return given.decode(errors="surrogateescape") if isinstance(given, bytes) else given
+
+
+def _id(given: Any) -> Any:
+    """What a text or a whole number may have become: DuckDB has a type for UUIDs, and pandas makes
+    a column of numbers float where one is missing."""
+    if isinstance(given, float):
+        return int(given) if given.is_integer() else None if math.isnan(given) else given
+    return str(given) if isinstance(given, uuid.UUID) else given
 
 
 def short_names(files: list[str]) -> dict[str, str]:

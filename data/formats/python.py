@@ -21,10 +21,10 @@ from data.formats.rows import (
     Part,
     Row,
     Stamp,
-    checked_captions,
     checked_id,
     near,
     stamp,
+    take_captions,
 )
 from data.formats.specs import local_path
 from data.index.bad_samples import FILE_LIMIT, Absent, BadSample, check_sound
@@ -37,9 +37,10 @@ class PythonFormat(Format):
     """The items of a Python object, by number. An item is a mapping, or a pair (image, text) as
     torchvision's data sets give it.
 
-    "image": encoded bytes, a path, a PIL image or a uint8 array [H, W, 3]; "text": a text or
-    several; "audio": encoded bytes, a path, or as Hugging Face's data sets give it {"bytes", "path"}
-    or {"array": floats [samples] or [channels, samples], "sampling_rate": Hz}; "id": a name that stays, else the number; "language": of the text, for towers that tell
+    "image": encoded bytes, a path, {"bytes", "path"}, a PIL image or a uint8 array [H, W, 3];
+    "text": a text or several; "audio": encoded bytes, a path, or as Hugging Face's data sets give
+    it {"bytes", "path"} or {"array": floats [samples] or [channels, samples], "sampling_rate": Hz};
+    "id": a name that stays, else the number; "language": of the text, for towers that tell
     languages apart. Further keys hold further modalities. A key
     that is missing, or None: the sample lacks the modality. Item i must be the same whenever it is
     asked for. The data set is made once in every process. It is read again when its module's
@@ -129,7 +130,7 @@ class PythonFormat(Format):
     def _take(self, row: Row, item: Mapping[str, Any], modality: str) -> None:
         value = item.get(modality)
         if modality == "text":
-            row.captions = checked_captions(value)
+            take_captions(row, value)
         elif value is None:
             raise BadSample(
                 "no-value",
@@ -181,6 +182,7 @@ class PythonFormat(Format):
 
 def encoded(image: Any) -> bytes:
     """An image as the bytes of a file: PNG where it is not encoded yet. Raises BadSample."""
+    image = _bytes_or_path(image)
     if isinstance(image, bytes):
         return image
     if isinstance(image, (str, os.PathLike)):
@@ -193,7 +195,8 @@ def encoded(image: Any) -> bytes:
         )
         raise BadSample(
             "not-an-image",
-            f"the image is {what}; bytes, a path, a PIL image or a uint8 array [H, W, 3] is needed",
+            f"the image is {what}; bytes, a path, {{bytes, path}}, a PIL image or a uint8 array "
+            "[H, W, 3] is needed",
         )
     with io.BytesIO() as file:
         image.save(file, "PNG", compress_level=1)  # whatever the level, the pixels stay
@@ -212,8 +215,7 @@ def encoded_audio(sound: Any) -> bytes:
                 check_sound(rate, 1 if samples.ndim == 1 else len(samples))
                 wavfile.write(file, rate, samples.T)
                 return file.getvalue()
-    elif isinstance(sound, Mapping):
-        sound = sound["path"] if sound.get("bytes") is None else sound["bytes"]
+    sound = _bytes_or_path(sound)
     if isinstance(sound, bytes):
         return sound
     if isinstance(sound, (str, os.PathLike)):
@@ -223,6 +225,13 @@ def encoded_audio(sound: Any) -> bytes:
         f"the sound is a {type(sound).__name__}; bytes, a path, {{bytes, path}} or {{array, "
         "sampling_rate}} is needed",
     )
+
+
+def _bytes_or_path(given: Any) -> Any:
+    """Of {bytes, path}, as Hugging Face's data sets give what they do not decode."""
+    if isinstance(given, Mapping) and {"bytes", "path"} & {*given}:
+        return given.get("path") if given.get("bytes") is None else given["bytes"]
+    return given
 
 
 def _read(path: str) -> bytes:

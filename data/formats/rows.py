@@ -7,6 +7,7 @@ cheap; `rows` runs in any process and turns one part into rows. A row that is wr
 
 import difflib
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +21,19 @@ BYTES_OF_A_PART = 8 << 20
 ID_LIMIT = 1000  # characters
 ROOTS_SHOWN = 3
 AUDIO_ENDINGS = ("wav", "flac", "ogg", "opus", "mp3", "m4a", "aac", "aif", "aiff")
-IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
+IMAGE_ENDINGS = (
+    *("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff"),
+    *("ppm", "pgm", "pbm", "pnm"),
+)
+# What systems and tools leave beside data: no part of it, and not worth a word.
+LEFTOVER = re.compile(
+    r"(^|/)(__MACOSX(/.*)?|\._[^/]*|\.DS_Store|Thumbs\.db|desktop\.ini"
+    r"|(README|LICEN[CS]E)(\.(md|txt|rst))?)$",
+    re.IGNORECASE | re.DOTALL,
+)
 
 Pairs = tuple[tuple[str, str], ...]
 DEFAULT_PAIRS: Pairs = (("image", "text"),)
-PAIRS_VERSION = 2  # of an index of other pairs; raised with what it says of broken values
 
 Stamp = tuple[str, int, int]
 """Path, size in bytes, time of the last change in ns: equal as long as a file is what it was."""
@@ -67,9 +76,18 @@ class Row:
     image: bytes | None = None  # where listing has read it anyway
     audio: AudioFile | None = None
     problem: BadSample | None = None
+    dropped: list[BadSample] = field(default_factory=list)  # of captions beside good ones
     lacks: dict[str, BadSample] = field(
         default_factory=dict
     )  # modality -> why the sample has none of it
+
+
+class Unused(NamedTuple):
+    """Something in a data set that is no part of a sample and is not expected to be one, such as a
+    file of labels beside the images. It is counted, and refuses no run."""
+
+    what: str  # counted together, such as "files .xml"
+    path: str  # as `Row.path` has it: an example is shown
 
 
 @dataclass(frozen=True)
@@ -118,8 +136,8 @@ class Format:
 
     spec: str  # kind, absolute paths and options: what the index is filed under
     roots: Roots  # unused when no image is a file of its own
-    images_are_files = True
-    audio_is_files = True  # where there is any
+    images_are_files = True  # at least those of rows with a path
+    audio_is_files = True  # likewise, where there is any
     unit = "sample"  # of `total` and the weights of parts
     when_changed = "start again, and it is checked anew"  # what to do about a changed image
     holds: tuple[str, ...] | None = ("image", "text")  # modalities; None: any, each sample some
@@ -137,7 +155,7 @@ class Format:
     def parts(self) -> Iterator[Part]:
         raise NotImplementedError
 
-    def rows(self, part: Part) -> Iterator[Row]:
+    def rows(self, part: Part) -> Iterator[Row | Unused]:
         raise NotImplementedError
 
     def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
@@ -194,11 +212,9 @@ class Format:
 
     def index_name(self) -> str:
         """What an index is filed under: the spec, and the pairs where they are others than images
-        and texts, with the version of what is said of those."""
+        and texts."""
         named = ",".join(map(":".join, self.pairs))
-        return (
-            self.spec if self.pairs == DEFAULT_PAIRS else f"{self.spec}\0{named}\0{PAIRS_VERSION}"
-        )
+        return self.spec if self.pairs == DEFAULT_PAIRS else f"{self.spec}\0{named}"
 
 
 def stamp(path: str) -> Stamp:
@@ -360,33 +376,36 @@ def check_characters(text: str, what: str) -> None:
         ) from None
 
 
-def checked_captions(given: Any) -> list[str]:
-    """One text or a list of them -> the good ones, at least one.
+def take_captions(row: Row, given: Any) -> None:
+    """Give the row the good ones of one text or a list of them, and what is wrong with the others.
 
-    Raises BadSample: no-caption, invalid-row for other types, and when no text is good what is
-    wrong with the first: nul-character, invalid-utf8, empty-caption, huge-caption.
+    Raises BadSample when no text is good, with what is wrong with the first: no-caption,
+    invalid-row for other types, nul-character, invalid-utf8, empty-caption, huge-caption.
     """
-    texts = given if isinstance(given, list) else [given]
-    if given is None or not texts:
-        raise BadSample("no-caption", "no text is given; every sample needs words")
-    good, first = [], None
-    for text in texts:
-        if not isinstance(text, str):
-            raise BadSample(
-                "invalid-row", f"the text is {given!r:.100}; a text or a list of texts is needed"
-            )
+    if hasattr(given, "tolist"):
+        given = given.tolist()  # of numpy or pandas
+    texts = list(given) if isinstance(given, (list, tuple)) else [given]
+    good, problems = [], []
+    for text in texts or [None]:
         try:
             check_caption(text)
             good.append(text)
         except BadSample as problem:
-            first = first or problem
-    if first and not good:
-        raise first
-    return good
+            problems.append(problem)
+    if not good:
+        raise problems[0]
+    row.captions, row.dropped = good, problems
 
 
-def check_caption(text: str) -> None:
-    """Raises BadSample: nul-character, invalid-utf8, empty-caption, huge-caption."""
+def check_caption(text: Any) -> None:
+    """Raises BadSample: no-caption, invalid-row, nul-character, invalid-utf8, empty-caption,
+    huge-caption."""
+    if text is None:
+        raise BadSample("no-caption", "no text is given; every sample needs words")
+    if not isinstance(text, str):
+        raise BadSample(
+            "invalid-row", f"the text is {text!r:.100}; a text or a list of texts is needed"
+        )
     check_characters(text, "the text")
     if not text.strip():
         raise BadSample("empty-caption", "the text is empty; every sample needs words")

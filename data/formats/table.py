@@ -1,9 +1,10 @@
 """A data set as comma- or tab-separated text with a line of column names, as OpenCLIP reads it:
 `filepath`, `title`; sounds are in `audio_path` or `audio`."""
 
+import contextlib
 import csv
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -14,13 +15,14 @@ from data.formats.rows import (
     Roots,
     Row,
     Stamp,
-    checked_captions,
     checked_id,
     in_parts,
+    locate,
     near,
     place,
     place_audio,
     stamp,
+    take_captions,
 )
 from data.formats.specs import ROOT, local_file, split_options
 from data.index.bad_samples import BadSample
@@ -60,6 +62,7 @@ class TableFormat(Format):
         self._look_for_audio(header, options)
         self.spec = f"{kind}:{self.file}?{self.columns}{self.separator}{self.roots.options()}"
         self.positions = self._positions(f"{kind}:{where}", header, options)
+        self.num_columns = len(header)
         self.holds = tuple(key for key in ("image", "text", "audio") if key in self.positions)
 
     def _header(self) -> list[str]:
@@ -133,9 +136,8 @@ class TableFormat(Format):
             with open(
                 self.file, encoding="utf-8-sig", errors="surrogateescape", newline=""
             ) as file:
-                reader = csv.reader(
-                    (line.replace("\0", NUL) for line in file), delimiter=self.separator
-                )
+                lines: list[str] = []  # of the row that is being read
+                reader = csv.reader(_noted(file, lines), delimiter=self.separator)
                 position, start, header = 0, 1, True
                 while True:
                     try:
@@ -146,13 +148,53 @@ class TableFormat(Format):
                         fields = _problem(error)
                     # a file's buffer; typeshed knows only what any buffer has
                     read = file.buffer.tell()  # type: ignore[attr-defined]
-                    if fields and not header:
-                        size = sum(map(len, fields)) if isinstance(fields, list) else 0
-                        yield (start, fields), size, read - position
-                        position = read
+                    if not header:
+                        for number, row in self._apart(start, lines, fields):
+                            size = sum(map(len, row)) if isinstance(row, list) else 0
+                            yield (number, row), size, read - position
+                            position = read
                     start, header = reader.line_num + 1, False
+                    lines.clear()
         finally:
             csv.field_size_limit(before)
+
+    def _apart(
+        self, start: int, lines: list[str], fields: list[str] | BadSample
+    ) -> Iterator[tuple[int, list[str] | BadSample]]:
+        """The row of these lines; or, where a quote that is not closed joined several rows, each
+        line by itself and the first with what is wrong. Blank lines are passed over."""
+        if isinstance(fields, list) and not self._joins(lines):
+            if fields:
+                yield start, fields
+            return
+        if isinstance(fields, list):
+            fields = BadSample(
+                "invalid-row", f"a quote is not closed, and took {len(lines) - 1} lines along"
+            )
+        yield start, fields
+        for number, line in enumerate(lines[1:], start + 1):
+            if row := self._cells(line):
+                yield number, row
+
+    def _joins(self, lines: list[str]) -> bool:
+        """Is a line within a row, read by itself, a row that names a file that is there? One that
+        ends a text of several lines has a quote too many for that."""
+        at = self.positions.get("image", self.positions.get("audio", 0))
+        for line in lines[1:]:
+            cells = self._cells(line)
+            if isinstance(cells, BadSample) or line.count('"') % 2:
+                continue
+            if len(cells) == self.num_columns:
+                with contextlib.suppress(BadSample):
+                    locate(self.roots, cells[at])
+                    return True
+        return False
+
+    def _cells(self, line: str) -> list[str] | BadSample:
+        try:
+            return next(csv.reader([line], delimiter=self.separator), [])
+        except csv.Error as error:
+            return _problem(error)
 
     def rows(self, part: Part) -> Iterator[Row]:
         for number, fields in part.content:
@@ -173,6 +215,12 @@ class TableFormat(Format):
                 f"{given}, but {', '.join(self.columns[key] for key in self.positions)} are "
                 "further on",
             )
+        if any(map(str.strip, fields[self.num_columns :])):
+            raise BadSample(
+                "invalid-row",
+                f"{len(fields)} columns, but the first line names {self.num_columns}; put a text "
+                f"that holds '{self.separator}' in quotes",
+            )
         values = {
             key: fields[position].replace(NUL, "\0") for key, position in self.positions.items()
         }
@@ -180,7 +228,7 @@ class TableFormat(Format):
         self.fill(
             row,
             {
-                "text": lambda: _take_text(row, values),
+                "text": lambda: take_captions(row, values.get("text")),
                 "image": lambda: _take_image(
                     row, self.roots, values, strict=self.pairs == DEFAULT_PAIRS
                 ),
@@ -190,8 +238,11 @@ class TableFormat(Format):
         )
 
 
-def _take_text(row: Row, given: dict[str, str]) -> None:
-    row.captions = checked_captions(given.get("text"))
+def _noted(file: Iterable[str], lines: list[str]) -> Iterator[str]:
+    """The lines of a file for the reader, which also go to `lines`."""
+    for line in file:
+        lines.append(line.replace("\0", NUL))
+        yield lines[-1]
 
 
 def _take_image(row: Row, roots: Roots, given: dict[str, str], strict: bool) -> None:

@@ -1,5 +1,5 @@
 """A data set as tar shards, as webdataset writes them: members of one sample share the name up to
-its first dot.
+its first dot, or, where a name has dots of its own, up to its last.
 
 Shards are not unpacked: the index knows where in its shard each image lies, and any sample is one
 read. Names of members are names only, they are never opened as paths.
@@ -10,34 +10,39 @@ import os
 import re
 import tarfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from posixpath import splitext
+from typing import Any, NamedTuple
 
 from data.formats.parquet import short_names
 from data.formats.rows import (
     AUDIO_ENDINGS,
     IMAGE_ENDINGS,
+    LEFTOVER,
     AudioFile,
     Format,
     Part,
     Row,
     Stamp,
+    Unused,
     check_characters,
-    checked_captions,
     checked_id,
     stamp,
+    take_captions,
 )
 from data.formats.specs import absolute_pattern, expand, local_copies
-from data.index.bad_samples import FILE_LIMIT, BadSample
+from data.index.bad_samples import ABSENCES, FILE_LIMIT, BadSample
 
 USAGE = "webdataset:PATTERN, for example webdataset:shards/{000..012}.tar"
-TEXT_ENDINGS = ("txt", "json")
-JSON_KEYS = ("caption", "text")
+# Ending and, of JSON, key: the first good text is taken.
+TEXTS = (("txt", None), ("json", "caption"), ("json", "text"))
+READ_ENDINGS = {*IMAGE_ENDINGS, *AUDIO_ENDINGS, *(ending for ending, _ in TEXTS)}
 # As in webdataset's tariterators, which cannot be imported without torch, nor tell where a member
 # lies.
 KEY_AND_ENDING = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
 OF_THE_ARCHIVE = re.compile(r"__[^/]*__($|/)")
+HIDDEN = re.compile(r"(^|/)[.][^./]")
 TEXT_LIMIT = 1 << 20  # bytes of a text member
 OPEN_SHARDS = 64  # per process
 BLOCK = 512  # bytes; tar's unit
@@ -85,7 +90,7 @@ class WebdatasetFormat(Format):
             found = stamp(file)
             yield Part(file, None, found[1], "\0".join(map(str, found)))
 
-    def rows(self, part: Part) -> Iterator[Row]:
+    def rows(self, part: Part) -> Iterator[Row | Unused]:
         name = self.name_of_file[part.file]
         short, (_, size, mtime_ns) = self.short_names[name], stamp(part.file)
         if size == 0:
@@ -94,18 +99,25 @@ class WebdatasetFormat(Format):
         with open(part.file, "rb") as file:
             if file.read(2) == b"\x1f\x8b":
                 raise ValueError(_refusal(name))
-            with_audio = "audio" in self.modalities
-            endings = {*IMAGE_ENDINGS, *TEXT_ENDINGS, *(AUDIO_ENDINGS if with_audio else ())}
-            shard = _Shard(file, size, endings)
+            shard = _Shard(file, size)
             number = 0
             waiting = None  # the last sample, until it is known whether the shard goes on
-            for key, members in shard.groups():
+            for found in shard.samples():
+                if isinstance(found, Unused):
+                    yield found
+                    continue
                 if waiting is not None:
                     yield waiting
                     number += 1
-                waiting = self._row(
-                    shard, short, key, members=members, number=number, mtime_ns=mtime_ns
-                )
+                key, members = found
+                used: set[str] = set()  # endings
+                row = Row(f"{short}/{key}", number, path=key, mtime_ns=mtime_ns)
+                self._fill(row, shard, members, used)
+                if row.problem is None:
+                    for ending, member in members.items():
+                        if ending not in used:
+                            yield Unused(f"members .{ending}", member.name)
+                waiting = row
             if waiting is not None and not (
                 shard.fault and waiting.problem and waiting.problem.reason == "orphan-member"
             ):
@@ -118,51 +130,21 @@ class WebdatasetFormat(Format):
                     problem=BadSample("truncated-archive", shard.fault),
                 )
 
-    def _row(
-        self,
-        shard: "_Shard",
-        short: str,
-        key: str,
-        members: dict[str, tarfile.TarInfo],
-        number: int,
-        mtime_ns: int,
-    ) -> Row:
-        row = Row(f"{short}/{key}", number, path=key, mtime_ns=mtime_ns)
+    def _fill(self, row: Row, shard: "_Shard", members: "Members", used: set[str]) -> None:
+        """`used` gets the endings of the members that the row is made of."""
         try:
-            check_characters(key, "the name of the member")
+            check_characters(row.path, "the name of the member")
             checked_id(row.id, row.id)
             self.fill(
                 row,
                 {
-                    "image": lambda: self._take_image(row, members),
-                    "text": lambda: self._take_text(row, shard, members),
-                    "audio": lambda: self._take_audio(row, members),
+                    "image": lambda: _take_image(row, members, used),
+                    "text": lambda: _take_text(row, shard, members, used),
+                    "audio": lambda: _take_audio(row, members, used),
                 },
             )
         except BadSample as problem:
             row.problem = problem
-        return row
-
-    def _take_image(self, row: Row, members: dict[str, tarfile.TarInfo]) -> None:
-        image = next((member for end, member in members.items() if end in IMAGE_ENDINGS), None)
-        if image is None:
-            raise BadSample("orphan-member", f"no image among {', '.join(members)}")
-        row.path, row.offset, row.size = image.name, image.offset_data, image.size
-        check_characters(row.path, "the name of the member")
-        _check_size("image", row.size)
-
-    def _take_text(self, row: Row, shard: "_Shard", members: dict[str, tarfile.TarInfo]) -> None:
-        if not any(ending in members for ending in TEXT_ENDINGS):
-            raise BadSample("orphan-member", f"no text among {', '.join(members)}")
-        row.captions = checked_captions(shard.text(members))
-
-    def _take_audio(self, row: Row, members: dict[str, tarfile.TarInfo]) -> None:
-        sound = next((member for end, member in members.items() if end in AUDIO_ENDINGS), None)
-        if sound is None:
-            raise BadSample("orphan-member", f"no sound among {', '.join(members)}")
-        check_characters(sound.name, "the name of the member")
-        _check_size("sound", sound.size)
-        row.audio = AudioFile(sound.name, "", sound.offset_data, sound.size, row.mtime_ns)
 
     def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
         return self._read(file, offset, size)
@@ -191,35 +173,46 @@ class WebdatasetFormat(Format):
         )
 
 
+class Member(NamedTuple):
+    """A file in a shard."""
+
+    name: str
+    offset: int  # of its content, bytes
+    size: int
+
+
+Members = dict[str, Member]
+"""Ending, in lower case -> member."""
+
+
 class _Shard:
     """The members of one tar file, read front to back. `fault` says at the end what is wrong with
     the file, if anything."""
 
-    def __init__(self, file, size: int, endings: set[str]) -> None:
-        """`endings`: of the members that are read."""
-        self._file, self._size, self._endings = file, size, endings
+    def __init__(self, file, size: int) -> None:
+        self._file, self._size = file, size
         self.fault = ""
 
-    def groups(self) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-        """Neighbouring members with one key: the key, and ending -> member. Groups of other
-        endings are passed over."""
-        key = ""
-        members: dict[str, tarfile.TarInfo] = {}
+    def samples(self) -> Iterator[tuple[str, Members] | Unused]:
+        """Key and members of each sample, or of what has no half of one. Neighbours with one name
+        up to its first dot belong together."""
+        key, members = "", Members()
         for member in self._members():
-            found = None if OF_THE_ARCHIVE.match(member.name) else KEY_AND_ENDING.match(member.name)
-            if not found:
+            if OF_THE_ARCHIVE.match(member.name) or LEFTOVER.search(member.name):
                 continue
-            name, ending = found[1], found[2].lower()
-            if name != key:
-                if members:
-                    yield key, members
-                key, members = name, {}
-            if ending in self._endings and ending not in members:
-                members[ending] = member
-        if members:
-            yield key, members
+            if HIDDEN.search(member.name):
+                yield Unused("hidden members", member.name)
+                continue
+            found = KEY_AND_ENDING.match(member.name)
+            name = found[1] if found else splitext(member.name)[0]
+            ending = member.name[len(name) + 1 :].lower()
+            if name != key or ending in members:  # the same name again is another sample
+                yield from _samples_of(key, members)
+                key, members = name, Members()
+            members[ending] = member
+        yield from _samples_of(key, members)
 
-    def _members(self) -> Iterator[tarfile.TarInfo]:
+    def _members(self) -> Iterator[Member]:
         self._file.seek(0)
         try:
             tar = tarfile.TarFile(
@@ -232,7 +225,9 @@ class _Shard:
                     if member.offset_data + member.size > self._size:
                         self.fault = f"cut off at byte {self._size} within '{_shown(member.name)}', which needs {member.offset_data + member.size}"
                         return
-                    yield member
+                    yield Member(member.name, member.offset_data, member.size)
+                elif not member.isdir():  # its content is elsewhere, so this is no image's ending
+                    yield Member(f"{member.name} (a link)", 0, 0)
             end = tar.offset
         except (
             tarfile.TarError,
@@ -246,22 +241,20 @@ class _Shard:
         if len(block) < BLOCK or any(block):  # tarfile takes garbage and a missing end for the end
             self.fault = f"{'damaged' if any(block) else 'cut off'} at byte {end}: an empty block must end a tar file"
 
-    def text(self, members: dict[str, tarfile.TarInfo]) -> Any:
-        """The captions as given. Raises BadSample."""
-        ending = next(ending for ending in TEXT_ENDINGS if ending in members)
-        member = members[ending]
+    def text(self, member: Member, key: str | None) -> Any:
+        """The captions as given, in JSON under `key`. Raises BadSample."""
         if member.size > TEXT_LIMIT:
             raise BadSample(
                 "huge-caption",
                 f"{member.name} has {member.size:,} bytes; at most {TEXT_LIMIT:,} are read",
             )
         position = self._file.tell()
-        self._file.seek(member.offset_data)
+        self._file.seek(member.offset)
         content = self._file.read(member.size)
         self._file.seek(position)
         try:
             text = content.decode("utf-8-sig")
-            if ending == "txt":
+            if key is None:
                 return text.strip("\r\n")
             fields = json.loads(text)
         except UnicodeDecodeError as error:
@@ -274,7 +267,83 @@ class _Shard:
                 "invalid-row",
                 f"{member.name}: a {type(fields).__name__} is given, an object {{...}} is needed",
             )
-        return next((fields[key] for key in JSON_KEYS if key in fields), None)
+        return fields.get(key)
+
+
+def _samples_of(key: str, members: Members) -> Iterator[tuple[str, Members] | Unused]:
+    """The samples among members with one name up to its first dot, by endings behind that.
+
+    Where one of these is read (`a.jpg` beside `a.seg.png`), they are one sample, as webdataset
+    has it. Else the names have dots of their own (`photo_v1.20.jpg`, `photo_v1.21.jpg`), and those
+    that are equal up to the last dot are a sample; so is an image with its own .txt beside others.
+    """
+    if not any("." in ending for ending in members):
+        yield from [(key, members)] if members else []
+        return
+    apart: dict[str, Members] = {}
+    for member in members.values():
+        stem, ending = splitext(member.name)
+        apart.setdefault(stem, Members())[ending[1:].lower()] = member
+    read = {stem: own for stem, own in apart.items() if own.keys() & READ_ENDINGS}
+    if members.keys() & READ_ENDINGS:
+        paired = {
+            stem: own
+            for stem, own in read.items()
+            if stem != key and "txt" in own and own.keys() & {*IMAGE_ENDINGS}
+        }
+        yield key, {e: m for e, m in members.items() if splitext(m.name)[0] not in paired}
+        yield from paired.items()
+    elif read:
+        yield from read.items()
+        for stem, own in apart.items():
+            if stem not in read:
+                yield from (Unused(f"members .{end}", member.name) for end, member in own.items())
+    else:
+        yield key, members
+
+
+def _take_image(row: Row, members: Members, used: set[str]) -> None:
+    ending, image = _first("image", members, IMAGE_ENDINGS)
+    row.path, row.offset, row.size = image.name, image.offset, image.size
+    used.add(ending)
+
+
+def _take_audio(row: Row, members: Members, used: set[str]) -> None:
+    ending, sound = _first("sound", members, AUDIO_ENDINGS)
+    row.audio = AudioFile(sound.name, "", sound.offset, sound.size, row.mtime_ns)
+    used.add(ending)
+
+
+def _first(what: str, members: Members, endings: Sequence[str]) -> tuple[str, Member]:
+    found = next((ending for ending in members if ending in endings), None)
+    if found is None:
+        raise BadSample("orphan-member", f"no {what} among {', '.join(members)}")
+    member = members[found]
+    check_characters(member.name, "the name of the member")
+    if member.size > FILE_LIMIT:
+        raise BadSample(
+            "unreadable", f"the {what} has {member.size:,} bytes; at most {FILE_LIMIT:,} are read"
+        )
+    return found, member
+
+
+def _take_text(row: Row, shard: _Shard, members: Members, used: set[str]) -> None:
+    problems = []
+    for ending, key in TEXTS:
+        if ending in members:
+            used.add(ending)
+            try:
+                take_captions(row, shard.text(members[ending], key))
+                break
+            except BadSample as problem:
+                problems.append(problem)
+    else:
+        raise (
+            problems[0]
+            if problems
+            else BadSample("orphan-member", f"no text among {', '.join(members)}")
+        )
+    row.dropped += [problem for problem in problems if problem.reason not in ABSENCES]
 
 
 class _OpenShards:
@@ -290,13 +359,6 @@ class _OpenShards:
             self._files[path] = open(path, "rb", buffering=0)
         self._files.move_to_end(path)
         return os.pread(self._files[path].fileno(), size, offset)
-
-
-def _check_size(what: str, size: int) -> None:
-    if size > FILE_LIMIT:
-        raise BadSample(
-            "unreadable", f"the {what} has {size:,} bytes; at most {FILE_LIMIT:,} are read"
-        )
 
 
 def _shown(name: str) -> str:

@@ -21,7 +21,7 @@ import pyarrow as pa
 from filelock import FileLock
 from PIL import Image
 
-from data.formats.rows import DEFAULT_PAIRS, Format, Part, Row
+from data.formats.rows import DEFAULT_PAIRS, Format, Part, Row, Unused
 from data.index.bad_samples import ABSENCES, CODES, REASON_OF_CODE, BadSample
 from data.index.hearing import KnownSounds, hear, too_long, write_keys
 from data.index.mapped import (
@@ -29,6 +29,8 @@ from data.index.mapped import (
     HASH_BYTES,
     VERSION,
     Index,
+    UnusedCounts,
+    add_unused,
     checksum,
     fingerprint_of,
     index_folder,
@@ -50,6 +52,7 @@ DETAIL_LIMIT = 1000  # characters: several long paths, and what to do behind the
 DECODED_SIDE = 64  # pixels, for the perceptual hash
 HASH_SIDE = 8  # of the perceptual hash, bits; 8 * 8 = 64
 DUPLICATE = CODES["duplicate-id"]
+DIFFER = "; ids must differ"
 UNNAMED = (
     CODES["invalid-row"],
     CODES["invalid-utf8"],
@@ -133,6 +136,7 @@ class _Done:
     file: str
     stamp: str
     rows: int
+    unused: UnusedCounts
     start: int = -1
 
 
@@ -160,6 +164,9 @@ def _build(
         if not sum(part.rows for part in done):
             raise ValueError(f"{format.spec} holds no sample")
         files = list(dict.fromkeys(part.file for part in done))
+        unused = UnusedCounts()
+        for part in done:
+            add_unused(unused, part.unused)
         _write(build, done, old, format, files)
         publish(
             target,
@@ -170,6 +177,7 @@ def _build(
             files=files,
             parts=_starts(done),
             modalities=format.modalities,
+            unused=unused,
         )
     finally:
         shutil.rmtree(build, ignore_errors=True)
@@ -182,15 +190,15 @@ def publish(
     check: str,
     fingerprint: str,
     files: list[str],
-    parts: dict[str, tuple[int, int]],
+    parts: dict[str, tuple[int, int, UnusedCounts]],
     modalities: Sequence[str] = DEFAULT_PAIRS[0],
+    unused: UnusedCounts | None = None,
 ) -> None:
     """Move the Arrow file `written` into the folder of the index, and then name it: others find it
     whole, or the one before."""
     name = f"{uuid.uuid4().hex}.arrow"
     meta = {
         "version": VERSION,
-        "absolute_paths": True,  # by the rules of an earlier time they were all refused
         "spec": spec,
         "check": check,
         "file": name,
@@ -199,6 +207,7 @@ def publish(
         "fingerprint": fingerprint,
         "files": files,
         "parts": parts,
+        "unused": unused or {},
         **({} if tuple(modalities) == DEFAULT_PAIRS[0] else {"modalities": list(modalities)}),
     }
     unfinished = written.with_name("index.json")
@@ -210,12 +219,12 @@ def publish(
         file.unlink()
 
 
-def _starts(done: list[_Done]) -> dict[str, tuple[int, int]]:
-    """Stamp -> first row and number of rows, of the parts that have a stamp."""
+def _starts(done: list[_Done]) -> dict[str, tuple[int, int, UnusedCounts]]:
+    """Stamp -> first row, number of rows and what is unused, of the parts that have a stamp."""
     starts, start = {}, 0
     for part in done:
         if part.stamp:
-            starts[part.stamp] = (start, part.rows)
+            starts[part.stamp] = (start, part.rows, part.unused)
         start += part.rows
     return starts
 
@@ -235,11 +244,11 @@ def _listed(work: _Work, workers: int | None, progress: bool) -> Iterator[_Done]
         def take() -> _Done:
             part, number, future = pending.popleft()
             if future is None:
-                start, rows = known[part.stamp]
-                result = _Done(number, part.file, part.stamp, rows, start)
+                start, rows, unused = known[part.stamp]
+                result = _Done(number, part.file, part.stamp, rows, unused, start)
             else:
                 try:
-                    result = _Done(number, part.file, part.stamp, future.result())
+                    result = _Done(number, part.file, part.stamp, *future.result())
                 except BrokenProcessPool as error:
                     raise RuntimeError(
                         f"{format.spec}: a process that read images was killed, perhaps "
@@ -294,17 +303,21 @@ def _start_worker(work: _Work) -> None:
     _work = work
 
 
-def _index_part_in_worker(part: Part, number: int) -> int:
+def _index_part_in_worker(part: Part, number: int) -> tuple[int, UnusedCounts]:
     return _index_part(_work, part, number)
 
 
-def _index_part(work: _Work, part: Part, number: int) -> int:
-    """List one part, read its images, write its rows to `PART.arrow`; the number of rows."""
+def _index_part(work: _Work, part: Part, number: int) -> tuple[int, UnusedCounts]:
+    """List one part, read its images, write its rows to `PART.arrow`; the number of rows, and what
+    is unused."""
     known, count, schema = _KnownImages(work), 0, schema_of(work.format.modalities)
-    sounds = KnownSounds(work.build, work.old)
+    sounds, unused = KnownSounds(work.build, work.old), UnusedCounts()
     with pa.ipc.new_file(str(work.build / f"{number}.arrow"), schema) as writer:
         records: list[dict[str, Any]] = []
         for row in work.format.rows(part):
+            add_unused(unused, _unused_of(work.format, part, row))
+            if isinstance(row, Unused):
+                continue
             records.append(_record(work, part, row, known, sounds))
             count += 1
             if len(records) == ROWS_AT_ONCE:
@@ -312,7 +325,7 @@ def _index_part(work: _Work, part: Part, number: int) -> int:
                 records = []
         if records:
             writer.write_batch(_as_batch(records, schema))
-    return count
+    return count, unused
 
 
 def _as_batch(records: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
@@ -346,7 +359,7 @@ def _record(
         if wrong is not None:
             lacks["audio"] = wrong
     if problem is None and "image" in work.format.modalities and "image" not in lacks:
-        key = _image_key(work.format, part, row)
+        key = _image_key(part, row)
         seen, image_problem = known.find(key, row) or _see(work, part, row)
         if image_problem is not None:
             lacks["image"] = image_problem
@@ -363,7 +376,7 @@ def _record(
     return {
         "id": _clean(row.id),
         "path": _clean(row.path),
-        "detail": _clean(problem.detail)[:DETAIL_LIMIT] if problem else _noted(lacks),
+        "detail": _clean(problem.detail)[:DETAIL_LIMIT] if problem else _noted(row, lacks),
         "captions": row.captions,
         "part": 0,  # known when all parts are
         "row": row.number,
@@ -381,15 +394,27 @@ def _record(
     }
 
 
-def _noted(lacks: Mapping[str, BadSample]) -> str:
-    """What is broken of a sample that is used without it, as `Index.broken` reads it: a line per
-    modality."""
+def _noted(row: Row, lacks: Mapping[str, BadSample]) -> str:
+    """What is broken of a sample that is used without it, as `Index.broken` reads it: a line for
+    each modality, and one for captions beside good ones."""
+    noted = [(name, each) for name, each in lacks.items() if each.reason not in ABSENCES]
+    broken = [each for each in row.dropped if each.reason not in ABSENCES]
+    if broken:
+        of = f"{len(broken)} of {len(row.captions) + len(row.dropped)} captions"
+        noted.append(("text", BadSample(broken[0].reason, f"{of}: {broken[0].detail}")))
     lines = []
-    for modality, problem in lacks.items():
-        if problem.reason not in ABSENCES:
-            detail = " ".join(_clean(problem.detail).split())
-            lines.append(f"{modality}: {problem.reason}: {detail}"[:DETAIL_LIMIT])
+    for modality, problem in noted:
+        detail = " ".join(_clean(problem.detail).split())
+        lines.append(f"{modality}: {problem.reason}: {detail}"[:DETAIL_LIMIT])
     return "\n".join(lines)
+
+
+def _unused_of(format: Format, part: Part, found: Row | Unused) -> UnusedCounts:
+    if isinstance(found, Unused):
+        return {found.what: (1, _clean(format.where(part.file, found.path, 0)))}
+    empty = sum(each.reason in ABSENCES for each in found.dropped)
+    where = _clean(format.where(part.file, found.path, found.number)) if empty else ""
+    return {"captions without text": (empty, where)} if empty else {}
 
 
 def _see(work: _Work, part: Part, row: Row) -> tuple[dict[str, Any], BadSample | None]:
@@ -478,8 +503,8 @@ class _KnownImages:
         return seen, problem
 
 
-def _image_key(format: Format, part: Part, row: Row) -> int:
-    container = row.root if format.images_are_files else part.file
+def _image_key(part: Part, row: Row) -> int:
+    container = row.root or part.file
     return _hash64(f"{container}\0{row.path}\0{row.offset}\0{row.size}\0{row.mtime_ns}") or 1
 
 
@@ -539,7 +564,10 @@ def _without_duplicates(batch: pa.RecordBatch) -> pa.RecordBatch:
         batch,
         "detail",
         pa.array(
-            ["" if code == DUPLICATE else text for code, text in zip(bad, details)],
+            [
+                text.partition(DIFFER)[2].lstrip() if code == DUPLICATE else text
+                for code, text in zip(bad, details)
+            ],
             pa.large_string(),
         ),
     )
@@ -558,12 +586,10 @@ def _joined(
     bad, details = batch.column("bad").to_numpy().copy(), batch.column("detail").to_pylist()
     for row, where in zip(rows[low:high] - start, wheres[low:high]):
         if bad[row] == 0:
-            bad[row], details[row] = (
-                DUPLICATE,
-                f"id '{batch.column('id')[row]}' is already that of {where}; ids must differ"[
-                    :DETAIL_LIMIT
-                ],
-            )
+            # What was noted of the sample stays behind it: the other one may go.
+            said = f"id '{batch.column('id')[row]}' is already that of {where}"[:DETAIL_LIMIT]
+            details[row] = f"{said}{DIFFER}\n{details[row]}".rstrip()
+            bad[row] = DUPLICATE
     return _with(_with(batch, "bad", pa.array(bad)), "detail", pa.array(details, pa.large_string()))
 
 

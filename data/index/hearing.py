@@ -48,7 +48,7 @@ def hear(
     }
     if known is None:
         return heard, None
-    place = _place(format, part, file)
+    place = _place(part, file)
     if (found := known.find(place, file)) is not None:
         return heard | found, None
     try:
@@ -89,8 +89,8 @@ def _hash64(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") or 1
 
 
-def _place(format: Format, part: Part, file: AudioFile) -> int:
-    container = file.root if format.audio_is_files else part.file
+def _place(part: Part, file: AudioFile) -> int:
+    container = file.root or part.file
     words = f"{container}\0{file.path}\0{file.offset}\0{file.size}\0{file.mtime_ns}"
     return _hash64(words.encode(errors="backslashreplace"))
 

@@ -18,7 +18,7 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from data.formats.rows import DEFAULT_PAIRS, Format, Roots
 from data.formats.specs import cache_folder
 from data.index.bad_samples import CODES
 
-VERSION = 1
+VERSION = 2  # raised when an index of before would say other things of the same data
 # images that are files: up to so many, each one's size and time are compared whenever the index
 # is opened
 RECHECKED_FILES = 100_000
@@ -39,6 +39,7 @@ READS_KEPT = (
     32  # after so many reads of single rows, this process lets go of the pages that it has mapped
 )
 HASH_BYTES = 16
+ROWS_AT_ONCE = 1 << 20  # of a column that is looked through
 
 NUMBERS = {
     "part": np.int32,  # which of the files in index.json the row stands in
@@ -91,6 +92,18 @@ def schema_of(modalities: Sequence[str]) -> pa.Schema:
         return SCHEMA
     more = AUDIO_COLUMNS if "audio" in modalities else {}
     return pa.schema([*SCHEMA, *more.items(), pa.field(ABSENT, pa.int64())])
+
+
+UnusedCounts = dict[str, tuple[int, str]]
+"""What is no part of a sample -> how many there are, and where the first is."""
+UNUSED_KINDS = 50  # told apart; names may be all different
+
+
+def add_unused(total: UnusedCounts, more: Mapping[str, tuple[int, str]]) -> None:
+    for what, (number, where) in more.items():
+        known = what if what in total or len(total) < UNUSED_KINDS else "others"
+        before, first = total.get(known, (0, where))
+        total[known] = (before + number, first)
 
 
 class IndexDamaged(ValueError):
@@ -178,13 +191,18 @@ class Index:
     def broken(self) -> Iterator[tuple[int, str, str, str]]:
         """(i, modality, reason, detail) of what cannot be used of usable samples, which are used
         without it."""
-        if ABSENT not in self._columns:
-            return
-        lengths = pc.binary_length(self._batch.column("detail")).to_numpy(zero_copy_only=False)
-        for i in np.flatnonzero((lengths > 0) & (self._columns["bad"] == 0)).tolist():
-            for line in self.text("detail", i).split("\n"):
-                modality, reason, detail = line.split(": ", 2)
-                yield i, modality, reason, detail
+        for i in self.filled("detail"):
+            if self._columns["bad"][i] == 0:
+                for line in self.text("detail", i).split("\n"):
+                    modality, reason, detail = line.split(": ", 2)
+                    yield i, modality, reason, detail
+
+    def filled(self, name: str) -> Iterator[int]:
+        """The rows where one of `TEXTS` is not empty."""
+        column = self._batch.column(name)
+        for start in range(0, len(self), ROWS_AT_ONCE):
+            lengths = pc.binary_length(column.slice(start, ROWS_AT_ONCE))
+            yield from (start + np.flatnonzero(lengths.to_numpy(zero_copy_only=False))).tolist()
 
     def content_keys(self) -> np.ndarray:
         """[N] uint64: the first half of each content hash, not copied."""
@@ -267,11 +285,7 @@ def open_index(format: Format, folder: Path, recheck: bool = True) -> Index | No
     100,000 of them.
     """
     index = kept_index(folder)
-    if (
-        index is None
-        or index.meta["fingerprint"] != fingerprint_of(format)
-        or _refused_by_an_earlier_rule(index)
-    ):
+    if index is None or index.meta["fingerprint"] != fingerprint_of(format):
         return None
     if (
         recheck
@@ -306,29 +320,15 @@ def fingerprint_of(format: Format) -> str:
     ).hexdigest()
 
 
-def _refused_by_an_earlier_rule(index: Index) -> bool:
-    """Does the index have rows that were refused only because their path is absolute, as all once
-    were?"""
-    if index.meta.get("absolute_paths"):
-        return False
-    return any(
-        index.text("path", int(i)).startswith("/")
-        for i in np.flatnonzero(index.column("bad") == CODES["outside-root"])
-    )
-
-
 def _images_changed(format: Format, index: Index) -> bool:
     sizes, times, bad = (index.column(name) for name in ("size", "mtime_ns", "bad"))
     missing, outside = CODES["missing-file"], CODES["outside-root"]
     passed_over = _missing(index, "image")  # their samples are used without them
-    for i in range(len(index)):
+    for i in index.filled("path"):
         lost = bad[i] == missing or i in passed_over
         if bad[i] == outside or (sizes[i] < 0 and not lost):
-            continue  # nothing that may be read, or the row names no file
-        path = index.text("path", i)
-        if not path and "audio" in index.modalities:
-            continue  # the sound is missing, not the image
-        found = _status(format.roots, path)
+            continue  # nothing that may be read
+        found = _status(format.roots, index.text("path", i))
         if (found is None) != lost or (
             found and (found.st_size != sizes[i] or found.st_mtime_ns != times[i])
         ):
@@ -338,8 +338,10 @@ def _images_changed(format: Format, index: Index) -> bool:
 
 def _sounds_changed(format: Format, index: Index) -> bool:
     sizes, times = index.column("audio_size"), index.column("audio_mtime_ns")
-    for i in np.flatnonzero(sizes >= 0):
-        found = _status(format.roots, index.text("audio_path", int(i)))
+    for i in index.filled("audio_path"):
+        if sizes[i] < 0:
+            continue
+        found = _status(format.roots, index.text("audio_path", i))
         if not found or found.st_size != sizes[i] or found.st_mtime_ns != times[i]:
             return True
     # one that was not there may have come since

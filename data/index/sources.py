@@ -22,7 +22,7 @@ from data.formats.webdataset import WebdatasetFormat
 from data.index.bad_samples import REASON_OF_CODE, Absent, BadSample
 from data.index.building import content_hash, load_index
 from data.index.hearing import hash_of
-from data.index.mapped import Index
+from data.index.mapped import Index, UnusedCounts
 
 MAX_SHOWN = 5
 
@@ -89,7 +89,10 @@ class Source(Protocol):
 
     def broken_values(self) -> Iterator[tuple[str, str, str, str]]:
         """The same of each value that cannot be used of a usable sample, which is used without
-        it."""
+        it, and of captions that are dropped beside good ones."""
+
+    def unused(self) -> UnusedCounts:
+        """What is no part of a sample -> how many there are, and where the first is."""
 
 
 @runtime_checkable
@@ -222,8 +225,14 @@ class IndexedSource:
 
     def broken_values(self) -> Iterator[tuple[str, str, str, str]]:
         for i, modality, reason, detail in self.index.broken():
-            without = f"{detail}; the sample is used without its {modality}"
+            what = f"its {modality}" if self.index.lacks(modality, i) else "them"
+            without = f"{detail}; the sample is used without {what}"
             yield self.identity(i), self.where(i, modality), reason, without
+
+    def unused(self) -> UnusedCounts:
+        return {
+            what: (number, where) for what, (number, where) in self.index.meta["unused"].items()
+        }
 
 
 @runtime_checkable

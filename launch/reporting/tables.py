@@ -200,6 +200,10 @@ def bad(runs: Runs) -> list[Any]:
         left_out = known.get("bad_samples") or {}
         leaks = known.get("dropped_leaks") or {}
         counts = [["while the index was made", k, words(v)] for k, v in left_out.items()]
+        counts += [
+            ["no part of a sample", what, f"{number:,}, for example {where}"]
+            for what, (number, where) in (known.get("unused") or {}).items()
+        ]
         counts += [["held out and trained on", k, words(v)] for k, v in leaks.items()]
         counts += [["while training", k, f"{v:,}"] for k, v in run.bad_reasons.items()]
         if not counts and not run.bad_steps:

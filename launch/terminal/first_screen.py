@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from data.index.sources import Source
 from data.prepare import PreparedData, count_bad, count_unusable
 from engine.config.communication import DEVICE, HOST
 from engine.planning.costs import precision_of
@@ -34,6 +35,7 @@ DUPLICATES = {
 }
 LABEL = 10  # columns of a label with its colon
 LIVE_PORT = 8000  # in the command that is proposed
+REASONS_SHOWN = 5
 OTHER_PLANS = 3  # that are compared with the chosen one; `launch.tools.plan` lists all
 
 
@@ -142,14 +144,13 @@ def duration(seconds: float) -> str:
 
 def _data(data: PreparedData) -> str:
     held_out = ", ".join(f"{name} {len(h.subset):,}" for name, h in data.held_out.items())
-    bad = sum(count_unusable(data.source).values())
-    broken = sum(count_bad(data.source).values()) - bad
-    said = f"{data.source.spec}: {len(data.train):,} samples to train on; held out: {held_out or 'none'}"
+    others = {h.source.spec: _left_out(h.source) for h in data.held_out.values()}
+    others.pop(data.source.spec, None)
     return "".join(
         [
-            said,
-            f"; {bad:,} cannot be used" if bad else "",
-            f"; {broken:,} are used without a modality that is broken" if broken else "",
+            f"{data.source.spec}: {len(data.train):,} samples to train on; "
+            f"held out: {held_out or 'none'}{_left_out(data.source)}",
+            *(f"; of {spec}{left_out}" for spec, left_out in others.items() if left_out),
         ]
     )
 
@@ -166,6 +167,30 @@ def _repeated(data: PreparedData, duplicates: str) -> list[str]:
                 f"the same are {DUPLICATES[duplicates]} (--duplicates {duplicates})"
             )
     return lines
+
+
+def _left_out(source: Source) -> str:
+    """What lies in a data set and is not used."""
+    reasons, unused = count_bad(source), source.unused()
+    bad = sum(count_unusable(source).values())
+    in_part = sum(reasons.values()) - bad
+    return "".join(
+        [
+            f"; {bad:,} cannot be used" if bad else "",
+            f"; {in_part:,} are used in part" if in_part else "",
+            _counted(reasons),
+            "; no part of a sample" if unused else "",
+            _counted({what: number for what, (number, _) in unused.items()}),
+        ]
+    )
+
+
+def _counted(numbers: Mapping[str, int]) -> str:
+    """In brackets, the largest first."""
+    by_number = sorted(numbers.items(), key=lambda item: -item[1])
+    listed = [f"{what} {number:,}" for what, number in by_number[:REASONS_SHOWN]]
+    more = len(by_number) - len(listed)
+    return f" ({', '.join(listed)}{f' and {more} more' if more else ''})" if listed else ""
 
 
 def _towers(options: Options, towers: Sequence[Tower], plan: RunPlan) -> str:

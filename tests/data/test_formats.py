@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import uuid
 from pathlib import Path
 
 import fsspec
@@ -61,19 +62,40 @@ def test_csv_with_other_columns_and_separator(tmp_path):
         open_source(f"csv:{file}?separator=ab")
 
 
-def test_a_quote_that_is_never_closed_costs_no_other_row(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.formats.table.FIELD_LIMIT", 1000)
+@pytest.mark.parametrize("limit", [1000, 1 << 20])
+@pytest.mark.parametrize("end", ["a.png,fine", 'a.png,"a quoted, fine one"'])
+def test_a_quote_that_is_never_closed_costs_no_other_row(tmp_path, monkeypatch, limit, end):
+    """Whether the reader gives up, comes to another quote, or to the end of the file."""
+    monkeypatch.setattr("data.formats.table.FIELD_LIMIT", limit)
     (tmp_path / "a.png").write_bytes(encoded_image())
-    rows = ["a.png,fine"] * 3 + ['a.png,"open'] + ["a.png,fine"] * 300
+    rows = ["a.png,fine"] * 3 + ['a.png,"open'] + ["a.png,fine"] * 300 + [end]
     (tmp_path / "set.csv").write_text("filepath,title\n" + "\n".join(rows) + "\n")
     source = open_source(f"csv:{tmp_path}/set.csv")
     ((_, where, reason, detail),) = source.bad_samples()
-    assert (
-        where == f"{tmp_path}/set.csv:5"
-        and reason == "huge-caption"
-        and "is a quote not closed?" in detail
-    )
-    assert len(source.usable()) > 200 and source.column("row")[source.usable()[-1]] == 305
+    assert where == f"{tmp_path}/set.csv:5" and "a quote" in detail and "not closed" in detail
+    assert reason == ("huge-caption" if limit == 1000 else "invalid-row")
+    assert source.column("row").tolist() == list(range(2, 307)) and len(source.usable()) == 304
+    assert source.captions(304) == [end.partition(",")[2].strip('"')]
+
+
+def test_a_text_of_several_lines_is_one_row(tmp_path):
+    """Also if some of its lines would be rows, but for their image."""
+    (tmp_path / "a.png").write_bytes(encoded_image())
+    text = "first, one\nb.png,second\nsaid x, last"
+    (tmp_path / "set.csv").write_text(f'title,filepath\n"{text}",a.png\n')
+    source = open_source(f"csv:{tmp_path}/set.csv")
+    assert len(source) == 1 and source.captions(0)[0].splitlines()[1:2] == ["b.png,second"]
+
+
+def test_a_row_with_more_fields_than_the_first_line_has_is_bad(tmp_path):
+    """A text with a separator that is not in quotes would lose its end. Empty ones are no text."""
+    (tmp_path / "a.png").write_bytes(encoded_image())
+    rows = ["a.png,a red, round apple", "a.png,fine,,", "a.png,fine"]
+    (tmp_path / "set.csv").write_text("filepath,title\n" + "\n".join(rows) + "\n")
+    source = open_source(f"csv:{tmp_path}/set.csv")
+    ((_, _, reason, detail),) = source.bad_samples()
+    assert reason == "invalid-row" and "3 columns, but the first line names 2" in detail
+    assert source.usable().tolist() == [1, 2]
 
 
 def test_a_file_whose_name_looks_like_options(tmp_path):
@@ -97,6 +119,18 @@ def test_coco_keeps_all_captions_of_an_image(tmp_path):
     source = open_source(f"coco:{tmp_path / 'val'}:{tmp_path / 'captions.json'}")
     assert identities(source) == ["42"] and source.captions(0) == [f"caption {n}" for n in range(5)]
     assert source.image_bytes(0) == (tmp_path / "val" / "1.jpg").read_bytes()
+
+
+def test_coco_a_caption_that_is_null_costs_no_other(tmp_path):
+    (tmp_path / "1.jpg").write_bytes(encoded_image(kind="JPEG"))
+    captions = ["good", None]
+    content = {
+        "images": [{"id": 1, "file_name": "1.jpg"}],
+        "annotations": [{"image_id": 1, "caption": caption} for caption in captions],
+    }
+    (tmp_path / "captions.json").write_text(json.dumps(content))
+    source = open_source(f"coco:{tmp_path}:{tmp_path / 'captions.json'}")
+    assert source.captions(0) == ["good"] and source.unused()["captions without text"][0] == 1
 
 
 @pytest.mark.parametrize(
@@ -151,6 +185,39 @@ def test_imagefolder_with_names_and_templates(classes, tmp_path, kind):
     )
 
 
+def test_imagefolder_counts_what_it_does_not_use(classes):
+    """What would have been a sample is bad, with a reason; other files are counted by ending, and
+    what systems leave is passed over."""
+    jpg = encoded_image(kind="JPEG")
+    for name in ("n01/deep/2.pgm", "n01/3.heic", "top.jpg", "n03/x.dat", ".git/1.jpg"):
+        (classes / name).parent.mkdir(exist_ok=True)
+        (classes / name).write_bytes(jpg)
+    (classes / "n04").mkdir()
+    for name in ("n01/1.xml", "n02_big_cat/1.xml", "n01/list", "labels.csv", "classnames.txt"):
+        (classes / name).write_text("n01 a\nn02_big_cat b\nn03 c\nn04 d\n")
+    for name in ("n01/.DS_Store", "n01/._1.JPEG", "__MACOSX/n01/._1.JPEG", "README.md"):
+        (classes / name).parent.mkdir(parents=True, exist_ok=True)
+        (classes / name).write_bytes(b"Mac OS X")
+    source = open_source(f"imagefolder:{classes}")
+    assert [row[0] for row in map(list, source.bad_samples())] == [
+        *("top.jpg", "n01/3.heic", "n03", "n04")
+    ]
+    assert [row[2] for row in source.bad_samples()] == [
+        *("orphan-member", "not-an-image", "orphan-member", "orphan-member")
+    ]
+    assert [source.identity(int(i)) for i in source.usable()] == [
+        *("n01/1.JPEG", "n01/deep/2.pgm", "n02_big_cat/1.JPEG")
+    ]
+    root = classes.resolve()
+    assert source.unused() == {
+        "files .csv": (1, f"{root}/labels.csv"),
+        "files .dat": (1, f"{root}/n03/x.dat"),
+        "files .xml": (2, f"{root}/n01/1.xml"),
+        "files without an ending": (1, f"{root}/n01/list"),
+        "hidden files": (1, f"{root}/.git"),
+    }
+
+
 def test_imagefolder_refusals(classes, tmp_path):
     names, templates = tmp_path / "names.txt", tmp_path / "templates.txt"
     names.write_text("n01 tench\nn02_bigcat tiger\n")
@@ -189,6 +256,131 @@ def test_parquet_reads_any_row_in_any_order(tmp_path):
     )
     for i in np.random.default_rng(0).permutation(23).tolist():
         assert source.image_bytes(i) == images[i]
+
+
+STRING_LISTS = {
+    "list": pa.list_(pa.string()),
+    "large_list": pa.large_list(pa.large_string()),  # polars
+    "fixed_size_list": pa.list_(pa.string(), 2),  # polars' Array
+}
+TEXTS = {
+    "string_view": pa.string_view(),
+    "large_string": pa.large_string(),  # pandas, polars
+    "dictionary": pa.dictionary(pa.int8(), pa.string()),  # pandas' category, polars' Categorical
+    "binary": pa.binary(),  # DuckDB's BLOB, and what does not say that it is text
+}
+
+
+@pytest.mark.parametrize("kind", [*TEXTS, *STRING_LISTS])
+def test_parquet_texts_of_any_type(tmp_path, kind):
+    """As public tools write them, and each one's null. In a list it takes no good caption along,
+    and neither does one that is no UTF-8."""
+    if kind in TEXTS:
+        texts = pa.array(["a", "ü", None], pa.string()).cast(TEXTS[kind])
+    else:
+        good = pa.array([["a", "b"], ["ü", None], None], STRING_LISTS[kind])
+        texts = good
+    images = pa.array([encoded_image(n) for n in range(3)], pa.large_binary())
+    pq.write_table(pa.table({"image": images, "text": texts}), tmp_path / "a.parquet")
+    source = open_source(f"parquet:{tmp_path}/a.parquet")
+    first = ["a"] if kind in TEXTS else ["a", "b"]
+    assert [source.captions(i) for i in (0, 1)] == [first, ["ü"]]
+    assert [reason for _, _, reason, _ in source.bad_samples()] == ["no-caption"]
+    where = f"{tmp_path}/a.parquet#row 1"
+    assert source.unused() == ({} if kind in TEXTS else {"captions without text": (1, where)})
+
+
+def test_parquet_one_text_that_is_no_utf8_costs_no_other(tmp_path):
+    texts = pa.array([[b"good", b"caf\xe9"]], pa.list_(pa.binary()))
+    texts = pa.ListArray.from_arrays(texts.offsets, texts.values.view(pa.string()))
+    table = pa.table({"image": [encoded_image()], "text": texts})
+    pq.write_table(table, tmp_path / "a.parquet")
+    source = open_source(f"parquet:{tmp_path}/a.parquet")
+    assert source.captions(0) == ["good"]
+    assert [reason for *_, reason, _ in source.broken_values()] == ["invalid-utf8"]
+
+
+@pytest.mark.parametrize("order", [("bytes", "path"), ("path", "bytes")])
+@pytest.mark.parametrize("of_polars", [False, True])
+def test_parquet_reads_bytes_or_else_the_path(tmp_path, order, of_polars):
+    """As Hugging Face writes images (datasets#4187), and DuckDB and polars structures."""
+    string, binary = (
+        (pa.large_string(), pa.large_binary()) if of_polars else (pa.string(), pa.binary())
+    )
+    folder, away = tmp_path.resolve() / "set", tmp_path.resolve() / "away"
+    for place, number in ((folder / "img", 0), (away, 1)):
+        place.mkdir(parents=True)
+        (place / f"{number}.png").write_bytes(encoded_image(number))
+    rows = [
+        {"bytes": None, "path": f"{folder}/img/0.png"},  # by an absolute path
+        {"bytes": None, "path": "img/0.png"},
+        {"bytes": encoded_image(2), "path": "2.png"},  # which need not exist
+        {"bytes": encoded_image(3), "path": None},
+        {"bytes": None, "path": f"{away}/1.png"},
+        {"bytes": None, "path": "img/none.png"},
+        {"bytes": None, "path": None},
+        None,
+    ]
+    kind = pa.struct([(name, {"bytes": binary, "path": string}[name]) for name in order])
+    table = pa.table({"image": pa.array(rows, kind), "text": [f"row {n}" for n in range(8)]})
+    pq.write_table(table, folder / "a.parquet", row_group_size=3)
+    spec = f"parquet:{folder}/a.parquet"
+    source = open_source(spec)
+    images = [encoded_image(n) for n in (0, 0, 2, 3)]
+    assert [source.image_bytes(int(i)) for i in source.usable()] == images
+    reasons = ["outside-root", "missing-file", "missing-file", "missing-file"]
+    assert [reason for _, _, reason, _ in source.bad_samples()] == reasons
+    rooted = open_source(f"{spec}?root={away}")
+    assert rooted.image_bytes(4) == encoded_image(1) and len(rooted.usable()) == 5
+    # as long as nothing changes, the index stays; a file that changes is read again
+    assert open_source(spec).index.file == source.index.file
+    (folder / "img" / "0.png").write_bytes(encoded_image(9))
+    assert open_source(spec).image_bytes(1) == encoded_image(9)
+
+
+@pytest.mark.parametrize("kind", ["string_view", "large_string", "dictionary"])
+def test_parquet_paths_of_any_type(tmp_path, kind):
+    (tmp_path / "0.png").write_bytes(encoded_image())
+    paths = pa.array(["0.png", None], pa.string()).cast(TEXTS[kind])
+    table = pa.table({"image_path": paths, "text": ["a", "b"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    source = open_source(f"parquet:{tmp_path}/a.parquet")
+    assert source.image_bytes(0) == encoded_image()
+    assert [reason for _, _, reason, _ in source.bad_samples()] == ["missing-file"]
+
+
+def test_parquet_without_a_folder_to_look_in_reads_bytes(tmp_path):
+    """Files in several folders: nothing says which one a path would count from."""
+    for n, image in enumerate(({"bytes": encoded_image(), "path": "0.png"}, {"path": "0.png"})):
+        (tmp_path / f"{n}").mkdir()
+        (tmp_path / f"{n}" / "0.png").write_bytes(encoded_image(n))
+        kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        table = pa.table({"image": pa.array([image], kind), "text": ["a"]})
+        pq.write_table(table, tmp_path / f"{n}" / "a.parquet")
+    spec = f"parquet:{tmp_path}/*/a.parquet"
+    assert [reason for _, _, reason, _ in open_source(spec).bad_samples()] == ["missing-file"]
+    assert open_source(f"{spec}?root={tmp_path}/1").image_bytes(1) == encoded_image(1)
+
+
+def test_parquet_ids_of_duckdb_and_pandas(tmp_path):
+    """A number beside a null is a float in pandas; DuckDB has a type for UUIDs."""
+    uuids = [b"0" * 16, b"1" * 16]
+    columns = {
+        "float": pa.array([7.0, None]),
+        "uuid": pa.array(uuids, pa.uuid()),
+        "category": pa.array(["x", "y"]).dictionary_encode(),
+    }
+    images = [encoded_image(n) for n in range(2)]
+    found = {}
+    for kind, ids in columns.items():
+        table = pa.table({"image": images, "text": ["a", "b"], "id": ids})
+        pq.write_table(table, tmp_path / f"{kind}.parquet")
+        found[kind] = identities(open_source(f"parquet:{tmp_path}/{kind}.parquet"))
+    assert found == {
+        "float": ["7", "float.parquet/1"],
+        "uuid": [str(uuid.UUID(bytes=each)) for each in uuids],
+        "category": ["x", "y"],
+    }
 
 
 def test_parquet_large_row_groups_are_not_kept(tmp_path, monkeypatch):
@@ -274,6 +466,84 @@ def test_webdataset_key_ends_at_the_first_dot(tmp_path):
     assert source.image_bytes(0) == encoded_image() and [
         row[0] for row in source.bad_samples()
     ] == ["a.tar/b"]
+
+
+@pytest.mark.parametrize(
+    ("names", "keys", "bad", "unused"),
+    [
+        # webdataset/webdataset#237: a name with dots of its own
+        ("./1 Track 2.0 (Clean).png, ./1 Track 2.0 (Clean).txt", "./1 Track 2.0 (Clean)", "", ""),
+        ("v1.20.png, v1.20.txt, v1.21.png, v1.21.json", "v1.20, v1.21", "", ""),
+        ("v1.1.png, v1.2.png, v1.2.txt, v1.1.txt", "v1.1, v1.2", "", ""),  # sorted by ending
+        ("x.y/22.0/3.PNG, x.y/22.0/3.TXT", "x.y/22.0/3", "", ""),  # huggingface/datasets#7150
+        ("What now...png, What now...txt, ...So.png, ...So.txt", "What now.., ...So", "", ""),
+        # what webdataset reads as one sample stays one
+        ("a.png, a.seg.png, a.cls, a.txt", "a", "", "members .seg.png, members .cls"),
+        ("a.seg.png, a.png, a.json, a.seg.json", "a", "", "members .seg.png, members .seg.json"),
+        ("a.png, a.txt, a.json, a.blip.txt", "a", "", "members .json, members .blip.txt"),
+        # beside a plain sample, an image with its own text is one too
+        ("p.1.png, p.1.txt, p.png, p.txt", "p, p.1", "", ""),
+        # nothing is lost in silence
+        ("a.png, a.txt, b.cls, b.npy", "a", "b", ""),
+        ("a.png, a.txt, v1.20.heic, v1.20.txt, v1.21.png, v1.21.txt", "a, v1.21", "v1.20", ""),
+        ("a.png, a.txt, v1.20.png, v1.20.txt, v1.cls", "a, v1.20", "", "members .cls"),
+        ("a.png, a.txt, b.seg.png, b.txt", "a", "b", ""),
+        ("a.png, a.txt, a.png, a.txt", "a", "a", ""),  # the same again
+        ("a.png, a.txt, 000001, b/.hidden.png", "a", "000001", "hidden members"),
+        # what is no data
+        ("a.png, __MACOSX/a.png, ._a.png, a.txt, x/.DS_Store, README.md", "a", "", ""),
+    ],
+)
+def test_webdataset_uses_or_counts_every_member(tmp_path, names, keys, bad, unused):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in names.split(", "):
+            stem, _, ending = name.rpartition(".")
+            content = {"txt": f"words of {stem}", "json": json.dumps({"text": f"words of {stem}"})}
+            text = content.get(ending.lower())
+            add(tar, name, text.encode() if text else encoded_image(len(stem)))
+    source = open_source(f"webdataset:{tmp_path}/a.tar")
+    good = {source.identity(int(i)).partition("/")[2]: int(i) for i in source.usable()}
+    assert ", ".join(good) == keys
+    for key, i in good.items():
+        assert source.captions(i) == [f"words of {key}"]
+        assert source.image_bytes(i) == encoded_image(len(key))
+    reasons = {"a": "duplicate-id"}
+    assert [(identity, reason) for identity, _, reason, _ in source.bad_samples()] == [
+        (f"a.tar/{key}", reasons.get(key, "orphan-member")) for key in bad.split()
+    ]
+    assert ", ".join(source.unused()) == unused
+
+
+def test_webdataset_links_are_counted(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        add(tar, "a.png", encoded_image())
+        add(tar, "a.txt", b"words")
+        for name in ("b.png", "b.txt"):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.LNKTYPE, f"a{name[1:]}"
+            tar.addfile(link)
+    ((identity, _, reason, detail),) = open_source(f"webdataset:{tmp_path}/a.tar").bad_samples()
+    assert (identity, reason) == ("a.tar/b", "orphan-member") and "png (a link)" in detail
+
+
+@pytest.mark.parametrize(
+    ("members", "captions", "broken"),
+    [
+        ({"json": b'{"caption": null, "text": "good"}'}, ["good"], ""),
+        ({"json": b'{"caption": " ", "text": ["", "good"]}'}, ["good"], ""),
+        ({"txt": b"\n", "json": b'{"caption": null, "text": "good"}'}, ["good"], ""),
+        ({"txt": b"caf\xe9", "json": b'{"caption": "good"}'}, ["good"], "invalid-utf8"),
+        ({"txt": b"good", "json": b"{"}, ["good"], ""),
+    ],
+)
+def test_webdataset_takes_the_first_good_text(tmp_path, members, captions, broken):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        add(tar, "a.png", encoded_image())
+        for ending, content in members.items():
+            add(tar, f"a.{ending}", content)
+    source = open_source(f"webdataset:{tmp_path}/a.tar")
+    assert source.captions(0) == captions
+    assert [reason for *_, reason, _ in source.broken_values()] == [*filter(None, [broken])]
 
 
 def test_webdataset_shards_of_one_name_are_distinguished_by_their_folders(tmp_path):

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from data.batching.mixture import open_sources
 from data.index.bad_samples import CODES
 from data.index.building import load_index, perceptual_hash
 from data.index.mapped import index_folder
 from data.index.sources import open_format, open_source
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bad_sets import BAD_IMAGES, encoded_image  # noqa: E402
+from bad_sets import BAD_IMAGES, add, encoded_image  # noqa: E402
 from large_index import CAPTIONS, write_large_index  # noqa: E402
 from test_formats import write_shard  # noqa: E402
 
@@ -128,6 +130,29 @@ def test_only_shards_that_changed_are_read_again(tmp_path):
     )
 
 
+def test_what_is_unused_is_counted_also_in_shards_that_are_not_read_again(tmp_path, monkeypatch):
+    for n in range(3):
+        with tarfile.open(tmp_path / f"{n}.tar", "w") as tar:
+            for name in ("a.png", "a.txt", "a.cls", f"a.{n}.npy"):
+                add(tar, name, encoded_image(n) if name == "a.png" else b"words")
+    spec = f"webdataset:{tmp_path}/*.tar"
+    first = (1, f"{tmp_path}/0.tar#a.0.npy")
+    assert open_source(spec).unused() == {
+        "members .cls": (3, f"{tmp_path}/0.tar#a.cls"),
+        "members .0.npy": first,
+        "members .1.npy": (1, f"{tmp_path}/1.tar#a.1.npy"),
+        "members .2.npy": (1, f"{tmp_path}/2.tar#a.2.npy"),
+    }
+    monkeypatch.setattr("data.index.mapped.UNUSED_KINDS", 2)
+    write_shard(tmp_path / "3.tar", ["a"])
+    source = open_source(spec)
+    where = f"{tmp_path}/0.tar#a.cls"
+    assert source.unused()["members .cls"] == (3, where) and source.unused()["others"][0] == 2
+    assert opened(spec, tmp_path)[1] == []
+    mixture = open_sources([spec, f"webdataset:{tmp_path}/1.tar"])
+    assert mixture.unused()["members .cls"] == (4, where)
+
+
 def _of(shard: str, keys: str) -> list[str]:
     return [f"{shard}.tar/{key}" for key in keys]
 
@@ -146,24 +171,29 @@ def test_a_sample_whose_twin_went_is_usable_again(tmp_path):
 
 
 def test_a_row_whose_twin_went_with_its_file_is_usable_again(tmp_path):
+    """And what was noted of it is not forgotten."""
     for n in range(3):
         table = {
             "id": [f"of {n}", "common"],
             "image": [encoded_image(n), encoded_image(n + 3)],
-            "text": ["words"] * 2,
+            "text": [["words"], ["words", "x" * 20_000] if n == 1 else ["words"]],
         }
         pq.write_table(pa.table(table), tmp_path / f"{n}.parquet")
     spec = f"parquet:{tmp_path}/*.parquet"
     found = [row for row in open_source(spec).bad_samples()]
     first = f"id 'common' is already that of {tmp_path}/0.parquet#row 1; ids must differ"
-    assert found == [
-        ("common", f"{tmp_path}/{n}.parquet#row 1", "duplicate-id", first) for n in (1, 2)
+    assert [row[:3] for row in found] == [
+        ("common", f"{tmp_path}/{n}.parquet#row 1", "duplicate-id") for n in (1, 2)
     ]
+    assert found[0][3].startswith(f"{first}\ntext: huge-caption") and found[1][3] == first
     (tmp_path / "0.parquet").unlink()
     source = open_source(spec)
     assert [row[1] for row in source.bad_samples()] == [
         f"{tmp_path}/2.parquet#row 1"
     ] and source.usable().tolist() == [0, 1, 2]
+    assert [row[1:3] for row in source.broken_values()] == [
+        (f"{tmp_path}/1.parquet#row 1", "huge-caption")
+    ]
 
 
 def test_what_could_not_be_read_is_tried_again(tmp_path):

@@ -34,7 +34,9 @@ def test_histogram_counts_everything_once():
 
 
 def test_command(emoji_set, tmp_path):
-    file = emoji_set(9, {"image_path": "gone.png", "text": "gone"})
+    more = {"image_path": "images of emoji/0.png", "text": ["again", None]}
+    # rich would take the name for its markup
+    file = emoji_set(8, more, {"image_path": "gone[/red].png", "text": "gone"})
     command = [
         sys.executable,
         "-m",
@@ -56,6 +58,8 @@ def test_command(emoji_set, tmp_path):
         "width, pixels",
         "complexity",
         ":10",
+        "unused: captions without text",
+        "for example",
     ):
         assert words in result.stdout
     assert result.stdout.splitlines()[-1] == str(tmp_path / "a sheet.png")

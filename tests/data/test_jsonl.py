@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from data.index.sources import ConceptSource, Source, open_source
+from data.index.sources import ConceptSource, Source, open_format, open_source
+from data.prepare import count_bad
 
 GOOD = {"image_path": "images of emoji/0.png", "text": "again"}
 
@@ -46,7 +47,7 @@ def test_reads_in_file_order_from_paths_with_spaces(emoji_set, demo):
         ),
         ("{}", "invalid-row", "no key 'image_path'; given: none"),
         ({**GOOD, "text": 5}, "invalid-row", "the text is 5; a text or a list of texts is needed"),
-        ({**GOOD, "text": ["a", None]}, "invalid-row", "a text or a list of texts is needed"),
+        ({**GOOD, "text": [None, 5]}, "no-caption", "no text is given"),
         ({**GOOD, "text": "  "}, "empty-caption", "the text is empty"),
         ({**GOOD, "text": []}, "no-caption", "no text is given"),
         (
@@ -103,13 +104,45 @@ def test_an_id_that_two_lines_have_names_the_first(emoji_set):
 
 
 def test_some_good_captions_are_kept(emoji_set):
-    source = open_source(
-        f"jsonl:{emoji_set(1, {**GOOD, 'text': ['', 'kept', 'x' * 20_000, 'kept too']})}"
+    """Of the others, those that are broken are listed and count as bad; those without a text are
+    counted."""
+    file = emoji_set(
+        1,
+        {**GOOD, "text": ["", "kept", "x" * 20_000, None, "kept too", 5]},
+        {**GOOD, "text": [None, "alone"]},
     )
-    assert source.captions(1) == ["kept", "kept too"]
-    assert (
-        source.column("num_captions").tolist() == [1, 2] and source.column("num_characters")[1] == 8
-    )
+    source = open_source(f"jsonl:{file}")
+    assert [source.captions(i) for i in (1, 2)] == [["kept", "kept too"], ["alone"]]
+    assert source.column("num_captions").tolist() == [1, 2, 1]
+    assert source.column("num_characters")[1] == 8
+    assert source.unused() == {"captions without text": (3, f"{file}:2")}
+    ((_, where, reason, detail),) = source.broken_values()
+    assert (where, reason) == (f"{file}:2", "huge-caption") and detail.startswith("2 of 6 captions")
+    assert count_bad(source) == {"huge-caption": 1} and list(source.usable()) == [0, 1, 2]
+
+
+def test_keys_of_other_names(emoji_set):
+    """As a spec says; and Hugging Face's metadata.jsonl as it is."""
+    image = GOOD["image_path"]
+    rows = [
+        {"photo": image, "words": "a", "nr": 7, "tongue": "de"},
+        {"photo": image, "words": "b", "text": "not this"},
+    ]
+    options = "image=photo&text=words&id=nr&language=tongue"
+    emoji_set(1)
+    source = open_source(f"jsonl:{emoji_set(0, *rows)}?{options}")
+    assert [source.captions(i) for i in (0, 1)] == [["a"], ["b"]]
+    assert source.identity(0) == "7" and source.language(0) == "de" and source.language(1) is None
+    theirs = f"jsonl:{emoji_set(0, {'file_name': image, 'text': 'as they have it'})}"
+    assert open_source(theirs).captions(0) == ["as they have it"]
+    # named for sounds, it is no image's
+    swapped = open_format(f"{theirs}?audio=file_name", (("image", "text"), ("audio", "text")))
+    (row,) = swapped.rows(next(swapped.parts()))
+    assert row.audio.path == image and row.path == ""
+    with pytest.raises(ValueError, match="unknown option 'txt'.*did you mean 'text'"):
+        open_source(f"{theirs}?txt=words")
+    with pytest.raises(ValueError, match=r"no key 'words'; given: .*name it: \?text=word"):
+        open_source(f"jsonl:{emoji_set(0, {'file_name': image, 'word': 'a'})}?text=words")
 
 
 def test_not_utf8(emoji_set):

@@ -147,6 +147,21 @@ def test_too_many_bad_samples_end_the_run_with_the_table_of_reasons(emoji_set, f
         prepare_data(DataOptions((spec,), val_fraction=0.25, max_bad_fraction=0.1), None, folder)
 
 
+def test_what_is_no_part_of_a_sample_refuses_no_run_and_is_recorded(emoji_set, folder):
+    """Captions that are broken count as bad, those that are not there do not."""
+    row = {"image_path": "images of emoji/0.png", "text": ["a", None]}
+    file = emoji_set(24, *[row] * 3)
+    spec = f"jsonl:{file}"
+    options = DataOptions((spec,), val_fraction=0.25, max_bad_fraction=0.0)
+    summary = prepare_data(options, None, folder).summary()
+    assert summary["bad_samples"] == {} and summary["unused"] == {
+        "captions without text": (3, f"{file}:25")
+    }
+    emoji_set(24, {**row, "text": ["a", "x" * 20_000]})
+    with pytest.raises(ValueError, match="1 of 25 samples.*\n.*1  huge-caption"):
+        prepare_data(options, None, folder)
+
+
 def test_several_data_sets_with_weights(emoji_set, folder):
     file = emoji_set(24)
     few = file.parent / "few.jsonl"

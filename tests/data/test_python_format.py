@@ -12,6 +12,7 @@ from PIL import Image
 
 from data.batching.mixture import open_sources
 from data.batching.sampler import MicroBatchRequest
+from data.formats.python import encoded
 from data.formats.rows import DEFAULT_PAIRS
 from data.index.bad_samples import BadSample
 from data.index.sources import open_source
@@ -66,6 +67,11 @@ class Tuples:
 
 made = Tuples()
 
+class Undecoded(Tuples):
+    from data.formats.python import encoded
+    items = [{"image": {"bytes": None, "path": "own.png"}, "text": np.array(["a", None], object)},
+             {"image": {"bytes": encoded(Tuples.items[1][0]), "path": "gone"}, "text": ("b", "c")}]
+
 class Broken(Tuples):
     def __getitem__(self, i):
         return [1, 2, 3] if i == 1 else {"image": 5, "text": "five"} if i == 2 else {}[i] if i == 3 else self.items[i]
@@ -108,6 +114,15 @@ def test_pairs_of_images_and_texts(module, name):
     assert (shown(shown.stored(source.image_bytes(4)), None) == 28).all()
     assert pickle.loads(pickle.dumps(source)).image_bytes(3) == source.image_bytes(3)
     assert source.format.spec not in open_source(f"python:{module}:Broken").index.file.as_posix()
+
+
+def test_items_as_hugging_face_and_pandas_give_them(module, tmp_path):
+    """{bytes, path}, and captions in arrays and tuples."""
+    own = encoded(np.zeros((5, 6, 3), np.uint8))
+    (tmp_path / "own.png").write_bytes(own)
+    source = open_source(f"python:{module}:Undecoded")
+    assert source.image_bytes(0) == own and source.captions(0) == ["a"]
+    assert source.column("width")[1] == 30 and source.captions(1) == ["b", "c"]
 
 
 def test_an_item_without_an_image_is_bad_where_only_images_and_texts_are_compared(module):

@@ -386,30 +386,6 @@ def test_without_roots_an_index_is_filed_as_it_always_was(here, kind):
     assert open_format(rooted(spec, here / "a")).spec == f"{spec}{options[kind]}?root={here}/a"
 
 
-def test_an_index_of_the_time_when_absolute_paths_were_refused_is_made_anew(here, monkeypatch):
-    """And one without such rows stays."""
-    spec = write("jsonl", here / "set", "1.png", here / "set" / "1.png", "../a/1.png")
-    plain = write("csv", here / "set", "1.png", "../a/1.png")
-
-    def refuse_absolute(roots, path, what):
-        if path.startswith("/"):
-            raise BadSample("outside-root", "as it was")
-        return locate(roots, path, what)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("data.formats.rows.locate", refuse_absolute)
-        old = [open_source(each).index.file for each in (spec, plain)]
-        assert open_source(spec).usable().tolist() == [0] and open_source(spec).index.file == old[0]
-    for file in old:
-        meta = json.loads((file.parent / "index.json").read_text())
-        del meta["absolute_paths"]
-        (file.parent / "index.json").write_text(json.dumps(meta))
-    source = open_source(spec)
-    assert source.usable().tolist() == [0, 1] and list(problems(source)) == ["2"]
-    assert open_source(spec).index.file == source.index.file != old[0]  # once
-    assert open_source(plain).index.file == old[1]
-
-
 def test_an_image_that_appears_in_an_earlier_root_takes_the_place_of_the_later_one(here):
     (here / "b" / "2.png").write_bytes(encoded_image(12))
     spec = rooted(write("jsonl", here / "set", "1.png", "2.png"), here / "a", here / "b")

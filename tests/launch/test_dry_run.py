@@ -76,10 +76,25 @@ def test_samples_that_are_used_without_what_is_broken_are_not_called_unusable(
     flags += ["--max-bad-fraction", 0.5]
     assert planned(*flags, "--max-audio-seconds", 0.5) == 0
     said = capsys.readouterr().out
-    assert "; 1 cannot be used; 2 are used without a modality that is broken" in said, said
+    assert "; 1 cannot be used; 2 are used in part (" in said, said
+    assert all(words in said for words in ("not-audio 1", "huge-audio 1", "no-value 1")), said
     with pytest.raises(SystemExit):
         planned(*flags, "--max-audio-seconds", 5_000)
     assert "5000 is above 1,200, the longest sound that is read" in capsys.readouterr().err
+
+
+def test_what_is_no_part_of_a_sample_is_counted(pairs, planned, capsys):
+    file = Path(pairs.removeprefix("jsonl:"))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    specs = []
+    for name, own in (("train", lines[:2]), ("test", lines[-30:])):
+        texts = [{**line, "text": [*line["text"], None]} for line in own]
+        (file.parent / f"{name}.jsonl").write_text("".join(json.dumps(t) + "\n" for t in texts))
+        specs.append(f"jsonl:{file.parent}/{name}.jsonl")
+    flags = ["--ranks", 1, "--device", "H100", "--on-leak", "drop"]
+    assert planned("--data", specs[0], "--val-data", specs[1], *flags) == 0
+    said, of = capsys.readouterr().out, "no part of a sample (captions without text"
+    assert f"held out: validation 30; {of} 2); of {specs[1]}; {of} 30)" in said, said
 
 
 def config_with(tmp_path, **changes):

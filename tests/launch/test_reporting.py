@@ -141,6 +141,12 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     assert "No step has been traced yet" in page and "at step 0 of 10" in page
 
 
+def test_what_is_no_part_of_a_sample_is_in_the_table_of_what_is_left_out(tmp_path):
+    data = RECORD["data"] | {"unused": {"members .cls": [1200, "a.tar#1.cls"]}}
+    page = render_page(read_runs([make_run(tmp_path / "a", data=data)]))
+    assert "members .cls" in page and "1,200, for example a.tar#1.cls" in page
+
+
 def test_what_is_damaged_is_left_out_and_said(tmp_path):
     folder = make_run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a") as lines:
