@@ -44,6 +44,7 @@ from launch.inference.samples import held_out, left_out, opened
 from launch.inference.trained import Trained, open_model_folder, public_model
 from launch.run.report import retrieval_table, show
 from launch.settings.flags import Once
+from launch.tools.running import run_program
 
 NUM_EXAMPLES, NUM_ANSWERS = 8, 20
 OF_SPECS = ("val_data", "classify", "classify_train")
@@ -408,9 +409,4 @@ def model_of(arguments: argparse.Namespace, embedder: Embedder, name: str) -> di
 
 
 if __name__ == "__main__":
-    try:
-        main(parse())
-    except (ValueError, OSError) as error:
-        sys.exit(f"evaluate.py: error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("evaluate.py: interrupted")
+    sys.exit(run_program("evaluate.py", lambda: main(parse())))

@@ -12,6 +12,7 @@ from pathlib import Path
 from launch.exporting.writing import FORMATS, refuse_to_overwrite, write_export
 from launch.inference.trained import open_run
 from launch.run.records import read_export
+from launch.tools.running import run_program
 from launch.tracking.artifacts import log_export
 
 
@@ -84,9 +85,4 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(make_parser().parse_args())
-    except (ValueError, OSError) as error:
-        sys.exit(f"export.py: error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("export.py: interrupted")
+    sys.exit(run_program("export.py", lambda: main(make_parser().parse_args())))

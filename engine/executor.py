@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule as ds_schedule
@@ -35,6 +34,7 @@ from engine.module import Outline, StageModule, layer_seed
 from engine.objective import Objective, links_of
 from engine.optimizer.averaging import AverageBlock, WeightAverage
 from engine.optimizer.bad_steps import BadStep, bad_step, is_loss_scale_search, seen_by
+from engine.optimizer.classes import make_schedule
 from engine.optimizer.clipping import GroupedClipping
 from engine.optimizer.clipping_rules import ClippingRule
 from engine.optimizer.gradient_averages import GradientAverages
@@ -220,22 +220,10 @@ class ForkEngine(PipelineEngine):
         """DeepSpeed's schedule, scaled by group (`engine/optimizer/parameter_groups.py`)."""
         settings = [setting for setting, _ in self.module.parameter_groups]
         warmups = [rule.warmup_steps for rule in self.optimizer_groups.rules.values()]
-        self.lr_scheduler = GroupSchedule(
-            self.basic_optimizer, self._make_schedule, settings, warmups
+        make = functools.partial(
+            make_schedule, self.basic_optimizer, self.scheduler_name(), self.scheduler_params()
         )
-
-    def _make_schedule(self, warmup_steps: int | None) -> Any:
-        if self.scheduler_name() is None:
-            return None
-        own = {} if warmup_steps is None else {"warmup_num_steps": warmup_steps}
-        module = (
-            lr_schedules
-            if hasattr(lr_schedules, self.scheduler_name())
-            else torch.optim.lr_scheduler
-        )
-        return getattr(module, self.scheduler_name())(
-            self.basic_optimizer, **{**(self.scheduler_params() or {}), **own}
-        )
+        self.lr_scheduler = GroupSchedule(self.basic_optimizer, make, settings, warmups)
 
     def _backward_prologue_per_tensor(self, grad: Tensor) -> Tensor:
         # the base class divides by the number of micro-batches; our loss is already the mean over

@@ -27,6 +27,7 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
     from engine.build import build_engine
     from engine.config.auto import filled
     from engine.config.reading import check_config
+    from engine.optimizer.preview import preview
     from engine.planning.costs import with_learned
     from engine.planning.planner import plan_run
     from launch.settings.objective import objective_of, pairs_of
@@ -76,7 +77,10 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
     metrics = [
         engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size)) for _ in range(steps)
     ]  # one batch, again and again
+    group = engine.basic_optimizer.param_groups[0]
     return {
+        "previewed": preview(config, plan.optimizer_groups, steps),
+        "settings": [*group["betas"], group["eps"]],
         "losses": [m.loss for m in metrics],
         "rates": [m.lr for m in metrics],
         "optimizer": type(engine.optimizer).__name__,

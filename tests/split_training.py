@@ -146,6 +146,7 @@ class Case:
     lora: dict[str, Any] = field(default_factory=dict)  # branch -> its adapters, as in the block
     ema: dict[str, Any] | None = None  # the block
     offload: bool = False  # the optimizer's state to the CPU
+    optimizer: dict[str, Any] = field(default_factory=dict)  # the block; not given: AdamW
     scheduler: dict[str, Any] = field(
         default_factory=dict
     )  # on the unsplit side a warm-up, linear, then constant
@@ -167,7 +168,8 @@ class Case:
     def config(self) -> dict[str, Any]:
         config = {
             "train_batch_size": self.global_batch_size,
-            "optimizer": {
+            "optimizer": self.optimizer
+            or {
                 "type": "AdamW",
                 "params": {"lr": LR, "weight_decay": WEIGHT_DECAY, "torch_adam": True},
             },

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from cost_models import BRANCHES, proportional
 
+from engine.config.deepspeed_keys import DEEPSPEED_KEYS
 from engine.config.reading import (
-    DEEPSPEED_KEYS,
     NOT_WITH_A_PIPELINE,
     BranchesBlock,
     check_config,

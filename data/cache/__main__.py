@@ -80,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
     source = open_source(with_roots(arguments.spec, roots), pairs, progress=True)
     cache = open_cache(arguments.cache, int(arguments.limit * GIB))
     if cache is None:
-        return 1
+        return 2
     done = fill(
         source,
         train_transform(arguments.image_size, preprocessing=preprocessing).stored,
@@ -106,4 +106,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except (ValueError, OSError) as error:
-        sys.exit(f"python -m data.cache: error: {error}")
+        print(f"python -m data.cache: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -19,7 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.config.reading import DEEPSPEED_KEYS, NOT_WITH_A_PIPELINE, BranchesBlock
+from engine.config.deepspeed_keys import DEEPSPEED_KEYS
+from engine.config.reading import NOT_WITH_A_PIPELINE, BranchesBlock
 from launch.settings.blocks import READERS
 
 ROOT = Path(__file__).resolve().parents[2]

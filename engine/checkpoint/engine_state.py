@@ -163,6 +163,12 @@ def snapshot(engine: ForkEngine) -> Snapshot:
         for key, value in kept.items():
             if isinstance(value, Tensor) and value.shape == run.held.shape:
                 tensors[run.fragment(OPTIMIZER + key)] = run.of(value)
+            elif isinstance(value, Tensor) and value.dim() and run.shape == run.held.shape:
+                # of a shape of its own (Adafactor's rows and columns), whole beside the first part
+                if run.offset == 0:
+                    shape, numel = tuple(value.shape), value.numel()
+                    whole = Fragment(OPTIMIZER + key, run.name, shape, 0, numel)
+                    tensors[whole] = value.detach().reshape(-1)
             else:
                 scalars.setdefault(run.name, {})[key] = _scalar_to_json(key, value)
     if engine.replica == 0:  # the replicas' buffers are equal after every step
@@ -331,8 +337,15 @@ def _state_of(held: Tensor, runs: list[Run], reader: CheckpointReader) -> dict[s
         return {}
     state: dict[str, Any] = {}
     for kind in reader.optimizer_kinds:
-        state[kind.removeprefix(OPTIMIZER)] = whole = torch.zeros_like(held)
-        for run in with_state:
+        key = kind.removeprefix(OPTIMIZER)
+        saved = {r: shape for r in with_state if (shape := reader.shape(kind, r.name)) is not None}
+        if runs and not saved:
+            continue  # of other parameters
+        state[key] = whole = torch.zeros_like(held)
+        for run, shape in saved.items():
+            if shape != run.shape:  # of its own, as the whole parameter's that `held` is
+                state[key] = reader.read(kind, run.name, shape).view(shape)
+                break
             run.of(whole).copy_(
                 reader.read(kind, run.name, run.shape, run.offset, run.offset + run.numel)
             )

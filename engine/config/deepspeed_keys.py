@@ -1,80 +1,221 @@
-"""The keys inside DeepSpeed's own blocks, from DeepSpeed itself: a misspelt one is answered with
-the nearest. Plain Python.
+"""DeepSpeed's keys as typed models: what is misspelt, of another type or out of range is refused in
+one line with key, value and rule. Plain Python.
 
-DeepSpeed refuses some of them late, on every rank, and passes others over without a word.
+DeepSpeed refuses some of it late, on every rank, and passes the rest over without a word. The params
+of an optimizer or a schedule are those of its class's signature; `RULES` says what that does not.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Collection, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-import torch
+from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from engine.config.checks import AUTO
 from engine.config.spelling import nearest
+from engine.optimizer.classes import ADAM_SWITCHES, RATES, optimizer_class, schedule_class
 
-MONITORS = {
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+# The descriptions are the rules of messages: "got …; it is …".
+Switch = Annotated[bool, Field(description="true or false")]
+Number = Annotated[float, Field(description="a number")]
+NotNegative = Annotated[float, Field(ge=0, description="a number of at least 0")]
+Positive = Annotated[float, Field(gt=0, description="a number above 0")]
+Fraction = Annotated[float, Field(ge=0, lt=1, description="a number from 0, below 1")]
+Share = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
+Whole = Annotated[int, Field(ge=0, description="a whole number of at least 0")]
+Count = Annotated[int, Field(ge=1, description="a whole number of at least 1")]
+CountOrAuto = Annotated[
+    Count | Literal["auto"], Field(description='"auto" or a whole number of at least 1')
+]
+Dtype = Annotated[Literal["fp32", "fp16", "bf16"], Field(description="fp32, fp16 or bf16")]
+Object = Annotated[dict[str, Any], Field(description="an object, as in DeepSpeed's documentation")]
+
+
+def _pair(of: Any) -> Any:
+    words = f"a list of two: each {of.__metadata__[0].description}"
+    return Annotated[list[of], Field(min_length=2, max_length=2, description=words)]
+
+
+class Keys(BaseModel):
+    """Those of the first level that mean something under this engine."""
+
+    model_config = STRICT
+
+    train_batch_size: int = Field(
+        ge=2, description="the global batch of a contrastive loss, a whole number of at least 2"
+    )
+    train_micro_batch_size_per_gpu: CountOrAuto = "auto"
+    gradient_accumulation_steps: CountOrAuto = "auto"
+    optimizer: Object = {}
+    scheduler: Object = {}
+    fp16: Object = {}
+    bf16: Object = {}
+    data_types: Object = {}
+    zero_optimization: Object = {}
+    zero_allow_untested_optimizer: Switch = False
+    zero_force_ds_cpu_optimizer: Switch = True
+    gradient_clipping: NotNegative = 0
+    steps_per_print: Count | None = None
+    pipeline: Object = {}
+    communication_data_type: Dtype | None = None
+    prescale_gradients: Switch = False
+    gradient_predivide_factor: Positive = 1.0
+    memory_breakdown: Switch = False
+    comms_logger: Object = {}
+    wandb: Object = {}
+    tensorboard: Object = {}
+    csv_monitor: Object = {}
+    comet: Object = {}
+
+
+class Pipeline(BaseModel):
+    model_config = STRICT
+
+    activation_checkpoint_interval: int = Field(
+        0, ge=0, description="a number of layers, and 0 means no activation checkpoints"
+    )
+
+
+class DataTypes(BaseModel):
+    model_config = STRICT
+
+    grad_accum_dtype: Dtype | None = None
+
+
+class Fp16(DeepSpeedFP16Config):
+    """With the ranges that DeepSpeed does not check. What is stepped is fp32, as checkpoints hold it."""
+
+    initial_scale_power: int = Field(16, ge=0, le=127)  # 2^127 is the largest of fp32
+    hysteresis: int = Field(2, ge=1)
+    fp16_master_weights_and_grads: Literal[False] = False
+
+
+class Bf16(DeepSpeedBF16Config):
+    bf16_master_weights_and_grads: Literal[False] = False
+    bf16_optimizer_states: Literal[False] = False
+
+
+class Named(BaseModel):
+    """The blocks `optimizer` and `scheduler`; `params` are checked by the class of `type`."""
+
+    model_config = STRICT
+
+    type: str = Field(description="the name of a class")
+    params: dict[str, Any] = Field({}, description="an object of its arguments")
+
+
+DEEPSPEED_KEYS = list(Keys.model_fields)
+MODELS: dict[str, type[BaseModel]] = {
+    "pipeline": Pipeline,
+    "data_types": DataTypes,
+    "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+    "zero_optimization": DeepSpeedZeroConfig,
+    "fp16": Fp16,
+    "bf16": Bf16,
+    "comms_logger": CommsLoggerConfig,
     "wandb": WandbConfig,
     "tensorboard": TensorBoardConfig,
     "csv_monitor": CSVConfig,
     "comet": CometConfig,
 }
-MODELS = {
-    "zero_optimization": DeepSpeedZeroConfig,
-    "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-    "fp16": DeepSpeedFP16Config,
-    "bf16": DeepSpeedBF16Config,
-    **MONITORS,
+# Of params, what a signature does not say. Others are a number of at least 0, a whole number of at
+# least 1, true or false, or one of some words.
+RULES: dict[str, Any] = {
+    "lr": Positive,
+    "eps": Positive,
+    "weight_decay": NotNegative,
+    "betas": _pair(Fraction),
+    "etas": _pair(Positive),
+    "step_sizes": _pair(Positive),
+    "beta2_decay": Number,
+    "Adafactor.eps": _pair(Annotated[Positive | None, Field(description="a number above 0")]),
+    "milestones": Annotated[list[Count], Field(description="a list of whole numbers")],
+    "total_num_steps": Annotated[
+        Count, Field(description='"auto" or a whole number of at least 1')
+    ],
+    "warmup_type": Annotated[Literal["log", "linear"], Field(description="log or linear")],
+    **dict.fromkeys(("momentum", "rho", "alpha"), Fraction),
+    **dict.fromkeys(("cycle_min_mom", "cycle_max_mom"), Fraction),
+    **dict.fromkeys(("base_momentum", "max_momentum"), Fraction),
+    **dict.fromkeys(("dampening", "warmup_min_ratio", "cos_min_ratio"), Share),
+    **dict.fromkeys((*RATES.values(), "gamma", "div_factor", "final_div_factor"), Positive),
+    **dict.fromkeys(("cycle_min_lr", "base_lr"), NotNegative),
+    **dict.fromkeys(("warmup_num_steps", "decay_step_size", "cycle_second_step_size"), Whole),
+    **dict.fromkeys(("cycle_first_stair_count", "cycle_second_stair_count"), Whole),
 }
-# Of `optimizer.params`, by type in small letters: of classes that are imported only when they are
-# used, because some compile at once.
-COMPILED_OPTIMIZERS = {
-    "lamb": (
-        "lr",
-        "bias_correction",
-        "betas",
-        "eps",
-        "eps_inside_sqrt",
-        "weight_decay",
-        "max_coeff",
-        "min_coeff",
-        "amsgrad",
-    ),
-    "lion": ("lr", "betas", "weight_decay", "set_grad_none"),
-}
-ADAM = (
-    "torch_adam",
-    "adam_w_mode",
-    "fp32_optimizer_states",
-)  # DeepSpeed's own switches beside the arguments of Adam
+# What a run fills in, and what no run has: CUDA graphs, gradients through a step.
+NOT_WRITTEN = {"params", "model_params", "optimizer", "adamw_mode", "max_grad_norm"}
+NOT_WRITTEN |= {"last_epoch", "last_batch_iteration", "capturable", "differentiable"}
 
 
-def check_blocks(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a key that DeepSpeed does not know in one of its blocks, with the
-    nearest that it does."""
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a key that is unknown, with the nearest that is known, and for a value
+    that is not of its type or out of range."""
+    _check(Keys, config, "")
     for where, model in MODELS.items():
-        valid = [
-            name for key, field in model.model_fields.items() for name in (key, field.alias) if name
-        ]
-        _refuse(where, _block(config, where), valid)
-    for where, model in MONITORS.items():
-        _check_types(where, model, _block(config, where))
-    _refuse("data_types", _block(config, "data_types"), ["grad_accum_dtype"])
-    for name, parameters in (
-        ("optimizer", _optimizer_parameters),
-        ("scheduler", _scheduler_parameters),
-    ):
-        block = _block(config, name)
-        _refuse(name, block, ["type", "params"])
-        if "type" in block:
-            _refuse(f"{name}.params", _block(config, f"{name}.params"), parameters(block["type"]))
+        _check(model, _block(config, where), where)
+    for where in ("optimizer", "scheduler"):
+        if where in config:
+            _check(Named, config[where], where)
+            params = _block(config, f"{where}.params")
+            # "auto" stands where `engine/config/auto.py` fills it in
+            written = {key: value for key, value in params.items() if value != AUTO}
+            _check(params_model(config, where), written, f"{where}.params", set(params))
+
+
+def params_model(config: Mapping[str, Any], where: str) -> type[BaseModel]:
+    """Of `optimizer.params` or `scheduler.params`. Errors: ValueError for an unknown type."""
+    kind = config[where]["type"]
+    cls: Any = schedule_class(kind) if where == "scheduler" else optimizer_class(config)
+    # the subclasses of DeepSpeed's schedules take its arguments
+    cls = getattr(lr_schedules, kind, cls)
+    return _params_model(cls, ADAM_SWITCHES if kind.lower() in ("adam", "adamw") else ())
+
+
+@cache
+def _params_model(cls: Any, switches: tuple[str, ...] = ()) -> type[BaseModel]:
+    fields: dict[str, Any] = {name: (Switch, False) for name in switches}
+    for name, parameter in inspect.signature(cls).parameters.items():
+        rule = RULES.get(f"{cls.__name__}.{name}") or RULES.get(name) or _by_type(parameter)
+        if name in NOT_WRITTEN or rule is None:
+            continue
+        required = parameter.default is parameter.empty and name not in RATES.values()
+        nullable = parameter.default is None
+        words = rule.__metadata__[-1].description
+        fields.setdefault(
+            name,
+            (
+                rule | None if nullable else rule,
+                Field(... if required else None, description=words),
+            ),
+        )
+    return create_model(cls.__name__, __config__=STRICT, **fields)
+
+
+def _by_type(parameter: inspect.Parameter) -> Any:
+    """By its annotation, or the type of its default; None: nothing that JSON can hold."""
+    written = str(parameter.annotation)
+    if parameter.annotation is parameter.empty:
+        written = type(parameter.default).__name__
+    if written.startswith("Literal"):
+        choices = tuple(re.findall(r"'(\w+)'", written))
+        return Annotated[Literal[choices], Field(description=" or ".join(choices))]
+    kinds = {"bool": Switch, "float": NotNegative, "int": Count}
+    known = [rule for kind, rule in kinds.items() if re.search(rf"\b{kind}\b", written)]
+    return known[0] if known and "Callable" not in written else None
 
 
 def _block(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -87,45 +228,44 @@ def _block(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return config
 
 
-def _refuse(where: str, given: Mapping[str, Any], valid: list[str] | None) -> None:
-    for key in given:
-        if valid is not None and key not in valid:
-            raise ValueError(f"unknown key '{where}.{key}'{nearest(key, valid)}")
-
-
-def _check_types(where: str, model: type[BaseModel], given: Mapping[str, Any]) -> None:
-    """Raise ValueError for a value that DeepSpeed's own model does not take."""
+def _check(
+    model: type[BaseModel],
+    given: Mapping[str, Any],
+    where: str,
+    present: Collection[str] = (),
+) -> None:
+    """Raise ValueError for the first thing that `model` does not take. `present`: keys that are
+    there, also where their value is not in `given`."""
+    prefix = f"{where}." if where else ""
+    # an alias is DeepSpeed's older name
+    names = {name: key for key, f in model.model_fields.items() for name in (key, f.alias) if name}
+    for key in (*present, *given):
+        if key not in names:
+            near = nearest(key, [*names, "branches"] if model is Keys else list(names))
+            hint = '; stages are described in "branches"' if model is Pipeline else ""
+            raise ValueError(f"unknown key '{prefix}{key}'{hint}{near}")
     try:
-        model(**given)
+        taken = model(**given)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, (where, *first["loc"])))
-        raise ValueError(f"{key}: got {first['input']!r}; {first['msg']}") from error
+        for first in error.errors():
+            if not first["loc"]:  # of several keys, which the message names
+                raise ValueError(f"{where}: {first['msg']}") from None
+            key = names[str(first["loc"][0])]
+            if first["type"] != "missing" or key not in present:
+                rule = model.model_fields[key].description
+                said = f"it is {rule}" if rule else first["msg"]
+                raise ValueError(f"{prefix}{key}: got {given.get(key)!r}; {said}") from None
+        return
+    for key, value in given.items():
+        kept = getattr(taken, names[key])
+        if value is not None and not _is_alike(value, kept):
+            words = {bool: "true or false", int: "a whole number", float: "a number"}
+            rule = words.get(type(kept), f"a {type(kept).__name__}")
+            raise ValueError(f"{prefix}{key}: got {value!r}; it is {rule}")
 
 
-def _optimizer_parameters(kind: Any) -> list[str] | None:
-    """None: not known before it is made."""
-    if not isinstance(kind, str):
-        return None
-    if kind.lower() in COMPILED_OPTIMIZERS:
-        return list(COMPILED_OPTIMIZERS[kind.lower()])
-    if kind.lower() in ("adam", "adamw"):
-        return [*_arguments(torch.optim.AdamW), "bias_correction", "set_grad_none", *ADAM]
-    return _arguments(getattr(torch.optim, kind)) if hasattr(torch.optim, kind) else None
-
-
-def _scheduler_parameters(kind: Any) -> list[str]:
-    own = {
-        name: cls
-        for name, cls in vars(lr_schedules).items()
-        if inspect.isclass(cls) and name in lr_schedules.VALID_LR_SCHEDULES
-    }
-    if kind not in own and not hasattr(torch.optim.lr_scheduler, str(kind)):
-        raise ValueError(f"scheduler.type: unknown value {kind!r}{nearest(str(kind), list(own))}")
-    return _arguments(own.get(kind) or getattr(torch.optim.lr_scheduler, kind))
-
-
-def _arguments(cls: type) -> list[str]:
-    return [
-        name for name in inspect.signature(cls).parameters if name not in ("params", "optimizer")
-    ]
+def _is_alike(value: Any, kept: Any) -> bool:
+    """Whether a model has kept the kind of a value: DeepSpeed's take strings and switches for
+    numbers, and numbers for switches."""
+    words = isinstance(value, str) == isinstance(kept, (str, Path))
+    return words and isinstance(value, bool) == isinstance(kept, bool)

@@ -18,12 +18,14 @@ from typing import Any, NoReturn
 
 from engine.config.checks import AUTO, check_choice, check_counts
 from engine.config.communication import COMMUNICATION
-from engine.config.deepspeed_keys import check_blocks
+from engine.config.deepspeed_keys import check_keys
 from engine.config.spelling import keys_of, nearest
 from engine.optimizer.averaging import AverageBlock, average_block
+from engine.optimizer.classes import check_optimizer, check_schedule
 from engine.optimizer.clipping_rules import HEAD, ClippingRule, clipping_rules
 from engine.optimizer.locking import LockedBlock, locked_block
 from engine.optimizer.parameter_groups import OptimizerGroups, check_groups, optimizer_groups
+from engine.optimizer.preview import preview
 from engine.schedule import SCHEDULES, recomputing_schedules
 from engine.topology import LAYOUTS
 
@@ -34,41 +36,9 @@ AUTO_PLACES = (
     *(f"scheduler.params.{key}" for key in ("warmup_num_steps", "warmup_type")),
     *(f"branches.{key}" for key in ("gradient_clipping", "optimizer_groups")),
 )
-NEEDS_GPU = (
-    "lamb",
-    "lion",
-    "onebitadam",
-    "onebitlamb",
-    "zerooneadam",
-)  # optimizers, as DeepSpeed compares them
+NEEDS_GPU = ("lamb", "lion")  # optimizers, as DeepSpeed compares them
+EXAMPLE = '"optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": true}}'
 COMPILING = (AUTO, "off", "layers")  # what `branches.compile` may say
-# DeepSpeed's keys that mean something under this engine; it accepts unknown ones silently, we do
-# not.
-DEEPSPEED_KEYS = [
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "optimizer",
-    "scheduler",
-    "fp16",
-    "bf16",
-    "data_types",
-    "zero_optimization",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "gradient_clipping",
-    "steps_per_print",
-    "pipeline",
-    "communication_data_type",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "memory_breakdown",
-    "comms_logger",
-    "wandb",
-    "tensorboard",
-    "csv_monitor",
-    "comet",
-]
 NOT_WITH_A_PIPELINE = {
     "flops_profiler": "DeepSpeed's profiler does not run under its pipeline engine; remove it",
     "autotuning": "DeepSpeed's autotuner does not run under its pipeline engine; remove it",
@@ -259,8 +229,6 @@ def check_config(
     for key in config:
         if key in NOT_WITH_A_PIPELINE:
             raise ValueError(f"key {key!r}: {NOT_WITH_A_PIPELINE[key]}")
-        if key not in DEEPSPEED_KEYS:
-            raise ValueError(f"unknown key {key!r}{nearest(key, [*DEEPSPEED_KEYS, 'branches'])}")
     if not isinstance(block, dict):
         raise ValueError(
             f"branches: got {block!r}; it is an object with the keys {keys_of(BranchesBlock)}"
@@ -268,24 +236,25 @@ def check_config(
     for key in block:
         if key not in keys_of(BranchesBlock):
             raise ValueError(f"unknown key 'branches.{key}'{nearest(key, keys_of(BranchesBlock))}")
-    check_blocks(config)
-    _check_values(config, block)
+    check_keys(config)
+    if "optimizer" not in config:
+        raise ValueError(f'no "optimizer"; for example {EXAMPLE}')
+    _check_micro_batches(config, block)
     _check_precision_and_zero(config)
     if config.get("gradient_clipping", 0):
         _refuse_global_clipping(
             config["gradient_clipping"], block.get("gradient_clipping"), branches
         )
-    if not isinstance(config.get("train_batch_size"), int) or config["train_batch_size"] < 2:
-        raise ValueError(
-            f"train_batch_size: got {config.get('train_batch_size')!r}; the global batch of a "
-            "contrastive loss is a whole number of at least 2"
-        )
-    _check_optimizer(config)
+    _check_auto(config)
+    check_optimizer(config)
+    check_schedule(config)
     checked = BranchesBlock(**block)
     checked.check_names(branches)
     for key, reader in readers.items():
         reader(getattr(checked, key))
-    check_groups(checked.learning(branches), config)
+    groups = checked.learning(branches)
+    check_groups(groups, config)
+    preview(config, groups)  # for what the classes refuse
     return config, checked
 
 
@@ -308,20 +277,9 @@ def _refuse_global_clipping(limit: Any, written: Any, branches: Sequence[str]) -
     )
 
 
-def _check_optimizer(config: Mapping[str, Any]) -> None:
-    example = '"optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": true}}'
-    optimizer = config.get("optimizer", {})
-    if "optimizer" not in config:
-        raise ValueError(f'no "optimizer"; for example {example}')
-    if not isinstance(optimizer.get("type"), str):
-        raise ValueError(f"optimizer: {json.dumps(optimizer)} names no type; for example {example}")
-    if optimizer["type"].lower() == "muon":
-        raise ValueError(
-            "optimizer.type: Muon needs parameters marked for it, which these towers are not; use "
-            "AdamW, SGD, Lamb or Lion"
-        )
+def _check_auto(config: Mapping[str, Any]) -> None:
     for name, known in (("optimizer", ()), ("scheduler", ("scheduler.params.total_num_steps",))):
-        for key, value in (config.get(name, {}).get("params") or {}).items():
+        for key, value in config.get(name, {}).get("params", {}).items():
             if value == AUTO and (place := f"{name}.params.{key}") not in (*AUTO_PLACES, *known):
                 choices = [
                     p.rsplit(".", 1)[1]
@@ -333,35 +291,8 @@ def _check_optimizer(config: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_values(config: Mapping[str, Any], block: Mapping[str, Any]) -> None:
-    for key in (
-        "optimizer",
-        "scheduler",
-        "fp16",
-        "bf16",
-        "data_types",
-        "zero_optimization",
-        "pipeline",
-    ):
-        if not isinstance(config.get(key, {}), dict):
-            raise ValueError(
-                f"{key}: got {config[key]!r}; it is an object, as in DeepSpeed's documentation"
-            )
-    for key, value in config.get("pipeline", {}).items():
-        if key != "activation_checkpoint_interval":
-            raise ValueError(
-                f'unknown key \'pipeline.{key}\'; stages are described in "branches", here stands "activation_checkpoint_interval"'
-            )
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(
-                f"pipeline.{key}: got {value!r}; it is a number of layers, and 0 means no "
-                "activation checkpoints"
-            )
+def _check_micro_batches(config: Mapping[str, Any], block: Mapping[str, Any]) -> None:
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    for key in sizes:
-        value = config.get(key, AUTO)
-        if value != AUTO and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f'{key}: got {value!r}; it is "auto" or a whole number of at least 1')
     given = [key for key in sizes if config.get(key, AUTO) != AUTO]
     given += ["branches.micro_batch_size"] if block.get("micro_batch_size", AUTO) != AUTO else []
     if len(given) > 1 and "gradient_accumulation_steps" in given:
@@ -379,9 +310,6 @@ def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
             "needs whole between its micro-batches; use 0 or 1"
         )
     _check_offload(config.get("zero_optimization", {}), stage)
-    for key in ("fp16", "bf16"):
-        if not isinstance(config.get(key, {}).get("enabled", False), bool):
-            raise ValueError(f"{key}.enabled: got {config[key]['enabled']!r}; it is true or false")
     fp16, bf16 = (config.get(key, {}).get("enabled", False) for key in ("fp16", "bf16"))
     if fp16 and bf16:
         raise ValueError("fp16 and bf16 are both enabled; enable one of them, or none for fp32")

@@ -58,10 +58,10 @@ class GroupRule:
                 "0.75"
             )
         if self.warmup_steps is not None and not (
-            type(self.warmup_steps) is int and self.warmup_steps >= 1
+            type(self.warmup_steps) is int and self.warmup_steps >= 0
         ):
             raise ValueError(
-                f"warmup_steps: got {self.warmup_steps!r}; it is a whole number of at least 1"
+                f"warmup_steps: got {self.warmup_steps!r}; it is a whole number of at least 0"
             )
 
 

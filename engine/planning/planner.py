@@ -27,6 +27,7 @@ from typing import Any
 from engine.compiling import compiles
 from engine.config.reading import AUTO, BranchesBlock
 from engine.optimizer.averaging import AverageBlock
+from engine.optimizer.classes import with_length
 from engine.optimizer.clipping_rules import ClippingRule
 from engine.optimizer.locking import Trainable, lock_costs, lock_graph, trainable_layers
 from engine.optimizer.parameter_groups import OptimizerGroups
@@ -378,16 +379,8 @@ def deepspeed_config(
         # one pass over the parameters instead of a dozen, on a CPU as on a GPU, and nothing to
         # compile
         params["fused"] = True
-    scheduler = resolved.get("scheduler", {}).get("params") or {}
-    for key, value in scheduler.items():
-        if value == AUTO:
-            if key != "total_num_steps":
-                raise ValueError(
-                    f'scheduler.params.{key}: "auto" is only known for total_num_steps; give a number'
-                )
-            scheduler[key] = (
-                total_num_steps + 1
-            )  # which a run does not reach: a decay to 0 would waste its last step
+    if scheduler := resolved.get("scheduler"):
+        scheduler["params"] = with_length(scheduler.get("params", {}), total_num_steps)
     return resolved
 
 

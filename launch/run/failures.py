@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from engine.checkpoint.layout import LATEST
 from engine.processes.out_of_memory import OutOfMemory, in_words
 from engine.processes.watchdog import Watchdog
 from launch.run.folder import RunFolder
@@ -21,6 +23,13 @@ EXPLAINED = (ValueError, OSError, OutOfMemory)
 LOST_CONNECTION_WAIT_S = 10.0
 # Exit status of what a second start would meet again, and of what it may not.
 BAD_INPUT, FAILED = 2, 1
+# What a wrong name of a file is answered with, by Python's class or by number.
+WRONG_NAME = (
+    *(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError),
+    PermissionError,
+)
+WRONG_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
+NOT_ON_THE_HUB = (401, 403, 404)  # of HTTP
 
 
 @dataclass
@@ -40,7 +49,7 @@ def report_and_exit(program: str, error: BaseException, run: Run) -> NoReturn:
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     details = "".join(traceback.format_exception(error))
     error = in_words(error, f"rank {rank}")
-    message, status, first = _explain(error, details), _status(error), local_rank == 0
+    message, status, first = _explain(error, details), _status(error, run.folder), local_rank == 0
     if run.watchdog is not None:
         message, status, first = _agree(run.watchdog, error, message, status)
     if first:
@@ -56,12 +65,25 @@ def report_and_exit(program: str, error: BaseException, run: Run) -> NoReturn:
     os._exit(status)  # not sys.exit: the collectives of other ranks must not hold this one
 
 
-def _status(error: BaseException) -> int:
-    return (
-        BAD_INPUT
-        if isinstance(error, ValueError) or (isinstance(error, OutOfMemory) and error.repeats)
-        else FAILED
-    )
+def _status(error: BaseException, folder: RunFolder | None) -> int:
+    if isinstance(error, OutOfMemory):
+        return BAD_INPUT if error.repeats else FAILED
+    wrong = isinstance(error, ValueError) or (_is_wrong_name(error) and not _has_trained(folder))
+    return BAD_INPUT if wrong else FAILED
+
+
+def _is_wrong_name(error: BaseException) -> bool:
+    """Of a file, or of a model on the hub: a download that failed is raised from its error, and
+    may succeed later."""
+    if not (isinstance(error, WRONG_NAME) or getattr(error, "errno", None) in WRONG_NAME_ERRNOS):
+        return False
+    answer = getattr(getattr(error.__cause__, "response", None), "status_code", None)
+    return error.__cause__ is None or answer in NOT_ON_THE_HUB
+
+
+def _has_trained(folder: RunFolder | None) -> bool:
+    """Then the same names were right before: a file system may be gone for a while."""
+    return folder is not None and (folder.checkpoints / LATEST).exists()
 
 
 def _explain(error: BaseException, details: str) -> str:

@@ -21,6 +21,7 @@ from rich.text import Text
 from data.index.sources import Source
 from data.prepare import PreparedData, count_bad, count_unusable
 from engine.config.communication import DEVICE, HOST
+from engine.optimizer.preview import preview
 from engine.planning.costs import precision_of
 from engine.planning.planner import GIB, RunPlan
 from launch.costing import NOMINAL
@@ -97,6 +98,7 @@ def first_screen(
         ("plan", f"{plan.describe()}   {config_file.name}"),
         ("why", _why(plan, config_file)),
         ("recipe", recipe.removeprefix("recipe: ") or f"{length}; no number was left open"),
+        ("optimizer", preview(config, plan.optimizer_groups, total_steps)),
         *(_split(line) for line in further if line),
         ("predicted", _predicted(plan, total_steps)),
         ("folder", folder),

@@ -30,7 +30,7 @@ from launch.run.step_line import rates
 from launch.tools.balance_plot import Decision, Line, save_balance_plot
 from launch.tools.drawing import seconds
 from launch.tools.plan import OneLineParser, figure_path
-from launch.tools.running import run_tool
+from launch.tools.running import run_program
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -202,7 +202,9 @@ def decision_table(made: Sequence[Decision]) -> Table:
 
 def run(arguments: list[str] | None = None) -> int:
     """The exit status; what is missing, and what to do, is one line on stderr."""
-    return run_tool("balance", lambda: main(make_parser().parse_args(arguments)))
+    return run_program(
+        "python -m launch.tools.balance", lambda: main(make_parser().parse_args(arguments))
+    )
 
 
 if __name__ == "__main__":

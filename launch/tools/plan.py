@@ -51,7 +51,7 @@ from launch.settings.modalities import Vocabulary, refuse_pairs, tower_of
 from launch.settings.objective import pairs_of
 from launch.settings.options import DEFAULTS, ROOT
 from launch.tools.drawing import FORMATS, save_plan_png, seconds
-from launch.tools.running import run_tool
+from launch.tools.running import run_program
 from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower, num_learned
 from models.towers.adapters.lora import LoRA
@@ -452,7 +452,7 @@ def main(options: PlanOptions) -> None:
 
 def run(arguments: list[str] | None = None) -> int:
     """The exit status; what cannot be planned, and why, is one line on stderr."""
-    return run_tool("plan", lambda: main(parse_options(arguments)))
+    return run_program("python -m launch.tools.plan", lambda: main(parse_options(arguments)))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     )  # DeepSpeed need not look for a GPU, nor warn that there is none
 
 from launch.tools.plan import OneLineParser
-from launch.tools.running import run_tool
+from launch.tools.running import run_program
 
 INSTALL = "the report needs plotly; install it with: pip install 'plotly>=6'"
 REPORT, COMPARISON = "report.html", "comparison.html"
@@ -110,7 +110,9 @@ def imported() -> ModuleType:
 
 def run(arguments: list[str] | None = None) -> int:
     """The exit status; what is missing, and what to do, is one line on stderr."""
-    return run_tool("report", lambda: main(make_parser().parse_args(arguments)))
+    return run_program(
+        "python -m launch.tools.report", lambda: main(make_parser().parse_args(arguments))
+    )
 
 
 if __name__ == "__main__":

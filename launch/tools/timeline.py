@@ -44,7 +44,7 @@ from launch.tools.drawing import (
     shape,
 )
 from launch.tools.plan import OneLineParser, figure_path
-from launch.tools.running import run_tool
+from launch.tools.running import run_program
 
 MOST_RANKS = 16  # a track each; beyond that the first replica of each stage stands for the others
 
@@ -203,7 +203,9 @@ def _read(path: Path, remedy: str) -> Any:
 
 def run(arguments: list[str] | None = None) -> int:
     """The exit status; what is missing, and what to do, is one line on stderr."""
-    return run_tool("timeline", lambda: main(make_parser().parse_args(arguments)))
+    return run_program(
+        "python -m launch.tools.timeline", lambda: main(make_parser().parse_args(arguments))
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.reading import DEEPSPEED_KEYS, BranchesBlock
+from engine.config.deepspeed_keys import DEEPSPEED_KEYS
+from engine.config.reading import BranchesBlock
 from launch.settings.blocks import BalanceBlock
 
 pytest.importorskip("material", reason="pip install -r requirements-docs.txt")

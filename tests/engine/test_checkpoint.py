@@ -34,6 +34,7 @@ COMMON = {
         },
     },
 }
+ADAFACTOR = {f"optimizer.{name}" for name in ("row_var", "col_var", "variance")}
 FORK_2_1 = Case("fork", {"image": 2, "text": 1}, {"image": 1, "text": 1}, **COMMON, fusion=2)
 FORK_1_1 = Case(
     "fork", {"image": 1, "text": 1}, {"image": 1, "text": 1}, **COMMON, fusion=2, schedule="replay"
@@ -129,6 +130,27 @@ def test_any_topology_goes_on_where_another_one_stopped(tmp_path):
         "step-00000017",
         "step-00000012",
     ]
+
+
+def test_optimizer_state_of_another_shape_goes_on_elsewhere(tmp_path):
+    """Adafactor keeps a mean of each row and column of a matrix, and for a vector as AdamW does.
+    Saved by one rank of each tower, read by two replicas of both."""
+    adafactor = {"type": "Adafactor", "params": {"lr": 1e-3}}
+    own = {"micro_batch_size": 4, "zero_stage": 0, "optimizer": adafactor}
+    fork = Case("fork", {"image": 1, "text": 1}, {"image": 1, "text": 1}, **own)
+    went_on = run_ranks(2, train_from, fork, 4, None, tmp_path, save_at=2)
+    merged = Case("merged", {"merged": 1}, 2, **own)
+    resumed = run_ranks(2, train_from, merged, 2, tmp_path / "step-00000002")
+    read, written = (
+        whole([r[k] for r in of]) for k, of in (("start", resumed), ("saved", went_on))
+    )
+    assert {kind for kind, _ in read} == {"parameter", *ADAFACTOR}
+    assert read.keys() == written.keys()
+    for key, tensor in written.items():
+        assert torch.equal(tensor, read[key]), key
+    assert resumed[0]["losses"] == pytest.approx(
+        {step: went_on[0]["losses"][step] for step in (3, 4)}, rel=1e-5
+    )
 
 
 def adaptive_limits(results, when):

@@ -348,6 +348,82 @@ def test_refusals_of_values(branches, keys, words):
         check_config(config(branches, **keys), BRANCHES, READERS)
 
 
+def adamw(**params):
+    return {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, **params}}}
+
+
+def schedule(kind, **params):
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+NAN, INF = float("nan"), float("inf")
+OUT_OF_RANGE = [
+    *((adamw(lr=lr), "optimizer.params.lr", "above 0") for lr in ("1e-3", True, 0, -1, NAN, INF)),
+    (adamw(lr=[1e-3]), "optimizer.params.lr", "above 0"),
+    (adamw(lr=None), "optimizer.params.lr", "above 0"),
+    *((adamw(betas=b), "optimizer.params.betas", "two") for b in (0.9, [0.9], [0.9, 1], [0, "x"])),
+    (adamw(eps=0), "optimizer.params.eps", "above 0"),
+    (adamw(weight_decay="0.1"), "optimizer.params.weight_decay", "at least 0"),
+    (adamw(weight_decay=-0.1), "optimizer.params.weight_decay", "at least 0"),
+    (adamw(amsgrad=1), "optimizer.params.amsgrad", "true or false"),
+    (adamw(fused=True, foreach=True), "AdamW", "refuses"),
+    ({"optimizer": {"type": "SGD", "params": {"momentum": 1}}}, "momentum", "below 1"),
+    ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "SGD", "refuses"),
+    ({"optimizer": {"type": "sgd"}}, "optimizer.type", "did you mean 'SGD'"),
+    ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type", "did you mean 'Adam'"),
+    ({"optimizer": {"type": "LBFGS"}}, "optimizer.type", "several times"),
+    ({"optimizer": {"type": "AdamW", "params": None}}, "optimizer.params", "an object"),
+    ({"optimizer": {"type": 5}}, "optimizer.type", "name"),
+    (schedule("WarmupLR", warmup_num_steps=-1), "warmup_num_steps", "whole number"),
+    (schedule("WarmupLR", warmup_num_steps=2.0), "warmup_num_steps", "whole number"),
+    (schedule("WarmupLR", warmup_num_steps=True), "warmup_num_steps", "whole number"),
+    (schedule("WarmupLR", warmup_type="cosine"), "warmup_type", "linear"),
+    (schedule("WarmupLR", last_batch_iteration=3), "last_batch_iteration", "unknown key"),
+    (schedule("WarmupCosineLR"), "total_num_steps", '"auto"'),
+    (schedule("WarmupCosineLR", total_num_steps=9, cos_min_ratio=2), "cos_min_ratio", "0 to 1"),
+    (schedule("StepLR", step_size=0), "step_size", "at least 1"),
+    (schedule("MultiStepLR", milestones=["a"]), "milestones", "whole numbers"),
+    (schedule("CyclicLR", base_lr=0, mode="saw"), "mode", "triangular"),
+    ({"fp16": {"loss_scale": "128"}}, "fp16.loss_scale", "a number"),
+    ({"fp16": {"loss_scale": NAN}}, "fp16.loss_scale", "finite"),
+    ({"fp16": {"initial_scale_power": 200}}, "fp16.initial_scale_power", "127"),
+    ({"fp16": {"initial_scale_power": "16"}}, "fp16.initial_scale_power", "whole number"),
+    ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis", "1"),
+    ({"fp16": {"enabled": "true"}}, "fp16.enabled", "true or false"),
+    ({"fp16": {"fp16_master_weights_and_grads": True}}, "master_weights", "False"),
+    ({"bf16": {"enabled": 1}}, "bf16.enabled", "true or false"),
+    ({"data_types": {"grad_accum_dtype": "float32"}}, "grad_accum_dtype", "fp32"),
+    ({"zero_optimization": {"stage": "1"}}, "zero_optimization.stage", "whole number"),
+    ({"zero_optimization": {"stage": True}}, "zero_optimization.stage", "whole number"),
+    ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "reduce_bucket_size", "whole number"),
+    ({"zero_optimization": {"overlap_comm": 1}}, "overlap_comm", "true or false"),
+    ({"gradient_clipping": "1.0"}, "gradient_clipping", "at least 0"),
+    ({"gradient_clipping": NAN}, "gradient_clipping", "at least 0"),
+    ({"train_batch_size": True}, "train_batch_size", "at least 2"),
+    ({"train_batch_size": "48"}, "train_batch_size", "at least 2"),
+    ({"train_micro_batch_size_per_gpu": 2.0}, "train_micro_batch_size_per_gpu", "whole number"),
+    ({"steps_per_print": 0}, "steps_per_print", "1"),
+    ({"communication_data_type": "float32"}, "communication_data_type", "fp32"),
+    ({"gradient_predivide_factor": 0}, "gradient_predivide_factor", "above 0"),
+    ({"prescale_gradients": "yes"}, "prescale_gradients", "true or false"),
+    ({"comms_logger": {"enabled": "yes"}}, "comms_logger.enabled", "true or false"),
+]
+
+
+@pytest.mark.parametrize("keys, key, rule", OUT_OF_RANGE)
+def test_a_value_of_another_type_or_out_of_range_is_one_line(keys, key, rule):
+    with pytest.raises(ValueError) as error:
+        check_config(config(**keys), BRANCHES, READERS)
+    said = str(error.value)
+    assert key in said and rule in said and "\n" not in said, said
+
+
+def test_whole_numbers_that_are_written_as_floats_are_deepspeeds():
+    """Its documentation writes 5e8."""
+    zero = {"stage": 1, "reduce_bucket_size": 5e8}
+    check_config(config(zero_optimization=zero), BRANCHES, READERS)
+
+
 LATE = [  # accepted by DeepSpeed, which fails later and less clearly
     ({"wall_clock_breakdown": True}, ["wall_clock_breakdown"]),
     ({"optimizer": {}}, ["optimizer", "type"]),

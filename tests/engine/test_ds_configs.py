@@ -25,7 +25,11 @@ def test_a_file_trains(file):
     assert all(result["losses"] == losses for result in results)
     assert results[0]["dtype"] == DTYPES[precision]
     assert losses[-1] < losses[0], "the batch it sees again and again is learned"
-    assert len(set(results[0]["rates"])) > 2, "the schedule of the file moves the rate"
+    rates, previewed = results[0]["rates"], results[0]["previewed"]
+    assert len(set(rates)) > 2, "the schedule of the file moves the rate"
+    assert "betas {:g} and {:g}, eps {:g}".format(*results[0]["settings"]) in previewed
+    assert f"lr {rates[0]:.4g} at step 1" in previewed and f"{rates[-1]:.4g} at step 6" in previewed
+    assert f"{max(rates):.4g} at step {rates.index(max(rates)) + 1}" in previewed
 
 
 def paths_of_blocks(written, path=()):

@@ -91,7 +91,7 @@ def test_rates_fall_from_the_head_to_the_first_layer():
         ({"image": {"lr": 0}}, ["optimizer_groups.image.lr", "locked"]),
         ({"image": {"weight_decay": -1}}, ["weight_decay", "-1"]),
         ({"image": {"layer_decay": 1.5}}, ["layer_decay", "1.5"]),
-        ({"image": {"warmup_steps": 0}}, ["warmup_steps", "0"]),
+        ({"image": {"warmup_steps": -1}}, ["warmup_steps", "-1"]),
         ({"image": {"warmup_steps": 5}}, ["warmup_steps", "warmup_num_steps", "WarmupCosineLR"]),
         ({"no_decay": "*.bias"}, ["no_decay", "*.bias"]),
     ],

@@ -48,6 +48,7 @@ def test_the_first_screen_says_what_a_run_would_do_and_no_folder_is_made(
         "why: auto: ",
         "ways compared",
         "recipe: from scratch, short, 3 steps of 96 samples",
+        "optimizer: AdamW, betas 0.9 and 0.98, eps 1e-06, weight decay 0.1; WarmupCosineLR: lr ",
         "GiB a rank",
         "folder: a run",
         "dry run: nothing was trained",
@@ -114,6 +115,9 @@ def small_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(configuration, "default_config", lambda *_: file)
 
 
+UNTESTED = {"zero_allow_untested_optimizer": True}
+
+
 @pytest.mark.parametrize(
     "flags, changes, words",
     [
@@ -126,7 +130,9 @@ def small_batch(tmp_path, monkeypatch):
         (["--loss-weights", "alignment"], {}, "pairs"),
         (["--resume", "nowhere"], {}, "no such folder"),
         (["--device", "flops=1e13,memory=2e7,bandwidth=1e11"], {}, "memory"),
-        ([], {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}, "AdamW"),
+        ([], {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}} | UNTESTED, "AdamW"),
+        ([], {"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}}, "mine.json: optimizer"),
+        ([], {"scheduler": {"type": "ReduceLROnPlateau"}}, "scheduler.type"),
     ],
     ids=str,
 )

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from cost_models import BRANCHES, proportional
 
-from engine.config.reading import DEEPSPEED_KEYS, BranchesBlock, check_config
+from engine.config.deepspeed_keys import DEEPSPEED_KEYS
+from engine.config.reading import BranchesBlock, check_config
 from engine.optimizer.bad_steps import BadStep
 from engine.planning.planner import plan_run
 from launch.run.folder import (

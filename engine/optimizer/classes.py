@@ -1,0 +1,231 @@
+"""The optimizers and learning-rate schedules that the JSON may name: their classes, and what
+DeepSpeed and torch would put in the place of a given value.
+
+A schedule's highest rate is the optimizer's `lr` unless the file gives another. Step k of a run,
+counted from 1, is step k of the schedule, so a linear warm-up of N steps has k / N of the rate
+(`engine/optimizer/parameter_groups.py`); with 0 or 1 steps the first step has the whole rate.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from engine.config.spelling import nearest
+
+# By DeepSpeed's name: on the accelerator, and with the state offloaded to the CPU.
+_DEEPSPEED_OPTIMIZERS: dict[str, tuple[type[Optimizer], type[Optimizer]]] = {
+    "adam": (FusedAdam, DeepSpeedCPUAdam),
+    "adamw": (FusedAdam, DeepSpeedCPUAdam),
+    "adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
+    "lamb": (FusedLamb, FusedLamb),
+    "lion": (FusedLion, DeepSpeedCPULion),
+}
+_MARKED = "needs parameters marked for it, which these towers are not"
+_NOT_DRIVEN = {
+    **dict.fromkeys(("muon", "muadam", "muadamw", "musgd"), _MARKED),
+    "lbfgs": "computes the loss several times in a step",
+    "sparseadam": "needs sparse gradients",
+}
+# DeepSpeed's own params of Adam beside the arguments of the class.
+ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+# Each element's update depends on that element alone, so flat slices of the parameters, which ZeRO-1
+# and bf16 step, get the same update. Others (Adafactor, LAMB) use a tensor's shape or norm.
+_ELEMENTWISE = (
+    *(FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, FusedLion, DeepSpeedCPULion),
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
+    *(torch.optim.RAdam, torch.optim.SGD, torch.optim.ASGD, torch.optim.RMSprop),
+    *(torch.optim.Rprop, torch.optim.Adadelta, torch.optim.Adagrad),
+)
+# The bounds of the momentum that a schedule cycles, unless `cycle_momentum` is false.
+MOMENTA = {
+    "OneCycle": ("cycle_min_mom", "cycle_max_mom"),
+    "OneCycleLR": ("base_momentum", "max_momentum"),
+    "CyclicLR": ("base_momentum", "max_momentum"),
+}
+# The parameter of a schedule that is its highest rate (of a range test: the first).
+RATES = {
+    "WarmupLR": "warmup_max_lr",
+    "WarmupDecayLR": "warmup_max_lr",
+    "OneCycle": "cycle_max_lr",
+    "LRRangeTest": "lr_range_test_min_lr",
+    "OneCycleLR": "max_lr",
+    "CyclicLR": "max_lr",
+}
+
+
+def is_elementwise(optimizer: type[Optimizer]) -> bool:
+    """Whether flat slices of the parameters get the update that the whole ones would get."""
+    return optimizer in _ELEMENTWISE
+
+
+def optimizer_class(config: Mapping[str, Any]) -> type[Optimizer]:
+    """The class that DeepSpeed makes of the `optimizer` block. Errors: ValueError for a type that
+    is unknown or that the engine cannot drive."""
+    kind, params = config["optimizer"]["type"], config["optimizer"].get("params", {})
+    zero = config.get("zero_optimization", {})
+    offloaded = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
+    known = {
+        name: cls
+        for name, cls in vars(torch.optim).items()
+        if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer
+    }
+    named = ["AdamW", "Adam", "Adagrad", "Lamb", "Lion"]
+    if kind.lower() in _NOT_DRIVEN:
+        raise ValueError(
+            f"optimizer.type: {kind} {_NOT_DRIVEN[kind.lower()]}; use AdamW, SGD, Lamb or Lion"
+        )
+    if kind.lower() in ("adam", "adamw") and params.get("torch_adam"):
+        decoupled = kind.lower() == "adamw" or params.get("adam_w_mode", True)
+        return torch.optim.AdamW if decoupled else torch.optim.Adam
+    if kind.lower() in _DEEPSPEED_OPTIMIZERS:
+        return _DEEPSPEED_OPTIMIZERS[kind.lower()][offloaded]
+    if kind not in known:
+        valid = list(dict.fromkeys([*named, *(n for n in known if n.lower() not in _NOT_DRIVEN)]))
+        meant = next((name for name in valid if name.lower() == kind.lower()), kind)
+        raise ValueError(f"optimizer.type: unknown value {kind!r}{nearest(meant, valid)}")
+    return known[kind]
+
+
+class _WarmsUp:
+    """DeepSpeed refuses a warm-up of 0 steps and makes 2 of 1, so that step 1 has half the rate
+    (DeepSpeed#771)."""
+
+    def __init__(self, optimizer: Optimizer, **params: Any):
+        short = {"warmup_num_steps": 1} if params.get("warmup_num_steps", 2) < 2 else {}
+        # -1, the default, would be a rate before the first step, and a warning of it
+        params |= {**short, "last_batch_iteration": 0}
+        super().__init__(optimizer, **params)  # type: ignore[call-arg]
+        self.warmup_num_steps: int = short.get("warmup_num_steps", self.warmup_num_steps)
+
+
+class WarmupLR(_WarmsUp, lr_schedules.WarmupLR):
+    pass
+
+
+class WarmupDecayLR(_WarmsUp, lr_schedules.WarmupDecayLR):
+    pass
+
+
+class WarmupCosineLR(_WarmsUp, lr_schedules.WarmupCosineLR):
+    def get_lr_ratio(self) -> float:
+        # DeepSpeed's cosine is a step ahead: after no warm-up step 1 would be below the whole rate
+        first = self.last_batch_iteration == 1 == self.warmup_num_steps
+        return 1.0 if first else super().get_lr_ratio()
+
+
+class OneCycle(lr_schedules.OneCycle):
+    """Cycles the first beta and leaves the second, which DeepSpeed sets to 0.99."""
+
+    def _initialize_momentum(self, optimizer: Optimizer, *bounds: Any) -> None:
+        second = [group["betas"][1] for group in optimizer.param_groups if "betas" in group]
+        super()._initialize_momentum(optimizer, *bounds)
+        if not self.cycle_momentum:
+            raise ValueError(
+                f"{type(optimizer).__name__} has no betas; set cycle_momentum to false"
+            )
+        for bound in (self.min_moms, self.max_moms):  # (first beta, 0.99) of each group
+            bound[:] = [(first, own) for (first, _), own in zip(bound, second)]
+        for group, betas in zip(optimizer.param_groups, self.min_moms):
+            group["betas"] = betas
+
+
+def schedules() -> dict[str, type]:
+    """By name: those that count steps. The others wait for a metric, or are made of other
+    schedules."""
+    own = (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, lr_schedules.LRRangeTest)
+    return {cls.__name__: cls for cls in own} | {
+        name: cls
+        for name, cls in vars(torch.optim.lr_scheduler).items()
+        if inspect.isclass(cls)
+        and issubclass(cls, LRScheduler)
+        and cls.get_lr is not LRScheduler.get_lr
+        and not inspect.signature(cls).parameters.keys() & {"lr_lambda"}
+    }
+
+
+def schedule_class(kind: Any) -> type:
+    """Errors: ValueError for a type that is unknown or that the engine cannot drive."""
+    valid = schedules()
+    if kind in valid:
+        return valid[kind]
+    if kind in vars(torch.optim.lr_scheduler):
+        why = "is unusable here: it needs a metric or Python objects; use one of"
+        raise ValueError(f"scheduler.type: {kind} {why} {', '.join(valid)}")
+    raise ValueError(f"scheduler.type: unknown value {kind!r}{nearest(str(kind), list(valid))}")
+
+
+def make_schedule(
+    optimizer: Optimizer,
+    kind: str | None,
+    params: Mapping[str, Any] | None,
+    warmup_steps: int | None = None,
+) -> Any:
+    """The schedule of the JSON's type and params on `optimizer`, with this many `warmup_num_steps`
+    (None: as written). A type of None is a constant rate: None."""
+    if kind is None:
+        return None
+    own = {} if warmup_steps is None else {"warmup_num_steps": warmup_steps}
+    rate = {RATES[kind]: optimizer.param_groups[0]["lr"]} if kind in RATES else {}
+    return schedule_class(kind)(optimizer, **{**rate, **(params or {}), **own})
+
+
+def with_length(params: Mapping[str, Any], total_num_steps: int) -> dict[str, Any]:
+    """The params of a schedule with the length of the run where `total_num_steps` is "auto"."""
+    if params.get("total_num_steps") != "auto":
+        return dict(params)
+    # one more, which a run does not reach: a decay to 0 would waste its last step
+    return {**params, "total_num_steps": total_num_steps + 1}
+
+
+def check_schedule(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a schedule that would replace the optimizer's lr or momentum by values
+    of its own."""
+    if "scheduler" not in config:
+        return
+    params = config["optimizer"].get("params", {})
+    kind, own = config["scheduler"]["type"], config["scheduler"].get("params", {})
+    rate = RATES.get(kind, "")
+    if rate in own and "lr" in params and own[rate] != params["lr"]:
+        raise ValueError(
+            f"scheduler.params.{rate}: got {own[rate]!r}, and optimizer.params.lr is "
+            f"{params['lr']!r}; {kind} takes the place of that rate, so give one of the two"
+        )
+    momentum = next((key for key in ("betas", "momentum") if key in params), None)
+    cycles = kind in MOMENTA and own.get("cycle_momentum", True)
+    if cycles and momentum and not {"cycle_momentum", *MOMENTA[kind]} <= own.keys():
+        raise ValueError(
+            f"scheduler.params.cycle_momentum: {kind} would replace optimizer.params.{momentum} by "
+            f'values of its own; write "cycle_momentum": false, or true with '
+            f"{' and '.join(MOMENTA[kind])}"
+        )
+
+
+def check_optimizer(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for an optimizer that ZeRO-1 or bf16, which step flat slices, would change."""
+    zero, kind = config.get("zero_optimization", {}), config["optimizer"]["type"]
+    cls = optimizer_class(config)
+    sharded = zero.get("stage", 0) == 1
+    if (sharded or config.get("bf16", {}).get("enabled")) and not is_elementwise(cls):
+        raise ValueError(
+            f"optimizer.type: {kind} uses the shape or the norm of whole tensors, and ZeRO-1 and "
+            'bf16 step flat slices of them, which trains otherwise; use "zero_optimization": '
+            '{"stage": 0} in fp32, or an optimizer such as AdamW'
+        )
+    untested = sharded and cls not in ZERO_SUPPORTED_OPTIMIZERS
+    if untested and not config.get("zero_allow_untested_optimizer"):
+        raise ValueError(
+            f"zero_allow_untested_optimizer: DeepSpeed asks for it with ZeRO-1 and {kind}; add "
+            '"zero_allow_untested_optimizer": true'
+        )

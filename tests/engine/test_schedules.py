@@ -1,0 +1,251 @@
+"""Optimizers and schedules of the JSON do what the JSON says: no default of a library takes the place
+of a given value, and what only works on whole tensors is not cut."""
+
+import inspect
+import math
+from functools import partial
+
+import pytest
+import torch
+from cost_models import BRANCHES
+from deepspeed.runtime import lr_schedules
+
+from engine.config.deepspeed_keys import params_model
+from engine.config.reading import check_config
+from engine.optimizer.classes import is_elementwise, make_schedule, schedules
+from engine.optimizer.parameter_groups import GroupSchedule, Setting
+from engine.optimizer.preview import CLOSE, preview
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+LR, TOTAL = 1e-4, 21  # the length that "auto" gives a run of 20 steps
+
+
+def curve(kind, params, warmup_steps=None, steps=20):
+    """The rates of a run by step, from 1 on."""
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=LR)
+    make = partial(make_schedule, optimizer, kind, params)
+    settings = [Setting(1.0, None, warmup_steps)]
+    schedule, rates = GroupSchedule(optimizer, make, settings, [warmup_steps]), []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        schedule.step()
+    return rates
+
+
+def constant(step, warmup):
+    return 1.0
+
+
+def to_zero(step, warmup):
+    return (TOTAL - step) / (TOTAL - max(1, warmup))
+
+
+def cosine(step, warmup):
+    if step == 1:
+        return 1.0
+    progress = (step - max(1, warmup) + 1) / (TOTAL - max(1, warmup))
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, progress))) / 2
+
+
+LENGTH = {"total_num_steps": TOTAL}
+WARM = [
+    ("WarmupLR", {}, constant),
+    ("WarmupDecayLR", LENGTH, to_zero),
+    ("WarmupCosineLR", LENGTH | {"cos_min_ratio": 0.1}, cosine),
+]
+
+
+@pytest.mark.parametrize(("kind", "params", "after"), WARM, ids=[kind for kind, _, _ in WARM])
+@pytest.mark.parametrize("warmup", [0, 1, 2, 5])
+def test_step_k_of_a_warm_up_of_n_has_k_nths_of_the_rate(kind, params, after, warmup):
+    """With 0 or 1 steps the first step has the whole rate (DeepSpeed#771); also of a group."""
+    expected = [
+        LR * (step / warmup if step < warmup else after(step, warmup)) for step in range(1, 21)
+    ]
+    params = {**params, "warmup_type": "linear"}
+    assert curve(kind, {**params, "warmup_num_steps": warmup}) == pytest.approx(expected, rel=1e-9)
+    of_group = curve(kind, {**params, "warmup_num_steps": 9}, warmup)
+    assert of_group == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind, params, _", WARM, ids=[kind for kind, _, _ in WARM])
+@pytest.mark.parametrize("form", ["log", "linear"])
+def test_longer_warm_ups_are_deepspeeds_own(kind, params, _, form):
+    params = {**params, "warmup_num_steps": 6, "warmup_type": form}
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=LR)
+    filled = params if kind == "WarmupCosineLR" else {**params, "warmup_max_lr": LR}
+    theirs = getattr(lr_schedules, kind)(optimizer, **filled)
+    rates = []
+    for step in range(1, 21):
+        theirs.step(step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert curve(kind, params) == rates
+
+
+def checked(scheduler, optimizer=None, **params):
+    params = {"lr": LR, "betas": [0.7, 0.98], "torch_adam": True} if optimizer is None else params
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": optimizer or "AdamW", "params": params},
+        "scheduler": scheduler,
+    }
+    return check_config(config, BRANCHES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "highest"),
+    [
+        ("WarmupLR", {"warmup_num_steps": 4}, LR),
+        ("WarmupDecayLR", {"warmup_num_steps": 4, "total_num_steps": "auto"}, LR),
+        ("OneCycle", {"cycle_min_lr": 1e-6, "cycle_first_step_size": 5}, LR),
+        ("OneCycleLR", {"total_steps": 20}, LR),
+        ("CyclicLR", {"base_lr": 1e-6, "step_size_up": 5}, LR),
+        ("LRRangeTest", {"lr_range_test_step_size": 19}, 2 * LR),
+    ],
+)
+def test_the_rate_of_a_schedule_is_the_optimizers(kind, params, highest):
+    """DeepSpeed's WarmupDecayLR would train at 1e-3 (DeepSpeed#7303), and OneCycle with betas of
+    0.8 to 0.9 and 0.99. Both are on the first screen as they are."""
+    still = {"cycle_momentum": False} if "ycl" in kind else {}
+    written = {"type": kind, "params": params | still}
+    config, block = checked(written)
+    said = preview(config, block.learning(BRANCHES), 20)
+    assert "betas 0.7 and 0.98" in said and f" {highest:.4g} at step" in said, said
+    assert max(curve(kind, {**params, **still, **LENGTH_OF.get(kind, {})})) == pytest.approx(
+        highest, rel=1e-6
+    )
+    groups = {"optimizer_groups": {"text": {"lr": LR / 4}}}
+    config, block = check_config({**config, "branches": groups}, BRANCHES)
+    assert f"text at most {highest / 4:.4g}" in preview(config, block.learning(BRANCHES), 20)
+
+
+LENGTH_OF = {"WarmupDecayLR": LENGTH}
+
+
+def test_a_cycle_leaves_the_second_beta():
+    bounds = {"cycle_min_mom": 0.85, "cycle_max_mom": 0.95}
+    own = {"cycle_min_lr": 1e-6, "cycle_first_step_size": 5, "cycle_momentum": True, **bounds}
+    config, block = checked({"type": "OneCycle", "params": own})
+    assert "betas 0.85 to 0.95 and 0.98" in preview(config, block.learning(BRANCHES), 20)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "words"),
+    [
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}, ["warmup_max_lr", "0.0001"]),
+        (
+            {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1e-3}},
+            ["cycle_max_lr", "0.0001"],
+        ),
+        ({"type": "OneCycle", "params": {"cycle_min_lr": 0}}, ["cycle_momentum", "betas"]),
+        (
+            {"type": "CyclicLR", "params": {"base_lr": 0, "cycle_momentum": True}},
+            ["cycle_momentum", "base_momentum"],
+        ),
+        ({"type": "ReduceLROnPlateau"}, ["scheduler.type", "ReduceLROnPlateau", "metric"]),
+        ({"type": "LambdaLR", "params": {"lr_lambda": "x"}}, ["LambdaLR", "Python objects"]),
+        (
+            {"type": "OneCycleLR", "params": {"cycle_momentum": False}},
+            ["OneCycleLR", "total_steps"],
+        ),
+    ],
+)
+def test_a_schedule_that_would_replace_a_value_or_cannot_be_driven_is_refused(scheduler, words):
+    with pytest.raises(ValueError) as error:
+        checked(scheduler)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_long_run_is_looked_at_like_one_that_goes_on():
+    """The last rate after a thousand jumps is that of all steps; a schedule of torch has no jumps."""
+    for kind, params in (
+        ("WarmupCosineLR", {"total_num_steps": "auto", "warmup_num_steps": 50}),
+        ("StepLR", {"step_size": 3000, "gamma": 0.5}),
+    ):
+        config, block = checked({"type": kind, "params": params})
+        steps = CLOSE + 2_345
+        written = {**params, **({"total_num_steps": steps + 1} if "Warm" in kind else {})}
+        last = curve(kind, written, steps=steps)[-1]
+        said = preview(config, block.learning(BRANCHES), steps)
+        assert said.endswith(f", {last:.4g} at step {steps:,}"), (said, last)
+
+
+def test_a_schedule_that_ends_before_the_run_is_refused_on_the_first_screen():
+    """The engine steps it once more after the last step of the run."""
+    for length in (19, 20):
+        params = {"total_steps": length, "cycle_momentum": False}
+        config, block = checked({"type": "OneCycleLR", "params": params})
+        if length < 20:
+            with pytest.raises(ValueError, match="OneCycleLR refuses.*19"):
+                preview(config, block.learning(BRANCHES), 20)
+        else:
+            assert "at step 20" in preview(config, block.learning(BRANCHES), 20)
+
+
+OPTIMIZERS = {
+    name: cls
+    for name, cls in vars(torch.optim).items()
+    if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
+}
+OTHERS = {"Adafactor", "LBFGS", "Muon", "Optimizer", "SparseAdam"}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - OTHERS))
+def test_an_elementwise_optimizer_steps_flat_slices_as_it_steps_the_whole(name):
+    """What remains under ZeRO-1 and bf16 makes of two flat slices what it makes of the matrix."""
+    assert is_elementwise(OPTIMIZERS[name])
+    torch.manual_seed(0)
+    whole = torch.randn(4, 6, dtype=torch.double)
+    slices = [part.clone() for part in whole.flatten().split([11, 13])]
+    for tensor in (whole, *slices):
+        tensor.requires_grad_()
+    settings = {} if name == "Rprop" else {"weight_decay": 0.1}
+    one, two = (
+        OPTIMIZERS[name]([whole], lr=0.1, **settings),
+        OPTIMIZERS[name](slices, lr=0.1, **settings),
+    )
+    for _ in range(4):
+        whole.grad = torch.randn(4, 6, dtype=torch.double)
+        for part, grad in zip(slices, whole.grad.flatten().split([11, 13])):
+            part.grad = grad.clone()
+        one.step()
+        two.step()
+    torch.testing.assert_close(torch.cat(slices).detach(), whole.detach().flatten())
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Lamb"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True},
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    ],
+    ids=["ZeRO-1", "bf16"],
+)
+def test_an_optimizer_of_whole_tensors_is_refused_where_they_are_cut(kind, keys):
+    config = {"train_batch_size": 8, "optimizer": {"type": kind, "params": {"lr": 1e-3}}}
+    check_config(config, BRANCHES)
+    with pytest.raises(ValueError, match=f'{kind} uses the shape.*"stage": 0'):
+        check_config(config | keys, BRANCHES)
+
+
+def test_zero_1_asks_for_a_word_with_other_optimizers_before_anything_is_built():
+    config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config["zero_optimization"] = {"stage": 1}
+    with pytest.raises(ValueError, match='"zero_allow_untested_optimizer": true'):
+        check_config(config, BRANCHES)
+    check_config(config | {"zero_allow_untested_optimizer": True}, BRANCHES)
+
+
+def test_every_parameter_of_a_class_has_a_rule():
+    """A new one of a newer torch or DeepSpeed shows here."""
+    names = ["params", "optimizer", "last_epoch", "last_batch_iteration", "scale_fn"]
+    names += ["capturable", "differentiable"]
+    found = {("scheduler", kind): cls for kind, cls in schedules().items()}
+    found |= {("optimizer", kind): OPTIMIZERS[kind] for kind in OPTIMIZERS.keys() - OTHERS}
+    for (block, kind), cls in found.items():
+        cls = getattr(lr_schedules, kind, cls)
+        torchs = {"torch_adam": True, "adam_w_mode": False} if kind.startswith("Adam") else {}
+        written = {"type": kind, "params": torchs}
+        known = params_model({block: written}, block).model_fields
+        assert set(inspect.signature(cls).parameters) - set(known) <= set(names), kind

@@ -1,0 +1,80 @@
+"""The exit status by which supervise.sh starts a run again (1) or does not (2)."""
+
+import errno
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from launched import ROOT, environment
+
+from data.inspect import main as inspect
+from launch.run.failures import _status
+from launch.run.folder import RunFolder
+from launch.tools import balance, plan, report, timeline
+
+
+class FromTheHub(OSError):
+    """As huggingface_hub's errors are."""
+
+    def __init__(self, status_code):
+        self.response = SimpleNamespace(status_code=status_code)
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("optimizer.params.lr"), 2),
+        (FileNotFoundError("jsonl:nowhere.jsonl: no such file"), 2),
+        (PermissionError(errno.EACCES, "not allowed"), 2),
+        (NotADirectoryError(errno.ENOTDIR, "a file"), 2),
+        (OSError(errno.ENAMETOOLONG, "too long"), 2),
+        (caused(FileNotFoundError("weights 'a/b'"), FromTheHub(404)), 2),
+        (caused(FileNotFoundError("weights 'a/b'"), FromTheHub(503)), 1),
+        (caused(FileNotFoundError("weights 'a/b'"), ConnectionError("no network")), 1),
+        (OSError(errno.ENOSPC, "full"), 1),
+        (OSError(errno.ESTALE, "storage"), 1),
+        (KeyError("a fault of ours"), 1),
+    ],
+    ids=str,
+)
+def test_a_wrong_input_is_status_2_and_what_may_pass_is_status_1(tmp_path, error, status):
+    new, trained = (RunFolder(tmp_path / name, True) for name in ("new", "trained"))
+    assert _status(error, None) == _status(error, new) == status
+    trained.checkpoints.mkdir()
+    (trained.checkpoints / "latest").write_text("step-00000001")
+    is_value = isinstance(error, ValueError)
+    # the names were right before: a file system that is gone may come back
+    assert _status(error, trained) == (2 if is_value else 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate.py", "nowhere"],
+        ["export.py", "nowhere", "out"],
+        ["-m", "data.cache", "jsonl:nowhere.jsonl", "--image-size", "32"],
+    ],
+    ids=lambda words: words[words[0] == "-m"],
+)
+def test_a_program_ends_with_status_2_where_a_file_is_not_there(words):
+    ended = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "nowhere" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_a_tool_ends_with_status_2_where_a_file_is_not_there(capsys):
+    plans = ["--gpus", "8", "--deepspeed_config", "nowhere"]
+    for run, words in (
+        (inspect, ["jsonl:nowhere"]),
+        *((tool.run, ["nowhere"]) for tool in (balance, report, timeline)),
+        (plan.run, plans),
+    ):
+        assert run(words) == 2 and "nowhere" in capsys.readouterr().err
