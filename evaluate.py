@@ -26,6 +26,7 @@ from rich.table import Table
 
 from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
 from data.loader import resolve_workers
+from data.output import outlive_output, run_program
 from launch.inference.classes import benchmark_metrics, classification, classification_table
 from launch.inference.embedding import (
     PRECISIONS,
@@ -414,9 +415,5 @@ def model_of(arguments: argparse.Namespace, embedder: Embedder, name: str) -> di
 
 
 if __name__ == "__main__":
-    try:
-        main(parse())
-    except (ValueError, OSError) as error:
-        sys.exit(f"evaluate.py: error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("evaluate.py: interrupted")
+    outlive_output()
+    sys.exit(run_program("evaluate.py", lambda: main(parse())))

@@ -9,6 +9,7 @@ import logging
 import sys
 from pathlib import Path
 
+from data.output import outlive_output, run_program
 from launch.exporting.writing import FORMATS, refuse_to_overwrite, write_export
 from launch.inference.trained import open_run
 from launch.run.records import read_export
@@ -84,9 +85,5 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(make_parser().parse_args())
-    except (ValueError, OSError) as error:
-        sys.exit(f"export.py: error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("export.py: interrupted")
+    outlive_output()
+    sys.exit(run_program("export.py", lambda: main(make_parser().parse_args())))

@@ -16,6 +16,7 @@ quiet_libraries()  # before they are imported
 
 from data.modalities.tokenizer import length_multiple
 from data.options import DataOptions
+from data.output import outlive_output
 from data.prepare import prepare_data
 from engine.build import build_engine
 from engine.checkpoint.layout import step_folder
@@ -54,7 +55,6 @@ from launch.settings.recipe import as_begun, settle
 from launch.terminal.bar import Progress
 from launch.terminal.first_screen import Hardware, first_screen, folder_to_watch
 from launch.terminal.last_words import say_last
-from launch.terminal.output import outlive_output
 from launch.tracking.tracker import TrackingOptions, where
 from models.towers.layers import library_models_kept
 
