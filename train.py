@@ -82,7 +82,9 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
 
     # The run's folder. If it holds a run, this must be the same one, and it goes on from there.
     place = from_first_rank(choose_folder(options.run_dir, options.data))
-    run.folder = folder = RunFolder(place, first)
+    folder = RunFolder(place, first)
+    folder.claim()  # before a failure is written there
+    run.folder = folder
     journal = Journal(folder, options.trace_every)
     if first:
         stop.watch(folder.stop)
