@@ -26,6 +26,7 @@ from rich.table import Table
 
 from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
 from data.loader import resolve_workers
+from data.output import outlive_output, run_program
 from launch.inference.classes import benchmark_metrics, classification, classification_table
 from launch.inference.embedding import (
     PRECISIONS,
@@ -44,7 +45,6 @@ from launch.inference.samples import held_out, left_out, opened
 from launch.inference.trained import Trained, open_model_folder, public_model
 from launch.run.report import retrieval_table, show
 from launch.settings.flags import Once
-from launch.tools.running import run_program
 
 NUM_EXAMPLES, NUM_ANSWERS = 8, 20
 OF_SPECS = ("val_data", "classify", "classify_train")
@@ -409,4 +409,5 @@ def model_of(arguments: argparse.Namespace, embedder: Embedder, name: str) -> di
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(run_program("evaluate.py", lambda: main(parse())))

@@ -9,10 +9,10 @@ import logging
 import sys
 from pathlib import Path
 
+from data.output import outlive_output, run_program
 from launch.exporting.writing import FORMATS, refuse_to_overwrite, write_export
 from launch.inference.trained import open_run
 from launch.run.records import read_export
-from launch.tools.running import run_program
 from launch.tracking.artifacts import log_export
 
 
@@ -85,4 +85,5 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(run_program("export.py", lambda: main(make_parser().parse_args())))

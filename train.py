@@ -16,6 +16,7 @@ quiet_libraries()  # before they are imported
 
 from data.modalities.tokenizer import length_multiple
 from data.options import DataOptions
+from data.output import outlive_output
 from data.prepare import prepare_data
 from engine.build import build_engine
 from engine.checkpoint.layout import step_folder
@@ -54,7 +55,6 @@ from launch.settings.recipe import as_begun, settle
 from launch.terminal.bar import Progress
 from launch.terminal.first_screen import Hardware, first_screen, folder_to_watch
 from launch.terminal.last_words import say_last
-from launch.terminal.output import outlive_output
 from launch.tracking.tracker import TrackingOptions, where
 from models.towers.layers import library_models_kept
 
@@ -82,7 +82,9 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
 
     # The run's folder. If it holds a run, this must be the same one, and it goes on from there.
     place = from_first_rank(choose_folder(options.run_dir, options.data))
-    run.folder = folder = RunFolder(place, first)
+    folder = RunFolder(place, first)
+    folder.claim()  # before a failure is written there
+    run.folder = folder
     journal = Journal(folder, options.trace_every)
     if first:
         stop.watch(folder.stop)

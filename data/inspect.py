@@ -8,7 +8,6 @@ spectrograms with their captions.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,8 +17,8 @@ import numpy as np
 from matplotlib import colormaps
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from data.index.bad_samples import REASONS, Absent, BadSample
 from data.index.roots import add_root_flag, given_roots, with_roots
@@ -29,6 +28,7 @@ from data.modalities.decoding import decode_bytes, upright_8bit
 from data.modalities.fonts import Font, Fonts, fonts_for, wrapped
 from data.modules import import_modules
 from data.options import add_pairs_flags, compared
+from data.output import outlive_output, plain, run_program
 from data.prepare import bad_values, count_bad
 
 TILE, CAPTION_LINES, LINE, GAP, LETTER_SIZE = (
@@ -74,7 +74,7 @@ def histogram(values: np.ndarray, bins: int = 8) -> list[tuple[float, float, int
 def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
     """Tables to print."""
     usable, bad = source.usable(), count_bad(source)
-    counts = Table(title=escape(source.spec), title_justify="left", show_header=False)
+    counts = Table(title=plain(source.spec), title_justify="left", show_header=False)
     counts.add_row("samples", f"{len(source):,}")
     counts.add_row("usable", f"{len(usable):,}")
     for modality, kind in (("image", "content"), ("audio", "audio")):
@@ -86,9 +86,9 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
         if lacking := int(source.lacking(modality)[usable].sum()):
             counts.add_row(f"usable, without {modality}", f"{lacking:,}")
     for reason, number in sorted(bad.items(), key=lambda item: -item[1]):
-        counts.add_row(f"[red]{reason}[/red]", f"{number:,}   {REASONS[reason]}")
+        counts.add_row(Text(reason, "red"), f"{number:,}   {REASONS[reason]}")
     for what, (number, where) in source.unused().items():
-        counts.add_row(escape(f"unused: {what}"), escape(f"{number:,}   for example {where}"))
+        counts.add_row(plain(f"unused: {what}"), plain(f"{number:,}   for example {where}"))
     tables = [counts]
     shapes = Table(title="What they are like", title_justify="left")
     for name in ("", "from", "up to", "samples", ""):
@@ -114,7 +114,7 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
         for name in ("where", "reason", "what was found"):
             listed.add_column(name, overflow="fold")
         for (_, where, reason, detail), _ in zip(bad_values(source), range(most_bad)):
-            listed.add_row(escape(where), reason, escape(detail))
+            listed.add_row(plain(where), reason, plain(detail))
         tables.append(listed)
     return tables
 
@@ -252,33 +252,34 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    return run_program("python -m data.inspect", lambda: _inspect(arguments))
+
+
+def _inspect(arguments: Sequence[str] | None) -> None:
     parser = make_parser()
     options = parser.parse_args(arguments)
     roots = given_roots(parser, options.data_root, [options.spec])
-    try:
-        import_modules(options.import_module)
-        source = open_source(
-            with_roots(options.spec, roots),
-            compared(options.pairs),
-            workers=options.workers,
-            progress=True,
-        )
-        console = Console(highlight=False, width=max(100, Console().width))
-        for table in report(source, options.bad):
-            console.print(table)
-        if options.count > 0:
-            sheet, notice = contact_sheet(source, options.count, options.seed)
-            sheet.save(options.sheet)
-            if notice:
-                print(notice)
-            print(options.sheet)
-    except (ValueError, OSError) as error:
-        print(f"python -m data.inspect: error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # … | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    import_modules(options.import_module)
+    source = open_source(
+        with_roots(options.spec, roots),
+        compared(options.pairs),
+        workers=options.workers,
+        progress=True,
+    )
+    # a name with brackets is no markup
+    width = max(100, Console().width)
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    for table in report(source, options.bad):
+        console.print(table)
+    if options.count > 0:
+        sheet, notice = contact_sheet(source, options.count, options.seed)
+        sheet.save(options.sheet)
+        if notice:
+            print(notice)
+        print(options.sheet)
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(main())

@@ -30,6 +30,8 @@ from data.modalities.modality import Loaded, Memory, Modality
 from data.processes import end_with_parent, outlast_signals, start_method
 
 MAX_WORKERS_GPU, MAX_WORKERS_CPU = 16, 2
+# exit codes where memory, or /dev/shm, is full
+ENDED_BY_SYSTEM = (-signal.SIGKILL, -signal.SIGBUS)
 SEEN_S = 2.0  # within which a process that ended is seen to be gone
 
 
@@ -305,10 +307,13 @@ def _obituary(dead: list[tuple[int, int | None, int | None]], workers: int, name
     fates = ", ".join(
         f"worker {number} of {workers} (process {pid}) {_fate(code)}" for number, pid, code in dead
     )
+    lost = f"the loader{of} lost {fates}"
+    if not any(code in ENDED_BY_SYSTEM for _, _, code in dead):
+        return f"{lost}; what it printed stands above"
     return (
-        f"the loader{of} lost {fates}. Most often the machine ran out of memory and the system "
-        "killed it: see dmesg, and in a container its memory limit and the size of /dev/shm. Give "
-        "fewer --workers, smaller micro-batches, or the machine more memory"
+        f"{lost}. Most often the machine ran out of memory and the system killed it: see dmesg, "
+        "and in a container its memory limit and the size of /dev/shm. Give fewer --workers, "
+        "smaller micro-batches, or the machine more memory"
     )
 
 

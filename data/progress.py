@@ -33,6 +33,11 @@ class Bar(tqdm):
 
         return write_line
 
+    def moveto(self, n: int) -> None:
+        """To the line of another bar, which a log file has no way to."""
+        if self.fp.isatty():
+            super().moveto(n)
+
 
 def progress_bar(
     items: Iterable[Any] | None = None,

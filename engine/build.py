@@ -20,9 +20,8 @@ from engine.module import DescribesLayer, StageModule, learned_parameters
 from engine.objective import Objective
 from engine.optimizer.clipping_rules import group_of, rank_sets, refuse_idle_patterns
 from engine.optimizer.parameter_groups import settings_of
-from engine.planning.memory_advice import BUILDING, RankSetup, Work
 from engine.planning.planner import RunPlan, deepspeed_config
-from engine.processes.out_of_memory import explained, message
+from engine.processes.out_of_memory import BUILDING, RankSetup, Work, explained, message
 from engine.processes.start import as_local_rank
 from engine.trace import HostClock
 

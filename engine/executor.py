@@ -40,17 +40,17 @@ from engine.optimizer.clipping_rules import ClippingRule
 from engine.optimizer.gradient_averages import GradientAverages
 from engine.optimizer.parameter_groups import GroupSchedule, OptimizerGroups, Setting
 from engine.planning.costs import averages_early
-from engine.planning.memory_advice import (
+from engine.planning.planner import BranchBatch
+from engine.processes.out_of_memory import (
     AVERAGING,
     BUILDING,
     EVALUATION,
     TRAINING,
     RankSetup,
     Work,
+    explained,
+    message,
 )
-from engine.planning.planner import BranchBatch
-from engine.processes.out_of_memory import explained, message
-from engine.processes.shortage import Shortage
 from engine.schedule import (
     SCHEDULES,
     BackwardInputs,
@@ -359,9 +359,9 @@ class ForkEngine(PipelineEngine):
         (`engine/processes/out_of_memory.py`)."""
         self._activity, self._running = (activity, self.global_steps + 1), None
 
-        def words(shortage: Shortage) -> str:
+        def words(error: Exception) -> str:
             rank = self.graph.describe_rank(self.comm.rank)
-            return message(rank, self._setup, self.work(), shortage)
+            return message(rank, self._setup, self.work(), error)
 
         with explained(self.device, words, self._num_steps_done):
             yield

@@ -15,9 +15,8 @@ from launched import SMALL, fork_flags, metrics, run_to_end, write_pairs
 from data.modules import import_modules
 from engine.config.reading import BranchesBlock, check_config
 from engine.planning.costs import CostModel, cost_model_to_json
-from engine.planning.memory_advice import TRAINING, RankSetup, Work, advice
 from engine.planning.planner import plan_run, search_plans
-from engine.processes.shortage import Shortage
+from engine.processes.out_of_memory import TRAINING, RankSetup, Work, not_in_use
 from engine.schedule import SCHEDULES
 from launch.settings.options import parse_options
 from launch.tools.plan import parse_options as parse_plan_options
@@ -86,11 +85,9 @@ def test_auto_chooses_only_what_says_that_it_may(registered):
 
 def test_the_advice_about_memory_is_about_its_own_keys(registered):
     config, plan = plan_of(LINE | {"schedule": NAME, "kept_micro_batches": 8})
-    short = Shortage(on_gpu=True)
-    (first, *_) = advice(
-        RankSetup(plan, config, plan.graph.stages[0], True), Work(TRAINING, "ForwardPass"), short
-    )
-    assert first.keys == {"branches": {"schedule": NAME, "kept_micro_batches": 4}}
+    setup = RankSetup(plan, config, plan.graph.stages[0], True)
+    (first, *_) = not_in_use(setup, Work(TRAINING, "ForwardPass"))
+    assert first == 'fewer "kept_micro_batches" than 8'
 
 
 def test_losses_that_are_not_as_the_class_says_are_refused(registry):

@@ -327,11 +327,8 @@ def test_memory_that_runs_out_is_one_message_with_what_to_change(tmp_path):
         "rank 0 (merged 0, replica 0) ran out of memory in ForwardPass of micro-batch 0 "
         "(of 1, counted from 0), in step 1"
     )
-    assert re.match(r"asked for: [\d.]+ [MG]iB; GPU 0 has [\d.]+ GiB, of which ", said[1])
-    assert re.match(
-        r"held: [\d.]+ GiB in tensors, [\d.]+ \w+ that torch had reserved and did not use", said[2]
-    )
-    assert said[3].startswith("predicted for a training step of merged 0: at most ")
-    assert '{"schedule": "replay", "micro_batch_size": 1200}' in result.stderr
+    assert said[1].startswith("the allocator says: CUDA out of memory. Tried to allocate ")
+    assert said[2].startswith("predicted for a training step of merged 0: at most ")
+    assert '"schedule": "replay"' in result.stderr
     kept = (tmp_path / "run" / "error-rank0.txt").read_text()
     assert "OutOfMemoryError: CUDA out of memory" in kept and "_exec_forward_pass" in kept

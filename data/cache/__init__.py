@@ -409,8 +409,8 @@ def _filled_chunks(
                     yield future.result(), pending.pop(future)
         except BrokenProcessPool as error:
             raise ChildProcessError(
-                "a process that fills the image cache was killed, most often because memory ran "
-                "out; give fewer --workers. What is stored stays"
+                "a process that fills the image cache ended without a message; where dmesg says "
+                "that memory ran out, give fewer --workers. What is stored stays"
             ) from error
 
 

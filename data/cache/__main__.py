@@ -15,6 +15,7 @@ from data.modalities.preprocessing import CLIP, INTERPOLATIONS
 from data.modalities.transforms import train_transform
 from data.modules import import_modules
 from data.options import add_pairs_flags, compared
+from data.output import outlive_output, plain, run_program
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -97,14 +98,11 @@ def main(words: Sequence[str] | None = None) -> int:
     for reason, number in done.bad.most_common():
         print(f"  {reason}: {number:,}")
     for example in done.examples:
-        print(f"  for example {example}")
+        print(f"  for example {plain(example)}")
     cache.close(60.0)
     return 0 if not done.refused else 1
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (ValueError, OSError) as error:
-        print(f"python -m data.cache: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    outlive_output()
+    sys.exit(run_program("python -m data.cache", main))

@@ -27,9 +27,12 @@ from data.formats.rows import (
     take_captions,
 )
 from data.formats.specs import local_path
-from data.index.bad_samples import FILE_LIMIT, Absent, BadSample, check_sound
+from data.index.bad_samples import FILE_LIMIT, Absent, BadSample, check_sound, refusing
+from data.modalities.decoding import upright_8bit
 
 USAGE = "python:MODULE:NAME, where NAME is a data set, or what makes one when it is called without arguments"
+# that a PNG file can hold; of others, such as CMYK, it holds what a viewer would show
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B")
 ITEM = '{"image": ..., "text": ...} or (image, text)'
 
 
@@ -188,7 +191,8 @@ def encoded(image: Any) -> bytes:
     if isinstance(image, (str, os.PathLike)):
         return _read(local_path(os.fspath(image)))
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3):
-        image = Image.fromarray(image)
+        with refusing():
+            image = Image.fromarray(image)
     if not isinstance(image, Image.Image):
         what = f"a {type(image).__name__}" + (
             f" of {image.dtype}, shape {image.shape}" if isinstance(image, np.ndarray) else ""
@@ -198,8 +202,9 @@ def encoded(image: Any) -> bytes:
             f"the image is {what}; bytes, a path, {{bytes, path}}, a PIL image or a uint8 array "
             "[H, W, 3] is needed",
         )
-    with io.BytesIO() as file:
-        image.save(file, "PNG", compress_level=1)  # whatever the level, the pixels stay
+    held = image if image.mode in PNG_MODES else upright_8bit(image)
+    with refusing(), io.BytesIO() as file:
+        held.save(file, "PNG", compress_level=1)  # whatever the level, the pixels stay
         return file.getvalue()
 
 
@@ -209,9 +214,10 @@ def encoded_audio(sound: Any) -> bytes:
     if isinstance(sound, Mapping) and "array" in sound:
         from scipy.io import wavfile  # half a second, which only such data sets wait for
 
-        samples = np.asarray(sound["array"], np.float32)
+        with refusing():
+            samples = np.asarray(sound["array"], np.float32)
         if samples.ndim in (1, 2) and isinstance(rate := sound.get("sampling_rate"), int):
-            with io.BytesIO() as file:
+            with refusing(), io.BytesIO() as file:
                 check_sound(rate, 1 if samples.ndim == 1 else len(samples))
                 wavfile.write(file, rate, samples.T)
                 return file.getvalue()

@@ -1,5 +1,8 @@
 """What can be wrong with a sample: one exception, one vocabulary, and the limits behind it."""
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 PIXEL_LIMIT = 100_000_000  # pixels of one image; an RGBA image of that size takes 400 MB
 SIDE_LIMIT = 65_535  # pixels; the longest side that JPEG can express
 ASPECT_LIMIT = 100  # longer side / shorter side
@@ -59,6 +62,28 @@ class BadSample(ValueError):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}" if self.detail else self.reason
+
+
+@contextlib.contextmanager
+def refusing(
+    reason: Callable[[Exception], str] = lambda error: "unreadable",
+    *,
+    but: tuple[type[Exception], ...] = (),
+) -> Iterator[None]:
+    """Turn what a library raises inside the block into BadSample. Meant for calls of decoders and
+    converters alone: the types that they raise are an open set, while an error of our own code has
+    to end the run.
+
+    `reason`: a key of `REASONS` for an error. `but`: types that pass, beside BadSample and
+    MemoryError.
+    """
+    passing: tuple[type[Exception], ...] = (BadSample, MemoryError, *but)
+    try:
+        yield
+    except passing:
+        raise
+    except Exception as error:
+        raise BadSample(reason(error), f"{type(error).__name__}: {error}") from error
 
 
 class Absent(LookupError):

@@ -251,8 +251,8 @@ def _listed(work: _Work, workers: int | None, progress: bool) -> Iterator[_Done]
                     result = _Done(number, part.file, part.stamp, *future.result())
                 except BrokenProcessPool as error:
                     raise RuntimeError(
-                        f"{format.spec}: a process that read images was killed, perhaps "
-                        "because memory ran out; use fewer workers"
+                        f"{format.spec}: a process that read images ended without a message; "
+                        "where dmesg says that memory ran out, use fewer workers"
                     ) from error
             bar.update(part.weight)
             return result

@@ -8,6 +8,7 @@ needed nor changed.
 
 import hashlib
 import io
+from collections.abc import Callable
 
 import numpy as np
 from PIL import (
@@ -22,7 +23,7 @@ from PIL import (
     WebPImagePlugin,  # noqa: F401
 )
 
-from data.index.bad_samples import PIXEL_LIMIT, BadSample, check_size
+from data.index.bad_samples import PIXEL_LIMIT, BadSample, check_size, refusing
 
 # What Pillow opens beside these is rare in data sets, and some of it (EPS, for one) runs programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -58,12 +59,11 @@ def decode_bytes(
     """
     if not data:
         raise BadSample("empty-file", "0 bytes")
-    try:
+    with refusing(_reason_for(data)):
         image = _opened(data)
         check_size(image.width, image.height, pixel_limit)
-        if (
-            at_least is not None and image.format == "JPEG"
-        ):  # asking a PNG how it lies decodes it, and hides what is wrong with it
+        # asking a PNG how it lies decodes it, and hides what is wrong with it
+        if at_least is not None and image.format == "JPEG":
             height, width = (at_least, at_least) if isinstance(at_least, int) else at_least
             image.draft(
                 None, (height, width) if _orientation(image) in SIDES_SWAPPED else (width, height)
@@ -72,15 +72,6 @@ def decode_bytes(
         # the first frame of an animation may reach beyond what the header says
         check_size(image.width, image.height, pixel_limit)
         return image
-    except (BadSample, MemoryError):
-        raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise BadSample("too-many-pixels", str(error)) from error
-    except Exception as error:  # the set of types that decoders raise is open
-        raise BadSample(
-            "truncated-image" if _is_truncated(data, error) else "unreadable",
-            f"{type(error).__name__}: {error}",
-        ) from error
 
 
 def read_image_size(data: bytes) -> tuple[int, int]:
@@ -91,20 +82,13 @@ def read_image_size(data: bytes) -> tuple[int, int]:
     """
     if not data:
         raise BadSample("empty-file", "0 bytes")
-    try:
+    with refusing(_reason_for(data)):
         image = _opened(data)
         # Pillow decodes a PNG to look for EXIF behind its pixels, so there only what lies before
         # them counts.
         turned = (image.format != "PNG" or "exif" in image.info) and _orientation(
             image
         ) in SIDES_SWAPPED
-    except (BadSample, MemoryError):
-        raise
-    except Exception as error:  # the set of types that decoders raise is open
-        raise BadSample(
-            "truncated-image" if _is_truncated(data, error) else "unreadable",
-            f"{type(error).__name__}: {error}",
-        ) from error
     width, height = image.size
     check_size(width, height)
     return (height, width) if turned else (width, height)
@@ -117,8 +101,14 @@ def upright_8bit(image: Image.Image) -> Image.Image:
     EXIF rotation is applied; EXIF that cannot be read counts as none. 16-bit greyscale keeps its
     upper 8 bits (Pillow's own conversion would clip at 255); float greyscale is read as 0..1 when
     no value is above 1, else as 0..255. CMYK is converted by Pillow, which also knows that JPEG
-    stores it inverted.
+    stores it inverted. Colours that are stored multiplied by their opacity are divided by it.
+    Raises BadSample: unreadable, for a mode that Pillow cannot convert.
     """
+    with refusing():
+        return _upright_8bit(image)
+
+
+def _upright_8bit(image: Image.Image) -> Image.Image:
     orientation = _orientation(image)
     if orientation in UPRIGHT:
         image = image.transpose(UPRIGHT[orientation])
@@ -136,7 +126,9 @@ def upright_8bit(image: Image.Image) -> Image.Image:
         image = Image.fromarray(
             (values * (255.0 if values.max() <= 1.0 else 1.0)).clip(0, 255).astype(np.uint8)
         )
-    transparent = image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
+    elif image.mode == "La":
+        image = image.convert("LA")  # the only mode that Pillow converts it to
+    transparent = image.mode in ("LA", "PA", "RGBA", "RGBa") or "transparency" in image.info
     return image.convert("RGBA" if transparent else "RGB")
 
 
@@ -179,8 +171,19 @@ def _opened(data: bytes) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     try:
         return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except MemoryError:
+        raise
     except Exception:  # EXIF that breaks its own rules: viewers show such an image as it lies
         return 1
+
+
+def _reason_for(data: bytes) -> Callable[[Exception], str]:
+    def reason(error: Exception) -> str:
+        if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
+            return "too-many-pixels"
+        return "truncated-image" if _is_truncated(data, error) else "unreadable"
+
+    return reason
 
 
 def _is_truncated(data: bytes, error: Exception) -> bool:

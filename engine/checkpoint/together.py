@@ -40,7 +40,7 @@ from engine.checkpoint.layout import (
 from engine.checkpoint.reading import CheckpointReader
 from engine.checkpoint.retention import Keep, too_little_room
 from engine.executor import ForkEngine
-from engine.planning.memory_advice import RESUMING, SAVING
+from engine.processes.out_of_memory import RESUMING, SAVING
 from engine.processes.start import from_all_ranks, from_first_rank
 
 NICENESS = 10  # of the threads that write, to the scheduler

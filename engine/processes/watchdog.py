@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import socket
 import sys
 import threading
@@ -30,6 +31,7 @@ import torch.distributed as dist
 BEAT_S = 2.0
 SILENCE_LIMIT_S = 40.0
 EXIT_STATUS = 1
+EXIT_CODE = 49  # in /proc/PID/stat, from the state on
 
 
 class Watchdog:
@@ -96,8 +98,8 @@ class Watchdog:
         """Why another rank failed, as far as can be found out within `wait_s`, and the exit status
         of all if it has said so itself.
 
-        (reason, status): a rank reported it. (description, None): a rank died without a word.
-        (None, None): nothing found.
+        (reason, status): a rank reported it. (description, None): a rank died without a word, or
+        the store is gone, where it may have left one. (None, None): nothing found.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -107,7 +109,7 @@ class Watchdog:
                     return reported
                 dead = self._dead_on_this_node()
             except RuntimeError:
-                dead = 0
+                return self._without_store(), None
             if dead is not None:
                 return self._of_dead(dead), None
             if time.monotonic() >= deadline:
@@ -115,7 +117,23 @@ class Watchdog:
             time.sleep(0.1)
 
     def _of_dead(self, rank: int) -> str:
-        return f"{self.describe(rank)} died without a message; it was killed, or the machine ran out of memory"
+        status = _wait_status(self._here.get(rank))
+        if status is None:
+            how = "the launcher may say how it ended"
+        elif number := os.WTERMSIG(status):
+            how = _signal_in_words(number)
+        else:
+            how = f"it ended with status {os.WEXITSTATUS(status)}"
+        return f"{self.describe(rank)} died without a message; {how}"
+
+    def _without_store(self) -> str:
+        status = _wait_status(self._here.get(0))
+        if status is not None and os.WTERMSIG(status):
+            return self._of_dead(0)
+        return (
+            f"{self.describe(0)}, which holds the store of the process group, has ended or hangs; "
+            "if it said why, that stands above"
+        )
 
     def _watch(self) -> None:
         neighbour = (self.rank + 1) % self.world_size
@@ -144,8 +162,7 @@ class Watchdog:
                     self._tell_stack()
             except RuntimeError:
                 time.sleep(BEAT_S)  # the main thread may be about to say more
-                message = f"{self.describe(0)}, which holds the store of the process group, has ended or hangs"
-                self._leave(message, EXIT_STATUS, first=self.rank == 1)
+                self._leave(self._without_store(), EXIT_STATUS, first=self.rank == 1)
             if reported is not None:
                 time.sleep(BEAT_S)  # let the reporting rank print first
                 self._leave(*reported, first=False)
@@ -153,7 +170,7 @@ class Watchdog:
                 message = self._of_dead(dead)
                 self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
             if alive.for_s(current) > SILENCE_LIMIT_S and self.world_size > 1:
-                message = f"{self.describe(neighbour)} gave no sign of life for {SILENCE_LIMIT_S:.0f} s; it was killed or hangs"
+                message = f"{self.describe(neighbour)} gave no sign of life for {SILENCE_LIMIT_S:.0f} s; it has ended or hangs, or its node cannot be reached"
                 self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
             if self._progress is not None and getting_on.for_s(everyone) > self._stall_limit_s:
                 self._end_stall()
@@ -248,8 +265,27 @@ class _Unchanged:
 
 def _alive(pid: int) -> bool:
     """Is there a process of this number that is not a zombie?"""
+    stat = _stat(pid)
+    return bool(stat) and stat[0] not in ("Z", "X")
+
+
+def _wait_status(pid: int | None) -> int | None:
+    """Of a process of this node that has ended, as `os.wait` has it. The system knows it until its
+    parent has asked; None: not known here."""
+    stat = _stat(pid) if pid else []
+    return int(stat[EXIT_CODE]) if len(stat) > EXIT_CODE and stat[0] == "Z" else None
+
+
+def _signal_in_words(number: int) -> str:
+    name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
+    memory = number == signal.SIGKILL
+    return f"{name} ended it{', as it does where the machine runs out of memory' if memory else ''}"
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; none where there is no such process."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            return stat.read().rsplit(")", 1)[1].split()
     except OSError:
-        return False
+        return []

@@ -15,6 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from data.index.sources import Source
+from data.output import plain
 from launch.inference.embedding import Embedded, Rows, folders_of, read_embeddings
 from launch.inference.gallery import Found, Row
 from launch.inference.kinds import Encoded, encoded
@@ -184,9 +185,8 @@ def search_table(query: str, found: Sequence[Mapping[str, Any]]) -> Table:
     for name in (*columns, "id", "where"):
         table.add_column(name, justify="right" if name == "similarity" else "left", overflow="fold")
     for line in found:
-        texts = [str(line["text"])] if "text" in line else []
-        similarity = f"{line['similarity']:.3f}"
-        table.add_row(similarity, *texts, str(line["id"]), str(line["where"]))
+        names = (*(("text",) if "text" in line else ()), "id", "where")
+        table.add_row(f"{line['similarity']:.3f}", *(plain(str(line[name])) for name in names))
     return table
 
 

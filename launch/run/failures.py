@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from data.output import plain
 from engine.checkpoint.layout import LATEST
 from engine.processes.out_of_memory import OutOfMemory, in_words
 from engine.processes.watchdog import Watchdog
@@ -87,11 +88,8 @@ def _has_trained(folder: RunFolder | None) -> bool:
 
 
 def _explain(error: BaseException, details: str) -> str:
-    return (
-        str(error)
-        if isinstance(error, EXPLAINED)
-        else f"unexpected {type(error).__name__}\n{details}"
-    )
+    explained = isinstance(error, EXPLAINED)
+    return plain(str(error) if explained else f"unexpected {type(error).__name__}\n{details}")
 
 
 def _agree(
@@ -120,5 +118,8 @@ def _keep(details: str, run_folder: Path | None, rank: int) -> str:
     if run_folder is None or not run_folder.is_dir():
         return ""
     path = run_folder / f"error-rank{rank}.txt"
-    path.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{details}", encoding="utf-8")
+    try:
+        path.write_text(plain(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{details}"), encoding="utf-8")
+    except OSError:  # a full disk may be what went wrong
+        return ""
     return f"\n(traceback: {path})"

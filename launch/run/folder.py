@@ -3,10 +3,14 @@ on (checkpoints/)."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import logging
 import math
 import os
 import platform
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -14,6 +18,8 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from data.modalities.preprocessing import CLIP
 from data.options import IMAGE_TEXT
@@ -110,6 +116,38 @@ class RunFolder:
             raise ValueError(f"--run-dir {path}: a file of this name exists; give a folder")
         if first_rank:
             path.mkdir(parents=True, exist_ok=True)
+
+    def claim(self) -> None:
+        """On the first rank, keep other runs out of this folder as long as this object and its
+        process live. Errors: ValueError where another one writes there.
+
+        The system releases the lock however the process ends, and no child inherits it (POSIX
+        record locks). Where the file system has none, a run of this machine is told by its process,
+        and one of another machine is not seen.
+        """
+        if not self.first_rank:
+            return
+        file = (self.path / "lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            holder = file.read().strip()
+            if error.errno in (errno.EACCES, errno.EAGAIN) or _is_alive(holder):
+                raise ValueError(
+                    f"--run-dir {self.path}: another run writes there ({holder or 'just started'}); "
+                    f"give another folder, or end that run first (touch {self.stop})"
+                ) from error
+            logging.getLogger("wye").warning(
+                "--run-dir %s: its file system has no locks (%s); start no second run there from "
+                "another machine",
+                self.path,
+                error.strerror,
+            )
+        file.truncate(0)
+        file.write(_holder(psutil.Process()))
+        file.flush()
+        self._lock = file  # to close it, or any other file object of it, would release the lock
 
     @property
     def checkpoints(self) -> Path:
@@ -349,6 +387,21 @@ class RunFolder:
     def _replace(self, path: Path, text: str) -> None:
         if self.first_rank:
             replace_text(path, text)
+
+
+def _holder(process: psutil.Process) -> str:
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
+    return f"process {process.pid} on {socket.gethostname()}, started {started}"
+
+
+def _is_alive(holder: str) -> bool:
+    """Is there still the process of this machine that `_holder` has described so?"""
+    pid = holder.split(" ")[1] if holder else ""
+    return (
+        pid.isdigit()
+        and psutil.pid_exists(int(pid))
+        and _holder(psutil.Process(int(pid))) == holder
+    )
 
 
 def training_identity(

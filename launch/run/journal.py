@@ -4,10 +4,12 @@ traces."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
+from data.output import only_shows
 from engine.executor import ForkEngine
 from engine.optimizer.bad_steps import BadStep
 from engine.planning.planner import RunPlan
@@ -19,6 +21,8 @@ from launch.run.report import retrieval_report, show
 from launch.run.trace_file import TraceFile, is_sampled
 from launch.terminal.first_screen import print_screen
 from launch.tracking.tracker import Tracker, TrackingOptions
+
+UNTRACKED = "tracking ends, metrics.jsonl goes on"
 
 
 class Journal:
@@ -40,7 +44,9 @@ class Journal:
     ) -> None:
         """From here on in Weights & Biases and in the `monitors` of the JSON file too, where they
         are asked for. `step`: at which the run begins or goes on."""
-        if self.folder.first_rank:
+        if not self.folder.first_rank:
+            return
+        with only_shows(UNTRACKED):
             self.tracker = Tracker(
                 options=options,
                 monitors=monitors,
@@ -51,22 +57,32 @@ class Journal:
             )
             self.say(self.tracker.notice)
 
+    def _track(self, tell: Callable[[Tracker], None]) -> None:
+        """`tell` the trackers something. A failure that they do not catch ends them, not the
+        run."""
+        tracker, self.tracker = self.tracker, None
+        if tracker is not None:
+            with only_shows(UNTRACKED):
+                tell(tracker)
+                self.tracker = tracker
+
     def say(self, *things: object) -> None:
         """In the terminal, above the progress bar, each on its own lines; empty ones are left
         out."""
         for thing in filter(None, things):
-            show(thing, self.folder.first_rank)
+            with only_shows("a message is not shown"):
+                show(thing, self.folder.first_rank)
 
     def begin(self, screen: Sequence[tuple[str, str]]) -> None:
         """The first screen of the run."""
         if self.folder.first_rank:
-            print_screen(screen)
+            with only_shows("the first screen is not shown"):
+                print_screen(screen)
 
     def step(self, line: Mapping[str, Any], metrics: StepMetrics, samples: int) -> None:
         """metrics.jsonl, and the trackers. `samples`: of all steps so far."""
         self.folder.log(line)
-        if self.tracker is not None:
-            self.tracker.step(line, metrics, samples)
+        self._track(lambda tracker: tracker.step(line, metrics, samples))
 
     def measurement(self, step: int, seen: Mapping[str, Any] | None) -> None:
         """balance.jsonl, and the reasons of what was moved. None: there was no measurement."""
@@ -85,8 +101,7 @@ class Journal:
     def _decision(self, step: int, reason: str) -> None:
         """In the terminal, and beside the charts."""
         self.say(f"step {step}: {reason}")
-        if self.tracker is not None:
-            self.tracker.decision(step, reason)
+        self._track(lambda tracker: tracker.decision(step, reason))
 
     def bad_step(
         self, step: int, loss: float, bad: BadStep, identity: Callable[[int], str]
@@ -101,34 +116,33 @@ class Journal:
         for name, values in found.items():
             self._evaluations[step] |= {f"{name}/{key}": value for key, value in values.items()}
             self.folder.log({"step": step, "epoch": epoch, "held_out": name, **values})
-            if self.tracker is not None:
-                self.tracker.evaluation(step, name, values)
+            self._track(partial(Tracker.evaluation, step=step, held_out=name, values=values))
 
     def queries(self, step: int, by_set: Mapping[str, Sequence[Answers]]) -> None:
         """queries.json, and tables in W&B: what was found for some held-out samples after
         `step`."""
         if self.folder.first_rank and any(by_set.values()):
             write_queries(self.folder.path, step, by_set)
-            if self.tracker is not None:
-                self.tracker.queries(step, by_set)
+            self._track(lambda tracker: tracker.queries(step, by_set))
 
     def sampled_trace(self, step: int, engine: ForkEngine) -> None:
         """trace.json, in the steps that are traced. All ranks call it together."""
         if is_sampled(step, self.trace_every):
             ranks = engine.gather_trace()
             if ranks is not None:  # on the first rank
-                self.trace.add(step, engine.recorder.started_at_s, ranks)
-                if self.tracker is not None:
-                    self.tracker.timeline(step)
+                with only_shows("trace.json is not written"):
+                    self.trace.add(step, engine.recorder.started_at_s, ranks)
+                self._track(lambda tracker: tracker.timeline(step))
 
     def finish(self, exit_code: int) -> None:
         """Nothing more will be tracked."""
-        if self.tracker is not None:
-            self.tracker.finish(exit_code)
+        self._track(lambda tracker: tracker.finish(exit_code))
 
     def report(self) -> None:
         """report.html in the run's folder, and where it is."""
-        if self.folder.first_rank:
+        if not self.folder.first_rank:
+            return
+        with only_shows("no report is written"):
             # imports plotly, which no step needs
             from launch.tools.report import write_at_end
 
@@ -141,10 +155,11 @@ class Journal:
             sorted({min(self._evaluations), max(self._evaluations)}) if self._evaluations else ()
         )
         if steps:
-            self.say(
-                retrieval_report(
-                    "Zero-shot retrieval of held-out samples",
-                    [self._evaluations[s] for s in steps],
-                    num_samples,
+            with only_shows("the table of retrieval is not shown"):
+                self.say(
+                    retrieval_report(
+                        "Zero-shot retrieval of held-out samples",
+                        [self._evaluations[s] for s in steps],
+                        num_samples,
+                    )
                 )
-            )

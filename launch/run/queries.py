@@ -7,7 +7,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from data.output import only_shows
 from engine.checkpoint.layout import replace_text
 from launch.inference.kinds import KINDS, Encoded, played, small_picture
 
@@ -59,17 +59,13 @@ def query_rows(count: int) -> np.ndarray:
 
 def write_queries(folder: Path, step: int, by_set: Mapping[str, Sequence[Answers]]) -> None:
     """Replace queries.json. A failure is a warning, because training does not depend on it."""
-    try:
+    with only_shows(f"{FILE} was not written; training goes on"):
         shown = dict([each for each in by_set.items() if each[1]][:MOST_SETS])
         record = {
             "step": step,
             "sets": {name: _record(answers) for name, answers in shown.items()},
         }
         replace_text(folder / FILE, json.dumps(record, ensure_ascii=False) + "\n")
-    except Exception as error:
-        logging.getLogger("wye").warning(
-            "%s was not written (%s: %s); training goes on", FILE, type(error).__name__, error
-        )
 
 
 def read_queries(folder: Path) -> tuple[dict[str, Any] | None, str | None]:

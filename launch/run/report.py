@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from data.output import plain
 from models.metrics.retrieval import FIGURES, RECALL_AT
 
 DIRECTIONS = {"image_to_text": "image → text", "text_to_image": "text → image"}
@@ -139,6 +140,7 @@ def show(thing: object, first_rank: bool = True) -> None:
     """Print above the progress bar, if there is one."""
     if not first_rank:
         return
+    thing = plain(thing) if isinstance(thing, str) else thing
     # a table is shown whole: a narrow terminal breaks its lines, and loses no number
     needed = (
         Console(width=1000, markup=False, emoji=False).measure(thing).maximum

@@ -28,12 +28,11 @@ class TraceFile:
         self._samples: dict[int, list[dict[str, Any]]] = {}
         if path.is_file():  # a run that goes on
             try:
-                events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-            except ValueError:  # damaged, and of no run's account: it begins anew
-                events = []
-            for event in events:
-                if event["ph"] == "X":
-                    self._samples.setdefault(event["args"]["step"], []).append(event)
+                for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
+                    if event["ph"] == "X":
+                        self._samples.setdefault(event["args"]["step"], []).append(event)
+            except (ValueError, KeyError, TypeError):  # damaged: it begins anew
+                self._samples = {}
 
     def add(
         self, step: int, started_at_s: float, ranks: Sequence[tuple[str, Sequence[Span]]]

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from data.index.sources import Source
+from data.output import plain
 from data.prepare import PreparedData, count_bad, count_unusable
 from engine.config.communication import DEVICE, HOST
 from engine.optimizer.preview import preview
@@ -114,7 +115,7 @@ def print_screen(screen: Sequence[tuple[str, str]]) -> None:
     text = Text()
     for label, said in screen:
         text.append(f"{label}:".rjust(LABEL), style="bold")
-        lines = [piece for line in said.splitlines() for piece in _broken(line, width)]
+        lines = [piece for line in plain(said).splitlines() for piece in _broken(line, width)]
         text.append(" " + ("\n" + " " * (LABEL + 1)).join(lines) + "\n")
     text.rstrip()
     Console(highlight=False, emoji=False, markup=False, soft_wrap=True).print(text)

@@ -25,12 +25,12 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from data.batching.feed import BRANCH_OF
+from data.output import outlive_output, run_program
 from launch.run.report import show
 from launch.run.step_line import rates
 from launch.tools.balance_plot import Decision, Line, save_balance_plot
 from launch.tools.drawing import seconds
 from launch.tools.plan import OneLineParser, figure_path
-from launch.tools.running import run_program
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -208,4 +208,5 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(run())

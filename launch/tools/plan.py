@@ -34,6 +34,7 @@ from rich.table import Table
 
 from data.modules import add_module_flag, import_modules
 from data.options import IMAGE_TEXT, branches_of
+from data.output import outlive_output, run_program
 from engine.config.reading import AUTO, BranchesBlock, read_config
 from engine.objective import scalars_of
 from engine.optimizer.locking import lock_costs, trainable_layers
@@ -51,7 +52,6 @@ from launch.settings.modalities import Vocabulary, refuse_pairs, tower_of
 from launch.settings.objective import pairs_of
 from launch.settings.options import DEFAULTS, ROOT
 from launch.tools.drawing import FORMATS, save_plan_png, seconds
-from launch.tools.running import run_program
 from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower, num_learned
 from models.towers.adapters.lora import LoRA
@@ -456,4 +456,5 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(run())

@@ -8,7 +8,6 @@ python -m launch.tools.report RUN_DIR --out FILE       writes FILE
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from pathlib import Path
@@ -19,8 +18,8 @@ if __name__ == "__main__":
         "DS_ACCELERATOR", "cpu"
     )  # DeepSpeed need not look for a GPU, nor warn that there is none
 
+from data.output import only_shows, outlive_output, run_program
 from launch.tools.plan import OneLineParser
-from launch.tools.running import run_program
 
 INSTALL = "the report needs plotly; install it with: pip install 'plotly>=6'"
 REPORT, COMPARISON = "report.html", "comparison.html"
@@ -87,14 +86,10 @@ def write_at_end(run_dir: Path) -> Path | None:
     """The report of a run that ends, or None: its training does not depend on it, so that a failure
     is one warning."""
     output = default_output([run_dir])
-    try:
+    with only_shows(f"{output} was not written"):
         imported().write_report([run_dir], output)
-    except Exception as error:
-        logging.getLogger("wye").warning(
-            "%s was not written: %s", output, " ".join(str(error).split())
-        )
-        return None
-    return output
+        return output
+    return None
 
 
 def imported() -> ModuleType:
@@ -116,4 +111,5 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(run())

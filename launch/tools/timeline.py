@@ -25,6 +25,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from data.modules import import_modules
+from data.output import outlive_output, run_program
 from engine.optimizer.locking import lock_costs
 from engine.planning.costs import cost_model_from_json
 from engine.planning.planner import BranchBatch, describe_schedule
@@ -44,7 +45,6 @@ from launch.tools.drawing import (
     shape,
 )
 from launch.tools.plan import OneLineParser, figure_path
-from launch.tools.running import run_program
 
 MOST_RANKS = 16  # a track each; beyond that the first replica of each stage stands for the others
 
@@ -209,4 +209,5 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    outlive_output()
     sys.exit(run())

@@ -29,6 +29,8 @@ from deepspeed.monitor.monitor import Monitor, MonitorMaster
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
 from deepspeed.monitor.utils import check_comet_availability
 
+from data.output import plain
+
 BLOCKS = ("wandb", "tensorboard", "csv_monitor", "comet")
 # block -> the module that it needs, and what installs it
 PACKAGES = {
@@ -96,13 +98,14 @@ class Monitors(MonitorMaster):
                 self._leave_out(part, error)
 
     def finish(self) -> None:
-        if self.tb_monitor is not None:
-            self.tb_monitor.summary_writer.close()
-        if self.comet_monitor is not None:
+        for part in self.parts:
             try:
-                self.comet_monitor.experiment.end()
+                if isinstance(part, TensorBoard):
+                    part.summary_writer.close()
+                elif isinstance(part, Comet):
+                    part.experiment.end()
             except Exception as error:
-                self._leave_out(self.comet_monitor, error)
+                self._leave_out(part, error)
 
     def _leave_out(self, part: Monitor, error: Exception) -> None:
         for name in ("tb_monitor", "csv_monitor", "comet_monitor"):
@@ -127,7 +130,7 @@ def _warn(name: str, error: Exception) -> None:
         "%s failed (%s: %s): its tracking ends, metrics.jsonl goes on",
         name,
         type(error).__name__,
-        error,
+        plain(str(error)),
     )
 
 

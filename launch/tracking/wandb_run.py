@@ -16,6 +16,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+from data.output import only_shows, plain
 from launch.tracking.alerts import Alert
 
 INIT_TIMEOUT_S = 30
@@ -174,19 +175,17 @@ class WandbRun:
     def _give_up(self, error: Exception) -> None:
         self._run = None
         logging.getLogger("wye").warning(
-            "W&B failed (%s: %s): tracking ends, metrics.jsonl goes on", type(error).__name__, error
+            "W&B failed (%s: %s): tracking ends, metrics.jsonl goes on",
+            type(error).__name__,
+            plain(str(error)),
         )
 
 
 def _made(name: str, make: Callable[[], Any]) -> Any:
     """What `make` returns. None where it fails: a picture less is no reason to track no more."""
-    try:
+    with only_shows(f"{name} is not shown in W&B"):
         return make()
-    except Exception as error:
-        logging.getLogger("wye").warning(
-            "%s is not shown in W&B (%s: %s)", name, type(error).__name__, error
-        )
-        return None
+    return None
 
 
 def _reach(url: str, timeout_s: float) -> None:
@@ -219,5 +218,5 @@ def _reach(url: str, timeout_s: float) -> None:
 
 def _say_offline(reason: str) -> None:
     logging.getLogger("wye").warning(
-        "%s: tracking goes on offline; `wandb sync` uploads it later", reason
+        "%s: tracking goes on offline; `wandb sync` uploads it later", plain(reason)
     )

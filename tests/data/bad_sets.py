@@ -50,6 +50,18 @@ def png_claiming(width: int, height: int) -> bytes:
     )
 
 
+def png_of_palette(transparent: int) -> bytes:
+    """A PNG that decodes and cannot be converted where the transparent one is beyond its colours."""
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + png_chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 2, 8, 3, 0, 0, 0))
+        + png_chunk(b"PLTE", bytes(6))
+        + png_chunk(b"tRNS", b"\xff" * transparent + b"\0")
+        + png_chunk(b"IDAT", zlib.compress(bytes(6)))
+        + png_chunk(b"IEND", b"")
+    )
+
+
 BAD_IMAGES = {
     "empty-file": b"",
     "not-an-image": b"<html>404 Not Found</html>",

@@ -27,7 +27,7 @@ from data.index.sources import open_format, open_source
 from data.index.splits import split_source
 from data.loader import MicroBatchDataset
 from data.modalities.audio import decoding
-from data.modalities.audio.decoding import decode_audio, resampled
+from data.modalities.audio.decoding import decode_audio, describe_audio, resampled
 from data.modalities.audio.features import AudioFeatures
 from data.modalities.audio.modality import AudioModality
 from data.prepare import count_bad, refuse_too_many_bad, write_bad_samples
@@ -155,6 +155,31 @@ def test_a_sound_that_was_cut_off_is_not_taken_for_a_shorter_one(kind, subtype):
     with pytest.raises(BadSample) as error:
         decode_audio(whole[: 2 * len(whole) // 3])
     assert error.value.reason == "truncated-audio"
+
+
+# soundfile shows what went wrong in its own callbacks, and goes on
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", ["WAV", "AIFF", "FLAC", "OGG", "MP3"])
+def test_whatever_the_bytes_a_sound_comes_out_or_a_reason(kind):
+    """Cut off at every kind of place, and with bytes changed at random."""
+    file = io.BytesIO()
+    soundfile.write(file, tone(0.2), RATE, format=kind)
+    whole, random, seen = file.getvalue(), np.random.default_rng(0), {"read": 0, "refused": 0}
+    broken = [whole[:cut] for cut in (*range(60), *range(60, len(whole), 61), len(whole))]
+    for n in range(60):
+        data = bytearray(whole)
+        for place in random.integers(0, min(len(data), 100) if n % 2 else len(data), 2):
+            data[place] = random.integers(0, 256)
+        broken.append(bytes(data))
+    for data in broken:
+        for read in (decode_audio, describe_audio):
+            try:
+                read(data)
+                seen["read"] += 1
+            except BadSample as problem:
+                assert problem.detail
+                seen["refused"] += 1
+    assert min(seen.values()) > 1, seen
 
 
 def test_ffmpeg_reads_what_libsndfile_does_not():

@@ -7,10 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from data.index.bad_samples import CODES, REASONS, BadSample, check_size
+from data.batching.sampler import MicroBatchRequest
+from data.index.bad_samples import CODES, REASONS, BadSample, check_size, refusing
 from data.index.sources import open_source
+from data.loader import MicroBatchDataset
+from data.modalities.image import ImageModality
+from data.modalities.transforms import EvalTransform
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bad_audio import BAD_AUDIO  # noqa: E402
@@ -138,3 +143,24 @@ def test_no_usable_sample_says_why(tmp_path):
         f"{file}:1: missing-file: {tmp_path.resolve()}/none.png does not exist" in message
         and "... and 3 more" in message
     )
+
+
+def test_what_a_library_raises_is_a_bad_sample_and_what_ends_a_process_is_not():
+    for error in (ValueError("mode"), KeyError("tag"), EOFError()):
+        with pytest.raises(BadSample, match=f"unreadable: {type(error).__name__}"), refusing():
+            raise error
+    for error in (MemoryError(), KeyboardInterrupt(), BadSample("empty-file")):
+        with pytest.raises(type(error)) as raised, refusing():
+            raise error
+        assert raised.value is error
+
+
+def test_an_error_of_our_own_in_making_a_tensor_ends_the_run(demo):
+    class Faulty(EvalTransform):
+        def __call__(self, image, generator=None):
+            raise KeyError("ours")
+
+    images = ImageModality(Faulty((8, 8)), Faulty((8, 8)))
+    rows = MicroBatchRequest(0, 0, np.arange(2), np.arange(2), training=True)
+    with pytest.raises(KeyError, match="ours"):
+        MicroBatchDataset(demo, [images]).load(rows)

@@ -10,7 +10,14 @@ import pytest
 from PIL import Image, ImageSequence
 
 from data.index.bad_samples import BadSample
-from data.modalities.decoding import decode_bytes, pixel_key, upright_8bit
+from data.modalities.decoding import (
+    FORMATS,
+    decode_bytes,
+    pixel_key,
+    read_image_size,
+    upright_8bit,
+)
+from data.modalities.transforms import eval_transform, train_transform
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (120, 200, 3)).astype(np.uint8))
@@ -273,3 +280,90 @@ def test_pixel_key_sees_what_the_eye_sees():
     assert (
         pixel_key(Image.new("RGB", (2, 8))) != pixel_key(Image.new("RGB", (4, 4))) != pixel_key(red)
     )
+
+
+def premultiplied_tiff(grey, alpha):
+    """A TIFF of Pillow's mode La, as microscopes and image editors write them (Pillow#6706)."""
+    tag = [struct.pack("<HHIHH", 338, 3, 1, kind, 0) for kind in (2, 1)]  # straight, multiplied in
+    image = Image.merge("LA", [Image.fromarray(part.astype(np.uint8)) for part in (grey, alpha)])
+    return encoded(image, "TIFF").replace(*tag)
+
+
+def test_grey_that_is_stored_multiplied_by_its_opacity():
+    alpha = np.array([[255, 128, 0]])
+    data = premultiplied_tiff(np.array([[200, 60, 0]]), alpha)
+    assert decode_bytes(data).mode == "La"
+    pixels = np.asarray(shown(data))
+    assert (pixels[..., 3] == alpha).all()
+    assert np.abs(pixels[0, :2, 0].astype(int) - [200, 60 * 255 / 128]).max() <= 1
+
+
+MODES = (
+    *(
+        "1",
+        "L",
+        "LA",
+        "La",
+        "P",
+        "PA",
+        "RGB",
+        "RGBA",
+        "RGBa",
+        "RGBX",
+        "CMYK",
+        "YCbCr",
+        "LAB",
+        "HSV",
+    ),
+    *("I", "I;16", "I;16B", "I;16L", "F"),
+)
+
+
+def of_mode(mode):
+    size, random = (17, 12), np.random.default_rng(0)
+    length = len(Image.new(mode, size).tobytes())
+    return Image.frombytes(mode, size, random.integers(0, 256, length, np.uint8).tobytes())
+
+
+@pytest.mark.parametrize("transparency", [None, 0])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_is_shown_whichever_way_it_lies(mode, transparency):
+    for orientation in range(1, 9):
+        image = of_mode(mode)
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        image.info["exif"] = exif.tobytes()
+        if transparency is not None:
+            image.info["transparency"] = transparency
+        for stored in (train_transform(8).stored, eval_transform(8).stored):
+            assert stored.of(image).dtype == np.uint8
+        assert upright_8bit(image).mode in ("RGB", "RGBA") and pixel_key(image)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_whatever_the_bytes_an_image_comes_out_or_a_reason(kind):
+    """Cut off at every kind of place, and with bytes changed at random."""
+    random, seen = np.random.default_rng(0), {"read": 0, "refused": 0}
+    for mode in MODES:
+        try:
+            whole = encoded(of_mode(mode), kind)
+        except (OSError, ValueError):  # the format has no such mode
+            continue
+        cuts = {*range(60), *range(60, len(whole), 23), *range(len(whole) - 4, len(whole) + 1)}
+        broken = [whole[:cut] for cut in sorted(cuts)]
+        for n in range(40):
+            data = bytearray(whole)
+            for place in random.integers(0, min(len(data), 200) if n % 2 else len(data), 2):
+                data[place] = random.integers(0, 256)
+            broken.append(bytes(data))
+        for data in broken:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    read_image_size(data)
+                    upright_8bit(decode_bytes(data, at_least=8))
+                seen["read"] += 1
+            except BadSample as problem:
+                assert problem.detail
+                seen["refused"] += 1
+    assert min(seen.values()) > 20, seen

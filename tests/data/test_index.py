@@ -16,13 +16,17 @@ import pytest
 from PIL import Image
 
 from data.batching.mixture import open_sources
+from data.batching.sampler import MicroBatchRequest
 from data.index.bad_samples import CODES
 from data.index.building import load_index, perceptual_hash
 from data.index.mapped import index_folder
 from data.index.sources import open_format, open_source
+from data.loader import MicroBatchDataset
+from data.modalities.image import ImageModality
+from data.modalities.transforms import eval_transform, train_transform
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bad_sets import BAD_IMAGES, add, encoded_image  # noqa: E402
+from bad_sets import BAD_IMAGES, add, encoded_image, png_of_palette  # noqa: E402
 from large_index import CAPTIONS, write_large_index  # noqa: E402
 from test_formats import write_shard  # noqa: E402
 
@@ -311,6 +315,24 @@ def test_check_header_reads_sizes_only(tmp_path):
     assert headers.column("width").tolist() == [16, 16, 0]
     with pytest.raises(ValueError, match="check 'heder': one of decode, header is needed"):
         open_source(spec, check="heder")
+
+
+def test_an_image_that_decodes_and_cannot_be_converted_is_a_bad_sample_of_its_file(tmp_path):
+    """Pillow#6706. Found by the index, or in training where it reads headers only."""
+    spec = write_set(tmp_path, 3)
+    (tmp_path / "images/1.png").write_bytes(png_of_palette(transparent=1))
+    assert len(open_source(spec).usable()) == 3
+    (tmp_path / "images/1.png").write_bytes(png_of_palette(transparent=300))
+    headers, decoded = (
+        open_source(spec, check=check, refresh=True) for check in ("header", "decode")
+    )
+    assert headers.usable().tolist() == [0, 1, 2] and decoded.usable().tolist() == [0, 2]
+    (_, where, reason, detail), *_ = decoded.bad_samples()
+    assert reason == "unreadable" and detail.startswith("ValueError: ") and ":2" in where
+    images = ImageModality(train_transform(8), eval_transform(8))
+    rows = MicroBatchRequest(0, 0, np.arange(3), np.arange(3), training=True)
+    _, report = MicroBatchDataset(headers, [images]).load(rows)
+    assert report.bad == [(1, "unreadable", f"{where}: {detail}")]
 
 
 def test_sizes_are_those_of_the_image_as_shown(tmp_path):

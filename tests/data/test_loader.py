@@ -17,7 +17,7 @@ from data.batching.feed import FeedRates
 from data.batching.sampler import GlobalOrder, MicroBatchRequest, TextRows, evaluation_requests
 from data.cache import SampleCache, key_of
 from data.index.sources import open_source
-from data.loader import MicroBatchDataset, micro_batches, resolve_workers
+from data.loader import MicroBatchDataset, _obituary, micro_batches, resolve_workers
 from data.modalities.image import GREY, ImageModality
 from data.modalities.modality import ValueModality
 from data.modalities.text import TextModality
@@ -362,6 +362,8 @@ def test_killed_workers_are_one_clear_error(demo, tmp_path):
         and "--workers" in message
     )
     assert any(str(pid) in message for pid in killed)
+    of_its_own = _obituary([(0, 17, 1)], 2, "rank 3")
+    assert "its own exit with status 1" in of_its_own and "memory" not in of_its_own
 
 
 @pytest.mark.parametrize("workers", [0, 1])

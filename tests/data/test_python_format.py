@@ -12,13 +12,14 @@ from PIL import Image
 
 from data.batching.mixture import open_sources
 from data.batching.sampler import MicroBatchRequest
-from data.formats.python import encoded
+from data.formats.python import encoded, encoded_audio
 from data.formats.rows import DEFAULT_PAIRS
 from data.index.bad_samples import BadSample
 from data.index.sources import open_source
 from data.index.splits import split_source
 from data.inspect import main as inspect
 from data.loader import MicroBatchDataset
+from data.modalities.decoding import decode_bytes
 from data.modalities.image import ImageModality
 from data.modalities.lengths import token_counts
 from data.modalities.modality import ValueModality
@@ -314,6 +315,20 @@ def test_what_is_wrong_with_an_item_is_said(module):
         "item 3: KeyError: 3" in found["3"][1]
         and "the image is a int; bytes, a path" in found["2"][1]
     )
+
+
+def test_an_image_or_a_sound_that_no_file_can_be_made_of_is_a_bad_sample():
+    """CMYK, as `datasets` opens JPEGs of print, was no PNG and ended the run."""
+    cmyk = Image.new("CMYK", (8, 8), (0, 255, 255, 0))
+    assert decode_bytes(encoded(cmyk)).convert("RGB").getpixel((4, 4)) == (255, 0, 0)
+    for image in (np.zeros((8, 8, 5), np.uint8), Image.new("L", (0, 8))):
+        with pytest.raises(BadSample, match="unreadable"):
+            encoded(image)
+    for sound in ({"array": [[1.0], [1.0, 2.0]], "sampling_rate": 8_000}, {"array": ["a"]}):
+        with pytest.raises(BadSample, match="unreadable"):
+            encoded_audio(sound)
+    with pytest.raises(BadSample, match="not-audio"):
+        encoded_audio({"bytes": None})
 
 
 def test_data_without_the_modalities_of_any_pair_is_refused(demo):

@@ -36,13 +36,13 @@ def measure(specs, builder=None, sizes=(2, 4), dtype=torch.float32):
 def test_a_layer_that_does_not_fit_is_named_with_what_to_give_instead():
     with pytest.raises(OutOfMemory) as caught:
         measure([*tower(2), LargeSpec("text.2", {"layer_idx": 2})])
-    first, asked, _, *remedies = str(caught.value).splitlines()
+    first, says, _, instead = str(caught.value).splitlines()
     assert (
         first
         == 'this process ran out of memory while measuring the layer text.2 with a micro-batch of 4, for "layout": "auto"'
     )
-    assert asked.startswith("asked for: 1.00 EiB") and caught.value.repeats
-    assert '{"micro_batch_size": 2}' in remedies[1] and '"layout"' in remedies[2]
+    assert says.startswith("the allocator says: ") and caught.value.repeats
+    assert '"micro_batch_size"' in instead and '"layout"' in instead
     assert "DefaultCPUAllocator" in str(caught.value.__cause__)
     assert [
         layer.name for layer in measure([LargeSpec("text.2", {"layer_idx": 2})], sizes=[2])

@@ -1,11 +1,19 @@
 """The folder of a run: it knows which run it holds, and its files can be read by anyone."""
 
+import errno
+import fcntl
 import json
 import math
+import multiprocessing
+import os
+import socket
+import time
 from dataclasses import replace
 
+import psutil
 import pytest
 from cost_models import BRANCHES, proportional
+from launched import SMALL, run_to_end
 
 from engine.config.deepspeed_keys import DEEPSPEED_KEYS
 from engine.config.reading import BranchesBlock, check_config
@@ -478,3 +486,66 @@ def test_an_evaluation_that_was_not_made_to_its_end(folder):
         {"step": 4, "loss": 1.0},
         {"step": 3, "held_out": "b"},
     ]
+
+
+def hold(path, pipe):
+    folder = RunFolder(path, first_rank=True)
+    folder.claim()
+    if os.fork() == 0:
+        time.sleep(60)  # as a loader does that has not noticed yet
+    pipe.send("held")
+    time.sleep(600)
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A folder in which another run writes, with that run."""
+    path, context = tmp_path / "a run", multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    run = context.Process(target=hold, args=(path, theirs))
+    run.start()
+    assert ours.recv() == "held"
+    children = psutil.Process(run.pid).children()
+    yield path, run
+    for process in (run, *children):
+        process.kill()
+    run.join()
+
+
+def test_one_run_at_a_time_writes_in_a_folder(held):
+    path, run = held
+    with pytest.raises(ValueError) as error:
+        RunFolder(path, first_rank=True).claim()
+    assert f"process {run.pid} on {socket.gethostname()}" in str(error.value)
+    assert str(path / "stop") in str(error.value)
+    RunFolder(path, first_rank=False).claim()  # a rank that writes nothing, and --dry-run
+    run.kill()
+    run.join()  # though a child of it lives
+    RunFolder(path, first_rank=True).claim()
+    assert f"process {os.getpid()} on" in (path / "lock").read_text()
+
+
+def test_where_the_file_system_has_no_locks_a_run_of_this_machine_is_seen(
+    held, monkeypatch, caplog
+):
+    path, run = held
+
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    with pytest.raises(ValueError, match=f"process {run.pid} on"):
+        RunFolder(path, first_rank=True).claim()
+    run.kill()
+    run.join()
+    RunFolder(path, first_rank=True).claim()
+    (record,) = caplog.records
+    assert "has no locks (No locks available)" in record.getMessage()
+
+
+def test_a_second_start_leaves_no_line_in_the_folder_of_the_first(held):
+    path, run = held
+    before = {file: file.read_bytes() for file in path.iterdir()}
+    status, output = run_to_end("train.py", *SMALL, "--run-dir", path, ranks=1)
+    assert status == 2 and output.count(f"process {run.pid} on") == 1, output
+    assert {file: file.read_bytes() for file in path.iterdir()} == before

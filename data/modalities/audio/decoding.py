@@ -7,6 +7,7 @@ compared with what is there.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import math
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from data.index.bad_samples import SECONDS_LIMIT, BadSample, check_sound
+from data.index.bad_samples import SECONDS_LIMIT, BadSample, check_sound, refusing
 
 INSTALL = "pip install -r requirements-audio.txt"
 BLOCK = 1 << 16  # samples of a channel that are decoded at once: 6 MB with 24 channels
@@ -51,12 +52,8 @@ def decode_audio(data: bytes, strict: bool = False) -> Sound:
     """
     if not data:
         raise BadSample("empty-file", "0 bytes")
-    try:
+    with refusing(but=(ImportError,)):
         found = _by_libsndfile(data, strict) or _by_ffmpeg(data)
-    except (BadSample, MemoryError, ImportError):
-        raise
-    except Exception as error:  # the set of types that decoders raise is open
-        raise BadSample("unreadable", f"{type(error).__name__}: {error}") from error
     if not len(found.samples):
         raise BadSample("empty-audio", "the file has a header and no sample")
     if not found.samples.any():
@@ -71,12 +68,11 @@ def describe_audio(data: bytes) -> tuple[float, int, int]:
         raise BadSample("empty-file", "0 bytes")
     library = _library("soundfile")
     if library is not None:
-        try:
-            with library.SoundFile(io.BytesIO(data)) as file:
-                check_sound(file.samplerate, file.channels, file.frames)
-                return file.frames / file.samplerate, file.samplerate, file.channels
-        except library.LibsndfileError:
-            pass  # FFmpeg may know it
+        # what libsndfile does not know, FFmpeg may
+        known = contextlib.suppress(library.LibsndfileError)
+        with refusing(), known, library.SoundFile(io.BytesIO(data)) as file:
+            check_sound(file.samplerate, file.channels, file.frames)
+            return file.frames / file.samplerate, file.samplerate, file.channels
     found = decode_audio(data)  # FFmpeg's headers may say nothing of the length
     return found.seconds, found.rate, found.channels
 

@@ -1,0 +1,93 @@
+"""What a program shows: a stream that is gone or cannot show a character, a picture that fails, or
+a control character in a caption ends no run and reaches no terminal.
+
+`train.py … | tee log` loses its reader at Ctrl-C, before the run has saved; over ssh, with the
+connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+
+# All but tab and newline: C0 and C1, lone surrogates (bytes of a name that are not UTF-8), and what
+# breaks lines or turns the direction of writing.
+UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+INTERRUPTED = 130  # exit status, as a shell has it after Ctrl-C
+
+
+class _Outliving(io.TextIOWrapper):
+    replaced: io.TextIOWrapper
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            self._let_go()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """A pipe or a terminal that is gone, a disk that is full: what is said from now on is said
+        to nobody."""
+        nobody = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nobody, self.fileno())  # for what libraries write, too
+        os.close(nobody)
+
+
+def outlive_output() -> None:
+    """From now on writing to this process's stdout and stderr never fails. A character that their
+    encoding lacks (PYTHONIOENCODING, LC_ALL) is shown by its number. For the start of a program."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by who started this process
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="replace"))
+        elif isinstance(stream, io.TextIOWrapper):
+            strict = stream.errors in ("strict", "surrogateescape")
+            outliving = _Outliving(
+                stream.buffer,
+                encoding=stream.encoding,
+                errors="backslashreplace" if strict else stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            outliving.replaced = stream  # which would close the file when it is collected
+            setattr(sys, name, outliving)
+
+
+def plain(text: str) -> str:
+    """With what a file or a sample may hold and a terminal would obey in escapes, such as \\x1b."""
+    return UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+@contextlib.contextmanager
+def only_shows(what: str) -> Iterator[None]:
+    """Around what shows and does nothing else: a failure in it is one warning."""
+    try:
+        yield
+    except Exception as error:
+        reason = plain(" ".join(str(error).split()))
+        logging.getLogger("wye").warning("%s (%s: %s)", what, type(error).__name__, reason)
+
+
+def run_program(program: str, work: Callable[[], int | None]) -> int:
+    """The exit status of `program`: that of `work`, where None is 0. A ValueError or OSError, which
+    says what is wrong and what to do, is one message on stderr and status 2."""
+    try:
+        return work() or 0
+    except (ValueError, OSError) as error:
+        print(f"{program}: error: {plain(str(error))}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        return INTERRUPTED
