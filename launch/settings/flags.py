@@ -397,10 +397,10 @@ def _objective(objective: argparse._ArgumentGroup) -> None:
     )
     objective.add_argument(
         "--duplicates",
-        choices=("positives", "masked", "negatives"),
-        default="positives",
-        help="what samples of a batch are to each other whose image, sound or caption is the same: each other's "
-        "positives, left out of each other's loss, or negatives like all others (default: positives)",
+        choices=("masked", "positives", "negatives"),
+        default="masked",
+        help="what samples of a batch are to each other whose image, sound or caption is the same: left out of each "
+        "other's loss, each other's positives, or negatives like all others (default: masked)",
     )
     objective.add_argument(
         "--fusion",

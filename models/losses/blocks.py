@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 LOGIT_SCALE_LIMIT = math.log(100.0)
-DUPLICATES = ("positives", "masked", "negatives")
+DUPLICATES = ("masked", "positives", "negatives")
 WORK_BYTES = 64 * 2**20
 COPIES = (
     4  # of a block that exist at once: the similarities, which are positives, what is made of them
@@ -128,8 +128,8 @@ def duplicates(sides: Sides, branch: str, rows: Tensor) -> Tensor | None:
 class Targets:
     """Which rows of the other side are positives, and which are no negatives either.
 
-    `duplicates`, of samples that have an equal image, sound or caption: "positives" (SupCon: Khosla
-    et al. 2020; UniCL: Yang et al. 2022), "masked", neither positives nor negatives, or
+    `duplicates`, of samples that have an equal image, sound or caption: "masked", neither positives
+    nor negatives, "positives" (SupCon: Khosla et al. 2020; UniCL: Yang et al. 2022), or
     "negatives", as all other samples.
     """
 
