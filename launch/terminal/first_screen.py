@@ -37,6 +37,7 @@ DUPLICATES = {
 }
 LABEL = 10  # columns of a label with its colon
 LIVE_PORT = 8000  # in the command that is proposed
+FEW = 0.01  # repeated values, of all
 REASONS_SHOWN = 5
 OTHER_PLANS = 3  # that are compared with the chosen one; `launch.tools.plan` lists all
 
@@ -159,12 +160,13 @@ def _data(data: PreparedData) -> str:
 
 
 def _repeated(data: PreparedData, duplicates: str) -> list[str]:
-    """A line for each modality of which a value stands in several training samples."""
+    """A line for each modality of which values stand in several training samples, not just a
+    few."""
     lines = []
     for kind, name in (("content", "images"), ("audio", "sounds")):
         keys = data.source.keys(kind)[data.train]
         keys = keys[keys != 0]
-        if (different := len(np.unique(keys))) < len(keys):
+        if (different := len(np.unique(keys))) < (1 - FEW) * len(keys):
             lines.append(
                 f"{len(keys):,} samples have {different:,} different {name}; in a batch those with "
                 f"the same are {DUPLICATES[duplicates]} (--duplicates {duplicates})"
