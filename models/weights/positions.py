@@ -1,6 +1,7 @@
-"""Learned positions for more tokens, or for images of another size, than the weights have.
+"""Learned positions for more tokens, or for images of another size, than the weights have; tables of
+tokens without the rows that no tokenizer reads.
 
-P positions in the file, W width.
+P positions in the file, W width, V tokens.
 """
 
 import math
@@ -24,6 +25,9 @@ where none can be made of it."""
 _TABLES: tuple[str, ...]
 _TABLES = ("position_embedding.weight", "position_embeddings.weight", "position_embeddings")
 _TABLES += ("encoder.pos_embedding", ".positional_embedding")  # of torchvision, of OpenCLIP
+# of tokens, in text towers of transformers
+TOKENS = ("word_embeddings.weight", "tok_embeddings.weight", "shared.weight")
+ROUNDED_TO, MOST_ROWS = 64, 128  # published ones are rounded up to multiples, by fewer rows
 
 
 def stretched_positions(weight: Tensor, positions: int, kept: int = KEPT) -> Tensor:
@@ -87,7 +91,19 @@ def resizers(tower: Tower) -> dict[str, Resize]:
     shapes = {
         name: shape for spec in tower.specs for name, shape in spec.canonical_parameters.items()
     }
-    return {name: resize for name in shapes if name.endswith(_TABLES)} if resize else {}
+    found = {name: resize for name in shapes if name.endswith(_TABLES)} if resize else {}
+    if maker is _of_texts:
+        found |= {name: _without_padding for name in shapes if name.endswith(TOKENS)}
+    return found
+
+
+def _without_padding(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """[P, W] -> `shape` = [V, W]: the rows behind the highest id of the tokenizer (T5 has 28 of
+    them, ModernBERT 88) are left out. ValueError where there are others: it is another tokenizer's."""
+    rows = weight.shape[0]
+    if rows % ROUNDED_TO or not 0 < rows - shape[0] < MOST_ROWS:
+        raise ValueError(f"a table of {rows} tokens cannot become one of {shape[0]}")
+    return weight[: shape[0]]
 
 
 def _of_texts(config: Mapping[str, Any]) -> Resize:

@@ -37,7 +37,7 @@ from models.weights.libraries import (
 )
 from models.weights.open_clip import is_open_clip, open_clip_pairs, refuse_other_architecture
 from models.weights.open_clip_models import folder_of, local_model, weights_of
-from models.weights.positions import Resize, resizers
+from models.weights.positions import TOKENS, Resize, resizers
 from models.weights.translation import Source, as_ours, plain_names
 from models.weights.whole_models import whole_model_pairs
 
@@ -150,9 +150,12 @@ class WeightReader:
         tensor = self.tensor_of(self.names[canonical])
         if tensor.shape == target.shape:
             return tensor
+        how = "interpolated between the learned ones"
+        if canonical.endswith(TOKENS):
+            how = "rows of no token are left out"
         log.warning(
-            "%s: %s has shape %s there and %s in the tower: interpolated between the learned ones",
-            *(self.source, canonical, tuple(tensor.shape), tuple(target.shape)),
+            "%s: %s has shape %s there and %s in the tower: %s",
+            *(self.source, canonical, tuple(tensor.shape), tuple(target.shape), how),
         )
         return self.resizers[canonical](tensor.float(), tuple(target.shape))
 

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from transformers import T5Config, T5EncoderModel
 
 from models.towers.image import image_tower
 from models.towers.text import text_tower
@@ -74,6 +75,25 @@ def test_a_tower_with_more_positions_than_its_weights(tmp_path, caplog, name, fi
             str(tmp_path),
             text_tower(f"{name}:{SIZES},max_position_embeddings=30", 50, 16, 1, 3),
         )
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "fits"), [(192, 164, True), (192, 60, False), (190, 164, False)]
+)
+def test_a_rounded_table_of_tokens_loses_the_rows_of_no_token(tmp_path, caplog, rows, tokens, fits):
+    """As T5 has 32,128 rows for 32,100 tokens. Any other difference is that of another tokenizer."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    published = T5EncoderModel(T5Config(vocab_size=rows, **sizes))
+    published.save_pretrained(tmp_path)
+    tower = text_tower(str(tmp_path), tokens, 8)
+    if not fits:
+        with pytest.raises(ValueError, match=rf"\({rows}, 16\) there but \({tokens}, 16\)"):
+            open_weights("text", str(tmp_path), tower)
+        return
+    with caplog.at_level(logging.WARNING):
+        made = tower.specs[0].build(2, open_weights("text", str(tmp_path), tower))
+    assert torch.equal(made.embeddings.weight, published.shared.weight[:tokens])
+    assert "rows of no token are left out" in caplog.text
 
 
 def test_clips_positions_follow_the_texts():
