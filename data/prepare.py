@@ -22,10 +22,11 @@ from data.index.leaks import count_leaks, describe_leaks, find_leaks
 from data.index.roots import with_roots
 from data.index.sources import Source, open_source
 from data.index.splits import split_source
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.tokenizer import load_tokenizer, refuse_unknown_words
 from data.options import IMAGE_TEXT, DataOptions
 
 TRAIN = "train"
+SAMPLES_TRIED = 1000  # with a tokenizer that is given
 OF_THE_ORDER = (
     "data_weights",
     "data_temperature",
@@ -138,12 +139,13 @@ def prepare_data(
     elif tokenizer is None and words.is_dir():
         made = load_tokenizer(str(words))
     else:
-        captions = (
-            (caption for i in found.train for caption in source.captions(int(i)))
-            if tokenizer is None
-            else None
-        )
-        made = load_tokenizer(tokenizer, captions, words if tokenizer is None else None)
+        apart = 1 if tokenizer is None else 1 + len(found.train) // SAMPLES_TRIED
+        captions = (text for i in found.train[::apart] for text in source.captions(int(i)))
+        if tokenizer is None:
+            made = load_tokenizer(None, captions, words)
+        else:
+            made = load_tokenizer(tokenizer)
+            refuse_unknown_words(tokenizer, made, captions)
     return PreparedData(
         source=source,
         train=found.train,

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -35,6 +34,7 @@ HUB_FILES = (  # that a tokenizer is made of
     *("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*"),
     *("merges.txt", "*.model", "chat_template*"),
 )
+VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")  # one of them, in a folder
 TENSOR_CORE_MULTIPLE = (
     8  # sides of half-precision products that tensor cores take without padding of their own
 )
@@ -65,6 +65,44 @@ def load_tokenizer(
     if save_to is not None:
         tokenizer.save_pretrained(str(save_to))
     return tokenizer
+
+
+def has_vocabulary(folder: Path) -> bool:
+    """Does a folder hold a tokenizer's vocabulary, in one of transformers' forms?"""
+    return any(any(folder.glob(name)) for name in VOCABULARIES)
+
+
+def refuse_no_vocabulary(where: str) -> None:
+    """Raise ValueError for a folder without a vocabulary, of which transformers 5 would make up a
+    tokenizer by the type in its config.json (transformers#18570)."""
+    if Path(where).is_dir() and not has_vocabulary(Path(where)):
+        raise _no_vocabulary(where)
+
+
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many rows an embedding table needs: the highest id + 1. Vocabularies may have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def refuse_unknown_words(
+    where: str, tokenizer: PreTrainedTokenizerBase, captions: Iterable[str]
+) -> None:
+    """Raise ValueError where the tokenizer at `where` makes the same tokens of all captions, though
+    these differ: it knows none of their words, so no tower could tell them apart."""
+    texts = list(dict.fromkeys(captions))
+    if len(texts) < 2:
+        return
+    special = set(tokenizer.all_special_ids)  # the one for unknown words is among them
+    known = {
+        tuple(token for token in tokens if token not in special)
+        for tokens in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    }
+    if len(known) == 1:
+        raise ValueError(
+            f"tokenizer '{where}' makes the same tokens of {len(texts):,} different captions, such "
+            f"as {texts[0]!r} and {texts[1]!r}: it does not know their words. Give --tokenizer and "
+            "text weights of their language"
+        )
 
 
 def length_multiple(device_type: str) -> int:
@@ -134,6 +172,7 @@ def _loaded(where: str) -> PreTrainedTokenizerBase:
             f"tokenizer '{where}': no such folder; give a folder with tokenizer.json, or a Hugging "
             "Face id"
         )
+    refuse_no_vocabulary(where)
     try:
         if where.startswith(PREFIX):
             tokenizer = open_clip_tokenizer(where)
@@ -141,7 +180,7 @@ def _loaded(where: str) -> PreTrainedTokenizerBase:
             # asks the hub once; AutoTokenizer asks for each file, and waits a minute for a network
             place = where if folder.is_dir() else snapshot_download(where, allow_patterns=HUB_FILES)
             tokenizer = AutoTokenizer.from_pretrained(place, use_fast=True, trust_remote_code=False)
-    except (OSError, ValueError, HfHubHTTPError) as error:
+    except Exception as error:  # of many kinds, TypeError and plain ones among them
         what = (
             "holds no tokenizer that transformers can load"
             if folder.is_dir()
@@ -151,6 +190,10 @@ def _loaded(where: str) -> PreTrainedTokenizerBase:
             f"tokenizer '{where}' {what}; give a folder with tokenizer.json, or a Hugging Face id "
             f"({error})"
         ) from error
+    # A vocabulary of another type is passed over too. What transformers then makes up has special
+    # tokens, and at most the mark that begins a word.
+    if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) < 2:
+        raise _no_vocabulary(where)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
             raise ValueError(
@@ -161,6 +204,14 @@ def _loaded(where: str) -> PreTrainedTokenizerBase:
             tokenizer.eos_token
         )  # as GPT-2 is commonly padded; attention_mask hides it
     return tokenizer
+
+
+def _no_vocabulary(where: str) -> ValueError:
+    return ValueError(
+        f"tokenizer '{where}' has no vocabulary that its type can read ({', '.join(VOCABULARIES)}), "
+        "so it would make the same tokens of all texts. Copy the model's tokenizer there, or give "
+        "train.py --tokenizer, a folder with tokenizer.json or a Hugging Face id"
+    )
 
 
 def _trained(captions: list[str], vocab_size: int) -> PreTrainedTokenizerFast:

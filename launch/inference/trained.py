@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.modalities.preprocessing import CLIP, Preprocessing
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.preprocessing import Preprocessing
+from data.modalities.tokenizer import load_tokenizer, num_ids, refuse_no_vocabulary
 from data.modules import import_modules
 from data.options import IMAGE_TEXT, PairOption, branches_of, read_pairs
 from engine.checkpoint.layout import (
@@ -45,7 +45,7 @@ from launch.settings.audio import AUDIO
 from launch.settings.blocks import train_block
 from launch.settings.modalities import Vocabulary, tower_of
 from launch.settings.objective import pairs_of
-from launch.settings.preprocessing import trained_with
+from launch.settings.preprocessing import PROCESSORS, trained_with
 from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower
 from models.towers.defaults import image_name, text_name
@@ -150,9 +150,15 @@ def open_published(folder: Path, device: torch.device | str = "cpu") -> Trained:
     options = options_of_import(folder)
     if "image_tower" not in options:
         return _opened(folder, options, 0, device)
+    refuse_no_vocabulary(options["tokenizer"])  # first: without one there is most to mend
     prepared = trained_with(str(folder), options["image_tower"])
-    pixels = prepared[0] if prepared else CLIP
-    return _opened(folder, {**options, **pixels.options(options["image_size"])}, 0, device)
+    if prepared is None:
+        raise ValueError(
+            f"{folder}: has no {' or '.join(PROCESSORS)} that says how its images are prepared; save "
+            "the model's image processor there"
+        )
+    pixels = prepared[0].options(options["image_size"])
+    return _opened(folder, {**options, **pixels}, 0, device)
 
 
 def _opened(
@@ -167,6 +173,7 @@ def _opened(
     tokenizer = load_tokenizer(options["tokenizer"])
     towers = towers_of(options, tokenizer)
     reader = open_model(str(folder), *towers)
+    reader.refuse_missing(towers)
     towers = adapted_towers(
         towers, {branch: {"lora": own["lora"]} for branch, own in adapters.items()}
     )
@@ -267,13 +274,27 @@ def towers_of(
         for branch in branches
     )
     for tower in towers:
-        rows = tower.config.get("config", {}).get("vocab_size") if tower.branch == "text" else None
-        if tokenizer is not None and rows is not None and len(tokenizer) > rows:
-            raise ValueError(
-                f"--import {options['imported']}: its text tower knows {rows} tokens and the "
-                f"tokenizer has {len(tokenizer)}; leave out --tokenizer"
-            )
+        if tokenizer is not None and tower.branch == "text":
+            _refuse_other_tokenizer(tower, tokenizer)
     return towers
+
+
+def _refuse_other_tokenizer(tower: Tower, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError where the tokenizer makes ids that the text tower has no embedding of, or
+    not the one that ends a text, where the tower pools."""
+    rows, ids = tower.config.get("config", {}).get("vocab_size"), num_ids(tokenizer)
+    if rows is not None and ids > rows:
+        raise ValueError(
+            f"text tower {tower.name}: it knows {rows} tokens and the tokenizer has {ids}; give "
+            "--tokenizer, the one that belongs to it"
+        )
+    end = tokenizer.eos_token_id
+    if tower.config.get("pool") == "eos" and end not in (None, *tokenizer("a")["input_ids"]):
+        raise ValueError(
+            f"text tower {tower.name}: it pools where a text ends, and the tokenizer does not put "
+            f"its {tokenizer.eos_token!r} there; give it a post-processor that does, or the tower "
+            "pool=last"
+        )
 
 
 def adapted_towers(towers: Sequence[Tower], written: Any) -> tuple[Tower, ...]:

@@ -260,8 +260,8 @@ def _towers(model: argparse._ArgumentGroup) -> None:
     model.add_argument(
         "--tokenizer",
         metavar="WHERE",
-        help="Hugging Face id, folder, or open_clip:MODEL for that of one of OpenCLIP's models (default: that of --import, of a folder given to --text-weights or --text-tower, or of a Hugging Face id "
-        "ORGANISATION/MODEL given to --text-weights; else WordPiece trained on the captions)",
+        help="Hugging Face id, folder, or open_clip:MODEL for that of one of OpenCLIP's models (default: that of --import or of --text-weights, or in a folder given to --text-tower; without "
+        "pretrained texts a WordPiece trained on the captions)",
     )
     model.add_argument(
         "--tower",

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from data.formats.rows import near
 from data.modalities.audio.features import AudioFeatures
 from data.modalities.modality import Modality
+from data.modalities.tokenizer import num_ids
 from data.options import IMAGE_TEXT, branches_of, read_pairs
 from models.towers.audio import audio_tower
 from models.towers.building import with_head
@@ -52,7 +53,7 @@ class Vocabulary(NamedTuple):
         return (
             cls()
             if tokenizer is None
-            else cls(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+            else cls(num_ids(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
         )
 
 

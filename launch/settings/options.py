@@ -6,13 +6,13 @@ import argparse
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from data.formats.rows import near
 from data.index.roots import from_anywhere, given_roots
-from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
+from data.modalities.preprocessing import NORMALIZATIONS, Preprocessing
 from data.modules import import_modules
 from data.options import IMAGE_TEXT, branches_of, read_pairs
 from launch.balancing.loss_weights import check_mode
@@ -27,7 +27,7 @@ from launch.settings.audio import AUDIO, audio_options
 from launch.settings.flags import make_parser
 from launch.settings.overrides import split_settings
 from launch.settings.recipe_files import RecipeFile, with_recipe
-from models.towers.names import HF, join_name, split_name
+from models.towers.names import join_name, split_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engine.config.reading import BranchesBlock
 
 ROOT = Path(__file__).resolve().parents[2]
+OPEN_CLIP = "open_clip:"  # how the names of OpenCLIP's models begin
 Section = TypeVar("Section", bound="DataclassInstance")
 
 
@@ -127,21 +128,34 @@ class Options:
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
     def tokenizer_source(self) -> str | None:
-        """Where the tokenizer comes from: asked for, or beside the text tower's weights or
-        configuration; None: train one."""
+        """Where the tokenizer comes from: asked for, or that of the text tower's weights or beside
+        its configuration; None: train one. Errors: ValueError for weights without one."""
+        from data.modalities.tokenizer import has_vocabulary  # imports transformers
+        from models.towers.text import full_name, hub_id_of
+
         if self.tokenizer is not None:
             return self.tokenizer
-        for where in (self.text_weights, split_name(self.text_tower)[0].removeprefix(HF)):
-            if where is not None and any(
-                (Path(where) / name).is_file() for name in ("tokenizer.json", "vocab.txt")
-            ):
-                return where
-        weights = self.text_weights
-        return (
-            weights
-            if weights is not None and "/" in weights and not Path(weights).exists()
-            else None
-        )
+        base, weights = split_name(full_name(self.text_tower))[0], self.text_weights
+        folders = [base]
+        if weights is not None and Path(weights).exists():
+            folders.insert(0, weights if Path(weights).is_dir() else str(Path(weights).parent))
+        elif weights is not None and "/" in weights:
+            return weights
+        elif weights is not None and base.startswith(OPEN_CLIP):
+            return base
+        elif weights and (hub_id := hub_id_of(base if weights == "DEFAULT" else weights)):
+            return hub_id
+        for folder in folders:
+            if has_vocabulary(Path(folder)):
+                return folder
+        if weights or self.imported:
+            flag, given = ("text-weights", weights) if weights else ("import", self.imported)
+            raise ValueError(
+                f"--{flag} {given}: there is no tokenizer beside these weights, and one trained on "
+                "the captions would number its words otherwise. Give --tokenizer, the folder or "
+                "Hugging Face id of the one that they were trained with"
+            )
+        return None
 
     def refuse_beside(self, block: BranchesBlock) -> None:
         """Raise ValueError for a flag that does not go with what the `branches` block says."""
@@ -262,7 +276,9 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     )
     weights = values["imported"] if "image" in held else values["image_weights"]
     values |= _pixels(parser, pixels, values, weights=weights, sized=sized, recorded=recorded)
-    return Options(**values)
+    options = Options(**values)
+    _check_tokenizer(parser, options)
+    return options
 
 
 def _take_import(parser: argparse.ArgumentParser, values: dict[str, Any]) -> tuple[str, ...]:
@@ -345,21 +361,15 @@ def _pixels(
     recorded: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The image size and the four options of PIXELS: as given, else as the image tower's `weights`
-    were trained, else CLIP's. `sized`: the size was given. A run that recorded none of them was trained with
-    CLIP's, whatever its weights."""
+    were trained, else CLIP's; of a run that goes on as `recorded`, which without any of them was
+    trained with CLIP's. `sized`: the size was given."""
     from launch.settings.preprocessing import (
         trained_with,
     )  # imports torchvision, which --help can do without
 
-    earlier = bool(recorded) and PIXELS[0] not in recorded
-    found = None if weights is None or earlier else trained_with(weights, values["image_tower"])
-    trained, size = found or (CLIP, values["image_size"])
+    found = None if weights is None or recorded else trained_with(weights, values["image_tower"])
+    trained, size = found or (Preprocessing.from_options(recorded), values["image_size"])
     size = values["image_size"] if sized else size
-    if recorded:  # an earlier version kept the shape of every image
-        trained = replace(
-            trained,
-            resize_mode=recorded.get("image_resize_mode", "shortest"),
-        )
     pixels = {
         key: default if given[key] is None else given[key]
         for key, default in trained.options(size).items()
@@ -374,6 +384,18 @@ def _pixels(
     except ValueError as error:
         parser.error(str(error))
     return {"image_size": size, **pixels}
+
+
+def _check_tokenizer(parser: argparse.ArgumentParser, options: Options) -> None:
+    """Refuse one that lacks, before anything is written."""
+    # imports transformers, which --help can do without
+    from data.modalities.tokenizer import refuse_no_vocabulary
+
+    try:
+        if source := options.tokenizer_source():
+            refuse_no_vocabulary(source)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _from_anywhere(where: str) -> str:
@@ -401,7 +423,7 @@ def _of_import(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> di
         refuse_no_model(values["imported"], Path(values["imported"]), weights_alone=True)
         found = options_of_import(Path(values["imported"]))
         towers = values["image_tower"], values["text_tower"]
-        if not found and all(tower and tower.startswith("open_clip:") for tower in towers):
+        if not found and all(tower and tower.startswith(OPEN_CLIP) for tower in towers):
             from models.weights.open_clip_models import model_of_towers, options_of_open_clip
 
             model = model_of_towers(*towers)

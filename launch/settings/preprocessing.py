@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torchvision
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from PIL import Image
 
 from data.modalities.preprocessing import CLIP, INTERPOLATIONS, NORMALIZATIONS, Preprocessing
 from launch.run.records import branches_held, read_export
 from models.towers.image import full_name
-from models.towers.libraries import open_clip, timm
+from models.towers.libraries import open_clip, timm, transformers_image
 from models.towers.names import split_name
 from models.weights.libraries import DEFAULT
 from models.weights.open_clip_models import folder_of
@@ -29,8 +31,12 @@ if TYPE_CHECKING:
 IMAGENET = Preprocessing(*NORMALIZATIONS["imagenet"])
 # of OpenCLIP, where its configuration says nothing
 OPEN_CLIP = {"mean": CLIP.mean, "std": CLIP.std}
-PREPROCESSOR = "preprocessor_config.json"
-TORCHVISION = "give --image-normalization imagenet if torchvision or timm trained them"
+# of an image processor, and of a whole processor, which transformers 5 writes instead
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+ASSUMED = (
+    ", so CLIP's values are assumed; give --image-normalization imagenet if torchvision or timm "
+    "trained them, half for SigLIP"
+)
 
 
 def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | None:
@@ -38,9 +44,9 @@ def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | No
     None: the weights do not say.
 
     `where`: as --image-weights or --import. Known are the weights of torchvision, timm and OpenCLIP
-    by name, torchvision's also by their files' names, and folders from export.py or with a
-    preprocessor_config.json, a config.json of timm or an open_clip_config.json, and files beside
-    one.
+    by name, torchvision's also by their files' names, those of transformers on the hub, and folders
+    from export.py or with one of PROCESSORS, a config.json of timm or an open_clip_config.json, and
+    files beside one.
     """
     path = Path(where).expanduser()
     if path.is_dir():
@@ -64,6 +70,8 @@ def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | No
         return _of_timm(architecture, tag if where == DEFAULT else where)
     if tower.startswith(open_clip.PREFIX):
         return _of_open_clip(tower, where)
+    if tower.startswith(transformers_image.HF):
+        return _of_hub(split_name(tower)[0] if where == DEFAULT else where)
     return _of_torchvision(path.name, split_name(tower)[0])
 
 
@@ -83,8 +91,8 @@ def describe_pixels(options: Options) -> str:
     found = trained_with(str(weights), options.image_tower)
     used = Preprocessing.from_options(vars(options))
     if found is None:
-        hint = f"; {TORCHVISION}" if used.mean == CLIP.mean and not imported else ""
-        return f"{line}. {flag} {weights} does not say what it was trained with{hint}"
+        assumed = ASSUMED if used.mean == CLIP.mean else ""
+        return f"{line}. {flag} {weights} does not say what it was trained with{assumed}"
     same = (found[0].mean, found[0].std, found[0].interpolation) == (
         used.mean,
         used.std,
@@ -102,7 +110,8 @@ def _of_export(folder: Path) -> tuple[Preprocessing, int] | None:
 
 def _beside(folder: Path) -> tuple[Preprocessing, int] | None:
     return (
-        _of_folder(folder / PREPROCESSOR)
+        _of_processor(folder / PROCESSORS[0])
+        or _of_processor(folder / PROCESSORS[1])
         or _of_record(folder / "config.json", "pretrained_cfg")
         or _of_record(folder / open_clip.CONFIG, "preprocess_cfg")
     )
@@ -125,6 +134,17 @@ def _of_record(file: Path, key: str) -> tuple[Preprocessing, int] | None:
             f"{file}: does not describe how images are prepared ({type(error).__name__}: {error}); "
             "mend it, or remove it and give --image-normalization"
         ) from error
+
+
+def _of_hub(name: str) -> tuple[Preprocessing, int] | None:
+    """Of transformers' model of a preset or on the hub."""
+    hub_id = transformers_image.hub_id_of(name) or name.removeprefix(transformers_image.HF)
+    if "/" not in hub_id:
+        return None
+    try:
+        return _beside(Path(snapshot_download(hub_id, allow_patterns=PROCESSORS)))
+    except (OSError, HfHubHTTPError, HFValidationError):  # reading the weights says why
+        return None
 
 
 def _of_timm(architecture: str, tag: str) -> tuple[Preprocessing, int] | None:
@@ -167,13 +187,15 @@ def _of_config(config: Mapping[str, Any], size: int | None = None) -> tuple[Prep
     ), size if isinstance(size, int) else min(size)
 
 
-def _of_folder(file: Path) -> tuple[Preprocessing, int] | None:
-    """transformers' configuration of an image processor."""
+def _of_processor(file: Path) -> tuple[Preprocessing, int] | None:
+    """transformers' configuration of an image processor, by itself or in that of a processor."""
     if not file.is_file():
         return None
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        if "feature_extractor_type" in config:  # of sounds
+        config = config.get("image_processor", {} if file.name == PROCESSORS[1] else config)
+        # of sounds, or of texts alone
+        if not config or "sampling_rate" in config:
             return None
         resize = _side(config["size"])
         crop = (
@@ -187,7 +209,7 @@ def _of_folder(file: Path) -> tuple[Preprocessing, int] | None:
         return Preprocessing(
             tuple(config["image_mean"]), tuple(config["image_std"]), interpolation, crop / resize
         ), crop
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file}: does not describe how images are prepared ({type(error).__name__}: {error}); "
             "mend it, or remove it and give --image-normalization"

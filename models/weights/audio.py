@@ -8,7 +8,14 @@ from models.weights.reading import open_weights
 
 def open_audio_weights(where: str, tower: Tower) -> Weights:
     """As `open_weights`, of an audio tower; where it is an image tower over a spectrogram, of that
-    image tower. Errors: as there."""
+    image tower. Errors: as there; ValueError for a tower of which it is not known what sounds it
+    was trained on."""
+    if not tower.config.get("extractor_found", True):
+        raise ValueError(
+            f"weights {where!r}: audio tower {tower.name} has no feature extractor beside its "
+            "config.json (preprocessor_config.json), so the rate and the spectrogram of its sounds "
+            "are not known; save it there"
+        )
     if not isinstance(tower.specs[0].template, OfImage):
         return open_weights("audio", where, tower)
     size = tower.config["audio_input"]["shape"][-1]

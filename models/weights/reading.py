@@ -10,7 +10,7 @@ import logging
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -110,12 +110,7 @@ class WeightReader:
             if canonical in self.names:
                 self.read_names.append(self.names[canonical])
                 target.copy_(self._fitting(canonical, target))
-        absent = [
-            canonical
-            for canonical in wanted
-            if canonical not in self.names and not canonical.endswith("num_batches_tracked")
-        ]
-        if absent:
+        if absent := self._absent(wanted):
             log.warning("%s has no %s: trained from scratch", self.source, ", ".join(absent))
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -145,6 +140,21 @@ class WeightReader:
                     f"{self.source}: {canonical} has shape {found_shape} there but {shape} in the "
                     "tower; " + _remedy(canonical)
                 )
+
+    def _absent(self, wanted: Iterable[str]) -> list[str]:
+        """Those of `wanted` that are not in the files, but for counters, which start at 0."""
+        lacking = [name for name in wanted if name not in self.names]
+        return [name for name in lacking if not name.endswith("num_batches_tracked")]
+
+    def refuse_missing(self, towers: Sequence[Tower]) -> None:
+        """Raise ValueError for tensors that a layer would fill with random values, where a model is
+        used as it is."""
+        wanted = [name for tower in towers for name in _shapes(tower, self.groups)]
+        if absent := self._absent(wanted):
+            raise ValueError(
+                f"{self.source} has no tensor for {', '.join(absent)}, which the model uses; save "
+                "it again with all of its weights"
+            )
 
     def _fitting(self, canonical: str, target: Tensor) -> Tensor:
         tensor = self.tensor_of(self.names[canonical])

@@ -2,6 +2,7 @@
 its folder."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from data import prepare
 from data.index.sources import open_source
 from data.index.splits import split_source
+from data.modalities.tokenizer import load_tokenizer
 from data.options import DataOptions
 from data.prepare import prepare_data
 
@@ -53,6 +55,21 @@ def test_the_first_time_it_divides_and_trains_a_tokenizer(spec, folder):
     }
     assert {path.name for path in folder.iterdir()} == {"samples", "tokenizer"}
     assert isinstance(prepared.train, np.memmap)  # ranks share its pages
+
+
+def test_a_tokenizer_that_knows_no_word_of_the_captions_is_refused(
+    spec, folder, emoji_set, tmp_path
+):
+    """It would make the same tokens of all of them; of one language among two it may."""
+    chinese = str(tmp_path / "chinese")
+    load_tokenizer(None, ["一只黑色的狗", "两朵红花"], Path(chinese))
+    options = {"val_fraction": 0.25, "seed": 3}
+    with pytest.raises(ValueError, match="same tokens of 18 different captions.*--tokenizer"):
+        prepare_data(DataOptions((spec,), **options), chinese, folder)
+    texts = iter(["一只狗", "两朵花"] * 12)
+    both = f"jsonl:{emoji_set(24, texts=lambda _: next(texts))}"
+    prepared = prepare_data(DataOptions((both,), **options), chinese, tmp_path / "both")
+    assert prepared.tokenizer.tokenize("狗") == ["狗"]
 
 
 def test_the_tokenizer_knows_the_training_captions_only(spec, folder):

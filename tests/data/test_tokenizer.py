@@ -1,5 +1,6 @@
 """Tokenizers: trained, saved, loaded; padding and cutting."""
 
+import json
 import subprocess
 import sys
 
@@ -8,9 +9,9 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data.modalities.tokenizer import batch_tokens, length_multiple, load_tokenizer
+from data.modalities.tokenizer import batch_tokens, length_multiple, load_tokenizer, num_ids
 
 TRAIN = """
 import hashlib
@@ -127,8 +128,33 @@ def test_refusals(tmp_path):
         load_tokenizer(None, [" "])
     with pytest.raises(FileNotFoundError, match="no such folder"):
         load_tokenizer(str(tmp_path / "no"))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "tokenizer.json").write_text("[]")  # of which the library raises a TypeError
     with pytest.raises(ValueError, match="holds no tokenizer that transformers can load"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "kind", ["clip", "chinese_clip", "siglip2", "clap", "bert", "roberta", "xlm-roberta", "t5"]
+)
+def test_a_tokenizer_that_transformers_makes_up_is_refused(tmp_path, kind):
+    """By the type in config.json (transformers#18570), where there is no vocabulary, and where
+    there is one of another type."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    made = AutoTokenizer.from_pretrained(tmp_path)
+    cat, dog = made(["a cat", "a dog"]).input_ids
+    assert cat == dog
+    for name in ("tokenizer_config.json", "of another type.model"):
+        (tmp_path / name).touch()
+        with pytest.raises(ValueError, match="has no vocabulary.*--tokenizer"):
+            load_tokenizer(str(tmp_path))
+
+
+def test_a_vocabulary_with_gaps_needs_a_row_for_its_highest_id():
+    gaps = Tokenizer(WordLevel({"[PAD]": 0, "cat": 4, "dog": 9}, unk_token="[PAD]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=gaps, pad_token="[PAD]")
+    assert (len(tokenizer), num_ids(tokenizer)) == (3, 10)
 
 
 def test_code_that_a_tokenizer_brings_along_is_not_run(tmp_path):
@@ -136,6 +162,7 @@ def test_code_that_a_tokenizer_brings_along_is_not_run(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(
         '{"auto_map": {"AutoTokenizer": [null, "brought.Brought"]}, "tokenizer_class": "Brought"}'
     )
+    (tmp_path / "vocab.txt").write_text("brought\n")
     with pytest.raises(ValueError, match="holds no tokenizer that transformers can load"):
         load_tokenizer(str(tmp_path))
     assert not (tmp_path / "ran").exists()

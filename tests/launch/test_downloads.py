@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, CLIPConfig
+from transformers import BertConfig, CLIPConfig, CLIPImageProcessor
 
 from data.modalities.tokenizer import load_tokenizer
 from launch.inference.trained import open_model_folder
@@ -103,6 +103,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path, zipped):
     ).save_pretrained(whole)
     tokenizer = load_tokenizer(None, ["a red apple", "two birds"])
     tokenizer.save_pretrained(whole)
+    CLIPImageProcessor().save_pretrained(whole)
     payload(whole / "pytorch_model.bin", ran, zipped)
     message = "cannot be read as weights alone, and code in a file is never run"
     with pytest.raises(ValueError, match=message):

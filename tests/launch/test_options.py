@@ -365,15 +365,32 @@ def folders(tmp_path):
             "{with}",
         ),  # the weights' before the architecture's
         (["--text-tower", "{with}"], "{with}"),
-        (["--text-weights", "{without}"], None),
+        (["--text-weights", "{with}/tokenizer.json"], "{with}"),  # a file beside it
         (["--text-weights", "someone/model"], "someone/model"),  # a Hugging Face id brings its own
-        (["--text-weights", "DEFAULT"], None),
+        (["--text-weights", "DEFAULT"], "google/bert_uncased_L-4_H-256_A-4"),
+        (["--text-weights", "minilm-l6"], "nreimers/MiniLM-L6-H384-uncased"),
+        (["--text-tower", "ViT-B/32", "--text-weights", "openai"], "open_clip:ViT-B-32"),
     ],
 )
 def test_tokenizer_source(folders, arguments, expected):
     names = {name: str(folders / name) for name in ("with", "words", "without")}
     options = parse_options([argument.format(**names) for argument in arguments])
     assert options.tokenizer_source() == (expected and expected.format(**names))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--text-weights", "{without}"], "there is no tokenizer beside these weights"),
+        (["--tokenizer", "{without}"], "has no vocabulary"),
+    ],
+)
+def test_a_tokenizer_that_lacks_is_refused(folders, capsys, arguments, words):
+    """One trained on the captions would number its words otherwise than pretrained weights."""
+    with pytest.raises(SystemExit) as end:
+        parse_options([argument.format(without=folders / "without") for argument in arguments])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and words in said and "--tokenizer" in said
 
 
 def test_flags_and_fields_have_the_same_names():
@@ -392,6 +409,7 @@ def test_what_is_here_is_known_by_its_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("words", "bert-tiny"):
         (tmp_path / name).mkdir()
+    (tmp_path / "words" / "vocab.txt").touch()
     plain = parse_options(
         ["--tokenizer", "words", "--text-tower", "bert-tiny", "--text-weights", "google/bert"]
     )

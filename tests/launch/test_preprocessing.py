@@ -193,6 +193,16 @@ def test_transformers_files_are_read(tmp_path):
     ):
         processor.save_pretrained(tmp_path / name)
         assert trained_with(str(tmp_path / name), "resnet50") == expected
+    # transformers 5 writes a whole processor, its old versions another key
+    half, as_text = tmp_path / "half", '{"image_processor": %s}'
+    half.mkdir()
+    written = (tmp_path / "vit" / "preprocessor_config.json").read_text()
+    (half / "processor_config.json").write_text(as_text % written)
+    (tmp_path / "clip" / "preprocessor_config.json").write_text(
+        json.dumps({**json.loads(written), "feature_extractor_type": "ViTFeatureExtractor"})
+    )
+    assert trained_with(str(half), "resnet50") == trained_with(str(tmp_path / "vit"), "resnet50")
+    assert trained_with(str(half), "resnet50") == trained_with(str(tmp_path / "clip"), "resnet50")
     (tmp_path / "vit" / "weights.pth").touch()
     assert (
         trained_with(str(tmp_path / "vit" / "weights.pth"), "resnet50")[0].mean
@@ -220,7 +230,7 @@ def test_the_first_lines_say_which_pixels_are_used(tmp_path):
     unknown = describe_pixels(
         parse_options(["--data", "jsonl:x", "--image-weights", str(tmp_path / "mine.pth")])
     )
-    assert "does not say what it was trained with; give --image-normalization imagenet" in unknown
+    assert "so CLIP's values are assumed; give --image-normalization imagenet" in unknown
 
 
 def test_a_run_from_before_these_options_goes_on_with_clip_s_values(tmp_path):
@@ -285,6 +295,20 @@ def test_the_pixels_of_timms_weights(tmp_path):
     assert trained_with(str(tmp_path), "timm:test_vit") == expected
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert trained_with(str(tmp_path / "model.safetensors"), "timm:test_vit") == expected
+
+
+def test_the_pixels_of_transformers_weights_on_the_hub(tmp_path, monkeypatch):
+    """By id and as DEFAULT, read from the hub's cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    kept = tmp_path / "models--google--vit-base-patch16-224"
+    ViTImageProcessor().save_pretrained(kept / "snapshots" / "0123")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0123")
+    half = Preprocessing(*NORMALIZATIONS["half"], "bilinear"), 224
+    for where in ("google/vit-base-patch16-224", "DEFAULT", "vit-base-patch16-224"):
+        assert trained_with(where, "hf:vit-base-patch16-224") == half
+    for where in ("someone/model", "nothing"):  # not to be had: the weights' own error says so
+        assert trained_with(where, "hf:vit-base-patch16-224") is None
 
 
 def test_the_pixels_of_openclips_weights(tmp_path):

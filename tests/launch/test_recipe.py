@@ -51,7 +51,7 @@ def test_everything_open_comes_from_the_recipe():
         ([], {}, LONG, "from scratch, long"),
         (["--image-weights", "DEFAULT"], {}, 10, "pretrained tower"),
         (["--text-weights", "bert-mini"], {}, LONG, "pretrained tower"),
-        (["--import", __file__], {}, 10, "fine-tuning"),
+        (["--import", __file__, "--tokenizer", "x"], {}, 10, "fine-tuning"),
         (["--text-weights", "bert-mini"], {"locked": {"text": True}}, 10, "locked"),
     ],
 )
@@ -66,8 +66,8 @@ def test_the_way_to_train(arguments, block, total_steps, name):
 @pytest.mark.parametrize(
     ("arguments", "lr", "rates"),
     [
-        (["--import", __file__], None, {"image": 5e-4}),
-        (["--import", __file__], 1e-4, {"image": 1e-3}),
+        (["--import", __file__, "--tokenizer", "x"], None, {"image": 5e-4}),
+        (["--import", __file__, "--tokenizer", "x"], 1e-4, {"image": 1e-3}),
         (["--image-weights", "DEFAULT", "--text-weights", "bert-mini"], 1e-3, {"image": 5e-4, "text": 1e-4}),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,8 @@ from exports import (
     texts,
 )
 from launched import fork_flags, run_to_end, write_pairs
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     BertConfig,
     ChineseCLIPConfig,
@@ -33,6 +35,7 @@ from transformers import (
     Siglip2Model,
     SiglipConfig,
     SiglipModel,
+    SiglipProcessor,
     VisionTextDualEncoderConfig,
     VisionTextDualEncoderModel,
 )
@@ -43,6 +46,7 @@ from launch.exporting.writing import image_processor, write_export
 from launch.inference.trained import open_model_folder, public_model, with_named_towers
 from launch.model import ModelOptions, RunModel
 from launch.settings.options import parse_options
+from launch.settings.preprocessing import describe_pixels
 
 PIXELS = Preprocessing(*NORMALIZATIONS["half"])
 IMAGES = {**SIZES, "patch_size": 16, "image_size": SIZE}
@@ -245,6 +249,65 @@ def test_a_published_model_is_evaluated_without_a_run(models, tmp_path):
         assert status == 0, output[-5000:]
         figures.append(json.loads(file.read_text()))
     assert figures[0] == figures[1] and figures[0]
+
+
+def without(folder, copy, *patterns):
+    """A copy of a folder without some of its files."""
+    return shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*patterns))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_without_its_tokenizer_is_refused(models, tmp_path, capsys, name):
+    """Published or exported. transformers would make one up of most (transformers#18570, #23035)."""
+    for i, whole in enumerate(models[name]):
+        folder = without(whole, tmp_path / str(i), "tokenizer*", "preprocessor*")
+        with pytest.raises(SystemExit) as end:
+            started_from(folder)
+        assert end.value.code == 2 and "--tokenizer" in capsys.readouterr().err
+        with pytest.raises(ValueError, match="has no vocabulary"):
+            open_model_folder(folder, None, "cpu", False)
+        assert started_from(folder, "--tokenizer", str(whole)).tokenizer == str(whole)
+
+
+def test_a_tokenizer_of_another_tower_is_refused(models):
+    """Ids above the table of embeddings, and no end where the tower pools."""
+    options = with_named_towers(started_from(models["CLIPModel"][0]), None)
+    larger, endless = (load_tokenizer(options.tokenizer) for _ in range(2))
+    larger.add_tokens([f"<{number}>" for number in range(6)])
+    endless.backend_tokenizer.post_processor = TemplateProcessing(single="$A")
+    for tokenizer, message in ((larger, r"it knows \d+ tokens"), (endless, r"its '\[SEP\]' there")):
+        with pytest.raises(ValueError, match=message):
+            RunModel.of(options.section(ModelOptions), tokenizer)
+
+
+def test_pixels_that_a_model_does_not_describe_are_assumed_aloud_or_refused(models, tmp_path):
+    folder = without(models["SiglipModel"][0], tmp_path / "copy", "preprocessor*")
+    assert "CLIP's values are assumed" in describe_pixels(started_from(folder))
+    given = started_from(folder, "--image-normalization", "half")
+    assert "assumed" not in describe_pixels(given)
+    with pytest.raises(ValueError, match="no preprocessor_config.json or processor_config.json"):
+        open_model_folder(folder, None, "cpu", False)
+    processor = SiglipProcessor(image_processor(PIXELS, SIZE), load_tokenizer(str(folder)))
+    processor.save_pretrained(folder)  # by transformers 5 in a file of another name
+    assert not (folder / "preprocessor_config.json").exists()
+    assert open_model_folder(folder, None, "cpu", False).preprocessing == PIXELS
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("VisionTextDualEncoderModel", "text_model.pooler.dense.weight"),
+        ("SiglipModel", "logit_bias"),
+    ],
+)
+def test_a_model_that_lacks_a_tensor_is_not_evaluated(models, tmp_path, name, tensor):
+    """Not with random values in its place; a run may train them."""
+    folder = without(models[name][0], tmp_path / "copy")
+    state = load_file(folder / "model.safetensors")
+    del state[tensor]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=tensor.rpartition("_model.")[2]):
+        open_model_folder(folder, None, "cpu", False)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,15 @@ import pytest
 import torch
 from transformers import (
     ASTConfig,
+    ASTFeatureExtractor,
     ASTForAudioClassification,
     ClapAudioConfig,
     ClapConfig,
+    ClapFeatureExtractor,
     ClapModel,
     ClapTextConfig,
     WhisperConfig,
+    WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
 )
 
@@ -77,6 +80,13 @@ OF_FOLDERS = {  # model, seconds, the library's own features of the inputs
 }
 
 
+EXTRACTORS = {
+    "clap": ClapFeatureExtractor,
+    "ast": ASTFeatureExtractor,
+    "whisper": WhisperFeatureExtractor,
+}
+
+
 def features(tower, layers, inputs):
     tensors = {"input_features": inputs}
     for layer in layers:
@@ -93,6 +103,10 @@ def test_tower_and_weights_of_a_folder_are_the_librarys(kind, tmp_path):
     for parameter in model.parameters():  # AST's two tokens and its positions begin with zeros
         parameter.data.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(tmp_path)
+    tower = audio_tower(f"hf:{tmp_path}", seconds)
+    with pytest.raises(ValueError, match="no feature extractor.*preprocessor_config.json"):
+        open_audio_weights(str(tmp_path), tower)
+    EXTRACTORS[kind](feature_size=16).save_pretrained(tmp_path)
     tower = audio_tower(f"hf:{tmp_path}", seconds)
     reader = open_audio_weights(str(tmp_path), tower)
     layers = [spec.build(0, reader).eval() for spec in tower.specs]

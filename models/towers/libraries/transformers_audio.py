@@ -405,7 +405,8 @@ def audio_tower(name: str, seconds: float | None = None) -> Tower:
         values |= family.seconds(seconds)
     config = type(config).from_dict({**config.to_dict(), **values})
     _check(name, config)
-    reads = family.reads(config, _published(base), seconds)
+    published = _published(base)
+    reads = family.reads(config, published or {}, seconds)
     with torch.device("meta"):
         model = with_exact_statistics(family.model(config))
         layers = family.layers(model, pool)
@@ -423,6 +424,7 @@ def audio_tower(name: str, seconds: float | None = None) -> Tower:
         "pool": pool,
         "hub_id": hub_id,
         "audio_input": {**vars(reads), "shape": list(reads.shape)},
+        "extractor_found": published is not None,
         "config": config.to_dict(),
     }
     example = partial(_example, reads.shape)
@@ -458,8 +460,8 @@ def _find(base: str) -> tuple[PreTrainedConfig, str | None]:
     )
 
 
-def _published(base: str) -> dict[str, Any]:
-    """The arguments of the extractor in the model's folder; none where there is none, or for a
+def _published(base: str) -> dict[str, Any] | None:
+    """The arguments of the extractor in the model's folder; None where there is none; none of a
     preset, whose extractor is the library's default."""
     where = base.removeprefix(HF)
     if preset_of(where, PRESETS, ALIASES):
@@ -467,13 +469,13 @@ def _published(base: str) -> dict[str, Any]:
     return extractor_values(where)
 
 
-def extractor_values(where: str) -> dict[str, Any]:
-    """The arguments of the feature extractor in a folder of transformers or on the hub; none where
+def extractor_values(where: str) -> dict[str, Any] | None:
+    """The arguments of the feature extractor in a folder of transformers or on the hub; None where
     it has none."""
     try:
         made = AutoFeatureExtractor.from_pretrained(where)
     except (OSError, ValueError, KeyError):
-        return {}
+        return None
     derived = ("feature_extractor_type", "processor_class", "nb_max_samples", "nb_max_frames")
     return {
         key: value
