@@ -27,9 +27,12 @@ from engine.planning.costs import precision_of
 from engine.planning.planner import GIB, RunPlan
 from launch.costing import NOMINAL
 from launch.run.records import branches_held
-from launch.settings.options import Options
+from launch.settings.modalities import OWN_FLAGS
+from launch.settings.options import DEMO_DEFAULTS, Options
 from models.towers.layers import Tower
+from models.weights.reading import published_weights
 
+DESCRIPTION = "tokenizer_config.json"  # of the tokenizer beside it
 DUPLICATES = {
     "positives": "positives of each other",
     "masked": "left out of each other's loss",
@@ -96,12 +99,14 @@ def first_screen(
     screen = [
         ("data", "\n".join([_data(data), *_repeated(data, options.duplicates)])),
         ("towers", _towers(options, towers, plan)),
+        ("tokenizer", _tokenizer(options, data)),
         ("ranks", f"{hardware.describe()}; {precision_of(config)}, ZeRO stage {zero}"),
         ("plan", f"{plan.describe()}   {config_file.name}"),
         ("why", _why(plan, config_file)),
         ("recipe", recipe.removeprefix("recipe: ") or f"{length}; no number was left open"),
         ("optimizer", preview(config, plan.optimizer_groups, total_steps)),
         *(_split(line) for line in further if line),
+        ("note", _published(options, towers)),
         ("predicted", _predicted(plan, total_steps)),
         ("folder", folder),
     ]
@@ -159,6 +164,30 @@ def _data(data: PreparedData) -> str:
     )
 
 
+def _weights(options: Options) -> dict[str, str]:
+    """By branch, of towers that start from pretrained ones: where these come from."""
+    given = {branch: getattr(options, f"{branch}_weights") for branch in OWN_FLAGS}
+    given |= dict.fromkeys(branches_held(options.imported), options.imported)
+    return {branch: where for branch, where in given.items() if where}
+
+
+def _published(options: Options, towers: Sequence[Tower]) -> str:
+    """The options that start from published weights where there are some and none were asked for;
+    empty where there are none. The demo's own text tower is to be small, not pretrained."""
+    if all(spec.split(":")[0] == "demo" for spec in options.data):
+        towers = [
+            tower for tower in towers if tower.name.split(":")[0] != DEMO_DEFAULTS["text_tower"]
+        ]
+    asked = [tower for tower in towers if tower.branch in {*OWN_FLAGS} - {*_weights(options)}]
+    known = {tower.branch: published_weights(tower) for tower in asked}
+    flags = [f"--{branch}-weights {where}" for branch, where in known.items() if where]
+    return (
+        f"to start from published weights instead of random ones: {' '.join(flags)}"
+        if flags
+        else ""
+    )
+
+
 def _repeated(data: PreparedData, duplicates: str) -> list[str]:
     """A line for each modality of which values stand in several training samples, not just a
     few."""
@@ -199,23 +228,34 @@ def _counted(numbers: Mapping[str, int]) -> str:
 
 
 def _towers(options: Options, towers: Sequence[Tower], plan: RunPlan) -> str:
-    branches = ("image", "text", "audio")
-    weights = {branch: getattr(options, f"{branch}_weights") for branch in branches}
-    weights |= dict.fromkeys(branches_held(options.imported), options.imported)
-    words = []
+    """A line for each, and one for what is learned between them."""
+    weights, lines = _weights(options), []
     for tower in towers:
         learn = plan.trainable.get(tower.branch)
         locked = (
-            f", {learn.count(False)} of {len(learn)} layers locked"
+            f"; {learn.count(False)} of {len(learn)} layers locked"
             if learn and not all(learn)
             else ""
         )
         origin = weights.get(tower.branch)
-        words.append(
-            f"{tower.branch} {tower.name} ({tower.num_parameters / 1e6:,.1f} M parameters"
-            f"{f', from {origin}' if origin else ''}{locked})"
+        lines.append(
+            f"{tower.branch} {tower.name}, {tower.num_parameters / 1e6:,.1f} M parameters, "
+            f"weights: {f'from {origin}' if origin else 'random'}{locked}"
         )
-    return f"{', '.join(words)}; {options.loss} between embeddings of {options.embed_dim}"
+    return "\n".join([*lines, f"{options.loss} between embeddings of {options.embed_dim}"])
+
+
+def _tokenizer(options: Options, data: PreparedData) -> str:
+    """Where it comes from and how many entries it has; empty where no pair has texts."""
+    if data.tokenizer is None:
+        return ""
+    entries, source = f"{len(data.tokenizer):,} entries", options.tokenizer_source()
+    if source is None:
+        captions = data.source.column("num_captions")[data.train].sum(dtype=int)
+        return f"trained on {captions:,} captions, {entries}"
+    is_described = not Path(source).is_dir() or (Path(source) / DESCRIPTION).is_file()
+    assumed = f"; without {DESCRIPTION}, so transformers' special tokens and lower case are assumed"
+    return f"of {source}, {entries}{'' if is_described else assumed}"
 
 
 def _why(plan: RunPlan, config_file: Path) -> str:

@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.towers.layers import Layer, Tower
-from models.towers.libraries import transformers_audio, transformers_image
+from models.towers.libraries import open_clip, timm, transformers_audio, transformers_image
 from models.towers.libraries.transformers_text import PRESETS
-from models.towers.names import nearest, refuse
+from models.towers.names import HF, nearest, refuse, split_name
 from models.towers.text import hub_id_of
 from models.weights.clap import clap_pairs, is_clap, note_scales
 from models.weights.dual_encoder import OF_TRANSFORMERS, dual_encoder_pairs, towers_differ
@@ -77,6 +77,10 @@ RENAMED = {  # what older versions of the libraries wrote, and XLM's prefix, whi
 OPTIONAL = re.compile(
     r"text\.pooler\.dense\.(weight|bias)$|text\.proj\.\d\.weight$|(image|text|audio)\.attention_pool\.|(image|audio)\..*\.num_batches_tracked$|head\.logit_bias$|head\.\w+_logit_(scale|bias)$|head\.(fusion|image_tokens|text_tokens)\."
 )
+
+
+# keys of a tower's name that its published weights go with
+OF_NO_SIZE = {"pool", "zero_init_residual", "quick_gelu"}
 
 
 @dataclass
@@ -364,6 +368,26 @@ def _shapes(tower: Tower, groups: tuple[str, ...]) -> dict[str, tuple[int, ...]]
 
 
 # -- sources
+
+
+def published_weights(tower: Tower) -> str | None:
+    """What `open_weights` takes for the pretrained weights of a tower that is named as they are: an
+    id on the hub, a folder, or "DEFAULT"; None: there are none, or a key changes the tower."""
+    base, keys = split_name(tower.name)
+    library, architecture = tower.config.get("library"), tower.config.get("architecture", "")
+    if {*keys} - OF_NO_SIZE or library is None:
+        return None
+    if library == "transformers":
+        folder = Path(base.removeprefix(HF)).expanduser()
+        held = folder.is_dir() and weight_files(folder)
+        return str(folder) if held else tower.config["hub_id"]
+    if library == "open_clip":
+        exist = open_clip.default_tag(tower.config["model"], tower.config["quick_gelu"]) is not None
+    elif library == "timm":
+        exist = bool(timm.tags(architecture))
+    else:
+        exist = len(torchvision.models.get_model_weights(architecture)) > 0
+    return "DEFAULT" if exist else None
 
 
 def find_weights(branch: str, where: str, tower_name: str, hub_id: str | None) -> Path:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from launched import SMALL, write_pairs
+from transformers import BertConfig, BertModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from bad_audio import tone, wav  # noqa: E402
 
+from data.modalities.tokenizer import load_tokenizer
 from launch.run.dry_run import dry_run
 from launch.settings.options import ROOT, parse_options
 
@@ -42,8 +44,11 @@ def test_the_first_screen_says_what_a_run_would_do_and_no_folder_is_made(
     for words in (
         "data: jsonl:",
         "samples to train on",
-        "image resnet18",
-        "text bert-tiny",
+        "image resnet18:layers=1-1-1-1,zero_init_residual=true, 4.9 M parameters, weights: random",
+        "text bert-tiny:pool=mean, 0.5 M parameters, weights: random",
+        "tokenizer: trained on 128 captions, ",
+        "note: to start from published weights instead of random ones: --text-weights "
+        "google/bert_uncased_L-2_H-128_A-2\n",
         "ranks: 16 ranks on 2 nodes, H100; bf16, ZeRO stage 1",
         "why: auto: ",
         "ways compared",
@@ -54,10 +59,39 @@ def test_the_first_screen_says_what_a_run_would_do_and_no_folder_is_made(
         "dry run: nothing was trained",
     ):
         assert words in said, said
-    assert 8 <= len(said.splitlines()) <= 14
+    assert 8 <= len(said.splitlines()) <= 17
     assert not list((tmp_path / "here").iterdir())
     monkeypatch.setenv("RANK", "1")  # of a launcher's processes the first does it
     assert planned() == 0 and capsys.readouterr().out == ""
+
+
+def test_what_the_screen_proposes_for_pretrained_weights_can_be_typed(planned, capsys, tmp_path):
+    """Of a text tower in a folder, with its weights and tokenizer beside it."""
+    tokenizer = load_tokenizer(None, ["a dark picture", "a bright picture of a number"])
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertModel(BertConfig(vocab_size=len(tokenizer), intermediate_size=32, **sizes))
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "bert")
+    tower = ["--ranks", 1, "--text-tower", tmp_path / "bert"]
+    planned(*tower)
+    said = capsys.readouterr().out
+    note = next(line for line in said.splitlines() if line.strip().startswith("note: to start"))
+    flags = note.rpartition("random ones: ")[2].split()
+    assert flags == ["--text-weights", str(tmp_path / "bert")]
+    planned(*tower, *flags)
+    said = capsys.readouterr().out
+    assert f"weights: from {tmp_path / 'bert'}\n" in said and "to start from" not in said
+    assert f"tokenizer: of {tmp_path / 'bert'}, {len(tokenizer)} entries\n" in said
+    (tmp_path / "bert" / "tokenizer_config.json").unlink()
+    planned(*tower)
+    assert "entries; without tokenizer_config.json, so transf" in capsys.readouterr().out
+
+
+def test_the_screen_of_the_demo_proposes_nothing(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert dry_run(parse_options(["--dry-run"])) == 0
+    said = capsys.readouterr().out
+    assert "text bert-mini" in said and "weights: random" in said and "to start from" not in said
 
 
 def test_samples_that_are_used_without_what_is_broken_are_not_called_unusable(

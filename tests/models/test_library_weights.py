@@ -3,6 +3,7 @@ published weights with the network replaced by a file, and whole models of OpenC
 
 import json
 import logging
+from functools import partial
 
 import open_clip
 import pytest
@@ -13,11 +14,12 @@ from open_clip.model import resize_pos_embed, resize_text_pos_embed
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
+from models.towers.audio import audio_tower
 from models.towers.building import build_towers, with_head
 from models.towers.image import image_tower
 from models.towers.layers import library_models_kept
 from models.towers.text import text_tower
-from models.weights.reading import open_model, open_weights
+from models.weights.reading import open_model, open_weights, published_weights
 
 VOCAB, TOKENS, EOS = 90, 12, 89
 VIT = "timm:vit_tiny_patch16_224:depth=2,embed_dim=48,num_heads=3"
@@ -47,6 +49,27 @@ def away_from_first_values(model):
 
 def timm_vit(size, **more):
     return timm.create_model("vit_tiny_patch16_224", img_size=size, **SIZES, **more)
+
+
+@pytest.mark.parametrize(
+    ("tower", "proposed"),
+    [
+        (partial(image_tower, "resnet50:zero_init_residual=true", 64), "DEFAULT"),
+        (partial(image_tower, "resnet18:layers=1-1-1-1", 64), None),
+        (partial(image_tower, "timm:vit_small_patch16_224", 224), "DEFAULT"),
+        (partial(image_tower, "open_clip:ViT-B-32", 224), "DEFAULT"),
+        (partial(image_tower, "hf:dinov2-small:pool=cls", 224), "facebook/dinov2-small"),
+        (
+            partial(text_tower, "bert-base-uncased:pool=mean", 50, 8),
+            "google-bert/bert-base-uncased",
+        ),
+        (partial(text_tower, "bert-mini:num_hidden_layers=2", 50, 8), None),
+        (partial(text_tower, "open_clip:ViT-B-32", None, 8), "DEFAULT"),
+        (partial(audio_tower, "hf:clap"), "laion/clap-htsat-unfused"),
+    ],
+)
+def test_published_weights_are_proposed_for_a_tower_that_they_fit(tower, proposed):
+    assert published_weights(tower()) == proposed
 
 
 # -- timm
